@@ -1,0 +1,68 @@
+# Two commands do everything on a fresh machine with a C++ compiler and Python >= 3.10:
+#   make demo        train a small model four ways and compare them
+#   make test        the whole test suite
+# Each torch version has a virtual environment and a build folder of its own:
+#   make test TORCH=2.11.0 PYTHON=python3.12
+TORCH  ?= 2.13.0
+PYTHON ?= python3
+VENV   ?= .venv-$(TORCH)
+BIN    ?= $(VENV)/bin
+READY  ?= $(VENV)/.ready
+JOBS   ?= auto
+CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.inl' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+# Test processes share the cores: waiting threads sleep instead of spinning.
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: demo test pytest ctest gtest lint format bench build wheel clean
+
+demo: build
+	$(BIN)/python -m ckptfused demo
+
+test: pytest ctest
+
+pytest: build
+	$(BIN)/python -m pytest -n $(JOBS) -p no:benchmark $(PYTEST_ARGS) tests
+
+ctest: $(READY) gtest
+	$(BIN)/cmake -S . -B build/cmake $(CMAKE_ARGS)
+	$(BIN)/cmake --build build/cmake --parallel $(or $(MAX_JOBS),$(shell nproc))
+	$(BIN)/ctest --test-dir build/cmake --output-on-failure
+
+gtest:
+	@test -e /usr/include/gtest/gtest.h || { test "$$(id -u)" = 0 && apt-get install -y -qq libgtest-dev; } || true
+
+bench: build
+	$(BIN)/python -m ckptfused bench
+	$(BIN)/python -m pytest benchmarks/test_kernels.py
+
+build: $(READY)
+	$(BIN)/python setup.py --quiet build_ext --inplace --build-temp build/torch-$(TORCH)
+
+wheel: $(READY)
+	$(BIN)/pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet torch==$(TORCH)
+	$(BIN)/pip install --quiet --group test
+	touch $@
+
+$(VENV)/.lint: $(READY)
+	$(BIN)/pip install --quiet --group lint
+	touch $@
+
+clean:
+	rm -rf build dist .venv-* ckptfused/*.so

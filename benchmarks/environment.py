@@ -1,0 +1,51 @@
+"""What a result file says about where it came from."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def git(*arguments: str) -> str:
+    run = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    return run.stdout.strip() if run.returncode == 0 else "unknown"
+
+
+def processor() -> dict[str, str]:
+    """Model name and the instruction sets that decide bf16 speed."""
+    fields: dict[str, str] = {}
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    flags = set(fields.get("flags", "").split())
+    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_fp16")
+    return {
+        "model": fields.get("model name", platform.processor() or platform.machine()),
+        "instructions": " ".join(name for name in known if name in flags),
+    }
+
+
+def describe() -> dict[str, Any]:
+    """Commit, versions, device and command of this run."""
+    import ckptfused
+
+    changed = git("status", "--porcelain", "--untracked-files=no")
+    return {
+        "commit": git("rev-parse", "HEAD") + (" with changes" if changed and changed != "unknown" else ""),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ckptfused": ckptfused.__version__,
+        "cpu": processor(),
+        "threads": torch.get_num_threads(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+    }

@@ -1,0 +1,144 @@
+"""Times a training step (forward and backward) of a stack of Llama-style layers in four variants.
+
+Gradients are checked first; no time is reported after a failed check. Variants take turns within one run, so that a
+slow minute of the machine falls on all of them. Writes benchmarks/results/<case>-<dtype>.json and .md.
+
+    python benchmarks/step_time.py --dtype float32 --dtype bfloat16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import environment
+from benchmarks.cases import CASES, GOALS, LLAMA, Case
+from benchmarks.checks import check_gradients
+from ckptfused.cli.models import VARIANTS, plain_layers, variant_layers
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def step(layers: nn.ModuleList, x: Tensor, dy: Tensor) -> None:
+    """One forward and backward; gradients are freed, as zero_grad() does by default."""
+    layers.zero_grad(set_to_none=True)
+    x.grad = None
+    y = x
+    for layer in layers:
+        y = layer(y)
+    y.backward(dy)
+
+
+def time_variants(stacks: dict[str, nn.ModuleList], x: Tensor, dy: Tensor, budget: float) -> dict[str, list[float]]:
+    """Seconds of each step; one untimed round, then rounds of all variants until the budget is spent (at least 3)."""
+    for layers in stacks.values():
+        step(layers, x, dy)
+    seconds: dict[str, list[float]] = {name: [] for name in stacks}
+    names, start = list(stacks), time.perf_counter()
+    while len(seconds[names[0]]) < 3 or time.perf_counter() - start < budget:
+        for name in names:
+            before = time.perf_counter()
+            step(stacks[name], x, dy)
+            seconds[name].append(time.perf_counter() - before)
+        names.append(names.pop(0))  # no variant always follows the same other one
+    return seconds
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    """Median and the 20th and 80th percentiles."""
+    if len(seconds) < 2:
+        return {"median": seconds[0], "p20": seconds[0], "p80": seconds[0], "steps": len(seconds)}
+    fifths = statistics.quantiles(seconds, n=5, method="inclusive")
+    return {"median": statistics.median(seconds), "p20": fifths[0], "p80": fifths[3], "steps": len(seconds)}
+
+
+def measure(case: Case, dtype_name: str, budget: float, seed: int) -> dict[str, Any]:
+    """Checks, then times, one case in one dtype."""
+    dtype = getattr(torch, dtype_name)
+    checks = check_gradients(case, dtype, seed)
+    plain = plain_layers(case.shape, dtype=dtype, seed=seed)
+    stacks: dict[str, nn.ModuleList] = {variant: variant_layers(variant, plain, case.shape) for variant in VARIANTS}
+    generator = torch.Generator().manual_seed(seed)
+    size = (case.batch, case.tokens, case.shape.d_model)
+    x = torch.randn(size, generator=generator).to(dtype).requires_grad_()
+    dy = torch.randn(size, generator=generator).to(dtype)
+    times = {name: summary(seconds) for name, seconds in time_variants(stacks, x, dy, budget).items()}
+    ours = times["ckptfused inputs"]["median"]
+    goals = GOALS[dtype_name] if case is LLAMA else {}
+    return {
+        "case": case.name,
+        "dtype": dtype_name,
+        "batch": case.batch,
+        "tokens": case.tokens,
+        "shape": vars(case.shape),
+        "checks": checks,
+        "seconds": times,
+        "inputs_over": {name: ours / times[name]["median"] for name in times if name != "ckptfused inputs"},
+        "goals": goals,
+        "environment": environment.describe(),
+    }
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result as a page."""
+    where = result["environment"]
+    lines = [
+        f"# {result['case']}, {result['dtype']}",
+        "",
+        f"{result['shape']['layers']} layers, C {result['shape']['d_model']}, F {result['shape']['dim_feedforward']}, "
+        f"{result['shape']['nhead']} heads, {result['batch']} × {result['tokens']} tokens, "
+        f"residual dropout {result['shape']['residual_dropout']}; forward and backward.",
+        "",
+        "| variant | median s | p20 | p80 | ckptfused inputs takes | goal |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in result["seconds"].items():
+        ratio = result["inputs_over"].get(name)
+        goal = result["goals"].get(name)
+        lines.append(
+            f"| {name} | {row['median']:.3f} | {row['p20']:.3f} | {row['p80']:.3f} | "
+            f"{f'{ratio:.2f}×' if ratio else ''} | {f'≤ {goal:.2f}×' if goal else ''} |"
+        )
+    steps = min(row["steps"] for row in result["seconds"].values())
+    lines += [
+        "",
+        f"{steps} steps each, interleaved. Gradients checked first: {'; '.join(result['checks'])}.",
+        "",
+        f"{where['cpu']['model']} ({where['cpu']['instructions']}), {where['threads']} threads; "
+        f"torch {where['torch']}, ckptfused {where['ckptfused']}, commit {where['commit']}; `{where['command']}`.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--case", choices=sorted(CASES), default=LLAMA.name)
+    parser.add_argument("--dtype", choices=sorted(GOALS), action="append", help="default: both")
+    parser.add_argument("--budget", type=float, default=90.0, help="seconds of timed steps for one dtype")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    for dtype in arguments.dtype or sorted(GOALS, reverse=True):
+        result = measure(CASES[arguments.case], dtype, arguments.budget, arguments.seed)
+        stem = f"{arguments.case}-{dtype}"
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / f"{stem}.json").write_text(json.dumps(result, indent=2) + "\n")
+        (arguments.out / f"{stem}.md").write_text(markdown(result))
+        print(markdown(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

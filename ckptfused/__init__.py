@@ -1,0 +1,23 @@
+"""ckptfused: the memory of full activation checkpointing at nearly the step time of none."""
+
+from ckptfused import fake as fake
+from ckptfused import rng
+from ckptfused._extension import build_info
+from ckptfused.modules import (
+    FusedCheckpointAttention,
+    FusedCheckpointBlock,
+    FusedCheckpointFFN,
+    FusedCheckpointSequential,
+)
+
+__version__ = str(build_info()["version"])
+
+__all__ = [
+    "FusedCheckpointAttention",
+    "FusedCheckpointBlock",
+    "FusedCheckpointFFN",
+    "FusedCheckpointSequential",
+    "__version__",
+    "build_info",
+    "rng",
+]

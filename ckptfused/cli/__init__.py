@@ -1,0 +1,32 @@
+"""The command line: ``python -m ckptfused demo|bench``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ckptfused.cli import bench, demo
+from ckptfused.cli.errors import CommandError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="ckptfused", description="Activation checkpointing with fused recompute.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for module in (demo, bench):
+        name = module.__name__.rpartition(".")[2]
+        doc = (module.__doc__ or "").strip()
+        command = commands.add_parser(name, help=doc.splitlines()[0], description=doc)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.command == "bench":
+        arguments.options = rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return arguments.run(arguments)
+    except CommandError as error:
+        print(f"ckptfused {arguments.command}: {error}", file=sys.stderr)
+        return 1

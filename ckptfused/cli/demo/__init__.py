@@ -1,0 +1,151 @@
+"""Train a small byte-level decoder on real text four ways and compare memory, time and loss.
+
+The variants are plain PyTorch layers, the same under torch.utils.checkpoint, ckptfused keeping everything, and
+ckptfused saving only each layer's input. Fails if the two ckptfused curves differ at all or if, without dropout, they
+leave the plain curve by more than rounding explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ckptfused.cli.demo import verdict
+from ckptfused.cli.demo.job import REORDERED, Job, Result
+from ckptfused.cli.errors import CommandError
+from ckptfused.cli.models import VARIANTS, Shape
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--data", type=Path, help="a text file; default: the Python standard library's own source")
+    add("--steps", type=int, default=50)
+    add("--batch", type=int, default=4, help="sequences a step")
+    add("--tokens", type=int, default=256, help="bytes in a sequence")
+    add("--d-model", type=int, default=384)
+    add("--heads", type=int, default=6)
+    add("--kv-heads", type=int, help="default: as many as heads")
+    add("--hidden", type=int, default=1024, help="width of the SwiGLU layers")
+    add("--layers", type=int, default=6)
+    add("--dropout", type=float, default=0.0, help="on both residual branches; then only the ckptfused curves compare")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add("--learning-rate", type=float, default=1e-3)
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+    add("--out", type=Path, default=Path("demo"), help="folder for demo.png and demo.json")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        from rich.console import Console
+
+        from ckptfused.cli.demo import report
+    except ModuleNotFoundError as error:
+        raise CommandError(f"needs {error.name}; install it with: pip install 'ckptfused[demo]'") from error
+    check(arguments)
+    console = Console()
+    shape = shape_of(arguments)
+    size = shape.layers * shape.parameters_per_layer + 2 * 256 * shape.d_model
+    console.print(
+        f"A byte-level decoder, {size / 1e6:.1f} M parameters, {arguments.dtype}, dropout {arguments.dropout}; "
+        f"{arguments.steps} steps of {arguments.batch} × {arguments.tokens} bytes from "
+        f"{arguments.data or 'the Python standard library'}; {arguments.threads} threads."
+    )
+    names = [*VARIANTS] if arguments.dropout else [*VARIANTS, REORDERED]
+    results = {name: train(job_of(name, shape, arguments), console) for name in names}
+
+    shown = [results[name] for name in VARIANTS]
+    console.print(report.table(shown))
+    report.picture(shown, arguments.out / "demo.png")
+    record = {name: vars(result) for name, result in results.items()}
+    (arguments.out / "demo.json").write_text(json.dumps({"options": vars(arguments), "results": record}, default=str))
+    console.print(f"Picture: {arguments.out / 'demo.png'}")
+    for line in judge(results):
+        console.print(line, highlight=False)
+    return 0
+
+
+def check(arguments: argparse.Namespace) -> None:
+    for name in ("steps", "batch", "tokens", "d_model", "heads", "hidden", "layers", "threads"):
+        if getattr(arguments, name) < 1:
+            raise CommandError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(arguments, name)}")
+    if not 0 <= arguments.dropout < 1:
+        raise CommandError(f"--dropout: expected a probability in [0, 1), got {arguments.dropout}")
+    if arguments.d_model % (2 * arguments.heads):
+        raise CommandError(
+            f"--d-model: expected a multiple of twice the heads ({2 * arguments.heads}), got {arguments.d_model}"
+        )
+    if arguments.kv_heads and arguments.heads % arguments.kv_heads:
+        raise CommandError(f"--kv-heads: expected a divisor of {arguments.heads} heads, got {arguments.kv_heads}")
+
+
+def shape_of(arguments: argparse.Namespace) -> Shape:
+    return Shape(
+        d_model=arguments.d_model,
+        nhead=arguments.heads,
+        num_kv_heads=arguments.kv_heads,
+        dim_feedforward=arguments.hidden,
+        layers=arguments.layers,
+        residual_dropout=arguments.dropout,
+    )
+
+
+def job_of(variant: str, shape: Shape, arguments: argparse.Namespace) -> Job:
+    return Job(
+        variant=variant,
+        shape=shape,
+        steps=arguments.steps,
+        batch=arguments.batch,
+        tokens=arguments.tokens,
+        learning_rate=arguments.learning_rate,
+        dtype=arguments.dtype,
+        seed=arguments.seed,
+        threads=arguments.threads,
+        data=str(arguments.data) if arguments.data else None,
+    )
+
+
+def train(job: Job, console) -> Result:
+    """Runs one variant in a process of its own, so that its peak memory is its own."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    command = [sys.executable, "-m", "ckptfused.cli.demo.worker", job.to_json()]
+    result = Result(job.variant)
+    with tempfile.TemporaryFile("w+") as complaints, Progress(*columns, console=console) as progress:
+        bar = progress.add_task(job.variant, total=job.steps)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True) as process:
+            for line in process.stdout or ():
+                record = json.loads(line)
+                result.add(record)
+                if "loss" in record:
+                    progress.update(bar, advance=1, description=f"{job.variant}  {record['loss']:.3f}")
+        complaints.seek(0)
+        tail = "".join(collections.deque(complaints, maxlen=20))
+    if process.returncode != 0:
+        raise CommandError(f"the process training {job.variant!r} ended with status {process.returncode}:\n{tail}")
+    return result
+
+
+def judge(results: dict[str, Result]) -> list[str]:
+    """What was shown, one line each; raises if a curve is not what it must be."""
+    everything, inputs = results["ckptfused all"].losses, results["ckptfused inputs"].losses
+    parted = verdict.identical(everything, inputs)
+    if parted:
+        raise CommandError(f"the two ckptfused loss curves must be the same floats and are not; {parted}")
+    lines = [f"The two ckptfused curves are the same {len(inputs)} floats."]
+    if REORDERED not in results:
+        return [*lines, "With dropout the masks differ from PyTorch's, so the plain curve is not compared."]
+    plain, reordered = results["plain"].losses, results[REORDERED].losses
+    left = verdict.within_rounding(inputs, plain, reordered)
+    if left:
+        raise CommandError(f"the ckptfused curves leave the plain one by more than rounding explains; {left}")
+    ours = max(abs(a - b) for a, b in zip(inputs, plain, strict=True))
+    limit = verdict.bounds(plain, reordered)[-1]
+    return [*lines, f"They stay within {ours:.1e} of the plain curve; rounding explains up to {limit:.1e}."]

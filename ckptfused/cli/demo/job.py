@@ -1,0 +1,59 @@
+"""What the demo asks of one training process, and what comes back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+
+from ckptfused.cli.models import Shape
+
+REORDERED = "plain, reordered"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One variant's run; sent to its process as JSON."""
+
+    variant: str
+    shape: Shape
+    steps: int
+    batch: int
+    tokens: int
+    learning_rate: float
+    dtype: str
+    seed: int
+    threads: int
+    data: str | None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        fields = json.loads(text)
+        return cls(**{**fields, "shape": Shape(**fields["shape"])})
+
+
+@dataclass
+class Result:
+    """What one variant did."""
+
+    variant: str
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    saved_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def step_time(self) -> float:
+        """Median seconds a step, the first three left out."""
+        ordered = sorted(self.seconds[3:] or self.seconds)
+        return ordered[len(ordered) // 2]
+
+    def add(self, record: dict[str, float]) -> None:
+        """Takes one line of the training process's report."""
+        if "loss" in record:
+            self.losses.append(record["loss"])
+            self.seconds.append(record["seconds"])
+        else:
+            self.saved_bytes, self.peak_bytes = int(record["saved"]), int(record["peak"])

@@ -1,0 +1,61 @@
+"""The demo's table and picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from ckptfused.cli.demo.job import Result
+
+MIB = 2.0**20
+COLOURS = ("#4c566a", "#a3a9b5", "#e0a458", "#c8553d")
+
+
+def table(results: Sequence[Result]) -> Table:
+    """One row a variant; ratios are against the first."""
+    first = results[0]
+    view = Table(title="Saved for backward; peak above the resting process")
+    view.add_column("variant", no_wrap=True)
+    for column in ("saved", "peak memory", "median step", "final loss"):
+        view.add_column(column, justify="right")
+    for result in results:
+        view.add_row(
+            result.variant,
+            f"{result.saved_bytes / MIB:.1f} MiB ({result.saved_bytes / first.saved_bytes:.2f}×)",
+            f"{result.peak_bytes / MIB:.0f} MiB",
+            f"{result.step_time * 1e3:.0f} ms ({result.step_time / first.step_time:.2f}×)",
+            f"{result.losses[-1]:.4f}",
+        )
+    return view
+
+
+def picture(results: Sequence[Result], path: Path) -> None:
+    """Loss curves on the left; memory and time bars on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (curves, memory, time) = plt.subplots(1, 3, figsize=(14, 4), width_ratios=(2, 1, 1), layout="constrained")
+    for index, (result, colour) in enumerate(zip(results, COLOURS, strict=False)):
+        style = "--" if index % 2 else "-"
+        curves.plot(result.losses, style, color=colour, label=result.variant, linewidth=2 - 0.3 * index)
+    curves.set(xlabel="step", ylabel="loss (nats per byte)", title="the same curve, four ways")
+    curves.legend(frameon=False)
+
+    names = [result.variant.replace(" ", "\n").replace(".checkpoint", "\n.checkpoint") for result in results]
+    places = range(len(results))
+    memory.bar([x - 0.2 for x in places], [r.saved_bytes / MIB for r in results], 0.4, color=COLOURS, label="saved")
+    memory.bar([x + 0.2 for x in places], [r.peak_bytes / MIB for r in results], 0.4, color=COLOURS, alpha=0.45)
+    memory.set(title="saved for backward | peak (pale), MiB", xticks=list(places))
+    time.bar(places, [r.step_time * 1e3 for r in results], 0.6, color=COLOURS)
+    time.set(title="median step, ms", xticks=list(places))
+    for axes in (memory, time):
+        axes.set_xticklabels(names, fontsize=7)
+    for axes in (curves, memory, time):
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

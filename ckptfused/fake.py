@@ -1,0 +1,112 @@
+"""Fake kernels (shapes without data, for torch.compile) and FLOP formulas (for torch.utils.flop_counter)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from ckptfused import _extension, cost  # noqa: F401  (the first registers the ops)
+from ckptfused.spec import BlockSpec, param_names
+
+_FAMILIES = ("block", "attention_block", "ffn_block")
+_DESTINATION_PASSING = (
+    *("norm_fwd", "norm_bwd", "residual_fwd", "residual_bwd"),
+    *("activation_fwd", "activation_bwd", "qk_fwd", "qk_bwd"),
+)
+
+
+@lru_cache(maxsize=None)
+def _parse(text: str) -> BlockSpec:
+    return BlockSpec.parse(text)
+
+
+def _dims(spec: BlockSpec, shape: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """B, T, C of an x of this shape."""
+    return (shape[1], shape[0], shape[2]) if spec.seq_first else (shape[0], shape[1], shape[2])
+
+
+def _block_fwd(
+    x: Tensor, params: Sequence[Tensor | None], aux: Sequence[Tensor | None], rng_state: Tensor | None, spec: str, save: bool
+) -> list[Tensor]:
+    outputs = [x.new_empty(x.shape)]
+    if save:
+        parsed = _parse(spec)
+        values = cost.kept_values(parsed, *_dims(parsed, x.shape), x.dtype)
+        outputs += [x.new_empty(shape, dtype=dtype) for shape, dtype in values.values()]
+    return outputs
+
+
+def _block_bwd(
+    dy: Tensor,
+    x: Tensor,
+    params: Sequence[Tensor | None],
+    aux: Sequence[Tensor | None],
+    kept: Sequence[Tensor],
+    rng_state: Tensor | None,
+    spec: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    inputs = [x, *params]
+    return [t.new_empty(t.shape) for t, need in zip(inputs, needs, strict=True) if need and t is not None]
+
+
+def _attention_fwd(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, length, dim = q.shape
+    o = q.new_empty((batch, length, heads, dim)).transpose(1, 2)
+    return o, q.new_empty((batch, heads, length), dtype=cost.accumulation_type(q.dtype))
+
+
+def _attention_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    def like(t: Tensor) -> Tensor:
+        batch, heads, length, dim = t.shape
+        return t.new_empty((batch, length, heads, dim)).transpose(1, 2)
+
+    return like(q), like(k), like(v)
+
+
+def _rng_state(like: Tensor, call_id: int, *, generator: torch.Generator | None = None) -> Tensor:
+    return like.new_empty((2,), dtype=torch.int64)
+
+
+def _dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) -> Tensor:
+    return rng_state.new_empty(shape, dtype=torch.bool)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _fwd_flops(x_shape: Any, params: Any, aux: Any, rng: Any, spec: str, *args: Any, **kwargs: Any) -> int:
+    parsed = _parse(spec)
+    return cost.forward_flops(parsed, *_dims(parsed, x_shape))
+
+
+def _bwd_flops(
+    dy_shape: Any, x_shape: Any, params: Any, aux: Any, kept: Any, rng: Any, spec: str, needs: Any, **kwargs: Any
+) -> int:
+    parsed = _parse(spec)
+    wanted = [name for name, need in zip(("x", *param_names(parsed)), needs, strict=True) if need]
+    return cost.backward_flops(parsed, *_dims(parsed, x_shape), needs=wanted)
+
+
+def _register() -> None:
+    fake = torch.library.register_fake
+    for family in _FAMILIES:
+        fake(f"ckptfused::{family}_fwd", _block_fwd)
+        fake(f"ckptfused::{family}_bwd", _block_bwd)
+        register_flop_formula(getattr(torch.ops.ckptfused, f"{family}_fwd"))(_fwd_flops)
+        register_flop_formula(getattr(torch.ops.ckptfused, f"{family}_bwd"))(_bwd_flops)
+    for name in _DESTINATION_PASSING:
+        fake(f"ckptfused::{name}", _nothing)
+    fake("ckptfused::attention_fwd", _attention_fwd)
+    fake("ckptfused::attention_bwd", _attention_bwd)
+    fake("ckptfused::rng_state", _rng_state)
+    fake("ckptfused::dropout_mask", _dropout_mask)
+
+
+_register()

@@ -1,0 +1,271 @@
+"""The block and its two halves as functions of tensors.
+
+`params` maps slot names (`"attn.q_w"`, `"ffn.down_b"`, …: see `ckptfused.spec.param_names`) to tensors; slots
+that a block does not use are left out or None. These functions check what they are given and call one op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ckptfused import _extension  # noqa: F401  (registers the ops)
+from ckptfused.masks import NO_MASK, Mask, sdpa_mask
+from ckptfused.spec import BlockSpec, param_names, param_shapes
+
+__all__ = ["attention_block", "block", "ffn_block"]
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_NORM_ENDINGS = tuple(f"{place}_{kind}" for place in ("norm", "pre", "post", "out") for kind in "wb")
+_variants: dict[tuple[str, str, str, bool], str] = {}
+
+
+@torch.compiler.assume_constant_result
+def variant_text(text: str, mask_kind: str, padding_kind: str, packed: bool) -> str:
+    """The text of a spec called with these inputs. From text to text, so that torch.compile can fold it."""
+    key = (text, mask_kind, padding_kind, packed)
+    if key not in _variants:
+        _variants[key] = BlockSpec.parse(text).with_inputs(mask_kind, padding_kind, packed).to_string()
+    return _variants[key]
+
+
+def block(
+    x: Tensor,
+    params: Mapping[str, Tensor | None],
+    spec: BlockSpec,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    mask: Tensor | None = None,
+    padding: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """A transformer block that saves its input and rebuilds the rest in backward.
+
+    **Shapes** x: [B, T, C] ([T, B, C] with `spec.seq_first`) or, for one sequence, [T, C]; float64, float32,
+    bfloat16 or float16. Result: as x. params: `ckptfused.spec.param_shapes(spec, C)`; projections in x's
+    dtype (any floating dtype under autocast or with `spec.compute`), norm weights in any.
+    cos, sin: [T, r] or [B, T, r], r the rotary width or half of it. mask: broadcastable to [B, H, T, T], bool
+    (True may be attended to) or floating (added to the logits). padding: [B, T], bool (True: a real token)
+    or floating. A spec that says `mask="drop"` or `padding="drop"` turns the meaning of bool round.
+    cu_seqlens: int32 or int64 [S+1], the bounds of S sequences packed in x [1, N, C].
+    generator: the source of dropout's seed; None: PyTorch's default generator.
+    **Saves** x, the values in `spec.keep`, and 16 bytes of random state where some p > 0; references to
+    params, cos, sin, masks and cu_seqlens, which the caller owns.
+    **Recomputes** in backward what `spec.keep` leaves out of QKV, attention, O, gate/up (never the last GEMM of
+    a pre-norm block).
+    **Raises** `ValueError` or `TypeError` naming the argument, what was expected and what came.
+    **Source** DESIGN sections 3 to 5: `y = out_norm?(x + m · drop(post_norm?(f(pre_norm?(x)))))` per half.
+    """
+    return _call("block", x, params, spec, cos, sin, mask, padding, cu_seqlens, generator)
+
+
+def attention_block(
+    x: Tensor,
+    params: Mapping[str, Tensor | None],
+    spec: BlockSpec,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    mask: Tensor | None = None,
+    padding: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The attention half of a block alone, its residual included.
+
+    **Shapes** as `block`; spec has an attention half and no FFN half.
+    **Saves** as `block`. **Recomputes** QKV and attention; O too where a closing or post norm needs its result.
+    **Raises** as `block`; `ValueError` if spec has an FFN half.
+    **Source** Vaswani et al. 2017, equation 1 and section 3.2.2, with the variants of `AttentionSpec`.
+    """
+    if spec.attn is None or spec.ffn is not None:
+        raise ValueError(f"spec: expected an attention half alone, got '{spec.to_string()}'")
+    return _call("attention_block", x, params, spec, cos, sin, mask, padding, cu_seqlens, generator)
+
+
+def ffn_block(
+    x: Tensor,
+    params: Mapping[str, Tensor | None],
+    spec: BlockSpec,
+    *,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The FFN half of a block alone, its residual included.
+
+    **Shapes** as `block`; spec has an FFN half and no attention half.
+    **Saves** as `block`. **Recomputes** gate/up; down too where a closing or post norm needs its result.
+    **Raises** as `block`; `ValueError` if spec has an attention half.
+    **Source** Vaswani et al. 2017, equation 2; gated kinds: Shazeer 2020 (arXiv 2002.05202), equation 6.
+    """
+    if spec.ffn is None or spec.attn is not None:
+        raise ValueError(f"spec: expected an FFN half alone, got '{spec.to_string()}'")
+    return _call("ffn_block", x, params, spec, None, None, None, None, None, generator)
+
+
+def _call(
+    op: str,
+    x: Tensor,
+    params: Mapping[str, Tensor | None],
+    spec: BlockSpec,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    cu_seqlens: Tensor | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    slots = _check_params(x, params, spec)
+    unbatched = x.dim() == 2
+    time, batch = (0, 1) if spec.seq_first else (1, 0)
+    if unbatched:
+        x = x.unsqueeze(batch)
+    masks = NO_MASK
+    text = spec.to_string()
+    if spec.attn is not None:
+        masks = sdpa_mask(mask, padding, x.size(batch), spec.attn.heads, x.size(time))
+        if cu_seqlens is not None:
+            check_packed(x, cu_seqlens, masks)
+        kind = _given_kind("mask", spec.attn.mask, masks.kind)
+        padding_kind = _given_kind("padding", spec.attn.padding, masks.padding_kind)
+        if (kind, padding_kind, cu_seqlens is not None) != (spec.attn.mask, spec.attn.padding, spec.attn.packed):
+            text = variant_text(text, kind, padding_kind, cu_seqlens is not None)
+        if (spec.attn.rope != "none") != (cos is not None) or (cos is None) != (sin is None):
+            raise ValueError(
+                f"cos, sin: expected {'both' if spec.attn.rope != 'none' else 'neither'} with "
+                f"rope={spec.attn.rope!r}, got cos {_describe(cos)} and sin {_describe(sin)}"
+            )
+        if cos is not None and sin is not None:
+            cos = rotary_view("cos", cos, x.size(batch), x.size(time), spec.attn.rotary)
+            sin = rotary_view("sin", sin, x.size(batch), x.size(time), spec.attn.rotary)
+    elif mask is not None or padding is not None or cu_seqlens is not None or cos is not None or sin is not None:
+        raise ValueError("mask, padding, cu_seqlens, cos, sin: expected none without an attention half")
+    y = run(op, x, slots, text, masks, cos, sin, cu_seqlens, generator)
+    return y.squeeze(batch) if unbatched else y
+
+
+def run(
+    op: str,
+    x: Tensor,
+    slots: Sequence[Tensor | None],
+    text: str,
+    masks: Mask = NO_MASK,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Calls the op `block`, `attention_block` or `ffn_block` with arguments that have been checked."""
+    aux = [cos, sin, masks.mask, masks.padding, cu_seqlens]
+    ops = torch.ops.ckptfused
+    if op == "block":
+        return ops.block(x, slots, aux, text, generator=generator)
+    if op == "attention_block":
+        return ops.attention_block(x, slots, aux, text, generator=generator)
+    return ops.ffn_block(x, slots, aux, text, generator=generator)
+
+
+def _describe(value: object) -> str:
+    return f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+
+
+def check_input(x: Tensor, width: int | None = None) -> None:
+    """Raise unless x is a floating tensor with 2 or 3 dimensions, the last one `width` wide."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+    if x.dim() not in (2, 3):
+        raise ValueError(f"x: expected 3 dimensions (or 2 for one sequence), got shape {list(x.shape)}")
+    if x.dtype not in _TYPES:
+        raise TypeError(f"x: expected float64, float32, bfloat16 or float16, got {x.dtype}")
+    if width is not None and x.size(-1) != width:
+        raise ValueError(f"x: expected width {width} in the last dimension, got shape {list(x.shape)}")
+
+
+def check_dtype(name: str, weight: Tensor, x: Tensor, compute: str | None = None) -> None:
+    """Raise unless a projection's weight or bias has x's dtype, or something casts it."""
+    if weight.dtype != x.dtype and compute is None and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"{name}: expected x's dtype {x.dtype} (another needs torch.autocast or spec.compute), got {weight.dtype}"
+        )
+
+
+def check_packed(x: Tensor, cu_seqlens: Tensor, masks: Mask) -> None:
+    """Raise unless cu_seqlens can bound the sequences packed in x."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: expected an int32 or int64 tensor, got {got}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.size(0) < 2:
+        raise ValueError(f"cu_seqlens: expected shape [sequences + 1], got {list(cu_seqlens.shape)}")
+    if x.size(0) != 1:
+        raise ValueError(f"x: expected shape [1, N, C] with cu_seqlens, got {list(x.shape)}")
+    if masks.kind != "none" or masks.padding_kind != "none":
+        raise ValueError("mask, padding: expected none with cu_seqlens, which bounds the sequences itself")
+
+
+def rotary_view(name: str, table: Tensor, batch: int, length: int, rotary: int) -> Tensor:
+    """cos or sin as [T, r] or [B, T, r], a view; raise if that cannot be."""
+    view = table.squeeze(0) if table.dim() == 3 and table.size(0) == 1 else table
+    lead_ok = view.dim() == 2 or (view.dim() == 3 and view.size(0) == batch)
+    if not (lead_ok and view.size(-2) == length and view.size(-1) in (rotary, rotary // 2)):
+        raise ValueError(
+            f"{name}: expected shape {[length, rotary // 2]} or {[batch, length, rotary // 2]} "
+            f"(or {rotary} wide), got {list(table.shape)}"
+        )
+    if not table.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor, got {table.dtype}")
+    return view
+
+
+def _given_kind(name: str, declared: str, found: str) -> str:
+    """The kind that the op is told: what the spec declares where the tensor fits, else what the tensor is."""
+    if declared == "none" or declared == found or (declared == "drop" and found == "keep"):
+        return found if declared == "none" else declared
+    raise ValueError(f"{name}: expected a mask of the spec's kind {declared!r}, got {found!r}")
+
+
+def _check_params(x: Tensor, params: Mapping[str, Tensor | None], spec: BlockSpec) -> list[Tensor | None]:
+    """The parameters in slot order."""
+    names = param_names(spec)
+    for name in params:
+        if name not in names:
+            raise ValueError(f"params: unknown slot {name!r}; expected names among {', '.join(names)}")
+    width = _width(params, spec)
+    check_input(x, width)
+    shapes = param_shapes(spec, width)
+    slots: list[Tensor | None] = []
+    for name in names:
+        value = params.get(name)
+        slots.append(value)
+        if name not in shapes:
+            if value is not None:
+                raise ValueError(
+                    f"params[{name!r}]: expected None for spec '{spec.to_string()}', got {_describe(value)}"
+                )
+            continue
+        shape, required = shapes[name]
+        if value is None:
+            if required:
+                raise ValueError(f"params[{name!r}]: expected a tensor of shape {list(shape)}, got None")
+            continue
+        if tuple(value.shape) != shape:
+            raise ValueError(f"params[{name!r}]: expected shape {list(shape)}, got {list(value.shape)}")
+        if value.device != x.device:
+            raise ValueError(f"params[{name!r}]: expected x's device {x.device}, got {value.device}")
+        if not value.is_floating_point():
+            raise TypeError(f"params[{name!r}]: expected a floating-point tensor, got {value.dtype}")
+        if not name.endswith(_NORM_ENDINGS):
+            check_dtype(f"params[{name!r}]", value, x, spec.compute)
+    return slots
+
+
+def _width(params: Mapping[str, Tensor | None], spec: BlockSpec) -> int:
+    """C, read off the weight of the last projection."""
+    half, name = (spec.attn, "attn.o_w") if spec.ffn is None else (spec.ffn, "ffn.down_w")
+    weight = params.get(name)
+    if weight is None or weight.dim() != 2:
+        raise ValueError(f"params[{name!r}]: expected a matrix, got {_describe(weight)}")
+    assert half is not None
+    return weight.size(1 if half.transposed else 0)

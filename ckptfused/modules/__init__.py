@@ -1,0 +1,26 @@
+"""Transformer blocks, and their halves, as `torch.nn` modules."""
+
+from .activations import geglu, geglu_tanh, gelu_tanh, reglu, relu2, swiglu
+from .attention import FusedCheckpointAttention
+from .attention_layer import GroupedAttention
+from .block import FusedCheckpointBlock
+from .ffn import FusedCheckpointFFN
+from .norms import GemmaNorm
+from .rotary import RotaryTable
+from .sequential import FusedCheckpointSequential
+
+__all__ = [
+    "FusedCheckpointAttention",
+    "FusedCheckpointBlock",
+    "FusedCheckpointFFN",
+    "FusedCheckpointSequential",
+    "GemmaNorm",
+    "GroupedAttention",
+    "RotaryTable",
+    "geglu",
+    "geglu_tanh",
+    "gelu_tanh",
+    "reglu",
+    "relu2",
+    "swiglu",
+]

@@ -1,0 +1,235 @@
+"""From live layers to one op call: the words of the spec, and the parameters in slot order.
+
+The state of the layers is read at every call, so `layer.dropout.p = 0.2` or `layer.norm_first = True` take
+effect as they do in PyTorch. The words are put in canonical form once per distinct state.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ckptfused.functional import check_dtype, check_input, check_packed, rotary_view, run
+from ckptfused.masks import NO_MASK, Mask, encoder_mask
+from ckptfused.modules.activations import GATED, Activation, activation_kind
+from ckptfused.modules.attention_layer import GroupedAttention
+from ckptfused.modules.norms import norm_eps, norm_kind
+from ckptfused.spec import MAX_HEAD_DIM, BlockSpec
+
+Slots = list[Tensor | None]
+_texts: dict[tuple[str, str], str] = {}
+
+
+class Call(NamedTuple):
+    """The arguments of one block op, checked."""
+
+    op: str
+    x: Tensor
+    slots: Slots
+    text: str
+    masks: Mask = NO_MASK
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    def run(self, generator: torch.Generator | None = None) -> Tensor:
+        """The block's output."""
+        return run(self.op, self.x, self.slots, self.text, self.masks, self.cos, self.sin, self.cu_seqlens, generator)
+
+
+def keep_text(keep: Any) -> str:
+    """A preset's name as it is; explicit names as `"=attn+mid"`. **Raises** `TypeError` for anything else."""
+    if isinstance(keep, str):
+        return keep
+    try:
+        return "=" + "+".join(keep)
+    except TypeError as error:
+        raise TypeError(f"keep: expected a preset's name or an iterable of names, got {keep!r}") from error
+
+
+@torch.compiler.assume_constant_result
+def canonical_text(words: str, keep: str) -> str:
+    """The spec's text for words in any order. From text to text, so that torch.compile can fold it."""
+    key = (words, keep)
+    if key not in _texts:
+        explicit = tuple(filter(None, keep[1:].split("+")))
+        spec = BlockSpec.parse(words).with_keep(explicit if keep.startswith("=") else keep)
+        _texts[key] = spec.to_string()
+    return _texts[key]
+
+
+def settled(number: float | None) -> Any:
+    """A number as torch.compile's constant: it would otherwise trace a changed float as a symbol."""
+    if number is not None and torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        return guard_scalar(number)
+    return number
+
+
+def hooked(*layers: nn.Module | None) -> bool:
+    """Whether somebody watches the inner layers, which a fused block does not call."""
+    return any(
+        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        for layer in layers
+        if layer is not None
+    )
+
+
+def _rate(layer: Any) -> Any:
+    return settled(layer.p) if layer.training else 0.0
+
+
+def _norm_words(half: str, place: str, norm: Any, width: int, x: Tensor) -> str:
+    if norm is None:
+        return ""
+    return f" {half}.{place}={norm_kind(norm, width)} {half}.{place}_eps={settled(norm_eps(norm, x))}"
+
+
+def attention_words(attn: Any, norm: Any, place: str, dropout: nn.Module, x: Tensor) -> str:
+    """The words of an attention half, inputs left out."""
+    p = settled(attn.dropout) if attn.training else 0.0
+    words = (
+        f" attn.heads={attn.num_heads} attn.kv_heads={getattr(attn, 'num_kv_heads', attn.num_heads)}"
+        f" attn.head_dim={attn.head_dim} attn.joint=1 attn.p_attn={p} attn.p_res={_rate(dropout)}"
+    ) + _norm_words("attn", place, norm, attn.embed_dim, x)
+    if type(attn) is not GroupedAttention:
+        return words
+    if attn.q_norm is not None:
+        kind = norm_kind(attn.q_norm, attn.head_dim)
+        words += f" attn.qk_norm={kind} attn.qk_eps={settled(norm_eps(attn.q_norm, x))}"
+    if attn.rotary is not None:
+        dim = attn.rotary.dim
+        words += f" attn.rope={attn.rope_style} attn.rotary_dim={0 if dim == attn.head_dim else dim}"
+    if attn.scale is not None:
+        words += f" attn.scale={settled(attn.scale)}"
+    if attn.softcap:
+        words += f" attn.softcap={settled(attn.softcap)}"
+    return f"{words} attn.window={attn.window or 0}"
+
+
+def input_words(masks: Mask, packed: bool) -> str:
+    """The words that say what an attention half is called with."""
+    return (
+        f" attn.mask={masks.kind} attn.padding={masks.padding_kind} attn.causal={int(masks.causal)}"
+        f" attn.packed={int(packed)}"
+    )
+
+
+def ffn_words(
+    linear2: Any, activation: Activation, norm: Any, place: str, dropout: nn.Module, dropout2: nn.Module, x: Tensor
+) -> str:
+    """The words of an FFN half."""
+    kind = activation_kind(activation)
+    return (
+        f" ffn.act={kind} ffn.hidden={linear2.in_features} ffn.joint={int(kind in GATED)}"
+        f" ffn.p_hidden={_rate(dropout)} ffn.p_res={_rate(dropout2)}"
+    ) + _norm_words("ffn", place, norm, linear2.out_features, x)
+
+
+def _norm_slots(norm: Any, place: str) -> dict[str, Slots]:
+    pair: Slots = [None, None] if norm is None else [norm.weight, getattr(norm, "bias", None)]
+    return {"pre": pair if place == "pre" else [None, None], "out": pair if place == "out" else [None, None]}
+
+
+def attention_slots(attn: Any, norm: Any, place: str) -> Slots:
+    """The 18 tensors of an attention half."""
+    q_norm, k_norm = getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)
+    norms = _norm_slots(norm, place)
+    return [
+        *norms["pre"],
+        *(attn.in_proj_weight, attn.in_proj_bias, None, None, None, None),
+        *_norm_slots(q_norm, "pre")["pre"],
+        *_norm_slots(k_norm, "pre")["pre"],
+        *(attn.out_proj.weight, attn.out_proj.bias, None, None),
+        *norms["out"],
+    ]
+
+
+def ffn_slots(linear1: Any, linear2: Any, activation: Activation, norm: Any, place: str) -> Slots:
+    """The 12 tensors of an FFN half."""
+    norms = _norm_slots(norm, place)
+    first: Slots = [linear1.weight, linear1.bias]
+    gated = activation_kind(activation) in GATED
+    return [
+        *norms["pre"],
+        *(first if gated else [None, None]),
+        *([None, None] if gated else first),
+        *(linear2.weight, linear2.bias, None, None),
+        *norms["out"],
+    ]
+
+
+def attention_fusable(attn: Any, norm: Any, dropout: nn.Module) -> bool:
+    """Whether the kernels compute what these layers do."""
+    known = type(attn) in (nn.MultiheadAttention, GroupedAttention) and type(dropout) is nn.Dropout
+    if not known or hooked(attn, attn.out_proj, norm, dropout) or norm_kind(norm, attn.embed_dim) is None:
+        return False
+    if attn.head_dim > MAX_HEAD_DIM:
+        return False
+    if type(attn) is GroupedAttention:
+        if hooked(attn.q_norm, attn.k_norm, attn.rotary) or norm_kind(attn.q_norm, attn.head_dim) is None:
+            return False
+        if type(attn.q_norm) is not type(attn.k_norm):
+            return False
+    plain_shape = attn._qkv_same_embed_dim and attn.bias_k is None and not attn.add_zero_attn
+    return plain_shape and type(attn.out_proj) in (NonDynamicallyQuantizableLinear, nn.Linear)
+
+
+def ffn_fusable(
+    linear1: Any, linear2: Any, activation: Activation, norm: Any, dropout: nn.Module, dropout2: nn.Module
+) -> bool:
+    """Whether the kernels compute what these layers do."""
+    if type(linear1) is not nn.Linear or type(linear2) is not nn.Linear or activation_kind(activation) is None:
+        return False
+    if type(dropout) is not nn.Dropout or type(dropout2) is not nn.Dropout:
+        return False
+    if isinstance(activation, nn.Module) and hooked(activation):
+        return False
+    return not hooked(linear1, linear2, norm, dropout, dropout2) and norm_kind(norm, linear2.out_features) is not None
+
+
+class AttentionInputs(NamedTuple):
+    """What an attention half is called with beside x, normalised."""
+
+    x: Tensor
+    masks: Mask
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+def attention_inputs(
+    attn: Any,
+    x: Tensor,
+    src_mask: Tensor | None,
+    src_key_padding_mask: Tensor | None,
+    is_causal: bool,
+    cu_seqlens: Tensor | None,
+    rotary: tuple[Tensor, Tensor] | None,
+) -> AttentionInputs:
+    """Checks and normalises x (made 3-d), masks and rotary tables."""
+    check_input(x, attn.embed_dim)
+    check_dtype("self_attn.in_proj_weight", attn.in_proj_weight, x)
+    time, batch = (1, 0) if attn.batch_first else (0, 1)
+    x = x.unsqueeze(batch) if x.dim() == 2 else x
+    B, T = x.size(batch), x.size(time)
+    masks = encoder_mask(src_mask, src_key_padding_mask, is_causal, B, attn.num_heads, T)
+    if getattr(attn, "causal", False):
+        masks = masks._replace(causal=True)
+    if cu_seqlens is not None:
+        if not attn.batch_first:
+            raise ValueError("cu_seqlens: expected a batch_first=True module, got batch_first=False")
+        check_packed(x, cu_seqlens, masks)
+    table = getattr(attn, "rotary", None)
+    if table is None:
+        if rotary is not None:
+            raise ValueError("rotary: expected None in a module without rope, got a pair of tables")
+        return AttentionInputs(x, masks, None, None)
+    if rotary is not None:
+        cos, sin = (rotary_view(name, t, B, T, table.dim) for name, t in zip(("cos", "sin"), rotary, strict=True))
+    else:
+        cos, sin = table(T) if cu_seqlens is None else table.packed(cu_seqlens, T)
+    return AttentionInputs(x, masks, cos, sin)

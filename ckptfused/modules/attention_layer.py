@@ -1,0 +1,202 @@
+"""`nn.MultiheadAttention`'s parameters and names, for the head layouts and variants that it lacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ckptfused.masks import encoder_mask
+from ckptfused.modules.norms import make_norm
+from ckptfused.modules.rotary import RotaryTable
+
+
+class GroupedAttention(nn.MultiheadAttention):
+    """Self-attention with grouped key/value heads, any head width, RoPE, q/k norm, window and soft-cap.
+
+    A holder of parameters: `in_proj_weight` is [(H+2G)·D, C], `out_proj` maps H·D to C. The fused modules read
+    them; `forward` is plain PyTorch, for the layers that cannot be fused, and holds the T × T matrix.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary: RotaryTable | None = None,
+        rope_style: str = "half",
+        qk_norm: str = "none",
+        qk_eps: float = 1e-6,
+        causal: bool = False,
+        window: int = 0,
+        softcap: float = 0.0,
+        scale: float | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        if head_dim is None:
+            if embed_dim % num_heads:
+                raise ValueError(f"nhead: expected a divisor of d_model={embed_dim}, got {num_heads}")
+            head_dim = embed_dim // num_heads
+        self.embed_dim = self.kdim = self.vdim = embed_dim
+        self._qkv_same_embed_dim = True
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = head_dim
+        self.dropout = dropout
+        self.batch_first = batch_first
+        self.rope_style = rope_style
+        self.causal = causal
+        self.window = window
+        self.softcap = softcap
+        self.scale = scale
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        width = num_heads * head_dim
+        total = width + 2 * self.num_kv_heads * head_dim
+        self.in_proj_weight = nn.Parameter(torch.empty(total, embed_dim, **factory))
+        self.register_parameter("in_proj_bias", nn.Parameter(torch.empty(total, **factory)) if bias else None)
+        for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v"):
+            self.register_parameter(name, None)
+        self.add_zero_attn = False
+        self.out_proj = NonDynamicallyQuantizableLinear(width, embed_dim, bias=bias, **factory)
+        self.q_norm = self.k_norm = None
+        if qk_norm != "none":
+            self.q_norm = make_norm(qk_norm, head_dim, qk_eps, bias, device, dtype)
+            self.k_norm = make_norm(qk_norm, head_dim, qk_eps, bias, device, dtype)
+        self.rotary = rotary
+        self._reset_parameters()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """Self-attention of `query`; `key` and `value` are taken to be the same tensor.
+
+        **Shapes** as `nn.MultiheadAttention`. **Saves** what autograd saves, T × T included.
+        **Raises** `ValueError`, `TypeError` for masks of a wrong shape or type.
+        """
+        x = query if query.dim() == 3 else query.unsqueeze(0 if self.batch_first else 1)
+        x = x if self.batch_first else x.transpose(0, 1)
+        B, T, H, G, D = x.size(0), x.size(1), self.num_heads, self.num_kv_heads, self.head_dim
+        masks = encoder_mask(attn_mask, key_padding_mask, is_causal, B, H, T)
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (H + 2 * G, D)).transpose(1, 2)
+        q, k, v = qkv.split([H, G, G], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary is not None:
+            cos, sin = (t.to(q.dtype) for t in self.rotary(T))
+            q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        logits = q @ k.repeat_interleave(H // G, 1).mT * (D**-0.5 if self.scale is None else self.scale)
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        hidden = ~self._visible(T, masks.causal or self.causal, x.device)
+        for mask, kind in ((masks.mask, masks.kind), (masks.padding, masks.padding_kind)):
+            if mask is not None:
+                mask = mask[:, None, None] if mask is masks.padding else mask
+                logits = logits.masked_fill(mask, -torch.inf) if kind == "drop" else logits + mask
+        logits = logits.masked_fill(hidden, -torch.inf)
+        nothing = logits.isneginf().all(-1, keepdim=True)
+        p = F.softmax(logits.masked_fill(nothing, 0.0), dim=-1).masked_fill(nothing, 0.0)
+        o = F.dropout(p, self.dropout, self.training) @ v.repeat_interleave(H // G, 1)
+        y = self.out_proj(o.transpose(1, 2).flatten(2))
+        y = y if self.batch_first else y.transpose(0, 1)
+        return (y if query.dim() == 3 else y.squeeze(0 if self.batch_first else 1)), None
+
+    def extra_repr(self) -> str:
+        words = [f"{self.embed_dim}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"]
+        for name in ("causal", "window", "softcap", "scale", "dropout"):
+            if getattr(self, name):
+                words.append(f"{name}={getattr(self, name)}")
+        return ", ".join(words)
+
+    def _visible(self, length: int, causal: bool, device: torch.device) -> Tensor:
+        i = torch.arange(length, device=device)
+        ahead = i[None, :] - i[:, None]
+        visible = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+        if self.window:
+            visible = visible & (ahead.abs() < self.window)
+        return visible
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned, rest = x.split([2 * cos.size(-1), x.size(-1) - 2 * cos.size(-1)], dim=-1)
+        if self.rope_style == "interleaved":
+            a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+        else:
+            a, b = turned.chunk(2, dim=-1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        return torch.cat((turned, rest), -1)
+
+
+def is_plain(attention: nn.MultiheadAttention) -> bool:
+    """Whether PyTorch's own fast path computes this attention."""
+    return type(attention) is nn.MultiheadAttention
+
+
+def make_attention(
+    d_model: int,
+    nhead: int,
+    dropout: float,
+    bias: bool,
+    batch_first: bool,
+    device: Any,
+    dtype: Any,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rope: bool | float | RotaryTable = False,
+    rope_style: str = "half",
+    rotary_dim: int | None = None,
+    qk_norm: str | bool = "none",
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    norm: str = "layernorm",
+) -> nn.MultiheadAttention:
+    """PyTorch's own layer where it can hold the parameters, else a `GroupedAttention`.
+
+    `rope` is True (theta 10000), a theta, or a `RotaryTable` to share; `qk_norm` a kind, or True for the block's.
+    """
+    extras: dict[str, Any] = {}
+    if num_kv_heads not in (None, nhead):
+        extras["num_kv_heads"] = num_kv_heads
+    if head_dim is not None and head_dim * nhead != d_model:
+        extras["head_dim"] = head_dim
+    kind = (norm if qk_norm else "none") if isinstance(qk_norm, bool) else qk_norm
+    if kind != "none":
+        extras["qk_norm"] = kind
+    if isinstance(rope, RotaryTable):
+        extras["rotary"] = rope
+    elif rope is not False:
+        theta = 1e4 if rope is True else float(rope)
+        extras["rotary"] = RotaryTable(rotary_dim or head_dim or d_model // nhead, theta, device=device, dtype=dtype)
+    if rope_style not in ("half", "interleaved"):
+        raise ValueError(f"rope_style: expected 'half' or 'interleaved', got {rope_style!r}")
+    if rope is not False:
+        extras["rope_style"] = rope_style
+    elif rotary_dim is not None:
+        raise ValueError(f"rotary_dim: expected None without rope, got {rotary_dim}")
+    for name, value in (("causal", causal), ("window", window), ("softcap", softcap), ("scale", scale)):
+        if value:
+            extras[name] = value
+    args: dict[str, Any] = {"dropout": dropout, "bias": bias, "batch_first": batch_first}
+    if not extras and d_model % nhead == 0:
+        return nn.MultiheadAttention(d_model, nhead, **args, device=device, dtype=dtype)
+    return GroupedAttention(d_model, nhead, **args, device=device, dtype=dtype, **extras)

@@ -1,0 +1,220 @@
+"""A transformer block that saves its input and rebuilds the rest in backward."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ckptfused.functional import check_dtype
+from ckptfused.masks import NO_MASK
+from ckptfused.modules import assemble
+from ckptfused.modules.activations import GATED, Activation, activation_kind, plain_activation
+from ckptfused.modules.assemble import Call
+from ckptfused.modules.attention_layer import is_plain, make_attention
+from ckptfused.modules.fused import FusedModule, needs_gradient, rates, run_fused, run_generic
+from ckptfused.modules.norms import make_norm
+from ckptfused.spec import Keep
+
+
+class FusedCheckpointBlock(FusedModule, nn.TransformerEncoderLayer):
+    """`nn.TransformerEncoderLayer`, its superset, with the memory of full activation checkpointing.
+
+    The leading arguments, their defaults, the submodules, the `state_dict` keys and `forward` are those of
+    `nn.TransformerEncoderLayer`: changing the class name in model code, or loading an old checkpoint, is all
+    it takes. `is_causal=True` needs no mask beside it, and a fully masked row gives finite numbers.
+
+    Beyond it, keyword-only:
+    num_kv_heads, head_dim: grouped-query attention; `self_attn.in_proj_weight` is then [(H+2G)·D, C].
+    norm: "layernorm", "rmsnorm" or "gemma". activation: also gelu_tanh, silu, relu2, and the gated swiglu, geglu,
+    geglu_tanh, reglu, whose `linear1` is [2F, C], gate first. rope: True, a theta or a `RotaryTable`;
+    rotary_dim, rope_style ("half", "interleaved"). qk_norm: True or a kind of norm. causal: every call is.
+    window, softcap, scale: as in `AttentionSpec`. attention_dropout, residual_dropout, ffn_dropout: override
+    `dropout` at their sites. parallel: True adds both halves to the same x, "shared" also gives both the
+    output of `norm1`. keep: a preset or names (`ckptfused.spec.KEEP_PRESETS`).
+
+    **Shapes** src: [T, B, C], [B, T, C] with `batch_first`, or [T, C]; float64, float32, bfloat16, float16.
+    **Saves** src (C values a token), what `keep` names, 16 bytes of random state in training with dropout.
+    **Recomputes** QKV, attention, O and gate/up unless kept; down too in a post-norm block.
+    **Raises** `ValueError` or `TypeError` naming the argument, what was expected and what came.
+    **Source** Vaswani et al. 2017; Xiong et al. 2020 (arXiv 2002.04745), figure 1; `nn.TransformerEncoderLayer`.
+    """
+
+    parallel: bool | Literal["shared"] = False
+
+    def __init__(
+        self,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Activation = F.relu,
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        norm: str = "layernorm",
+        parallel: bool | Literal["shared"] = False,
+        attention_dropout: float | None = None,
+        residual_dropout: float | None = None,
+        ffn_dropout: float | None = None,
+        keep: Keep = "inputs",
+        **attention: Any,
+    ) -> None:
+        nn.Module.__init__(self)
+        p_attn, p_res, p_ffn = rates(
+            dropout, attention_dropout=attention_dropout, residual_dropout=residual_dropout, ffn_dropout=ffn_dropout
+        )
+        if parallel and not norm_first:
+            raise ValueError(f"parallel={parallel!r}: expected norm_first=True, got norm_first=False")
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.activation = plain_activation(activation)
+        kind = activation_kind(self.activation)
+        self.self_attn = make_attention(
+            d_model, nhead, p_attn, bias, batch_first, device, dtype, norm=norm, **attention
+        )
+        self.linear1 = nn.Linear(d_model, dim_feedforward * (2 if kind in GATED else 1), bias=bias, **factory)
+        self.dropout = nn.Dropout(p_ffn)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
+        self.norm_first = norm_first
+        self.parallel = parallel
+        self.norm1 = make_norm(norm, d_model, layer_norm_eps, bias, device, dtype)
+        second: Any = None if parallel == "shared" else make_norm(norm, d_model, layer_norm_eps, bias, device, dtype)
+        self.norm2 = second
+        self.dropout1 = nn.Dropout(p_res)
+        self.dropout2 = nn.Dropout(p_res)
+        # What PyTorch's own fast path may take over (nested tensors): 0 none, 1 relu, 2 gelu.
+        usual = is_plain(self.self_attn) and norm == "layernorm" and not parallel
+        self.activation_relu_or_gelu = {"relu": 1, "gelu": 2}.get(kind or "", 0) if usual else 0
+        self.keep = keep
+
+    @classmethod
+    def llama(
+        cls,
+        d_model: int,
+        nhead: int,
+        dim_feedforward: int | None = None,
+        num_kv_heads: int | None = None,
+        dropout: float = 0.0,
+        rope_theta: float = 1e4,
+        norm_eps: float = 1e-5,
+        **options: Any,
+    ) -> FusedCheckpointBlock:
+        """The modern preset: pre-norm RMSNorm, SwiGLU, RoPE, causal, no bias, batch first; call `block(x)`.
+
+        `dim_feedforward` None: 8/3 d_model, rounded up to a multiple of 256. `options` go to the constructor.
+
+        **Source** Touvron et al. 2023 (arXiv 2302.13971), section 2.2.
+        """
+        hidden = -(-8 * d_model // (3 * 256)) * 256 if dim_feedforward is None else dim_feedforward
+        preset: dict[str, Any] = {
+            **{"activation": "swiglu", "norm": "rmsnorm", "layer_norm_eps": norm_eps, "bias": False},
+            **{"batch_first": True, "norm_first": True, "causal": True, "rope": rope_theta},
+            "num_kv_heads": num_kv_heads,
+        }
+        return cls(d_model, nhead, hidden, dropout, **{**preset, **options})
+
+    @classmethod
+    def from_layer(cls, layer: nn.TransformerEncoderLayer, keep: Keep = "inputs") -> FusedCheckpointBlock:
+        """Takes over a layer: the same `Parameter` objects, submodules, attributes, hooks and training flag.
+
+        **Raises** `TypeError` for a layer that is no `nn.TransformerEncoderLayer`, or whose class computes
+        something else (overrides `forward`, `_sa_block` or `_ff_block`).
+        """
+        if not isinstance(layer, nn.TransformerEncoderLayer):
+            raise TypeError(f"layer: expected an nn.TransformerEncoderLayer, got {type(layer).__name__}")
+        for name in ("forward", "_sa_block", "_ff_block"):
+            ours = isinstance(layer, FusedCheckpointBlock) and getattr(type(layer), name) is getattr(cls, name)
+            if not ours and getattr(type(layer), name) is not getattr(nn.TransformerEncoderLayer, name):
+                raise TypeError(f"layer: expected PyTorch's own {name}, but {type(layer).__name__} overrides it")
+        block = cls.__new__(cls)
+        nn.Module.__init__(block)
+        for name, value in vars(layer).items():
+            vars(block)[name] = value.copy() if isinstance(value, dict) else value
+        block.keep = keep
+        return block
+
+    def forward(  # type: ignore[override]
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        cu_seqlens: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The block's output, shaped as src.
+
+        **Shapes** src_mask: [T, T] or [B·H, T, T], bool (True: may not attend) or floating (added).
+        src_key_padding_mask: [B, T], bool (True: padding) or floating. cu_seqlens: [S+1], the bounds of the
+        sequences packed in src [1, N, C]. rotary: cos and sin in place of the module's own, [T, r] or [B, T, r].
+        generator: the source of dropout's seed; None: PyTorch's default generator.
+        **Raises** `ValueError` or `TypeError` naming the argument, what was expected and what came.
+        **Source** `nn.TransformerEncoderLayer.forward`; with `is_causal`, `src_mask` is taken for the causal mask.
+        """
+        masks = (src_mask, src_key_padding_mask)
+        if src.is_nested:
+            return nn.TransformerEncoderLayer.forward(self, src, *masks, is_causal=is_causal)
+        if not self.fusable() or needs_gradient(*masks):
+            if cu_seqlens is not None or rotary is not None or generator is not None:
+                raise ValueError("cu_seqlens, rotary, generator: expected None for layers that cannot be fused")
+            return run_generic(self._plain, src, *masks, is_causal)
+        return run_fused(self, src, generator, *masks, is_causal, cu_seqlens, rotary)
+
+    def fusable(self) -> bool:
+        ffn = (self.linear1, self.linear2, self.activation, self.norm2, self.dropout, self.dropout2)
+        return assemble.attention_fusable(self.self_attn, self.norm1, self.dropout1) and assemble.ffn_fusable(*ffn)
+
+    def prepare(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        cu_seqlens: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Call:
+        inputs = assemble.attention_inputs(
+            self.self_attn, src, src_mask, src_key_padding_mask, is_causal, cu_seqlens, rotary
+        )
+        check_dtype("linear1.weight", self.linear1.weight, src)
+        text = self._text(src, assemble.input_words(inputs.masks, cu_seqlens is not None))
+        slots = assemble.attention_slots(self.self_attn, self.norm1, self._place)
+        slots += assemble.ffn_slots(self.linear1, self.linear2, self.activation, self.norm2, self._place)
+        return Call("block", inputs.x, slots, text, inputs.masks, inputs.cos, inputs.sin, cu_seqlens)
+
+    @property
+    def _place(self) -> str:
+        return "pre" if self.norm_first else "out"
+
+    def _text(self, x: Tensor, inputs: str = "") -> str:
+        attn, place = self.self_attn, self._place
+        words = assemble.attention_words(attn, self.norm1, place, self.dropout1, x)
+        words += assemble.ffn_words(self.linear2, self.activation, self.norm2, place, self.dropout, self.dropout2, x)
+        inputs = inputs or assemble.input_words(NO_MASK._replace(causal=getattr(attn, "causal", False)), False)
+        parallel = "shared" if self.parallel == "shared" else int(self.parallel)
+        head = f"halves=attn+ffn parallel={parallel} seq_first={int(not attn.batch_first)}"
+        return assemble.canonical_text(f"{head}{words}{inputs}", self._keep)
+
+    def _plain(
+        self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        if is_causal and src_mask is None:
+            length = src.size(-2 if self.self_attn.batch_first or src.dim() == 2 else 0)
+            src_mask = nn.Transformer.generate_square_subsequent_mask(length, src.device, src.dtype)
+        if not self.parallel:
+            return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal=is_causal)
+        x = self.norm1(src)
+        attention = self._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal)
+        return src + attention + self._ff_block(x if self.norm2 is None else self.norm2(src))
+
+    def extra_repr(self) -> str:
+        words = [f"keep={self.keep!r}", f"norm_first={self.norm_first}", f"batch_first={self.self_attn.batch_first}"]
+        return ", ".join(words + ([f"parallel={self.parallel!r}"] if self.parallel else []))

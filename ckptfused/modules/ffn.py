@@ -1,0 +1,96 @@
+"""The FFN half of a block as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.functional import check_dtype, check_input
+from ckptfused.modules.activations import GATED, Activation, activation_kind, plain_activation
+from ckptfused.modules.assemble import Call, canonical_text, ffn_fusable, ffn_slots, ffn_words
+from ckptfused.modules.fused import FusedModule, rates, run_fused, run_generic
+from ckptfused.modules.norms import make_norm
+from ckptfused.spec import Keep
+
+
+class FusedCheckpointFFN(FusedModule):
+    """The FFN half of a block alone: norm, both projections, activation, dropout and residual in one op.
+
+    `x + drop(ffn(norm(x)))` with `norm_first`, `norm(x + drop(ffn(x)))` without; `norm="none"` leaves it out.
+    Submodules `linear1`, `dropout`, `linear2`, `norm2`, `dropout2` carry the names that they have in
+    `FusedCheckpointBlock`; a gated `linear1` is [2F, C], gate first.
+
+    **Shapes** src: [..., C] with one to two leading dimensions; float64, float32, bfloat16, float16.
+    **Saves** src, what `keep` names, 16 bytes of random state in training with dropout.
+    **Recomputes** the first product unless kept; the second too where the closing norm needs it.
+    **Raises** `ValueError` or `TypeError` naming the argument, what was expected and what came.
+    **Source** `nn.TransformerEncoderLayer`, its `_ff_block`, norm and residual.
+    """
+
+    takes_masks = False
+
+    def __init__(
+        self,
+        d_model: int,
+        dim_feedforward: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Activation = "relu",
+        layer_norm_eps: float = 1e-5,
+        batch_first: bool = False,
+        norm_first: bool = False,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        norm: str = "layernorm",
+        residual_dropout: float | None = None,
+        ffn_dropout: float | None = None,
+        keep: Keep = "inputs",
+    ) -> None:
+        super().__init__()
+        p_hidden, p_res = rates(dropout, ffn_dropout=ffn_dropout, residual_dropout=residual_dropout)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.activation = plain_activation(activation)
+        gated = activation_kind(self.activation) in GATED
+        self.batch_first = batch_first
+        self.linear1 = nn.Linear(d_model, dim_feedforward * (2 if gated else 1), bias=bias, **factory)
+        self.dropout = nn.Dropout(p_hidden)
+        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
+        self.norm_first = norm_first
+        self.norm2 = None if norm == "none" else make_norm(norm, d_model, layer_norm_eps, bias, device, dtype)
+        self.dropout2 = nn.Dropout(p_res)
+        self.keep = keep
+
+    def forward(self, src: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """The half's output, shaped as src."""
+        if not self.fusable():
+            if generator is not None:
+                raise ValueError("generator: expected None for layers that cannot be fused")
+            return run_generic(self._plain, src)
+        return run_fused(self, src, generator)
+
+    def fusable(self) -> bool:
+        return ffn_fusable(self.linear1, self.linear2, self.activation, self.norm2, self.dropout, self.dropout2)
+
+    def prepare(self, src: Tensor, *args: Any, **kwargs: Any) -> Call:
+        check_input(src, self.linear2.out_features)
+        check_dtype("linear1.weight", self.linear1.weight, src)
+        x = src.unsqueeze(0 if self.batch_first else 1) if src.dim() == 2 else src
+        slots = ffn_slots(self.linear1, self.linear2, self.activation, self.norm2, self._place)
+        return Call("ffn_block", x, slots, self._text(src))
+
+    @property
+    def _place(self) -> str:
+        return "pre" if self.norm_first else "out"
+
+    def _text(self, x: Tensor, inputs: str = "") -> str:
+        words = ffn_words(self.linear2, self.activation, self.norm2, self._place, self.dropout, self.dropout2, x)
+        return canonical_text(f"halves=ffn seq_first={int(not self.batch_first)}{words}", self._keep)
+
+    def _plain(self, src: Tensor) -> Tensor:
+        norm = self.norm2 if self.norm2 is not None else nn.Identity()
+        x = norm(src) if self.norm_first else src
+        y = src + self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
+        return y if self.norm_first else norm(y)

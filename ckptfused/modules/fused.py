@@ -1,0 +1,87 @@
+"""What the fused modules share: `keep`, the spec of the present state, and the generic path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.modules.assemble import Call, keep_text
+from ckptfused.spec import BlockSpec, Keep, check_names, check_probability
+
+
+class FusedModule(nn.Module):
+    """Base of the modules that run as one block op.
+
+    Saving is decided by grad mode and `requires_grad` alone; `eval()` only turns dropout off.
+    """
+
+    _keep: str = "inputs"
+    takes_masks = True
+
+    @property
+    def keep(self) -> Keep:
+        """What is kept for backward: a preset's name, or the tuple of names that was given."""
+        return tuple(filter(None, self._keep[1:].split("+"))) if self._keep.startswith("=") else self._keep
+
+    @keep.setter
+    def keep(self, keep: Keep) -> None:
+        before, self._keep = self._keep, keep_text(keep)
+        try:
+            if self.fusable():
+                self.spec()
+            else:
+                check_names(keep)
+        except ValueError:
+            self._keep = before
+            raise
+
+    def spec(self, dtype: torch.dtype = torch.float32) -> BlockSpec:
+        """The spec of the present state, called without masks on an x of this dtype. **Raises** `ValueError`."""
+        return BlockSpec.parse(self._text(torch.empty(0, dtype=dtype)))
+
+    def fusable(self) -> bool:
+        """Whether the next call runs as one op; otherwise it is checkpointed generically."""
+        raise AssertionError("each fused module says what it can fuse")
+
+    def prepare(self, src: Tensor, *args: Any, **kwargs: Any) -> Call:
+        """The op call for these arguments of `forward`, checked."""
+        raise AssertionError("each fused module prepares its own call")
+
+    def _text(self, x: Tensor, inputs: str = "") -> str:
+        raise AssertionError("each fused module writes its own spec")
+
+    def extra_repr(self) -> str:
+        return f"keep={self.keep!r}"
+
+
+def run_fused(module: FusedModule, src: Tensor, generator: torch.Generator | None, *args: Any) -> Tensor:
+    """The fused path: one op; one sequence without a batch dimension comes back without one."""
+    call = module.prepare(src, *args)
+    y = call.run(generator)
+    return y.view(src.shape) if src.dim() == 2 else y
+
+
+def run_generic(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """The path for what the kernels cannot compute: plain layers under non-reentrant checkpointing."""
+    if not torch.is_grad_enabled():
+        return function(*args)
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+def needs_gradient(*masks: Tensor | None) -> bool:
+    """Whether a mask is learned: the fused backward gives masks no gradient."""
+    return torch.is_grad_enabled() and any(mask is not None and mask.requires_grad for mask in masks)
+
+
+def rates(dropout: float, **sites: float | None) -> list[float]:
+    """The probability at each named site, `dropout` where the site says None. **Raises** `ValueError`."""
+    check_probability("dropout", dropout)
+    for name, value in sites.items():
+        if value is not None:
+            check_probability(name, value)
+    return [dropout if value is None else value for value in sites.values()]

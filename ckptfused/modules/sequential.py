@@ -1,0 +1,207 @@
+"""Several blocks behind one saved input."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ckptfused.modules.assemble import Call, Slots
+from ckptfused.modules.fused import FusedModule, needs_gradient
+from ckptfused.spec import AUX_NAMES
+
+_ids = itertools.count(-1, -1)
+
+
+@torch.compiler.assume_constant_result
+def _fresh_id() -> int:
+    """Never the same number twice in one compiled graph; below zero, where no block's own id is."""
+    return next(_ids)
+
+
+class _Step(NamedTuple):
+    """One block of a segment: its ops, its spec and how many parameter slots it has."""
+
+    op: str
+    text: str
+    slots: int
+
+
+def _split(steps: tuple[_Step, ...], tensors: Slots) -> list[tuple[Slots, Slots, Tensor | None]]:
+    """The flat tensors of a segment as (parameters, auxiliary inputs, random state) of each block."""
+    parts, start = [], 0
+    for step in steps:
+        end = start + step.slots
+        parts.append((tensors[start:end], tensors[end : end + len(AUX_NAMES)], tensors[end + len(AUX_NAMES)]))
+        start = end + len(AUX_NAMES) + 1
+    return parts
+
+
+class _Segment(torch.autograd.Function):
+    """Blocks in a row. Saves x, the 16 bytes of each block's random state and what the caller owns.
+
+    Backward runs all blocks but the last again, from the saved states, each keeping what its own `keep`
+    names for as long as its turn takes, then goes back through them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, steps: tuple[_Step, ...], x: Tensor, *tensors: Tensor | None) -> Tensor:
+        y = x
+        for step, (params, aux, state) in zip(steps, _split(steps, list(tensors)), strict=True):
+            y = _forward(step, y, params, aux, state, False)[0]
+        ctx.steps = steps
+        ctx.save_for_backward(x, *tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        steps: tuple[_Step, ...] = ctx.steps
+        x, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        parts = _split(steps, tensors)
+        trails: list[tuple[Tensor, list[Tensor]]] = []
+        for i, (step, part) in enumerate(zip(steps, parts, strict=True)):
+            if i + 1 == len(steps) and "keep=" not in step.text:
+                trails.append((x, []))
+                break
+            y, *kept = _forward(step, x, *part, True)
+            trails.append((x, kept))
+            x = y
+        grads: list[Tensor | None] = [None] * len(wanted)
+        end = len(wanted)
+        for step, part in zip(reversed(steps), reversed(parts), strict=True):
+            end -= step.slots + len(AUX_NAMES) + 1
+            # The input of this block is wanted by whatever comes before it: x and earlier parameters.
+            needs = [any(wanted[:end]), *wanted[end : end + step.slots]]
+            x, kept = trails.pop()
+            found = iter(_backward(step, dy, x, part, kept, needs))
+            if needs[0]:
+                dy = next(found)
+            for slot in range(step.slots):
+                if needs[1 + slot]:
+                    grads[end + slot] = next(found)
+            if not needs[0]:
+                break
+        if wanted[0]:
+            grads[0] = dy
+        return (None, *grads)
+
+
+def _forward(step: _Step, x: Tensor, params: Slots, aux: Slots, state: Tensor | None, save: bool) -> list[Tensor]:
+    ops = torch.ops.ckptfused
+    if step.op == "block":
+        return ops.block_fwd(x, params, aux, state, step.text, save)
+    if step.op == "attention_block":
+        return ops.attention_block_fwd(x, params, aux, state, step.text, save)
+    return ops.ffn_block_fwd(x, params, aux, state, step.text, save)
+
+
+def _backward(
+    step: _Step, dy: Tensor, x: Tensor, part: tuple[Slots, Slots, Tensor | None], kept: list[Tensor], needs: list[bool]
+) -> list[Tensor]:
+    ops, (params, aux, state) = torch.ops.ckptfused, part
+    if step.op == "block":
+        return ops.block_bwd(dy, x, params, aux, kept, state, step.text, needs)
+    if step.op == "attention_block":
+        return ops.attention_block_bwd(dy, x, params, aux, kept, state, step.text, needs)
+    return ops.ffn_block_bwd(dy, x, params, aux, kept, state, step.text, needs)
+
+
+def _compute_word(x: Tensor) -> str:
+    """The compute type as the Autocast kernel of a block would add it."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return ""
+    dtype = torch.get_autocast_dtype(x.device.type)
+    if dtype == x.dtype:
+        return ""
+    if x.dtype != torch.float32:
+        raise TypeError(f"x: expected float32 under autocast to {dtype}, got {x.dtype}")
+    return " compute=bfloat16" if dtype == torch.bfloat16 else " compute=float16"
+
+
+def _run_segment(calls: list[Call], generator: torch.Generator | None) -> Tensor:
+    x = calls[0].x
+    compute = _compute_word(x)
+    tensors: list[Tensor | None] = []
+    steps = []
+    for call in calls:
+        steps.append(_Step(call.op, call.text + compute, len(call.slots)))
+        state = None
+        if ".p_" in call.text:
+            state = torch.ops.ckptfused.rng_state(x, _fresh_id(), generator=generator)
+        tensors += [*call.slots, call.cos, call.sin, call.masks.mask, call.masks.padding, call.cu_seqlens, state]
+    return _Segment.apply(tuple(steps), x, *tensors)
+
+
+class FusedCheckpointSequential(nn.Sequential):
+    """Fused blocks in a row with one saved input for each of `segments` runs of them.
+
+    Outputs, gradients and dropout masks are, bit for bit, those of the blocks called one by one (but for the
+    order in which the gradients of a block that stands in a segment twice are summed). A block's
+    `keep` says what the segment's backward keeps of it while it is replayed, so `keep="all"` costs no
+    second rebuild and memory only for one segment at a time.
+    A segment with a block that cannot be fused just now runs block by block, each saving its own input.
+
+    **Shapes** src and the masks as `FusedCheckpointBlock.forward`; all blocks get the same masks.
+    **Saves** one input for each segment, 16 bytes for each block with dropout.
+    **Recomputes** each block's forward but the segment's last, and what `keep` leaves out.
+    **Raises** `TypeError` for a block of another class, `ValueError` for a count of segments out of range.
+    **Source** Chen et al. 2016 (arXiv 1604.06174), section 4; `torch.utils.checkpoint.checkpoint_sequential`.
+    """
+
+    def __init__(self, *blocks: FusedModule, segments: int = 1) -> None:
+        for block in blocks:
+            if not isinstance(block, FusedModule):
+                raise TypeError(
+                    "blocks: expected FusedCheckpointBlock, FusedCheckpointAttention or FusedCheckpointFFN, "
+                    f"got {type(block).__name__}"
+                )
+        if isinstance(segments, bool) or not isinstance(segments, int):
+            raise TypeError(f"segments: expected an integer, got {segments!r}")
+        if blocks and not 1 <= segments <= len(blocks):
+            raise ValueError(f"segments: expected 1 to {len(blocks)} (the number of blocks), got {segments}")
+        super().__init__(*blocks)
+        self.segments = segments
+
+    def forward(  # type: ignore[override]
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        cu_seqlens: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The last block's output; arguments as `FusedCheckpointBlock.forward`."""
+        blocks: list[Any] = list(self)
+        x, start = src, 0
+        for segment in range(self.segments):
+            end = start + (len(blocks) - start) // (self.segments - segment)
+            run = blocks[start:end]
+            start = end
+            inputs = (src_mask, src_key_padding_mask, is_causal)
+            if x.is_nested or needs_gradient(*inputs[:2]) or not all(b.fusable() and not _hooked(b) for b in run):
+                for block in run:
+                    if block.takes_masks:
+                        x = block(x, *inputs, cu_seqlens=cu_seqlens, rotary=rotary, generator=generator)
+                    else:
+                        x = block(x, generator=generator)
+                continue
+            if run:
+                y = _run_segment([b.prepare(x, *inputs, cu_seqlens, rotary) for b in run], generator)
+                x = y.view(x.shape)
+        return x
+
+    def extra_repr(self) -> str:
+        return f"segments={self.segments}"
+
+
+def _hooked(block: nn.Module) -> bool:
+    """Whether somebody watches the block itself, which a segment does not call."""
+    return bool(block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks)

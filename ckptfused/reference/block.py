@@ -1,0 +1,201 @@
+"""The whole block, or one of its halves, for every setting of a BlockSpec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .activation import GATED, activation
+from .attention import attention
+from .dropout import dropout
+from .norm import norm
+from .philox import dropout_mask
+from .rope import rope
+
+if TYPE_CHECKING:
+    from ..spec import AttentionSpec, BlockSpec, FFNSpec
+
+Params = Mapping[str, Tensor | None]
+
+
+def _linear(x: Tensor, params: Params, name: str, transposed: bool) -> Tensor:
+    weight, bias = params.get(f"{name}_w"), params.get(f"{name}_b")
+    assert weight is not None, f"{name}_w is missing"
+    return F.linear(x, weight.t() if transposed else weight, bias)
+
+
+def _norm(x: Tensor, params: Params, name: str, kind: str, eps: float) -> Tensor:
+    return norm(x, params.get(f"{name}_w"), params.get(f"{name}_b"), kind, eps)
+
+
+def _lengths(cu_seqlens: Tensor | None, tokens: int) -> list[tuple[int, int]]:
+    bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
+    return list(pairwise(bounds))
+
+
+def dropout_masks(
+    spec: BlockSpec, batch: int, tokens: int, width: int, rng_state: Tensor | None, cu_seqlens: Tensor | None = None
+) -> dict[int, Tensor]:
+    """The keep mask of every site with p > 0, by site number.
+
+    **Shapes**: rng_state int64 [2] (seed, offset); masks: site 0 [B, H, T, T] (packed: [S, H, longest, longest]),
+    1 and 3 [B, T, C], 2 [B, T, F].
+    """
+    wanted: dict[int, tuple[float, tuple[int, ...]]] = {}
+    if spec.attn is not None:
+        spans = _lengths(cu_seqlens, tokens)
+        longest = max((end - start for start, end in spans), default=0)
+        count = batch if cu_seqlens is None else len(spans)
+        wanted[0] = (spec.attn.p_attn, (count, spec.attn.heads, longest, longest))
+        wanted[1] = (spec.attn.p_res, (batch, tokens, width))
+    if spec.ffn is not None:
+        wanted[2] = (spec.ffn.p_hidden, (batch, tokens, spec.ffn.hidden))
+        wanted[3] = (spec.ffn.p_res, (batch, tokens, width))
+    wanted = {site: (p, shape) for site, (p, shape) in wanted.items() if p > 0}
+    if not wanted:
+        return {}
+    if rng_state is None:
+        raise ValueError("rng_state: expected an int64[2] tensor for a spec with dropout, got None")
+    seed, offset = rng_state.tolist()
+    return {site: dropout_mask(shape, p, seed, offset, site) for site, (p, shape) in wanted.items()}
+
+
+def qkv(x: Tensor, params: Params, spec: AttentionSpec, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
+    """q, k, v after q/k norm and RoPE. **Shapes**: x [B, T, C]; returns [B, H, T, D] and twice [B, G, T, D]."""
+    h, g, d = spec.heads, spec.kv_heads, spec.head_dim
+    if spec.joint:
+        parts = list(_linear(x, params, "attn.q", spec.transposed).split((h * d, g * d, g * d), -1))
+    else:
+        parts = [_linear(x, params, f"attn.{name}", spec.transposed) for name in "qkv"]
+    heads = [part.unflatten(-1, (-1, d)) for part in parts]
+    for index, name in enumerate("qk"):
+        heads[index] = _norm(heads[index], params, f"attn.{name}_norm", spec.qk_norm, spec.qk_eps)
+        if spec.rope != "none":
+            assert cos is not None and sin is not None, "rope: cos and sin are missing"
+            heads[index] = rope(heads[index], cos, sin, spec.rope, spec.rotary_dim)
+    return [head.transpose(1, 2) for head in heads]
+
+
+def attention_branch(
+    x: Tensor,
+    params: Params,
+    spec: AttentionSpec,
+    *,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    cu_seqlens: Tensor | None,
+    keep: Tensor | None,
+    eager: bool,
+) -> Tensor:
+    """The attention half's f: projections, attention inside each sequence, output projection. [B, T, C] both ways."""
+    q, k, v = qkv(x, params, spec, cos, sin)
+    outputs = []
+    for index, (start, end) in enumerate(_lengths(cu_seqlens, x.shape[1])):
+        length = end - start
+        if length == 0:
+            continue
+        part_keep = keep
+        if keep is not None and cu_seqlens is not None:
+            part_keep = keep[index : index + 1, :, :length, :length]
+        o, _ = attention(
+            *(value[:, :, start:end] for value in (q, k, v)),
+            mask=mask,
+            mask_kind=spec.mask,
+            padding=padding,
+            padding_kind=spec.padding,
+            scale=spec.scale,
+            causal=spec.causal,
+            window=spec.window,
+            softcap=spec.softcap,
+            keep=part_keep,
+            p=spec.p_attn,
+            fused=eager,
+        )
+        outputs.append(o)
+    o = torch.cat(outputs, 2).transpose(1, 2).flatten(-2)
+    return _linear(o, params, "attn.o", spec.transposed)
+
+
+def ffn_branch(x: Tensor, params: Params, spec: FFNSpec, keep: Tensor | None) -> Tensor:
+    """The FFN half's f: up (and gate), activation, dropout, down. [B, T, C] both ways."""
+    gate = None
+    if spec.act in GATED:
+        gate = _linear(x, params, "ffn.gate", spec.transposed)
+        if spec.joint:
+            gate, up = gate.chunk(2, -1)
+        else:
+            up = _linear(x, params, "ffn.up", spec.transposed)
+    else:
+        up = _linear(x, params, "ffn.up", spec.transposed)
+    h = dropout(activation(gate, up, spec.act), keep, spec.p_hidden)
+    return _linear(h, params, "ffn.down", spec.transposed)
+
+
+def _branch_tail(f: Tensor, params: Params, name: str, spec: AttentionSpec | FFNSpec, keep: Tensor | None) -> Tensor:
+    f = dropout(_norm(f, params, f"{name}.post", spec.post, spec.post_eps), keep, spec.p_res)
+    return f if spec.m == 1.0 else f * spec.m
+
+
+def reference_block(
+    x: Tensor,
+    params: Params,
+    spec: BlockSpec,
+    *,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    mask: Tensor | None = None,
+    padding: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    masks: Mapping[int, Tensor] | None = None,
+    eager: bool = False,
+) -> Tensor:
+    """What a fused block computes, in plain PyTorch: half(x) = out?(x + m drop(post?(f(pre?(x))))) twice, or parallel.
+
+    Run in float64 it is the truth; in a tensor's own type with ``eager=True`` (PyTorch's attention kernel where it
+    can be used) it is the baseline whose error sets the tolerance.
+
+    **Shapes**: x [B, T, C], with ``spec.seq_first`` [T, B, C], packed [1, N, C]; params by name (``"attn.q_w"``);
+    cos, sin [T, r] or [B, T, r]; mask broadcastable to [B, H, T, T]; padding [B, T]; cu_seqlens int [S + 1];
+    rng_state int64 [2]; masks overrides the keep masks that rng_state gives, by site. Returns x's shape.
+    """
+    if spec.seq_first:
+        x = x.transpose(0, 1)
+    batch, tokens, width = x.shape
+    keep = masks if masks is not None else dropout_masks(spec, batch, tokens, width, rng_state, cu_seqlens)
+
+    def attend(value: Tensor) -> Tensor:
+        assert spec.attn is not None
+        aux = {"cos": cos, "sin": sin, "mask": mask, "padding": padding, "cu_seqlens": cu_seqlens}
+        f = attention_branch(value, params, spec.attn, **aux, keep=keep.get(0), eager=eager)
+        return _branch_tail(f, params, "attn", spec.attn, keep.get(1))
+
+    def feed_forward(value: Tensor) -> Tensor:
+        assert spec.ffn is not None
+        return _branch_tail(ffn_branch(value, params, spec.ffn, keep.get(2)), params, "ffn", spec.ffn, keep.get(3))
+
+    def entry(value: Tensor, name: str, half: AttentionSpec | FFNSpec) -> Tensor:
+        return _norm(value, params, f"{name}.pre", half.pre, half.pre_eps)
+
+    def closing(value: Tensor, name: str, half: AttentionSpec | FFNSpec) -> Tensor:
+        return _norm(value, params, f"{name}.out", half.out, half.out_eps)
+
+    if spec.parallel:
+        assert spec.attn is not None and spec.ffn is not None
+        first = entry(x, "attn", spec.attn)
+        second = first if spec.parallel == "shared" else entry(x, "ffn", spec.ffn)
+        y = x + attend(first) + feed_forward(second)
+    else:
+        y = x
+        if spec.attn is not None:
+            y = closing(y + attend(entry(y, "attn", spec.attn)), "attn", spec.attn)
+        if spec.ffn is not None:
+            y = closing(y + feed_forward(entry(y, "ffn", spec.ffn)), "ffn", spec.ffn)
+    return y.transpose(0, 1) if spec.seq_first else y

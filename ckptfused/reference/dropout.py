@@ -1,0 +1,24 @@
+"""Dropout with a given keep mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .philox import DECISIONS, keep_threshold
+
+
+def keep_scale(p: float) -> float:
+    """What kept values are multiplied by: 65536 / (65536 - t), so that the mean is exact; 0 when all are dropped."""
+    t = keep_threshold(p)
+    return DECISIONS / (DECISIONS - t) if t < DECISIONS else 0.0
+
+
+def dropout(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
+    """x where kept, scaled, and 0 elsewhere (also where x is not finite). keep None: x itself.
+
+    **Shapes**: x any; keep bool of x's shape.
+    """
+    if keep is None:
+        return x
+    return torch.where(keep, x * keep_scale(p), torch.zeros((), dtype=x.dtype, device=x.device))

@@ -1,0 +1,33 @@
+"""LayerNorm, RMSNorm and Gemma's RMSNorm with a gain of 1 + w."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+    """Normalise the last dimension of x.
+
+    **Shapes**: x [..., C]; weight, bias [C] or None; returns x's shape.
+
+    **Source**: ``F.layer_norm``; ``F.rms_norm``; gemma as in Hugging Face ``GemmaRMSNorm`` (float32 inside for the
+    16-bit types, ``1 + weight`` applied before rounding). kind ``"none"`` returns x.
+    """
+    width = x.shape[-1:]
+    if kind == "none":
+        return x
+    if kind in ("layernorm", "rmsnorm"):
+        wide = x if weight is None else x.to(torch.promote_types(x.dtype, weight.dtype))  # autocast: wider weights
+        if kind == "layernorm":
+            return F.layer_norm(wide, width, weight, bias, eps).to(x.dtype)
+        y = F.rms_norm(wide, width, weight, eps)
+        return (y if bias is None else y + bias).to(x.dtype)
+    if kind == "gemma":
+        wide = x if x.dtype == torch.float64 else x.float()
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if weight is not None:
+            y = y * (1 + weight.to(wide.dtype))
+        return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
+    raise ValueError(f"kind: expected none, layernorm, rmsnorm or gemma, got {kind!r}")

@@ -1,0 +1,48 @@
+"""The random numbers of dropout: a mask is a pure function of (seed, offset, site, element).
+
+**Source** Philox4x32 with 7 rounds: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ckptfused import _extension  # noqa: F401  (registers the ops)
+
+__all__ = ["ATTENTION_PROBS", "ATTENTION_RESIDUAL", "FFN_HIDDEN", "FFN_RESIDUAL", "dropout_mask", "keep_scale", "state"]
+
+ATTENTION_PROBS, ATTENTION_RESIDUAL, FFN_HIDDEN, FFN_RESIDUAL = range(4)
+_call_ids = itertools.count(1 << 32)
+
+
+def state(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Draw the random state that one block call uses.
+
+    **Shapes** Result: int64[2], (seed, offset), on the device of `like`. On CPU the seed is one 64-bit draw from
+    `generator` (None: PyTorch's default), the offset 0.
+    """
+    return torch.ops.ckptfused.rng_state(like, next(_call_ids), generator=generator)
+
+
+def dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) -> Tensor:
+    """The keep mask of a whole tensor: what every kernel applies, for tests and debugging.
+
+    **Shapes** shape: of the tensor that dropout applies to, batch-first: [B, T, C] for the residual sites,
+    [B, T, F] for the hidden site, [B, H, T, T] for attention probabilities. rng_state: int64[2]. Result: bool.
+    **Raises** `ValueError` if p is outside [0, 1] or site outside 0 … 255.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"p: expected a dropout probability in [0, 1], got {p!r}")
+    if not 0 <= site <= 255:
+        raise ValueError(f"site: expected 0 to 255, got {site!r}")
+    return torch.ops.ckptfused.dropout_mask(list(shape), p, rng_state, site)
+
+
+def keep_scale(p: float) -> float:
+    """What kept values are multiplied by: 65536 / (65536 - round(65536 p)), 0 when all is dropped."""
+    threshold = round(p * 65536)
+    return 65536 / (65536 - threshold) if threshold < 65536 else 0.0

@@ -1,0 +1,165 @@
+// The attention half: n1 -> qkv -> q, k, v -> o, lse -> proj, and back.
+#include "ops/torch.h"
+
+#include "autograd/block.h"
+#include "math/dropout.h"
+
+namespace ckptfused {
+
+using at::Tensor;
+
+std::vector<Part> Block::qkv_parts() const {
+  const AttentionSpec& a = spec_.attn;
+  if (a.joint) return {{kQW, kQB, 0, a.qkv_width(), 0}};
+  return {{kQW, kQB, 0, a.q_width(), 0},
+          {kKW, kKB, 0, a.kv_width(), a.q_width()},
+          {kVW, kVB, 0, a.kv_width(), a.q_width() + a.kv_width()}};
+}
+
+// Columns [col0, col0 + heads*D) of a [N, W] buffer as [B, heads, T, D], whatever the row order.
+Tensor Block::heads_view(const Tensor& buffer, int64_t col0, int64_t heads) const {
+  const int64_t D = spec_.attn.head_dim, width = buffer.stride(0);
+  const int64_t stride_b = spec_.seq_first ? width : T_ * width;
+  const int64_t stride_t = spec_.seq_first ? B_ * width : width;
+  return buffer.as_strided({B_, heads, T_, D}, {stride_b, D, stride_t, 1},
+                           buffer.storage_offset() + col0);
+}
+
+call::AttentionArgs Block::attention_args() const {
+  const AttentionSpec& a = spec_.attn;
+  return {mask_,   padding_, cu_seqlens_, rng_,     a.mask,    a.padding,
+          a.scale, a.causal, a.window,    a.softcap, a.p_attn};
+}
+
+void Block::ensure_n1() {
+  if (value_.n1.defined()) return;
+  value_.n1 = pre_norm(x_, spec_.attn.pre, attn_slot(kAttnPreW), attn_slot(kAttnPreB), P_);
+}
+
+void Block::release_n1() {
+  if (spec_.parallel != Parallel::shared_norm) value_.n1.reset();
+}
+
+void Block::ensure_qkv() {
+  if (value_.qkv.defined() && !qk_in_place_) return;
+  ensure_n1();
+  value_.qkv = empty({N_, spec_.attn.qkv_width()}, P_);
+  qk_in_place_ = false;
+  project(value_.qkv, value_.n1, qkv_parts(), spec_.attn.transposed);
+  release_n1();
+}
+
+void Block::release_qkv() {
+  value_.q.reset();
+  value_.k.reset();
+  value_.v.reset();
+  if (!(save_ && spec_.keep.qkv)) value_.qkv.reset();
+}
+
+void Block::ensure_qk() {
+  if (value_.q.defined()) return;
+  ensure_qkv();
+  const AttentionSpec& a = spec_.attn;
+  const bool plain = !a.qk.on() && a.rope == "none";
+  // The raw product has to survive where it is saved, or where the norm's backward will read it.
+  const bool raw_needed = spec_.keep.qkv || (backward_ && a.qk.on());
+  const Tensor target =
+      plain || !raw_needed ? value_.qkv : empty({N_, a.q_width() + a.kv_width()}, P_);
+  value_.q = heads_view(target, 0, a.heads);
+  value_.k = heads_view(target, a.q_width(), a.kv_heads);
+  value_.v = heads_view(value_.qkv, a.q_width() + a.kv_width(), a.kv_heads);
+  if (plain) return;
+  qk_in_place_ = target.is_same(value_.qkv);
+  const auto turn = [&](int64_t col0, int64_t heads, int slot_w, int slot_b, const Tensor& to) {
+    call::qk_fwd(heads_view(value_.qkv, col0, heads).transpose(1, 2), param(attn_slot(slot_w)),
+                 param(attn_slot(slot_b)), cos_, sin_, to.transpose(1, 2), a.qk.kind, a.qk.eps,
+                 a.rope, a.rotary_dim);
+  };
+  turn(0, a.heads, kQNormW, kQNormB, value_.q);
+  turn(a.q_width(), a.kv_heads, kKNormW, kKNormB, value_.k);
+}
+
+void Block::ensure_attn() {
+  if (value_.o.defined()) return;
+  ensure_qk();
+  auto [o, lse] = call::attention_fwd(value_.q, value_.k, value_.v, attention_args());
+  value_.o = o.transpose(1, 2).view({B_, T_, spec_.attn.q_width()});
+  value_.lse = lse.contiguous();
+  if (!backward_) release_qkv();
+}
+
+// o as the rows that the projection multiplies. Attention writes batch-first; only a
+// sequence-first block pays a copy here.
+Tensor Block::o_rows() const {
+  const Tensor rows = spec_.seq_first ? value_.o.transpose(0, 1).contiguous() : value_.o;
+  return rows.view({N_, spec_.attn.q_width()});
+}
+
+void Block::ensure_proj() {
+  if (value_.proj.defined()) return;
+  ensure_attn();
+  value_.proj = like_x(P_);
+  project(value_.proj, o_rows(), {{kOW, kOB, 0, C_, 0}}, spec_.attn.transposed);
+}
+
+Tensor Block::attention_backward(const Tensor& ds) {
+  const AttentionSpec& a = spec_.attn;
+  const bool need_n1 = needs_[0] || need(attn_slot(kAttnPreW)) || need(attn_slot(kAttnPreB));
+  const bool need_qkv = need_n1 || need_any(attn_slot(kQW), attn_slot(kKNormB) + 1);
+  const bool need_proj = need_qkv || need_any(attn_slot(kOW), attn_slot(kAttnPostB) + 1);
+  if (!need_proj) return {};
+
+  if (a.post.on()) ensure_proj();
+  Tensor dproj = residual_backward(ds, value_.proj, a, attn_slot(kAttnPostW),
+                                   int(DropoutSite::attention_residual));
+  value_.proj.reset();
+  const std::vector<Part> o_part = {{kOW, kOB, 0, C_, 0}};
+  Tensor d_o = need_qkv ? empty({N_, a.q_width()}, P_) : Tensor();
+  if (need_qkv || need(attn_slot(kOW))) ensure_attn();
+  project_backward(dproj, value_.o.defined() ? o_rows() : Tensor(), o_part, a.transposed, d_o,
+                   false, false);
+  dproj.reset();
+  if (!need_qkv) return {};
+
+  ensure_qk();
+  auto [dq, dk, dv] = call::attention_bwd(
+      heads_view(d_o, 0, a.heads), value_.q, value_.k, value_.v,
+      value_.o.view({B_, T_, a.heads, a.head_dim}).transpose(1, 2), value_.lse, attention_args());
+  d_o.reset();
+  value_.o.reset();
+  value_.lse.reset();
+  const Tensor raw = a.qk.on() ? value_.qkv : Tensor();
+  value_.q.reset();
+  value_.k.reset();
+  value_.v.reset();
+  value_.qkv.reset();
+
+  Tensor dqkv = empty({N_, a.qkv_width()}, P_);
+  const auto turn_back = [&](const Tensor& d, int64_t col0, int64_t heads, int slot_w, int slot_b) {
+    const Tensor to = heads_view(dqkv, col0, heads).transpose(1, 2);
+    if (!a.qk.on() && a.rope == "none") {
+      to.copy_(d.transpose(1, 2));
+      return;
+    }
+    // Without a norm the kernel reads no x; the gradient stands in for it.
+    const Tensor from = raw.defined() ? heads_view(raw, col0, heads).transpose(1, 2)
+                                      : d.transpose(1, 2);
+    call::qk_bwd(d.transpose(1, 2), from, param(attn_slot(slot_w)), cos_, sin_, to,
+                 grad_vector(attn_slot(slot_w)), grad_vector(attn_slot(slot_b)), a.qk.kind,
+                 a.qk.eps, a.rope, a.rotary_dim);
+  };
+  turn_back(dq, 0, a.heads, kQNormW, kQNormB);
+  dq.reset();
+  turn_back(dk, a.q_width(), a.kv_heads, kKNormW, kKNormB);
+  dk.reset();
+  heads_view(dqkv, a.q_width() + a.kv_width(), a.kv_heads).copy_(dv);
+  dv.reset();
+
+  Tensor dn1 = need_n1 ? like_x(P_) : Tensor();
+  if (need_any(attn_slot(kQW), attn_slot(kVB) + 1)) ensure_n1();
+  project_backward(dqkv, value_.n1, qkv_parts(), a.transposed, dn1, false, false);
+  value_.n1.reset();
+  return dn1;
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,153 @@
+#pragma once
+
+#include "ops/torch.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "autograd/ops.h"
+#include "autograd/spec.h"
+#include "autograd/tiles.h"
+
+namespace ckptfused {
+
+using OptTensorList = c10::List<std::optional<at::Tensor>>;
+
+// The intermediates of a block, each undefined until its ensure_ function has made it. Tensors of
+// the residual stream have its type R and shape [N, C]; the rest has the compute type P.
+struct Values {
+  at::Tensor n1;         // pre_norm(x), P
+  at::Tensor qkv;        // raw product [N, W]
+  at::Tensor q, k, v;    // after q/k norm and RoPE: views [B, heads, T, D]
+  at::Tensor o, lse;     // [B, T, H*D] and [B, H, T]
+  at::Tensor proj;       // attention projection [N, C], P
+  at::Tensor mid;        // x + m * drop(post(proj)), R
+  at::Tensor ffn_in;     // input of the FFN half: mid, or its closing norm, R
+  at::Tensor n2;         // pre_norm(ffn_in), P
+  at::Tensor gu;         // [N, 2F] or [N, F]; whole only where it is kept
+  at::Tensor down;       // FFN product [N, C], P
+  at::Tensor out;        // sum before the closing norm of the FFN half, R
+};
+
+// One matrix among those whose products lie side by side in a buffer: buffer columns
+// [col0, col0 + width) = in @ W[row0 : row0 + width]^T + b.
+struct Part {
+  int weight, bias;  // slots
+  int64_t row0, width, col0;
+};
+
+// A block call: what it is given, its intermediates, and one idempotent producer per intermediate.
+// Forward calls the producers and drops what is not kept; backward calls them again for what is
+// missing. That is why gradients do not depend on what was kept: there is no second way to make a
+// value.
+class Block {
+ public:
+  Block(const BlockSpec& spec, const at::Tensor& x, const OptTensorList& params,
+        const OptTensorList& aux, const std::optional<at::Tensor>& rng_state);
+
+  // Returns y followed, when save is set, by the kept values in the order of KeepSpec.
+  std::vector<at::Tensor> forward(bool save);
+
+  // Gradients of those of (x, params...) that needs asks for, in order.
+  std::vector<at::Tensor> backward(const at::Tensor& dy, at::TensorList kept,
+                                   const std::vector<bool>& needs);
+
+ private:
+  // block.cpp: the residual stream
+  void ensure_mid();
+  void ensure_ffn_in();
+  void ensure_n2();
+  void ensure_out();
+  std::vector<at::Tensor> kept_values() const;
+  void restore(at::TensorList kept);
+
+  // attention.cpp
+  void ensure_n1();
+  void ensure_qkv();
+  void ensure_qk();
+  void ensure_attn();
+  void ensure_proj();
+  void release_n1();
+  void release_qkv();
+  at::Tensor o_rows() const;
+  at::Tensor heads_view(const at::Tensor& buffer, int64_t col0, int64_t heads) const;
+  call::AttentionArgs attention_args() const;
+  std::vector<Part> qkv_parts() const;
+  // ds: gradient of the half's sum. Returns the gradient of n1 (undefined where not needed).
+  at::Tensor attention_backward(const at::Tensor& ds);
+
+  // ffn.cpp
+  struct Tile {
+    int64_t row0, rows, col0, cols;
+  };
+  std::vector<Tile> tiles() const;
+  bool tiled() const { return tiles_.rows < N_ || tiles_.cols < spec_.ffn.hidden; }
+  // Gate and up pre-activations of a tile, as columns of one buffer. Non-gated: up alone.
+  struct GateUp {
+    at::Tensor buffer;  // [rows, 2*cols] or [rows, cols], undefined for views of the kept gu
+    at::Tensor gate, up;
+  };
+  GateUp replayed_gu_;  // made on the way to the down product, and still whole
+  GateUp gate_up(const at::Tensor& buffer, const Tile& tile) const;
+  std::vector<Part> gu_parts(const Tile& tile) const;
+  GateUp make_gu(const Tile& tile);
+  void activate(const GateUp& gu, const Tile& tile, const at::Tensor& h) const;
+  void ensure_down();
+  // ds: gradient of the half's sum. Returns the gradient of n2 (undefined where not needed).
+  at::Tensor ffn_backward(const at::Tensor& ds, bool need_n2);
+
+  // Parameters and gradients. Slots are global: those of the FFN half follow the attention's.
+  int attn_slot(int slot) const { return slot; }
+  int ffn_slot(int slot) const { return (spec_.has_attn ? int(kAttentionParams) : 0) + slot; }
+  const at::Tensor& param(int slot) const { return params_[slot]; }
+  at::Tensor weight(int slot);  // in the compute type
+  bool need(int slot) const { return backward_ && needs_[1 + slot]; }
+  bool need_any(int begin, int end) const;
+  at::Tensor grad_vector(int slot);  // where a kernel writes a vector's gradient; may be undefined
+  void add_weight_grad(int slot, bool transposed, int64_t row0, int64_t rows, int64_t col0,
+                       int64_t cols, const at::Tensor& dout, const at::Tensor& in, bool add);
+  void add_bias_grad(int slot, int64_t row0, const at::Tensor& dout, bool add);
+  void project(const at::Tensor& out, const at::Tensor& in, const std::vector<Part>& parts,
+               bool transposed);
+  // Weight and bias gradients of a projection, and its input gradient into din if defined.
+  void project_backward(const at::Tensor& dout, const at::Tensor& in, const std::vector<Part>& parts,
+                        bool transposed, const at::Tensor& din, bool add_params, bool add_din);
+
+  // The residual frame.
+  at::Tensor pre_norm(const at::Tensor& x, const NormSpec& norm, int weight, int bias,
+                      at::ScalarType type);
+  void close(const at::Tensor& x, const at::Tensor& f, const HalfSpec& half, int post_weight,
+             int site, const NormSpec& next, int next_weight, const at::Tensor& sum,
+             const at::Tensor& normed);
+  at::Tensor residual_backward(const at::Tensor& ds, const at::Tensor& f, const HalfSpec& half,
+                               int post_weight, int site);
+  // dres + d(norm)/dx(dn), with the norm's weight gradients; undefined if the input needs none.
+  at::Tensor norm_backward(const at::Tensor& dn, const at::Tensor& x, const NormSpec& norm,
+                           int weight, const at::Tensor& dres, bool dres_owned, bool need_dx);
+
+  at::Tensor empty(at::IntArrayRef size, at::ScalarType type) const;
+  at::Tensor like_x(at::ScalarType type) const { return empty({N_, C_}, type); }
+  at::Tensor rows_view(const at::Tensor& t) const { return t.view({N_, -1}); }
+  at::IntArrayRef row_map() const { return row_map_; }
+
+  const BlockSpec& spec_;
+  at::Tensor x_;                    // [N, C]
+  std::vector<int64_t> x_sizes_;    // as given
+  std::vector<at::Tensor> params_;  // undefined where absent
+  std::vector<at::Tensor> cast_;    // parameters in the compute type, made on first use
+  at::Tensor cos_, sin_;            // [B or 1, T, rotary_dim / 2], accumulation type
+  at::Tensor mask_, padding_, cu_seqlens_, rng_;
+  at::ScalarType R_, P_, A_;        // residual stream, compute, accumulation
+  int64_t B_, T_, N_, C_;
+  std::vector<int64_t> row_map_;
+  FFNTiles tiles_{0, 0};
+  Values value_;
+  bool save_ = false;
+  bool backward_ = false;
+  bool qk_in_place_ = false;        // qkv no longer holds the raw product
+  std::vector<bool> needs_;
+  std::vector<at::Tensor> grads_;
+};
+
+}  // namespace ckptfused

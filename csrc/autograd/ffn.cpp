@@ -1,0 +1,145 @@
+// The FFN half: n2 -> gu -> h -> down, tile by tile, and back.
+#include "ops/torch.h"
+
+#include <utility>
+
+#include "autograd/block.h"
+#include "math/dropout.h"
+#include "ops/linear.h"
+
+namespace ckptfused {
+
+using at::Tensor;
+
+std::vector<Block::Tile> Block::tiles() const {
+  std::vector<Tile> list;
+  const int64_t F = spec_.ffn.hidden;
+  for (int64_t row0 = 0; row0 < N_; row0 += tiles_.rows) {
+    for (int64_t col0 = 0; col0 < F; col0 += tiles_.cols) {
+      list.push_back({row0, std::min(tiles_.rows, N_ - row0), col0, std::min(tiles_.cols, F - col0)});
+    }
+  }
+  return list;
+}
+
+Block::GateUp Block::gate_up(const Tensor& buffer, const Tile& t) const {
+  if (!spec_.ffn.gated()) return {buffer, Tensor(), buffer};
+  return {buffer, buffer.narrow(1, 0, t.cols), buffer.narrow(1, t.cols, t.cols)};
+}
+
+// The products that make one tile of gu: gate columns first, then up.
+std::vector<Part> Block::gu_parts(const Tile& t) const {
+  const FFNSpec& f = spec_.ffn;
+  const int gate_w = ffn_slot(kGateW), gate_b = ffn_slot(kGateB);
+  const int up_w = ffn_slot(kUpW), up_b = ffn_slot(kUpB);
+  if (!f.gated()) return {{up_w, up_b, t.col0, t.cols, 0}};
+  if (!f.joint) return {{gate_w, gate_b, t.col0, t.cols, 0}, {up_w, up_b, t.col0, t.cols, t.cols}};
+  if (t.cols == f.hidden) return {{gate_w, gate_b, 0, 2 * f.hidden, 0}};
+  return {{gate_w, gate_b, t.col0, t.cols, 0},
+          {gate_w, gate_b, f.hidden + t.col0, t.cols, t.cols}};
+}
+
+// One tile of gu: views of the kept values, or the product. The product always goes to a buffer
+// of the same strides, kept or not, because those may choose the platform's kernel.
+Block::GateUp Block::make_gu(const Tile& t) {
+  const FFNSpec& f = spec_.ffn;
+  const bool whole_rows = t.cols == f.hidden;
+  const Tensor kept = value_.gu.defined() ? value_.gu.narrow(0, t.row0, t.rows) : Tensor();
+  if (backward_ && kept.defined()) {
+    GateUp views{Tensor(), Tensor(), kept.narrow(1, f.gated() ? f.hidden + t.col0 : t.col0, t.cols)};
+    if (f.gated()) views.gate = kept.narrow(1, t.col0, t.cols);
+    return views;
+  }
+  if (replayed_gu_.buffer.defined()) return std::exchange(replayed_gu_, {});
+  ensure_n2();
+  const Tensor buffer = kept.defined() && whole_rows
+                            ? kept
+                            : empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_);
+  project(buffer, value_.n2.narrow(0, t.row0, t.rows), gu_parts(t), f.transposed);
+  const GateUp gu = gate_up(buffer, t);
+  if (kept.defined() && !whole_rows) {
+    if (f.gated()) kept.narrow(1, t.col0, t.cols).copy_(gu.gate);
+    kept.narrow(1, f.gated() ? f.hidden + t.col0 : t.col0, t.cols).copy_(gu.up);
+  }
+  return gu;
+}
+
+void Block::activate(const GateUp& gu, const Tile& t, const Tensor& h) const {
+  const FFNSpec& f = spec_.ffn;
+  call::activation_fwd(f.gated() ? gu.gate : gu.up, gu.up, rng_, h, f.act, f.p_hidden,
+                       int(DropoutSite::ffn_hidden), f.hidden, t.row0, t.col0, row_map());
+}
+
+void Block::ensure_down() {
+  if (value_.down.defined()) return;
+  const FFNSpec& f = spec_.ffn;
+  const std::vector<Part> part = {{ffn_slot(kDownW), ffn_slot(kDownB), 0, C_, 0}};
+  const bool cut_cols = tiles_.cols < f.hidden;
+  Tensor down = like_x(P_);
+  const Tensor h = cut_cols ? empty({N_, f.hidden}, P_) : Tensor();
+  for (const Tile& t : tiles()) {
+    const Tensor h_tile = cut_cols ? h.narrow(1, t.col0, t.cols) : empty({t.rows, f.hidden}, P_);
+    GateUp gu = make_gu(t);
+    activate(gu, t, h_tile);
+    // Backward goes through gu again: an uncut one is worth holding, a tile is made anew.
+    if (backward_ && !tiled()) replayed_gu_ = std::move(gu);
+    gu = {};
+    if (!cut_cols) project(down.narrow(0, t.row0, t.rows), h_tile, part, f.transposed);
+  }
+  if (cut_cols) project(down, h, part, f.transposed);
+  value_.down = down;
+}
+
+Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
+  const FFNSpec& f = spec_.ffn;
+  const int down_w = ffn_slot(kDownW), down_b = ffn_slot(kDownB);
+  const bool need_gate_up = need_any(ffn_slot(kGateW), ffn_slot(kUpB) + 1);
+  const bool need_gu = need_n2 || need_gate_up;
+  const bool need_h = need(down_w);
+  if (!need_gu && !need_any(down_w, ffn_slot(kFFNPostB) + 1)) return {};
+
+  if (f.post.on()) ensure_down();
+  const Tensor ddown = residual_backward(ds, value_.down, f, ffn_slot(kFFNPostW),
+                                         int(DropoutSite::ffn_residual));
+  value_.down.reset();
+  add_bias_grad(down_b, 0, ddown, false);
+  if (!need_gu && !need_h) return {};
+
+  // Where the hidden width is cut, the input gradient is a sum over tiles and is held wide.
+  const bool cut_cols = tiles_.cols < f.hidden;
+  const Tensor dn2 = need_n2 ? like_x(cut_cols ? A_ : P_) : Tensor();
+  bool first = true;
+  for (const Tile& t : tiles()) {
+    GateUp gu = make_gu(t);
+    const Tensor ddown_tile = ddown.narrow(0, t.row0, t.rows);
+    const Tensor h = empty({t.rows, t.cols}, P_);  // dh, and then h over it
+    GateUp dgu;
+    if (need_gu) {
+      const Tensor w = f.transposed ? weight(down_w).narrow(0, t.col0, t.cols).t()
+                                    : weight(down_w).narrow(1, t.col0, t.cols);
+      matmul_out(h, ddown_tile, w, false);
+      // The kernel writes over its scratch, but never over a saved value.
+      dgu = gu.buffer.defined()
+                ? gu
+                : gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);
+      call::activation_bwd(f.gated() ? gu.gate : gu.up, gu.up, h, rng_, need_h ? h : Tensor(),
+                           dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_hidden),
+                           f.hidden, t.row0, t.col0, row_map());
+    } else {
+      activate(gu, t, h);
+    }
+    gu = {};
+    const bool add_rows = t.row0 > 0;
+    if (need_h) add_weight_grad(down_w, f.transposed, 0, C_, t.col0, t.cols, ddown_tile, h, add_rows);
+    if (!need_gu) continue;
+    if (need_gate_up) ensure_n2();
+    project_backward(dgu.buffer, value_.n2.defined() ? value_.n2.narrow(0, t.row0, t.rows) : Tensor(),
+                     gu_parts(t), f.transposed,
+                     dn2.defined() ? dn2.narrow(0, t.row0, t.rows) : Tensor(), add_rows,
+                     cut_cols && !first);
+    first = false;
+  }
+  return dn2.defined() && cut_cols ? dn2.to(P_) : dn2;
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,147 @@
+#pragma once
+
+#include "ops/torch.h"
+
+#include <optional>
+#include <string_view>
+
+// The small ops, called by name through the dispatcher, so that CPU, CUDA and Triton kernels are
+// interchangeable. Undefined tensors become None.
+namespace ckptfused::call {
+
+using at::Tensor;
+using OptTensor = std::optional<at::Tensor>;
+
+inline OptTensor opt(const Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); }
+
+#define CKPT_OP(name, ...)                                        \
+  static const auto op = c10::Dispatcher::singleton()             \
+                             .findSchemaOrThrow("ckptfused::" name, "") \
+                             .typed<__VA_ARGS__>()
+
+inline Tensor rng_state(const Tensor& like, int64_t call_id,
+                        const std::optional<at::Generator>& generator) {
+  CKPT_OP("rng_state", Tensor(const Tensor&, int64_t, const std::optional<at::Generator>&));
+  return op.call(like, call_id, generator);
+}
+
+inline void norm_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& y,
+                     std::string_view kind, double eps) {
+  CKPT_OP("norm_fwd", void(const Tensor&, const OptTensor&, const OptTensor&, const Tensor&,
+                           std::string_view, double));
+  op.call(x, opt(weight), opt(bias), y, kind, eps);
+}
+
+inline void norm_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& dres,
+                     const Tensor& dx, const Tensor& dw, const Tensor& db, std::string_view kind,
+                     double eps) {
+  CKPT_OP("norm_bwd",
+          void(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+               const OptTensor&, const OptTensor&, std::string_view, double));
+  op.call(dy, x, opt(weight), opt(dres), opt(dx), opt(dw), opt(db), kind, eps);
+}
+
+inline void residual_fwd(const Tensor& x, const Tensor& f, const Tensor& rng, const Tensor& post_w,
+                         const Tensor& post_b, const Tensor& next_w, const Tensor& next_b,
+                         const Tensor& sum, const Tensor& normed, std::string_view post,
+                         double post_eps, std::string_view next, double next_eps, double m,
+                         double p, int64_t site, at::IntArrayRef rows) {
+  CKPT_OP("residual_fwd",
+          void(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+               const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+               std::string_view, double, std::string_view, double, double, double, int64_t,
+               at::IntArrayRef));
+  op.call(x, f, opt(rng), opt(post_w), opt(post_b), opt(next_w), opt(next_b), opt(sum),
+          opt(normed), post, post_eps, next, next_eps, m, p, site, rows);
+}
+
+inline void residual_bwd(const Tensor& ds, const Tensor& f, const Tensor& rng, const Tensor& post_w,
+                         const Tensor& df, const Tensor& dpost_w, const Tensor& dpost_b,
+                         std::string_view post, double post_eps, double m, double p, int64_t site,
+                         at::IntArrayRef rows) {
+  CKPT_OP("residual_bwd",
+          void(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const Tensor&,
+               const OptTensor&, const OptTensor&, std::string_view, double, double, double,
+               int64_t, at::IntArrayRef));
+  op.call(ds, opt(f), opt(rng), opt(post_w), df, opt(dpost_w), opt(dpost_b), post, post_eps, m, p,
+          site, rows);
+}
+
+inline void activation_fwd(const Tensor& g, const Tensor& u, const Tensor& rng, const Tensor& h,
+                           std::string_view act, double p, int64_t site, int64_t cols, int64_t row0,
+                           int64_t col0, at::IntArrayRef rows) {
+  CKPT_OP("activation_fwd",
+          void(const Tensor&, const Tensor&, const OptTensor&, const Tensor&, std::string_view,
+               double, int64_t, int64_t, int64_t, int64_t, at::IntArrayRef));
+  op.call(g, u, opt(rng), h, act, p, site, cols, row0, col0, rows);
+}
+
+inline void activation_bwd(const Tensor& g, const Tensor& u, const Tensor& dh, const Tensor& rng,
+                           const Tensor& h, const Tensor& dg, const Tensor& du,
+                           std::string_view act, double p, int64_t site, int64_t cols, int64_t row0,
+                           int64_t col0, at::IntArrayRef rows) {
+  CKPT_OP("activation_bwd",
+          void(const Tensor&, const Tensor&, const Tensor&, const OptTensor&, const OptTensor&,
+               const OptTensor&, const OptTensor&, std::string_view, double, int64_t, int64_t,
+               int64_t, int64_t, at::IntArrayRef));
+  op.call(g, u, dh, opt(rng), opt(h), opt(dg), opt(du), act, p, site, cols, row0, col0, rows);
+}
+
+inline void qk_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& cos,
+                   const Tensor& sin, const Tensor& y, std::string_view norm, double eps,
+                   std::string_view rope, int64_t rotary_dim) {
+  CKPT_OP("qk_fwd", void(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+                         const OptTensor&, const Tensor&, std::string_view, double,
+                         std::string_view, int64_t));
+  op.call(x, opt(weight), opt(bias), opt(cos), opt(sin), y, norm, eps, rope, rotary_dim);
+}
+
+inline void qk_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& cos,
+                   const Tensor& sin, const Tensor& dx, const Tensor& dw, const Tensor& db,
+                   std::string_view norm, double eps, std::string_view rope, int64_t rotary_dim) {
+  CKPT_OP("qk_bwd",
+          void(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+               const Tensor&, const OptTensor&, const OptTensor&, std::string_view, double,
+               std::string_view, int64_t));
+  op.call(dy, x, opt(weight), opt(cos), opt(sin), dx, opt(dw), opt(db), norm, eps, rope,
+          rotary_dim);
+}
+
+// How a query sees the keys: what attention_fwd and attention_bwd share.
+struct AttentionArgs {
+  Tensor mask, padding, cu_seqlens, rng;
+  std::string_view mask_kind, padding_kind;
+  double scale;
+  bool causal;
+  int64_t window;
+  double softcap, p;
+};
+
+inline std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                const AttentionArgs& a) {
+  CKPT_OP("attention_fwd",
+          std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptTensor&,
+                                     const OptTensor&, const OptTensor&, const OptTensor&,
+                                     std::string_view, std::string_view, double, bool, int64_t,
+                                     double, double));
+  return op.call(q, k, v, opt(a.mask), opt(a.padding), opt(a.cu_seqlens), opt(a.rng), a.mask_kind,
+                 a.padding_kind, a.scale, a.causal, a.window, a.softcap, a.p);
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> attention_bwd(const Tensor& d_o, const Tensor& q,
+                                                        const Tensor& k, const Tensor& v,
+                                                        const Tensor& o, const Tensor& lse,
+                                                        const AttentionArgs& a) {
+  CKPT_OP("attention_bwd",
+          std::tuple<Tensor, Tensor, Tensor>(
+              const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+              const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+              const OptTensor&, std::string_view, std::string_view, double, bool, int64_t, double,
+              double));
+  return op.call(d_o, q, k, v, o, lse, opt(a.mask), opt(a.padding), opt(a.cu_seqlens), opt(a.rng),
+                 a.mask_kind, a.padding_kind, a.scale, a.causal, a.window, a.softcap, a.p);
+}
+
+#undef CKPT_OP
+
+}  // namespace ckptfused::call

@@ -1,0 +1,204 @@
+// What every part of a block call uses: its arguments, its projections and its gradients.
+#include "ops/torch.h"
+
+#include "autograd/block.h"
+#include "ops/linear.h"
+
+namespace ckptfused {
+
+using at::Tensor;
+
+namespace {
+
+Tensor aux_at(const OptTensorList& aux, int slot) {
+  const std::optional<Tensor> t = aux.get(slot);
+  return t.has_value() ? *t : Tensor();
+}
+
+// cos or sin as the kernels read it: [B or 1, T, r/2], contiguous, in the accumulation type.
+Tensor normalise_angles(const Tensor& t, const AttentionSpec& a, int64_t T, at::ScalarType type) {
+  if (!t.defined()) return t;
+  const int64_t half = a.rotary_dim / 2;
+  TORCH_CHECK((t.dim() == 2 || t.dim() == 3) && t.size(-2) == T &&
+                  (t.size(-1) == half || t.size(-1) == 2 * half),
+              "ckptfused: cos and sin must be [T, r] or [B, T, r] with T = ", T, " and r = ", half,
+              " or ", 2 * half, ", got ", t.sizes());
+  Tensor out = t.dim() == 2 ? t.unsqueeze(0) : t;
+  if (out.size(-1) != half) {
+    out = a.rope == "half" ? out.narrow(-1, 0, half) : out.slice(-1, 0, 2 * half, 2);
+  }
+  return out.to(type).contiguous();
+}
+
+}  // namespace
+
+Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params,
+             const OptTensorList& aux, const std::optional<Tensor>& rng_state)
+    : spec_(spec), x_sizes_(x.sizes().vec()) {
+  TORCH_CHECK(x.dim() == 3, "ckptfused: x must be [B, T, C] or, sequence first, [T, B, C]; got ",
+              x.sizes());
+  R_ = x.scalar_type();
+  TORCH_CHECK(R_ == at::kDouble || R_ == at::kFloat || R_ == at::kBFloat16 || R_ == at::kHalf,
+              "ckptfused: x must be float64, float32, bfloat16 or float16, got ", R_);
+  P_ = spec.compute == at::ScalarType::Undefined ? R_ : spec.compute;
+  TORCH_CHECK(P_ == R_ || (R_ == at::kFloat && (P_ == at::kBFloat16 || P_ == at::kHalf)),
+              "ckptfused: a residual stream of ", R_, " cannot be computed in ", P_);
+  A_ = R_ == at::kDouble ? at::kDouble : at::kFloat;
+  B_ = x.size(spec.seq_first ? 1 : 0);
+  T_ = x.size(spec.seq_first ? 0 : 1);
+  C_ = x.size(2);
+  N_ = B_ * T_;
+  if (spec.seq_first) row_map_ = {B_, T_};
+  x_ = x.contiguous().view({N_, C_});
+
+  const size_t expected = (spec.has_attn ? size_t(kAttentionParams) : 0) +
+                          (spec.has_ffn ? size_t(kFFNParams) : 0);
+  TORCH_CHECK(params.size() == expected, "ckptfused: the spec has ", expected,
+              " parameter slots, got ", params.size());
+  TORCH_CHECK(aux.size() == size_t(kAuxSlots), "ckptfused: expected ", int(kAuxSlots),
+              " auxiliary tensors, got ", aux.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    const std::optional<Tensor> p = params.get(i);
+    params_.push_back(p.has_value() ? *p : Tensor());
+  }
+  cast_.resize(params_.size());
+  grads_.resize(params_.size());
+  if (spec.has_attn) {
+    cos_ = normalise_angles(aux_at(aux, kCos), spec.attn, T_, A_);
+    sin_ = normalise_angles(aux_at(aux, kSin), spec.attn, T_, A_);
+    TORCH_CHECK(spec.attn.rope == "none" || (cos_.defined() && sin_.defined()),
+                "ckptfused: rope=", spec.attn.rope, " needs cos and sin");
+    mask_ = aux_at(aux, kMask);
+    padding_ = aux_at(aux, kPadding);
+    cu_seqlens_ = aux_at(aux, kCuSeqlens);
+  }
+  if (spec.has_ffn) {
+    tiles_ = ffn_tiles(N_, C_, spec.ffn.hidden, spec.ffn.gated(), int64_t(c10::elementSize(P_)));
+  }
+  if (spec.has_dropout()) {
+    TORCH_CHECK(rng_state.has_value(), "ckptfused: dropout needs an rng_state");
+    rng_ = *rng_state;
+  }
+}
+
+Tensor Block::empty(at::IntArrayRef size, at::ScalarType type) const {
+  return at::empty(size, x_.options().dtype(type));
+}
+
+Tensor Block::weight(int slot) {
+  const Tensor& p = params_[slot];
+  if (!p.defined() || p.scalar_type() == P_) return p;
+  if (!cast_[slot].defined()) cast_[slot] = p.to(P_);
+  return cast_[slot];
+}
+
+bool Block::need_any(int begin, int end) const {
+  for (int slot = begin; slot < end; ++slot) {
+    if (need(slot)) return true;
+  }
+  return false;
+}
+
+Tensor Block::grad_vector(int slot) {
+  if (!need(slot)) return {};
+  if (!grads_[slot].defined()) grads_[slot] = empty(params_[slot].sizes(), A_);
+  return grads_[slot];
+}
+
+void Block::add_weight_grad(int slot, bool transposed, int64_t row0, int64_t rows, int64_t col0,
+                            int64_t cols, const Tensor& dout, const Tensor& in, bool add) {
+  if (!need(slot)) return;
+  // A sum over row tiles is held in the accumulation type.
+  const bool cut_rows = spec_.has_ffn && tiles_.rows < N_ && slot >= ffn_slot(0);
+  if (!grads_[slot].defined()) grads_[slot] = empty(params_[slot].sizes(), cut_rows ? A_ : P_);
+  const Tensor& grad = grads_[slot];
+  if (transposed) {
+    matmul_out(grad.narrow(0, col0, cols).narrow(1, row0, rows), in.t(), dout, add);
+  } else {
+    matmul_out(grad.narrow(0, row0, rows).narrow(1, col0, cols), dout.t(), in, add);
+  }
+}
+
+void Block::add_bias_grad(int slot, int64_t row0, const Tensor& dout, bool add) {
+  const Tensor grad = grad_vector(slot);
+  if (!grad.defined()) return;
+  Tensor target = grad.narrow(0, row0, dout.size(1));
+  if (add) {
+    target.add_(dout.sum({0}, false, A_));
+  } else {
+    at::sum_out(target, dout, {0}, false, A_);
+  }
+}
+
+void Block::project(const Tensor& out, const Tensor& in, const std::vector<Part>& parts,
+                    bool transposed) {
+  for (const Part& part : parts) {
+    const Tensor w = weight(part.weight), b = weight(part.bias);
+    linear_out(out.narrow(1, part.col0, part.width), in,
+               w.narrow(transposed ? 1 : 0, part.row0, part.width),
+               b.defined() ? std::optional<Tensor>(b.narrow(0, part.row0, part.width))
+                           : std::nullopt,
+               transposed);
+  }
+}
+
+void Block::project_backward(const Tensor& dout, const Tensor& in, const std::vector<Part>& parts,
+                             bool transposed, const Tensor& din, bool add_params, bool add_din) {
+  for (const Part& part : parts) {
+    const Tensor d = dout.narrow(1, part.col0, part.width);
+    if (din.defined()) {
+      const Tensor w = weight(part.weight).narrow(transposed ? 1 : 0, part.row0, part.width);
+      matmul_out(din, d, transposed ? w.t() : w, add_din);
+      add_din = true;
+    }
+    if (need(part.weight)) {
+      add_weight_grad(part.weight, transposed, part.row0, part.width, 0, in.size(1), d, in,
+                      add_params);
+    }
+    add_bias_grad(part.bias, part.row0, d, add_params);
+  }
+}
+
+Tensor Block::pre_norm(const Tensor& x, const NormSpec& norm, int weight, int bias,
+                       at::ScalarType type) {
+  if (!norm.on()) return x.scalar_type() == type ? x : x.to(type);
+  const Tensor y = like_x(type);
+  call::norm_fwd(x, param(weight), param(bias), y, norm.kind, norm.eps);
+  return y;
+}
+
+// sum = x + m * drop(post(f)), normed = next(sum); either output may be undefined.
+void Block::close(const Tensor& x, const Tensor& f, const HalfSpec& half, int post_weight, int site,
+                  const NormSpec& next, int next_weight, const Tensor& sum, const Tensor& normed) {
+  const bool with_next = normed.defined();
+  call::residual_fwd(x, f, half.p_res > 0 ? rng_ : Tensor(), param(post_weight),
+                     param(post_weight + 1), with_next ? param(next_weight) : Tensor(),
+                     with_next ? param(next_weight + 1) : Tensor(), sum, normed, half.post.kind,
+                     half.post.eps, with_next ? next.kind : "none", next.eps, half.m, half.p_res,
+                     site, row_map());
+}
+
+Tensor Block::residual_backward(const Tensor& ds, const Tensor& f, const HalfSpec& half,
+                                int post_weight, int site) {
+  if (!half.post.on() && half.p_res == 0 && half.m == 1.0 && R_ == P_) return ds;
+  Tensor df = like_x(P_);
+  call::residual_bwd(ds, half.post.on() ? f : Tensor(), half.p_res > 0 ? rng_ : Tensor(),
+                     param(post_weight), df, grad_vector(post_weight),
+                     grad_vector(post_weight + 1), half.post.kind, half.post.eps, half.m,
+                     half.p_res, site, row_map());
+  return df;
+}
+
+Tensor Block::norm_backward(const Tensor& dn, const Tensor& x, const NormSpec& norm, int weight,
+                            const Tensor& dres, bool dres_owned, bool need_dx) {
+  if (!dn.defined()) return dres;
+  const Tensor dw = norm.on() ? grad_vector(weight) : Tensor();
+  const Tensor db = norm.on() ? grad_vector(weight + 1) : Tensor();
+  if (!need_dx && !dw.defined() && !db.defined()) return {};
+  const Tensor dx = !need_dx ? Tensor() : dres_owned ? dres : like_x(R_);
+  call::norm_bwd(dn, x, norm.on() ? param(weight) : Tensor(), need_dx ? dres : Tensor(), dx, dw, db,
+                 norm.kind, norm.eps);
+  return dx;
+}
+
+}  // namespace ckptfused

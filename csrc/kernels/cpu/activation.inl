@@ -1,0 +1,117 @@
+CKPT_BEGIN_TARGET
+
+// Columns taken at a time: the draws of a run and the outputs that nobody wants stay in L1.
+constexpr int64_t kActivationRun = 512;
+
+template <typename T, Activation kAct, bool kGated>
+struct ActivationKernel {
+  using A = acc_t<T>;
+
+  static void fwd(const ActivationFwd& a, int64_t begin, int64_t end) {
+    const uint32_t threshold = a.dropout.threshold;
+    const A scale = dropout_scale<A>(a.dropout);
+    uint16_t draw_buffer[kActivationRun + 16];
+    keep_all(draw_buffer);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t logical_row = a.rows(a.row0 + row);
+      for (int64_t col = 0; col < a.cols; col += kActivationRun) {
+        const int64_t n = a.cols - col < kActivationRun ? a.cols - col : kActivationRun;
+        const T* g = at(a.g, row, col);
+        const T* u = at(a.u, row, col);
+        T* h = at(a.h, row, col);
+        const uint16_t* draws = draw(a, logical_row, col, n, draw_buffer);
+        CKPT_IVDEP
+        for (int64_t i = 0; i < n; ++i) {
+          A value = activation_value<kAct>(A(to_acc(kGated ? g[i] : u[i])));
+          if (kGated) value *= to_acc(u[i]);
+          from_acc(dropout_apply(value, draws[i], threshold, scale), h[i]);
+        }
+      }
+    }
+  }
+
+  static void bwd(const ActivationBwd& a, int64_t begin, int64_t end) {
+    const uint32_t threshold = a.dropout.threshold;
+    const A scale = dropout_scale<A>(a.dropout);
+    uint16_t draw_buffer[kActivationRun + 16];
+    keep_all(draw_buffer);
+    T unwanted[kActivationRun];
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t logical_row = a.rows(a.row0 + row);
+      for (int64_t col = 0; col < a.cols; col += kActivationRun) {
+        const int64_t n = a.cols - col < kActivationRun ? a.cols - col : kActivationRun;
+        const T* g = at(a.g, row, col);
+        const T* u = at(a.u, row, col);
+        const T* dh = at(a.dh, row, col);
+        T* h = a.h.data == nullptr ? unwanted : at(a.h, row, col);
+        T* dg = a.dg.data == nullptr ? unwanted : at(a.dg, row, col);
+        T* du = a.du.data == nullptr ? unwanted : at(a.du, row, col);
+        const uint16_t* draws = draw(a, logical_row, col, n, draw_buffer);
+        CKPT_IVDEP
+        for (int64_t i = 0; i < n; ++i) {
+          const auto act = activation_with_grad<kAct>(A(to_acc(kGated ? g[i] : u[i])));
+          const A up = kGated ? to_acc(u[i]) : A(1);
+          const A grad = dropout_apply(A(to_acc(dh[i])), draws[i], threshold, scale);
+          from_acc(dropout_apply(act.value * up, draws[i], threshold, scale), h[i]);
+          if (kGated) from_acc(grad * up * act.grad, dg[i]);
+          from_acc(grad * (kGated ? act.value : act.grad), du[i]);
+        }
+      }
+    }
+  }
+
+ private:
+  CKPT_HD static const T* at(Strided<const void*> t, int64_t row, int64_t col) {
+    return static_cast<const T*>(t.data) + row * t.stride + col;
+  }
+  CKPT_HD static T* at(Strided<void*> t, int64_t row, int64_t col) {
+    return static_cast<T*>(t.data) + row * t.stride + col;
+  }
+  // Without dropout every element takes the draw that is always kept, with a scale of 1: that costs
+  // a few per cent, and half the kernels.
+  CKPT_HD static void keep_all(uint16_t* buffer) {
+    for (int64_t i = 0; i < kActivationRun + 16; ++i) buffer[i] = 0xffff;
+  }
+  CKPT_HD static const uint16_t* draw(const ActivationShape& a, int64_t row, int64_t col, int64_t n,
+                                      uint16_t* buffer) {
+    if (!a.dropout.active()) return buffer;
+    return dropout_draws(a.dropout, row, a.col0 + col, a.col0 + col + n, buffer);
+  }
+};
+
+// Calls f(kernel) with the ActivationKernel that the arguments ask for.
+template <typename T, Activation kAct, typename F>
+CKPT_HD void for_gate(const ActivationShape& a, F f) {
+  if (!a.gated) return f(ActivationKernel<T, kAct, false>{});
+  f(ActivationKernel<T, kAct, true>{});
+}
+
+template <typename T, typename F>
+CKPT_HD void for_activation(const ActivationShape& a, F f) {
+  switch (a.act) {
+    case Activation::relu:
+      return for_gate<T, Activation::relu>(a, f);
+    case Activation::gelu:
+      return for_gate<T, Activation::gelu>(a, f);
+    case Activation::gelu_tanh:
+      return for_gate<T, Activation::gelu_tanh>(a, f);
+    case Activation::silu:
+      return for_gate<T, Activation::silu>(a, f);
+    case Activation::relu2:
+      return f(ActivationKernel<T, Activation::relu2, false>{});  // no gated unit uses it
+  }
+}
+
+void activation_fwd(const ActivationFwd& a, int64_t begin, int64_t end) {
+  for_type(a.dtype, [&](auto t) {
+    for_activation<decltype(t)>(a, [&](auto kernel) { kernel.fwd(a, begin, end); });
+  });
+}
+
+void activation_bwd(const ActivationBwd& a, int64_t begin, int64_t end) {
+  for_type(a.dtype, [&](auto t) {
+    for_activation<decltype(t)>(a, [&](auto kernel) { kernel.bwd(a, begin, end); });
+  });
+}
+
+CKPT_END_TARGET

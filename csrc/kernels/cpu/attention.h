@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+
+#include "math/dropout.h"
+#include "math/types.h"
+
+namespace ckptfused {
+
+// Row kernels between the matrix products of tiled attention. A tile is at most kQueryTile queries
+// of one head by kKeyTile keys; its scores are rows of the accumulation type. The [T, T] matrix
+// never exists.
+constexpr int64_t kQueryTile = 128;
+constexpr int64_t kKeyTile = 256;
+
+enum class MaskKind : int { none, keep, drop, add };
+
+// A mask over the [queries, keys] of one head: element strides of any kind, 0 included.
+struct MaskView {
+  MaskKind kind = MaskKind::none;
+  DType dtype = DType::f32;  // of an additive mask; the other kinds are one byte an element
+  const void* data = nullptr;
+  int64_t query_stride = 0, key_stride = 0;
+};
+
+// What turns the products q.k of one head of one sequence into dropped probabilities.
+struct AttentionRule {
+  int64_t keys = 0;  // of the whole sequence
+  bool causal = false;
+  int64_t window = 0;    // 0: none
+  double softcap = 0.0;  // 0: none
+  MaskView mask, padding;
+  Dropout dropout;
+  int64_t dropout_row = 0;  // of query 0
+};
+
+// Queries [query, query + rows) by keys [key, key + cols); rows of scores are stride apart.
+struct ScoreTile {
+  int64_t query, rows, key, cols, stride;
+};
+
+// What the online softmax carries from one key tile to the next, a row a query. Start with max
+// -inf, sum 0, out 0.
+template <typename A>
+struct SoftmaxRows {
+  A* max;
+  A* sum;  // of exp(logit - max), before dropout
+  A* out;  // [rows, head_dim], sum of dropped exp(logit - max) times v
+  int64_t head_dim;
+};
+
+// scores: scaled products; become exp(logit - max), 0 where masked or dropped. Brings the rows'
+// sums and outputs to the new maximum; the caller adds scores @ v to out.
+template <typename A>
+void attention_fwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores,
+                        const SoftmaxRows<A>& state);
+
+// After the last tile: o = out / sum * dropout scale, lse = max + log(sum); 0 and -inf for a row
+// that is masked throughout.
+template <typename T>
+void attention_finish_rows(const SoftmaxRows<acc_t<T>>& state, const Dropout& dropout, int64_t rows,
+                           T* o, int64_t o_stride, acc_t<T>* lse);
+
+// delta[r] = sum of dout * o, the term that softmax takes off every gradient of its row.
+template <typename T>
+void attention_delta_rows(const acc_t<T>* dout, int64_t dout_stride, const T* o, int64_t o_stride,
+                          int64_t rows, int64_t cols, acc_t<T>* delta);
+
+// scores: scaled products; become the dropped probabilities. dprobs: dout @ v^T; become the
+// gradients of the scaled products.
+template <typename A>
+void attention_bwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores, A* dprobs,
+                        const A* lse, const A* delta);
+
+// Copies of [rows, cols] with another type: into and out of packed accumulation-type rows.
+template <typename T>
+void load_tile(const T* in, int64_t in_stride, int64_t rows, int64_t cols, acc_t<T>* out);
+template <typename T>
+void store_tile(const acc_t<T>* in, int64_t rows, int64_t cols, T* out, int64_t out_stride);
+
+}  // namespace ckptfused

@@ -1,0 +1,25 @@
+#include "kernels/cpu/norm.h"
+
+#include "kernels/cpu/rows.h"
+
+#define CKPT_KERNEL_FILE "kernels/cpu/norm.inl"
+#include "kernels/cpu/foreach_target.h"
+
+namespace ckptfused {
+
+bool norm_fwd_rows(const NormFwd& a, int64_t begin, int64_t end) {
+  RowScratch scratch(RowScratch::size<double>(a.cols));
+  return CKPT_DISPATCH(norm_fwd)(a, begin, end, scratch);
+}
+
+bool norm_bwd_rows(const NormBwd& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
+  RowScratch scratch(2 * RowScratch::size<double>(a.cols));
+  return CKPT_DISPATCH(norm_bwd)(a, begin, end, dweight, dbias, scratch);
+}
+
+void sum_partials(bool wide, const void* partials, int64_t count, int64_t cols, void* out,
+                  int64_t begin, int64_t end) {
+  CKPT_DISPATCH(sum_partials)(wide, partials, count, cols, out, begin, end);
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,73 @@
+CKPT_BEGIN_TARGET
+
+template <typename R, typename P>
+void norm_fwd_typed(const NormFwd& a, int64_t begin, int64_t end, RowScratch& scratch) {
+  using A = acc_t<R>;
+  A* row = scratch.take<A>(a.cols);
+  for (int64_t n = begin; n < end; ++n) {
+    load_row(static_cast<const R*>(a.x) + n * a.cols, row, a.cols);
+    const NormStats<A> stats = norm_stats(a.kind, row, a.cols, A(a.eps));
+    norm_apply(row, stats, static_cast<const A*>(a.weight), static_cast<const A*>(a.bias),
+               static_cast<P*>(a.y) + n * a.cols, a.cols);
+  }
+}
+
+bool norm_fwd(const NormFwd& a, int64_t begin, int64_t end, RowScratch& scratch) {
+  return for_row_types(a.r, a.p, [&](auto r, auto p) {
+    norm_fwd_typed<decltype(r), decltype(p)>(a, begin, end, scratch);
+  });
+}
+
+template <typename R, typename P>
+void norm_bwd_typed(const NormBwd& a, int64_t begin, int64_t end, void* dweight, void* dbias,
+                    RowScratch& scratch) {
+  using A = acc_t<R>;
+  A* x = scratch.take<A>(a.cols);
+  A* dy = scratch.take<A>(a.cols);
+  for (int64_t n = begin; n < end; ++n) {
+    load_row(static_cast<const R*>(a.x) + n * a.cols, x, a.cols);
+    load_row(static_cast<const P*>(a.dy) + n * a.cols, dy, a.cols);
+    norm_grad(a.kind, x, dy, static_cast<const A*>(a.weight), static_cast<A*>(dweight),
+              static_cast<A*>(dbias), A(a.eps), a.cols);
+    if (a.dx == nullptr) continue;
+    R* dx = static_cast<R*>(a.dx) + n * a.cols;
+    if (a.dres != nullptr) {
+      const R* dres = static_cast<const R*>(a.dres) + n * a.cols;
+      CKPT_IVDEP
+      for (int64_t i = 0; i < a.cols; ++i) from_acc(to_acc(dres[i]) + dy[i], dx[i]);
+    } else {
+      store_row(dy, dx, a.cols);
+    }
+  }
+}
+
+bool norm_bwd(const NormBwd& a, int64_t begin, int64_t end, void* dweight, void* dbias,
+              RowScratch& scratch) {
+  return for_row_types(a.r, a.p, [&](auto r, auto p) {
+    norm_bwd_typed<decltype(r), decltype(p)>(a, begin, end, dweight, dbias, scratch);
+  });
+}
+
+template <typename A>
+void sum_partials_typed(const A* partials, int64_t count, int64_t cols, A* out, int64_t begin,
+                        int64_t end) {
+  for (int64_t c = begin; c < end; ++c) out[c] = 0;
+  for (int64_t k = 0; k < count; ++k) {
+    const A* partial = partials + k * cols;
+    CKPT_IVDEP
+    for (int64_t c = begin; c < end; ++c) out[c] += partial[c];
+  }
+}
+
+void sum_partials(bool wide, const void* partials, int64_t count, int64_t cols, void* out,
+                  int64_t begin, int64_t end) {
+  if (wide) {
+    sum_partials_typed(static_cast<const double*>(partials), count, cols,
+                       static_cast<double*>(out), begin, end);
+  } else {
+    sum_partials_typed(static_cast<const float*>(partials), count, cols, static_cast<float*>(out),
+                       begin, end);
+  }
+}
+
+CKPT_END_TARGET

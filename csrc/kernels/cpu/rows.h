@@ -1,0 +1,231 @@
+#pragma once
+
+// What the row kernels share. Everything a kernel calls from inside a row is CKPT_HD (always
+// inlined), so that it is compiled for the instruction set of the kernel.
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+#include "math/dropout.h"
+#include "math/norm.h"
+#include "math/types.h"
+
+// Before a loop whose iterations touch only their own index, so that buffers may be one another.
+#if defined(__clang__)
+#define CKPT_IVDEP _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define CKPT_IVDEP _Pragma("GCC ivdep")
+#endif
+
+// On the lambdas of this header only. One written in an .inl file already belongs to the kernel's
+// instruction set, is inlined once its helper is, and must not carry it.
+#define CKPT_INLINE __attribute__((always_inline))
+
+namespace ckptfused {
+
+// Cache-line aligned scratch of one row range, handed out in pieces.
+class RowScratch {
+ public:
+  explicit RowScratch(size_t bytes)
+      : begin_(static_cast<char*>(std::aligned_alloc(kAlign, bytes + kAlign - bytes % kAlign))),
+        next_(begin_) {
+    if (begin_ == nullptr) throw std::bad_alloc();
+  }
+  ~RowScratch() { std::free(begin_); }
+  RowScratch(const RowScratch&) = delete;
+  RowScratch& operator=(const RowScratch&) = delete;
+
+  // Bytes that take<T>(count) uses up.
+  template <typename T>
+  static size_t size(int64_t count) {
+    return (size_t(count) * sizeof(T) + kAlign - 1) / kAlign * kAlign;
+  }
+  template <typename T>
+  CKPT_HD T* take(int64_t count) {
+    T* piece = reinterpret_cast<T*>(next_);
+    next_ += (size_t(count) * sizeof(T) + kAlign - 1) / kAlign * kAlign;
+    return piece;
+  }
+
+ private:
+  static constexpr size_t kAlign = 64;
+  char* begin_;
+  char* next_;
+};
+
+// Calls f(T{}) for the storage type T.
+template <typename F>
+CKPT_HD void for_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::f64:
+      return f(double{});
+    case DType::f32:
+      return f(float{});
+    case DType::bf16:
+      return f(bf16{});
+    case DType::f16:
+      return f(f16{});
+  }
+}
+
+// Calls f(R{}, P{}) for a row type R (of the residual stream) and a compute type P: the same type,
+// or a 16-bit P beside a float R. False when the pair is none of these.
+template <typename F>
+CKPT_HD bool for_row_types(DType r, DType p, F f) {
+  if (r == DType::f64 && p == DType::f64) return f(double{}, double{}), true;
+  if (r == DType::f32 && p == DType::f32) return f(float{}, float{}), true;
+  if (r == DType::f32 && p == DType::bf16) return f(float{}, bf16{}), true;
+  if (r == DType::f32 && p == DType::f16) return f(float{}, f16{}), true;
+  if (r == DType::bf16 && p == DType::bf16) return f(bf16{}, bf16{}), true;
+  if (r == DType::f16 && p == DType::f16) return f(f16{}, f16{}), true;
+  return false;
+}
+
+// Rows in at most 64 chunks, a function of their number alone: sums over rows are made a chunk at a
+// time and the partial sums added in order, so they are the same for every thread count.
+struct RowChunks {
+  explicit RowChunks(int64_t n) : rows(n), size(n > 64 * 16 ? (n + 63) / 64 : 16) {}
+  int64_t count() const { return (rows + size - 1) / size; }
+  int64_t begin(int64_t chunk) const { return chunk * size; }
+  int64_t end(int64_t chunk) const {
+    return begin(chunk) + size < rows ? begin(chunk) + size : rows;
+  }
+  int64_t rows, size;
+};
+
+// out = in, converted to the accumulation type.
+template <typename T>
+CKPT_HD void load_row(const T* in, acc_t<T>* out, int64_t n) {
+  CKPT_IVDEP
+  for (int64_t i = 0; i < n; ++i) out[i] = to_acc(in[i]);
+}
+
+// out = in, rounded to T.
+template <typename T>
+CKPT_HD void store_row(const acc_t<T>* in, T* out, int64_t n) {
+  CKPT_IVDEP
+  for (int64_t i = 0; i < n; ++i) from_acc(in[i], out[i]);
+}
+
+template <int kLanes, typename A>
+CKPT_HD A fold_lanes(const A* lane) {
+  if constexpr (kLanes == 1) {
+    return lane[0];
+  } else {
+    A folded[kLanes / 2];
+    for (int l = 0; l < kLanes / 2; ++l) folded[l] = lane[l] + lane[l + kLanes / 2];
+    return fold_lanes<kLanes / 2>(folded);
+  }
+}
+
+// The sum of term(0) .. term(n - 1) in a fixed order: element i goes to lane i % kLanes, the lanes
+// are then added pairwise. term may write to index i of a row, too.
+template <typename A, typename Term>
+CKPT_HD A lane_sum(int64_t n, Term term) {
+  constexpr int kLanes = 128 / int(sizeof(A));  // two 512-bit registers
+  A lane[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    CKPT_IVDEP
+    for (int l = 0; l < kLanes; ++l) lane[l] += term(i + l);
+  }
+  for (int l = 0; i < n; ++l, ++i) lane[l] += term(i);
+  return fold_lanes<kLanes>(lane);
+}
+
+// Statistics of a row held in the accumulation type: two passes, mean then variance. Those of kind
+// none leave the row as it is.
+template <typename A>
+CKPT_HD NormStats<A> norm_stats(NormKind kind, const A* x, int64_t n, A eps) {
+  if (kind == NormKind::none) return {A(0), A(1)};
+  A mean = 0;
+  if (norm_is_centred(kind)) {
+    mean = lane_sum<A>(n, [&](int64_t i) CKPT_INLINE { return x[i]; }) / A(n);
+  }
+  const A squares = lane_sum<A>(n, [&](int64_t i) CKPT_INLINE {
+    const A d = x[i] - mean;
+    return d * d;
+  });
+  return make_norm_stats(mean, squares / A(n), eps);
+}
+
+// y = xhat * weight + bias. bias may be null; y may be x.
+template <typename A, typename T>
+CKPT_HD void norm_apply(const A* x, NormStats<A> stats, const A* weight, const A* bias, T* y,
+                        int64_t n) {
+  if (bias == nullptr) {
+    CKPT_IVDEP
+    for (int64_t i = 0; i < n; ++i) from_acc(normalised(x[i], stats) * weight[i], y[i]);
+  } else {
+    CKPT_IVDEP
+    for (int64_t i = 0; i < n; ++i) from_acc(normalised(x[i], stats) * weight[i] + bias[i], y[i]);
+  }
+}
+
+// Gradients of one row. On entry x holds the row and dy its output's gradient; on return x holds
+// xhat and dy the input's gradient. The row's share is added to dweight and dbias (null: skipped).
+// Kind none leaves all as it is.
+template <typename A>
+CKPT_HD void norm_grad(NormKind kind, A* x, A* dy, const A* weight, A* dweight, A* dbias, A eps,
+                       int64_t n) {
+  if (kind == NormKind::none) return;
+  const NormStats<A> stats = norm_stats(kind, x, n, eps);
+  const A sum_gx = lane_sum<A>(n, [&](int64_t i) CKPT_INLINE {
+    x[i] = normalised(x[i], stats);
+    return dy[i] * weight[i] * x[i];
+  });
+  A sum_g = 0;
+  if (norm_is_centred(kind)) {
+    sum_g = lane_sum<A>(n, [&](int64_t i) CKPT_INLINE { return dy[i] * weight[i]; });
+  }
+  if (dweight != nullptr) {
+    CKPT_IVDEP
+    for (int64_t i = 0; i < n; ++i) dweight[i] += dy[i] * x[i];
+  }
+  if (dbias != nullptr) {
+    CKPT_IVDEP
+    for (int64_t i = 0; i < n; ++i) dbias[i] += dy[i];
+  }
+  const A mean_g = sum_g / A(n), mean_gx = sum_gx / A(n);
+  CKPT_IVDEP
+  for (int64_t i = 0; i < n; ++i) {
+    dy[i] = norm_input_grad(dy[i] * weight[i], x[i], stats.rstd, mean_g, mean_gx);
+  }
+}
+
+// How many uint16_t dropout_draws needs for a run of cols columns.
+CKPT_HD int64_t dropout_buffer_size(int64_t cols) { return (cols / 8 + 2) * 8; }
+
+// The 16-bit draws of columns [col0, col1) of a row, made into buffer: element c's is at [c - col0]
+// of what is returned. Eight draws are the four words of one call in memory (little-endian) order.
+CKPT_HD const uint16_t* dropout_draws(const Dropout& dropout, int64_t row, int64_t col0,
+                                      int64_t col1, uint16_t* buffer) {
+  typedef uint32_t __attribute__((may_alias)) word;
+  word* out = reinterpret_cast<word*>(buffer);
+  const int64_t group0 = col0 >> 3, groups = ((col1 + 7) >> 3) - group0;
+  CKPT_IVDEP
+  for (int64_t g = 0; g < groups; ++g) {
+    const Philox4x32 drawn = dropout.draw(row, group0 + g);
+    out[4 * g] = drawn.word[0];
+    out[4 * g + 1] = drawn.word[1];
+    out[4 * g + 2] = drawn.word[2];
+    out[4 * g + 3] = drawn.word[3];
+  }
+  return buffer + (col0 & 7);
+}
+
+// What kept values are multiplied by, in the accumulation type (Dropout::scale is its float).
+template <typename A>
+CKPT_HD A dropout_scale(const Dropout& dropout) {
+  return dropout.threshold >= 65536u ? A(0) : A(65536) / A(65536u - dropout.threshold);
+}
+
+// x * scale if the draw keeps the element, 0 (also for NaN and infinity) if it drops it.
+template <typename A>
+CKPT_HD A dropout_apply(A x, uint16_t draw, uint32_t threshold, A scale) {
+  return uint32_t(draw) >= threshold ? x * scale : A(0);
+}
+
+}  // namespace ckptfused

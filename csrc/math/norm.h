@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cmath>
+
+#include "math/macros.h"
+
+namespace ckptfused {
+
+enum class NormKind : int { none, layernorm, rmsnorm, gemma };
+
+// The RMS norms are layer norms whose mean is taken as 0, so one set of formulas serves all kinds.
+// Gemma's gain of 1 + w is added where weights are converted to the accumulation type.
+CKPT_HD bool norm_is_centred(NormKind kind) { return kind == NormKind::layernorm; }
+
+template <typename A>
+struct NormStats {
+  A mean, rstd;
+};
+
+// variance: the biased mean of (x - mean)^2.
+template <typename A>
+CKPT_HD NormStats<A> make_norm_stats(A mean, A variance, A eps) {
+  return {mean, A(1) / std::sqrt(variance + eps)};
+}
+
+// xhat, the normalised element before weight and bias.
+template <typename A>
+CKPT_HD A normalised(A x, NormStats<A> stats) {
+  return (x - stats.mean) * stats.rstd;
+}
+
+// The input's gradient from g = dy * weight, where mean_g and mean_gx are the row's means of g
+// (0 for a norm that is not centred) and of g * xhat.
+template <typename A>
+CKPT_HD A norm_input_grad(A g, A xhat, A rstd, A mean_g, A mean_gx) {
+  return rstd * (g - mean_g - xhat * mean_gx);
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,20 @@
+#pragma once
+
+#include "math/macros.h"
+
+namespace ckptfused {
+
+// half pairs entry i with entry i + r/2 of the r rotary entries; interleaved pairs 2i with 2i + 1.
+enum class RopeKind : int { none, half, interleaved };
+
+// A pair (x1, x2) becomes (x1 cos - x2 sin, x2 cos + x1 sin); with -sin, the transpose.
+template <typename A>
+CKPT_HD A rope_first(A x1, A x2, A cos, A sin) {
+  return x1 * cos - x2 * sin;
+}
+template <typename A>
+CKPT_HD A rope_second(A x1, A x2, A cos, A sin) {
+  return x2 * cos + x1 * sin;
+}
+
+}  // namespace ckptfused

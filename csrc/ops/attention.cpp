@@ -1,0 +1,137 @@
+#include "ops/torch.h"
+
+#include "ops/attention.h"
+
+#include <algorithm>
+
+#include "ops/row_args.h"
+
+namespace ckptfused {
+namespace {
+
+MaskKind parse_mask_kind(const char* op, const char* name, std::string_view kind,
+                         const OptionalTensor& mask, at::Device device) {
+  if (!given(mask)) {
+    TORCH_CHECK(kind == "none", op, ": ", name, ": expected a tensor for kind ", kind,
+                ", got none");
+    return MaskKind::none;
+  }
+  TORCH_CHECK(kind == "keep" || kind == "drop" || kind == "add", op, ": ", name, "_kind: expected ",
+              "keep, drop or add, got ", kind);
+  TORCH_CHECK(mask->device() == device, op, ": ", name, ": expected a tensor on ", device,
+              ", got one on ", mask->device());
+  if (kind == "add") {
+    kernel_dtype(op, name, *mask);
+    return MaskKind::add;
+  }
+  TORCH_CHECK(mask->scalar_type() == at::kBool, op, ": ", name, ": expected Bool for kind ", kind,
+              ", got ", mask->scalar_type());
+  return kind == "keep" ? MaskKind::keep : MaskKind::drop;
+}
+
+at::Tensor expand_mask(const char* op, const char* name, const OptionalTensor& mask,
+                       at::IntArrayRef sizes) {
+  if (!given(mask)) return {};
+  bool fits = mask->dim() <= int64_t(sizes.size());
+  for (int64_t i = 1; fits && i <= mask->dim(); ++i) {
+    fits = mask->size(-i) == 1 || mask->size(-i) == sizes[sizes.size() - i];
+  }
+  TORCH_CHECK(fits, op, ": ", name, ": expected a shape that broadcasts to ", sizes, ", got ",
+              mask->sizes());
+  return mask->expand(sizes);
+}
+
+std::vector<AttentionSequence> dense_sequences(const AttentionProblem& a) {
+  std::vector<AttentionSequence> sequences;
+  for (int64_t b = 0; b < a.batch(); ++b) {
+    sequences.push_back({b, 0, a.q.size(2), 0, a.k.size(2)});
+  }
+  return sequences;
+}
+
+std::vector<AttentionSequence> packed_sequences(const char* op, const AttentionProblem& a,
+                                                const at::Tensor& cu_seqlens) {
+  const int64_t tokens = a.q.size(2);
+  TORCH_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.numel() >= 1 &&
+                  (cu_seqlens.scalar_type() == at::kInt || cu_seqlens.scalar_type() == at::kLong),
+              op, ": cu_seqlens: expected Int or Long [S + 1], got ", cu_seqlens.scalar_type(), " ",
+              cu_seqlens.sizes());
+  TORCH_CHECK(a.batch() == 1 && a.k.size(2) == tokens, op,
+              ": cu_seqlens: expected q, k and v of one packed batch [1, heads, N, D], got q ",
+              a.q.sizes(), " and k ", a.k.sizes());
+  const at::Tensor bounds = cu_seqlens.to(at::kCPU, at::kLong).contiguous();
+  const int64_t* bound = bounds.const_data_ptr<int64_t>();
+  std::vector<AttentionSequence> sequences;
+  for (int64_t s = 0; s + 1 < bounds.numel(); ++s) {
+    TORCH_CHECK(0 <= bound[s] && bound[s] <= bound[s + 1] && bound[s + 1] <= tokens, op,
+                ": cu_seqlens: expected numbers that do not fall, from 0 to ", tokens, ", got ",
+                bound[s], " then ", bound[s + 1], " at ", s);
+    const int64_t length = bound[s + 1] - bound[s];
+    sequences.push_back({0, bound[s], length, bound[s], length});
+  }
+  return sequences;
+}
+
+void check_operands(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && q.size(0) == k.size(0) && q.size(3) == k.size(3) &&
+                  k.size(1) > 0 && q.size(1) % k.size(1) == 0 && k.sizes() == v.sizes(),
+              op, ": expected q [B, H, T, D] and k, v [B, G, T, D] with H a multiple of G, got q ",
+              q.sizes(), ", k ", k.sizes(), ", v ", v.sizes());
+  kernel_dtype(op, "q", q);
+  TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), op,
+              ": expected q, k and v of one dtype, got ", q.scalar_type(), ", ", k.scalar_type(),
+              ", ", v.scalar_type());
+  TORCH_CHECK(k.device() == q.device() && v.device() == q.device(), op,
+              ": expected q, k and v on one device, got ", q.device(), ", ", k.device(), ", ",
+              v.device());
+}
+
+}  // namespace
+
+AttentionProblem attention_problem(const char* op, const at::Tensor& q, const at::Tensor& k,
+                                   const at::Tensor& v, const OptionalTensor& mask,
+                                   const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
+                                   const OptionalTensor& rng_state, std::string_view mask_kind,
+                                   std::string_view padding_kind, double scale, bool causal,
+                                   int64_t window, double softcap, double p) {
+  check_operands(op, q, k, v);
+  TORCH_CHECK(window >= 0, op, ": window: expected 0 (none) or more, got ", window);
+  TORCH_CHECK(softcap >= 0.0, op, ": softcap: expected 0 (none) or more, got ", softcap);
+  AttentionProblem a;
+  a.q = attention_operand(q);
+  a.k = attention_operand(k);
+  a.v = attention_operand(v);
+  const int64_t batch = a.batch(), queries = q.size(2), keys = k.size(2);
+  a.mask_kind = parse_mask_kind(op, "mask", mask_kind, mask, q.device());
+  a.padding_kind = parse_mask_kind(op, "padding", padding_kind, padding, q.device());
+  a.mask = expand_mask(op, "mask", mask, {batch, a.heads(), queries, keys});
+  a.padding = expand_mask(op, "padding", padding, {batch, keys});
+  a.scale = scale;
+  a.causal = causal;
+  a.softcap = softcap;
+  a.packed = given(cu_seqlens);
+  a.sequences = a.packed ? packed_sequences(op, a, *cu_seqlens) : dense_sequences(a);
+  a.max_queries = a.max_keys = 0;
+  for (const AttentionSequence& s : a.sequences) {
+    a.max_queries = std::max(a.max_queries, s.queries);
+    a.max_keys = std::max(a.max_keys, s.keys);
+  }
+  a.window = window >= std::max(a.max_queries, a.max_keys) ? 0 : window;
+  a.dropout = host_dropout(op, rng_state, p, int64_t(DropoutSite::attention_probs), a.max_keys);
+  return a;
+}
+
+at::Tensor attention_operand(const at::Tensor& t) {
+  const bool rows = t.size(3) <= 1 || t.stride(3) == 1;
+  const bool apart = t.size(2) <= 1 || t.stride(2) >= t.size(3);
+  return rows && apart ? t : t.contiguous();
+}
+
+at::Tensor attention_buffer(const at::Tensor& like, int64_t heads, int64_t tokens, bool zeroed) {
+  const std::vector<int64_t> memory = {like.size(0), tokens, heads, like.size(3)};
+  const at::Tensor buffer =
+      zeroed ? at::zeros(memory, like.options()) : at::empty(memory, like.options());
+  return buffer.transpose(1, 2);
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,62 @@
+#pragma once
+
+#include "ops/torch.h"
+
+#include <string_view>
+#include <vector>
+
+#include "kernels/cpu/attention.h"
+#include "ops/checks.h"
+
+namespace ckptfused {
+
+// A run of tokens that attend to one another: a batch element, or one sequence of a packed batch.
+struct AttentionSequence {
+  int64_t batch, query, queries, key, keys;  // position in the tensors, and length
+};
+
+// The checked arguments of attention_fwd and attention_bwd.
+//
+// Shapes: q [B, H, Tq, D]; k, v [B, G, Tk, D]; head h reads k and v of head h / (H / G). Entries of
+// a row lie side by side (operands that do not were copied), the other strides are free.
+struct AttentionProblem {
+  at::Tensor q, k, v;
+  at::Tensor mask;     // [B, H, Tq, Tk], expanded, or undefined
+  at::Tensor padding;  // [B, Tk], expanded, or undefined
+  MaskKind mask_kind, padding_kind;
+  double scale;
+  bool causal;
+  int64_t window;  // 0: none, also when it covers every key
+  double softcap;
+  Dropout dropout;
+  bool packed;
+  std::vector<AttentionSequence> sequences;
+  int64_t max_queries, max_keys;  // of a sequence
+
+  int64_t batch() const { return q.size(0); }
+  int64_t heads() const { return q.size(1); }
+  int64_t kv_heads() const { return k.size(1); }
+  int64_t head_dim() const { return q.size(3); }
+  int64_t group() const { return heads() / kv_heads(); }
+
+  // Softmax over all keys, or the causal ones, and nothing else: what PyTorch's kernels do.
+  bool plain() const {
+    return mask_kind == MaskKind::none && padding_kind == MaskKind::none && !dropout.active() &&
+           window == 0 && softcap == 0.0 && !packed && max_queries == max_keys;
+  }
+};
+
+AttentionProblem attention_problem(const char* op, const at::Tensor& q, const at::Tensor& k,
+                                   const at::Tensor& v, const OptionalTensor& mask,
+                                   const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
+                                   const OptionalTensor& rng_state, std::string_view mask_kind,
+                                   std::string_view padding_kind, double scale, bool causal,
+                                   int64_t window, double softcap, double p);
+
+// t, or a copy of it whose rows [.., T, D] a matrix product can read in place.
+at::Tensor attention_operand(const at::Tensor& t);
+
+// A zeroed or uninitialised [B, heads, T, D] tensor whose memory is [B, T, heads, D].
+at::Tensor attention_buffer(const at::Tensor& like, int64_t heads, int64_t tokens, bool zeroed);
+
+}  // namespace ckptfused

@@ -1,0 +1,181 @@
+#pragma once
+
+#include "ops/torch.h"
+
+#include <ATen/ops/addmm_cpu_dispatch.h>
+
+#include <algorithm>
+#include <type_traits>
+
+#include "kernels/cpu/attention.h"
+#include "math/softmax.h"
+#include "ops/attention.h"
+#include "ops/serial_products.h"
+
+// Tiled attention on the CPU: everything that PyTorch's flash kernel does not do (dropout that can
+// be replayed, masks, windows, soft caps, packed sequences), and its backward. A tile of scores is
+// one matrix product, then row kernels, then one more; no [T, T] matrix is held. Half precision is
+// converted tile by tile and rounded once, at the end.
+
+namespace ckptfused {
+
+std::tuple<at::Tensor, at::Tensor> attention_tiled_fwd(const AttentionProblem& a);
+
+// dout, o: [B, H, T, D] as attention_operand gives them; lse [B, H, T] contiguous.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_tiled_bwd(const AttentionProblem& a,
+                                                                   const at::Tensor& dout,
+                                                                   const at::Tensor& o,
+                                                                   const at::Tensor& lse);
+
+// Scratch of one thread in bytes, where queries and keys are the longest sequence's (see the
+// definitions for its parts). A call allocates this for min(threads, tasks) threads in one piece;
+// tasks are sequences x heads x query tiles forward, sequences x kv_heads backward.
+int64_t attention_fwd_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys,
+                                    int64_t head_dim);
+int64_t attention_bwd_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys,
+                                    int64_t head_dim);
+
+namespace tiles {
+
+template <typename T>
+constexpr bool kConverted = !std::is_same_v<T, acc_t<T>>;
+
+// Calls f(T{}) with the kernels' type for dtype.
+template <typename F>
+auto for_dtype(at::ScalarType dtype, F f) {
+  switch (dtype) {
+    case at::kDouble:
+      return f(double{});
+    case at::kFloat:
+      return f(float{});
+    case at::kBFloat16:
+      return f(bf16{});
+    default:
+      return f(f16{});
+  }
+}
+
+// Cache-line aligned pieces of a thread's scratch. Counting and handing out are the same walk:
+// without memory the pieces are null and only bytes() means something.
+class Pieces {
+ public:
+  explicit Pieces(char* memory) : memory_(memory) {}
+  template <typename A>
+  A* take(int64_t count) {
+    A* piece = memory_ == nullptr ? nullptr : reinterpret_cast<A*>(memory_ + used_);
+    used_ += (count * int64_t(sizeof(A)) + 63) / 64 * 64;
+    return piece;
+  }
+  int64_t bytes() const { return used_; }
+
+ private:
+  char* memory_;
+  int64_t used_ = 0;
+};
+
+// A row-major matrix, or the transpose of one.
+template <typename T>
+struct Matrix {
+  T* data;
+  int64_t rows, cols, stride;
+  bool transposed = false;
+
+  Matrix t() const { return {data, cols, rows, stride, !transposed}; }
+  at::Tensor tensor() const {
+    return at::from_blob(data, {rows, cols}, {transposed ? 1 : stride, transposed ? stride : 1},
+                         at::CppTypeToScalarType<T>::value);
+  }
+};
+
+// out = beta * out + alpha * a @ b. Calls the CPU kernel without the dispatcher, whose state
+// (autograd, modes) is not that of the thread that called the op.
+template <typename A>
+void product(const Matrix<A>& out, const Matrix<A>& a, const Matrix<A>& b, double alpha,
+             double beta) {
+  at::Tensor result = out.tensor();
+  at::cpu::addmm_out(result, result, a.tensor(), b.tensor(), beta, alpha);
+}
+
+// Rows [row, row + rows) of one head of t. Whoever gets those of an operand only reads them.
+template <typename T>
+Matrix<T> head_rows(const at::Tensor& t, int64_t batch, int64_t head, int64_t row, int64_t rows) {
+  const T* data = static_cast<const T*>(t.const_data_ptr()) + batch * t.stride(0) +
+                  head * t.stride(1) + row * t.stride(2);
+  return {const_cast<T*>(data), rows, t.size(3), std::max(t.stride(2), t.size(3))};
+}
+
+// The rows in the accumulation type: themselves, or converted into buffer.
+template <typename T>
+Matrix<acc_t<T>> widen(const Matrix<T>& in, acc_t<T>* buffer) {
+  if constexpr (kConverted<T>) {
+    load_tile(in.data, in.stride, in.rows, in.cols, buffer);
+    return {buffer, in.rows, in.cols, in.cols};
+  } else {
+    return in;
+  }
+}
+
+inline MaskView mask_view(MaskKind kind, const at::Tensor& mask, int64_t offset,
+                          int64_t query_stride, int64_t key_stride) {
+  MaskView view;
+  view.kind = kind;
+  if (kind == MaskKind::none) return view;
+  if (kind == MaskKind::add) view.dtype = kernel_dtype("attention", "mask", mask);
+  view.data = static_cast<const char*>(mask.const_data_ptr()) + offset * mask.element_size();
+  view.query_stride = query_stride;
+  view.key_stride = key_stride;
+  return view;
+}
+
+// The rule of head `head` in sequence number `sequence`.
+inline AttentionRule attention_rule(const AttentionProblem& a, int64_t sequence, int64_t head) {
+  const AttentionSequence& s = a.sequences[sequence];
+  AttentionRule rule;
+  rule.keys = s.keys;
+  rule.causal = a.causal;
+  rule.window = a.window;
+  rule.softcap = a.softcap;
+  if (a.mask_kind != MaskKind::none) {
+    const at::Tensor& m = a.mask;
+    const int64_t offset = s.batch * m.stride(0) + head * m.stride(1) + s.query * m.stride(2) +
+                           s.key * m.stride(3);
+    rule.mask = mask_view(a.mask_kind, m, offset, m.stride(2), m.stride(3));
+  }
+  if (a.padding_kind != MaskKind::none) {
+    const int64_t offset = s.batch * a.padding.stride(0) + s.key * a.padding.stride(1);
+    rule.padding = mask_view(a.padding_kind, a.padding, offset, 0, a.padding.stride(1));
+  }
+  rule.dropout = a.dropout;
+  rule.dropout_row = (sequence * a.heads() + head) * a.max_queries;
+  return rule;
+}
+
+// Calls f(tile) for the key tiles that some query of [query, query + rows) sees, in order.
+template <typename F>
+void for_key_tiles(const AttentionRule& rule, int64_t query, int64_t rows, F f) {
+  const int64_t begin = visible_keys(query, rule.keys, rule.causal, rule.window).begin;
+  const int64_t end = visible_keys(query + rows - 1, rule.keys, rule.causal, rule.window).end;
+  for (int64_t key = begin / kKeyTile * kKeyTile; key < end; key += kKeyTile) {
+    f(ScoreTile{query, rows, key, std::min(kKeyTile, rule.keys - key),
+                std::min(kKeyTile, rule.keys)});
+  }
+}
+
+// Calls f(task, scratch) for every task, in parallel, each thread with `bytes` of its own.
+template <typename F>
+void run_tasks(int64_t tasks, int64_t bytes, F f) {
+  if (tasks == 0) return;
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
+  const at::Tensor scratch = at::empty({threads, bytes}, at::kByte);
+  char* memory = static_cast<char*>(scratch.mutable_data_ptr());
+  // A lone task would run outside a parallel region, where a matrix library may use all threads
+  // and the bits depend on their number; an empty second task keeps it inside.
+  at::parallel_for(0, std::max<int64_t>(tasks, 2), 1, [&](int64_t begin, int64_t end) {
+    const SerialProducts serial;
+    char* mine = begin < tasks ? memory + at::get_thread_num() * bytes : nullptr;
+    for (int64_t task = begin; task < std::min(end, tasks); ++task) f(task, mine);
+  });
+}
+
+}  // namespace tiles
+}  // namespace ckptfused

@@ -1,0 +1,158 @@
+#include "ops/torch.h"
+
+#include "ops/linear.h"
+
+#include <algorithm>
+
+#include "kernels/cpu/target.h"
+
+#if CKPT_HAS_X86_TARGETS
+#include <cpuid.h>
+#endif
+
+namespace ckptfused {
+namespace {
+
+// Rows, columns and depth of a float32 block: 4 MiB each for a, b and their product. Smaller
+// blocks spend more of their time converting; larger ones gained nothing when measured.
+constexpr int64_t kBlock = 1024;
+
+bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+
+struct MatrixInstructions {
+  bool bfloat16 = true, half = true;
+};
+
+// Elsewhere than on x86 the platform's library is trusted.
+MatrixInstructions detect() {
+  MatrixInstructions found;
+#if CKPT_HAS_X86_TARGETS
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0, eax1 = 0, ebx1 = 0, ecx1 = 0, edx1 = 0;
+  const bool avx512 = __builtin_cpu_supports("avx512f") &&
+                      __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0;
+  if (avx512 && eax >= 1) __get_cpuid_count(7, 1, &eax1, &ebx1, &ecx1, &edx1);
+  const bool amx_bf16 = (edx >> 22) & 1, avx512_fp16 = (edx >> 23) & 1;
+  const bool avx512_bf16 = (eax1 >> 5) & 1, amx_fp16 = (eax1 >> 21) & 1;
+  found.bfloat16 = avx512 && (avx512_bf16 || amx_bf16);
+  found.half = avx512 && (avx512_fp16 || amx_fp16);
+#endif
+  return found;
+}
+
+// Whether the CPU's products of this dtype go through float32 blocks.
+bool runs_as_float(at::ScalarType dtype) {
+  static const MatrixInstructions instructions = detect();
+  return (dtype == at::kBFloat16 && !instructions.bfloat16) ||
+         (dtype == at::kHalf && !instructions.half);
+}
+
+struct Blocks {
+  int64_t n, k, c;
+};
+
+Blocks blocks_of(int64_t n, int64_t k, int64_t c) {
+  return {std::min(n, kBlock), std::min(k, kBlock), std::min(c, kBlock)};
+}
+
+at::Tensor block_of(const at::Tensor& t, int64_t row, int64_t rows, int64_t col, int64_t cols) {
+  return t.slice(0, row, std::min(row + rows, t.size(0)))
+      .slice(1, col, std::min(col + cols, t.size(1)));
+}
+
+// A float32 copy of a block in its own memory order, at the start of the buffer.
+at::Tensor to_float(const at::Tensor& block, const at::Tensor& buffer) {
+  const bool by_columns = block.stride(1) != 1 && block.stride(0) == 1;
+  const at::Tensor memory = by_columns ? block.t() : block;
+  at::Tensor copy = buffer.narrow(0, 0, block.numel()).view(memory.sizes());
+  copy.copy_(memory);
+  return by_columns ? copy.t() : copy;
+}
+
+// out (+)= a @ b + bias through float32 blocks: one product after the other, in a fixed order.
+void float_blocks_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                      const std::optional<at::Tensor>& bias, bool accumulate) {
+  const int64_t n = a.size(0), c = a.size(1), k = b.size(1);
+  const Blocks size = blocks_of(n, k, c);
+  const auto options = a.options().dtype(at::kFloat);
+  const at::Tensor a_buffer = at::empty({size.n * size.c}, options);
+  const at::Tensor b_buffer = at::empty({size.c * size.k}, options);
+  const bool in_place = out.scalar_type() == at::kFloat;
+  const at::Tensor sum_buffer = in_place ? at::Tensor() : at::empty({size.n * size.k}, options);
+
+  for (int64_t k0 = 0; k0 < k; k0 += size.k) {
+    at::Tensor bias_block, b_block;
+    if (bias) bias_block = bias->slice(0, k0, std::min(k0 + size.k, k)).to(at::kFloat);
+    for (int64_t n0 = 0; n0 < n; n0 += size.n) {
+      const at::Tensor out_block = block_of(out, n0, size.n, k0, size.k);
+      at::Tensor sum = out_block;
+      if (!in_place) sum = sum_buffer.narrow(0, 0, sum.numel()).view(sum.sizes());
+      for (int64_t c0 = 0; c0 < c; c0 += size.c) {
+        const at::Tensor a_block = to_float(block_of(a, n0, size.n, c0, size.c), a_buffer);
+        if (n0 == 0 || size.c < c) {  // a b block of full depth serves every block of rows
+          b_block = to_float(block_of(b, c0, size.c, k0, size.k), b_buffer);
+        }
+        if (accumulate || c0 > 0) {
+          at::addmm_out(sum, sum, a_block, b_block);
+        } else if (bias) {
+          at::addmm_out(sum, bias_block, a_block, b_block);
+        } else {
+          at::mm_out(sum, a_block, b_block);
+        }
+      }
+      if (!in_place) out_block.copy_(sum);
+    }
+  }
+}
+
+void product_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
+                 const std::optional<at::Tensor>& bias, bool accumulate) {
+  const at::ScalarType dtype = a.scalar_type();
+  const bool widened = is_half(dtype) && out.scalar_type() == at::kFloat;
+  TORCH_CHECK(b.scalar_type() == dtype && (widened || out.scalar_type() == dtype),
+              "matrix product: expected operands of one dtype and an output of it (or float32 for "
+              "half precision), got ",
+              dtype, " @ ", b.scalar_type(), " -> ", out.scalar_type());
+  if (out.numel() == 0) return;
+  if (a.size(1) == 0) {
+    if (!accumulate) bias ? out.copy_(bias->expand_as(out)) : out.zero_();
+  } else if (a.is_cpu() && (widened || runs_as_float(dtype))) {
+    float_blocks_out(out, a, b, bias, accumulate);
+  } else if (widened) {
+    accumulate ? at::addmm_out(out, out, a, b, at::kFloat) : at::mm_out(out, a, b, at::kFloat);
+  } else if (accumulate) {
+    at::addmm_out(out, out, a, b);
+  } else {
+    bias ? at::addmm_out(out, *bias, a, b) : at::mm_out(out, a, b);
+  }
+}
+
+}  // namespace
+
+void linear_out(const at::Tensor& out, const at::Tensor& in, const at::Tensor& w,
+                const std::optional<at::Tensor>& bias, bool transposed) {
+  const at::Tensor weight = transposed ? w : w.t();
+  TORCH_CHECK(in.dim() == 2 && weight.dim() == 2 && in.size(1) == weight.size(0) &&
+                  out.dim() == 2 && out.size(0) == in.size(0) && out.size(1) == weight.size(1),
+              "linear: expected out [N, K] = in [N, C] @ weight [C, K], got ", out.sizes(), " = ",
+              in.sizes(), " @ ", weight.sizes());
+  product_out(out, in, weight, bias, false);
+}
+
+void matmul_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
+  TORCH_CHECK(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && out.dim() == 2 &&
+                  out.size(0) == a.size(0) && out.size(1) == b.size(1),
+              "matrix product: expected out [N, K] = a [N, C] @ b [C, K], got ", out.sizes(), " = ",
+              a.sizes(), " @ ", b.sizes());
+  TORCH_CHECK(!accumulate || !is_half(out.scalar_type()),
+              "matrix product: sums are accumulated in float32 or float64, got an output of ",
+              out.scalar_type());
+  product_out(out, a, b, std::nullopt, accumulate);
+}
+
+int64_t linear_scratch_bytes(int64_t n, int64_t k, int64_t c, at::ScalarType dtype) {
+  if (!runs_as_float(dtype)) return 0;
+  const Blocks size = blocks_of(n, k, c);
+  return int64_t(sizeof(float)) * (size.n * size.c + size.c * size.k + size.n * size.k + size.k);
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,28 @@
+#pragma once
+
+#include "ops/torch.h"
+
+// The one place where matrix products are called. Outputs and operands may be column slices of
+// wider buffers or transposed views: nothing is copied to make them contiguous. The kernel and
+// its blocks are a pure function of shape, dtype and device, so that a product made again gives
+// the same bits.
+//
+// Half-precision products on a processor without matrix instructions for the type (oneDNN is
+// several times slower there than sgemm) run as float32, block by block, and are rounded once.
+
+namespace ckptfused {
+
+// out = in @ w^T + bias, or in @ w + bias when transposed.
+// Shapes: out [N, K], in [N, C], w [K, C] ([C, K] when transposed), bias [K]; one dtype.
+void linear_out(const at::Tensor& out, const at::Tensor& in, const at::Tensor& w,
+                const std::optional<at::Tensor>& bias, bool transposed);
+
+// out = a @ b, or out += a @ b when accumulate.
+// Shapes: out [N, K], a [N, C], b [C, K]. a and b have one dtype; out has it too, or is the
+// float32 accumulator of a half-precision product. An accumulated out is float32 or float64.
+void matmul_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate);
+
+// Most bytes that one CPU product [n, c] x [c, k] of this dtype allocates while it runs.
+int64_t linear_scratch_bytes(int64_t n, int64_t k, int64_t c, at::ScalarType dtype);
+
+}  // namespace ckptfused

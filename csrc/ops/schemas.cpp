@@ -1,0 +1,73 @@
+#include "ops/torch.h"
+
+// Every schema of the extension. Kernels register per dispatch key in their own files; fake
+// kernels and FLOP formulas are in ckptfused/fake.py.
+
+namespace {
+
+// The arguments that all three block families share.
+#define CKPT_BLOCK_ARGS "Tensor?[] params, Tensor?[] aux"
+
+void define_block(torch::Library& m, const std::string& stem) {
+  const std::vector<at::Tag> pure = {at::Tag::pt2_compliant_tag};
+  const auto def = [&](const std::string& schema) { m.def(schema.c_str(), pure); };
+  def(stem + "(Tensor x, " CKPT_BLOCK_ARGS ", str spec, Generator? generator=None) -> Tensor");
+  def(stem + "_fwd(Tensor x, " CKPT_BLOCK_ARGS
+             ", Tensor? rng_state, str spec, bool save) -> Tensor[]");
+  def(stem + "_bwd(Tensor dy, Tensor x, " CKPT_BLOCK_ARGS
+             ", Tensor[] kept, Tensor? rng_state, str spec, bool[] needs) -> Tensor[]");
+}
+
+}  // namespace
+
+TORCH_LIBRARY(ckptfused, m) {
+  // Blocks: opaque and pure.
+  define_block(m, "block");
+  define_block(m, "attention_block");
+  define_block(m, "ffn_block");
+
+  // Random numbers. The call_id keeps common-subexpression elimination from merging two draws.
+  m.def("rng_state(Tensor like, int call_id, *, Generator? generator=None) -> Tensor",
+        {at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag});
+  m.def("dropout_mask(int[] shape, float p, Tensor rng_state, int site) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+
+  // Small ops write where they are told: the block owns all scratch.
+  m.def(
+      "norm_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) y, str kind, float eps) -> ()");
+  m.def(
+      "norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? dres, Tensor(a!)? dx, "
+      "Tensor(b!)? dw, Tensor(c!)? db, str kind, float eps) -> ()");
+  m.def(
+      "residual_fwd(Tensor x, Tensor f, Tensor? rng_state, Tensor? post_w, Tensor? post_b, "
+      "Tensor? next_w, Tensor? next_b, Tensor(a!)? sum, Tensor(b!)? normed, str post, "
+      "float post_eps, str next, float next_eps, float m, float p, int site, int[] rows) -> ()");
+  m.def(
+      "residual_bwd(Tensor ds, Tensor? f, Tensor? rng_state, Tensor? post_w, Tensor(a!) df, "
+      "Tensor(b!)? dpost_w, Tensor(c!)? dpost_b, str post, float post_eps, float m, float p, "
+      "int site, int[] rows) -> ()");
+  m.def(
+      "activation_fwd(Tensor g, Tensor u, Tensor? rng_state, Tensor(a!) h, str act, float p, "
+      "int site, int cols, int row0, int col0, int[] rows) -> ()");
+  m.def(
+      "activation_bwd(Tensor g, Tensor u, Tensor dh, Tensor? rng_state, Tensor(a!)? h, "
+      "Tensor(b!)? dg, Tensor(c!)? du, str act, float p, int site, int cols, int row0, int col0, "
+      "int[] rows) -> ()");
+  m.def(
+      "qk_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor? cos, Tensor? sin, Tensor(a!) y, "
+      "str norm, float eps, str rope, int rotary_dim) -> ()");
+  m.def(
+      "qk_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? cos, Tensor? sin, Tensor(a!) dx, "
+      "Tensor(b!)? dw, Tensor(c!)? db, str norm, float eps, str rope, int rotary_dim) -> ()");
+  m.def(
+      "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? padding, "
+      "Tensor? cu_seqlens, Tensor? rng_state, str mask_kind, str padding_kind, float scale, "
+      "bool causal, int window, float softcap, float p) -> (Tensor o, Tensor lse)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "attention_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+      "Tensor? mask, Tensor? padding, Tensor? cu_seqlens, Tensor? rng_state, str mask_kind, "
+      "str padding_kind, float scale, bool causal, int window, float softcap, float p) "
+      "-> (Tensor dq, Tensor dk, Tensor dv)",
+      {at::Tag::pt2_compliant_tag});
+}

@@ -1,0 +1,95 @@
+"""Builds ``ckptfused._C`` from ``csrc/``: one extension, sources found by folder.
+
+The extension is compiled against the PyTorch that is already installed, so build with
+``pip install --no-build-isolation .``. ``MAX_JOBS`` limits the number of compilers at work.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+try:
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    sys.exit(
+        "ckptfused is compiled against the PyTorch you run it with, and this build environment has none.\n"
+        "Expected: torch >= 2.11 importable while building. Install it first, then build without isolation:\n"
+        "    pip install torch setuptools wheel ninja pybind11\n"
+        "    pip install --no-build-isolation ."
+    )
+
+ROOT = Path(__file__).resolve().parent
+VERSION = "0.1.0"
+FOLDERS = ("kernels/cpu", "ops", "autograd")
+CUDA_FOLDERS = ("kernels/cuda",)
+# The one header through which ops/ and autograd/ see torch: parsed once, not once a file.
+PRECOMPILED = ROOT / "csrc/ops/torch.h"
+OPENMP = ["-fopenmp"] if sys.platform == "linux" else []  # at::parallel_for is an inline omp pragma
+CXX_FLAGS = ["-O3", "-g0", "-Wall", "-Wno-sign-compare", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+
+
+def sources(folders: tuple[str, ...], suffix: str) -> list[str]:
+    """Paths relative to this file, as sdist and wheel builds want them, in a stable order."""
+    found = (path for folder in folders for path in (ROOT / "csrc" / folder).rglob(f"*{suffix}"))
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def extension():
+    cpp, cuda = sources(FOLDERS, ".cpp"), sources(CUDA_FOLDERS, ".cu")
+    with_cuda = bool(cuda) and torch.version.cuda is not None and CUDA_HOME is not None
+    if with_cuda:  # the op files of the other device stay out of a build that lacks its kernels
+        cpp += sources(CUDA_FOLDERS, ".cpp")
+    else:
+        cpp = [path for path in cpp if not path.endswith("_cuda.cpp")]
+    return (CUDAExtension if with_cuda else CppExtension)(
+        "ckptfused._C",
+        sources=cpp + (cuda if with_cuda else []),
+        include_dirs=[str(ROOT / "csrc")],
+        define_macros=[
+            ("CKPTFUSED_VERSION", f'"{VERSION}"'),
+            ("CKPTFUSED_TORCH_VERSION", f'"{torch.__version__}"'),
+        ],
+        # No -std here: torch adds the standard that its own headers need (C++17 or C++20).
+        extra_compile_args={"cxx": CXX_FLAGS + OPENMP, "nvcc": ["-O3"]},
+        extra_link_args=OPENMP,
+    )
+
+
+class BuildExtensionWithHeader(BuildExtension):
+    """BuildExtension that first precompiles ``csrc/ops/torch.h`` (g++ finds the ``.gch`` by include path)."""
+
+    def build_extension(self, ext):
+        if sys.platform == "linux" and PRECOMPILED.exists() and os.environ.get("CKPTFUSED_PCH", "1") != "0":
+            ext.include_dirs.insert(0, str(self.precompile(ext)))
+        super().build_extension(ext)
+
+    def precompile(self, ext) -> Path:
+        folder = (Path(self.build_temp) / "precompiled").resolve()
+        target = folder / PRECOMPILED.relative_to(ROOT / "csrc").with_suffix(".h.gch")
+        flags = list(ext.extra_compile_args["cxx"])
+        if not any(flag.startswith("-std=") for flag in flags):
+            flags.append("-std=c++20" if "202002" in torch.__config__.show() else "-std=c++17")
+            ext.extra_compile_args["cxx"] = flags  # the header and its users must agree on every flag
+        defines = [f"-D{name}={value}" for name, value in ext.define_macros]
+        includes = [f"-I{path}" for path in ext.include_dirs + self.compiler.include_dirs]
+        compiler = [os.environ.get("CXX", "c++"), *self.compiler.compiler_so[1:]]
+        command = [*compiler, *includes, *defines, *flags, "-x", "c++-header", str(PRECOMPILED), "-o", str(target)]
+        key = hashlib.sha256("\0".join([*command, PRECOMPILED.read_text()]).encode()).hexdigest()
+        stamp = target.with_suffix(".key")
+        if not (target.exists() and stamp.exists() and stamp.read_text() == key):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(PRECOMPILED, target.with_suffix(""))  # for a second #include of it, past its guard
+            subprocess.run(command, check=True)
+            stamp.write_text(key)
+        return folder
+
+
+setup(version=VERSION, ext_modules=[extension()], cmdclass={"build_ext": BuildExtensionWithHeader})

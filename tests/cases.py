@@ -1,0 +1,223 @@
+"""The configurations that tests run: axes of a block's options, and a small set that covers every pair of values."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+
+from ckptfused.spec import GATED_ACTIVATIONS, AttentionSpec, BlockSpec, FFNSpec
+
+# The first value of an axis is its default. Each default goes with every value of every other axis.
+AXES: dict[str, tuple[object, ...]] = {
+    "mask": (
+        *("none", "causal", "keep4d", "drop2d", "add2d", "add4d"),
+        *("pad-keep", "pad-drop", "pad-add", "causal+pad", "keep+pad", "packed", "packed-causal"),
+    ),
+    "act": ("swiglu", "relu", "gelu", "gelu_tanh", "silu", "relu2", "geglu", "geglu_tanh", "reglu"),
+    "layout": ("pre", "post", "sandwich", "pre+out", "bare", "parallel", "shared", "attn", "ffn"),
+    "rope": ("none", "half", "interleaved", "half-partial", "interleaved-partial", "half-wide", "interleaved-batch"),
+    "keep": ("inputs", "mid", "attention", "attention+mid", "attention+mid+qkv", "all"),
+    "drop": ("0", "attn", "res", "hidden", "all"),
+    "norm": ("layernorm", "layernorm-nobias", "rmsnorm", "gemma"),
+    "qk_norm": ("none", "layernorm", "rmsnorm", "gemma"),
+    "head_dim": (8, 20, 64, 7),
+    "tokens": (67, 5, 150, 300),
+    "heads": ("2/2", "4/2", "3/1"),
+    "window": (0, 3, 70),
+    "bias": ("none", "all", "qkv"),
+    "width": (24, 40, 96),
+    "hidden": (56, 37, 130),
+    "batch": (1, 2, 3),
+    "weights": ("separate", "joint"),
+    "transposed": (False, True),
+    "softcap": (0.0, 5.0),
+    "scale": (None, 0.2),
+    "m": (1.0, 0.5),
+    "seq_first": (False, True),
+}
+DEFAULTS = {axis: values[0] for axis, values in AXES.items()}
+ATTENTION_AXES = ("mask", "rope", "qk_norm", "head_dim", "heads", "window", "softcap", "scale")
+
+P = {"attn": 0.2, "res": 0.1, "hidden": 0.25}  # the dropout probabilities by site
+
+Pair = tuple[tuple[str, object], tuple[str, object]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: a value for every axis."""
+
+    mask: str = "none"
+    act: str = "swiglu"
+    layout: str = "pre"
+    rope: str = "none"
+    keep: str = "inputs"
+    drop: str = "0"
+    norm: str = "layernorm"
+    qk_norm: str = "none"
+    head_dim: int = 8
+    tokens: int = 67
+    heads: str = "2/2"
+    window: int = 0
+    bias: str = "none"
+    width: int = 24
+    hidden: int = 56
+    batch: int = 1
+    weights: str = "separate"
+    transposed: bool = False
+    softcap: float = 0.0
+    scale: float | None = None
+    m: float = 1.0
+    seq_first: bool = False
+
+    @property
+    def id(self) -> str:
+        """The values that differ from the defaults: a short text that states the whole configuration."""
+        parts = []
+        for axis, default in DEFAULTS.items():
+            value = getattr(self, axis)
+            if value is True:
+                parts.append(axis)
+            elif value != default:
+                parts.append(value if axis in ("act", "layout") else f"{axis}={value}")
+        return ",".join(map(str, parts)) or "default"
+
+    @property
+    def packed(self) -> bool:
+        return self.mask.startswith("packed")
+
+    def p(self, site: str) -> float:
+        return P[site] if self.drop in (site, "all") else 0.0
+
+    def rotary_dim(self) -> int:
+        """What `rope` turns: 0 (all of a head) or, partial, about half of it."""
+        return self.head_dim // 4 * 2 if self.rope.endswith("partial") or self.head_dim % 2 else 0
+
+    def mask_kinds(self) -> tuple[str, str]:
+        """The spec's `mask` and `padding`."""
+        mask = self.mask[:-2] if self.mask.endswith(("2d", "4d")) else "keep" if self.mask == "keep+pad" else "none"
+        padding = self.mask.removeprefix("pad-") if self.mask.startswith("pad-") else "none"
+        return mask, "drop" if self.mask.endswith("+pad") else padding
+
+    def norms(self) -> dict[str, str]:
+        """pre, post and out of a half."""
+        kind = self.norm.removesuffix("-nobias")
+        places = {
+            "pre": ("pre", "sandwich", "pre+out", "parallel", "shared", "attn", "ffn"),
+            "post": ("sandwich",),
+            "out": ("post", "pre+out"),
+        }
+        return {place: kind if self.layout in layouts else "none" for place, layouts in places.items()}
+
+    def spec(self) -> BlockSpec:
+        """The block's description as the library takes it."""
+        heads, kv_heads = map(int, self.heads.split("/"))
+        mask, padding = self.mask_kinds()
+        attn = AttentionSpec(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=self.head_dim,
+            **self.norms(),
+            joint=self.weights == "joint",
+            transposed=self.transposed,
+            scale=self.scale,
+            causal="causal" in self.mask,
+            window=self.window,
+            softcap=self.softcap,
+            rope=self.rope.split("-")[0],
+            rotary_dim=self.rotary_dim(),
+            qk_norm=self.qk_norm,
+            p_attn=self.p("attn"),
+            p_res=self.p("res"),
+            m=self.m,
+            mask=mask,
+            padding=padding,
+            packed=self.packed,
+        )
+        ffn = FFNSpec(
+            act=self.act,
+            hidden=self.hidden,
+            joint=self.weights == "joint" and self.act in GATED_ACTIVATIONS,
+            transposed=self.transposed,
+            **self.norms(),
+            p_hidden=self.p("hidden"),
+            p_res=self.p("res"),
+            m=self.m,
+        )
+        if self.layout == "shared":
+            ffn = replace(ffn, pre="none")
+        return BlockSpec(
+            attn=None if self.layout == "ffn" else attn,
+            ffn=None if self.layout == "attn" else ffn,
+            parallel={"parallel": True, "shared": "shared"}.get(self.layout, False),
+            seq_first=self.seq_first,
+        ).with_keep(self.keep)
+
+
+def _one_way(axis: str, value: object, other: str, other_value: object) -> bool:
+    plain = other_value == DEFAULTS[other]
+    match axis, value:
+        case "layout", "ffn":
+            return (other in ATTENTION_AXES and not plain) or (other, other_value) == ("drop", "attn")
+        case "layout", "attn":
+            return (other in ("act", "hidden") and not plain) or (other, other_value) == ("drop", "hidden")
+        case "mask", "packed" | "packed-causal":
+            return other in ("batch", "seq_first") and not plain
+        case "tokens", 300:
+            return (other, other_value) == ("batch", 3)  # only to keep the suite short
+    return False
+
+
+def impossible(first: tuple[str, object], second: tuple[str, object]) -> bool:
+    """Whether two axis values cannot stand in one configuration."""
+    return _one_way(*first, *second) or _one_way(*second, *first)
+
+
+@functools.cache
+def all_pairs() -> tuple[Case, ...]:
+    """A deterministic greedy covering array: every possible pair of values of two axes is in some case.
+
+    **Source**: Cohen et al., "The AETG system" (1997), with ties broken by how rarely a value was used so far.
+    """
+    values = [(axis, value) for axis in AXES for value in AXES[axis]]
+    open_pairs: set[Pair] = {
+        (a, b) for a, b in itertools.combinations(values, 2) if a[0] != b[0] and not impossible(a, b)
+    }
+    order = {value: index for index, value in enumerate(values)}
+    used = dict.fromkeys(values, 0)
+    cases = []
+    while open_pairs:
+        row = list(min(open_pairs, key=lambda pair: (order[pair[0]], order[pair[1]])))
+        for axis in AXES:
+            if any(axis == name for name, _ in row):
+                continue
+            fits = [(axis, v) for v in AXES[axis] if not any(impossible((axis, v), chosen) for chosen in row)]
+
+            new = [sum(not open_pairs.isdisjoint(((value, c), (c, value))) for c in row) for value in fits]
+            best = max(range(len(fits)), key=lambda n: (new[n], -used[fits[n]]))
+            row.append(fits[best])
+        for value in row:
+            used[value] += 1
+        row.sort(key=order.__getitem__)
+        open_pairs -= set(itertools.combinations(row, 2))
+        cases.append(Case(**dict(row)))  # type: ignore[arg-type]
+    return tuple(cases)
+
+
+# FFN halves just below and above the 256 MiB of hidden-wide scratch (3 N F values gated, else 2 N F) from which on the
+# backward goes in tiles: of columns where F is long, of rows where N is.
+_LONG_F = Case(act="swiglu", layout="ffn", drop="hidden", width=24, hidden=44739)
+_LONG_N = replace(_LONG_F, hidden=704)
+TILED: tuple[tuple[Case, torch.dtype], ...] = (
+    (replace(_LONG_F, tokens=499), torch.float32),
+    (replace(_LONG_F, tokens=700), torch.float32),
+    (replace(_LONG_F, tokens=1203), torch.bfloat16),
+    (replace(_LONG_F, act="gelu", tokens=803), torch.float32),
+    (replace(_LONG_N, tokens=31001), torch.float32),
+    (replace(_LONG_N, tokens=33001), torch.float32),
+    (replace(_LONG_N, tokens=64001), torch.bfloat16),
+    (replace(_LONG_N, act="gelu", tokens=49001), torch.float32),
+)

@@ -1,0 +1,382 @@
+"""FusedCheckpointBlock beyond `nn.TransformerEncoderLayer`: variants, presets, state, and the fused halves."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ckptfused import FusedCheckpointAttention, FusedCheckpointBlock, FusedCheckpointFFN
+from ckptfused.modules import RotaryTable
+from ckptfused.spec import ACTIVATIONS, BlockSpec
+
+B, T, C, H, HIDDEN = 2, 9, 24, 6, 20
+# float64: only the order of summation differs, see test_transformer_encoder_layer.py.
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
+DOUBLE: dict[str, Any] = {"dtype": torch.float64, "dropout": 0.0}
+
+
+def scatter(module: nn.Module) -> Any:
+    """Moves norms and biases off their initial values, where a swapped pair would not show."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return module
+
+
+def gradients(module: nn.Module, function: Any, x: Tensor, *args: Any) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = function(leaf, *args)
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+    return [y, *torch.autograd.grad((y * weight).sum(), [leaf, *module.parameters()])]
+
+
+def check_against_plain(module: Any, x: Tensor) -> None:
+    """The fused op against the module's own plain layers."""
+    assert module.fusable()
+    masks = () if isinstance(module, FusedCheckpointFFN) else (None, None, False)
+    expected, actual = gradients(module, module._plain, x, *masks), gradients(module, module, x)
+    for one, other in zip(expected, actual, strict=True):
+        torch.testing.assert_close(other, one, **CLOSE)
+
+
+def x_like(batch_first: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*((B, T) if batch_first else (T, B)), C, dtype=dtype)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "gqa": {"num_kv_heads": 2},
+    "mqa-seq-first": {"num_kv_heads": 1, "batch_first": False},
+    "head-dim": {"head_dim": 6},
+    "head-dim-odd": {"head_dim": 5, "num_kv_heads": 3},
+    "rmsnorm": {"norm": "rmsnorm"},
+    "gemma": {"norm": "gemma", "norm_first": True},
+    "rope": {"rope": True},
+    "rope-partial": {"rope": 500.0, "head_dim": 8, "rotary_dim": 4},
+    "rope-interleaved": {"rope": True, "rope_style": "interleaved", "norm_first": True},
+    "qk-norm": {"qk_norm": "rmsnorm"},
+    "qk-norm-as-block": {"qk_norm": True, "rope": True, "num_kv_heads": 2},
+    "causal": {"causal": True},
+    "window": {"window": 3},
+    "window-causal": {"window": 4, "causal": True},
+    "softcap": {"softcap": 2.0},
+    "scale": {"scale": 0.7},
+    "parallel": {"parallel": True, "norm_first": True},
+    "parallel-shared": {"parallel": "shared", "norm_first": True, "activation": "gelu_tanh"},
+    "no-bias": {"bias": False, "activation": "swiglu"},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants(name: str) -> None:
+    options = {"batch_first": True, **VARIANTS[name]}
+    block = scatter(FusedCheckpointBlock(C, H, HIDDEN, **DOUBLE, **options))
+    check_against_plain(block, x_like(options["batch_first"]))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_activations(activation: str, norm_first: bool) -> None:
+    block = scatter(FusedCheckpointBlock(C, H, HIDDEN, activation=activation, norm_first=norm_first, **DOUBLE))
+    assert block.linear1.weight.shape == (HIDDEN * (2 if "glu" in activation else 1), C)
+    check_against_plain(block, x_like(False))
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "none"])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_halves(norm: str, norm_first: bool, batch_first: bool) -> None:
+    options: dict[str, Any] = {"norm": norm, "norm_first": norm_first, "batch_first": batch_first, **DOUBLE}
+    x = x_like(batch_first)
+    attention = scatter(FusedCheckpointAttention(C, H, num_kv_heads=2, rope=True, causal=True, **options))
+    check_against_plain(attention, x)
+    check_against_plain(scatter(FusedCheckpointFFN(C, HIDDEN, activation="swiglu", **options)), x)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_two_halves_make_the_block(norm_first: bool) -> None:
+    options: dict[str, Any] = {"norm_first": norm_first, "activation": "geglu", **DOUBLE}
+    block = scatter(FusedCheckpointBlock(C, H, HIDDEN, **options))
+    ffn = FusedCheckpointFFN(C, HIDDEN, **options)
+    del options["activation"]
+    attention = FusedCheckpointAttention(C, H, **options)
+    attention.load_state_dict({k: v for k, v in block.state_dict().items() if k in attention.state_dict()})
+    ffn.load_state_dict({k: v for k, v in block.state_dict().items() if k in ffn.state_dict()})
+    assert set(attention.state_dict()) | set(ffn.state_dict()) == set(block.state_dict())
+    x = x_like(False)
+    torch.testing.assert_close(ffn(attention(x)), block(x), **CLOSE)
+
+
+def test_halves_unbatched() -> None:
+    x = torch.randn(T, C, dtype=torch.float64)
+    for half in (FusedCheckpointAttention(C, H, **DOUBLE), FusedCheckpointFFN(C, HIDDEN, **DOUBLE)):
+        torch.testing.assert_close(half(x), half(x[:, None])[:, 0], **CLOSE)
+
+
+def test_llama_preset() -> None:
+    block = FusedCheckpointBlock.llama(C, H, HIDDEN, num_kv_heads=2, rope_theta=5e5, dtype=torch.float64)
+    assert block.spec(torch.float64).to_string() == (
+        "halves=attn+ffn attn.heads=6 attn.kv_heads=2 attn.head_dim=4 attn.pre=rmsnorm attn.joint=1 "
+        "attn.causal=1 attn.rope=half ffn.act=swiglu ffn.hidden=20 ffn.joint=1 ffn.pre=rmsnorm"
+    )
+    shapes = {name: tuple(value.shape) for name, value in block.state_dict().items()}
+    assert shapes == {
+        "self_attn.in_proj_weight": ((H + 2 * 2) * 4, C),
+        "self_attn.out_proj.weight": (C, C),
+        "linear1.weight": (2 * HIDDEN, C),
+        "linear2.weight": (C, HIDDEN),
+        "norm1.weight": (C,),
+        "norm2.weight": (C,),
+    }
+    check_against_plain(scatter(block), x_like())
+    assert FusedCheckpointBlock.llama(4096, 32, device="meta").linear2.in_features == 11008
+
+
+def test_llama_is_causal() -> None:
+    block = FusedCheckpointBlock.llama(C, H, HIDDEN, dtype=torch.float64)
+    x = x_like()
+    y = block(x)
+    x[:, 5:] += 1
+    assert torch.equal(block(x)[:, :5], y[:, :5])
+
+
+def test_dropout_sites() -> None:
+    block = FusedCheckpointBlock(C, H, dropout=0.1, attention_dropout=0.2, residual_dropout=0.3, ffn_dropout=0.4)
+    assert (block.self_attn.dropout, block.dropout1.p, block.dropout.p, block.dropout2.p) == (0.2, 0.3, 0.4, 0.3)
+    spec = block.spec()
+    assert spec.attn is not None
+    assert spec.ffn is not None
+    assert (spec.attn.p_attn, spec.attn.p_res, spec.ffn.p_hidden, spec.ffn.p_res) == (0.2, 0.3, 0.4, 0.3)
+    assert not block.eval().spec().has_dropout
+    assert FusedCheckpointBlock(C, H).spec().attn.p_attn == 0.1  # type: ignore[union-attr]
+
+
+def test_keep() -> None:
+    block = FusedCheckpointBlock.llama(C, H, HIDDEN, keep=("qkv", "attn"))
+    assert block.keep == ("qkv", "attn")
+    assert block.spec().keep == ("attn", "qkv")
+    block.keep = "attention+mid"
+    assert block.keep == "attention+mid"
+    assert block.spec().keep == ("attn", "mid")
+    with pytest.raises(ValueError, match="got 'proj'"):
+        block.keep = ("proj",)
+    assert block.keep == "attention+mid"
+
+
+@pytest.mark.parametrize("keep", ["inputs", "mid", "attention", "attention+mid+qkv", "all", ("gu",)])
+def test_keep_does_not_change_gradients(keep: Any) -> None:
+    block = scatter(FusedCheckpointBlock.llama(C, H, HIDDEN, dropout=0.2))
+    x, results = x_like(dtype=torch.float32), []
+    for choice in ("inputs", keep):
+        block.keep = choice
+        torch.manual_seed(5)
+        results.append(gradients(block, block, x))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_packed_sequences_restart_rope_and_attention() -> None:
+    block = scatter(FusedCheckpointBlock.llama(C, H, HIDDEN, **DOUBLE))
+    parts = [torch.randn(1, length, C, dtype=torch.float64) for length in (4, 1, 7)]
+    packed = block(torch.cat(parts, 1), cu_seqlens=torch.tensor([0, 4, 5, 12], dtype=torch.int32))
+    torch.testing.assert_close(packed, torch.cat([block(part) for part in parts], 1), **CLOSE)
+
+
+def test_rotary_tables_given() -> None:
+    block = FusedCheckpointBlock.llama(C, H, HIDDEN, **DOUBLE)
+    x = x_like()
+    cos, sin = RotaryTable(4, device="cpu").double()(T + 3)
+    y = block(x, rotary=(cos[:T], sin[:T]))
+    torch.testing.assert_close(y, block(x), **CLOSE)
+    # Relative positions alone matter: all three further on gives the same.
+    torch.testing.assert_close(block(x, rotary=(cos[3:], sin[3:])), y, **CLOSE)
+
+
+def test_rotary_table_grows_and_keeps_its_precision() -> None:
+    table = RotaryTable(8, length=4)
+    cos, sin = table(600)
+    assert cos.shape == sin.shape == (600, 4)
+    assert table.cos.shape == (1024, 4)
+    angle = 599 * 1e4 ** (-2 / 8)
+    torch.testing.assert_close(cos[599, 1].double(), torch.tensor(angle).double().cos(), rtol=0, atol=1e-6)
+    assert table(5)[0].data_ptr() == table.cos.data_ptr()
+    assert table.half().cos.dtype == torch.float32
+    assert torch.equal(table.half().cos, RotaryTable(8, length=1024).cos)
+    assert table.double().cos.dtype == torch.float64
+    assert not table.state_dict()
+
+
+@pytest.mark.parametrize("eval_mode", [False, True])
+def test_only_gradients_decide_what_is_saved(eval_mode: bool) -> None:
+    block = FusedCheckpointBlock.llama(C, H, HIDDEN).train(not eval_mode)
+    x = x_like(dtype=torch.float32).requires_grad_()
+    assert block(x).requires_grad
+    with torch.no_grad():
+        assert not block(x).requires_grad
+    block.requires_grad_(False)
+    assert not block(x.detach()).requires_grad
+
+
+def test_from_layer_takes_over_parameters() -> None:
+    class Tagged(nn.TransformerEncoderLayer):
+        def __init__(self) -> None:
+            super().__init__(C, H, HIDDEN, 0.2, F.gelu, batch_first=True, dtype=torch.float64)
+            self.tag = "mine"
+            self.register_buffer("count", torch.zeros(1))
+
+    layer = Tagged().eval()
+    seen: list[str] = []
+    layer.register_forward_hook(lambda *_: seen.append("hook"))
+    block = FusedCheckpointBlock.from_layer(layer, keep="mid")
+    assert type(block) is FusedCheckpointBlock
+    assert block.tag == "mine"
+    assert not block.training
+    assert block.keep == "mid"
+    assert [n for n, _ in block.named_parameters()] == [n for n, _ in layer.named_parameters()]
+    assert all(a is b for a, b in zip(block.parameters(), layer.parameters(), strict=True))
+    assert dict(block.named_buffers()).keys() == dict(layer.named_buffers()).keys()
+    x = x_like()
+    torch.testing.assert_close(block(x), layer(x), **CLOSE)
+    assert seen == ["hook", "hook"]
+
+
+def test_from_layer_with_a_custom_activation_and_refusals() -> None:
+    layer = nn.TransformerEncoderLayer(C, H, HIDDEN, 0.0, torch.tanh, dtype=torch.float64)
+    block = FusedCheckpointBlock.from_layer(layer)
+    assert not block.fusable()
+    x = x_like(False)
+    torch.testing.assert_close(block(x), layer(x), **CLOSE)
+
+    class Other(nn.TransformerEncoderLayer):
+        def _ff_block(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(TypeError, match="Other overrides it"):
+        FusedCheckpointBlock.from_layer(Other(C, H))
+    with pytest.raises(TypeError, match="got Linear"):
+        FusedCheckpointBlock.from_layer(nn.Linear(2, 2))  # type: ignore[arg-type]
+    again = FusedCheckpointBlock.from_layer(FusedCheckpointBlock.llama(C, H, HIDDEN, **DOUBLE))
+    assert again(x_like()).shape == (B, T, C)
+
+
+def test_hooks_on_inner_layers_are_called() -> None:
+    block = FusedCheckpointBlock(C, H, HIDDEN, **DOUBLE)
+    x, seen = x_like(False), []
+    y = block(x)
+    handle = block.linear1.register_forward_hook(lambda *_: seen.append("linear1"))
+    torch.testing.assert_close(block(x), y, **CLOSE)
+    assert seen
+    handle.remove()
+    assert block.fusable()
+
+
+def test_a_learned_mask_gets_its_gradient() -> None:
+    block = FusedCheckpointBlock(C, H, HIDDEN, **DOUBLE)
+    bias = torch.zeros(T, T, dtype=torch.float64, requires_grad=True)
+    block(x_like(False), bias).square().sum().backward()
+    assert bias.grad is not None
+    assert bias.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("make", [FusedCheckpointBlock, FusedCheckpointBlock.llama])
+def test_copies(make: Any) -> None:
+    block = scatter(make(C, H, HIDDEN, keep=("attn",), **DOUBLE))
+    x = x_like(block.self_attn.batch_first)
+    y = block(x)
+    saved = io.BytesIO()
+    torch.save(block, saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=False)
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block)), loaded):
+        assert torch.equal(other(x), y)
+        assert other.keep == ("attn",)
+    state = io.BytesIO()
+    torch.save(block.state_dict(), state)
+    state.seek(0)
+    fresh = make(C, H, HIDDEN, **DOUBLE)
+    fresh.load_state_dict(torch.load(state, weights_only=True))
+    assert torch.equal(fresh(x), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_types(dtype: torch.dtype) -> None:
+    block = FusedCheckpointBlock.llama(C, H, HIDDEN)
+    x = x_like(dtype=torch.float32)
+    y = block(x)
+    # bfloat16 has 8 bits: a relative error of 2^-8 an operation, some ten of them in a row.
+    tolerance = 0.1 if dtype != torch.float64 else 1e-5
+    torch.testing.assert_close(block.to(dtype)(x.to(dtype)).float(), y, rtol=tolerance, atol=tolerance)
+
+
+def test_autocast() -> None:
+    block = FusedCheckpointBlock.llama(C, H, HIDDEN)
+    x = x_like(dtype=torch.float32).requires_grad_()
+    expected = block(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = block(x)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, expected, rtol=0.1, atol=0.1)  # as in test_types
+    y.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in block.parameters())
+
+
+@pytest.mark.parametrize("make", [FusedCheckpointBlock, FusedCheckpointBlock.llama])
+def test_meta_device(make: Any) -> None:
+    source = scatter(make(C, H, HIDDEN, dropout=0.0))
+    block = make(C, H, HIDDEN, dropout=0.0, device="meta")
+    assert all(t.is_meta for t in block.state_dict().values())
+    block.to_empty(device="cpu")
+    block.load_state_dict(source.state_dict())
+    x = x_like(block.self_attn.batch_first, torch.float32)
+    assert torch.equal(block(x), source(x))
+
+
+def test_meta_tensors_go_through() -> None:
+    block = FusedCheckpointBlock.llama(C, H, HIDDEN, device="meta")
+    assert block(torch.randn(B, T, C, device="meta")).shape == (B, T, C)
+
+
+def test_repr() -> None:
+    text = repr(FusedCheckpointBlock.llama(C, H, HIDDEN, num_kv_heads=3, window=5, keep=("attn", "mid")))
+    for part in ("FusedCheckpointBlock", "keep=('attn', 'mid')", "kv_heads=3", "window=5", "theta=10000.0"):
+        assert part in text
+
+
+def test_spec_is_readable() -> None:
+    spec = FusedCheckpointBlock(C, H, HIDDEN).spec()
+    assert isinstance(spec, BlockSpec)
+    assert spec.seq_first
+
+
+@pytest.mark.parametrize("make", [FusedCheckpointBlock, FusedCheckpointBlock.llama])
+def test_compiles_whole(make: Any) -> None:
+    torch.compiler.reset()
+    block = make(C, H, HIDDEN, dropout=0.0)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for length in (5, 8, 11):
+        x = torch.randn(*((B, length) if block.self_attn.batch_first else (length, B)), C)
+        for expected, actual in zip(gradients(block, block, x), gradients(block, compiled, x), strict=True):
+            assert torch.equal(actual, expected)
+
+
+def test_compiles_again_after_a_change() -> None:
+    torch.compiler.reset()
+    block = FusedCheckpointBlock(C, H, HIDDEN, dropout=0.5)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    x = x_like(False, torch.float32)
+    mask = torch.rand(T, T) > 0.8
+    for p in (0.5, 0.25, 0.125):
+        block.dropout.p = p
+        for arguments in ((), (mask,)):
+            torch.manual_seed(1)
+            expected = block(x, *arguments)
+            torch.manual_seed(1)
+            assert torch.equal(compiled(x, *arguments), expected)
+    block.eval()
+    assert torch.equal(compiled(x), block(x))

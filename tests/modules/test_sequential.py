@@ -1,0 +1,151 @@
+"""FusedCheckpointSequential: bit-equal to its blocks called one by one, one saved input a segment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ckptfused import FusedCheckpointAttention, FusedCheckpointBlock, FusedCheckpointFFN, FusedCheckpointSequential
+
+B, T, C, H, HIDDEN = 2, 6, 16, 4, 24
+
+
+def blocks(count: int = 4, **options: Any) -> list[FusedCheckpointBlock]:
+    return [FusedCheckpointBlock.llama(C, H, HIDDEN, **{"dropout": 0.2, **options}) for _ in range(count)]
+
+
+def one_by_one(sequential: nn.Sequential, x: Tensor, *args: Any) -> Tensor:
+    for block in sequential:
+        x = block(x, *args)
+    return x
+
+
+def gradients(function: Any, module: nn.Module, x: Tensor, *args: Any) -> list[Tensor | None]:
+    torch.manual_seed(7)
+    y = function(x, *args)
+    wanted = [t for t in (x, *module.parameters()) if t.requires_grad]
+    return [y, torch.rand(3), *torch.autograd.grad(y.square().sum(), wanted)]
+
+
+def check_equal(sequential: FusedCheckpointSequential, x: Tensor, *args: Any) -> None:
+    expected = gradients(lambda *a: one_by_one(sequential, *a), sequential, x, *args)
+    actual = gradients(sequential, sequential, x, *args)
+    # The second entry is what the global generator gives next.
+    for one, other in zip(expected, actual, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("segments", [1, 2, 3, 4])
+@pytest.mark.parametrize("keep", ["inputs", "attention+mid", "all"])
+def test_bit_equal_with_dropout(segments: int, keep: str) -> None:
+    sequential = FusedCheckpointSequential(*blocks(keep=keep), segments=segments)
+    check_equal(sequential, torch.randn(B, T, C, requires_grad=True))
+
+
+def test_halves_masks_and_layouts() -> None:
+    options: dict[str, Any] = {"dropout": 0.3, "norm_first": True}
+    halves = [
+        FusedCheckpointAttention(C, H, **options),
+        FusedCheckpointFFN(C, HIDDEN, **options),
+        FusedCheckpointBlock(C, H, HIDDEN, 0.1),
+    ]
+    mask = torch.rand(T, T) < 0.3
+    mask[:, 0] = False
+    sequential = FusedCheckpointSequential(*halves)
+    x = torch.randn(T, B, C, requires_grad=True)
+    torch.manual_seed(7)
+    expected = halves[2](halves[1](halves[0](x, mask)), mask)
+    torch.manual_seed(7)
+    assert torch.equal(sequential(x, mask), expected)
+    check_equal(sequential, x)
+
+
+def test_partial_gradients() -> None:
+    sequential = FusedCheckpointSequential(*blocks(3), segments=1)
+    sequential[0].requires_grad_(False)
+    sequential[1].linear1.requires_grad_(False)
+    check_equal(sequential, torch.randn(B, T, C))
+    check_equal(sequential, torch.randn(B, T, C, requires_grad=True))
+
+
+def test_shared_block_and_second_backward() -> None:
+    (block,) = blocks(1)
+    sequential = FusedCheckpointSequential(block, block, block)
+    x = torch.randn(B, T, C, requires_grad=True)
+    expected = gradients(lambda t: one_by_one(sequential, t), sequential, x)
+    # A parameter used three times: the three gradients are summed in another order.
+    torch.testing.assert_close(gradients(sequential, sequential, x), expected)
+    y = sequential(x).sum()
+    wanted = [x, *sequential.parameters()]
+    first = torch.autograd.grad(y, wanted, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(y, wanted), strict=True))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_saves_one_input_a_segment(dropout: float) -> None:
+    sequential = FusedCheckpointSequential(*blocks(4, dropout=dropout), segments=2)
+    x = torch.randn(B, T, C, requires_grad=True)
+    owned = {t.untyped_storage().data_ptr() for t in (*sequential.parameters(), *sequential.buffers())}
+    saved: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in owned:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        sequential(x)
+    assert sum(saved.values()) == 2 * x.nbytes + (4 * 16 if dropout else 0)
+
+
+def test_changing_the_input_in_place_raises() -> None:
+    sequential = FusedCheckpointSequential(*blocks(2))
+    x = torch.randn(B, T, C, requires_grad=True) * 1
+    y = sequential(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_unbatched_and_no_grad() -> None:
+    sequential = FusedCheckpointSequential(*blocks(2, dropout=0.0)).eval()
+    x = torch.randn(T, C)
+    assert torch.equal(sequential(x), one_by_one(sequential, x))
+    with torch.no_grad():
+        assert not sequential(x).requires_grad
+
+
+def test_a_block_that_cannot_be_fused() -> None:
+    sequential = FusedCheckpointSequential(*blocks(2, dropout=0.0), FusedCheckpointFFN(C, HIDDEN, 0.0, torch.tanh))
+    x = torch.randn(B, T, C, requires_grad=True)
+    check_equal(sequential, x)
+    assert FusedCheckpointSequential()(x) is x
+
+
+def test_autocast() -> None:
+    sequential = FusedCheckpointSequential(*blocks(2))
+    x = torch.randn(B, T, C, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        check_equal(sequential, x)
+
+
+def test_compiles_whole() -> None:
+    torch.compiler.reset()
+    sequential = FusedCheckpointSequential(*blocks(3, dropout=0.0), segments=2)
+    compiled = torch.compile(sequential, fullgraph=True, backend="aot_eager")
+    x = torch.randn(B, T, C, requires_grad=True)
+    expected, actual = gradients(sequential, sequential, x), gradients(compiled, sequential, x)
+    assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
+
+
+def test_refusals() -> None:
+    with pytest.raises(TypeError, match="got Linear"):
+        FusedCheckpointSequential(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"segments: expected 1 to 2 .* got 3"):
+        FusedCheckpointSequential(*blocks(2), segments=3)
+    with pytest.raises(TypeError, match="segments: expected an integer, got '2'"):
+        FusedCheckpointSequential(*blocks(2), segments="2")  # type: ignore[arg-type]

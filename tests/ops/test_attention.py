@@ -1,0 +1,360 @@
+"""attention_fwd and attention_bwd against the materialised reference in float64."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import ckptfused  # noqa: F401  (registers the ops)
+from ckptfused.reference.attention import attention
+from ckptfused.reference.philox import dropout_mask
+
+# The error of a kernel that accumulates in the same type as the eager one differs from its by rounding order only.
+# The eager run materialises P in the compute type; ours keeps it in float32, so twice its error is generous.
+TIMES_EAGER = 2.0
+# Below this share of the largest element both errors are a few roundings and their ratio says nothing.
+FLOOR = {torch.float64: 1e-14, torch.float32: 4e-6, torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
+SEED, OFFSET = 0x1234567890ABCDEF, 5
+P = 0.2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the ops."""
+
+    batch: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    tokens: int = 67
+    head_dim: int = 20
+    mask: str = "none"  # keep | drop | add | add-inf | shared | head | float64
+    padding: str = "none"  # keep | drop | add
+    packed: tuple[int, ...] = ()
+    causal: bool = False
+    window: int = 0
+    softcap: float = 0.0
+    p: float = 0.0
+    dtype: torch.dtype = torch.float64
+    scale: float = 0.3
+
+    @property
+    def id(self) -> str:
+        default = Case()
+        changed = {k: v for k, v in vars(self).items() if v != getattr(default, k)}
+        return ",".join(f"{k}={v}".replace("torch.", "") for k, v in changed.items()) or "default"
+
+
+@dataclass
+class Call:
+    """A case's tensors."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    rest: tuple[object, ...] = field(default=())
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return torch.ops.ckptfused.attention_fwd(self.q, self.k, self.v, *self.rest)
+
+    def backward(self, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.ckptfused.attention_bwd(self.dout, self.q, self.k, self.v, o, lse, *self.rest)
+
+    def run(self) -> tuple[Tensor, ...]:
+        o, lse = self.forward()
+        return (o, lse, *self.backward(o, lse))
+
+
+def make_mask(c: Case) -> tuple[Tensor | None, str]:
+    shape = (c.batch, c.heads, c.tokens, c.tokens)
+    keep = torch.rand(shape) < 0.7
+    keep[:, :, c.tokens // 2] = False  # a query that sees nothing
+    bias = torch.randn(shape)
+    match c.mask:
+        case "none":
+            return None, "none"
+        case "keep":
+            return keep, "keep"
+        case "drop":
+            return ~keep, "drop"
+        case "add":
+            return bias.to(c.dtype), "add"
+        case "add-inf":
+            return bias.masked_fill(~keep, -torch.inf).transpose(2, 3).contiguous().transpose(2, 3), "add"
+        case "shared":
+            return keep[:1, :1].to(torch.bool), "keep"
+        case "head":
+            return bias[:1, :, :, :1].bfloat16(), "add"
+        case "float64":
+            return bias[:, :1, :1].double(), "add"
+    raise ValueError(c.mask)
+
+
+def make_padding(c: Case) -> tuple[Tensor | None, str]:
+    keep = torch.arange(c.tokens)[None] < torch.tensor([[c.tokens - c.tokens // 3], [c.tokens]])[: c.batch]
+    match c.padding:
+        case "none":
+            return None, "none"
+        case "keep":
+            return keep, "keep"
+        case "drop":
+            return ~keep, "drop"
+        case "add":
+            return torch.zeros(keep.shape).masked_fill(~keep, -torch.inf), "add"
+    raise ValueError(c.padding)
+
+
+def make_call(c: Case) -> Call:
+    def slices(*heads: int) -> list[Tensor]:
+        # As in the block: slices of one [B, T, width] buffer.
+        buffer = torch.randn(c.batch, c.tokens, sum(heads) * c.head_dim, dtype=torch.float64).to(c.dtype)
+        parts = buffer.split([h * c.head_dim for h in heads], -1)
+        return [p.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for p in parts]
+
+    q, k, v = slices(c.heads, c.kv_heads, c.kv_heads)
+    (dout,) = slices(c.heads)
+    mask, mask_kind = make_mask(c)
+    padding, padding_kind = make_padding(c)
+    cu_seqlens = torch.tensor(c.packed, dtype=torch.int32) if c.packed else None
+    rng_state = torch.tensor([SEED, OFFSET]) if c.p else None
+    options = (mask_kind, padding_kind, c.scale, c.causal, c.window, c.softcap, c.p)
+    return Call(c, q, k, v, dout, (mask, padding, cu_seqlens, rng_state, *options))
+
+
+def reference(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """(o, lse, dq, dk, dv) of the materialised attention run in `dtype`, a sequence at a time."""
+    c = call.case
+    mask, padding, *_ = call.rest
+    leaves = [t.to(dtype).detach().requires_grad_() for t in (call.q, call.k, call.v)]
+    bounds = c.packed or (0, c.tokens)
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
+    sequences = len(bounds) - 1 if c.packed else c.batch
+    drops = dropout_mask((sequences, c.heads, longest, longest), c.p, SEED, OFFSET, 0) if c.p else None
+    o = torch.zeros(call.q.shape, dtype=dtype)
+    lse = torch.full(call.q.shape[:3], -torch.inf, dtype=dtype)
+    for s, (a, b) in enumerate(itertools.pairwise(bounds)):
+        q, k, v = (t[:, :, a:b] for t in leaves)
+        keep = None
+        if drops is not None:
+            keep = drops[s : s + 1, :, : b - a, : b - a] if c.packed else drops
+        part, part_lse = attention(
+            *(q, k, v),
+            mask=mask,
+            mask_kind=call.rest[4],
+            padding=padding,
+            padding_kind=call.rest[5],
+            scale=c.scale,
+            causal=c.causal,
+            window=c.window,
+            softcap=c.softcap,
+            keep=keep,
+            p=c.p,
+        )
+        o = torch.cat([o[:, :, :a], part, o[:, :, b:]], 2)
+        lse[:, :, a:b] = part_lse.detach()
+    return (o.detach(), lse, *torch.autograd.grad(o, leaves, call.dout.to(dtype)))
+
+
+def error(x: Tensor, truth: Tensor) -> float:
+    finite = torch.isfinite(truth)
+    assert torch.equal(x[~finite].double(), truth[~finite])  # -inf where the row sees nothing
+    if not finite.any():
+        return 0.0
+    # A gradient that vanishes (one key to see) is measured against the terms that cancel, of size 1.
+    return float((x.double() - truth)[finite].abs().max() / truth[finite].abs().max().clamp_min(1.0))
+
+
+def check(c: Case) -> None:
+    call = make_call(c)
+    got, truth = call.run(), reference(call, torch.float64)
+    eager = truth if c.dtype == torch.float64 else reference(call, c.dtype)
+    for name, x, y, e in zip(("o", "lse", "dq", "dk", "dv"), got, truth, eager, strict=True):
+        limit = max(FLOOR[c.dtype], TIMES_EAGER * error(e, y))
+        assert error(x, y) <= limit, name
+
+
+MASKS = ("none", "keep", "drop", "add", "add-inf", "shared", "head", "float64")
+OPTIONS = (
+    {},
+    {"p": P},
+    {"causal": True, "p": P},
+    {"window": 9},
+    {"window": 9, "causal": True, "softcap": 2.0, "p": P},
+    {"softcap": 2.0},
+)
+MASK_CASES = [Case(mask=m, **o) for m in MASKS for o in OPTIONS]
+PADDING_CASES = [
+    Case(padding=pad, mask=m, p=p, causal=causal)
+    for pad in ("keep", "drop", "add")
+    for m, p, causal in (("none", 0.0, False), ("none", P, True), ("keep", P, False), ("add", 0.0, True))
+]
+SHAPE_CASES = [
+    Case(tokens=t, head_dim=d, heads=h, kv_heads=g, p=p, causal=causal)
+    for (t, d), (h, g) in zip(
+        ((1, 8), (5, 256), (67, 100), (130, 64), (300, 20), (300, 64), (1, 7)),
+        ((2, 2), (3, 1), (4, 2), (2, 2), (4, 1), (2, 2), (3, 3)),
+        strict=True,
+    )
+    for p, causal in ((0.0, False), (P, False), (P, True))
+]
+PACKED_CASES = [
+    Case(batch=1, tokens=200, packed=packed, causal=causal, p=p, window=window)
+    for packed in ((0, 200), (0, 1, 70, 70, 199, 200), (3, 20, 190))
+    for causal, p, window in ((False, 0.0, 0), (True, P, 0), (False, P, 17))
+]
+LONG_CASES = [
+    Case(tokens=300, head_dim=8, **o)  # several tiles of queries and of keys
+    for o in (
+        {"window": 40, "p": P},
+        {"window": 140, "causal": True, "mask": "add-inf"},
+        {"mask": "keep", "softcap": 1.5, "p": P},
+        {"padding": "drop", "p": P},
+    )
+]
+LOW_PRECISION_CASES = [
+    replace(c, dtype=dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for c in (
+        Case(),
+        Case(causal=True, tokens=300, head_dim=64),
+        Case(p=P, tokens=130, head_dim=64),
+        Case(p=P, causal=True, mask="keep", kv_heads=1),
+        Case(softcap=2.0, window=9, mask="add", padding="drop"),
+        Case(batch=1, packed=(0, 30, 67), p=P),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*MASK_CASES, *PADDING_CASES, *SHAPE_CASES, *PACKED_CASES, *LONG_CASES, *LOW_PRECISION_CASES],
+    ids=lambda c: c.id,
+)
+def test_matches_reference(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_layout(dtype: torch.dtype) -> None:
+    for p in (0.0, P):
+        call = make_call(Case(p=p, dtype=dtype))
+        o, lse, dq, dk, dv = call.run()
+        for t, like in ((o, call.q), (dq, call.q), (dk, call.k), (dv, call.v)):
+            assert t.shape == like.shape
+            assert t.dtype == dtype
+            assert t.transpose(1, 2).is_contiguous()
+        assert lse.is_contiguous()
+        assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+DETERMINISM_CASES = [
+    Case(dtype=dtype, tokens=300, head_dim=64, **o)
+    for dtype in (torch.float32, torch.bfloat16)
+    for o in ({"p": P}, {"p": P, "causal": True, "batch": 1, "kv_heads": 1}, {}, {"mask": "add"})
+]
+
+
+@pytest.mark.parametrize("case", DETERMINISM_CASES, ids=lambda c: c.id)
+def test_bits_do_not_depend_on_threads(case: Case) -> None:
+    call = make_call(case)
+    threads = torch.get_num_threads()
+    runs = []
+    try:
+        for n in (threads, 1, 3, threads):
+            torch.set_num_threads(n)
+            runs.append(call.run())
+    finally:
+        torch.set_num_threads(threads)
+    for run in runs[1:]:
+        assert all(map(torch.equal, run, runs[0]))
+
+
+def test_gradients_repeat_and_inputs_stay() -> None:
+    call = make_call(Case(p=P, mask="add", dtype=torch.float32))
+    o, lse = call.forward()
+    tensors = (call.q, call.k, call.v, call.dout, o, lse)
+    before = [t.clone() for t in tensors]
+    first, second = call.backward(o, lse), call.backward(o, lse)
+    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, tensors, before))
+
+
+def test_dropping_everything() -> None:
+    call = make_call(Case(p=1.0))
+    o, lse, *grads = call.run()
+    assert torch.isfinite(lse).all()
+    assert all(not t.any() for t in (o, *grads))
+
+
+@pytest.mark.parametrize("p", [0.0, P])
+def test_masked_rows_are_zero(p: float) -> None:
+    call = make_call(Case(mask="add-inf", p=p, tokens=300, dtype=torch.float32))
+    o, lse, dq, dk, dv = call.run()
+    assert torch.isneginf(lse[:, :, 150]).all()
+    assert not o[:, :, 150].any()
+    assert not dq[:, :, 150].any()
+    assert all(t.isfinite().all() for t in (o, dq, dk, dv))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("p", [0.0, P])
+def test_nan_reaches_its_rows_only(p: float, softcap: float) -> None:
+    call = make_call(Case(p=p, softcap=softcap, dtype=torch.float32))
+    call.q[0, 1, 3, 0] = torch.nan
+    o, lse, *_ = call.run()
+    assert o[0, 1, 3].isnan().all()
+    assert lse[0, 1, 3].isnan()
+    assert o.isnan().sum() == o.shape[-1]
+
+
+def test_operands_of_any_strides() -> None:
+    case = Case(p=P)
+    call = make_call(case)
+    strided = replace_operands(call, lambda t: t.transpose(2, 3).contiguous().transpose(2, 3))
+    assert all(map(torch.equal, strided.run(), call.run()))
+    same = make_call(case)
+    same.k = call.k[:, :, :1].expand_as(call.k)
+    again = make_call(case)
+    again.k = same.k.contiguous()
+    for t in ("q", "v", "dout"):
+        setattr(same, t, getattr(call, t))
+        setattr(again, t, getattr(call, t))
+    assert all(map(torch.equal, same.run(), again.run()))
+
+
+def replace_operands(call: Call, change) -> Call:
+    return Call(call.case, *(change(t) for t in (call.q, call.k, call.v, call.dout)), call.rest)
+
+
+def test_empty() -> None:
+    for p in (0.0, P):
+        o, lse, dq, dk, dv = make_call(Case(tokens=0, p=p)).run()
+        assert o.shape == dq.shape == (2, 4, 0, 20)
+        assert lse.shape == (2, 4, 0)
+        assert dk.shape == dv.shape == (2, 2, 0, 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": -1}, "window: expected 0"),
+        ({"p": 1.5}, r"p: expected a probability in \[0, 1\], got 1.5"),
+        ({"mask_kind": "keep"}, "mask: expected a tensor for kind keep"),
+        ({"padding": torch.ones(2, 66, dtype=torch.bool), "padding_kind": "keep"}, "padding: expected a shape"),
+        ({"padding": torch.ones(2, 67), "padding_kind": "drop"}, "padding: expected Bool"),
+        ({"cu_seqlens": torch.tensor([0, 67])}, "cu_seqlens: expected q, k and v of one packed batch"),
+        ({"p": 0.5}, "rng_state: expected"),
+    ],
+)
+def test_errors(change: dict[str, object], message: str) -> None:
+    call = make_call(Case())
+    names = ("mask", "padding", "cu_seqlens", "rng_state", "mask_kind", "padding_kind")
+    names += ("scale", "causal", "window", "softcap", "p")
+    arguments = dict(zip(names, call.rest, strict=True)) | change
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.ckptfused.attention_fwd(call.q, call.k, call.v, **arguments)

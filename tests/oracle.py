@@ -1,0 +1,259 @@
+"""Inputs for a case, the ways to run it (fused, eager PyTorch, float64 truth) and the comparison between them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ckptfused.reference import reference_block
+from ckptfused.spec import BlockSpec
+from tests.cases import Case
+
+SEED = 2024  # of the dropout masks
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a block is called with, and the gradient that comes back into it."""
+
+    x: Tensor
+    params: dict[str, Tensor]
+    aux: dict[str, Tensor]
+    dy: Tensor
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """Every floating tensor in another type."""
+
+        def cast(t: Tensor) -> Tensor:
+            return t.to(dtype) if t.is_floating_point() else t
+
+        params = {name: cast(t) for name, t in self.params.items()}
+        return Inputs(cast(self.x), params, {name: cast(t) for name, t in self.aux.items()}, cast(self.dy))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"x": self.x, **self.params, **{f"aux.{k}": t for k, t in self.aux.items()}, "dy": self.dy}
+
+    def clone(self) -> Inputs:
+        """The same values in memory of their own."""
+        params = {name: t.detach().clone() for name, t in self.params.items()}
+        aux = {name: t.clone() for name, t in self.aux.items()}
+        return Inputs(self.x.detach().clone(), params, aux, self.dy.clone())
+
+
+def _normal(shape: Iterable[int], std: float, generator: torch.Generator) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator) * std
+
+
+def make_params(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
+    """Parameters of every slot that the case has, float64, of the size a trained model has."""
+    spec, c = case.spec(), case.width
+    params: dict[str, Tensor] = {}
+
+    def linear(name: str, out: int, into: int, bias: bool) -> None:
+        shape = (into, out) if case.transposed else (out, into)
+        params[f"{name}_w"] = _normal(shape, into**-0.5, generator)
+        if bias:
+            params[f"{name}_b"] = _normal((out,), 0.2, generator)
+
+    def norm(name: str, kind: str, width: int) -> None:
+        if kind == "none":
+            return
+        params[f"{name}_w"] = _normal((width,), 0.2, generator) + (kind != "gemma")
+        if kind == "layernorm" and case.norm != "layernorm-nobias":
+            params[f"{name}_b"] = _normal((width,), 0.2, generator)
+
+    biased, qkv_biased = case.bias == "all", case.bias != "none"
+    if (attn := spec.attn) is not None:
+        norm("attn.pre", attn.pre, c)
+        if attn.joint:
+            linear("attn.q", attn.qkv_width, c, qkv_biased)
+        else:
+            for name, out in (("q", attn.q_width), ("k", attn.kv_width), ("v", attn.kv_width)):
+                linear(f"attn.{name}", out, c, qkv_biased)
+        norm("attn.q_norm", attn.qk_norm, attn.head_dim)
+        norm("attn.k_norm", attn.qk_norm, attn.head_dim)
+        linear("attn.o", c, attn.q_width, biased)
+        norm("attn.post", attn.post, c)
+        norm("attn.out", attn.out, c)
+    if (ffn := spec.ffn) is not None:
+        norm("ffn.pre", ffn.pre, c)
+        if ffn.joint:
+            linear("ffn.gate", ffn.gu_width, c, biased)
+        else:
+            for name in ("gate", "up") if ffn.gated else ("up",):
+                linear(f"ffn.{name}", ffn.hidden, c, biased)
+        linear("ffn.down", c, ffn.hidden, biased)
+        norm("ffn.post", ffn.post, c)
+        norm("ffn.out", ffn.out, c)
+    return params
+
+
+def make_aux(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
+    """RoPE tables, masks and sequence bounds; masks leave some rows without any key."""
+    spec = case.spec()
+    aux: dict[str, Tensor] = {}
+    if spec.attn is None:
+        return aux
+    b, t, h = case.batch, case.tokens, spec.attn.heads
+    if spec.attn.rope != "none":
+        pairs = spec.attn.rotary // 2
+        position = torch.arange(t, dtype=torch.float64)
+        if case.rope.endswith("batch"):
+            position = position + 3 * torch.arange(b)[:, None]
+        angle = position[..., None] * 10.0 ** -torch.linspace(0, 2, pairs, dtype=torch.float64)
+        if case.rope == "half-wide":
+            angle = torch.cat((angle, angle), -1)
+        elif case.rope == "interleaved-batch":
+            angle = angle.repeat_interleave(2, -1)
+        aux |= {"cos": angle.cos(), "sin": angle.sin()}
+
+    def drop_some(*shape: int) -> Tensor:
+        dropped = torch.rand(*shape, generator=generator) < 0.3
+        dropped[..., t // 2, :] = True
+        return dropped
+
+    mask_kind, padding_kind = case.mask_kinds()
+    if case.mask == "keep4d":
+        aux["mask"] = ~drop_some(b, h, t, t)
+    elif mask_kind == "keep":
+        aux["mask"] = ~drop_some(b, 1, t, t)
+    elif mask_kind == "drop":
+        aux["mask"] = drop_some(1, 1, t, t).expand(b, h, t, t)
+    elif mask_kind == "add":
+        shape = (1, 1, t, t) if case.mask == "add2d" else (b, h, t, t)
+        aux["mask"] = _normal(shape, 1.0, generator)
+        if case.mask == "add2d":
+            aux["mask"].masked_fill_(drop_some(*shape), -torch.inf)
+    if padding_kind != "none":
+        lengths = torch.tensor([t, t - t // 3, t // 2])[:b]
+        real = torch.arange(t) < lengths[:, None]
+        added = torch.where(real, _normal((b, t), 1.0, generator), -torch.inf)
+        aux["padding"] = {"keep": real, "drop": ~real, "add": added}[padding_kind]
+    if case.packed:
+        bounds = sorted({0, 1, t // 4, t - t // 3, t})
+        aux["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32 if case.tokens == 67 else torch.int64)
+    return aux
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> Inputs:
+    """The case's tensors: drawn in float64, then rounded to dtype, so that every run sees the rounded values."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (case.tokens, case.batch, case.width) if case.seq_first else (case.batch, case.tokens, case.width)
+    x = _normal(shape, 1.0, generator)
+    inputs = Inputs(x, make_params(case, generator), make_aux(case, generator), _normal(shape, 1.0, generator))
+    return inputs.to(dtype)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)
+
+
+def rng_state(like: Tensor) -> Tensor:
+    """The state that a block called with ``generator=generator()`` draws."""
+    import ckptfused.rng
+
+    return ckptfused.rng.state(like, generator())
+
+
+Function = Callable[[Inputs], Tensor]
+
+
+def fused(spec: BlockSpec) -> Function:
+    """The block under test: block, attention_block or ffn_block."""
+    from ckptfused import functional
+
+    if spec.attn is None:
+        return lambda i: functional.ffn_block(i.x, i.params, spec, generator=generator())
+    call = functional.attention_block if spec.ffn is None else functional.block
+    return lambda i: call(i.x, i.params, spec, **i.aux, generator=generator())
+
+
+def plain(
+    spec: BlockSpec, state: Tensor | None, masks: Mapping[int, Tensor] | None = None, eager: bool = False
+) -> Function:
+    """The oracle; eager: with PyTorch's own attention kernel where it can be used."""
+    return lambda i: reference_block(i.x, i.params, spec, **i.aux, rng_state=state, masks=masks, eager=eager)
+
+
+def run(function: Function, inputs: Inputs, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
+    """y and the gradient of x and of every parameter, by name."""
+    x = inputs.x.detach().requires_grad_()
+    params = {name: t.detach().requires_grad_() for name, t in inputs.params.items()}
+    with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+        y = function(replace(inputs, x=x, params=params))
+    grads = torch.autograd.grad(y, (x, *params.values()), inputs.dy.to(y.dtype))
+    return {"y": y.detach(), **{f"d {name}": g for name, g in zip(("x", *params), grads, strict=True)}}
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """The oracle's many small operations run faster on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The truth in float64 and eager PyTorch's runs in the type under test."""
+
+    true: dict[str, Tensor]
+    baselines: list[dict[str, Tensor]]
+    compute: torch.dtype
+
+    def failures(self, got: Mapping[str, Tensor]) -> list[str]:
+        """The tensors that break ||got - true|| <= 2 ||eager - true|| + eps(compute) / 2 * scale, and by how much.
+
+        Factor 2: both runs round at the same places in a different order, so that their errors are two draws of the
+        same size, not the same draw. Of eager PyTorch there are two draws where its attention can be had in two ways
+        (``F.scaled_dot_product_attention`` or written out); the larger counts. Half an ulp of the tensor's scale: a
+        correctly rounded result alone may be off by that, and the baseline may hit a representable value by luck. The
+        scale is the truth's norm; of the gradient of a key's bias, which cancels to zero where softmax cannot see a
+        shift, that of the query's bias.
+        """
+        bad = []
+        for name, t in self.true.items():
+            first = self.baselines[0][name]
+            if (got[name].shape, got[name].dtype) != (first.shape, first.dtype):
+                bad.append(
+                    f"{name}: {got[name].dtype} {tuple(got[name].shape)}, expected {first.dtype} {tuple(t.shape)}"
+                )
+                continue
+            base = max(_distance(run[name], t) for run in self.baselines)
+            like = self.true.get(name.replace("attn.k_", "attn.q_"), t) if name.endswith("_b") else t
+            scale = max(float(torch.linalg.vector_norm(v)) for v in (t, like))
+            error, allowed = _distance(got[name], t), 2 * base + torch.finfo(self.compute).eps / 2 * scale
+            if not error <= allowed:
+                bad.append(f"{name}: error {error:.3e}, allowed {allowed:.3e} (eager PyTorch: {base:.3e})")
+        return bad
+
+    def check(self, got: Mapping[str, Tensor]) -> None:
+        failures = self.failures(got)
+        assert not failures, "\n" + "\n".join(failures)
+
+
+def _distance(got: Tensor, true: Tensor) -> float:
+    return float(torch.linalg.vector_norm(got.double() - true))
+
+
+def expect(
+    spec: BlockSpec,
+    inputs: Inputs,
+    state: Tensor | None = None,
+    masks: Mapping[int, Tensor] | None = None,
+    autocast: torch.dtype | None = None,
+) -> Expected:
+    """Run the oracle on inputs: in float64 on the same (rounded) values, and in their own type."""
+    two_ways = spec.attn is not None and not spec.attn.p_attn and not spec.attn.softcap
+    with one_thread():
+        true = run(plain(spec, state, masks), inputs.to(torch.float64))
+        ways = (True, False) if two_ways else (True,)
+        baselines = [run(plain(spec, state, masks, eager), inputs, autocast) for eager in ways]
+    return Expected(true, baselines, autocast or inputs.x.dtype)

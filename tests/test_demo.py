@@ -1,0 +1,138 @@
+"""The demo trains, compares, and fails when it should."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptfused.cli import demo as demo_command
+from ckptfused.cli import main, models
+from ckptfused.cli.demo import data, verdict, worker
+from ckptfused.cli.demo.job import REORDERED, Job, Result
+
+JOB = Job(
+    variant="plain",
+    shape=models.Shape(d_model=64, nhead=2, dim_feedforward=96, layers=2),
+    steps=20,
+    batch=2,
+    tokens=48,
+    learning_rate=1e-3,
+    dtype="float32",
+    seed=0,
+    threads=1,
+    data=None,
+)
+SMALL = [
+    *("--steps", "8", "--batch", "2", "--tokens", "40", "--d-model", "32", "--heads", "2"),
+    *("--kv-heads", "1", "--hidden", "48", "--layers", "2"),
+]
+
+
+def losses(job: Job, monkeypatch: pytest.MonkeyPatch, twist: float = 0.0) -> list[float]:
+    """The loss curve of a job run in this process, one weight's gradient misdirected by ``twist``."""
+    records: list[dict[str, float]] = []
+    build = worker.build
+
+    def built(job: Job) -> models.Decoder:
+        model = build(job)
+        if twist:
+            weight = model.get_parameter("layers.1.linear2.weight")
+            weight.register_hook(lambda gradient: gradient + twist * gradient.flip(0))
+        return model
+
+    threads = torch.get_num_threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "emit", records.append)
+        patch.setattr(worker, "build", built)
+        worker.train(job)
+    torch.set_num_threads(threads)
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def test_curves_agree_within_rounding_and_a_small_fault_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = losses(JOB, monkeypatch)
+    reordered = losses(replace(JOB, variant=REORDERED), monkeypatch)
+    checkpointed = losses(replace(JOB, variant="torch.utils.checkpoint"), monkeypatch)
+    assert plain[-1] < plain[0] - 0.5
+    assert verdict.identical(checkpointed, plain) is None
+    assert verdict.within_rounding(checkpointed, plain, reordered) is None
+    assert verdict.within_rounding(losses(JOB, monkeypatch, twist=0.05), plain, reordered) is not None
+
+
+def test_reordered_is_the_same_function() -> None:
+    tokens, targets = data.batch(data.load(None, 1000), step=3, size=2, tokens=24, seed=0)
+    job = replace(JOB, dtype="float64")
+    plain, other = (worker.build(replace(job, variant=name)).double() for name in ("plain", REORDERED))
+    assert not torch.equal(plain.embedding.weight, other.embedding.weight)
+    # cross entropy is taken in float32; the logits feed it in float64, so only its own rounding is left
+    torch.testing.assert_close(plain(tokens, targets), other(tokens, targets), rtol=2.0**-22, atol=0.0)
+
+
+def test_variants_start_from_equal_weights() -> None:
+    states = []
+    for variant in models.VARIANTS:
+        state = worker.build(replace(JOB, variant=variant)).state_dict()
+        states.append({name.replace(".block.", "."): value for name, value in state.items()})
+    for other in states[1:]:
+        assert other.keys() == states[0].keys()
+        assert all(torch.equal(value, other[name]) for name, value in states[0].items())
+
+
+def test_verdict_names_the_step() -> None:
+    assert verdict.identical([1.0, 2.0], [1.0, 2.0]) is None
+    assert "step 1" in (verdict.identical([1.0, 2.0], [1.0, 2.0 + 2**-40]) or "")
+    assert "step 0" in (verdict.identical([float("nan")], [float("nan")]) or "")
+    plain, reordered = [4.0] * 12, [4.0 + 1e-6] * 12
+    assert verdict.within_rounding([4.0 + 1.5e-5] * 12, plain, reordered) is None
+    assert "step 0" in (verdict.within_rounding([4.1] * 12, plain, reordered) or "")
+    assert verdict.within_rounding([float("nan")] * 12, plain, reordered) is not None
+
+
+@pytest.mark.parametrize("options", [[], ["--dropout", "0.1"]], ids=["plain", "dropout"])
+def test_demo_runs(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    out = tmp_path / "out"
+    status = main(["demo", *SMALL, *options, "--data", str(text), "--out", str(out)])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((out / "demo.json").read_text())["results"]
+    assert (REORDERED in results) is not bool(options)
+    assert results["ckptfused inputs"]["losses"] == results["ckptfused all"]["losses"]
+    saved = {name: result["saved_bytes"] for name, result in results.items()}
+    assert saved["ckptfused inputs"] < saved["ckptfused all"] < saved["plain"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [("ckptfused inputs", "same floats"), ("ckptfused", "more than rounding explains")],
+)
+def test_demo_fails_with_a_message(
+    variant: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(job: Job, console: object) -> Result:
+        shift = 1e-3 if job.variant.startswith(variant) else 0.0
+        return Result(job.variant, [4.0 + shift, 3.0], [0.1, 0.1], 10, 10)
+
+    monkeypatch.setattr(demo_command, "train", train)
+    assert main(["demo", *SMALL, "--out", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dropout", "1.5"], "expected a probability in [0, 1), got 1.5"),
+        (["--steps", "0"], "--steps: expected at least 1, got 0"),
+        (["--heads", "5"], "expected a multiple of twice the heads (10), got 384"),
+        (["--kv-heads", "4"], "expected a divisor of 6 heads, got 4"),
+    ],
+)
+def test_bad_options_are_explained(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *options]) == 1
+    assert message in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""Every gradient against finite differences in float64: halves and block, with dropout, each keep preset."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases import AXES, Case
+from tests.oracle import Inputs, fused, make_inputs
+
+SMALL = {"width": 6, "hidden": 5, "head_dim": 4, "tokens": 5, "batch": 2}
+
+BLOCKS = {
+    "encoder": Case(**SMALL, act="relu", layout="post", bias="all", weights="joint", mask="pad-drop", seq_first=True),
+    "llama": Case(**SMALL, act="swiglu", norm="rmsnorm", rope="half", heads="4/2", mask="causal"),
+    "gemma": Case(
+        **SMALL,
+        act="geglu_tanh",
+        layout="sandwich",
+        norm="gemma",
+        rope="half-partial",
+        qk_norm="gemma",
+        heads="3/1",
+        mask="causal",
+        window=3,
+        softcap=5.0,
+        scale=0.3,
+    ),
+    "neox": Case(**SMALL, act="gelu", layout="parallel", rope="interleaved", bias="all", mask="add2d"),
+    "shared": Case(**SMALL, act="silu", layout="shared", qk_norm="layernorm", transposed=True, m=0.5, mask="keep4d"),
+    "both norms": Case(**SMALL, act="relu2", layout="pre+out", qk_norm="rmsnorm", bias="qkv"),
+    "packed": Case(**SMALL | {"batch": 1, "tokens": 8}, act="reglu", norm="layernorm-nobias", mask="packed-causal"),
+    "attention": Case(**SMALL, layout="attn", rope="half", heads="4/2", mask="causal", bias="all"),
+    "ffn": Case(**SMALL, layout="ffn", act="geglu", weights="joint", bias="all", m=0.5),
+}
+
+
+def _check(case: Case, fast: bool = False) -> None:
+    inputs, spec = make_inputs(case), case.spec()
+    function = fused(spec)
+    names = list(inputs.params)
+
+    def call(x: Tensor, *params: Tensor) -> Tensor:
+        return function(Inputs(x, dict(zip(names, params, strict=True)), inputs.aux, inputs.dy))
+
+    tensors = [t.requires_grad_() for t in (inputs.x, *inputs.params.values())]
+    assert torch.autograd.gradcheck(call, tensors, fast_mode=fast)
+
+
+@pytest.mark.parametrize("drop", ["0", "all"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_variants(name: str, drop: str) -> None:
+    case = BLOCKS[name]
+    _check(Case(**{**vars(case), "drop": drop}))
+
+
+@pytest.mark.parametrize("keep", AXES["keep"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "encoder", "attention", "ffn"])
+def test_keep_presets_with_dropout(name: str, keep: str) -> None:
+    """Along random directions: test_keep shows that presets are equal bit for bit."""
+    case = BLOCKS[name]
+    _check(Case(**{**vars(case), "drop": "all", "keep": keep}), fast=True)
+
+
+def test_second_order_is_refused() -> None:
+    """A first backward under create_graph works; differentiating its result says that it cannot be done."""
+    case = BLOCKS["llama"]
+    inputs = make_inputs(case)
+    x = inputs.x.requires_grad_()
+    y = fused(case.spec())(inputs)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    assert dx.isfinite().all()
+    with pytest.raises(RuntimeError, match="(?i)second|twice|double|differentiat"):
+        torch.autograd.grad(dx.sum(), x)

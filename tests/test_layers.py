@@ -1,0 +1,147 @@
+"""Holds the arrows of the layering: modules → functional → autograd → ops → kernels → math, cli on top.
+
+Reads the `#include`s of csrc/ and the imports of ckptfused/. A file may use its own layer and the ones listed for it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "ckptfused"
+
+# Layer of csrc/ -> the layers it may include.
+CPP_MAY_USE = {
+    "math": {"math"},
+    "kernels": {"kernels", "math"},
+    "ops": {"ops", "kernels", "math"},
+    "autograd": {"autograd", "ops", "kernels", "math"},
+    "tests": {"tests", "kernels", "math"},
+}
+TORCH_FREE = ("math", "kernels", "tests")
+TORCH_HEADER = re.compile(r"(torch|ATen|c10|pybind11|caffe2)/|Python\.h")
+INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
+
+# Python modules from the bottom up; a module may import from its own line and the lines before it.
+PYTHON_LAYERS = (
+    ("keep", "slots", "spec", "spec_text", "masks", "checks", "reference"),
+    ("_extension", "_C"),
+    ("cost", "fake", "rng", "triton"),
+    ("functional", "checkpoint"),
+    ("modules",),
+    ("convert", "policy"),
+    ("__init__",),
+    ("cli", "__main__"),
+)
+RANK = {name: rank for rank, names in enumerate(PYTHON_LAYERS) for name in names}
+
+
+def cpp_files() -> list[Path]:
+    return sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".inl", ".cpp", ".cu", ".cuh"})
+
+
+def python_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def layer_of(path: Path) -> str:
+    """The first folder below csrc/, or the module or package just below ckptfused/."""
+    top = path.relative_to(CSRC if path.is_relative_to(CSRC) else PACKAGE).parts[0]
+    return top.removesuffix(".py")
+
+
+def wrong_includes(layer: str, text: str) -> list[str]:
+    """The includes of a file of this layer that point up or sideways."""
+    found = []
+    for mark, header in INCLUDE.findall(text):
+        if TORCH_HEADER.match(header):
+            if layer in TORCH_FREE:
+                found.append(header)
+        elif mark == '"' and header.split("/")[0] not in CPP_MAY_USE[layer]:
+            found.append(header)
+    return found
+
+
+def imported(path: Path) -> list[str]:
+    """Names just below ckptfused that a module imports when it runs; imports for type checking do not count."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    found: list[str] = []
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
+            for child in node.orelse:
+                visit(child)
+            return
+        if isinstance(node, ast.Import):
+            found.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            if source == "ckptfused":
+                found.extend(f"ckptfused.{alias.name}" for alias in node.names)
+            else:
+                found.append(source)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    names = [name.split(".")[1] for name in found if name.startswith("ckptfused.")]
+    return [name if name in RANK or is_module(name) else "__init__" for name in names]
+
+
+def is_module(name: str) -> bool:
+    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
+
+
+@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_includes_point_down(path: Path) -> None:
+    layer = layer_of(path)
+    assert layer in CPP_MAY_USE, f"csrc/{layer} has no place in the layering; give it one in CPP_MAY_USE"
+    assert not wrong_includes(layer, path.read_text())
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_down(path: Path) -> None:
+    layer = layer_of(path)
+    assert layer in RANK, f"ckptfused/{layer} has no place in the layering; give it one in PYTHON_LAYERS"
+    unknown = [name for name in imported(path) if name not in RANK]
+    assert not unknown, f"not in PYTHON_LAYERS: {unknown}"
+    assert not [name for name in imported(path) if RANK[name] > RANK[layer]]
+
+
+def test_there_is_something_to_hold() -> None:
+    assert {layer_of(path) for path in cpp_files()} >= {"math", "kernels", "ops", "autograd"}
+    assert {layer_of(path) for path in python_files()} >= {"functional", "modules", "cli", "reference"}
+
+
+@pytest.mark.parametrize(
+    ("layer", "line"),
+    [
+        ("math", '#include "kernels/cpu/norm.h"'),
+        ("kernels", "#include <ATen/ATen.h>"),
+        ("kernels", '#include "ops/checks.h"'),
+        ("ops", '#include "autograd/block.h"'),
+        ("autograd", '  # include "tests/norm.h"'),
+        ("tests", '#include "torch/library.h"'),
+    ],
+)
+def test_a_wrong_include_is_seen(layer: str, line: str) -> None:
+    assert wrong_includes(layer, f"#pragma once\n{line}\n")
+
+
+def test_a_wrong_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "ckptfused")
+    (tmp_path / "ckptfused" / "modules").mkdir(parents=True)
+    path = tmp_path / "ckptfused" / "reference.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from .cli import main\n"
+        "def late():\n    from . import modules\n    from ckptfused import FusedCheckpointBlock\n"
+    )
+    assert imported(path) == ["modules", "__init__"]
