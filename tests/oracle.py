@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -201,6 +202,14 @@ def one_thread() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class Errors:
+    """Of one tensor in one draw of inputs: ||got - true|| and ||eager - true||, both by the tensor's scale."""
+
+    got: float
+    eager: float
+
+
+@dataclass(frozen=True)
 class Expected:
     """The truth in float64 and eager PyTorch's runs in the type under test."""
 
@@ -208,39 +217,51 @@ class Expected:
     baselines: list[dict[str, Tensor]]
     compute: torch.dtype
 
-    def failures(self, got: Mapping[str, Tensor]) -> list[str]:
-        """The tensors that break ||got - true|| <= 2 ||eager - true|| + eps(compute) / 2 * scale, and by how much.
+    def errors(self, got: Mapping[str, Tensor]) -> dict[str, Errors]:
+        """How far got and eager PyTorch are from the truth.
 
-        Factor 2: both runs round at the same places in a different order, so that their errors are two draws of the
-        same size, not the same draw. Of eager PyTorch there are two draws where its attention can be had in two ways
-        (``F.scaled_dot_product_attention`` or written out); the larger counts. Half an ulp of the tensor's scale: a
-        correctly rounded result alone may be off by that, and the baseline may hit a representable value by luck. The
-        scale is the truth's norm; of the gradient of a key's bias, which cancels to zero where softmax cannot see a
-        shift, that of the query's bias.
+        Of eager PyTorch there are two runs where its attention can be had in two ways
+        (``F.scaled_dot_product_attention`` or written out); the larger error counts. The scale is the truth's norm; of
+        the gradient of a key's bias, which cancels to zero where softmax cannot see a shift, that of the query's bias.
         """
-        bad = []
+        errors = {}
         for name, t in self.true.items():
-            first = self.baselines[0][name]
-            if (got[name].shape, got[name].dtype) != (first.shape, first.dtype):
-                bad.append(
-                    f"{name}: {got[name].dtype} {tuple(got[name].shape)}, expected {first.dtype} {tuple(t.shape)}"
-                )
-                continue
-            base = max(_distance(run[name], t) for run in self.baselines)
             like = self.true.get(name.replace("attn.k_", "attn.q_"), t) if name.endswith("_b") else t
-            scale = max(float(torch.linalg.vector_norm(v)) for v in (t, like))
-            error, allowed = _distance(got[name], t), 2 * base + torch.finfo(self.compute).eps / 2 * scale
-            if not error <= allowed:
-                bad.append(f"{name}: error {error:.3e}, allowed {allowed:.3e} (eager PyTorch: {base:.3e})")
-        return bad
+            scale = max(*(float(torch.linalg.vector_norm(v)) for v in (t, like)), torch.finfo(torch.float64).tiny)
+            first = self.baselines[0][name]
+            assert (got[name].shape, got[name].dtype) == (first.shape, first.dtype), name
+            base = max(_distance(run[name], t) for run in self.baselines)
+            errors[name] = Errors(_distance(got[name], t) / scale, base / scale)
+        return errors
+
+    def failures(self, got: Mapping[str, Tensor]) -> list[str]:
+        return failures([self.errors(got)], self.compute)
 
     def check(self, got: Mapping[str, Tensor]) -> None:
-        failures = self.failures(got)
-        assert not failures, "\n" + "\n".join(failures)
+        assert not self.failures(got), "\n" + "\n".join(self.failures(got))
 
 
 def _distance(got: Tensor, true: Tensor) -> float:
     return float(torch.linalg.vector_norm(got.double() - true))
+
+
+def failures(draws: Sequence[Mapping[str, Errors]], compute: torch.dtype) -> list[str]:
+    """The tensors that break error <= 2 * eager PyTorch's error + eps(compute) / 2, root mean squares over the draws.
+
+    Factor 2: both runs round at the same places in a different order, so that their errors are two draws of the same
+    size, not the same draw. Half an ulp of the scale: a correctly rounded result alone may be off by that, and eager
+    PyTorch may hit a representable value by luck.
+    """
+    bad = []
+    for name in draws[0]:
+        error, base = (
+            math.sqrt(sum(value**2 for value in values) / len(draws))
+            for values in ([draw[name].got for draw in draws], [draw[name].eager for draw in draws])
+        )
+        allowed = 2 * base + torch.finfo(compute).eps / 2
+        if not error <= allowed:
+            bad.append(f"{name}: relative error {error:.3e}, allowed {allowed:.3e} (eager PyTorch: {base:.3e})")
+    return bad
 
 
 def expect(

@@ -128,7 +128,7 @@ Tensor Block::attention_backward(const Tensor& ds) {
   d_o.reset();
   value_.o.reset();
   value_.lse.reset();
-  const Tensor raw = a.qk.on() ? value_.qkv : Tensor();
+  Tensor raw = a.qk.on() ? value_.qkv : Tensor();
   value_.q.reset();
   value_.k.reset();
   value_.v.reset();
@@ -152,6 +152,7 @@ Tensor Block::attention_backward(const Tensor& ds) {
   dq.reset();
   turn_back(dk, a.q_width(), a.kv_heads, kKNormW, kKNormB);
   dk.reset();
+  raw.reset();
   heads_view(dqkv, a.q_width() + a.kv_width(), a.kv_heads).copy_(dv);
   dv.reset();
 

@@ -1,6 +1,8 @@
 // The residual stream: how the two halves meet, what is kept, and the order of backward.
 #include "ops/torch.h"
 
+#include <utility>
+
 #include "autograd/block.h"
 #include "math/dropout.h"
 
@@ -17,7 +19,9 @@ void Block::ensure_mid() {
   const bool closing = a.out.on();
   const NormSpec& next = closing ? a.out : spec_.ffn.pre;
   const int next_weight = closing ? attn_slot(kAttnOutW) : ffn_slot(kFFNPreW);
-  const bool fuse_next = closing || (ffn_follows && next.on());
+  // Backward of the attention half alone reads no closing norm's result.
+  const bool fuse_next =
+      closing ? !backward_ || ffn_follows : ffn_follows && next.on();
   // Forward needs the sum itself unless a closing norm takes its place on the stream.
   const bool need_sum = backward_ || !closing || spec_.keep.mid;
   const Tensor sum = need_sum ? like_x(R_) : Tensor();
@@ -165,6 +169,7 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
     }
     Tensor dn2 = ds.defined() ? ffn_backward(ds, need_n2) : Tensor();
     value_.gu.reset();
+    replayed_gu_ = {};
     if (spec_.parallel == Parallel::shared_norm) {
       dn_shared = dn2;
     } else if (dn2.defined()) {
@@ -190,6 +195,7 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
     value_.mid.reset();
     Tensor dn1 = ds.defined() ? attention_backward(ds) : Tensor();
     if (dn_shared.defined()) dn1 = dn1.defined() ? dn1.add_(dn_shared) : dn_shared;
+    dn_shared.reset();
     const bool branch = dx.defined();  // the other branch's sum, ours to add to
     if (ds.defined()) {
       dx = norm_backward(dn1, x_, a.pre, attn_slot(kAttnPreW), branch ? dx : ds,
@@ -199,6 +205,10 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
     dx = ds;
   }
 
+  // From here on gradients are only converted: one at a time, beside nothing else.
+  ds.reset();
+  value_ = {};
+  cast_.clear();
   std::vector<Tensor> result;
   if (needs_[0]) {
     // An op must not return its input.
@@ -207,7 +217,7 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
   }
   for (size_t slot = 0; slot < params_.size(); ++slot) {
     if (!needs_[1 + slot]) continue;
-    const Tensor& grad = grads_[slot];
+    const Tensor grad = std::exchange(grads_[slot], Tensor());
     result.push_back(grad.defined() ? grad.to(params_[slot].scalar_type())
                                     : at::zeros_like(params_[slot]));
   }

@@ -75,18 +75,27 @@ void Block::ensure_down() {
   const FFNSpec& f = spec_.ffn;
   const std::vector<Part> part = {{ffn_slot(kDownW), ffn_slot(kDownB), 0, C_, 0}};
   const bool cut_cols = tiles_.cols < f.hidden;
-  Tensor down = like_x(P_);
+  Tensor down;
   const Tensor h = cut_cols ? empty({N_, f.hidden}, P_) : Tensor();
   for (const Tile& t : tiles()) {
-    const Tensor h_tile = cut_cols ? h.narrow(1, t.col0, t.cols) : empty({t.rows, f.hidden}, P_);
     GateUp gu = make_gu(t);
+    if (!backward_ && t.row0 + t.rows == N_ && t.col0 + t.cols == f.hidden) {  // the last one
+      value_.n1.reset();
+      value_.n2.reset();
+    }
+    const Tensor h_tile = cut_cols ? h.narrow(1, t.col0, t.cols) : empty({t.rows, f.hidden}, P_);
     activate(gu, t, h_tile);
     // Backward goes through gu again: an uncut one is worth holding, a tile is made anew.
     if (backward_ && !tiled()) replayed_gu_ = std::move(gu);
     gu = {};
-    if (!cut_cols) project(down.narrow(0, t.row0, t.rows), h_tile, part, f.transposed);
+    if (cut_cols) continue;
+    if (!down.defined()) down = like_x(P_);
+    project(down.narrow(0, t.row0, t.rows), h_tile, part, f.transposed);
   }
-  if (cut_cols) project(down, h, part, f.transposed);
+  if (cut_cols) {
+    down = like_x(P_);
+    project(down, h, part, f.transposed);
+  }
   value_.down = down;
 }
 
@@ -107,12 +116,12 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
 
   // Where the hidden width is cut, the input gradient is a sum over tiles and is held wide.
   const bool cut_cols = tiles_.cols < f.hidden;
-  const Tensor dn2 = need_n2 ? like_x(cut_cols ? A_ : P_) : Tensor();
+  Tensor dn2;
   bool first = true;
   for (const Tile& t : tiles()) {
     GateUp gu = make_gu(t);
     const Tensor ddown_tile = ddown.narrow(0, t.row0, t.rows);
-    const Tensor h = empty({t.rows, t.cols}, P_);  // dh, and then h over it
+    Tensor h = empty({t.rows, t.cols}, P_);  // dh, and then h over it
     GateUp dgu;
     if (need_gu) {
       const Tensor w = f.transposed ? weight(down_w).narrow(0, t.col0, t.cols).t()
@@ -131,8 +140,10 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
     gu = {};
     const bool add_rows = t.row0 > 0;
     if (need_h) add_weight_grad(down_w, f.transposed, 0, C_, t.col0, t.cols, ddown_tile, h, add_rows);
+    h.reset();
     if (!need_gu) continue;
     if (need_gate_up) ensure_n2();
+    if (need_n2 && !dn2.defined()) dn2 = like_x(cut_cols ? A_ : P_);
     project_backward(dgu.buffer, value_.n2.defined() ? value_.n2.narrow(0, t.row0, t.rows) : Tensor(),
                      gu_parts(t), f.transposed,
                      dn2.defined() ? dn2.narrow(0, t.row0, t.rows) : Tensor(), add_rows,

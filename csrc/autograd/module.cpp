@@ -1,4 +1,6 @@
 // Python module of the extension: importing it registers the ops. What is not an op is here.
+#include "ops/torch.h"
+
 #include <string>
 #include <tuple>
 #include <vector>
@@ -8,10 +10,24 @@
 
 #include "autograd/tiles.h"
 #include "kernels/cpu/target.h"
+#include "ops/attention_tiles_cpu.h"
+#include "ops/linear.h"
 
 #ifndef CKPTFUSED_CUDA_ARCHS
 #define CKPTFUSED_CUDA_ARCHS ""
 #endif
+
+namespace {
+
+at::ScalarType dtype_named(const std::string& name) {
+  if (name == "float64") return at::kDouble;
+  if (name == "float32") return at::kFloat;
+  if (name == "bfloat16") return at::kBFloat16;
+  TORCH_CHECK(name == "float16", "expected float64, float32, bfloat16 or float16, got ", name);
+  return at::kHalf;
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.attr("version") = CKPTFUSED_VERSION;
@@ -21,5 +37,14 @@ PYBIND11_MODULE(_C, m) {
   m.def("ffn_tiles", [](int64_t rows, int64_t width, int64_t hidden, bool gated, int64_t size) {
     const ckptfused::FFNTiles t = ckptfused::ffn_tiles(rows, width, hidden, gated, size);
     return std::make_tuple(t.rows, t.cols);
+  });
+  m.def("linear_scratch_bytes", [](int64_t n, int64_t k, int64_t c, const std::string& dtype) {
+    return ckptfused::linear_scratch_bytes(n, k, c, dtype_named(dtype));
+  });
+  m.def("attention_scratch_bytes", [](bool backward, const std::string& dtype, int64_t queries,
+                                      int64_t keys, int64_t head_dim) {
+    const auto bytes = backward ? ckptfused::attention_bwd_scratch_bytes
+                                : ckptfused::attention_fwd_scratch_bytes;
+    return bytes(dtype_named(dtype), queries, keys, head_dim);
   });
 }

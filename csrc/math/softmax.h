@@ -1,8 +1,8 @@
 #pragma once
 
 #include <cmath>
+#include <cstdint>
 
-#include "math/elementary.h"
 #include "math/macros.h"
 
 namespace ckptfused {

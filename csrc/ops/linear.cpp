@@ -86,6 +86,7 @@ void float_blocks_out(const at::Tensor& out, const at::Tensor& a, const at::Tens
       const at::Tensor out_block = block_of(out, n0, size.n, k0, size.k);
       at::Tensor sum = out_block;
       if (!in_place) sum = sum_buffer.narrow(0, 0, sum.numel()).view(sum.sizes());
+      if (accumulate && !in_place) sum.copy_(out_block);
       for (int64_t c0 = 0; c0 < c; c0 += size.c) {
         const at::Tensor a_block = to_float(block_of(a, n0, size.n, c0, size.c), a_buffer);
         if (n0 == 0 || size.c < c) {  // a b block of full depth serves every block of rows
@@ -143,9 +144,6 @@ void matmul_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                   out.size(0) == a.size(0) && out.size(1) == b.size(1),
               "matrix product: expected out [N, K] = a [N, C] @ b [C, K], got ", out.sizes(), " = ",
               a.sizes(), " @ ", b.sizes());
-  TORCH_CHECK(!accumulate || !is_half(out.scalar_type()),
-              "matrix product: sums are accumulated in float32 or float64, got an output of ",
-              out.scalar_type());
   product_out(out, a, b, std::nullopt, accumulate);
 }
 

@@ -19,7 +19,8 @@ void linear_out(const at::Tensor& out, const at::Tensor& in, const at::Tensor& w
 
 // out = a @ b, or out += a @ b when accumulate.
 // Shapes: out [N, K], a [N, C], b [C, K]. a and b have one dtype; out has it too, or is the
-// float32 accumulator of a half-precision product. An accumulated out is float32 or float64.
+// float32 accumulator of a half-precision product. A sum over many products belongs in such an
+// accumulator; one over the few parts of a projection may be rounded to out's type each time.
 void matmul_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate);
 
 // Most bytes that one CPU product [n, c] x [c, k] of this dtype allocates while it runs.

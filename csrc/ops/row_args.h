@@ -26,8 +26,10 @@ inline NormKind norm_kind(const char* op, std::string_view kind) {
 inline at::Tensor norm_param(const char* op, const char* name, const OptionalTensor& param,
                              int64_t cols, at::ScalarType acc, at::Device device) {
   if (!given(param)) return {};
-  check_tensor(op, name, *param, {cols}, param->scalar_type(), device);
-  return param->to(acc);
+  TORCH_CHECK(param->sizes() == at::IntArrayRef({cols}) && param->device() == device, op, ": ", name,
+              ": expected [", cols, "] on ", device, ", got ", param->sizes(), " on ",
+              param->device());
+  return param->to(acc).contiguous();
 }
 
 // What xhat is multiplied by, [cols] in the accumulation type: the weight, 1 + weight for Gemma's

@@ -178,7 +178,8 @@ TYPED_TEST_SUITE(Attention, AccTypes);
 TYPED_TEST(Attention, ForwardMatchesTheWholeSoftmax) {
   using A = TypeParam;
   const Masks masks;
-  const auto products = random_values<A>(kRows * kKeys, 1), v = random_values<A>(kKeys * kHeadDim, 2);
+  const auto products = random_values<A>(kRows * kKeys, 1);
+  const auto v = random_values<A>(kKeys * kHeadDim, 2);
   for (const Setting& s : settings()) {
     const Naive naive(s, masks, products.exact);
     std::vector<double> want(kRows * kHeadDim);
@@ -225,7 +226,8 @@ TYPED_TEST(Attention, ForwardMatchesTheWholeSoftmax) {
 TYPED_TEST(Attention, BackwardMatchesTheFormula) {
   using A = TypeParam;
   const Masks masks;
-  const auto products = random_values<A>(kRows * kKeys, 1), dprobs = random_values<A>(kRows * kKeys, 4);
+  const auto products = random_values<A>(kRows * kKeys, 1);
+  const auto dprobs = random_values<A>(kRows * kKeys, 4);
   const auto delta = random_values<A>(kRows, 5);
   for (const Setting& s : settings()) {
     const Naive naive(s, masks, products.exact);

@@ -3,6 +3,14 @@ CKPT_BEGIN_TARGET
 // Columns taken at a time: the draws of a run and the outputs that nobody wants stay in L1.
 constexpr int64_t kActivationRun = 512;
 
+// The draws of a run, or the buffer as it is. One function for all kernels: inlined into each, the
+// generator would be most of what the compiler has to do.
+__attribute__((noinline)) const uint16_t* draw(const ActivationShape& a, int64_t row, int64_t col,
+                                               int64_t n, uint16_t* buffer) {
+  if (!a.dropout.active()) return buffer;
+  return dropout_draws(a.dropout, row, a.col0 + col, a.col0 + col + n, buffer);
+}
+
 template <typename T, Activation kAct, bool kGated>
 struct ActivationKernel {
   using A = acc_t<T>;
@@ -71,11 +79,6 @@ struct ActivationKernel {
   // a few per cent, and half the kernels.
   CKPT_HD static void keep_all(uint16_t* buffer) {
     for (int64_t i = 0; i < kActivationRun + 16; ++i) buffer[i] = 0xffff;
-  }
-  CKPT_HD static const uint16_t* draw(const ActivationShape& a, int64_t row, int64_t col, int64_t n,
-                                      uint16_t* buffer) {
-    if (!a.dropout.active()) return buffer;
-    return dropout_draws(a.dropout, row, a.col0 + col, a.col0 + col + n, buffer);
   }
 };
 

@@ -6,6 +6,7 @@
 
 #include "kernels/cpu/attention.h"
 #include "kernels/cpu/rows.h"
+#include "math/elementary.h"
 #include "math/softmax.h"
 
 namespace ckptfused {
