@@ -1,16 +1,28 @@
-"""What a block costs: bytes saved for backward, matrix products made and replayed, FLOPs.
+"""What a block costs: bytes saved for backward, matrix products made and replayed, FLOPs, peak scratch.
 
 The derivation of these numbers is in COST of the design notes; this module is their code, and tests hold the
-extension to it exactly. Notation: B batch, T length, N = B·T tokens, C width.
+extension to it exactly. Notation: B batch, T length, N = B·T tokens, C width. `cost_work` has the work and the kept
+values; `cost_walk` goes through a call step by step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from ckptfused.cost_frame import Call
+from ckptfused.cost_walk import BlockWalk
+from ckptfused.cost_work import (
+    Attention,
+    Product,
+    accumulation_type,
+    compute_type,
+    forward_products,
+    kept_bytes,
+    kept_values,
+    saved_bytes,
+)
 from ckptfused.spec import BlockSpec, param_names
 
 __all__ = [
@@ -18,136 +30,43 @@ __all__ = [
     "Product",
     "accumulation_type",
     "backward_flops",
+    "backward_scratch",
+    "backward_work",
     "compute_type",
+    "ffn_tiles",
     "forward_flops",
     "forward_products",
+    "forward_scratch",
     "kept_bytes",
     "kept_values",
     "replayed",
     "saved_bytes",
 ]
 
-RNG_STATE_BYTES = 16
+_SCRATCH_LIMIT = 256 << 20  # csrc/autograd/tiles.h
+_ROW_ALIGN = _COL_ALIGN = 64
 
 
-def compute_type(spec: BlockSpec, dtype: torch.dtype) -> torch.dtype:
-    """The type of the matrix products of a block whose x has this dtype."""
-    return dtype if spec.compute is None else getattr(torch, spec.compute)
+def ffn_tiles(rows: int, width: int, hidden: int, gated: bool, element_size: int) -> tuple[int, int]:
+    """Rows and hidden columns of a tile of the FFN half: csrc/autograd/tiles.h, which says why."""
+    scratch = (3 if gated else 2) * rows * hidden * element_size
+    count = -(-scratch // _SCRATCH_LIMIT)
+    if count <= 1:
+        return rows, hidden
+    narrow = element_size < 4
+    row_sums = (3 if gated else 2) * width * hidden * 4 if narrow else 0
+    col_sums = rows * width * 4 if narrow else 0
 
+    def step(size: int, align: int) -> int:
+        even = -(-size // count)
+        return min(size, -(-even // align) * align)
 
-def accumulation_type(dtype: torch.dtype) -> torch.dtype:
-    """The type that norms, softmax and reductions accumulate in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-@dataclass(frozen=True)
-class Product:
-    """One matrix product [n, c] x [c, k]."""
-
-    name: str
-    n: int
-    k: int
-    c: int
-
-    @property
-    def flops(self) -> int:
-        """Multiplications and additions."""
-        return 2 * self.n * self.k * self.c
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Attention over [B, H, T, D], counted whole as `torch.utils.flop_counter` counts it, causal or not."""
-
-    batch: int
-    heads: int
-    length: int
-    head_dim: int
-    name: str = "attention"
-
-    @property
-    def flops(self) -> int:
-        """Of a forward: two products of T x T x D a head."""
-        return 2 * self._product
-
-    @property
-    def backward_flops(self) -> int:
-        """Five products: the scores again, and the gradients of v, of the probabilities, of q and of k."""
-        return 5 * self._product
-
-    @property
-    def _product(self) -> int:
-        return 2 * self.batch * self.heads * self.length * self.length * self.head_dim
-
-
-def kept_values(
-    spec: BlockSpec, batch: int, length: int, width: int, dtype: torch.dtype
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor that block_fwd returns for backward, in its order.
-
-    **Shapes** Batch-first for `o`, [B, T, H·D], and `lse`, [B, H, T]; the others follow the layout of x.
-    """
-    compute, acc = compute_type(spec, dtype), accumulation_type(dtype)
-    lead = (length, batch) if spec.seq_first else (batch, length)
-    values: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for name in spec.keep:
-        if name == "attn":
-            assert spec.attn is not None
-            values["o"] = ((batch, length, spec.attn.q_width), compute)
-            values["lse"] = ((batch, spec.attn.heads, length), acc)
-        elif name == "mid":
-            values["mid"] = ((*lead, width), dtype)
-        elif name == "proj":
-            values["proj"] = ((*lead, width), compute)
-        elif name == "qkv":
-            assert spec.attn is not None
-            values["qkv"] = ((*lead, spec.attn.qkv_width), compute)
-        elif name == "gu":
-            assert spec.ffn is not None
-            values["gu"] = ((*lead, spec.ffn.gu_width), compute)
-        elif name == "out":
-            assert spec.ffn is not None
-            values["out"] = ((*lead, width), dtype if spec.ffn.out != "none" else compute)
-    return values
-
-
-def _bytes(shape: Collection[int], dtype: torch.dtype) -> int:
-    total = dtype.itemsize
-    for size in shape:
-        total *= size
-    return total
-
-
-def kept_bytes(spec: BlockSpec, batch: int, length: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes of the kept values of one call."""
-    return sum(_bytes(shape, kind) for shape, kind in kept_values(spec, batch, length, width, dtype).values())
-
-
-def saved_bytes(spec: BlockSpec, batch: int, length: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes that one call holds until backward: x, the random state where some p > 0, and the kept values.
-
-    Parameters and tensors that the caller owns (masks, cos, sin, cu_seqlens) do not count.
-    """
-    rng = RNG_STATE_BYTES if spec.has_dropout else 0
-    return _bytes((batch, length, width), dtype) + rng + kept_bytes(spec, batch, length, width, dtype)
-
-
-def forward_products(spec: BlockSpec, batch: int, length: int, width: int) -> dict[str, Product | Attention]:
-    """The work of a forward in its order: qkv, attention, proj, gu, down (those that the spec has).
-
-    Products of separate weights count as one: their widths add up.
-    """
-    n = batch * length
-    work: dict[str, Product | Attention] = {}
-    if spec.attn is not None:
-        a = spec.attn
-        work["qkv"] = Product("qkv", n, a.qkv_width, width)
-        work["attention"] = Attention(batch, a.heads, length, a.head_dim)
-        work["proj"] = Product("proj", n, width, a.q_width)
-    if spec.ffn is not None:
-        work["gu"] = Product("gu", n, spec.ffn.gu_width, width)
-        work["down"] = Product("down", n, width, spec.ffn.hidden)
-    return work
+    row_step, col_step = step(rows, _ROW_ALIGN), step(hidden, _COL_ALIGN)
+    row_total = scratch // rows * row_step + row_sums
+    col_total = scratch // hidden * col_step + col_sums
+    if min(row_total, col_total) >= scratch:
+        return rows, hidden
+    return (row_step, hidden) if row_total <= col_total else (rows, col_step)
 
 
 def replayed(spec: BlockSpec) -> tuple[str, ...]:
@@ -177,43 +96,90 @@ def forward_flops(spec: BlockSpec, batch: int, length: int, width: int) -> int:
     return sum(work.flops for work in forward_products(spec, batch, length, width).values())
 
 
-# Which gradients each piece of work takes part in: the slots of its weights, in the order of the data flow.
-_WEIGHTS = {
-    "down": ("ffn.down_w",),
-    "gu": ("ffn.gate_w", "ffn.up_w"),
-    "proj": ("attn.o_w",),
-    "qkv": ("attn.q_w", "attn.k_w", "attn.v_w"),
-}
+def _wanted(spec: BlockSpec, needs: Collection[str] | None) -> Collection[str]:
+    return ("x", *param_names(spec)) if needs is None else needs
+
+
+def _walk(call: Call, needs: Collection[str] | None = None, tiled: bool = True) -> BlockWalk:
+    spec, tiles = call.spec, (call.batch * call.length, 0)
+    if spec.ffn is not None:
+        size = compute_type(spec, call.dtype).itemsize
+        whole = (tiles[0], spec.ffn.hidden)
+        tiles = ffn_tiles(tiles[0], call.width, spec.ffn.hidden, spec.ffn.gated, size) if tiled else whole
+    walk = BlockWalk(call, tiles, needs or (), backward=needs is not None)
+    if needs is not None:
+        walk.run_backward()
+    return walk
+
+
+def backward_work(
+    spec: BlockSpec, batch: int, length: int, width: int, needs: Collection[str] | None = None
+) -> list[Product | Attention]:
+    """The products and attention calls of one backward in their order, replays included, the FFN in one piece.
+
+    A replay has the name that `forward_products` gives it. `needs`: names of those of `x` and the parameter slots whose
+    gradients are asked for; None: all of them. What only other gradients would need is not made.
+    """
+    call = Call(spec, batch, length, width, torch.float32)
+    return _walk(call, _wanted(spec, needs), tiled=False).work
 
 
 def backward_flops(
     spec: BlockSpec, batch: int, length: int, width: int, needs: Collection[str] | None = None
 ) -> int:
-    """FLOPs of one backward, replays included.
+    """FLOPs of one backward, replays included; `needs` as in `backward_work`."""
+    return sum(
+        work.backward_flops if isinstance(work, Attention) and work.name != "attention" else work.flops
+        for work in backward_work(spec, batch, length, width, needs)
+    )
 
-    `needs`: names of those of `x` and the parameter slots whose gradients are asked for; None: all of them. A
-    frozen weight costs no product of its own; a product's input gradient is made where anything below asks.
-    Replays are counted as for all gradients, less what no asked gradient needs.
+
+def forward_scratch(
+    spec: BlockSpec,
+    batch: int,
+    length: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    save: bool = True,
+    params: Mapping[str, torch.dtype] | None = None,
+    lengths: Sequence[int] | None = None,
+    rope_copies: int = 0,
+    threads: int | None = None,
+) -> int:
+    """The most bytes that one block_fwd on the CPU holds at a time, its results (y and the kept values) included.
+
+    Exact but for what is not the block's: what one PyTorch op allocates and frees within itself (the scratch of its
+    flash attention and of `sum`; oneDNN's), and a few rows a thread in the row kernels.
+
+    `save`: whether kept values are returned. `params`: the filled slots and their dtypes; None: all, of x's dtype.
+    `lengths`: of packed sequences. `rope_copies`: bytes of the copies of cos and sin, made where they are not
+    [..., T, rotary_dim / 2] in the accumulation type. `threads`: None, as many as PyTorch has now.
     """
-    work = forward_products(spec, batch, length, width)
-    wanted = set(needs) if needs is not None else {"x", *param_names(spec)}
-    total = sum(work[name].flops for name in replayed(spec))
-    for name, item in work.items():
-        if isinstance(item, Attention):
-            total += item.backward_flops
-            continue
-        weights = _WEIGHTS[name]
-        trained = any(w in wanted for w in weights)
-        total += item.flops * (int(trained) + int(_flows_below(spec, name, wanted)))
-    return total
+    threads = torch.get_num_threads() if threads is None else threads
+    call = Call(spec, batch, length, width, dtype, params, tuple(lengths or ()) or None, rope_copies, threads)
+    walk = _walk(call)
+    walk.forward(save)
+    return walk.time.peak
 
 
-def _flows_below(spec: BlockSpec, name: str, wanted: set[str]) -> bool:
-    """Whether something upstream of this product's input asks for a gradient."""
-    below = {
-        "qkv": ("x", "attn.pre_"),
-        "proj": ("x", "attn.pre_", "attn.q_", "attn.k_", "attn.v_"),
-        "gu": ("x", "ffn.pre_", *(("attn.",) if not spec.parallel else ("attn.pre_",))),
-        "down": ("x", "ffn.pre_", "ffn.gate_", "ffn.up_", *(("attn.",) if not spec.parallel else ("attn.pre_",))),
-    }[name]
-    return any(slot.startswith(prefix) for slot in wanted for prefix in below)
+def backward_scratch(
+    spec: BlockSpec,
+    batch: int,
+    length: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    needs: Collection[str] | None = None,
+    params: Mapping[str, torch.dtype] | None = None,
+    lengths: Sequence[int] | None = None,
+    rope_copies: int = 0,
+    threads: int | None = None,
+) -> int:
+    """The most bytes that one block_bwd on the CPU holds at a time, the gradients that it returns included.
+
+    As `forward_scratch`; `needs` as in `backward_work`. What was saved does not count: it was there before.
+    """
+    threads = torch.get_num_threads() if threads is None else threads
+    call = Call(spec, batch, length, width, dtype, params, tuple(lengths or ()) or None, rope_copies, threads)
+    return _walk(call, _wanted(spec, needs)).time.peak

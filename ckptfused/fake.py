@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ _DESTINATION_PASSING = (
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(text: str) -> BlockSpec:
     return BlockSpec.parse(text)
 
@@ -31,7 +31,12 @@ def _dims(spec: BlockSpec, shape: Sequence[Any]) -> tuple[Any, Any, Any]:
 
 
 def _block_fwd(
-    x: Tensor, params: Sequence[Tensor | None], aux: Sequence[Tensor | None], rng_state: Tensor | None, spec: str, save: bool
+    x: Tensor,
+    params: Sequence[Tensor | None],
+    aux: Sequence[Tensor | None],
+    rng_state: Tensor | None,
+    spec: str,
+    save: bool,
 ) -> list[Tensor]:
     outputs = [x.new_empty(x.shape)]
     if save:

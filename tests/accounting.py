@@ -2,80 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+PRODUCTS = ("aten::mm", "aten::addmm")  # outputs given or not; tiled attention's own do not go through the dispatcher
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
 
 def saved_bytes(function: Callable[[], Tensor], module: torch.nn.Module | None = None, own: Iterable[Tensor] = ()) -> int:
     """Bytes of the unique storages that autograd saves in a call, less the module's and the caller's `own`."""
     owned = [*own, *(() if module is None else (*module.parameters(), *module.buffers()))]
     ignored = {t.untyped_storage().data_ptr() for t in owned}
-    storages: dict[int, int] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
         if storage.data_ptr() not in ignored:
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage  # held, so that no address is used twice
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = function()
+    total = sum(storage.nbytes() for storage in storages.values())
     del y
-    return sum(storages.values())
+    return total
+
+
+@dataclass
+class _Buffer:
+    nbytes: int
+    op: int | None  # the outermost PyTorch op that allocated it
+    internal: bool = False  # freed by that op, too
 
 
 class Events:
-    """The aten events and the allocations of a call."""
+    """The PyTorch ops and the allocations of a call, in the order of time."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as prof:
             self.result = function()
-        self._events = list(prof.events())
-        self._memory = [
-            event.extra_fields for event in _flatten(prof.profiler.kineto_results.experimental_event_tree()) if _is_allocation(event)
-        ]
+        self._ops = [event for event in prof.events() if event.name.startswith(("aten::", "ckptfused::"))]
+        self._changes = self._read_memory(prof.profiler.kineto_results.experimental_event_tree())
+
+    @staticmethod
+    def _read_memory(tree: Iterable[Any]) -> list[tuple[_Buffer, int]]:
+        """Every allocation (+1) and every free (-1) of something allocated in the call."""
+        live: dict[int, _Buffer] = {}
+        changes = []
+        for op, memory in sorted(_allocations(tree, None), key=lambda found: found[1][0]):
+            _, pointer, nbytes = memory
+            if nbytes > 0:
+                live[pointer] = _Buffer(nbytes, op)
+                changes.append((live[pointer], 1))
+            elif nbytes < 0 and pointer in live:
+                buffer = live.pop(pointer)
+                buffer.internal = op is not None and op == buffer.op
+                changes.append((buffer, -1))
+        return changes
 
     def live_bytes(self) -> int:
         """Bytes allocated in the call and not freed by its end."""
-        return sum(m.alloc_size for m in self._memory)
+        return sum(sign * buffer.nbytes for buffer, sign in self._changes)
 
-    def peak_bytes(self) -> int:
-        """The most bytes that were allocated at a time, above what was there before."""
+    def peak_bytes(self, internal: bool = False) -> int:
+        """The most bytes that were allocated at a time, above what was there before.
+
+        internal: with what a PyTorch op allocated and freed within itself.
+        """
         total = peak = 0
-        for m in self._memory:
-            total += m.alloc_size
-            peak = max(peak, total)
+        for buffer, sign in self._changes:
+            if internal or not buffer.internal:
+                total += sign * buffer.nbytes
+                peak = max(peak, total)
         return peak
+
+    def products(self) -> Counter[tuple[int, int, int]]:
+        """How many two-dimensional matrix products [n, c] x [c, k] of each n, k, c there were."""
+        found: Counter[tuple[int, int, int]] = Counter()
+        for event in self._ops:
+            if event.name in PRODUCTS:
+                first = 0 if event.name == "aten::mm" else 1
+                (n, c), (_, k) = event.input_shapes[first : first + 2]
+                found[n, k, c] += 1
+        return found
 
     def product_flops(self) -> int:
         """FLOPs of all two-dimensional matrix products."""
-        flops = 0
-        for event in self._events:
-            if event.name in ("aten::mm", "aten::addmm"):
-                a, b = event.input_shapes[-2:] if event.name == "aten::mm" else event.input_shapes[1:3]
-                if event.name == "aten::mm":
-                    a, b = event.input_shapes[0], event.input_shapes[1]
-                flops += 2 * a[0] * a[1] * b[1]
-        return flops
+        return sum(2 * n * k * c * times for (n, k, c), times in self.products().items())
 
-    def count(self, name: str) -> int:
-        """How many events have this name."""
-        return sum(event.name == name for event in self._events)
+    def count(self, *names: str) -> int:
+        """How many ops have one of these names."""
+        return sum(event.name in names for event in self._ops)
 
 
-def _flatten(events: Iterable[Any]) -> list[Any]:
-    """All events of the tree in the order of time."""
-    found, stack = [], list(events)
-    while stack:
-        event = stack.pop()
-        found.append(event)
-        stack.extend(event.children)
-    return sorted(found, key=lambda event: event.start_time_ns)
-
-
-def _is_allocation(event: Any) -> bool:
-    return type(event.extra_fields).__name__ == "_ExtraFields_Allocation"
+def _allocations(events: Iterable[Any], op: int | None) -> Iterator[tuple[int | None, tuple[int, int, int]]]:
+    """Allocations below these events as (time, address, bytes), each with its outermost aten op."""
+    for event in events:
+        fields = event.extra_fields
+        if type(fields).__name__ == "_ExtraFields_Allocation":
+            yield op, (event.start_time_ns, fields.ptr, fields.alloc_size)
+        elif op is None and event.name.startswith("aten::"):
+            yield from _allocations(event.children, event.id)
+        else:
+            yield from _allocations(event.children, op)

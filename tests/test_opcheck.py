@@ -106,6 +106,10 @@ def test_small_op(name: str) -> None:
 
 
 def test_every_op_is_checked() -> None:
-    names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("ckptfused::")}
+    names = {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("ckptfused::")
+    }
     blocks = {f"{family}{way}" for family in ("block", "attention_block", "ffn_block") for way in ("", "_fwd", "_bwd")}
     assert names == blocks | set(small_op_args())

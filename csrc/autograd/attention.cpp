@@ -27,7 +27,7 @@ Tensor Block::heads_view(const Tensor& buffer, int64_t col0, int64_t heads) cons
 
 call::AttentionArgs Block::attention_args() const {
   const AttentionSpec& a = spec_.attn;
-  return {mask_,   padding_, cu_seqlens_, rng_,     a.mask,    a.padding,
+  return {mask_,   padding_, cu_seqlens_, rng_,      a.mask,  a.padding,
           a.scale, a.causal, a.window,    a.softcap, a.p_attn};
 }
 
@@ -142,8 +142,8 @@ Tensor Block::attention_backward(const Tensor& ds) {
       return;
     }
     // Without a norm the kernel reads no x; the gradient stands in for it.
-    const Tensor from = raw.defined() ? heads_view(raw, col0, heads).transpose(1, 2)
-                                      : d.transpose(1, 2);
+    const Tensor from =
+        raw.defined() ? heads_view(raw, col0, heads).transpose(1, 2) : d.transpose(1, 2);
     call::qk_bwd(d.transpose(1, 2), from, param(attn_slot(slot_w)), cos_, sin_, to,
                  grad_vector(attn_slot(slot_w)), grad_vector(attn_slot(slot_b)), a.qk.kind,
                  a.qk.eps, a.rope, a.rotary_dim);

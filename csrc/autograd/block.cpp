@@ -20,8 +20,7 @@ void Block::ensure_mid() {
   const NormSpec& next = closing ? a.out : spec_.ffn.pre;
   const int next_weight = closing ? attn_slot(kAttnOutW) : ffn_slot(kFFNPreW);
   // Backward of the attention half alone reads no closing norm's result.
-  const bool fuse_next =
-      closing ? !backward_ || ffn_follows : ffn_follows && next.on();
+  const bool fuse_next = closing ? !backward_ || ffn_follows : ffn_follows && next.on();
   // Forward needs the sum itself unless a closing norm takes its place on the stream.
   const bool need_sum = backward_ || !closing || spec_.keep.mid;
   const Tensor sum = need_sum ? like_x(R_) : Tensor();
@@ -46,7 +45,8 @@ void Block::ensure_ffn_in() {
   }
   ensure_mid();
   if (value_.ffn_in.defined()) return;
-  value_.ffn_in = pre_norm(value_.mid, spec_.attn.out, attn_slot(kAttnOutW), attn_slot(kAttnOutB), R_);
+  value_.ffn_in =
+      pre_norm(value_.mid, spec_.attn.out, attn_slot(kAttnOutW), attn_slot(kAttnOutB), R_);
 }
 
 void Block::ensure_n2() {
@@ -134,7 +134,8 @@ void Block::restore(at::TensorList kept) {
   if (keep.qkv) value_.qkv = rows_view(take());
   if (keep.gu) value_.gu = rows_view(take());
   if (keep.out) (spec_.ffn.out.on() ? value_.out : value_.down) = rows_view(take());
-  TORCH_CHECK(next == kept.size(), "ckptfused: expected ", next, " kept tensors, got ", kept.size());
+  TORCH_CHECK(next == kept.size(), "ckptfused: expected ", next, " kept tensors, got ",
+              kept.size());
 }
 
 std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
@@ -149,15 +150,16 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
   restore(kept);
 
   const Tensor dy_rows = dy.contiguous().view({N_, C_});
-  Tensor ds = dy_rows;      // gradient of the residual stream, walking down
-  bool owned = false;       // whether ds is our scratch
+  Tensor ds = dy_rows;  // gradient of the residual stream, walking down
+  bool owned = false;   // whether ds is our scratch
   Tensor dx, dn_shared;
   const bool serial = spec_.parallel == Parallel::no;
   const bool attn_any = spec_.has_attn && need_any(0, kAttentionParams);
 
   if (spec_.has_ffn) {
     const FFNSpec& f = spec_.ffn;
-    const int pre = spec_.parallel == Parallel::shared_norm ? attn_slot(kAttnPreW) : ffn_slot(kFFNPreW);
+    const int pre =
+        spec_.parallel == Parallel::shared_norm ? attn_slot(kAttnPreW) : ffn_slot(kFFNPreW);
     const bool flows = needs_[0] || (serial && attn_any);
     const bool need_n2 = flows || need_any(pre, pre + 2);
     if (f.out.on()) {
@@ -176,7 +178,8 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
       ensure_ffn_in();
       value_.n2.reset();
       // In a parallel block both branches start from the same gradient: it must survive.
-      const Tensor below = norm_backward(dn2, value_.ffn_in, f.pre, pre, ds, owned && serial, flows);
+      const Tensor below =
+          norm_backward(dn2, value_.ffn_in, f.pre, pre, ds, owned && serial, flows);
       (serial ? ds : dx) = below;
       owned = true;
     }

@@ -17,17 +17,17 @@ using OptTensorList = c10::List<std::optional<at::Tensor>>;
 // The intermediates of a block, each undefined until its ensure_ function has made it. Tensors of
 // the residual stream have its type R and shape [N, C]; the rest has the compute type P.
 struct Values {
-  at::Tensor n1;         // pre_norm(x), P
-  at::Tensor qkv;        // raw product [N, W]
-  at::Tensor q, k, v;    // after q/k norm and RoPE: views [B, heads, T, D]
-  at::Tensor o, lse;     // [B, T, H*D] and [B, H, T]
-  at::Tensor proj;       // attention projection [N, C], P
-  at::Tensor mid;        // x + m * drop(post(proj)), R
-  at::Tensor ffn_in;     // input of the FFN half: mid, or its closing norm, R
-  at::Tensor n2;         // pre_norm(ffn_in), P
-  at::Tensor gu;         // [N, 2F] or [N, F]; whole only where it is kept
-  at::Tensor down;       // FFN product [N, C], P
-  at::Tensor out;        // sum before the closing norm of the FFN half, R
+  at::Tensor n1;       // pre_norm(x), P
+  at::Tensor qkv;      // raw product [N, W]
+  at::Tensor q, k, v;  // after q/k norm and RoPE: views [B, heads, T, D]
+  at::Tensor o, lse;   // [B, T, H*D] and [B, H, T]
+  at::Tensor proj;     // attention projection [N, C], P
+  at::Tensor mid;      // x + m * drop(post(proj)), R
+  at::Tensor ffn_in;   // input of the FFN half: mid, or its closing norm, R
+  at::Tensor n2;       // pre_norm(ffn_in), P
+  at::Tensor gu;       // [N, 2F] or [N, F]; whole only where it is kept
+  at::Tensor down;     // FFN product [N, C], P
+  at::Tensor out;      // sum before the closing norm of the FFN half, R
 };
 
 // One matrix among those whose products lie side by side in a buffer: buffer columns
@@ -111,8 +111,9 @@ class Block {
   void project(const at::Tensor& out, const at::Tensor& in, const std::vector<Part>& parts,
                bool transposed);
   // Weight and bias gradients of a projection, and its input gradient into din if defined.
-  void project_backward(const at::Tensor& dout, const at::Tensor& in, const std::vector<Part>& parts,
-                        bool transposed, const at::Tensor& din, bool add_params, bool add_din);
+  void project_backward(const at::Tensor& dout, const at::Tensor& in,
+                        const std::vector<Part>& parts, bool transposed, const at::Tensor& din,
+                        bool add_params, bool add_din);
 
   // The residual frame.
   at::Tensor pre_norm(const at::Tensor& x, const NormSpec& norm, int weight, int bias,
@@ -138,14 +139,14 @@ class Block {
   std::vector<at::Tensor> cast_;    // parameters in the compute type, made on first use
   at::Tensor cos_, sin_;            // [B or 1, T, rotary_dim / 2], accumulation type
   at::Tensor mask_, padding_, cu_seqlens_, rng_;
-  at::ScalarType R_, P_, A_;        // residual stream, compute, accumulation
+  at::ScalarType R_, P_, A_;  // residual stream, compute, accumulation
   int64_t B_, T_, N_, C_;
   std::vector<int64_t> row_map_;
   FFNTiles tiles_{0, 0};
   Values value_;
   bool save_ = false;
   bool backward_ = false;
-  bool qk_in_place_ = false;        // qkv no longer holds the raw product
+  bool qk_in_place_ = false;  // qkv no longer holds the raw product
   std::vector<bool> needs_;
   std::vector<at::Tensor> grads_;
 };

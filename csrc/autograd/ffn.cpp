@@ -16,7 +16,8 @@ std::vector<Block::Tile> Block::tiles() const {
   const int64_t F = spec_.ffn.hidden;
   for (int64_t row0 = 0; row0 < N_; row0 += tiles_.rows) {
     for (int64_t col0 = 0; col0 < F; col0 += tiles_.cols) {
-      list.push_back({row0, std::min(tiles_.rows, N_ - row0), col0, std::min(tiles_.cols, F - col0)});
+      list.push_back(
+          {row0, std::min(tiles_.rows, N_ - row0), col0, std::min(tiles_.cols, F - col0)});
     }
   }
   return list;
@@ -35,8 +36,7 @@ std::vector<Part> Block::gu_parts(const Tile& t) const {
   if (!f.gated()) return {{up_w, up_b, t.col0, t.cols, 0}};
   if (!f.joint) return {{gate_w, gate_b, t.col0, t.cols, 0}, {up_w, up_b, t.col0, t.cols, t.cols}};
   if (t.cols == f.hidden) return {{gate_w, gate_b, 0, 2 * f.hidden, 0}};
-  return {{gate_w, gate_b, t.col0, t.cols, 0},
-          {gate_w, gate_b, f.hidden + t.col0, t.cols, t.cols}};
+  return {{gate_w, gate_b, t.col0, t.cols, 0}, {gate_w, gate_b, f.hidden + t.col0, t.cols, t.cols}};
 }
 
 // One tile of gu: views of the kept values, or the product. The product always goes to a buffer
@@ -46,15 +46,15 @@ Block::GateUp Block::make_gu(const Tile& t) {
   const bool whole_rows = t.cols == f.hidden;
   const Tensor kept = value_.gu.defined() ? value_.gu.narrow(0, t.row0, t.rows) : Tensor();
   if (backward_ && kept.defined()) {
-    GateUp views{Tensor(), Tensor(), kept.narrow(1, f.gated() ? f.hidden + t.col0 : t.col0, t.cols)};
+    GateUp views{Tensor(), Tensor(),
+                 kept.narrow(1, f.gated() ? f.hidden + t.col0 : t.col0, t.cols)};
     if (f.gated()) views.gate = kept.narrow(1, t.col0, t.cols);
     return views;
   }
   if (replayed_gu_.buffer.defined()) return std::exchange(replayed_gu_, {});
   ensure_n2();
-  const Tensor buffer = kept.defined() && whole_rows
-                            ? kept
-                            : empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_);
+  const Tensor buffer =
+      kept.defined() && whole_rows ? kept : empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_);
   project(buffer, value_.n2.narrow(0, t.row0, t.rows), gu_parts(t), f.transposed);
   const GateUp gu = gate_up(buffer, t);
   if (kept.defined() && !whole_rows) {
@@ -108,8 +108,8 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
   if (!need_gu && !need_any(down_w, ffn_slot(kFFNPostB) + 1)) return {};
 
   if (f.post.on()) ensure_down();
-  const Tensor ddown = residual_backward(ds, value_.down, f, ffn_slot(kFFNPostW),
-                                         int(DropoutSite::ffn_residual));
+  const Tensor ddown =
+      residual_backward(ds, value_.down, f, ffn_slot(kFFNPostW), int(DropoutSite::ffn_residual));
   value_.down.reset();
   add_bias_grad(down_b, 0, ddown, false);
   if (!need_gu && !need_h) return {};
@@ -128,9 +128,8 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
                                     : weight(down_w).narrow(1, t.col0, t.cols);
       matmul_out(h, ddown_tile, w, false);
       // The kernel writes over its scratch, but never over a saved value.
-      dgu = gu.buffer.defined()
-                ? gu
-                : gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);
+      dgu = gu.buffer.defined() ? gu
+                                : gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);
       call::activation_bwd(f.gated() ? gu.gate : gu.up, gu.up, h, rng_, need_h ? h : Tensor(),
                            dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_hidden),
                            f.hidden, t.row0, t.col0, row_map());
@@ -139,15 +138,16 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
     }
     gu = {};
     const bool add_rows = t.row0 > 0;
-    if (need_h) add_weight_grad(down_w, f.transposed, 0, C_, t.col0, t.cols, ddown_tile, h, add_rows);
+    if (need_h)
+      add_weight_grad(down_w, f.transposed, 0, C_, t.col0, t.cols, ddown_tile, h, add_rows);
     h.reset();
     if (!need_gu) continue;
     if (need_gate_up) ensure_n2();
     if (need_n2 && !dn2.defined()) dn2 = like_x(cut_cols ? A_ : P_);
-    project_backward(dgu.buffer, value_.n2.defined() ? value_.n2.narrow(0, t.row0, t.rows) : Tensor(),
-                     gu_parts(t), f.transposed,
-                     dn2.defined() ? dn2.narrow(0, t.row0, t.rows) : Tensor(), add_rows,
-                     cut_cols && !first);
+    project_backward(
+        dgu.buffer, value_.n2.defined() ? value_.n2.narrow(0, t.row0, t.rows) : Tensor(),
+        gu_parts(t), f.transposed, dn2.defined() ? dn2.narrow(0, t.row0, t.rows) : Tensor(),
+        add_rows, cut_cols && !first);
     first = false;
   }
   return dn2.defined() && cut_cols ? dn2.to(P_) : dn2;

@@ -39,9 +39,9 @@ struct Names<Halves::ffn> {
 template <Halves kHalves>
 const BlockSpec& checked_spec(std::string_view text) {
   const BlockSpec& spec = parse_spec(std::string(text));
-  TORCH_CHECK(spec.has_attn == (kHalves != Halves::ffn) &&
-                  spec.has_ffn == (kHalves != Halves::attention),
-              Names<kHalves>::op, ": the spec has other halves: '", text, "'");
+  TORCH_CHECK(
+      spec.has_attn == (kHalves != Halves::ffn) && spec.has_ffn == (kHalves != Halves::attention),
+      Names<kHalves>::op, ": the spec has other halves: '", text, "'");
   return spec;
 }
 
@@ -49,9 +49,9 @@ const BlockSpec& checked_spec(std::string_view text) {
 using BoolList = c10::List<bool>;
 
 template <Halves kHalves>
-std::vector<Tensor> block_fwd(const Tensor& x, const OptTensorList& params, const OptTensorList& aux,
-                              const std::optional<Tensor>& rng_state, std::string_view spec,
-                              bool save) {
+std::vector<Tensor> block_fwd(const Tensor& x, const OptTensorList& params,
+                              const OptTensorList& aux, const std::optional<Tensor>& rng_state,
+                              std::string_view spec, bool save) {
   return Block(checked_spec<kHalves>(spec), x, params, aux, rng_state).forward(save);
 }
 
@@ -89,7 +89,8 @@ variable_list present(const OptTensorList& list) {
   return tensors;
 }
 bool any_wants_grad(const variable_list& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(), [](const Tensor& t) { return t.requires_grad(); });
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const Tensor& t) { return t.requires_grad(); });
 }
 
 // What a block call takes beside x: no variables to autograd, which is given the present
@@ -182,7 +183,8 @@ Tensor block(const Tensor& x, const OptTensorList& params, const OptTensorList& 
 template <Halves kHalves, c10::DeviceType kDevice>
 Tensor block_autocast(const Tensor& x, const OptTensorList& params, const OptTensorList& aux,
                       std::string_view spec, const std::optional<at::Generator>& generator) {
-  const c10::impl::ExcludeDispatchKeyGuard guard(at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const c10::impl::ExcludeDispatchKeyGuard guard(
+      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
   std::string text(spec);
   if (x.scalar_type() != at::kDouble && x.scalar_type() != type) {

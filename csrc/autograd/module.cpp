@@ -43,8 +43,8 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("attention_scratch_bytes", [](bool backward, const std::string& dtype, int64_t queries,
                                       int64_t keys, int64_t head_dim) {
-    const auto bytes = backward ? ckptfused::attention_bwd_scratch_bytes
-                                : ckptfused::attention_fwd_scratch_bytes;
+    const auto bytes =
+        backward ? ckptfused::attention_bwd_scratch_bytes : ckptfused::attention_fwd_scratch_bytes;
     return bytes(dtype_named(dtype), queries, keys, head_dim);
   });
 }

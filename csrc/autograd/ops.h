@@ -12,12 +12,13 @@ namespace ckptfused::call {
 using at::Tensor;
 using OptTensor = std::optional<at::Tensor>;
 
-inline OptTensor opt(const Tensor& t) { return t.defined() ? OptTensor(t) : OptTensor(); }
+inline OptTensor opt(const Tensor& t) {
+  return t.defined() ? OptTensor(t) : OptTensor();
+}
 
-#define CKPT_OP(name, ...)                                        \
-  static const auto op = c10::Dispatcher::singleton()             \
-                             .findSchemaOrThrow("ckptfused::" name, "") \
-                             .typed<__VA_ARGS__>()
+#define CKPT_OP(name, ...) \
+  static const auto op =   \
+      c10::Dispatcher::singleton().findSchemaOrThrow("ckptfused::" name, "").typed<__VA_ARGS__>()
 
 inline Tensor rng_state(const Tensor& like, int64_t call_id,
                         const std::optional<at::Generator>& generator) {
@@ -46,23 +47,21 @@ inline void residual_fwd(const Tensor& x, const Tensor& f, const Tensor& rng, co
                          const Tensor& sum, const Tensor& normed, std::string_view post,
                          double post_eps, std::string_view next, double next_eps, double m,
                          double p, int64_t site, at::IntArrayRef rows) {
-  CKPT_OP("residual_fwd",
-          void(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-               const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-               std::string_view, double, std::string_view, double, double, double, int64_t,
-               at::IntArrayRef));
-  op.call(x, f, opt(rng), opt(post_w), opt(post_b), opt(next_w), opt(next_b), opt(sum),
-          opt(normed), post, post_eps, next, next_eps, m, p, site, rows);
+  CKPT_OP("residual_fwd", void(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&,
+                               const OptTensor&, const OptTensor&, const OptTensor&,
+                               const OptTensor&, const OptTensor&, std::string_view, double,
+                               std::string_view, double, double, double, int64_t, at::IntArrayRef));
+  op.call(x, f, opt(rng), opt(post_w), opt(post_b), opt(next_w), opt(next_b), opt(sum), opt(normed),
+          post, post_eps, next, next_eps, m, p, site, rows);
 }
 
 inline void residual_bwd(const Tensor& ds, const Tensor& f, const Tensor& rng, const Tensor& post_w,
                          const Tensor& df, const Tensor& dpost_w, const Tensor& dpost_b,
                          std::string_view post, double post_eps, double m, double p, int64_t site,
                          at::IntArrayRef rows) {
-  CKPT_OP("residual_bwd",
-          void(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const Tensor&,
-               const OptTensor&, const OptTensor&, std::string_view, double, double, double,
-               int64_t, at::IntArrayRef));
+  CKPT_OP("residual_bwd", void(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+                               const Tensor&, const OptTensor&, const OptTensor&, std::string_view,
+                               double, double, double, int64_t, at::IntArrayRef));
   op.call(ds, opt(f), opt(rng), opt(post_w), df, opt(dpost_w), opt(dpost_b), post, post_eps, m, p,
           site, rows);
 }
@@ -99,10 +98,9 @@ inline void qk_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias, co
 inline void qk_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& cos,
                    const Tensor& sin, const Tensor& dx, const Tensor& dw, const Tensor& db,
                    std::string_view norm, double eps, std::string_view rope, int64_t rotary_dim) {
-  CKPT_OP("qk_bwd",
-          void(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-               const Tensor&, const OptTensor&, const OptTensor&, std::string_view, double,
-               std::string_view, int64_t));
+  CKPT_OP("qk_bwd", void(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&,
+                         const OptTensor&, const Tensor&, const OptTensor&, const OptTensor&,
+                         std::string_view, double, std::string_view, int64_t));
   op.call(dy, x, opt(weight), opt(cos), opt(sin), dx, opt(dw), opt(db), norm, eps, rope,
           rotary_dim);
 }
@@ -135,9 +133,8 @@ inline std::tuple<Tensor, Tensor, Tensor> attention_bwd(const Tensor& d_o, const
   CKPT_OP("attention_bwd",
           std::tuple<Tensor, Tensor, Tensor>(
               const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-              const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-              const OptTensor&, std::string_view, std::string_view, double, bool, int64_t, double,
-              double));
+              const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+              std::string_view, std::string_view, double, bool, int64_t, double, double));
   return op.call(d_o, q, k, v, o, lse, opt(a.mask), opt(a.padding), opt(a.cu_seqlens), opt(a.rng),
                  a.mask_kind, a.padding_kind, a.scale, a.causal, a.window, a.softcap, a.p);
 }

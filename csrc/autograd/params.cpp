@@ -51,8 +51,8 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
   if (spec.seq_first) row_map_ = {B_, T_};
   x_ = x.contiguous().view({N_, C_});
 
-  const size_t expected = (spec.has_attn ? size_t(kAttentionParams) : 0) +
-                          (spec.has_ffn ? size_t(kFFNParams) : 0);
+  const size_t expected =
+      (spec.has_attn ? size_t(kAttentionParams) : 0) + (spec.has_ffn ? size_t(kFFNParams) : 0);
   TORCH_CHECK(params.size() == expected, "ckptfused: the spec has ", expected,
               " parameter slots, got ", params.size());
   TORCH_CHECK(aux.size() == size_t(kAuxSlots), "ckptfused: expected ", int(kAuxSlots),
@@ -134,11 +134,11 @@ void Block::project(const Tensor& out, const Tensor& in, const std::vector<Part>
                     bool transposed) {
   for (const Part& part : parts) {
     const Tensor w = weight(part.weight), b = weight(part.bias);
-    linear_out(out.narrow(1, part.col0, part.width), in,
-               w.narrow(transposed ? 1 : 0, part.row0, part.width),
-               b.defined() ? std::optional<Tensor>(b.narrow(0, part.row0, part.width))
-                           : std::nullopt,
-               transposed);
+    linear_out(
+        out.narrow(1, part.col0, part.width), in,
+        w.narrow(transposed ? 1 : 0, part.row0, part.width),
+        b.defined() ? std::optional<Tensor>(b.narrow(0, part.row0, part.width)) : std::nullopt,
+        transposed);
   }
 }
 
@@ -183,9 +183,8 @@ Tensor Block::residual_backward(const Tensor& ds, const Tensor& f, const HalfSpe
   if (!half.post.on() && half.p_res == 0 && half.m == 1.0 && R_ == P_) return ds;
   Tensor df = like_x(P_);
   call::residual_bwd(ds, half.post.on() ? f : Tensor(), half.p_res > 0 ? rng_ : Tensor(),
-                     param(post_weight), df, grad_vector(post_weight),
-                     grad_vector(post_weight + 1), half.post.kind, half.post.eps, half.m,
-                     half.p_res, site, row_map());
+                     param(post_weight), df, grad_vector(post_weight), grad_vector(post_weight + 1),
+                     half.post.kind, half.post.eps, half.m, half.p_res, site, row_map());
   return df;
 }
 

@@ -65,8 +65,10 @@ void set_parallel(BlockSpec& spec, const std::string& value) {
 
 void set_compute(BlockSpec& spec, const std::string& value) {
   static const std::unordered_map<std::string, c10::ScalarType> types = {
-      {"float64", c10::kDouble}, {"float32", c10::kFloat},
-      {"bfloat16", c10::kBFloat16}, {"float16", c10::kHalf}};
+      {"float64", c10::kDouble},
+      {"float32", c10::kFloat},
+      {"bfloat16", c10::kBFloat16},
+      {"float16", c10::kHalf}};
   const auto found = types.find(value);
   TORCH_CHECK(found != types.end(), "ckptfused: unknown compute type '", value, "'");
   spec.compute = found->second;
@@ -74,7 +76,7 @@ void set_compute(BlockSpec& spec, const std::string& value) {
 
 template <typename Half>
 void add_half(std::unordered_map<std::string, Setter>& keys, const std::string& prefix,
-              Half BlockSpec::*half) {
+              Half BlockSpec::* half) {
   for (auto& [name, norm] : {std::pair<const char*, NormSpec HalfSpec::*>{"pre", &HalfSpec::pre},
                              {"post", &HalfSpec::post},
                              {"out", &HalfSpec::out}}) {
@@ -88,7 +90,9 @@ void add_half(std::unordered_map<std::string, Setter>& keys, const std::string& 
   keys[prefix + "p_res"] = [=](BlockSpec& s, const std::string& v) {
     (s.*half).p_res = to_double(v);
   };
-  keys[prefix + "joint"] = [=](BlockSpec& s, const std::string& v) { (s.*half).joint = to_bool(v); };
+  keys[prefix + "joint"] = [=](BlockSpec& s, const std::string& v) {
+    (s.*half).joint = to_bool(v);
+  };
   keys[prefix + "transposed"] = [=](BlockSpec& s, const std::string& v) {
     (s.*half).transposed = to_bool(v);
   };
@@ -104,7 +108,9 @@ std::unordered_map<std::string, Setter> make_keys() {
 
   add_half(keys, "attn.", &BlockSpec::attn);
   const auto attn = [&keys](const char* key, auto set) {
-    keys[std::string("attn.") + key] = [set](BlockSpec& s, const std::string& v) { set(s.attn, v); };
+    keys[std::string("attn.") + key] = [set](BlockSpec& s, const std::string& v) {
+      set(s.attn, v);
+    };
   };
   using A = AttentionSpec;
   attn("heads", [](A& a, const std::string& v) { a.heads = to_int(v); });
@@ -140,7 +146,8 @@ BlockSpec parse(const std::string& text) {
   BlockSpec spec;
   for (const std::string& token : split(text, ' ')) {
     const size_t equals = token.find('=');
-    TORCH_CHECK(equals != std::string::npos, "ckptfused: spec token '", token, "' is not key=value");
+    TORCH_CHECK(equals != std::string::npos, "ckptfused: spec token '", token,
+                "' is not key=value");
     const auto found = keys.find(token.substr(0, equals));
     TORCH_CHECK(found != keys.end(), "ckptfused: unknown spec key '", token.substr(0, equals), "'");
     found->second(spec, token.substr(equals + 1));

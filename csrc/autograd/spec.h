@@ -20,9 +20,9 @@ struct NormSpec {
 // The frame that both halves share: out?( x + m * drop( post?( f( pre?(x) ) ) ) ).
 struct HalfSpec {
   NormSpec pre, post, out;
-  double m = 1.0;      // residual multiplier
-  double p_res = 0.0;  // dropout of the half's output
-  bool joint = false;  // one weight for q/k/v, or for gate/up
+  double m = 1.0;           // residual multiplier
+  double p_res = 0.0;       // dropout of the half's output
+  bool joint = false;       // one weight for q/k/v, or for gate/up
   bool transposed = false;  // weights stored [in, out]
 };
 
@@ -82,12 +82,40 @@ struct BlockSpec {
 
 // Slots of the params list. A half that is absent has none.
 enum AttentionParam : int {
-  kAttnPreW, kAttnPreB, kQW, kQB, kKW, kKB, kVW, kVB, kQNormW, kQNormB, kKNormW, kKNormB,
-  kOW, kOB, kAttnPostW, kAttnPostB, kAttnOutW, kAttnOutB, kAttentionParams
+  kAttnPreW,
+  kAttnPreB,
+  kQW,
+  kQB,
+  kKW,
+  kKB,
+  kVW,
+  kVB,
+  kQNormW,
+  kQNormB,
+  kKNormW,
+  kKNormB,
+  kOW,
+  kOB,
+  kAttnPostW,
+  kAttnPostB,
+  kAttnOutW,
+  kAttnOutB,
+  kAttentionParams
 };
 enum FFNParam : int {
-  kFFNPreW, kFFNPreB, kGateW, kGateB, kUpW, kUpB, kDownW, kDownB, kFFNPostW, kFFNPostB,
-  kFFNOutW, kFFNOutB, kFFNParams
+  kFFNPreW,
+  kFFNPreB,
+  kGateW,
+  kGateB,
+  kUpW,
+  kUpB,
+  kDownW,
+  kDownB,
+  kFFNPostW,
+  kFFNPostB,
+  kFFNOutW,
+  kFFNOutB,
+  kFFNParams
 };
 enum AuxSlot : int { kCos, kSin, kMask, kPadding, kCuSeqlens, kAuxSlots };
 

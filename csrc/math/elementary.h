@@ -31,7 +31,9 @@ CKPT_HD float exp_acc(float x) {
   const float scale1 = bits_to_float(uint32_t(exponent - half + 127) << 23);
   return x < -87.33654f ? 0.0f : e * scale0 * scale1;
 }
-CKPT_HD double exp_acc(double x) { return std::exp(x); }
+CKPT_HD double exp_acc(double x) {
+  return std::exp(x);
+}
 
 // tanh: odd polynomial for |x| < 0.625, 1 - 2/(e^{2|x|}+1) beyond; error below 2 ulp.
 CKPT_HD float tanh_acc(float x) {
@@ -46,7 +48,9 @@ CKPT_HD float tanh_acc(float x) {
   const float large = 1.0f - 2.0f / (exp_acc(2.0f * a) + 1.0f);
   return a < 0.625f ? small : (x < 0.0f ? -large : large);
 }
-CKPT_HD double tanh_acc(double x) { return std::tanh(x); }
+CKPT_HD double tanh_acc(double x) {
+  return std::tanh(x);
+}
 
 // erf: an odd polynomial for |x| < 0.927734375, 1 - e^q(|x|) beyond; error below 2 ulp.
 CKPT_HD float erf_acc(float x) {
@@ -69,10 +73,16 @@ CKPT_HD float erf_acc(float x) {
   const float large = 1.0f - exp_acc(q);
   return a > 0.927734375f ? (x < 0.0f ? -large : large) : small;  // NaN takes the polynomial
 }
-CKPT_HD double erf_acc(double x) { return std::erf(x); }
+CKPT_HD double erf_acc(double x) {
+  return std::erf(x);
+}
 
 // 1 / (1 + e^-x)
-CKPT_HD float sigmoid_acc(float x) { return 1.0f / (1.0f + exp_acc(-x)); }
-CKPT_HD double sigmoid_acc(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+CKPT_HD float sigmoid_acc(float x) {
+  return 1.0f / (1.0f + exp_acc(-x));
+}
+CKPT_HD double sigmoid_acc(double x) {
+  return 1.0 / (1.0 + std::exp(-x));
+}
 
 }  // namespace ckptfused

@@ -10,7 +10,9 @@ enum class NormKind : int { none, layernorm, rmsnorm, gemma };
 
 // The RMS norms are layer norms whose mean is taken as 0, so one set of formulas serves all kinds.
 // Gemma's gain of 1 + w is added where weights are converted to the accumulation type.
-CKPT_HD bool norm_is_centred(NormKind kind) { return kind == NormKind::layernorm; }
+CKPT_HD bool norm_is_centred(NormKind kind) {
+  return kind == NormKind::layernorm;
+}
 
 template <typename A>
 struct NormStats {

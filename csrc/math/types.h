@@ -40,9 +40,15 @@ CKPT_HD uint32_t float_to_bits(float f) {
   return u;
 }
 
-CKPT_HD double to_acc(double x) { return x; }
-CKPT_HD float to_acc(float x) { return x; }
-CKPT_HD float to_acc(bf16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
+CKPT_HD double to_acc(double x) {
+  return x;
+}
+CKPT_HD float to_acc(float x) {
+  return x;
+}
+CKPT_HD float to_acc(bf16 x) {
+  return bits_to_float(uint32_t(x.bits) << 16);
+}
 CKPT_HD float to_acc(f16 x) {
   // Shift the fields into place and let a multiplication by 2^112 rebias the exponent: exact,
   // subnormals included. Inf and NaN (>= 2^16 afterwards) get the all-ones exponent back.
@@ -53,10 +59,18 @@ CKPT_HD float to_acc(f16 x) {
 }
 
 // Round to nearest, ties to even, as PyTorch does.
-CKPT_HD void from_acc(double x, double& y) { y = x; }
-CKPT_HD void from_acc(float x, float& y) { y = x; }
-CKPT_HD void from_acc(double x, float& y) { y = float(x); }
-CKPT_HD void from_acc(float x, double& y) { y = x; }
+CKPT_HD void from_acc(double x, double& y) {
+  y = x;
+}
+CKPT_HD void from_acc(float x, float& y) {
+  y = x;
+}
+CKPT_HD void from_acc(double x, float& y) {
+  y = float(x);
+}
+CKPT_HD void from_acc(float x, double& y) {
+  y = x;
+}
 CKPT_HD void from_acc(float x, bf16& y) {
   const uint32_t u = float_to_bits(x);
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;

@@ -14,14 +14,10 @@ void set_activation(const char* op, std::string_view act, ActivationShape& a) {
     bool gated;
   };
   static constexpr Name kNames[] = {
-      {"relu", Activation::relu, false},
-      {"gelu", Activation::gelu, false},
-      {"gelu_tanh", Activation::gelu_tanh, false},
-      {"silu", Activation::silu, false},
-      {"relu2", Activation::relu2, false},
-      {"reglu", Activation::relu, true},
-      {"geglu", Activation::gelu, true},
-      {"geglu_tanh", Activation::gelu_tanh, true},
+      {"relu", Activation::relu, false},           {"gelu", Activation::gelu, false},
+      {"gelu_tanh", Activation::gelu_tanh, false}, {"silu", Activation::silu, false},
+      {"relu2", Activation::relu2, false},         {"reglu", Activation::relu, true},
+      {"geglu", Activation::gelu, true},           {"geglu_tanh", Activation::gelu_tanh, true},
       {"swiglu", Activation::silu, true},
   };
   for (const Name& known : kNames) {
@@ -81,8 +77,8 @@ Strided<void*> output(const char* op, const char* name, const OptionalTensor& t,
 }
 
 void activation_fwd(const at::Tensor& g, const at::Tensor& u, const OptionalTensor& rng_state,
-                    const at::Tensor& h, c10::string_view act, double p, int64_t site,
-                    int64_t cols, int64_t row0, int64_t col0, at::IntArrayRef rows) {
+                    const at::Tensor& h, c10::string_view act, double p, int64_t site, int64_t cols,
+                    int64_t row0, int64_t col0, at::IntArrayRef rows) {
   const char* op = "activation_fwd";
   ActivationFwd a{activation_shape(op, u, rng_state, act, p, site, cols, row0, col0, rows)};
   a.u = input(op, "u", u, u);

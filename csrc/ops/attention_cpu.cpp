@@ -24,8 +24,8 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd(
       attention_problem("attention_fwd", q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind,
                         padding_kind, scale, causal, window, softcap, p);
   if (!flash(a)) return attention_tiled_fwd(a);
-  const auto [o, lse] = at::_scaled_dot_product_flash_attention_for_cpu(
-      a.q, a.k, a.v, 0.0, causal, std::nullopt, scale);
+  const auto [o, lse] = at::_scaled_dot_product_flash_attention_for_cpu(a.q, a.k, a.v, 0.0, causal,
+                                                                        std::nullopt, scale);
   return {o, lse.contiguous()};
 }
 

@@ -91,9 +91,8 @@ class KeyValueHead {
 
     const Matrix<A> dq{scratch_.dq, rows, D, D};
     std::fill_n(dq.data, rows * D, A(0));
-    for_key_tiles(rule, query, rows, [&](const ScoreTile& tile) {
-      add_tile(rule, tile, lse, q, dout, dq);
-    });
+    for_key_tiles(rule, query, rows,
+                  [&](const ScoreTile& tile) { add_tile(rule, tile, lse, q, dout, dq); });
     const Matrix<T> dq_rows = rows_of(t_.dq);
     store_tile(dq.data, rows, D, dq_rows.data, dq_rows.stride);
   }
@@ -101,10 +100,8 @@ class KeyValueHead {
   void add_tile(const AttentionRule& rule, const ScoreTile& tile, const A* lse, const Matrix<A>& q,
                 const Matrix<A>& dout, const Matrix<A>& dq) {
     const int64_t key = s_.key + tile.key;
-    const Matrix<A> k =
-        widen(head_rows<T>(a_.k, s_.batch, head_, key, tile.cols), scratch_.k);
-    const Matrix<A> v =
-        widen(head_rows<T>(a_.v, s_.batch, head_, key, tile.cols), scratch_.v);
+    const Matrix<A> k = widen(head_rows<T>(a_.k, s_.batch, head_, key, tile.cols), scratch_.k);
+    const Matrix<A> v = widen(head_rows<T>(a_.v, s_.batch, head_, key, tile.cols), scratch_.v);
     const Matrix<A> probs{scratch_.probs, tile.rows, tile.cols, tile.stride};
     const Matrix<A> dprobs{scratch_.dprobs, tile.rows, tile.cols, tile.stride};
     const auto sums_of = [&](const Matrix<A>& sums) {
@@ -140,8 +137,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_tiled_bwd(const Attenti
                   attention_buffer(a.q, a.heads(), a.q.size(2), a.packed),
                   attention_buffer(a.k, a.kv_heads(), a.k.size(2), true),
                   attention_buffer(a.v, a.kv_heads(), a.k.size(2), true)};
-  const int64_t bytes =
-      attention_bwd_scratch_bytes(dtype, a.max_queries, a.max_keys, a.head_dim());
+  const int64_t bytes = attention_bwd_scratch_bytes(dtype, a.max_queries, a.max_keys, a.head_dim());
   const int64_t heads = a.kv_heads();
   for_dtype(dtype, [&](auto type) {
     run_tasks(int64_t(a.sequences.size()) * heads, bytes, [&](int64_t task, char* memory) {

@@ -89,8 +89,7 @@ std::tuple<at::Tensor, at::Tensor> attention_tiled_fwd(const AttentionProblem& a
   if (a.packed) lse.fill_(-INFINITY);
 
   const std::vector<Task> tasks = tasks_of(a);
-  const int64_t bytes =
-      attention_fwd_scratch_bytes(dtype, a.max_queries, a.max_keys, a.head_dim());
+  const int64_t bytes = attention_fwd_scratch_bytes(dtype, a.max_queries, a.max_keys, a.head_dim());
   for_dtype(dtype, [&](auto type) {
     run_tasks(int64_t(tasks.size()), bytes, [&](int64_t task, char* memory) {
       run_task<decltype(type)>(a, tasks[task], o, lse, memory);

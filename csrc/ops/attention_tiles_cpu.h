@@ -137,8 +137,8 @@ inline AttentionRule attention_rule(const AttentionProblem& a, int64_t sequence,
   rule.softcap = a.softcap;
   if (a.mask_kind != MaskKind::none) {
     const at::Tensor& m = a.mask;
-    const int64_t offset = s.batch * m.stride(0) + head * m.stride(1) + s.query * m.stride(2) +
-                           s.key * m.stride(3);
+    const int64_t offset =
+        s.batch * m.stride(0) + head * m.stride(1) + s.query * m.stride(2) + s.key * m.stride(3);
     rule.mask = mask_view(a.mask_kind, m, offset, m.stride(2), m.stride(3));
   }
   if (a.padding_kind != MaskKind::none) {

@@ -12,7 +12,9 @@ namespace ckptfused {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-inline bool given(const OptionalTensor& t) { return t.has_value() && t->defined(); }
+inline bool given(const OptionalTensor& t) {
+  return t.has_value() && t->defined();
+}
 
 // Null where the tensor is absent.
 inline const void* const_data(const OptionalTensor& t) {
@@ -24,11 +26,11 @@ inline void* mutable_data(const OptionalTensor& t) {
 
 inline void check_tensor(const char* op, const char* name, const at::Tensor& t,
                          at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
-  TORCH_CHECK(t.sizes() == sizes && t.scalar_type() == dtype && t.device() == device &&
-                  t.is_contiguous(),
-              op, ": ", name, ": expected ", dtype, " ", sizes, " on ", device,
-              ", contiguous, got ", t.scalar_type(), " ", t.sizes(), " on ", t.device(),
-              t.is_contiguous() ? "" : ", not contiguous");
+  TORCH_CHECK(
+      t.sizes() == sizes && t.scalar_type() == dtype && t.device() == device && t.is_contiguous(),
+      op, ": ", name, ": expected ", dtype, " ", sizes, " on ", device, ", contiguous, got ",
+      t.scalar_type(), " ", t.sizes(), " on ", t.device(),
+      t.is_contiguous() ? "" : ", not contiguous");
 }
 
 inline void check_tensor(const char* op, const char* name, const OptionalTensor& t,
@@ -52,16 +54,15 @@ inline DType kernel_dtype(const char* op, const char* name, const at::Tensor& t)
     case at::kHalf:
       return DType::f16;
     default:
-      TORCH_CHECK(false, op, ": ", name,
-                  ": expected float64, float32, bfloat16 or float16, got ", t.scalar_type());
+      TORCH_CHECK(false, op, ": ", name, ": expected float64, float32, bfloat16 or float16, got ",
+                  t.scalar_type());
   }
 }
 
 // A value of the compute type beside one of the residual stream's.
 inline void check_dtype_pair(const char* op, const char* name, at::ScalarType compute,
                              at::ScalarType stream) {
-  const bool mixed =
-      stream == at::kFloat && (compute == at::kBFloat16 || compute == at::kHalf);
+  const bool mixed = stream == at::kFloat && (compute == at::kBFloat16 || compute == at::kHalf);
   TORCH_CHECK(compute == stream || mixed, op, ": ", name, ": expected ", stream,
               stream == at::kFloat ? ", BFloat16 or Half" : "", " beside ", stream, " rows, got ",
               compute);

@@ -24,6 +24,8 @@ at::Tensor dropout_mask(at::IntArrayRef shape, double p, const at::Tensor& rng_s
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ckptfused, CPU, m) { m.impl("dropout_mask", &dropout_mask); }
+TORCH_LIBRARY_IMPL(ckptfused, CPU, m) {
+  m.impl("dropout_mask", &dropout_mask);
+}
 
 }  // namespace ckptfused

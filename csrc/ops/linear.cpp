@@ -17,7 +17,9 @@ namespace {
 // blocks spend more of their time converting; larger ones gained nothing when measured.
 constexpr int64_t kBlock = 1024;
 
-bool is_half(at::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf; }
+bool is_half(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 || dtype == at::kHalf;
+}
 
 struct MatrixInstructions {
   bool bfloat16 = true, half = true;
@@ -28,8 +30,8 @@ MatrixInstructions detect() {
   MatrixInstructions found;
 #if CKPT_HAS_X86_TARGETS
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0, eax1 = 0, ebx1 = 0, ecx1 = 0, edx1 = 0;
-  const bool avx512 = __builtin_cpu_supports("avx512f") &&
-                      __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0;
+  const bool avx512 =
+      __builtin_cpu_supports("avx512f") && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0;
   if (avx512 && eax >= 1) __get_cpuid_count(7, 1, &eax1, &ebx1, &ecx1, &edx1);
   const bool amx_bf16 = (edx >> 22) & 1, avx512_fp16 = (edx >> 23) & 1;
   const bool avx512_bf16 = (eax1 >> 5) & 1, amx_fp16 = (eax1 >> 21) & 1;

@@ -58,10 +58,10 @@ void norm_bwd(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& w
   a.weight = gain.const_data_ptr();
   a.dres = const_data(dres);
   a.dx = mutable_data(dx);
-  parallel_rows_with_grads(
-      x.size(0), cols, acc, dw, db, [&](int64_t begin, int64_t end, void* dweight, void* dbias) {
-        norm_bwd_rows(a, begin, end, dweight, dbias);
-      });
+  parallel_rows_with_grads(x.size(0), cols, acc, dw, db,
+                           [&](int64_t begin, int64_t end, void* dweight, void* dbias) {
+                             norm_bwd_rows(a, begin, end, dweight, dbias);
+                           });
 }
 
 }  // namespace

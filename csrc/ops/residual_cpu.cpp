@@ -55,10 +55,9 @@ void residual_fwd(const at::Tensor& x, const at::Tensor& f, const OptionalTensor
 }
 
 void residual_bwd(const at::Tensor& ds, const OptionalTensor& f, const OptionalTensor& rng_state,
-                  const OptionalTensor& post_w, const at::Tensor& df,
-                  const OptionalTensor& dpost_w, const OptionalTensor& dpost_b,
-                  c10::string_view post, double post_eps, double m, double p, int64_t site,
-                  at::IntArrayRef rows) {
+                  const OptionalTensor& post_w, const at::Tensor& df, const OptionalTensor& dpost_w,
+                  const OptionalTensor& dpost_b, c10::string_view post, double post_eps, double m,
+                  double p, int64_t site, at::IntArrayRef rows) {
   const char* op = "residual_bwd";
   TORCH_CHECK(ds.dim() == 2, op, ": ds: expected [N, C], got ", ds.sizes());
   const int64_t n = ds.size(0), cols = ds.size(1);

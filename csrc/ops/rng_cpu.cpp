@@ -25,6 +25,8 @@ at::Tensor rng_state(const at::Tensor& like, int64_t /*call_id*/,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ckptfused, CPU, m) { m.impl("rng_state", &rng_state); }
+TORCH_LIBRARY_IMPL(ckptfused, CPU, m) {
+  m.impl("rng_state", &rng_state);
+}
 
 }  // namespace ckptfused

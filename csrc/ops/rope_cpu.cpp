@@ -14,12 +14,11 @@ RopeKind rope_kind(const char* op, std::string_view kind) {
 }
 
 void check_heads(const char* op, const char* name, const at::Tensor& t, const at::Tensor& like) {
-  TORCH_CHECK(t.dim() == 4 && t.sizes() == like.sizes() &&
-                  t.scalar_type() == like.scalar_type() && t.is_cpu() &&
-                  (t.size(3) <= 1 || t.stride(3) == 1),
-              op, ": ", name, ": expected ", like.scalar_type(), " [B, T, heads, D] = ",
-              like.sizes(), " on cpu with contiguous heads, got ", t.scalar_type(), " ", t.sizes(),
-              " strides ", t.strides(), " on ", t.device());
+  TORCH_CHECK(t.dim() == 4 && t.sizes() == like.sizes() && t.scalar_type() == like.scalar_type() &&
+                  t.is_cpu() && (t.size(3) <= 1 || t.stride(3) == 1),
+              op, ": ", name, ": expected ", like.scalar_type(),
+              " [B, T, heads, D] = ", like.sizes(), " on cpu with contiguous heads, got ",
+              t.scalar_type(), " ", t.sizes(), " strides ", t.strides(), " on ", t.device());
 }
 
 HeadsView<const void*> input(const char* op, const char* name, const at::Tensor& t,
@@ -55,8 +54,8 @@ QkShape qk_shape(const char* op, const at::Tensor& x, std::string_view norm, dou
   TORCH_CHECK(a.rotary_dim > 0 && a.rotary_dim <= head_dim && a.rotary_dim % 2 == 0, op,
               ": rotary_dim: expected an even number up to head_dim = ", head_dim, ", got ",
               a.rotary_dim);
-  TORCH_CHECK(given(cos) && given(sin), op, ": cos, sin: expected both for rope = ", rope,
-              ", got ", given(cos) ? "no sin" : "no cos");
+  TORCH_CHECK(given(cos) && given(sin), op, ": cos, sin: expected both for rope = ", rope, ", got ",
+              given(cos) ? "no sin" : "no cos");
   const int64_t batches = cos->dim() == 3 && cos->size(0) == 1 ? 1 : batch;
   const int64_t half = a.rotary_dim / 2;
   check_tensor(op, "cos", *cos, {batches, a.time, half}, acc, at::kCPU);

@@ -26,8 +26,8 @@ inline NormKind norm_kind(const char* op, std::string_view kind) {
 inline at::Tensor norm_param(const char* op, const char* name, const OptionalTensor& param,
                              int64_t cols, at::ScalarType acc, at::Device device) {
   if (!given(param)) return {};
-  TORCH_CHECK(param->sizes() == at::IntArrayRef({cols}) && param->device() == device, op, ": ", name,
-              ": expected [", cols, "] on ", device, ", got ", param->sizes(), " on ",
+  TORCH_CHECK(param->sizes() == at::IntArrayRef({cols}) && param->device() == device, op, ": ",
+              name, ": expected [", cols, "] on ", device, ", got ", param->sizes(), " on ",
               param->device());
   return param->to(acc).contiguous();
 }
@@ -99,10 +99,11 @@ void parallel_rows_with_grads(int64_t n, int64_t cols, at::ScalarType acc,
   for (const auto& [partials, grad] :
        {std::pair(dweight_partials, dweight), std::pair(dbias_partials, dbias)}) {
     if (!partials.defined()) continue;
-    at::parallel_for(0, cols, 512, [&, from = partials.const_data_ptr(),
-                                    to = grad->mutable_data_ptr()](int64_t begin, int64_t end) {
-      sum_partials(acc == at::kDouble, from, chunks.count(), cols, to, begin, end);
-    });
+    at::parallel_for(0, cols, 512,
+                     [&, from = partials.const_data_ptr(), to = grad->mutable_data_ptr()](
+                         int64_t begin, int64_t end) {
+                       sum_partials(acc == at::kDouble, from, chunks.count(), cols, to, begin, end);
+                     });
   }
 }
 

@@ -18,10 +18,10 @@ struct Case {
   const char* name;
 };
 constexpr Case kCases[] = {
-    {Activation::relu, false, "relu"},     {Activation::gelu, false, "gelu"},
-    {Activation::silu, false, "silu"},     {Activation::gelu_tanh, false, "gelu_tanh"},
-    {Activation::relu2, false, "relu2"},   {Activation::silu, true, "swiglu"},
-    {Activation::gelu, true, "geglu"},     {Activation::gelu_tanh, true, "geglu_tanh"},
+    {Activation::relu, false, "relu"},   {Activation::gelu, false, "gelu"},
+    {Activation::silu, false, "silu"},   {Activation::gelu_tanh, false, "gelu_tanh"},
+    {Activation::relu2, false, "relu2"}, {Activation::silu, true, "swiglu"},
+    {Activation::gelu, true, "geglu"},   {Activation::gelu_tanh, true, "geglu_tanh"},
     {Activation::relu, true, "reglu"},
 };
 
@@ -97,7 +97,7 @@ struct Problem {
   }
 
   // Checks one output, and that nothing was written between its rows.
-  void expect(const std::vector<T>& got, const std::vector<T>& before, double Want::*member,
+  void expect(const std::vector<T>& got, const std::vector<T>& before, double Want::* member,
               const std::string& target) const {
     for (int64_t row = 0; row < kRows; ++row) {
       std::vector<double> wanted;
@@ -146,7 +146,7 @@ TYPED_TEST(ActivationTest, BackwardInPlaceMatchesDefinition) {
         for (const auto& kernel : CKPT_KERNELS(activation_bwd)) {
           std::vector<T> g = problem.g.stored, u = problem.u.stored, dh = problem.dh.stored;
           const int64_t stride = problem.kStride;
-          ActivationBwd a{problem.shape,       {g.data(), stride}, {u.data(), stride},
+          ActivationBwd a{problem.shape,       {g.data(), stride},  {u.data(), stride},
                           {dh.data(), stride}, {dh.data(), stride}, {nullptr, 0},
                           {u.data(), stride}};
           if (kind.gated) a.dg = {g.data(), stride};
@@ -202,8 +202,8 @@ TYPED_TEST(ActivationTest, EdgeValues) {
       std::vector<T> ones(x.stored.size(), store<T>(1.0)), h = ones, dx = ones;
       ActivationShape shape{dtype_of<T>(), kind.act, kind.gated, 64, 0, 0, {}, {}};
       const T* up = kind.gated ? ones.data() : x.stored.data();
-      ActivationBwd a{shape,         {x.stored.data(), 64}, {up, 64}, {ones.data(), 64},
-                      {h.data(), 64}, {},                    {}};
+      ActivationBwd a{shape, {x.stored.data(), 64}, {up, 64}, {ones.data(), 64}, {h.data(), 64}, {},
+                      {}};
       (kind.gated ? a.dg : a.du) = Strided<void*>{dx.data(), 64};
       kernel.run(a, 0, 1);
       const std::string what = std::string(kind.name) + " on " + kernel.target;

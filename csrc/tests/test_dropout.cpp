@@ -28,9 +28,8 @@ TEST(Dropout, KeepFollowsTheCounterLayout) {
   const Dropout d = make_dropout(kState, 0.3, 2, cols);
   for (int64_t col = 0; col < cols; ++col) {
     const uint64_t element = uint64_t(row * 16 + col);
-    const Philox4x32 words =
-        philox4x32<7>(uint32_t(element >> 3), 0, 0x1234, 0xabcdefu | 2u << 24, 0x89abcdefu,
-                      0x81234567u);
+    const Philox4x32 words = philox4x32<7>(uint32_t(element >> 3), 0, 0x1234, 0xabcdefu | 2u << 24,
+                                           0x89abcdefu, 0x81234567u);
     const uint32_t draw = words.word[(element & 7) >> 1] >> (16 * (element & 1)) & 0xffff;
     EXPECT_EQ(d.keep(row, col), draw >= dropout_threshold(0.3));
   }

@@ -17,7 +17,9 @@ constexpr double kEps = 1e-5;
 constexpr NormKind kKinds[] = {NormKind::layernorm, NormKind::rmsnorm};
 
 // Roundings that sums over a row of n make: one a step of a lane, and a few around it.
-double row_terms(int64_t n) { return 16 + double(n) / 16; }
+double row_terms(int64_t n) {
+  return 16 + double(n) / 16;
+}
 
 template <typename Pair>
 class Norm : public testing::Test {};
@@ -35,16 +37,23 @@ TYPED_TEST(Norm, ForwardMatchesDefinition) {
       for (const NormKind kind : kKinds) {
         for (const bool bias : {false, true}) {
           std::vector<P> y(size_t(rows * cols));
-          NormFwd a{kind, kEps, cols, dtype_of<R>(), dtype_of<P>(), x.stored.data(),
-                    w.stored.data(), bias ? b.stored.data() : nullptr, y.data()};
+          NormFwd a{kind,
+                    kEps,
+                    cols,
+                    dtype_of<R>(),
+                    dtype_of<P>(),
+                    x.stored.data(),
+                    w.stored.data(),
+                    bias ? b.stored.data() : nullptr,
+                    y.data()};
           RowScratch scratch(RowScratch::size<A>(cols));
           ASSERT_TRUE(kernel.run(a, 0, rows, scratch));
           for (int64_t r = 0; r < rows; ++r) {
             const auto row = row_of(x.exact, r, cols);
             const NaiveNorm norm(kind, row, kEps);
             const auto want = norm.forward(w.exact, bias ? b.exact : std::vector<double>());
-            const double scale = norm_scale(norm, largest(row)) * largest(w.exact) +
-                                 (bias ? largest(b.exact) : 0);
+            const double scale =
+                norm_scale(norm, largest(row)) * largest(w.exact) + (bias ? largest(b.exact) : 0);
             expect_close(y.data() + r * cols, want, scale, row_terms(cols),
                          kernel.target + ", width " + std::to_string(cols));
           }
@@ -69,8 +78,16 @@ TYPED_TEST(Norm, BackwardMatchesJacobian) {
           // In place over dres, where there is one.
           std::vector<R> dx = residual ? dres.stored : std::vector<R>(size_t(rows * cols));
           std::vector<A> dw(size_t(cols), A(0)), db(size_t(cols), A(0));
-          NormBwd a{kind,  kEps, cols, dtype_of<R>(), dtype_of<P>(), dy.stored.data(),
-                    x.stored.data(), w.stored.data(), residual ? dx.data() : nullptr, dx.data()};
+          NormBwd a{kind,
+                    kEps,
+                    cols,
+                    dtype_of<R>(),
+                    dtype_of<P>(),
+                    dy.stored.data(),
+                    x.stored.data(),
+                    w.stored.data(),
+                    residual ? dx.data() : nullptr,
+                    dx.data()};
           RowScratch scratch(2 * RowScratch::size<A>(cols));
           ASSERT_TRUE(kernel.run(a, 0, rows, dw.data(), db.data(), scratch));
 
@@ -108,15 +125,24 @@ TYPED_TEST(Norm, InPlaceIsTheSame) {
     const auto x = random_values<R>(rows * cols, 1), dy = random_values<R>(rows * cols, 2);
     const auto w = random_values<A>(cols, 3);
     std::vector<R> y(size_t(rows * cols)), dx = y, y_in_place = x.stored, dx_in_place = dy.stored;
-    NormFwd fwd{NormKind::layernorm, kEps, cols, dtype_of<R>(), dtype_of<R>(), x.stored.data(),
-                w.stored.data(), nullptr, y.data()};
+    NormFwd fwd{NormKind::layernorm, kEps,          cols,
+                dtype_of<R>(),       dtype_of<R>(), x.stored.data(),
+                w.stored.data(),     nullptr,       y.data()};
     ASSERT_TRUE(norm_fwd_rows(fwd, 0, rows));
     fwd.x = fwd.y = y_in_place.data();
     ASSERT_TRUE(norm_fwd_rows(fwd, 0, rows));
     EXPECT_EQ(0, memcmp(y.data(), y_in_place.data(), y.size() * sizeof(R)));
 
-    NormBwd bwd{NormKind::layernorm, kEps, cols, dtype_of<R>(), dtype_of<R>(), dy.stored.data(),
-                x.stored.data(), w.stored.data(), nullptr, dx.data()};
+    NormBwd bwd{NormKind::layernorm,
+                kEps,
+                cols,
+                dtype_of<R>(),
+                dtype_of<R>(),
+                dy.stored.data(),
+                x.stored.data(),
+                w.stored.data(),
+                nullptr,
+                dx.data()};
     ASSERT_TRUE(norm_bwd_rows(bwd, 0, rows, nullptr, nullptr));
     bwd.dy = bwd.dx = dx_in_place.data();
     ASSERT_TRUE(norm_bwd_rows(bwd, 0, rows, nullptr, nullptr));
@@ -130,8 +156,15 @@ TEST(NormRows, NaNStaysInItsRow) {
   x[cols + 17] = std::numeric_limits<float>::quiet_NaN();
   const std::vector<float> w(size_t(cols), 1.0f);
   std::vector<bf16> y(size_t(rows * cols));
-  const NormFwd a{NormKind::layernorm, kEps, cols, DType::f32, DType::bf16, x.data(),
-                  w.data(), nullptr, y.data()};
+  const NormFwd a{NormKind::layernorm,
+                  kEps,
+                  cols,
+                  DType::f32,
+                  DType::bf16,
+                  x.data(),
+                  w.data(),
+                  nullptr,
+                  y.data()};
   ASSERT_TRUE(norm_fwd_rows(a, 0, rows));
   for (int64_t i = 0; i < rows * cols; ++i) {
     EXPECT_EQ(std::isnan(to_acc(y[i])), i / cols == 1) << i;
@@ -142,8 +175,8 @@ TEST(NormRows, KindNoneConverts) {
   const auto x = random_values<float>(70, 1);
   const std::vector<float> w(70, 1.0f);
   std::vector<f16> y(70);
-  const NormFwd a{NormKind::none, kEps, 70, DType::f32, DType::f16, x.stored.data(),
-                  w.data(), nullptr, y.data()};
+  const NormFwd a{NormKind::none,  kEps,     70,      DType::f32, DType::f16,
+                  x.stored.data(), w.data(), nullptr, y.data()};
   ASSERT_TRUE(norm_fwd_rows(a, 0, 1));
   for (int i = 0; i < 70; ++i) EXPECT_EQ(y[i].bits, store<f16>(x.exact[i]).bits);
 }

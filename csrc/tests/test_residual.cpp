@@ -29,7 +29,9 @@ constexpr Setting kSettings[] = {
     {NormKind::rmsnorm, NormKind::layernorm, 1.0, 1.0, false},
 };
 
-double row_terms(int64_t n) { return 24 + double(n) / 16; }
+double row_terms(int64_t n) {
+  return 24 + double(n) / 16;
+}
 
 RowMap map_of(const Setting& s) {
   RowMap map;

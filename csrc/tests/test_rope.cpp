@@ -30,7 +30,9 @@ struct Problem {
   Values<A> weight, bias, cos, sin;
 
   Problem(int64_t dim, int64_t rotary, NormKind norm, RopeKind rope, bool shared_angles)
-      : dim(dim), rotary(rope == RopeKind::none ? 0 : rotary), row_stride((kHeads + 2) * dim),
+      : dim(dim),
+        rotary(rope == RopeKind::none ? 0 : rotary),
+        row_stride((kHeads + 2) * dim),
         norm(norm) {
     x = random_values<T>(kBatch * kTime * row_stride, 1);
     dy = random_values<T>(kBatch * kTime * row_stride, 2);
@@ -38,8 +40,17 @@ struct Problem {
     bias = random_values<A>(dim, 4);
     cos = random_values<A>(kBatch * kTime * rotary / 2, 5);
     sin = random_values<A>(kBatch * kTime * rotary / 2, 6);
-    shape = {dtype_of<T>(),      norm,   kEps,   rope, kTime, kHeads, dim, this->rotary,
-             weight.stored.data(), cos.stored.data(), sin.stored.data(),
+    shape = {dtype_of<T>(),
+             norm,
+             kEps,
+             rope,
+             kTime,
+             kHeads,
+             dim,
+             this->rotary,
+             weight.stored.data(),
+             cos.stored.data(),
+             sin.stored.data(),
              shared_angles ? 0 : kTime * rotary / 2};
   }
 

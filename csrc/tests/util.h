@@ -107,9 +107,9 @@ struct TypePair {
   using R = Row;
   using P = Compute;
 };
-using TypePairs = testing::Types<TypePair<double, double>, TypePair<float, float>,
-                                 TypePair<bf16, bf16>, TypePair<f16, f16>, TypePair<float, bf16>,
-                                 TypePair<float, f16>>;
+using TypePairs =
+    testing::Types<TypePair<double, double>, TypePair<float, float>, TypePair<bf16, bf16>,
+                   TypePair<f16, f16>, TypePair<float, bf16>, TypePair<float, f16>>;
 
 // A kernel of an .inl file, declared for each target and listed for those that this machine runs:
 //   CKPT_DECLARE_KERNEL(bool, norm_fwd, (const NormFwd&, int64_t, int64_t, RowScratch&))

@@ -41,20 +41,20 @@ void store_tile(const acc_t<T>* in, int64_t rows, int64_t cols, T* out, int64_t 
   CKPT_DISPATCH(store_rows<T>)(in, rows, cols, out, out_stride);
 }
 
-#define CKPT_INSTANTIATE_ACC(A)                                                               \
-  template void attention_fwd_tile<A>(const AttentionRule&, const ScoreTile&, A*,             \
-                                      const SoftmaxRows<A>&);                                 \
+#define CKPT_INSTANTIATE_ACC(A)                                                                 \
+  template void attention_fwd_tile<A>(const AttentionRule&, const ScoreTile&, A*,               \
+                                      const SoftmaxRows<A>&);                                   \
   template void attention_bwd_tile<A>(const AttentionRule&, const ScoreTile&, A*, A*, const A*, \
                                       const A*);
 CKPT_INSTANTIATE_ACC(double)
 CKPT_INSTANTIATE_ACC(float)
 
-#define CKPT_INSTANTIATE(T)                                                                   \
+#define CKPT_INSTANTIATE(T)                                                                     \
   template void attention_finish_rows<T>(const SoftmaxRows<acc_t<T>>&, const Dropout&, int64_t, \
-                                         T*, int64_t, acc_t<T>*);                             \
-  template void attention_delta_rows<T>(const acc_t<T>*, int64_t, const T*, int64_t, int64_t, \
-                                        int64_t, acc_t<T>*);                                  \
-  template void load_tile<T>(const T*, int64_t, int64_t, int64_t, acc_t<T>*);                 \
+                                         T*, int64_t, acc_t<T>*);                               \
+  template void attention_delta_rows<T>(const acc_t<T>*, int64_t, const T*, int64_t, int64_t,   \
+                                        int64_t, acc_t<T>*);                                    \
+  template void load_tile<T>(const T*, int64_t, int64_t, int64_t, acc_t<T>*);                   \
   template void store_tile<T>(const acc_t<T>*, int64_t, int64_t, T*, int64_t);
 CKPT_INSTANTIATE(double)
 CKPT_INSTANTIATE(float)

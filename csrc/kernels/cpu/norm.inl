@@ -62,8 +62,8 @@ void sum_partials_typed(const A* partials, int64_t count, int64_t cols, A* out, 
 void sum_partials(bool wide, const void* partials, int64_t count, int64_t cols, void* out,
                   int64_t begin, int64_t end) {
   if (wide) {
-    sum_partials_typed(static_cast<const double*>(partials), count, cols,
-                       static_cast<double*>(out), begin, end);
+    sum_partials_typed(static_cast<const double*>(partials), count, cols, static_cast<double*>(out),
+                       begin, end);
   } else {
     sum_partials_typed(static_cast<const float*>(partials), count, cols, static_cast<float*>(out),
                        begin, end);

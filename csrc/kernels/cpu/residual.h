@@ -29,7 +29,7 @@ struct ResidualFwd {
   double next_eps;
   const void* next_weight;
   const void* next_bias;
-  void* normed;     // or null
+  void* normed;        // or null
   DType normed_dtype;  // r or p
 };
 bool residual_fwd_rows(const ResidualFwd& a, int64_t begin, int64_t end);

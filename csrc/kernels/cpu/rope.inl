@@ -94,9 +94,8 @@ void qk_fwd(const QkFwd& a, int64_t begin, int64_t end, RowScratch& scratch) {
 
 void qk_bwd(const QkBwd& a, int64_t begin, int64_t end, void* dweight, void* dbias,
             RowScratch& scratch) {
-  for_type(a.dtype, [&](auto t) {
-    qk_bwd_typed<decltype(t)>(a, begin, end, dweight, dbias, scratch);
-  });
+  for_type(a.dtype,
+           [&](auto t) { qk_bwd_typed<decltype(t)>(a, begin, end, dweight, dbias, scratch); });
 }
 
 CKPT_END_TARGET

@@ -196,7 +196,9 @@ CKPT_HD void norm_grad(NormKind kind, A* x, A* dy, const A* weight, A* dweight, 
 }
 
 // How many uint16_t dropout_draws needs for a run of cols columns.
-CKPT_HD int64_t dropout_buffer_size(int64_t cols) { return (cols / 8 + 2) * 8; }
+CKPT_HD int64_t dropout_buffer_size(int64_t cols) {
+  return (cols / 8 + 2) * 8;
+}
 
 // The 16-bit draws of columns [col0, col1) of a row, made into buffer: element c's is at [c - col0]
 // of what is returned. Eight draws are the four words of one call in memory (little-endian) order.

@@ -16,19 +16,21 @@
 
 #if CKPT_HAS_X86_TARGETS
 #if defined(__clang__)
-#define CKPT_PUSH_TARGET_AVX512                                                                 \
-  _Pragma(                                                                                      \
-      "clang attribute push(__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c\"))), apply_to=function)")
+#define CKPT_PUSH_TARGET_AVX512                                                                    \
+  _Pragma(                                                                                         \
+      "clang attribute "                                                                           \
+      "push(__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c\"))" \
+      "), apply_to=function)")
 #define CKPT_PUSH_TARGET_AVX2 \
   _Pragma("clang attribute push(__attribute__((target(\"avx2,fma,f16c\"))), apply_to=function)")
 #define CKPT_POP_TARGET _Pragma("clang attribute pop")
 #else
-#define CKPT_PUSH_TARGET_AVX512  \
-  _Pragma("GCC push_options")    \
-  _Pragma(                       \
-      "GCC target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c,prefer-vector-width=512\")")
-#define CKPT_PUSH_TARGET_AVX2 \
-  _Pragma("GCC push_options") _Pragma("GCC target(\"avx2,fma,f16c\")")
+#define CKPT_PUSH_TARGET_AVX512                                                                 \
+  _Pragma("GCC push_options") _Pragma(                                                          \
+      "GCC "                                                                                    \
+      "target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c,prefer-vector-width=" \
+      "512\")")
+#define CKPT_PUSH_TARGET_AVX2 _Pragma("GCC push_options") _Pragma("GCC target(\"avx2,fma,f16c\")")
 #define CKPT_POP_TARGET _Pragma("GCC pop_options")
 #endif
 #endif
@@ -45,12 +47,10 @@ const char* cpu_target_name();
 }  // namespace ckptfused
 
 #if CKPT_HAS_X86_TARGETS
-#define CKPT_DISPATCH(function)                                          \
-  (::ckptfused::cpu_target() == ::ckptfused::CpuTarget::avx512           \
-       ? &::ckptfused::avx512::function                                  \
-       : ::ckptfused::cpu_target() == ::ckptfused::CpuTarget::avx2       \
-             ? &::ckptfused::avx2::function                              \
-             : &::ckptfused::baseline::function)
+#define CKPT_DISPATCH(function)                                                                 \
+  (::ckptfused::cpu_target() == ::ckptfused::CpuTarget::avx512 ? &::ckptfused::avx512::function \
+   : ::ckptfused::cpu_target() == ::ckptfused::CpuTarget::avx2 ? &::ckptfused::avx2::function   \
+                                                               : &::ckptfused::baseline::function)
 #else
 #define CKPT_DISPATCH(function) (&::ckptfused::baseline::function)
 #endif
