@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -75,6 +76,11 @@ def _attention_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> t
 
 
 def _rng_state(like: Tensor, call_id: int, *, generator: torch.Generator | None = None) -> Tensor:
+    if torch.is_grad_enabled() and functorch_config.activation_memory_budget == 0:
+        raise RuntimeError(
+            "ckptfused: dropout needs torch._functorch.config.activation_memory_budget above 0: "
+            "at 0 torch.compile draws backward's dropout masks anew, and the gradients are wrong"
+        )
     return like.new_empty((2,), dtype=torch.int64)
 
 

@@ -141,6 +141,7 @@ def _call(
         if cos is not None and sin is not None:
             cos = rotary_view("cos", cos, x.size(batch), x.size(time), spec.attn.rotary)
             sin = rotary_view("sin", sin, x.size(batch), x.size(time), spec.attn.rotary)
+        check_devices(x, cos=cos, sin=sin, mask=mask, padding=padding)
     elif mask is not None or padding is not None or cu_seqlens is not None or cos is not None or sin is not None:
         raise ValueError("mask, padding, cu_seqlens, cos, sin: expected none without an attention half")
     y = run(op, x, slots, text, masks, cos, sin, cu_seqlens, generator)
@@ -184,12 +185,29 @@ def check_input(x: Tensor, width: int | None = None) -> None:
         raise ValueError(f"x: expected width {width} in the last dimension, got shape {list(x.shape)}")
 
 
+def check_param(name: str, value: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    """Raise unless a parameter is a floating tensor of this shape on x's device."""
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
+    if value.device != x.device:
+        raise ValueError(f"{name}: expected x's device {x.device}, got {value.device}")
+    if not value.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point tensor, got {value.dtype}")
+
+
 def check_dtype(name: str, weight: Tensor, x: Tensor, compute: str | None = None) -> None:
     """Raise unless a projection's weight or bias has x's dtype, or something casts it."""
     if weight.dtype != x.dtype and compute is None and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
             f"{name}: expected x's dtype {x.dtype} (another needs torch.autocast or spec.compute), got {weight.dtype}"
         )
+
+
+def check_devices(x: Tensor, **inputs: Tensor | None) -> None:
+    """Raise unless the tensors that are there lie where x does."""
+    for name, value in inputs.items():
+        if value is not None and value.device != x.device:
+            raise ValueError(f"{name}: expected x's device {x.device}, got {value.device}")
 
 
 def check_packed(x: Tensor, cu_seqlens: Tensor, masks: Mask) -> None:
@@ -250,12 +268,7 @@ def _check_params(x: Tensor, params: Mapping[str, Tensor | None], spec: BlockSpe
             if required:
                 raise ValueError(f"params[{name!r}]: expected a tensor of shape {list(shape)}, got None")
             continue
-        if tuple(value.shape) != shape:
-            raise ValueError(f"params[{name!r}]: expected shape {list(shape)}, got {list(value.shape)}")
-        if value.device != x.device:
-            raise ValueError(f"params[{name!r}]: expected x's device {x.device}, got {value.device}")
-        if not value.is_floating_point():
-            raise TypeError(f"params[{name!r}]: expected a floating-point tensor, got {value.dtype}")
+        check_param(f"params[{name!r}]", value, shape, x)
         if not name.endswith(_NORM_ENDINGS):
             check_dtype(f"params[{name!r}]", value, x, spec.compute)
     return slots

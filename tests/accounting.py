@@ -15,7 +15,9 @@ PRODUCTS = ("aten::mm", "aten::addmm")  # outputs given or not; tiled attention'
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
-def saved_bytes(function: Callable[[], Tensor], module: torch.nn.Module | None = None, own: Iterable[Tensor] = ()) -> int:
+def saved_bytes(
+    function: Callable[[], Tensor], module: torch.nn.Module | None = None, own: Iterable[Tensor] = ()
+) -> int:
     """Bytes of the unique storages that autograd saves in a call, less the module's and the caller's `own`."""
     owned = [*own, *(() if module is None else (*module.parameters(), *module.buffers()))]
     ignored = {t.untyped_storage().data_ptr() for t in owned}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ckptfused.functional import check_dtype, check_input, check_packed, rotary_view, run
+from ckptfused.functional import check_devices, check_dtype, check_input, check_packed, check_param, rotary_view, run
 from ckptfused.masks import NO_MASK, Mask, encoder_mask
 from ckptfused.modules.activations import GATED, Activation, activation_kind
 from ckptfused.modules.attention_layer import GroupedAttention
@@ -71,9 +71,13 @@ def settled(number: float | None) -> Any:
 
 
 def hooked(*layers: nn.Module | None) -> bool:
-    """Whether somebody watches the inner layers, which a fused block does not call."""
+    """Whether somebody watches or patches the inner layers, which a fused block does not call."""
     return any(
-        layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or "forward" in vars(layer)
         for layer in layers
         if layer is not None
     )
@@ -135,9 +139,35 @@ def _norm_slots(norm: Any, place: str) -> dict[str, Slots]:
     return {"pre": pair if place == "pre" else [None, None], "out": pair if place == "out" else [None, None]}
 
 
-def attention_slots(attn: Any, norm: Any, place: str) -> Slots:
-    """The 18 tensors of an attention half."""
+def _check_norm(name: str, norm: Any, width: int, x: Tensor) -> None:
+    for kind in ("weight", "bias"):
+        value = getattr(norm, kind, None)
+        if value is not None:
+            check_param(f"{name}.{kind}", value, (width,), x)
+
+
+def _check_linear(
+    names: tuple[str, str], weight: Tensor, bias: Tensor | None, shape: tuple[int, int], x: Tensor
+) -> None:
+    check_param(names[0], weight, shape, x)
+    check_dtype(names[0], weight, x)
+    if bias is not None:
+        check_param(names[1], bias, shape[:1], x)
+        check_dtype(names[1], bias, x)
+
+
+def attention_slots(attn: Any, norm: Any, place: str, x: Tensor) -> Slots:
+    """The 18 tensors of an attention half, checked against x."""
     q_norm, k_norm = getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)
+    width, rows = attn.embed_dim, attn.num_heads * attn.head_dim
+    total = rows + 2 * getattr(attn, "num_kv_heads", attn.num_heads) * attn.head_dim
+    names = ("self_attn.in_proj_weight", "self_attn.in_proj_bias")
+    _check_linear(names, attn.in_proj_weight, attn.in_proj_bias, (total, width), x)
+    names = ("self_attn.out_proj.weight", "self_attn.out_proj.bias")
+    _check_linear(names, attn.out_proj.weight, attn.out_proj.bias, (width, rows), x)
+    _check_norm("norm1", norm, width, x)
+    _check_norm("self_attn.q_norm", q_norm, attn.head_dim, x)
+    _check_norm("self_attn.k_norm", k_norm, attn.head_dim, x)
     norms = _norm_slots(norm, place)
     return [
         *norms["pre"],
@@ -149,11 +179,16 @@ def attention_slots(attn: Any, norm: Any, place: str) -> Slots:
     ]
 
 
-def ffn_slots(linear1: Any, linear2: Any, activation: Activation, norm: Any, place: str) -> Slots:
-    """The 12 tensors of an FFN half."""
+def ffn_slots(linear1: Any, linear2: Any, activation: Activation, norm: Any, place: str, x: Tensor) -> Slots:
+    """The 12 tensors of an FFN half, checked against x, the width of which has been."""
     norms = _norm_slots(norm, place)
     first: Slots = [linear1.weight, linear1.bias]
     gated = activation_kind(activation) in GATED
+    width, hidden = x.size(-1), linear2.in_features
+    shape = (2 * hidden if gated else hidden, width)
+    _check_linear(("linear1.weight", "linear1.bias"), linear1.weight, linear1.bias, shape, x)
+    _check_linear(("linear2.weight", "linear2.bias"), linear2.weight, linear2.bias, (width, hidden), x)
+    _check_norm("norm2", norm, width, x)
     return [
         *norms["pre"],
         *(first if gated else [None, None]),
@@ -212,10 +247,10 @@ def attention_inputs(
 ) -> AttentionInputs:
     """Checks and normalises x (made 3-d), masks and rotary tables."""
     check_input(x, attn.embed_dim)
-    check_dtype("self_attn.in_proj_weight", attn.in_proj_weight, x)
     time, batch = (1, 0) if attn.batch_first else (0, 1)
     x = x.unsqueeze(batch) if x.dim() == 2 else x
     B, T = x.size(batch), x.size(time)
+    check_devices(x, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask)
     masks = encoder_mask(src_mask, src_key_padding_mask, is_causal, B, attn.num_heads, T)
     if getattr(attn, "causal", False):
         masks = masks._replace(causal=True)
@@ -229,6 +264,7 @@ def attention_inputs(
             raise ValueError("rotary: expected None in a module without rope, got a pair of tables")
         return AttentionInputs(x, masks, None, None)
     if rotary is not None:
+        check_devices(x, cos=rotary[0], sin=rotary[1])
         cos, sin = (rotary_view(name, t, B, T, table.dim) for name, t in zip(("cos", "sin"), rotary, strict=True))
     else:
         cos, sin = table(T) if cu_seqlens is None else table.packed(cu_seqlens, T)

@@ -97,8 +97,8 @@ class FusedCheckpointAttention(FusedModule):
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Call:
         inputs = attention_inputs(self.self_attn, src, src_mask, src_key_padding_mask, is_causal, cu_seqlens, rotary)
+        slots = attention_slots(self.self_attn, self.norm1, self._place, src)
         text = self._text(src, input_words(inputs.masks, cu_seqlens is not None))
-        slots = attention_slots(self.self_attn, self.norm1, self._place)
         return Call("attention_block", inputs.x, slots, text, inputs.masks, inputs.cos, inputs.sin, cu_seqlens)
 
     @property

@@ -160,7 +160,7 @@ def make_attention(
     *,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
-    rope: bool | float | RotaryTable = False,
+    rope: bool | float | RotaryTable | None = False,
     rope_style: str = "half",
     rotary_dim: int | None = None,
     qk_norm: str | bool = "none",
@@ -172,8 +172,10 @@ def make_attention(
 ) -> nn.MultiheadAttention:
     """PyTorch's own layer where it can hold the parameters, else a `GroupedAttention`.
 
-    `rope` is True (theta 10000), a theta, or a `RotaryTable` to share; `qk_norm` a kind, or True for the block's.
+    `rope` is True (theta 10000), a theta, a `RotaryTable` to share, or False or None for no RoPE; `qk_norm` a kind,
+    or True for the block's.
     """
+    rope = False if rope is None else rope
     extras: dict[str, Any] = {}
     if num_kv_heads not in (None, nhead):
         extras["num_kv_heads"] = num_kv_heads
@@ -193,9 +195,11 @@ def make_attention(
         extras["rope_style"] = rope_style
     elif rotary_dim is not None:
         raise ValueError(f"rotary_dim: expected None without rope, got {rotary_dim}")
-    for name, value in (("causal", causal), ("window", window), ("softcap", softcap), ("scale", scale)):
+    for name, value in (("causal", causal), ("window", window), ("softcap", softcap)):
         if value:
             extras[name] = value
+    if scale is not None:
+        extras["scale"] = scale
     args: dict[str, Any] = {"dropout": dropout, "bias": bias, "batch_first": batch_first}
     if not extras and d_model % nhead == 0:
         return nn.MultiheadAttention(d_model, nhead, **args, device=device, dtype=dtype)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ckptfused.functional import check_dtype
 from ckptfused.masks import NO_MASK
 from ckptfused.modules import assemble
 from ckptfused.modules.activations import GATED, Activation, activation_kind, plain_activation
@@ -17,6 +16,8 @@ from ckptfused.modules.attention_layer import is_plain, make_attention
 from ckptfused.modules.fused import FusedModule, needs_gradient, rates, run_fused, run_generic
 from ckptfused.modules.norms import make_norm
 from ckptfused.spec import Keep
+
+_SA_BLOCK, _FF_BLOCK = nn.TransformerEncoderLayer._sa_block, nn.TransformerEncoderLayer._ff_block
 
 
 class FusedCheckpointBlock(FusedModule, nn.TransformerEncoderLayer):
@@ -132,6 +133,8 @@ class FusedCheckpointBlock(FusedModule, nn.TransformerEncoderLayer):
             ours = isinstance(layer, FusedCheckpointBlock) and getattr(type(layer), name) is getattr(cls, name)
             if not ours and getattr(type(layer), name) is not getattr(nn.TransformerEncoderLayer, name):
                 raise TypeError(f"layer: expected PyTorch's own {name}, but {type(layer).__name__} overrides it")
+            if name in vars(layer):
+                raise TypeError(f"layer: expected PyTorch's own {name}, but this layer has one of its own")
         block = cls.__new__(cls)
         nn.Module.__init__(block)
         for name, value in vars(layer).items():
@@ -169,6 +172,9 @@ class FusedCheckpointBlock(FusedModule, nn.TransformerEncoderLayer):
         return run_fused(self, src, generator, *masks, is_causal, cu_seqlens, rotary)
 
     def fusable(self) -> bool:
+        # A subclass may compute something else.
+        if type(self)._sa_block is not _SA_BLOCK or type(self)._ff_block is not _FF_BLOCK:
+            return False
         ffn = (self.linear1, self.linear2, self.activation, self.norm2, self.dropout, self.dropout2)
         return assemble.attention_fusable(self.self_attn, self.norm1, self.dropout1) and assemble.ffn_fusable(*ffn)
 
@@ -184,10 +190,9 @@ class FusedCheckpointBlock(FusedModule, nn.TransformerEncoderLayer):
         inputs = assemble.attention_inputs(
             self.self_attn, src, src_mask, src_key_padding_mask, is_causal, cu_seqlens, rotary
         )
-        check_dtype("linear1.weight", self.linear1.weight, src)
+        slots = assemble.attention_slots(self.self_attn, self.norm1, self._place, src)
+        slots += assemble.ffn_slots(self.linear1, self.linear2, self.activation, self.norm2, self._place, src)
         text = self._text(src, assemble.input_words(inputs.masks, cu_seqlens is not None))
-        slots = assemble.attention_slots(self.self_attn, self.norm1, self._place)
-        slots += assemble.ffn_slots(self.linear1, self.linear2, self.activation, self.norm2, self._place)
         return Call("block", inputs.x, slots, text, inputs.masks, inputs.cos, inputs.sin, cu_seqlens)
 
     @property

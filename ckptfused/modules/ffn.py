@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptfused.functional import check_dtype, check_input
+from ckptfused.functional import check_input
 from ckptfused.modules.activations import GATED, Activation, activation_kind, plain_activation
 from ckptfused.modules.assemble import Call, canonical_text, ffn_fusable, ffn_slots, ffn_words
 from ckptfused.modules.fused import FusedModule, rates, run_fused, run_generic
@@ -76,9 +76,8 @@ class FusedCheckpointFFN(FusedModule):
 
     def prepare(self, src: Tensor, *args: Any, **kwargs: Any) -> Call:
         check_input(src, self.linear2.out_features)
-        check_dtype("linear1.weight", self.linear1.weight, src)
         x = src.unsqueeze(0 if self.batch_first else 1) if src.dim() == 2 else src
-        slots = ffn_slots(self.linear1, self.linear2, self.activation, self.norm2, self._place)
+        slots = ffn_slots(self.linear1, self.linear2, self.activation, self.norm2, self._place, src)
         return Call("ffn_block", x, slots, self._text(src))
 
     @property

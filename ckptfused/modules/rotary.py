@@ -63,7 +63,9 @@ class RotaryTable(nn.Module):
         if length > self.cos.size(0):
             if torch.compiler.is_compiling():
                 return self.table(length, self.cos.dtype, self.cos.device)
-            self._fill(max(_FIRST_LENGTH, 1 << (length - 1).bit_length()), self.cos.dtype, self.cos.device)
+            # Read from the result, not from self: another thread may fill a shorter table meanwhile.
+            cos, sin = self._fill(max(_FIRST_LENGTH, 1 << (length - 1).bit_length()), self.cos.dtype, self.cos.device)
+            return cos[:length], sin[:length]
         return self.cos[:length], self.sin[:length]
 
     def packed(self, cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
@@ -71,11 +73,14 @@ class RotaryTable(nn.Module):
         cos, sin = self(length)
         place = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         start = cu_seqlens[torch.searchsorted(cu_seqlens, place, right=True) - 1]
-        return cos[place - start], sin[place - start]
+        position = (place - start).clamp(0, length - 1)  # bounds out of range are refused by the op
+        return cos[position], sin[position]
 
-    def _fill(self, length: int, dtype: torch.dtype, device: Any) -> None:
-        with torch.no_grad():
-            self.cos, self.sin = self.table(length, dtype, device)
+    def _fill(self, length: int, dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
+        # A table made in inference mode could not be saved for a later backward.
+        with torch.inference_mode(False), torch.no_grad():
+            self.cos, self.sin = tables = self.table(length, dtype, device)
+        return tables
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
         super()._apply(fn, recurse)

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ckptfused.modules.assemble import Call, Slots
+from ckptfused.modules.assemble import Call, Slots, hooked
+from ckptfused.modules.attention import FusedCheckpointAttention
+from ckptfused.modules.block import FusedCheckpointBlock
+from ckptfused.modules.ffn import FusedCheckpointFFN
 from ckptfused.modules.fused import FusedModule, needs_gradient
 from ckptfused.spec import AUX_NAMES
 
@@ -137,6 +140,9 @@ def _run_segment(calls: list[Call], generator: torch.Generator | None) -> Tensor
     return _Segment.apply(tuple(steps), x, *tensors)
 
 
+_FORWARDS = (FusedCheckpointBlock.forward, FusedCheckpointAttention.forward, FusedCheckpointFFN.forward)
+
+
 class FusedCheckpointSequential(nn.Sequential):
     """Fused blocks in a row with one saved input for each of `segments` runs of them.
 
@@ -195,7 +201,7 @@ class FusedCheckpointSequential(nn.Sequential):
                 continue
             if run:
                 y = _run_segment([b.prepare(x, *inputs, cu_seqlens, rotary) for b in run], generator)
-                x = y.view(x.shape)
+                x = y.view(x.shape) if x.dim() == 2 else y
         return x
 
     def extra_repr(self) -> str:
@@ -203,5 +209,5 @@ class FusedCheckpointSequential(nn.Sequential):
 
 
 def _hooked(block: nn.Module) -> bool:
-    """Whether somebody watches the block itself, which a segment does not call."""
-    return bool(block._forward_hooks or block._forward_pre_hooks or block._backward_hooks or block._backward_pre_hooks)
+    """Whether somebody watches the block itself, which a segment does not call, or has it do something else."""
+    return hooked(block) or type(block).forward not in _FORWARDS

@@ -123,7 +123,7 @@ void Block::restore(at::TensorList kept) {
   size_t next = 0;
   const auto take = [&] {
     TORCH_CHECK(next < kept.size(), "ckptfused: too few kept tensors, got ", kept.size());
-    return kept[next++];
+    return kept[next++].contiguous();  // a saved-tensor hook may have changed the strides
   };
   if (keep.attn) {
     value_.o = take();

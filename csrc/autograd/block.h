@@ -129,7 +129,7 @@ class Block {
 
   at::Tensor empty(at::IntArrayRef size, at::ScalarType type) const;
   at::Tensor like_x(at::ScalarType type) const { return empty({N_, C_}, type); }
-  at::Tensor rows_view(const at::Tensor& t) const { return t.view({N_, -1}); }
+  at::Tensor rows_view(const at::Tensor& t) const { return t.view({N_, t.size(-1)}); }
   at::IntArrayRef row_map() const { return row_map_; }
 
   const BlockSpec& spec_;

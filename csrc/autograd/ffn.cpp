@@ -14,6 +14,8 @@ using at::Tensor;
 std::vector<Block::Tile> Block::tiles() const {
   std::vector<Tile> list;
   const int64_t F = spec_.ffn.hidden;
+  // No tokens are one empty tile, so that every value and gradient gets made.
+  if (N_ == 0) return {{0, 0, 0, F}};
   for (int64_t row0 = 0; row0 < N_; row0 += tiles_.rows) {
     for (int64_t col0 = 0; col0 < F; col0 += tiles_.cols) {
       list.push_back(

@@ -52,6 +52,7 @@ template <Halves kHalves>
 std::vector<Tensor> block_fwd(const Tensor& x, const OptTensorList& params,
                               const OptTensorList& aux, const std::optional<Tensor>& rng_state,
                               std::string_view spec, bool save) {
+  const at::AutoDispatchBelowADInplaceOrView guard;  // y is no view of our scratch to autograd
   return Block(checked_spec<kHalves>(spec), x, params, aux, rng_state).forward(save);
 }
 
@@ -60,6 +61,7 @@ std::vector<Tensor> block_bwd(const Tensor& dy, const Tensor& x, const OptTensor
                               const OptTensorList& aux, at::TensorList kept,
                               const std::optional<Tensor>& rng_state, std::string_view spec,
                               const BoolList& needs) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
   return Block(checked_spec<kHalves>(spec), x, params, aux, rng_state)
       .backward(dy, kept, std::vector<bool>(needs.begin(), needs.end()));
 }
@@ -87,6 +89,11 @@ variable_list present(const OptTensorList& list) {
     if (t.has_value() && t->defined()) tensors.push_back(*t);
   }
   return tensors;
+}
+// Forward-mode AD and torch.func.jvp. The ops have no rule for it and would drop the tangent.
+bool any_has_tangent(const variable_list& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); });
 }
 bool any_wants_grad(const variable_list& tensors) {
   return std::any_of(tensors.begin(), tensors.end(),
@@ -168,8 +175,10 @@ template <Halves kHalves>
 Tensor block(const Tensor& x, const OptTensorList& params, const OptTensorList& aux,
              std::string_view spec_text, const std::optional<at::Generator>& generator) {
   const BlockSpec& spec = checked_spec<kHalves>(spec_text);
-  const Tensor rng = spec.has_dropout() ? call::rng_state(x, next_call_id(), generator) : Tensor();
   const variable_list inputs = present(params);
+  TORCH_CHECK(!x._fw_grad(/*level=*/0).defined() && !any_has_tangent(inputs), Names<kHalves>::op,
+              " has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse mode");
+  const Tensor rng = spec.has_dropout() ? call::rng_state(x, next_call_id(), generator) : Tensor();
   TORCH_CHECK(!at::GradMode::is_enabled() || !any_wants_grad(present(aux)),
               "ckptfused: a mask, cos or sin that needs a gradient is not supported");
   if (!at::GradMode::is_enabled() || !(x.requires_grad() || any_wants_grad(inputs))) {

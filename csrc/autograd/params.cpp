@@ -77,7 +77,7 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
   }
   if (spec.has_dropout()) {
     TORCH_CHECK(rng_state.has_value(), "ckptfused: dropout needs an rng_state");
-    rng_ = *rng_state;
+    rng_ = rng_state->contiguous();
   }
 }
 

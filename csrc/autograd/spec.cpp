@@ -1,6 +1,7 @@
 #include "autograd/spec.h"
 
 #include <functional>
+#include <locale>
 #include <memory>
 #include <mutex>
 #include <sstream>
@@ -13,10 +14,13 @@ namespace {
 
 using Setter = std::function<void(BlockSpec&, const std::string&)>;
 
+// Not std::stod, which reads "0.1" as 0 in a program whose locale has decimal commas.
 double to_double(const std::string& value) {
-  size_t used = 0;
-  const double parsed = std::stod(value, &used);
-  TORCH_CHECK(used == value.size(), "ckptfused: spec expects a number, got '", value, "'");
+  std::istringstream stream(value);
+  stream.imbue(std::locale::classic());
+  double parsed = 0.0;
+  TORCH_CHECK(stream >> parsed && stream.eof(), "ckptfused: spec expects a number, got '", value,
+              "'");
   return parsed;
 }
 int64_t to_int(const std::string& value) {

@@ -26,7 +26,8 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd(
   if (!flash(a)) return attention_tiled_fwd(a);
   const auto [o, lse] = at::_scaled_dot_product_flash_attention_for_cpu(a.q, a.k, a.v, 0.0, causal,
                                                                         std::nullopt, scale);
-  return {o, lse.contiguous()};
+  // PyTorch gives o the order of q's memory, which is another one where that is sequence-first.
+  return {o.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd(

@@ -145,7 +145,7 @@ def test_eps(norm_first: bool) -> None:
 @pytest.mark.parametrize(
     "activation",
     [F.relu, torch.relu, F.gelu, F.silu, nn.ReLU(), nn.ReLU(inplace=True), nn.GELU(), nn.GELU("tanh"), nn.SiLU()],
-    ids=str,
+    ids=lambda a: str(a) if isinstance(a, nn.Module) else f"{a.__module__ or 'torch'}.{a.__name__}",
 )
 def test_known_callable_activations_are_fused(activation: Callable[[Tensor], Tensor]) -> None:
     layer, block = pair(activation=activation)

@@ -15,24 +15,22 @@
   }
 
 #if CKPT_HAS_X86_TARGETS
+// The formatter would split the strings of the pragmas.
+// clang-format off
 #if defined(__clang__)
-#define CKPT_PUSH_TARGET_AVX512                                                                    \
-  _Pragma(                                                                                         \
-      "clang attribute "                                                                           \
-      "push(__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c\"))" \
-      "), apply_to=function)")
-#define CKPT_PUSH_TARGET_AVX2 \
-  _Pragma("clang attribute push(__attribute__((target(\"avx2,fma,f16c\"))), apply_to=function)")
+#define CKPT_PUSH_TARGET_AVX512 _Pragma("clang attribute push(__attribute__((target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c\"))), apply_to=function)")
+#define CKPT_PUSH_TARGET_AVX2 _Pragma("clang attribute push(__attribute__((target(\"avx2,fma,f16c\"))), apply_to=function)")
 #define CKPT_POP_TARGET _Pragma("clang attribute pop")
 #else
-#define CKPT_PUSH_TARGET_AVX512                                                                 \
-  _Pragma("GCC push_options") _Pragma(                                                          \
-      "GCC "                                                                                    \
-      "target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c,prefer-vector-width=" \
-      "512\")")
-#define CKPT_PUSH_TARGET_AVX2 _Pragma("GCC push_options") _Pragma("GCC target(\"avx2,fma,f16c\")")
+#define CKPT_PUSH_TARGET_AVX512 \
+  _Pragma("GCC push_options") \
+  _Pragma("GCC target(\"avx512f,avx512bw,avx512dq,avx512vl,avx512cd,avx2,fma,f16c,prefer-vector-width=512\")")
+#define CKPT_PUSH_TARGET_AVX2 \
+  _Pragma("GCC push_options") \
+  _Pragma("GCC target(\"avx2,fma,f16c\")")
 #define CKPT_POP_TARGET _Pragma("GCC pop_options")
 #endif
+// clang-format on
 #endif
 
 namespace ckptfused {

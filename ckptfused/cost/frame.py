@@ -1,6 +1,6 @@
 """Bytes and products of what every part of a block call uses: the model of csrc/autograd/params.cpp.
 
-`ckptfused.cost_walk` walks through a block call with it, in the order of the C++ code.
+`ckptfused.cost.walk` walks through a block call with it, in the order of the C++ code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from ckptfused.cost_work import Attention, Product, accumulation_type, compute_type
+from ckptfused.cost.work import Attention, Product, accumulation_type, compute_type
 from ckptfused.slots import param_shapes
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
 
@@ -190,6 +190,8 @@ class Frame:
             return
         cut_rows = name.startswith("ffn.") and self.tile_rows < self.N
         self._grad(name, self.A if cut_rows else self.P)
+        if (self.attn if name.startswith("attn.") else self.ffn).transposed:
+            out, into = into, out
         self.product(f"d {name}", out, into, n, wide=self.grads[name] != self.P)
 
     def bias_grad(self, name: str, width: int, add: bool) -> None:

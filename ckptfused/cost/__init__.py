@@ -1,8 +1,8 @@
 """What a block costs: bytes saved for backward, matrix products made and replayed, FLOPs, peak scratch.
 
 The derivation of these numbers is in COST of the design notes; this module is their code, and tests hold the
-extension to it exactly. Notation: B batch, T length, N = B·T tokens, C width. `cost_work` has the work and the kept
-values; `cost_walk` goes through a call step by step.
+extension to it exactly. Notation: B batch, T length, N = B·T tokens, C width. `work` has the work and the kept
+values; `walk` goes through a call step by step.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from ckptfused.cost_frame import Call
-from ckptfused.cost_walk import BlockWalk
-from ckptfused.cost_work import (
+from ckptfused.cost.frame import Call
+from ckptfused.cost.walk import BlockWalk
+from ckptfused.cost.work import (
     Attention,
     Product,
     accumulation_type,
@@ -113,25 +113,33 @@ def _walk(call: Call, needs: Collection[str] | None = None, tiled: bool = True) 
 
 
 def backward_work(
-    spec: BlockSpec, batch: int, length: int, width: int, needs: Collection[str] | None = None
+    spec: BlockSpec,
+    batch: int,
+    length: int,
+    width: int,
+    needs: Collection[str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> list[Product | Attention]:
-    """The products and attention calls of one backward in their order, replays included, the FFN in one piece.
+    """The products and attention calls of one backward in their order, replays included.
 
     A replay has the name that `forward_products` gives it. `needs`: names of those of `x` and the parameter slots whose
     gradients are asked for; None: all of them. What only other gradients would need is not made.
+    `dtype`: the FFN is cut as for an x of it; None: in one piece. A cut FFN with a post or closing norm makes gu twice.
     """
-    call = Call(spec, batch, length, width, torch.float32)
-    return _walk(call, _wanted(spec, needs), tiled=False).work
+    call = Call(spec, batch, length, width, dtype or torch.float32)
+    return _walk(call, _wanted(spec, needs), tiled=dtype is not None).work
 
 
 def backward_flops(
-    spec: BlockSpec, batch: int, length: int, width: int, needs: Collection[str] | None = None
+    spec: BlockSpec,
+    batch: int,
+    length: int,
+    width: int,
+    needs: Collection[str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> int:
-    """FLOPs of one backward, replays included; `needs` as in `backward_work`."""
-    return sum(
-        work.backward_flops if isinstance(work, Attention) and work.name != "attention" else work.flops
-        for work in backward_work(spec, batch, length, width, needs)
-    )
+    """FLOPs of one backward, replays included; `needs` and `dtype` as in `backward_work`."""
+    return sum(work.flops for work in backward_work(spec, batch, length, width, needs, dtype))
 
 
 def forward_scratch(

@@ -46,20 +46,14 @@ class Attention:
     length: int
     head_dim: int
     name: str = "attention"
+    products: int = 2
+    """Products of T x T x D a head. A backward makes five: the scores again, and the gradients of v, of the
+    probabilities, of q and of k."""
 
     @property
     def flops(self) -> int:
-        """Of a forward: two products of T x T x D a head."""
-        return 2 * self._product
-
-    @property
-    def backward_flops(self) -> int:
-        """Five products: the scores again, and the gradients of v, of the probabilities, of q and of k."""
-        return 5 * self._product
-
-    @property
-    def _product(self) -> int:
-        return 2 * self.batch * self.heads * self.length * self.length * self.head_dim
+        """Multiplications and additions."""
+        return self.products * 2 * self.batch * self.heads * self.length * self.length * self.head_dim
 
 
 def kept_values(

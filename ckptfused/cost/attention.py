@@ -1,0 +1,166 @@
+"""The attention half of a walk through a block call: the model of csrc/autograd/attention.cpp."""
+
+from __future__ import annotations
+
+from ckptfused.cost.frame import Frame, runs_as_float
+from ckptfused.cost.work import Attention
+
+_QUERY_TILE = 128  # csrc/kernels/cpu/attention.h
+
+Part = tuple[str, int]  # slot, width
+
+
+class AttentionWalk(Frame):
+    """From n1 to proj, and back."""
+
+    save = False
+    qk_in_place = False
+
+    @property
+    def _qkv_parts(self) -> list[Part]:
+        a = self.attn
+        if a.joint:
+            return [("attn.q", a.qkv_width)]
+        return [("attn.q", a.q_width), ("attn.k", a.kv_width), ("attn.v", a.kv_width)]
+
+    def _flash(self) -> bool:
+        """Whether PyTorch's kernel is used (csrc/ops/attention_cpu.cpp)."""
+        a = self.attn
+        windowed = 0 < a.window < self.call.length
+        plain = a.mask == a.padding == "none" and not (a.packed or windowed or a.softcap or round(a.p_attn * 65536))
+        return plain and not (self.P.itemsize == 2 and runs_as_float(self.P))
+
+    def _tiled_scratch(self, backward: bool, tasks: int, longest: int) -> int:
+        from ckptfused import _C
+
+        dtype = str(self.P).removeprefix("torch.")
+        each = _C.attention_scratch_bytes(backward, dtype, longest, longest, self.attn.head_dim)
+        return min(self.call.threads, tasks) * each
+
+    def ensure_n1(self) -> None:
+        if "n1" not in self.values:
+            self.pre_norm("n1", "attn.pre", self.attn.pre, self.P)
+
+    def ensure_qkv(self) -> None:
+        if "qkv" in self.values and not self.qk_in_place:
+            return
+        self.ensure_n1()
+        self.make("qkv", self.rows(self.attn.qkv_width, self.P))
+        self.qk_in_place = False
+        self.project("qkv", self.N, self.C, self._qkv_parts)
+        if self.spec.parallel != "shared":
+            self.drop("n1")
+
+    def ensure_qk(self) -> None:
+        if "qk" in self.values:
+            return
+        self.ensure_qkv()
+        a = self.attn
+        plain = a.qk_norm == a.rope == "none"
+        raw_needed = "qkv" in self.spec.keep or (self.backward and a.qk_norm != "none")
+        self.values.add("qk")
+        if plain:
+            return
+        self.qk_in_place = not raw_needed
+        if raw_needed:
+            self.make("qk", self.rows(a.q_width + a.kv_width, self.P))
+        if a.qk_norm != "none":
+            for name in ("attn.q_norm", "attn.k_norm"):
+                with self.gains((name, a.qk_norm, True), width=a.head_dim):
+                    pass
+
+    def ensure_attn(self) -> None:
+        if "o" in self.values:
+            return
+        self.ensure_qk()
+        a, call = self.attn, self.call
+        self.work.append(Attention(call.batch, a.heads, call.length, a.head_dim))
+        self.make("o", self.rows(a.q_width, self.P))
+        self.make("lse", self.rows(a.heads, self.A))
+        if self._flash():
+            # PyTorch's lse is [B, T, H] in memory, its o has the order of q's.
+            copies = self.rows(a.heads, self.A) if a.heads > 1 and call.length > 1 else 0
+            with self.time.temporary(copies + self._o_rows()):
+                pass
+        else:
+            lengths = call.lengths or (call.length,) * call.batch
+            tasks = a.heads * sum(-(-length // _QUERY_TILE) for length in lengths)
+            with self.time.temporary(self._tiled_scratch(False, tasks, max(lengths))):
+                pass
+        if not self.backward:
+            self.drop("qk")
+            if not (self.save and "qkv" in self.spec.keep):
+                self.drop("qkv")
+
+    def _o_rows(self) -> int:
+        """Bytes of a copy of o between the order of x and [B, T, H·D]."""
+        copied = self.spec.seq_first and self.call.batch > 1 and self.call.length > 1
+        return self.rows(self.attn.q_width, self.P) if copied else 0
+
+    def ensure_proj(self) -> None:
+        if "proj" in self.values:
+            return
+        self.ensure_attn()
+        self.make("proj", self.rows(self.C, self.P))
+        with self.time.temporary(self._o_rows()):
+            self.project("proj", self.N, self.attn.q_width, [("attn.o", self.C)])
+
+    def attention_backward(self, ds: str) -> str | None:
+        a = self.attn
+        need_n1 = self.need("x", "attn.pre_w", "attn.pre_b")
+        qkv_slots = [f"attn.{part}_{kind}" for part in ("q", "k", "v", "q_norm", "k_norm") for kind in "wb"]
+        need_qkv = need_n1 or self.need(*qkv_slots)
+        if not (need_qkv or self.need("attn.o_w", "attn.o_b", "attn.post_w", "attn.post_b")):
+            return None
+
+        if a.post != "none":
+            self.ensure_proj()
+        dproj = self.residual_backward("attn", ds)
+        self.drop("proj")
+        if need_qkv:
+            self.time.alloc("d_o", self.rows(a.q_width, self.P))
+        if need_qkv or self.need("attn.o_w"):
+            self.ensure_attn()
+        with self.time.temporary(self._o_rows() if "o" in self.values else 0):
+            self.project_backward(self.N, a.q_width, [("attn.o", self.C)], self.P if need_qkv else None, False)
+        if dproj != ds:
+            self.time.free(dproj)
+        if not need_qkv:
+            return None
+
+        self.ensure_qk()
+        self._attention_bwd()
+        self.time.free("d_o")
+        self.drop("o", "lse", "qk")
+        if a.qk_norm == "none":
+            self.drop("qkv")
+
+        self.time.alloc("dqkv", self.rows(a.qkv_width, self.P))
+        for d, name in (("dq", "attn.q_norm"), ("dk", "attn.k_norm")):
+            count = self.vector_grads(f"{name}_w", f"{name}_b")
+            if a.qk_norm != "none":
+                with self.gains((name, a.qk_norm, False), width=a.head_dim), self.partials(self.N, a.head_dim, count):
+                    pass
+            self.time.free(d)
+        self.drop("qkv")
+        self.time.free("dv")
+
+        if need_n1:
+            self.time.alloc("dn1", self.rows(self.C, self.P))
+        if self.need(*qkv_slots[:6]):
+            self.ensure_n1()
+        self.project_backward(self.N, self.C, self._qkv_parts, self.P if need_n1 else None, False)
+        self.drop("n1")
+        self.time.free("dqkv")
+        return "dn1" if need_n1 else None
+
+    def _attention_bwd(self) -> None:
+        a, call = self.attn, self.call
+        self.work.append(Attention(call.batch, a.heads, call.length, a.head_dim, "attention backward", 5))
+        for name, width in (("dq", a.q_width), ("dk", a.kv_width), ("dv", a.kv_width)):
+            self.time.alloc(name, self.rows(width, self.P))
+        if not self._flash():
+            lengths = call.lengths or (call.length,) * call.batch
+            scratch = self._tiled_scratch(True, len(lengths) * a.kv_heads, max(lengths))
+            with self.time.temporary(scratch):
+                pass

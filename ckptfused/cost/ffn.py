@@ -1,0 +1,132 @@
+"""The FFN half of a walk through a block call, tile by tile: the model of csrc/autograd/ffn.cpp."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from ckptfused.cost.frame import Frame
+
+Part = tuple[str, int]  # slot, width
+Tile = tuple[int, int, int, int]  # first row, rows, first column, columns
+
+
+class FFNWalk(Frame, ABC):
+    """From n2 to down, and back."""
+
+    replayed_gu = False
+
+    @property
+    def _cut_cols(self) -> bool:
+        return self.tile_cols < self.ffn.hidden
+
+    def _tiles(self) -> list[Tile]:
+        hidden = self.ffn.hidden
+        if self.N == 0:
+            return [(0, 0, 0, hidden)]
+        return [
+            (row, min(self.tile_rows, self.N - row), col, min(self.tile_cols, hidden - col))
+            for row in range(0, self.N, self.tile_rows)
+            for col in range(0, hidden, self.tile_cols)
+        ]
+
+    def _gu_bytes(self, rows: int, cols: int) -> int:
+        return rows * cols * (2 if self.ffn.gated else 1) * self.P.itemsize
+
+    def _gu_parts(self, cols: int) -> list[Part]:
+        if not self.ffn.gated:
+            return [("ffn.up", cols)]
+        if not self.ffn.joint:
+            return [("ffn.gate", cols), ("ffn.up", cols)]
+        return [("ffn.gate", 2 * cols)] if cols == self.ffn.hidden else [("ffn.gate", cols)] * 2
+
+    def make_gu(self, tile: Tile) -> str | None:
+        """The buffer of a tile of gu; None: a view of the kept values."""
+        _, rows, _, cols = tile
+        if self.backward and "gu" in self.values:
+            return None
+        if self.replayed_gu:
+            self.replayed_gu = False
+            return "gu tile"
+        self.ensure_n2()
+        buffer = None
+        if "gu" not in self.values or cols < self.ffn.hidden:
+            buffer = self.time.alloc("gu tile", self._gu_bytes(rows, cols))
+        self.project("gu", rows, self.C, self._gu_parts(cols))
+        return buffer
+
+    @abstractmethod
+    def ensure_n2(self) -> None: ...
+
+    def ensure_down(self) -> None:
+        if "down" in self.values:
+            return
+        hidden, down = self.ffn.hidden, [("ffn.down", self.C)]
+        tiles = self._tiles()
+        if self._cut_cols:
+            self.time.alloc("h", self.rows(hidden, self.P))
+        for tile in tiles:
+            _, rows, _, _ = tile
+            gu = self.make_gu(tile)
+            if not self.backward and tile == tiles[-1]:
+                self.drop("n1", "n2")
+            if not self._cut_cols:
+                self.time.alloc("h", rows * hidden * self.P.itemsize)
+            if self.backward and len(tiles) == 1:
+                self.replayed_gu = gu is not None
+            else:
+                self.time.free(gu)
+            if self._cut_cols:
+                continue
+            if "down" not in self.values:
+                self.make("down", self.rows(self.C, self.P))
+            self.project("down", rows, hidden, down)
+            self.time.free("h")
+        if self._cut_cols:
+            self.make("down", self.rows(self.C, self.P))
+            self.project("down", self.N, hidden, down)
+            self.time.free("h")
+
+    def ffn_backward(self, ds: str, need_n2: bool) -> str | None:
+        f = self.ffn
+        need_gate_up = self.need("ffn.gate_w", "ffn.gate_b", "ffn.up_w", "ffn.up_b")
+        need_gu, need_h = need_n2 or need_gate_up, self.need("ffn.down_w")
+        if not (need_gu or need_h or self.need("ffn.down_b", "ffn.post_w", "ffn.post_b")):
+            return None
+        if f.post != "none":
+            self.ensure_down()
+        ddown = self.residual_backward("ffn", ds)
+        self.drop("down")
+        self.bias_grad("ffn.down_b", self.C, False)
+        if need_gu or need_h:
+            for tile in self._tiles():
+                self._tile_backward(tile, need_n2, need_gate_up, need_h)
+        if "dn2" in self.time and self._cut_cols and self.A != self.P:
+            self.time.alloc("dn2 rounded", self.rows(self.C, self.P))
+            self.time.free("dn2")
+            self.time.rename("dn2 rounded", "dn2")
+        if ddown != ds:
+            self.time.free(ddown)
+        return "dn2" if need_n2 else None
+
+    def _tile_backward(self, tile: Tile, need_n2: bool, need_gate_up: bool, need_h: bool) -> None:
+        row, rows, _, cols = tile
+        need_gu, dn2_type = need_n2 or need_gate_up, self.A if self._cut_cols else self.P
+        gu = self.make_gu(tile)
+        self.time.alloc("h", rows * cols * self.P.itemsize)
+        if need_gu:
+            self.weight("ffn.down_w")
+            self.product("d h", rows, cols, self.C)
+            gu = gu or self.time.alloc("gu tile", self._gu_bytes(rows, cols))
+        else:
+            self.time.free(gu)
+        if need_h:
+            self.weight_grad("ffn.down_w", rows, self.C, cols)
+        self.time.free("h")
+        if not need_gu:
+            return
+        if need_gate_up:
+            self.ensure_n2()
+        if need_n2 and "dn2" not in self.time:
+            self.time.alloc("dn2", self.rows(self.C, dn2_type))
+        self.project_backward(rows, self.C, self._gu_parts(cols), dn2_type if need_n2 else None, row > 0)
+        self.time.free(gu)

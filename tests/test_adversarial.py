@@ -1,0 +1,240 @@
+"""What broke once under hostile use: patched layers, empty inputs, odd saved-tensor hooks, other modes of autograd."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor, nn
+
+from ckptfused import FusedCheckpointBlock, FusedCheckpointFFN, FusedCheckpointSequential
+
+WIDTH = 16
+X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def _block(dropout: float = 0.0, **options: Any) -> FusedCheckpointBlock:
+    return FusedCheckpointBlock(WIDTH, 2, 32, dropout, **{"batch_first": True, **options})
+
+
+def _llama(**options: Any) -> FusedCheckpointBlock:
+    return FusedCheckpointBlock.llama(WIDTH, 2, 32, **options)
+
+
+def _plain(block: nn.Module, kind: type[nn.TransformerEncoderLayer] = nn.TransformerEncoderLayer) -> nn.Module:
+    """PyTorch's layer with the block's parameters."""
+    layer = kind(WIDTH, 2, 32, 0.0, batch_first=True)
+    layer.load_state_dict(block.state_dict())
+    return layer
+
+
+def _gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = x.detach().clone().requires_grad_()
+    y = module(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), (x, *module.parameters()))]
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"norm_first": True},
+    {"norm_first": True, "parallel": True},
+    {"norm_first": True, "parallel": "shared", "batch_first": False},
+    {"norm_first": True, "activation": "swiglu", "num_kv_heads": 1, "rope": True, "qk_norm": True},
+]
+
+
+@pytest.mark.parametrize("keep", ["inputs", "all"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_no_tokens(layout: dict[str, Any], dropout: float, keep: str) -> None:
+    """Empty batches give empty outputs and gradients of zero, as PyTorch's layers do."""
+    block = _block(dropout, keep=keep, **layout)
+    for module in (block, FusedCheckpointSequential(block, copy.deepcopy(block))):
+        for shape in ((0, 5, WIDTH), (3, 0, WIDTH), (0, 0, WIDTH), (0, WIDTH)):
+            y, dx, *grads = _gradients(module, torch.empty(shape))
+            assert y.shape == dx.shape == torch.Size(shape)
+            assert not any(g.any() for g in grads)
+
+
+def test_a_subclass_that_computes_something_else_is_obeyed() -> None:
+    def doubled(self: nn.TransformerEncoderLayer, x: Tensor) -> Tensor:
+        return 2 * nn.TransformerEncoderLayer._ff_block(self, x)
+
+    mine = type("Mine", (FusedCheckpointBlock,), {"_ff_block": doubled})
+    theirs = type("Theirs", (nn.TransformerEncoderLayer,), {"_ff_block": doubled})
+    block = mine(WIDTH, 2, 32, 0.0, batch_first=True)
+    assert not block.fusable()
+    torch.testing.assert_close(block(X), _plain(block, theirs)(X))
+
+
+def test_a_layer_with_a_forward_of_its_own_is_obeyed() -> None:
+    """As hooks of accelerate, PEFT and others put it there."""
+    block = _block()
+    layer: Any = _plain(block)
+    for owner in (block, layer):
+        owner.linear1.forward = lambda x: x.new_ones(*x.shape[:-1], 32)
+    torch.testing.assert_close(block(X), layer(X))
+    layer.forward = lambda src: src
+    with pytest.raises(TypeError, match="one of its own"):
+        FusedCheckpointBlock.from_layer(layer)
+
+
+def test_a_block_with_a_forward_of_its_own_is_called_in_a_sequential() -> None:
+    class Scaled(FusedCheckpointBlock):
+        def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+            return 3 * super().forward(src, *args, **kwargs)
+
+    scaled = Scaled(WIDTH, 2, 32, 0.0, batch_first=True)
+    patched = _block()
+    patched.forward = lambda src, *args, **kwargs: 5 * src  # type: ignore[method-assign]
+    for block in (scaled, patched):
+        assert FusedCheckpointSequential(block, _block().eval())[0] is block
+        assert FusedCheckpointSequential(block)(X).equal(block(X))
+
+
+def _set(name: str, value: Callable[[Any], Any]) -> Callable[[nn.Module], None]:
+    owner, _, attribute = name.rpartition(".")
+
+    def change(block: nn.Module) -> None:
+        layer = block.get_submodule(owner)
+        setattr(layer, attribute, value(getattr(layer, attribute)))
+
+    return change
+
+
+def _parameter(*shape: int, **kwargs: Any) -> Callable[[Any], Any]:
+    return lambda _: nn.Parameter(torch.zeros(*shape, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("linear1.weight", _parameter(64, WIDTH), r"linear1\.weight: expected shape \[32, 16\], got \[64, 16\]"),
+        ("linear1.bias", _parameter(64), r"linear1\.bias: expected shape \[32\], got \[64\]"),
+        ("linear2.bias", _parameter(17), r"linear2\.bias: expected shape \[16\], got \[17\]"),
+        ("linear2.weight", lambda w: nn.Parameter(w.bfloat16()), r"linear2\.weight: expected x's dtype torch\.float32"),
+        ("self_attn.in_proj_weight", _parameter(64, WIDTH), r"in_proj_weight: expected shape \[48, 16\], got"),
+        ("self_attn.out_proj.weight", _parameter(32, WIDTH), r"out_proj\.weight: expected shape \[16, 16\], got"),
+        ("self_attn.out_proj.bias", lambda b: nn.Parameter(b.half()), r"out_proj\.bias: expected x's dtype"),
+        ("norm1.weight", _parameter(17), r"norm1\.weight: expected shape \[16\], got \[17\]"),
+        ("norm2.bias", _parameter(WIDTH, device="meta"), r"norm2\.bias: expected x's device cpu, got meta"),
+    ],
+    ids=lambda v: v if isinstance(v, str) and "\\" not in v else "",
+)
+def test_a_parameter_that_does_not_fit(name: str, value: Callable[[Any], Any], message: str) -> None:
+    """These ran: on a part of the weight, leaving rows of its gradient unwritten, or in another type."""
+    block = _block()
+    _set(name, value)(block)
+    with pytest.raises((ValueError, TypeError), match=message):
+        block(X)
+
+
+def test_a_half_checks_its_parameters_too() -> None:
+    ffn = FusedCheckpointFFN(WIDTH, 32)
+    ffn.linear1 = nn.Linear(WIDTH, 40)
+    with pytest.raises(ValueError, match=r"linear1\.weight: expected shape \[32, 16\], got \[40, 16\]"):
+        ffn(X)
+
+
+def test_a_mask_on_another_device() -> None:
+    with pytest.raises(ValueError, match="src_mask: expected x's device cpu, got meta"):
+        _block()(X, torch.zeros(5, 5, device="meta"))
+
+
+def test_constructor_values() -> None:
+    assert _llama(rope=None).self_attn.rotary is None
+    with pytest.raises(ValueError, match=r"attn\.scale: expected a number other than 0"):
+        _block(scale=0.0)
+
+
+@pytest.mark.parametrize("bounds", [[-1, 5], [0, 9]])
+def test_sequence_bounds_out_of_range(bounds: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="cu_seqlens: expected numbers that do not fall, from 0 to 5"):
+        _llama()(X[:1], cu_seqlens=torch.tensor(bounds))
+
+
+def test_rotary_table_grown_in_inference_mode() -> None:
+    block = _llama()
+    with torch.inference_mode():
+        block(torch.zeros(1, 600, WIDTH))
+    block(torch.zeros(1, 600, WIDTH, requires_grad=True)).sum().backward()
+
+
+def test_rotary_table_grown_by_several_threads() -> None:
+    block = _llama()
+    table: Any = block.self_attn.rotary
+    lengths, errors = (4100, 513, 1500, 700), []
+
+    def ask(length: int) -> None:
+        cos, sin = table(length)
+        if cos.shape != (length, 4) or sin.shape != (length, 4):
+            errors.append(cos.shape)
+
+    threads = [threading.Thread(target=ask, args=(length,)) for length in lengths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def _spread(t: Tensor) -> Tensor:
+    """The same values with gaps between them."""
+    apart = torch.empty([2 * n for n in t.shape], dtype=t.dtype)[tuple(slice(None, None, 2) for _ in t.shape)]
+    return apart.copy_(t)
+
+
+@pytest.mark.parametrize("keep", ["inputs", "all"])
+@pytest.mark.parametrize("make", [_llama, _block], ids=["llama", "post-norm"])
+def test_saved_tensors_come_back_with_other_strides(make: Callable[..., nn.Module], keep: str) -> None:
+    block = make(dropout=0.2, keep=keep)
+    for module in (block, FusedCheckpointSequential(block, copy.deepcopy(block))):
+        expected = _gradients(module, X)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, _spread):
+            got = _gradients(module, X)
+        assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("x", [X, X[0]], ids=["batch", "one sequence"])
+@pytest.mark.parametrize("wrap", [lambda block: block, FusedCheckpointSequential], ids=["block", "sequential"])
+def test_the_output_may_be_changed_in_place(wrap: Callable[..., nn.Module], x: Tensor) -> None:
+    module = wrap(_block())
+    with torch.no_grad():
+        y = module(x)
+        assert x.dim() == 2 or not y._is_view()
+    if x.dim() == 3:
+        y.add_(torch.ones(WIDTH, requires_grad=True))
+    expected = (2 * module(x)).sum()
+    y = module(x)
+    y.mul_(2)
+    assert y.sum().equal(expected)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_forward_mode_is_refused(frozen: bool) -> None:
+    """torch.func.jvp through frozen parameters gave a tangent of zero."""
+    block = _block().requires_grad_(not frozen)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(block, (X,), (X,))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        block(forward_ad.make_dual(X, X))
+
+
+def test_compiling_at_memory_budget_zero_is_refused_with_dropout() -> None:
+    """Every value would be made again for backward, the dropout state too: gradients of another mask."""
+    with functorch_config.patch(activation_memory_budget=0.0):
+        plain = _block(norm_first=True)
+        got = _gradients(torch.compile(plain, backend="aot_eager", fullgraph=True), X)
+        for a, b in zip(got, _gradients(plain, X), strict=True):
+            torch.testing.assert_close(a, b)
+        with pytest.raises(Exception, match="activation_memory_budget above 0"):
+            torch.compile(_block(dropout=0.2), backend="aot_eager", fullgraph=True)(X)
+    torch._dynamo.reset()

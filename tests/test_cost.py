@@ -1,0 +1,297 @@
+"""cost.py against what PyTorch counts: saved bytes, peak scratch, matrix products made and replayed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from ckptfused import _C, cost
+from ckptfused.cost.frame import product_scratch
+from ckptfused.keep import KEEP_PRESETS, keepable
+from ckptfused.slots import AUX_NAMES, param_names
+from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
+from tests.accounting import Events, saved_bytes
+from tests.cases import Case
+from tests.oracle import Inputs, fused, make_inputs
+
+LLAMA = Case(mask="causal", act="swiglu", norm="rmsnorm", rope="half", heads="4/2", batch=2, tokens=33)
+CASES = {
+    "llama": LLAMA,
+    "llama-joint-dropout": replace(LLAMA, weights="joint", drop="all", m=0.5, rope="half-wide"),
+    "post": Case(layout="post", act="gelu", bias="all", drop="res", transposed=True, tokens=33),
+    "sandwich": replace(LLAMA, layout="sandwich", norm="gemma", qk_norm="gemma", softcap=5.0, act="geglu_tanh"),
+    "pre+out": Case(layout="pre+out", act="relu2", qk_norm="layernorm", rope="interleaved-batch", tokens=33),
+    "parallel": replace(LLAMA, layout="parallel", norm="layernorm", bias="all"),
+    "shared": replace(LLAMA, layout="shared", drop="res", bias="qkv"),
+    "attention": replace(LLAMA, layout="attn", qk_norm="rmsnorm", window=3, tokens=150),
+    "ffn": Case(layout="ffn", act="swiglu", weights="joint", bias="all", drop="hidden", batch=2, tokens=33),
+    "seq-first": replace(LLAMA, seq_first=True, mask="none", bias="all"),
+    "seq-first-masked": replace(LLAMA, seq_first=True, mask="causal+pad", bias="all"),
+    "packed": Case(mask="packed-causal", act="swiglu", tokens=67),
+}
+TYPES = {
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "autocast": (torch.float32, torch.bfloat16),
+}
+# Every case in float32; in the other types those that differ there.
+RUNS = [(name, "float32") for name in CASES]
+RUNS += [(n, kind) for kind in ("bfloat16", "autocast") for n in ("llama-joint-dropout", "sandwich", "shared")]
+
+
+def _cos_sin_copies(spec: BlockSpec, inputs: Inputs) -> int:
+    """Bytes of cos and sin as the kernels read them, where the given ones are not that."""
+    acc, total = cost.accumulation_type(inputs.x.dtype), 0
+    for t in (t for name, t in inputs.aux.items() if name in ("cos", "sin")):
+        assert spec.attn is not None
+        half = spec.attn.rotary // 2
+        total += t[..., :half].numel() * acc.itemsize if t.dtype != acc or t.shape[-1] != half else 0
+    return total
+
+
+@dataclass
+class Ops:
+    """block_fwd and block_bwd of a case, and what cost.py says about them."""
+
+    case: Case
+    spec: BlockSpec
+    inputs: Inputs
+
+    def __post_init__(self) -> None:
+        halves = (self.spec.attn, self.spec.ffn)
+        family = "block" if all(halves) else "attention_block" if self.spec.attn else "ffn_block"
+        params = [self.inputs.params.get(name) for name in param_names(self.spec)]
+        aux = [self.inputs.aux.get(name) for name in AUX_NAMES]
+        rng = torch.tensor([1, 2]) if self.spec.has_dropout else None
+        fwd = getattr(torch.ops.ckptfused, f"{family}_fwd").default
+        bwd = getattr(torch.ops.ckptfused, f"{family}_bwd").default
+        x, dy, text = self.inputs.x, self.inputs.dy, self.spec.to_string()
+        self.forward: Callable[[], list[Tensor]] = lambda: fwd(x, params, aux, rng, text, True)
+
+        def backward(kept: list[Tensor], needs: Collection[str]) -> list[Tensor]:
+            asked = [name in needs for name in ("x", *param_names(self.spec))]
+            return bwd(dy, x, params, aux, kept, rng, text, asked)
+
+        self.backward = backward
+        self.dims = (self.case.batch, self.case.tokens, self.case.width)
+        self.names = ("x", *self.inputs.params)
+        bounds = self.inputs.aux.get("cu_seqlens")
+        self.arguments: dict[str, Any] = {
+            "params": {name: t.dtype for name, t in self.inputs.params.items()},
+            "lengths": None if bounds is None else bounds.diff().tolist(),
+            "rope_copies": _cos_sin_copies(self.spec, self.inputs),
+        }
+
+    def forward_scratch(self) -> int:
+        return cost.forward_scratch(self.spec, *self.dims, self.inputs.x.dtype, **self.arguments)
+
+    def backward_scratch(self, needs: Collection[str]) -> int:
+        return cost.backward_scratch(self.spec, *self.dims, self.inputs.x.dtype, needs=needs, **self.arguments)
+
+    def backward_work(self, needs: Collection[str]) -> list[cost.Product | cost.Attention]:
+        return cost.backward_work(self.spec, *self.dims, needs, self.inputs.x.dtype)
+
+
+def make_ops(case: Case, kind: str = "float32", keep: str = "inputs") -> Ops:
+    dtype, compute = TYPES[kind]
+    spec = replace(case.spec().with_keep(keep), compute=str(compute).removeprefix("torch.") if compute else None)
+    return Ops(case, spec, make_inputs(case, dtype))
+
+
+def _flops(work: Collection[cost.Product | cost.Attention]) -> int:
+    return sum(item.flops for item in work if isinstance(item, cost.Product))
+
+
+def _shapes(work: Collection[cost.Product | cost.Attention]) -> Counter[tuple[int, int, int]]:
+    return Counter((item.n, item.k, item.c) for item in work if isinstance(item, cost.Product))
+
+
+@pytest.mark.parametrize("keep", KEEP_PRESETS)
+@pytest.mark.parametrize(("name", "kind"), RUNS)
+def test_saved_bytes(name: str, kind: str, keep: str) -> None:
+    """What autograd saves is what cost.py says, and nothing else stays allocated behind its back."""
+    dtype, autocast = TYPES[kind]
+    ops = make_ops(CASES[name], kind, keep)
+    leaves = {n: t.requires_grad_() for n, t in ops.inputs.params.items()}
+    inputs = replace(ops.inputs, params=leaves)
+    function = fused(CASES[name].spec().with_keep(keep))
+    with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+        saved = saved_bytes(lambda: function(inputs), own=[*leaves.values(), *inputs.aux.values()])
+        events = Events(lambda: function(inputs))
+    assert saved == cost.saved_bytes(ops.spec, *ops.dims, dtype)
+    assert events.live_bytes() - events.result.nbytes + inputs.x.nbytes == saved
+
+
+@pytest.mark.parametrize("keep", KEEP_PRESETS)
+@pytest.mark.parametrize(("name", "kind"), RUNS)
+def test_peak_and_products(name: str, kind: str, keep: str) -> None:
+    """One forward and one backward: the peak to the byte, every product by its shape, and which were replays."""
+    ops = make_ops(CASES[name], kind, keep)
+    forward = Events(ops.forward)
+    assert forward.peak_bytes() == ops.forward_scratch()
+    made = cost.forward_products(ops.spec, *ops.dims)
+    assert forward.product_flops() == _flops(made.values())
+    assert forward.count("ckptfused::attention_fwd") == ("attention" in made)
+
+    backward = Events(lambda: ops.backward(forward.result[1:], ops.names))
+    assert backward.peak_bytes() == ops.backward_scratch(ops.names)
+    replayed = cost.replayed(ops.spec)
+    assert backward.product_flops() == 2 * _flops(made.values()) + _flops([made[n] for n in replayed])
+    assert backward.products() == _shapes(ops.backward_work(ops.names))
+    assert backward.count("ckptfused::attention_fwd") == ("attention" in replayed)
+    assert backward.count("ckptfused::attention_bwd") == ("attention" in made)
+
+
+FROZEN = [(name, "inputs") for name in ("llama", "post", "sandwich", "parallel", "shared", "attention", "ffn")]
+
+
+@pytest.mark.parametrize(("name", "keep"), [*FROZEN, ("sandwich", "all")])
+def test_frozen_parts(name: str, keep: str) -> None:
+    """Whatever subset of gradients is asked for: those products, that peak, and the flop counter says so."""
+    ops = make_ops(CASES[name], keep=keep)
+    kept = ops.forward()[1:]
+    some = [[n] for n in ops.names] + [[n for n in ops.names if n[-2:] != "_w"], [*ops.names[1:]], [*ops.names[::2]]]
+    some += [[n for n in ops.names if n.startswith(half)] for half in ("attn", "ffn")]
+    for needs in some:
+        events = Events(lambda needs=needs: ops.backward(kept, needs))
+        assert events.products() == _shapes(ops.backward_work(needs)), needs
+        assert events.peak_bytes() == ops.backward_scratch(needs), needs
+        with FlopCounterMode(display=False) as counter:
+            ops.backward(kept, needs)
+        assert counter.get_total_flops() == cost.backward_flops(ops.spec, *ops.dims, needs), needs
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        ("x", "qkv attention proj gu | h gu o attention qkv |"),
+        ("ffn.down_w", "qkv attention proj gu | | down"),
+        ("ffn.down_b", "| |"),
+        ("ffn.gate_w", "qkv attention proj gu | h | gate"),
+        ("ffn.pre_w", "qkv attention proj gu | h gu |"),
+        ("attn.o_w", "qkv attention proj gu | h gu | o"),
+        ("attn.v_w", "qkv attention proj gu | h gu o attention | qkv"),
+    ],
+)
+def test_frozen_parts_by_hand(needs: str, expected: str) -> None:
+    """Replays | input gradients | weight gradients of a pre-norm block with joint weights that keeps nothing."""
+    spec = BlockSpec(
+        AttentionSpec(4, 2, 8, pre="rmsnorm", joint=True), FFNSpec("swiglu", 56, pre="rmsnorm", joint=True)
+    )
+    work = cost.backward_work(spec, 2, 33, 24, [needs.replace(".v_w", ".q_w")])
+    replays = [w.name for w in work if w.name in ("qkv", "attention", "proj", "gu", "down")]
+    inputs = {"d h": "h", "d in of ffn.gate": "gu", "d in of attn.o": "o", "attention backward": "attention"}
+    into = [{**inputs, "d in of attn.q": "qkv"}[w.name] for w in work if w.name in {**inputs, "d in of attn.q": ""}]
+    weights = {"d ffn.down_w": "down", "d ffn.gate_w": "gate", "d attn.o_w": "o", "d attn.q_w": "qkv"}
+    made = [weights[w.name] for w in work if w.name in weights]
+    assert " | ".join(" ".join(part) for part in (replays, into, made)).split() == expected.split()
+
+
+@pytest.mark.parametrize("layout", ["pre", "post", "sandwich", "pre+out", "parallel", "shared", "attn", "ffn"])
+def test_replayed(layout: str) -> None:
+    """The closed form of what is replayed is what the walk through a backward finds, for every set of kept names."""
+    spec = replace(LLAMA, layout=layout, mask="none" if layout == "ffn" else "causal").spec()
+    names = keepable(spec)
+    for keep in itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1)):
+        variant = spec.with_keep(keep)
+        order = list(cost.forward_products(variant, 2, 33, 24))
+        found = {work.name for work in cost.backward_work(variant, 2, 33, 24)} & set(order)
+        assert cost.replayed(variant) == tuple(sorted(found, key=order.index)), keep
+
+
+@pytest.mark.parametrize("keep", ["inputs", "all"])
+@pytest.mark.parametrize("name", CASES)
+def test_flop_counter(name: str, keep: str) -> None:
+    ops = make_ops(CASES[name], keep=keep)
+    with FlopCounterMode(display=False) as counter:
+        y = fused(ops.spec)(replace(ops.inputs, x=ops.inputs.x.requires_grad_()))
+        assert counter.get_total_flops() == cost.forward_flops(ops.spec, *ops.dims)
+        y.backward(ops.inputs.dy)
+    backward = cost.backward_flops(ops.spec, *ops.dims, needs=["x"])
+    assert counter.get_total_flops() == cost.forward_flops(ops.spec, *ops.dims) + backward
+
+
+TABLE = {  # preset: bytes per token; per cent of a training step's FLOPs replayed at T = 4k, 8k, 32k
+    "inputs": (8192, 24.7, 25.0, 26.1),
+    "mid": (16384, 22.4, 22.8, 24.6),
+    "attention": (16512, 22.4, 20.7, 14.2),
+    "attention+mid": (24704, 20.0, 18.5, 12.7),
+    "attention+mid+qkv": (36992, 16.5, 15.2, 10.4),
+    "all": (94336, 0.0, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("keep", KEEP_PRESETS)
+def test_table_of_llama_3_8b(keep: str) -> None:
+    """The table of the cost derivation: bfloat16, causal attention counted as half."""
+    attn = AttentionSpec(32, 8, 128, pre="rmsnorm", rope="half", causal=True)
+    spec = BlockSpec(attn, FFNSpec("swiglu", 14336, pre="rmsnorm"), keep=KEEP_PRESETS["inputs"]).with_keep(keep)
+    shares = []
+    for length in (4096, 8192, 32768):
+        made = cost.forward_products(spec, 1, length, 4096)
+        work = {n: w.flops / (1 if isinstance(w, cost.Product) else 2) for n, w in made.items()}
+        step = 3 * _flops(made.values()) + 3.5 * work["attention"]
+        shares.append(round(100 * sum(work[n] for n in cost.replayed(spec)) / step, 1))
+        assert cost.saved_bytes(spec, 1, length, 4096, torch.bfloat16) == TABLE[keep][0] * length
+    assert tuple(shares) == TABLE[keep][1:]
+
+
+def test_ffn_tiles() -> None:
+    sizes = (1, 63, 64, 700, 1203, 16384, 64001)
+    hidden = (1, 37, 704, 14336, 44739)
+    for rows, width, cols, gated, size in itertools.product(sizes, (8, 4096), hidden, (False, True), (2, 4, 8)):
+        arguments = (rows, width, cols, gated, size)
+        assert cost.ffn_tiles(*arguments) == _C.ffn_tiles(*arguments), arguments
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_product_scratch(dtype: str) -> None:
+    for n, k, c in itertools.product((1, 1000, 1024, 1025, 5000), repeat=3):
+        assert product_scratch(n, k, c, getattr(torch, dtype), bias=True) == _C.linear_scratch_bytes(n, k, c, dtype)
+
+
+_LONG_F = Case(act="swiglu", layout="ffn", drop="hidden", width=8, hidden=44739, tokens=700)
+_LONG_N = replace(_LONG_F, hidden=704, tokens=33001)
+TILED = [
+    pytest.param(_LONG_F, torch.float32, id="columns"),
+    pytest.param(replace(_LONG_F, layout="sandwich", tokens=520, bias="all"), torch.float32, id="columns-sandwich"),
+    pytest.param(replace(_LONG_N, bias="all"), torch.float32, id="rows"),
+    pytest.param(replace(_LONG_N, act="gelu", tokens=49001, keep="all"), torch.float32, id="rows-gelu-all"),
+    pytest.param(replace(_LONG_N, tokens=64001), torch.bfloat16, id="rows-bfloat16", marks=pytest.mark.slow),
+    pytest.param(replace(_LONG_F, tokens=1023), torch.bfloat16, id="columns-bfloat16", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), TILED)
+def test_peak_of_tiles(case: Case, dtype: torch.dtype) -> None:
+    ops = Ops(case, case.spec(), make_inputs(case, dtype))
+    assert cost.ffn_tiles(case.batch * case.tokens, case.width, case.hidden, case.act == "swiglu", dtype.itemsize) != (
+        case.batch * case.tokens,
+        case.hidden,
+    )
+    forward = Events(ops.forward)
+    assert forward.peak_bytes() == ops.forward_scratch()
+    assert forward.live_bytes() == ops.inputs.x.nbytes + cost.kept_bytes(ops.spec, *ops.dims, dtype)
+    backward = Events(lambda: ops.backward(forward.result[1:], ops.names))
+    assert backward.peak_bytes() == ops.backward_scratch(ops.names)
+    assert backward.product_flops() == _flops(ops.backward_work(ops.names))
+
+
+def test_peak_of_products_in_several_blocks() -> None:
+    """Half-precision products beyond one float32 block a side."""
+    case = replace(CASES["sandwich"], width=1040, hidden=1030, tokens=130)
+    ops = make_ops(case, "autocast")
+    forward = Events(ops.forward)
+    assert forward.peak_bytes() == ops.forward_scratch()
+    backward = Events(lambda: ops.backward(forward.result[1:], ops.names))
+    assert backward.peak_bytes() == ops.backward_scratch(ops.names)
+    assert backward.product_flops() == _flops(ops.backward_work(ops.names))

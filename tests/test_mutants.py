@@ -1,0 +1,207 @@
+"""Tests of the tests: a defect planted in a scratch build of the extension makes the suite fail.
+
+A mutant is one exact replacement in a copy of ``csrc/``. Its one source is compiled with the flags of the build at hand
+and linked with that build's other objects, beside copies of ``ckptfused`` and ``tests``; then a few existing tests run
+there. The working tree and its build folder are only read: no ninja runs in them, since a second version of ninja than
+the one that built would throw the build log away.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.cpp_extension import library_paths
+
+import ckptfused
+from ckptfused import _C
+from tests.cases import TILED
+
+ROOT = Path(__file__).resolve().parents[1]
+
+pytestmark = pytest.mark.slow
+
+# Runs pytest on the package in the current folder, never on another one that is installed or in the source tree.
+PYTEST_HERE = """
+import os, sys
+sys.path.insert(0, os.getcwd())
+import pytest, ckptfused._C as extension
+if os.path.dirname(extension.__file__) != os.path.join(os.getcwd(), "ckptfused"):
+    print("imported", extension.__file__)
+    sys.exit(64)
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@dataclass(frozen=True)
+class Build:
+    """The build that the extension at hand was linked from, as its build.ninja states it."""
+
+    compiler: list[str]
+    flags: tuple[list[str], list[str]]  # before and after the file names
+    objects: dict[str, Path]  # by source, relative to csrc/
+
+    @classmethod
+    def read(cls, file: Path) -> Build:
+        text = file.read_text()
+        values = dict(re.findall(r"^(\w+) = (.*)$", text, re.MULTILINE))
+        edges = re.findall(r"^build (\S+): compile \S+?/csrc/(\S+)$", text, re.MULTILINE)
+        flags = shlex.split(values.get("cflags", "")), shlex.split(values.get("post_cflags", ""))
+        return cls(shlex.split(values.get("cxx", "")), flags, {source: Path(output) for output, source in edges})
+
+    def usable(self) -> bool:
+        """Compiled for this torch, from this tree, and complete."""
+        before = self.flags[0]
+        this_torch = f'-DCKPTFUSED_TORCH_VERSION="{torch.__version__}"' in before
+        sources = {str(path.relative_to(ROOT / "csrc")) for path in (ROOT / "csrc").rglob("*.cpp")}
+        complete = bool(self.objects) and all(path.exists() for path in self.objects.values())
+        return this_torch and f"-I{ROOT / 'csrc'}" in before and complete and self.objects.keys() <= sources
+
+    def last_change(self) -> float:
+        return max(path.stat().st_mtime for path in self.objects.values())
+
+    def compile(self, csrc: Path, source: str, output: Path) -> None:
+        """Compile one source of a copy of csrc/, which takes the place of the tree's own on the include path."""
+        before = [f"-I{csrc}" if flag == f"-I{ROOT / 'csrc'}" else flag for flag in self.flags[0]]
+        _run([*self.compiler, *before, "-c", str(csrc / source), "-o", str(output), *self.flags[1]])
+
+    def link(self, objects: list[Path], output: Path) -> None:
+        places = [f"-L{path}" for path in library_paths()]
+        libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+        _run([*self.compiler, "-shared", "-fopenmp", *map(str, objects), *places, *libraries, "-o", str(output)])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def build() -> Build:
+    if sys.platform != "linux" or ckptfused.build_info()["cuda_architectures"]:
+        pytest.skip("mutants are linked for Linux and the CPU only")
+    if Path(_C.__file__).parent != ROOT / "ckptfused":
+        pytest.skip("the extension at hand was not built in this source tree")
+    found = [build for build in map(Build.read, ROOT.glob("build/*/build.ninja")) if build.usable()]
+    if not found:
+        pytest.skip(f"no complete ninja build for torch {torch.__version__} in build/ (make build makes one)")
+    return max(found, key=Build.last_change)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One defect: where it is planted, the source to compile again, and tests of which one has to fail."""
+
+    id: str
+    file: str
+    source: str
+    text: str
+    defect: str
+    tests: tuple[str, ...]
+
+    def plant(self, csrc: Path) -> None:
+        file = csrc / self.file
+        before = file.read_text()
+        assert before.count(self.text) == 1, f"mutant {self.id!r}: {self.file} has no longer once:\n{self.text}"
+        file.write_text(before.replace(self.text, self.defect))
+
+
+def _tiled(tokens: int) -> str:
+    case, dtype = next((case, dtype) for case, dtype in TILED if case.tokens == tokens)
+    return f"tests/test_block_oracle.py::test_ffn_tiles[{case.id}-{str(dtype)[6:]}]"
+
+
+MUTANTS = (
+    Mutant(
+        "one residual dropout decision flipped",
+        file="kernels/cpu/residual.inl",
+        source="kernels/cpu/residual.cpp",
+        text="dropout_apply(row[i], draws[i], threshold, scale);",
+        defect="dropout_apply(row[i],"
+        " logical_row == 5 && i == 3 ? uint16_t(draws[i] < threshold ? 65535 : 0) : draws[i], threshold, scale);",
+        tests=("tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",),
+    ),
+    Mutant(
+        "replay of the hidden dropout at another site",
+        file="autograd/ffn.cpp",
+        source="autograd/ffn.cpp",
+        text="dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_hidden),",
+        defect="dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_residual),",
+        tests=("tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",),
+    ),
+    Mutant(
+        "last row tile left out of the down weight's gradient",
+        file="autograd/ffn.cpp",
+        source="autograd/ffn.cpp",
+        text="    if (need_h)\n",
+        defect="    if (need_h && (t.row0 == 0 || t.row0 + t.rows < N_))\n",
+        tests=(_tiled(33001),),
+    ),
+    Mutant(
+        "gradient of the kept gate and up written over them",
+        file="autograd/ffn.cpp",
+        source="autograd/ffn.cpp",
+        text=": gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);",
+        defect=": gate_up(value_.gu, t);",
+        tests=("tests/test_keep.py::test_second_backward_is_equal[all]",),
+    ),
+    Mutant(
+        "ensure_mid without its replay",
+        file="autograd/block.cpp",
+        source="autograd/block.cpp",
+        text="  if (value_.mid.defined()) return;\n  ensure_proj();\n",
+        defect="  if (value_.mid.defined()) return;\n  if (backward_) { value_.mid = x_; return; }\n  ensure_proj();\n",
+        tests=("tests/test_keep.py::test_every_set_of_names[pre-float32]",),
+    ),
+    Mutant(
+        "ensure_qk without RoPE in the replay",
+        file="autograd/attention.cpp",
+        source="autograd/attention.cpp",
+        text="  if (plain) return;\n",
+        defect="  if (plain || backward_) return;\n",
+        tests=("tests/test_block_oracle.py::test_wide_heads[128-all-float32]",),
+    ),
+)
+
+
+def _pytest(tmp_path: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run tests on the copy in tmp_path, up to the first failure."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}  # xdist's, PYTEST_ADDOPTS
+    command = [sys.executable, "-c", PYTEST_HERE, "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+
+def _copy(tmp_path: Path) -> Path:
+    """Copy what the tests need, all but the extension; return where that belongs."""
+    for folder in ("ckptfused", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path / "ckptfused" / Path(_C.__file__).name
+
+
+def test_the_same_tests_pass_on_an_unchanged_build(build: Build, tmp_path: Path) -> None:
+    build.link(list(build.objects.values()), _copy(tmp_path))
+    done = _pytest(tmp_path, sorted({test for mutant in MUTANTS for test in mutant.tests}))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_a_mutant_is_noticed(mutant: Mutant, build: Build, tmp_path: Path) -> None:
+    csrc, changed = tmp_path / "csrc", tmp_path / "changed.o"
+    shutil.copytree(ROOT / "csrc", csrc)
+    mutant.plant(csrc)
+    build.compile(csrc, mutant.source, changed)
+    objects = [path for source, path in build.objects.items() if source != mutant.source]
+    assert len(objects) == len(build.objects) - 1, f"the build has no object of {mutant.source}"
+    build.link([*objects, changed], _copy(tmp_path))
+    done = _pytest(tmp_path, list(mutant.tests))
+    noticed = re.search(r"tests/\S+\.py:\d+: (AssertionError|assert )", done.stdout)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED and noticed, done.stdout + done.stderr
