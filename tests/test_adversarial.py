@@ -78,6 +78,7 @@ def test_a_layer_with_a_forward_of_its_own_is_obeyed() -> None:
     """As hooks of accelerate, PEFT and others put it there."""
     block = _block()
     layer: Any = _plain(block)
+    owner: Any
     for owner in (block, layer):
         owner.linear1.forward = lambda x: x.new_ones(*x.shape[:-1], 32)
     torch.testing.assert_close(block(X), layer(X))
@@ -193,7 +194,7 @@ def _spread(t: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("keep", ["inputs", "all"])
 @pytest.mark.parametrize("make", [_llama, _block], ids=["llama", "post-norm"])
-def test_saved_tensors_come_back_with_other_strides(make: Callable[..., nn.Module], keep: str) -> None:
+def test_saved_tensors_come_back_with_other_strides(make: Callable[..., FusedCheckpointBlock], keep: str) -> None:
     block = make(dropout=0.2, keep=keep)
     for module in (block, FusedCheckpointSequential(block, copy.deepcopy(block))):
         expected = _gradients(module, X)
@@ -232,7 +233,8 @@ def test_compiling_at_memory_budget_zero_is_refused_with_dropout() -> None:
     """Every value would be made again for backward, the dropout state too: gradients of another mask."""
     with functorch_config.patch(activation_memory_budget=0.0):
         plain = _block(norm_first=True)
-        got = _gradients(torch.compile(plain, backend="aot_eager", fullgraph=True), X)
+        compiled: Any = torch.compile(plain, backend="aot_eager", fullgraph=True)
+        got = _gradients(compiled, X)
         for a, b in zip(got, _gradients(plain, X), strict=True):
             torch.testing.assert_close(a, b)
         with pytest.raises(Exception, match="activation_memory_budget above 0"):

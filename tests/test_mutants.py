@@ -1,7 +1,7 @@
 """Tests of the tests: a defect planted in a scratch build of the extension makes the suite fail.
 
 A mutant is one exact replacement in a copy of ``csrc/``. Its one source is compiled with the flags of the build at hand
-and linked with that build's other objects, beside copies of ``ckptfused`` and ``tests``; then a few existing tests run
+and linked with that build's other objects, beside copies of ``ckptfused`` and ``tests``; then an existing test runs
 there. The working tree and its build folder are only read: no ninja runs in them, since a second version of ninja than
 the one that built would throw the build log away.
 """
@@ -53,20 +53,15 @@ class Build:
     def read(cls, file: Path) -> Build:
         text = file.read_text()
         values = dict(re.findall(r"^(\w+) = (.*)$", text, re.MULTILINE))
-        edges = re.findall(r"^build (\S+): compile \S+?/csrc/(\S+)$", text, re.MULTILINE)
+        edges = re.findall(r"^build (\S+): compile \S+/csrc/(\S+)$", text, re.MULTILINE)
         flags = shlex.split(values.get("cflags", "")), shlex.split(values.get("post_cflags", ""))
         return cls(shlex.split(values.get("cxx", "")), flags, {source: Path(output) for output, source in edges})
 
     def usable(self) -> bool:
         """Compiled for this torch, from this tree, and complete."""
-        before = self.flags[0]
-        this_torch = f'-DCKPTFUSED_TORCH_VERSION="{torch.__version__}"' in before
-        sources = {str(path.relative_to(ROOT / "csrc")) for path in (ROOT / "csrc").rglob("*.cpp")}
+        expected = {f'-DCKPTFUSED_TORCH_VERSION="{torch.__version__}"', f"-I{ROOT / 'csrc'}"}
         complete = bool(self.objects) and all(path.exists() for path in self.objects.values())
-        return this_torch and f"-I{ROOT / 'csrc'}" in before and complete and self.objects.keys() <= sources
-
-    def last_change(self) -> float:
-        return max(path.stat().st_mtime for path in self.objects.values())
+        return complete and expected.issubset(self.flags[0])
 
     def compile(self, csrc: Path, source: str, output: Path) -> None:
         """Compile one source of a copy of csrc/, which takes the place of the tree's own on the include path."""
@@ -88,30 +83,31 @@ def _run(command: list[str]) -> None:
 def build() -> Build:
     if sys.platform != "linux" or ckptfused.build_info()["cuda_architectures"]:
         pytest.skip("mutants are linked for Linux and the CPU only")
-    if Path(_C.__file__).parent != ROOT / "ckptfused":
+    if Path(_C.__file__).resolve().parent != ROOT / "ckptfused":
         pytest.skip("the extension at hand was not built in this source tree")
     found = [build for build in map(Build.read, ROOT.glob("build/*/build.ninja")) if build.usable()]
     if not found:
         pytest.skip(f"no complete ninja build for torch {torch.__version__} in build/ (make build makes one)")
-    return max(found, key=Build.last_change)
+    return max(found, key=lambda build: max(path.stat().st_mtime for path in build.objects.values()))
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One defect: where it is planted, the source to compile again, and tests of which one has to fail."""
+    """One defect: where it is planted, and the test that has to fail."""
 
     id: str
     file: str
-    source: str
     text: str
     defect: str
-    tests: tuple[str, ...]
+    test: str
 
-    def plant(self, csrc: Path) -> None:
+    def plant(self, csrc: Path) -> str:
+        """Change the file in a copy of csrc/; return the source to compile again."""
         file = csrc / self.file
         before = file.read_text()
-        assert before.count(self.text) == 1, f"mutant {self.id!r}: {self.file} has no longer once:\n{self.text}"
+        assert before.count(self.text) == 1, f"{self.file} no longer has, exactly once:\n{self.text}"
         file.write_text(before.replace(self.text, self.defect))
+        return str(Path(self.file).with_suffix(".cpp"))
 
 
 def _tiled(tokens: int) -> str:
@@ -123,51 +119,45 @@ MUTANTS = (
     Mutant(
         "one residual dropout decision flipped",
         file="kernels/cpu/residual.inl",
-        source="kernels/cpu/residual.cpp",
         text="dropout_apply(row[i], draws[i], threshold, scale);",
         defect="dropout_apply(row[i],"
         " logical_row == 5 && i == 3 ? uint16_t(draws[i] < threshold ? 65535 : 0) : draws[i], threshold, scale);",
-        tests=("tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",),
+        test="tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
     ),
     Mutant(
         "replay of the hidden dropout at another site",
         file="autograd/ffn.cpp",
-        source="autograd/ffn.cpp",
         text="dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_hidden),",
         defect="dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_residual),",
-        tests=("tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",),
+        test="tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
     ),
     Mutant(
         "last row tile left out of the down weight's gradient",
         file="autograd/ffn.cpp",
-        source="autograd/ffn.cpp",
         text="    if (need_h)\n",
         defect="    if (need_h && (t.row0 == 0 || t.row0 + t.rows < N_))\n",
-        tests=(_tiled(33001),),
+        test=_tiled(33001),
     ),
     Mutant(
         "gradient of the kept gate and up written over them",
         file="autograd/ffn.cpp",
-        source="autograd/ffn.cpp",
         text=": gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);",
         defect=": gate_up(value_.gu, t);",
-        tests=("tests/test_keep.py::test_second_backward_is_equal[all]",),
+        test="tests/test_keep.py::test_second_backward_is_equal[all]",
     ),
     Mutant(
         "ensure_mid without its replay",
         file="autograd/block.cpp",
-        source="autograd/block.cpp",
         text="  if (value_.mid.defined()) return;\n  ensure_proj();\n",
         defect="  if (value_.mid.defined()) return;\n  if (backward_) { value_.mid = x_; return; }\n  ensure_proj();\n",
-        tests=("tests/test_keep.py::test_every_set_of_names[pre-float32]",),
+        test="tests/test_keep.py::test_every_set_of_names[pre-float32]",
     ),
     Mutant(
         "ensure_qk without RoPE in the replay",
         file="autograd/attention.cpp",
-        source="autograd/attention.cpp",
         text="  if (plain) return;\n",
         defect="  if (plain || backward_) return;\n",
-        tests=("tests/test_block_oracle.py::test_wide_heads[128-all-float32]",),
+        test="tests/test_block_oracle.py::test_wide_heads[128-all-float32]",
     ),
 )
 
@@ -189,7 +179,7 @@ def _copy(tmp_path: Path) -> Path:
 
 def test_the_same_tests_pass_on_an_unchanged_build(build: Build, tmp_path: Path) -> None:
     build.link(list(build.objects.values()), _copy(tmp_path))
-    done = _pytest(tmp_path, sorted({test for mutant in MUTANTS for test in mutant.tests}))
+    done = _pytest(tmp_path, sorted({mutant.test for mutant in MUTANTS}))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -197,11 +187,10 @@ def test_the_same_tests_pass_on_an_unchanged_build(build: Build, tmp_path: Path)
 def test_a_mutant_is_noticed(mutant: Mutant, build: Build, tmp_path: Path) -> None:
     csrc, changed = tmp_path / "csrc", tmp_path / "changed.o"
     shutil.copytree(ROOT / "csrc", csrc)
-    mutant.plant(csrc)
-    build.compile(csrc, mutant.source, changed)
-    objects = [path for source, path in build.objects.items() if source != mutant.source]
-    assert len(objects) == len(build.objects) - 1, f"the build has no object of {mutant.source}"
-    build.link([*objects, changed], _copy(tmp_path))
-    done = _pytest(tmp_path, list(mutant.tests))
+    source = mutant.plant(csrc)
+    assert source in build.objects, f"the build has no object of {source}"
+    build.compile(csrc, source, changed)
+    build.link([*(build.objects | {source: changed}).values()], _copy(tmp_path))
+    done = _pytest(tmp_path, [mutant.test])
     noticed = re.search(r"tests/\S+\.py:\d+: (AssertionError|assert )", done.stdout)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED and noticed, done.stdout + done.stderr
