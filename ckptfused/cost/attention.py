@@ -28,7 +28,8 @@ class AttentionWalk(Frame):
         a = self.attn
         windowed = 0 < a.window < self.call.length
         plain = a.mask == a.padding == "none" and not (a.packed or windowed or a.softcap or round(a.p_attn * 65536))
-        return plain and not (self.P.itemsize == 2 and runs_as_float(self.P))
+        few_hundred = a.causal and 256 < self.call.length <= 1024 and self.call.batch * a.kv_heads >= 4
+        return plain and not few_hundred and not (self.P.itemsize == 2 and runs_as_float(self.P))
 
     def _tiled_scratch(self, backward: bool, tasks: int, longest: int) -> int:
         from ckptfused import _C

@@ -2,6 +2,7 @@
 #include "ops/torch.h"
 
 #include "autograd/block.h"
+#include "kernels/cpu/pages.h"
 #include "ops/linear.h"
 
 namespace ckptfused {
@@ -82,7 +83,9 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
 }
 
 Tensor Block::empty(at::IntArrayRef size, at::ScalarType type) const {
-  return at::empty(size, x_.options().dtype(type));
+  Tensor t = at::empty(size, x_.options().dtype(type));
+  if (t.is_cpu()) advise_huge_pages(t.mutable_data_ptr(), t.nbytes());
+  return t;
 }
 
 Tensor Block::weight(int slot) {

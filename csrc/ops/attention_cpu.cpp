@@ -6,12 +6,18 @@
 namespace ckptfused {
 namespace {
 
-// Whether PyTorch's flash kernel does the job: where it can, except in half precision on a
-// processor without matrix instructions for the type. There its backward takes three to four times
-// as long as the tiles, which multiply in float32; linear.h makes the same choice for its products.
+// Whether PyTorch's flash kernel does the job: where it can, but for two kinds of shapes where the
+// tiles took less time. (ckptfused/cost/attention.py makes the same choice.)
 bool flash(const AttentionProblem& a) {
-  const bool converts = linear_scratch_bytes(1, 1, 1, a.q.scalar_type()) > 0;
-  return a.plain() && !converts && a.q.numel() > 0 && a.k.numel() > 0;
+  if (!a.plain() || a.q.numel() == 0 || a.k.numel() == 0) return false;
+  // Half precision on a processor without matrix instructions for the type: its backward takes
+  // three to four times as long as the tiles, which multiply in float32 as linear.h does.
+  if (linear_scratch_bytes(1, 1, 1, a.q.scalar_type()) > 0) return false;
+  // Causal lengths of a few hundred: it takes 512 keys at a time and so computes most of what the
+  // mask hides (1.35 times the tiles at 512, even from 2048 on). The tiles' backward goes a
+  // key/value head at a time, of which there must be some.
+  const bool few_hundred = a.causal && a.max_keys > 256 && a.max_keys <= 1024;
+  return !(few_hundred && a.batch() * a.kv_heads() >= 4);
 }
 
 std::tuple<at::Tensor, at::Tensor> attention_fwd(
