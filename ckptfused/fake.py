@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ _DESTINATION_PASSING = (
 )
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _parse(text: str) -> BlockSpec:
     return BlockSpec.parse(text)
 

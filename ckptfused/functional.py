@@ -19,6 +19,8 @@ __all__ = ["attention_block", "block", "ffn_block"]
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NORM_ENDINGS = tuple(f"{place}_{kind}" for place in ("norm", "pre", "post", "out") for kind in "wb")
+# Texts remembered: a model has a handful, a schedule of dropout probabilities one a step.
+MOST_TEXTS = 1024
 _variants: dict[tuple[str, str, str, bool], str] = {}
 
 
@@ -27,6 +29,8 @@ def variant_text(text: str, mask_kind: str, padding_kind: str, packed: bool) -> 
     """The text of a spec called with these inputs. From text to text, so that torch.compile can fold it."""
     key = (text, mask_kind, padding_kind, packed)
     if key not in _variants:
+        if len(_variants) >= MOST_TEXTS:
+            _variants.clear()
         _variants[key] = BlockSpec.parse(text).with_inputs(mask_kind, padding_kind, packed).to_string()
     return _variants[key]
 

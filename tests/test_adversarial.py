@@ -14,6 +14,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from ckptfused import FusedCheckpointBlock, FusedCheckpointFFN, FusedCheckpointSequential
+from ckptfused.functional import MOST_TEXTS
+from ckptfused.modules import assemble
 
 WIDTH = 16
 X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -240,3 +242,13 @@ def test_compiling_at_memory_budget_zero_is_refused_with_dropout() -> None:
         with pytest.raises(Exception, match="activation_memory_budget above 0"):
             torch.compile(_block(dropout=0.2), backend="aot_eager", fullgraph=True)(X)
     torch._dynamo.reset()
+
+
+def test_a_schedule_of_dropout_probabilities_fills_no_cache() -> None:
+    """Every distinct probability is a spec of its own; all of them were remembered for good."""
+    block = _block()
+    for step in range(MOST_TEXTS + 100):
+        block.dropout1.p = 0.1 + step * 1e-4
+        y = block(X)
+    assert len(assemble._texts) <= MOST_TEXTS
+    y.sum().backward()  # its spec was parsed anew, and is still at hand

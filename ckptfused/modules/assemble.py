@@ -12,7 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ckptfused.functional import check_devices, check_dtype, check_input, check_packed, check_param, rotary_view, run
+from ckptfused.functional import (
+    MOST_TEXTS,
+    check_devices,
+    check_dtype,
+    check_input,
+    check_packed,
+    check_param,
+    rotary_view,
+    run,
+)
 from ckptfused.masks import NO_MASK, Mask, encoder_mask
 from ckptfused.modules.activations import GATED, Activation, activation_kind
 from ckptfused.modules.attention_layer import GroupedAttention
@@ -55,6 +64,8 @@ def canonical_text(words: str, keep: str) -> str:
     """The spec's text for words in any order. From text to text, so that torch.compile can fold it."""
     key = (words, keep)
     if key not in _texts:
+        if len(_texts) >= MOST_TEXTS:
+            _texts.clear()
         explicit = tuple(filter(None, keep[1:].split("+")))
         spec = BlockSpec.parse(words).with_keep(explicit if keep.startswith("=") else keep)
         _texts[key] = spec.to_string()

@@ -37,10 +37,10 @@ struct Names<Halves::ffn> {
 };
 
 template <Halves kHalves>
-const BlockSpec& checked_spec(std::string_view text) {
-  const BlockSpec& spec = parse_spec(std::string(text));
+std::shared_ptr<const BlockSpec> checked_spec(std::string_view text) {
+  std::shared_ptr<const BlockSpec> spec = parse_spec(std::string(text));
   TORCH_CHECK(
-      spec.has_attn == (kHalves != Halves::ffn) && spec.has_ffn == (kHalves != Halves::attention),
+      spec->has_attn == (kHalves != Halves::ffn) && spec->has_ffn == (kHalves != Halves::attention),
       Names<kHalves>::op, ": the spec has other halves: '", text, "'");
   return spec;
 }
@@ -53,7 +53,8 @@ std::vector<Tensor> block_fwd(const Tensor& x, const OptTensorList& params,
                               const OptTensorList& aux, const std::optional<Tensor>& rng_state,
                               std::string_view spec, bool save) {
   const at::AutoDispatchBelowADInplaceOrView guard;  // y is no view of our scratch to autograd
-  return Block(checked_spec<kHalves>(spec), x, params, aux, rng_state).forward(save);
+  const auto parsed = checked_spec<kHalves>(spec);
+  return Block(*parsed, x, params, aux, rng_state).forward(save);
 }
 
 template <Halves kHalves>
@@ -62,7 +63,8 @@ std::vector<Tensor> block_bwd(const Tensor& dy, const Tensor& x, const OptTensor
                               const std::optional<Tensor>& rng_state, std::string_view spec,
                               const BoolList& needs) {
   const at::AutoDispatchBelowADInplaceOrView guard;
-  return Block(checked_spec<kHalves>(spec), x, params, aux, rng_state)
+  const auto parsed = checked_spec<kHalves>(spec);
+  return Block(*parsed, x, params, aux, rng_state)
       .backward(dy, kept, std::vector<bool>(needs.begin(), needs.end()));
 }
 
@@ -174,11 +176,11 @@ int64_t next_call_id() {
 template <Halves kHalves>
 Tensor block(const Tensor& x, const OptTensorList& params, const OptTensorList& aux,
              std::string_view spec_text, const std::optional<at::Generator>& generator) {
-  const BlockSpec& spec = checked_spec<kHalves>(spec_text);
+  const auto spec = checked_spec<kHalves>(spec_text);
   const variable_list inputs = present(params);
   TORCH_CHECK(!x._fw_grad(/*level=*/0).defined() && !any_has_tangent(inputs), Names<kHalves>::op,
               " has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse mode");
-  const Tensor rng = spec.has_dropout() ? call::rng_state(x, next_call_id(), generator) : Tensor();
+  const Tensor rng = spec->has_dropout() ? call::rng_state(x, next_call_id(), generator) : Tensor();
   TORCH_CHECK(!at::GradMode::is_enabled() || !any_wants_grad(present(aux)),
               "ckptfused: a mask, cos or sin that needs a gradient is not supported");
   if (!at::GradMode::is_enabled() || !(x.requires_grad() || any_wants_grad(inputs))) {

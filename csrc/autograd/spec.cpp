@@ -183,13 +183,16 @@ BlockSpec parse(const std::string& text) {
 
 }  // namespace
 
-const BlockSpec& parse_spec(const std::string& text) {
+std::shared_ptr<const BlockSpec> parse_spec(const std::string& text) {
+  // A model has a handful of specs; a schedule of dropout probabilities has one a step.
+  constexpr size_t kMostSpecs = 1024;
   static std::mutex mutex;
-  static std::unordered_map<std::string, std::unique_ptr<BlockSpec>> cache;
+  static std::unordered_map<std::string, std::shared_ptr<const BlockSpec>> cache;
   const std::lock_guard<std::mutex> lock(mutex);
-  auto& slot = cache[text];
-  if (slot == nullptr) slot = std::make_unique<BlockSpec>(parse(text));
-  return *slot;
+  const auto found = cache.find(text);
+  if (found != cache.end()) return found->second;
+  if (cache.size() >= kMostSpecs) cache.clear();
+  return cache[text] = std::make_shared<const BlockSpec>(parse(text));
 }
 
 }  // namespace ckptfused

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -119,8 +120,8 @@ enum FFNParam : int {
 };
 enum AuxSlot : int { kCos, kSin, kMask, kPadding, kCuSeqlens, kAuxSlots };
 
-// Parses a spec; the reference stays valid for the life of the process. Throws c10::Error on an
-// unknown key or value.
-const BlockSpec& parse_spec(const std::string& text);
+// Parses a spec, or finds it among those parsed before. Throws c10::Error on an unknown key or
+// value.
+std::shared_ptr<const BlockSpec> parse_spec(const std::string& text);
 
 }  // namespace ckptfused
