@@ -25,7 +25,7 @@ from ckptfused.cli.models import VARIANTS, Shape
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, help="a text file; default: the Python standard library's own source")
-    add("--steps", type=int, default=50)
+    add("--steps", type=int, default=45)
     add("--batch", type=int, default=4, help="sequences a step")
     add("--tokens", type=int, default=256, help="bytes in a sequence")
     add("--d-model", type=int, default=384)
