@@ -14,8 +14,8 @@ bool flash(const AttentionProblem& a) {
   // three to four times as long as the tiles, which multiply in float32 as linear.h does.
   if (linear_scratch_bytes(1, 1, 1, a.q.scalar_type()) > 0) return false;
   // Causal lengths of a few hundred: it takes 512 keys at a time and so computes most of what the
-  // mask hides (1.35 times the tiles at 512, even from 2048 on). The tiles' backward goes a
-  // key/value head at a time, of which there must be some.
+  // mask hides (1.3 to 1.4 times the tiles at 512; the limits are counted). The tiles' backward
+  // goes a key/value head at a time, of which there must be some.
   const bool few_hundred = a.causal && a.max_keys > 256 && a.max_keys <= 1024;
   return !(few_hundred && a.batch() * a.kv_heads() >= 4);
 }
