@@ -1,7 +1,7 @@
 """Times a training step (forward and backward) of a stack of Llama-style layers in four variants.
 
 Gradients are checked first; no time is reported after a failed check. Variants take turns within one run, so that a
-slow minute of the machine falls on all of them. Writes benchmarks/results/<case>-<dtype>.json and .md.
+slow minute of the machine falls on all of them. Writes benchmarks/results/<case>-<dtype>[-<label>].json and .md.
 
     python benchmarks/step_time.py --dtype float32 --dtype bfloat16
 """
@@ -13,6 +13,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ def time_variants(stacks: dict[str, nn.ModuleList], x: Tensor, dy: Tensor, budge
     return seconds
 
 
+def make_stacks(
+    case: Case, dtype: torch.dtype, seed: int, variants: Iterable[str] = VARIANTS
+) -> tuple[dict[str, nn.ModuleList], Tensor, Tensor]:
+    """The layers of each variant, with equal weights; an input; and the gradient that comes back."""
+    plain = plain_layers(case.shape, dtype=dtype, seed=seed)
+    stacks: dict[str, nn.ModuleList] = {name: variant_layers(name, plain, case.shape) for name in variants}
+    generator = torch.Generator().manual_seed(seed)
+    size = (case.batch, case.tokens, case.shape.d_model)
+    x = torch.randn(size, generator=generator).to(dtype).requires_grad_()
+    return stacks, x, torch.randn(size, generator=generator).to(dtype)
+
+
 def summary(seconds: list[float]) -> dict[str, float]:
     """Median and the 20th and 80th percentiles."""
     if len(seconds) < 2:
@@ -66,12 +79,7 @@ def measure(case: Case, dtype_name: str, budget: float, seed: int) -> dict[str, 
     """Checks, then times, one case in one dtype."""
     dtype = getattr(torch, dtype_name)
     checks = check_gradients(case, dtype, seed)
-    plain = plain_layers(case.shape, dtype=dtype, seed=seed)
-    stacks: dict[str, nn.ModuleList] = {variant: variant_layers(variant, plain, case.shape) for variant in VARIANTS}
-    generator = torch.Generator().manual_seed(seed)
-    size = (case.batch, case.tokens, case.shape.d_model)
-    x = torch.randn(size, generator=generator).to(dtype).requires_grad_()
-    dy = torch.randn(size, generator=generator).to(dtype)
+    stacks, x, dy = make_stacks(case, dtype, seed)
     times = {name: summary(seconds) for name, seconds in time_variants(stacks, x, dy, budget).items()}
     ours = times["ckptfused inputs"]["median"]
     goals = GOALS[dtype_name] if case is LLAMA else {}
@@ -128,12 +136,13 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=90.0, help="seconds of timed steps for one dtype")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--label", default="", help="ends the name of the result files: the processor, say")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for dtype in arguments.dtype or sorted(GOALS, reverse=True):
         result = measure(CASES[arguments.case], dtype, arguments.budget, arguments.seed)
-        stem = f"{arguments.case}-{dtype}"
+        stem = "-".join(filter(None, (arguments.case, dtype, arguments.label)))
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / f"{stem}.json").write_text(json.dumps(result, indent=2) + "\n")
         (arguments.out / f"{stem}.md").write_text(markdown(result))
