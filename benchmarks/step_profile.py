@@ -1,6 +1,6 @@
 """Where the time of a training step goes: each variant of step_time.py under the profiler, by kind of work.
 
-    python benchmarks/step_profile.py --dtype bfloat16
+python benchmarks/step_profile.py --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.cases import CASES, LLAMA
 from benchmarks.step_time import make_stacks, step
+from ckptfused.cli.models import VARIANTS, Variant
 
 STEPS = 3
 # Parts of a step and the names of the operators that are theirs; what matches none is memory traffic.
@@ -31,7 +32,7 @@ def part_of(operator: str) -> str:
     return next((part for part, names in PARTS.items() if any(name in operator for name in names)), "other")
 
 
-def parts(variant: str, case_name: str, dtype: torch.dtype) -> dict[str, float]:
+def parts(variant: Variant, case_name: str, dtype: torch.dtype) -> dict[str, float]:
     """Seconds a step of each part: time of an operator without that of the operators it calls."""
     stacks, x, dy = make_stacks(CASES[case_name], dtype, seed=0, variants=(variant,))
     step(stacks[variant], x, dy)
@@ -49,8 +50,6 @@ def main() -> None:
     parser.add_argument("--case", choices=sorted(CASES), default=LLAMA.name)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append", help="default: both")
     arguments = parser.parse_args()
-    from ckptfused.cli.models import VARIANTS
-
     for dtype in arguments.dtype or ("float32", "bfloat16"):
         print(f"{arguments.case}, {dtype}: seconds a step, mean of {STEPS}")
         for variant in VARIANTS:

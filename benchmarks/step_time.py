@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from benchmarks import environment
 from benchmarks.cases import CASES, GOALS, LLAMA, Case
 from benchmarks.checks import check_gradients
-from ckptfused.cli.models import VARIANTS, plain_layers, variant_layers
+from ckptfused.cli.models import VARIANTS, Variant, plain_layers, variant_layers
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -56,7 +56,7 @@ def time_variants(stacks: dict[str, nn.ModuleList], x: Tensor, dy: Tensor, budge
 
 
 def make_stacks(
-    case: Case, dtype: torch.dtype, seed: int, variants: Iterable[str] = VARIANTS
+    case: Case, dtype: torch.dtype, seed: int, variants: Iterable[Variant] = VARIANTS
 ) -> tuple[dict[str, nn.ModuleList], Tensor, Tensor]:
     """The layers of each variant, with equal weights; an input; and the gradient that comes back."""
     plain = plain_layers(case.shape, dtype=dtype, seed=seed)

@@ -273,7 +273,7 @@ def _distance(got: Tensor, true: Tensor) -> float:
 
 
 def failures(draws: Sequence[Mapping[str, Errors]], compute: torch.dtype) -> list[str]:
-    """The tensors that break error <= 2 * eager PyTorch's error + eps(compute) / 2 + kink, root mean squares over draws.
+    """The tensors that break error <= 2 * eager PyTorch's + eps(compute) / 2 + kink, root mean squares over draws.
 
     Factor 2: both runs round at the same places in a different order, so that their errors are two draws of the same
     size, not the same draw. Half an ulp of the scale: a correctly rounded result alone may be off by that, and eager
