@@ -64,7 +64,7 @@ class AttentionWalk(Frame):
             return
         self.qk_in_place = not raw_needed
         if raw_needed:
-            self.make("qk", self.rows(a.q_width + a.kv_width, self.P))
+            self.make("qk", self.rows(a.qkv_width, self.P))
         if a.qk_norm != "none":
             for name in ("attn.q_norm", "attn.k_norm"):
                 with self.gains((name, a.qk_norm, True), width=a.head_dim):
