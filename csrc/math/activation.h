@@ -13,6 +13,18 @@ struct ActivationValue {
   A value, grad;
 };
 
+// gelu_tanh with (1 + tanh(y)) / 2 written as sigmoid(2 y): fewer instructions on device, and no
+// cancellation where tanh is near -1. The sums are written as fma, which the compiler cannot
+// contract differently in forward and backward.
+template <typename A>
+CKPT_HD ActivationValue<A> gelu_tanh_by_sigmoid(A x) {
+  const A k0 = A(1.59576912160573071176), k1 = A(0.044715);  // 2 sqrt(2 / pi)
+  const A square = x * x;
+  const A s = sigmoid_acc(k0 * x * std::fma(k1, square, A(1)));
+  const A slope = k0 * std::fma(A(3) * k1, square, A(1));
+  return {x * s, std::fma(x * s * (A(1) - s), slope, s)};
+}
+
 template <Activation kAct, typename A>
 CKPT_HD ActivationValue<A> activation_with_grad(A x) {
   if constexpr (kAct == Activation::relu) {
@@ -29,11 +41,15 @@ CKPT_HD ActivationValue<A> activation_with_grad(A x) {
     return {x * cdf, cdf + x * pdf};
   } else {
     static_assert(kAct == Activation::gelu_tanh);
+#if defined(__CUDA_ARCH__)
+    return gelu_tanh_by_sigmoid(x);
+#else
     const A k0 = A(0.79788456080286535588), k1 = A(0.044715);  // sqrt(2 / pi)
     const A square = x * x;
     const A t = tanh_acc(k0 * x * (A(1) + k1 * square));
     const A slope = k0 * (A(1) + A(3) * k1 * square);
     return {A(0.5) * x * (A(1) + t), A(0.5) * (A(1) + t) + A(0.5) * x * (A(1) - t * t) * slope};
+#endif
   }
 }
 

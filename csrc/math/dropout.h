@@ -31,6 +31,32 @@ struct Dropout {
     const int lane = int(col & 7);
     return ((words.word[lane >> 1] >> (16 * (lane & 1))) & 0xffffu) >= threshold;
   }
+
+  // The draws of columns col .. col+7 of a row, one in each sixteen bits as in draw(). Where col is
+  // no multiple of 8 they come from two calls.
+  CKPT_HD Philox4x32 draw_from(int64_t row, int64_t col) const {
+    Philox4x32 low = draw(row, col >> 3);
+    const int shift = int(col & 7);
+    if (shift == 0) return low;
+    Philox4x32 high = draw(row, (col >> 3) + 1);
+    for (int i = 0; i < shift; ++i) {
+      low.word[0] = low.word[0] >> 16 | low.word[1] << 16;
+      low.word[1] = low.word[1] >> 16 | low.word[2] << 16;
+      low.word[2] = low.word[2] >> 16 | low.word[3] << 16;
+      low.word[3] = low.word[3] >> 16 | high.word[0] << 16;
+      high.word[0] = high.word[0] >> 16 | high.word[1] << 16;
+      high.word[1] = high.word[1] >> 16 | high.word[2] << 16;
+      high.word[2] = high.word[2] >> 16 | high.word[3] << 16;
+    }
+    return low;
+  }
+
+  // What kept values are multiplied by, in the accumulation type (scale is its float).
+  template <typename A>
+  CKPT_HD A scale_as() const {
+    if constexpr (sizeof(A) == sizeof scale) return scale;
+    return threshold >= 65536u ? A(0) : A(65536) / A(65536u - threshold);
+  }
 };
 
 // threshold = round-half-even(p * 65536), so that the kept share is exact to 2^-17.
@@ -42,20 +68,31 @@ CKPT_HD uint32_t dropout_threshold(double p) {
   return uint32_t(floor + (up ? 1 : 0));
 }
 
-// state: (seed, offset) as drawn by the rng_state op. cols: length of the last dimension of the
+// A dropout that still lacks the state of its call. cols: length of the last dimension of the
 // tensor that the mask applies to.
-CKPT_HD Dropout make_dropout(const int64_t* state, double p, int site, int64_t cols) {
+CKPT_HD Dropout make_dropout(double p, int site, int64_t cols) {
   Dropout d;
   d.threshold = dropout_threshold(p);
   if (d.threshold == 0) return d;
+  d.counter3 = uint32_t(site) << 24;
+  d.scale = d.threshold == 65536u ? 0.0f : 65536.0f / float(65536u - d.threshold);
+  d.groups_per_row = (cols + 7) / 8;
+  return d;
+}
+
+// With the state: (seed, offset) as drawn by the rng_state op.
+CKPT_HD Dropout with_state(Dropout d, const int64_t* state) {
+  if (!d.active()) return d;
   const uint64_t seed = uint64_t(state[0]), offset = uint64_t(state[1]);
   d.key0 = uint32_t(seed);
   d.key1 = uint32_t(seed >> 32);
   d.counter2 = uint32_t(offset);
-  d.counter3 = uint32_t((offset >> 32) & 0xffffffu) | (uint32_t(site) << 24);
-  d.scale = d.threshold == 65536u ? 0.0f : 65536.0f / float(65536u - d.threshold);
-  d.groups_per_row = (cols + 7) / 8;
+  d.counter3 = (d.counter3 & 0xff000000u) | uint32_t((offset >> 32) & 0xffffffu);
   return d;
+}
+
+CKPT_HD Dropout make_dropout(const int64_t* state, double p, int site, int64_t cols) {
+  return with_state(make_dropout(p, site, cols), state);
 }
 
 // Maps a row of the tensor in memory to its batch-first row. Batch-first tensors have inner == 0;

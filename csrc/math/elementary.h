@@ -7,11 +7,16 @@
 namespace ckptfused {
 
 // Branch-free float functions: the host compiler vectorises loops over them. Doubles take the
-// standard library's. Errors stated are against double precision over the whole range.
+// standard library's. Errors stated are against double precision over the whole range. On device
+// the CUDA library's functions, built on the hardware's 2^x, take a third of the instructions;
+// NVIDIA gives 2 ulps for each of those used here.
 
 // exp: 2^n * e^r with |r| <= ln2/2 and a degree-6 polynomial; error below 1.1 ulp. 0 below -87.33,
 // where results would be subnormal (a slow multiplication); infinity from 88.73 on by itself.
 CKPT_HD float exp_acc(float x) {
+#if defined(__CUDA_ARCH__)
+  return ::expf(x);
+#else
   const float hi = x > 89.0f ? 89.0f : x;
   const float clamped = hi < -87.33654f ? -87.33654f : hi;
   const float shifted = clamped * 1.44269504f + 12582912.0f;
@@ -30,6 +35,7 @@ CKPT_HD float exp_acc(float x) {
   const float scale0 = bits_to_float(uint32_t(half + 127) << 23);
   const float scale1 = bits_to_float(uint32_t(exponent - half + 127) << 23);
   return x < -87.33654f ? 0.0f : e * scale0 * scale1;
+#endif
 }
 CKPT_HD double exp_acc(double x) {
   return std::exp(x);
@@ -37,6 +43,9 @@ CKPT_HD double exp_acc(double x) {
 
 // tanh: odd polynomial for |x| < 0.625, 1 - 2/(e^{2|x|}+1) beyond; error below 2 ulp.
 CKPT_HD float tanh_acc(float x) {
+#if defined(__CUDA_ARCH__)
+  return ::tanhf(x);
+#else
   const float a = x < 0.0f ? -x : x;
   const float z = x * x;
   float p = -5.70498872745e-3f;
@@ -47,6 +56,7 @@ CKPT_HD float tanh_acc(float x) {
   const float small = p * z * x + x;
   const float large = 1.0f - 2.0f / (exp_acc(2.0f * a) + 1.0f);
   return a < 0.625f ? small : (x < 0.0f ? -large : large);
+#endif
 }
 CKPT_HD double tanh_acc(double x) {
   return std::tanh(x);
@@ -54,6 +64,9 @@ CKPT_HD double tanh_acc(double x) {
 
 // erf: an odd polynomial for |x| < 0.927734375, 1 - e^q(|x|) beyond; error below 2 ulp.
 CKPT_HD float erf_acc(float x) {
+#if defined(__CUDA_ARCH__)
+  return ::erff(x);
+#else
   const float a = x < 0.0f ? -x : x;
   const float z = x * x;
   float p = -5.96761703e-4f;
@@ -72,14 +85,23 @@ CKPT_HD float erf_acc(float x) {
   q = q * b - b;
   const float large = 1.0f - exp_acc(q);
   return a > 0.927734375f ? (x < 0.0f ? -large : large) : small;  // NaN takes the polynomial
+#endif
 }
 CKPT_HD double erf_acc(double x) {
   return std::erf(x);
 }
 
-// 1 / (1 + e^-x)
+// 1 / (1 + e^-x); error below 4 ulps on device: 2 of e^-x, half of the sum, 1 of the reciprocal,
+// whose subnormal results are 0.
 CKPT_HD float sigmoid_acc(float x) {
+#if defined(__CUDA_ARCH__)
+  // Not contracted with the product inside expf, so that every kernel gets the same bits.
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__fadd_rn(1.0f, exp_acc(-x))));
+  return y;
+#else
   return 1.0f / (1.0f + exp_acc(-x));
+#endif
 }
 CKPT_HD double sigmoid_acc(double x) {
   return 1.0 / (1.0 + std::exp(-x));

@@ -50,15 +50,21 @@ CKPT_HD float to_acc(bf16 x) {
   return bits_to_float(uint32_t(x.bits) << 16);
 }
 CKPT_HD float to_acc(f16 x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+#else
   // Shift the fields into place and let a multiplication by 2^112 rebias the exponent: exact,
   // subnormals included. Inf and NaN (>= 2^16 afterwards) get the all-ones exponent back.
   const uint32_t magnitude = uint32_t(x.bits & 0x7fffu) << 13;
   const float scaled = bits_to_float(magnitude) * bits_to_float(0x77800000u);
   const uint32_t special = (x.bits & 0x7fffu) >= 0x7c00u ? 0x7f800000u : 0u;
   return bits_to_float(float_to_bits(scaled) | special | (uint32_t(x.bits & 0x8000u) << 16));
+#endif
 }
 
-// Round to nearest, ties to even, as PyTorch does.
+// Round to nearest, ties to even, as PyTorch does. NaN stays NaN (of other bits on device: 0x7fff).
 CKPT_HD void from_acc(double x, double& y) {
   y = x;
 }
@@ -72,11 +78,18 @@ CKPT_HD void from_acc(float x, double& y) {
   y = x;
 }
 CKPT_HD void from_acc(float x, bf16& y) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
   const uint32_t u = float_to_bits(x);
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   y.bits = uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+#endif
 }
 CKPT_HD void from_acc(float x, f16& y) {
+#if defined(__CUDA_ARCH__)
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
   const uint32_t u = float_to_bits(x);
   const uint32_t sign = (u >> 16) & 0x8000u;
   const uint32_t a = u & 0x7fffffffu;
@@ -85,6 +98,7 @@ CKPT_HD void from_acc(float x, f16& y) {
   const uint32_t special = a > 0x7f800000u ? 0x7e00u : 0x7c00u;
   const uint32_t finite = a < 0x38800000u ? subnormal : normal;
   y.bits = uint16_t(sign | (a >= 0x477ff000u ? special : finite));
+#endif
 }
 
 // The value that a store and a load of T give back.

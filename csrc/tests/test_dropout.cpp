@@ -72,10 +72,10 @@ TEST(Dropout, DrawsOfAColumnRange) {
 }
 
 TEST(Dropout, ScaleKeepsTheMean) {
-  EXPECT_EQ(dropout_scale<double>(make_dropout(kState, 0.5, 0, 8)), 2.0);
-  EXPECT_EQ(dropout_scale<float>(make_dropout(kState, 1.0, 0, 8)), 0.0f);
+  EXPECT_EQ(make_dropout(kState, 0.5, 0, 8).scale_as<double>(), 2.0);
+  EXPECT_EQ(make_dropout(kState, 1.0, 0, 8).scale_as<float>(), 0.0f);
   const Dropout d = make_dropout(kState, 0.1, 0, 8);
-  EXPECT_EQ(dropout_scale<float>(d), d.scale);
+  EXPECT_EQ(d.scale_as<float>(), d.scale);
   EXPECT_EQ(dropout_apply(NAN, 0, d.threshold, 1.0f), 0.0f);
   EXPECT_TRUE(std::isnan(dropout_apply(NAN, 65535, d.threshold, 1.0f)));
 }

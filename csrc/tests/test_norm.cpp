@@ -37,16 +37,12 @@ TYPED_TEST(Norm, ForwardMatchesDefinition) {
       for (const NormKind kind : kKinds) {
         for (const bool bias : {false, true}) {
           std::vector<P> y(size_t(rows * cols));
-          NormFwd a{kind,
-                    kEps,
-                    cols,
-                    dtype_of<R>(),
-                    dtype_of<P>(),
-                    x.stored.data(),
-                    w.stored.data(),
-                    bias ? b.stored.data() : nullptr,
+          NormFwd a{kind,          kEps,
+                    cols,          dtype_of<R>(),
+                    dtype_of<P>(), x.stored.data(),
+                    norm_param(w), bias ? norm_param(b) : NormParam{},
                     y.data()};
-          RowScratch scratch(RowScratch::size<A>(cols));
+          RowScratch scratch(3 * RowScratch::size<A>(cols));
           ASSERT_TRUE(kernel.run(a, 0, rows, scratch));
           for (int64_t r = 0; r < rows; ++r) {
             const auto row = row_of(x.exact, r, cols);
@@ -85,10 +81,10 @@ TYPED_TEST(Norm, BackwardMatchesJacobian) {
                     dtype_of<P>(),
                     dy.stored.data(),
                     x.stored.data(),
-                    w.stored.data(),
+                    norm_param(w),
                     residual ? dx.data() : nullptr,
                     dx.data()};
-          RowScratch scratch(2 * RowScratch::size<A>(cols));
+          RowScratch scratch(3 * RowScratch::size<A>(cols));
           ASSERT_TRUE(kernel.run(a, 0, rows, dw.data(), db.data(), scratch));
 
           std::vector<double> want_dw(size_t(cols), 0.0), want_db(size_t(cols), 0.0);
@@ -125,24 +121,16 @@ TYPED_TEST(Norm, InPlaceIsTheSame) {
     const auto x = random_values<R>(rows * cols, 1), dy = random_values<R>(rows * cols, 2);
     const auto w = random_values<A>(cols, 3);
     std::vector<R> y(size_t(rows * cols)), dx = y, y_in_place = x.stored, dx_in_place = dy.stored;
-    NormFwd fwd{NormKind::layernorm, kEps,          cols,
-                dtype_of<R>(),       dtype_of<R>(), x.stored.data(),
-                w.stored.data(),     nullptr,       y.data()};
+    NormFwd fwd{NormKind::layernorm, kEps,          cols, dtype_of<R>(), dtype_of<R>(),
+                x.stored.data(),     norm_param(w), {},   y.data()};
     ASSERT_TRUE(norm_fwd_rows(fwd, 0, rows));
     fwd.x = fwd.y = y_in_place.data();
     ASSERT_TRUE(norm_fwd_rows(fwd, 0, rows));
     EXPECT_EQ(0, memcmp(y.data(), y_in_place.data(), y.size() * sizeof(R)));
 
-    NormBwd bwd{NormKind::layernorm,
-                kEps,
-                cols,
-                dtype_of<R>(),
-                dtype_of<R>(),
-                dy.stored.data(),
-                x.stored.data(),
-                w.stored.data(),
-                nullptr,
-                dx.data()};
+    NormBwd bwd{
+        NormKind::layernorm, kEps,          cols,    dtype_of<R>(), dtype_of<R>(), dy.stored.data(),
+        x.stored.data(),     norm_param(w), nullptr, dx.data()};
     ASSERT_TRUE(norm_bwd_rows(bwd, 0, rows, nullptr, nullptr));
     bwd.dy = bwd.dx = dx_in_place.data();
     ASSERT_TRUE(norm_bwd_rows(bwd, 0, rows, nullptr, nullptr));
@@ -154,17 +142,9 @@ TEST(NormRows, NaNStaysInItsRow) {
   const int64_t rows = 3, cols = 40;
   auto x = random_values<float>(rows * cols, 1).stored;
   x[cols + 17] = std::numeric_limits<float>::quiet_NaN();
-  const std::vector<float> w(size_t(cols), 1.0f);
   std::vector<bf16> y(size_t(rows * cols));
-  const NormFwd a{NormKind::layernorm,
-                  kEps,
-                  cols,
-                  DType::f32,
-                  DType::bf16,
-                  x.data(),
-                  w.data(),
-                  nullptr,
-                  y.data()};
+  const NormFwd a{
+      NormKind::layernorm, kEps, cols, DType::f32, DType::bf16, x.data(), {}, {}, y.data()};
   ASSERT_TRUE(norm_fwd_rows(a, 0, rows));
   for (int64_t i = 0; i < rows * cols; ++i) {
     EXPECT_EQ(std::isnan(to_acc(y[i])), i / cols == 1) << i;
@@ -173,12 +153,69 @@ TEST(NormRows, NaNStaysInItsRow) {
 
 TEST(NormRows, KindNoneConverts) {
   const auto x = random_values<float>(70, 1);
-  const std::vector<float> w(70, 1.0f);
   std::vector<f16> y(70);
-  const NormFwd a{NormKind::none,  kEps,     70,      DType::f32, DType::f16,
-                  x.stored.data(), w.data(), nullptr, y.data()};
+  const NormFwd a{NormKind::none,  kEps, 70, DType::f32, DType::f16,
+                  x.stored.data(), {},   {}, y.data()};
   ASSERT_TRUE(norm_fwd_rows(a, 0, 1));
   for (int i = 0; i < 70; ++i) EXPECT_EQ(y[i].bits, store<f16>(x.exact[i]).bits);
+}
+
+// A weight is read in the type that the model holds it in, and Gemma's norm adds 1 in the
+// accumulation type.
+template <typename W, typename A>
+void check_param_type() {
+  const int64_t rows = 4, cols = 111;
+  const auto x = random_values<A>(rows * cols, 1);
+  const auto w = random_values<W>(cols, 2), b = random_values<W>(cols, 3);
+  for (const NormKind kind : {NormKind::layernorm, NormKind::gemma}) {
+    Values<A> gain, shift;
+    for (int64_t c = 0; c < cols; ++c) {
+      gain.stored.push_back(A(to_acc(w.stored[c])));
+      shift.stored.push_back(A(to_acc(b.stored[c])));
+      if (kind == NormKind::gemma) gain.stored.back() += A(1);
+    }
+    std::vector<A> got(size_t(rows * cols)), want(got.size()), dx(got.size()), want_dx(got.size());
+    const DType dtype = dtype_of<A>();
+    NormFwd fwd{kind,          kEps,          cols,      dtype, dtype, x.stored.data(),
+                norm_param(w), norm_param(b), got.data()};
+    NormBwd bwd{kind,          kEps,    cols,     dtype, dtype, x.stored.data(), x.stored.data(),
+                norm_param(w), nullptr, dx.data()};
+    ASSERT_TRUE(norm_fwd_rows(fwd, 0, rows) && norm_bwd_rows(bwd, 0, rows, nullptr, nullptr));
+    // Gemma's is an RMS norm by another weight.
+    fwd.kind = bwd.kind = kind == NormKind::gemma ? NormKind::rmsnorm : kind;
+    fwd.weight = bwd.weight = norm_param(gain);
+    fwd.bias = norm_param(shift);
+    fwd.y = want.data();
+    bwd.dx = want_dx.data();
+    ASSERT_TRUE(norm_fwd_rows(fwd, 0, rows) && norm_bwd_rows(bwd, 0, rows, nullptr, nullptr));
+    EXPECT_EQ(0, memcmp(got.data(), want.data(), got.size() * sizeof(A)));
+    EXPECT_EQ(0, memcmp(dx.data(), want_dx.data(), dx.size() * sizeof(A)));
+  }
+}
+
+TEST(NormRows, ParametersOfAnyType) {
+  check_param_type<bf16, float>();
+  check_param_type<f16, float>();
+  check_param_type<float, double>();
+  check_param_type<double, double>();
+  check_param_type<double, float>();
+}
+
+TEST(NormRows, NoWeightIsOnes) {
+  const int64_t cols = 33;
+  const auto x = random_values<float>(cols, 1);
+  Values<float> ones;
+  ones.stored.assign(size_t(cols), 1.0f);
+  std::vector<float> got(33), want(33);
+  for (const NormKind kind : {NormKind::rmsnorm, NormKind::gemma}) {
+    NormFwd a{kind, kEps, cols, DType::f32, DType::f32, x.stored.data(), {}, {}, got.data()};
+    ASSERT_TRUE(norm_fwd_rows(a, 0, 1));
+    a.kind = NormKind::rmsnorm;
+    a.weight = norm_param(ones);
+    a.y = want.data();
+    ASSERT_TRUE(norm_fwd_rows(a, 0, 1));
+    EXPECT_EQ(0, memcmp(got.data(), want.data(), got.size() * sizeof(float)));
+  }
 }
 
 TEST(NormRows, RefusesOtherPairs) {

@@ -49,7 +49,7 @@ double factor(const Setting& s, const Dropout& d, int64_t row, int64_t col) {
 }
 
 size_t scratch_bytes(int64_t cols) {
-  return 2 * RowScratch::size<double>(cols) + RowScratch::size<uint16_t>(dropout_buffer_size(cols));
+  return 6 * RowScratch::size<double>(cols) + RowScratch::size<uint16_t>(dropout_buffer_size(cols));
 }
 
 template <typename Pair>
@@ -63,7 +63,6 @@ void check_forward(const Setting& s, int64_t cols) {
   const auto f = random_values<P>(kRows * cols, 2);
   const auto post_w = random_values<A>(cols, 3), post_b = random_values<A>(cols, 4);
   const auto next_w = random_values<A>(cols, 5), next_b = random_values<A>(cols, 6);
-  const std::vector<A> ones(size_t(cols), A(1));
   for (const auto& kernel : CKPT_KERNELS(residual_fwd)) {
     std::vector<R> sum(size_t(kRows * cols));
     std::vector<O> normed(sum.size()), normed_alone(sum.size());
@@ -76,10 +75,12 @@ void check_forward(const Setting& s, int64_t cols) {
     a.post = s.post;
     a.next = s.next;
     a.post_eps = a.next_eps = kEps;
-    a.post_weight = post_w.stored.data();
-    a.post_bias = post_b.stored.data();
-    a.next_weight = s.next == NormKind::none ? ones.data() : next_w.stored.data();
-    a.next_bias = s.next == NormKind::none ? nullptr : next_b.stored.data();
+    a.post_weight = norm_param(post_w);
+    a.post_bias = norm_param(post_b);
+    if (s.next != NormKind::none) {
+      a.next_weight = norm_param(next_w);
+      a.next_bias = norm_param(next_b);
+    }
     a.m = s.m;
     a.dropout = make_dropout(kState, s.p, 1, cols);
     a.row_map = map_of(s);
@@ -152,7 +153,7 @@ TYPED_TEST(Residual, BackwardMatchesJacobian) {
         a.f = a.df = df.data();
         a.post = s.post;
         a.post_eps = kEps;
-        a.post_weight = w.stored.data();
+        a.post_weight = norm_param(w);
         a.m = s.m;
         a.dropout = make_dropout(kState, s.p, 3, cols);
         a.row_map = map_of(s);

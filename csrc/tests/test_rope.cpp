@@ -48,7 +48,7 @@ struct Problem {
              kHeads,
              dim,
              this->rotary,
-             weight.stored.data(),
+             norm_param(weight),
              cos.stored.data(),
              sin.stored.data(),
              shared_angles ? 0 : kTime * rotary / 2};
@@ -112,10 +112,11 @@ TYPED_TEST(QkTest, ForwardMatchesDefinition) {
     for (const auto& kernel : CKPT_KERNELS(qk_fwd)) {
       for (const bool bias : {false, true}) {
         std::vector<T> y = p.dy.stored, in_place = p.x.stored;
-        QkFwd a{p.shape, bias ? p.bias.stored.data() : nullptr,
+        QkFwd a{p.shape, bias ? norm_param(p.bias) : NormParam{},
                 p.view(static_cast<const void*>(p.x.stored.data())),
                 p.view(static_cast<void*>(y.data()))};
-        RowScratch scratch(RowScratch::size<double>(p.dim)), again(RowScratch::size<double>(p.dim));
+        RowScratch scratch(3 * RowScratch::size<double>(p.dim)),
+            again(3 * RowScratch::size<double>(p.dim));
         kernel.run(a, 0, p.kBatch * p.kTime, scratch);
         a.y = p.view(static_cast<void*>(in_place.data()));
         a.x = {a.y.data, a.y.batch_stride, a.y.time_stride, a.y.head_stride};
@@ -157,7 +158,7 @@ TYPED_TEST(QkTest, BackwardMatchesJacobian) {
         const QkBwd a{p.shape, p.view(static_cast<const void*>(dy.data())),
                       p.view(static_cast<const void*>(x.data())),
                       p.view(static_cast<void*>(dx.data()))};
-        RowScratch scratch(3 * RowScratch::size<double>(p.dim));
+        RowScratch scratch(4 * RowScratch::size<double>(p.dim));
         kernel.run(a, 0, tokens, dweight, dbias, scratch);
       };
       run(apart, dw.data(), db.data());

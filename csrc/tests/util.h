@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels/cpu/target.h"
+#include "kernels/norm.h"
 #include "math/types.h"
 
 namespace ckptfused {
@@ -58,6 +59,12 @@ constexpr DType dtype_of<bf16>() {
 template <>
 constexpr DType dtype_of<f16>() {
   return DType::f16;
+}
+
+// A norm's weight or bias as the model holds it.
+template <typename T>
+NormParam norm_param(const Values<T>& values) {
+  return {values.stored.data(), dtype_of<T>()};
 }
 
 // Half an ulp of storage, relative: what one rounding may cost.

@@ -17,7 +17,7 @@ struct ActivationKernel {
 
   static void fwd(const ActivationFwd& a, int64_t begin, int64_t end) {
     const uint32_t threshold = a.dropout.threshold;
-    const A scale = dropout_scale<A>(a.dropout);
+    const A scale = a.dropout.scale_as<A>();
     uint16_t draw_buffer[kActivationRun + 16];
     keep_all(draw_buffer);
     for (int64_t row = begin; row < end; ++row) {
@@ -40,7 +40,7 @@ struct ActivationKernel {
 
   static void bwd(const ActivationBwd& a, int64_t begin, int64_t end) {
     const uint32_t threshold = a.dropout.threshold;
-    const A scale = dropout_scale<A>(a.dropout);
+    const A scale = a.dropout.scale_as<A>();
     uint16_t draw_buffer[kActivationRun + 16];
     keep_all(draw_buffer);
     T unwanted[kActivationRun];

@@ -43,7 +43,7 @@ template <typename T>
 void finish_rows(const SoftmaxRows<acc_t<T>>& state, const Dropout& dropout, int64_t rows, T* o,
                  int64_t o_stride, acc_t<T>* lse) {
   using A = acc_t<T>;
-  const A scale = dropout_scale<A>(dropout);
+  const A scale = dropout.scale_as<A>();
   for (int64_t r = 0; r < rows; ++r) {
     const A sum = state.sum[r];
     const bool masked = sum == 0;
@@ -72,7 +72,7 @@ void bwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores, A* dp
   uint16_t buffer[kKeyTile + 16];
   const A cap = A(rule.softcap);
   const uint32_t threshold = rule.dropout.threshold;
-  const A scale = dropout_scale<A>(rule.dropout);
+  const A scale = rule.dropout.scale_as<A>();
   for (int64_t r = 0; r < tile.rows; ++r) {
     A* row = scores + r * tile.stride;
     A* drow = dprobs + r * tile.stride;

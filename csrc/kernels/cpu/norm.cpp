@@ -8,12 +8,12 @@
 namespace ckptfused {
 
 bool norm_fwd_rows(const NormFwd& a, int64_t begin, int64_t end) {
-  RowScratch scratch(RowScratch::size<double>(a.cols));
+  RowScratch scratch(3 * RowScratch::size<double>(a.cols));
   return CKPT_DISPATCH(norm_fwd)(a, begin, end, scratch);
 }
 
 bool norm_bwd_rows(const NormBwd& a, int64_t begin, int64_t end, void* dweight, void* dbias) {
-  RowScratch scratch(2 * RowScratch::size<double>(a.cols));
+  RowScratch scratch(3 * RowScratch::size<double>(a.cols));
   return CKPT_DISPATCH(norm_bwd)(a, begin, end, dweight, dbias, scratch);
 }
 

@@ -4,11 +4,12 @@ template <typename R, typename P>
 void norm_fwd_typed(const NormFwd& a, int64_t begin, int64_t end, RowScratch& scratch) {
   using A = acc_t<R>;
   A* row = scratch.take<A>(a.cols);
+  const A* gain = norm_gain<A>(a.kind, a.weight, a.cols, scratch);
+  const A* bias = norm_bias<A>(a.bias, a.cols, scratch);
   for (int64_t n = begin; n < end; ++n) {
     load_row(static_cast<const R*>(a.x) + n * a.cols, row, a.cols);
     const NormStats<A> stats = norm_stats(a.kind, row, a.cols, A(a.eps));
-    norm_apply(row, stats, static_cast<const A*>(a.weight), static_cast<const A*>(a.bias),
-               static_cast<P*>(a.y) + n * a.cols, a.cols);
+    norm_apply(row, stats, gain, bias, static_cast<P*>(a.y) + n * a.cols, a.cols);
   }
 }
 
@@ -24,11 +25,12 @@ void norm_bwd_typed(const NormBwd& a, int64_t begin, int64_t end, void* dweight,
   using A = acc_t<R>;
   A* x = scratch.take<A>(a.cols);
   A* dy = scratch.take<A>(a.cols);
+  const A* gain = norm_gain<A>(a.kind, a.weight, a.cols, scratch);
   for (int64_t n = begin; n < end; ++n) {
     load_row(static_cast<const R*>(a.x) + n * a.cols, x, a.cols);
     load_row(static_cast<const P*>(a.dy) + n * a.cols, dy, a.cols);
-    norm_grad(a.kind, x, dy, static_cast<const A*>(a.weight), static_cast<A*>(dweight),
-              static_cast<A*>(dbias), A(a.eps), a.cols);
+    norm_grad(a.kind, x, dy, gain, static_cast<A*>(dweight), static_cast<A*>(dbias), A(a.eps),
+              a.cols);
     if (a.dx == nullptr) continue;
     R* dx = static_cast<R*>(a.dx) + n * a.cols;
     if (a.dres != nullptr) {

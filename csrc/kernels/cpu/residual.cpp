@@ -9,7 +9,7 @@ namespace ckptfused {
 namespace {
 
 size_t scratch_bytes(int64_t cols) {
-  return 2 * RowScratch::size<double>(cols) + RowScratch::size<uint16_t>(dropout_buffer_size(cols));
+  return 6 * RowScratch::size<double>(cols) + RowScratch::size<uint16_t>(dropout_buffer_size(cols));
 }
 
 }  // namespace

@@ -48,14 +48,16 @@ void qk_fwd_typed(const QkFwd& a, int64_t begin, int64_t end, RowScratch& scratc
   using A = acc_t<T>;
   const int64_t dim = a.head_dim;
   A* row = scratch.take<A>(dim);
+  const bool norm = a.norm != NormKind::none;
+  const A* gain = norm ? norm_gain<A>(a.norm, a.weight, dim, scratch) : nullptr;
+  const A* bias = norm ? norm_bias<A>(a.bias, dim, scratch) : nullptr;
   for (int64_t token = begin; token < end; ++token) {
     const int64_t b = token / a.time, t = token % a.time;
     const TokenRotation<A> rotation = token_rotation<A>(a, b, t);
     for (int64_t h = 0; h < a.heads; ++h) {
       load_row(head<const T>(a.x, b, t, h), row, dim);
-      if (a.norm != NormKind::none) {
-        norm_apply(row, norm_stats(a.norm, row, dim, A(a.eps)), static_cast<const A*>(a.weight),
-                   static_cast<const A*>(a.bias), row, dim);
+      if (norm) {
+        norm_apply(row, norm_stats(a.norm, row, dim, A(a.eps)), gain, bias, row, dim);
       }
       rotate(a, rotation, A(1), row, head<T>(a.y, b, t, h));
     }
@@ -70,19 +72,21 @@ void qk_bwd_typed(const QkBwd& a, int64_t begin, int64_t end, void* dweight, voi
   A* dy = scratch.take<A>(dim);
   A* x = scratch.take<A>(dim);
   A* dx = scratch.take<A>(dim);
+  const bool norm = a.norm != NormKind::none;
+  const A* gain = norm ? norm_gain<A>(a.norm, a.weight, dim, scratch) : nullptr;
   for (int64_t token = begin; token < end; ++token) {
     const int64_t b = token / a.time, t = token % a.time;
     const TokenRotation<A> rotation = token_rotation<A>(a, b, t);
     for (int64_t h = 0; h < a.heads; ++h) {
       load_row(head<const T>(a.dy, b, t, h), dy, dim);
-      if (a.norm == NormKind::none) {
+      if (!norm) {
         rotate(a, rotation, A(-1), dy, head<T>(a.dx, b, t, h));
         continue;
       }
       rotate(a, rotation, A(-1), dy, dx);
       load_row(head<const T>(a.x, b, t, h), x, dim);
-      norm_grad(a.norm, x, dx, static_cast<const A*>(a.weight), static_cast<A*>(dweight),
-                static_cast<A*>(dbias), A(a.eps), dim);
+      norm_grad(a.norm, x, dx, gain, static_cast<A*>(dweight), static_cast<A*>(dbias), A(a.eps),
+                dim);
       store_row(dx, head<T>(a.dx, b, t, h), dim);
     }
   }

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <new>
 
+#include "kernels/norm.h"
 #include "math/dropout.h"
 #include "math/norm.h"
 #include "math/types.h"
@@ -151,6 +152,14 @@ CKPT_HD NormStats<A> norm_stats(NormKind kind, const A* x, int64_t n, A eps) {
   return make_norm_stats(mean, squares / A(n), eps);
 }
 
+// A norm's parameters converted to the accumulation type, in scratch: what xhat is multiplied by
+// (ones if there is no weight, 1 + w for Gemma's norm), and the bias or null. Made once for a row
+// range, so they are functions of rows.cpp and not inlined.
+template <typename A>
+const A* norm_gain(NormKind kind, NormParam weight, int64_t n, RowScratch& scratch);
+template <typename A>
+const A* norm_bias(NormParam bias, int64_t n, RowScratch& scratch);
+
 // y = xhat * weight + bias. bias may be null; y may be x.
 template <typename A, typename T>
 CKPT_HD void norm_apply(const A* x, NormStats<A> stats, const A* weight, const A* bias, T* y,
@@ -216,12 +225,6 @@ CKPT_HD const uint16_t* dropout_draws(const Dropout& dropout, int64_t row, int64
     out[4 * g + 3] = drawn.word[3];
   }
   return buffer + (col0 & 7);
-}
-
-// What kept values are multiplied by, in the accumulation type (Dropout::scale is its float).
-template <typename A>
-CKPT_HD A dropout_scale(const Dropout& dropout) {
-  return dropout.threshold >= 65536u ? A(0) : A(65536) / A(65536u - dropout.threshold);
 }
 
 // x * scale if the draw keeps the element, 0 (also for NaN and infinity) if it drops it.

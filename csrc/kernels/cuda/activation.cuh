@@ -1,0 +1,76 @@
+#pragma once
+
+#include <type_traits>
+
+#include "kernels/activation.h"
+#include "kernels/cuda/elements.cuh"
+
+namespace ckptfused {
+
+// Columns col .. of a row.
+template <typename T>
+CKPT_HD const T* at(Strided<const void*> t, int64_t row, int64_t col) {
+  return static_cast<const T*>(t.data) + row * t.stride + col;
+}
+template <typename T>
+CKPT_HD T* at(Strided<void*> t, int64_t row, int64_t col) {
+  return static_cast<T*>(t.data) + row * t.stride + col;
+}
+
+template <typename T, typename Pointer>
+bool whole_vectors(Strided<Pointer> t) {
+  return whole_vectors<T>(t.data, t.stride);
+}
+
+// The draws of the eight columns from col on; any value where there is no dropout.
+CKPT_HD Philox4x32 group_draws(const ActivationShape& a, const Dropout& dropout, int64_t row,
+                               int64_t col) {
+  if (!dropout.active()) return {};
+  return dropout.draw_from(a.rows(a.row0 + row), a.col0 + col);
+}
+
+// Calls f(T{}, activation, gate), the last two std::integral_constants, for what the arguments ask.
+template <typename T, Activation kAct, typename F>
+const char* for_gate(const ActivationShape& a, F f) {
+  using Act = std::integral_constant<Activation, kAct>;
+  if (!a.gated) return f(T{}, Act{}, std::false_type{});
+  if constexpr (kAct == Activation::relu2) {
+    return "relu2 has no gated form";
+  } else {
+    return f(T{}, Act{}, std::true_type{});
+  }
+}
+
+template <typename T, typename F>
+const char* for_activation(const ActivationShape& a, F f) {
+  switch (a.act) {
+    case Activation::relu:
+      return for_gate<T, Activation::relu>(a, f);
+    case Activation::gelu:
+      return for_gate<T, Activation::gelu>(a, f);
+    case Activation::gelu_tanh:
+      return for_gate<T, Activation::gelu_tanh>(a, f);
+    case Activation::silu:
+      return for_gate<T, Activation::silu>(a, f);
+    case Activation::relu2:
+      return for_gate<T, Activation::relu2>(a, f);
+  }
+  return "unknown activation";
+}
+
+template <typename F>
+const char* for_type_and_activation(const ActivationShape& a, F f) {
+  switch (a.dtype) {
+    case DType::f64:
+      return for_activation<double>(a, f);
+    case DType::f32:
+      return for_activation<float>(a, f);
+    case DType::bf16:
+      return for_activation<bf16>(a, f);
+    case DType::f16:
+      return for_activation<f16>(a, f);
+  }
+  return "unknown dtype";
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/norm.h"
+
+namespace ckptfused {
+
+// Tensors are [rows, a.cols] on the device. All return null, or what went wrong. stream: a
+// cudaStream_t.
+const char* norm_fwd_cuda(const NormFwd& a, int64_t rows, void* stream);
+
+// dweight, dbias: [cols] acc, overwritten; either may be null. Their partials: scratch, acc
+// [chunks, cols] each, null where the gradient is. chunks: as row_grad_chunks says.
+const char* norm_bwd_cuda(const NormBwd& a, int64_t rows, int64_t chunks, void* dweight_partials,
+                          void* dbias_partials, void* dweight, void* dbias, void* stream);
+
+// In how many chunks of consecutive rows the gradients of a norm's parameters are summed.
+int64_t row_grad_chunks(int64_t rows, int64_t cols, int multiprocessors);
+
+}  // namespace ckptfused

@@ -1,0 +1,68 @@
+#include "kernels/cuda/norm.h"
+#include "kernels/cuda/norm_grad.cuh"
+
+namespace ckptfused {
+namespace {
+
+// dx = (dres or 0) + dy: the gradient of kind none, which converts. -0 changes no number when
+// added.
+template <typename R, typename P>
+__global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<R>>)
+    add_grad_kernel(NormBwd a, ElementGrid grid, bool vectors) {
+  using A = acc_t<R>;
+  for_groups(grid, [&](int64_t row, int64_t col, int count) {
+    const int64_t at = row * a.cols + col;
+    A dy[kGroup], dres[kGroup];
+    load_group(static_cast<const P*>(a.dy) + at, count, vectors, dy);
+    CKPT_UNROLL
+    for (int i = 0; i < kGroup; ++i) dres[i] = A(-0.0);
+    if (a.dres != nullptr) load_group(static_cast<const R*>(a.dres) + at, count, vectors, dres);
+    CKPT_UNROLL
+    for (int i = 0; i < kGroup; ++i) dy[i] += dres[i];
+    store_group(dy, count, vectors, static_cast<R*>(a.dx) + at);
+  });
+}
+
+}  // namespace
+
+int64_t row_grad_chunks(int64_t rows, int64_t cols, int multiprocessors) {
+  // As many blocks as fit at once, of at least eight rows each. A thread has two groups of a row
+  // and 128 registers.
+  const int64_t warps = (row_warps(cols) + 1) / 2, block = warps < 1 ? 1 : warps > 16 ? 16 : warps;
+  const int64_t most = int64_t(multiprocessors) * (16 / block), wanted = (rows + 7) / 8;
+  return wanted < 1 ? 1 : wanted < most ? wanted : most;
+}
+
+const char* norm_bwd_cuda(const NormBwd& a, int64_t rows, int64_t chunks, void* dweight_partials,
+                          void* dbias_partials, void* dweight, void* dbias, void* stream) {
+  return for_row_types(a.r, a.p, [&](auto r, auto p) -> const char* {
+    using R = decltype(r);
+    using P = decltype(p);
+    const bool vectors = whole_vectors<P>(a.dy, a.cols) && whole_vectors<R>(a.x, a.cols) &&
+                         whole_vectors<R>(a.dres, a.cols) && whole_vectors<R>(a.dx, a.cols);
+    if (a.kind == NormKind::none) {
+      if (dweight != nullptr || dbias != nullptr) return "kind none has no parameters";
+      const ElementGrid grid(rows, a.cols);
+      if (grid.empty() || a.dx == nullptr) return nullptr;
+      return launch(add_grad_kernel<R, P>, grid.blocks(), dim3(kElementThreads), stream, a, grid,
+                    vectors);
+    }
+    NormGrad grad{};
+    grad.kind = a.kind;
+    grad.eps = a.eps;
+    grad.rows = rows;
+    grad.cols = a.cols;
+    grad.chunks = chunks;
+    grad.vectors = vectors;
+    grad.x = a.x;
+    grad.dy = a.dy;
+    grad.dres = a.dres;
+    grad.dx = a.dx;
+    grad.weight = a.weight;
+    grad.dweight = dweight == nullptr ? nullptr : dweight_partials;
+    grad.dbias = dbias == nullptr ? nullptr : dbias_partials;
+    return norm_grad_cuda<R, P, R, false>(grad, nullptr, dweight, dbias, stream);
+  });
+}
+
+}  // namespace ckptfused

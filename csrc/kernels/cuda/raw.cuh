@@ -1,0 +1,68 @@
+#pragma once
+
+#include "kernels/cuda/group.cuh"
+
+#if defined(__CUDACC__)
+#define CKPT_NO_UNROLL _Pragma("unroll 1")
+#else
+#define CKPT_NO_UNROLL
+#endif
+
+namespace ckptfused {
+
+// kCount elements of T as they were loaded, in 32-bit words. Loading and converting are two steps,
+// so that several loads are under way before the first result is waited for: what a branch does
+// with a loaded value it must wait for, and whether 16 bytes are read at once is a branch.
+template <typename T, int kCount>
+struct Raw {
+  static constexpr int kWords = kCount * int(sizeof(T)) / 4;
+  uint32_t word[kWords];
+
+  // The first `count` elements from `from`, zeros behind them. vectors: the address is a multiple
+  // of 16 bytes; only a full set is read so.
+  CKPT_HD void load(const T* from, int count, bool vectors) {
+    static_assert(kWords % 4 == 0);
+    if (vectors && count == kCount) {
+      CKPT_UNROLL
+      for (int i = 0; i < kWords / 4; ++i) {
+        const uint4 words = reinterpret_cast<const uint4*>(from)[i];
+        word[4 * i] = words.x;
+        word[4 * i + 1] = words.y;
+        word[4 * i + 2] = words.z;
+        word[4 * i + 3] = words.w;
+      }
+    } else {
+      CKPT_UNROLL
+      for (int i = 0; i < kWords; ++i) word[i] = 0;
+      CKPT_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        if (i < count) put(i, from[i]);
+      }
+    }
+  }
+
+  CKPT_HD void unpack(acc_t<T>* out) const {
+    CKPT_UNROLL
+    for (int i = 0; i < kCount; ++i) out[i] = to_acc(get(i));
+  }
+
+ private:
+  CKPT_HD void put(int i, T x) {
+    if constexpr (sizeof(T) == 2) {
+      word[i / 2] |= uint32_t(x.bits) << (16 * (i % 2));
+    } else {
+      memcpy(&word[i * int(sizeof(T)) / 4], &x, sizeof x);
+    }
+  }
+  CKPT_HD T get(int i) const {
+    if constexpr (sizeof(T) == 2) {
+      return T{uint16_t(word[i / 2] >> (16 * (i % 2)))};
+    } else {
+      T x;
+      memcpy(&x, &word[i * int(sizeof(T)) / 4], sizeof x);
+      return x;
+    }
+  }
+};
+
+}  // namespace ckptfused

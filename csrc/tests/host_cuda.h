@@ -1,0 +1,246 @@
+#pragma once
+
+// CUDA C++ kernels on the CPU: what a kernel file of csrc/kernels/cuda needs to be compiled by g++.
+// Blocks run one after the other, __shared__ is static, shuffles go through shared slots, and
+// __syncthreads() is a barrier. Under ThreadSanitizer each thread of a block is a host thread, so
+// that a missing barrier is seen as the data race that it is. Else the threads take turns on one
+// host thread: barriers of hundreds of host threads are slow.
+
+#if defined(__SANITIZE_THREAD__)
+#include <pthread.h>
+
+#include <thread>
+#else
+#include <ucontext.h>
+#endif
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __shared__ static
+#define __restrict__
+#define __launch_bounds__(...)
+
+// As on the device: in the global namespace.
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+// Read and written over memory of other types, as on the device.
+struct __attribute__((may_alias, aligned(16))) uint4 {
+  unsigned x, y, z, w;
+};
+
+namespace ckptfused::host_cuda {
+
+constexpr int kWarp = 32;
+
+inline thread_local int current_thread = 0;
+
+#if defined(__SANITIZE_THREAD__)
+
+// What std::barrier does, at a third of its time under ThreadSanitizer. Two barriers in turn:
+// ThreadSanitizer keeps one clock a barrier, so that a thread which wakes late would also take in
+// what a faster one did up to its next arrival, and a missing barrier in between would be hidden.
+class Barrier {
+ public:
+  explicit Barrier(int threads) {
+    for (pthread_barrier_t& barrier : barriers_) {
+      pthread_barrier_init(&barrier, nullptr, unsigned(threads));
+    }
+  }
+  ~Barrier() {
+    for (pthread_barrier_t& barrier : barriers_) pthread_barrier_destroy(&barrier);
+  }
+  Barrier(const Barrier&) = delete;
+  Barrier& operator=(const Barrier&) = delete;
+  void arrive_and_wait() { pthread_barrier_wait(&barriers_[turn_[current_thread] ^= 1]); }
+
+ private:
+  pthread_barrier_t barriers_[2];
+  int turn_[1024] = {};  // each thread's own
+};
+
+// Calls run(0) .. run(threads - 1), each on a thread of its own.
+template <typename Run>
+void run_threads(int threads, Run run) {
+  std::vector<std::thread> pool;
+  for (int thread = 0; thread < threads; ++thread) {
+    pool.emplace_back([&run, thread] {
+      current_thread = thread;
+      run(thread);
+    });
+  }
+  for (std::thread& thread : pool) thread.join();
+}
+
+#else
+
+// Threads that take turns: one runs until it waits at a barrier.
+struct Turns {
+  std::vector<ucontext_t> threads;
+  ucontext_t back;
+  void (*run)(void*, int);
+  void* run_of;
+};
+inline Turns* turns = nullptr;
+
+class Barrier {
+ public:
+  explicit Barrier(int threads) : threads_(threads) {}
+  void arrive_and_wait() {
+    const int round = round_;
+    if (++arrived_ == threads_) {
+      arrived_ = 0;
+      ++round_;
+    }
+    while (round_ == round) swapcontext(&turns->threads[size_t(current_thread)], &turns->back);
+  }
+
+ private:
+  int threads_, arrived_ = 0, round_ = 0;
+};
+
+template <typename Run>
+void run_threads(int threads, Run run) {
+  constexpr size_t kStack = 256 << 10;
+  static std::vector<std::unique_ptr<char[]>> stacks;
+  Turns these;
+  these.threads.resize(size_t(threads));
+  these.run_of = &run;
+  these.run = [](void* of, int thread) { (*static_cast<Run*>(of))(thread); };
+  turns = &these;
+  std::vector<bool> done(size_t(threads), false);
+  static std::vector<bool>* all_done;
+  all_done = &done;
+  for (size_t thread = 0; thread < size_t(threads); ++thread) {
+    if (stacks.size() <= thread) stacks.emplace_back(new char[kStack]);
+    ucontext_t& context = these.threads[thread];
+    getcontext(&context);
+    context.uc_stack.ss_sp = stacks[thread].get();
+    context.uc_stack.ss_size = kStack;
+    context.uc_link = &these.back;
+    makecontext(
+        &context,
+        +[] {
+          turns->run(turns->run_of, current_thread);
+          (*all_done)[size_t(current_thread)] = true;
+        },
+        0);
+  }
+  for (int left = threads; left > 0;) {
+    for (int thread = 0; thread < threads; ++thread) {
+      if (done[size_t(thread)]) continue;
+      current_thread = thread;
+      swapcontext(&these.back, &these.threads[size_t(thread)]);
+      left -= done[size_t(thread)] ? 1 : 0;
+    }
+  }
+}
+
+#endif
+
+// What the threads of a warp exchange values through. Two rounds of slots: a thread may already
+// write the next exchange while a slow one still reads the last.
+struct Warp {
+  explicit Warp(int lanes) : barrier(lanes) {}
+  Barrier barrier;
+  uint64_t slot[2][kWarp] = {};
+  int round[kWarp] = {};  // each lane's own
+};
+
+struct BlockThreads {
+  Barrier barrier;
+  std::vector<std::unique_ptr<Warp>> warps;
+  explicit BlockThreads(int threads) : barrier(threads) {
+    for (int first = 0; first < threads; first += kWarp) {
+      warps.push_back(std::make_unique<Warp>(threads - first < kWarp ? threads - first : kWarp));
+    }
+  }
+};
+
+inline thread_local BlockThreads* current_block = nullptr;
+
+inline Warp& current_warp() {
+  return *current_block->warps[size_t(current_thread / kWarp)];
+}
+
+// The value of another lane of this warp. Every lane of the warp must take part.
+template <typename T>
+T exchange(T value, int source_lane) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  Warp& warp = current_warp();
+  const int lane = current_thread % kWarp;
+  uint64_t* slots = warp.slot[warp.round[lane] ^= 1];
+  std::memcpy(&slots[lane], &value, sizeof value);
+  warp.barrier.arrive_and_wait();
+  T result;
+  std::memcpy(&result, &slots[source_lane], sizeof result);
+  return result;
+}
+
+}  // namespace ckptfused::host_cuda
+
+// The threads of a block, as an object whose x is the thread's own.
+struct HostThreadIdx {
+  struct X {
+    operator unsigned() const { return unsigned(ckptfused::host_cuda::current_thread); }
+  } x;
+};
+inline HostThreadIdx threadIdx;
+inline thread_local dim3 blockIdx;
+inline dim3 blockDim, gridDim;
+
+inline void __syncthreads() {
+  ckptfused::host_cuda::current_block->barrier.arrive_and_wait();
+}
+inline void __syncwarp(unsigned = ~0u) {
+  ckptfused::host_cuda::current_warp().barrier.arrive_and_wait();
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int lane_mask, int = 32) {
+  return ckptfused::host_cuda::exchange(value, int(threadIdx.x % 32) ^ lane_mask);
+}
+template <typename T>
+T __shfl_sync(unsigned, T value, int source, int width = 32) {
+  const int lane = int(threadIdx.x % 32);
+  return ckptfused::host_cuda::exchange(value, lane / width * width + source % width);
+}
+
+namespace ckptfused {
+
+// The host-run counterpart of the launch in kernels/cuda/launch.cuh.
+template <typename... Params, typename... Args>
+const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, void* /*stream*/,
+                   Args... args) {
+  const int threads = int(block.x);
+  if (block.y != 1 || block.z != 1 || threads < 1 || threads > 1024) return "bad block";
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0) return "empty grid";
+  blockDim = block;
+  gridDim = grid;
+  host_cuda::BlockThreads shared(threads);
+  host_cuda::run_threads(threads, [&](int) {
+    host_cuda::current_block = &shared;
+    for (unsigned z = 0; z < grid.z; ++z) {
+      for (unsigned y = 0; y < grid.y; ++y) {
+        for (unsigned x = 0; x < grid.x; ++x) {
+          blockIdx = dim3(x, y, z);
+          kernel(args...);
+          shared.barrier.arrive_and_wait();
+        }
+      }
+    }
+  });
+  return nullptr;
+}
+
+}  // namespace ckptfused

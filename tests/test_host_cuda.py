@@ -1,0 +1,136 @@
+"""Tests of the tests of the CUDA C++ kernels, which run on the CPU (csrc/tests/host_cuda.h).
+
+A defect is planted in a copy of a kernel file; the copy is compiled with g++ and the C++ tests that are there anyway.
+The comparison has to fail, and ThreadSanitizer has to see a barrier that is gone.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="ThreadSanitizer and ucontext of Linux are used"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is missing"),
+    pytest.mark.skipif(not Path("/usr/include/gtest/gtest.h").exists(), reason="GoogleTest is missing"),
+]
+
+FLAGS = ["-O1", "-fno-math-errno", "-fno-trapping-math"]
+CPU_SOURCES = ("norm", "rows", "target")
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One replacement in a file, of which every occurrence counts."""
+
+    id: str
+    file: str
+    text: str
+    replacement: str
+
+    def plant(self, csrc: Path) -> None:
+        file = csrc / self.file
+        before = file.read_text()
+        assert self.text in before, f"{self.file} no longer has:\n{self.text}"
+        file.write_text(before.replace(self.text, self.replacement))
+
+
+MISSING_BARRIERS = (
+    Defect(
+        "between the sums of warps and their sum",
+        file="kernels/cuda/rows.cuh",
+        text="    __syncthreads();\n    for (int w = 0; w < kSteps * team.warps; ++w) {",
+        replacement="    for (int w = 0; w < kSteps * team.warps; ++w) {",
+    ),
+    Defect(
+        "between the lanes of a column and their sum",
+        file="kernels/cuda/partials.cuh",
+        text="  __syncthreads();\n",
+        replacement="",
+    ),
+)
+WRONG_RESULTS = (
+    Defect(
+        "the last column left out of the statistics",
+        file="kernels/cuda/rows.cuh",
+        text="const A d = i < count ? x[i] - mean : A(0);",
+        replacement="const A d = i < count - 1 ? x[i] - mean : A(0);",
+    ),
+    Defect(
+        "the last partial row left out",
+        file="kernels/cuda/partials.cuh",
+        text="row < count; row +=",
+        replacement="row < count - 1; row +=",
+    ),
+    Defect(
+        "a chunk that ends a row early",
+        file="kernels/cuda/norm_grad.cuh",
+        text="end = a.rows * (chunk + 1) / a.chunks;",
+        replacement="end = a.rows * (chunk + 1) / a.chunks - (chunk == 1 ? 1 : 0);",
+    ),
+)
+
+
+def _compile(arguments: list[str]) -> None:
+    done = subprocess.run(["g++", *FLAGS, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def cpu_kernels(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Objects of the CPU kernels that the tests compare with."""
+    folder = tmp_path_factory.mktemp("cpu")
+    objects = []
+    for name in CPU_SOURCES:
+        objects.append(str(folder / f"{name}.o"))
+        source = str(CSRC / "kernels" / "cpu" / f"{name}.cpp")
+        _compile(["-std=c++17", "-I", str(CSRC), "-c", source, "-o", objects[-1]])
+    return objects
+
+
+def _run(folder: Path, cpu_kernels: list[str], defect: Defect | None, sanitize: bool) -> subprocess.CompletedProcess:
+    """Build the norm's tests with the defect, run those of one type pair."""
+    csrc = folder / "csrc"
+    shutil.copytree(CSRC, csrc)
+    if defect is not None:
+        defect.plant(csrc)
+    kernels = csrc / "kernels" / "cuda"
+    program = str(folder / "test")
+    _compile(
+        [
+            *["-std=c++20", "-Wno-sign-compare", "-I", str(csrc), *(["-fsanitize=thread"] if sanitize else [])],
+            *["-x", "c++", str(kernels / "norm_fwd.cu"), str(kernels / "norm_bwd.cu")],
+            *[str(csrc / "tests" / "cuda" / "test_norm.cpp"), "-x", "none", *cpu_kernels],
+            *["-lgtest", "-lgtest_main", "-lpthread", "-o", program],
+        ]
+    )
+    only = "CudaNormRows.*:CudaNorm/0.InPlace*" if sanitize else "CudaNormRows.*:CudaNorm/3.*"
+    return subprocess.run([program, f"--gtest_filter={only}"], capture_output=True, text=True, check=False, timeout=600)
+
+
+@pytest.mark.parametrize("sanitize", [False, True], ids=["plain", "tsan"])
+def test_unchanged_kernels_pass(sanitize: bool, cpu_kernels: list[str], tmp_path: Path) -> None:
+    done = _run(tmp_path, cpu_kernels, None, sanitize)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("defect", MISSING_BARRIERS, ids=lambda defect: defect.id)
+def test_a_missing_barrier_is_a_data_race(defect: Defect, cpu_kernels: list[str], tmp_path: Path) -> None:
+    done = _run(tmp_path, cpu_kernels, defect, sanitize=True)
+    assert done.returncode != 0
+    assert "WARNING: ThreadSanitizer: data race" in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("defect", WRONG_RESULTS, ids=lambda defect: defect.id)
+def test_a_wrong_result_is_noticed(defect: Defect, cpu_kernels: list[str], tmp_path: Path) -> None:
+    done = _run(tmp_path, cpu_kernels, defect, sanitize=False)
+    assert done.returncode == 1 and "[  FAILED  ]" in done.stdout, done.stdout + done.stderr
