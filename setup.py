@@ -1,7 +1,9 @@
 """Builds ``ckptfused._C`` from ``csrc/``: one extension, sources found by folder.
 
 The extension is compiled against the PyTorch that is already installed, so build with
-``pip install --no-build-isolation .``. ``MAX_JOBS`` limits the number of compilers at work.
+``pip install --no-build-isolation .``. ``MAX_JOBS`` limits the number of compilers at work. The CUDA kernels are
+compiled where this PyTorch has CUDA and nvcc is found (``CKPTFUSED_CUDA=0``: never, ``1``: or fail), for the
+architectures in ``TORCH_CUDA_ARCH_LIST``.
 """
 
 import hashlib
@@ -15,7 +17,6 @@ from setuptools import setup
 
 try:
     import torch
-    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
@@ -27,6 +28,12 @@ except ModuleNotFoundError as error:
     )
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # pip runs this file without it
+import setup_cuda  # noqa: E402
+
+TOOLKIT = setup_cuda.toolkit_to_use()
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402  (reads CUDA_HOME)
+
 VERSION = "0.1.0"
 FOLDERS = ("kernels/cpu", "ops", "autograd")
 CUDA_FOLDERS = ("kernels/cuda",)
@@ -44,23 +51,28 @@ def sources(folders: tuple[str, ...], suffix: str) -> list[str]:
 
 def extension():
     cpp, cuda = sources(FOLDERS, ".cpp"), sources(CUDA_FOLDERS, ".cu")
-    with_cuda = bool(cuda) and torch.version.cuda is not None and CUDA_HOME is not None
-    if with_cuda:  # the op files of the other device stay out of a build that lacks its kernels
-        cpp += sources(CUDA_FOLDERS, ".cpp")
-    else:
-        cpp = [path for path in cpp if not path.endswith("_cuda.cpp")]
-    return (CUDAExtension if with_cuda else CppExtension)(
+    cxx_flags, nvcc_flags, headers = CXX_FLAGS + OPENMP, ["-O3"], []
+    if TOOLKIT is not None:
+        gencode = setup_cuda.architecture_flags()
+        nvcc_flags += gencode
+        cxx_flags.append(f'-DCKPTFUSED_CUDA_ARCHS="{" ".join(setup_cuda.architecture_names(gencode))}"')
+        headers = setup_cuda.missing_headers(TOOLKIT)
+    else:  # the op files of the other device stay out of a build that lacks its kernels
+        cpp, cuda = [path for path in cpp if not path.endswith("_cuda.cpp")], []
+    found = (CUDAExtension if cuda else CppExtension)(
         "ckptfused._C",
-        sources=cpp + (cuda if with_cuda else []),
+        sources=cpp + cuda,
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[
             ("CKPTFUSED_VERSION", f'"{VERSION}"'),
             ("CKPTFUSED_TORCH_VERSION", f'"{torch.__version__}"'),
         ],
         # No -std here: torch adds the standard that its own headers need (C++17 or C++20).
-        extra_compile_args={"cxx": CXX_FLAGS + OPENMP, "nvcc": ["-O3"]},
+        extra_compile_args={"cxx": cxx_flags, "nvcc": nvcc_flags},
         extra_link_args=OPENMP,
     )
+    found.include_dirs += headers  # behind the toolkit's own
+    return found
 
 
 class BuildExtensionWithHeader(BuildExtension):

@@ -39,7 +39,8 @@ _C = _load()
 def build_info() -> dict[str, object]:
     """How the extension was built and what it uses here.
 
-    Keys: `version`; `torch`, the version built against; `cuda_architectures`, a tuple, empty in a CPU build;
+    Keys: `version`; `torch`, the version built against; `cuda_architectures`, a tuple such as ("sm_80", "sm_90",
+    "compute_90"), where compute_ is PTX for newer GPUs, empty in a CPU build;
     `cpu_target`, the instruction set that the CPU kernels use (`avx512`, `avx2` or `baseline`).
     """
     return {

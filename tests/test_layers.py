@@ -23,8 +23,11 @@ CPP_MAY_USE = {
     "autograd": {"autograd", "ops", "kernels", "math"},
     "tests": {"tests", "kernels", "math"},
 }
+# The launch of the host-run tests, which stands in for nvcc's.
+ALLOWED = {("kernels/cuda/launch.cuh", "tests/host_cuda.h")}
 TORCH_FREE = ("math", "kernels", "tests")
 TORCH_HEADER = re.compile(r"(torch|ATen|c10|pybind11|caffe2)/|Python\.h")
+CUDA_HEADER = re.compile(r"kernels/cuda/|ops/\w+_cuda\.h|(c10|ATen)/cuda/|cu(da|blas|sparse)\w*\.h$")
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 
 # Python modules from the bottom up; a module may import from its own line and the lines before it.
@@ -34,6 +37,7 @@ PYTHON_LAYERS = (
     ("cost", "fake", "rng", "triton"),
     ("functional", "checkpoint"),
     ("modules",),
+    ("explain",),
     ("convert", "policy"),
     ("__init__",),
     ("cli", "__main__"),
@@ -65,6 +69,13 @@ def wrong_includes(layer: str, text: str) -> list[str]:
         elif mark == '"' and header.split("/")[0] not in CPP_MAY_USE[layer]:
             found.append(header)
     return found
+
+
+def cuda_includes(path: Path, text: str) -> list[str]:
+    """The includes of a file of ops/ or autograd/ that a CPU build cannot follow: they belong in *_cuda files."""
+    if path.stem.endswith("_cuda"):
+        return []
+    return [header for _, header in INCLUDE.findall(text) if CUDA_HEADER.match(header)]
 
 
 def imported(path: Path) -> list[str]:
@@ -102,7 +113,16 @@ def is_module(name: str) -> bool:
 def test_includes_point_down(path: Path) -> None:
     layer = layer_of(path)
     assert layer in CPP_MAY_USE, f"csrc/{layer} has no place in the layering; give it one in CPP_MAY_USE"
-    assert not wrong_includes(layer, path.read_text())
+    name = str(path.relative_to(CSRC))
+    assert not [header for header in wrong_includes(layer, path.read_text()) if (name, header) not in ALLOWED]
+
+
+def test_a_cpu_build_needs_no_cuda_header() -> None:
+    paths = [path for path in cpp_files() if layer_of(path) in {"ops", "autograd"}]
+    assert {path.name: found for path in paths if (found := cuda_includes(path, path.read_text()))} == {}
+    for header in ('"kernels/cuda/norm.h"', '"ops/launch_cuda.h"', "<c10/cuda/CUDAGuard.h>", "<cuda_runtime_api.h>"):
+        assert cuda_includes(CSRC / "ops/norm.h", f"#include {header}\n")
+        assert not cuda_includes(CSRC / "ops/norm_cuda.cpp", f"#include {header}\n")
 
 
 @pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))

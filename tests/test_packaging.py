@@ -47,7 +47,89 @@ def test_build_info_says_what_was_built() -> None:
     info = ckptfused.build_info()
     assert info["version"] == ckptfused.__version__
     assert info["torch"] == torch.__version__
-    assert list(info["cuda_architectures"]) == []
+    architectures = info["cuda_architectures"]
+    assert isinstance(architectures, tuple)
+    assert all(re.fullmatch(r"(sm|compute)_\d+a?", name) for name in architectures)
+
+
+def fake_nvcc(folder: Path, prints: str) -> Path:
+    folder.mkdir(parents=True)
+    nvcc = folder / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\n{prints}\n")
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+def setup_cuda(code: str, path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs lines with `cuda`, setup_cuda.py as a module, in a process whose PATH is one folder."""
+    unset = {"CUDA_HOME": "", "CUDA_PATH": "", "TORCH_CUDA_ARCH_LIST": "", "CKPTFUSED_CUDA": ""}
+    return python("import torch, setup_cuda as cuda\n" + textwrap.dedent(code), PATH=str(path), **unset | environment)
+
+
+def test_the_toolkit_behind_a_wrapper_is_found(tmp_path: Path) -> None:
+    fake_nvcc(tmp_path / "toolkit" / "bin", "exit 1")
+    fake_nvcc(tmp_path / "wrapper", f"echo '#$ TOP={tmp_path}/toolkit/bin/..' >&2")
+    run = setup_cuda("print(cuda.find_toolkit())", tmp_path / "wrapper")
+    assert run.stdout.strip() == str(tmp_path / "toolkit"), run.stderr
+    fake_nvcc(tmp_path / "other" / "bin", "exit 1")
+    run = setup_cuda("print(cuda.find_toolkit())", tmp_path / "wrapper", CUDA_HOME=str(tmp_path / "other"))
+    assert run.stdout.strip() == str(tmp_path / "other"), run.stderr
+
+
+@pytest.mark.parametrize(("choice", "says"), [("", "CPU alone"), ("0", ""), ("1", "CKPTFUSED_CUDA=1 asks")])
+def test_cuda_without_nvcc_says_what_happens(tmp_path: Path, choice: str, says: str) -> None:
+    """With CKPTFUSED_CUDA=1 the build ends there, else it goes on for the CPU."""
+    code = "torch.version.cuda = '13.0'; print('goes on:', cuda.toolkit_to_use())"
+    run = setup_cuda(code, tmp_path, CUDA_HOME=str(tmp_path), CKPTFUSED_CUDA=choice)
+    assert (run.returncode == 0) == (choice != "1")
+    assert run.stdout.strip() == ("" if choice == "1" else "goes on: None")
+    assert says in run.stderr
+    assert (run.stderr == "") == (choice == "0")
+    assert not says or "there is no nvcc" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("wanted", "built"),
+    [("", "sm_80 sm_90 compute_90"), ("9.0", "sm_90"), ("8.6;12.0+PTX", "sm_86 sm_120 compute_120")],
+)
+def test_architectures(tmp_path: Path, wanted: str, built: str) -> None:
+    code = "print(*cuda.architecture_names(cuda.architecture_flags()))"
+    run = setup_cuda(code, tmp_path, TORCH_CUDA_ARCH_LIST=wanted)
+    assert run.stdout.strip() == built, run.stderr
+
+
+def test_headers_that_the_toolkit_lacks_come_from_the_environment(tmp_path: Path) -> None:
+    include, site = tmp_path / "toolkit/include", tmp_path / "site/nvidia/cu13/include"
+    for folder in (include, site, tmp_path / "site/nvidia/cudnn/include"):
+        folder.mkdir(parents=True)
+    (include / "cusparse.h").touch()
+    (site / "cusparse.h").touch()
+    code = f"""
+        torch.__file__ = '{tmp_path}/site/torch/__init__.py'
+        print(cuda.missing_headers(cuda.Path('{tmp_path}/toolkit')))
+    """
+    assert setup_cuda(code, tmp_path).stdout.strip() == "[]"
+    (include / "cusparse.h").unlink()
+    assert setup_cuda(code, tmp_path).stdout.strip() == str([str(site)])
+
+
+def test_a_cuda_tensor_in_a_cpu_build_gives_one_clear_error() -> None:
+    if ckptfused.build_info()["cuda_architectures"]:
+        pytest.skip("this build has CUDA kernels")
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    for name, args in {"rng_state": (torch.ones(1), 0), "dropout_mask": ([4], 0.5, torch.ones(2).long(), 1)}.items():
+        with pytest.raises(RuntimeError, match=f"{name}: got a CUDA tensor, but ckptfused was built for the CPU alone"):
+            getattr(torch.ops.ckptfused, name).default.redispatch(cuda, *args)
+
+
+def test_kernels_that_do_not_run_on_the_gpu_say_what_to_build() -> None:
+    def message(status: str) -> str:
+        return ckptfused._extension._C.launch_error("norm_fwd", status, "sm_80 sm_90", "NVIDIA Some GPU", 12, 0)
+
+    for status in ("no kernel image is available for execution on the device", "the provided PTX was compiled with"):
+        for part in ("norm_fwd", "sm_80 sm_90", "NVIDIA Some GPU", "12.0", "TORCH_CUDA_ARCH_LIST=12.0 pip", status):
+            assert part in message(status)
+    assert message("out of memory") == "norm_fwd: CUDA says: out of memory"
 
 
 def test_another_torch_gives_one_clear_error() -> None:
@@ -61,7 +143,14 @@ def test_another_torch_gives_one_clear_error() -> None:
 
 def test_no_machine_path_in_tracked_text() -> None:
     """The tree works wherever it is checked out."""
-    for path in (ROOT / "setup.py", ROOT / "Makefile", ROOT / ".ci/run", ROOT / "pyproject.toml", ROOT / "README.md"):
+    for path in (
+        ROOT / "setup.py",
+        ROOT / "setup_cuda.py",
+        ROOT / "Makefile",
+        ROOT / ".ci/run",
+        ROOT / "pyproject.toml",
+        ROOT / "README.md",
+    ):
         assert not re.search(r"/(home|root|Users)/", path.read_text()), path.name
 
 

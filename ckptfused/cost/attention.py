@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import torch
+
 from ckptfused.cost.frame import Frame, runs_as_float
 from ckptfused.cost.work import Attention
+from ckptfused.spec import AttentionSpec
 
 _QUERY_TILE = 128  # csrc/kernels/cpu/attention.h
 
 Part = tuple[str, int]  # slot, width
+
+
+def cpu_attention(a: AttentionSpec, batch: int, length: int, dtype: torch.dtype) -> tuple[str, str]:
+    """The kernel of attention on the CPU, "flash" (PyTorch's) or "tiles" (ours), and why: csrc/ops/attention_cpu.cpp's
+    choice."""
+    options = {
+        "masks": a.mask != "none",
+        "padding": a.padding != "none",
+        "packed sequences": a.packed,
+        "window": 0 < a.window < length,
+        "soft cap": a.softcap != 0,
+        "dropout": round(a.p_attn * 65536) > 0,
+    }
+    if any(options.values()):
+        return "tiles", f"PyTorch's kernel has no {', no '.join(name for name, there in options.items() if there)}"
+    if dtype.itemsize == 2 and runs_as_float(dtype):
+        return "tiles", f"this processor has no matrix instructions for {str(dtype).removeprefix('torch.')}"
+    if a.causal and 256 < length <= 1024 and batch * a.kv_heads >= 4:
+        return "tiles", "causal and a few hundred long: PyTorch's kernel would compute most of what the mask hides"
+    return "flash", f"softmax over {'the causal' if a.causal else 'all'} keys and nothing else"
 
 
 class AttentionWalk(Frame):
@@ -24,12 +47,7 @@ class AttentionWalk(Frame):
         return [("attn.q", a.q_width), ("attn.k", a.kv_width), ("attn.v", a.kv_width)]
 
     def _flash(self) -> bool:
-        """Whether PyTorch's kernel is used (csrc/ops/attention_cpu.cpp)."""
-        a = self.attn
-        windowed = 0 < a.window < self.call.length
-        plain = a.mask == a.padding == "none" and not (a.packed or windowed or a.softcap or round(a.p_attn * 65536))
-        few_hundred = a.causal and 256 < self.call.length <= 1024 and self.call.batch * a.kv_heads >= 4
-        return plain and not few_hundred and not (self.P.itemsize == 2 and runs_as_float(self.P))
+        return cpu_attention(self.attn, self.call.batch, self.call.length, self.P)[0] == "flash"
 
     def _tiled_scratch(self, backward: bool, tasks: int, longest: int) -> int:
         from ckptfused import _C
@@ -40,7 +58,7 @@ class AttentionWalk(Frame):
 
     def ensure_n1(self) -> None:
         if "n1" not in self.values:
-            self.pre_norm("n1", "attn.pre", self.attn.pre, self.P)
+            self.pre_norm("n1", self.attn.pre, self.P)
 
     def ensure_qkv(self) -> None:
         if "qkv" in self.values and not self.qk_in_place:
@@ -65,10 +83,6 @@ class AttentionWalk(Frame):
         self.qk_in_place = not raw_needed
         if raw_needed:
             self.make("qk", self.rows(a.qkv_width, self.P))
-        if a.qk_norm != "none":
-            for name in ("attn.q_norm", "attn.k_norm"):
-                with self.gains((name, a.qk_norm, True), width=a.head_dim):
-                    pass
 
     def ensure_attn(self) -> None:
         if "o" in self.values:
@@ -139,9 +153,7 @@ class AttentionWalk(Frame):
         self.time.alloc("dqkv", self.rows(a.qkv_width, self.P))
         for d, name in (("dq", "attn.q_norm"), ("dk", "attn.k_norm")):
             count = self.vector_grads(f"{name}_w", f"{name}_b")
-            if a.qk_norm != "none":
-                with self.gains((name, a.qk_norm, False), width=a.head_dim), self.partials(self.N, a.head_dim, count):
-                    pass
+            self.partials(a.head_dim, count)
             self.time.free(d)
         self.drop("qkv")
         self.time.free("dv")

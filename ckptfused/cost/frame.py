@@ -145,25 +145,6 @@ class Frame:
             self.cast.add(name)
             self.time.alloc(f"{name} cast", prod(self.shapes[name]) * self.P.itemsize)
 
-    @contextmanager
-    def gains(self, *norms: tuple[str, str, bool], width: int | None = None) -> Iterator[None]:
-        """What the kernels read of norms (slot prefix, kind, whether with the bias), while one runs."""
-        vector = (width or self.C) * self.A.itemsize
-        held = []
-        for prefix, kind, with_bias in norms:
-            weight, bias = (f"{prefix}_w", f"{prefix}_b")
-            copied = self.params.get(weight) != self.A  # ones where there is none
-            if weight in self.params and kind == "gemma":
-                held.append(self.time.alloc(f"{prefix} gain + 1", vector))
-                with self.time.temporary(vector if copied else 0):
-                    pass
-            else:
-                held.append(self.time.alloc(f"{prefix} gain {len(held)}", vector if copied else 0))
-            if with_bias and self.params.get(bias, self.A) != self.A:
-                held.append(self.time.alloc(f"{prefix} shift", vector))
-        yield
-        self.time.free(*held)
-
     # Gradients.
 
     def vector_grads(self, *names: str) -> int:
@@ -178,11 +159,10 @@ class Frame:
             self.grads[name] = dtype
             self.time.alloc(f"d {name}", prod(self.shapes[name]) * dtype.itemsize)
 
-    @contextmanager
-    def partials(self, rows: int, width: int, count: int) -> Iterator[None]:
-        """Partial sums of `count` vector gradients."""
-        with self.time.temporary(count * row_chunks(rows) * width * self.A.itemsize):
-            yield
+    def partials(self, width: int, count: int) -> None:
+        """Partial sums over the rows of `count` vector gradients, while a kernel runs."""
+        with self.time.temporary(count * row_chunks(self.N) * width * self.A.itemsize):
+            pass
 
     def weight_grad(self, name: str, n: int, out: int, into: int) -> None:
         """Gradient of a part [out, into] of a weight, summed over n rows."""
@@ -225,20 +205,11 @@ class Frame:
 
     # The residual frame.
 
-    def pre_norm(self, to: str, prefix: str, kind: str, dtype: torch.dtype) -> None:
+    def pre_norm(self, to: str, kind: str, dtype: torch.dtype) -> None:
         if kind == "none" and dtype == self.R:
             self.values.add(to)  # a view
             return
         self.make(to, self.rows(self.C, dtype))
-        if kind != "none":
-            with self.gains((prefix, kind, True)):
-                pass
-
-    def close(self, half: str, following: tuple[str, str] | None) -> None:
-        """sum = x + m * drop(post(f)), normed = following(sum)."""
-        spec = self.attn if half == "attn" else self.ffn
-        with self.gains((f"{half}.post", spec.post, True), (*(following or ("", "none")), True)):
-            pass
 
     def residual_backward(self, half: str, ds: str) -> str:
         spec = self.attn if half == "attn" else self.ffn
@@ -246,8 +217,7 @@ class Frame:
             return ds
         df = self.time.alloc(f"{half} df", self.rows(self.C, self.P))
         count = self.vector_grads(f"{half}.post_w", f"{half}.post_b")
-        with self.gains((f"{half}.post", spec.post, False)), self.partials(self.N, self.C, count):
-            pass
+        self.partials(self.C, count)
         return df
 
     def norm_backward(
@@ -262,6 +232,5 @@ class Frame:
         dx = None
         if need_dx:
             dx = dres if owned else self.time.alloc(to, self.rows(self.C, self.R))
-        with self.gains((prefix if kind != "none" else "", kind, False)), self.partials(self.N, self.C, count):
-            pass
+        self.partials(self.C, count)
         return dx

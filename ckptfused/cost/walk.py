@@ -31,12 +31,10 @@ class BlockWalk(AttentionWalk, FFNWalk):
             fuse_next = not self.backward or ffn_follows
         else:
             fuse_next = ffn_follows and self.ffn.pre != "none"
-        following = ("attn.out", a.out) if closing else ("ffn.pre", self.ffn.pre) if ffn_follows else ("", "none")
         if self.backward or not closing or "mid" in keep:
             self.make("mid", self.rows(self.C, self.R))
         if fuse_next:
             self.make("ffn_in" if closing else "n2", self.rows(self.C, self.R if closing else self.P))
-        self.close("attn", following if fuse_next else None)
         if not ((self.backward and a.post != "none") or (self.save and "proj" in keep)):
             self.drop("proj")
         if not self.backward and not (self.save and "attn" in keep):
@@ -50,7 +48,7 @@ class BlockWalk(AttentionWalk, FFNWalk):
             return
         self.ensure_mid()
         if "ffn_in" not in self.values:
-            self.pre_norm("ffn_in", "attn.out", self.attn.out, self.R)
+            self.pre_norm("ffn_in", self.attn.out, self.R)
 
     def ensure_n2(self) -> None:
         if "n2" in self.values:
@@ -61,7 +59,7 @@ class BlockWalk(AttentionWalk, FFNWalk):
             return
         self.ensure_ffn_in()
         if "n2" not in self.values:
-            self.pre_norm("n2", "ffn.pre", self.ffn.pre, self.P)
+            self.pre_norm("n2", self.ffn.pre, self.P)
 
     def ensure_out(self) -> None:
         if "out" in self.values:
@@ -69,7 +67,6 @@ class BlockWalk(AttentionWalk, FFNWalk):
         self.ensure_ffn_in()
         self.ensure_down()
         self.make("out", self.rows(self.C, self.R))
-        self.close("ffn", None)
         if self.ffn.post == "none":
             self.drop("down")
 
@@ -88,7 +85,6 @@ class BlockWalk(AttentionWalk, FFNWalk):
         self.time.alloc("y", self.rows(self.C, self.R))
         if save and "out" in keep and f.out != "none":
             self.make("out", self.rows(self.C, self.R))
-        self.close("ffn", ("ffn.out", f.out) if f.out != "none" else None)
 
     def run_backward(self) -> None:
         names = {"attn": ("o", "lse"), "out": ("out" if self.spec.ffn and self.ffn.out != "none" else "down",)}

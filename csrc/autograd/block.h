@@ -93,6 +93,15 @@ class Block {
   std::vector<Part> gu_parts(const Tile& tile) const;
   GateUp make_gu(const Tile& tile);
   void activate(const GateUp& gu, const Tile& tile, const at::Tensor& h) const;
+  // One kernel for the products and the activation, where there is one that was measured faster.
+  // The same in forward and backward, whatever is kept: it decides the bits of g and u.
+  std::string up_kernel_ = "cublas";
+  bool one_kernel() const { return up_kernel_ != "cublas"; }
+  void choose_up_kernel();
+  GateUp kept_gu(const Tile& tile) const;
+  call::UpWeights up_weights(const Tile& tile);
+  at::Tensor down_weight(const Tile& tile);
+  call::HiddenMask hidden_mask(const Tile& tile) const;
   void ensure_down();
   // ds: gradient of the half's sum. Returns the gradient of n2 (undefined where not needed).
   at::Tensor ffn_backward(const at::Tensor& ds, bool need_n2);

@@ -41,18 +41,22 @@ std::vector<Part> Block::gu_parts(const Tile& t) const {
   return {{gate_w, gate_b, t.col0, t.cols, 0}, {gate_w, gate_b, f.hidden + t.col0, t.cols, t.cols}};
 }
 
+// A tile of the kept gu: views of its columns, all undefined where gu is not kept.
+Block::GateUp Block::kept_gu(const Tile& t) const {
+  if (!value_.gu.defined()) return {};
+  const FFNSpec& f = spec_.ffn;
+  const Tensor rows = value_.gu.narrow(0, t.row0, t.rows);
+  if (!f.gated()) return {Tensor(), Tensor(), rows.narrow(1, t.col0, t.cols)};
+  return {Tensor(), rows.narrow(1, t.col0, t.cols), rows.narrow(1, f.hidden + t.col0, t.cols)};
+}
+
 // One tile of gu: views of the kept values, or the product. The product always goes to a buffer
 // of the same strides, kept or not, because those may choose the platform's kernel.
 Block::GateUp Block::make_gu(const Tile& t) {
   const FFNSpec& f = spec_.ffn;
   const bool whole_rows = t.cols == f.hidden;
   const Tensor kept = value_.gu.defined() ? value_.gu.narrow(0, t.row0, t.rows) : Tensor();
-  if (backward_ && kept.defined()) {
-    GateUp views{Tensor(), Tensor(),
-                 kept.narrow(1, f.gated() ? f.hidden + t.col0 : t.col0, t.cols)};
-    if (f.gated()) views.gate = kept.narrow(1, t.col0, t.cols);
-    return views;
-  }
+  if (backward_ && kept.defined()) return kept_gu(t);
   if (replayed_gu_.buffer.defined()) return std::exchange(replayed_gu_, {});
   ensure_n2();
   const Tensor buffer =
@@ -60,8 +64,9 @@ Block::GateUp Block::make_gu(const Tile& t) {
   project(buffer, value_.n2.narrow(0, t.row0, t.rows), gu_parts(t), f.transposed);
   const GateUp gu = gate_up(buffer, t);
   if (kept.defined() && !whole_rows) {
-    if (f.gated()) kept.narrow(1, t.col0, t.cols).copy_(gu.gate);
-    kept.narrow(1, f.gated() ? f.hidden + t.col0 : t.col0, t.cols).copy_(gu.up);
+    const GateUp views = kept_gu(t);
+    if (f.gated()) views.gate.copy_(gu.gate);
+    views.up.copy_(gu.up);
   }
   return gu;
 }
@@ -72,6 +77,43 @@ void Block::activate(const GateUp& gu, const Tile& t, const Tensor& h) const {
                        int(DropoutSite::ffn_hidden), f.hidden, t.row0, t.col0, row_map());
 }
 
+// Backward of a block with a norm behind the FFN makes h twice, by way of a gu that may be kept:
+// there the pointwise kernel serves both.
+void Block::choose_up_kernel() {
+  const FFNSpec& f = spec_.ffn;
+  const bool half = P_ == at::kBFloat16 || P_ == at::kHalf;
+  if (!half || f.post.on() || f.out.on() || N_ == 0) return;
+  up_kernel_ = call::ffn_choice(x_, P_, N_, C_, f.hidden, f.act);
+}
+
+call::UpWeights Block::up_weights(const Tile& t) {
+  const FFNSpec& f = spec_.ffn;
+  const auto columns = [&](int slot, int64_t col0) {
+    const Tensor w = weight(ffn_slot(slot));
+    return w.defined() ? w.narrow(f.transposed ? w.dim() - 1 : 0, col0, t.cols) : w;
+  };
+  if (!f.gated()) return {Tensor(), Tensor(), columns(kUpW, t.col0), columns(kUpB, t.col0)};
+  const int64_t up0 = f.joint ? f.hidden + t.col0 : t.col0;
+  return {columns(kGateW, t.col0), columns(kGateB, t.col0), columns(f.joint ? kGateW : kUpW, up0),
+          columns(f.joint ? kGateB : kUpB, up0)};
+}
+
+// The columns of the down projection that read a tile of h.
+Tensor Block::down_weight(const Tile& t) {
+  return weight(ffn_slot(kDownW)).narrow(spec_.ffn.transposed ? 0 : 1, t.col0, t.cols);
+}
+
+call::HiddenMask Block::hidden_mask(const Tile& t) const {
+  const FFNSpec& f = spec_.ffn;
+  return {f.p_hidden > 0 ? rng_ : Tensor(),
+          f.p_hidden,
+          int(DropoutSite::ffn_hidden),
+          f.hidden,
+          t.row0,
+          t.col0,
+          row_map()};
+}
+
 void Block::ensure_down() {
   if (value_.down.defined()) return;
   const FFNSpec& f = spec_.ffn;
@@ -79,17 +121,32 @@ void Block::ensure_down() {
   const bool cut_cols = tiles_.cols < f.hidden;
   Tensor down;
   const Tensor h = cut_cols ? empty({N_, f.hidden}, P_) : Tensor();
+  const auto hidden_tile = [&](const Tile& t) {
+    return cut_cols ? h.narrow(1, t.col0, t.cols) : empty({t.rows, f.hidden}, P_);
+  };
+  const auto release_input = [&](const Tile& t) {
+    const bool last = t.row0 + t.rows == N_ && t.col0 + t.cols == f.hidden;
+    if (backward_ || !last) return;
+    value_.n1.reset();
+    value_.n2.reset();
+  };
   for (const Tile& t : tiles()) {
-    GateUp gu = make_gu(t);
-    if (!backward_ && t.row0 + t.rows == N_ && t.col0 + t.cols == f.hidden) {  // the last one
-      value_.n1.reset();
-      value_.n2.reset();
+    Tensor h_tile;
+    if (one_kernel()) {
+      ensure_n2();
+      h_tile = hidden_tile(t);
+      const GateUp kept = kept_gu(t);
+      call::ffn_up_fwd(value_.n2.narrow(0, t.row0, t.rows), up_weights(t), h_tile, kept.gate,
+                       kept.up, f.act, f.transposed, hidden_mask(t), up_kernel_);
+      release_input(t);
+    } else {
+      GateUp gu = make_gu(t);
+      release_input(t);
+      h_tile = hidden_tile(t);
+      activate(gu, t, h_tile);
+      // Backward goes through gu again: an uncut one is worth holding, a tile is made anew.
+      if (backward_ && !tiled()) replayed_gu_ = std::move(gu);
     }
-    const Tensor h_tile = cut_cols ? h.narrow(1, t.col0, t.cols) : empty({t.rows, f.hidden}, P_);
-    activate(gu, t, h_tile);
-    // Backward goes through gu again: an uncut one is worth holding, a tile is made anew.
-    if (backward_ && !tiled()) replayed_gu_ = std::move(gu);
-    gu = {};
     if (cut_cols) continue;
     if (!down.defined()) down = like_x(P_);
     project(down.narrow(0, t.row0, t.rows), h_tile, part, f.transposed);
@@ -121,24 +178,35 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
   Tensor dn2;
   bool first = true;
   for (const Tile& t : tiles()) {
-    GateUp gu = make_gu(t);
     const Tensor ddown_tile = ddown.narrow(0, t.row0, t.rows);
-    Tensor h = empty({t.rows, t.cols}, P_);  // dh, and then h over it
     GateUp dgu;
-    if (need_gu) {
-      const Tensor w = f.transposed ? weight(down_w).narrow(0, t.col0, t.cols).t()
-                                    : weight(down_w).narrow(1, t.col0, t.cols);
-      matmul_out(h, ddown_tile, w, false);
-      // The kernel writes over its scratch, but never over a saved value.
-      dgu = gu.buffer.defined() ? gu
-                                : gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);
-      call::activation_bwd(f.gated() ? gu.gate : gu.up, gu.up, h, rng_, need_h ? h : Tensor(),
-                           dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_hidden),
-                           f.hidden, t.row0, t.col0, row_map());
+    Tensor h;
+    if (one_kernel()) {
+      const GateUp kept = kept_gu(t);
+      if (!kept.up.defined()) ensure_n2();
+      if (need_h) h = empty({t.rows, t.cols}, P_);
+      if (need_gu) dgu = gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);
+      call::ffn_up_bwd(kept.up.defined() ? Tensor() : value_.n2.narrow(0, t.row0, t.rows),
+                       kept.up.defined() ? call::UpWeights() : up_weights(t), kept.gate, kept.up,
+                       ddown_tile, down_weight(t), h, dgu.gate, dgu.up, f.act, f.transposed,
+                       hidden_mask(t), up_kernel_);
     } else {
-      activate(gu, t, h);
+      GateUp gu = make_gu(t);
+      h = empty({t.rows, t.cols}, P_);  // dh, and then h over it
+      if (need_gu) {
+        const Tensor w = down_weight(t);
+        matmul_out(h, ddown_tile, f.transposed ? w.t() : w, false);
+        // The kernel writes over its scratch, but never over a saved value.
+        dgu = gu.buffer.defined()
+                  ? gu
+                  : gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);
+        call::activation_bwd(f.gated() ? gu.gate : gu.up, gu.up, h, rng_, need_h ? h : Tensor(),
+                             dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_hidden),
+                             f.hidden, t.row0, t.col0, row_map());
+      } else {
+        activate(gu, t, h);
+      }
     }
-    gu = {};
     const bool add_rows = t.row0 > 0;
     if (need_h)
       add_weight_grad(down_w, f.transposed, 0, C_, t.col0, t.cols, ddown_tile, h, add_rows);

@@ -53,6 +53,7 @@ std::vector<Tensor> block_fwd(const Tensor& x, const OptTensorList& params,
                               const OptTensorList& aux, const std::optional<Tensor>& rng_state,
                               std::string_view spec, bool save) {
   const at::AutoDispatchBelowADInplaceOrView guard;  // y is no view of our scratch to autograd
+  const c10::OptionalDeviceGuard device(x.device());
   const auto parsed = checked_spec<kHalves>(spec);
   return Block(*parsed, x, params, aux, rng_state).forward(save);
 }
@@ -63,6 +64,7 @@ std::vector<Tensor> block_bwd(const Tensor& dy, const Tensor& x, const OptTensor
                               const std::optional<Tensor>& rng_state, std::string_view spec,
                               const BoolList& needs) {
   const at::AutoDispatchBelowADInplaceOrView guard;
+  const c10::OptionalDeviceGuard device(x.device());
   const auto parsed = checked_spec<kHalves>(spec);
   return Block(*parsed, x, params, aux, rng_state)
       .backward(dy, kept, std::vector<bool>(needs.begin(), needs.end()));

@@ -11,11 +11,8 @@
 #include "autograd/tiles.h"
 #include "kernels/cpu/target.h"
 #include "ops/attention_tiles_cpu.h"
+#include "ops/cuda_build.h"
 #include "ops/linear.h"
-
-#ifndef CKPTFUSED_CUDA_ARCHS
-#define CKPTFUSED_CUDA_ARCHS ""
-#endif
 
 namespace {
 
@@ -32,8 +29,13 @@ at::ScalarType dtype_named(const std::string& name) {
 PYBIND11_MODULE(_C, m) {
   m.attr("version") = CKPTFUSED_VERSION;
   m.attr("torch_version") = CKPTFUSED_TORCH_VERSION;
-  m.attr("cuda_architectures") = CKPTFUSED_CUDA_ARCHS;
+  m.attr("cuda_architectures") = ckptfused::kCudaArchitectures;
   m.def("cpu_target", &ckptfused::cpu_target_name);
+  m.def("launch_error",
+        [](const std::string& op, const std::string& status, const std::string& built_for,
+           const std::string& gpu, int major, int minor) {
+          return ckptfused::launch_error(op, status, built_for, {gpu, major, minor});
+        });
   m.def("ffn_tiles", [](int64_t rows, int64_t width, int64_t hidden, bool gated, int64_t size) {
     const ckptfused::FFNTiles t = ckptfused::ffn_tiles(rows, width, hidden, gated, size);
     return std::make_tuple(t.rows, t.cols);

@@ -3,6 +3,7 @@
 #include "ops/torch.h"
 
 #include <optional>
+#include <string>
 #include <string_view>
 
 // The small ops, called by name through the dispatcher, so that CPU, CUDA and Triton kernels are
@@ -84,6 +85,56 @@ inline void activation_bwd(const Tensor& g, const Tensor& u, const Tensor& dh, c
                const OptTensor&, const OptTensor&, std::string_view, double, int64_t, int64_t,
                int64_t, int64_t, at::IntArrayRef));
   op.call(g, u, dh, opt(rng), opt(h), opt(dg), opt(du), act, p, site, cols, row0, col0, rows);
+}
+
+// The platform's products where no kernel of ours is registered for the device.
+inline std::string ffn_choice(const Tensor& like, at::ScalarType dtype, int64_t n, int64_t c,
+                              int64_t f, std::string_view act) {
+  static const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow("ckptfused::ffn_choice", "");
+  const auto key = like.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  if (!handle.hasKernelForDispatchKey(key)) return "cublas";
+  static const auto op = handle.typed<std::string(const Tensor&, at::ScalarType, int64_t, int64_t,
+                                                  int64_t, std::string_view)>();
+  return op.call(like, dtype, n, c, f, act);
+}
+
+// The gate and up projections of some hidden columns; those that do not exist are undefined.
+struct UpWeights {
+  Tensor gate, gate_bias, up, up_bias;
+};
+
+// Where the mask of a tile lies in that of the hidden tensor.
+struct HiddenMask {
+  Tensor rng;
+  double p;
+  int64_t site, cols, row0, col0;
+  at::IntArrayRef rows;
+};
+
+inline void ffn_up_fwd(const Tensor& x, const UpWeights& w, const Tensor& h, const Tensor& g,
+                       const Tensor& u, std::string_view act, bool transposed,
+                       const HiddenMask& mask, std::string_view config) {
+  CKPT_OP("ffn_up_fwd", void(const Tensor&, const OptTensor&, const Tensor&, const OptTensor&,
+                             const OptTensor&, const OptTensor&, const Tensor&, const OptTensor&,
+                             const OptTensor&, std::string_view, bool, double, int64_t, int64_t,
+                             int64_t, int64_t, at::IntArrayRef, std::string_view));
+  op.call(x, opt(w.gate), w.up, opt(w.gate_bias), opt(w.up_bias), opt(mask.rng), h, opt(g), opt(u),
+          act, transposed, mask.p, mask.site, mask.cols, mask.row0, mask.col0, mask.rows, config);
+}
+
+inline void ffn_up_bwd(const Tensor& x, const UpWeights& w, const Tensor& g, const Tensor& u,
+                       const Tensor& ddown, const Tensor& down_w, const Tensor& h, const Tensor& dg,
+                       const Tensor& du, std::string_view act, bool transposed,
+                       const HiddenMask& mask, std::string_view config) {
+  CKPT_OP("ffn_up_bwd", void(const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+                             const OptTensor&, const OptTensor&, const OptTensor&, const Tensor&,
+                             const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
+                             const OptTensor&, std::string_view, bool, double, int64_t, int64_t,
+                             int64_t, int64_t, at::IntArrayRef, std::string_view));
+  op.call(opt(x), opt(w.gate), opt(w.up), opt(w.gate_bias), opt(w.up_bias), opt(g), opt(u), ddown,
+          down_w, opt(mask.rng), opt(h), opt(dg), opt(du), act, transposed, mask.p, mask.site,
+          mask.cols, mask.row0, mask.col0, mask.rows, config);
 }
 
 inline void qk_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& cos,

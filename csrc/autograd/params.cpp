@@ -60,7 +60,8 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
               " auxiliary tensors, got ", aux.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const std::optional<Tensor> p = params.get(i);
-    params_.push_back(p.has_value() ? *p : Tensor());
+    // Kernels read vectors in place; matrix products read any strides.
+    params_.push_back(!p.has_value() ? Tensor() : p->dim() == 1 ? p->contiguous() : *p);
   }
   cast_.resize(params_.size());
   grads_.resize(params_.size());
@@ -75,6 +76,7 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
   }
   if (spec.has_ffn) {
     tiles_ = ffn_tiles(N_, C_, spec.ffn.hidden, spec.ffn.gated(), int64_t(c10::elementSize(P_)));
+    choose_up_kernel();
   }
   if (spec.has_dropout()) {
     TORCH_CHECK(rng_state.has_value(), "ckptfused: dropout needs an rng_state");

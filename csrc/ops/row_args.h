@@ -1,17 +1,30 @@
 #pragma once
 
-#include <algorithm>
-#include <cstring>
 #include <string_view>
-#include <utility>
 
-#include "kernels/cpu/norm.h"
-#include "kernels/cpu/rows.h"
+#include "kernels/norm.h"
+#include "math/dropout.h"
 #include "ops/checks.h"
 
-// How ops on rows turn their arguments into what the kernels take, and run them in parallel.
+// How ops on rows turn their arguments into what the kernels of every device take. <stem>.h checks
+// the arguments and fills the kernel's struct, <stem>_cpu.cpp and <stem>_cuda.cpp run it.
 
 namespace ckptfused {
+
+// What a device needs to know of a call, beside the kernel's struct.
+struct RowCall {
+  const char* op;
+  at::Device device;
+  int64_t rows;
+  OptionalTensor rng_state{};  // (seed, offset); there where the dropout is active
+  // The sums over all rows of a norm's parameter gradients are written here: [cols] acc, or absent.
+  OptionalTensor dweight{}, dbias{};
+
+  // The state as kernels take it, on the device; null where nothing is dropped.
+  const int64_t* state(const Dropout& dropout) const {
+    return dropout.active() ? rng_state->const_data_ptr<int64_t>() : nullptr;
+  }
+};
 
 inline NormKind norm_kind(const char* op, std::string_view kind) {
   if (kind == "none") return NormKind::none;
@@ -22,23 +35,12 @@ inline NormKind norm_kind(const char* op, std::string_view kind) {
   return NormKind::gemma;
 }
 
-// A norm's weight or bias [cols] in the accumulation type; undefined if absent.
-inline at::Tensor norm_param(const char* op, const char* name, const OptionalTensor& param,
-                             int64_t cols, at::ScalarType acc, at::Device device) {
+// A norm's weight or bias [cols] as the model holds it.
+inline NormParam norm_param(const char* op, const char* name, const OptionalTensor& param,
+                            int64_t cols, at::Device device) {
   if (!given(param)) return {};
-  TORCH_CHECK(param->sizes() == at::IntArrayRef({cols}) && param->device() == device, op, ": ",
-              name, ": expected [", cols, "] on ", device, ", got ", param->sizes(), " on ",
-              param->device());
-  return param->to(acc).contiguous();
-}
-
-// What xhat is multiplied by, [cols] in the accumulation type: the weight, 1 + weight for Gemma's
-// norm, ones if there is none.
-inline at::Tensor norm_gain(const char* op, const char* name, const OptionalTensor& weight,
-                            NormKind kind, int64_t cols, at::ScalarType acc, at::Device device) {
-  const at::Tensor gain = norm_param(op, name, weight, cols, acc, device);
-  if (!gain.defined()) return at::ones({cols}, at::TensorOptions().dtype(acc).device(device));
-  return kind == NormKind::gemma ? gain + 1 : gain;
+  check_tensor(op, name, *param, {cols}, param->scalar_type(), device);
+  return {param->const_data_ptr(), kernel_dtype(op, name, *param)};
 }
 
 // rows: [] for batch-first rows, or [B, T] for rows of a [T, B, C] tensor.
@@ -52,59 +54,20 @@ inline RowMap row_map(const char* op, at::IntArrayRef rows, int64_t n) {
   return map;
 }
 
-// The dropout of a tensor whose last dimension has cols entries; state is on the host.
-inline Dropout host_dropout(const char* op, const OptionalTensor& state, double p, int64_t site,
-                            int64_t cols) {
+// The dropout of a tensor whose last dimension has cols entries, without the state of its call.
+inline Dropout checked_dropout(const char* op, const OptionalTensor& state, double p, int64_t site,
+                               int64_t cols, at::Device device) {
   check_probability(op, p);
   if (p == 0.0) return {};
-  check_rng_state(op, state, at::kCPU);
-  return make_dropout(state->const_data_ptr<int64_t>(), p, int(site), cols);
+  check_rng_state(op, state, device);
+  return make_dropout(p, int(site), cols);
 }
 
-// Calls rows(begin, end) over [0, n) in parallel.
-template <typename Rows>
-void parallel_rows(int64_t n, int64_t cols, Rows rows) {
-  constexpr int64_t kElements = 32768;  // per task at least
-  at::parallel_for(0, n, std::max<int64_t>(1, kElements / std::max<int64_t>(1, cols)), rows);
-}
-
-// Calls rows(begin, end, dweight, dbias) over [0, n) in parallel, where each call adds to [cols]
-// buffers of its own, and overwrites dweight and dbias with their sum. Either may be absent; the
-// sum's order depends on n alone.
-template <typename Rows>
-void parallel_rows_with_grads(int64_t n, int64_t cols, at::ScalarType acc,
-                              const OptionalTensor& dweight, const OptionalTensor& dbias,
-                              Rows rows) {
-  if (!given(dweight) && !given(dbias)) {
-    parallel_rows(n, cols, [&](int64_t begin, int64_t end) { rows(begin, end, nullptr, nullptr); });
-    return;
-  }
-  const RowChunks chunks(n);
-  const int64_t bytes = cols * int64_t(c10::elementSize(acc));
-  const auto make_partials = [&](const OptionalTensor& grad) {
-    return given(grad) ? at::empty({chunks.count(), cols}, grad->options()) : at::Tensor();
-  };
-  const at::Tensor dweight_partials = make_partials(dweight), dbias_partials = make_partials(dbias);
-  at::parallel_for(0, chunks.count(), 1, [&](int64_t chunk_begin, int64_t chunk_end) {
-    for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-      const auto zeroed = [&](const at::Tensor& partials) -> void* {
-        if (!partials.defined()) return nullptr;
-        void* partial = static_cast<char*>(partials.mutable_data_ptr()) + chunk * bytes;
-        return std::memset(partial, 0, size_t(bytes));
-      };
-      rows(chunks.begin(chunk), chunks.end(chunk), zeroed(dweight_partials),
-           zeroed(dbias_partials));
-    }
-  });
-  for (const auto& [partials, grad] :
-       {std::pair(dweight_partials, dweight), std::pair(dbias_partials, dbias)}) {
-    if (!partials.defined()) continue;
-    at::parallel_for(0, cols, 512,
-                     [&, from = partials.const_data_ptr(), to = grad->mutable_data_ptr()](
-                         int64_t begin, int64_t end) {
-                       sum_partials(acc == at::kDouble, from, chunks.count(), cols, to, begin, end);
-                     });
-  }
+// Likewise with the state, which is on the host.
+inline Dropout host_dropout(const char* op, const OptionalTensor& state, double p, int64_t site,
+                            int64_t cols) {
+  const Dropout dropout = checked_dropout(op, state, p, site, cols, at::kCPU);
+  return dropout.active() ? with_state(dropout, state->const_data_ptr<int64_t>()) : dropout;
 }
 
 }  // namespace ckptfused

@@ -53,6 +53,19 @@ TORCH_LIBRARY(ckptfused, m) {
       "activation_bwd(Tensor g, Tensor u, Tensor dh, Tensor? rng_state, Tensor(a!)? h, "
       "Tensor(b!)? dg, Tensor(c!)? du, str act, float p, int site, int cols, int row0, int col0, "
       "int[] rows) -> ()");
+  // The gate and up products with the activation in one kernel, and their replay with the product
+  // that makes dh. ffn_choice: the name of the kernel for [n, c] rows and f hidden columns, or
+  // "cublas": products of the platform, then activation_fwd and activation_bwd.
+  m.def("ffn_choice(Tensor like, ScalarType dtype, int n, int c, int f, str act) -> str");
+  m.def(
+      "ffn_up_fwd(Tensor x, Tensor? gate_w, Tensor up_w, Tensor? gate_b, Tensor? up_b, "
+      "Tensor? rng_state, Tensor(a!) h, Tensor(b!)? g, Tensor(c!)? u, str act, bool transposed, "
+      "float p, int site, int cols, int row0, int col0, int[] rows, str config='') -> ()");
+  m.def(
+      "ffn_up_bwd(Tensor? x, Tensor? gate_w, Tensor? up_w, Tensor? gate_b, Tensor? up_b, "
+      "Tensor? g, Tensor? u, Tensor ddown, Tensor down_w, Tensor? rng_state, Tensor(a!)? h, "
+      "Tensor(b!)? dg, Tensor(c!)? du, str act, bool transposed, float p, int site, int cols, "
+      "int row0, int col0, int[] rows, str config='') -> ()");
   m.def(
       "qk_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor? cos, Tensor? sin, Tensor(a!) y, "
       "str norm, float eps, str rope, int rotary_dim) -> ()");

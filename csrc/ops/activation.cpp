@@ -1,0 +1,80 @@
+#include "ops/torch.h"
+
+#include "ops/activation.h"
+
+namespace ckptfused {
+namespace {
+
+// Sets what forward and backward share.
+void set_activation(const char* op, std::string_view act, ActivationShape& a) {
+  struct Name {
+    std::string_view name;
+    Activation act;
+    bool gated;
+  };
+  static constexpr Name kNames[] = {
+      {"relu", Activation::relu, false},           {"gelu", Activation::gelu, false},
+      {"gelu_tanh", Activation::gelu_tanh, false}, {"silu", Activation::silu, false},
+      {"relu2", Activation::relu2, false},         {"reglu", Activation::relu, true},
+      {"geglu", Activation::gelu, true},           {"geglu_tanh", Activation::gelu_tanh, true},
+      {"swiglu", Activation::silu, true},
+  };
+  for (const Name& known : kNames) {
+    if (known.name != act) continue;
+    a.act = known.act;
+    a.gated = known.gated;
+    return;
+  }
+  TORCH_CHECK(false, op, ": act: expected relu, gelu, gelu_tanh, silu, relu2, reglu, geglu, ",
+              "geglu_tanh or swiglu, got ", act);
+}
+
+// The rows of a tensor that covers only part of the masked one are global rows row0 + i, so [B, T]
+// need not multiply to n.
+RowMap global_row_map(const char* op, at::IntArrayRef rows, int64_t row_end) {
+  TORCH_CHECK(rows.empty() || (rows.size() == 2 && rows[0] * rows[1] >= row_end), op,
+              ": rows: expected [] or [B, T] with B * T >= ", row_end, ", got ", rows);
+  return rows.empty() ? RowMap{} : RowMap{rows[1], rows[0]};
+}
+
+void check_slice(const char* op, const char* name, const at::Tensor& t, const at::Tensor& u) {
+  TORCH_CHECK(t.sizes() == u.sizes() && t.scalar_type() == u.scalar_type() &&
+                  t.device() == u.device() && (t.size(1) <= 1 || t.stride(1) == 1),
+              op, ": ", name, ": expected ", u.scalar_type(), " ", u.sizes(), " on ", u.device(),
+              " with contiguous rows, got ", t.scalar_type(), " ", t.sizes(), " strides ",
+              t.strides(), " on ", t.device());
+}
+
+}  // namespace
+
+ActivationShape activation_shape(const char* op, const at::Tensor& u, const OptionalTensor& state,
+                                 std::string_view act, double p, int64_t site, int64_t cols,
+                                 int64_t row0, int64_t col0, at::IntArrayRef rows) {
+  TORCH_CHECK(u.dim() == 2 && row0 >= 0 && col0 >= 0 && col0 + u.size(1) <= cols, op,
+              ": u: expected [n, f] with col0 + f <= cols = ", cols, ", got ", u.sizes(),
+              " at row0 = ", row0, ", col0 = ", col0);
+  ActivationShape a{};
+  a.dtype = kernel_dtype(op, "u", u);
+  set_activation(op, act, a);
+  a.cols = u.size(1);
+  a.row0 = row0;
+  a.col0 = col0;
+  a.rows = global_row_map(op, rows, row0 + u.size(0));
+  a.dropout = checked_dropout(op, state, p, site, cols, u.device());
+  return a;
+}
+
+Strided<const void*> activation_input(const char* op, const char* name, const at::Tensor& t,
+                                      const at::Tensor& u) {
+  check_slice(op, name, t, u);
+  return {t.const_data_ptr(), t.stride(0)};
+}
+
+Strided<void*> activation_output(const char* op, const char* name, const OptionalTensor& t,
+                                 const at::Tensor& u) {
+  if (!given(t)) return {};
+  check_slice(op, name, *t, u);
+  return {t->mutable_data_ptr(), t->stride(0)};
+}
+
+}  // namespace ckptfused

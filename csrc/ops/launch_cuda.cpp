@@ -1,0 +1,46 @@
+#include "ops/torch.h"
+
+#include "ops/launch_cuda.h"
+
+#include "ops/cuda_build.h"
+
+namespace ckptfused {
+namespace {
+
+int attribute(cudaDeviceAttr which) {
+  int value = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, c10::cuda::current_device()));
+  return value;
+}
+
+}  // namespace
+
+CudaLaunch::CudaLaunch(const RowCall& call) : op_(call.op) {
+  TORCH_CHECK(call.device.is_cuda(), op_, ": expected tensors on one CUDA device, got ",
+              call.device);
+  guard_.set_device(call.device);
+}
+
+int CudaLaunch::multiprocessors() const {
+  return attribute(cudaDevAttrMultiProcessorCount);
+}
+
+void CudaLaunch::check(const char* status) const {
+  if (status == nullptr) return;
+  cudaDeviceProp properties{};
+  C10_CUDA_CHECK(cudaGetDeviceProperties(&properties, c10::cuda::current_device()));
+  TORCH_CHECK(false, launch_error(op_, status, kCudaArchitectures,
+                                  {properties.name, properties.major, properties.minor}));
+}
+
+GradPartials::GradPartials(const RowCall& call, int64_t chunks, int64_t cols) {
+  const auto make = [&](const OptionalTensor& grad, at::Tensor& buffer) -> void* {
+    if (!given(grad)) return nullptr;
+    buffer = at::empty({chunks, cols}, grad->options());
+    return buffer.mutable_data_ptr();
+  };
+  dweight = make(call.dweight, dweight_buffer);
+  dbias = make(call.dbias, dbias_buffer);
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,32 @@
+#include "ops/torch.h"
+
+#include "kernels/cuda/norm.h"
+#include "kernels/cuda/residual.h"
+#include "ops/launch_cuda.h"
+#include "ops/residual.h"
+
+namespace ckptfused {
+namespace {
+
+void run_fwd(ResidualFwd a, const RowCall& call) {
+  const CudaLaunch cuda(call);
+  cuda.check(residual_fwd_cuda(a, call.state(a.dropout), call.rows, cuda.stream()));
+}
+
+void run_bwd(ResidualBwd a, const RowCall& call) {
+  const CudaLaunch cuda(call);
+  const int64_t chunks = row_grad_chunks(call.rows, a.cols, cuda.multiprocessors());
+  const GradPartials partials(call, chunks, a.cols);
+  cuda.check(residual_bwd_cuda(a, call.state(a.dropout), call.rows, chunks, partials.dweight,
+                               partials.dbias, mutable_data(call.dweight), mutable_data(call.dbias),
+                               cuda.stream()));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ckptfused, CUDA, m) {
+  m.impl("residual_fwd", &residual_fwd<run_fwd>);
+  m.impl("residual_bwd", &residual_bwd<run_bwd>);
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "kernels/cpu/norm.h"
+#include "kernels/cpu/rows.h"
+#include "ops/row_args.h"
+
+// How ops on rows run in parallel on the CPU.
+
+namespace ckptfused {
+
+// Calls rows(begin, end) over [0, n) in parallel.
+template <typename Rows>
+void parallel_rows(int64_t n, int64_t cols, Rows rows) {
+  constexpr int64_t kElements = 32768;  // per task at least
+  at::parallel_for(0, n, std::max<int64_t>(1, kElements / std::max<int64_t>(1, cols)), rows);
+}
+
+// Calls rows(begin, end, dweight, dbias) over the call's rows in parallel, where each call adds to
+// [cols] buffers of its own, and overwrites the call's dweight and dbias with their sum. Either may
+// be absent; the sum's order depends on the number of rows alone. width: what a row costs, where
+// that is not cols.
+template <typename Rows>
+void parallel_rows_with_grads(const RowCall& call, int64_t cols, int64_t width, Rows rows) {
+  if (!given(call.dweight) && !given(call.dbias)) {
+    parallel_rows(call.rows, width,
+                  [&](int64_t begin, int64_t end) { rows(begin, end, nullptr, nullptr); });
+    return;
+  }
+  const RowChunks chunks(call.rows);
+  const auto make_partials = [&](const OptionalTensor& grad) {
+    return given(grad) ? at::empty({chunks.count(), cols}, grad->options()) : at::Tensor();
+  };
+  const at::Tensor dweight_partials = make_partials(call.dweight);
+  const at::Tensor dbias_partials = make_partials(call.dbias);
+  at::parallel_for(0, chunks.count(), 1, [&](int64_t chunk_begin, int64_t chunk_end) {
+    for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
+      const auto zeroed = [&](const at::Tensor& partials) -> void* {
+        if (!partials.defined()) return nullptr;
+        const int64_t bytes = cols * int64_t(partials.element_size());
+        void* partial = static_cast<char*>(partials.mutable_data_ptr()) + chunk * bytes;
+        return std::memset(partial, 0, size_t(bytes));
+      };
+      rows(chunks.begin(chunk), chunks.end(chunk), zeroed(dweight_partials),
+           zeroed(dbias_partials));
+    }
+  });
+  for (const auto& [partials, grad] :
+       {std::pair(dweight_partials, call.dweight), std::pair(dbias_partials, call.dbias)}) {
+    if (!partials.defined()) continue;
+    const bool wide = partials.scalar_type() == at::kDouble;
+    at::parallel_for(0, cols, 512,
+                     [&, from = partials.const_data_ptr(), to = grad->mutable_data_ptr()](
+                         int64_t begin, int64_t end) {
+                       sum_partials(wide, from, chunks.count(), cols, to, begin, end);
+                     });
+  }
+}
+
+}  // namespace ckptfused
