@@ -3,13 +3,16 @@
 from ckptfused import fake as fake
 from ckptfused import rng
 from ckptfused._extension import build_info
+from ckptfused.explain import explain
 from ckptfused.modules import (
     FusedCheckpointAttention,
     FusedCheckpointBlock,
     FusedCheckpointFFN,
     FusedCheckpointSequential,
 )
+from ckptfused.triton.register import register
 
+register()
 __version__ = str(build_info()["version"])
 
 __all__ = [
@@ -19,5 +22,6 @@ __all__ = [
     "FusedCheckpointSequential",
     "__version__",
     "build_info",
+    "explain",
     "rng",
 ]

@@ -1,0 +1,259 @@
+"""The backward kernels of attention. No atomics: one program makes each gradient, adding in a fixed order.
+
+Probabilities are made again as exp2(logit - lse), and dropped by the draws that forward used. Three kernels: delta,
+then dk and dv (a program a key tile, over the queries that see it), then dq (a program a query tile, over its keys).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .philox import dropout_scale, keep_tile, load_state
+from .tiles import INF, LOG2E, key_ranges, load_rows, logits, place, query_ranges, scalar, store_rows
+
+# shift and delta of a sequence are followed by this many rows without probabilities. A tile that reaches beyond the
+# last query reads those, without a mask (which would cost many registers in the layout of a product's columns).
+GAP: tl.constexpr = tl.constexpr(128)
+
+
+@triton.jit
+def _rows_of(sequence, head, heads, begin, queries, sequences, PACKED: tl.constexpr):
+    """Where shift and delta of a sequence's head begin."""
+    if PACKED:
+        return head * (queries + tl.cast(sequences, tl.int64) * GAP) + begin + sequence * GAP
+    else:  # noqa: RET505
+        return (tl.cast(sequence, tl.int64) * heads + head) * (queries + GAP)
+
+
+@triton.jit
+def attention_delta_kernel(
+    do, o, lse, shift, delta, cu_seqlens, do_b, do_h, do_t, o_b, o_h, o_t, tiles, heads, queries, sequences,
+    PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """What the other two kernels take off a row's base-2 logits and off its gradients: shift, lse in base 2 but 0 for a
+    row without a key (softmax_shift), and delta = Σ do · o."""
+    tile, head, batch, sequence, begin, q_len, _, _, _ = place(
+        tl.program_id(0), tiles, heads, cu_seqlens, sequences, queries, queries, BLOCK_M, PACKED
+    )
+    batch = batch.to(tl.int64)
+    do += batch * do_b + head * tl.cast(do_h, tl.int64) + begin * tl.cast(do_t, tl.int64)
+    o += batch * o_b + head * tl.cast(o_h, tl.int64) + begin * tl.cast(o_t, tl.int64)
+    lse += (batch * heads + head) * queries + begin
+    rows = _rows_of(sequence, head, heads, begin, queries, sequences, PACKED)
+    m0 = tile * BLOCK_M
+    m = m0 + tl.arange(0, BLOCK_M)
+    do_tile = load_rows(do, m0, q_len, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True).to(delta.dtype.element_ty)
+    o_tile = load_rows(o, m0, q_len, o_t, BLOCK_M, HEAD_DIM, BLOCK_D, True).to(delta.dtype.element_ty)
+    sums = tl.load(lse + m, mask=m < q_len, other=0.0)
+    tl.store(shift + rows + m, tl.where(sums == -INF, 0.0, sums * LOG2E), mask=m < q_len)
+    tl.store(delta + rows + m, tl.sum(do_tile * o_tile, 1), mask=m < q_len)
+    gap = tl.arange(0, GAP)
+    last = (gap >= 0) & (m0 < q_len) & (m0 + BLOCK_M >= q_len)
+    tl.store(shift + rows + q_len + gap, INF, mask=last)
+    tl.store(delta + rows + q_len + gap, 0.0, mask=last)
+
+
+@triton.jit
+def _dlogits(p, dp, delta, slope, SOFTCAP: tl.constexpr, HIDDEN: tl.constexpr):
+    """Gradient of the scaled products. HIDDEN: some p are 0 by a mask, and then it is 0 even where dp is not finite."""
+    ds = p * (dp - delta)
+    if HIDDEN:
+        ds = tl.where(p == 0.0, 0.0, ds)
+    if SOFTCAP:
+        ds = ds * slope
+    return ds
+
+
+@triton.jit
+def _dkdv_queries(
+    dk, dv, k, v, q, do, q_t, do_t, shift, delta, lo, hi, n, q_len, k_len, scale, softcap, window,
+    mask, mask_m, mask_n, padding, padding_n, row, calls, n0, k0, k1, c2, c3, threshold, drop_scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PADDING: tl.constexpr,
+    DROPOUT: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Adds the part of queries [lo, hi) of one head to dk and dv. Tiles are [BLOCK_N, BLOCK_M]: the probabilities then
+    go into the second product from registers."""
+    for start in range(lo, hi, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)
+        if DROPOUT:  # first: the draws need many registers for a while
+            keep = tl.trans(keep_tile((row + m) * calls, n0, k0, k1, c2, c3, threshold, BLOCK_N))
+        q_tile = load_rows(q, start, q_len, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+        products = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        s, slope = logits(
+            products, tl.load(shift + m)[None, :], m[None, :], n[:, None], None, q_len, k_len,
+            scale, softcap, window, mask, mask_m, mask_n, padding, padding_n,
+            CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, False, BOUNDED,
+        )  # fmt: skip
+        p = tl.exp2(s)
+        do_tile = load_rows(do, start, q_len, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+        dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
+        dropped = p
+        if DROPOUT:
+            dropped = tl.where(keep, p, 0.0)
+            dp = tl.where(keep, dp * drop_scale, 0.0)
+        dv = tl.dot(dropped.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION, out_dtype=dv.dtype)
+        ds = _dlogits(p, dp, tl.load(delta + m)[None, :], slope, SOFTCAP, BOUNDED or MASK or PADDING)
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION, out_dtype=dk.dtype)
+    return dk, dv
+
+
+@triton.jit
+def attention_dkdv_kernel(
+    do, q, k, v, shift, delta, dk, dv, mask, padding, cu_seqlens, rng_state,
+    do_b, do_h, do_t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+    mask_b, mask_h, mask_m, mask_n, padding_b, padding_n,
+    scale, softcap, window, threshold, tiles, kv_heads, queries, keys, sequences,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
+    PADDING: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dk, dv [B, keys, kv_heads, HEAD_DIM], contiguous; the heads of a group are taken one after the other."""
+    ACC: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
+    tile, kv_head, batch, sequence, begin, q_len, k_len, longest_q, longest_k = place(
+        tl.program_id(0), tiles, kv_heads, cu_seqlens, sequences, queries, keys, BLOCK_N, PACKED
+    )
+    batch = batch.to(tl.int64)
+    heads = kv_heads * GROUP
+    do += batch * do_b + begin * tl.cast(do_t, tl.int64)
+    q += batch * q_b + begin * tl.cast(q_t, tl.int64)
+    k += batch * k_b + kv_head * tl.cast(k_h, tl.int64) + begin * tl.cast(k_t, tl.int64)
+    v += batch * v_b + kv_head * tl.cast(v_h, tl.int64) + begin * tl.cast(v_t, tl.int64)
+    dk += ((batch * keys + begin) * kv_heads + kv_head) * HEAD_DIM
+    dv += ((batch * keys + begin) * kv_heads + kv_head) * HEAD_DIM
+    if MASK:
+        mask += batch * mask_b + begin * (tl.cast(mask_m, tl.int64) + mask_n)
+    if PADDING:
+        padding += batch * padding_b + begin * tl.cast(padding_n, tl.int64)
+    scale = scalar(scale)
+    softcap = scalar(softcap)
+    k0, k1, c2, c3, drop_scale, calls = 0, 0, 0, 0, 1.0, 0
+    if DROPOUT:
+        k0, k1, c2, c3 = load_state(rng_state, 0)
+        drop_scale = dropout_scale(threshold, ACC)
+        calls = (longest_k + 7) // 8
+
+    n0 = tile * BLOCK_N
+    n = n0 + tl.arange(0, BLOCK_N)
+    k_tile = load_rows(k, n0, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    v_tile = load_rows(v, n0, k_len, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    dk_tile = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+    dv_tile = tl.zeros((BLOCK_N, BLOCK_D), ACC)
+    lo, full_lo, full_hi, hi = query_ranges(n0, q_len, k_len, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    for member in range(GROUP):
+        head = kv_head * GROUP + member
+        row = (tl.cast(sequence, tl.int64) * heads + head) * longest_q
+        mask_head = mask
+        if MASK:
+            mask_head = mask + head * tl.cast(mask_h, tl.int64)
+        rows = _rows_of(sequence, head, heads, begin, queries, sequences, PACKED)
+        # As in forward, but for rows past the last query: the gap and zeros take care of them.
+        for part in tl.static_range(3):
+            if part == 1 or WINDOW or (part == 0 and CAUSAL):
+                dk_tile, dv_tile = _dkdv_queries(
+                    dk_tile, dv_tile, k_tile, v_tile,
+                    q + head * tl.cast(q_h, tl.int64), do + head * tl.cast(do_h, tl.int64), q_t, do_t,
+                    shift + rows, delta + rows,
+                    lo if part == 0 else (full_lo if part == 1 else full_hi),
+                    tl.minimum(full_lo, hi) if part == 0 else (full_hi if part == 1 else hi),
+                    n, q_len, k_len, scale, softcap, window, mask_head, mask_m, mask_n, padding, padding_n,
+                    row, calls, n0, k0, k1, c2, c3, threshold, drop_scale,
+                    CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, DROPOUT, part != 1, PRECISION,
+                    HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+    stride = kv_heads * HEAD_DIM
+    store_rows(dk, n0, k_len, stride, dk_tile * scale, BLOCK_N, HEAD_DIM, BLOCK_D)
+    store_rows(dv, n0, k_len, stride, dv_tile * drop_scale, BLOCK_N, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def _dq_keys(
+    dq, q, do, row_shift, row_delta, k, v, k_t, v_t, lo, hi, m, q_len, k_len, scale, softcap, window,
+    mask, mask_m, mask_n, padding, padding_n, first_calls, k0, k1, c2, c3, threshold, drop_scale,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PADDING: tl.constexpr,
+    DROPOUT: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Adds the part of keys [lo, hi) to dq [BLOCK_M, BLOCK_D]."""
+    for start in range(lo, hi, BLOCK_N):
+        n = (start + tl.arange(0, BLOCK_N))[None, :]
+        if DROPOUT:
+            keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N)
+        k_tile = load_rows(k, start, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
+        v_tile = load_rows(v, start, k_len, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
+        products = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
+        s, slope = logits(
+            products, row_shift[:, None], m[:, None], n, n < k_len, q_len, k_len, scale, softcap, window,
+            mask, mask_m, mask_n, padding, padding_n,
+            CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, False, BOUNDED,
+        )  # fmt: skip
+        p = tl.exp2(s)
+        if DROPOUT:
+            dp = tl.where(keep, dp * drop_scale, 0.0)
+        ds = _dlogits(p, dp, row_delta[:, None], slope, SOFTCAP, BOUNDED or MASK or PADDING)
+        dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
+    return dq
+
+
+@triton.jit
+def attention_dq_kernel(
+    do, q, k, v, shift, delta, dq, mask, padding, cu_seqlens, rng_state,
+    do_b, do_h, do_t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
+    mask_b, mask_h, mask_m, mask_n, padding_b, padding_n,
+    scale, softcap, window, threshold, tiles, heads, queries, keys, sequences,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
+    PADDING: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """dq [B, queries, heads, HEAD_DIM], contiguous."""
+    ACC: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
+    program = tl.program_id(0)
+    if CAUSAL:
+        program = tl.num_programs(0) - 1 - program
+    tile, head, batch, sequence, begin, q_len, k_len, longest_q, longest_k = place(
+        program, tiles, heads, cu_seqlens, sequences, queries, keys, BLOCK_M, PACKED
+    )
+    batch = batch.to(tl.int64)
+    kv_head = head // GROUP
+    do += batch * do_b + head * tl.cast(do_h, tl.int64) + begin * tl.cast(do_t, tl.int64)
+    q += batch * q_b + head * tl.cast(q_h, tl.int64) + begin * tl.cast(q_t, tl.int64)
+    k += batch * k_b + kv_head * tl.cast(k_h, tl.int64) + begin * tl.cast(k_t, tl.int64)
+    v += batch * v_b + kv_head * tl.cast(v_h, tl.int64) + begin * tl.cast(v_t, tl.int64)
+    dq += ((batch * queries + begin) * heads + head) * HEAD_DIM
+    rows = _rows_of(sequence, head, heads, begin, queries, sequences, PACKED)
+    if MASK:
+        mask += batch * mask_b + head * tl.cast(mask_h, tl.int64) + begin * (tl.cast(mask_m, tl.int64) + mask_n)
+    if PADDING:
+        padding += batch * padding_b + begin * tl.cast(padding_n, tl.int64)
+    scale = scalar(scale)
+    softcap = scalar(softcap)
+
+    m0 = tile * BLOCK_M
+    m = m0 + tl.arange(0, BLOCK_M)
+    first_calls = m
+    k0, k1, c2, c3, drop_scale = 0, 0, 0, 0, 1.0
+    if DROPOUT:
+        k0, k1, c2, c3 = load_state(rng_state, 0)
+        drop_scale = dropout_scale(threshold, ACC)
+        row = (tl.cast(sequence, tl.int64) * heads + head) * longest_q + m
+        first_calls = row * ((longest_k + 7) // 8)
+    q_tile = load_rows(q, m0, q_len, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    do_tile = load_rows(do, m0, q_len, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    row_shift = tl.load(shift + rows + m)
+    row_delta = tl.load(delta + rows + m)
+    dq_tile = tl.zeros((BLOCK_M, BLOCK_D), ACC)
+    lo, full_lo, full_hi, hi = key_ranges(m0, q_len, k_len, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    for part in tl.static_range(3):
+        if part != 0 or WINDOW:
+            dq_tile = _dq_keys(
+                dq_tile, q_tile, do_tile, row_shift, row_delta, k, v, k_t, v_t,
+                lo if part == 0 else (full_lo if part == 1 else full_hi),
+                tl.minimum(full_lo, hi) if part == 0 else (full_hi if part == 1 else hi),
+                m, q_len, k_len, scale, softcap, window, mask, mask_m, mask_n, padding, padding_n,
+                first_calls, k0, k1, c2, c3, threshold, drop_scale,
+                CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, DROPOUT, part != 1, PRECISION,
+                HEAD_DIM, BLOCK_N, BLOCK_D,
+            )  # fmt: skip
+    store_rows(dq, m0, q_len, heads * HEAD_DIM, dq_tile * scale, BLOCK_M, HEAD_DIM, BLOCK_D)

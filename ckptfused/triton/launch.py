@@ -1,0 +1,141 @@
+"""Starts the attention kernels. Works on CPU tensors too, in Triton's interpreter (TRITON_INTERPRET=1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention_bwd import attention_delta_kernel, attention_dkdv_kernel, attention_dq_kernel
+from .attention_fwd import attention_fwd_kernel
+from .configs import Config, attention_config, block_d
+from .problem import Problem, accumulation_type
+
+# Of CPU tensors: large enough for the interpreter, small enough for tests to see several of them.
+INTERPRETED = Config(32, 64, 4, 1)
+
+GAP = 128  # as in attention_bwd.py; no tile has more queries
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _rows(like: Tensor, packed: bool) -> Tensor:
+    """A tensor of like's shape whose memory is [B, T, heads, D]; zeroed if packed: tokens may belong to no sequence."""
+    batch, heads, tokens, dim = like.shape
+    make = torch.zeros if packed else torch.empty
+    return make((batch, tokens, heads, dim), dtype=like.dtype, device=like.device).transpose(1, 2)
+
+
+def _number(value: float, a: Problem) -> float | Tensor:
+    """As tiles.scalar takes it."""
+    exact = a.q.dtype == torch.float64 or a.q.device.type == "cpu"
+    return torch.full((1,), value, dtype=accumulation_type(a.q.dtype), device=a.q.device) if exact else value
+
+
+def _sizes(a: Problem, tokens: int, heads: int, block: int) -> tuple[int, tuple[int]]:
+    """Tiles a head, and the grid: a tile of every head of every batch element. The lengths of packed sequences are not
+    known here: each may end within a tile, so there are up to as many tiles more."""
+    sequences = 0 if a.cu_seqlens is None else a.cu_seqlens.numel() - 1
+    tiles = _cdiv(tokens, block) + sequences
+    return tiles, (tiles * heads * a.q.shape[0],)
+
+
+def _mask_strides(a: Problem) -> tuple[int, ...]:
+    return (
+        *(a.mask.stride() if a.mask is not None else (0, 0, 0, 0)),
+        *(a.padding.stride() if a.padding is not None else (0, 0)),
+    )
+
+
+def _options(a: Problem, config: Config) -> dict[str, Any]:
+    return {
+        "GROUP": a.group,
+        "CAUSAL": a.causal,
+        "WINDOW": a.window > 0,
+        "SOFTCAP": a.softcap > 0.0,
+        "MASK": a.mask_kind,
+        "PADDING": a.padding_kind,
+        "DROPOUT": a.threshold > 0,
+        "PACKED": a.cu_seqlens is not None,
+        "PRECISION": "ieee",  # of float32: exact over fast
+        "HEAD_DIM": a.q.shape[3],
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": block_d(a.q.shape[3]),
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
+
+
+def _config(stage: str, a: Problem) -> Config:
+    if a.q.device.type == "cpu":
+        return INTERPRETED
+    capability = torch.cuda.get_device_capability(a.q.device)
+    return attention_config(stage, a.q.dtype, a.q.shape[3], a.threshold > 0, capability)
+
+
+def _scalars(a: Problem) -> tuple[float | Tensor, float | Tensor, int, int]:
+    return _number(a.scale, a), _number(a.softcap, a), a.window, a.threshold
+
+
+def launch_forward(a: Problem) -> tuple[Tensor, Tensor]:
+    """o [B, H, Tq, D] (memory [B, Tq, H, D]) and lse [B, H, Tq]."""
+    batch, heads, queries, _ = a.q.shape
+    keys = a.k.shape[2]
+    packed = a.cu_seqlens is not None
+    o = _rows(a.q, packed)
+    lse = torch.empty((batch, heads, queries), dtype=accumulation_type(a.q.dtype), device=a.q.device)
+    if packed:
+        lse.fill_(-torch.inf)
+    config = _config("fwd", a)
+    tiles, grid = _sizes(a, queries, heads, config.block_m)
+    if not o.numel():
+        return o, lse
+    sequences = 0 if a.cu_seqlens is None else a.cu_seqlens.numel() - 1
+    # Where nothing but the scale lies between products and logits, it goes into the subtraction before exp2. That
+    # needs an order that it keeps.
+    raw = not a.softcap and a.mask_kind != 3 and a.padding_kind != 3 and a.scale > 0.0
+    attention_fwd_kernel[grid](
+        a.q, a.k, a.v, o, lse, a.mask, a.padding, a.cu_seqlens, a.rng_state,
+        *a.q.stride()[:3], *a.k.stride()[:3], *a.v.stride()[:3], *_mask_strides(a),
+        *_scalars(a), tiles, heads, queries, keys, sequences, RAW=raw, **_options(a, config),
+    )  # fmt: skip
+    return o, lse
+
+
+def launch_backward(a: Problem, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of the shapes of q, k, v, their memory [B, T, heads, D]. do and o as problem.operand gives them,
+    lse contiguous."""
+    batch, heads, queries, dim = a.q.shape
+    kv_heads, keys = a.k.shape[1:3]
+    packed = a.cu_seqlens is not None
+    dq, dk, dv = _rows(a.q, packed), _rows(a.k, packed), _rows(a.v, packed)
+    if not queries or not keys or not dq.numel():
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    sequences = 0 if a.cu_seqlens is None else a.cu_seqlens.numel() - 1
+    space = (batch * heads * queries + GAP * heads * (sequences if packed else batch),)
+    shift, delta = lse.new_empty(space), lse.new_empty(space)
+    block = 64
+    tiles, grid = _sizes(a, queries, heads, block)
+    attention_delta_kernel[grid](
+        do, o, lse, shift, delta, a.cu_seqlens, *do.stride()[:3], *o.stride()[:3], tiles, heads, queries, sequences,
+        PACKED=packed, HEAD_DIM=dim, BLOCK_M=block, BLOCK_D=block_d(dim), num_warps=4,
+    )  # fmt: skip
+    strides = (*do.stride()[:3], *a.q.stride()[:3], *a.k.stride()[:3], *a.v.stride()[:3], *_mask_strides(a))
+
+    config = _config("dkdv", a)
+    tiles, grid = _sizes(a, keys, kv_heads, config.block_n)
+    attention_dkdv_kernel[grid](
+        do, a.q, a.k, a.v, shift, delta, dk, dv, a.mask, a.padding, a.cu_seqlens, a.rng_state, *strides,
+        *_scalars(a), tiles, kv_heads, queries, keys, sequences, **_options(a, config),
+    )  # fmt: skip
+    config = _config("dq", a)
+    tiles, grid = _sizes(a, queries, heads, config.block_m)
+    attention_dq_kernel[grid](
+        do, a.q, a.k, a.v, shift, delta, dq, a.mask, a.padding, a.cu_seqlens, a.rng_state, *strides,
+        *_scalars(a), tiles, heads, queries, keys, sequences, **_options(a, config),
+    )  # fmt: skip
+    return dq, dk, dv

@@ -1,0 +1,150 @@
+"""The checked arguments of attention_fwd and attention_bwd, as csrc/ops/attention.cpp checks them for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MASK_KINDS = {"none": 0, "keep": 1, "drop": 2, "add": 3}  # as in tiles.py
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Rows of a tile are apart by 32-bit offsets: at most 256 rows of this stride.
+_MAX_ROW_STRIDE = 1 << 22
+_MAX_HEAD_DIM = 256
+
+
+def accumulation_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def expect(fine: bool, op: str, message: str) -> None:
+    if not fine:
+        raise RuntimeError(f"{op}: {message}")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """**Shapes**: q [B, H, Tq, D]; k, v [B, G, Tk, D], the entries of a row side by side, other strides free; mask
+    [B, H, Tq, Tk] and padding [B, Tk], expanded, bool as uint8; cu_seqlens int32 or int64 [S + 1], on the device."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    padding: Tensor | None
+    cu_seqlens: Tensor | None
+    rng_state: Tensor | None
+    mask_kind: int
+    padding_kind: int
+    scale: float
+    causal: bool
+    window: int  # 0: none, also when it covers every key
+    softcap: float
+    threshold: int  # of 65536; 0: no dropout
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[1] // self.k.shape[1]
+
+    @property
+    def plain(self) -> bool:
+        """Softmax over all keys, or the causal ones, and nothing else: what PyTorch's kernels do."""
+        options = self.mask_kind or self.padding_kind or self.threshold or self.window or self.softcap
+        return not options and self.cu_seqlens is None and self.q.shape[2] == self.k.shape[2]
+
+
+def operand(t: Tensor) -> Tensor:
+    """t, or a copy of it that the kernels can read."""
+    rows = t.shape[3] <= 1 or t.stride(3) == 1
+    return t if rows and t.stride(2) <= _MAX_ROW_STRIDE else t.contiguous()
+
+
+def _mask(
+    op: str, name: str, mask: Tensor | None, kind: str, sizes: Sequence[int], device: torch.device
+) -> tuple[Tensor | None, int]:
+    if mask is None:
+        expect(kind == "none", op, f"{name}: expected a tensor for kind {kind}, got none")
+        return None, 0
+    expect(kind in ("keep", "drop", "add"), op, f"{name}_kind: expected keep, drop or add, got {kind}")
+    expect(mask.device == device, op, f"{name}: expected a tensor on {device}, got one on {mask.device}")
+    if kind == "add":
+        expect(mask.dtype in DTYPES, op, f"{name}: expected Double, Float, BFloat16 or Half, got {mask.dtype}")
+    else:
+        expect(mask.dtype == torch.bool, op, f"{name}: expected Bool for kind {kind}, got {mask.dtype}")
+        mask = mask.view(torch.uint8)
+    ends = list(zip(reversed(mask.shape), reversed(sizes), strict=False))
+    fits = mask.dim() <= len(sizes) and all(have in (1, want) for have, want in ends)
+    expect(fits, op, f"{name}: expected a shape that broadcasts to {list(sizes)}, got {list(mask.shape)}")
+    return mask.expand(sizes), MASK_KINDS[kind]
+
+
+def _check_operands(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    fits = (
+        q.dim() == k.dim() == 4
+        and q.shape[0] == k.shape[0]
+        and q.shape[3] == k.shape[3]
+        and k.shape[1] > 0
+        and q.shape[1] % k.shape[1] == 0
+        and k.shape == v.shape
+    )
+    expect(
+        fits,
+        op,
+        "expected q [B, H, T, D] and k, v [B, G, T, D] with H a multiple of G, got "
+        f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
+    )
+    expect(q.dtype in DTYPES, op, f"q: expected Double, Float, BFloat16 or Half, got {q.dtype}")
+    same = q.dtype == k.dtype == v.dtype
+    expect(same, op, f"expected q, k and v of one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    same = q.device == k.device == v.device
+    expect(same, op, f"expected q, k and v on one device, got {q.device}, {k.device}, {v.device}")
+    expect(q.shape[3] <= _MAX_HEAD_DIM, op, f"expected head widths up to {_MAX_HEAD_DIM}, got {q.shape[3]}")
+
+
+def _check_packed(op: str, q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:
+    expect(
+        cu_seqlens.dim() == 1 and cu_seqlens.numel() >= 1 and cu_seqlens.dtype in (torch.int32, torch.int64),
+        op,
+        f"cu_seqlens: expected Int or Long [S + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}",
+    )
+    expect(
+        q.shape[0] == 1 and k.shape[2] == q.shape[2],
+        op,
+        "cu_seqlens: expected q, k and v of one packed batch [1, heads, N, D], got "
+        f"q {list(q.shape)} and k {list(k.shape)}",
+    )
+
+
+def make_problem(
+    op: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, padding: Tensor | None, cu_seqlens: Tensor | None,
+    rng_state: Tensor | None, mask_kind: str, padding_kind: str, scale: float, causal: bool, window: int,
+    softcap: float, p: float,
+) -> Problem:  # fmt: skip
+    """Checks what can be checked without waiting for the device; the numbers in cu_seqlens are not looked at."""
+    _check_operands(op, q, k, v)
+    expect(window >= 0, op, f"window: expected 0 (none) or more, got {window}")
+    expect(softcap >= 0.0, op, f"softcap: expected 0 (none) or more, got {softcap}")
+    expect(0.0 <= p <= 1.0, op, f"p: expected a probability in [0, 1], got {p}")
+    batch, heads, queries, _ = q.shape
+    keys = k.shape[2]
+    mask, kind = _mask(op, "mask", mask, mask_kind, (batch, heads, queries, keys), q.device)
+    padding, pad_kind = _mask(op, "padding", padding, padding_kind, (batch, keys), q.device)
+    if cu_seqlens is not None:
+        _check_packed(op, q, k, cu_seqlens)
+        cu_seqlens = cu_seqlens.to(q.device).contiguous()
+    if p > 0.0:
+        fits = (
+            rng_state is not None
+            and rng_state.shape == (2,)
+            and rng_state.dtype == torch.int64
+            and rng_state.device == q.device
+        )
+        came = "none" if rng_state is None else f"{rng_state.dtype} {list(rng_state.shape)} on {rng_state.device}"
+        expect(fits, op, f"rng_state: expected Long [2] on {q.device}, got {came}")
+    threshold = round(p * 65536)
+    return Problem(
+        operand(q), operand(k), operand(v), mask, padding, cu_seqlens, rng_state if threshold else None, kind, pad_kind,
+        scale, causal, 0 if window >= max(queries, keys) else window, softcap, threshold,
+    )  # fmt: skip

@@ -1,0 +1,43 @@
+"""Gives the ops that Triton makes their CUDA kernels. Triton itself is imported at the first call of one."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention import attention_bwd, attention_fwd
+from .tuning import ffn_choice
+
+_library: torch.library.Library | None = None
+
+
+def _ffn_choice(like: Tensor, dtype: torch.dtype, n: int, c: int, f: int, act: str) -> str:
+    return ffn_choice(n, c, f, act, dtype, like.device)[0]
+
+
+def _ffn_up_fwd(*args: Any, **options: Any) -> None:
+    from .ffn_launch import ffn_up_fwd
+
+    ffn_up_fwd(*args, **options)
+
+
+def _ffn_up_bwd(*args: Any, **options: Any) -> None:
+    from .ffn_launch import ffn_up_bwd
+
+    ffn_up_bwd(*args, **options)
+
+
+def register() -> bool:
+    """Register them, once; False where PyTorch has no CUDA or Triton is missing."""
+    global _library
+    if _library is None and torch.version.cuda is not None and importlib.util.find_spec("triton") is not None:
+        _library = torch.library.Library("ckptfused", "IMPL")
+        _library.impl("attention_fwd", attention_fwd, "CUDA")
+        _library.impl("attention_bwd", attention_bwd, "CUDA")
+        _library.impl("ffn_choice", _ffn_choice, "CUDA")
+        _library.impl("ffn_up_fwd", _ffn_up_fwd, "CUDA")
+        _library.impl("ffn_up_bwd", _ffn_up_bwd, "CUDA")
+    return _library is not None

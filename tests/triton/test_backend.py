@@ -1,0 +1,69 @@
+"""The choice of an attention kernel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ckptfused.triton.backend import Shape, attention_backend
+from ckptfused.triton.configs import BLOCK_D, SHARED, STAGES, attention_config, block_d, device_class
+
+PLAIN = Shape(plain=True, dtype=torch.bfloat16, head_dim=128, empty=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "override", "expected"),
+    [
+        ({}, None, "flash"),
+        ({}, "triton", "triton"),
+        ({}, "cudnn", "cudnn"),
+        ({"head_dim": 256}, "cudnn", "flash"),
+        ({"plain": False}, None, "triton"),
+        ({"plain": False}, "flash", "triton"),
+        ({"dtype": torch.float32}, "cudnn", "triton"),
+        ({"head_dim": 100}, None, "triton"),
+        ({"empty": True}, "flash", "triton"),
+    ],
+)
+def test_choice(change: dict[str, object], override: str | None, expected: str) -> None:
+    name, reason = attention_backend(replace(PLAIN, **change), (9, 0), override)  # type: ignore[arg-type]
+    assert name == expected
+    assert reason
+
+
+def test_old_devices() -> None:
+    assert attention_backend(PLAIN, (7, 5), None)[0] == "triton"
+
+
+def test_wrong_override_is_refused() -> None:
+    code = "import os; os.environ['CKPTFUSED_ATTENTION'] = 'fast'; import ckptfused.triton.backend"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "CKPTFUSED_ATTENTION: expected one of triton, flash, cudnn, got 'fast'" in run.stderr
+
+
+def test_importing_needs_no_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import ckptfused.triton.register as a, ckptfused.triton.configs, importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'triton' else find(name, *rest)\n"
+        "a._library = None\n"
+        "assert not a.register()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_there_is_a_tile_for_everything() -> None:
+    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
+        assert device_class(capability) in SHARED
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            for head_dim in (1, 7, *BLOCK_D, 100, 192):
+                for stage in STAGES:
+                    for dropout in (False, True):
+                        c = attention_config(stage, dtype, head_dim, dropout, capability)
+                        assert c.block_n % 8 == 0 and c.block_m <= 128
+                assert block_d(head_dim) in BLOCK_D

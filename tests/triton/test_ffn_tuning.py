@@ -1,0 +1,243 @@
+"""Which way an FFN goes: the table, its files, the environment variable. No GPU is asked for anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptfused.triton import tuning
+from ckptfused.triton.ffn_configs import CANDIDATES, candidates
+from ckptfused.triton.tuning import CUBLAS, Device, ffn_choice
+
+H200 = Device("NVIDIA H200", (9, 0))
+SHAPE = (16384, 4096, 14336, "swiglu", torch.bfloat16, H200)
+TILE = CANDIDATES["sm_90"][1].name
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CKPTFUSED_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("CKPTFUSED_FFN", raising=False)
+    monkeypatch.setattr(tuning, "_has_triton", lambda: True)
+    tuning.reload()
+    yield
+    tuning.reload()
+
+
+def tuned(choice: str, shape: tuple = SHAPE, **more: object) -> None:
+    n, c, f, act, dtype, device = shape
+    entry = {"choice": choice, "triton": TILE, "cublas_ms": 12.5, "triton_ms": 11.25} | more
+    tuning.save(tuning.shape_key(n, c, f, act, dtype, device), entry)
+    tuning.reload()
+
+
+def test_cublas_where_nothing_was_measured() -> None:
+    choice, reason = ffn_choice(*SHAPE)
+    assert choice == CUBLAS and reason.startswith("not measured")
+
+
+def test_shipped_table_is_a_table() -> None:
+    assert json.loads(tuning._SHIPPED.read_text())["format"] == 1
+    assert isinstance(tuning._read(tuning._SHIPPED), dict)
+
+
+@pytest.mark.parametrize("choice", [CUBLAS, TILE])
+def test_round_trip(choice: str) -> None:
+    tuned(choice)
+    assert ffn_choice(*SHAPE) == (choice, "measured: cuBLAS 12.500 ms, Triton 11.250 ms")
+
+
+def test_nearly_as_many_rows_are_the_same_entry() -> None:
+    tuned(TILE)
+    _, *rest = SHAPE
+    assert [ffn_choice(n, *rest)[0] for n in (8192, 8193, 16000, 16384, 16385)] == [CUBLAS, TILE, TILE, TILE, CUBLAS]
+    assert ffn_choice(0, *rest)[0] == CUBLAS
+
+
+def test_another_shape_type_or_device_is_another_entry() -> None:
+    tuned(TILE)
+    n, c, f, act, dtype, device = SHAPE
+    others = (
+        (n, c + 64, f, act, dtype, device), (n, c, f + 64, act, dtype, device), (n, c, f, "geglu", dtype, device),
+        (n, c, f, act, torch.float16, device), (n, c, f, act, dtype, Device("NVIDIA H100", (9, 0))),
+    )  # fmt: skip
+    assert all(ffn_choice(*other)[0] == CUBLAS for other in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_types_stay_with_cublas(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTFUSED_FFN", "triton")
+    choice, reason = ffn_choice(64, 64, 64, "swiglu", dtype, H200)
+    assert choice == CUBLAS and "bfloat16 and float16" in reason
+
+
+@pytest.mark.parametrize(("c", "f"), [(100, 64), (64, 37)])
+def test_odd_widths_stay_with_cublas(c: int, f: int) -> None:
+    choice, reason = ffn_choice(64, c, f, "swiglu", torch.bfloat16, H200)
+    assert choice == CUBLAS and "multiples of 16" in reason
+
+
+def test_cpu_and_old_gpus() -> None:
+    *shape, _ = SHAPE
+    assert ffn_choice(*shape, "cpu")[0] == CUBLAS
+    assert ffn_choice(*shape, Device("Tesla V100", (7, 0)))[0] == CUBLAS
+
+
+def test_environment_forces(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(TILE)
+    monkeypatch.setenv("CKPTFUSED_FFN", "cublas")
+    tuning.reload()
+    assert ffn_choice(*SHAPE) == (CUBLAS, "CKPTFUSED_FFN=cublas")
+    monkeypatch.setenv("CKPTFUSED_FFN", "triton")
+    assert ffn_choice(*SHAPE)[0] == CUBLAS, "read once"
+    tuning.reload()
+    assert ffn_choice(*SHAPE)[0] == TILE
+    other = (1024, 1024, 4096, "gelu", torch.float16, H200)
+    assert ffn_choice(*other)[0] == CANDIDATES["sm_90"][0].name
+    tuned(CUBLAS, triton="a tile of old")
+    assert ffn_choice(*SHAPE)[0] == CANDIDATES["sm_90"][0].name
+
+
+def test_environment_forces_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTFUSED_FFN", "triton")
+    monkeypatch.setattr(tuning, "_has_triton", lambda: False)
+    with pytest.raises(RuntimeError, match="not installed"):
+        ffn_choice(*SHAPE)
+    monkeypatch.setenv("CKPTFUSED_FFN", "fast")
+    tuning.reload()
+    with pytest.raises(ValueError, match="expected cublas or triton, got 'fast'"):
+        ffn_choice(*SHAPE)
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_has_triton", lambda: False)
+    tuned(TILE)
+    assert ffn_choice(*SHAPE) == (CUBLAS, "Triton is not installed")
+
+
+def test_a_tile_that_is_no_more() -> None:
+    tuned("m1n1k1w1s1")
+    choice, reason = ffn_choice(*SHAPE)
+    assert choice == CUBLAS and "m1n1k1w1s1" in reason
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"format": 2, "entries": {}}',
+        b'{"format": 1}',
+        b'{"format": 1, "entries": {"a": 1}}',
+        b"\xff\xfe",
+    ],
+)
+def test_corrupt_cache_is_ignored_and_mended(content: bytes) -> None:
+    path = tuning.cache_file()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match="not a table of tuned shapes"):
+        assert ffn_choice(*SHAPE)[0] == CUBLAS
+    with pytest.warns(UserWarning, match="not a table of tuned shapes"):
+        tuned(TILE)
+    assert ffn_choice(*SHAPE)[0] == TILE
+
+
+def test_cache_keeps_other_entries_and_leaves_no_scraps() -> None:
+    other = (1024, *SHAPE[1:])
+    tuned(TILE)
+    tuned(CUBLAS, other)
+    assert ffn_choice(*SHAPE)[0] == TILE and ffn_choice(*other)[1].startswith("measured")
+    path = tuning.cache_file()
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_failed_write_leaves_the_old_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned(TILE)
+    with pytest.raises(TypeError):
+        tuning.save("key", {"choice": object()})
+    tuning.reload()
+    assert ffn_choice(*SHAPE)[0] == TILE
+    path = tuning.cache_file()
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_cache_is_ignored() -> None:
+    tuned(TILE)
+    tuning.cache_file().chmod(0)
+    with pytest.warns(UserWarning, match="not a table"):
+        assert ffn_choice(*SHAPE)[0] == CUBLAS
+    tuning.cache_file().chmod(stat.S_IRUSR | stat.S_IWUSR)
+
+
+def test_config_for() -> None:
+    *shape, device = SHAPE
+    assert tuning.config_for("", *shape, device) == CANDIDATES["sm_90"][0]
+    assert tuning.config_for(TILE, *shape, device).name == TILE
+    tuned(TILE)
+    assert tuning.config_for("", *shape, device).name == TILE
+    with pytest.raises(ValueError, match="config: expected one of"):
+        tuning.config_for("cublas", *shape, device)
+    with pytest.raises(RuntimeError, match="no tiles"):
+        tuning.config_for("", *shape, "cpu")
+
+
+def test_names_are_unique() -> None:
+    for capability in ((8, 0), (8, 6), (9, 0), (12, 0)):
+        names = [tile.name for tile in candidates(capability)]
+        assert names and len(set(names)) == len(names)
+
+
+def test_tune_needs_a_gpu_and_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="bfloat16 or float16"):
+        tuning.tune_ffn(64, 64, 64, "swiglu", torch.float32)
+    monkeypatch.setattr(tuning, "_device", lambda device: None)
+    with pytest.raises(RuntimeError, match="NVIDIA GPU"):
+        tuning.tune_ffn(64, 64, 64, "swiglu", torch.bfloat16)
+
+
+def test_imports_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import ckptfused, torch\n"
+        "from ckptfused.triton import tuning\n"
+        "print(tuning.ffn_choice(64, 64, 64, 'swiglu', torch.bfloat16, 'cpu')[0])"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == CUBLAS, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("times", "choice"),
+    [
+        ({"cublas": 2.0, "a": 1.5, "b": 1.75}, "a"),
+        ({"cublas": 1.5, "a": 1.5, "b": 1.75}, CUBLAS),
+        ({"cublas": 1.5}, CUBLAS),
+    ],
+)
+def test_the_fastest_wins(times: dict[str, float], choice: str) -> None:
+    pytest.importorskip("triton")
+    from ckptfused.triton.ffn_tune import entry_of
+
+    assert entry_of(times)["choice"] == choice
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tune_on_the_gpu_at_hand() -> None:
+    pytest.importorskip("triton")
+    shape = (512, 256, 512, "swiglu", torch.bfloat16)
+    entry = tuning.tune_ffn(*shape, rounds=3)
+    tuning.reload()
+    assert ffn_choice(*shape, "cuda")[0] == entry["choice"]
+    assert entry["triton"] is not None, "every tile was left out"
