@@ -26,7 +26,7 @@ def gradients(layers: nn.ModuleList, x: Tensor, dy: Tensor, seed: int) -> dict[s
     return {name: value for name, value in found.items() if value is not None}
 
 
-def check_gradients(case: Case, dtype: torch.dtype, seed: int) -> list[str]:
+def check_gradients(case: Case, dtype: torch.dtype, seed: int, device: str = "cpu") -> list[str]:
     """Raises unless ckptfused's gradients are right; returns what was shown.
 
     Without dropout, each tensor's error against a float64 run is at most twice that of the plain layers in the same
@@ -36,15 +36,15 @@ def check_gradients(case: Case, dtype: torch.dtype, seed: int) -> list[str]:
     tokens = max(case.tokens // 4, 1)
     generator = torch.Generator().manual_seed(seed + 1)
     size = (1, tokens, case.shape.d_model)
-    x, dy = (torch.randn(size, generator=generator).to(dtype) for _ in range(2))
+    x, dy = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(2))
 
     calm = replace(case.shape, residual_dropout=0.0)
-    plain = plain_layers(calm, dtype=dtype, seed=seed)
-    truth = plain_layers(calm, dtype=torch.float64, seed=seed)
+    plain = plain_layers(calm, dtype=dtype, seed=seed).to(device)
+    truth = plain_layers(calm, dtype=torch.float64, seed=seed).to(device)
     truth.load_state_dict(plain.state_dict())  # the weights as rounded to dtype, in float64
     exact = gradients(truth, x.double(), dy.double(), seed)
     eager = gradients(plain, x, dy, seed)
-    ours = gradients(variant_layers("ckptfused inputs", plain, calm), x, dy, seed)
+    ours = gradients(variant_layers("ckptfused inputs", plain, calm).to(device), x, dy, seed)
     worst = 0.0
     for name, reference in exact.items():
         scale = torch.finfo(dtype).eps / 2 * reference.norm()
@@ -61,9 +61,17 @@ def check_gradients(case: Case, dtype: torch.dtype, seed: int) -> list[str]:
 
 
 def same_bits(shape: Shape, plain: nn.ModuleList, x: Tensor, dy: Tensor, seed: int) -> str:
-    """Raises unless, with dropout, every gradient has the same bits however much is kept."""
-    kept = gradients(variant_layers("ckptfused all", plain, shape), x, dy, seed)
-    rebuilt = gradients(variant_layers("ckptfused inputs", plain, shape), x, dy, seed)
+    """Raises unless, with dropout, every gradient has the same bits however much is kept.
+
+    On a GPU under deterministic algorithms: without them PyTorch's own kernels give other bits every time.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or x.is_cuda)
+    try:
+        kept = gradients(variant_layers("ckptfused all", plain, shape).to(x.device), x, dy, seed)
+        rebuilt = gradients(variant_layers("ckptfused inputs", plain, shape).to(x.device), x, dy, seed)
+    finally:
+        torch.use_deterministic_algorithms(before)
     for name, value in kept.items():
         if not torch.equal(value, rebuilt[name]):
             raise SystemExit(f"gradient check failed, no time reported: {name} differs between keep='all' and 'inputs'")

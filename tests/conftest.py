@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.devices import why_no_gpu
+
+# Read when CUDA starts: without it torch.use_deterministic_algorithms refuses matrix products there.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if marked and (reason := why_no_gpu()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +27,16 @@ def _fresh_state() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    if torch.cuda.is_initialized():
+        _end_if_the_gpu_is_lost()
+
+
+def _end_if_the_gpu_is_lost() -> None:
+    """After an illegal access every later call of the process fails: under pytest-xdist a new one takes over."""
+    try:
+        torch.cuda.synchronize()  # errors show in the test that made them
+    except RuntimeError:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        raise

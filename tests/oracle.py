@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ckptfused.reference import reference_block
+from ckptfused.reference import block as reference_module
+from ckptfused.reference import dropout_masks, reference_block
 from ckptfused.reference.activation import PLAIN
 from ckptfused.spec import BlockSpec
 from tests.cases import Case
@@ -28,11 +29,11 @@ class Inputs:
     aux: dict[str, Tensor]
     dy: Tensor
 
-    def to(self, dtype: torch.dtype) -> Inputs:
-        """Every floating tensor in another type."""
+    def to(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Inputs:
+        """Every floating tensor in another type; every tensor on another device, if one is given."""
 
         def cast(t: Tensor) -> Tensor:
-            return t.to(dtype) if t.is_floating_point() else t
+            return t.to(device, dtype if t.is_floating_point() else None)
 
         params = {name: cast(t) for name, t in self.params.items()}
         return Inputs(cast(self.x), params, {name: cast(t) for name, t in self.aux.items()}, cast(self.dy))
@@ -142,24 +143,46 @@ def make_aux(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
     return aux
 
 
-def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> Inputs:
-    """The case's tensors: drawn in float64, then rounded to dtype, so that every run sees the rounded values."""
+def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0, device: str = "cpu") -> Inputs:
+    """The case's tensors: drawn in float64, then rounded to dtype, so that every run sees the rounded values.
+
+    Drawn on the CPU, whatever the device: all devices see the same numbers.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (case.tokens, case.batch, case.width) if case.seq_first else (case.batch, case.tokens, case.width)
     x = _normal(shape, 1.0, generator)
     inputs = Inputs(x, make_params(case, generator), make_aux(case, generator), _normal(shape, 1.0, generator))
-    return inputs.to(dtype)
+    return inputs.to(dtype, device)
 
 
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(SEED)
+def generator(device: torch.device | str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(SEED)
 
 
 def rng_state(like: Tensor) -> Tensor:
-    """The state that a block called with ``generator=generator()`` draws."""
-    import ckptfused.rng
+    """The state that a block called with ``generator=generator(device)`` draws."""
+    from ckptfused import rng
 
-    return ckptfused.rng.state(like, generator())
+    return rng.state(like, generator(like.device))
+
+
+def _op_mask(shape: Sequence[int], p: float, seed: int, offset: int, site: int) -> Tensor:
+    from ckptfused import rng
+
+    return rng.dropout_mask(shape, p, torch.tensor([seed, offset]), site)
+
+
+def masks_of(spec: BlockSpec, inputs: Inputs, state: Tensor | None) -> dict[int, Tensor]:
+    """The keep mask of every site that drops something, by site number, on the inputs' device.
+
+    On the CPU by the slow Philox. For other devices by the CPU's op, which test_rng holds to it: that takes less time,
+    and every mask is still one that the device had no part in.
+    """
+    x = inputs.x.transpose(0, 1) if spec.seq_first else inputs.x
+    slow = contextlib.nullcontext() if x.is_cpu else mock.patch.object(reference_module, "dropout_mask", _op_mask)
+    with slow:
+        masks = dropout_masks(spec, *x.shape, state, inputs.aux.get("cu_seqlens"))
+    return {site: mask.to(x.device) for site, mask in masks.items()}
 
 
 Function = Callable[[Inputs], Tensor]
@@ -170,23 +193,21 @@ def fused(spec: BlockSpec) -> Function:
     from ckptfused import functional
 
     if spec.attn is None:
-        return lambda i: functional.ffn_block(i.x, i.params, spec, generator=generator())
+        return lambda i: functional.ffn_block(i.x, i.params, spec, generator=generator(i.x.device))
     call = functional.attention_block if spec.ffn is None else functional.block
-    return lambda i: call(i.x, i.params, spec, **i.aux, generator=generator())
+    return lambda i: call(i.x, i.params, spec, **i.aux, generator=generator(i.x.device))
 
 
-def plain(
-    spec: BlockSpec, state: Tensor | None, masks: Mapping[int, Tensor] | None = None, eager: bool = False
-) -> Function:
+def plain(spec: BlockSpec, masks: Mapping[int, Tensor], eager: bool = False) -> Function:
     """The oracle; eager: with PyTorch's own attention kernel where it can be used."""
-    return lambda i: reference_block(i.x, i.params, spec, **i.aux, rng_state=state, masks=masks, eager=eager)
+    return lambda i: reference_block(i.x, i.params, spec, **i.aux, masks=masks, eager=eager)
 
 
 def run(function: Function, inputs: Inputs, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
     """y and the gradient of x and of every parameter, by name."""
     x = inputs.x.detach().requires_grad_()
     params = {name: t.detach().requires_grad_() for name, t in inputs.params.items()}
-    with torch.autocast("cpu", autocast) if autocast else contextlib.nullcontext():
+    with torch.autocast(x.device.type, autocast) if autocast else contextlib.nullcontext():
         y = function(replace(inputs, x=x, params=params))
     grads = torch.autograd.grad(y, (x, *params.values()), inputs.dy.to(y.dtype))
     return {"y": y.detach(), **{f"d {name}": g for name, g in zip(("x", *params), grads, strict=True)}}
@@ -300,17 +321,21 @@ def expect(
     masks: Mapping[int, Tensor] | None = None,
     autocast: torch.dtype | None = None,
 ) -> Expected:
-    """Run the oracle on inputs: in float64 on the same (rounded) values, and in their own type."""
+    """Run the oracle on inputs: in float64 on the same (rounded) values, and in their own type.
+
+    All of it on the inputs' device: a GPU's float64 is as good as the CPU's.
+    """
     two_ways = spec.attn is not None and not spec.attn.p_attn and not spec.attn.softcap
     compute, wide = autocast or inputs.x.dtype, inputs.to(torch.float64)
+    masks = masks_of(spec, inputs, state) if masks is None else masks
     with one_thread():
-        true = run(plain(spec, state, masks), wide)
+        true = run(plain(spec, masks), wide)
         kinked = None
         if spec.ffn is not None and spec.ffn.act in KINKED:
             with kink_at(-KINK_ULPS, compute):
-                below = run(plain(spec, state, masks), wide)
+                below = run(plain(spec, masks), wide)
             with kink_at(KINK_ULPS, compute):
-                kinked = (below, run(plain(spec, state, masks), wide))
+                kinked = (below, run(plain(spec, masks), wide))
         ways = (True, False) if two_ways else (True,)
-        baselines = [run(plain(spec, state, masks, eager), inputs, autocast) for eager in ways]
+        baselines = [run(plain(spec, masks, eager), inputs, autocast) for eager in ways]
     return Expected(true, kinked, baselines, compute)

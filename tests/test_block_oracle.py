@@ -1,23 +1,39 @@
 """Outputs and every gradient of the fused block against the plain-PyTorch oracle.
 
 The truth is the oracle in float64 on the same rounded inputs; how far a run may be from it is measured with eager
-PyTorch in the same type (see ``tests.oracle.failures``). With dropout all use the same masks.
+PyTorch in the same type on the same device (see ``tests.oracle.failures``). With dropout all use the same masks.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from ckptfused import rng
-from ckptfused.reference import dropout_masks
 from tests.cases import TILED, Case, all_pairs
-from tests.oracle import Errors, Inputs, expect, failures, fused, make_inputs, rng_state, run
+from tests.devices import CUDA, on_devices
+from tests.oracle import Errors, Inputs, expect, failures, fused, make_inputs, masks_of, rng_state, run
 
 CASES = all_pairs()
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def all_pairs_runs() -> list[Any]:
+    """Every case in both types on the CPU. On a GPU, where most of a test's time goes into compiling its kernels, in
+    one of them, unless CKPTFUSED_GPU_TESTS=all."""
+    both = os.environ.get("CKPTFUSED_GPU_TESTS") == "all"
+    runs = [("cpu", case, dtype) for case in CASES for dtype in DTYPES]
+    on_gpu = [(case, DTYPES[(n + half) % 2]) for half in range(1 + both) for n, case in enumerate(CASES)]
+    return [*runs, *(pytest.param(*CUDA.values, *run, marks=CUDA.marks) for run in on_gpu)]
+
+
+def _id(value: Any) -> str:
+    return value.id if isinstance(value, Case) else str(value).removeprefix("torch.")
 
 
 DRAWS = range(8)
@@ -26,6 +42,7 @@ DRAWS = range(8)
 def check(
     case: Case,
     dtype: torch.dtype,
+    device: str,
     autocast: torch.dtype | None = None,
     change: Callable[[Inputs], Inputs] = lambda inputs: inputs,
 ) -> None:
@@ -36,7 +53,7 @@ def check(
     """
 
     def measure(seed: int) -> dict[str, Errors]:
-        inputs, spec = change(make_inputs(case, dtype, seed)), case.spec()
+        inputs, spec = change(make_inputs(case, dtype, seed, device)), case.spec()
         expected = expect(spec, inputs, rng_state(inputs.x), autocast=autocast)
         return expected.errors(run(fused(spec), inputs, autocast))
 
@@ -44,70 +61,76 @@ def check(
     assert not bad, "\n" + "\n".join(bad)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_all_pairs(case: Case, dtype: torch.dtype) -> None:
-    check(case, dtype)
+@pytest.mark.parametrize(("device", "case", "dtype"), all_pairs_runs(), ids=_id)
+def test_all_pairs(device: str, case: Case, dtype: torch.dtype) -> None:
+    check(case, dtype, device)
 
 
+@on_devices
 @pytest.mark.parametrize("case", CASES[::8], ids=lambda case: case.id)
-def test_float16(case: Case) -> None:
-    check(case, torch.float16)
+def test_float16(case: Case, device: str) -> None:
+    check(case, torch.float16, device)
 
 
+@on_devices
 @pytest.mark.parametrize("case", CASES[2::6], ids=lambda case: case.id)
-def test_autocast(case: Case) -> None:
+def test_autocast(case: Case, device: str) -> None:
     """float32 input and weights, bfloat16 products; the residual stream and the gradients stay float32."""
-    check(case, torch.float32, torch.bfloat16)
+    check(case, torch.float32, device, torch.bfloat16)
 
 
+@on_devices
 @pytest.mark.parametrize("case", CASES[3::12], ids=lambda case: case.id)
-def test_float32_norm_weights_with_bfloat16(case: Case) -> None:
+def test_float32_norm_weights_with_bfloat16(case: Case, device: str) -> None:
     kinds = (".pre_", ".post_", ".out_", "_norm_")
 
     def widen(inputs: Inputs) -> Inputs:
         params = {n: t.float() if any(k in n for k in kinds) else t for n, t in inputs.params.items()}
         return replace(inputs, params=params)
 
-    check(case, torch.bfloat16, change=widen)
+    check(case, torch.bfloat16, device, change=widen)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=_id)
 @pytest.mark.parametrize("drop", ["0", "all"])
 @pytest.mark.parametrize("head_dim", [128, 256])
-def test_wide_heads(head_dim: int, drop: str, dtype: torch.dtype) -> None:
+def test_wide_heads(head_dim: int, drop: str, dtype: torch.dtype, device: str) -> None:
     case = Case(head_dim=head_dim, drop=drop, mask="causal", rope="half", norm="rmsnorm", tokens=130)
-    check(case, dtype)
+    check(case, dtype, device)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "dtype"), TILED, ids=lambda v: v.id if isinstance(v, Case) else str(v)[6:])
-def test_ffn_tiles(case: Case, dtype: torch.dtype) -> None:
+@on_devices
+@pytest.mark.parametrize(("case", "dtype"), TILED, ids=_id)
+def test_ffn_tiles(case: Case, dtype: torch.dtype, device: str) -> None:
     """Sizes on both sides of the FFN's tile thresholds; for speed the mask comes from the op, which test_rng checks."""
-    inputs, spec = make_inputs(case, dtype), case.spec()
+    inputs, spec = make_inputs(case, dtype, device=device), case.spec()
     shape = (case.batch, case.tokens, case.hidden)
     masks = {2: rng.dropout_mask(shape, case.p("hidden"), rng_state(inputs.x), 2)}
     expect(spec, inputs, masks=masks).check(run(fused(spec), inputs))
 
 
+@on_devices
 @pytest.mark.parametrize("site", [0, 1, 2, 3])
-def test_one_flipped_mask_bit_is_noticed(site: int) -> None:
+def test_one_flipped_mask_bit_is_noticed(site: int, device: str) -> None:
     """A test of the tests: the comparison fails when one dropout decision of any site differs."""
     case = Case(drop="all", mask="causal", tokens=67, batch=2)
-    inputs, spec = make_inputs(case, torch.float32), case.spec()
-    masks = dropout_masks(spec, case.batch, case.tokens, case.width, rng_state(inputs.x))
+    inputs, spec = make_inputs(case, torch.float32, device=device), case.spec()
+    masks = masks_of(spec, inputs, rng_state(inputs.x))
     got = run(fused(spec), inputs)
     expect(spec, inputs, masks=masks).check(got)
     masks[site][-1, ..., -1, 3] ^= True
     assert any(failure.startswith("y:") for failure in expect(spec, inputs, masks=masks).failures(got))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES, ids=_id)
 @pytest.mark.parametrize("tile", ["d attn.q_w", "d attn.o_w", "d ffn.gate_w", "d ffn.down_w"])
-def test_one_dropped_weight_gradient_tile_is_noticed(tile: str, dtype: torch.dtype) -> None:
+def test_one_dropped_weight_gradient_tile_is_noticed(tile: str, dtype: torch.dtype, device: str) -> None:
     """A test of the tests: the comparison fails when four rows of a weight gradient are missing."""
     case = Case(batch=2)
-    inputs, spec = make_inputs(case, dtype), case.spec()
+    inputs, spec = make_inputs(case, dtype, device=device), case.spec()
     expected, got = expect(spec, inputs), run(fused(spec), inputs)
     expected.check(got)
     got[tile] = got[tile].clone()

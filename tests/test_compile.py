@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ckptfused import FusedCheckpointBlock
 from tests.accounting import saved_bytes
+from tests.devices import generator_state, on_devices, repeatable
 
 LENGTH, WIDTH = 33, 32
 
@@ -22,13 +23,15 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def make_block(keep: str = "inputs", dropout: float = 0.1) -> FusedCheckpointBlock:
+def make_block(device: str, keep: str = "inputs", dropout: float = 0.1) -> FusedCheckpointBlock:
+    repeatable(device)
     torch.manual_seed(1)
-    return FusedCheckpointBlock.llama(WIDTH, 4, dim_feedforward=48, num_kv_heads=2, dropout=dropout, keep=keep)
+    block = FusedCheckpointBlock.llama(WIDTH, 4, dim_feedforward=48, num_kv_heads=2, dropout=dropout, keep=keep)
+    return block.to(device)
 
 
-def make_x(length: int = LENGTH) -> Tensor:
-    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(3)).requires_grad_()
+def make_x(device: str, length: int = LENGTH) -> Tensor:
+    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(3)).to(device).requires_grad_()
 
 
 def gradients(function: Callable[[Tensor], Tensor], block: torch.nn.Module, x: Tensor) -> list[Tensor]:
@@ -37,69 +40,75 @@ def gradients(function: Callable[[Tensor], Tensor], block: torch.nn.Module, x: T
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])]
 
 
+@on_devices
 @pytest.mark.parametrize("keep", ["inputs", "attention+mid", "all"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_block_has_the_bits_of_eager(backend: str, keep: str) -> None:
-    block, x = make_block(keep), make_x()
+def test_compiled_block_has_the_bits_of_eager(backend: str, keep: str, device: str) -> None:
+    block, x = make_block(device, keep), make_x(device)
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     for want, got in zip(gradients(block, block, x), gradients(compiled, block, x), strict=True):
         # y.square().sum() is outside the graph, so that every kernel is the eager one.
         assert torch.equal(want, got)
 
 
-def test_compiled_block_saves_only_its_inputs() -> None:
-    block, x = make_block(), make_x()
+@on_devices
+def test_compiled_block_saves_only_its_inputs(device: str) -> None:
+    block, x = make_block(device), make_x(device)
     compiled = torch.compile(block, fullgraph=True)
     eager = saved_bytes(lambda: block(x), block)
     assert saved_bytes(lambda: compiled(x), block) == eager
     assert eager == x.numel() * 4 + 16
 
 
-def test_dynamic_shapes() -> None:
-    block = make_block()
+@on_devices
+def test_dynamic_shapes(device: str) -> None:
+    block = make_block(device)
     compiled = torch.compile(block, fullgraph=True, dynamic=True)
     for length in (LENGTH, 20, 47):
-        x = make_x(length)
+        x = make_x(device, length)
         for want, got in zip(gradients(block, block, x), gradients(compiled, block, x), strict=True):
             assert torch.equal(want, got)
 
 
+@on_devices
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_two_identical_calls_draw_two_masks(backend: str) -> None:
-    block, x = make_block(dropout=0.5), make_x()
+def test_two_identical_calls_draw_two_masks(backend: str, device: str) -> None:
+    block, x = make_block(device, dropout=0.5), make_x(device)
 
     def twice(x: Tensor) -> tuple[Tensor, Tensor]:
         return block(x), block(x)
 
     torch.manual_seed(5)
     want = twice(x)
-    after_eager = torch.get_rng_state()
+    after_eager = generator_state(device)
     torch.manual_seed(5)
     got = torch.compile(twice, fullgraph=True, backend=backend)(x)
     assert not torch.equal(got[0], got[1])
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-    assert torch.equal(torch.get_rng_state(), after_eager)
+    assert torch.equal(generator_state(device), after_eager)
 
 
+@on_devices
 @pytest.mark.parametrize("compiled", [False, True])
-def test_generator_advances_alike_for_every_preset(compiled: bool) -> None:
+def test_generator_advances_alike_for_every_preset(compiled: bool, device: str) -> None:
     states = []
     for keep in ("inputs", "mid", "attention", "all"):
-        block, x = make_block(keep), make_x()
+        block, x = make_block(device, keep), make_x(device)
         function = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
         gradients(function, block, x)
-        states.append(torch.get_rng_state())
-    block, x = make_block(), make_x()
+        states.append(generator_state(device))
+    block, x = make_block(device), make_x(device)
     with torch.no_grad():
         torch.manual_seed(7)
         block(x)
-    states.append(torch.get_rng_state())
+    states.append(generator_state(device))
     assert all(torch.equal(state, states[0]) for state in states)
 
 
+@on_devices
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile_with_torch_checkpoint_around_a_block(backend: str) -> None:
-    block, x = make_block(), make_x()
+def test_compile_with_torch_checkpoint_around_a_block(backend: str, device: str) -> None:
+    block, x = make_block(device), make_x(device)
 
     def segment(x: Tensor) -> Tensor:
         return checkpoint(block, x, use_reentrant=False)
@@ -110,8 +119,9 @@ def test_compile_with_torch_checkpoint_around_a_block(backend: str) -> None:
             assert torch.equal(a, b)
 
 
-def test_inference_mode_and_no_grad_save_nothing() -> None:
-    block, x = make_block(dropout=0.0), make_x()
+@on_devices
+def test_inference_mode_and_no_grad_save_nothing(device: str) -> None:
+    block, x = make_block(device, dropout=0.0), make_x(device)
     want = block(x)
     assert want.requires_grad
     with torch.inference_mode():
@@ -122,8 +132,9 @@ def test_inference_mode_and_no_grad_save_nothing() -> None:
         assert torch.equal(torch.compile(block, fullgraph=True)(x), want)
 
 
-def test_second_order_is_refused_and_first_order_with_create_graph_works() -> None:
-    block, x = make_block(dropout=0.0), make_x()
+@on_devices
+def test_second_order_is_refused_and_first_order_with_create_graph_works(device: str) -> None:
+    block, x = make_block(device, dropout=0.0), make_x(device)
     (plain,) = torch.autograd.grad(block(x).square().sum(), x)
     (kept,) = torch.autograd.grad(block(x).square().sum(), x, create_graph=True)
     assert torch.equal(plain, kept)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.cases import AXES, Case
+from tests.devices import on_devices, repeatable
 from tests.oracle import Inputs, fused, make_inputs
 
 SMALL = {"width": 4, "hidden": 3, "head_dim": 4, "tokens": 4, "batch": 2}
@@ -36,8 +37,9 @@ BLOCKS = {
 }
 
 
-def _check(case: Case, fast: bool = False) -> None:
-    inputs, spec = make_inputs(case), case.spec()
+def _check(case: Case, device: str, fast: bool = False) -> None:
+    repeatable(device)  # gradcheck asks for the same gradient twice
+    inputs, spec = make_inputs(case, device=device), case.spec()
     function = fused(spec)
     names = list(inputs.params)
 
@@ -48,25 +50,28 @@ def _check(case: Case, fast: bool = False) -> None:
     assert torch.autograd.gradcheck(call, tensors, fast_mode=fast)
 
 
+@on_devices
 @pytest.mark.parametrize("drop", ["0", "all"])
 @pytest.mark.parametrize("name", BLOCKS)
-def test_variants(name: str, drop: str) -> None:
+def test_variants(name: str, drop: str, device: str) -> None:
     case = BLOCKS[name]
-    _check(Case(**{**vars(case), "drop": drop}))
+    _check(Case(**{**vars(case), "drop": drop}), device)
 
 
+@on_devices
 @pytest.mark.parametrize("keep", AXES["keep"])
 @pytest.mark.parametrize("name", ["llama", "gemma", "encoder", "attention", "ffn"])
-def test_keep_presets_with_dropout(name: str, keep: str) -> None:
+def test_keep_presets_with_dropout(name: str, keep: str, device: str) -> None:
     """Along random directions: test_keep shows that presets are equal bit for bit."""
     case = BLOCKS[name]
-    _check(Case(**{**vars(case), "drop": "all", "keep": keep}), fast=True)
+    _check(Case(**{**vars(case), "drop": "all", "keep": keep}), device, fast=True)
 
 
-def test_second_order_is_refused() -> None:
+@on_devices
+def test_second_order_is_refused(device: str) -> None:
     """A first backward under create_graph works; differentiating its result says that it cannot be done."""
     case = BLOCKS["llama"]
-    inputs = make_inputs(case)
+    inputs = make_inputs(case, device=device)
     x = inputs.x.requires_grad_()
     y = fused(case.spec())(inputs)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)

@@ -1,4 +1,7 @@
-"""What is kept for backward never changes a bit of any result, and neither does anything else that it should not."""
+"""What is kept for backward never changes a bit of any result, and neither does anything else that it should not.
+
+On a GPU under deterministic algorithms (tests.devices.repeatable says why).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from ckptfused.keep import keepable
 from ckptfused.spec import BlockSpec
 from tests.cases import AXES, TILED, Case, all_pairs
+from tests.devices import on_devices, repeatable
 from tests.oracle import Function, Inputs, fused, make_inputs, run
 
 CASES = all_pairs()
@@ -28,9 +32,11 @@ def _dtype(case: Case) -> torch.dtype:
     return (torch.float32, torch.bfloat16)[CASES.index(case) % 2]
 
 
+@on_devices
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_presets_are_equal(case: Case) -> None:
-    inputs, spec = make_inputs(case, _dtype(case)), case.spec()
+def test_presets_are_equal(case: Case, device: str) -> None:
+    repeatable(device)
+    inputs, spec = make_inputs(case, _dtype(case), device=device), case.spec()
     expected = run(fused(spec.with_keep("inputs")), inputs)
     tried = {spec.with_keep("inputs").keep}
     for preset in AXES["keep"]:
@@ -45,21 +51,25 @@ def _subsets(spec: BlockSpec) -> list[tuple[str, ...]]:
     return [s for n in range(len(names) + 1) for s in itertools.combinations(names, n)]
 
 
+@on_devices
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "autocast"])
 @pytest.mark.parametrize("layout", ["pre", "post", "sandwich", "parallel", "shared", "attn", "ffn"])
-def test_every_set_of_names(layout: str, autocast: torch.dtype | None) -> None:
+def test_every_set_of_names(layout: str, autocast: torch.dtype | None, device: str) -> None:
+    repeatable(device)
     drop = {"attn": "res", "ffn": "hidden"}.get(layout, "all")
     case = replace(DECODER, layout=layout, drop=drop, mask="none", heads="2/2", rope="none", tokens=33)
-    inputs, spec = make_inputs(case, torch.float32), case.spec()
+    inputs, spec = make_inputs(case, torch.float32, device=device), case.spec()
     expected = run(fused(spec), inputs, autocast)
     for names in _subsets(spec):
         assert_same(run(fused(spec.with_keep(names)), inputs, autocast), expected)
 
 
 @pytest.mark.slow
+@on_devices
 @pytest.mark.parametrize(("case", "dtype"), TILED, ids=lambda v: v.id if isinstance(v, Case) else str(v)[6:])
-def test_on_both_sides_of_the_ffn_tile_thresholds(case: Case, dtype: torch.dtype) -> None:
-    inputs, spec = make_inputs(case, dtype), case.spec()
+def test_on_both_sides_of_the_ffn_tile_thresholds(case: Case, dtype: torch.dtype, device: str) -> None:
+    repeatable(device)
+    inputs, spec = make_inputs(case, dtype, device=device), case.spec()
     assert_same(run(fused(spec.with_keep("all")), inputs), run(fused(spec.with_keep("inputs")), inputs))
 
 
@@ -70,9 +80,11 @@ def _leaves(inputs: Inputs, frozen: tuple[str, ...] = ()) -> Inputs:
     return replace(inputs, x=leaf("x", inputs.x), params={n: leaf(n, t) for n, t in inputs.params.items()})
 
 
+@on_devices
 @pytest.mark.parametrize("keep", AXES["keep"])
-def test_second_backward_is_equal(keep: str) -> None:
-    inputs = _leaves(make_inputs(DECODER, torch.float32))
+def test_second_backward_is_equal(keep: str, device: str) -> None:
+    repeatable(device)
+    inputs = _leaves(make_inputs(DECODER, torch.float32, device=device))
     y = fused(DECODER.spec().with_keep(keep))(inputs)
     tensors = (inputs.x, *inputs.params.values())
     first = torch.autograd.grad(y, tensors, inputs.dy, retain_graph=True)
@@ -83,14 +95,16 @@ def test_second_backward_is_equal(keep: str) -> None:
         assert b.equal(c)
 
 
+@on_devices
 @pytest.mark.parametrize("keep", ["inputs", "attention+mid+qkv", "all"])
 @pytest.mark.parametrize("layout", ["pre", "sandwich", "parallel", "shared", "attn", "ffn"])
-def test_partial_requires_grad(layout: str, keep: str) -> None:
+def test_partial_requires_grad(layout: str, keep: str, device: str) -> None:
     """Whatever subset is asked for, its gradients are those of the full backward and the others stay None."""
+    repeatable(device)
     case = replace(DECODER, drop="res", layout=layout, keep=keep, bias="all", tokens=33)
     if layout == "ffn":
         case = Case(layout="ffn", drop="res", keep=keep, bias="all", batch=2)
-    inputs, function = make_inputs(case, torch.float32), fused(case.spec())
+    inputs, function = make_inputs(case, torch.float32, device=device), fused(case.spec())
     full = run(function, inputs)
     names = ["x", *inputs.params]
     wanted: list[list[str]] = [[name] for name in names]
@@ -103,8 +117,10 @@ def test_partial_requires_grad(layout: str, keep: str) -> None:
             assert t.grad is None or t.grad.equal(full[f"d {name}"]), (some, name)
 
 
-def test_nothing_requires_grad() -> None:
-    inputs, function = make_inputs(DECODER, torch.float32), fused(DECODER.spec())
+@on_devices
+def test_nothing_requires_grad(device: str) -> None:
+    repeatable(device)
+    inputs, function = make_inputs(DECODER, torch.float32, device=device), fused(DECODER.spec())
     y = function(inputs)
     assert not y.requires_grad
     expected = run(function, inputs)["y"]
@@ -116,8 +132,9 @@ def test_nothing_requires_grad() -> None:
         assert function(inputs).equal(expected)
 
 
-def test_input_and_output_used_elsewhere_too() -> None:
-    inputs, function = make_inputs(DECODER, torch.float64), fused(DECODER.spec())
+@on_devices
+def test_input_and_output_used_elsewhere_too(device: str) -> None:
+    inputs, function = make_inputs(DECODER, torch.float64, device=device), fused(DECODER.spec())
     alone = run(function, inputs)
     leaves = _leaves(inputs)
     y = function(leaves)
@@ -131,9 +148,11 @@ def test_input_and_output_used_elsewhere_too() -> None:
         torch.testing.assert_close(t.grad, alone[f"d {name}"])
 
 
-def test_shared_weights_collect_both_gradients() -> None:
+@on_devices
+def test_shared_weights_collect_both_gradients(device: str) -> None:
     """Two calls on the same weights: each returns its gradient once and autograd adds them."""
-    inputs, function = make_inputs(replace(DECODER, drop="0"), torch.float64), fused(replace(DECODER, drop="0").spec())
+    case = replace(DECODER, drop="0")
+    inputs, function = make_inputs(case, torch.float64, device=device), fused(case.spec())
     once = run(function, inputs)
     leaves = _leaves(inputs)
     (function(leaves) * inputs.dy + function(leaves) * inputs.dy).sum().backward()
@@ -145,7 +164,7 @@ def _spread(t: Tensor) -> Tensor:
     """The same values with gaps between rows and, with two dimensions or more, a column-major order."""
     if t.dim() == 1:
         return torch.stack((t, t), 1)[:, 0]
-    wide = torch.full((*t.shape[:-2], t.shape[-1], 2 * t.shape[-2] + 1), torch.nan, dtype=t.dtype)
+    wide = torch.full((*t.shape[:-2], t.shape[-1], 2 * t.shape[-2] + 1), torch.nan, dtype=t.dtype, device=t.device)
     wide[..., : t.shape[-2]] = t.mT
     return wide[..., : t.shape[-2]].mT
 
@@ -156,14 +175,15 @@ def _check_layout(function: Function, changed: Inputs, inputs: Inputs) -> None:
         torch.testing.assert_close(got[name], t, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@on_devices
 @pytest.mark.parametrize("layout", ["pre", "post", "attn", "ffn"])
 @pytest.mark.parametrize("what", ["x", "params", "aux", "dy"])
-def test_non_contiguous_inputs(what: str, layout: str) -> None:
+def test_non_contiguous_inputs(what: str, layout: str, device: str) -> None:
     if layout == "ffn":
         case = Case(layout="ffn", batch=2, bias="all", drop="res")
     else:
         case = replace(DECODER, layout=layout, mask="keep+pad", bias="all", drop="res", tokens=33)
-    inputs, function = make_inputs(case), fused(case.spec())
+    inputs, function = make_inputs(case, device=device), fused(case.spec())
     changed = {
         "x": replace(inputs, x=_spread(inputs.x)),
         "params": replace(inputs, params={n: _spread(t) for n, t in inputs.params.items()}),
@@ -175,14 +195,15 @@ def test_non_contiguous_inputs(what: str, layout: str) -> None:
     _check_layout(function, changed, inputs)
 
 
+@on_devices
 @pytest.mark.parametrize("seq_first", [False, True])
-def test_expanded_inputs(seq_first: bool) -> None:
+def test_expanded_inputs(seq_first: bool, device: str) -> None:
     """Zero strides: one sample for the whole batch, a scalar's gradient, and a weight that is one row."""
     case = replace(DECODER, batch=3, tokens=33, seq_first=seq_first)
-    inputs, function = make_inputs(case), fused(case.spec())
+    inputs, function = make_inputs(case, device=device), fused(case.spec())
     one = inputs.x[:, :1] if seq_first else inputs.x[:1]
     params = {**inputs.params, "ffn.up_w": inputs.params["ffn.up_w"][:1].expand(case.hidden, -1)}
-    dy = torch.ones((), dtype=torch.float64).expand_as(inputs.dy)
+    dy = torch.ones((), dtype=torch.float64, device=device).expand_as(inputs.dy)
     expanded = replace(inputs, x=one.expand_as(inputs.x), params=params, dy=dy)
     plain = replace(
         inputs, x=expanded.x.contiguous(), params={n: t.contiguous() for n, t in params.items()}, dy=dy.contiguous()

@@ -112,7 +112,7 @@ class Mutant:
 
 def _tiled(tokens: int) -> str:
     case, dtype = next((case, dtype) for case, dtype in TILED if case.tokens == tokens)
-    return f"tests/test_block_oracle.py::test_ffn_tiles[{case.id}-{str(dtype)[6:]}]"
+    return f"tests/test_block_oracle.py::test_ffn_tiles[{case.id}-{str(dtype)[6:]}-cpu]"
 
 
 MUTANTS = (
@@ -143,21 +143,21 @@ MUTANTS = (
         file="autograd/ffn.cpp",
         text=": gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);",
         defect=": gate_up(value_.gu, t);",
-        test="tests/test_keep.py::test_second_backward_is_equal[all]",
+        test="tests/test_keep.py::test_second_backward_is_equal[all-cpu]",
     ),
     Mutant(
         "ensure_mid without its replay",
         file="autograd/block.cpp",
         text="  if (value_.mid.defined()) return;\n  ensure_proj();\n",
         defect="  if (value_.mid.defined()) return;\n  if (backward_) { value_.mid = x_; return; }\n  ensure_proj();\n",
-        test="tests/test_keep.py::test_every_set_of_names[pre-float32]",
+        test="tests/test_keep.py::test_every_set_of_names[pre-float32-cpu]",
     ),
     Mutant(
         "ensure_qk without RoPE in the replay",
         file="autograd/attention.cpp",
         text="  if (plain) return;\n",
         defect="  if (plain || backward_) return;\n",
-        test="tests/test_block_oracle.py::test_wide_heads[128-all-float32]",
+        test="tests/test_block_oracle.py::test_wide_heads[128-all-float32-cpu]",
     ),
 )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ckptfused import rng
 from ckptfused.spec import BlockSpec, param_names
 from tests.cases import Case
+from tests.devices import on_devices
 from tests.oracle import make_inputs
 
 OPS = torch.ops.ckptfused
@@ -22,8 +23,8 @@ BLOCKS = [
 ]
 
 
-def block_args(case: Case) -> tuple[Tensor, list[Any], list[Any], BlockSpec]:
-    inputs, spec = make_inputs(case, torch.float32), case.spec()
+def block_args(case: Case, device: str) -> tuple[Tensor, list[Any], list[Any], BlockSpec]:
+    inputs, spec = make_inputs(case, torch.float32, device=device), case.spec()
     params = [inputs.params.get(name) for name in param_names(spec)]
     params = [p if p is None else p.detach().requires_grad_() for p in params]
     aux = [inputs.aux.get(name) for name in ("cos", "sin", "mask", "padding", "cu_seqlens")]
@@ -34,9 +35,10 @@ def detached(params: list[Any]) -> list[Any]:
     return [p if p is None else p.detach() for p in params]
 
 
+@on_devices
 @pytest.mark.parametrize(("name", "case"), BLOCKS, ids=lambda v: v if isinstance(v, str) else v.id)
-def test_block(name: str, case: Case) -> None:
-    x, params, aux, spec = block_args(case)
+def test_block(name: str, case: Case, device: str) -> None:
+    x, params, aux, spec = block_args(case, device)
     checks = None
     if spec.has_dropout:  # two runs draw two masks: the comparing check has nothing to compare
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -44,9 +46,10 @@ def test_block(name: str, case: Case) -> None:
     torch.library.opcheck(getattr(OPS, name), args, **({"test_utils": checks} if checks else {}))
 
 
+@on_devices
 @pytest.mark.parametrize(("name", "case"), BLOCKS, ids=lambda v: v if isinstance(v, str) else v.id)
-def test_block_fwd_and_bwd(name: str, case: Case) -> None:
-    x, params, aux, spec = block_args(case)
+def test_block_fwd_and_bwd(name: str, case: Case, device: str) -> None:
+    x, params, aux, spec = block_args(case, device)
     state = rng.state(x) if spec.has_dropout else None
     forward = (x.detach(), detached(params), aux, state, spec.to_string(), True)
     torch.library.opcheck(getattr(OPS, f"{name}_fwd"), forward)
@@ -97,12 +100,15 @@ def small_op_args() -> dict[str, tuple[Any, ...]]:
     }
 
 
+@on_devices
 @pytest.mark.parametrize("name", list(small_op_args()) if hasattr(OPS, "norm_fwd") else [])
-def test_small_op(name: str) -> None:
+def test_small_op(name: str, device: str) -> None:
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     if name == "rng_state":  # draws anew at every call
         checks = checks[:3]
-    torch.library.opcheck(getattr(OPS, name), small_op_args()[name], test_utils=checks)
+    with torch.device(device):
+        args = small_op_args()[name]
+    torch.library.opcheck(getattr(OPS, name), args, test_utils=checks)
 
 
 def test_every_op_is_checked() -> None:

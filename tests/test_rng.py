@@ -1,4 +1,6 @@
-"""Dropout's random numbers: bit for bit those of the slow Philox, independent, and drawn alike whatever is kept.
+"""Dropout's random numbers: bit for bit those of the slow Philox, and independent.
+
+How a block draws them is tested in test_rng_state, that other devices have the same ones in gpu/test_masks.
 
 Every statistical test is of fixed seeds, hence passes always or never; ``ALARM`` is the probability, over the choice of
 seeds, that a perfect generator would fail one of its checks. There are fewer than a hundred checks.
@@ -7,7 +9,6 @@ seeds, that a perfect generator would fail one of its checks. There are fewer th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,10 +18,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from ckptfused import functional, reference, rng
-from ckptfused.spec import BlockSpec
-from tests.cases import AXES, Case
-from tests.oracle import Inputs, make_inputs
+from ckptfused import reference, rng
 
 ALARM = 1e-9
 BIG = (512, 2048)
@@ -122,102 +120,6 @@ def test_independence(other: str) -> None:
     first, second = rng.dropout_mask(BIG, 0.3, state(7), 0), OTHERS[other]()
     assert not first.equal(second)
     _independent(first, second)
-
-
-DECODER = Case(norm="rmsnorm", rope="half", heads="4/2", mask="causal", drop="all", batch=2, tokens=33)
-
-
-def _step(inputs: Inputs, spec: BlockSpec, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    x = inputs.x.detach().requires_grad_()
-    y = functional.block(x, inputs.params, spec, **inputs.aux, generator=generator)
-    return y.detach(), torch.autograd.grad(y, x, inputs.dy)[0]
-
-
-def test_state_is_one_draw_of_the_generator() -> None:
-    like = torch.empty(3)
-    torch.manual_seed(5)
-    first, second, after = rng.state(like), rng.state(like), torch.get_rng_state()
-    assert first.dtype == torch.int64
-    assert first.shape == (2,)
-    assert first[1] == 0
-    assert first[0] != second[0]
-    torch.manual_seed(5)
-    assert rng.state(like).equal(first)
-    assert rng.state(like).equal(second)
-    assert torch.get_rng_state().equal(after)
-    assert rng.state(like, torch.Generator().manual_seed(5)).equal(first)
-    assert torch.get_rng_state().equal(after)
-
-
-@pytest.mark.parametrize("case", [DECODER, replace(DECODER, layout="sandwich"), replace(DECODER, layout="parallel")])
-def test_the_generator_advances_alike(case: Case) -> None:
-    """One draw a call whatever is kept, none in backward, the same with and without gradients."""
-    inputs = make_inputs(case, torch.float32)
-    torch.manual_seed(9)
-    rng.state(inputs.x)
-    after = torch.get_rng_state()
-    outputs = []
-    for preset in AXES["keep"]:
-        torch.manual_seed(9)
-        outputs.append(_step(inputs, case.spec().with_keep(str(preset))))
-        assert torch.get_rng_state().equal(after), preset
-    torch.manual_seed(9)
-    with torch.no_grad():
-        y = functional.block(inputs.x, inputs.params, case.spec(), **inputs.aux)
-    assert torch.get_rng_state().equal(after)
-    assert y.equal(outputs[0][0])
-    for got in outputs[1:]:
-        assert all(a.equal(b) for a, b in zip(got, outputs[0], strict=True))
-
-
-def test_calls_differ_and_a_seed_reproduces_them() -> None:
-    inputs = make_inputs(DECODER, torch.float32)
-    torch.manual_seed(4)
-    first, second = (_step(inputs, DECODER.spec()) for _ in range(2))
-    assert not first[0].equal(second[0])
-    torch.manual_seed(4)
-    again = [_step(inputs, DECODER.spec()) for _ in range(2)]
-    assert again[0][0].equal(first[0])
-    assert again[1][0].equal(second[0])
-    assert again[1][1].equal(second[1])
-
-
-def test_an_explicit_generator_leaves_the_global_one_alone() -> None:
-    inputs, before = make_inputs(DECODER, torch.float32), torch.get_rng_state()
-    first, second = (_step(inputs, DECODER.spec(), torch.Generator().manual_seed(1)) for _ in range(2))
-    assert torch.get_rng_state().equal(before)
-    assert first[0].equal(second[0])
-    assert first[1].equal(second[1])
-
-
-def test_no_dropout_draws_nothing() -> None:
-    inputs, before = make_inputs(DECODER, torch.float32), torch.get_rng_state()
-    _step(inputs, DECODER.spec().without_dropout())
-    assert torch.get_rng_state().equal(before)
-
-
-def _with(spec: BlockSpec, **p: float) -> BlockSpec:
-    assert spec.attn is not None
-    assert spec.ffn is not None
-    attn = replace(spec.attn, **{name: value for name, value in p.items() if hasattr(spec.attn, name)})
-    return replace(spec, attn=attn, ffn=replace(spec.ffn, **{n: v for n, v in p.items() if hasattr(spec.ffn, n)}))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("p", [{"p_res": 1.0}, {"p_attn": 1.0, "p_hidden": 1.0}], ids=["residual", "inner"])
-def test_p_of_one_drops_all(p: dict[str, float], dtype: torch.dtype) -> None:
-    inputs = make_inputs(replace(DECODER, drop="0"), dtype)
-    spec = _with(DECODER.spec().without_dropout(), **p)
-    params = {name: t.detach().requires_grad_() for name, t in inputs.params.items()}
-    x = inputs.x.detach().requires_grad_()
-    y = functional.block(x, params, spec, **inputs.aux)
-    assert y.equal(inputs.x)
-    y.backward(inputs.dy)
-    assert x.grad is not None
-    assert x.grad.equal(inputs.dy)
-    for name, t in params.items():
-        assert t.grad is not None, name
-        assert (t.grad == 0).all(), name
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])

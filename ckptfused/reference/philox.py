@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np  # imported where it is used: the rest of the oracle does without
 
 ROUNDS = 7
 DECISIONS = 65536  # 16 bits decide an element
@@ -51,6 +53,8 @@ def decisions(rows: int, cols: int, seed: int, offset: int, site: int) -> np.nda
     **Source**: DESIGN section 5: element ``e = row * 8 * ceil(cols / 8) + col``, counter words 0-1 ``e >> 3``,
     word 2 the offset's low half, word 3 its next 24 bits and the site; lane ``e & 7`` takes half a word.
     """
+    import numpy as np
+
     seed, offset = seed & (2**64 - 1), offset & (2**64 - 1)
     stride = -(-cols // LANES) * LANES
     e = np.arange(rows, dtype=np.uint64)[:, None] * np.uint64(stride) + np.arange(cols, dtype=np.uint64)[None, :]
@@ -68,6 +72,8 @@ def dropout_mask(shape: Sequence[int], p: float, seed: int, offset: int, site: i
 
     **Shapes**: returns bool ``shape``; all dimensions but the last count as rows.
     """
+    import numpy as np
+
     *lead, cols = shape
     rows = int(np.prod(lead, dtype=np.int64))
     keep = decisions(rows, cols, seed, offset, site) >= np.uint64(keep_threshold(p))

@@ -1,0 +1,326 @@
+"""The row kernels on a GPU against the bandwidth of a copy of as many bytes and against eager PyTorch.
+
+    python benchmarks/gpu_micro.py --seconds 30
+
+bfloat16, 16,384 rows, C 4096, F 14336, 32 heads of 128 (8 of keys and values): a Llama-3-8B layer. Each result is
+compared with float32 first. The bytes are those that have to be read and written once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ckptfused  # noqa: F401  (registers the ops)
+from benchmarks.gpu_timing import Clock, Goal, arguments, expect_close, goal_table, table, write
+from ckptfused.cli.models import rope_tables, rotate
+
+OPS = torch.ops.ckptfused
+DTYPE, P = torch.bfloat16, 0.1
+SCALE = 65536 / (65536 - round(P * 65536))
+EPS = 1e-5
+LIMIT = 4 * torch.finfo(DTYPE).eps  # an ulp each for two roundings, and the sums inside
+
+
+@dataclass(frozen=True)
+class Sizes:
+    batch: int = 2
+    tokens: int = 8192
+    width: int = 4096
+    hidden: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.tokens
+
+
+TINY = Sizes(2, 16, 64, 96, 4, 2, 16)
+
+
+@dataclass(frozen=True)
+class Op:
+    """Our call, the eager one, pairs of what we found and what is right, and the bytes moved at least."""
+
+    ours: Callable[[], object]
+    eager: Callable[[], object]
+    results: Callable[[], list[tuple[Tensor, Tensor]]]
+    moved: int
+    goal: float | None = 0.85
+
+
+def size(*tensors: Tensor) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def unset(like: Tensor) -> Tensor:
+    """Outputs start as NaN: what nobody writes shows."""
+    return torch.full_like(like, torch.nan)
+
+
+class Make:
+    """The ops to measure, made one at a time."""
+
+    def __init__(self, sizes: Sizes, device: str) -> None:
+        self.sizes, self.device = sizes, device
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device).to(DTYPE)
+
+    def matrix(self) -> Tensor:
+        return self.normal(self.sizes.rows, self.sizes.width)
+
+    def _norm_forward(self, kind: str) -> Op:
+        x, w = self.matrix(), self.normal(self.sizes.width)
+        b = self.normal(self.sizes.width) if kind == "layernorm" else None
+        y, shape = unset(x), (self.sizes.width,)
+
+        def reference(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+            return F.rms_norm(x, shape, w, EPS) if b is None else F.layer_norm(x, shape, w, b, EPS)
+
+        def results() -> list[tuple[Tensor, Tensor]]:
+            return [(y, reference(x.float(), w.float(), None if b is None else b.float()))]
+
+        return Op(lambda: OPS.norm_fwd(x, w, b, y, kind, EPS), lambda: reference(x, w, b), results, size(x, y))
+
+    def _norm_backward(self, kind: str) -> Op:
+        x, w, dy = self.matrix().requires_grad_(), self.normal(self.sizes.width).requires_grad_(), self.matrix()
+        b = self.normal(self.sizes.width).requires_grad_() if kind == "layernorm" else None
+        leaves = [x, w] if b is None else [x, w, b]
+        plain, weight, shape = x.detach(), w.detach(), (self.sizes.width,)
+        dx = unset(plain)
+        dw = torch.full((self.sizes.width,), torch.nan, device=self.device)
+        db = None if b is None else torch.full_like(dw, torch.nan)
+
+        def forward(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+            return F.rms_norm(x, shape, w, EPS) if b is None else F.layer_norm(x, shape, w, b, EPS)
+
+        y = forward(x, w, b)
+
+        def eager() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+        def results() -> list[tuple[Tensor, Tensor]]:
+            wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
+            right = torch.autograd.grad(forward(wide[0], wide[1], wide[2] if b is not None else None), wide, dy.float())
+            found = [dx, dw] if db is None else [dx, dw, db]
+            return list(zip(found, right, strict=True))
+
+        ours = lambda: OPS.norm_bwd(dy, plain, weight, None, dx, dw, db, kind, EPS)  # noqa: E731
+        return Op(ours, eager, results, size(dy, x, dx))
+
+    def rms_norm_forward(self) -> Op:
+        return self._norm_forward("rmsnorm")
+
+    def layer_norm_forward(self) -> Op:
+        return self._norm_forward("layernorm")
+
+    def rms_norm_backward(self) -> Op:
+        return self._norm_backward("rmsnorm")
+
+    def layer_norm_backward(self) -> Op:
+        return self._norm_backward("layernorm")
+
+    def residual_dropout_norm(self) -> Op:
+        """x + drop(f) and its RMSNorm; eager: dropout, add, norm."""
+        x, f, w = self.matrix(), self.matrix(), self.normal(self.sizes.width)
+        total, normed, state = unset(x), unset(x), OPS.rng_state(x, 0)
+        shape = (self.sizes.width,)
+
+        def ours() -> None:
+            how = ("none", EPS, "rmsnorm", EPS, 1.0, P, 1)
+            OPS.residual_fwd(x, f, state, None, None, w, None, total, normed, *how, [])
+
+        def eager() -> Tensor:
+            return F.rms_norm(x + F.dropout(f, P), shape, w, EPS)
+
+        def results() -> list[tuple[Tensor, Tensor]]:
+            keep = OPS.dropout_mask(list(x.shape), P, state, 1)
+            right = x.float() + torch.where(keep, f.float() * SCALE, 0.0)
+            return [(total, right), (normed, F.rms_norm(total.float(), shape, w.float(), EPS))]
+
+        return Op(ours, eager, results, size(x, f, total, normed))
+
+    def residual_dropout_backward(self) -> Op:
+        """The gradient of f through dropout; eager: a product with the scaled mask that it kept."""
+        ds = self.matrix()
+        df, state = unset(ds), OPS.rng_state(ds, 0)
+        kept = OPS.dropout_mask(list(ds.shape), P, state, 1)
+        return Op(
+            lambda: OPS.residual_bwd(ds, None, state, None, df, None, None, "none", EPS, 1.0, P, 1, []),
+            lambda: torch.ops.aten.native_dropout_backward(ds, kept, SCALE),
+            lambda: [(df, torch.where(kept, ds.float() * SCALE, 0.0))],
+            size(ds, df),
+        )
+
+    def _gate_up(self) -> tuple[Tensor, Tensor]:
+        """Columns of one product, as a block has them."""
+        return tuple(self.normal(self.sizes.rows, 2 * self.sizes.hidden).chunk(2, 1))  # type: ignore[return-value]
+
+    def glu_forward(self) -> Op:
+        g, u = self._gate_up()
+        h, hidden = torch.full(g.shape, torch.nan, dtype=DTYPE, device=self.device), self.sizes.hidden
+        return Op(
+            lambda: OPS.activation_fwd(g, u, None, h, "swiglu", 0.0, 2, hidden, 0, 0, []),
+            lambda: F.silu(g) * u,
+            lambda: [(h, F.silu(g.float()) * u.float())],
+            size(g, u, h),
+        )
+
+    def glu_backward(self) -> Op:
+        """h, dg, du from g, u, dh in one pass."""
+        (g, u), hidden = self._gate_up(), self.sizes.hidden
+        dh = self.normal(self.sizes.rows, hidden)
+        h, (dg, du) = (
+            unset(dh),
+            torch.full((self.sizes.rows, 2 * hidden), torch.nan, dtype=DTYPE, device=self.device).chunk(2, 1),
+        )
+        leaves = [g.detach().requires_grad_(), u.detach().requires_grad_()]
+        y = F.silu(leaves[0]) * leaves[1]
+
+        def eager() -> object:
+            """The backward alone, from what eager keeps: g, u, silu(g)."""
+            return torch.autograd.grad(y, leaves, dh, retain_graph=True)
+
+        def results() -> list[tuple[Tensor, Tensor]]:
+            wide = [g.float().requires_grad_(), u.float().requires_grad_()]
+            right = F.silu(wide[0]) * wide[1]
+            dgu = torch.autograd.grad(right, wide, dh.float())
+            return list(zip((h, dg, du), (right.detach(), *dgu), strict=True))
+
+        return Op(
+            lambda: OPS.activation_bwd(g, u, dh, None, h, dg, du, "swiglu", 0.0, 2, hidden, 0, 0, []),
+            eager,
+            results,
+            size(g, u, dh, h, dg, du),
+        )
+
+    def _heads(self, count: int) -> tuple[Tensor, Tensor]:
+        """Queries and keys [B, T, heads, D] as columns of one QKV product."""
+        s = self.sizes
+        qkv = self.normal(s.batch, s.tokens, (s.heads + 2 * s.kv_heads) * s.dim).unflatten(-1, (-1, s.dim))
+        return qkv[:, :, : s.heads], qkv[:, :, s.heads : s.heads + s.kv_heads]
+
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        cos, sin = rope_tables(self.sizes.tokens, self.sizes.dim, 5e5)
+        return cos.to(self.device), sin.to(self.device)
+
+    def _rope(self, sign: int) -> Op:
+        """Queries and keys turned in place."""
+        (q, k), (cos, sin) = self._heads(0), self._tables()
+        given = [q.clone(), k.clone()]
+        tables = cos.to(DTYPE), sin.to(DTYPE)
+
+        def ours() -> None:
+            for t in (q, k):
+                if sign > 0:
+                    OPS.qk_fwd(t, None, None, cos[None], sin[None], t, "none", EPS, "half", 0)
+                else:
+                    OPS.qk_bwd(t, t, None, cos[None], sin[None], t, None, None, "none", EPS, "half", 0)
+
+        def eager() -> object:
+            return [rotate(t.transpose(1, 2), tables[0], sign * tables[1]) for t in given]
+
+        def results() -> list[tuple[Tensor, Tensor]]:
+            right = [rotate(t.float().transpose(1, 2), cos, sign * sin).transpose(1, 2) for t in given]
+            return list(zip((q, k), right, strict=True))
+
+        return Op(ours, eager, results, 2 * size(q, k))
+
+    def rope_forward(self) -> Op:
+        return self._rope(1)
+
+    def rope_backward(self) -> Op:
+        return self._rope(-1)
+
+    def qk_norm_rope_forward(self) -> Op:
+        """RMSNorm of every head, then RoPE, into a new tensor."""
+        (q, k), (cos, sin), dim = self._heads(0), self._tables(), self.sizes.dim
+        w, tables = self.normal(dim), [t.to(DTYPE) for t in self._tables()]
+        out = [torch.full(t.shape, torch.nan, dtype=DTYPE, device=self.device) for t in (q, k)]
+
+        def ours() -> None:
+            for t, y in zip((q, k), out, strict=True):
+                OPS.qk_fwd(t, w, None, cos[None], sin[None], y, "rmsnorm", EPS, "half", 0)
+
+        def eager() -> object:
+            return [rotate(F.rms_norm(t, (dim,), w, EPS).transpose(1, 2), *tables) for t in (q, k)]
+
+        def results() -> list[tuple[Tensor, Tensor]]:
+            wide = [F.rms_norm(t.float(), (dim,), w.float(), EPS).transpose(1, 2) for t in (q, k)]
+            return [(y, rotate(t, cos, sin).transpose(1, 2)) for y, t in zip(out, wide, strict=True)]
+
+        return Op(ours, eager, results, 2 * size(q, k), goal=None)
+
+
+OP_NAMES = (
+    *("rms_norm_forward", "rms_norm_backward", "layer_norm_forward", "layer_norm_backward"),
+    *("residual_dropout_norm", "residual_dropout_backward", "glu_forward", "glu_backward"),
+    *("rope_forward", "rope_backward", "qk_norm_rope_forward"),
+)
+
+
+def measure(name: str, make: Make, clock: Clock, seconds: float) -> dict[str, Any]:
+    op: Op = getattr(make, name)()
+    op.ours()
+    errors = [expect_close(name, found, right, LIMIT) for found, right in op.results()]
+    source = torch.randn(op.moved // 4, device=make.device).to(DTYPE)  # half of the bytes: a copy reads and writes
+    target = torch.empty_like(source)
+    times = clock.compare(
+        {"ckptfused": op.ours, "copy": lambda: target.copy_(source), "eager": op.eager}, seconds
+    )  # fmt: skip
+    ours, copy, eager = (times[key].median for key in ("ckptfused", "copy", "eager"))
+    return {
+        "op": name,
+        "bytes": op.moved,
+        "milliseconds": {key: vars(value) for key, value in times.items()},
+        "GB/s": op.moved / ours / 1e6,
+        "copy GB/s": op.moved / copy / 1e6,
+        "of copy": copy / ours,
+        "eager of copy": copy / eager,
+        "goal": op.goal,
+        "error": max(errors),
+    }
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    torch.manual_seed(0)
+    sizes = TINY if options.tiny else Sizes()
+    make, clock = Make(sizes, options.device), Clock(options.device)
+    found: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for name in OP_NAMES:
+        try:
+            found.append(measure(name, make, clock, options.seconds / len(OP_NAMES)))
+        except (RuntimeError, SystemExit) as error:  # one op that fails does not hide the others
+            failed[name] = str(error)
+            print(f"{name}: {error}", flush=True)
+        goals = [Goal(f"{r['op']} of copy bandwidth", r["of copy"], r["goal"], True).row() for r in found if r["goal"]]
+        result = {"sizes": vars(sizes), "dtype": "bfloat16", "ops": found, "failed": failed, "goals": goals}
+        path = write(options, "micro", result)  # after each: if time runs out, what was measured stays
+    rows: list[list[object]] = [
+        [r["op"], f"{r['milliseconds']['ckptfused']['median']:.4f}", f"{r['GB/s']:.0f}", f"{r['copy GB/s']:.0f}",
+         f"{100 * r['of copy']:.1f} %", f"{100 * r['eager of copy']:.1f} %", f"{r['error']:.1e}"]
+        for r in found
+    ]  # fmt: skip
+    print(table(["kernel", "ms", "GB/s", "copy GB/s", "of copy", "eager of copy", "error"], rows))
+    print(goal_table(goals))
+    print(f"written: {path}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

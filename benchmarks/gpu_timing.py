@@ -1,0 +1,182 @@
+"""How the GPU benchmarks measure: variants take turns, each between two events, out of a cache that holds none of it.
+
+On a CPU the same code runs with its clock, so that tests can go through it; such times mean nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROUNDS = 40
+AHEAD = 1_000_000  # GPU cycles of waiting, while the host enqueues what is timed: half a millisecond
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one variant."""
+
+    median: float
+    p20: float
+    p80: float
+    rounds: int
+
+    @classmethod
+    def of(cls, values: list[float]) -> Times:
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0], len(values))
+        fifths = statistics.quantiles(values, n=5, method="inclusive")
+        return cls(statistics.median(values), fifths[0], fifths[3], len(values))
+
+
+class Clock:
+    """Times calls on one device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._cache: Tensor | None = None
+        if device == "cuda":
+            size = torch.cuda.get_device_properties(0).L2_cache_size
+            self._cache = torch.zeros(max(size, 32 << 20), dtype=torch.float32, device=device)  # four times its bytes
+
+    def _start(self, call: Callable[[], object]) -> Callable[[], float]:
+        """Enqueues one call; the result waits for it and gives its milliseconds."""
+        if self._cache is None:
+            before = time.perf_counter()
+            call()
+            taken = 1e3 * (time.perf_counter() - before)
+            return lambda: taken
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._cache.sum()  # read, not written: what is left in the cache needs no writing back
+        torch.cuda._sleep(AHEAD)
+        begin.record()
+        call()
+        end.record()
+
+        def wait() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end)
+
+        return wait
+
+    def compare(
+        self, calls: Mapping[str, Callable[[], object]], seconds: float, rounds: int = ROUNDS
+    ) -> dict[str, Times]:
+        """Two untimed rounds, then rounds of all calls, in rotating order, until there are `rounds` or the time is up
+        (three at least)."""
+        for _ in range(2):
+            for call in calls.values():
+                self._start(call)()
+        names, start = list(calls), time.perf_counter()
+        taken: dict[str, list[float]] = {name: [] for name in names}
+        while len(taken[names[0]]) < 3 or (
+            len(taken[names[0]]) < rounds and time.perf_counter() - start < seconds
+        ):  # fmt: skip
+            for name in names:
+                taken[name].append(self._start(calls[name])())
+            names.append(names.pop(0))
+        return {name: Times.of(values) for name, values in taken.items()}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A ratio to be reached, and what was."""
+
+    name: str
+    value: float
+    limit: float
+    at_least: bool
+    ideal: float | None = None
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "value": round(self.value, 4),
+            "goal": f"{'≥' if self.at_least else '≤'} {self.limit:g}",
+            "met": self.met,
+            "ideal": self.ideal,
+        }
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| / ||expected||; NaN where there is a NaN."""
+    wide = torch.float64 if found.dtype == torch.float64 else torch.float32
+    expected = expected.to(wide)
+    return float(torch.linalg.vector_norm(found.to(wide) - expected) / torch.linalg.vector_norm(expected))
+
+
+def expect_close(name: str, found: Tensor, expected: Tensor, limit: float) -> float:
+    """Raises unless found is within limit of expected, by norm. No time is reported after that."""
+    error = relative_error(found, expected)
+    if not error <= limit:
+        raise SystemExit(f"{name}: wrong result, no time reported: relative error {error:.3g}, allowed {limit:.3g}")
+    return error
+
+
+def arguments(doc: str | None) -> Namespace:
+    """--out FOLDER, --stem NAME, --seconds S, --device cuda, --tiny."""
+    parser = ArgumentParser(description=doc.splitlines()[0] if doc else None)
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent / "results")
+    parser.add_argument("--stem", default="gpu", help="what the result file's name begins with")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of timed calls, about")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="sizes for a test of this script")
+    return parser.parse_args()
+
+
+def where(device: str, case: str) -> dict[str, Any]:
+    """The GPU, as far as it decides times, and everything that a CPU result file says.
+
+    COMMIT names the commit where the checkout came without its history.
+    """
+    from benchmarks import environment
+
+    described = environment.describe() | {"command": f"make gpu PARTS={case}"}
+    described["commit"] = os.environ.get("COMMIT") or described["commit"]
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        described["gpu"] = {
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "multiprocessors": gpu.multi_processor_count,
+            "memory": gpu.total_memory,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
+    return described
+
+
+def write(options: Namespace, case: str, result: dict[str, Any]) -> Path:
+    """<out>/<stem>_<case>.json."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{options.stem}_{case}.json"
+    path.write_text(json.dumps({"case": case, **result, "environment": where(options.device, case)}, indent=2) + "\n")
+    return path
+
+
+def table(head: list[str], rows: list[list[object]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *[[str(cell) for cell in row] for row in rows]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def goal_table(goals: list[dict[str, Any]]) -> str:
+    rows: list[list[object]] = []
+    for g in goals:
+        ideal = "" if g["ideal"] is None else f"{g['ideal']:g}"
+        rows.append([g["name"], f"{g['value']:.3f}", g["goal"], "yes" if g["met"] else "NO", ideal])
+    return table(["goal", "value", "wanted", "met", "ideal"], rows)

@@ -1,0 +1,263 @@
+"""Which kernels a block will use for an input, and why; what it keeps and what it makes again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptfused import cost
+from ckptfused._extension import _C, build_info
+from ckptfused.cost.attention import cpu_attention
+from ckptfused.modules.assemble import Call
+from ckptfused.modules.fused import FusedModule, needs_gradient
+from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
+
+__all__ = ["Explanation", "Step", "explain"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of forward: its kernel, why that one, and what backward does about its result."""
+
+    name: str
+    kernel: str
+    reason: str = ""
+    backward: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; as a string, a table for a person."""
+
+    title: str
+    steps: tuple[Step, ...]
+    saved: dict[str, int]
+    """Bytes held until backward, by name; empty where nothing is saved."""
+    replayed: dict[str, int]
+    """FLOPs of what backward makes again, by name."""
+    notes: tuple[str, ...] = ()
+
+    def step(self, name: str) -> Step:
+        """The step of that name. **Raises** `KeyError`."""
+        for step in self.steps:
+            if step.name == name:
+                return step
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        rows = [("step", "kernel", "in backward", "why")]
+        rows += [(s.name, s.kernel, s.backward, s.reason) for s in self.steps]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = [self.title, ""]
+        for row in rows:
+            lines.append(
+                "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+            )
+        if self.saved:
+            parts = ", ".join(f"{name} {_size(count)}" for name, count in self.saved.items())
+            lines += ["", f"Saved for backward: {_size(sum(self.saved.values()))} ({parts})."]
+        lines += [*([] if self.saved else [""]), *self.notes]
+        return "\n".join(lines)
+
+
+def explain(block: FusedModule, x: Tensor, *args: Any, show: bool = True, **kwargs: Any) -> Explanation:
+    """Say which kernel each step of `block(x, *args, **kwargs)` and of its backward will use, and why.
+
+    Nothing is computed: the answers come from the functions that choose when the block runs, and from `ckptfused.cost`.
+    They are for the present state of the block (training or not, `keep`), of autocast and of grad mode.
+
+    **Shapes** x and the other arguments as `forward` takes them. x on the meta device stands for one on the block's.
+    show: print the table, too.
+    **Raises** `TypeError` for a module that is no `FusedCheckpointBlock`, `FusedCheckpointAttention` or
+    `FusedCheckpointFFN`; otherwise what `forward` raises for these arguments.
+    """
+    if not isinstance(block, FusedModule):
+        raise TypeError(
+            "block: expected a FusedCheckpointBlock, FusedCheckpointAttention or FusedCheckpointFFN (of a "
+            f"FusedCheckpointSequential: one of its blocks), got {type(block).__name__}"
+        )
+    kwargs.pop("generator", None)
+    device = next(block.parameters()).device
+    if x.device.type == "meta" and device.type != "meta":
+        x = torch.empty((), dtype=x.dtype, device=device).expand(x.shape).requires_grad_(x.requires_grad)
+    title = f"{type(block).__name__} on {x.device}, x {list(x.shape)} {_name(x.dtype)}"
+    if why := _not_fused(block, x, args, kwargs):
+        step = Step("everything", "the layers themselves under torch.utils.checkpoint", why, "made again")
+        found = Explanation(title, (step,), {}, {})
+    else:
+        found = _fused(title, block, block.prepare(x, *args, **kwargs))
+    if show:
+        print(found)
+    return found
+
+
+def _not_fused(block: FusedModule, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why the module takes its generic path; empty if it does not."""
+    if x.is_nested:
+        return "x is a nested tensor"
+    if not block.fusable():
+        return "the kernels do not compute what these layers do (a layer of another type, a hook, a wide head)"
+    masks = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    return "a mask needs a gradient" if needs_gradient(*masks) else ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _size(count: int) -> str:
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} B"
+
+
+class _Setting:
+    """A block call, as far as it decides kernels."""
+
+    def __init__(self, call: Call) -> None:
+        self.x, spec = call.x, BlockSpec.parse(call.text)
+        kind = self.x.device.type
+        if torch.is_autocast_enabled(kind) and self.x.dtype == torch.float32:  # as csrc/autograd/function.cpp
+            compute = _name(torch.get_autocast_dtype(kind))
+            spec = BlockSpec.parse(f"{call.text} compute={compute}") if compute != "float32" else spec
+        self.spec = spec
+        self.cuda = kind == "cuda"
+        self.dtype = cost.compute_type(spec, self.x.dtype)
+        length, batch = self.x.shape[:2] if spec.seq_first else (self.x.shape[1], self.x.shape[0])
+        self.batch, self.length, self.width = batch, length, self.x.shape[2]
+        self.rows = "CUDA C++" if self.cuda else f"row kernel ({_C.cpu_target()})"
+
+    @property
+    def dims(self) -> tuple[int, int, int]:
+        return self.batch, self.length, self.width
+
+    def product(self) -> tuple[str, str]:
+        if self.cuda:
+            return "cuBLAS", ""
+        if _C.linear_scratch_bytes(1, 1, 1, _name(self.dtype)):
+            return "float32 blocks", f"this processor has no matrix instructions for {_name(self.dtype)}"
+        return "PyTorch's product", ""
+
+    def attention(self, a: AttentionSpec) -> tuple[str, str]:
+        if not self.cuda:
+            name, reason = cpu_attention(a, self.batch, self.length, self.dtype)
+            return {"flash": "PyTorch's flash kernel", "tiles": "our tiles"}[name], reason
+        from ckptfused.triton.backend import Shape, attention_backend
+
+        windowed = 0 < a.window < self.length
+        options = a.mask != "none" or a.padding != "none" or a.packed or windowed or a.softcap
+        plain = not (options or round(a.p_attn * 65536))
+        shape = Shape(plain, self.dtype, a.head_dim, not self.batch * self.length)
+        name, reason = attention_backend(shape, torch.cuda.get_device_capability(self.x.device))
+        kernels = {"flash": "PyTorch's flash kernel", "cudnn": "cuDNN through PyTorch", "triton": "Triton"}
+        return kernels[name], reason
+
+    def gate_up(self, f: FFNSpec) -> tuple[str, str] | None:
+        """The fused product where the device has one: kernel (None: not that way) and reason."""
+        if not self.cuda or f.post != "none" or f.out != "none":  # as Block::choose_up_kernel
+            return None
+        from ckptfused.triton.tuning import CUBLAS, ffn_choice
+
+        name, reason = ffn_choice(self.batch * self.length, self.width, f.hidden, f.act, self.dtype, self.x.device)
+        return ("cuBLAS" if name == CUBLAS else f"Triton, activation included ({name})"), reason
+
+    def tiles(self, f: FFNSpec) -> tuple[int, int, str]:
+        """Rows and columns of a tile, and the reason."""
+        n, size = self.batch * self.length, self.dtype.itemsize
+        rows, cols = _C.ffn_tiles(n, self.width, f.hidden, f.gated, size)
+        scratch = f"{_size((3 if f.gated else 2) * n * f.hidden * size)} of hidden-wide scratch in one piece"
+        if (rows, cols) == (n, f.hidden):
+            return rows, cols, scratch
+        cut = f"{-(-n // rows)} tiles of {rows} rows" if rows < n else f"{-(-f.hidden // cols)} tiles of {cols} columns"
+        return rows, cols, f"{cut}: {scratch} would be more than a block takes"
+
+
+def _norm(kind: str) -> str:
+    return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "gemma": "RMSNorm with 1 + w"}[kind]
+
+
+def _attention_steps(s: _Setting, a: AttentionSpec, after: dict[str, str]) -> list[Step]:
+    steps = []
+    product, why = s.product()
+    if a.pre != "none":
+        steps.append(Step("norm before attention", s.rows, _norm(a.pre), "made again"))
+    steps.append(Step("QKV product", product, why, after["qkv"]))
+    turned = ["q/k norm"] * (a.qk_norm != "none") + [f"RoPE ({a.rope})"] * (a.rope != "none")
+    if turned:
+        steps.append(Step("q, k", s.rows, " and ".join(turned), "made again"))
+    steps.append(Step("attention", *s.attention(a), after["attention"]))
+    steps.append(Step("output projection", product, why, after["proj"]))
+    return [*steps, _residual(s, "attention", a)]
+
+
+def _residual(s: _Setting, half: str, spec: AttentionSpec | FFNSpec) -> Step:
+    """The one kernel that closes a half."""
+    parts = [_norm(spec.post)] if spec.post != "none" else []
+    parts += [f"dropout {spec.p_res:g}"] if spec.p_res else []
+    parts += ["sum", *([_norm(spec.out)] if spec.out != "none" else [])]
+    return Step(f"residual of {half}", s.rows, ", ".join(parts) + " in one pass", "its gradient")
+
+
+def _ffn_steps(s: _Setting, f: FFNSpec, after: dict[str, str]) -> list[Step]:
+    steps = []
+    product, why = s.product()
+    if f.pre != "none":
+        steps.append(Step("norm before FFN", s.rows, _norm(f.pre), "made again"))
+    first = "gate and up products" if f.gated else "up product"
+    steps.append(Step(first, *(s.gate_up(f) or (product, why)), after["gu"]))
+    dropped = f" and dropout {f.p_hidden:g}" if f.p_hidden else ""
+    steps.append(Step("activation", s.rows, f"{f.act}{dropped} in one pass", "made again with its gradient"))
+    steps.append(Step("down product", product, why, after["down"]))
+    steps.append(Step("tiles of the FFN", "", s.tiles(f)[2], "the same"))
+    return [*steps, _residual(s, "FFN", f)]
+
+
+def _fused(title: str, block: FusedModule, call: Call) -> Explanation:
+    s = _Setting(call)
+    title += "" if s.dtype == s.x.dtype else f", products in {_name(s.dtype)}"
+    spec, work = s.spec, cost.forward_products(s.spec, *s.dims)
+    again = cost.replayed(spec)
+    held = {"qkv": ("qkv",), "attention": ("attn",), "proj": ("mid", "proj"), "gu": ("gu",), "down": ("out",)}
+    kept = {name: any(value in spec.keep for value in values) for name, values in held.items()}
+    after = {name: "made again" if name in again else "kept" if kept[name] else "not needed" for name in held}
+    steps = [] if spec.attn is None else _attention_steps(s, spec.attn, after)
+    steps += [] if spec.ffn is None else _ffn_steps(s, spec.ffn, after)
+
+    wanted = (s.x, *(slot for slot in call.slots if slot is not None))
+    saves = torch.is_grad_enabled() and any(t.requires_grad for t in wanted)
+    if not saves:
+        steps = [Step(step.name, step.kernel, step.reason) for step in steps]
+        note = "Nothing is saved: no gradient is asked for."
+        return Explanation(title, tuple(steps), {}, {}, (note, *_built(s)))
+    saved = {"x": s.x.numel() * s.x.element_size()}
+    values = cost.kept_values(spec, *s.dims, s.x.dtype)
+    saved |= {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in values.items()}
+    if spec.has_dropout:
+        saved["random state"] = cost.saved_bytes(spec, *s.dims, s.x.dtype) - sum(saved.values())
+    replayed = {name: work[name].flops for name in again}
+    return Explanation(title, tuple(steps), saved, replayed, (*_notes(s, replayed), *_built(s)))
+
+
+def _notes(s: _Setting, replayed: dict[str, int]) -> list[str]:
+    total = cost.forward_flops(s.spec, *s.dims) + cost.backward_flops(s.spec, *s.dims)
+    share = sum(replayed.values()) / total if total else 0.0
+    names = {"qkv": "QKV", "attention": "attention", "proj": "output projection", "gu": "gate/up", "down": "down"}
+    made = ", ".join(names[name] for name in replayed) or "no product"
+    notes = [f"Made again in backward: {made}; {100 * share:.0f} % of the step's FLOPs."]
+    packed = s.spec.attn is not None and s.spec.attn.packed
+    if not s.cuda and not packed:
+        forward = cost.forward_scratch(s.spec, *s.dims, s.x.dtype)
+        backward = cost.backward_scratch(s.spec, *s.dims, s.x.dtype)
+        notes.append(f"Most memory at a time: forward {_size(forward)}, backward {_size(backward)}, results included.")
+    return notes
+
+
+def _built(s: _Setting) -> list[str]:
+    """A warning where the extension lacks the device's kernels."""
+    if s.cuda and not build_info()["cuda_architectures"]:
+        return ["ckptfused was built for the CPU alone: this call will raise on a CUDA device."]
+    return []

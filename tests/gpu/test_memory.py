@@ -1,0 +1,67 @@
+"""Peak memory of a step as PyTorch's allocator counts it, against what cost.py predicts."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from ckptfused import FusedCheckpointBlock, cost
+from ckptfused.keep import KEEP_PRESETS
+from ckptfused.spec import BlockSpec
+
+pytestmark = pytest.mark.gpu
+
+ALLOWED = 1.03
+SLACK = 64 * 512  # the allocator rounds each of some dozens of buffers up to a multiple of 512 bytes
+WIDTH, HIDDEN = 2048, 5632
+SIZES = {"in one piece": (1, 4096), "tiles": (4, 4096)}
+RATES: dict[str, dict[str, float]] = {
+    "no dropout": {},
+    "dropout": {"dropout": 0.1},
+    "dropout but in attention": {"residual_dropout": 0.1, "ffn_dropout": 0.1},
+}
+
+
+def _device() -> dict[str, Any]:
+    """cost's functions take a device where scratch differs by it."""
+    return {"device": "cuda"} if "device" in inspect.signature(cost.backward_scratch).parameters else {}
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("keep", KEEP_PRESETS)
+def test_peak_of_a_step(keep: str, size: str, rates: str) -> None:
+    (batch, length), dtype = SIZES[size], torch.bfloat16
+    block = FusedCheckpointBlock.llama(
+        WIDTH, 16, dim_feedforward=HIDDEN, num_kv_heads=4, keep=keep, **RATES[rates]
+    ).to("cuda", dtype)  # fmt: skip
+    x = torch.randn(batch, length, WIDTH, device="cuda", dtype=dtype).requires_grad_()
+    dy, tensors = torch.randn_like(x), [x, *block.parameters()]
+    for _ in range(2):  # cuBLAS's workspace, the rotary table
+        torch.autograd.grad(block(x), tensors, dy)
+    torch.cuda.synchronize()
+
+    call = block.prepare(x)
+    spec, dims = BlockSpec.parse(call.text), (batch, length, WIDTH, dtype)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = block(x)
+    forward = torch.cuda.max_memory_allocated() - before
+    held = torch.cuda.memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
+    grads = torch.autograd.grad(y, tensors, dy)
+    backward = torch.cuda.max_memory_allocated() - before
+    del grads
+
+    saved = cost.saved_bytes(spec, *dims)  # x was there before; y is new
+    assert saved <= held <= saved + SLACK
+    forward_predicted = cost.forward_scratch(spec, *dims, **_device())
+    # What backward frees of the kept values while it runs, it frees of tensors that autograd still holds.
+    backward_predicted = held + cost.backward_scratch(spec, *dims, **_device())
+    assert forward <= ALLOWED * forward_predicted + SLACK, (forward, forward_predicted)
+    assert backward <= ALLOWED * backward_predicted + SLACK, (backward, backward_predicted)
+    # A test of the test: a prediction of twice what is used would hold anything.
+    assert max(forward, backward) >= 0.9 * max(forward_predicted, backward_predicted)

@@ -1,0 +1,124 @@
+"""How a block draws its random numbers: one draw a call, alike whatever is kept, and a seed reproduces it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckptfused import functional, rng
+from ckptfused.spec import BlockSpec
+from tests.cases import AXES, Case
+from tests.devices import generator_state, on_devices, repeatable
+from tests.oracle import Inputs, make_inputs
+
+DECODER = Case(norm="rmsnorm", rope="half", heads="4/2", mask="causal", drop="all", batch=2, tokens=33)
+
+
+def _step(inputs: Inputs, spec: BlockSpec, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    x = inputs.x.detach().requires_grad_()
+    y = functional.block(x, inputs.params, spec, **inputs.aux, generator=generator)
+    return y.detach(), torch.autograd.grad(y, x, inputs.dy)[0]
+
+
+@on_devices
+def test_state_is_one_draw_of_the_generator(device: str) -> None:
+    """On the CPU a seed of its own; on a GPU the generator's seed and an offset of its own."""
+    like = torch.empty(3, device=device)
+    torch.manual_seed(5)
+    first, second, after = rng.state(like), rng.state(like), generator_state(device)
+    assert (first.dtype, first.shape, first.device) == (torch.int64, (2,), like.device)
+    assert first.tolist()[1] == 0
+    if device == "cuda":
+        assert first.tolist() == [5, 0]
+        assert second.tolist() == [5, 4]
+    else:
+        assert first[0] != second[0]
+    torch.manual_seed(5)
+    assert rng.state(like).equal(first)
+    assert rng.state(like).equal(second)
+    assert generator_state(device).equal(after)
+    assert rng.state(like, torch.Generator(device).manual_seed(5)).equal(first)
+    assert generator_state(device).equal(after)
+
+
+@on_devices
+@pytest.mark.parametrize("case", [DECODER, replace(DECODER, layout="sandwich"), replace(DECODER, layout="parallel")])
+def test_the_generator_advances_alike(case: Case, device: str) -> None:
+    """One draw a call whatever is kept, none in backward, the same with and without gradients."""
+    repeatable(device)
+    inputs = make_inputs(case, torch.float32, device=device)
+    torch.manual_seed(9)
+    rng.state(inputs.x)
+    after = generator_state(device)
+    outputs = []
+    for preset in AXES["keep"]:
+        torch.manual_seed(9)
+        outputs.append(_step(inputs, case.spec().with_keep(str(preset))))
+        assert generator_state(device).equal(after), preset
+    torch.manual_seed(9)
+    with torch.no_grad():
+        y = functional.block(inputs.x, inputs.params, case.spec(), **inputs.aux)
+    assert generator_state(device).equal(after)
+    assert y.equal(outputs[0][0])
+    for got in outputs[1:]:
+        assert all(a.equal(b) for a, b in zip(got, outputs[0], strict=True))
+
+
+@on_devices
+def test_calls_differ_and_a_seed_reproduces_them(device: str) -> None:
+    repeatable(device)
+    inputs = make_inputs(DECODER, torch.float32, device=device)
+    torch.manual_seed(4)
+    first, second = (_step(inputs, DECODER.spec()) for _ in range(2))
+    assert not first[0].equal(second[0])
+    torch.manual_seed(4)
+    again = [_step(inputs, DECODER.spec()) for _ in range(2)]
+    assert again[0][0].equal(first[0])
+    assert again[1][0].equal(second[0])
+    assert again[1][1].equal(second[1])
+
+
+@on_devices
+def test_an_explicit_generator_leaves_the_global_one_alone(device: str) -> None:
+    repeatable(device)
+    inputs, before = make_inputs(DECODER, torch.float32, device=device), generator_state(device)
+    first, second = (_step(inputs, DECODER.spec(), torch.Generator(device).manual_seed(1)) for _ in range(2))
+    assert generator_state(device).equal(before)
+    assert first[0].equal(second[0])
+    assert first[1].equal(second[1])
+
+
+@on_devices
+def test_no_dropout_draws_nothing(device: str) -> None:
+    repeatable(device)
+    inputs, before = make_inputs(DECODER, torch.float32, device=device), generator_state(device)
+    _step(inputs, DECODER.spec().without_dropout())
+    assert generator_state(device).equal(before)
+
+
+def _with(spec: BlockSpec, **p: float) -> BlockSpec:
+    assert spec.attn is not None
+    assert spec.ffn is not None
+    attn = replace(spec.attn, **{name: value for name, value in p.items() if hasattr(spec.attn, name)})
+    return replace(spec, attn=attn, ffn=replace(spec.ffn, **{n: v for n, v in p.items() if hasattr(spec.ffn, n)}))
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("p", [{"p_res": 1.0}, {"p_attn": 1.0, "p_hidden": 1.0}], ids=["residual", "inner"])
+def test_p_of_one_drops_all(p: dict[str, float], dtype: torch.dtype, device: str) -> None:
+    inputs = make_inputs(replace(DECODER, drop="0"), dtype, device=device)
+    spec = _with(DECODER.spec().without_dropout(), **p)
+    params = {name: t.detach().requires_grad_() for name, t in inputs.params.items()}
+    x = inputs.x.detach().requires_grad_()
+    y = functional.block(x, params, spec, **inputs.aux)
+    assert y.equal(inputs.x)
+    y.backward(inputs.dy)
+    assert x.grad is not None
+    assert x.grad.equal(inputs.dy)
+    for name, t in params.items():
+        assert t.grad is not None, name
+        assert (t.grad == 0).all(), name
