@@ -27,10 +27,14 @@ test: pytest ctest
 pytest: build
 	$(BIN)/python -m pytest -n $(JOBS) -p no:benchmark $(PYTEST_ARGS) tests
 
-ctest: $(READY) gtest
+# Not again while nothing has changed: these tests know no torch.
+ctest: build/cmake/.passed
+
+build/cmake/.passed: $(CXX_FILES) CMakeLists.txt | $(READY) gtest
 	$(BIN)/cmake -S . -B build/cmake $(CMAKE_ARGS)
 	$(BIN)/cmake --build build/cmake --parallel $(or $(MAX_JOBS),$(shell nproc))
 	$(BIN)/ctest --test-dir build/cmake --output-on-failure
+	touch $@
 
 gtest:
 	@test -e /usr/include/gtest/gtest.h || { test "$$(id -u)" = 0 && apt-get install -y -qq libgtest-dev; } || true
