@@ -65,8 +65,7 @@ void Block::ensure_qk() {
   // and k then go to a buffer of the same strides, whose columns for v nobody touches: a matrix
   // library may choose its kernel, and with it the bits, by the strides of its operands.
   const bool raw_needed = spec_.keep.qkv || (backward_ && a.qk.on());
-  const Tensor target =
-      plain || !raw_needed ? value_.qkv : empty({N_, a.qkv_width()}, P_);
+  const Tensor target = plain || !raw_needed ? value_.qkv : empty({N_, a.qkv_width()}, P_);
   value_.q = heads_view(target, 0, a.heads);
   value_.k = heads_view(target, a.q_width(), a.kv_heads);
   value_.v = heads_view(value_.qkv, a.q_width() + a.kv_width(), a.kv_heads);
