@@ -24,6 +24,7 @@ JOB = Job(
     dtype="float32",
     seed=0,
     threads=1,
+    device="cpu",
     data=None,
 )
 SMALL = [

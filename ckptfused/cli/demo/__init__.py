@@ -16,6 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+
+import ckptfused
 from ckptfused.cli.demo import verdict
 from ckptfused.cli.demo.job import REORDERED, Job, Result
 from ckptfused.cli.errors import CommandError
@@ -38,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--learning-rate", type=float, default=1e-3)
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+    add("--device", choices=("cpu", "cuda"), help="default: the GPU, where there is one that ckptfused was built for")
     add("--out", type=Path, default=Path("demo"), help="folder for demo.png and demo.json")
 
 
@@ -49,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise CommandError(f"needs {error.name}; install it with: pip install 'ckptfused[demo]'") from error
     check(arguments)
+    arguments.device = arguments.device or default_device()
     console = Console()
     shape = shape_of(arguments)
     size = shape.layers * shape.parameters_per_layer + 2 * 256 * shape.d_model
@@ -57,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"{arguments.steps} steps of {arguments.batch} × {arguments.tokens} bytes from "
         f"{arguments.data or 'the Python standard library'}; {arguments.threads} threads."
     )
+    if arguments.device == "cuda":
+        console.print(f"On {torch.cuda.get_device_name()}.")
     names = [*VARIANTS] if arguments.dropout else [*VARIANTS, REORDERED]
     results = {name: train(job_of(name, shape, arguments), console) for name in names}
 
@@ -85,6 +92,11 @@ def check(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--kv-heads: expected a divisor of {arguments.heads} heads, got {arguments.kv_heads}")
 
 
+def default_device() -> str:
+    """The GPU, where PyTorch sees one and the extension has kernels."""
+    return "cuda" if torch.cuda.is_available() and ckptfused.build_info()["cuda_architectures"] else "cpu"
+
+
 def shape_of(arguments: argparse.Namespace) -> Shape:
     return Shape(
         d_model=arguments.d_model,
@@ -107,6 +119,7 @@ def job_of(variant: str, shape: Shape, arguments: argparse.Namespace) -> Job:
         dtype=arguments.dtype,
         seed=arguments.seed,
         threads=arguments.threads,
+        device=arguments.device,
         data=str(arguments.data) if arguments.data else None,
     )
 
@@ -120,7 +133,10 @@ def train(job: Job, console) -> Result:
     result = Result(job.variant)
     with tempfile.TemporaryFile("w+") as complaints, Progress(*columns, console=console) as progress:
         bar = progress.add_task(job.variant, total=job.steps)
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True) as process:
+        environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}  # repeatable products on a GPU
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=environment
+        ) as process:
             for line in process.stdout or ():
                 record = json.loads(line)
                 result.add(record)

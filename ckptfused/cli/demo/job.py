@@ -23,6 +23,7 @@ class Job:
     dtype: str
     seed: int
     threads: int
+    device: str
     data: str | None
 
     def to_json(self) -> str:

@@ -76,31 +76,51 @@ def resident_bytes() -> int:
     status = Path("/proc/self/statm")
     if status.exists():
         return int(status.read_text().split()[1]) * resource.getpagesize()
-    return peak_bytes()
+    return resident_peak_bytes()
 
 
-def peak_bytes() -> int:
+def baseline_bytes(device: torch.device) -> int:
+    """Memory in use before the first step; of a GPU what its tensors take."""
+    if device.type == "cpu":
+        return resident_bytes()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    return resident_peak_bytes() if device.type == "cpu" else torch.cuda.max_memory_allocated(device)
+
+
+def resident_peak_bytes() -> int:
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def train(job: Job) -> None:
     torch.set_num_threads(job.threads)
+    device = torch.device(job.device)
+    if device.type == "cuda":  # two runs of one variant must agree to the bit before two variants can
+        torch.use_deterministic_algorithms(True)
     corpus = data.load(Path(job.data) if job.data else None, minimum=2 * job.tokens)
-    model = build(job)
+
+    def batch(step: int, sequences: int, tokens: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = data.batch(corpus, step, sequences, tokens, job.seed)
+        return inputs.to(device), targets.to(device)
+
+    model = build(job).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1)
     # A step on four bytes brings optimizer state and library buffers into the baseline. With lr 0 it moves no
     # weight; its moments are cleared.
-    model(*data.batch(corpus, 0, 1, 4, job.seed)).backward()
+    model(*batch(0, 1, 4)).backward()
     optimizer.step()
     for state in optimizer.state.values():
         for value in state.values():
             value.zero_()
     torch.manual_seed(job.seed)
-    baseline = resident_bytes()
+    baseline = baseline_bytes(device)
 
     for step in range(job.steps):
-        tokens, targets = data.batch(corpus, step, job.batch, job.tokens, job.seed)
+        tokens, targets = batch(step, job.batch, job.tokens)
         warmup = min(1.0, (step + 1) / 10)
         for group in optimizer.param_groups:
             group["lr"] = job.learning_rate * warmup
@@ -112,8 +132,8 @@ def train(job: Job) -> None:
         value = loss.item()
         del loss
         emit({"step": step, "loss": value, "seconds": time.perf_counter() - start})
-    peak = peak_bytes() - baseline
-    emit({"saved": saved_bytes(model, *data.batch(corpus, 0, job.batch, job.tokens, job.seed)), "peak": peak})
+    peak = peak_bytes(device) - baseline
+    emit({"saved": saved_bytes(model, *batch(0, job.batch, job.tokens)), "peak": peak})
 
 
 def emit(record: dict[str, float]) -> None:
