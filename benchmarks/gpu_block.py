@@ -108,7 +108,7 @@ def attention_kernel(block: FusedCheckpointBlock, x: Tensor) -> str:
 
     attn = block.spec(x.dtype).attn
     assert attn is not None
-    problem = Problem(plain=attn.p_attn == 0, dtype=x.dtype, head_dim=attn.head_dim, empty=False)
+    problem = Problem.of_spec(attn, x.dtype, x.shape[0], x.shape[1])
     return attention_backend(problem, torch.cuda.get_device_capability(x.device))[0]
 
 

@@ -148,10 +148,7 @@ class _Setting:
             return {"flash": "PyTorch's flash kernel", "tiles": "our tiles"}[name], reason
         from ckptfused.triton.backend import Shape, attention_backend
 
-        windowed = 0 < a.window < self.length
-        options = a.mask != "none" or a.padding != "none" or a.packed or windowed or a.softcap
-        plain = not (options or round(a.p_attn * 65536))
-        shape = Shape(plain, self.dtype, a.head_dim, not self.batch * self.length)
+        shape = Shape.of_spec(a, self.dtype, self.batch, self.length)
         name, reason = attention_backend(shape, torch.cuda.get_device_capability(self.x.device))
         kernels = {"flash": "PyTorch's flash kernel", "cudnn": "cuDNN through PyTorch", "triton": "Triton"}
         return kernels[name], reason

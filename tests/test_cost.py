@@ -295,3 +295,23 @@ def test_peak_of_products_in_several_blocks() -> None:
     backward = Events(lambda: ops.backward(forward.result[1:], ops.names))
     assert backward.peak_bytes() == ops.backward_scratch(ops.names)
     assert backward.product_flops() == _flops(ops.backward_work(ops.names))
+
+
+def test_scratch_on_a_gpu() -> None:
+    """Attention with dropout at its backward, where the most is held: what the block has then, and Triton's rows."""
+    batch, length, width, heads = 2, 64, 32, 4
+    n, spec = batch * length, BlockSpec(attn=AttentionSpec(heads=heads, kv_heads=heads, head_dim=8, p_attn=0.1))
+    rows = n * (3 * width + width + heads + width + 3 * width)  # qkv, o, lse, d o, and dq, dk, dv
+    triton = 2 * heads * (n + 128 * batch)
+    expected = 4 * (rows + width * width + triton)  # and the gradient of o_w
+    params = dict.fromkeys(("attn.q_w", "attn.k_w", "attn.v_w", "attn.o_w"), torch.float32)
+    dims = (batch, length, width, torch.float32)
+    assert cost.backward_scratch(spec, *dims, params=params, device="cuda") == expected
+
+
+def test_no_float_blocks_on_a_gpu() -> None:
+    spec = BlockSpec(ffn=FFNSpec(hidden=64, act="gelu"))
+    dims = (2, 64, 32, torch.float32)
+    for scratch in (cost.forward_scratch, cost.backward_scratch):
+        assert scratch(spec, *dims, device="cuda") == scratch(spec, *dims)
+    assert cost.forward_scratch(spec, 2, 64, 32, torch.float16, device="cuda") == 2 * 128 * (64 + 32 + 32)

@@ -154,18 +154,21 @@ def forward_scratch(
     lengths: Sequence[int] | None = None,
     rope_copies: int = 0,
     threads: int | None = None,
+    device: str = "cpu",
 ) -> int:
-    """The most bytes that one block_fwd on the CPU holds at a time, its results (y and the kept values) included.
+    """The most bytes that one block_fwd holds at a time, its results (y and the kept values) included.
 
-    Exact but for what is not the block's: what one PyTorch op allocates and frees within itself (the scratch of its
-    flash attention and of `sum`; oneDNN's), and a few rows a thread in the row kernels.
+    On the CPU exact but for what is not the block's: what one PyTorch op allocates and frees within itself (the scratch
+    of its flash attention and of `sum`; oneDNN's), and a few rows a thread in the row kernels.
 
     `save`: whether kept values are returned. `params`: the filled slots and their dtypes; None: all, of x's dtype.
     `lengths`: of packed sequences. `rope_copies`: bytes of the copies of cos and sin, made where they are not
-    [..., T, rotary_dim / 2] in the accumulation type. `threads`: None, as many as PyTorch has now.
+    [..., T, rotary_dim / 2] in the accumulation type. `threads`: None, as many as PyTorch has now. `device`: "cpu" or
+    "cuda", where neither the platform's workspaces nor the allocator's rounding count and 132 multiprocessors are
+    assumed; where the FFN's products take their activation along (`ckptfused.explain` says so) less is used.
     """
     threads = torch.get_num_threads() if threads is None else threads
-    call = Call(spec, batch, length, width, dtype, params, tuple(lengths or ()) or None, rope_copies, threads)
+    call = Call(spec, batch, length, width, dtype, params, tuple(lengths or ()) or None, rope_copies, threads, device)
     walk = _walk(call)
     walk.forward(save)
     return walk.time.peak
@@ -183,11 +186,12 @@ def backward_scratch(
     lengths: Sequence[int] | None = None,
     rope_copies: int = 0,
     threads: int | None = None,
+    device: str = "cpu",
 ) -> int:
-    """The most bytes that one block_bwd on the CPU holds at a time, the gradients that it returns included.
+    """The most bytes that one block_bwd holds at a time, the gradients that it returns included.
 
     As `forward_scratch`; `needs` as in `backward_work`. What was saved does not count: it was there before.
     """
     threads = torch.get_num_threads() if threads is None else threads
-    call = Call(spec, batch, length, width, dtype, params, tuple(lengths or ()) or None, rope_copies, threads)
+    call = Call(spec, batch, length, width, dtype, params, tuple(lengths or ()) or None, rope_copies, threads, device)
     return _walk(call, _wanted(spec, needs)).time.peak

@@ -7,8 +7,10 @@ import torch
 from ckptfused.cost.frame import Frame, runs_as_float
 from ckptfused.cost.work import Attention
 from ckptfused.spec import AttentionSpec
+from ckptfused.triton.backend import Shape, attention_backend
 
 _QUERY_TILE = 128  # csrc/kernels/cpu/attention.h
+_TRITON_GAP = 128  # ckptfused/triton/launch.py
 
 Part = tuple[str, int]  # slot, width
 
@@ -46,8 +48,13 @@ class AttentionWalk(Frame):
             return [("attn.q", a.qkv_width)]
         return [("attn.q", a.q_width), ("attn.k", a.kv_width), ("attn.v", a.kv_width)]
 
-    def _flash(self) -> bool:
-        return cpu_attention(self.attn, self.call.batch, self.call.length, self.P)[0] == "flash"
+    def _kernel(self) -> str:
+        """ "flash", "cudnn", "triton" or "tiles"."""
+        call = self.call
+        if call.device == "cpu":
+            return cpu_attention(self.attn, call.batch, call.length, self.P)[0]
+        shape = Shape.of_spec(self.attn, self.P, call.batch, call.length)
+        return attention_backend(shape, (9, 0))[0]
 
     def _tiled_scratch(self, backward: bool, tasks: int, longest: int) -> int:
         from ckptfused import _C
@@ -92,7 +99,9 @@ class AttentionWalk(Frame):
         self.work.append(Attention(call.batch, a.heads, call.length, a.head_dim))
         self.make("o", self.rows(a.q_width, self.P))
         self.make("lse", self.rows(a.heads, self.A))
-        if self._flash():
+        if call.device != "cpu":
+            pass  # nothing beside o and lse
+        elif self._kernel() == "flash":
             # PyTorch's lse is [B, T, H] in memory, its o has the order of q's.
             copies = self.rows(a.heads, self.A) if a.heads > 1 and call.length > 1 else 0
             with self.time.temporary(copies + self._o_rows()):
@@ -172,8 +181,10 @@ class AttentionWalk(Frame):
         self.work.append(Attention(call.batch, a.heads, call.length, a.head_dim, "attention backward", 5))
         for name, width in (("dq", a.q_width), ("dk", a.kv_width), ("dv", a.kv_width)):
             self.time.alloc(name, self.rows(width, self.P))
-        if not self._flash():
-            lengths = call.lengths or (call.length,) * call.batch
+        lengths, scratch, kernel = call.lengths or (call.length,) * call.batch, 0, self._kernel()
+        if kernel == "tiles":
             scratch = self._tiled_scratch(True, len(lengths) * a.kv_heads, max(lengths))
-            with self.time.temporary(scratch):
-                pass
+        elif kernel == "triton":  # delta and lse, padded for each sequence
+            scratch = 2 * self.A.itemsize * a.heads * (self.N + _TRITON_GAP * len(lengths))
+        with self.time.temporary(scratch):
+            pass

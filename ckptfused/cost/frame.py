@@ -40,6 +40,12 @@ def row_chunks(rows: int) -> int:
     return -(-rows // size)
 
 
+def cuda_row_chunks(rows: int, cols: int, multiprocessors: int = 132) -> int:
+    """The same on a GPU (csrc/kernels/cuda/norm_bwd.cu), by default one with as many multiprocessors as an H100."""
+    warps = min(max((-(-cols // 256) + 1) // 2, 1), 16)
+    return max(1, min(-(-rows // 8), multiprocessors * (16 // warps)))
+
+
 class Timeline:
     """Buffers by name: what is allocated now, and the most that ever was."""
 
@@ -89,6 +95,7 @@ class Call:
     lengths: tuple[int, ...] | None = None  # of packed sequences
     rope_copies: int = 0
     threads: int = 1
+    device: str = "cpu"
 
 
 class Frame:
@@ -161,7 +168,8 @@ class Frame:
 
     def partials(self, width: int, count: int) -> None:
         """Partial sums over the rows of `count` vector gradients, while a kernel runs."""
-        with self.time.temporary(count * row_chunks(self.N) * width * self.A.itemsize):
+        chunks = row_chunks(self.N) if self.call.device == "cpu" else cuda_row_chunks(self.N, width)
+        with self.time.temporary(count * chunks * width * self.A.itemsize):
             pass
 
     def weight_grad(self, name: str, n: int, out: int, into: int) -> None:
@@ -183,7 +191,8 @@ class Frame:
 
     def product(self, name: str, n: int, k: int, c: int, bias: bool = False, wide: bool = False) -> None:
         self.work.append(Product(name, n, k, c))
-        with self.time.temporary(product_scratch(n, k, c, self.P, bias, wide)):
+        scratch = product_scratch(n, k, c, self.P, bias, wide) if self.call.device == "cpu" else 0
+        with self.time.temporary(scratch):
             pass
 
     def project(self, name: str, n: int, into: int, parts: Collection[tuple[str, int]]) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ckptfused.spec import AttentionSpec
+
 from .problem import Problem
 
 BACKENDS = ("triton", "flash", "cudnn")
@@ -35,6 +37,13 @@ class Shape:
     @classmethod
     def of(cls, a: Problem) -> Shape:
         return cls(a.plain, a.q.dtype, a.q.shape[3], not a.q.numel() or not a.k.numel())
+
+    @classmethod
+    def of_spec(cls, a: AttentionSpec, dtype: torch.dtype, batch: int, length: int) -> Shape:
+        """Of the call that a block makes; dtype: its compute type."""
+        windowed = 0 < a.window < length
+        special = a.mask != "none" or a.padding != "none" or a.packed or windowed or a.softcap != 0
+        return cls(not special and round(a.p_attn * 65536) == 0, dtype, a.head_dim, not batch * length)
 
 
 def attention_backend(shape: Shape, capability: tuple[int, int], override: str | None = OVERRIDE) -> tuple[str, str]:

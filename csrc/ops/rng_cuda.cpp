@@ -29,7 +29,7 @@ at::Tensor rng_state(const at::Tensor& like, int64_t /*call_id*/,
   if (drawn.captured_) {
     from.seed_ptr = drawn.seed_.ptr;
     from.offset_ptr = drawn.offset_.ptr;
-    from.offset_intragraph = uint32_t(drawn.offset_intragraph_);
+    from.offset_intragraph = drawn.offset_intragraph_;
   } else {
     from.seed = drawn.seed_.val;
     from.offset = drawn.offset_.val;

@@ -11,7 +11,7 @@ struct PhiloxSource {
   uint64_t seed = 0, offset = 0;        // not captured
   const int64_t* seed_ptr = nullptr;    // captured
   const int64_t* offset_ptr = nullptr;  // captured; the call's offset is offset_intragraph further
-  uint32_t offset_intragraph = 0;
+  uint64_t offset_intragraph = 0;
 };
 
 // state[0], state[1] = seed, offset, on the device. Returns null, or what went wrong. stream: a
