@@ -19,6 +19,7 @@ CSRC = ROOT / "csrc"
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.once,
     pytest.mark.skipif(sys.platform != "linux", reason="ThreadSanitizer and ucontext of Linux are used"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is missing"),
     pytest.mark.skipif(not Path("/usr/include/gtest/gtest.h").exists(), reason="GoogleTest is missing"),

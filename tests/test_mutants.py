@@ -27,7 +27,7 @@ from tests.cases import TILED
 
 ROOT = Path(__file__).resolve().parents[1]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.once]
 
 # Runs pytest on the package in the current folder, never on another one that is installed or in the source tree.
 PYTEST_HERE = """

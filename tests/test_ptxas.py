@@ -20,6 +20,7 @@ KERNELS = sorted((ROOT / "csrc/kernels/cuda").glob("*.cu"))
 ARCHITECTURES = ("80", "90")
 NVCC = shutil.which("nvcc")
 
+pytestmark = pytest.mark.once
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
 

@@ -31,6 +31,14 @@ Tensor normalise_angles(const Tensor& t, const AttentionSpec& a, int64_t T, at::
   return out.to(type).contiguous();
 }
 
+// A parameter as kernels and products read it. A product would copy a matrix without unit stride at
+// each use, and in what order is its own affair: with weights that a saved-tensor hook gives back
+// with other strides, backward would replay other bits.
+Tensor as_operand(const Tensor& p) {
+  const bool matrix = p.dim() == 2 && (p.stride(0) == 1 || p.stride(1) == 1);
+  return matrix ? p : p.contiguous();
+}
+
 }  // namespace
 
 Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params,
@@ -61,7 +69,7 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
   for (size_t i = 0; i < params.size(); ++i) {
     const std::optional<Tensor> p = params.get(i);
     // Kernels read vectors in place; matrix products read any strides.
-    params_.push_back(!p.has_value() ? Tensor() : p->dim() == 1 ? p->contiguous() : *p);
+    params_.push_back(p.has_value() ? as_operand(*p) : Tensor());
   }
   cast_.resize(params_.size());
   grads_.resize(params_.size());

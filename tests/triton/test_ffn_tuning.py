@@ -199,6 +199,7 @@ def test_names_are_unique() -> None:
 
 
 def test_tune_needs_a_gpu_and_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
     with pytest.raises(ValueError, match="bfloat16 or float16"):
         tuning.tune_ffn(64, 64, 64, "swiglu", torch.float32)
     monkeypatch.setattr(tuning, "_device", lambda device: None)
