@@ -23,8 +23,8 @@ def state(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Draw the random state that one block call uses.
 
     **Shapes** Result: int64[2], (seed, offset), on the device of `like`. On CPU the seed is one 64-bit draw from
-    `generator` (None: PyTorch's default), the offset 0. On CUDA both are the generator's own, whose offset then moves on
-    by 4; nothing is read back to the host, so that a captured graph draws anew at each replay.
+    `generator` (None: PyTorch's default), the offset 0. On CUDA both are the generator's own, whose offset then moves
+    on by 4; nothing is read back to the host, so that a captured graph draws anew at each replay.
     """
     return torch.ops.ckptfused.rng_state(like, next(_call_ids), generator=generator)
 
