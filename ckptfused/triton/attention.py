@@ -5,6 +5,8 @@ Triton and the kernels' modules are imported at the first call.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -14,8 +16,15 @@ from .backend import Shape, attention_backend
 from .problem import Problem, accumulation_type, expect, make_problem, operand
 
 
-def _backend(a: Problem) -> str:
-    return attention_backend(Shape.of(a), torch.cuda.get_device_capability(a.q.device))[0]
+def _backend(op: str, a: Problem) -> str:
+    name, reason = attention_backend(Shape.of(a), torch.cuda.get_device_capability(a.q.device))
+    expect(name != "triton" or _has_triton(), op, f"this call needs Triton, which is not installed ({reason})")
+    return name
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -27,7 +36,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     """
     with torch._C._AutoDispatchBelowAutograd(), torch.cuda.device(q.device):
         a = make_problem("attention_fwd", q, k, v, *rest)
-        backend = _backend(a)
+        backend = _backend("attention_fwd", a)
         if backend == "triton":
             from .launch import launch_forward
 
@@ -57,7 +66,7 @@ def attention_bwd(
             f"lse: expected {acc} {list(q.shape[:3])} on {q.device}, got {lse.dtype} {list(lse.shape)} on {lse.device}",
         )
         do, o, lse = operand(do), operand(o), lse.contiguous()
-        backend = _backend(a)
+        backend = _backend(op, a)
         if backend == "triton":
             from .launch import launch_backward
 

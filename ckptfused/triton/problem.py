@@ -133,7 +133,9 @@ def make_problem(
     padding, pad_kind = _mask(op, "padding", padding, padding_kind, (batch, keys), q.device)
     if cu_seqlens is not None:
         _check_packed(op, q, k, cu_seqlens)
-        cu_seqlens = cu_seqlens.to(q.device).contiguous()
+        place = cu_seqlens.device  # a copy from the host would wait, and could not be captured in a graph
+        expect(place == q.device, op, f"cu_seqlens: expected a tensor on {q.device}, got one on {place}")
+        cu_seqlens = cu_seqlens.contiguous()
     if p > 0.0:
         fits = (
             rng_state is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -31,13 +30,16 @@ def _ffn_up_bwd(*args: Any, **options: Any) -> None:
 
 
 def register() -> bool:
-    """Register them, once; False where PyTorch has no CUDA or Triton is missing."""
+    """Register them, once; False where PyTorch has no CUDA.
+
+    Without Triton the attention ops still reach PyTorch's kernels, and say so when they need Triton.
+    """
     global _library
-    if _library is None and torch.version.cuda is not None and importlib.util.find_spec("triton") is not None:
+    if _library is None and torch.version.cuda is not None:
         _library = torch.library.Library("ckptfused", "IMPL")
         _library.impl("attention_fwd", attention_fwd, "CUDA")
         _library.impl("attention_bwd", attention_bwd, "CUDA")
-        _library.impl("ffn_choice", _ffn_choice, "CUDA")
+        _library.impl("ffn_choice", _ffn_choice, "CUDA")  # cuBLAS where there is no Triton
         _library.impl("ffn_up_fwd", _ffn_up_fwd, "CUDA")
         _library.impl("ffn_up_bwd", _ffn_up_bwd, "CUDA")
     return _library is not None

@@ -46,15 +46,22 @@ def test_wrong_override_is_refused() -> None:
 
 
 def test_importing_needs_no_triton() -> None:
+    """Without Triton all is registered just the same, and what needs it says so."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "import ckptfused.triton.register as a, ckptfused.triton.configs, importlib.util\n"
+        "import importlib.util, torch\n"
         "find = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name == 'triton' else find(name, *rest)\n"
-        "a._library = None\n"
-        "assert not a.register()"
+        "import ckptfused\n"
+        "import ckptfused.triton.attention as attention, ckptfused.triton.register as register\n"
+        "assert register.register() == (torch.version.cuda is not None)\n"
+        "torch.cuda.get_device_capability = lambda device: (9, 0)\n"
+        "q = torch.ones(1, 1, 4, 8)\n"
+        "problem = attention.make_problem('op', q, q, q, *[None] * 4, 'none', 'none', 1.0, True, 0, 0.0, 0.0)\n"
+        "attention._backend('op', problem)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "op: this call needs Triton, which is not installed (torch.float32:" in run.stderr
 
 
 def test_there_is_a_tile_for_everything() -> None:
