@@ -63,6 +63,14 @@ class AttentionWalk(Frame):
         each = _C.attention_scratch_bytes(backward, dtype, longest, longest, self.attn.head_dim)
         return min(self.call.threads, tasks) * each
 
+    def _flash_scratch(self) -> int:
+        """Of FlashAttention-2's backward in PyTorch: dq and the sums of do·o in float32, rows in blocks of 128 and
+        heads of 32 entries (64 from 129 on), and under GQA the gradients of k and v by query head."""
+        a, call = self.attn, self.call
+        rows, block = -(-call.length // 128) * 128, 32 if a.head_dim <= 128 else 64
+        sums = 4 * call.batch * a.heads * rows * (-(-a.head_dim // block) * block + 1)
+        return sums + (2 * self.rows(a.q_width, self.P) if a.kv_heads != a.heads else 0)
+
     def ensure_n1(self) -> None:
         if "n1" not in self.values:
             self.pre_norm("n1", self.attn.pre, self.P)
@@ -184,6 +192,8 @@ class AttentionWalk(Frame):
         lengths, scratch, kernel = call.lengths or (call.length,) * call.batch, 0, self._kernel()
         if kernel == "tiles":
             scratch = self._tiled_scratch(True, len(lengths) * a.kv_heads, max(lengths))
+        elif kernel == "flash" and call.device != "cpu":
+            scratch = self._flash_scratch()
         elif kernel == "triton":  # delta and lse, padded for each sequence
             scratch = 2 * self.A.itemsize * a.heads * (self.N + _TRITON_GAP * len(lengths))
         with self.time.temporary(scratch):

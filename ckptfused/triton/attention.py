@@ -71,7 +71,9 @@ def attention_bwd(
             from .launch import launch_backward
 
             return launch_backward(a, do, o, lse)
-        dq, dk, dv = (_flash_bwd if backend == "flash" else _cudnn_bwd)(a, do, o, lse)
+        # cuDNN's backward has no repeatable form in PyTorch; flash's reads the same o and lse.
+        flash = backend == "flash" or torch.are_deterministic_algorithms_enabled()
+        dq, dk, dv = (_flash_bwd if flash else _cudnn_bwd)(a, do, o, lse)
         return _rows(dq), _rows(dk), _rows(dv)
 
 

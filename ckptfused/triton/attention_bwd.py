@@ -241,8 +241,8 @@ def attention_dq_kernel(
         first_calls = row * ((longest_k + 7) // 8)
     q_tile = load_rows(q, m0, q_len, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     do_tile = load_rows(do, m0, q_len, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
-    row_shift = tl.load(shift + rows + m)
-    row_delta = tl.load(delta + rows + m)
+    row_shift = tl.load(shift + rows + m, mask=m < q_len, other=INF)
+    row_delta = tl.load(delta + rows + m, mask=m < q_len, other=0.0)
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), ACC)
     lo, full_lo, full_hi, hi = key_ranges(m0, q_len, k_len, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
     for part in tl.static_range(3):

@@ -27,7 +27,8 @@ def expect(fine: bool, op: str, message: str) -> None:
 @dataclass(frozen=True)
 class Problem:
     """**Shapes**: q [B, H, Tq, D]; k, v [B, G, Tk, D], the entries of a row side by side, other strides free; mask
-    [B, H, Tq, Tk] and padding [B, Tk], expanded, bool as uint8; cu_seqlens int32 or int64 [S + 1], on the device."""
+    [B, H, Tq, Tk] and padding [B, Tk], expanded, bool as uint8 (int64 for
+    float64); cu_seqlens int32 or int64 [S + 1], on the device."""
 
     q: Tensor
     k: Tensor
@@ -62,8 +63,9 @@ def operand(t: Tensor) -> Tensor:
 
 
 def _mask(
-    op: str, name: str, mask: Tensor | None, kind: str, sizes: Sequence[int], device: torch.device
+    op: str, name: str, mask: Tensor | None, kind: str, sizes: Sequence[int], q: Tensor
 ) -> tuple[Tensor | None, int]:
+    device = q.device
     if mask is None:
         expect(kind == "none", op, f"{name}: expected a tensor for kind {kind}, got none")
         return None, 0
@@ -74,6 +76,9 @@ def _mask(
     else:
         expect(mask.dtype == torch.bool, op, f"{name}: expected Bool for kind {kind}, got {mask.dtype}")
         mask = mask.view(torch.uint8)
+    if q.dtype == torch.float64 and mask.dtype.itemsize < 8:
+        # Triton 3.6 compiles no float64 product that reads beside a narrower load.
+        mask = mask.to(torch.float64 if mask.is_floating_point() else torch.int64)
     ends = list(zip(reversed(mask.shape), reversed(sizes), strict=False))
     fits = mask.dim() <= len(sizes) and all(have in (1, want) for have, want in ends)
     expect(fits, op, f"{name}: expected a shape that broadcasts to {list(sizes)}, got {list(mask.shape)}")
@@ -129,8 +134,8 @@ def make_problem(
     expect(0.0 <= p <= 1.0, op, f"p: expected a probability in [0, 1], got {p}")
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
-    mask, kind = _mask(op, "mask", mask, mask_kind, (batch, heads, queries, keys), q.device)
-    padding, pad_kind = _mask(op, "padding", padding, padding_kind, (batch, keys), q.device)
+    mask, kind = _mask(op, "mask", mask, mask_kind, (batch, heads, queries, keys), q)
+    padding, pad_kind = _mask(op, "padding", padding, padding_kind, (batch, keys), q)
     if cu_seqlens is not None:
         _check_packed(op, q, k, cu_seqlens)
         place = cu_seqlens.device  # a copy from the host would wait, and could not be captured in a graph

@@ -92,7 +92,11 @@ def compile_kernel(k: Kernel) -> Result:
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attrs: dict[tuple[int], list[list[Any]]] = {}
-    given = {"mask": "*" + element, "padding": "*u8", "cu_seqlens": "*i32"} if k.everything else {}
+    given = (
+        {"mask": "*" + element, "padding": "*i64" if k.dtype == torch.float64 else "*u8", "cu_seqlens": "*i32"}
+        if k.everything
+        else {}
+    )
     given |= {"rng_state": "*i64"} if k.dropout else {}
     for i, name in enumerate(kernel.arg_names):
         pointer = None

@@ -78,6 +78,13 @@ def test_exact_types_compile(stage: str, head_dim: int, dtype: torch.dtype) -> N
         assert "tf32" not in r.ptx
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", configs.STAGES)
+def test_float64_with_masks_compiles(stage: str) -> None:
+    """What float64 reads beside its products has eight bytes an element, or Triton 3.6 refuses."""
+    compile_kernel(Kernel("sm_90", stage, 16, dtype=torch.float64, everything=True))
+
+
 def test_a_tile_too_large_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of the test."""
     monkeypatch.setattr(configs, "attention_config", lambda *_: configs.Config(128, 128, 4, 2))
