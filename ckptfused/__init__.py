@@ -2,8 +2,8 @@
 
 from ckptfused import fake as fake
 from ckptfused import rng
-from ckptfused._extension import build_info
 from ckptfused.explain import explain
+from ckptfused.info import build_info
 from ckptfused.modules import (
     FusedCheckpointAttention,
     FusedCheckpointBlock,

@@ -6,9 +6,6 @@ from types import ModuleType
 
 import torch
 
-__all__ = ["build_info"]
-
-
 _REBUILD = (
     "Rebuild it with: pip install --no-build-isolation --force-reinstall --no-deps ckptfused "
     "(or, in a checkout, pip install --no-build-isolation -e .)."
@@ -34,18 +31,3 @@ def _load() -> ModuleType:
 
 
 _C = _load()
-
-
-def build_info() -> dict[str, object]:
-    """How the extension was built and what it uses here.
-
-    Keys: `version`; `torch`, the version built against; `cuda_architectures`, a tuple such as ("sm_80", "sm_90",
-    "compute_90"), where compute_ is PTX for newer GPUs, empty in a CPU build;
-    `cpu_target`, the instruction set that the CPU kernels use (`avx512`, `avx2` or `baseline`).
-    """
-    return {
-        "version": _C.version,
-        "torch": _C.torch_version,
-        "cuda_architectures": tuple(_C.cuda_architectures.split()),
-        "cpu_target": _C.cpu_target(),
-    }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ckptfused import cost
-from ckptfused._extension import _C, build_info
+from ckptfused._extension import _C
 from ckptfused.cost.attention import cpu_attention
 from ckptfused.modules.assemble import Call
 from ckptfused.modules.fused import FusedModule, needs_gradient
@@ -255,6 +255,6 @@ def _notes(s: _Setting, replayed: dict[str, int]) -> list[str]:
 
 def _built(s: _Setting) -> list[str]:
     """A warning where the extension lacks the device's kernels."""
-    if s.cuda and not build_info()["cuda_architectures"]:
+    if s.cuda and not _C.cuda_architectures:
         return ["ckptfused was built for the CPU alone: this call will raise on a CUDA device."]
     return []

@@ -37,7 +37,7 @@ PYTHON_LAYERS = (
     ("cost", "fake", "rng", "triton"),
     ("functional", "checkpoint"),
     ("modules",),
-    ("explain",),
+    ("explain", "info"),
     ("convert", "policy"),
     ("__init__",),
     ("cli", "__main__"),

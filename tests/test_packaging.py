@@ -52,6 +52,13 @@ def test_build_info_says_what_was_built() -> None:
     assert all(re.fullmatch(r"(sm|compute)_\d+a?", name) for name in architectures)
 
 
+def test_build_info_says_what_the_environment_asks_for() -> None:
+    code = "import ckptfused; info = ckptfused.build_info(); print(info['attention'], info['ffn'])"
+    asked = os.environ | {"CKPTFUSED_ATTENTION": "triton", "CKPTFUSED_FFN": "cublas"}
+    run = subprocess.run([sys.executable, "-c", code], env=asked, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["triton", "cublas"]
+
+
 def fake_nvcc(folder: Path, prints: str) -> Path:
     folder.mkdir(parents=True)
     nvcc = folder / "nvcc"

@@ -82,7 +82,7 @@ def _table() -> dict[str, Any]:
 
 
 @functools.cache
-def _forced() -> str | None:
+def override() -> str | None:
     """CKPTFUSED_FFN, read once: a later change must not part a backward from its forward."""
     value = os.environ.get("CKPTFUSED_FFN", "").strip().lower()
     if value not in ("", "cublas", "triton"):
@@ -93,7 +93,7 @@ def _forced() -> str | None:
 def reload() -> None:
     """Forgets the table and the environment variable. Not between a forward and its backward."""
     _table.cache_clear()
-    _forced.cache_clear()
+    override.cache_clear()
 
 
 def shape_key(n: int, c: int, f: int, act: str, dtype: torch.dtype, device: Device) -> str:
@@ -111,7 +111,7 @@ def ffn_choice(
 
     **Raises** `RuntimeError` where CKPTFUSED_FFN=triton asks for kernels that this machine cannot have.
     """
-    forced = _forced()
+    forced = override()
     if forced == CUBLAS:
         return CUBLAS, "CKPTFUSED_FFN=cublas"
     if dtype not in DTYPES:
