@@ -15,8 +15,8 @@ def build_info() -> dict[str, object]:
     """How the extension was built and what it uses here.
 
     Keys: `version`; `torch`, the version built against; `cuda_architectures`, a tuple such as ("sm_80", "sm_90",
-    "compute_90"), where compute_ is PTX for newer GPUs, empty in a CPU build; `cpu_target`, the instruction set that the
-    CPU kernels use (`avx512`, `avx2` or `baseline`); `triton`, its version or None; `attention` and `ffn`, what
+    "compute_90"), where compute_ is PTX for newer GPUs, empty in a CPU build; `cpu_target`, the instruction set that
+    the CPU kernels use (`avx512`, `avx2` or `baseline`); `triton`, its version or None; `attention` and `ffn`, what
     CKPTFUSED_ATTENTION and CKPTFUSED_FFN ask for on a GPU, or "by shape" (`ckptfused.explain` says what a shape gets).
     """
     try:
