@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 
+#include "tests/naive_activation.h"
 #include "tests/util.h"
 
 namespace ckptfused {
@@ -12,51 +13,7 @@ CKPT_DECLARE_KERNEL(void, activation_bwd, (const ActivationBwd&, int64_t, int64_
 
 namespace {
 
-struct Case {
-  Activation act;
-  bool gated;
-  const char* name;
-};
-constexpr Case kCases[] = {
-    {Activation::relu, false, "relu"},   {Activation::gelu, false, "gelu"},
-    {Activation::silu, false, "silu"},   {Activation::gelu_tanh, false, "gelu_tanh"},
-    {Activation::relu2, false, "relu2"}, {Activation::silu, true, "swiglu"},
-    {Activation::gelu, true, "geglu"},   {Activation::gelu_tanh, true, "geglu_tanh"},
-    {Activation::relu, true, "reglu"},
-};
-
-double naive(Activation act, double x) {
-  switch (act) {
-    case Activation::relu:
-      return std::max(x, 0.0);
-    case Activation::relu2:
-      return x > 0 ? x * x : 0;
-    case Activation::silu:
-      return x / (1 + std::exp(-x));
-    case Activation::gelu:
-      return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
-    default:
-      return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
-  }
-}
-
-double naive_grad(Activation act, double x) {
-  const double sigmoid = 1 / (1 + std::exp(-x));
-  const double tanh = std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x));
-  switch (act) {
-    case Activation::relu:
-      return x > 0 ? 1 : 0;
-    case Activation::relu2:
-      return x > 0 ? 2 * x : 0;
-    case Activation::silu:
-      return sigmoid + x * sigmoid * (1 - sigmoid);
-    case Activation::gelu:
-      return 0.5 * std::erfc(-x / std::sqrt(2.0)) + x * std::exp(-x * x / 2) / std::sqrt(2 * M_PI);
-    default:
-      return 0.5 * (1 + tanh) +
-             0.5 * x * (1 - tanh * tanh) * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x);
-  }
-}
+using Case = ActivationCase;
 
 constexpr int64_t kState[2] = {0x123456789abcdef, 42};
 

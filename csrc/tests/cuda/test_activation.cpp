@@ -8,18 +8,7 @@
 namespace ckptfused {
 namespace {
 
-struct Case {
-  Activation act;
-  bool gated;
-  const char* name;
-};
-constexpr Case kCases[] = {
-    {Activation::relu, false, "relu"},   {Activation::gelu, false, "gelu"},
-    {Activation::silu, false, "silu"},   {Activation::gelu_tanh, false, "gelu_tanh"},
-    {Activation::relu2, false, "relu2"}, {Activation::silu, true, "swiglu"},
-    {Activation::gelu, true, "geglu"},   {Activation::gelu_tanh, true, "geglu_tanh"},
-    {Activation::relu, true, "reglu"},
-};
+using Case = ActivationCase;
 constexpr Case kSwiglu = kCases[5];
 
 constexpr int64_t kState[2] = {0x123456789abcdef, 42};
