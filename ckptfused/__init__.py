@@ -2,6 +2,7 @@
 
 from ckptfused import fake as fake
 from ckptfused import rng
+from ckptfused.convert import convert, revert
 from ckptfused.explain import explain
 from ckptfused.info import build_info
 from ckptfused.modules import (
@@ -22,6 +23,8 @@ __all__ = [
     "FusedCheckpointSequential",
     "__version__",
     "build_info",
+    "convert",
     "explain",
+    "revert",
     "rng",
 ]

@@ -53,8 +53,9 @@ def block(
     bfloat16 or float16. Result: as x. params: `ckptfused.spec.param_shapes(spec, C)`; projections in x's
     dtype (any floating dtype under autocast or with `spec.compute`), norm weights in any.
     cos, sin: [T, r] or [B, T, r], r the rotary width or half of it. mask: broadcastable to [B, H, T, T], bool
-    (True may be attended to) or floating (added to the logits). padding: [B, T], bool (True: a real token)
-    or floating. A spec that says `mask="drop"` or `padding="drop"` turns the meaning of bool round.
+    (True may be attended to) or floating (added to the logits; -5e8 or less hides, as -inf does).
+    padding: [B, T], bool (True: a real token) or floating. A spec that says `mask="drop"` or `padding="drop"`
+    turns the meaning of bool round.
     cu_seqlens: int32 or int64 [S+1], the bounds of S sequences packed in x [1, N, C].
     generator: the source of dropout's seed; None: PyTorch's default generator.
     **Saves** x, the values in `spec.keep`, and 16 bytes of random state where some p > 0; references to

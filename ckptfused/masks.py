@@ -17,7 +17,8 @@ class Mask(NamedTuple):
     """What may attend to what.
 
     `mask` is a 4-d view broadcastable to [B, H, T, T], `padding` is [B, T]; their kinds are "none", "keep"
-    (bool, True may be attended to), "drop" (bool, True may not) or "add" (floating, added to the logits).
+    (bool, True may be attended to), "drop" (bool, True may not) or "add" (floating, added to the logits; -5e8 or
+    less, in float16 its lowest, hides as -inf does, so a row of such values sees nothing and gives zeros).
     """
 
     mask: Tensor | None = None

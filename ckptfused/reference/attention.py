@@ -25,9 +25,9 @@ def position_mask(t_q: int, t_k: int, causal: bool, window: int, device: torch.d
 
 
 def _split(mask: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-    """A caller's mask as (visible, what is added to visible logits)."""
+    """A caller's mask as (visible, what is added to visible logits). Added values of -5e8 or less hide."""
     if kind == "add":
-        hidden = torch.isneginf(mask)
+        hidden = mask <= max(-5e8, torch.finfo(mask.dtype).min)
         return ~hidden, mask.masked_fill(hidden, 0)
     return (mask if kind == "keep" else ~mask), None
 

@@ -179,14 +179,18 @@ def tanh(x):
 
 @triton.jit
 def masked(s, value, KIND: tl.constexpr):
-    """Logits with a mask's values applied; -inf hides whatever the logit is, NaN and +inf too."""
+    """Logits with a mask's values applied; -inf hides whatever the logit is, NaN and +inf too.
+
+    So does an added value of -5e8 or less (float16: its lowest), which would swallow the logit.
+    """
     if KIND == KEEP:
         return tl.where(value != 0, s, -INF)
     elif KIND == DROP:  # noqa: RET505
         return tl.where(value == 0, s, -INF)
     else:
         bias = value.to(s.dtype)
-        return tl.where(bias == -INF, -INF, s + bias * LOG2E)
+        lowest = -65504.0 if value.dtype == tl.float16 else -5e8
+        return tl.where(bias <= lowest, -INF, s + bias * LOG2E)
 
 
 @triton.jit

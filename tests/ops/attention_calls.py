@@ -24,7 +24,7 @@ class Case:
     kv_heads: int = 2
     tokens: int = 67
     head_dim: int = 20
-    mask: str = "none"  # keep | drop | add | add-inf | shared | head | float64
+    mask: str = "none"  # keep | drop | add | add-inf | add-<type> (its lowest) | shared | head | float64
     padding: str = "none"  # keep | drop | add
     packed: tuple[int, ...] = ()
     causal: bool = False
@@ -79,6 +79,9 @@ def make_mask(c: Case) -> tuple[Tensor | None, str]:
             return bias.to(c.dtype), "add"
         case "add-inf":
             return bias.masked_fill(~keep, -torch.inf).transpose(2, 3).contiguous().transpose(2, 3), "add"
+        case "add-float32" | "add-bfloat16" | "add-float16":
+            dtype = getattr(torch, c.mask.removeprefix("add-"))
+            return bias.to(dtype).masked_fill(~keep, torch.finfo(dtype).min), "add"
         case "shared":
             return keep[:1, :1].to(torch.bool), "keep"
         case "head":

@@ -155,9 +155,13 @@ def test_dropping_everything() -> None:
     assert all(not t.any() for t in (o, *grads))
 
 
+HIDING = ["add-inf", "add-float32", "add-bfloat16", "add-float16"]
+
+
+@pytest.mark.parametrize("mask", HIDING)
 @pytest.mark.parametrize("p", [0.0, P])
-def test_masked_rows_are_zero(p: float) -> None:
-    call = make_call(Case(mask="add-inf", p=p, tokens=300, dtype=torch.float32))
+def test_masked_rows_are_zero(p: float, mask: str) -> None:
+    call = make_call(Case(mask=mask, p=p, tokens=300, dtype=torch.float32))
     o, lse, dq, dk, dv = call.run()
     assert torch.isneginf(lse[:, :, 150]).all()
     assert not o[:, :, 150].any()

@@ -24,7 +24,7 @@ def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-# Bytes. The tiles were chosen with Triton 3.6, torch 2.11's; 3.7.1 spills two to six registers in five of these kernels,
+# Bytes. The tiles were chosen with Triton 3.6, torch 2.11's; 3.7.1 spills two to six registers in five of these,
 # at most 56 bytes stored and loaded.
 SPILL = 0 if triton.__version__.startswith("3.6.") else 64
 

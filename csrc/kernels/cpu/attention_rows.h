@@ -39,13 +39,24 @@ CKPT_HD acc_t<T> dot_row(const acc_t<T>* x, const T* y, int64_t n) {
   return lane_sum<acc_t<T>>(n, [&](int64_t i) CKPT_INLINE { return x[i] * to_acc(y[i]); });
 }
 
+// An added value this low hides its key, as -inf does. It is how models write "masked" (-1e9, the
+// type's lowest), and it swallows the logit: of a row that sees nothing, no log-sum-exp would tell
+// how many keys there are.
+template <typename A, typename M>
+CKPT_HD A added_value(const M& value) {
+  const A v = A(to_acc(value));
+  return v <= (std::is_same_v<M, f16> ? A(-65504) : A(-5e8)) ? A(-INFINITY) : v;
+}
+
 template <typename A, typename M>
 CKPT_HD void add_values(const M* mask, int64_t stride, int64_t cols, A* bias) {
   if (stride == 1) {
     CKPT_IVDEP
-    for (int64_t i = 0; i < cols; ++i) bias[i] = masked_logit(bias[i], A(to_acc(mask[i])));
+    for (int64_t i = 0; i < cols; ++i) bias[i] = masked_logit(bias[i], added_value<A>(mask[i]));
   } else {
-    for (int64_t i = 0; i < cols; ++i) bias[i] = masked_logit(bias[i], A(to_acc(mask[i * stride])));
+    for (int64_t i = 0; i < cols; ++i) {
+      bias[i] = masked_logit(bias[i], added_value<A>(mask[i * stride]));
+    }
   }
 }
 

@@ -76,9 +76,10 @@ def test_dropping_everything() -> None:
     assert all(not t.any() for t in (o, *grads))
 
 
+@pytest.mark.parametrize("mask", ["add-inf", "add-float32", "add-float16"])
 @pytest.mark.parametrize("p", [0.0, P])
-def test_masked_rows_are_zero(p: float) -> None:
-    o, lse, dq, dk, dv = run(make_call(replace(BASE, mask="add-inf", p=p, tokens=130)))
+def test_masked_rows_are_zero(p: float, mask: str) -> None:
+    o, lse, dq, dk, dv = run(make_call(replace(BASE, mask=mask, p=p, tokens=130)))
     assert torch.isneginf(lse[:, :, 65]).all()
     assert not o[:, :, 65].any()
     assert not dq[:, :, 65].any()

@@ -1,0 +1,22 @@
+"""One call turns an existing model into a fused-checkpoint model: `convert` and `revert`."""
+
+from ckptfused.convert import families as families
+from ckptfused.convert.api import convert, revert
+from ckptfused.convert.family import Family, Plan, register
+from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.convert.report import LayerReport, Report
+
+__all__ = [
+    "FFN",
+    "Attention",
+    "Family",
+    "Inputs",
+    "LayerReport",
+    "Parts",
+    "Plan",
+    "Reason",
+    "Report",
+    "convert",
+    "register",
+    "revert",
+]

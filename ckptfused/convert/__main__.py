@@ -1,0 +1,27 @@
+"""`python -m ckptfused.convert module.Class …`: writes down the forwards of these classes as they are installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import sys
+
+from ckptfused.convert.source import KNOWN_FILE, fingerprint, known
+
+
+def main(names: list[str]) -> None:
+    """Adds the fingerprint of each class's forward to known.json."""
+    found = known()
+    for name in names:
+        module, _, cls = name.rpartition(".")
+        library = module.partition(".")[0]
+        said = f"{library} {importlib.metadata.version(library)}"
+        forward = getattr(importlib.import_module(module), cls).forward
+        found["classes"].setdefault(name, {}).setdefault(fingerprint(forward), said)
+    found["classes"] = dict(sorted(found["classes"].items()))
+    KNOWN_FILE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,66 @@
+"""`convert` and `revert`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ckptfused.convert import find
+from ckptfused.convert.agree import check_agreement
+from ckptfused.convert.describe import describe, head_note
+from ckptfused.convert.forward import ConvertedForward
+from ckptfused.convert.report import Report
+from ckptfused.keep import check_names
+from ckptfused.modules.assemble import keep_text
+
+
+def convert(model: nn.Module, policy: str | Iterable[str] = "inputs", *, process_group: Any = None) -> Report:
+    """Turns an existing model into a fused-checkpoint model, in place.
+
+    Each layer gets a `forward` of its own, as an attribute of the instance; its class, parameters, submodules,
+    hooks and `state_dict` stay as they are. A layer that an adapter reads runs as one fused op that saves its
+    input; any other is checkpointed with `ckptfused.checkpoint`. What is safe is decided at each call: with a
+    key/value cache, or where attention weights are asked for, a layer runs as it was. A second `convert` changes
+    the policy. `revert` undoes it.
+
+    policy: what each layer keeps for backward beside its input: a preset or names (`ckptfused.spec.KEEP_PRESETS`).
+    process_group: a `torch.distributed` group, or True for the default one; the call is then a collective which
+    checks that all ranks convert alike. None: no communication.
+
+    **Saves** in each fused layer x, what `policy` names, 16 bytes of random state where it has dropout.
+    **Recomputes** the rest in backward.
+    **Raises** `ValueError` for an unknown policy, for tensor-parallel weights, and, with `process_group`, where ranks
+    differ; `TypeError` if `model` is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    keep = keep_text(policy)
+    check_names(policy if isinstance(policy, str) else tuple(policy))
+    found = list(find.layers(model))
+    reports = []
+    for name, layer, family in found:
+        before = vars(layer).get("forward")
+        if isinstance(before, ConvertedForward):
+            del layer.forward
+            before = before.before
+        reports.append(describe(name, layer, None if before is not None else family, keep))
+        layer.forward = ConvertedForward(layer, reports[-1].family, keep, before)
+    report = Report(tuple(reports), keep, head_note(model, reports))
+    if process_group is not None:
+        check_agreement(report, None if process_group is True else process_group)
+    return report
+
+
+def revert(model: nn.Module) -> int:
+    """Undoes `convert`: every layer gets the forward back that it had. Returns how many layers were converted."""
+    count = 0
+    for layer in model.modules():
+        converted = vars(layer).get("forward")
+        if isinstance(converted, ConvertedForward):
+            del layer.forward
+            if converted.before is not None:
+                layer.forward = converted.before
+            count += 1
+    return count

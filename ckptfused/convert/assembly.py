@@ -1,0 +1,172 @@
+"""From the parts of a layer to one op call."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.convert.modules import Norm, Projection, activation, hooked, norm, projection
+from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.convert.source import as_read
+from ckptfused.functional import check_packed, rotary_view
+from ckptfused.modules.assemble import Call, Slots, canonical_text, input_words, settled
+from ckptfused.spec import MAX_HEAD_DIM
+
+_PLACES = ("pre", "post", "out")
+
+
+def _holders(holders: tuple[nn.Module, ...]) -> Reason | None:
+    for holder in holders:
+        if hooked(holder):
+            return Reason(f"{type(holder).__name__} has a hook or a forward of its own")
+        if not as_read(holder):
+            return Reason(f"the code of {type(holder).__name__} is not the one that was read (see tested versions)")
+    return None
+
+
+def _projections(modules: dict[str, nn.Module | None]) -> dict[str, Projection] | Reason:
+    found: dict[str, Projection] = {}
+    for name, module in modules.items():
+        if module is None:
+            continue
+        what = projection(module)
+        if isinstance(what, Reason):
+            return Reason(f"{name}: {what.text}")
+        found[name] = what
+    if len({p.transposed for p in found.values()}) > 1:
+        return Reason("projections stored both [out, in] and [in, out]")
+    return found
+
+
+def _norms(half: str, modules: dict[str, nn.Module | None], x: Tensor) -> dict[str, Norm] | Reason:
+    found: dict[str, Norm] = {}
+    for place, module in modules.items():
+        if module is None:
+            continue
+        what = norm(module, x)
+        if isinstance(what, Reason):
+            return what
+        found[place] = what
+    return found
+
+
+def _norm_words(half: str, norms: dict[str, Norm]) -> str:
+    return "".join(f" {half}.{p}={n.kind} {half}.{p}_eps={settled(n.eps)}" for p, n in norms.items() if p in _PLACES)
+
+
+def _pair(found: Any) -> Slots:
+    return [None, None] if found is None else [found.weight, found.bias]
+
+
+def attention(a: Attention, x: Tensor) -> tuple[str, Slots] | Reason:
+    """The words (inputs left out) and the tensors of an attention half."""
+    if (why := _holders(a.holders)) is not None:
+        return why
+    if a.head_dim > MAX_HEAD_DIM:
+        return Reason(f"heads are {a.head_dim} wide, kernels reach {MAX_HEAD_DIM}")
+    joint = a.k is None
+    maps = _projections({"q": a.q, "k": a.k, "v": a.v, "o": a.o})
+    if isinstance(maps, Reason):
+        return maps
+    norms = _norms("attn", {"pre": a.pre, "post": a.post, "out": a.out, "q_norm": a.q_norm, "k_norm": a.k_norm}, x)
+    if isinstance(norms, Reason):
+        return norms
+    words = (
+        f" attn.heads={a.heads} attn.kv_heads={a.kv_heads} attn.head_dim={a.head_dim} attn.joint={int(joint)}"
+        f" attn.transposed={int(maps['o'].transposed)} attn.p_attn={settled(a.p_attn)} attn.p_res={settled(a.p_res)}"
+        f" attn.m={settled(a.m)}"
+    ) + _norm_words("attn", norms)
+    if a.interleaved:
+        words += " attn.interleaved=1"
+    if a.scale is not None:
+        words += f" attn.scale={settled(a.scale)}"
+    if a.softcap:
+        words += f" attn.softcap={settled(a.softcap)}"
+    if "q_norm" in norms:
+        q, k = norms["q_norm"], norms["k_norm"]
+        if (q.kind, q.eps) != (k.kind, k.eps):
+            return Reason("norms of queries and keys differ in kind or eps")
+        words += f" attn.qk_norm={q.kind} attn.qk_eps={settled(q.eps)}"
+    if a.rope != "none":
+        words += f" attn.rope={a.rope} attn.rotary_dim={0 if a.rotary_dim == a.head_dim else a.rotary_dim}"
+    places = ["pre", "q", "k", "v", "q_norm", "k_norm", "o", "post", "out"]
+    slots = list(chain.from_iterable(_pair(maps.get(p) or norms.get(p)) for p in places))
+    return words, slots
+
+
+def ffn(f: FFN, x: Tensor) -> tuple[str, Slots] | Reason:
+    """The words and the tensors of an FFN half."""
+    if (why := _holders(f.holders)) is not None:
+        return why
+    gated = f.gate is not None
+    kind = activation(f.act, gated)
+    if kind is None:
+        return Reason(f"activation {f.act!r} has no kernel")
+    maps = _projections({"gate": f.gate, "up": f.up, "down": f.down})
+    if isinstance(maps, Reason):
+        return maps
+    norms = _norms("ffn", {"pre": f.pre, "post": f.post, "out": f.out}, x)
+    if isinstance(norms, Reason):
+        return norms
+    down = maps["down"]
+    words = (
+        f" ffn.act={kind} ffn.hidden={down.weight.size(0 if down.transposed else 1)}"
+        f" ffn.joint={int(gated and f.up is None)} ffn.transposed={int(down.transposed)}"
+        f" ffn.p_hidden={settled(f.p_hidden)} ffn.p_res={settled(f.p_res)} ffn.m={settled(f.m)}"
+    ) + _norm_words("ffn", norms)
+    places = ["pre", "gate", "up", "down", "post", "out"]
+    return words, list(chain.from_iterable(_pair(maps.get(p) or norms.get(p)) for p in places))
+
+
+def _tensors_fit(x: Tensor, slots: Slots) -> Reason | None:
+    """Whether op and tensors agree in device, kind and dtype; shapes are checked by the op itself."""
+    mixed = torch.is_autocast_enabled(x.device.type)
+    for tensor in slots:
+        if tensor is None:
+            continue
+        if tensor.device != x.device:
+            return Reason(f"a weight is on {tensor.device}, the input on {x.device}")
+        if tensor.dim() > 1 and tensor.dtype != x.dtype and not mixed:
+            return Reason(f"weights are {tensor.dtype}, the input is {x.dtype}")
+    return None
+
+
+def build_call(parts: Parts, inputs: Inputs, keep: str) -> Call | Reason:
+    """The op call of a layer, or why it cannot be one."""
+    x = inputs.x
+    if x.dim() != 3:
+        return Reason(f"the input has shape {list(x.shape)}, expected [B, T, C]")
+    slots: Slots = []
+    words = ""
+    halves = []
+    for name, half, assemble in (("attn", parts.attn, attention), ("ffn", parts.ffn, ffn)):
+        if half is None:
+            continue
+        made = cast(Any, assemble)(half, x)
+        if isinstance(made, Reason):
+            return made
+        words += made[0]
+        slots += made[1]
+        halves.append(name)
+    if (why := _tensors_fit(x, slots)) is not None:
+        return why
+    cos, sin, cu_seqlens = inputs.cos, inputs.sin, inputs.cu_seqlens
+    if parts.attn is not None:
+        a = parts.attn
+        if inputs.masks.mask is not None and inputs.masks.mask.requires_grad:
+            return Reason("the mask needs a gradient")
+        words += input_words(inputs.masks, cu_seqlens is not None)
+        window = a.window or 0
+        words += f" attn.window={0 if inputs.masks.mask is not None else window}"
+        if cu_seqlens is not None:
+            check_packed(x, cu_seqlens, inputs.masks)
+        if a.rope != "none":
+            assert cos is not None and sin is not None
+            cos, sin = (rotary_view(n, t, x.size(0), x.size(1), a.rotary_dim) for n, t in (("cos", cos), ("sin", sin)))
+    op = "block" if len(halves) == 2 else "attention_block" if halves == ["attn"] else "ffn_block"
+    parallel = "shared" if parts.parallel == "shared" else int(parts.parallel)
+    text = canonical_text(f"halves={'+'.join(halves)} parallel={parallel}{words}", keep)
+    return Call(op, x, slots, text, inputs.masks, cos, sin, cu_seqlens)

@@ -1,0 +1,90 @@
+"""What will become of a layer, known before it runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused import cost
+from ckptfused.convert.family import Family
+from ckptfused.convert.measure import TOKENS, saved_by_autograd
+from ckptfused.convert.modules import projection
+from ckptfused.convert.parts import Reason
+from ckptfused.convert.report import LayerReport
+
+
+def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> LayerReport:
+    """The report on one layer, not converted at this moment. **Raises** `ValueError` for tensor-parallel weights."""
+    _refuse_tensor_parallel(name, layer)
+    kind = type(layer).__name__
+    if family is None:
+        own = "forward" in vars(layer)
+        why = "its forward is not its class's (patched or offloaded)" if own else "no adapter for this class"
+        return LayerReport(name, kind, None, "generic", why)
+    x = _example(layer, family)
+    before = None
+    with contextlib.suppress(Exception):  # a count for the table: a layer that cannot be traced has none
+        args, kwargs = family.example(layer, x)
+        before = saved_by_autograd(layer, args, kwargs) / TOKENS
+    plan = family.plan(layer, keep, x)
+    if isinstance(plan, Reason):
+        return LayerReport(name, kind, family.name, "generic", plan.text, before, x.size(-1) * x.element_size())
+    after = sum(cost.saved_bytes(spec, 1, TOKENS, x.size(-1), x.dtype) for spec in plan.specs) / TOKENS
+    after += plan.generic * x.size(-1) * x.element_size()
+    return LayerReport(name, kind, family.name, plan.path, plan.reason, before, after)
+
+
+def _example(layer: nn.Module, family: Family) -> Tensor:
+    """An x that the layer could be called with: [1, TOKENS, C]."""
+    parts = family.parts(layer)
+    last = projection(parts.ffn.down if parts.ffn is not None else parts.attn.o)  # type: ignore[union-attr]
+    if isinstance(last, Reason):
+        first = next(layer.parameters())
+        width, dtype, device = first.size(-1), first.dtype, first.device
+    else:
+        width, dtype, device = last.out_features, last.weight.dtype, last.weight.device
+    return torch.empty(1, TOKENS, width, dtype=dtype, device=device, requires_grad=True)
+
+
+def _refuse_tensor_parallel(name: str, layer: nn.Module) -> None:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    for key, p in layer.named_parameters():
+        if (
+            isinstance(p, DTensor)
+            and not _fully_sharded(layer)
+            and any(not isinstance(q, Replicate) for q in p.placements)
+        ):
+            raise ValueError(
+                f"{name}.{key}: expected a weight that is whole or sharded by FSDP, got a DTensor with placements "
+                f"{p.placements}. Tensor-parallel layers cannot be converted: use torch.utils.checkpoint or "
+                "ckptfused.checkpoint around them, or FSDP instead of tensor parallelism"
+            )
+
+
+def _fully_sharded(layer: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(layer, FSDPModule)
+
+
+def head_note(model: Any, layers: Iterable[LayerReport]) -> tuple[str, ...]:
+    """Says so where the logits outweigh what all layers save."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    weight = getattr(head, "weight", None)
+    saved = [layer.after for layer in layers]
+    if weight is None or None in saved or not saved:
+        return ()
+    # Logits in the model's type, a float32 copy for the loss, and its log-softmax kept for backward.
+    logits = weight.size(0) * (weight.element_size() + 8)
+    total = sum(saved)  # type: ignore[arg-type]
+    if logits <= total:
+        return ()
+    return (
+        f"The loss head sets the peak: {weight.size(0):,} logits hold about {logits:,} bytes a token, all layers "
+        f"together {total:,.0f}. A fused or chunked cross-entropy would lower it further.",
+    )

@@ -1,0 +1,92 @@
+"""The adapter of a model family: where a layer keeps its pieces, and how its forward is called."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ckptfused.convert.assembly import build_call
+from ckptfused.convert.parts import Inputs, Parts, Reason
+from ckptfused.convert.source import class_as_read, class_name
+from ckptfused.spec import BlockSpec
+
+FAMILIES: dict[str, Family] = {}
+
+
+class Plan(NamedTuple):
+    """What will become of a layer's calls."""
+
+    specs: tuple[BlockSpec, ...]
+    """The fused ops that one call makes."""
+    generic: int = 0
+    """How many checkpointed pieces there are beside them, each of which saves its input."""
+    reason: str = ""
+    """Why there are such pieces."""
+
+    @property
+    def path(self) -> str:
+        """As `LayerReport.path`."""
+        return "part" if self.generic else "fused"
+
+
+class Family:
+    """One adapter. Subclasses say `layers` (class names), `parts` and `inputs`; `register` makes them known."""
+
+    name: str
+    layers: tuple[str, ...] = ()
+    """`module.Class` of every layer class that this adapter reads."""
+
+    def parts(self, layer: Any) -> Parts:
+        """The pieces of a layer, as they are now."""
+        raise NotImplementedError
+
+    def inputs(self, layer: Any, *args: Any, **kwargs: Any) -> Inputs | Reason:
+        """What the layer's forward was called with, or why this call is not fused. Signature as the forward's."""
+        raise NotImplementedError
+
+    def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The layer's result, or a `Reason`."""
+        if not class_as_read(type(layer), type(layer).forward):
+            return Reason(f"the code of {type(layer).__name__} is not the one that was read")
+        inputs = self.inputs(layer, *args, **kwargs)
+        if isinstance(inputs, Reason):
+            return inputs
+        call = build_call(self.parts(layer), inputs, keep)
+        return call if isinstance(call, Reason) else self.result(call.run())
+
+    def result(self, y: Any) -> Any:
+        """What the layer's forward returns for the block's output."""
+        return y
+
+    def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with which the layer's forward takes x, for counting what it saves."""
+        return (x,), {}
+
+    def plan(self, layer: Any, keep: str, x: Tensor) -> Plan | Reason:
+        """What will become of calls like `example`'s."""
+        if not class_as_read(type(layer), type(layer).forward):
+            return Reason(f"the code of {type(layer).__name__} is not the one that was read")
+        args, kwargs = self.example(layer, x)
+        inputs = self.inputs(layer, *args, **kwargs)
+        if isinstance(inputs, Reason):
+            return inputs
+        call = build_call(self.parts(layer), inputs, keep)
+        return call if isinstance(call, Reason) else Plan((BlockSpec.parse(call.text),))
+
+
+def register(family: Family) -> Family:
+    """Makes an adapter known to `convert`. **Raises** `ValueError` if its name is taken."""
+    if family.name in FAMILIES:
+        raise ValueError(f"family {family.name!r}: expected a new name, this one is taken")
+    FAMILIES[family.name] = family
+    return family
+
+
+def family_of(layer: nn.Module) -> Family | None:
+    """The adapter that reads this class of layer, None if there is none."""
+    name = class_name(type(layer))
+    for family in FAMILIES.values():
+        if name in family.layers:
+            return family
+    return None

@@ -1,0 +1,103 @@
+"""What a projection, a norm or an activation of another library is in the block's terms, as it is at this call."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ckptfused.convert.parts import Reason
+from ckptfused.convert.source import as_read, class_name, norm_of
+from ckptfused.modules.activations import activation_kind
+from ckptfused.modules.assemble import hooked as any_hook
+
+_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
+_CONV1D = "transformers.pytorch_utils.Conv1D"
+_ACTIVATIONS = {
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "SiLUActivation": "silu",
+    "ReLUSquaredActivation": "relu2",
+}
+_GATED = {"relu": "reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody watches or patches a module that a fused layer does not call.
+
+    Hugging Face's own hooks, which stay once outputs were collected, count only while it collects: there the
+    original forward runs (`hugging_face.collecting`).
+    """
+    if not any_hook(module):
+        return False
+    others = any(
+        getattr(hook, "__qualname__", "") != "install_output_capuring_hook.<locals>.output_capturing_hook"
+        for hook in module._forward_hooks.values()
+    )
+    return bool(
+        others
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )
+
+
+class Projection(NamedTuple):
+    """A linear map: weight [out, in], or [in, out] where `transposed`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    transposed: bool
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.size(1 if self.transposed else 0)
+
+
+def projection(module: nn.Module) -> Projection | Reason:
+    """The tensors of a projection, or why it cannot be fused."""
+    kind = type(module)
+    if hooked(module):
+        return Reason(f"{kind.__name__} has a hook or a forward of its own")
+    if kind in _LINEAR:
+        return Projection(module.weight, module.bias, False)  # type: ignore[arg-type]
+    if class_name(kind) == _CONV1D and as_read(module):
+        return Projection(module.weight, module.bias, True)  # type: ignore[arg-type]
+    return Reason(f"unknown projection {kind.__module__}.{kind.__name__}")
+
+
+class Norm(NamedTuple):
+    """A norm layer: its kind as `spec.NORMS`, eps and tensors."""
+
+    kind: str
+    eps: float
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def norm(module: nn.Module, x: Tensor) -> Norm | Reason:
+    """The norm that a module computes over its last dimension, or why it cannot be fused."""
+    kind = norm_of(type(module), type(module).forward)
+    if kind is None or hooked(module):
+        return Reason(f"unknown or patched norm {type(module).__module__}.{type(module).__name__}")
+    found: Any = module
+    if len(getattr(found, "normalized_shape", (0,))) != 1:
+        return Reason(f"norm over {len(found.normalized_shape)} dimensions")
+    eps = found.variance_epsilon if hasattr(found, "variance_epsilon") else found.eps
+    if eps is None:
+        eps = torch.finfo(x.dtype).eps
+    return Norm(kind, eps, found.weight, getattr(found, "bias", None))
+
+
+def activation(act: Any, gated: bool) -> str | None:
+    """The fused kind of an activation, None if it is not one of them."""
+    kind = activation_kind(act)
+    if kind is None and isinstance(act, nn.Module) and as_read(act):
+        kind = _ACTIVATIONS.get(type(act).__name__)
+    if isinstance(act, nn.Module) and hooked(act):
+        return None
+    return _GATED.get(kind or "") if gated else kind

@@ -1,0 +1,81 @@
+"""Where the pieces of a model's layer are: what a family's adapter writes down, read anew at every call."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from ckptfused.masks import NO_MASK, Mask
+
+
+class Attention(NamedTuple):
+    """The attention half of a layer: modules as they are found now, and numbers.
+
+    `k` and `v` None: `q` holds the joint projection. Dropout probabilities are those of this call: 0 in eval.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q: nn.Module
+    k: nn.Module | None
+    v: nn.Module | None
+    o: nn.Module
+    pre: nn.Module | None = None
+    post: nn.Module | None = None
+    out: nn.Module | None = None
+    q_norm: nn.Module | None = None
+    k_norm: nn.Module | None = None
+    rope: str = "none"
+    rotary_dim: int = 0
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+    p_attn: float = 0.0
+    p_res: float = 0.0
+    m: float = 1.0
+    interleaved: bool = False
+    holders: tuple[nn.Module, ...] = ()
+    """Modules whose own `forward` the fused one replaces: their code has to be the code that was read."""
+
+
+class FFN(NamedTuple):
+    """The FFN half of a layer. `gate` None: not gated; gated with `up` None: `gate` holds both, gate rows first."""
+
+    act: Any
+    gate: nn.Module | None
+    up: nn.Module | None
+    down: nn.Module
+    pre: nn.Module | None = None
+    post: nn.Module | None = None
+    out: nn.Module | None = None
+    p_hidden: float = 0.0
+    p_res: float = 0.0
+    m: float = 1.0
+    holders: tuple[nn.Module, ...] = ()
+
+
+class Parts(NamedTuple):
+    """A layer as halves; one of them may be missing."""
+
+    attn: Attention | None = None
+    ffn: FFN | None = None
+    parallel: bool | Literal["shared"] = False
+
+
+class Inputs(NamedTuple):
+    """What a layer was called with, in the block's terms. **Shapes** x [B, T, C], as `functional.block`."""
+
+    x: Tensor
+    masks: Mask = NO_MASK
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+
+class Reason(NamedTuple):
+    """Why a call is not fused. `original`: the layer's own forward runs, uncheckpointed, as without ckptfused."""
+
+    text: str
+    original: bool = False

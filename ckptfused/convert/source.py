@@ -1,0 +1,78 @@
+"""Whether a module still runs the code that an adapter was written from.
+
+An adapter replaces a layer's `forward` by what it reads there. Another version of the library, a subclass or a
+patch (Liger, hub kernels) may compute something else, so the source of each replaced `forward` is compared with
+the source that was read. `python -m ckptfused.convert CLASS …` adds to known.json what is installed; an entry stays
+there if the tests of its family pass with it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import io
+import json
+import textwrap
+import tokenize
+from collections.abc import Callable, Hashable
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+KNOWN_FILE = Path(__file__).with_name("known.json")
+_LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+
+
+@cache
+def known() -> dict[str, Any]:
+    """What was read: `{"classes": {name: {fingerprint: version}}, "norms": {fingerprint: kind}}`."""
+    return json.loads(KNOWN_FILE.read_text())
+
+
+@lru_cache(maxsize=4096)
+def fingerprint(function: Callable[..., Any]) -> str:
+    """A hash of a function's statements, annotations, comments and docstring aside; "" where there is no source."""
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+        definition = ast.parse(source).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    if not isinstance(definition, ast.FunctionDef):
+        return ""
+    body = definition.body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) and len(body) > 1:
+        body = body[1:]
+    names = [argument.arg for argument in definition.args.posonlyargs + definition.args.args]
+    lines = "\n".join(source.splitlines()[body[0].lineno - 1 :])
+    tokens = tokenize.generate_tokens(io.StringIO(textwrap.dedent(lines)).readline)
+    text = "".join(token.string for token in tokens if token.type not in _LAYOUT)
+    return hashlib.sha256(f"{','.join(names)}:{''.join(text.split())}".encode()).hexdigest()[:16]
+
+
+def class_name(cls: type) -> str:
+    """`module.Class`, of the class that was written down: FSDP2 and others derive one of their own from it."""
+    for base in cls.__mro__:
+        name = f"{base.__module__}.{base.__qualname__}"
+        if name in known()["classes"]:
+            return name
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+@lru_cache(maxsize=1024)
+def class_as_read(cls: Hashable, forward: Callable[..., Any]) -> bool:
+    """Whether a class's forward is the one that was read."""
+    return isinstance(cls, type) and fingerprint(forward) in known()["classes"].get(class_name(cls), ())
+
+
+def as_read(module: nn.Module) -> bool:
+    """Whether this module's forward is its class's, and its class's is the one that was read."""
+    return "forward" not in vars(module) and class_as_read(type(module), type(module).forward)
+
+
+@lru_cache(maxsize=1024)
+def norm_of(cls: Hashable, forward: Callable[..., Any]) -> str | None:
+    """The kind of norm that a class's forward computes, None if it is not known."""
+    return known()["norms"].get(fingerprint(forward))

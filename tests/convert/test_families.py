@@ -1,0 +1,100 @@
+"""Every family: loss and all gradients of the converted model against the unconverted one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import ckptfused
+from tests.convert import zoo_llama  # noqa: F401
+from tests.convert.dropout_oracle import RecordStates, with_masks
+from tests.convert.zoo import ZOO, Specimen, randomize, set_dropout
+
+DRAWS = 4  # bf16 errors of small tensors vary severalfold from draw to draw: their root mean square is compared
+CASES = [pytest.param(s, i, id=f"{s.name}-{i}") for s in ZOO.values() for i in s.implementations]
+
+
+def build(specimen: Specimen, p: float, implementation: str, seed: int = 0) -> nn.Module:
+    model = randomize(specimen.make(p, implementation), seed)
+    set_dropout(model, specimen.own_dropout, 0.0)
+    return model.train()
+
+
+def run(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Loss and gradients of one step."""
+    model.zero_grad()
+    out: Any = model(**batch)
+    out.loss.backward()
+    found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": out.loss.detach(), **found}
+
+
+def converted(model: nn.Module, specimen: Specimen, keep: str = "inputs") -> nn.Module:
+    model = copy.deepcopy(model)
+    report = ckptfused.convert(model, keep)
+    assert [x.path for x in report.layers] == [specimen.path] * len(specimen.layers(model)), str(report)
+    return model
+
+
+def close(got: dict[str, Tensor], want: dict[str, Tensor], relative: float) -> None:
+    """Per tensor: relative error, plus half an ulp of its scale an element."""
+    assert got.keys() == want.keys()
+    for name, w in want.items():
+        g = got[name].double()
+        ulp = torch.finfo(w.dtype).eps * w.abs().max().double().item()
+        bound = relative * w.double().norm() + 0.5 * ulp * w.numel() ** 0.5
+        assert (g - w.double()).norm() <= bound, name
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize(("specimen", "implementation"), CASES)
+def test_float32(specimen: Specimen, implementation: str, mode: str) -> None:
+    model = build(specimen, 0.0, implementation).train(mode == "train")
+    batch = specimen.batch()
+    if mode == "eval" and "use_cache" in vars(getattr(model, "config", object())):
+        model.config.use_cache = False  # with a cache, eval runs the original layers
+    close(run(converted(model, specimen), batch), run(model, batch), 1e-5)
+
+
+@pytest.mark.parametrize(("specimen", "implementation"), CASES)
+def test_bfloat16(specimen: Specimen, implementation: str) -> None:
+    """At most twice the family's own error against float32."""
+    squares: dict[str, list[float]] = {}
+    for seed in range(DRAWS):
+        model = build(specimen, 0.0, implementation, seed).bfloat16()
+        batch = specimen.batch()
+        batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
+        truth = run(
+            copy.deepcopy(model).float(), {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
+        )
+        own, ours = run(model, batch), run(converted(model, specimen), batch)
+        assert own.keys() == ours.keys() == truth.keys()
+        for name, t in truth.items():
+            errors = [(x[name].double() - t.double()).square().sum().item() for x in (ours, own)]
+            ulp = torch.finfo(torch.bfloat16).eps * t.abs().max().item()
+            found = squares.setdefault(name, [0.0, 0.0, 0.0])
+            for i, e in enumerate((*errors, 0.25 * ulp**2 * t.numel())):
+                found[i] += e
+    for name, (ours2, own2, ulp2) in squares.items():
+        assert ours2**0.5 <= 2 * own2**0.5 + ulp2**0.5, name
+
+
+@pytest.mark.parametrize("keep", ["inputs", "all"])
+@pytest.mark.parametrize("specimen", [pytest.param(s, id=s.name) for s in ZOO.values()])
+def test_dropout(specimen: Specimen, keep: str) -> None:
+    """Against the unconverted model (eager attention) with our masks."""
+    model = build(specimen, 0.25, "eager")
+    other = converted(model, specimen, keep)
+    batch = specimen.batch()
+    with RecordStates() as record:
+        got = run(other, batch)
+    assert len(record.states) == len(specimen.layers(model))
+    with with_masks(specimen.layers(model), record.states):
+        want = run(model, batch)
+    close(got, want, 1e-5)

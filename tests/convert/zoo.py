@@ -1,0 +1,74 @@
+"""Small random-weight models of every family, with a padded batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 97
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """One model. `make` takes the dropout probability at every site and an attention implementation."""
+
+    name: str
+    make: Callable[[float, str], nn.Module]
+    batch: Callable[[], Batch]
+    layers: Callable[[Any], list[nn.Module]]
+    """The modules that `convert` should convert, in the order in which they run."""
+    path: str = "fused"
+    implementations: tuple[str, ...] = ("sdpa", "eager")
+    own_dropout: tuple[str, ...] = field(default=())
+    """Dropout modules outside the layers, where PyTorch draws the masks: their p is set to 0."""
+
+
+ZOO: dict[str, Specimen] = {}
+
+
+def add(specimen: Specimen) -> None:
+    """Makes a specimen known to the tests."""
+    assert specimen.name not in ZOO
+    ZOO[specimen.name] = specimen
+
+
+def text_batch(batch: int = 3, length: int = 19, left: bool = False) -> Batch:
+    """Token ids with one padded sequence in three, and labels that leave the padding out.
+
+    With padding on the left, the first real token is no label: what predicts it sees nothing, which gives zeros
+    here and in SDPA, but the mean of all values in eager attention.
+    """
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if left:
+        mask[1, :6] = 0
+    else:
+        mask[1, 12:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    if left:
+        labels[1, 6] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def set_dropout(model: nn.Module, names: tuple[str, ...], p: float) -> None:
+    """Sets the probability of named dropout modules."""
+    for name in names:
+        model.get_submodule(name).p = p  # type: ignore[assignment]
+
+
+def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Weights such that nothing vanishes: biases and norms are not left at 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() < 2:
+                p.add_(torch.randn(p.shape, generator=generator).mul_(0.2).to(p.dtype))
+            else:
+                p.copy_(torch.randn(p.shape, generator=generator).mul_(p.size(-1) ** -0.5).to(p.dtype))
+    return model
