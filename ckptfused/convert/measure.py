@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 TOKENS = 256
 
@@ -24,7 +25,7 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         name: mode.from_tensor(t) for name, t in (*layer.named_parameters(), *layer.named_buffers())
     }
     owned = {storage(t) for t in tensors.values()}
-    owned |= {storage(t) for t in torch.utils._pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)}
+    owned |= {storage(t) for t in tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)}
     found: dict[int, tuple[Any, int]] = {}
 
     def pack(t: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import io
 import json
 import textwrap
 import tokenize
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,16 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-@lru_cache(maxsize=1024)
-def class_as_read(cls: Hashable, forward: Callable[..., Any]) -> bool:
+# What was found out, by class and forward. Plain dictionaries: torch.compile reads them while it traces.
+_READ: dict[Any, bool] = {}
+_NORMS: dict[Any, str | None] = {}
+
+
+def class_as_read(cls: Any, forward: Callable[..., Any]) -> bool:
     """Whether a class's forward is the one that was read."""
-    return isinstance(cls, type) and fingerprint(forward) in known()["classes"].get(class_name(cls), ())
+    if (cls, forward) not in _READ:
+        _READ[cls, forward] = fingerprint(forward) in known()["classes"].get(class_name(cls), ())
+    return _READ[cls, forward]
 
 
 def as_read(module: nn.Module) -> bool:
@@ -72,7 +78,8 @@ def as_read(module: nn.Module) -> bool:
     return "forward" not in vars(module) and class_as_read(type(module), type(module).forward)
 
 
-@lru_cache(maxsize=1024)
-def norm_of(cls: Hashable, forward: Callable[..., Any]) -> str | None:
+def norm_of(cls: Any, forward: Callable[..., Any]) -> str | None:
     """The kind of norm that a class's forward computes, None if it is not known."""
-    return known()["norms"].get(fingerprint(forward))
+    if (cls, forward) not in _NORMS:
+        _NORMS[cls, forward] = known()["norms"].get(fingerprint(forward))
+    return _NORMS[cls, forward]
