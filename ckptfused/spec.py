@@ -71,6 +71,8 @@ class AttentionSpec:
     out_eps: float = 1e-5
     joint: bool = False
     """One tensor [(H+2G)·D, C] holds the query, key and value weights (slot `q_w`; its bias in `q_b`)."""
+    interleaved: bool = False
+    """Joint only: the rows of the weight are [H, 3, D], for each head its query, key and value rows (GPT-NeoX)."""
     transposed: bool = False
     """Weights are stored [in, out] (GPT-2's Conv1D) rather than [out, in]."""
     scale: float | None = None
@@ -98,6 +100,10 @@ class AttentionSpec:
         _check_common(self, "attn")
         if self.heads % self.kv_heads:
             raise ValueError(f"attn.kv_heads: expected a divisor of heads={self.heads}, got {self.kv_heads}")
+        if self.interleaved and not self.joint:
+            raise ValueError("attn.interleaved: expected one tensor for q, k and v (joint=True), got joint=False")
+        if self.interleaved and self.heads != self.kv_heads:
+            raise ValueError(f"attn.interleaved: expected kv_heads={self.heads}, as heads, got {self.kv_heads}")
         if self.head_dim > MAX_HEAD_DIM:
             raise ValueError(f"attn.head_dim: expected at most {MAX_HEAD_DIM}, got {self.head_dim}")
         check_choice("attn.rope", self.rope, ROPES)

@@ -31,7 +31,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "width": (24, 40, 96),
     "hidden": (56, 37, 130),
     "batch": (1, 2, 3),
-    "weights": ("separate", "joint"),
+    "weights": ("separate", "joint", "interleaved"),
     "transposed": (False, True),
     "softcap": (0.0, 5.0),
     "scale": (None, 0.2),
@@ -121,7 +121,8 @@ class Case:
             kv_heads=kv_heads,
             head_dim=self.head_dim,
             **self.norms(),
-            joint=self.weights == "joint",
+            joint=self.weights != "separate",
+            interleaved=self.weights == "interleaved",
             transposed=self.transposed,
             scale=self.scale,
             causal="causal" in self.mask,
@@ -140,7 +141,7 @@ class Case:
         ffn = FFNSpec(
             act=self.act,
             hidden=self.hidden,
-            joint=self.weights == "joint" and self.act in GATED_ACTIVATIONS,
+            joint=self.weights != "separate" and self.act in GATED_ACTIVATIONS,
             transposed=self.transposed,
             **self.norms(),
             p_hidden=self.p("hidden"),
@@ -166,6 +167,8 @@ def _one_way(axis: str, value: object, other: str, other_value: object) -> bool:
             return (other in ("act", "hidden") and not plain) or (other, other_value) == ("drop", "hidden")
         case "mask", "packed" | "packed-causal":
             return other in ("batch", "seq_first") and not plain
+        case "weights", "interleaved":  # joint where there is no attention
+            return (other, other_value) == ("layout", "ffn") or (other == "heads" and not plain)
         case "tokens", 300:
             return (other, other_value) == ("batch", 3)  # only to keep the suite short
     return False

@@ -36,6 +36,7 @@ CASES = {
     "ffn": Case(layout="ffn", act="swiglu", weights="joint", bias="all", drop="hidden", batch=2, tokens=33),
     "seq-first": replace(LLAMA, seq_first=True, mask="none", bias="all"),
     "seq-first-masked": replace(LLAMA, seq_first=True, mask="causal+pad", bias="all"),
+    "interleaved": Case(layout="parallel", weights="interleaved", rope="half", qk_norm="layernorm", tokens=33),
     "packed": Case(mask="packed-causal", act="swiglu", tokens=67),
 }
 TYPES = {

@@ -28,7 +28,10 @@ BLOCKS = {
         softcap=5.0,
         scale=0.3,
     ),
-    "neox": Case(**SMALL, act="gelu", layout="parallel", rope="interleaved", bias="all", mask="add2d"),
+    "neox": Case(
+        **SMALL, act="gelu", layout="parallel", rope="half-partial", weights="interleaved", bias="all", mask="add2d"
+    ),
+    "gpt-j": Case(**SMALL, act="gelu_tanh", layout="parallel", rope="interleaved", mask="causal"),
     "shared": Case(**SMALL, act="silu", layout="shared", qk_norm="layernorm", transposed=True, m=0.5, mask="keep4d"),
     "both norms": Case(**SMALL, act="relu2", layout="pre+out", qk_norm="rmsnorm", bias="qkv"),
     "packed": Case(**SMALL | {"batch": 1, "tokens": 8}, act="reglu", norm="layernorm-nobias", mask="packed-causal"),

@@ -63,6 +63,7 @@ SPECS = {
     "ffn": BlockSpec(ffn=FFN, keep=("gu",)),
     "parallel": BlockSpec(PRE.attn, PRE.ffn, parallel=True, keep=("attn",)),
     "shared": BlockSpec(PRE.attn, FFN, parallel="shared"),
+    "interleaved": BlockSpec(AttentionSpec(heads=4, kv_heads=4, head_dim=8, joint=True, interleaved=True)),
     "packed": BlockSpec(dataclasses.replace(ATTN, packed=True)),
 }
 
@@ -119,6 +120,8 @@ def test_parse_refuses(text: str, message: str) -> None:
         ({"pre": "batchnorm"}, r"attn.pre: expected one of none, layernorm, rmsnorm, gemma, got 'batchnorm'"),
         ({"rope": "half", "rotary_dim": 5}, r"attn.rotary_dim: expected an even number, got 5"),
         ({"rope": "half", "rotary_dim": 10}, r"attn.rotary_dim: expected at most head_dim=8, got 10"),
+        ({"interleaved": True}, r"attn.interleaved: expected one tensor for q, k and v .* got joint=False"),
+        ({"interleaved": True, "joint": True}, r"attn.interleaved: expected kv_heads=4, as heads, got 2"),
         ({"scale": 0.0}, r"attn.scale: expected a number other than 0"),
         ({"softcap": -1.0}, r"attn.softcap: expected a number of at least 0, got -1.0"),
         ({"window": -1}, r"attn.window: expected an integer of at least 0, got -1"),

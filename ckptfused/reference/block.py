@@ -68,11 +68,14 @@ def dropout_masks(
 def qkv(x: Tensor, params: Params, spec: AttentionSpec, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
     """q, k, v after q/k norm and RoPE. **Shapes**: x [B, T, C]; returns [B, H, T, D] and twice [B, G, T, D]."""
     h, g, d = spec.heads, spec.kv_heads, spec.head_dim
-    if spec.joint:
-        parts = list(_linear(x, params, "attn.q", spec.transposed).split((h * d, g * d, g * d), -1))
+    if spec.interleaved:
+        heads = list(_linear(x, params, "attn.q", spec.transposed).view(*x.shape[:-1], h, 3 * d).chunk(3, -1))
     else:
-        parts = [_linear(x, params, f"attn.{name}", spec.transposed) for name in "qkv"]
-    heads = [part.unflatten(-1, (-1, d)) for part in parts]
+        if spec.joint:
+            parts = list(_linear(x, params, "attn.q", spec.transposed).split((h * d, g * d, g * d), -1))
+        else:
+            parts = [_linear(x, params, f"attn.{name}", spec.transposed) for name in "qkv"]
+        heads = [part.unflatten(-1, (-1, d)) for part in parts]
     for index, name in enumerate("qk"):
         heads[index] = _norm(heads[index], params, f"attn.{name}_norm", spec.qk_norm, spec.qk_eps)
         if spec.rope != "none":

@@ -16,13 +16,13 @@ std::vector<Part> Block::qkv_parts() const {
           {kVW, kVB, 0, a.kv_width(), a.q_width() + a.kv_width()}};
 }
 
-// Columns [col0, col0 + heads*D) of a [N, W] buffer as [B, heads, T, D], whatever the row order.
-Tensor Block::heads_view(const Tensor& buffer, int64_t col0, int64_t heads) const {
+// Those columns of a [N, W] buffer as [B, heads, T, D], whatever the row order.
+Tensor Block::heads_view(const Tensor& buffer, const HeadColumns& columns) const {
   const int64_t D = spec_.attn.head_dim, width = buffer.stride(0);
   const int64_t stride_b = spec_.seq_first ? width : T_ * width;
   const int64_t stride_t = spec_.seq_first ? B_ * width : width;
-  return buffer.as_strided({B_, heads, T_, D}, {stride_b, D, stride_t, 1},
-                           buffer.storage_offset() + col0);
+  return buffer.as_strided({B_, columns.count, T_, D}, {stride_b, columns.stride, stride_t, 1},
+                           buffer.storage_offset() + columns.col0);
 }
 
 call::AttentionArgs Block::attention_args() const {
@@ -66,18 +66,18 @@ void Block::ensure_qk() {
   // library may choose its kernel, and with it the bits, by the strides of its operands.
   const bool raw_needed = spec_.keep.qkv || (backward_ && a.qk.on());
   const Tensor target = plain || !raw_needed ? value_.qkv : empty({N_, a.qkv_width()}, P_);
-  value_.q = heads_view(target, 0, a.heads);
-  value_.k = heads_view(target, a.q_width(), a.kv_heads);
-  value_.v = heads_view(value_.qkv, a.q_width() + a.kv_width(), a.kv_heads);
+  value_.q = heads_view(target, a.q_columns());
+  value_.k = heads_view(target, a.k_columns());
+  value_.v = heads_view(value_.qkv, a.v_columns());
   if (plain) return;
   qk_in_place_ = target.is_same(value_.qkv);
-  const auto turn = [&](int64_t col0, int64_t heads, int slot_w, int slot_b, const Tensor& to) {
-    call::qk_fwd(heads_view(value_.qkv, col0, heads).transpose(1, 2), param(attn_slot(slot_w)),
+  const auto turn = [&](const HeadColumns& columns, int slot_w, int slot_b, const Tensor& to) {
+    call::qk_fwd(heads_view(value_.qkv, columns).transpose(1, 2), param(attn_slot(slot_w)),
                  param(attn_slot(slot_b)), cos_, sin_, to.transpose(1, 2), a.qk.kind, a.qk.eps,
                  a.rope, a.rotary_dim);
   };
-  turn(0, a.heads, kQNormW, kQNormB, value_.q);
-  turn(a.q_width(), a.kv_heads, kKNormW, kKNormB, value_.k);
+  turn(a.q_columns(), kQNormW, kQNormB, value_.q);
+  turn(a.k_columns(), kKNormW, kKNormB, value_.k);
 }
 
 void Block::ensure_attn() {
@@ -124,7 +124,7 @@ Tensor Block::attention_backward(const Tensor& ds) {
 
   ensure_qk();
   auto [dq, dk, dv] = call::attention_bwd(
-      heads_view(d_o, 0, a.heads), value_.q, value_.k, value_.v,
+      heads_view(d_o, o_columns()), value_.q, value_.k, value_.v,
       value_.o.view({B_, T_, a.heads, a.head_dim}).transpose(1, 2), value_.lse, attention_args());
   d_o.reset();
   value_.o.reset();
@@ -136,25 +136,25 @@ Tensor Block::attention_backward(const Tensor& ds) {
   value_.qkv.reset();
 
   Tensor dqkv = empty({N_, a.qkv_width()}, P_);
-  const auto turn_back = [&](const Tensor& d, int64_t col0, int64_t heads, int slot_w, int slot_b) {
-    const Tensor to = heads_view(dqkv, col0, heads).transpose(1, 2);
+  const auto turn_back = [&](const Tensor& d, const HeadColumns& columns, int slot_w, int slot_b) {
+    const Tensor to = heads_view(dqkv, columns).transpose(1, 2);
     if (!a.qk.on() && a.rope == "none") {
       to.copy_(d.transpose(1, 2));
       return;
     }
     // Without a norm the kernel reads no x; the gradient stands in for it.
     const Tensor from =
-        raw.defined() ? heads_view(raw, col0, heads).transpose(1, 2) : d.transpose(1, 2);
+        raw.defined() ? heads_view(raw, columns).transpose(1, 2) : d.transpose(1, 2);
     call::qk_bwd(d.transpose(1, 2), from, param(attn_slot(slot_w)), cos_, sin_, to,
                  grad_vector(attn_slot(slot_w)), grad_vector(attn_slot(slot_b)), a.qk.kind,
                  a.qk.eps, a.rope, a.rotary_dim);
   };
-  turn_back(dq, 0, a.heads, kQNormW, kQNormB);
+  turn_back(dq, a.q_columns(), kQNormW, kQNormB);
   dq.reset();
-  turn_back(dk, a.q_width(), a.kv_heads, kKNormW, kKNormB);
+  turn_back(dk, a.k_columns(), kKNormW, kKNormB);
   dk.reset();
   raw.reset();
-  heads_view(dqkv, a.q_width() + a.kv_width(), a.kv_heads).copy_(dv);
+  heads_view(dqkv, a.v_columns()).copy_(dv);
   dv.reset();
 
   Tensor dn1 = need_n1 ? like_x(P_) : Tensor();

@@ -71,7 +71,8 @@ class Block {
   void release_n1();
   void release_qkv();
   at::Tensor o_rows() const;
-  at::Tensor heads_view(const at::Tensor& buffer, int64_t col0, int64_t heads) const;
+  at::Tensor heads_view(const at::Tensor& buffer, const HeadColumns& columns) const;
+  HeadColumns o_columns() const { return {spec_.attn.heads, 0, spec_.attn.head_dim}; }
   call::AttentionArgs attention_args() const;
   std::vector<Part> qkv_parts() const;
   // ds: gradient of the half's sum. Returns the gradient of n1 (undefined where not needed).

@@ -120,6 +120,7 @@ std::unordered_map<std::string, Setter> make_keys() {
   attn("heads", [](A& a, const std::string& v) { a.heads = to_int(v); });
   attn("kv_heads", [](A& a, const std::string& v) { a.kv_heads = to_int(v); });
   attn("head_dim", [](A& a, const std::string& v) { a.head_dim = to_int(v); });
+  attn("interleaved", [](A& a, const std::string& v) { a.interleaved = to_bool(v); });
   attn("scale", [](A& a, const std::string& v) { a.scale = to_double(v); });
   attn("causal", [](A& a, const std::string& v) { a.causal = to_bool(v); });
   attn("window", [](A& a, const std::string& v) { a.window = to_int(v); });
@@ -164,6 +165,8 @@ BlockSpec parse(const std::string& text) {
                 attn.kv_heads, ", ", attn.head_dim);
     TORCH_CHECK(attn.heads % attn.kv_heads == 0, "ckptfused: heads (", attn.heads,
                 ") must be a multiple of kv_heads (", attn.kv_heads, ")");
+    TORCH_CHECK(!attn.interleaved || (attn.joint && attn.heads == attn.kv_heads),
+                "ckptfused: interleaved needs one joint weight and heads == kv_heads");
     if (attn.scale == 0.0) attn.scale = 1.0 / std::sqrt(double(attn.head_dim));
     if (attn.rotary_dim == 0) attn.rotary_dim = attn.head_dim;
   }

@@ -27,8 +27,15 @@ struct HalfSpec {
   bool transposed = false;  // weights stored [in, out]
 };
 
+// Where the heads of q, k or v lie among the columns of the qkv product: `count` heads of D columns
+// each, `stride` columns apart, from column `col0` on.
+struct HeadColumns {
+  int64_t count, col0, stride;
+};
+
 struct AttentionSpec : HalfSpec {
   int64_t heads = 0, kv_heads = 0, head_dim = 0;
+  bool interleaved = false;  // joint: rows in the order [heads, q | k | v, head_dim]
   double scale = 0.0;
   bool causal = false;
   int64_t window = 0;
@@ -43,6 +50,16 @@ struct AttentionSpec : HalfSpec {
   int64_t q_width() const { return heads * head_dim; }
   int64_t kv_width() const { return kv_heads * head_dim; }
   int64_t qkv_width() const { return q_width() + 2 * kv_width(); }
+  HeadColumns q_columns() const { return {heads, 0, head_stride()}; }
+  HeadColumns k_columns() const {
+    return {kv_heads, interleaved ? head_dim : q_width(), head_stride()};
+  }
+  HeadColumns v_columns() const {
+    return {kv_heads, interleaved ? 2 * head_dim : q_width() + kv_width(), head_stride()};
+  }
+
+ private:
+  int64_t head_stride() const { return interleaved ? 3 * head_dim : head_dim; }
 };
 
 struct FFNSpec : HalfSpec {

@@ -105,6 +105,12 @@ def test_operands_of_any_strides() -> None:
     expected = run(call)
     assert all(map(torch.equal, run(strided), expected))
     assert all(map(torch.equal, run(sequence_first), expected))
+    wide = torch.stack([torch.full_like(call.q, torch.nan)] * 3, 3)  # [B, H, T, 3, D]
+    joint = wide.transpose(1, 2).contiguous().transpose(1, 2)  # memory [B, T, H, 3, D], as a joint product has it
+    interleaved = []
+    for place, t in enumerate((call.q, call.k, call.v)):
+        interleaved.append(joint[:, : t.shape[1], :, place].copy_(t))
+    assert all(map(torch.equal, run(Call(call.case, *interleaved, call.dout, call.rest)), expected))
     expanded = Call(call.case, call.q, call.k[:, :, :1].expand_as(call.k), call.v, call.dout, call.rest)
     copied = Call(call.case, call.q, expanded.k.contiguous(), call.v, call.dout, call.rest)
     assert all(map(torch.equal, run(expanded), run(copied)))
