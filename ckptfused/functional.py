@@ -51,7 +51,7 @@ def block(
 
     **Shapes** x: [B, T, C] ([T, B, C] with `spec.seq_first`) or, for one sequence, [T, C]; float64, float32,
     bfloat16 or float16. Result: as x. params: `ckptfused.spec.param_shapes(spec, C)`; projections in x's
-    dtype (any floating dtype under autocast or with `spec.compute`), norm weights in any.
+    dtype (any floating dtype under autocast or with `spec.compute`), norm weights and adapters in any.
     cos, sin: [T, r] or [B, T, r], r the rotary width or half of it. mask: broadcastable to [B, H, T, T], bool
     (True may be attended to) or floating (added to the logits; -5e8 or less hides, as -inf does).
     padding: [B, T], bool (True: a real token) or floating. A spec that says `mask="drop"` or `padding="drop"`
@@ -274,7 +274,7 @@ def _check_params(x: Tensor, params: Mapping[str, Tensor | None], spec: BlockSpe
                 raise ValueError(f"params[{name!r}]: expected a tensor of shape {list(shape)}, got None")
             continue
         check_param(f"params[{name!r}]", value, shape, x)
-        if not name.endswith(_NORM_ENDINGS):
+        if not name.endswith(_NORM_ENDINGS) and ".lora" not in name:
             check_dtype(f"params[{name!r}]", value, x, spec.compute)
     return slots
 

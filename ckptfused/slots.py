@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptfused.adapters import adapter_input, adapter_output, adapters_of
+
 if TYPE_CHECKING:
     from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
 
@@ -21,13 +23,18 @@ PARAM_SLOTS: dict[str, tuple[str, ...]] = {
         *("post_w", "post_b", "out_w", "out_b"),
     ),
 }
+ADAPTER_SLOTS = ("a", "b", "bias")
 AUX_NAMES = ("cos", "sin", "mask", "padding", "cu_seqlens")
 
 
 def param_names(spec: BlockSpec) -> tuple[str, ...]:
-    """The parameter slots of a block in the order in which the ops take them: `"attn.q_w"`, …"""
+    """The parameter slots of a block in the order in which the ops take them: `"attn.q_w"`, …
+
+    Last the adapters': `"attn.lora0.a"`, `"attn.lora0.b"`, `"attn.lora0.bias"`, `"attn.lora1.a"`, …
+    """
     halves = (("attn", spec.attn), ("ffn", spec.ffn))
-    return tuple(f"{n}.{slot}" for n, half in halves if half is not None for slot in PARAM_SLOTS[n])
+    base = (f"{n}.{slot}" for n, half in halves if half is not None for slot in PARAM_SLOTS[n])
+    return (*base, *(f"{prefix}.{slot}" for prefix in adapters_of(spec) for slot in ADAPTER_SLOTS))
 
 
 def _norm_shapes(half: AttentionSpec | FFNSpec, width: int) -> dict[str, tuple[tuple[int, ...], bool]]:
@@ -85,4 +92,9 @@ def param_shapes(spec: BlockSpec, width: int) -> dict[str, tuple[tuple[int, ...]
         shapes.update({f"attn.{k}": v for k, v in _attention_shapes(spec.attn, width).items()})
     if spec.ffn is not None:
         shapes.update({f"ffn.{k}": v for k, v in _ffn_shapes(spec.ffn, width).items()})
+    for prefix, adapter in adapters_of(spec).items():
+        out = adapter_output(spec, prefix, width)
+        shapes[f"{prefix}.a"] = ((adapter.rank, adapter_input(spec, prefix, width)), True)
+        shapes[f"{prefix}.b"] = ((out, adapter.rank), True)
+        shapes[f"{prefix}.bias"] = ((out,), False)
     return shapes

@@ -11,13 +11,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ckptfused.adapters import MOST_ADAPTERS, Adapter, adapters_of, check_adapters
 from ckptfused.checks import check_choice, check_integer, check_number, check_probability
 from ckptfused.keep import KEEP_NAMES, KEEP_PRESETS, Keep, check_names, keepable, resolve_keep
 from ckptfused.slots import AUX_NAMES, PARAM_SLOTS, param_names, param_shapes
 from ckptfused.spec_text import parse_half, parse_value, words_of
 
 __all__ = [
-    *("AttentionSpec", "FFNSpec", "BlockSpec"),
+    *("AttentionSpec", "FFNSpec", "BlockSpec", "Adapter"),
     *("NORMS", "ROPES", "MASK_KINDS", "ACTIVATIONS", "GATED_ACTIVATIONS", "COMPUTE_TYPES"),
     "MAX_HEAD_DIM",
     *("KEEP_NAMES", "KEEP_PRESETS", "Keep", "keepable", "resolve_keep"),
@@ -93,6 +94,8 @@ class AttentionSpec:
     mask: str = "none"
     padding: str = "none"
     packed: bool = False
+    lora: tuple[Adapter, ...] = ()
+    """Adapters beside q, k, v and o, in the order in which they are added; of a joint tensor beside q."""
 
     def __post_init__(self) -> None:
         for key in ("heads", "kv_heads", "head_dim"):
@@ -128,6 +131,7 @@ class AttentionSpec:
                 "attn.packed: packed sequences take no mask and no padding, "
                 f"got mask={self.mask!r}, padding={self.padding!r}"
             )
+        check_adapters("attn", self, ("q", "o") if self.joint else ("q", "k", "v", "o"))
 
     @property
     def rotary(self) -> int:
@@ -171,6 +175,8 @@ class FFNSpec:
     p_hidden: float = 0.0
     p_res: float = 0.0
     m: float = 1.0
+    lora: tuple[Adapter, ...] = ()
+    """Adapters beside gate, up and down, in the order in which they are added; of a joint tensor beside gate."""
 
     def __post_init__(self) -> None:
         check_choice("ffn.act", self.act, ACTIVATIONS)
@@ -180,6 +186,8 @@ class FFNSpec:
             raise ValueError(
                 f"ffn.joint: expected a gated activation ({', '.join(GATED_ACTIVATIONS)}), got act={self.act!r}"
             )
+        first = ("gate",) if self.joint else ("gate", "up") if self.gated else ("up",)
+        check_adapters("ffn", self, (*first, "down"))
 
     @property
     def gated(self) -> bool:
@@ -239,6 +247,10 @@ class BlockSpec:
             raise ValueError("attn.packed: expected batch-first x of shape [1, N, C], got seq_first=True")
         if self.compute is not None:
             check_choice("compute", self.compute, COMPUTE_TYPES)
+        if len(adapters_of(self)) > MOST_ADAPTERS:
+            raise ValueError(
+                f"lora: expected at most {MOST_ADAPTERS} adapters in a block, got {len(adapters_of(self))}"
+            )
         object.__setattr__(self, "keep", resolve_keep(self, self.keep))
         object.__setattr__(self, "_text", " ".join(words_of(self)))
 
@@ -289,12 +301,17 @@ class BlockSpec:
 
     def without_dropout(self) -> BlockSpec:
         """The same block in eval: every dropout probability 0."""
-        attn = self.attn and dataclasses.replace(self.attn, p_attn=0.0, p_res=0.0)
-        ffn = self.ffn and dataclasses.replace(self.ffn, p_hidden=0.0, p_res=0.0)
+
+        def still(half: AttentionSpec | FFNSpec) -> tuple[Adapter, ...]:
+            return tuple(dataclasses.replace(adapter, p=0.0) for adapter in half.lora)
+
+        attn = self.attn and dataclasses.replace(self.attn, p_attn=0.0, p_res=0.0, lora=still(self.attn))
+        ffn = self.ffn and dataclasses.replace(self.ffn, p_hidden=0.0, p_res=0.0, lora=still(self.ffn))
         return dataclasses.replace(self, attn=attn, ffn=ffn)
 
     @property
     def has_dropout(self) -> bool:
         """Whether a call draws random numbers."""
         halves = (self.attn, self.ffn)
-        return any(getattr(h, p, 0.0) > 0 for h in halves for p in ("p_attn", "p_hidden", "p_res"))
+        dropped = any(getattr(h, p, 0.0) > 0 for h in halves for p in ("p_attn", "p_hidden", "p_res"))
+        return dropped or any(adapter.p > 0 for adapter in adapters_of(self).values())

@@ -6,14 +6,18 @@ import dataclasses
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckptfused.adapters import parse_adapters
+
 if TYPE_CHECKING:
     from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
 
 
 def format_value(value: object) -> str:
-    """Bools as 0 and 1, floats so that they read back the same."""
+    """Bools as 0 and 1, floats so that they read back the same, adapters joined by +."""
     if isinstance(value, bool):
         return str(int(value))
+    if isinstance(value, tuple):
+        return "+".join(map(str, value))
     return repr(value) if isinstance(value, float) else str(value)
 
 
@@ -50,6 +54,8 @@ def parse_value(kind: str, key: str, text: str) -> Any:
         pass
     if kind == "str":
         return text
+    if kind.startswith("tuple[Adapter"):
+        return parse_adapters(key, text)
     raise ValueError(f"spec: {key}: expected a value of type {kind}, got {text!r}")
 
 

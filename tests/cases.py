@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from ckptfused.spec import GATED_ACTIVATIONS, AttentionSpec, BlockSpec, FFNSpec
+from ckptfused.spec import GATED_ACTIVATIONS, Adapter, AttentionSpec, BlockSpec, FFNSpec
 
 # The first value of an axis is its default. Each default goes with every value of every other axis.
 AXES: dict[str, tuple[object, ...]] = {
@@ -33,6 +34,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "batch": (1, 2, 3),
     "weights": ("separate", "joint", "interleaved"),
     "transposed": (False, True),
+    "lora": ("none", "all", "drop", "twice", "float32"),
     "softcap": (0.0, 5.0),
     "scale": (None, 0.2),
     "m": (1.0, 0.5),
@@ -40,6 +42,18 @@ AXES: dict[str, tuple[object, ...]] = {
 }
 DEFAULTS = {axis: values[0] for axis, values in AXES.items()}
 ATTENTION_AXES = ("mask", "rope", "qk_norm", "head_dim", "heads", "window", "softcap", "scale")
+
+# Adapters of a half by the value of "lora"; `first` is the first product, `last` the half's closing one. With "float32"
+# (and "twice") their tensors are float32 beside half-precision weights.
+LORA: dict[str, Callable[[str, str, list[str]], list[Adapter]]] = {
+    "none": lambda first, last, targets: [],
+    "all": lambda first, last, targets: [Adapter(target, 3, 2.0) for target in targets],
+    "drop": lambda first, last, targets: [Adapter(target, 5, 0.5, 0.3) for target in reversed(targets)],
+    "twice": lambda first, last, targets: [
+        *(Adapter(first, 4, 1.5), Adapter(last, 1, -1.0, 0.25), Adapter(first, 17, 0.75, 0.4), Adapter(last, 2, 3.0)),
+    ],
+    "float32": lambda first, last, targets: [Adapter(first, 8, 1.0), Adapter(last, 8, 1.0, 0.1)],
+}
 
 P = {"attn": 0.2, "res": 0.1, "hidden": 0.25}  # the dropout probabilities by site
 
@@ -68,6 +82,7 @@ class Case:
     batch: int = 1
     weights: str = "separate"
     transposed: bool = False
+    lora: str = "none"
     softcap: float = 0.0
     scale: float | None = None
     m: float = 1.0
@@ -112,6 +127,11 @@ class Case:
         }
         return {place: kind if self.layout in layouts else "none" for place, layouts in places.items()}
 
+    def adapters(self, targets: str) -> tuple[Adapter, ...]:
+        """Those of a half that has these targets, its closing projection last."""
+        names = targets.split()
+        return tuple(LORA[self.lora](names[0], names[-1], names))
+
     def spec(self) -> BlockSpec:
         """The block's description as the library takes it."""
         heads, kv_heads = map(int, self.heads.split("/"))
@@ -137,16 +157,20 @@ class Case:
             mask=mask,
             padding=padding,
             packed=self.packed,
+            lora=self.adapters("q k v o" if self.weights == "separate" else "q o"),
         )
+        gated = self.act in GATED_ACTIVATIONS
+        first = "up" if not gated else "gate up" if self.weights == "separate" else "gate"
         ffn = FFNSpec(
             act=self.act,
             hidden=self.hidden,
-            joint=self.weights != "separate" and self.act in GATED_ACTIVATIONS,
+            joint=self.weights != "separate" and gated,
             transposed=self.transposed,
             **self.norms(),
             p_hidden=self.p("hidden"),
             p_res=self.p("res"),
             m=self.m,
+            lora=self.adapters(f"{first} down"),
         )
         if self.layout == "shared":
             ffn = replace(ffn, pre="none")

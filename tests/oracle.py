@@ -14,7 +14,7 @@ from torch import Tensor
 from ckptfused.reference import block as reference_module
 from ckptfused.reference import dropout_masks, reference_block
 from ckptfused.reference.activation import PLAIN
-from ckptfused.spec import BlockSpec
+from ckptfused.spec import BlockSpec, param_shapes
 from tests.cases import Case
 
 SEED = 2024  # of the dropout masks
@@ -93,6 +93,9 @@ def make_params(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
         linear("ffn.down", c, ffn.hidden, biased)
         norm("ffn.post", ffn.post, c)
         norm("ffn.out", ffn.out, c)
+    for name, (shape, _) in param_shapes(spec, c).items():
+        if ".lora" in name and (not name.endswith("bias") or case.bias == "all"):
+            params[name] = _normal(shape, shape[-1] ** -0.5, generator)
     return params
 
 
@@ -152,7 +155,10 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0, d
     shape = (case.tokens, case.batch, case.width) if case.seq_first else (case.batch, case.tokens, case.width)
     x = _normal(shape, 1.0, generator)
     inputs = Inputs(x, make_params(case, generator), make_aux(case, generator), _normal(shape, 1.0, generator))
-    return inputs.to(dtype, device)
+    made = inputs.to(dtype, device)
+    if dtype.itemsize == 2 and case.lora in ("twice", "float32"):
+        made.params.update({n: t.float().to(device) for n, t in inputs.params.items() if ".lora" in n})
+    return made
 
 
 def generator(device: torch.device | str = "cpu") -> torch.Generator:

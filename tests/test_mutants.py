@@ -134,8 +134,8 @@ MUTANTS = (
     Mutant(
         "last row tile left out of the down weight's gradient",
         file="autograd/ffn.cpp",
-        text="    if (need_h)\n",
-        defect="    if (need_h && (t.row0 == 0 || t.row0 + t.rows < N_))\n",
+        text="    if (need_h) {\n",
+        defect="    if (need_h && (t.row0 == 0 || t.row0 + t.rows < N_)) {\n",
         test=_tiled(33001),
     ),
     Mutant(

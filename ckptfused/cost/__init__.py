@@ -15,9 +15,11 @@ from ckptfused.cost.frame import Call
 from ckptfused.cost.walk import BlockWalk
 from ckptfused.cost.work import (
     Attention,
+    LowRank,
     Product,
     accumulation_type,
     compute_type,
+    forward_adapters,
     forward_products,
     kept_bytes,
     kept_values,
@@ -27,6 +29,7 @@ from ckptfused.spec import BlockSpec, param_names
 
 __all__ = [
     "Attention",
+    "LowRank",
     "Product",
     "accumulation_type",
     "backward_flops",
@@ -34,6 +37,7 @@ __all__ = [
     "backward_work",
     "compute_type",
     "ffn_tiles",
+    "forward_adapters",
     "forward_flops",
     "forward_products",
     "forward_scratch",
@@ -92,8 +96,9 @@ def replayed(spec: BlockSpec) -> tuple[str, ...]:
 
 
 def forward_flops(spec: BlockSpec, batch: int, length: int, width: int) -> int:
-    """FLOPs of the matrix products and the attention of one forward."""
-    return sum(work.flops for work in forward_products(spec, batch, length, width).values())
+    """FLOPs of the matrix products, the attention and the adapters of one forward."""
+    dims = (batch, length, width)
+    return sum(w.flops for w in (*forward_products(spec, *dims).values(), *forward_adapters(spec, *dims).values()))
 
 
 def _wanted(spec: BlockSpec, needs: Collection[str] | None) -> Collection[str]:
@@ -119,8 +124,8 @@ def backward_work(
     width: int,
     needs: Collection[str] | None = None,
     dtype: torch.dtype | None = None,
-) -> list[Product | Attention]:
-    """The products and attention calls of one backward in their order, replays included.
+) -> list[Product | Attention | LowRank]:
+    """The products, attention calls and adapters of one backward in their order, replays included.
 
     A replay has the name that `forward_products` gives it. `needs`: names of those of `x` and the parameter slots whose
     gradients are asked for; None: all of them. What only other gradients would need is not made.

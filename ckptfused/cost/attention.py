@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ckptfused.cost.frame import Frame, runs_as_float
+from ckptfused.cost.frame import runs_as_float
+from ckptfused.cost.project import Projections
 from ckptfused.cost.work import Attention
 from ckptfused.spec import AttentionSpec
 from ckptfused.triton.backend import Shape, attention_backend
@@ -35,7 +36,7 @@ def cpu_attention(a: AttentionSpec, batch: int, length: int, dtype: torch.dtype)
     return "flash", f"softmax over {'the causal' if a.causal else 'all'} keys and nothing else"
 
 
-class AttentionWalk(Frame):
+class AttentionWalk(Projections):
     """From n1 to proj, and back."""
 
     save = False
@@ -141,8 +142,8 @@ class AttentionWalk(Frame):
         a = self.attn
         need_n1 = self.need("x", "attn.pre_w", "attn.pre_b")
         qkv_slots = [f"attn.{part}_{kind}" for part in ("q", "k", "v", "q_norm", "k_norm") for kind in "wb"]
-        need_qkv = need_n1 or self.need(*qkv_slots)
-        if not (need_qkv or self.need("attn.o_w", "attn.o_b", "attn.post_w", "attn.post_b")):
+        need_qkv = need_n1 or self.need_any(*qkv_slots)
+        if not (need_qkv or self.need_any("attn.o_w", "attn.o_b", "attn.post_w", "attn.post_b")):
             return None
 
         if a.post != "none":
@@ -151,7 +152,7 @@ class AttentionWalk(Frame):
         self.drop("proj")
         if need_qkv:
             self.time.alloc("d_o", self.rows(a.q_width, self.P))
-        if need_qkv or self.need("attn.o_w"):
+        if need_qkv or self.need_any("attn.o_w"):
             self.ensure_attn()
         with self.time.temporary(self._o_rows() if "o" in self.values else 0):
             self.project_backward(self.N, a.q_width, [("attn.o", self.C)], self.P if need_qkv else None, False)
@@ -177,7 +178,7 @@ class AttentionWalk(Frame):
 
         if need_n1:
             self.time.alloc("dn1", self.rows(self.C, self.P))
-        if self.need(*qkv_slots[:6]):
+        if self.need_any(*qkv_slots[:6]):
             self.ensure_n1()
         self.project_backward(self.N, self.C, self._qkv_parts, self.P if need_n1 else None, False)
         self.drop("n1")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from ckptfused.cost.frame import Frame
+from ckptfused.cost.project import Projections
 
 Part = tuple[str, int]  # slot, width
 Tile = tuple[int, int, int, int]  # first row, rows, first column, columns
 
 
-class FFNWalk(Frame, ABC):
+class FFNWalk(Projections, ABC):
     """From n2 to down, and back."""
 
     replayed_gu = False
@@ -88,8 +88,8 @@ class FFNWalk(Frame, ABC):
 
     def ffn_backward(self, ds: str, need_n2: bool) -> str | None:
         f = self.ffn
-        need_gate_up = self.need("ffn.gate_w", "ffn.gate_b", "ffn.up_w", "ffn.up_b")
-        need_gu, need_h = need_n2 or need_gate_up, self.need("ffn.down_w")
+        need_gate_up = self.need_any("ffn.gate_w", "ffn.gate_b", "ffn.up_w", "ffn.up_b")
+        need_gu, need_h = need_n2 or need_gate_up, self.need_any("ffn.down_w")
         if not (need_gu or need_h or self.need("ffn.down_b", "ffn.post_w", "ffn.post_b")):
             return None
         if f.post != "none":
@@ -109,18 +109,20 @@ class FFNWalk(Frame, ABC):
         return "dn2" if need_n2 else None
 
     def _tile_backward(self, tile: Tile, need_n2: bool, need_gate_up: bool, need_h: bool) -> None:
-        row, rows, _, cols = tile
+        row, rows, col, cols = tile
         need_gu, dn2_type = need_n2 or need_gate_up, self.A if self._cut_cols else self.P
         gu = self.make_gu(tile)
         self.time.alloc("h", rows * cols * self.P.itemsize)
         if need_gu:
             self.weight("ffn.down_w")
             self.product("d h", rows, cols, self.C)
+            self.adapters_backward("ffn.down", rows, cols, self.C, False, True)
             gu = gu or self.time.alloc("gu tile", self._gu_bytes(rows, cols))
         else:
             self.time.free(gu)
         if need_h:
             self.weight_grad("ffn.down_w", rows, self.C, cols)
+            self.adapters_backward("ffn.down", rows, cols, self.C, True, False, first=col == 0)
         self.time.free("h")
         if not need_gu:
             return

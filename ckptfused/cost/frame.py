@@ -12,7 +12,8 @@ from math import prod
 
 import torch
 
-from ckptfused.cost.work import Attention, Product, accumulation_type, compute_type
+from ckptfused.adapters import adapters_of
+from ckptfused.cost.work import Attention, LowRank, Product, accumulation_type, compute_type
 from ckptfused.slots import param_shapes
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
 
@@ -103,7 +104,7 @@ class Frame:
 
     def __init__(self, call: Call, tiles: tuple[int, int], needs: Collection[str] = (), backward: bool = False) -> None:
         self.call, self.spec, self.backward = call, call.spec, backward
-        self.time, self.work = Timeline(), list[Product | Attention]()
+        self.time, self.work = Timeline(), list[Product | Attention | LowRank]()
         self.N, self.C = call.batch * call.length, call.width
         self.R, self.P = call.dtype, compute_type(call.spec, call.dtype)
         self.A = accumulation_type(call.dtype)
@@ -141,6 +142,16 @@ class Frame:
 
     def need(self, *names: str) -> bool:
         return any(name in self.needs for name in names)
+
+    def need_any(self, *names: str) -> bool:
+        """Also whether an adapter beside one of these weights is trained (Block::need_any)."""
+        prefixes = (prefix for name in names if name.endswith("_w") for prefix in self.adapters(name[:-2]))
+        return self.need(*names) or any(self.need(f"{p}.a", f"{p}.b", f"{p}.bias") for p in prefixes)
+
+    def adapters(self, part: str) -> list[str]:
+        """The prefixes of the adapters beside a projection ("attn.q")."""
+        half, target = part.split(".")
+        return [p for p, a in adapters_of(self.spec).items() if p.startswith(f"{half}.") and a.target == target]
 
     def need_half(self, half: str) -> bool:
         return any(name.startswith(half) for name in self.needs)
@@ -194,23 +205,6 @@ class Frame:
         scratch = product_scratch(n, k, c, self.P, bias, wide) if self.call.device == "cpu" else 0
         with self.time.temporary(scratch):
             pass
-
-    def project(self, name: str, n: int, into: int, parts: Collection[tuple[str, int]]) -> None:
-        """Products with parts (slot, width) of weights, and their biases."""
-        for slot, width in parts:
-            self.weight(f"{slot}_w")
-            self.weight(f"{slot}_b")
-            self.product(name, n, width, into, bias=f"{slot}_b" in self.params)
-
-    def project_backward(
-        self, n: int, into: int, parts: Collection[tuple[str, int]], din: torch.dtype | None, add: bool
-    ) -> None:
-        for slot, width in parts:
-            if din is not None:
-                self.weight(f"{slot}_w")
-                self.product(f"d in of {slot}", n, into, width, wide=din != self.P)
-            self.weight_grad(f"{slot}_w", n, width, into)
-            self.bias_grad(f"{slot}_b", width, add)
 
     # The residual frame.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ckptfused.adapters import adapter_input, adapter_output, adapters_of
 from ckptfused.spec import BlockSpec
 
 RNG_STATE_BYTES = 16
@@ -54,6 +55,36 @@ class Attention:
     def flops(self) -> int:
         """Multiplications and additions."""
         return self.products * 2 * self.batch * self.heads * self.length * self.length * self.head_dim
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Products of an adapter of this rank beside one [n, c] x [c, k]."""
+
+    name: str
+    n: int
+    k: int
+    c: int
+    rank: int
+    """Of the products on the side of x alone k is 0, of those on the side of y alone c."""
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.n * (self.k + self.c) * self.rank
+
+
+def low_rank_gradients(
+    part: str, n: int, k: int, c: int, rank: int, wanted: Collection[str], din: bool
+) -> list[LowRank]:
+    """What an adapter's gradients take: t again for that of b, that of t for those of a and of the input."""
+    made = []
+    if "b" in wanted:
+        made += [LowRank(f"t of {part}", n, 0, c, rank), LowRank(f"d b of {part}", n, k, 0, rank)]
+    if "a" in wanted or din:
+        made += [LowRank(f"d t of {part}", n, k, 0, rank)]
+    made += [LowRank(f"d a of {part}", n, 0, c, rank)] if "a" in wanted else []
+    return made + ([LowRank(f"d in of adapter of {part}", n, 0, c, rank)] if din else [])
 
 
 def kept_values(
@@ -111,7 +142,7 @@ def saved_bytes(spec: BlockSpec, batch: int, length: int, width: int, dtype: tor
 def forward_products(spec: BlockSpec, batch: int, length: int, width: int) -> dict[str, Product | Attention]:
     """The work of a forward in its order: qkv, attention, proj, gu, down (those that the spec has).
 
-    Products of separate weights count as one: their widths add up.
+    Products of separate weights count as one: their widths add up. Adapters: `forward_adapters`.
     """
     n = batch * length
     work: dict[str, Product | Attention] = {}
@@ -124,3 +155,15 @@ def forward_products(spec: BlockSpec, batch: int, length: int, width: int) -> di
         work["gu"] = Product("gu", n, spec.ffn.gu_width, width)
         work["down"] = Product("down", n, width, spec.ffn.hidden)
     return work
+
+
+def forward_adapters(spec: BlockSpec, batch: int, length: int, width: int) -> dict[str, LowRank]:
+    """The adapters' part of a forward, by the prefix of their slots."""
+    n = batch * length
+    return {
+        prefix: LowRank(
+            f"adapter of {prefix.split('.')[0]}.{adapter.target}",
+            *(n, adapter_output(spec, prefix, width), adapter_input(spec, prefix, width), adapter.rank),
+        )
+        for prefix, adapter in adapters_of(spec).items()
+    }

@@ -18,15 +18,28 @@ from .philox import dropout_mask
 from .rope import rope
 
 if TYPE_CHECKING:
+    from ..adapters import Adapter
     from ..spec import AttentionSpec, BlockSpec, FFNSpec
 
 Params = Mapping[str, Tensor | None]
+Keep = Mapping[str, Tensor]
 
 
-def _linear(x: Tensor, params: Params, name: str, transposed: bool) -> Tensor:
+def _linear(x: Tensor, params: Params, name: str, spec: AttentionSpec | FFNSpec, keep: Keep) -> Tensor:
+    """The projection `name` ("attn.q") of x with its adapters, each of which has a keep mask by its name if p > 0."""
     weight, bias = params.get(f"{name}_w"), params.get(f"{name}_b")
     assert weight is not None, f"{name}_w is missing"
-    return F.linear(x, weight.t() if transposed else weight, bias)
+    y = result = F.linear(x, weight.t() if spec.transposed else weight, bias)
+    half, target = name.split(".")
+    for index, adapter in enumerate(spec.lora):
+        if adapter.target != target:
+            continue
+        slots = f"{half}.lora{index}"
+        a, b = params[f"{slots}.a"], params[f"{slots}.b"]
+        assert a is not None and b is not None
+        low = F.linear(dropout(x.to(a.dtype), keep.get(slots), adapter.p), a)
+        result = result + F.linear(low, b, params.get(f"{slots}.bias")) * adapter.scale
+    return result.to(y.dtype)
 
 
 def _norm(x: Tensor, params: Params, name: str, kind: str, eps: float) -> Tensor:
@@ -38,13 +51,30 @@ def _lengths(cu_seqlens: Tensor | None, tokens: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
+def _adapter_inputs(spec: BlockSpec, width: int) -> list[tuple[Adapter, int]]:
+    """The adapters of both halves in order, with the width of what they read."""
+    attn, ffn = spec.attn, spec.ffn
+    found = []
+    if attn is not None:
+        found += [(one, attn.heads * attn.head_dim if one.target == "o" else width) for one in attn.lora]
+    if ffn is not None:
+        found += [(one, ffn.hidden if one.target == "down" else width) for one in ffn.lora]
+    return found
+
+
+def _adapter_masks(keep: Mapping[int, Tensor], name: str, spec: BlockSpec) -> Keep:
+    """The masks of one half's adapters by name."""
+    first = 4 if name == "attn" or spec.attn is None else 4 + len(spec.attn.lora)
+    return {f"{name}.lora{site - first}": mask for site, mask in keep.items() if site >= first}
+
+
 def dropout_masks(
     spec: BlockSpec, batch: int, tokens: int, width: int, rng_state: Tensor | None, cu_seqlens: Tensor | None = None
 ) -> dict[int, Tensor]:
     """The keep mask of every site with p > 0, by site number.
 
     **Shapes**: rng_state int64 [2] (seed, offset); masks: site 0 [B, H, T, T] (packed: [S, H, longest, longest]),
-    1 and 3 [B, T, C], 2 [B, T, F].
+    1 and 3 [B, T, C], 2 [B, T, F], from 4 on one for each adapter, of the shape of its projection's input.
     """
     wanted: dict[int, tuple[float, tuple[int, ...]]] = {}
     if spec.attn is not None:
@@ -56,6 +86,8 @@ def dropout_masks(
     if spec.ffn is not None:
         wanted[2] = (spec.ffn.p_hidden, (batch, tokens, spec.ffn.hidden))
         wanted[3] = (spec.ffn.p_res, (batch, tokens, width))
+    for site, (adapter, columns) in enumerate(_adapter_inputs(spec, width), 4):
+        wanted[site] = (adapter.p, (batch, tokens, columns))
     wanted = {site: (p, shape) for site, (p, shape) in wanted.items() if p > 0}
     if not wanted:
         return {}
@@ -65,16 +97,18 @@ def dropout_masks(
     return {site: dropout_mask(shape, p, seed, offset, site) for site, (p, shape) in wanted.items()}
 
 
-def qkv(x: Tensor, params: Params, spec: AttentionSpec, cos: Tensor | None, sin: Tensor | None) -> list[Tensor]:
+def qkv(
+    x: Tensor, params: Params, spec: AttentionSpec, cos: Tensor | None, sin: Tensor | None, adapter_keep: Keep
+) -> list[Tensor]:
     """q, k, v after q/k norm and RoPE. **Shapes**: x [B, T, C]; returns [B, H, T, D] and twice [B, G, T, D]."""
     h, g, d = spec.heads, spec.kv_heads, spec.head_dim
     if spec.interleaved:
-        heads = list(_linear(x, params, "attn.q", spec.transposed).view(*x.shape[:-1], h, 3 * d).chunk(3, -1))
+        heads = list(_linear(x, params, "attn.q", spec, adapter_keep).view(*x.shape[:-1], h, 3 * d).chunk(3, -1))
     else:
         if spec.joint:
-            parts = list(_linear(x, params, "attn.q", spec.transposed).split((h * d, g * d, g * d), -1))
+            parts = list(_linear(x, params, "attn.q", spec, adapter_keep).split((h * d, g * d, g * d), -1))
         else:
-            parts = [_linear(x, params, f"attn.{name}", spec.transposed) for name in "qkv"]
+            parts = [_linear(x, params, f"attn.{name}", spec, adapter_keep) for name in "qkv"]
         heads = [part.unflatten(-1, (-1, d)) for part in parts]
     for index, name in enumerate("qk"):
         heads[index] = _norm(heads[index], params, f"attn.{name}_norm", spec.qk_norm, spec.qk_eps)
@@ -95,10 +129,11 @@ def attention_branch(
     padding: Tensor | None,
     cu_seqlens: Tensor | None,
     keep: Tensor | None,
+    adapter_keep: Keep,
     eager: bool,
 ) -> Tensor:
     """The attention half's f: projections, attention inside each sequence, output projection. [B, T, C] both ways."""
-    q, k, v = qkv(x, params, spec, cos, sin)
+    q, k, v = qkv(x, params, spec, cos, sin, adapter_keep)
     outputs = []
     for index, (start, end) in enumerate(_lengths(cu_seqlens, x.shape[1])):
         length = end - start
@@ -123,22 +158,22 @@ def attention_branch(
         )
         outputs.append(o)
     o = torch.cat(outputs, 2).transpose(1, 2).flatten(-2)
-    return _linear(o, params, "attn.o", spec.transposed)
+    return _linear(o, params, "attn.o", spec, adapter_keep)
 
 
-def ffn_branch(x: Tensor, params: Params, spec: FFNSpec, keep: Tensor | None) -> Tensor:
+def ffn_branch(x: Tensor, params: Params, spec: FFNSpec, keep: Tensor | None, adapter_keep: Keep) -> Tensor:
     """The FFN half's f: up (and gate), activation, dropout, down. [B, T, C] both ways."""
     gate = None
     if spec.act in GATED:
-        gate = _linear(x, params, "ffn.gate", spec.transposed)
+        gate = _linear(x, params, "ffn.gate", spec, adapter_keep)
         if spec.joint:
             gate, up = gate.chunk(2, -1)
         else:
-            up = _linear(x, params, "ffn.up", spec.transposed)
+            up = _linear(x, params, "ffn.up", spec, adapter_keep)
     else:
-        up = _linear(x, params, "ffn.up", spec.transposed)
+        up = _linear(x, params, "ffn.up", spec, adapter_keep)
     h = dropout(activation(gate, up, spec.act), keep, spec.p_hidden)
-    return _linear(h, params, "ffn.down", spec.transposed)
+    return _linear(h, params, "ffn.down", spec, adapter_keep)
 
 
 def _branch_tail(f: Tensor, params: Params, name: str, spec: AttentionSpec | FFNSpec, keep: Tensor | None) -> Tensor:
@@ -177,12 +212,14 @@ def reference_block(
     def attend(value: Tensor) -> Tensor:
         assert spec.attn is not None
         aux = {"cos": cos, "sin": sin, "mask": mask, "padding": padding, "cu_seqlens": cu_seqlens}
-        f = attention_branch(value, params, spec.attn, **aux, keep=keep.get(0), eager=eager)
+        own = _adapter_masks(keep, "attn", spec)
+        f = attention_branch(value, params, spec.attn, **aux, keep=keep.get(0), adapter_keep=own, eager=eager)
         return _branch_tail(f, params, "attn", spec.attn, keep.get(1))
 
     def feed_forward(value: Tensor) -> Tensor:
         assert spec.ffn is not None
-        return _branch_tail(ffn_branch(value, params, spec.ffn, keep.get(2)), params, "ffn", spec.ffn, keep.get(3))
+        f = ffn_branch(value, params, spec.ffn, keep.get(2), _adapter_masks(keep, "ffn", spec))
+        return _branch_tail(f, params, "ffn", spec.ffn, keep.get(3))
 
     def entry(value: Tensor, name: str, half: AttentionSpec | FFNSpec) -> Tensor:
         return _norm(value, params, f"{name}.pre", half.pre, half.pre_eps)

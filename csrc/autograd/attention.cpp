@@ -116,7 +116,7 @@ Tensor Block::attention_backward(const Tensor& ds) {
   value_.proj.reset();
   const std::vector<Part> o_part = {{kOW, kOB, 0, C_, 0}};
   Tensor d_o = need_qkv ? empty({N_, a.q_width()}, P_) : Tensor();
-  if (need_qkv || need(attn_slot(kOW))) ensure_attn();
+  if (need_qkv || need_any(attn_slot(kOW), attn_slot(kOW) + 1)) ensure_attn();
   project_backward(dproj, value_.o.defined() ? o_rows() : Tensor(), o_part, a.transposed, d_o,
                    false, false);
   dproj.reset();

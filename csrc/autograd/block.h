@@ -9,6 +9,7 @@
 #include "autograd/ops.h"
 #include "autograd/spec.h"
 #include "autograd/tiles.h"
+#include "ops/adapters.h"
 
 namespace ckptfused {
 
@@ -113,17 +114,41 @@ class Block {
   const at::Tensor& param(int slot) const { return params_[slot]; }
   at::Tensor weight(int slot);  // in the compute type
   bool need(int slot) const { return backward_ && needs_[1 + slot]; }
+  // Also whether an adapter of a weight among them is trained.
   bool need_any(int begin, int end) const;
   at::Tensor grad_vector(int slot);  // where a kernel writes a vector's gradient; may be undefined
   void add_weight_grad(int slot, bool transposed, int64_t row0, int64_t rows, int64_t col0,
                        int64_t cols, const at::Tensor& dout, const at::Tensor& in, bool add);
   void add_bias_grad(int slot, int64_t row0, const at::Tensor& dout, bool add);
+  // Products and adapters; row0: the first of the rows of in among those of the block.
   void project(const at::Tensor& out, const at::Tensor& in, const std::vector<Part>& parts,
-               bool transposed);
-  // Weight and bias gradients of a projection, and its input gradient into din if defined.
+               bool transposed, int64_t row0 = 0);
+  // Gradients of a projection's weights, biases and adapters, and of its input into din if defined.
   void project_backward(const at::Tensor& dout, const at::Tensor& in,
                         const std::vector<Part>& parts, bool transposed, const at::Tensor& din,
-                        bool add_params, bool add_din);
+                        bool add_params, bool add_din, int64_t row0 = 0);
+
+  // adapters.cpp
+  struct AdapterSlots {
+    const AdapterSpec* spec;
+    int weight;  // slot of the weight of the product that the adapter adds to
+    int first;   // slot of a; b and the bias follow
+    int64_t site;
+  };
+  enum class AdapterUse { forward, input_grad, all_grads };
+  std::vector<AdapterSlots> adapters_;
+  void find_adapters();
+  void check_adapters() const;
+  size_t adapter_params() const;
+  bool adapter_trained(const AdapterSlots& s) const {
+    return need(s.first) || need(s.first + 1) || need(s.first + 2);
+  }
+  at::Tensor adapter_param(int slot);
+  at::Tensor adapter_grad(int slot);
+  Adapters adapters_of(const Part& part, int64_t col0, int64_t width, AdapterUse use);
+  void add_adapters(const at::Tensor& out, const at::Tensor& in, const Part& part, int64_t row0);
+  void adapters_backward(const at::Tensor& dout, const at::Tensor& in, const Part& part,
+                         const at::Tensor& din, int64_t row0, int64_t col0, int64_t cols);
 
   // The residual frame.
   at::Tensor pre_norm(const at::Tensor& x, const NormSpec& norm, int weight, int bias,

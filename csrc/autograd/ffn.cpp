@@ -61,7 +61,7 @@ Block::GateUp Block::make_gu(const Tile& t) {
   ensure_n2();
   const Tensor buffer =
       kept.defined() && whole_rows ? kept : empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_);
-  project(buffer, value_.n2.narrow(0, t.row0, t.rows), gu_parts(t), f.transposed);
+  project(buffer, value_.n2.narrow(0, t.row0, t.rows), gu_parts(t), f.transposed, t.row0);
   const GateUp gu = gate_up(buffer, t);
   if (kept.defined() && !whole_rows) {
     const GateUp views = kept_gu(t);
@@ -82,7 +82,7 @@ void Block::activate(const GateUp& gu, const Tile& t, const Tensor& h) const {
 void Block::choose_up_kernel() {
   const FFNSpec& f = spec_.ffn;
   const bool half = P_ == at::kBFloat16 || P_ == at::kHalf;
-  if (!half || f.post.on() || f.out.on() || N_ == 0) return;
+  if (!half || f.post.on() || f.out.on() || N_ == 0 || !f.lora.empty()) return;
   up_kernel_ = call::ffn_choice(x_, P_, N_, C_, f.hidden, f.act);
 }
 
@@ -149,7 +149,7 @@ void Block::ensure_down() {
     }
     if (cut_cols) continue;
     if (!down.defined()) down = like_x(P_);
-    project(down.narrow(0, t.row0, t.rows), h_tile, part, f.transposed);
+    project(down.narrow(0, t.row0, t.rows), h_tile, part, f.transposed, t.row0);
   }
   if (cut_cols) {
     down = like_x(P_);
@@ -163,7 +163,7 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
   const int down_w = ffn_slot(kDownW), down_b = ffn_slot(kDownB);
   const bool need_gate_up = need_any(ffn_slot(kGateW), ffn_slot(kUpB) + 1);
   const bool need_gu = need_n2 || need_gate_up;
-  const bool need_h = need(down_w);
+  const bool need_h = need_any(down_w, down_w + 1);
   if (!need_gu && !need_any(down_w, ffn_slot(kFFNPostB) + 1)) return {};
 
   if (f.post.on()) ensure_down();
@@ -175,6 +175,7 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
 
   // Where the hidden width is cut, the input gradient is a sum over tiles and is held wide.
   const bool cut_cols = tiles_.cols < f.hidden;
+  const Part down_part{down_w, down_b, 0, C_, 0};
   Tensor dn2;
   bool first = true;
   for (const Tile& t : tiles()) {
@@ -196,6 +197,7 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
       if (need_gu) {
         const Tensor w = down_weight(t);
         matmul_out(h, ddown_tile, f.transposed ? w.t() : w, false);
+        adapters_backward(ddown_tile, Tensor(), down_part, h, t.row0, t.col0, f.hidden);
         // The kernel writes over its scratch, but never over a saved value.
         dgu = gu.buffer.defined()
                   ? gu
@@ -208,8 +210,10 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
       }
     }
     const bool add_rows = t.row0 > 0;
-    if (need_h)
+    if (need_h) {
       add_weight_grad(down_w, f.transposed, 0, C_, t.col0, t.cols, ddown_tile, h, add_rows);
+      adapters_backward(ddown_tile, h, down_part, Tensor(), t.row0, t.col0, f.hidden);
+    }
     h.reset();
     if (!need_gu) continue;
     if (need_gate_up) ensure_n2();
@@ -217,7 +221,7 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
     project_backward(
         dgu.buffer, value_.n2.defined() ? value_.n2.narrow(0, t.row0, t.rows) : Tensor(),
         gu_parts(t), f.transposed, dn2.defined() ? dn2.narrow(0, t.row0, t.rows) : Tensor(),
-        add_rows, cut_cols && !first);
+        add_rows, cut_cols && !first, t.row0);
     first = false;
   }
   return dn2.defined() && cut_cols ? dn2.to(P_) : dn2;

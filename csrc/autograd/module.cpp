@@ -10,6 +10,7 @@
 
 #include "autograd/tiles.h"
 #include "kernels/cpu/target.h"
+#include "ops/adapters.h"
 #include "ops/attention_tiles_cpu.h"
 #include "ops/cuda_build.h"
 #include "ops/linear.h"
@@ -42,6 +43,12 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("linear_scratch_bytes", [](int64_t n, int64_t k, int64_t c, const std::string& dtype) {
     return ckptfused::linear_scratch_bytes(n, k, c, dtype_named(dtype));
+  });
+  m.def("adapter_scratch_bytes", [](int64_t n, int64_t k, int64_t m, int64_t ranks, bool backward,
+                                    bool din, int64_t da_ranks, int64_t db_ranks, int64_t dbiases,
+                                    const std::string& dtype, int64_t threads) {
+    const ckptfused::AdapterSizes sizes{n, k, m, ranks, backward, din, da_ranks, db_ranks, dbiases};
+    return ckptfused::adapter_scratch_bytes(sizes, dtype_named(dtype), threads);
   });
   m.def("attention_scratch_bytes", [](bool backward, const std::string& dtype, int64_t queries,
                                       int64_t keys, int64_t head_dim) {

@@ -60,8 +60,8 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
   if (spec.seq_first) row_map_ = {B_, T_};
   x_ = x.contiguous().view({N_, C_});
 
-  const size_t expected =
-      (spec.has_attn ? size_t(kAttentionParams) : 0) + (spec.has_ffn ? size_t(kFFNParams) : 0);
+  const size_t expected = (spec.has_attn ? size_t(kAttentionParams) : 0) +
+                          (spec.has_ffn ? size_t(kFFNParams) : 0) + adapter_params();
   TORCH_CHECK(params.size() == expected, "ckptfused: the spec has ", expected,
               " parameter slots, got ", params.size());
   TORCH_CHECK(aux.size() == size_t(kAuxSlots), "ckptfused: expected ", int(kAuxSlots),
@@ -71,6 +71,8 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
     // Kernels read vectors in place; matrix products read any strides.
     params_.push_back(p.has_value() ? as_operand(*p) : Tensor());
   }
+  find_adapters();
+  check_adapters();
   cast_.resize(params_.size());
   grads_.resize(params_.size());
   if (spec.has_attn) {
@@ -109,6 +111,9 @@ bool Block::need_any(int begin, int end) const {
   for (int slot = begin; slot < end; ++slot) {
     if (need(slot)) return true;
   }
+  for (const AdapterSlots& s : adapters_) {
+    if (begin <= s.weight && s.weight < end && adapter_trained(s)) return true;
+  }
   return false;
 }
 
@@ -144,19 +149,21 @@ void Block::add_bias_grad(int slot, int64_t row0, const Tensor& dout, bool add) 
 }
 
 void Block::project(const Tensor& out, const Tensor& in, const std::vector<Part>& parts,
-                    bool transposed) {
+                    bool transposed, int64_t row0) {
   for (const Part& part : parts) {
     const Tensor w = weight(part.weight), b = weight(part.bias);
+    const Tensor columns = out.narrow(1, part.col0, part.width);
     linear_out(
-        out.narrow(1, part.col0, part.width), in,
-        w.narrow(transposed ? 1 : 0, part.row0, part.width),
+        columns, in, w.narrow(transposed ? 1 : 0, part.row0, part.width),
         b.defined() ? std::optional<Tensor>(b.narrow(0, part.row0, part.width)) : std::nullopt,
         transposed);
+    add_adapters(columns, in, part, row0);
   }
 }
 
 void Block::project_backward(const Tensor& dout, const Tensor& in, const std::vector<Part>& parts,
-                             bool transposed, const Tensor& din, bool add_params, bool add_din) {
+                             bool transposed, const Tensor& din, bool add_params, bool add_din,
+                             int64_t row0) {
   for (const Part& part : parts) {
     const Tensor d = dout.narrow(1, part.col0, part.width);
     if (din.defined()) {
@@ -169,6 +176,9 @@ void Block::project_backward(const Tensor& dout, const Tensor& in, const std::ve
                       add_params);
     }
     add_bias_grad(part.bias, part.row0, d, add_params);
+    if (in.defined() || din.defined()) {
+      adapters_backward(d, in, part, din, row0, 0, (in.defined() ? in : din).size(1));
+    }
   }
 }
 

@@ -1,5 +1,6 @@
 #include "autograd/spec.h"
 
+#include <algorithm>
 #include <functional>
 #include <locale>
 #include <memory>
@@ -78,6 +79,24 @@ void set_compute(BlockSpec& spec, const std::string& value) {
   spec.compute = found->second;
 }
 
+// target:rank:scale:p, joined by +
+std::vector<AdapterSpec> to_adapters(const std::string& value,
+                                     const std::vector<std::string>& targets) {
+  std::vector<AdapterSpec> adapters;
+  for (const std::string& text : split(value, '+')) {
+    const std::vector<std::string> parts = split(text, ':');
+    TORCH_CHECK(parts.size() == 4, "ckptfused: spec expects target:rank:scale:p, got '", text, "'");
+    TORCH_CHECK(std::find(targets.begin(), targets.end(), parts[0]) != targets.end(),
+                "ckptfused: unknown target '", parts[0], "' of an adapter");
+    adapters.push_back({parts[0][0], to_int(parts[1]), to_double(parts[2]), to_double(parts[3])});
+    const AdapterSpec& made = adapters.back();
+    TORCH_CHECK(made.rank > 0, "ckptfused: an adapter's rank must be positive, got ", made.rank);
+    TORCH_CHECK(made.p >= 0.0 && made.p <= 1.0, "ckptfused: an adapter's p must be in [0, 1], got ",
+                made.p);
+  }
+  return adapters;
+}
+
 template <typename Half>
 void add_half(std::unordered_map<std::string, Setter>& keys, const std::string& prefix,
               Half BlockSpec::* half) {
@@ -134,7 +153,12 @@ std::unordered_map<std::string, Setter> make_keys() {
   attn("padding", [](A& a, const std::string& v) { a.padding = v; });
   attn("packed", [](A& a, const std::string& v) { a.packed = to_bool(v); });
 
+  attn("lora", [](A& a, const std::string& v) { a.lora = to_adapters(v, {"q", "k", "v", "o"}); });
+
   add_half(keys, "ffn.", &BlockSpec::ffn);
+  keys["ffn.lora"] = [](BlockSpec& s, const std::string& v) {
+    s.ffn.lora = to_adapters(v, {"gate", "up", "down"});
+  };
   keys["ffn.act"] = [](BlockSpec& s, const std::string& v) { s.ffn.act = v; };
   keys["ffn.hidden"] = [](BlockSpec& s, const std::string& v) { s.ffn.hidden = to_int(v); };
   keys["ffn.p_hidden"] = [](BlockSpec& s, const std::string& v) { s.ffn.p_hidden = to_double(v); };

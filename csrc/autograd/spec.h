@@ -18,6 +18,13 @@ struct NormSpec {
   bool on() const { return kind != "none"; }
 };
 
+// A low-rank adapter beside a projection: y += scale * b(a(drop(x))).
+struct AdapterSpec {
+  char target = 0;  // q, k, v, o of attention; g(ate), u(p), d(own) of the FFN
+  int64_t rank = 0;
+  double scale = 1.0, p = 0.0;
+};
+
 // The frame that both halves share: out?( x + m * drop( post?( f( pre?(x) ) ) ) ).
 struct HalfSpec {
   NormSpec pre, post, out;
@@ -25,6 +32,14 @@ struct HalfSpec {
   double p_res = 0.0;       // dropout of the half's output
   bool joint = false;       // one weight for q/k/v, or for gate/up
   bool transposed = false;  // weights stored [in, out]
+  std::vector<AdapterSpec> lora;
+
+  bool drops_in_adapter() const {
+    for (const AdapterSpec& a : lora) {
+      if (a.p > 0) return true;
+    }
+    return false;
+  }
 };
 
 // Where the heads of q, k or v lie among the columns of the qkv product: `count` heads of D columns
@@ -93,12 +108,13 @@ struct BlockSpec {
   c10::ScalarType compute = c10::ScalarType::Undefined;  // Undefined: the type of x
 
   bool has_dropout() const {
-    return (has_attn && (attn.p_attn > 0 || attn.p_res > 0)) ||
-           (has_ffn && (ffn.p_hidden > 0 || ffn.p_res > 0));
+    return (has_attn && (attn.p_attn > 0 || attn.p_res > 0 || attn.drops_in_adapter())) ||
+           (has_ffn && (ffn.p_hidden > 0 || ffn.p_res > 0 || ffn.drops_in_adapter()));
   }
 };
 
-// Slots of the params list. A half that is absent has none.
+// Slots of the params list. A half that is absent has none. The adapters' (a, b and bias of each)
+// follow those of both halves.
 enum AttentionParam : int {
   kAttnPreW,
   kAttnPreB,

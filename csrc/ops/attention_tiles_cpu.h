@@ -2,15 +2,12 @@
 
 #include "ops/torch.h"
 
-#include <ATen/ops/addmm_cpu_dispatch.h>
-
 #include <algorithm>
-#include <type_traits>
 
 #include "kernels/cpu/attention.h"
 #include "math/softmax.h"
 #include "ops/attention.h"
-#include "ops/serial_products.h"
+#include "ops/tasks_cpu.h"
 
 // Tiled attention on the CPU: everything that PyTorch's flash kernel does not do (dropout that can
 // be replayed, masks, windows, soft caps, packed sequences), and its backward. A tile of scores is
@@ -36,65 +33,6 @@ int64_t attention_bwd_scratch_bytes(at::ScalarType dtype, int64_t queries, int64
                                     int64_t head_dim);
 
 namespace tiles {
-
-template <typename T>
-constexpr bool kConverted = !std::is_same_v<T, acc_t<T>>;
-
-// Calls f(T{}) with the kernels' type for dtype.
-template <typename F>
-auto for_dtype(at::ScalarType dtype, F f) {
-  switch (dtype) {
-    case at::kDouble:
-      return f(double{});
-    case at::kFloat:
-      return f(float{});
-    case at::kBFloat16:
-      return f(bf16{});
-    default:
-      return f(f16{});
-  }
-}
-
-// Cache-line aligned pieces of a thread's scratch. Counting and handing out are the same walk:
-// without memory the pieces are null and only bytes() means something.
-class Pieces {
- public:
-  explicit Pieces(char* memory) : memory_(memory) {}
-  template <typename A>
-  A* take(int64_t count) {
-    A* piece = memory_ == nullptr ? nullptr : reinterpret_cast<A*>(memory_ + used_);
-    used_ += (count * int64_t(sizeof(A)) + 63) / 64 * 64;
-    return piece;
-  }
-  int64_t bytes() const { return used_; }
-
- private:
-  char* memory_;
-  int64_t used_ = 0;
-};
-
-// A row-major matrix, or the transpose of one.
-template <typename T>
-struct Matrix {
-  T* data;
-  int64_t rows, cols, stride;
-  bool transposed = false;
-
-  Matrix t() const { return {data, cols, rows, stride, !transposed}; }
-  at::Tensor tensor() const {
-    return at::from_blob(data, {rows, cols}, {transposed ? 1 : stride, transposed ? stride : 1},
-                         at::CppTypeToScalarType<T>::value);
-  }
-};
-
-// out = beta * out + alpha * a @ b. Calls the CPU kernel without the dispatcher, whose state
-// (autograd, modes) is not that of the thread that called the op.
-template <typename A>
-void product(const Matrix<A>& out, const Matrix<A>& a, const Matrix<A>& b, double alpha,
-             double beta) {
-  at::Tensor result = out.tensor();
-  at::cpu::addmm_out(result, result, a.tensor(), b.tensor(), beta, alpha);
-}
 
 // Rows [row, row + rows) of one head of t. Whoever gets those of an operand only reads them.
 template <typename T>
@@ -159,22 +97,6 @@ void for_key_tiles(const AttentionRule& rule, int64_t query, int64_t rows, F f) 
     f(ScoreTile{query, rows, key, std::min(kKeyTile, rule.keys - key),
                 std::min(kKeyTile, rule.keys)});
   }
-}
-
-// Calls f(task, scratch) for every task, in parallel, each thread with `bytes` of its own.
-template <typename F>
-void run_tasks(int64_t tasks, int64_t bytes, F f) {
-  if (tasks == 0) return;
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
-  const at::Tensor scratch = at::empty({threads, bytes}, at::kByte);
-  char* memory = static_cast<char*>(scratch.mutable_data_ptr());
-  // A lone task would run outside a parallel region, where a matrix library may use all threads
-  // and the bits depend on their number; an empty second task keeps it inside.
-  at::parallel_for(0, std::max<int64_t>(tasks, 2), 1, [&](int64_t begin, int64_t end) {
-    const SerialProducts serial;
-    char* mine = begin < tasks ? memory + at::get_thread_num() * bytes : nullptr;
-    for (int64_t task = begin; task < std::min(end, tasks); ++task) f(task, mine);
-  });
 }
 
 }  // namespace tiles

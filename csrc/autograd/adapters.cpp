@@ -1,0 +1,148 @@
+// Low-rank adapters beside the projections: which there are, and their part of forward and
+// backward.
+#include "ops/torch.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "autograd/adapters_aten.h"
+#include "autograd/block.h"
+
+namespace ckptfused {
+
+using at::Tensor;
+
+namespace {
+
+// A site for every adapter, after those of the block.
+constexpr int64_t kFirstAdapterSite = 4;
+enum AdapterParam : int { kA, kB, kBias, kAdapterParams };
+
+// CKPTFUSED_ADAPTERS=aten: on the CPU too, what other devices do. For tests; read once.
+bool through_aten(const Tensor& t) {
+  static const bool forced = [] {
+    const char* value = std::getenv("CKPTFUSED_ADAPTERS");
+    return value != nullptr && std::strcmp(value, "aten") == 0;
+  }();
+  return forced || !t.is_cpu();
+}
+
+}  // namespace
+
+// The adapters of both halves with their slots, which follow all others in the same order.
+void Block::find_adapters() {
+  int slot = int(params_.size() - adapter_params());
+  const auto add = [&](const std::vector<AdapterSpec>& list, auto weight_of) {
+    for (const AdapterSpec& spec : list) {
+      const int64_t site = kFirstAdapterSite + int64_t(adapters_.size());
+      adapters_.push_back({&spec, weight_of(spec.target), slot, site});
+      slot += kAdapterParams;
+    }
+  };
+  if (spec_.has_attn) {
+    add(spec_.attn.lora, [&](char target) {
+      return attn_slot(target == 'q' ? kQW : target == 'k' ? kKW : target == 'v' ? kVW : kOW);
+    });
+  }
+  if (spec_.has_ffn) {
+    add(spec_.ffn.lora, [&](char target) {
+      return ffn_slot(target == 'g' ? kGateW : target == 'u' ? kUpW : kDownW);
+    });
+  }
+}
+
+size_t Block::adapter_params() const {
+  const size_t attn = spec_.has_attn ? spec_.attn.lora.size() : 0;
+  const size_t ffn = spec_.has_ffn ? spec_.ffn.lora.size() : 0;
+  return kAdapterParams * (attn + ffn);
+}
+
+void Block::check_adapters() const {
+  for (const AdapterSlots& s : adapters_) {
+    const Tensor &w = params_[s.weight], &a = params_[s.first + kA], &b = params_[s.first + kB];
+    TORCH_CHECK(w.defined() && a.defined() && b.defined(), "ckptfused: an adapter of ",
+                s.spec->target, " needs a, b and the weight beside it");
+    const bool transposed = s.weight < ffn_slot(0) ? spec_.attn.transposed : spec_.ffn.transposed;
+    const int64_t into = w.size(transposed ? 0 : 1), out = w.size(transposed ? 1 : 0);
+    const int64_t rank = s.spec->rank;
+    TORCH_CHECK(
+        a.sizes() == at::IntArrayRef({rank, into}) && b.sizes() == at::IntArrayRef({out, rank}),
+        "ckptfused: expected a ", at::IntArrayRef({rank, into}), " and b ",
+        at::IntArrayRef({out, rank}), " of the adapter of ", s.spec->target, ", got ", a.sizes(),
+        " and ", b.sizes());
+  }
+}
+
+// As autocast does it: where the products have a compute type of their own, adapters have it, too.
+Tensor Block::adapter_param(int slot) {
+  return spec_.compute == at::ScalarType::Undefined ? params_[slot] : weight(slot);
+}
+
+// Where an adapter's gradient is added up, over tiles and parts.
+Tensor Block::adapter_grad(int slot) {
+  if (!need(slot)) return {};
+  if (!grads_[slot].defined()) {
+    grads_[slot] = empty(params_[slot].sizes(), A_);
+    grads_[slot].zero_();
+  }
+  return grads_[slot];
+}
+
+// The adapters of a part, on the columns [col0, col0 + width) of their input.
+Adapters Block::adapters_of(const Part& part, int64_t col0, int64_t width, AdapterUse use) {
+  Adapters list;
+  for (const AdapterSlots& s : adapters_) {
+    if (s.weight != part.weight) continue;
+    const auto columns = [&](const Tensor& a) {
+      return a.defined() ? a.narrow(1, col0, width) : a;
+    };
+    const auto rows = [&](const Tensor& b) {
+      return b.defined() ? b.narrow(0, part.row0, part.width) : b;
+    };
+    Adapter adapter{columns(adapter_param(s.first + kA)),
+                    rows(adapter_param(s.first + kB)),
+                    {},
+                    s.spec->scale,
+                    s.spec->p,
+                    s.site};
+    if (use == AdapterUse::all_grads) {
+      adapter.da = columns(adapter_grad(s.first + kA));
+      adapter.db = rows(adapter_grad(s.first + kB));
+      // Of the tiles of a cut input, one adds the bias's share.
+      if (col0 == 0) adapter.dbias = rows(adapter_grad(s.first + kBias));
+    } else if (use == AdapterUse::forward) {
+      adapter.bias = rows(adapter_param(s.first + kBias));
+    }
+    list.push_back(std::move(adapter));
+  }
+  return list;
+}
+
+void Block::add_adapters(const Tensor& out, const Tensor& in, const Part& part, int64_t row0) {
+  const int64_t width = in.size(1);
+  const Adapters list = adapters_of(part, 0, width, AdapterUse::forward);
+  if (list.empty()) return;
+  const AdapterPlace place{row0, 0, width, row_map(), rng_};
+  (through_aten(out) ? adapters_fwd_aten : adapters_fwd_cpu)(out, in, list, place);
+}
+
+// in: undefined where only din is wanted, which may be undefined where only gradients of parameters
+// are. cols: the width of the whole input.
+void Block::adapters_backward(const Tensor& dout, const Tensor& in, const Part& part,
+                              const Tensor& din, int64_t row0, int64_t col0, int64_t cols) {
+  if (adapters_.empty()) return;
+  const int64_t width = (in.defined() ? in : din).size(1);
+  const AdapterUse use = in.defined() ? AdapterUse::all_grads : AdapterUse::input_grad;
+  Adapters list = adapters_of(part, col0, width, use);
+  if (!din.defined()) {
+    const auto idle = [](const Adapter& a) {
+      return !a.da.defined() && !a.db.defined() && !a.dbias.defined();
+    };
+    list.erase(std::remove_if(list.begin(), list.end(), idle), list.end());
+  }
+  if (list.empty()) return;
+  const AdapterPlace place{row0, col0, cols, row_map(), rng_};
+  (through_aten(dout) ? adapters_bwd_aten : adapters_bwd_cpu)(dout, in, din, list, place);
+}
+
+}  // namespace ckptfused
