@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,14 @@ from ckptfused.modules.assemble import Call, Slots, canonical_text, input_words,
 from ckptfused.spec import MAX_HEAD_DIM
 
 _PLACES = ("pre", "post", "out")
+
+
+class Assembled(NamedTuple):
+    """A half in the op's terms: its words, its tensors in slot order, and those of its adapters, which come last."""
+
+    words: str
+    slots: Slots
+    adapters: Slots
 
 
 def _holders(holders: tuple[nn.Module, ...]) -> Reason | None:
@@ -61,8 +69,19 @@ def _pair(found: Any) -> Slots:
     return [None, None] if found is None else [found.weight, found.bias]
 
 
-def attention(a: Attention, x: Tensor) -> tuple[str, Slots] | Reason:
-    """The words (inputs left out) and the tensors of an attention half."""
+def _adapters(half: str, maps: dict[str, Projection]) -> tuple[str, Slots]:
+    """The word and the tensors of the adapters of a half, in the order of its projections."""
+    found = [(place, lora) for place, projection in maps.items() for lora in projection.adapters]
+    if not found:
+        return "", []
+    # No sign in an exponent: + parts two adapters.
+    texts = [f"{place}:{lora.a.size(0)}:{settled(lora.scale)}:{settled(lora.p)}" for place, lora in found]
+    word = f" {half}.lora={'+'.join(text.replace('e+', 'e') for text in texts)}"
+    return word, [tensor for _, lora in found for tensor in (lora.a, lora.b, lora.bias)]
+
+
+def attention(a: Attention, x: Tensor) -> Assembled | Reason:
+    """The attention half, inputs left out."""
     if (why := _holders(a.holders)) is not None:
         return why
     if a.head_dim > MAX_HEAD_DIM:
@@ -94,11 +113,12 @@ def attention(a: Attention, x: Tensor) -> tuple[str, Slots] | Reason:
         words += f" attn.rope={a.rope} attn.rotary_dim={0 if a.rotary_dim == a.head_dim else a.rotary_dim}"
     places = ["pre", "q", "k", "v", "q_norm", "k_norm", "o", "post", "out"]
     slots = list(chain.from_iterable(_pair(maps.get(p) or norms.get(p)) for p in places))
-    return words, slots
+    word, more = _adapters("attn", maps)
+    return Assembled(words + word, slots, more)
 
 
-def ffn(f: FFN, x: Tensor) -> tuple[str, Slots] | Reason:
-    """The words and the tensors of an FFN half."""
+def ffn(f: FFN, x: Tensor) -> Assembled | Reason:
+    """The FFN half."""
     if (why := _holders(f.holders)) is not None:
         return why
     gated = f.gate is not None
@@ -118,19 +138,25 @@ def ffn(f: FFN, x: Tensor) -> tuple[str, Slots] | Reason:
         f" ffn.p_hidden={settled(f.p_hidden)} ffn.p_res={settled(f.p_res)} ffn.m={settled(f.m)}"
     ) + _norm_words("ffn", norms)
     places = ["pre", "gate", "up", "down", "post", "out"]
-    return words, list(chain.from_iterable(_pair(maps.get(p) or norms.get(p)) for p in places))
+    slots = list(chain.from_iterable(_pair(maps.get(p) or norms.get(p)) for p in places))
+    word, more = _adapters("ffn", maps)
+    return Assembled(words + word, slots, more)
 
 
-def _tensors_fit(x: Tensor, slots: Slots) -> Reason | None:
+def _tensors_fit(x: Tensor, slots: Slots, adapters: Slots) -> Reason | None:
     """Whether op and tensors agree in device, kind and dtype; shapes are checked by the op itself."""
     mixed = torch.is_autocast_enabled(x.device.type)
-    for tensor in slots:
+    for tensor in (*slots, *adapters):
         if tensor is None:
             continue
         if tensor.device != x.device:
             return Reason(f"a weight is on {tensor.device}, the input on {x.device}")
-        if tensor.dim() > 1 and tensor.dtype != x.dtype and not mixed:
+    for tensor in slots:
+        if tensor is not None and tensor.dim() > 1 and tensor.dtype != x.dtype and not mixed:
             return Reason(f"weights are {tensor.dtype}, the input is {x.dtype}")
+    for tensor in adapters:
+        if tensor is not None and tensor.dtype not in (x.dtype, torch.float32) and not mixed:
+            return Reason(f"adapters are {tensor.dtype}, the input is {x.dtype}")
     return None
 
 
@@ -140,6 +166,7 @@ def build_call(parts: Parts, inputs: Inputs, keep: str) -> Call | Reason:
     if x.dim() != 3:
         return Reason(f"the input has shape {list(x.shape)}, expected [B, T, C]")
     slots: Slots = []
+    adapters: Slots = []
     words = ""
     halves = []
     for name, half, assemble in (("attn", parts.attn, attention), ("ffn", parts.ffn, ffn)):
@@ -148,11 +175,13 @@ def build_call(parts: Parts, inputs: Inputs, keep: str) -> Call | Reason:
         made = cast(Any, assemble)(half, x)
         if isinstance(made, Reason):
             return made
-        words += made[0]
-        slots += made[1]
+        words += made.words
+        slots += made.slots
+        adapters += made.adapters
         halves.append(name)
-    if (why := _tensors_fit(x, slots)) is not None:
+    if (why := _tensors_fit(x, slots, adapters)) is not None:
         return why
+    slots += adapters
     cos, sin, cu_seqlens = inputs.cos, inputs.sin, inputs.cu_seqlens
     if parts.attn is not None:
         a = parts.attn

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ckptfused.convert.parts import Reason
+from ckptfused.convert.peft import LoRA, active_copy, adapters, is_lora
 from ckptfused.convert.source import as_read, class_name, norm_of
 from ckptfused.modules.activations import activation_kind
 from ckptfused.modules.assemble import hooked as any_hook
@@ -47,11 +48,12 @@ def hooked(module: nn.Module) -> bool:
 
 
 class Projection(NamedTuple):
-    """A linear map: weight [out, in], or [in, out] where `transposed`."""
+    """A linear map: weight [out, in], or [in, out] where `transposed`, and the adapters beside it."""
 
     weight: Tensor
     bias: Tensor | None
     transposed: bool
+    adapters: tuple[LoRA, ...] = ()
 
     @property
     def out_features(self) -> int:
@@ -60,6 +62,7 @@ class Projection(NamedTuple):
 
 def projection(module: nn.Module) -> Projection | Reason:
     """The tensors of a projection, or why it cannot be fused."""
+    module = active_copy(module)
     kind = type(module)
     if hooked(module):
         return Reason(f"{kind.__name__} has a hook or a forward of its own")
@@ -67,6 +70,11 @@ def projection(module: nn.Module) -> Projection | Reason:
         return Projection(module.weight, module.bias, False)  # type: ignore[arg-type]
     if class_name(kind) == _CONV1D and as_read(module):
         return Projection(module.weight, module.bias, True)  # type: ignore[arg-type]
+    if is_lora(module):
+        base, found = projection(module.base_layer), adapters(module)  # type: ignore[arg-type]
+        if isinstance(base, Reason) or isinstance(found, Reason):
+            return base if isinstance(base, Reason) else found  # type: ignore[return-value]
+        return base._replace(adapters=found)
     return Reason(f"unknown projection {kind.__module__}.{kind.__name__}")
 
 
@@ -81,6 +89,7 @@ class Norm(NamedTuple):
 
 def norm(module: nn.Module, x: Tensor) -> Norm | Reason:
     """The norm that a module computes over its last dimension, or why it cannot be fused."""
+    module = active_copy(module)
     kind = norm_of(type(module), type(module).forward)
     if kind is None or hooked(module):
         return Reason(f"unknown or patched norm {type(module).__module__}.{type(module).__name__}")

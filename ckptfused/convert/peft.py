@@ -1,0 +1,65 @@
+"""PEFT's wrappers: LoRA on a projection, and `modules_to_save` around anything."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ckptfused.convert.parts import Reason
+from ckptfused.convert.source import as_read, class_name
+from ckptfused.modules.assemble import hooked
+
+_LORA = "peft.tuners.lora.layer.Linear"
+_TO_SAVE = "peft.utils.other.ModulesToSaveWrapper"
+
+
+class LoRA(NamedTuple):
+    """One active adapter. **Shapes** a [rank, in], b [out, rank], bias [out] or None."""
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    scale: float
+    p: float
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether a projection is wrapped by PEFT's LoRA, and runs the code that was read."""
+    return class_name(type(module)) == _LORA and as_read(module)
+
+
+def active_copy(module: nn.Module) -> nn.Module:
+    """The module that a `ModulesToSaveWrapper` runs now; any other module itself."""
+    found: Any = module
+    if class_name(type(module)) != _TO_SAVE or hooked(module) or not as_read(module):
+        return module
+    active = found.active_adapters
+    if found.disable_adapters or not active or any(name not in found._adapters for name in active):
+        return found.original_module
+    return found.modules_to_save[active[0]]
+
+
+def adapters(module: Any) -> tuple[LoRA, ...] | Reason:
+    """The adapters that a LoRA projection adds at this call, in PEFT's order."""
+    if module.disable_adapters:
+        # PEFT takes merged adapters out of the weight at this moment.
+        return Reason("merged adapters are about to be unmerged", original=True) if module.merged else ()
+    if module.merged:
+        return ()
+    found: list[LoRA] = []
+    for name in module.active_adapters:
+        if name not in module.lora_A:
+            continue
+        if name in module.lora_variant:
+            return Reason(f"LoRA variant {type(module.lora_variant[name]).__name__} (DoRA or another)")
+        a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+        if not (type(a) is type(b) is nn.Linear) or a.bias is not None or hooked(a, b, dropout):
+            return Reason("an adapter whose A or B is no plain Linear")
+        if type(dropout) not in (nn.Dropout, nn.Identity):
+            return Reason(f"adapter dropout of type {type(dropout).__name__}")
+        if not module.cast_input_dtype_enabled and a.weight.dtype != module.base_layer.weight.dtype:
+            return Reason("an adapter of another dtype than its input, with casting switched off")
+        p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+        found.append(LoRA(a.weight, b.weight, b.bias, float(module.scaling[name]), p))
+    return tuple(found)
