@@ -145,7 +145,7 @@ def ffn(f: FFN, x: Tensor) -> Assembled | Reason:
 
 def _tensors_fit(x: Tensor, slots: Slots, adapters: Slots) -> Reason | None:
     """Whether op and tensors agree in device, kind and dtype; shapes are checked by the op itself."""
-    mixed = torch.is_autocast_enabled(x.device.type)
+    mixed = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     for tensor in (*slots, *adapters):
         if tensor is None:
             continue

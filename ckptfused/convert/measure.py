@@ -39,6 +39,14 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return sum(size for _, size in found.values())
 
 
+def _fake(mode: FakeTensorMode, t: Tensor) -> Tensor:
+    """A tensor without data. A meta tensor becomes one of the CPU, so that attention takes a kernel that exists."""
+    if not t.is_meta:
+        return mode.from_tensor(t)
+    with mode:
+        return torch.empty_like(t, device="cpu").requires_grad_(t.requires_grad)
+
+
 def storage(t: Tensor) -> int:
     """What tells one storage from another."""
     return t.untyped_storage()._cdata
