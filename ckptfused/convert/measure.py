@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -16,7 +18,8 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     """Bytes in unique storages that autograd saves in one call, parameters, buffers and inputs' own copies aside.
 
     **Shapes** `args`, `kwargs`: as the layer takes them, real or meta tensors; x requires a gradient.
-    Each storage counts once, as it is held once; x itself counts, since the call keeps it alive.
+    Each storage counts once, as it is held once; x itself counts, since the call keeps it alive. Attention by
+    `F.scaled_dot_product_attention` counts as a flash kernel's.
     """
     mode = FakeTensorMode()
     move = lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value  # noqa: E731
@@ -34,9 +37,31 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             found[storage(t)] = (t.untyped_storage(), t.untyped_storage().nbytes())
         return t
 
-    with mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    flash = mock.patch.object(F, "scaled_dot_product_attention", _flash)
+    with flash, mode, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         torch.func.functional_call(layer, tensors, args, kwargs)
     return sum(size for _, size in found.values())
+
+
+class _Flash(torch.autograd.Function):
+    """Attention as far as memory goes: a flash kernel saves q, k, v, o and a float32 a row."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Token by token in memory, as the kernels write it.
+        o = q.new_empty(*q.shape[:-3], q.size(-2), q.size(-3), v.size(-1)).transpose(-2, -3)
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("nothing is differentiated while bytes are counted")
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """In place of `F.scaled_dot_product_attention`, which on fake tensors does not choose as on real ones."""
+    return _Flash.apply(query, key, value)
 
 
 def _fake(mode: FakeTensorMode, t: Tensor) -> Tensor:
