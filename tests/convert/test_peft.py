@@ -1,0 +1,268 @@
+"""PEFT's LoRA on converted models: fused, with the gradients of the unconverted model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+import peft
+
+import ckptfused
+from ckptfused import rng
+from ckptfused.convert.forward import ConvertedForward
+from ckptfused.convert.parts import Reason
+from tests.accounting import Events
+from tests.convert import zoo_llama  # noqa: F401
+from tests.convert.dropout_oracle import RecordStates
+from tests.convert.test_families import DRAWS, close, run
+from tests.convert.zoo import ZOO, Batch, randomize
+
+# What PEFT and transformers say to each other.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning"),
+    pytest.mark.filterwarnings("ignore:.*(merge|adapter|lora_bias).*:UserWarning"),
+]
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SOME = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+
+
+@pytest.fixture
+def reasons(monkeypatch: pytest.MonkeyPatch) -> list[Reason]:
+    """Why calls were not fused, as they come."""
+    found: list[Reason] = []
+    before = ConvertedForward.unfused
+
+    def unfused(self: Any, reason: Reason, args: Any, kwargs: Any) -> Any:
+        found.append(reason)
+        return before(self, reason, args, kwargs)
+
+    monkeypatch.setattr(ConvertedForward, "unfused", unfused)
+    return found
+
+
+def make(targets: list[str] = SOME, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
+    """A small Llama with random adapters beside a frozen base."""
+    base = randomize(ZOO["llama"].make(0.0, "sdpa"), seed).to(dtype)
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
+    return peft.get_peft_model(base, config).train()
+
+
+def layers(model: Any) -> list[Any]:
+    return list(model.get_base_model().model.layers)
+
+
+def batch() -> Batch:
+    return ZOO["llama"].batch()
+
+
+def converted(model: Any, keep: str = "inputs") -> Any:
+    model = copy.deepcopy(model)
+    ckptfused.convert(model, keep)
+    return model
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "some": {},
+    "all": {"targets": ALL},
+    "alpha": {"targets": ["k_proj", "up_proj"], "lora_alpha": 3},
+    "rank-stabilised": {"use_rslora": True},
+    "bias": {"lora_bias": True},
+    "base-biases": {"bias": "all"},
+    "rank-pattern": {"rank_pattern": {"q_proj": 7, "down_proj": 1}, "alpha_pattern": {"q_proj": 5}},
+    "norms-saved": {"modules_to_save": ["input_layernorm", "lm_head"]},
+    "one-layer": {"layers_to_transform": [1]},
+}
+
+
+@pytest.mark.parametrize("keep", ["inputs", "all"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_gradients(options: dict[str, Any], keep: str, reasons: list[Reason]) -> None:
+    model = make(**options)
+    close(run(converted(model, keep), batch()), run(model, batch()), 1e-5)
+    assert not reasons
+
+
+def test_joint_and_transposed_projections(reasons: list[Reason]) -> None:
+    """Phi-3's joint tensors and GPT-2's Conv1D."""
+    for name, targets in (("phi3", ["qkv_proj", "gate_up_proj", "o_proj"]), ("gpt2", ["c_attn", "c_proj", "c_fc"])):
+        if name not in ZOO:
+            pytest.skip(f"no specimen {name}")
+        base = randomize(ZOO[name].make(0.0, "sdpa"))
+        config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, fan_in_fan_out=name == "gpt2")
+        model = peft.get_peft_model(base, config).train()
+        close(run(converted(model), ZOO[name].batch()), run(model, ZOO[name].batch()), 1e-5)
+    assert not reasons
+
+
+def test_bfloat16_base(reasons: list[Reason]) -> None:
+    """Float32 adapters on a bfloat16 base: at most twice PEFT's own error against float32."""
+    squares: dict[str, list[float]] = {}
+    for seed in range(DRAWS):
+        model = make(ALL, torch.bfloat16, seed)
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+        truth = run(copy.deepcopy(model).float(), batch())
+        own, ours = run(model, batch()), run(converted(model), batch())
+        assert own.keys() == ours.keys() == truth.keys()
+        for name, t in truth.items():
+            assert ours[name].dtype == own[name].dtype
+            found = squares.setdefault(name, [0.0, 0.0, 0.0])
+            half_ulp = 0.5 * torch.finfo(torch.bfloat16).eps * t.abs().max().item()
+            for i, x in enumerate((ours, own)):
+                found[i] += (x[name].double() - t.double()).square().sum().item()
+            found[2] += half_ulp**2 * t.numel()
+    for name, (ours2, own2, ulp2) in squares.items():
+        assert ours2**0.5 <= 2 * own2**0.5 + ulp2**0.5, name
+    assert not reasons
+
+
+class Masked(nn.Module):
+    """Adapter dropout with ckptfused's mask."""
+
+    def __init__(self, p: float, site: int, state: list[Tensor]) -> None:
+        super().__init__()
+        self.p, self.site, self.state = p, site, state
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = rng.dropout_mask(tuple(x.shape), self.p, self.state[0], self.site)
+        return x * keep * (65536 / (65536 - round(self.p * 65536)))
+
+
+@pytest.mark.parametrize("keep", ["inputs", "all"])
+def test_adapter_dropout(keep: str, reasons: list[Reason]) -> None:
+    model = make(ALL, lora_dropout=0.25)
+    ours = converted(model, keep)
+    with RecordStates() as record:
+        got = run(ours, batch())
+    state: list[Tensor] = []
+    for layer, drawn in zip(layers(model), record.states, strict=True):
+        modules = (layer.self_attn, layer.mlp)
+        projections = [getattr(m, name) for m in modules for name in ALL if hasattr(m, name)]
+        for index, projection in enumerate(projections):
+            projection.lora_dropout["default"] = Masked(0.25, 4 + index, [drawn])
+        state.append(drawn)
+    close(got, run(model, batch()), 1e-5)
+    assert not reasons
+
+
+def test_order_of_conversion(reasons: list[Reason]) -> None:
+    """Convert before PEFT wraps the projections: they are looked up at each call."""
+    base = randomize(ZOO["llama"].make(0.0, "sdpa"))
+    ckptfused.convert(base)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=SOME, init_lora_weights=False)
+    model = peft.get_peft_model(base, config).train()
+    close(run(model, batch()), run(make(), batch()), 1e-5)
+    assert not reasons
+
+
+def with_two(model: Any) -> Any:
+    torch.manual_seed(5)
+    other = peft.LoraConfig(r=3, lora_alpha=9, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    model.add_adapter("other", other)
+    return model
+
+
+def set_both(model: Any) -> None:
+    model.base_model.set_adapter(["default", "other"])
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "switched": lambda model: model.set_adapter("other"),
+    "both": set_both,
+    "merged": lambda model: model.merge_adapter(),
+    "merged-and-back": lambda model: (model.merge_adapter(), model.unmerge_adapter()),
+    "scaled": lambda model: [m.scale_layer(0.5) for m in model.modules() if hasattr(m, "scale_layer")],
+    "unloaded": lambda model: model.delete_adapter("default"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_changes_after_conversion(change: Callable[[Any], Any], reasons: list[Reason]) -> None:
+    model = with_two(make())
+    ours = converted(model)
+    for m in (model, ours):
+        change(m)
+        for name, p in m.named_parameters():
+            p.requires_grad_("lora" in name or "embed_tokens" in name)
+    close(run(ours, batch()), run(model, batch()), 1e-5)
+    assert not reasons
+
+
+def test_disable_adapter(reasons: list[Reason]) -> None:
+    model = make()
+    ours = converted(model)
+    losses = []
+    for m in (model, ours):
+        with m.disable_adapter():
+            losses.append(m(**batch()).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert not reasons
+    for m in (model, ours):
+        m.merge_adapter()
+    with model.disable_adapter(), ours.disable_adapter():
+        a, b = run_without_grad(ours), run_without_grad(model)
+    assert a == pytest.approx(b, rel=1e-6)
+
+
+def run_without_grad(model: Any) -> float:
+    with torch.no_grad():
+        return model(**batch()).loss.item()
+
+
+def test_frozen_base_costs_no_product(reasons: list[Reason]) -> None:
+    """No weight gradient is computed for the base, none at all where a layer trains nothing."""
+    model = converted(make(["q_proj"], layers_to_transform=[0]))
+    loss = model(**batch()).loss
+    events = Events(lambda: loss.backward())
+    B, T = batch()["input_ids"].shape
+    C, F = 48, 88
+    rows = events.products()
+    base = {(o, i) for o, i in ((C, C), (C // 2, C), (F, C), (C, F))}
+    for n, k, c in rows:
+        assert not (c == B * T and (n, k) in base), "a weight gradient of the frozen base"
+    assert not reasons
+
+
+def test_inputs_need_no_gradient(reasons: list[Reason]) -> None:
+    """Without `enable_input_require_grads()`: adapters get their gradients although the embeddings are frozen."""
+    model = make()
+    assert not model.get_input_embeddings().weight.requires_grad
+    got = run(converted(model), batch())
+    assert all(got[name].any() for name in got if "lora" in name)
+    assert not reasons
+
+
+def test_saved_bytes() -> None:
+    """Adapters add nothing to what a layer saves."""
+    model = make(ALL, lora_dropout=0.0)
+    report = ckptfused.convert(model)
+    assert {layer.after for layer in report.layers} == {48 * 4}
+
+
+@pytest.mark.parametrize("kind", ["dora", "foreign"])
+def test_what_is_not_fused(kind: str, reasons: list[Reason]) -> None:
+    """DoRA, and adapters of other methods: checkpointed generically, with the reason in the report."""
+    if kind == "dora":
+        model = make(use_dora=True)
+    else:
+        base = randomize(ZOO["llama"].make(0.0, "sdpa"))
+        config = peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+        model = peft.get_peft_model(base, config).train()
+    ours = copy.deepcopy(model)
+    report = ckptfused.convert(ours)
+    assert {layer.path for layer in report.layers} == {"generic"}
+    expected = "DoRA" if kind == "dora" else "unknown projection peft"
+    assert all(expected in layer.reason for layer in report.layers)
+    close(run(ours, batch()), run(model, batch()), 1e-5)
+    assert reasons and expected in reasons[0].text
