@@ -2,6 +2,7 @@
 
 from ckptfused import fake as fake
 from ckptfused import rng
+from ckptfused.checkpoint import checkpoint, checkpoint_sequential
 from ckptfused.convert import convert, revert
 from ckptfused.explain import explain
 from ckptfused.info import build_info
@@ -23,6 +24,8 @@ __all__ = [
     "FusedCheckpointSequential",
     "__version__",
     "build_info",
+    "checkpoint",
+    "checkpoint_sequential",
     "convert",
     "explain",
     "revert",

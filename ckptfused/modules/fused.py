@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptfused.checkpoint import checkpoint
 from ckptfused.modules.assemble import Call, keep_text
 from ckptfused.spec import BlockSpec, Keep, check_names, check_probability
 
@@ -65,12 +66,8 @@ def run_fused(module: FusedModule, src: Tensor, generator: torch.Generator | Non
 
 
 def run_generic(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """The path for what the kernels cannot compute: plain layers under non-reentrant checkpointing."""
-    if not torch.is_grad_enabled():
-        return function(*args)
-    from torch.utils.checkpoint import checkpoint
-
-    return checkpoint(function, *args, use_reentrant=False)
+    """The path for what the kernels cannot compute: plain layers under `ckptfused.checkpoint`."""
+    return checkpoint(function, *args)
 
 
 def needs_gradient(*masks: Tensor | None) -> bool:

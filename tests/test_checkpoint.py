@@ -1,0 +1,466 @@
+"""What `ckptfused.checkpoint` has beyond `torch.utils.checkpoint`: writes, guards, containers, memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils import _pytree as pytree
+
+import ckptfused
+from ckptfused.checkpoint import checkpoint, checkpoint_sequential
+from tests.accounting import Events, saved_bytes
+
+Pair = namedtuple("Pair", ["first", "second"])
+torchs = partial(torch_checkpoint.checkpoint, use_reentrant=False)
+plain: Callable[..., Any] = lambda function, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
+
+
+@dataclass
+class Record:
+    value: Tensor
+    scale: float = 2.0
+    more: dict[str, Tensor] = field(default_factory=dict)
+
+
+def leaf(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (3, 4))).requires_grad_()
+
+
+def _double_list(values: list[Tensor]) -> Tensor:
+    values[1].mul_(2)
+    return values[0].exp() * values[1].exp()
+
+
+def _write_row(x: Tensor) -> Tensor:
+    x[0] = 3.0
+    return x.square()
+
+
+def _write_view(x: Tensor) -> Tensor:
+    x[:, 1:].mul_(x[:, :1].detach().sigmoid())
+    return x.square()
+
+
+def _relu(x: Tensor, y: Tensor) -> Tensor:
+    return (nn.functional.relu(x, inplace=True) @ y.t()).tanh()
+
+
+def _mask(x: Tensor, *, mask: Tensor) -> Tensor:
+    return (x.exp() * mask.mul_(0.5)).square()
+
+
+def _nested(tree: dict[str, Any]) -> Tensor:
+    return tree["a"][0].exp_() * tree["a"][1]["b"].tanh_().square()
+
+
+def _pair(pair: Pair, table: OrderedDict[str, Tensor]) -> Tensor:
+    return pair.first.sigmoid_() * pair.second.exp() * table["k"].cos_().exp()
+
+
+def _record(record: Record) -> Tensor:
+    return record.value.relu_().exp() * record.scale * record.more["w"].tanh_()
+
+
+# Each writes to an argument first, and needs for its gradients what it wrote or what was there before.
+WRITES: dict[str, Callable[[], tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]]] = {
+    "relu": lambda: (_relu, (leaf(), leaf()), {}),
+    "module": lambda: (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Tanh()), (leaf(),), {}),
+    "add": lambda: (lambda x: x.add_(1).exp().square(), (leaf(),), {}),
+    "setitem": lambda: (_write_row, (leaf(),), {}),
+    "view": lambda: (_write_view, (leaf(),), {}),
+    "list": lambda: (_double_list, ([leaf(), leaf()],), {}),
+    "kwarg": lambda: (_mask, (leaf(),), {"mask": leaf()}),
+    "nested": lambda: (_nested, ({"a": [leaf(), {"b": leaf()}]},), {}),
+    "namedtuple": lambda: (_pair, (Pair(leaf(), leaf()), OrderedDict(k=leaf())), {}),
+    "dataclass": lambda: (_record, (Record(leaf(), 3.0, {"w": leaf()}),), {}),
+    "transposed": lambda: (lambda x: x.exp_().square(), (leaf().t(),), {}),
+}
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    for value in pytree.tree_leaves(tree):
+        if isinstance(value, Record):
+            yield from (value.value, *value.more.values())
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def activations(tree: Any) -> Any:
+    """The same tree with each leaf tensor times one: what a layer before would have handed over."""
+
+    def map_one(value: Any) -> Any:
+        if isinstance(value, Record):
+            return Record(value.value * 1, value.scale, {name: t * 1 for name, t in value.more.items()})
+        return value * 1 if isinstance(value, Tensor) else value
+
+    return pytree.tree_map(map_one, tree)
+
+
+def gradients(
+    call: Callable[..., Tensor], function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """The result and the gradients with respect to the tensors among the arguments and to the parameters."""
+    leaves = list(tensors_in((args, kwargs)))
+    weights = list(function.parameters()) if isinstance(function, nn.Module) else []
+    given_args, given_kwargs = activations((args, kwargs))
+    result = call(function, *given_args, **given_kwargs)
+    return [result.detach(), *torch.autograd.grad(result.sin().sum(), [*leaves, *weights])]
+
+
+def equal(got: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_to_arguments_give_the_plain_gradients(name: str) -> None:
+    function, args, kwargs = WRITES[name]()
+    assert equal(gradients(checkpoint, function, args, kwargs), gradients(plain, function, args, kwargs))
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_torch_raises_or_is_wrong_there(name: str) -> None:
+    function, args, kwargs = WRITES[name]()
+    expected = gradients(plain, function, args, kwargs)
+    try:
+        got = gradients(torchs, function, args, kwargs)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)  # noqa: PT017
+    else:
+        assert not equal(got, expected)
+
+
+@pytest.mark.parametrize("mode", ["grad", "no_grad", "inference"])
+@pytest.mark.parametrize("name", WRITES)
+def test_the_caller_keeps_what_it_gave(name: str, mode: str) -> None:
+    function, args, kwargs = WRITES[name]()
+    before = [(t, t._version, t.detach().clone(), t.data_ptr()) for t in tensors_in((args, kwargs))]
+    with {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]():
+        expected = function(*activations(args), **activations(kwargs))
+        result = checkpoint(function, *args, **kwargs)
+    assert torch.equal(result, expected) and result.requires_grad == (mode == "grad")
+    for t, version, value, address in before:
+        assert t._version == version and torch.equal(t, value) and t.data_ptr() == address
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_second_backward_gives_the_same(name: str) -> None:
+    function, args, kwargs = WRITES[name]()
+    leaves = list(tensors_in((args, kwargs)))
+    loss = checkpoint(function, *args, **kwargs).square().sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert equal(list(torch.autograd.grad(loss, leaves)), list(first))
+
+
+def test_containers_given_are_not_the_ones_that_the_function_gets() -> None:
+    values, table = [leaf()], {"k": leaf()}
+
+    def function(values: list[Tensor], table: dict[str, Tensor]) -> Tensor:
+        values.append(values[0].exp())
+        return values.pop(0) * table.pop("k") * values[0]
+
+    y = checkpoint(function, values, table)
+    y.sum().backward()
+    assert len(values) == 1 and list(table) == ["k"]
+
+
+def test_nothing_is_copied_where_nothing_is_written() -> None:
+    addresses = []
+
+    def function(x: Tensor, *, more: list[Tensor]) -> Tensor:
+        addresses.append([torch._C._data_address(t) for t in (x, *more)])
+        return (x.exp() * more[0].sin()).square()
+
+    x, other = leaf(), leaf()
+    expected = [x.data_ptr(), other.data_ptr()]
+    checkpoint(function, x, more=[other]).sum().backward()
+    assert addresses == [expected, expected]
+
+
+SIZE = 1 << 16
+
+
+@pytest.mark.parametrize("call", [checkpoint, torchs], ids=["ckptfused", "torch"])
+def test_only_arguments_are_saved(call: Callable[..., Tensor]) -> None:
+    x, y, mask = leaf(SIZE), leaf(SIZE), torch.ones(SIZE)
+    function = lambda x, values, *, mask: (x.exp() * values[0].exp() * mask).square().sin()  # noqa: E731
+    assert saved_bytes(lambda: call(function, x, [y], mask=mask), own=[x, y, mask]) == 0
+    events = Events(lambda: call(function, x, [y], mask=mask))
+    assert events.live_bytes() - 4 * SIZE <= 8192  # the result, and copies of the generator's 5056 bytes of state
+
+
+def test_all_arguments_go_through_the_hooks_for_saved_tensors() -> None:
+    x, y, mask = leaf(SIZE), leaf(SIZE), torch.ones(SIZE)
+    function = lambda x, values, *, mask: (x.exp() * values[0].exp() * mask).square().sin()  # noqa: E731
+    assert saved_bytes(lambda: checkpoint(function, x, [y], mask=mask)) == 3 * 4 * SIZE
+
+
+def test_nothing_outlives_backward() -> None:
+    gc.disable()  # no cycles: reference counts free everything
+    try:
+        x = leaf() * 1
+        y = checkpoint(lambda values: values[0].relu_().exp(), [x])
+        alive, storage = weakref.ref(x), weakref.ref(y)
+        del x
+        assert alive() is not None
+        y.sum().backward()
+        del y
+        assert alive() is None and storage() is None
+    finally:
+        gc.enable()
+
+
+def test_an_inner_checkpoint_keeps_nothing_for_the_outer() -> None:
+    inner_inputs: list[weakref.ref[Tensor]] = []
+
+    def inner(values: list[Tensor]) -> Tensor:
+        return values[0].relu_().exp() * values[1]
+
+    def outer(x: Tensor) -> Tensor:
+        hidden = x.tanh_().exp()
+        inner_inputs.append(weakref.ref(hidden))
+        return checkpoint(inner, [hidden, x]).square()
+
+    x = leaf()
+    y = checkpoint(outer, x)
+    assert inner_inputs[0]() is None
+    y.sin().sum().backward()
+    got, x.grad = x.grad, None
+    hidden = x.tanh()
+    (hidden.exp().relu().exp() * hidden).square().sin().sum().backward()
+    assert x.grad is not None and torch.equal(got, x.grad)
+
+
+@dataclass
+class Change:
+    """A call, and a tensor among its arguments by its name in errors."""
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensor: Tensor
+
+
+def _changes() -> Iterator[Change]:
+    h = leaf() * 1
+    yield Change("args[0]", (h,), {}, h)
+    yield Change("args[1]", (leaf(), h), {}, h)
+    yield Change("args[1][0]", (leaf(), [h]), {}, h)
+    yield Change("args[0]['a'][1]", ({"a": (leaf(), h)},), {}, h)
+    yield Change("kwargs['mask']", (leaf(),), {"mask": h}, h)
+    yield Change("kwargs['more']['deep'][0]", (leaf(),), {"more": {"deep": [h]}}, h)
+    yield Change("args[0].second", (Pair(leaf(), h),), {}, h)
+    yield Change("args[0]['value']", (Record(h),), {}, h)
+    yield Change("args[0]['more']['w']", (Record(leaf(), more={"w": h}),), {}, h)
+    yield Change("args[0]", (h.view(-1),), {}, h)
+    yield Change("args[0]", (h[1],), {}, h)
+    yield Change("kwargs['index']", (leaf(),), {"index": (index := torch.arange(4))}, index)
+
+
+CHANGES = [change.name for change in _changes()]
+
+
+def _use(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.stack([t.double().exp().sum() for t in tensors_in((args, kwargs))]).square().sum()
+
+
+@pytest.mark.parametrize("at", range(len(CHANGES)), ids=[f"{i}-{name}" for i, name in enumerate(CHANGES)])
+def test_an_argument_changed_before_backward_raises_with_its_name(at: int) -> None:
+    change = list(_changes())[at]
+    y = checkpoint(_use, *change.args, **change.kwargs)
+    version = change.tensor._version
+    with torch.no_grad():
+        change.tensor.add_(1)
+    with pytest.raises(RuntimeError) as caught:
+        y.backward()
+    assert f"{change.name} was changed in place" in str(caught.value)
+    assert f"expected version {version}, got version {version + 1}" in str(caught.value)
+
+
+def test_torch_does_not_see_changes_of_keyword_arguments() -> None:
+    x, scale = leaf(), torch.ones(3, 4)
+    y = torchs(lambda x, *, scale: x * scale, x, scale=scale)
+    scale.zero_()
+    y.sum().backward()
+    assert x.grad is not None and not x.grad.any()  # ones, without the change
+
+
+def test_a_change_after_backward_is_fine() -> None:
+    x, y = leaf() * 1, leaf() * 1
+    checkpoint(_use, x, [y]).backward()
+    x.add_(1)
+    y.add_(1)
+
+
+def test_a_changed_result_is_no_changed_argument() -> None:
+    x = leaf()
+    same, y = checkpoint(lambda x: (x, x.exp()), x)
+    same.mul_(2)
+    (same + y).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, 2 + x.detach().exp())
+
+
+@pytest.mark.parametrize("change", ["append", "replace", "remove", "key"])
+def test_the_replay_sees_containers_as_they_were(change: str) -> None:
+    x, values, table = leaf(), [leaf(), leaf()], {"k": leaf()}
+    leaves = [x, *values, *table.values()]
+
+    def function(x: Tensor, values: list[Tensor], *, table: dict[str, Tensor]) -> Tensor:
+        return x.exp() * torch.stack(values).sin().prod(0) * torch.stack(list(table.values())).cos().prod(0)
+
+    expected = torch.autograd.grad(function(x, values, table=table).sum(), leaves)
+    y = checkpoint(function, x, values, table=table).sum()
+    if change == "append":
+        values.append(leaf())
+    elif change == "replace":
+        values[0] = leaf()
+    elif change == "remove":
+        del values[1]
+    else:
+        table["other"] = table.pop("k") * 3
+    assert equal(list(torch.autograd.grad(y, leaves)), list(expected))
+
+
+def test_one_tensor_given_twice_is_one_copy() -> None:
+    def function(a: Tensor, b: list[Tensor]) -> Tensor:
+        a.relu_()
+        return a.exp() * b[0]
+
+    x = leaf()
+    h, h_plain = x * 1, x * 1
+    y, expected = checkpoint(function, h, [h]), function(h_plain, [h_plain])
+    assert torch.equal(y, expected)
+    assert torch.equal(*(torch.autograd.grad(t.sum(), x)[0] for t in (y, expected)))
+
+
+OVERLAPPING: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "row": lambda t: (t, t[0]),
+    "rows": lambda t: (t[:2], t[1:]),
+    "transposed": lambda t: (t, t.t()),
+    "bits": lambda t: (t, t.detach().view(torch.int16)),
+}
+APART: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "rows": lambda t: (t[:2], t[2:]),
+    "every-other": lambda t: (t[::2], t[1::2]),
+    "columns": lambda t: (t[:, 2:], t[:, :2]),
+}
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("views", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_a_write_that_another_argument_would_see_is_refused(views: Callable[..., Any], grad: bool) -> None:
+    base = leaf(4, 4) * 1
+    with torch.set_grad_enabled(grad):
+        with pytest.raises(RuntimeError, match=r"args\[0\] in place, which shares memory with kwargs\['other'\]"):
+            checkpoint(lambda a, other: a.exp_().sum() + other.sum(), views(base)[0], other=views(base)[1])
+        checkpoint(lambda a, other: a.exp().sum() + other.sum(), views(base)[0], other=views(base)[1])
+
+
+@pytest.mark.parametrize("views", APART.values(), ids=APART)
+def test_views_side_by_side_can_be_written(views: Callable[..., Any]) -> None:
+    x = leaf(4, 4)
+    function = lambda a, b: (a.exp_() * b.sin()).square()  # noqa: E731
+    got, expected = (call(function, *views(x * 1)) for call in (checkpoint, plain))
+    assert torch.equal(got, expected)
+    assert torch.equal(*(torch.autograd.grad(t.sum(), x)[0] for t in (got, expected)))
+
+
+class Named(Tensor):
+    pass
+
+
+UNUSUAL: dict[str, Callable[[], Tensor]] = {
+    "numpy": lambda: torch.from_numpy(torch.randn(3, 4).numpy().copy()),
+    "shared": lambda: torch.randn(3, 4).share_memory_(),
+    "subclass": lambda: torch.randn(3, 4).as_subclass(Named),
+    "subclass-grad": lambda: leaf().as_subclass(Named),
+    "parameter": lambda: nn.Parameter(torch.randn(3, 4)),
+    "sparse": lambda: torch.eye(3, 4).to_sparse(),
+    "complex": lambda: torch.randn(3, 4, dtype=torch.complex64),
+    "conjugated": lambda: torch.randn(3, 4, dtype=torch.complex64).conj(),
+    "empty": lambda: torch.randn(0, 4),
+    "meta": lambda: torch.randn(3, 4, device="meta"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_tensors(name: str) -> None:
+    other = UNUSUAL[name]()
+    x = leaf(*other.shape) if other.device.type == "cpu" else torch.randn(3, 4, device="meta").requires_grad_()
+    seen = []
+
+    def function(x: Tensor, t: Tensor) -> Tensor:
+        seen.append(type(t))
+        t.mul_(3)
+        return (x.exp() * (t.to_dense() if t.is_sparse else t).abs()).square().sum().as_subclass(Tensor)
+
+    before = other.detach().clone()
+    got = torch.autograd.grad(checkpoint(function, x, other), x)[0]
+    expected = torch.autograd.grad(function(x, before.clone()), x)[0]
+    assert seen[0] == seen[1] == (Tensor if name == "parameter" else type(other))
+    if name != "meta":
+        assert torch.equal(got, expected)
+        assert torch.equal(*(t.to_dense() if t.is_sparse else t for t in (other.detach(), before)))
+
+
+def _trees() -> st.SearchStrategy[Any]:
+    tensors = st.builds(lambda seed: ("tensor", seed), st.integers(0, 3))
+    return st.recursive(
+        tensors | st.none() | st.integers(-3, 3) | st.text(max_size=2),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.lists(inner, max_size=3).map(lambda values: ("tuple", *values))
+            | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+        ),
+        max_leaves=8,
+    )
+
+
+def _make(tree: Any, leaves: dict[int, Tensor]) -> Any:
+    if isinstance(tree, tuple):
+        if tree[0] == "tensor":
+            return leaves.setdefault(tree[1], torch.randn(2, 3).requires_grad_())
+        return tuple(_make(value, leaves) for value in tree[1:])
+    if isinstance(tree, list):
+        return [_make(value, leaves) for value in tree]
+    return {key: _make(value, leaves) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+@given(st.lists(_trees(), max_size=3), st.dictionaries(st.sampled_from("abc"), _trees(), max_size=2), st.integers(0, 99))
+def test_any_tree_of_arguments(args: list[Any], kwargs: dict[str, Any], chosen: int) -> None:
+    """Writes to every other tensor of any arguments, the same tensor more than once among them."""
+    leaves: dict[int, Tensor] = {9: leaf(2, 3)}
+    given_args, given_kwargs = _make(args, leaves), _make(kwargs, leaves)
+    calls = []
+
+    def function(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(pytree.tree_map_only(Tensor, lambda t: t.shape, (args, kwargs)))
+        total = torch.zeros(2, 3)
+        for i, t in enumerate(pytree.tree_leaves((args, kwargs))):
+            if isinstance(t, Tensor):
+                total = total + (t.mul_(0.5) if (i + chosen) % 2 else t).exp().sin()
+        return total
+
+    wanted = list(leaves.values())
+
+    def run(call: Callable[..., Tensor]) -> list[Tensor]:
+        memo = {id(t): t * 1 for t in wanted}
+        tree_args, tree_kwargs = pytree.tree_map_only(Tensor, lambda t: memo[id(t)], (given_args, given_kwargs))
+        result = call(function, leaves[9] * 1, *tree_args, **tree_kwargs)
+        return [result.detach(), *torch.autograd.grad(result.sum(), wanted, allow_unused=True, materialize_grads=True)]
+
+    got, expected = run(checkpoint), run(plain)
+    assert calls[0] == calls[1]
+    # The order in which autograd sums the gradients of several uses may differ.
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
