@@ -66,7 +66,7 @@ class _Structure:
             own = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
         except ValueError:  # a container registered without keys
             own = [f"['leaf {i} of the arguments']" for i in range(self.spec.num_leaves)]
-        found = []
+        found: list[str] = []
         for i, path in enumerate(own):
             if i in self.records:
                 found.extend(path + inner for inner in self.records[i].structure.paths())

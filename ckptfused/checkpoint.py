@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptfused import statistics
 from ckptfused.arguments import Arguments
+from ckptfused.copies import Aliases, Shared, copy_on_write, share_memory
 
 
 def checkpoint(
@@ -34,12 +34,12 @@ def checkpoint(
     there. Beyond it:
 
     - The function works on copies of its arguments: tensors, also those in lists, tuples, dicts, dataclasses and other
-      pytrees, are copied when first written (copy-on-write), containers at once. In-place operations on them, such as a
-      leading `nn.ReLU(inplace=True)`, give right gradients; the caller's tensors and containers stay as they were, with
-      grad mode off too. Results have to be returned. Tensors that cannot be copied on write (subclasses, sparse, nested,
-      pinned or shared memory) are copied at once, for as long as the function uses them.
-    - Every tensor argument is guarded: changed in place before backward, it raises. Lists and dicts are replayed as they
-      were.
+      pytrees, are copied when first written (copy-on-write), containers at once. In-place operations on them, such as
+      a leading `nn.ReLU(inplace=True)`, give right gradients; the caller's tensors and containers stay as they were,
+      with grad mode off too. Results have to be returned. Tensors that cannot be copied on write (subclasses, sparse,
+      nested, pinned or shared memory) are copied at once, for as long as the function uses them.
+    - Every tensor argument is guarded: changed in place before backward, it raises. Lists and dicts are replayed as
+      they were.
     - The random state of the devices of all tensor arguments is replayed, not of positional ones alone.
     - The running statistics of batch and instance norms are updated once, where the modules can be found from the
       function: it is one, is a method of one, or has them in its closure, defaults, globals, attributes or arguments.
@@ -75,18 +75,20 @@ def checkpoint(
             lambda *given: inputs.call(function, [t.clone() for t in given]), *tensors, **options
         )
     saved = _Saved(inputs, tensors) if torch.is_grad_enabled() else None
-    shared = _Shared(tensors)
+    shared = Shared(tensors)
     copies = shared.copy(tensors)
-    aliases = _Aliases(inputs, tensors, copies) if _share_memory(tensors) else None
+    aliases = Aliases(inputs, tensors, copies) if share_memory(tensors) else None
     if saved is not None:
-        places = {t.device: t for t in tensors if t.device.type != "cpu"}
+        devices = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
         # torch.utils.checkpoint reads from positional tensors which devices' random states to replay.
-        markers = [torch.empty(0, device=device) for device in places]
-        result = torch_checkpoint.checkpoint(_Segment(function, inputs, saved, copies), *markers, **options)
+        markers = [torch.empty(0, device=device) for device in devices]
+        segment = _Segment(function, inputs, saved, copies, "context_fn" in options)
+        result = torch_checkpoint.checkpoint(segment, *markers, **options)
     else:
         result = inputs.call(function, copies)
     if aliases is not None:
         aliases.check()
+        aliases = None  # with its references to the copies
     shared.end()
     return result
 
@@ -108,15 +110,17 @@ def checkpoint_sequential(
 
     **Source** `torch.utils.checkpoint.checkpoint_sequential`.
     """
-    steps = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    steps: list[Callable[[Any], Any]] = [*functions]
     if not 1 <= segments <= len(steps):
-        raise ValueError(f"checkpoint_sequential: expected 1 to {len(steps)} segments, one function each, got {segments}")
+        raise ValueError(
+            f"checkpoint_sequential: expected 1 to {len(steps)} segments, one function each, got {segments}"
+        )
     size = len(steps) // segments
     for i in range(segments - 1):
         part = _Chain(steps[i * size : (i + 1) * size])
         input = checkpoint(part, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
     last = Arguments((input,), {})
-    return last.call(_Chain(steps[(segments - 1) * size :]), [_copy_on_write(t) for t in last.take_tensors()])
+    return last.call(_Chain(steps[(segments - 1) * size :]), [copy_on_write(t) for t in last.take_tensors()])
 
 
 @dataclass
@@ -129,25 +133,28 @@ class _Chain:
         return value
 
 
-def _is_plain(t: Tensor) -> bool:
-    return type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_nested
-
-
+@dataclass
 class _Segment:
     """The function with its arguments: called once in forward, then in every replay."""
 
-    def __init__(self, function: Callable[..., Any], inputs: Arguments, saved: _Saved, copies: list[Tensor]) -> None:
-        self.function, self.inputs, self.saved = function, inputs, saved
-        self.first: list[Tensor] | None = copies
+    function: Callable[..., Any]
+    inputs: Arguments
+    saved: _Saved
+    first: list[Tensor] | None  # the copies for the forward
+    in_context: bool  # whether the caller gave a context to replay in
 
     def __call__(self, *markers: Tensor) -> Any:
         if self.first is not None:
             copies, self.first = self.first, None
             return self.inputs.call(self.function, copies)
-        with _disable_current_modes():  # not the user's operations: selective checkpointing does not see them
-            copies = [_copy_on_write(t) for t in self.saved.tensors()]
-        with statistics.kept(statistics.modules_of((self.function, self.inputs.leaves)), _copy_on_write):
+        copies = [self.copy(t) for t in self.saved.tensors()]
+        with statistics.kept(statistics.modules_of((self.function, self.inputs.leaves)), self.copy):
             return self.inputs.call(self.function, copies)
+
+    def copy(self, t: Tensor) -> Tensor:
+        # The forward made its copies outside its context, so selective checkpointing must not see these either.
+        with _disable_current_modes() if self.in_context else nullcontext():
+            return copy_on_write(t)
 
 
 class _Saved:
@@ -161,7 +168,7 @@ class _Saved:
         self.versions = [None if counter is None else counter._version for counter in self.counters]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        for i, (counter, expected) in enumerate(zip(self.counters, self.versions)):
+        for i, (counter, expected) in enumerate(zip(self.counters, self.versions, strict=True)):
             if counter is not None and counter._version != expected:
                 raise RuntimeError(
                     f"ckptfused.checkpoint: {self.inputs.name(i)} was changed in place between forward and backward: "
@@ -190,85 +197,3 @@ def _version_counter(t: Tensor) -> Tensor | None:
         return counter if counter._version == t._version else None
     except (RuntimeError, NotImplementedError, TypeError):
         return None
-
-
-def _copy_on_write(t: Tensor) -> Tensor:
-    """A tensor with the values and the gradient of t, which shares its memory until one of the two is written."""
-    if _is_plain(t):
-        try:
-            return torch._lazy_clone(t)
-        except (RuntimeError, NotImplementedError):  # memory that PyTorch did not allocate
-            pass
-    return t.clone()
-
-
-class _Shared:
-    """The caller's tensors that come to share memory with copies.
-
-    In that state `Tensor.record_stream` does nothing, and `Tensor.data_ptr` makes the copy. It ends, without one, by
-    asking for the pointer when no copy is left.
-    """
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.own = [t if _is_plain(t) and not torch._C._is_cow_tensor(t) else None for t in tensors]
-        self.copies: list[StorageWeakRef] = []
-
-    def copy(self, tensors: list[Tensor]) -> list[Tensor]:
-        copies = [_copy_on_write(t) for t in tensors]
-        self.own = [t if t is not None and torch._C._is_cow_tensor(t) else None for t in self.own]
-        self.copies = [StorageWeakRef(copy.untyped_storage()) for t, copy in zip(self.own, copies) if t is not None]
-        return copies
-
-    def end(self) -> None:
-        for t, copy in zip((t for t in self.own if t is not None), self.copies):
-            if copy.expired():
-                t.data_ptr()
-
-
-def _share_memory(tensors: list[Tensor]) -> bool:
-    storages = [t.untyped_storage()._cdata for t in tensors if _is_plain(t)]
-    return len(set(storages)) < len(storages)
-
-
-class _Aliases:
-    """Refuses a write to an argument that another one would have seen, had the function worked on the caller's own."""
-
-    def __init__(self, inputs: Arguments, tensors: list[Tensor], copies: list[Tensor]) -> None:
-        self.inputs = inputs
-        self.tensors, self.copies = list(tensors), list(copies)
-        self.versions = [_version(t) for t in copies]
-
-    def check(self) -> None:
-        written = [_version(t) != version for t, version in zip(self.copies, self.versions)]
-        for i, j in itertools.permutations(range(len(self.tensors)), 2):
-            if written[i] and _overlap(self.tensors[i], self.tensors[j]):
-                raise RuntimeError(
-                    f"ckptfused.checkpoint: the function changes {self.inputs.name(i)} in place, which shares memory with "
-                    f"{self.inputs.name(j)}; each is a copy of its own there. Give the function one of the two, and take "
-                    "the other from it inside"
-                )
-
-
-def _version(t: Tensor) -> int | None:
-    return None if t.is_inference() else t._version
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have a byte in common."""
-    if not (_is_plain(a) and _is_plain(b) and a.untyped_storage()._cdata == b.untyped_storage()._cdata):
-        return False
-    spans = [_span(t) for t in (a, b)]
-    if max(start for start, _ in spans) >= min(stop for _, stop in spans):
-        return False
-    if a.element_size() != b.element_size():
-        return True
-    first = a.storage_offset() if spans[0][0] < spans[1][0] else b.storage_offset()
-    used = torch.zeros(max(stop for _, stop in spans) // a.element_size() - first, dtype=torch.bool)
-    used.as_strided(a.shape, a.stride(), a.storage_offset() - first).fill_(True)
-    return bool(used.as_strided(b.shape, b.stride(), b.storage_offset() - first).any())
-
-
-def _span(t: Tensor) -> tuple[int, int]:
-    """The bytes of the storage between the first and the last element."""
-    extent = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) + 1 if t.numel() else 0
-    return t.storage_offset() * t.element_size(), (t.storage_offset() + extent) * t.element_size()

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 DEPTH = 6  # steps at most from a function to a module: a closure's dict of objects with lists of layers takes 5
-WIDTH = 1024  # values at most that are looked at in one container
+WIDTH = 256  # values at most that are looked at in one container
+LIMIT = 2000  # and in all: some milliseconds, nearest first
 
 
 @contextmanager
@@ -50,7 +51,7 @@ def modules_of(root: Any) -> list[nn.Module]:
     for _ in range(DEPTH):
         further: list[Any] = []
         for value in layer:
-            if id(value) in seen:
+            if id(value) in seen or len(seen) == LIMIT:
                 continue
             seen.add(id(value))
             if isinstance(value, nn.Module):
@@ -74,7 +75,10 @@ def _parts(value: Any) -> Iterable[Any]:
         return (value.__self__, value.__func__)
     if isinstance(value, types.FunctionType):
         return _parts_of_function(value)
-    return [*getattr(value, "__dict__", {}).values(), getattr(type(value), "__call__", None)]
+    try:
+        return [*vars(value).values(), type(value).__call__ if callable(value) else None]
+    except Exception:  # no attributes, or a proxy for something that is not there
+        return ()
 
 
 def _parts_of_function(function: types.FunctionType) -> list[Any]:

@@ -15,11 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils import checkpoint as torch_checkpoint
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as torch_checkpoint
 
-import ckptfused
-from ckptfused.checkpoint import checkpoint, checkpoint_sequential
+from ckptfused.checkpoint import checkpoint
 from tests.accounting import Events, saved_bytes
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -120,7 +119,7 @@ def gradients(
 
 
 def equal(got: list[Tensor], expected: list[Tensor]) -> bool:
-    return len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected))
+    return len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("name", WRITES)
@@ -437,7 +436,9 @@ def _make(tree: Any, leaves: dict[int, Tensor]) -> Any:
     return {key: _make(value, leaves) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
-@given(st.lists(_trees(), max_size=3), st.dictionaries(st.sampled_from("abc"), _trees(), max_size=2), st.integers(0, 99))
+@given(
+    st.lists(_trees(), max_size=3), st.dictionaries(st.sampled_from("abc"), _trees(), max_size=2), st.integers(0, 99)
+)
 def test_any_tree_of_arguments(args: list[Any], kwargs: dict[str, Any], chosen: int) -> None:
     """Writes to every other tensor of any arguments, the same tensor more than once among them."""
     leaves: dict[int, Tensor] = {9: leaf(2, 3)}
