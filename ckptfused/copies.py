@@ -15,7 +15,9 @@ _is_cow: Callable[[Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr
 
 
 def is_plain(t: Tensor) -> bool:
-    return type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_nested
+    """Whether t is a view of a storage, and nothing else."""
+    ordinary = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_nested
+    return ordinary and not torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 def copy_on_write(t: Tensor) -> Tensor:

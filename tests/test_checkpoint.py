@@ -287,6 +287,23 @@ def test_an_argument_changed_before_backward_raises_with_its_name(at: int) -> No
     assert f"expected version {version}, got version {version + 1}" in str(caught.value)
 
 
+class Box:
+    def __init__(self, *held: Any) -> None:
+        self.held = held
+
+
+def test_containers_that_do_not_name_what_they_hold() -> None:
+    pytree.register_pytree_node(Box, lambda box: (list(box.held), None), lambda held, _: Box(*held))
+    try:
+        x, y = leaf() * 1, leaf()
+        loss = checkpoint(lambda box: (box.held[0].exp_() * box.held[1].exp()).sum(), Box(y, x))
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="leaf 1 of the arguments was changed in place"):
+            loss.backward()
+    finally:
+        pytree._deregister_pytree_node(Box)
+
+
 def test_torch_does_not_see_changes_of_keyword_arguments() -> None:
     x, scale = leaf(), torch.ones(3, 4)
     y = torchs(lambda x, *, scale: x * scale, x, scale=scale)

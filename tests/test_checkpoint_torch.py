@@ -140,6 +140,13 @@ def test_without_grad_mode_it_only_calls(grad: Callable[[], Any]) -> None:
         assert torch.equal(y, module(x.clone())) and not y.requires_grad and len(calls) == 1
 
 
+def test_inside_vmap() -> None:
+    x = batch(grad=False)
+    with torch.no_grad():
+        y = torch.vmap(lambda row: checkpoint(torch.exp_, row))(x)
+    assert torch.equal(y, x.exp())
+
+
 @pytest.mark.parametrize("frozen", ["input", "weights", "one weight"])
 def test_only_some_need_gradients(frozen: str) -> None:
     module, x = layers(), batch(grad=frozen != "input")
