@@ -187,6 +187,21 @@ def test_nothing_is_copied_where_nothing_is_written() -> None:
     assert addresses == [expected, expected]
 
 
+def test_the_callers_tensor_shares_memory_for_no_longer_than_copies_live() -> None:
+    """Where it does, `record_stream` does nothing and `data_ptr` copies."""
+    is_cow, address = torch._C._is_cow_tensor, torch._C._data_address
+    x = leaf() * 1
+    before = x.data_ptr()
+    y = checkpoint(lambda x: x.relu_().exp(), x)
+    assert not is_cow(x) and address(x) == before
+    same = checkpoint(lambda x: x, x)
+    assert is_cow(x) and address(x) == address(same) == before  # nothing is copied for a copy that lives on
+    inside: list[int] = []
+    z = checkpoint(lambda x: [checkpoint(torch.sin, x), inside.append(address(x))][0], x)
+    assert inside == [before]
+    (y + z + same).sum().backward()
+
+
 SIZE = 1 << 16
 
 
