@@ -22,7 +22,7 @@ def is_plain(t: Tensor) -> bool:
 
 def copy_on_write(t: Tensor) -> Tensor:
     """A tensor with the values and the gradient of t, which shares its memory until one of the two is written."""
-    if is_plain(t) and not torch.compiler.is_compiling():  # Dynamo does not know the operation
+    if not torch.compiler.is_compiling() and is_plain(t):  # Dynamo does not know the operation
         try:
             return torch._lazy_clone(t)
         except (RuntimeError, NotImplementedError):  # memory that PyTorch did not allocate
