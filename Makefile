@@ -12,6 +12,8 @@ VENV   ?= .venv-$(TORCH)
 BIN    ?= $(VENV)/bin
 READY  ?= $(VENV)/.ready
 JOBS   ?= auto
+# timm needs the torchvision of this very torch.
+TIMM   ?= $(if $(filter 2.11.%,$(TORCH)),timm==1.0.31 torchvision==0.26.0)
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.inl' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 # Test processes share the cores: waiting threads sleep instead of spinning.
@@ -67,7 +69,7 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet torch==$(TORCH)
-	$(BIN)/pip install --quiet --group test
+	$(BIN)/pip install --quiet --group test $(TIMM) torch==$(TORCH)
 	touch $@
 
 $(VENV)/.lint: $(READY)

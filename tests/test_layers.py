@@ -32,7 +32,19 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 
 # Python modules from the bottom up; a module may import from its own line and the lines before it.
 PYTHON_LAYERS = (
-    ("adapters", "keep", "slots", "spec", "spec_text", "masks", "checks", "reference", "arguments", "statistics", "copies"),
+    (
+        "adapters",
+        "keep",
+        "slots",
+        "spec",
+        "spec_text",
+        "masks",
+        "checks",
+        "reference",
+        "arguments",
+        "statistics",
+        "copies",
+    ),
     ("_extension", "_C"),
     ("cost", "fake", "rng", "triton"),
     ("functional", "checkpoint"),

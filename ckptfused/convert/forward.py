@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
+from ckptfused.checkpoint import checkpoint
 from ckptfused.convert.family import FAMILIES
 from ckptfused.convert.parts import Reason
 
@@ -48,4 +48,4 @@ class ConvertedForward:
             return forward(*args, **kwargs)
         # A replay would write to the cache a second time. As Hugging Face's own checkpointing does:
         kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, **kwargs)
