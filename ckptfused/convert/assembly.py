@@ -109,8 +109,6 @@ def attention(a: Attention, x: Tensor) -> Assembled | Reason:
         if (q.kind, q.eps) != (k.kind, k.eps):
             return Reason("norms of queries and keys differ in kind or eps")
         words += f" attn.qk_norm={q.kind} attn.qk_eps={settled(q.eps)}"
-    if a.rope != "none":
-        words += f" attn.rope={a.rope} attn.rotary_dim={0 if a.rotary_dim == a.head_dim else a.rotary_dim}"
     places = ["pre", "q", "k", "v", "q_norm", "k_norm", "o", "post", "out"]
     slots = list(chain.from_iterable(_pair(maps.get(p) or norms.get(p)) for p in places))
     word, more = _adapters("attn", maps)
@@ -185,8 +183,8 @@ def build_call(parts: Parts, inputs: Inputs, keep: str) -> Call | Reason:
     cos, sin, cu_seqlens = inputs.cos, inputs.sin, inputs.cu_seqlens
     if parts.attn is not None:
         a = parts.attn
-        if inputs.masks.mask is not None and inputs.masks.mask.requires_grad:
-            return Reason("the mask needs a gradient")
+        if any(t is not None and t.requires_grad for t in (inputs.masks.mask, cos, sin)):
+            return Reason("the mask or the rotary tables need a gradient")
         words += input_words(inputs.masks, cu_seqlens is not None)
         window = a.window or 0
         words += f" attn.window={0 if inputs.masks.mask is not None else window}"
@@ -194,7 +192,9 @@ def build_call(parts: Parts, inputs: Inputs, keep: str) -> Call | Reason:
             check_packed(x, cu_seqlens, inputs.masks)
         if a.rope != "none":
             assert cos is not None and sin is not None
-            cos, sin = (rotary_view(n, t, x.size(0), x.size(1), a.rotary_dim) for n, t in (("cos", cos), ("sin", sin)))
+            width = a.rotary_dim or cos.size(-1)
+            words += f" attn.rope={a.rope} attn.rotary_dim={0 if width == a.head_dim else width}"
+            cos, sin = (rotary_view(n, t, x.size(0), x.size(1), width) for n, t in (("cos", cos), ("sin", sin)))
     op = "block" if len(halves) == 2 else "attention_block" if halves == ["attn"] else "ffn_block"
     parallel = "shared" if parts.parallel == "shared" else int(parts.parallel)
     text = canonical_text(f"halves={'+'.join(halves)} parallel={parallel}{words}", keep)

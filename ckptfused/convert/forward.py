@@ -10,6 +10,7 @@ from torch import nn
 
 from ckptfused.checkpoint import checkpoint
 from ckptfused.convert.family import FAMILIES
+from ckptfused.convert.hugging_face import cache_reason, is_cache
 from ckptfused.convert.parts import Reason
 
 # Arguments by which layers hand on a key/value cache.
@@ -44,8 +45,12 @@ class ConvertedForward:
         layer = self.layer
         forward = self.before or functools.partial(type(layer).forward, layer)
         own = getattr(layer, "gradient_checkpointing", False) and layer.training
-        if reason.original or own or not torch.is_grad_enabled():
+        caches = [a for a in args if is_cache(a)]
+        caches += [v for k, v in kwargs.items() if v is not None and (k in CACHES or is_cache(v))]
+        in_use = any(not is_cache(c) or cache_reason(layer, c) is not None for c in caches)
+        if reason.original or own or in_use or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # A replay would write to the cache a second time. As Hugging Face's own checkpointing does:
-        kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+        args = tuple(None if is_cache(a) else a for a in args)
+        kwargs = {k: None if k in CACHES or is_cache(v) else v for k, v in kwargs.items()}
         return checkpoint(forward, *args, **kwargs)

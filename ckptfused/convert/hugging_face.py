@@ -11,9 +11,11 @@ from torch import Tensor
 from ckptfused.convert.parts import Inputs, Reason
 from ckptfused.masks import Mask
 
-# Those whose mask forms are known: 4-d additive, 4-d boolean or none, 2-d padding or none.
+# Those whose mask forms are known: 4-d additive; 4-d boolean or none (causal); 2-d padding or none (causal).
 _FLASH = ("flash_attention_2", "flash_attention_3")
 IMPLEMENTATIONS = ("eager", "sdpa", *_FLASH)
+# What callers may hand to the attention functions themselves, through every layer's **kwargs.
+_CHANGES_ATTENTION = ("position_bias", "s_aux", "softcap", "cache")
 
 
 def collecting() -> bool:
@@ -33,6 +35,21 @@ def cache_reason(layer: Any, cache: Any) -> Reason | None:
     if torch.is_grad_enabled() and layer.training and cache.get_seq_length() == 0:
         return None
     return Reason("a key/value cache is in use", original=True)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether an argument is one of Hugging Face's key/value caches."""
+    caches: Any = sys.modules.get("transformers.cache_utils")
+    return caches is not None and isinstance(value, caches.Cache)
+
+
+def own_window(attention: Any, window: int | None) -> int | None:
+    """The sliding window where the attention function applies it itself: only flash attention's does.
+
+    Eager attention and SDPA know the window by their mask alone; SDPA goes without a mask where the sequence is no
+    longer than the window.
+    """
+    return window if attention.config._attn_implementation in _FLASH else None
 
 
 def attention_mask(mask: Any, length: int, causal: bool) -> Mask | Reason:
@@ -69,15 +86,20 @@ def decoder_inputs(
     implementation = attention.config._attn_implementation
     if implementation not in IMPLEMENTATIONS:
         return Reason(f"attention implementation {implementation!r}")
+    if any(kwargs.get(name) is not None for name in _CHANGES_ATTENTION):
+        return Reason("an argument of the attention function is given")
+    flash = implementation in _FLASH
+    if isinstance(mask, Tensor) and (mask.dim() == 2) is not flash:
+        return Reason(f"{implementation} attention with a mask of {mask.dim()} dimensions")
     causal = kwargs.get("is_causal")
     causal = getattr(attention, "is_causal", True) if causal is None else causal
-    length = hidden_states.size(1)
-    masks = attention_mask(mask, length, bool(causal))
+    # Eager attention without a mask hides nothing, whatever the module says.
+    masks = attention_mask(mask, hidden_states.size(1), bool(causal) and implementation != "eager")
     if isinstance(masks, Reason):
         return masks
     cos, sin = (None, None) if position_embeddings is None else position_embeddings
     cu_seqlens = None
-    if implementation in _FLASH:
+    if flash:
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         packed = kwargs.get("position_ids") is not None and hidden_states.size(0) == 1
         if mask is None and cu_seqlens is None and packed:

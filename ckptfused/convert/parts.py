@@ -29,6 +29,7 @@ class Attention(NamedTuple):
     k_norm: nn.Module | None = None
     rope: str = "none"
     rotary_dim: int = 0
+    """0: as wide as the tables that the layer is called with."""
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ckptfused.convert.family import Family, register
-from ckptfused.convert.hugging_face import decoder_inputs
+from ckptfused.convert.hugging_face import decoder_inputs, own_window
 from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
 
 _MODELS = "transformers.models"
@@ -78,7 +78,7 @@ def attention(attn: Any, pre: Any, post: Any = None) -> Attention:
         rope="half",
         rotary_dim=attn.head_dim,
         scale=attn.scaling,
-        window=window,
+        window=own_window(attn, window),
         p_attn=attn.attention_dropout if attn.training else 0.0,
         holders=(attn,),
     )
