@@ -78,6 +78,11 @@ def projection(module: nn.Module) -> Projection | Reason:
     return Reason(f"unknown projection {kind.__module__}.{kind.__name__}")
 
 
+def rate(dropout: Any) -> float:
+    """The probability of a dropout module at this call; that it is one is for `Attention.holders` to check."""
+    return getattr(dropout, "p", 0.0) if dropout.training else 0.0
+
+
 class Norm(NamedTuple):
     """A norm layer: its kind as `spec.NORMS`, eps and tensors."""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import ckptfused
-from tests.convert import zoo_llama  # noqa: F401
+from tests.convert import zoo_decoders, zoo_llama  # noqa: F401
 from tests.convert.dropout_oracle import RecordStates, with_masks
 from tests.convert.zoo import ZOO, Specimen, randomize, set_dropout
 
@@ -52,6 +52,18 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor], relative: float) -> N
         assert (g - w.double()).norm() <= bound, name
 
 
+def without_zero(found: dict[str, Tensor], specimen: Specimen, relative: float) -> dict[str, Tensor]:
+    """Leaves out the gradients that are 0 but for rounding, once it is seen that they are.
+
+    Such a sum is as wide as that of the same projection's weight, term by term, so its rounding is measured by that.
+    """
+    zero = [name for name in found if specimen.zero and name.endswith(specimen.zero)]
+    for name in zero:
+        weight = found[name.removesuffix("bias") + "weight"]
+        assert found[name].double().norm() <= relative * weight.double().norm(), name
+    return {name: value for name, value in found.items() if name not in zero}
+
+
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize(("specimen", "implementation"), CASES)
 def test_float32(specimen: Specimen, implementation: str, mode: str) -> None:
@@ -59,7 +71,8 @@ def test_float32(specimen: Specimen, implementation: str, mode: str) -> None:
     batch = specimen.batch()
     if mode == "eval" and "use_cache" in vars(getattr(model, "config", object())):
         model.config.use_cache = False  # with a cache, eval runs the original layers
-    close(run(converted(model, specimen), batch), run(model, batch), 1e-5)
+    got, want = (without_zero(run(m, batch), specimen, 1e-5) for m in (converted(model, specimen), model))
+    close(got, want, 1e-5)
 
 
 @pytest.mark.parametrize(("specimen", "implementation"), CASES)
@@ -73,7 +86,9 @@ def test_bfloat16(specimen: Specimen, implementation: str) -> None:
         truth = run(
             copy.deepcopy(model).float(), {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
         )
-        own, ours = run(model, batch), run(converted(model, specimen), batch)
+        truth = without_zero(truth, specimen, 1e-5)
+        eps = torch.finfo(torch.bfloat16).eps
+        own, ours = (without_zero(run(m, batch), specimen, eps) for m in (model, converted(model, specimen)))
         assert own.keys() == ours.keys() == truth.keys()
         for name, t in truth.items():
             errors = [(x[name].double() - t.double()).square().sum().item() for x in (ours, own)]
@@ -97,4 +112,4 @@ def test_dropout(specimen: Specimen, keep: str) -> None:
     assert len(record.states) == len(specimen.layers(model))
     with with_masks(specimen.layers(model), record.states):
         want = run(model, batch)
-    close(got, want, 1e-5)
+    close(without_zero(got, specimen, 1e-5), without_zero(want, specimen, 1e-5), 1e-5)

@@ -26,6 +26,8 @@ class Specimen:
     implementations: tuple[str, ...] = ("sdpa", "eager")
     own_dropout: tuple[str, ...] = field(default=())
     """Dropout modules outside the layers, where PyTorch draws the masks: their p is set to 0."""
+    zero: str = ""
+    """How the names of biases end whose gradient is exactly 0: what is found there is rounding."""
 
 
 ZOO: dict[str, Specimen] = {}

@@ -1,0 +1,60 @@
+"""GPT-2: pre-norm LayerNorm, a joint projection, weights stored [in, out], dropout everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ckptfused.convert.family import Family, register
+from ckptfused.convert.hugging_face import decoder_inputs
+from ckptfused.convert.modules import rate
+from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+
+
+class GPT2(Family):
+    """GPT-2 as a decoder. With cross-attention its layers are checkpointed."""
+
+    name = "gpt2"
+    layers = ("transformers.models.gpt2.modeling_gpt2.GPT2Block",)
+
+    def parts(self, layer: Any) -> Parts:
+        attn, mlp = layer.attn, layer.mlp
+        first = Attention(
+            heads=attn.num_heads,
+            kv_heads=attn.num_heads,
+            head_dim=attn.head_dim,
+            q=attn.c_attn,
+            k=None,
+            v=None,
+            o=attn.c_proj,
+            pre=layer.ln_1,
+            scale=attn.scaling,
+            p_attn=attn.attn_dropout.p if attn.training else 0.0,
+            p_res=rate(attn.resid_dropout),
+            holders=(attn, attn.resid_dropout),
+        )
+        second = FFN(
+            mlp.act, None, mlp.c_fc, mlp.c_proj, pre=layer.ln_2, p_res=rate(mlp.dropout), holders=(mlp, mlp.dropout)
+        )
+        return Parts(first, second)
+
+    def inputs(
+        self,
+        layer: Any,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        encoder_hidden_states: Any = None,
+        encoder_attention_mask: Any = None,
+        use_cache: Any = False,
+        **kwargs: Any,
+    ) -> Inputs | Reason:
+        if encoder_hidden_states is not None or hasattr(layer, "crossattention"):
+            return Reason("cross-attention")
+        if layer.attn.reorder_and_upcast_attn and layer.attn.config._attn_implementation == "eager":
+            return Reason("reorder_and_upcast_attn with eager attention")
+        return decoder_inputs(layer, layer.attn, hidden_states, attention_mask, past_key_values, None, kwargs)
+
+
+register(GPT2())
