@@ -23,7 +23,8 @@ from typing import Any
 from torch import nn
 
 KNOWN_FILE = Path(__file__).with_name("known.json")
-_LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+# What tokens are worth beside their text: layout nothing, except where a block begins and ends.
+_LAYOUT = {tokenize.COMMENT: "", tokenize.NL: "", tokenize.NEWLINE: "", tokenize.INDENT: "{", tokenize.DEDENT: "}"}
 
 
 @cache
@@ -48,7 +49,7 @@ def fingerprint(function: Callable[..., Any]) -> str:
     names = [argument.arg for argument in definition.args.posonlyargs + definition.args.args]
     lines = "\n".join(source.splitlines()[body[0].lineno - 1 :])
     tokens = tokenize.generate_tokens(io.StringIO(textwrap.dedent(lines)).readline)
-    text = "".join(token.string for token in tokens if token.type not in _LAYOUT)
+    text = "".join(_LAYOUT.get(token.type, token.string) for token in tokens)
     return hashlib.sha256(f"{','.join(names)}:{''.join(text.split())}".encode()).hexdigest()[:16]
 
 
