@@ -20,6 +20,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 KNOWN_FILE = Path(__file__).with_name("known.json")
@@ -53,20 +54,23 @@ def fingerprint(function: Callable[..., Any]) -> str:
     return hashlib.sha256(f"{','.join(names)}:{''.join(text.split())}".encode()).hexdigest()[:16]
 
 
-def class_name(cls: type) -> str:
-    """`module.Class`, of the class that was written down: FSDP2 and others derive one of their own from it."""
-    for base in cls.__mro__:
-        name = f"{base.__module__}.{base.__qualname__}"
-        if name in known()["classes"]:
-            return name
-    return f"{cls.__module__}.{cls.__qualname__}"
-
-
-# What was found out, by class and forward. Plain dictionaries: torch.compile reads them while it traces.
+# What was found out, so that a call of a layer looks it up only. torch.compile folds each answer and guards on what
+# was asked about: a class or its forward that another library replaces is asked about anew.
+_CLASS_NAMES: dict[type, str] = {}
 _READ: dict[Any, bool] = {}
 _NORMS: dict[Any, str | None] = {}
 
 
+@torch.compiler.assume_constant_result
+def class_name(cls: type) -> str:
+    """`module.Class`, of the class that was written down: FSDP2 and others derive one of their own from it."""
+    if cls not in _CLASS_NAMES:
+        names = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
+        _CLASS_NAMES[cls] = next((name for name in names if name in known()["classes"]), names[0])
+    return _CLASS_NAMES[cls]
+
+
+@torch.compiler.assume_constant_result
 def class_as_read(cls: Any, forward: Callable[..., Any]) -> bool:
     """Whether a class's forward is the one that was read."""
     if (cls, forward) not in _READ:
@@ -79,6 +83,7 @@ def as_read(module: nn.Module) -> bool:
     return "forward" not in vars(module) and class_as_read(type(module), type(module).forward)
 
 
+@torch.compiler.assume_constant_result
 def norm_of(cls: Any, forward: Callable[..., Any]) -> str | None:
     """The kind of norm that a class's forward computes, None if it is not known."""
     if (cls, forward) not in _NORMS:

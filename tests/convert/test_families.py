@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("transformers")
 
 import ckptfused
 from tests.convert import zoo_decoders, zoo_llama  # noqa: F401
+from tests.convert.compare import close, run
 from tests.convert.dropout_oracle import RecordStates, with_masks
 from tests.convert.zoo import ZOO, Specimen, randomize, set_dropout
 
@@ -26,30 +26,11 @@ def build(specimen: Specimen, p: float, implementation: str, seed: int = 0) -> n
     return model.train()
 
 
-def run(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Loss and gradients of one step."""
-    model.zero_grad()
-    out: Any = model(**batch)
-    out.loss.backward()
-    found = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": out.loss.detach(), **found}
-
-
 def converted(model: nn.Module, specimen: Specimen, keep: str = "inputs") -> nn.Module:
     model = copy.deepcopy(model)
     report = ckptfused.convert(model, keep)
     assert [x.path for x in report.layers] == [specimen.path] * len(specimen.layers(model)), str(report)
     return model
-
-
-def close(got: dict[str, Tensor], want: dict[str, Tensor], relative: float) -> None:
-    """Per tensor: relative error, plus half an ulp of its scale an element."""
-    assert got.keys() == want.keys()
-    for name, w in want.items():
-        g = got[name].double()
-        ulp = torch.finfo(w.dtype).eps * w.abs().max().double().item()
-        bound = relative * w.double().norm() + 0.5 * ulp * w.numel() ** 0.5
-        assert (g - w.double()).norm() <= bound, name
 
 
 def without_zero(found: dict[str, Tensor], specimen: Specimen, relative: float) -> dict[str, Tensor]:

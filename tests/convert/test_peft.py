@@ -21,8 +21,9 @@ from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.parts import Reason
 from tests.accounting import Events
 from tests.convert import zoo_llama  # noqa: F401
+from tests.convert.compare import close, run
 from tests.convert.dropout_oracle import RecordStates
-from tests.convert.test_families import DRAWS, close, run
+from tests.convert.test_families import DRAWS
 from tests.convert.zoo import ZOO, Batch, randomize
 
 # What PEFT and transformers say to each other.
