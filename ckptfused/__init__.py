@@ -3,7 +3,7 @@
 from ckptfused import fake as fake
 from ckptfused import rng
 from ckptfused.checkpoint import checkpoint, checkpoint_sequential
-from ckptfused.convert import convert, revert
+from ckptfused.convert import convert, original, revert
 from ckptfused.explain import explain
 from ckptfused.info import build_info
 from ckptfused.modules import (
@@ -28,6 +28,7 @@ __all__ = [
     "checkpoint_sequential",
     "convert",
     "explain",
+    "original",
     "revert",
     "rng",
 ]

@@ -3,6 +3,7 @@
 from ckptfused.convert import families as families
 from ckptfused.convert.api import convert, revert
 from ckptfused.convert.family import Family, Plan, register
+from ckptfused.convert.forward import original
 from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.convert.report import LayerReport, Report
 
@@ -17,6 +18,7 @@ __all__ = [
     "Reason",
     "Report",
     "convert",
+    "original",
     "register",
     "revert",
 ]

@@ -12,6 +12,7 @@ from ckptfused.convert.agree import check_agreement
 from ckptfused.convert.describe import describe, head_note
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.report import Report
+from ckptfused.convert.shards import is_fully_sharded, refuse_tensor_parallel
 from ckptfused.keep import check_names
 from ckptfused.modules.assemble import keep_text
 
@@ -39,6 +40,9 @@ def convert(model: nn.Module, policy: str | Iterable[str] = "inputs", *, process
     keep = keep_text(policy)
     check_names(policy if isinstance(policy, str) else tuple(policy))
     found = list(find.layers(model))
+    sharded = any(map(is_fully_sharded, model.modules()))
+    for name, layer, _ in found:
+        refuse_tensor_parallel(layer, name, sharded)
     reports = []
     for name, layer, family in found:
         before = vars(layer).get("forward")

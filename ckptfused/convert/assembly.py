@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptfused.convert.modules import Norm, Projection, activation, hooked, norm, projection
 from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
@@ -144,9 +145,11 @@ def ffn(f: FFN, x: Tensor) -> Assembled | Reason:
 def _tensors_fit(x: Tensor, slots: Slots, adapters: Slots) -> Reason | None:
     """Whether op and tensors agree in device, kind and dtype; shapes are checked by the op itself."""
     mixed = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    for tensor in (*slots, *adapters):
+    for tensor in (x, *slots, *adapters):
         if tensor is None:
             continue
+        if type(tensor) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor):
+            return Reason(f"a tensor of type {type(tensor).__name__}")  # in shards, quantised
         if tensor.device != x.device:
             return Reason(f"a weight is on {tensor.device}, the input on {x.device}")
     for tensor in slots:
@@ -183,15 +186,17 @@ def build_call(parts: Parts, inputs: Inputs, keep: str) -> Call | Reason:
     cos, sin, cu_seqlens = inputs.cos, inputs.sin, inputs.cu_seqlens
     if parts.attn is not None:
         a = parts.attn
-        if any(t is not None and t.requires_grad for t in (inputs.masks.mask, cos, sin)):
-            return Reason("the mask or the rotary tables need a gradient")
+        for what, tensor in (("mask", inputs.masks.mask), ("rotary table", cos), ("rotary table", sin)):
+            if tensor is not None and tensor.requires_grad:
+                return Reason(f"the {what} needs a gradient")
         words += input_words(inputs.masks, cu_seqlens is not None)
-        window = a.window or 0
-        words += f" attn.window={0 if inputs.masks.mask is not None else window}"
+        windowed = inputs.windowed and inputs.masks.mask is None
+        words += f" attn.window={a.window or 0 if windowed else 0}"
         if cu_seqlens is not None:
             check_packed(x, cu_seqlens, inputs.masks)
         if a.rope != "none":
-            assert cos is not None and sin is not None
+            if cos is None or sin is None:
+                return Reason("there are no rotary tables")
             width = a.rotary_dim or cos.size(-1)
             words += f" attn.rope={a.rope} attn.rotary_dim={0 if width == a.head_dim else width}"
             cos, sin = (rotary_view(n, t, x.size(0), x.size(1), width) for n, t in (("cos", cos), ("sin", sin)))

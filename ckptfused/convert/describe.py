@@ -18,8 +18,7 @@ from ckptfused.convert.report import LayerReport
 
 
 def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> LayerReport:
-    """The report on one layer, not converted at this moment. **Raises** `ValueError` for tensor-parallel weights."""
-    _refuse_tensor_parallel(name, layer)
+    """The report on one layer, not converted at this moment."""
     kind = type(layer).__name__
     if family is None:
         own = "forward" in vars(layer)
@@ -48,28 +47,6 @@ def _example(layer: nn.Module, family: Family) -> Tensor:
     else:
         width, dtype, device = last.out_features, last.weight.dtype, last.weight.device
     return torch.empty(1, TOKENS, width, dtype=dtype, device=device, requires_grad=True)
-
-
-def _refuse_tensor_parallel(name: str, layer: nn.Module) -> None:
-    from torch.distributed.tensor import DTensor, Replicate
-
-    for key, p in layer.named_parameters():
-        if (
-            isinstance(p, DTensor)
-            and not _fully_sharded(layer)
-            and any(not isinstance(q, Replicate) for q in p.placements)
-        ):
-            raise ValueError(
-                f"{name}.{key}: expected a weight that is whole or sharded by FSDP, got a DTensor with placements "
-                f"{p.placements}. Tensor-parallel layers cannot be converted: use torch.utils.checkpoint or "
-                "ckptfused.checkpoint around them, or FSDP instead of tensor parallelism"
-            )
-
-
-def _fully_sharded(layer: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(layer, FSDPModule)
 
 
 def head_note(model: Any, layers: Iterable[LayerReport]) -> tuple[str, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,11 +12,11 @@ from torch import nn
 
 from ckptfused.checkpoint import checkpoint
 from ckptfused.convert.family import FAMILIES
-from ckptfused.convert.hugging_face import cache_reason, is_cache
 from ckptfused.convert.parts import Reason
+from ckptfused.convert.shards import refuse_tensor_parallel
 
 # Arguments by which layers hand on a key/value cache.
-CACHES = ("past_key_values", "layer_past", "past_key_value")
+CACHES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 
 
 class ConvertedForward:
@@ -30,8 +32,12 @@ class ConvertedForward:
         self.keep = keep
         self.before = before
         """A forward that the instance had already (offload hooks, a patch): it runs, checkpointed."""
+        self.paused = False
+        """Within `original`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.paused:
+            return self.unfused(Reason("the original layers are asked for", original=True), args, kwargs)
         reason = Reason("no adapter for this class")
         if self.family is not None:
             result = FAMILIES[self.family].run(self.layer, self.keep, args, kwargs)
@@ -43,14 +49,44 @@ class ConvertedForward:
     def unfused(self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's own forward, checkpointed unless the reason forbids it or it checkpoints itself."""
         layer = self.layer
+        refuse_tensor_parallel(layer)
         forward = self.before or functools.partial(type(layer).forward, layer)
         own = getattr(layer, "gradient_checkpointing", False) and layer.training
-        caches = [a for a in args if is_cache(a)]
-        caches += [v for k, v in kwargs.items() if v is not None and (k in CACHES or is_cache(v))]
-        in_use = any(not is_cache(c) or cache_reason(layer, c) is not None for c in caches)
-        if reason.original or own or in_use or not torch.is_grad_enabled():
+        if reason.original or own or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # A replay would write to the cache a second time. As Hugging Face's own checkpointing does:
-        args = tuple(None if is_cache(a) else a for a in args)
-        kwargs = {k: None if k in CACHES or is_cache(v) else v for k, v in kwargs.items()}
+        # A replay would write to a cache a second time.
+        caches = [value for name, value in kwargs.items() if name in CACHES and value is not None]
+        caches += [value for value in args if hasattr(value, "get_seq_length")]
+        if caches:
+            if not layer.training or any(_in_use(cache) for cache in caches):
+                return forward(*args, **kwargs)
+            # Left empty in training, as by Hugging Face's own checkpointing.
+            args = tuple(None if hasattr(value, "get_seq_length") else value for value in args)
+            kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+            if "use_cache" in kwargs:
+                kwargs["use_cache"] = False
         return checkpoint(forward, *args, **kwargs)
+
+
+def _in_use(cache: Any) -> bool:
+    """Whether a key/value cache holds something; one of an unknown kind may."""
+    return not hasattr(cache, "get_seq_length") or bool(cache.get_seq_length() > 0)
+
+
+@contextlib.contextmanager
+def original(model: nn.Module) -> Iterator[None]:
+    """Within, converted layers run as they were, neither fused nor checkpointed by ckptfused.
+
+    For what the fused op refuses: differentiating a second time (a gradient penalty), forward-mode derivatives,
+    `torch.func` transforms. What was computed within may be differentiated after.
+    """
+    forwards = (vars(module).get("forward") for module in model.modules())
+    found = [forward for forward in forwards if isinstance(forward, ConvertedForward)]
+    before = [forward.paused for forward in found]
+    for forward in found:
+        forward.paused = True
+    try:
+        yield
+    finally:
+        for forward, was in zip(found, before, strict=True):
+            forward.paused = was

@@ -11,11 +11,13 @@ from torch import Tensor
 from ckptfused.convert.parts import Inputs, Reason
 from ckptfused.masks import Mask
 
-# Those whose mask forms are known: 4-d additive; 4-d boolean or none (causal); 2-d padding or none (causal).
+# Those whose mask forms are known: 4-d additive, 4-d boolean or none, 2-d padding or none.
 _FLASH = ("flash_attention_2", "flash_attention_3")
 IMPLEMENTATIONS = ("eager", "sdpa", *_FLASH)
-# What callers may hand to the attention functions themselves, through every layer's **kwargs.
-_CHANGES_ATTENTION = ("position_bias", "s_aux", "softcap", "cache")
+# By these a caller reaches into the attention function.
+_FOREIGN = ("position_bias", "softcap", "s_aux", "sliding_window", "cache", "block_table")
+# Without one of them flash attention looks for packed sequences itself.
+_VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def collecting() -> bool:
@@ -37,21 +39,6 @@ def cache_reason(layer: Any, cache: Any) -> Reason | None:
     return Reason("a key/value cache is in use", original=True)
 
 
-def is_cache(value: Any) -> bool:
-    """Whether an argument is one of Hugging Face's key/value caches."""
-    caches: Any = sys.modules.get("transformers.cache_utils")
-    return caches is not None and isinstance(value, caches.Cache)
-
-
-def own_window(attention: Any, window: int | None) -> int | None:
-    """The sliding window where the attention function applies it itself: only flash attention's does.
-
-    Eager attention and SDPA know the window by their mask alone; SDPA goes without a mask where the sequence is no
-    longer than the window.
-    """
-    return window if attention.config._attn_implementation in _FLASH else None
-
-
 def attention_mask(mask: Any, length: int, causal: bool) -> Mask | Reason:
     """The mask that a layer was given, in the block's terms."""
     if mask is None:
@@ -63,6 +50,8 @@ def attention_mask(mask: Any, length: int, causal: bool) -> Mask | Reason:
     if mask.dim() == 4:
         if mask.size(-1) != length or mask.size(-2) not in (1, length):
             return Reason(f"attention mask of shape {list(mask.shape)} for {length} tokens", original=True)
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            return Reason(f"attention mask of type {mask.dtype}")
         return Mask(mask, "keep" if mask.dtype == torch.bool else "add")
     if mask.dim() == 2 and mask.size(-1) == length:
         return Mask(padding=mask.bool(), padding_kind="keep", causal=causal)
@@ -84,24 +73,50 @@ def decoder_inputs(
     if (why := cache_reason(layer, cache)) is not None:
         return why
     implementation = attention.config._attn_implementation
-    if implementation not in IMPLEMENTATIONS:
+    if implementation not in IMPLEMENTATIONS or _replaced(implementation):
         return Reason(f"attention implementation {implementation!r}")
-    if any(kwargs.get(name) is not None for name in _CHANGES_ATTENTION):
-        return Reason("an argument of the attention function is given")
+    for name in _FOREIGN:
+        if kwargs.get(name) is not None:
+            return Reason(f"the argument {name}")
     flash = implementation in _FLASH
-    if isinstance(mask, Tensor) and (mask.dim() == 2) is not flash:
-        return Reason(f"{implementation} attention with a mask of {mask.dim()} dimensions")
     causal = kwargs.get("is_causal")
     causal = getattr(attention, "is_causal", True) if causal is None else causal
-    # Eager attention without a mask hides nothing, whatever the module says.
+    # Eager attention sees what the mask lets it see, and no less.
     masks = attention_mask(mask, hidden_states.size(1), bool(causal) and implementation != "eager")
     if isinstance(masks, Reason):
         return masks
+    if (masks.mask is None if not flash else masks.mask is not None) and mask is not None:
+        return Reason(f"attention mask of shape {list(mask.shape)} for {implementation}")
     cos, sin = (None, None) if position_embeddings is None else position_embeddings
-    cu_seqlens = None
-    if flash:
-        cu_seqlens = kwargs.get("cu_seq_lens_q")
-        packed = kwargs.get("position_ids") is not None and hidden_states.size(0) == 1
-        if mask is None and cu_seqlens is None and packed:
-            return Reason("flash attention may find packed sequences in position_ids: pass cu_seq_lens_q")
-    return Inputs(hidden_states, masks, cos, sin, cu_seqlens)
+    cu_seqlens = _packed(hidden_states, kwargs) if flash and mask is None else None
+    if isinstance(cu_seqlens, Reason):
+        return cu_seqlens
+    # A window is flash attention's own affair, part of the mask elsewhere.
+    return Inputs(hidden_states, masks, cos, sin, cu_seqlens, windowed=flash)
+
+
+def _replaced(implementation: str) -> bool:
+    """Whether somebody registered an attention function of theirs by this name."""
+    modeling: Any = sys.modules["transformers.modeling_utils"]
+    function = modeling.ALL_ATTENTION_FUNCTIONS.get(implementation)
+    return function is not None and not function.__module__.startswith("transformers.")
+
+
+def _packed(x: Tensor, kwargs: dict[str, Any]) -> Tensor | Reason | None:
+    """The bounds of packed sequences as flash attention finds them; None: there is one sequence in each row."""
+    positions = kwargs.get("position_ids")
+    if all(kwargs.get(name) is not None for name in _VARLEN):
+        bounds = kwargs["cu_seq_lens_q"]
+        return bounds if x.size(0) == 1 else Reason("sequences packed in several rows")
+    if positions is None or x.size(0) != 1 or x.size(1) == 1:
+        return None
+    if torch.compiler.is_compiling():
+        return Reason("flash attention looks for packed sequences in position_ids: pass cu_seq_lens_q and the like")
+    positions = positions.reshape(-1)
+    first = positions.min()
+    if torch.equal(positions, first + torch.arange(x.size(1), device=positions.device, dtype=positions.dtype)):
+        return None
+    starts = (positions == first).nonzero().view(-1)
+    if positions.numel() != x.size(1) or starts[0] != 0:
+        return Reason("position_ids do not say where packed sequences begin")
+    return torch.cat((starts, starts.new_tensor([x.size(1)]))).int()

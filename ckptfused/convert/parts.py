@@ -73,6 +73,8 @@ class Inputs(NamedTuple):
     cos: Tensor | None = None
     sin: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    windowed: bool = True
+    """Whether the layer's window applies at this call; a `mask` has its own."""
 
 
 class Reason(NamedTuple):

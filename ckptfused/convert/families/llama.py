@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from ckptfused.convert.family import Family, register
-from ckptfused.convert.hugging_face import decoder_inputs, own_window
+from ckptfused.convert.hugging_face import decoder_inputs
 from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.convert.source import class_name
 
 _MODELS = "transformers.models"
 
@@ -61,8 +62,8 @@ def rotary_example(width: int, x: Tensor) -> dict[str, Any]:
 def attention(attn: Any, pre: Any, post: Any = None) -> Attention:
     """The attention half around a module with q_proj, k_proj, v_proj and o_proj."""
     config = attn.config
-    # Mistral asks the configuration, the others keep the window of the layer's type.
-    window = attn.sliding_window if hasattr(attn, "sliding_window") else getattr(config, "sliding_window", None)
+    # Mistral asks the configuration, which in others may say something that nobody reads.
+    window = config.sliding_window if _is_mistral(attn) else getattr(attn, "sliding_window", None)
     return Attention(
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
@@ -78,10 +79,14 @@ def attention(attn: Any, pre: Any, post: Any = None) -> Attention:
         rope="half",
         rotary_dim=attn.head_dim,
         scale=attn.scaling,
-        window=own_window(attn, window),
+        window=window,
         p_attn=attn.attention_dropout if attn.training else 0.0,
         holders=(attn,),
     )
+
+
+def _is_mistral(attn: Any) -> bool:
+    return class_name(type(attn)) == f"{_MODELS}.mistral.modeling_mistral.MistralAttention"
 
 
 def ffn(mlp: Any, pre: Any, post: Any = None) -> FFN:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ckptfused.convert.families.llama import rotary_example
 from ckptfused.convert.family import Family, register
-from ckptfused.convert.hugging_face import decoder_inputs, own_window
+from ckptfused.convert.hugging_face import decoder_inputs
 from ckptfused.convert.modules import rate
 from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
 
@@ -32,7 +32,7 @@ class Phi3(Family):
             pre=layer.input_layernorm,
             rope="half",
             scale=attn.scaling,
-            window=own_window(attn, getattr(attn.config, "sliding_window", None)),
+            window=getattr(attn.config, "sliding_window", None),
             p_attn=attn.attention_dropout if attn.training else 0.0,
             p_res=rate(layer.resid_attn_dropout),
             holders=(attn, layer.resid_attn_dropout),

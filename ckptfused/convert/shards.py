@@ -1,0 +1,40 @@
+"""Weights in shards: FSDP's are whole when a layer runs, tensor-parallel ones are not."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+def refuse_tensor_parallel(layer: nn.Module, name: str = "", inside_fsdp: bool = False) -> None:
+    """**Raises** `ValueError` where a weight of a layer stays in shards while the layer runs.
+
+    inside_fsdp: an FSDP module around the layer may hold its weights in shards until then.
+    """
+    tensor: Any = sys.modules.get("torch.distributed.tensor")
+    if tensor is None:  # slow to import, and nobody has made a DTensor yet
+        return
+    for key, weight in layer.named_parameters():
+        if isinstance(weight, tensor.DTensor):
+            shards = sum(not placement.is_replicate() for placement in weight.placements)
+            if shards > int(inside_fsdp or _gathered(layer, key)):
+                raise ValueError(
+                    f"{name or type(layer).__name__}.{key}: expected a weight that is whole or sharded by FSDP, got a "
+                    f"DTensor with placements {weight.placements}. Tensor-parallel layers cannot be converted: use "
+                    "torch.utils.checkpoint or ckptfused.checkpoint around them (ckptfused.revert undoes convert), or "
+                    "FSDP instead of tensor parallelism"
+                )
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 gathers the weights of a module when it runs."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def _gathered(layer: nn.Module, key: str) -> bool:
+    """Whether FSDP gathers this weight within the layer."""
+    names = key.split(".")
+    return any(is_fully_sharded(layer.get_submodule(".".join(names[:i]))) for i in range(len(names)))

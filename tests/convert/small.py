@@ -1,0 +1,85 @@
+"""Small Llama models, plain and converted, and what the converted ones do at each call."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ckptfused
+from ckptfused.convert.forward import ConvertedForward
+from ckptfused.convert.parts import Reason
+from tests.convert.zoo import randomize
+from tests.convert.zoo_llama import SIZES
+
+
+def llama(implementation: str = "sdpa", p: float = 0.0, seed: int = 0, **options: Any) -> LlamaForCausalLM:
+    """A plain model with two layers, in train mode."""
+    config = LlamaConfig(**{**SIZES, **options}, attention_dropout=p, attn_implementation=implementation)
+    return randomize(LlamaForCausalLM(config), seed).train()
+
+
+def twins(implementation: str = "sdpa", p: float = 0.0, **options: Any) -> tuple[Any, Any]:
+    """A plain model and its converted copy, all layers of which are fused."""
+    plain = llama(implementation, p, **options)
+    converted = copy.deepcopy(plain)
+    report = ckptfused.convert(converted)
+    assert report.fused == len(plain.model.layers), str(report)
+    return plain, converted
+
+
+@contextlib.contextmanager
+def unfused() -> Iterator[list[Reason]]:
+    """Within, why calls were not fused."""
+    reasons: list[Reason] = []
+    plain = ConvertedForward.unfused
+
+    def record(self: ConvertedForward, reason: Reason, args: Any, kwargs: Any) -> Any:
+        reasons.append(reason)
+        return plain(self, reason, args, kwargs)
+
+    with mock.patch.object(ConvertedForward, "unfused", record):
+        yield reasons
+
+
+class CountOps(TorchDispatchMode):
+    """How often each op was called: in an eager run, those that a fused op calls itself are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Fused forwards and backwards."""
+        return self.calls["ckptfused.block_fwd"], self.calls["ckptfused.block_bwd"]
+
+
+@contextlib.contextmanager
+def transformers_log() -> Iterator[list[str]]:
+    """Within, what Hugging Face logs as a warning or worse."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+def parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters, by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -1,0 +1,217 @@
+"""What a Hugging Face model does beside a plain step: it stays as it was, and so does its result."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import ckptfused
+from tests.convert.compare import close, run
+from tests.convert.small import CountOps, llama, transformers_log, twins, unfused
+from tests.convert.zoo import VOCABULARY, text_batch
+
+
+def test_parameters_and_state_dict_are_the_same_objects() -> None:
+    model = llama()
+    names, keys = dict(model.named_parameters()), list(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain = copy.deepcopy(model)
+    others = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    ckptfused.convert(model)
+    assert all(p is names[name] for name, p in model.named_parameters())
+    assert list(model.state_dict()) == keys
+    assert [(name, type(module)) for name, module in model.named_modules()] == modules
+    for _ in range(3):
+        got, want = run(model, text_batch()), run(plain, text_batch())
+        optimizer.step()
+        others.step()
+    close(got, want, 1e-5)
+
+
+def test_revert_undoes() -> None:
+    plain, model = twins()
+    keys = [set(vars(module)) for module in plain.modules()]
+    assert ckptfused.revert(model) == 2
+    assert [set(vars(module)) for module in model.modules()] == keys
+    got, want = run(model, text_batch()), run(plain, text_batch())
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert ckptfused.revert(model) == 0
+
+
+def test_hooks_on_layers_fire_once() -> None:
+    _, model = twins()
+    seen: list[str] = []
+    layer = model.model.layers[1]
+    layer.register_forward_pre_hook(lambda *_: seen.append("pre"))
+    layer.register_forward_hook(lambda *_: seen.append("forward"))
+    layer.register_full_backward_pre_hook(lambda *_: seen.append("backward pre"))
+    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
+    with unfused() as reasons:
+        run(model, text_batch())
+    assert seen == ["pre", "forward", "backward pre", "backward"]
+    assert not reasons
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation(beams: int) -> None:
+    plain, model = twins()
+    ids = torch.randint(0, VOCABULARY, (2, 5))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    options: Any = {"max_new_tokens": 9, "do_sample": False, "num_beams": beams, "pad_token_id": 0, "eos_token_id": 1}
+    for mode in (True, False):
+        with unfused() as reasons:
+            got = model.train(mode).generate(ids, attention_mask=mask, **options)
+        assert {reason.text for reason in reasons} == {"a key/value cache is in use"}
+        assert torch.equal(got, plain.train(mode).generate(ids, attention_mask=mask, **options))
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_training_with_the_cache_switched_on(use_cache: bool) -> None:
+    plain, model = twins()
+    batch = {**text_batch(), "use_cache": use_cache}
+    with unfused() as reasons:
+        close(run(model, batch), run(plain, batch), 1e-5)
+    assert not reasons
+
+
+def test_filling_a_cache_by_hand_with_gradients_on() -> None:
+    """Even where no adapter knows the layer, a replay must not fill it twice, and it must not be left out."""
+    plain, fused = twins()
+    generic = copy.deepcopy(plain)
+    for layer in generic.model.layers:
+        layer.forward = lambda *args, layer=layer, **kwargs: type(layer).forward(layer, *args, **kwargs)
+    assert ckptfused.convert(generic).fused == 0
+    ids = torch.randint(0, VOCABULARY, (2, 6))
+    for model in (fused, generic):
+        results = []
+        for one in (plain, model):
+            one.eval()
+            first = one(input_ids=ids[:, :4], use_cache=True)
+            second = one(input_ids=ids[:, 4:], past_key_values=first.past_key_values, use_cache=True)
+            assert second.past_key_values.get_seq_length() == 6
+            one.zero_grad()
+            second.logits.square().mean().backward()
+            results.append({name: p.grad for name, p in one.named_parameters()} | {"logits": second.logits.detach()})
+        assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_a_prefix_in_training_takes_the_original_path() -> None:
+    from transformers import DynamicCache
+
+    plain, model = twins()
+    batch = text_batch()
+    prefix = [torch.randn(3, 2, 4, 12) for _ in range(4)]
+
+    def step(one: Any) -> Any:
+        cache = DynamicCache([(prefix[0], prefix[1]), (prefix[2], prefix[3])])
+        mask = torch.cat((batch["attention_mask"].new_ones(3, 4), batch["attention_mask"]), 1)
+        return run(one, {**batch, "attention_mask": mask, "past_key_values": cache})
+
+    with unfused() as reasons:
+        got = step(model)
+    assert [reason.original for reason in reasons] == [True, True]
+    want = step(plain)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("what", ["output_attentions", "output_hidden_states"])
+def test_collected_outputs(what: str) -> None:
+    plain, model = twins("eager")
+    batch = text_batch()
+    with unfused() as reasons:
+        got, want = (one(**batch, **{what: True}) for one in (model, plain))
+    assert len(reasons) == (2 if what == "output_attentions" else 0)
+    key = what.removeprefix("output_")
+    assert len(got[key]) == len(want[key])
+    for i, (g, w) in enumerate(zip(got[key], want[key], strict=True)):
+        close({str(i): g}, {str(i): w}, 1e-5)
+    for one, out in ((model, got), (plain, want)):
+        one.zero_grad()
+        (out.loss + sum(x.square().mean() for x in out[key])).backward()
+    grads = [{name: p.grad.clone() for name, p in one.named_parameters()} for one in (model, plain)]
+    close(*grads, 1e-5)  # type: ignore[misc]
+    with unfused() as reasons:
+        close(run(model, batch), run(plain, batch), 1e-5)
+    assert not reasons  # the hooks that Hugging Face leaves behind watch nothing now
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_.*deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("first", [True, False], ids=["enable-convert", "convert-enable"])
+def test_its_own_checkpointing_is_not_done_twice(first: bool, every: int, reentrant: bool) -> None:
+    plain, model = llama(), llama()
+    want = run(plain, text_batch())
+    kwargs = {"use_reentrant": reentrant}
+    with transformers_log() as lines:
+        for step in ("enable", "convert") if first else ("convert", "enable"):
+            if step == "convert":
+                assert ckptfused.convert(model).fused == 2
+            elif every == 1:
+                model.gradient_checkpointing_enable(kwargs)
+            else:
+                model.activation_checkpointing_enable(kwargs, every_n_layers=every)
+        for _ in range(3):
+            with CountOps() as ops:
+                close(run(model, text_batch()), want, 1e-5)
+            assert ops.blocks == (2, 2)
+    assert len(lines) == len(set(lines)) <= 2  # each said once: that a name is deprecated, that the cache is off
+    model.gradient_checkpointing_disable()
+    close(run(model, text_batch()), want, 1e-5)
+    ckptfused.revert(model)
+    got = run(model, text_batch())
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_generic_layer_that_checkpoints_itself(reentrant: bool) -> None:
+    """A hook inside makes both layers generic; they are run once again in backward, not twice."""
+    plain, model = twins()
+    calls = []
+    for layer in model.model.layers:
+        layer.mlp.up_proj.register_forward_hook(lambda *_: calls.append(1))
+    want = run(plain, text_batch())
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    close(run(model, text_batch()), want, 1e-5)
+    assert len(calls) == 4
+    model.activation_checkpointing_disable()
+    calls.clear()
+    close(run(model, text_batch()), want, 1e-5)
+    assert len(calls) == 4
+
+
+def test_copies_and_pickles(tmp_path: Any) -> None:
+    plain, model = twins()
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        with torch.no_grad():
+            for p in other.parameters():
+                p.mul_(1.25)
+        changed = copy.deepcopy(plain)
+        with torch.no_grad():
+            for p in changed.parameters():
+                p.mul_(1.25)
+        with unfused() as reasons:
+            close(run(other, text_batch()), run(changed, text_batch()), 1e-5)
+        assert not reasons
+    close(run(model, text_batch()), run(plain, text_batch()), 1e-5)
+
+
+def test_save_and_load_pretrained(tmp_path: Any) -> None:
+    plain, model = twins()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).train()
+    want = run(plain, text_batch())
+    got = run(loaded, text_batch())
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    ckptfused.convert(loaded)
+    close(run(loaded, text_batch()), want, 1e-5)
