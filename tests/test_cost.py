@@ -37,6 +37,9 @@ CASES = {
     "seq-first": replace(LLAMA, seq_first=True, mask="none", bias="all"),
     "seq-first-masked": replace(LLAMA, seq_first=True, mask="causal+pad", bias="all"),
     "interleaved": Case(layout="parallel", weights="interleaved", rope="half", qk_norm="layernorm", tokens=33),
+    "adapters": replace(LLAMA, lora="drop", bias="all"),
+    "adapters-joint": replace(LLAMA, lora="twice", weights="joint", layout="sandwich", transposed=True, seq_first=True),
+    "adapters-ffn": replace(LLAMA, layout="ffn", mask="none", act="gelu", lora="float32", tokens=700),
     "packed": Case(mask="packed-causal", act="swiglu", tokens=67),
 }
 TYPES = {
@@ -46,7 +49,11 @@ TYPES = {
 }
 # Every case in float32; in the other types those that differ there.
 RUNS = [(name, "float32") for name in CASES]
-RUNS += [(n, kind) for kind in ("bfloat16", "autocast") for n in ("llama-joint-dropout", "sandwich", "shared")]
+RUNS += [
+    (n, kind)
+    for kind in ("bfloat16", "autocast")
+    for n in ("llama-joint-dropout", "sandwich", "shared", "adapters-joint")
+]
 
 
 def _cos_sin_copies(spec: BlockSpec, inputs: Inputs) -> int:
@@ -153,6 +160,7 @@ def test_peak_and_products(name: str, kind: str, keep: str) -> None:
 
 
 FROZEN = [(name, "inputs") for name in ("llama", "post", "sandwich", "parallel", "shared", "attention", "ffn")]
+FROZEN += [(name, keep) for name in ("adapters", "adapters-joint") for keep in ("inputs", "all")]
 
 
 @pytest.mark.parametrize(("name", "keep"), [*FROZEN, ("sandwich", "all")])
@@ -162,6 +170,7 @@ def test_frozen_parts(name: str, keep: str) -> None:
     kept = ops.forward()[1:]
     some = [[n] for n in ops.names] + [[n for n in ops.names if n[-2:] != "_w"], [*ops.names[1:]], [*ops.names[::2]]]
     some += [[n for n in ops.names if n.startswith(half)] for half in ("attn", "ffn")]
+    some += [[n for n in ops.names if ".lora" in n], ["x", *(n for n in ops.names if ".lora" in n)]]
     for needs in some:
         events = Events(lambda needs=needs: ops.backward(kept, needs))
         assert events.products() == _shapes(ops.backward_work(needs)), needs
@@ -266,6 +275,8 @@ TILED = [
     pytest.param(_LONG_F, torch.float32, id="columns"),
     pytest.param(replace(_LONG_F, layout="sandwich", tokens=520, bias="all"), torch.float32, id="columns-sandwich"),
     pytest.param(replace(_LONG_N, bias="all"), torch.float32, id="rows"),
+    pytest.param(replace(_LONG_F, lora="twice", weights="joint"), torch.float32, id="columns-adapters"),
+    pytest.param(replace(_LONG_N, lora="drop", bias="all"), torch.float32, id="rows-adapters"),
     pytest.param(replace(_LONG_N, act="gelu", tokens=49001, keep="all"), torch.float32, id="rows-gelu-all"),
     pytest.param(replace(_LONG_N, tokens=64001), torch.bfloat16, id="rows-bfloat16", marks=pytest.mark.slow),
     pytest.param(replace(_LONG_F, tokens=1023), torch.bfloat16, id="columns-bfloat16", marks=pytest.mark.slow),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ckptfused import FusedCheckpointAttention, FusedCheckpointBlock, FusedCheckpointFFN
 from ckptfused.functional import attention_block, block, ffn_block
-from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec, param_shapes
+from ckptfused.spec import Adapter, AttentionSpec, BlockSpec, FFNSpec, param_shapes
 
 B, T, C, H = 2, 5, 16, 4
 ATTN = AttentionSpec(heads=H, kv_heads=2, head_dim=4, pre="rmsnorm")
@@ -24,6 +24,7 @@ def params(spec: BlockSpec = SPEC, dtype: torch.dtype = torch.float32) -> dict[s
     return {name: torch.randn(shape, dtype=dtype) for name, (shape, _) in param_shapes(spec, C).items()}
 
 
+LORA = BlockSpec(dataclasses.replace(ATTN, lora=(Adapter("o", 2),)), FFN)
 X = torch.zeros(B, T, C)
 FUNCTIONAL: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "width": ({"x": torch.zeros(B, T, 17)}, ValueError, r"x: expected width 16 .* got shape \[2, 5, 17\]"),
@@ -44,6 +45,16 @@ FUNCTIONAL: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"params": {**params(), "ffn.up_w": None}},
         ValueError,
         r"params\['ffn.up_w'\]: expected a tensor of shape \[24, 16\], got None",
+    ),
+    "adapter-shape": (
+        {"spec": LORA, "params": {**params(LORA), "attn.lora0.b": torch.zeros(16, 3)}},
+        ValueError,
+        r"params\['attn.lora0.b'\]: expected shape \[16, 2\], got \[16, 3\]",
+    ),
+    "adapter-missing": (
+        {"spec": LORA, "params": {**params(LORA), "attn.lora0.a": None}},
+        ValueError,
+        r"params\['attn.lora0.a'\]: expected a tensor of shape \[2, 16\], got None",
     ),
     "slot-unused": (
         {"params": {**params(), "ffn.out_w": torch.zeros(C)}},

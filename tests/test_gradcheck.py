@@ -35,6 +35,10 @@ BLOCKS = {
     "shared": Case(**SMALL, act="silu", layout="shared", qk_norm="layernorm", transposed=True, m=0.5, mask="keep4d"),
     "both norms": Case(**SMALL, act="relu2", layout="pre+out", qk_norm="rmsnorm", bias="qkv"),
     "packed": Case(**SMALL | {"batch": 1, "tokens": 8}, act="reglu", norm="layernorm-nobias", mask="packed-causal"),
+    "adapters": Case(**SMALL, act="swiglu", norm="rmsnorm", rope="half", mask="causal", bias="all", lora="twice"),
+    "joint adapters": Case(
+        **SMALL, act="geglu", layout="sandwich", weights="interleaved", transposed=True, seq_first=True, lora="drop"
+    ),
     "attention": Case(**SMALL, layout="attn", rope="half", heads="4/2", mask="causal", bias="all"),
     "ffn": Case(**SMALL, layout="ffn", act="geglu", weights="joint", bias="all", m=0.5),
 }
@@ -63,7 +67,7 @@ def test_variants(name: str, drop: str, device: str) -> None:
 
 @on_devices
 @pytest.mark.parametrize("keep", AXES["keep"])
-@pytest.mark.parametrize("name", ["llama", "gemma", "encoder", "attention", "ffn"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "encoder", "adapters", "attention", "ffn"])
 def test_keep_presets_with_dropout(name: str, keep: str, device: str) -> None:
     """Along random directions: test_keep shows that presets are equal bit for bit."""
     case = BLOCKS[name]

@@ -13,7 +13,7 @@ from tests.devices import on_devices
 from tests.oracle import Function, Inputs, fused, make_inputs, run
 
 CASES = all_pairs()
-ENCODER = Case(mask="keep+pad", rope="half", drop="all", batch=2, tokens=33)
+ENCODER = Case(mask="keep+pad", rope="half", drop="all", batch=2, tokens=33, lora="float32")
 PACKED = Case(mask="packed", layout="post", weights="joint", act="relu", tokens=33)
 BIASED = Case(mask="add4d", layout="sandwich", qk_norm="rmsnorm", tokens=33)
 
@@ -32,7 +32,7 @@ def _change(t: Tensor) -> None:
 
 
 def _saved(inputs: Inputs) -> list[str]:
-    weights = [name for name in inputs.params if name.endswith("_w")]
+    weights = [name for name in inputs.params if name.endswith(("_w", ".a", ".b"))]
     return ["x", *weights, *(f"aux.{name}" for name in inputs.aux)]
 
 

@@ -12,6 +12,7 @@ from ckptfused.spec import (
     AUX_NAMES,
     GATED_ACTIVATIONS,
     KEEP_PRESETS,
+    Adapter,
     AttentionSpec,
     BlockSpec,
     FFNSpec,
@@ -64,6 +65,10 @@ SPECS = {
     "parallel": BlockSpec(PRE.attn, PRE.ffn, parallel=True, keep=("attn",)),
     "shared": BlockSpec(PRE.attn, FFN, parallel="shared"),
     "interleaved": BlockSpec(AttentionSpec(heads=4, kv_heads=4, head_dim=8, joint=True, interleaved=True)),
+    "adapters": BlockSpec(
+        dataclasses.replace(ATTN, lora=(Adapter("v", 8, 1e20, 1e-5), Adapter("q", 1, -1 / 3), Adapter("q", 64, 2))),
+        dataclasses.replace(FFN, lora=(Adapter("down", 16, 2.0, 0.05),)),
+    ),
     "packed": BlockSpec(dataclasses.replace(ATTN, packed=True)),
 }
 
@@ -101,6 +106,8 @@ def test_text_is_canonical_whatever_the_number_type() -> None:
         ("halves=ffn ffn.act=relu ffn.hidden=8 ffn.hidden=8", "each key once"),
         ("halves=ffn ffn.act=swiglu ffn.hidden=8 ffn.joint=yes", "expected a value of type bool, got 'yes'"),
         ("halves=ffn ffn", "key=value"),
+        ("halves=ffn ffn.act=relu ffn.hidden=8 ffn.lora=up:8:1.0", "ffn.lora: expected target:rank:scale:p, got"),
+        ("halves=ffn ffn.act=relu ffn.hidden=8 ffn.lora=up:x:1.0:0.0", "ffn.lora: expected target:rank:scale:p"),
     ],
 )
 def test_parse_refuses(text: str, message: str) -> None:
@@ -126,6 +133,11 @@ def test_parse_refuses(text: str, message: str) -> None:
         ({"softcap": -1.0}, r"attn.softcap: expected a number of at least 0, got -1.0"),
         ({"window": -1}, r"attn.window: expected an integer of at least 0, got -1"),
         ({"mask": "yes"}, r"attn.mask: expected one of none, keep, drop, add, got 'yes'"),
+        ({"lora": (Adapter("out", 8),)}, r"attn.lora\[0\].target: expected one of q, k, v, o, got 'out'"),
+        ({"lora": (Adapter("v", 8),), "joint": True}, r"attn.lora\[0\].target: expected one of q, o, got 'v'"),
+        ({"lora": (Adapter("q", 0),)}, r"attn.lora\[0\].rank: expected an integer of at least 1, got 0"),
+        ({"lora": (Adapter("q", 8, p=2.0),)}, r"attn.lora\[0\].p: expected a dropout probability in \[0, 1\], got 2.0"),
+        ({"lora": (Adapter("q", 8, float("inf")),)}, r"attn.lora\[0\].scale: expected a finite number, got inf"),
         ({"packed": True, "mask": "keep"}, r"attn.packed: packed sequences take no mask"),
         ({"pre_eps": -1e-5}, r"attn.pre_eps: expected a number of at least 0"),
     ],
@@ -139,6 +151,7 @@ def test_attention_spec_refuses(changes: dict, message: str) -> None:
     ("changes", "message"),
     [
         ({"heads": 4.0}, r"attn.heads: expected an integer, got 4.0"),
+        ({"lora": ("q",)}, r"attn.lora: expected a tuple of Adapter, got \('q',\)"),
         ({"causal": 1}, r"attn.causal: expected a bool, got 1"),
         ({"p_attn": "0.1"}, r"attn.p_attn: expected a dropout probability in \[0, 1\], got '0.1'"),
         ({"rope": True}, r"attn.rope: expected one of none, half, interleaved, got True"),
@@ -154,6 +167,10 @@ def test_ffn_and_block_specs_refuse() -> None:
         FFNSpec("tanh", 8)
     with pytest.raises(ValueError, match=r"ffn.joint: expected a gated activation"):
         FFNSpec("relu", 8, joint=True)
+    with pytest.raises(ValueError, match=r"ffn.lora\[0\].target: expected one of up, down, got 'gate'"):
+        FFNSpec("relu", 8, lora=(Adapter("gate", 4),))
+    with pytest.raises(ValueError, match=r"lora: expected at most 252 adapters in a block, got 300"):
+        BlockSpec(ffn=FFNSpec("relu", 8, lora=(Adapter("up", 4),) * 300))
     with pytest.raises(ValueError, match=r"got neither"):
         BlockSpec()
     with pytest.raises(ValueError, match=r"both halves, got one half"):
@@ -225,6 +242,24 @@ def test_param_shapes(act: str, transposed: bool) -> None:
     assert "attn.k_w" not in joint
     assert joint["ffn.gate_w"] == ((16, 66), True)
     assert "ffn.up_w" not in joint
+
+
+def test_adapter_slots() -> None:
+    spec, text = SPECS["adapters"], SPECS["adapters"].to_string()
+    assert "attn.lora=v:8:1e20:1e-05+q:1:-0.3333333333333333:0.0+q:64:2.0:0.0" in text
+    assert text.endswith("ffn.lora=down:16:2.0:0.05")
+    names = param_names(spec)
+    assert names[30:34] == ("attn.lora0.a", "attn.lora0.b", "attn.lora0.bias", "attn.lora1.a")
+    assert names[-3:] == ("ffn.lora0.a", "ffn.lora0.b", "ffn.lora0.bias")
+    shapes = param_shapes(spec, 24)
+    assert shapes["attn.lora0.a"] == ((8, 24), True)
+    assert shapes["attn.lora0.b"] == ((16, 8), True)
+    assert shapes["ffn.lora0.a"] == ((16, 32), True)
+    assert shapes["ffn.lora0.bias"] == ((24,), False)
+    joint = BlockSpec(dataclasses.replace(ATTN, joint=True, transposed=True, lora=(Adapter("q", 4),)))
+    assert param_shapes(joint, 24)["attn.lora0.b"] == ((64, 4), True)
+    assert spec.has_dropout
+    assert not spec.without_dropout().has_dropout
 
 
 def test_variants_of_a_spec() -> None:
