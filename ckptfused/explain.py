@@ -155,7 +155,7 @@ class _Setting:
 
     def gate_up(self, f: FFNSpec) -> tuple[str, str] | None:
         """The fused product where the device has one: kernel (None: not that way) and reason."""
-        if not self.cuda or f.post != "none" or f.out != "none":  # as Block::choose_up_kernel
+        if not self.cuda or f.post != "none" or f.out != "none" or f.lora:  # as Block::choose_up_kernel
             return None
         from ckptfused.triton.tuning import CUBLAS, ffn_choice
 
@@ -183,12 +183,26 @@ def _attention_steps(s: _Setting, a: AttentionSpec, after: dict[str, str]) -> li
     if a.pre != "none":
         steps.append(Step("norm before attention", s.rows, _norm(a.pre), "made again"))
     steps.append(Step("QKV product", product, why, after["qkv"]))
+    steps += _adapters(s, a, ("q", "k", "v"), after["qkv"])
     turned = ["q/k norm"] * (a.qk_norm != "none") + [f"RoPE ({a.rope})"] * (a.rope != "none")
     if turned:
         steps.append(Step("q, k", s.rows, " and ".join(turned), "made again"))
     steps.append(Step("attention", *s.attention(a), after["attention"]))
     steps.append(Step("output projection", product, why, after["proj"]))
+    steps += _adapters(s, a, ("o",), after["proj"])
     return [*steps, _residual(s, "attention", a)]
+
+
+def _adapters(s: _Setting, half: AttentionSpec | FFNSpec, targets: tuple[str, ...], after: str) -> list[Step]:
+    """The adapters beside a product, if there are any."""
+    found = [adapter for adapter in half.lora if adapter.target in targets]
+    if not found:
+        return []
+    acc = _name(cost.accumulation_type(s.x.dtype))
+    parts = [f"{a.target}: rank {a.rank}" + (f", dropout {a.p:g}" if a.p else "") for a in found]
+    names = ", ".join(dict.fromkeys(adapter.target for adapter in found))
+    kernel = "PyTorch's products" if s.cuda else "blocks of rows"
+    return [Step(f"adapters of {names}", kernel, f"{'; '.join(parts)}; in {acc}, rounded once", after)]
 
 
 def _residual(s: _Setting, half: str, spec: AttentionSpec | FFNSpec) -> Step:
@@ -206,9 +220,11 @@ def _ffn_steps(s: _Setting, f: FFNSpec, after: dict[str, str]) -> list[Step]:
         steps.append(Step("norm before FFN", s.rows, _norm(f.pre), "made again"))
     first = "gate and up products" if f.gated else "up product"
     steps.append(Step(first, *(s.gate_up(f) or (product, why)), after["gu"]))
+    steps += _adapters(s, f, ("gate", "up"), after["gu"])
     dropped = f" and dropout {f.p_hidden:g}" if f.p_hidden else ""
     steps.append(Step("activation", s.rows, f"{f.act}{dropped} in one pass", "made again with its gradient"))
     steps.append(Step("down product", product, why, after["down"]))
+    steps += _adapters(s, f, ("down",), after["down"])
     steps.append(Step("tiles of the FFN", "", s.tiles(f)[2], "the same"))
     return [*steps, _residual(s, "FFN", f)]
 

@@ -247,4 +247,6 @@ TILED: tuple[tuple[Case, torch.dtype], ...] = (
     (replace(_LONG_N, tokens=33001), torch.float32),
     (replace(_LONG_N, tokens=64001), torch.bfloat16),
     (replace(_LONG_N, act="gelu", tokens=49001), torch.float32),
+    (replace(_LONG_F, tokens=520, lora="twice", weights="joint"), torch.float32),
+    (replace(_LONG_N, tokens=33500, lora="drop", bias="all"), torch.float32),
 )

@@ -178,15 +178,15 @@ def _op_mask(shape: Sequence[int], p: float, seed: int, offset: int, site: int) 
     return rng.dropout_mask(shape, p, torch.tensor([seed, offset]), site)
 
 
-def masks_of(spec: BlockSpec, inputs: Inputs, state: Tensor | None) -> dict[int, Tensor]:
+def masks_of(spec: BlockSpec, inputs: Inputs, state: Tensor | None, slow: bool = True) -> dict[int, Tensor]:
     """The keep mask of every site that drops something, by site number, on the inputs' device.
 
-    On the CPU by the slow Philox. For other devices by the CPU's op, which test_rng holds to it: that takes less time,
-    and every mask is still one that the device had no part in.
+    On the CPU by the slow Philox. For other devices, and where that takes too long, by the CPU's op, which test_rng
+    holds to it: that takes less time, and every mask is still one that the device had no part in.
     """
     x = inputs.x.transpose(0, 1) if spec.seq_first else inputs.x
-    slow = contextlib.nullcontext() if x.is_cpu else mock.patch.object(reference_module, "dropout_mask", _op_mask)
-    with slow:
+    by_op = mock.patch.object(reference_module, "dropout_mask", _op_mask)
+    with contextlib.nullcontext() if x.is_cpu and slow else by_op:
         masks = dropout_masks(spec, *x.shape, state, inputs.aux.get("cu_seqlens"))
     return {site: mask.to(x.device) for site, mask in masks.items()}
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfused import rng
 from tests.cases import TILED, Case, all_pairs
 from tests.devices import CUDA, on_devices
 from tests.oracle import Errors, Inputs, expect, failures, fused, make_inputs, masks_of, rng_state, run
@@ -104,18 +103,17 @@ def test_wide_heads(head_dim: int, drop: str, dtype: torch.dtype, device: str) -
 @on_devices
 @pytest.mark.parametrize(("case", "dtype"), TILED, ids=_id)
 def test_ffn_tiles(case: Case, dtype: torch.dtype, device: str) -> None:
-    """Sizes on both sides of the FFN's tile thresholds; for speed the mask comes from the op, which test_rng checks."""
+    """Sizes on both sides of the FFN's tile thresholds; for speed the masks come from the op, which test_rng checks."""
     inputs, spec = make_inputs(case, dtype, device=device), case.spec()
-    shape = (case.batch, case.tokens, case.hidden)
-    masks = {2: rng.dropout_mask(shape, case.p("hidden"), rng_state(inputs.x), 2)}
+    masks = masks_of(spec, inputs, rng_state(inputs.x), slow=False)
     expect(spec, inputs, masks=masks).check(run(fused(spec), inputs))
 
 
 @on_devices
-@pytest.mark.parametrize("site", [0, 1, 2, 3])
+@pytest.mark.parametrize("site", range(11))  # from 4 on the adapters'
 def test_one_flipped_mask_bit_is_noticed(site: int, device: str) -> None:
     """A test of the tests: the comparison fails when one dropout decision of any site differs."""
-    case = Case(drop="all", mask="causal", tokens=67, batch=2)
+    case = Case(drop="all", mask="causal", tokens=67, batch=2, lora="drop" if site > 3 else "none")
     inputs, spec = make_inputs(case, torch.float32, device=device), case.spec()
     masks = masks_of(spec, inputs, rng_state(inputs.x))
     got = run(fused(spec), inputs)

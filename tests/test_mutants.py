@@ -146,6 +146,27 @@ MUTANTS = (
         test="tests/test_keep.py::test_second_backward_is_equal[all-cpu]",
     ),
     Mutant(
+        "replay of an adapter's dropout at another site",
+        file="autograd/adapters.cpp",
+        text="s.site};",
+        defect="s.site + (backward_ ? 1 : 0)};",
+        test="tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
+    ),
+    Mutant(
+        "an adapter's dropout that starts anew in each tile of rows",
+        file="autograd/ffn.cpp",
+        text="gu_parts(t), f.transposed, t.row0);",
+        defect="gu_parts(t), f.transposed);",
+        test=_tiled(33500),
+    ),
+    Mutant(
+        "ranges of rows that leave out the last block in the gradient of an adapter",
+        file="ops/adapters_bwd_cpu.cpp",
+        text="row < end; row += kRows) {",
+        defect="row + (end < n ? kRows : 0) < end; row += kRows) {",
+        test=_tiled(33500),
+    ),
+    Mutant(
         "ensure_mid without its replay",
         file="autograd/block.cpp",
         text="  if (value_.mid.defined()) return;\n  ensure_proj();\n",

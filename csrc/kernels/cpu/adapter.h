@@ -12,8 +12,8 @@ namespace ckptfused {
 // col0.
 struct AdapterBlock {
   int64_t rows, cols;
-  Dropout dropout;
-  RowMap row_map;
+  Dropout dropout{};
+  RowMap row_map{};
   int64_t row0 = 0, col0 = 0;
 };
 

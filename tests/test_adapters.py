@@ -1,0 +1,171 @@
+"""Adapters (LoRA) beside the projections: PEFT's own layer, threads, other devices' way, and what they cost.
+
+What they compute is an axis of the all-pairs cases (test_block_oracle, test_keep), their accounting of test_cost.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckptfused import cost
+from ckptfused.functional import ffn_block
+from ckptfused.spec import Adapter, BlockSpec, FFNSpec, param_names, param_shapes
+from tests.cases import Case
+from tests.devices import on_devices, repeatable
+from tests.oracle import fused, make_inputs, run
+
+N, C, F = 1100, 24, 40  # several ranges of rows and a rest
+SPEC = BlockSpec(ffn=FFNSpec("relu", F, lora=(Adapter("up", 5, 2.0), Adapter("down", 3, 0.5))))
+
+
+def _params(spec: BlockSpec, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Base weights of -1, 0 and 1: their products of whole numbers are exact in any order."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(name: str, shape: tuple[int, ...]) -> Tensor:
+        if ".lora" in name:
+            return torch.randn(shape, generator=generator).requires_grad_()
+        return torch.randint(-1, 2, shape, generator=generator).to(dtype)
+
+    return {name: make(name, shape) for name, (shape, _) in param_shapes(spec, C).items()}
+
+
+def _results(spec: BlockSpec, x: Tensor, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    x = x.clone().requires_grad_()
+    wanted = {"x": x, **{name: t for name, t in params.items() if t.requires_grad}}
+    y = ffn_block(x, params, spec, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad(y, tuple(wanted.values()), torch.ones_like(y))
+    return {"y": y.detach(), **dict(zip(wanted, grads, strict=True))}
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_threads_change_no_bit(p: float) -> None:
+    """The sums over rows are made in ranges that depend on the number of rows alone."""
+    assert SPEC.ffn is not None
+    lora = tuple(replace(adapter, p=p) for adapter in SPEC.ffn.lora)
+    spec = BlockSpec(ffn=replace(SPEC.ffn, lora=lora))
+    x, params = torch.randint(-2, 3, (1, N, C)).float(), _params(spec, torch.float32)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(_results(spec, x, params))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert [name for name, t in results[0].items() if not t.equal(other[name])] == []
+
+
+def test_gradients_have_their_parameters_types() -> None:
+    results = _results(SPEC, torch.randint(-2, 3, (1, N, C)).bfloat16(), _params(SPEC, torch.bfloat16))
+    assert {name for name, t in results.items() if t.dtype == torch.bfloat16} == {"x", "y"}
+    assert len(results) == 2 + 6
+
+
+@on_devices
+@pytest.mark.parametrize("keep", ["inputs", "all"])
+@pytest.mark.parametrize("lora", ["drop", "twice"])
+def test_frozen_base(lora: str, keep: str, device: str) -> None:
+    """As PEFT trains: gradients of the adapters alone, the same as among all others, float32 beside bfloat16."""
+    repeatable(device)
+    case = Case(mask="causal", rope="half", norm="rmsnorm", drop="res", lora=lora, batch=2, bias="all")
+    inputs, function = make_inputs(case, torch.bfloat16, device=device), fused(case.spec().with_keep(keep))
+    full = run(function, inputs)
+    params = {n: t.detach().requires_grad_(".lora" in n) for n, t in inputs.params.items()}
+    function(replace(inputs, params=params)).backward(inputs.dy)
+    for name, t in params.items():
+        assert (t.grad is not None) == (".lora" in name), name
+        assert t.grad is None or t.grad.equal(full[f"d {name}"]), name
+
+
+def test_against_peft() -> None:
+    """An FFN of PEFT's own layers: float32 to rounding, float32 adapters on a bfloat16 base to its rounding."""
+    peft = pytest.importorskip("peft")
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential()
+        model.up, model.down = torch.nn.Linear(C, F), torch.nn.Linear(F, C)
+        model.forward = lambda x, m=model: x + m.down(torch.relu(m.up(x)))  # type: ignore[method-assign]
+        config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["up", "down"], init_lora_weights=False)
+        peft.inject_adapter_in_model(config, model.to(dtype))
+        parts = {
+            f"{n}_{s}": getattr(getattr(model, n), k)
+            for n in ("up", "down")
+            for s, k in (("w", "weight"), ("b", "bias"))
+        }
+        params = {f"ffn.{name}": t for name, t in parts.items()}
+        for index, name in enumerate(("up", "down")):
+            layer = getattr(model, name)
+            for slot, matrices in (("a", layer.lora_A), ("b", layer.lora_B)):
+                params[f"ffn.lora{index}.{slot}"] = matrices["default"].weight.data.float().requires_grad_()
+                matrices["default"].weight = torch.nn.Parameter(params[f"ffn.lora{index}.{slot}"].detach().clone())
+        spec = BlockSpec(ffn=FFNSpec("relu", F, lora=(Adapter("up", 4, 1.5), Adapter("down", 4, 1.5))))
+        x = torch.randn(2, 9, C).to(dtype)
+        y, expected = ffn_block(x, params, spec), model(x)
+        torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+        y.float().square().sum().backward()
+        expected.float().square().sum().backward()
+        got, want = params["ffn.lora0.a"].grad, model.up.lora_A["default"].weight.grad
+        assert got is not None
+        torch.testing.assert_close(got, want, rtol=10 * tolerance, atol=10 * tolerance * float(want.abs().max()))
+
+
+def test_work_by_hand() -> None:
+    """Beside the base's: up's two again, and of each t again, d b, d t (of down twice), d a and d in."""
+    base = BlockSpec(ffn=FFNSpec("relu", F))
+    dims, rank = (1, N, C), 5
+    assert base.ffn is not None
+    up = BlockSpec(ffn=replace(base.ffn, lora=(Adapter("up", rank),)))
+    down = BlockSpec(ffn=replace(base.ffn, lora=(Adapter("down", rank),)))
+
+    def more(spec: BlockSpec, of: object) -> float:
+        return (of(spec, *dims) - of(base, *dims)) / (2 * N * rank)  # type: ignore[operator]
+
+    assert more(up, cost.forward_flops) == more(down, cost.forward_flops) == C + F
+    replay, sides = C + F, 3 * C + 2 * F
+    assert more(up, cost.backward_flops) == replay + sides
+    assert more(down, cost.backward_flops) == 3 * F + 2 * C + C
+
+
+AS_ELSEWHERE = """
+import torch
+from tests.cases import Case
+from tests.oracle import expect, fused, make_inputs, rng_state, run
+for dtype in (torch.float32, torch.bfloat16):
+    for case in (
+        Case(lora="twice", batch=2, seq_first=True, bias="all", weights="joint", transposed=True, tokens=33),
+        Case(lora="drop", layout="sandwich", act="gelu", drop="all", tokens=33),
+    ):
+        inputs, spec = make_inputs(case, dtype), case.spec()
+        failures = expect(spec, inputs, rng_state(inputs.x)).failures(run(fused(spec), inputs))
+        assert all("lora" not in failure and "y:" not in failure for failure in failures), failures
+"""
+
+
+def test_as_other_devices_do_it() -> None:
+    """Through PyTorch's products, as on a GPU: the same masks and values."""
+    environment = {**os.environ, "CKPTFUSED_ADAPTERS": "aten"}
+    done = subprocess.run(
+        [sys.executable, "-c", AS_ELSEWHERE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_rows() -> None:
+    results = _results(SPEC, torch.zeros(1, 0, C), _params(SPEC, torch.float32))
+    assert results["y"].shape == (1, 0, C)
+    assert all(not t.any() for name, t in results.items() if ".lora" in name)
+
+
+def test_shapes_are_checked_below_python() -> None:
+    params = {**_params(SPEC, torch.float32), "ffn.lora0.a": torch.zeros(5, C + 1)}
+    given = [params.get(name) for name in param_names(SPEC)]
+    with pytest.raises(RuntimeError, match=r"expected a \[5, 24\] and b \[40, 5\] of the adapter of u"):
+        torch.ops.ckptfused.ffn_block(torch.zeros(1, 3, C), given, [None] * 5, SPEC.to_string())
