@@ -85,36 +85,40 @@ def test_frozen_base(lora: str, keep: str, device: str) -> None:
         assert t.grad is None or t.grad.equal(full[f"d {name}"]), name
 
 
-def test_against_peft() -> None:
-    """An FFN of PEFT's own layers: float32 to rounding, float32 adapters on a bfloat16 base to its rounding."""
+class _FFN(torch.nn.Module):
+    """Layers that PEFT can wrap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(C, F), torch.nn.Linear(F, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_against_peft(dtype: torch.dtype, tolerance: float) -> None:
+    """PEFT's own layers: float32 to rounding, float32 adapters on a bfloat16 base to its rounding."""
     peft = pytest.importorskip("peft")
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential()
-        model.up, model.down = torch.nn.Linear(C, F), torch.nn.Linear(F, C)
-        model.forward = lambda x, m=model: x + m.down(torch.relu(m.up(x)))  # type: ignore[method-assign]
-        config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["up", "down"], init_lora_weights=False)
-        peft.inject_adapter_in_model(config, model.to(dtype))
-        parts = {
-            f"{n}_{s}": getattr(getattr(model, n), k)
-            for n in ("up", "down")
-            for s, k in (("w", "weight"), ("b", "bias"))
-        }
-        params = {f"ffn.{name}": t for name, t in parts.items()}
-        for index, name in enumerate(("up", "down")):
-            layer = getattr(model, name)
-            for slot, matrices in (("a", layer.lora_A), ("b", layer.lora_B)):
-                params[f"ffn.lora{index}.{slot}"] = matrices["default"].weight.data.float().requires_grad_()
-                matrices["default"].weight = torch.nn.Parameter(params[f"ffn.lora{index}.{slot}"].detach().clone())
-        spec = BlockSpec(ffn=FFNSpec("relu", F, lora=(Adapter("up", 4, 1.5), Adapter("down", 4, 1.5))))
-        x = torch.randn(2, 9, C).to(dtype)
-        y, expected = ffn_block(x, params, spec), model(x)
-        torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
-        y.float().square().sum().backward()
-        expected.float().square().sum().backward()
-        got, want = params["ffn.lora0.a"].grad, model.up.lora_A["default"].weight.grad
-        assert got is not None
-        torch.testing.assert_close(got, want, rtol=10 * tolerance, atol=10 * tolerance * float(want.abs().max()))
+    torch.manual_seed(0)
+    model = _FFN().to(dtype)
+    config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["up", "down"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    params: dict[str, Tensor] = {}
+    for index, name in enumerate(("up", "down")):
+        layer = getattr(model, name)
+        params |= {f"ffn.{name}_w": layer.weight, f"ffn.{name}_b": layer.bias}
+        for slot, linear in (("a", layer.lora_A["default"].float()), ("b", layer.lora_B["default"].float())):
+            params[f"ffn.lora{index}.{slot}"] = linear.weight.detach().clone().requires_grad_()
+    spec = BlockSpec(ffn=FFNSpec("relu", F, lora=(Adapter("up", 4, 1.5), Adapter("down", 4, 1.5))))
+    x = torch.randn(2, 9, C).to(dtype)
+    y, expected = ffn_block(x, params, spec), model(x)
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+    y.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    got, want = params["ffn.lora0.a"].grad, model.up.lora_A["default"].weight.grad
+    assert got is not None
+    torch.testing.assert_close(got, want, rtol=10 * tolerance, atol=10 * tolerance * float(want.abs().max()))
 
 
 def test_work_by_hand() -> None:
@@ -126,7 +130,7 @@ def test_work_by_hand() -> None:
     down = BlockSpec(ffn=replace(base.ffn, lora=(Adapter("down", rank),)))
 
     def more(spec: BlockSpec, of: object) -> float:
-        return (of(spec, *dims) - of(base, *dims)) / (2 * N * rank)  # type: ignore[operator]
+        return (of(spec, *dims) - of(base, *dims)) / (2 * N * rank)
 
     assert more(up, cost.forward_flops) == more(down, cost.forward_flops) == C + F
     replay, sides = C + F, 3 * C + 2 * F

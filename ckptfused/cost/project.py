@@ -52,15 +52,16 @@ class Projections(Frame):
                 total += size * self.A.itemsize if self._adapter_param(f"{prefix}.{slot}") not in (None, self.A) else 0
         return total
 
-    def _scratch(self, n: int, into: int, out: int, ranks: int, *backward: int) -> int:
+    def _scratch(
+        self, n: int, into: int, out: int, ranks: int, din: bool | None = None, sums: tuple[int, int, int] = (0, 0, 0)
+    ) -> int:
+        """din: whether a backward makes it; None: a forward. sums: ranks of d a, of d b, number of d bias."""
         from ckptfused import _C
 
         if self.call.device != "cpu":  # csrc/autograd/adapters_aten.cpp
             return min(n, _ATEN_ROWS) * (into + out + ranks) * self.A.itemsize
-        rest = (bool(backward), *(backward or (False, 0, 0, 0)))
-        return _C.adapter_scratch_bytes(
-            n, into, out, ranks, *rest, str(self.A).removeprefix("torch."), self.call.threads
-        )
+        acc, backward = str(self.A).removeprefix("torch."), din is not None
+        return _C.adapter_scratch_bytes(n, into, out, ranks, backward, bool(din), *sums, acc, self.call.threads)
 
     def add_adapters(self, part: str, n: int, into: int, out: int) -> None:
         """Those beside a part [out, into] of a projection of n rows."""
@@ -94,8 +95,8 @@ class Projections(Frame):
             for prefix, rank in ranks.items()
             for work in low_rank_gradients(part, n, out, into, rank, wanted[prefix], din)
         ]
-        sums = (sum(rank for p, rank in ranks.items() if slot in wanted[p]) for slot in ("a", "b"))
+        da, db = (sum(rank for p, rank in ranks.items() if slot in wanted[p]) for slot in ("a", "b"))
         biases = sum("bias" in asked for asked in wanted.values())
-        scratch = self._scratch(n, into, out, sum(ranks.values()), din, *sums, biases)
+        scratch = self._scratch(n, into, out, sum(ranks.values()), din, (da, db, biases))
         with self.time.temporary(self._copies(ranks, into, out, False) + scratch):
             pass
