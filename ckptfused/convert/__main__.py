@@ -1,4 +1,7 @@
-"""`python -m ckptfused.convert module.Class …`: writes down the forwards of these classes as they are installed."""
+"""`python -m ckptfused.convert module.Class …`: writes down the forwards of these classes as they are installed.
+
+`module.Class:method` writes down another method that an adapter stands in for (`Family.methods`).
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,15 @@ from ckptfused.convert.source import KNOWN_FILE, fingerprint, known
 
 
 def main(names: list[str]) -> None:
-    """Adds the fingerprint of each class's forward to known.json."""
+    """Adds the fingerprint of each class's forward, or of the method that is named, to known.json."""
     found = known()
-    for name in names:
+    for named in names:
+        name, _, method = named.partition(":")
         module, _, cls = name.rpartition(".")
         library = module.partition(".")[0]
         said = f"{library} {importlib.metadata.version(library)}"
-        forward = getattr(importlib.import_module(module), cls).forward
-        found["classes"].setdefault(name, {}).setdefault(fingerprint(forward), said)
+        function = getattr(getattr(importlib.import_module(module), cls), method or "forward")
+        found["classes"].setdefault(name, {}).setdefault(fingerprint(function), said)
     found["classes"] = dict(sorted(found["classes"].items()))
     KNOWN_FILE.write_text(json.dumps(found, indent=1) + "\n")
 

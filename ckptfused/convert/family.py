@@ -36,6 +36,18 @@ class Family:
     name: str
     layers: tuple[str, ...] = ()
     """`module.Class` of every layer class that this adapter reads."""
+    methods: tuple[str, ...] = ("forward",)
+    """The methods of a layer that this adapter stands in for: their code has to be the code that was read."""
+
+    def as_read(self, layer: Any) -> bool:
+        """Whether a layer's class runs the code that this adapter was written from."""
+        cls = type(layer)
+        patched = any(method in vars(layer) for method in self.methods if method != "forward")
+        return not patched and all(class_as_read(cls, getattr(cls, method)) for method in self.methods)
+
+    def unread(self, layer: Any) -> Reason:
+        """What `run` says of a layer that is not `as_read`."""
+        return Reason(f"the code of {type(layer).__name__} is not the one that was read (see tested versions)")
 
     def parts(self, layer: Any) -> Parts:
         """The pieces of a layer, as they are now."""
@@ -47,8 +59,8 @@ class Family:
 
     def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's result, or a `Reason`."""
-        if not class_as_read(type(layer), type(layer).forward):
-            return Reason(f"the code of {type(layer).__name__} is not the one that was read")
+        if not self.as_read(layer):
+            return self.unread(layer)
         inputs = self.inputs(layer, *args, **kwargs)
         if isinstance(inputs, Reason):
             return inputs
@@ -65,8 +77,8 @@ class Family:
 
     def plan(self, layer: Any, keep: str, x: Tensor) -> Plan | Reason:
         """What will become of calls like `example`'s."""
-        if not class_as_read(type(layer), type(layer).forward):
-            return Reason(f"the code of {type(layer).__name__} is not the one that was read")
+        if not self.as_read(layer):
+            return self.unread(layer)
         args, kwargs = self.example(layer, x)
         inputs = self.inputs(layer, *args, **kwargs)
         if isinstance(inputs, Reason):
