@@ -14,7 +14,7 @@ from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.convert.source import as_read
 from ckptfused.functional import check_packed, rotary_view
 from ckptfused.modules.assemble import Call, Slots, canonical_text, input_words, settled
-from ckptfused.spec import MAX_HEAD_DIM
+from ckptfused.spec import MAX_HEAD_DIM, BlockSpec, keepable
 
 _PLACES = ("pre", "post", "out")
 
@@ -161,11 +161,28 @@ def _tensors_fit(x: Tensor, slots: Slots, adapters: Slots) -> Reason | None:
     return None
 
 
+def _closing_norm_fits(parts: Parts, x: Tensor) -> Reason | None:
+    """Under autocast PyTorch gives the result of a LayerNorm in float32; a block's has the type of x."""
+    closing = any(half is not None and half.out is not None for half in (parts.attn, parts.ffn))
+    if closing and torch.is_autocast_enabled(x.device.type) and x.dtype in (torch.bfloat16, torch.float16):
+        return Reason(f"autocast makes float32 of the layer's {x.dtype} input in its closing norm")
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _names_here(words: str, keep: str) -> str:
+    """Of the names that a policy lists for whole layers, those that one half has."""
+    names = keepable(BlockSpec.parse(words))
+    return "=" + "+".join(name for name in keep[1:].split("+") if name in names)
+
+
 def build_call(parts: Parts, inputs: Inputs, keep: str) -> Call | Reason:
     """The op call of a layer, or why it cannot be one."""
     x = inputs.x
     if x.dim() != 3:
         return Reason(f"the input has shape {list(x.shape)}, expected [B, T, C]")
+    if (why := _closing_norm_fits(parts, x)) is not None:
+        return why
     slots: Slots = []
     adapters: Slots = []
     words = ""
@@ -202,5 +219,8 @@ def build_call(parts: Parts, inputs: Inputs, keep: str) -> Call | Reason:
             cos, sin = (rotary_view(n, t, x.size(0), x.size(1), width) for n, t in (("cos", cos), ("sin", sin)))
     op = "block" if len(halves) == 2 else "attention_block" if halves == ["attn"] else "ffn_block"
     parallel = "shared" if parts.parallel == "shared" else int(parts.parallel)
-    text = canonical_text(f"halves={'+'.join(halves)} parallel={parallel}{words}", keep)
+    words = f"halves={'+'.join(halves)} parallel={parallel} seq_first={int(inputs.seq_first)}{words}"
+    if len(halves) == 1 and keep.startswith("="):
+        keep = _names_here(words, keep)
+    text = canonical_text(words, keep)
     return Call(op, x, slots, text, inputs.masks, cos, sin, cu_seqlens)

@@ -20,11 +20,14 @@ _FOREIGN = ("position_bias", "softcap", "s_aux", "sliding_window", "cache", "blo
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-def collecting() -> bool:
-    """Whether Hugging Face collects what only the original layer makes: attention weights, router logits."""
+def collecting(made: tuple[str, ...] = ()) -> bool:
+    """Whether Hugging Face collects what only the original layer makes: attention weights, router logits.
+
+    made: what the fused layer's own submodules make too, since it calls them.
+    """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
     collected = capturing and capturing._active_collector.get()
-    return bool(collected) and any(not key.startswith(("hidden_states", "_")) for key in collected)
+    return bool(collected) and any(not key.startswith(("hidden_states", "_", *made)) for key in collected)
 
 
 def cache_reason(layer: Any, cache: Any) -> Reason | None:
@@ -66,9 +69,10 @@ def decoder_inputs(
     cache: Any,
     position_embeddings: tuple[Tensor, Tensor] | None,
     kwargs: dict[str, Any],
+    made: tuple[str, ...] = (),
 ) -> Inputs | Reason:
-    """The inputs of a decoder layer whose attention module follows Hugging Face's interface."""
-    if kwargs.get("output_attentions") or collecting():
+    """The inputs of a layer whose self-attention module follows Hugging Face's interface. made: as `collecting`."""
+    if kwargs.get("output_attentions") or collecting(made):
         return Reason("attention weights or router logits are asked for", original=True)
     if (why := cache_reason(layer, cache)) is not None:
         return why

@@ -60,8 +60,10 @@ class Projection(NamedTuple):
         return self.weight.size(1 if self.transposed else 0)
 
 
-def projection(module: nn.Module) -> Projection | Reason:
-    """The tensors of a projection, or why it cannot be fused."""
+def projection(module: Any) -> Projection | Reason:
+    """The tensors of a projection, or why it cannot be fused. A `Projection` stands for itself."""
+    if isinstance(module, Projection):
+        return module
     module = active_copy(module)
     kind = type(module)
     if hooked(module):

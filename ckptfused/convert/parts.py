@@ -12,13 +12,14 @@ from ckptfused.masks import NO_MASK, Mask
 class Attention(NamedTuple):
     """The attention half of a layer: modules as they are found now, and numbers.
 
-    `k` and `v` None: `q` holds the joint projection. Dropout probabilities are those of this call: 0 in eval.
+    `k` and `v` None: `q` holds the joint projection. Where no module of its own holds a projection's weight, a
+    `modules.Projection` stands in its place. Dropout probabilities are those of this call: 0 in eval.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
-    q: nn.Module
+    q: Any
     k: nn.Module | None
     v: nn.Module | None
     o: nn.Module
@@ -75,6 +76,8 @@ class Inputs(NamedTuple):
     cu_seqlens: Tensor | None = None
     windowed: bool = True
     """Whether the layer's window applies at this call; a `mask` has its own."""
+    seq_first: bool = False
+    """x is [T, B, C]."""
 
 
 class Reason(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import ckptfused
-from tests.convert import zoo_decoders, zoo_llama  # noqa: F401
+from tests.convert import (  # noqa: F401
+    zoo_decoders,
+    zoo_encoders,
+    zoo_llama,
+    zoo_moe,
+    zoo_seq2seq,
+    zoo_torch,
+)
 from tests.convert.compare import close, run
 from tests.convert.dropout_oracle import RecordStates, with_masks
 from tests.convert.zoo import ZOO, Specimen, randomize, set_dropout
@@ -29,8 +37,14 @@ def build(specimen: Specimen, p: float, implementation: str, seed: int = 0) -> n
 def converted(model: nn.Module, specimen: Specimen, keep: str = "inputs") -> nn.Module:
     model = copy.deepcopy(model)
     report = ckptfused.convert(model, keep)
-    assert [x.path for x in report.layers] == [specimen.path] * len(specimen.layers(model)), str(report)
+    paths = specimen.path if isinstance(specimen.path, tuple) else (specimen.path,) * len(specimen.layers(model))
+    assert tuple(x.path for x in report.layers) == paths, str(report)
     return model
+
+
+def in_type(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The batch with its floating-point tensors in this type."""
+    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
 
 
 def without_zero(found: dict[str, Tensor], specimen: Specimen, relative: float) -> dict[str, Tensor]:
@@ -50,8 +64,10 @@ def without_zero(found: dict[str, Tensor], specimen: Specimen, relative: float) 
 def test_float32(specimen: Specimen, implementation: str, mode: str) -> None:
     model = build(specimen, 0.0, implementation).train(mode == "train")
     batch = specimen.batch()
-    if mode == "eval" and "use_cache" in vars(getattr(model, "config", object())):
-        model.config.use_cache = False  # with a cache, eval runs the original layers
+    if mode == "eval":
+        for part in model.modules():  # with a cache, eval runs the original layers
+            if hasattr(getattr(part, "config", None), "use_cache"):
+                part.config.use_cache = False
     got, want = (without_zero(run(m, batch), specimen, 1e-5) for m in (converted(model, specimen), model))
     close(got, want, 1e-5)
 
@@ -62,11 +78,8 @@ def test_bfloat16(specimen: Specimen, implementation: str) -> None:
     squares: dict[str, list[float]] = {}
     for seed in range(DRAWS):
         model = build(specimen, 0.0, implementation, seed).bfloat16()
-        batch = specimen.batch()
-        batch = {k: v.bfloat16() if v.is_floating_point() else v for k, v in batch.items()}
-        truth = run(
-            copy.deepcopy(model).float(), {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
-        )
+        batch = in_type(specimen.batch(), torch.bfloat16)
+        truth = run(copy.deepcopy(model).float(), in_type(batch, torch.float32))
         truth = without_zero(truth, specimen, 1e-5)
         eps = torch.finfo(torch.bfloat16).eps
         own, ours = (without_zero(run(m, batch), specimen, eps) for m in (model, converted(model, specimen)))
@@ -86,11 +99,11 @@ def test_bfloat16(specimen: Specimen, implementation: str) -> None:
 def test_dropout(specimen: Specimen, keep: str) -> None:
     """Against the unconverted model (eager attention) with our masks."""
     model = build(specimen, 0.25, "eager")
+    specimen.still(model)
     other = converted(model, specimen, keep)
     batch = specimen.batch()
     with RecordStates() as record:
         got = run(other, batch)
-    assert len(record.states) == len(specimen.layers(model))
-    with with_masks(specimen.layers(model), record.states):
+    with with_masks(specimen.layers(model), record.states, specimen.sites):
         want = run(model, batch)
     close(without_zero(got, specimen, 1e-5), without_zero(want, specimen, 1e-5), 1e-5)

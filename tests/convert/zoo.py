@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 VOCABULARY = 97
 Batch = dict[str, Tensor]
+Sites = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,17 @@ class Specimen:
     batch: Callable[[], Batch]
     layers: Callable[[Any], list[nn.Module]]
     """The modules that `convert` should convert, in the order in which they run."""
-    path: str = "fused"
+    path: str | tuple[str, ...] = "fused"
+    """What the report says of all layers, or of each."""
     implementations: tuple[str, ...] = ("sdpa", "eager")
     own_dropout: tuple[str, ...] = field(default=())
     """Dropout modules outside the layers, where PyTorch draws the masks: their p is set to 0."""
     zero: str = ""
     """How the names of biases end whose gradient is exactly 0: what is found there is rounding."""
+    sites: Callable[[Any], Sites] | None = None
+    """The dropout calls of a layer in order: which of its ops draws each, and at which site."""
+    still: Callable[[Any], None] = lambda model: None
+    """Switches dropout off where a checkpointed piece inside a layer draws from PyTorch."""
 
 
 ZOO: dict[str, Specimen] = {}

@@ -1,0 +1,73 @@
+"""BERT and RoBERTa: post-norm LayerNorm, separate weights, residuals added in modules of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ckptfused.convert.family import Family, register
+from ckptfused.convert.hugging_face import decoder_inputs
+from ckptfused.convert.modules import rate
+from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+
+_MODELS = "transformers.models"
+
+
+class Bert(Family):
+    """BERT, RoBERTa. Chunks of the FFN (`chunk_size_feed_forward`) give what the whole gives: they are not made."""
+
+    name = "bert"
+    layers = (
+        f"{_MODELS}.bert.modeling_bert.BertLayer",
+        f"{_MODELS}.roberta.modeling_roberta.RobertaLayer",
+    )
+    methods = ("forward", "feed_forward_chunk")
+
+    def parts(self, layer: Any) -> Parts:
+        attention, attn = layer.attention, layer.attention.self
+        first, last = attention.output, layer.output
+        return Parts(
+            Attention(
+                heads=attn.num_attention_heads,
+                kv_heads=attn.num_attention_heads,
+                head_dim=attn.attention_head_size,
+                q=attn.query,
+                k=attn.key,
+                v=attn.value,
+                o=first.dense,
+                out=first.LayerNorm,
+                scale=attn.scaling,
+                p_attn=attn.dropout.p if attn.training else 0.0,
+                p_res=rate(first.dropout),
+                holders=(attention, attn, first, first.dropout),
+            ),
+            FFN(
+                layer.intermediate.intermediate_act_fn,
+                gate=None,
+                up=layer.intermediate.dense,
+                down=last.dense,
+                out=last.LayerNorm,
+                p_res=rate(last.dropout),
+                holders=(layer.intermediate, last, last.dropout),
+            ),
+        )
+
+    def inputs(
+        self,
+        layer: Any,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        encoder_hidden_states: Any = None,
+        encoder_attention_mask: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Inputs | Reason:
+        attn = layer.attention.self
+        found = decoder_inputs(layer, attn, hidden_states, attention_mask, past_key_values, None, kwargs)
+        if isinstance(found, Inputs) and layer.is_decoder and encoder_hidden_states is not None:
+            return Reason("cross attention")
+        return found
+
+
+register(Bert())

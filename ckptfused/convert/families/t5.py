@@ -1,0 +1,98 @@
+"""T5: the FFN half is fused, attention, whose relative position bias needs a gradient, is checkpointed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptfused.convert.composite import Composite, Fused, Generic, Steps
+from ckptfused.convert.family import register
+from ckptfused.convert.hugging_face import cache_reason, collecting
+from ckptfused.convert.modules import rate
+from ckptfused.convert.parts import FFN, Inputs, Parts, Reason
+
+
+class T5(Composite):
+    """T5, encoder and decoder, FFN gated or not. One checkpointed piece holds self- and cross attention."""
+
+    name = "t5"
+    layers = ("transformers.models.t5.modeling_t5.T5Block",)
+
+    def parts(self, layer: Any) -> Parts:
+        half = layer.layer[-1]
+        dense = half.DenseReluDense
+        gated = hasattr(dense, "wi_0")
+        return Parts(
+            ffn=FFN(
+                dense.act,
+                gate=dense.wi_0 if gated else None,
+                up=dense.wi_1 if gated else dense.wi,
+                down=dense.wo,
+                pre=half.layer_norm,
+                p_hidden=rate(dense.dropout),
+                p_res=rate(half.dropout),
+                holders=(half, dense, dense.dropout, half.dropout),
+            )
+        )
+
+    def steps(
+        self,
+        layer: Any,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        position_bias: Any = None,
+        encoder_hidden_states: Any = None,
+        encoder_attention_mask: Any = None,
+        encoder_decoder_position_bias: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Steps | Reason:
+        if kwargs.get("output_attentions") or collecting():
+            return Reason("attention weights are asked for", original=True)
+        if (why := cache_reason(layer, past_key_values)) is not None:
+            return why
+        if hidden_states.dtype == torch.float16:
+            return Reason("values are clamped in float16")
+        masks = (attention_mask, position_bias, encoder_hidden_states)
+        cross = (encoder_attention_mask, encoder_decoder_position_bias)
+        why_not = "attention whose position bias needs a gradient"
+        return (
+            Generic(why_not, partial(_attend, layer), (*masks, *cross), kwargs),
+            Fused(self.parts(layer), Inputs(hidden_states)),
+        )
+
+    def result(self, y: Tensor, *rest: Any) -> tuple[Any, ...]:
+        return y, *rest
+
+    def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (x,), {"encoder_hidden_states": torch.empty_like(x)} if layer.is_decoder else {}
+
+
+def _attend(
+    layer: Any,
+    x: Tensor,
+    mask: Any,
+    position_bias: Any,
+    encoder_hidden_states: Any,
+    encoder_mask: Any,
+    encoder_position_bias: Any,
+    **kwargs: Any,
+) -> tuple[Any, ...]:
+    """x, and the position biases that later layers use."""
+    x, position_bias, _ = layer.layer[0](x, attention_mask=mask, position_bias=position_bias, **kwargs)
+    if not layer.is_decoder or encoder_hidden_states is None:
+        return x, position_bias, None
+    x, encoder_position_bias, _ = layer.layer[1](
+        x,
+        key_value_states=encoder_hidden_states,
+        attention_mask=encoder_mask,
+        position_bias=encoder_position_bias,
+        **kwargs,
+    )
+    return x, position_bias, encoder_position_bias
+
+
+register(T5())

@@ -1,0 +1,167 @@
+"""`torch.nn`'s Transformer layers: joint qkv, pre- or post-norm, either layout. Cross attention is checkpointed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptfused.convert.composite import Composite, Fused, Generic, Steps
+from ckptfused.convert.family import Family, register
+from ckptfused.convert.modules import Projection, rate
+from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.masks import encoder_mask
+
+_MODULES = "torch.nn.modules.transformer"
+
+
+class TorchEncoder(Family):
+    """`nn.TransformerEncoderLayer`. Its fast path in evaluation, and nested tensors, stay PyTorch's."""
+
+    name = "torch-encoder"
+    layers = (f"{_MODULES}.TransformerEncoderLayer",)
+    methods = ("forward", "_sa_block", "_ff_block")
+
+    def parts(self, layer: Any) -> Parts:
+        return Parts(attention(layer, layer.dropout1), ffn(layer, layer.norm2, layer.dropout2))
+
+    def inputs(
+        self,
+        layer: Any,
+        src: Tensor,
+        src_mask: Any = None,
+        src_key_padding_mask: Any = None,
+        is_causal: bool = False,
+    ) -> Inputs | Reason:
+        if not (layer.training or torch.is_grad_enabled()):
+            return Reason("evaluation without gradients", original=True)
+        return inputs_of(layer.self_attn, src, src_mask, src_key_padding_mask, is_causal)
+
+    def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _unbatched(super().run(layer, keep, args, kwargs), args[0] if args else kwargs["src"])
+
+    def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (_laid_out(layer, x),), {}
+
+
+class TorchDecoder(Composite):
+    """`nn.TransformerDecoderLayer`."""
+
+    name = "torch-decoder"
+    layers = (f"{_MODULES}.TransformerDecoderLayer",)
+    methods = ("forward", "_sa_block", "_mha_block", "_ff_block")
+
+    def parts(self, layer: Any) -> Parts:
+        return Parts(attention(layer, layer.dropout1), ffn(layer, layer.norm3, layer.dropout3))
+
+    def steps(
+        self,
+        layer: Any,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Any = None,
+        memory_mask: Any = None,
+        tgt_key_padding_mask: Any = None,
+        memory_key_padding_mask: Any = None,
+        tgt_is_causal: bool = False,
+        memory_is_causal: bool = False,
+    ) -> Steps | Reason:
+        inputs = inputs_of(layer.self_attn, tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        if isinstance(inputs, Reason):
+            return inputs
+        parts = self.parts(layer)
+        cross = partial(_cross, layer, tgt.dim() == 2)
+        encoder = (memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+        return (
+            Fused(Parts(attn=parts.attn), inputs),
+            Generic("cross attention", cross, encoder),
+            Fused(Parts(ffn=parts.ffn), Inputs(inputs.x, seq_first=inputs.seq_first)),
+        )
+
+    def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _unbatched(super().run(layer, keep, args, kwargs), args[0] if args else kwargs["tgt"])
+
+    def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x = _laid_out(layer, x)
+        return (x, torch.empty_like(x)), {}
+
+
+def attention(layer: Any, dropout: Any) -> Attention:
+    """The self-attention half."""
+    attn = layer.self_attn
+    return Attention(
+        heads=attn.num_heads,
+        kv_heads=attn.num_heads,
+        head_dim=attn.head_dim,
+        q=Projection(attn.in_proj_weight, attn.in_proj_bias, False),
+        k=None,
+        v=None,
+        o=attn.out_proj,
+        pre=layer.norm1 if layer.norm_first else None,
+        out=None if layer.norm_first else layer.norm1,
+        p_attn=attn.dropout if attn.training else 0.0,
+        p_res=rate(dropout),
+        holders=(attn, dropout),
+    )
+
+
+def ffn(layer: Any, norm: Any, dropout: Any) -> FFN:
+    """The FFN half."""
+    return FFN(
+        layer.activation,
+        gate=None,
+        up=layer.linear1,
+        down=layer.linear2,
+        pre=norm if layer.norm_first else None,
+        out=None if layer.norm_first else norm,
+        p_hidden=rate(layer.dropout),
+        p_res=rate(dropout),
+        holders=(layer.dropout, dropout),
+    )
+
+
+def inputs_of(attn: Any, x: Tensor, mask: Any, padding: Any, is_causal: bool) -> Inputs | Reason:
+    """What a self-attention half was called with. What PyTorch refuses, or takes another way, is left to it."""
+    if x.is_nested:
+        return Reason("a nested tensor", original=True)
+    if not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn:
+        return Reason("keys or values of another width, or added ones")
+    if x.dim() not in (2, 3) or x.size(-1) != attn.embed_dim or (is_causal and mask is None):
+        return Reason("PyTorch refuses this call", original=True)
+    if any(m is not None and m.requires_grad for m in (mask, padding)):
+        return Reason("a mask needs a gradient")
+    if x.dim() == 2:
+        x = x.unsqueeze(0 if attn.batch_first else 1)
+    batch, length = (0, 1) if attn.batch_first else (1, 0)
+    try:
+        # Beside padding PyTorch takes the mask itself, not the hint that it is causal.
+        hint = is_causal and padding is None
+        masks = encoder_mask(mask, padding, hint, x.size(batch), attn.num_heads, x.size(length))
+    except (TypeError, ValueError) as error:
+        return Reason(str(error), original=True)
+    return Inputs(x, masks, seq_first=not attn.batch_first)
+
+
+def _cross(layer: Any, unbatched: bool, x: Tensor, memory: Tensor, mask: Any, padding: Any, is_causal: bool) -> Tensor:
+    batch = 0 if layer.self_attn.batch_first else 1
+    x = x.squeeze(batch) if unbatched else x
+    if layer.norm_first:
+        x = x + layer._mha_block(layer.norm2(x), memory, mask, padding, is_causal)
+    else:
+        x = layer.norm2(x + layer._mha_block(x, memory, mask, padding, is_causal))
+    return x.unsqueeze(batch) if unbatched else x
+
+
+def _unbatched(y: Any, x: Tensor) -> Any:
+    """One sequence without a batch dimension comes back without one."""
+    return y.view(x.shape) if isinstance(y, Tensor) and x.dim() == 2 else y
+
+
+def _laid_out(layer: Any, x: Tensor) -> Tensor:
+    return x if layer.self_attn.batch_first else x.detach().view(x.size(1), 1, -1).requires_grad_()
+
+
+register(TorchEncoder())
+register(TorchDecoder())

@@ -1,0 +1,53 @@
+"""ViT: pre-norm LayerNorm, separate weights, one dropout module for both residuals, no mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ckptfused.convert.family import Family, register
+from ckptfused.convert.hugging_face import decoder_inputs
+from ckptfused.convert.modules import rate
+from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+
+
+class ViT(Family):
+    """ViT."""
+
+    name = "vit"
+    layers = ("transformers.models.vit.modeling_vit.ViTLayer",)
+
+    def parts(self, layer: Any) -> Parts:
+        attn, mlp = layer.attention, layer.mlp
+        return Parts(
+            Attention(
+                heads=attn.num_attention_heads,
+                kv_heads=attn.num_attention_heads,
+                head_dim=attn.head_dim,
+                q=attn.q_proj,
+                k=attn.k_proj,
+                v=attn.v_proj,
+                o=attn.o_proj,
+                pre=layer.layernorm_before,
+                scale=attn.scaling,
+                p_attn=attn.attention_dropout if attn.training else 0.0,
+                p_res=rate(layer.dropout),
+                holders=(attn, layer.dropout),
+            ),
+            FFN(
+                mlp.activation_fn,
+                gate=None,
+                up=mlp.fc1,
+                down=mlp.fc2,
+                pre=layer.layernorm_after,
+                p_res=rate(layer.dropout),
+                holders=(mlp,),
+            ),
+        )
+
+    def inputs(self, layer: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Inputs | Reason:
+        return decoder_inputs(layer, layer.attention, hidden_states, attention_mask, None, None, kwargs)
+
+
+register(ViT())

@@ -1,0 +1,114 @@
+"""Whisper: pre-norm LayerNorm, keys without bias, dropout inside the FFN. Cross attention is checkpointed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ckptfused.convert.composite import Composite, Fused, Generic, Steps
+from ckptfused.convert.family import Family, register
+from ckptfused.convert.hugging_face import decoder_inputs
+from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+
+_MODEL = "transformers.models.whisper.modeling_whisper"
+
+
+class WhisperEncoder(Family):
+    """Whisper's encoder."""
+
+    name = "whisper-encoder"
+    layers = (f"{_MODEL}.WhisperEncoderLayer",)
+
+    def parts(self, layer: Any) -> Parts:
+        return parts_of(layer)
+
+    def inputs(self, layer: Any, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Inputs | Reason:
+        if hidden_states.dtype == torch.float16:
+            return Reason("values are clamped in float16")
+        return decoder_inputs(layer, layer.self_attn, hidden_states, attention_mask, None, None, kwargs)
+
+    def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (x, None), {}
+
+
+class WhisperDecoder(Composite):
+    """Whisper's decoder; fused whole where there is no encoder."""
+
+    name = "whisper-decoder"
+    layers = (f"{_MODEL}.WhisperDecoderLayer",)
+
+    def parts(self, layer: Any) -> Parts:
+        return parts_of(layer)
+
+    def steps(
+        self,
+        layer: Any,
+        hidden_states: Tensor,
+        attention_mask: Any = None,
+        encoder_hidden_states: Any = None,
+        encoder_attention_mask: Any = None,
+        past_key_values: Any = None,
+        use_cache: Any = True,
+        **kwargs: Any,
+    ) -> Steps | Reason:
+        attn = layer.self_attn
+        inputs = decoder_inputs(layer, attn, hidden_states, attention_mask, past_key_values, None, kwargs)
+        if isinstance(inputs, Reason):
+            return inputs
+        parts = self.parts(layer)
+        if encoder_hidden_states is None:
+            return (Fused(parts, inputs),)
+        encoder = (encoder_hidden_states, encoder_attention_mask)
+        return (
+            Fused(Parts(attn=parts.attn), inputs),
+            Generic("cross attention", partial(_cross, layer), encoder, kwargs),
+            Fused(Parts(ffn=parts.ffn), Inputs(hidden_states)),
+        )
+
+    def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (x,), {"encoder_hidden_states": torch.empty_like(x)}
+
+
+def parts_of(layer: Any) -> Parts:
+    """Both halves of an encoder layer, or of a decoder layer."""
+    attn = layer.self_attn
+    p_res = layer.dropout if layer.training else 0.0
+    return Parts(
+        Attention(
+            heads=attn.num_heads,
+            kv_heads=attn.num_heads,
+            head_dim=attn.head_dim,
+            q=attn.q_proj,
+            k=attn.k_proj,
+            v=attn.v_proj,
+            o=attn.out_proj,
+            pre=layer.self_attn_layer_norm,
+            scale=attn.scaling,
+            p_attn=attn.dropout if attn.training else 0.0,
+            p_res=p_res,
+            holders=(attn,),
+        ),
+        FFN(
+            layer.activation_fn,
+            gate=None,
+            up=layer.fc1,
+            down=layer.fc2,
+            pre=layer.final_layer_norm,
+            p_hidden=layer.activation_dropout if layer.training else 0.0,
+            p_res=p_res,
+        ),
+    )
+
+
+def _cross(layer: Any, x: Tensor, encoder_hidden_states: Tensor, mask: Any, **kwargs: Any) -> Tensor:
+    normed = layer.encoder_attn_layer_norm(x)
+    found, _ = layer.encoder_attn(normed, key_value_states=encoder_hidden_states, attention_mask=mask, **kwargs)
+    return x + F.dropout(found, p=layer.dropout, training=layer.training)
+
+
+register(WhisperEncoder())
+register(WhisperDecoder())
