@@ -24,6 +24,8 @@ def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> L
         own = "forward" in vars(layer)
         why = "its forward is not its class's (patched or offloaded)" if own else "no adapter for this class"
         return LayerReport(name, kind, None, "generic", why)
+    if not family.as_read(layer):  # nothing is known of where its parts are
+        return LayerReport(name, kind, family.name, "generic", family.unread(layer).text)
     x = _example(layer, family)
     before = None
     with contextlib.suppress(Exception):  # a count for the table: a layer that cannot be traced has none
