@@ -55,11 +55,11 @@ def images() -> dict[str, Tensor]:
 
 for name, make in (
     ("bert", maker(BertForMaskedLM, BertConfig, **TEXT)),
-    ("bert-chunks", maker(BertForMaskedLM, BertConfig, **TEXT, hidden_act="gelu_new", chunk_size_feed_forward=1)),
+    ("bert-chunks", maker(BertForMaskedLM, BertConfig, **TEXT, hidden_act="gelu_new", chunk_size_feed_forward=10)),
     ("bert-decoder", maker(BertLMHeadModel, BertConfig, **TEXT, is_decoder=True)),
 ):
     own = ("bert.embeddings.dropout",)
-    add(Specimen(name, make, text_batch, bert_layers, own_dropout=own, zero="key.bias", still=whole))
+    add(Specimen(name, make, lambda: text_batch(length=20), bert_layers, own_dropout=own, zero="key.bias", still=whole))
 
 add(
     Specimen(

@@ -56,7 +56,7 @@ class Mixtral(Composite):
 class Qwen3Moe(Mixtral):
     """Qwen3-MoE, whose layers without experts are fused whole."""
 
-    name = "qwen3-moe"
+    name = "qwen3_moe"
     layers = (f"{_MODELS}.qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer",)
 
     def parts(self, layer: Any) -> Parts:

@@ -15,7 +15,7 @@ from ckptfused.masks import sdpa_mask
 class TimmViT(Family):
     """`timm.models.vision_transformer.Block`."""
 
-    name = "timm-vit"
+    name = "timm_vit"
     layers = ("timm.models.vision_transformer.Block",)
 
     def parts(self, layer: Any) -> Parts:

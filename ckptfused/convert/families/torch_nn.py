@@ -20,7 +20,7 @@ _MODULES = "torch.nn.modules.transformer"
 class TorchEncoder(Family):
     """`nn.TransformerEncoderLayer`. Its fast path in evaluation, and nested tensors, stay PyTorch's."""
 
-    name = "torch-encoder"
+    name = "torch_encoder"
     layers = (f"{_MODULES}.TransformerEncoderLayer",)
     methods = ("forward", "_sa_block", "_ff_block")
 
@@ -49,7 +49,7 @@ class TorchEncoder(Family):
 class TorchDecoder(Composite):
     """`nn.TransformerDecoderLayer`."""
 
-    name = "torch-decoder"
+    name = "torch_decoder"
     layers = (f"{_MODULES}.TransformerDecoderLayer",)
     methods = ("forward", "_sa_block", "_mha_block", "_ff_block")
 

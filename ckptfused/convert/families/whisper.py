@@ -20,7 +20,7 @@ _MODEL = "transformers.models.whisper.modeling_whisper"
 class WhisperEncoder(Family):
     """Whisper's encoder."""
 
-    name = "whisper-encoder"
+    name = "whisper_encoder"
     layers = (f"{_MODEL}.WhisperEncoderLayer",)
 
     def parts(self, layer: Any) -> Parts:
@@ -38,7 +38,7 @@ class WhisperEncoder(Family):
 class WhisperDecoder(Composite):
     """Whisper's decoder; fused whole where there is no encoder."""
 
-    name = "whisper-decoder"
+    name = "whisper_decoder"
     layers = (f"{_MODEL}.WhisperDecoderLayer",)
 
     def parts(self, layer: Any) -> Parts:
