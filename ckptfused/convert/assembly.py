@@ -162,9 +162,11 @@ def _tensors_fit(x: Tensor, slots: Slots, adapters: Slots) -> Reason | None:
 
 
 def _closing_norm_fits(parts: Parts, x: Tensor) -> Reason | None:
-    """Under autocast PyTorch gives the result of a LayerNorm in float32; a block's has the type of x."""
+    """Autocast, but for the CPU's, gives the result of a LayerNorm in float32; a block's has the type of x."""
+    if x.device.type in ("cpu", "meta") or x.dtype not in (torch.bfloat16, torch.float16):
+        return None
     closing = any(half is not None and half.out is not None for half in (parts.attn, parts.ffn))
-    if closing and torch.is_autocast_enabled(x.device.type) and x.dtype in (torch.bfloat16, torch.float16):
+    if closing and torch.is_autocast_enabled(x.device.type):
         return Reason(f"autocast makes float32 of the layer's {x.dtype} input in its closing norm")
     return None
 
