@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ckptfused.checks import check_choice
 from ckptfused.convert.assembly import build_call
 from ckptfused.convert.parts import Inputs, Parts, Reason
-from ckptfused.convert.source import class_as_read, class_name
-from ckptfused.spec import BlockSpec
+from ckptfused.convert.source import class_as_read, class_name, vouch
+from ckptfused.spec import NORMS, BlockSpec
 
 FAMILIES: dict[str, Family] = {}
 
@@ -87,10 +89,20 @@ class Family:
         return call if isinstance(call, Reason) else Plan((BlockSpec.parse(call.text),))
 
 
-def register(family: Family) -> Family:
-    """Makes an adapter known to `convert`. **Raises** `ValueError` if its name is taken."""
+def register(family: Family, reads: Iterable[type] = (), norms: Mapping[type, str] | None = None) -> Family:
+    """Makes an adapter known to `convert`.
+
+    reads: the layer class and the classes in `holders`, for an adapter of your own: their `forward`s as they are now
+    are what the adapter was written from; changed or patched later, a layer is checkpointed generically.
+    norms: your norm classes and what they compute ("layernorm", "rmsnorm", "gemma").
+
+    **Raises** `ValueError` if the name is taken, for an unknown kind of norm, or where a class has no source to read.
+    """
     if family.name in FAMILIES:
         raise ValueError(f"family {family.name!r}: expected a new name, this one is taken")
+    for kind in (norms or {}).values():
+        check_choice("norms", kind, NORMS[1:])
+    vouch(reads, norms or {})
     FAMILIES[family.name] = family
     return family
 
