@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ckptfused.convert.parts import Inputs, Reason
 from ckptfused.masks import Mask
@@ -20,13 +20,20 @@ _FOREIGN = ("position_bias", "softcap", "s_aux", "sliding_window", "cache", "blo
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-def collecting(made: tuple[str, ...] = ()) -> bool:
+def collecting(layer: nn.Module, made: tuple[str, ...] = ()) -> bool:
     """Whether Hugging Face collects what only the original layer makes: attention weights, router logits.
 
     made: what the fused layer's own submodules make too, since it calls them.
     """
     capturing: Any = sys.modules.get("transformers.utils.output_capturing")
-    collected = capturing and capturing._active_collector.get()
+    if capturing is None:
+        return False
+    collector = capturing._active_collector
+    # In a layer compiled by itself Dynamo cannot read that context variable; without hooks nothing is collected.
+    alone = torch.compiler.is_compiling() and not collector.compiling
+    if alone and not any(module._forward_hooks for module in layer.modules()):
+        return False
+    collected = collector.get()
     return bool(collected) and any(not key.startswith(("hidden_states", "_", *made)) for key in collected)
 
 
@@ -72,7 +79,7 @@ def decoder_inputs(
     made: tuple[str, ...] = (),
 ) -> Inputs | Reason:
     """The inputs of a layer whose self-attention module follows Hugging Face's interface. made: as `collecting`."""
-    if kwargs.get("output_attentions") or collecting(made):
+    if kwargs.get("output_attentions") or collecting(layer, made):
         return Reason("attention weights or router logits are asked for", original=True)
     if (why := cache_reason(layer, cache)) is not None:
         return why

@@ -159,6 +159,35 @@ def test_layer_called_without_a_mask(name: str, implementation: str, reasons: li
     assert not reasons
 
 
+# Dynamo looks at the gradient of every tensor that enters a graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
+def test_layer_compiled_by_itself(name: str, reasons: list[Reason]) -> None:
+    torch._dynamo.reset()
+    model = build(ZOO[name], 0.0, "eager")
+    other = converted(model, ZOO[name])
+    for layer in ZOO[name].layers(other):
+        layer.compile(fullgraph=True, backend="aot_eager")
+    batch: Any = {**text_batch(), "use_cache": False}
+    close(run(other, batch), run(model, batch), 1e-5)
+    assert not reasons
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_attention_weights_of_layers_compiled_by_themselves() -> None:
+    """Asked for after a call that was fused."""
+    torch._dynamo.reset()
+    model: Any = build(ZOO["opt"], 0.0, "eager")
+    other: Any = converted(model, ZOO["opt"])
+    for layer in ZOO["opt"].layers(other):
+        layer.compile(backend="aot_eager")
+    batch: Any = {**text_batch(), "use_cache": False}
+    run(other, batch)
+    found, expected = (m(**batch, output_attentions=True).attentions for m in (other, model))
+    assert len(expected) == 2
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_tables_that_need_a_gradient(reasons: list[Reason]) -> None:
     model = build(ZOO["llama"], 0.0, "sdpa")
     layer, other = (zoo_llama.decoder_layers(m)[0] for m in (model, converted(model, ZOO["llama"])))

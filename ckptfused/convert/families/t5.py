@@ -50,7 +50,7 @@ class T5(Composite):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> Steps | Reason:
-        if kwargs.get("output_attentions") or collecting():
+        if kwargs.get("output_attentions") or collecting(layer):
             return Reason("attention weights are asked for", original=True)
         if (why := cache_reason(layer, past_key_values)) is not None:
             return why
