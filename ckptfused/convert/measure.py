@@ -73,8 +73,8 @@ class _Grouped(torch.autograd.Function):
     """Products of groups of rows with a matrix each, as far as memory goes."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, offsets)
         return rows.new_empty(rows.size(0), weights.size(-1))
 
     @staticmethod
@@ -82,9 +82,9 @@ class _Grouped(torch.autograd.Function):
         raise AssertionError("nothing is differentiated while bytes are counted")
 
 
-def _grouped(input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+def _grouped(input: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
     """In place of `F.grouped_mm` (mixtures of experts), which on fake tensors takes bfloat16 only."""
-    return _Grouped.apply(input, weight)
+    return _Grouped.apply(input, weight, offs)
 
 
 def storage(t: Tensor) -> int:
