@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import ckptfused
 from ckptfused import FusedCheckpointAttention, FusedCheckpointBlock, FusedCheckpointFFN, FusedCheckpointSequential
-from ckptfused.explain import explain
+from ckptfused.explain import _fused, explain
 from tests.accounting import Events, saved_bytes
 from tests.devices import on_devices
 
@@ -80,6 +80,19 @@ def test_nothing_is_saved_without_gradients() -> None:
 def _without_grad(block: FusedCheckpointBlock, x: Tensor) -> Any:
     with torch.no_grad():
         return explain(block, x, show=False)
+
+
+def test_adapters_are_named() -> None:
+    """A text with adapters, as a converted model with LoRA has it: no module of the package's own makes one."""
+    block, x = llama(), torch.randn(2, 33, WIDTH)
+    call = block.prepare(x)
+    slots = (*call.slots, *(torch.zeros(()) for _ in range(9)))
+    text = f"{call.text} attn.lora=q:4:2.0:0.1+o:8:1.0:0.0 ffn.lora=down:4:1.0:0.0"
+    found = _fused("title", block, call._replace(text=text, slots=slots))
+    assert found.step("adapters of q").reason == "q: rank 4, dropout 0.1; in float32, rounded once"
+    assert found.step("adapters of o").backward == found.step("output projection").backward == "made again"
+    assert found.step("adapters of down").kernel == "blocks of rows"
+    assert "random state" in found.saved
 
 
 def test_a_meta_tensor_stands_for_one_on_the_device(capsys: pytest.CaptureFixture[str]) -> None:

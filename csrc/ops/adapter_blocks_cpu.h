@@ -25,11 +25,11 @@ constexpr int64_t kCols = 1024;
 // Scratch of a thread.
 template <typename A>
 struct Scratch {
-  A *x, *dx = nullptr, *t, *dt = nullptr, *y;
+  A *x = nullptr, *dx = nullptr, *t, *dt = nullptr, *y;
 
   Scratch(Pieces& pieces, const AdapterSizes& s) {
     const int64_t rows = std::min(kRows, s.n);
-    x = pieces.take<A>(rows * s.k);
+    if (!s.backward || s.da_ranks + s.db_ranks > 0) x = pieces.take<A>(rows * s.k);
     if (s.din) dx = pieces.take<A>(rows * s.k);
     t = pieces.take<A>(rows * s.ranks);
     if (s.backward) dt = pieces.take<A>(rows * s.ranks);
