@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ckptfused import cost
-from ckptfused.functional import ffn_block
+from ckptfused.functional import block, ffn_block
 from ckptfused.spec import Adapter, BlockSpec, FFNSpec, param_names, param_shapes
 from tests.cases import Case
 from tests.devices import on_devices, repeatable
@@ -173,3 +174,21 @@ def test_shapes_are_checked_below_python() -> None:
     given = [params.get(name) for name in param_names(SPEC)]
     with pytest.raises(RuntimeError, match=r"expected a \[5, 24\] and b \[40, 5\] of the adapter of u"):
         torch.ops.ckptfused.ffn_block(torch.zeros(1, 3, C), given, [None] * 5, SPEC.to_string())
+
+
+def test_compiled_is_eager() -> None:
+    """One op in one graph, the same masks."""
+    case = Case(mask="causal", norm="rmsnorm", drop="res", lora="drop", batch=2, tokens=33)
+    inputs, function = make_inputs(case, torch.float32), fused_by_default_generator(case.spec())
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (function, compiled):
+        torch.manual_seed(3)
+        results.append(run(lambda i, call=call: call(i.x, i.params), inputs))
+    torch._dynamo.reset()
+    assert all(results[1][name].equal(t) for name, t in results[0].items())
+
+
+def fused_by_default_generator(spec: BlockSpec) -> Callable[[Tensor, dict[str, Tensor]], Tensor]:
+    return lambda x, params: block(x, params, spec)
