@@ -107,4 +107,6 @@ def _flatten(tree: Any, above: tuple[int, ...]) -> tuple[list[Any], _Structure]:
 
 
 def _is_record(leaf: Any) -> bool:
-    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, nn.Module))
+    # What is surely none comes first: torch 2.11 cannot trace the question.
+    plain = leaf is None or isinstance(leaf, (bool, int, float, str, Tensor, type, nn.Module))
+    return not plain and dataclasses.is_dataclass(leaf)
