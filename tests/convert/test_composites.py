@@ -16,7 +16,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 import ckptfused
 from ckptfused.convert.parts import Reason
-from tests.convert import zoo_encoders, zoo_moe, zoo_seq2seq  # noqa: F401
+from tests.convert import zoo_encoders, zoo_moe, zoo_seq2seq, zoo_torch  # noqa: F401
 from tests.convert.compare import close, run
 from tests.convert.small import CountOps, unfused
 from tests.convert.zoo import ZOO, randomize, text_batch
@@ -233,3 +233,62 @@ def test_layer_called_twice() -> None:
         layers = model.model.layers
         model.model.layers = nn.ModuleList([layers[0], layers[0]])
     close(run(converted, batch), run(plain, batch), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_.*deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "t5", "whisper", "bert"])
+def test_its_own_checkpointing_is_not_done_twice(name: str, reentrant: bool) -> None:
+    plain, converted, batch = twins(name)
+    converted.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    with unfused() as reasons:
+        got = run(converted, batch)
+    assert not reasons
+    want = run(plain, batch)
+    for key in [key for key in want if name == "bert" and key.endswith("key.bias")]:  # 0 but for rounding
+        del want[key], got[key]
+    close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "t5", "whisper", "torch-decoder-post"])
+def test_dropout_is_replayed(name: str) -> None:
+    """Fused halves and checkpointed pieces: the same bits whatever is kept, and the generator moves on alike."""
+    specimen = ZOO[name]
+    found = []
+    for keep in ("inputs", "all", "inputs"):
+        model = randomize(specimen.make(0.3, specimen.implementations[0])).train()
+        ckptfused.convert(model, keep)
+        torch.manual_seed(11)
+        found.append({**run(model, specimen.batch()), "state": torch.get_rng_state()})
+    for other in found[1:]:
+        assert all(torch.equal(other[key], value) for key, value in found[0].items())
+
+
+TARGETS: dict[str, list[str]] = {
+    "mixtral": ["q_proj", "v_proj", "o_proj"],
+    "t5": ["q", "wi", "wo"],
+    "whisper": ["q_proj", "k_proj", "fc1", "fc2"],
+    "bert": ["query", "dense"],
+    "vit": ["q_proj", "fc2"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", TARGETS)
+def test_lora(name: str) -> None:
+    """Adapters in fused halves and in checkpointed pieces, base frozen."""
+    peft = pytest.importorskip("peft")
+    plain: Any = randomize(ZOO[name].make(0.0, "sdpa"))
+    plain = randomize(
+        peft.get_peft_model(plain, peft.LoraConfig(r=3, lora_alpha=1, target_modules=TARGETS[name]))
+    ).train()
+    converted = copy.deepcopy(plain)
+    report = ckptfused.convert(converted)
+    assert {x.path for x in report.layers} <= {"fused", "part"}, str(report)
+    batch = ZOO[name].batch()
+    with unfused() as reasons:
+        got = run(converted, batch)
+    assert not reasons
+    want = run(plain, batch)
+    assert all("lora" in key for key in want if key != "loss")
+    close(got, want, 1e-5)

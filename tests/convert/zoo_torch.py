@@ -17,13 +17,21 @@ class Output(NamedTuple):
     loss: Tensor
 
 
+def settled(model: nn.Module) -> nn.Module:
+    """Without the random biases that PyTorch starts from: `randomize` adds to them."""
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(p)
+    return model
+
+
 class Encoder(nn.Module):
     """Two layers called as `nn.TransformerEncoder` calls them."""
 
     def __init__(self, p: float, **options: Any) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, p, **options)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder: Any = settled(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
 
     def forward(self, x: Tensor, **masks: Any) -> Output:
         first = self.encoder.layers[0].self_attn.batch_first
@@ -35,7 +43,7 @@ class Decoder(nn.Module):
     def __init__(self, p: float, **options: Any) -> None:
         super().__init__()
         layer = nn.TransformerDecoderLayer(WIDTH, HEADS, HIDDEN, p, **options)
-        self.decoder = nn.TransformerDecoder(layer, 2)
+        self.decoder: Any = settled(nn.TransformerDecoder(layer, 2))
 
     def forward(self, x: Tensor, memory: Tensor, **masks: Any) -> Output:
         first = self.decoder.layers[0].self_attn.batch_first
