@@ -26,15 +26,31 @@ def _below(
         return
     seen.add(module)
     family = family_of(module)
-    if family is not None or repeated or _checkpointing_layer(module):
+    inner = _repeating(module)
+    if family is not None or _checkpointing_layer(module) or (repeated and not _holds_layers(module, inner)):
         yield name, module, family
         return
-    # A layer that is there twice (shared weights) repeats too.
-    classes = Counter(type(child) for child in module._modules.values())
-    container = isinstance(module, nn.ModuleList | nn.Sequential)
     for child_name, child in module.named_children():
-        again = container and classes[type(child)] > 1 and _is_large(child)
-        yield from _below(child, f"{name}.{child_name}" if name else child_name, again, seen)
+        yield from _below(child, f"{name}.{child_name}" if name else child_name, child in inner, seen)
+
+
+def _repeating(module: nn.Module) -> list[nn.Module]:
+    """The children of a container that are large and of a class that repeats; shared weights repeat too."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    children = [child for child in module._modules.values() if child is not None]
+    classes = Counter(map(type, children))
+    return [child for child in children if classes[type(child)] > 1 and _is_large(child)]
+
+
+def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:
+    """Whether a module that repeats is a stage rather than a layer: a `Sequential` of layers, or a module most of
+    whose parameters are those of layers with an adapter.
+    """
+    if inner and type(module) is nn.Sequential:
+        return True
+    known = sum(p.numel() for layer in module.modules() if family_of(layer) is not None for p in layer.parameters())
+    return 2 * known > sum(p.numel() for p in module.parameters())
 
 
 def _checkpointing_layer(module: nn.Module) -> bool:

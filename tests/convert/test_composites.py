@@ -292,3 +292,16 @@ def test_lora(name: str) -> None:
     want = run(plain, batch)
     assert all("lora" in key for key in want if key != "loss")
     close(got, want, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "whisper"])
+def test_compile(name: str) -> None:
+    """No graph break. Hugging Face installs hooks that collect in a way that no compiler traces."""
+    plain, converted, batch = twins(name, use_cache=False, output_router_logits=False)
+    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
+    compiled(**batch).loss.backward()
+    got = {key: p.grad for key, p in converted.named_parameters() if p.grad is not None}
+    want = run(plain, batch)
+    del want["loss"]
+    close(got, want, 1e-5)
