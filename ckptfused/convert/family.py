@@ -11,6 +11,7 @@ from ckptfused.checks import check_choice
 from ckptfused.convert.assembly import build_call
 from ckptfused.convert.parts import Inputs, Parts, Reason
 from ckptfused.convert.source import class_as_read, class_name, vouch
+from ckptfused.convert.twice import differentiable_twice
 from ckptfused.spec import NORMS, BlockSpec
 
 FAMILIES: dict[str, Family] = {}
@@ -67,7 +68,7 @@ class Family:
         if isinstance(inputs, Reason):
             return inputs
         call = build_call(self.parts(layer), inputs, keep)
-        return call if isinstance(call, Reason) else self.result(call.run())
+        return call if isinstance(call, Reason) else self.result(differentiable_twice(call.run(), call))
 
     def result(self, y: Any) -> Any:
         """What the layer's forward returns for the block's output."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from ckptfused.checkpoint import checkpoint
 from ckptfused.convert.family import FAMILIES
@@ -39,7 +40,9 @@ class ConvertedForward:
         if self.paused:
             return self.unfused(Reason("the original layers are asked for", original=True), args, kwargs)
         reason = Reason("no adapter for this class")
-        if self.family is not None:
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            reason = Reason("a torch.func transform or a forward-mode derivative is taken", original=True)
+        elif self.family is not None:
             result = FAMILIES[self.family].run(self.layer, self.keep, args, kwargs)
             if not isinstance(result, Reason):
                 return result
@@ -77,8 +80,9 @@ def _in_use(cache: Any) -> bool:
 def original(model: nn.Module) -> Iterator[None]:
     """Within, converted layers run as they were, neither fused nor checkpointed by ckptfused.
 
-    For what the fused op refuses: differentiating a second time (a gradient penalty), forward-mode derivatives,
-    `torch.func` transforms. What was computed within may be differentiated after.
+    For what the fused op refuses: second derivatives (a gradient penalty) where dropout is on or saved tensors are
+    offloaded. What was computed within may be differentiated after. A layer needs no such help to be differentiated
+    twice without dropout, or under `torch.func` and forward-mode derivatives.
     """
     forwards = (vars(module).get("forward") for module in model.modules())
     found = [forward for forward in forwards if isinstance(forward, ConvertedForward)]
