@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptfused.convert.modules import Norm, Projection, activation, hooked, norm, projection
 from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.convert.shards import is_dtensor
 from ckptfused.convert.source import as_read
 from ckptfused.functional import check_packed, rotary_view
 from ckptfused.modules.assemble import Call, Slots, canonical_text, input_words, settled
@@ -142,11 +143,13 @@ def ffn(f: FFN, x: Tensor) -> Assembled | Reason:
     return Assembled(words + word, slots, more)
 
 
-def _tensors_fit(x: Tensor, slots: Slots, adapters: Slots) -> Reason | None:
+def _tensors_fit(x: Tensor, slots: Slots, adapters: Slots, sharded: bool) -> Reason | None:
     """Whether op and tensors agree in device, kind and dtype; shapes are checked by the op itself."""
     mixed = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     for tensor in (x, *slots, *adapters):
         if tensor is None:
+            continue
+        if sharded and is_dtensor(tensor):
             continue
         if type(tensor) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(tensor):
             return Reason(f"a tensor of type {type(tensor).__name__}")  # in shards, quantised
@@ -178,8 +181,11 @@ def _names_here(words: str, keep: str) -> str:
     return "=" + "+".join(name for name in keep[1:].split("+") if name in names)
 
 
-def build_call(parts: Parts, inputs: Inputs, keep: str) -> Call | Reason:
-    """The op call of a layer, or why it cannot be one."""
+def build_call(parts: Parts, inputs: Inputs, keep: str, sharded: bool = False) -> Call | Reason:
+    """The op call of a layer, or why it cannot be one.
+
+    sharded: it is not to run now, and FSDP will have gathered the weights when it does.
+    """
     x = inputs.x
     if x.dim() != 3:
         return Reason(f"the input has shape {list(x.shape)}, expected [B, T, C]")
@@ -199,7 +205,7 @@ def build_call(parts: Parts, inputs: Inputs, keep: str) -> Call | Reason:
         slots += made.slots
         adapters += made.adapters
         halves.append(name)
-    if (why := _tensors_fit(x, slots, adapters)) is not None:
+    if (why := _tensors_fit(x, slots, adapters, sharded)) is not None:
         return why
     slots += adapters
     cos, sin, cu_seqlens = inputs.cos, inputs.sin, inputs.cu_seqlens

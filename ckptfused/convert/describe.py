@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from ckptfused import cost
 from ckptfused.convert.family import Family
 from ckptfused.convert.measure import TOKENS, saved_by_autograd
-from ckptfused.convert.modules import projection
+from ckptfused.convert.modules import hooked, projection
 from ckptfused.convert.parts import Reason
 from ckptfused.convert.report import LayerReport
+from ckptfused.convert.shards import is_flattened
 
 
 def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> LayerReport:
@@ -26,11 +27,15 @@ def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> L
         return LayerReport(name, kind, None, "generic", why)
     if not family.as_read(layer):  # nothing is known of where its parts are
         return LayerReport(name, kind, family.name, "generic", family.unread(layer).text)
+    if is_flattened(layer):
+        return LayerReport(name, kind, family.name, "fused", "in FSDP's shards now; decided at each call")
     x = _example(layer, family)
     before = None
-    with contextlib.suppress(Exception):  # a count for the table: a layer that cannot be traced has none
-        args, kwargs = family.example(layer, x)
-        before = saved_by_autograd(layer, args, kwargs) / TOKENS
+    # A count for the table: a layer that cannot be traced has none, nor one with hooks inside, which would be called.
+    if not any(hooked(module) for module in layer.modules() if module is not layer):
+        with contextlib.suppress(Exception):
+            args, kwargs = family.example(layer, x)
+            before = saved_by_autograd(layer, args, kwargs) / TOKENS
     plan = family.plan(layer, keep, x)
     if isinstance(plan, Reason):
         return LayerReport(name, kind, family.name, "generic", plan.text, before, x.size(-1) * x.element_size())

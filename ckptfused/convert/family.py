@@ -86,7 +86,7 @@ class Family:
         inputs = self.inputs(layer, *args, **kwargs)
         if isinstance(inputs, Reason):
             return inputs
-        call = build_call(self.parts(layer), inputs, keep)
+        call = build_call(self.parts(layer), inputs, keep, sharded=True)
         return call if isinstance(call, Reason) else Plan((BlockSpec.parse(call.text),))
 
 

@@ -49,8 +49,18 @@ def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:
     """
     if inner and type(module) is nn.Sequential:
         return True
+    if any(family_of(below) is not None for below in _wrapped(module)):
+        return True
     known = sum(p.numel() for layer in module.modules() if family_of(layer) is not None for p in layer.parameters())
     return 2 * known > sum(p.numel() for p in module.parameters())
+
+
+def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
+    """What a wrapper (FSDP1's, which holds the parameters; torch.compile's) is around."""
+    children = list(module.children())
+    while len(children) == 1:
+        yield children[0]
+        children = list(children[0].children())
 
 
 def _checkpointing_layer(module: nn.Module) -> bool:

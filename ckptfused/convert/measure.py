@@ -20,14 +20,14 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
     **Shapes** `args`, `kwargs`: as the layer takes them, real or meta tensors; x requires a gradient.
     Each storage counts once, as it is held once; x itself counts, since the call keeps it alive. Attention by
-    `F.scaled_dot_product_attention` counts as a flash kernel's.
+    `F.scaled_dot_product_attention` counts as a flash kernel's. Hooks of the layer itself, such as FSDP's, do not run.
     """
     mode = FakeTensorMode()
     move = lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value  # noqa: E731
     args, kwargs = torch.utils._pytree.tree_map(move, (args, kwargs))
-    tensors: dict[str, Tensor] = {
-        name: mode.from_tensor(t) for name, t in (*layer.named_parameters(), *layer.named_buffers())
-    }
+    bare = _Bare(layer)
+    with mode:
+        tensors = {name: _like(t) for name, t in (*bare.named_parameters(), *bare.named_buffers())}
     owned = {storage(t) for t in tensors.values()}
     owned |= {storage(t) for t in tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)}
     found: dict[int, tuple[Any, int]] = {}
@@ -44,7 +44,7 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     silent = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
     with flash, grouped, silent, mode, torch.enable_grad(), saving:
-        torch.func.functional_call(layer, tensors, args, kwargs)
+        torch.func.functional_call(bare, tensors, args, kwargs)
     return sum(size for _, size in found.values())
 
 
@@ -85,6 +85,22 @@ class _Grouped(torch.autograd.Function):
 def _grouped(input: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
     """In place of `F.grouped_mm` (mixtures of experts), which on fake tensors takes bfloat16 only."""
     return _Grouped.apply(input, weight, offs)
+
+
+class _Bare(nn.Module):
+    """A layer without the hooks around its forward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer.forward(*args, **kwargs)
+
+
+def _like(t: Tensor) -> Tensor:
+    """A tensor of this shape; whole if t is in shards."""
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device, requires_grad=t.requires_grad)
 
 
 def storage(t: Tensor) -> int:

@@ -35,6 +35,17 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def _gathered(layer: nn.Module, key: str) -> bool:
-    """Whether FSDP gathers this weight within the layer."""
+    """Whether FSDP gathers this weight only within the layer; that of the layer itself has done so at a call."""
     names = key.split(".")
-    return any(is_fully_sharded(layer.get_submodule(".".join(names[:i]))) for i in range(len(names)))
+    return any(is_fully_sharded(layer.get_submodule(".".join(names[:i]))) for i in range(1, len(names)))
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is distributed."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_flattened(layer: nn.Module) -> bool:
+    """Whether FSDP1 holds the weights of a layer in flat shards now."""
+    return any(module.weight.dim() != 2 for module in layer.modules() if isinstance(module, nn.Linear))

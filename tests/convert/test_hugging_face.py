@@ -58,6 +58,18 @@ def test_hooks_on_layers_fire_once() -> None:
     assert not reasons
 
 
+def test_convert_calls_no_hooks() -> None:
+    """It looks at layers without running what surrounds them: FSDP would gather their weights."""
+    model = llama()
+    seen: list[str] = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append("around"))
+    model.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append("inside"))
+    first, second = ckptfused.convert(model).layers
+    assert not seen
+    assert (first.path, second.path) == ("fused", "generic")
+    assert first.before is not None and first.before > 10 * (first.after or 0)
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generation(beams: int) -> None:
     plain, model = twins()

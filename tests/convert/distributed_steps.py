@@ -1,0 +1,257 @@
+"""What each of two ranks does in the tests of sharded and replicated models."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import ckptfused
+from tests.convert.compare import close, run
+from tests.convert.ranks import RANKS
+from tests.convert.small import llama, unfused
+from tests.convert.zoo import VOCABULARY, text_batch
+
+
+def batch(rank: int) -> dict[str, Any]:
+    found = text_batch()
+    found["labels"] = torch.where(found["labels"] < 0, found["labels"], (found["labels"] + 3 * rank) % VOCABULARY)
+    return {**found, "input_ids": (found["input_ids"] + 7 * rank) % VOCABULARY, "use_cache": False}
+
+
+def full(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients put together, under the names of the plain model; the loss averaged over the ranks."""
+    found = {
+        name.removeprefix("module."): t.full_tensor() if isinstance(t, DTensor) else t for name, t in results.items()
+    }
+    torch.distributed.all_reduce(found["loss"])
+    found["loss"] /= RANKS
+    return {name: t.float() for name, t in found.items()}
+
+
+def alone(model: Any, seed: int = 0) -> dict[str, Tensor]:
+    """The mean over the ranks' batches, without any distribution."""
+    results = []
+    for rank in range(RANKS):
+        torch.manual_seed(seed + rank)
+        results.append(run(model, batch(rank)))
+    return {name: sum(r[name] for r in results) / RANKS for name in results[0]}  # type: ignore[misc]
+
+
+def shard(model: Any, reshard: bool = True, policy: MixedPrecisionPolicy | None = None, offload: bool = False) -> Any:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    options: Any = {
+        "mesh": mesh,
+        "reshard_after_forward": reshard,
+        "mp_policy": policy or MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy(),
+    }
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def fused_step(model: Any, rank: int, seed: int = 0) -> dict[str, Tensor]:
+    torch.manual_seed(seed + rank)
+    with unfused() as reasons:
+        found = run(model, batch(rank))
+    assert not reasons, reasons
+    return full(found)
+
+
+def fsdp2(rank: int, first: bool, reshard: bool, p: float = 0.0, offload: bool = False) -> None:
+    model = llama(p=p)
+    plain = copy.deepcopy(model)
+    for what in ("convert", "shard") if first else ("shard", "convert"):
+        if what == "convert":
+            assert ckptfused.convert(model, process_group=True).fused == 2
+        else:
+            shard(model, reshard, offload=offload)
+    if p > 0:
+        ckptfused.convert(plain)  # the same masks
+    for _ in range(2):
+        close(fused_step(model, rank), alone(plain), 1e-5)
+    ckptfused.revert(model)
+    if p == 0:
+        close(full(run(model, batch(rank))), alone(plain), 1e-5)
+
+
+def fsdp2_root_only(rank: int, hybrid: bool) -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (1, RANKS) if hybrid else (RANKS,), mesh_dim_names=("a", "b") if hybrid else None)
+    fully_shard(model, mesh=mesh)
+    ckptfused.convert(model)
+    close(fused_step(model, rank), alone(plain), 1e-5)
+
+
+def fsdp2_bfloat16(rank: int) -> None:
+    plain = llama()
+    truth = alone(plain)
+    results = []
+    for convert in (True, False):
+        model = copy.deepcopy(plain)
+        shard(model, policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+        if convert:
+            ckptfused.convert(model)
+            results.append(fused_step(model, rank))
+        else:
+            results.append(full(run(model, batch(rank))))
+    errors = [sum((r[name] - t).square().sum() for name, t in truth.items()) ** 0.5 for r in results]
+    assert 0 < errors[0] <= 1.2 * errors[1], errors
+
+
+def fsdp2_compiled(rank: int) -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    ckptfused.convert(model)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    shard(model)
+    close(fused_step(model, rank), alone(plain), 1e-5)
+
+
+def fsdp2_inside_a_layer(rank: int, first: bool) -> None:
+    model = llama()
+    plain = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    if first:
+        ckptfused.convert(model)
+    for layer in model.model.layers:
+        fully_shard(layer.mlp, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if not first:
+        report = ckptfused.convert(model)
+        assert [layer.path for layer in report.layers] == ["generic"] * 2, str(report)
+        assert "MLP has a hook" in report.layers[0].reason
+    with unfused() as reasons:
+        found = full(run(model, batch(rank)))
+    assert len(reasons) == 2
+    close(found, alone(plain), 1e-5)
+
+
+def fsdp2_checkpoint(rank: int, folder: str) -> None:
+    """Saved in shards, loaded into another model and another order of calls: training goes on alike."""
+
+    def steps(model: Any, optimizer: Any, count: int) -> list[Tensor]:
+        losses = []
+        for _ in range(count):
+            losses.append(fused_step(model, rank)["loss"])
+            optimizer.step()
+        return losses
+
+    model = llama()
+    names = set(model.state_dict())
+    ckptfused.convert(model)
+    shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    steps(model, optimizer, 2)
+    weights, state = get_state_dict(model, optimizer)
+    assert set(weights) == names
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    other = shard(llama(seed=5))
+    ckptfused.convert(other)
+    others = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    weights, state = get_state_dict(other, others)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(other, others, model_state_dict=weights, optim_state_dict=state)
+    assert steps(model, optimizer, 2) == steps(other, others, 2)
+
+
+def fsdp1(rank: int, first: bool, original_parameters: bool, p: float = 0.0) -> None:
+    model = llama(p=p)
+    plain = copy.deepcopy(model)
+    if first:
+        assert ckptfused.convert(model).fused == 2
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+    wrapped = FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=original_parameters, device_id=torch.device("cpu")
+    )
+    if not first:
+        ckptfused.convert(wrapped)
+    if p > 0:
+        ckptfused.convert(plain)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (wrapped, plain)]
+    for _ in range(2):
+        torch.manual_seed(rank)
+        with unfused() as reasons:
+            run(wrapped, batch(rank))
+        assert not reasons, reasons
+        optimizers[0].step()
+        found = alone(plain)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = found[name]
+        optimizers[1].step()
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        got = {name.replace("_fsdp_wrapped_module.", ""): t.detach() for name, t in wrapped.named_parameters()}
+        close(got, {name: t.detach() for name, t in plain.named_parameters()}, 1e-5)
+
+
+def ddp(rank: int, first: bool, p: float = 0.0, **options: Any) -> None:
+    model = llama(p=p)
+    plain = copy.deepcopy(model)
+    if first:
+        ckptfused.convert(model)
+    wrapped = DistributedDataParallel(model, **options)
+    if not first:
+        ckptfused.convert(wrapped)
+    if p > 0:
+        ckptfused.convert(plain)
+    for _ in range(3):
+        close(fused_step(wrapped, rank), alone(plain), 1e-5)
+
+
+def tensor_parallel(rank: int, first: bool, sharded: bool) -> None:
+    model = llama()
+    mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
+    plan: Any = {name: ColwiseParallel() for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
+    plan["self_attn.o_proj"] = RowwiseParallel()
+
+    def parallelize() -> None:
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh["tp"], plan)
+            if sharded:
+                fully_shard(layer, mesh=mesh["dp"])
+        if sharded:
+            fully_shard(model, mesh=mesh["dp"])
+
+    if first:
+        ckptfused.convert(model)
+    parallelize()
+    with pytest.raises(ValueError, match=r"q_proj.*Tensor-parallel layers cannot be converted"):
+        run(model, batch(rank)) if first else ckptfused.convert(model)
+    assert first or not any("forward" in vars(module) for module in model.modules())
+
+
+def agreement(rank: int, change: str) -> None:
+    model = llama(num_hidden_layers=3 if change == "layers" and rank == 1 else 2)
+    if change == "patch" and rank == 1:
+        model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
+    policy = "mid" if change == "policy" and rank == 1 else "inputs"
+    if change == "none":
+        assert ckptfused.convert(model, policy, process_group=True).fused == 2
+        assert ckptfused.convert(model, policy, process_group=torch.distributed.group.WORLD).fused == 2
+        return
+    layer = {"layers": "model.layers.2", "patch": "model.layers.1", "policy": "model.layers.0"}[change]
+    with pytest.raises(ValueError, match=rf"{layer}.*rank 1 has"):
+        ckptfused.convert(model, policy, process_group=True)

@@ -1,0 +1,87 @@
+"""Sharded and replicated models, two processes over gloo: gradients as of the unconverted model on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+if not torch.distributed.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from tests.convert import distributed_steps as steps
+from tests.convert.ranks import Ranks
+
+both_orders = pytest.mark.parametrize("first", [True, False], ids=["convert-wrap", "wrap-convert"])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: Any) -> Iterator[Ranks]:
+    found = Ranks(tmp_path_factory.mktemp("gloo") / "store")
+    yield found
+    found.stop()
+
+
+@both_orders
+@pytest.mark.parametrize("p", [0.0, 0.25])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_fsdp2(ranks: Ranks, reshard: bool, p: float, first: bool) -> None:
+    ranks.run(steps.fsdp2, first=first, reshard=reshard, p=p)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_fsdp2_around_the_whole_model(ranks: Ranks, hybrid: bool) -> None:
+    ranks.run(steps.fsdp2_root_only, hybrid=hybrid)
+
+
+def test_fsdp2_bfloat16(ranks: Ranks) -> None:
+    ranks.run(steps.fsdp2_bfloat16)
+
+
+def test_fsdp2_cpu_offload(ranks: Ranks) -> None:
+    ranks.run(steps.fsdp2, first=True, reshard=True, offload=True)
+
+
+def test_fsdp2_compiled_layers(ranks: Ranks) -> None:
+    ranks.run(steps.fsdp2_compiled)
+
+
+@both_orders
+def test_fsdp2_inside_a_layer(ranks: Ranks, first: bool) -> None:
+    ranks.run(steps.fsdp2_inside_a_layer, first=first)
+
+
+def test_fsdp2_distributed_checkpoint(ranks: Ranks, tmp_path: Any) -> None:
+    ranks.run(steps.fsdp2_checkpoint, folder=str(tmp_path))
+
+
+@both_orders
+@pytest.mark.parametrize("original_parameters", [True, False])
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_fsdp1(ranks: Ranks, p: float, original_parameters: bool, first: bool) -> None:
+    ranks.run(steps.fsdp1, first=first, original_parameters=original_parameters, p=p)
+
+
+@both_orders
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_ddp(ranks: Ranks, p: float, first: bool) -> None:
+    ranks.run(steps.ddp, first=first, p=p)
+
+
+@pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view", "find_unused_parameters"])
+def test_ddp_options(ranks: Ranks, option: str) -> None:
+    ranks.run(steps.ddp, first=True, **{option: True})
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@both_orders
+def test_tensor_parallel_is_refused(ranks: Ranks, first: bool, sharded: bool) -> None:
+    ranks.run(steps.tensor_parallel, first=first, sharded=sharded)
+
+
+@pytest.mark.parametrize("change", ["none", "policy", "layers", "patch"])
+def test_agreement(ranks: Ranks, change: str) -> None:
+    ranks.run(steps.agreement, change=change)
