@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -13,8 +14,12 @@ from ckptfused.convert.describe import describe, head_note
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.report import Report
 from ckptfused.convert.shards import is_fully_sharded, refuse_tensor_parallel
+from ckptfused.convert.source import patched
 from ckptfused.keep import check_names
 from ckptfused.modules.assemble import keep_text
+
+# Where accelerate keeps the forward that it put hooks around.
+_BELOW_HOOKS = "_old_forward"
 
 
 def convert(model: nn.Module, policy: str | Iterable[str] = "inputs", *, process_group: Any = None) -> Report:
@@ -45,11 +50,14 @@ def convert(model: nn.Module, policy: str | Iterable[str] = "inputs", *, process
         refuse_tensor_parallel(layer, name, sharded)
     reports = []
     for name, layer, family in found:
-        before = vars(layer).get("forward")
+        before = vars(layer).pop("forward", None)
         if isinstance(before, ConvertedForward):
-            del layer.forward
             before = before.before
-        reports.append(describe(name, layer, None if before is not None else family, keep))
+        if before is not None:
+            layer.forward = before
+        if not patched(layer):
+            before = None
+        reports.append(describe(name, layer, family if before is None else None, keep))
         layer.forward = ConvertedForward(layer, reports[-1].family, keep, before)
     report = Report(tuple(reports), keep, head_note(model, reports))
     if process_group is not None:
@@ -61,10 +69,14 @@ def revert(model: nn.Module) -> int:
     """Undoes `convert`: every layer gets the forward back that it had. Returns how many layers were converted."""
     count = 0
     for layer in model.modules():
-        converted = vars(layer).get("forward")
-        if isinstance(converted, ConvertedForward):
-            del layer.forward
-            if converted.before is not None:
-                layer.forward = converted.before
-            count += 1
+        places = [key for key in (_BELOW_HOOKS, "forward") if isinstance(vars(layer).get(key), ConvertedForward)]
+        for key in places:
+            before = vars(layer)[key].before
+            if before is not None:
+                setattr(layer, key, before)
+            elif key == "forward":
+                del layer.forward
+            else:
+                setattr(layer, key, MethodType(type(layer).forward, layer))
+        count += bool(places)
     return count

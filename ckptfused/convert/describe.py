@@ -16,14 +16,16 @@ from ckptfused.convert.modules import hooked, projection
 from ckptfused.convert.parts import Reason
 from ckptfused.convert.report import LayerReport
 from ckptfused.convert.shards import is_flattened
+from ckptfused.convert.source import patched
 
 
 def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> LayerReport:
     """The report on one layer, not converted at this moment."""
     kind = type(layer).__name__
     if family is None:
-        own = "forward" in vars(layer)
-        why = "its forward is not its class's (patched or offloaded)" if own else "no adapter for this class"
+        why = "no adapter for this class"
+        if patched(layer):
+            why = "its forward is not its class's (patched or offloaded)"
         return LayerReport(name, kind, None, "generic", why)
     if not family.as_read(layer):  # nothing is known of where its parts are
         return LayerReport(name, kind, family.name, "generic", family.unread(layer).text)

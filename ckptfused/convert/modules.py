@@ -10,7 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ckptfused.convert.parts import Reason
 from ckptfused.convert.peft import LoRA, active_copy, adapters, is_lora
-from ckptfused.convert.source import as_read, class_name, norm_of
+from ckptfused.convert.source import as_read, class_name, norm_of, patched
 from ckptfused.modules.activations import activation_kind
 from ckptfused.modules.assemble import hooked as any_hook
 
@@ -39,11 +39,7 @@ def hooked(module: nn.Module) -> bool:
         for hook in module._forward_hooks.values()
     )
     return bool(
-        others
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
+        others or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or patched(module)
     )
 
 

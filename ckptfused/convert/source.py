@@ -78,9 +78,15 @@ def class_as_read(cls: Any, forward: Callable[..., Any]) -> bool:
     return _READ[cls, forward]
 
 
+def patched(module: nn.Module) -> bool:
+    """Whether a module's forward is another than its class's. Libraries that take a patch back leave the latter."""
+    own = vars(module).get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
 def as_read(module: nn.Module) -> bool:
     """Whether this module's forward is its class's, and its class's is the one that was read."""
-    return "forward" not in vars(module) and class_as_read(type(module), type(module).forward)
+    return not patched(module) and class_as_read(type(module), type(module).forward)
 
 
 @torch.compiler.assume_constant_result
