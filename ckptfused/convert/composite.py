@@ -13,6 +13,7 @@ from ckptfused.checkpoint import checkpoint
 from ckptfused.convert.assembly import build_call
 from ckptfused.convert.family import Family, Plan
 from ckptfused.convert.parts import Inputs, Parts, Reason
+from ckptfused.convert.twice import differentiable_twice
 from ckptfused.modules.assemble import Call
 from ckptfused.spec import BlockSpec
 
@@ -69,7 +70,8 @@ class Composite(Family):
         rest: list[Any] = []
         for step in steps:
             if isinstance(step, Call):
-                x = step._replace(x=x).run()
+                call = step._replace(x=x)
+                x = differentiable_twice(call.run(), call)
                 continue
             made = _checkpointed(step, x)
             x, *more = (made,) if isinstance(made, Tensor) else made
@@ -78,7 +80,7 @@ class Composite(Family):
 
     def plan(self, layer: Any, keep: str, x: Tensor) -> Plan | Reason:
         args, kwargs = self.example(layer, x)
-        steps = self._calls(layer, keep, args, kwargs)
+        steps = self._calls(layer, keep, args, kwargs, sharded=True)
         if isinstance(steps, Reason):
             return steps
         why = dict.fromkeys(step.why for step in steps if isinstance(step, Generic))
@@ -86,9 +88,9 @@ class Composite(Family):
         return Plan(specs, len(steps) - len(specs), "; ".join(why))
 
     def _calls(
-        self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
     ) -> list[Call | Generic] | Reason:
-        """The steps, with an op for each fused one."""
+        """The steps, with an op for each fused one. `sharded` as in `build_call`."""
         if not self.as_read(layer):
             return self.unread(layer)
         steps = self.steps(layer, *args, **kwargs)
@@ -96,7 +98,7 @@ class Composite(Family):
             return steps
         calls: list[Call | Generic] = []
         for step in steps:
-            made = build_call(*step, keep) if isinstance(step, Fused) else step
+            made = build_call(*step, keep, sharded) if isinstance(step, Fused) else step
             if isinstance(made, Reason):
                 return made
             calls.append(made)

@@ -45,14 +45,18 @@ def _repeating(module: nn.Module) -> list[nn.Module]:
 
 def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:
     """Whether a module that repeats is a stage rather than a layer: a `Sequential` of layers, or a module most of
-    whose parameters are those of layers with an adapter.
+    whose parameters are those of layers with an adapter, or of ckptfused's own.
     """
     if inner and type(module) is nn.Sequential:
         return True
-    if any(family_of(below) is not None for below in _wrapped(module)):
+    if any(map(_is_known, _wrapped(module))):
         return True
-    known = sum(p.numel() for layer in module.modules() if family_of(layer) is not None for p in layer.parameters())
+    known = sum(p.numel() for layer in module.modules() if _is_known(layer) for p in layer.parameters())
     return 2 * known > sum(p.numel() for p in module.parameters())
+
+
+def _is_known(module: nn.Module) -> bool:
+    return family_of(module) is not None or isinstance(module, FusedModule)
 
 
 def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
