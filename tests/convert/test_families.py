@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytest.importorskip("transformers")
 
@@ -107,3 +108,24 @@ def test_dropout(specimen: Specimen, keep: str) -> None:
     with with_masks(specimen.layers(model), record.states, specimen.sites):
         want = run(model, batch)
     close(without_zero(got, specimen, 1e-5), without_zero(want, specimen, 1e-5), 1e-5)
+
+
+def penalty(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
+    """The gradients of the squares of all gradients."""
+    model.zero_grad()
+    with sdpa_kernel(SDPBackend.MATH):  # SDPA's other kernels are differentiated once
+        loss: Tensor = model(**batch).loss
+        weights = [p for p in model.parameters() if p.requires_grad]
+        first = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+        torch.stack([g.square().sum() for g in first if g is not None]).sum().backward()
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("specimen", [pytest.param(s, id=s.name) for s in ZOO.values()])
+def test_second_derivatives(specimen: Specimen) -> None:
+    """They carry the rounding of two backwards: twice the tolerance of one."""
+    model = build(specimen, 0.0, "eager")
+    specimen.still(model)
+    batch = specimen.batch()
+    want = without_zero(penalty(model, batch), specimen, 2e-5)
+    close(without_zero(penalty(converted(model, specimen), batch), specimen, 2e-5), want, 2e-5)
