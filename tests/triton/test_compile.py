@@ -75,7 +75,7 @@ def test_every_option_compiles(stage: str, head_dim: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", configs.STAGES)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_exact_types_compile(stage: str, head_dim: int, dtype: torch.dtype) -> None:
     for device in ("sm_90", "sm_80"):
@@ -83,6 +83,8 @@ def test_exact_types_compile(stage: str, head_dim: int, dtype: torch.dtype) -> N
         r = compile_kernel(k)
         assert r.shared <= configs.SHARED[device]
         assert "tf32" not in r.ptx
+        # Two registers stored and loaded; rows of 256 do not fit, and are left to this and no other tile.
+        assert r.spilled <= SPILL + 16 or head_dim == 256
 
 
 @pytest.mark.slow
