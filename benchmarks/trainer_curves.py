@@ -105,7 +105,7 @@ def furthest(a: list[float], b: list[float]) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--threads", type=int, nargs=2, default=(2, 1))
+    parser.add_argument("--threads", type=int, nargs=2, default=(2, 7), help="powers of two may give equal bits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args()
