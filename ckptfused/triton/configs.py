@@ -121,8 +121,8 @@ def attention_config(
     d = block_d(head_dim)
     if dtype in (torch.bfloat16, torch.float16):
         return _HALF[device_class(capability)][stage][d][-1 if dropout else 0]
-    # float32 and float64 are multiplied exactly, without tensor cores: rows are held in registers, and the smallest tiles
-    # spill least: up to D 128 at most two registers, at D 256 a few hundred bytes (float32).
+    # float32 and float64 are multiplied exactly, without tensor cores: rows are held in registers, and small tiles
+    # spill least: up to D 128 at most two registers, at D 256 over a thousand bytes in float32.
     if dtype == torch.float64:
         return Config(16, 16, 4 if d <= 64 else 8, 1)
     if d > 64:
