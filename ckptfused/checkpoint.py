@@ -74,7 +74,11 @@ def checkpoint(
         return torch_checkpoint.checkpoint(
             lambda *given: inputs.call(function, [t.clone() for t in given]), *tensors, **options
         )
-    saved = _Saved(inputs, tensors) if torch.is_grad_enabled() else None
+    saved = None
+    if torch.is_grad_enabled():
+        # What was made in inference mode can be neither saved nor written to.
+        tensors = [t.clone() if t.is_inference() else t for t in tensors]
+        saved = _Saved(inputs, tensors)
     shared = Shared(tensors)
     copies = shared.copy(tensors)
     aliases = Aliases(inputs, tensors, copies) if share_memory(tensors) else None

@@ -411,6 +411,11 @@ class Named(Tensor):
     pass
 
 
+def made_in_inference_mode() -> Tensor:
+    with torch.inference_mode():
+        return torch.randn(3, 4)
+
+
 UNUSUAL: dict[str, Callable[[], Tensor]] = {
     "numpy": lambda: torch.from_numpy(torch.randn(3, 4).numpy().copy()),
     "shared": lambda: torch.randn(3, 4).share_memory_(),
@@ -422,6 +427,7 @@ UNUSUAL: dict[str, Callable[[], Tensor]] = {
     "conjugated": lambda: torch.randn(3, 4, dtype=torch.complex64).conj(),
     "empty": lambda: torch.randn(0, 4),
     "meta": lambda: torch.randn(3, 4, device="meta"),
+    "inference": made_in_inference_mode,
 }
 
 
