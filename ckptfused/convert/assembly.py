@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptfused.convert.modules import Norm, Projection, activation, hooked, norm, projection
 from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.convert.peft import active_copy
 from ckptfused.convert.shards import is_dtensor
 from ckptfused.convert.source import as_read
 from ckptfused.functional import check_packed, rotary_view
@@ -29,7 +30,8 @@ class Assembled(NamedTuple):
 
 
 def _holders(holders: tuple[nn.Module, ...]) -> Reason | None:
-    for holder in holders:
+    # A wrapper of PEFT's hides the module that it runs.
+    for holder in (*holders, *(inner for h in holders if (inner := active_copy(h)) is not h)):
         if hooked(holder):
             return Reason(f"{type(holder).__name__} has a hook or a forward of its own")
         if not as_read(holder):
@@ -82,6 +84,16 @@ def _adapters(half: str, maps: dict[str, Projection]) -> tuple[str, Slots]:
     return word, [tensor for _, lora in found for tensor in (lora.a, lora.b, lora.bias)]
 
 
+def _heads_fit(a: Attention, maps: dict[str, Projection]) -> Reason | None:
+    """Where heads were pruned, the original may count them in the weights, not in the configuration."""
+    shared = a.kv_heads * a.head_dim
+    widths = {"q": a.heads * a.head_dim + (2 * shared if a.k is None else 0), "k": shared, "v": shared}
+    for name, found in maps.items():
+        if found.out_features != widths.get(name, found.out_features):
+            return Reason(f"{name} has {found.out_features} outputs, {widths[name]} by the number of heads")
+    return None
+
+
 def attention(a: Attention, x: Tensor) -> Assembled | Reason:
     """The attention half, inputs left out."""
     if (why := _holders(a.holders)) is not None:
@@ -92,6 +104,8 @@ def attention(a: Attention, x: Tensor) -> Assembled | Reason:
     maps = _projections({"q": a.q, "k": a.k, "v": a.v, "o": a.o})
     if isinstance(maps, Reason):
         return maps
+    if (why := _heads_fit(a, maps)) is not None:
+        return why
     norms = _norms("attn", {"pre": a.pre, "post": a.post, "out": a.out, "q_norm": a.q_norm, "k_norm": a.k_norm}, x)
     if isinstance(norms, Reason):
         return norms
@@ -191,6 +205,8 @@ def build_call(parts: Parts, inputs: Inputs, keep: str, sharded: bool = False) -
         return Reason(f"the input has shape {list(x.shape)}, expected [B, T, C]")
     if (why := _closing_norm_fits(parts, x)) is not None:
         return why
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.is_inference():
+        x = x.clone()  # what was made in inference mode cannot be saved for backward
     slots: Slots = []
     adapters: Slots = []
     words = ""

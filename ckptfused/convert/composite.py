@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ckptfused.checkpoint import checkpoint
 from ckptfused.convert.assembly import build_call
-from ckptfused.convert.family import Family, Plan
+from ckptfused.convert.family import Family, Plan, lacking
+from ckptfused.convert.modules import LENT, lent_weights
 from ckptfused.convert.parts import Inputs, Parts, Reason
 from ckptfused.convert.twice import differentiable_twice
 from ckptfused.modules.assemble import Call
@@ -79,7 +80,10 @@ class Composite(Family):
         return self.result(x, *rest)
 
     def plan(self, layer: Any, keep: str, x: Tensor) -> Plan | Reason:
-        args, kwargs = self.example(layer, x)
+        try:
+            args, kwargs = self.example(layer, x)
+        except AttributeError as error:
+            return lacking(error)
         steps = self._calls(layer, keep, args, kwargs, sharded=True)
         if isinstance(steps, Reason):
             return steps
@@ -93,7 +97,12 @@ class Composite(Family):
         """The steps, with an op for each fused one. `sharded` as in `build_call`."""
         if not self.as_read(layer):
             return self.unread(layer)
-        steps = self.steps(layer, *args, **kwargs)
+        if torch.is_grad_enabled() and lent_weights(layer):
+            return LENT
+        try:
+            steps = self.steps(layer, *args, **kwargs)
+        except AttributeError as error:
+            return lacking(error)
         if isinstance(steps, Reason):
             return steps
         calls: list[Call | Generic] = []

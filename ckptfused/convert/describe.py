@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused import cost
-from ckptfused.convert.family import Family
+from ckptfused.convert.family import Family, lacking
 from ckptfused.convert.measure import TOKENS, saved_by_autograd
 from ckptfused.convert.modules import hooked, projection
 from ckptfused.convert.parts import Reason
@@ -31,7 +31,10 @@ def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> L
         return LayerReport(name, kind, family.name, "generic", family.unread(layer).text)
     if is_flattened(layer):
         return LayerReport(name, kind, family.name, "fused", "in FSDP's shards now; decided at each call")
-    x = _example(layer, family)
+    try:
+        x = _example(layer, family)
+    except AttributeError as error:
+        return LayerReport(name, kind, family.name, "generic", lacking(error).text)
     before = None
     # A count for the table: a layer that cannot be traced has none, nor one with hooks inside, which would be called.
     if not any(hooked(module) for module in layer.modules() if module is not layer):

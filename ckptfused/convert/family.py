@@ -12,6 +12,7 @@ from ckptfused.convert.assembly import build_call
 from ckptfused.convert.parts import Inputs, Parts, Reason
 from ckptfused.convert.source import class_as_read, class_name, vouch
 from ckptfused.convert.twice import differentiable_twice
+from ckptfused.modules.assemble import Call
 from ckptfused.spec import NORMS, BlockSpec
 
 FAMILIES: dict[str, Family] = {}
@@ -62,12 +63,7 @@ class Family:
 
     def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's result, or a `Reason`."""
-        if not self.as_read(layer):
-            return self.unread(layer)
-        inputs = self.inputs(layer, *args, **kwargs)
-        if isinstance(inputs, Reason):
-            return inputs
-        call = build_call(self.parts(layer), inputs, keep)
+        call = self._call(layer, keep, args, kwargs)
         return call if isinstance(call, Reason) else self.result(differentiable_twice(call.run(), call))
 
     def result(self, y: Any) -> Any:
@@ -80,14 +76,32 @@ class Family:
 
     def plan(self, layer: Any, keep: str, x: Tensor) -> Plan | Reason:
         """What will become of calls like `example`'s."""
+        try:
+            args, kwargs = self.example(layer, x)
+        except AttributeError as error:
+            return lacking(error)
+        call = self._call(layer, keep, args, kwargs, sharded=True)
+        return call if isinstance(call, Reason) else Plan((BlockSpec.parse(call.text),))
+
+    def _call(
+        self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
+    ) -> Call | Reason:
+        """The op call of a layer. `sharded` as in `build_call`."""
         if not self.as_read(layer):
             return self.unread(layer)
-        args, kwargs = self.example(layer, x)
-        inputs = self.inputs(layer, *args, **kwargs)
-        if isinstance(inputs, Reason):
-            return inputs
-        call = build_call(self.parts(layer), inputs, keep, sharded=True)
-        return call if isinstance(call, Reason) else Plan((BlockSpec.parse(call.text),))
+        try:
+            inputs = self.inputs(layer, *args, **kwargs)
+            if isinstance(inputs, Reason):
+                return inputs
+            parts = self.parts(layer)
+        except AttributeError as error:
+            return lacking(error)
+        return build_call(parts, inputs, keep, sharded)
+
+
+def lacking(error: AttributeError) -> Reason:
+    """What is said of a layer in which another module was put where an adapter reads."""
+    return Reason(f"another module than the one that was read: {error}")
 
 
 def register(family: Family, reads: Iterable[type] = (), norms: Mapping[type, str] | None = None) -> Family:

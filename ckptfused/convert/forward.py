@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from ckptfused.checkpoint import checkpoint
 from ckptfused.convert.family import FAMILIES
+from ckptfused.convert.modules import hooked_everywhere, lent_weights
 from ckptfused.convert.parts import Reason
 from ckptfused.convert.shards import refuse_tensor_parallel
 
@@ -42,6 +43,8 @@ class ConvertedForward:
         reason = Reason("no adapter for this class")
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             reason = Reason("a torch.func transform or a forward-mode derivative is taken", original=True)
+        elif hooked_everywhere():
+            reason = Reason("hooks on all modules")
         elif self.family is not None:
             result = FAMILIES[self.family].run(self.layer, self.keep, args, kwargs)
             if not isinstance(result, Reason):
@@ -55,7 +58,7 @@ class ConvertedForward:
         refuse_tensor_parallel(layer)
         forward = self.before or functools.partial(type(layer).forward, layer)
         own = getattr(layer, "gradient_checkpointing", False) and layer.training
-        if reason.original or own or not torch.is_grad_enabled():
+        if reason.original or own or not torch.is_grad_enabled() or lent_weights(layer):
             return forward(*args, **kwargs)
         # A replay would write to a cache a second time.
         caches = [value for name, value in kwargs.items() if name in CACHES and value is not None]

@@ -23,6 +23,12 @@ _ACTIVATIONS = {
     "SiLUActivation": "silu",
     "ReLUSquaredActivation": "relu2",
 }
+_EVERYWHERE: tuple[dict[int, Any], ...] = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_backward_hooks,
+    torch.nn.modules.module._global_backward_pre_hooks,
+)
 _GATED = {"relu": "reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 
 
@@ -40,6 +46,26 @@ def hooked(module: nn.Module) -> bool:
     )
     return bool(
         others or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or patched(module)
+    )
+
+
+def hooked_everywhere() -> bool:
+    """Whether somebody registered hooks for all modules. PyTorch's own tracker only watches which module runs."""
+    return any(hook.__module__ != "torch.utils.module_tracker" for hooks in _EVERYWHERE for hook in hooks.values())
+
+
+LENT = Reason("tensors stand in for its weights (functional_call)", original=True)
+
+
+def lent_weights(layer: nn.Module) -> bool:
+    """Whether tensors stand in for parameters during this call, as `functional_call` does: a replay in backward would
+    find the parameters again. FSDP1's views of its flat parameter are there then.
+    """
+    return any(
+        weight is not None and not isinstance(weight, nn.Parameter)
+        for module in layer.modules()
+        if not getattr(module, "_is_fsdp_managed_module", False)
+        for weight in module._parameters.values()
     )
 
 

@@ -153,6 +153,35 @@ def another_activation(model: Any) -> None:
 
 
 @otherwise
+def fewer_heads(model: Any) -> None:
+    """As structured pruning leaves them: Hugging Face counts heads in the weights."""
+    attention = model.model.layers[0].self_attn
+    for name, width in (("q_proj", 24), ("k_proj", 12), ("v_proj", 12)):
+        setattr(attention, name, nn.Linear(48, width, bias=False))
+    attention.o_proj = nn.Linear(24, 48, bias=False)
+
+
+@otherwise
+def an_ffn_of_another_make(model: Any) -> None:
+    model.model.layers[0].mlp = nn.Sequential(nn.Linear(48, 60), nn.Tanh(), nn.Linear(60, 48))
+
+
+@otherwise
+def an_attention_in_a_wrapper(model: Any) -> None:
+    """As PEFT's adaption prompt does."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, attention: nn.Module) -> None:
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, **kwargs: Any) -> Any:
+            return self.attention(**kwargs)[0] * 1.1, None
+
+    model.model.layers[0].self_attn = Wrapper(model.model.layers[0].self_attn)
+
+
+@otherwise
 def a_hook_inside(model: Any) -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda _, args, y: y * 2)
 

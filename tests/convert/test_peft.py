@@ -267,3 +267,23 @@ def test_what_is_not_fused(kind: str, reasons: list[Reason]) -> None:
     assert all(expected in layer.reason for layer in report.layers)
     close(run(ours, batch()), run(model, batch()), 1e-5)
     assert reasons and expected in reasons[0].text
+
+
+@pytest.mark.parametrize("how", ["hook", "patch", "disabled"])
+def test_a_saved_module_is_looked_into(how: str, reasons: list[Reason]) -> None:
+    """`modules_to_save` wraps the whole FFN: what somebody did to the copy that runs counts."""
+    model = make(["q_proj"], modules_to_save=["mlp"])
+    ours = converted(model)
+    for one in (model, ours):
+        wrapper = layers(one)[0].mlp
+        runs = wrapper.original_module if how == "disabled" else wrapper.modules_to_save["default"]
+        if how == "patch":
+            forward = runs.forward
+            runs.forward = lambda x, forward=forward: forward(x) * 1.25
+        else:
+            runs.register_forward_hook(lambda _, args, y: y * 1.25)
+        if how == "disabled":
+            one.base_model.disable_adapter_layers()
+            one.requires_grad_(True)
+    close(run(ours, batch()), run(model, batch()), 1e-5)
+    assert len(reasons) == 1

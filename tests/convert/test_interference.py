@@ -1,0 +1,107 @@
+"""Hooks on all modules, weights and inputs that PyTorch treats unlike others: what is computed stays what it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("transformers")
+
+import ckptfused
+from tests.convert import zoo_llama, zoo_moe, zoo_seq2seq  # noqa: F401
+from tests.convert.compare import close, gradients, run
+from tests.convert.small import twins, unfused
+from tests.convert.zoo import ZOO, randomize, text_batch
+
+
+def forward_hook() -> Any:
+    return register_module_forward_hook(lambda m, _, y: y * 1.25 if isinstance(m, nn.Linear) else None)
+
+
+def pre_hook() -> Any:
+    return register_module_forward_pre_hook(lambda m, args: (args[0] * 1.25,) if isinstance(m, nn.Linear) else None)
+
+
+def backward_hook() -> Any:
+    def halve(module: nn.Module, grads: Any, _: Any) -> Any:
+        return tuple(None if g is None else g / 2 for g in grads) if isinstance(module, nn.Linear) else None
+
+    return register_module_full_backward_hook(halve)
+
+
+@pytest.mark.filterwarnings("ignore:.*ackward hook:UserWarning")
+@pytest.mark.parametrize("register", [forward_hook, pre_hook, backward_hook])
+def test_hooks_on_all_modules(register: Any) -> None:
+    plain, model = twins()
+    handle = register()
+    try:
+        with unfused() as reasons:
+            got = run(model, text_batch())
+        want = run(plain, text_batch())
+    finally:
+        handle.remove()
+    assert len(reasons) == len(model.model.layers)
+    close(got, want, 1e-5)
+
+
+def test_what_only_watches_which_module_runs_changes_nothing() -> None:
+    _, model = twins()
+    with FlopCounterMode(display=False), unfused() as reasons:
+        run(model, text_batch())
+    assert not reasons
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "whisper"])
+def test_functional_call(name: str, hooked: bool) -> None:
+    """A checkpoint would replay with the module's own weights, which are back in their place by then."""
+    plain = randomize(ZOO[name].make(0.0, "sdpa")).train()
+    if hooked:
+        for layer in ZOO[name].layers(plain):
+            next(m for m in layer.modules() if isinstance(m, nn.Linear)).register_forward_hook(lambda _, args, y: y * 2)
+    model = copy.deepcopy(plain)
+    ckptfused.convert(model)
+
+    def step(model: nn.Module) -> dict[str, Tensor]:
+        weights = {key: p.detach().clone().requires_grad_() for key, p in model.named_parameters()}
+        lent = {key: p * 1.5 for key, p in weights.items()}
+        loss = torch.func.functional_call(model, lent, (), ZOO[name].batch()).loss
+        found = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
+        gradients = {key: g for key, g in zip(weights, found, strict=True) if g is not None}
+        return {"loss": loss.detach(), **gradients}
+
+    close(step(model), step(plain), 1e-5)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_features_made_in_inference_mode(name: str, hooked: bool) -> None:
+    plain: Any = randomize(ZOO[name].make(0.0, "sdpa")).train()
+    for layer in plain.model.layers:
+        if hooked:
+            layer.self_attn.o_proj.register_forward_hook(lambda _, args, y: y * 2)
+    model = copy.deepcopy(plain)
+    ckptfused.convert(model)
+
+    def step(model: Any) -> dict[str, Tensor]:
+        batch: dict[str, Any] = text_batch()
+        with torch.inference_mode():
+            batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+        loss = model(**batch).loss
+        loss.backward()
+        return {"loss": loss.detach(), **gradients(model)}
+
+    with unfused() as reasons:
+        got = step(model)
+    assert len(reasons) == len(model.model.layers) * hooked
+    close(got, step(plain), 1e-5)
