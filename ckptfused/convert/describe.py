@@ -66,7 +66,7 @@ def head_note(model: Any, layers: Iterable[LayerReport]) -> tuple[str, ...]:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     weight = getattr(head, "weight", None)
     saved = [layer.after for layer in layers]
-    if weight is None or None in saved or not saved:
+    if not isinstance(weight, Tensor) or None in saved or not saved:  # PyTorch's quantised layers have a method
         return ()
     # Logits in the model's type, a float32 copy for the loss, and its log-softmax kept for backward.
     logits = weight.size(0) * (weight.element_size() + 8)

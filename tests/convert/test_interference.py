@@ -105,3 +105,31 @@ def test_features_made_in_inference_mode(name: str, hooked: bool) -> None:
         got = step(model)
     assert len(reasons) == len(model.model.layers) * hooked
     close(got, step(plain), 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_pytorchs_quantised_layers() -> None:
+    plain, _ = twins()
+    quantised = torch.ao.quantization.quantize_dynamic(plain.eval(), {nn.Linear})
+    model = copy.deepcopy(quantised)
+    report = ckptfused.convert(model)
+    assert {layer.path for layer in report.layers} == {"generic"}
+    assert all("quantized" in layer.reason for layer in report.layers)
+    with torch.no_grad():
+        ids = text_batch()["input_ids"]
+        assert torch.equal(model(ids).logits, quantised(ids).logits)
+
+
+def test_weights_of_a_tensor_subclass() -> None:
+    """As torchao's quantised ones are."""
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    plain, model = twins()
+    for one in (plain, model):
+        up = one.model.layers[0].mlp.up_proj
+        up.weight = nn.Parameter(two(up.weight.detach().clone(), up.weight.detach().clone()), requires_grad=False)
+    report = ckptfused.convert(model)
+    assert [layer.path for layer in report.layers] == ["generic", "fused"]
+    assert "TwoTensor" in report.layers[0].reason
+    with torch.no_grad():
+        got, want = (one(**text_batch(), use_cache=False).loss.a for one in (model, plain))
+    close({"loss": got}, {"loss": want}, 1e-5)
