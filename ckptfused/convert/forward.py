@@ -79,6 +79,16 @@ def _in_use(cache: Any) -> bool:
     return not hasattr(cache, "get_seq_length") or bool(cache.get_seq_length() > 0)
 
 
+class NotReplicated:
+    """In place of a layer's `_replicate_for_data_parallel`: all its replicas would run this layer's own weights."""
+
+    def __call__(self) -> nn.Module:
+        raise RuntimeError(
+            "nn.DataParallel cannot replicate a converted layer: expected DistributedDataParallel or FSDP, one process "
+            "a GPU (torchrun, accelerate launch); or undo the conversion with ckptfused.revert(model)"
+        )
+
+
 @contextlib.contextmanager
 def original(model: nn.Module) -> Iterator[None]:
     """Within, converted layers run as they were, neither fused nor checkpointed by ckptfused.

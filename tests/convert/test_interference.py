@@ -133,3 +133,14 @@ def test_weights_of_a_tensor_subclass() -> None:
     with torch.no_grad():
         got, want = (one(**text_batch(), use_cache=False).loss.a for one in (model, plain))
     close({"loss": got}, {"loss": want}, 1e-5)
+
+
+def test_data_parallel_is_refused() -> None:
+    """What `nn.DataParallel` does with a model on several GPUs, in one clear error."""
+    model = ZOO["llama"].make(0.0, "sdpa")
+    ckptfused.convert(model)
+    layer = ZOO["llama"].layers(model)[0]
+    with pytest.raises(RuntimeError, match="nn.DataParallel cannot replicate.*DistributedDataParallel"):
+        layer._replicate_for_data_parallel()  # type: ignore[operator]
+    ckptfused.revert(model)
+    assert type(layer._replicate_for_data_parallel()) is type(layer)  # type: ignore[operator]

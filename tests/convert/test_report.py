@@ -137,7 +137,7 @@ def test_no_note_where_a_layer_is_not_counted() -> None:
 
 def state(layer: nn.Module) -> dict[str, Any]:
     """What `convert` must leave as it was: the layer's attributes, the forward aside, and its class."""
-    found = {key: value for key, value in vars(layer).items() if key != "forward"}
+    found = {key: value for key, value in vars(layer).items() if key not in ("forward", "_replicate_for_data_parallel")}
     return {**found, "class": type(layer), "modules": dict(layer.named_modules()), "training": layer.training}
 
 
