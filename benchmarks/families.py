@@ -46,19 +46,35 @@ MODELS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("T5 (small)", "T5ForConditionalGeneration", "T5Config", {}),
     ("Whisper (tiny)", "WhisperForConditionalGeneration", "WhisperConfig", {}),
 )
+TORCH: tuple[tuple[str, Any, Any], ...] = (
+    ("torch.nn, width 512", nn.TransformerEncoder, nn.TransformerEncoderLayer),
+    ("torch.nn, width 512", nn.TransformerDecoder, nn.TransformerDecoderLayer),
+)
 # Names that configurations give to their number of layers.
 DEPTHS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
 
 
-def layers_of(model_class: str, config_class: str, options: dict[str, Any]) -> Iterator[Any]:
-    """The reports of one layer of each class."""
+def models() -> Iterator[tuple[str, nn.Module]]:
+    """Shallow models on the meta device, by the name that the table gives them."""
+    for name, model_class, config_class, options in MODELS:
+        yield name, hugging_face(model_class, config_class, options)
+    for name, stack, layer in TORCH:
+        yield name, stack(layer(512, 8, batch_first=True, device="meta"), 2)
+
+
+def hugging_face(model_class: str, config_class: str, options: dict[str, Any]) -> nn.Module:
+    """A model of the configuration's defaults, two layers deep."""
     import transformers
 
     defaults = getattr(transformers, config_class)()
     shallow = {name: 2 for name in DEPTHS if getattr(defaults, name, 0)}
     config = getattr(transformers, config_class)(**{**options, **shallow})
     with torch.device("meta"):
-        model: nn.Module = getattr(transformers, model_class)(config)
+        return getattr(transformers, model_class)(config)
+
+
+def layers_of(model: nn.Module) -> Iterator[Any]:
+    """The reports of one layer of each class."""
     seen = set()
     for layer in ckptfused.convert(model.to(torch.bfloat16)).layers:
         if layer.layer not in seen:
@@ -69,8 +85,8 @@ def layers_of(model_class: str, config_class: str, options: dict[str, Any]) -> I
 def main() -> None:
     logging.disable(logging.WARNING)
     print("| model | layer | path | bytes/token before | after | ratio |\n|---|---|---|---|---|---|")
-    for name, model_class, config_class, options in MODELS:
-        for layer in layers_of(model_class, config_class, options):
+    for name, model in models():
+        for layer in layers_of(model):
             before, after = layer.before, layer.after
             numbers = ["?" if v is None else f"{v:,.0f}" for v in (before, after)]
             ratio = f"{before / after:.1f}×" if before and after else ""

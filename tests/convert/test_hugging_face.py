@@ -11,9 +11,11 @@ import torch
 pytest.importorskip("transformers")
 
 import ckptfused
+from tests.accounting import Events
 from tests.convert.compare import close, run
 from tests.convert.small import CountOps, llama, transformers_log, twins, unfused
 from tests.convert.zoo import VOCABULARY, text_batch
+from tests.convert.zoo_llama import SIZES
 
 
 def test_parameters_and_state_dict_are_the_same_objects() -> None:
@@ -32,6 +34,18 @@ def test_parameters_and_state_dict_are_the_same_objects() -> None:
         optimizer.step()
         others.step()
     close(got, want, 1e-5)
+
+
+def test_nothing_is_concatenated() -> None:
+    """Separate q, k, v and gate, up stay separate: no step joins them, in forward or backward."""
+    plain, model = twins()
+    x = torch.randn(2, 7, SIZES["hidden_size"], requires_grad=True)
+    tables = (torch.ones(1, 7, 12), torch.zeros(1, 7, 12))
+    counts = [
+        Events(lambda m=m: m.model.layers[0](x, position_embeddings=tables).sum().backward()).count("aten::cat")
+        for m in (plain, model)
+    ]
+    assert counts[0] > 0 and counts[1] == 0  # the original's are those of its RoPE
 
 
 def test_revert_undoes() -> None:
