@@ -49,3 +49,11 @@ def describe() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
     }
+
+
+def footer(where: dict[str, Any]) -> str:
+    """The last line of a page of results, from what `describe` said."""
+    return (
+        f"{where['cpu']['model']} ({where['cpu']['instructions']}), {where['threads']} threads; "
+        f"torch {where['torch']}, ckptfused {where['ckptfused']}, commit {where['commit']}; `{where['command']}`."
+    )

@@ -136,7 +136,6 @@ def measure(dropout: float, budget: float, seed: int) -> dict[str, Any]:
 
 def markdown(result: dict[str, Any]) -> str:
     """The result as a page."""
-    where = result["environment"]
     lines = [
         f"# LoRA, adapter dropout {result['adapter_dropout']}",
         "",
@@ -160,8 +159,7 @@ def markdown(result: dict[str, Any]) -> str:
             "",
             f"{steps} steps each, interleaved. Checked first: {result['check']}.",
             "",
-            f"{where['cpu']['model']} ({where['cpu']['instructions']}), {where['threads']} threads; "
-            f"torch {where['torch']}, ckptfused {where['ckptfused']}, commit {where['commit']}; `{where['command']}`.",
+            environment.footer(result["environment"]),
             "",
         ]
     )

@@ -99,7 +99,6 @@ def measure(case: Case, dtype_name: str, budget: float, seed: int) -> dict[str, 
 
 def markdown(result: dict[str, Any]) -> str:
     """The result as a page."""
-    where = result["environment"]
     lines = [
         f"# {result['case']}, {result['dtype']}",
         "",
@@ -122,8 +121,7 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         f"{steps} steps each, interleaved. Gradients checked first: {'; '.join(result['checks'])}.",
         "",
-        f"{where['cpu']['model']} ({where['cpu']['instructions']}), {where['threads']} threads; "
-        f"torch {where['torch']}, ckptfused {where['ckptfused']}, commit {where['commit']}; `{where['command']}`.",
+        environment.footer(result["environment"]),
         "",
     ]
     return "\n".join(lines)

@@ -57,7 +57,7 @@ class Composite(Family):
 
     def steps(self, layer: Any, *args: Any, **kwargs: Any) -> Steps | Reason:
         """The steps of a call, or why it has none. Signature as the layer's forward. One step at least is `Fused`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"family {self.name!r}: expected an adapter that defines steps(layer, …)")
 
     def result(self, y: Any, *rest: Any) -> Any:
         """What the layer's forward returns for the last x, and for what the checkpointed pieces returned beside."""

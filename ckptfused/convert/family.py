@@ -55,11 +55,11 @@ class Family:
 
     def parts(self, layer: Any) -> Parts:
         """The pieces of a layer, as they are now."""
-        raise NotImplementedError
+        raise NotImplementedError(f"family {self.name!r}: expected an adapter that defines parts(layer)")
 
     def inputs(self, layer: Any, *args: Any, **kwargs: Any) -> Inputs | Reason:
         """What the layer's forward was called with, or why this call is not fused. Signature as the forward's."""
-        raise NotImplementedError
+        raise NotImplementedError(f"family {self.name!r}: expected an adapter that defines inputs(layer, …)")
 
     def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's result, or a `Reason`."""

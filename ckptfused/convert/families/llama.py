@@ -18,7 +18,7 @@ class Llama(Family):
     """Llama, Mistral, Qwen2, Qwen3."""
 
     name = "llama"
-    layers = (
+    layers: tuple[str, ...] = (
         f"{_MODELS}.llama.modeling_llama.LlamaDecoderLayer",
         f"{_MODELS}.mistral.modeling_mistral.MistralDecoderLayer",
         f"{_MODELS}.qwen2.modeling_qwen2.Qwen2DecoderLayer",

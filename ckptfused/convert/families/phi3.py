@@ -6,15 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ckptfused.convert.families.llama import rotary_example
-from ckptfused.convert.family import Family, register
-from ckptfused.convert.hugging_face import decoder_inputs
+from ckptfused.convert.families.llama import Llama, rotary_example
+from ckptfused.convert.family import register
 from ckptfused.convert.modules import rate
-from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.convert.parts import FFN, Attention, Parts
 
 
-class Phi3(Family):
-    """Phi-3 and what is published in its format, Phi-4 among them."""
+class Phi3(Llama):
+    """Phi-3 and what is published in its format, Phi-4 among them; its forward takes the arguments of Llama's."""
 
     name = "phi3"
     layers = ("transformers.models.phi3.modeling_phi3.Phi3DecoderLayer",)
@@ -47,20 +46,6 @@ class Phi3(Family):
             holders=(mlp, layer.resid_mlp_dropout),
         )
         return Parts(first, second)
-
-    def inputs(
-        self,
-        layer: Any,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        use_cache: Any = False,
-        position_embeddings: Any = None,
-        **kwargs: Any,
-    ) -> Inputs | Reason:
-        attn, rest = layer.self_attn, {"position_ids": position_ids, **kwargs}
-        return decoder_inputs(layer, attn, hidden_states, attention_mask, past_key_values, position_embeddings, rest)
 
     def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (x,), {"attention_mask": None, **rotary_example(layer.self_attn.head_dim, x)}
