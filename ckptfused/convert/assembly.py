@@ -30,8 +30,7 @@ class Assembled(NamedTuple):
 
 
 def _holders(holders: tuple[nn.Module, ...]) -> Reason | None:
-    # A wrapper of PEFT's hides the module that it runs.
-    for holder in (*holders, *(inner for h in holders if (inner := active_copy(h)) is not h)):
+    for holder in (*holders, *map(active_copy, holders)):  # A wrapper of PEFT's hides the module that it runs.
         if hooked(holder):
             return Reason(f"{type(holder).__name__} has a hook or a forward of its own")
         if not as_read(holder):
