@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ckptfused.checkpoint import checkpoint
+from ckptfused.convert import twice
 from ckptfused.convert.assembly import build_call
 from ckptfused.convert.family import Family, Plan, lacking
 from ckptfused.convert.modules import LENT, lent_weights
 from ckptfused.convert.parts import Inputs, Parts, Reason
-from ckptfused.convert.twice import differentiable_twice
 from ckptfused.modules.assemble import Call
 from ckptfused.spec import BlockSpec
 
@@ -72,7 +72,7 @@ class Composite(Family):
         for step in steps:
             if isinstance(step, Call):
                 call = step._replace(x=x)
-                x = differentiable_twice(call.run(), call)
+                x = twice.run(call)
                 continue
             made = _checkpointed(step, x)
             x, *more = (made,) if isinstance(made, Tensor) else made

@@ -93,9 +93,9 @@ class NotReplicated:
 def original(model: nn.Module) -> Iterator[None]:
     """Within, converted layers run as they were, neither fused nor checkpointed by ckptfused.
 
-    For what the fused op refuses: second derivatives (a gradient penalty) where dropout is on or saved tensors are
-    offloaded. What was computed within may be differentiated after. A layer needs no such help to be differentiated
-    twice without dropout, or under `torch.func` and forward-mode derivatives.
+    For what the fused op refuses: second derivatives (a gradient penalty) under torch.compile or where saved tensors
+    are offloaded. What was computed within may be differentiated after. A layer needs no such help elsewhere, nor
+    under `torch.func` and forward-mode derivatives.
     """
     forwards = (vars(module).get("forward") for module in model.modules())
     found = [forward for forward in forwards if isinstance(forward, ConvertedForward)]

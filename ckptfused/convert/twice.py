@@ -9,30 +9,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptfused import rng
 from ckptfused.functional import MOST_TEXTS
 from ckptfused.modules.assemble import Call
-from ckptfused.reference.block import reference_block
+from ckptfused.reference.block import mask_shapes, reference_block
 from ckptfused.spec import BlockSpec, param_names
 
 Gradients = Sequence[Tensor | None]
 
 
-def differentiable_twice(y: Tensor, call: Call) -> Tensor:
-    """y, the result of a call, such that what a backward under `create_graph=True` gives can be differentiated.
+def run(call: Call) -> Tensor:
+    """The call's result, such that what a backward under `create_graph=True` gives can be differentiated.
 
-    There the gradients are computed a second time, from the call's own tensors by plain operations. Not where that
-    would cost memory or could not be right: with dropout, whose masks only the op knows, under torch.compile, and
-    where saved tensors are packed (offloaded, replayed). There the op says that it is differentiated once.
+    There the gradients are computed a second time, from the call's own tensors by plain operations, with the masks
+    that the op drew: a copy of the generator as it was before the call draws them again. Not where that would cost
+    memory or could not be right: under torch.compile, in the capture of a CUDA graph, and where saved tensors are
+    packed (offloaded, replayed). There the op says that it is differentiated once.
     """
-    if torch.compiler.is_compiling() or y.grad_fn is None or _packed() or _has_dropout(call.text):
-        return y
-    y.grad_fn.register_hook(_Again(call, y.grad_fn.next_functions))
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _packed() or _captured(call.x):
+        return call.run()
+    before = _generator(call.x).clone_state() if _has_dropout(call.text) else None
+    y = call.run()
+    if y.grad_fn is not None:
+        y.grad_fn.register_hook(_Again(call, before, y.grad_fn.next_functions))
     return y
 
 
 @lru_cache(maxsize=MOST_TEXTS)
 def _has_dropout(text: str) -> bool:
     return BlockSpec.parse(text).has_dropout
+
+
+def _generator(x: Tensor) -> torch.Generator:
+    """The default generator of x's device: the one that the op draws from."""
+    return torch.cuda.default_generators[x.get_device()] if x.is_cuda else torch.default_generator
+
+
+def _captured(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _packed() -> bool:
@@ -43,8 +57,9 @@ def _packed() -> bool:
 class _Again:
     """What runs after the op's backward, the checks of which have passed."""
 
-    def __init__(self, call: Call, places: Sequence[Any]) -> None:
+    def __init__(self, call: Call, before: torch.Generator | None, places: Sequence[Any]) -> None:
         self.call: Call | None = call
+        self.before = before
         self.places = places
         """Where the op's gradients go: (node, output number)."""
         device = call.x.device.type
@@ -53,11 +68,11 @@ class _Again:
     def __call__(self, grad_inputs: Gradients, grad_outputs: Gradients) -> Gradients | None:
         call, dy = self.call, grad_outputs[0]
         if call is None or dy is None or not torch.is_grad_enabled():
-            self.call = None  # the op has let go of its tensors, and so does this
+            self.call = self.before = None  # the op has let go of its tensors, and so does this
             return None
         tensors = list({id(t): t for t in (call.x, *call.slots) if t is not None and t.requires_grad}.values())
         with torch.autocast(*self.autocast):
-            y = _plain(call)
+            y = _plain(call, self.before)
         gradients = torch.autograd.grad(y, tensors, dy, create_graph=True, allow_unused=True)
         found = {}
         for tensor, gradient in zip(tensors, gradients, strict=True):
@@ -74,7 +89,7 @@ class _Again:
         return tuple(result)
 
 
-def _plain(call: Call) -> Tensor:
+def _plain(call: Call, before: torch.Generator | None) -> Tensor:
     spec = BlockSpec.parse(call.text)
     params: Any = dict(zip(param_names(spec), call.slots, strict=True))
     masks = call.masks
@@ -87,4 +102,13 @@ def _plain(call: Call) -> Tensor:
         mask=masks.mask,
         padding=masks.padding,
         cu_seqlens=call.cu_seqlens,
+        masks={} if before is None else _drawn_again(call, spec, before),
     )
+
+
+def _drawn_again(call: Call, spec: BlockSpec, before: torch.Generator) -> dict[int, Tensor]:
+    """The keep masks of the call, by site: by the op, which the reference's Philox is far slower than."""
+    batch, tokens = call.x.shape[1::-1] if spec.seq_first else call.x.shape[:2]
+    wanted = mask_shapes(spec, batch, tokens, call.x.size(-1), call.cu_seqlens)
+    state = rng.state(call.x, before.clone_state())
+    return {site: rng.dropout_mask(shape, p, state, site) for site, (p, shape) in wanted.items()}

@@ -68,13 +68,13 @@ def _adapter_masks(keep: Mapping[int, Tensor], name: str, spec: BlockSpec) -> Ke
     return {f"{name}.lora{site - first}": mask for site, mask in keep.items() if site >= first}
 
 
-def dropout_masks(
-    spec: BlockSpec, batch: int, tokens: int, width: int, rng_state: Tensor | None, cu_seqlens: Tensor | None = None
-) -> dict[int, Tensor]:
-    """The keep mask of every site with p > 0, by site number.
+def mask_shapes(
+    spec: BlockSpec, batch: int, tokens: int, width: int, cu_seqlens: Tensor | None = None
+) -> dict[int, tuple[float, tuple[int, ...]]]:
+    """p and the shape of the mask of every site with p > 0, by site number.
 
-    **Shapes**: rng_state int64 [2] (seed, offset); masks: site 0 [B, H, T, T] (packed: [S, H, longest, longest]),
-    1 and 3 [B, T, C], 2 [B, T, F], from 4 on one for each adapter, of the shape of its projection's input.
+    Site 0: [B, H, T, T] (packed: [S, H, longest, longest]), 1 and 3: [B, T, C], 2: [B, T, F], from 4 on one for each
+    adapter, of the shape of its projection's input.
     """
     wanted: dict[int, tuple[float, tuple[int, ...]]] = {}
     if spec.attn is not None:
@@ -88,7 +88,14 @@ def dropout_masks(
         wanted[3] = (spec.ffn.p_res, (batch, tokens, width))
     for site, (adapter, columns) in enumerate(_adapter_inputs(spec, width), 4):
         wanted[site] = (adapter.p, (batch, tokens, columns))
-    wanted = {site: (p, shape) for site, (p, shape) in wanted.items() if p > 0}
+    return {site: (p, shape) for site, (p, shape) in wanted.items() if p > 0}
+
+
+def dropout_masks(
+    spec: BlockSpec, batch: int, tokens: int, width: int, rng_state: Tensor | None, cu_seqlens: Tensor | None = None
+) -> dict[int, Tensor]:
+    """The keep mask of every site of `mask_shapes`, by site number. **Shapes**: rng_state int64 [2] (seed, offset)."""
+    wanted = mask_shapes(spec, batch, tokens, width, cu_seqlens)
     if not wanted:
         return {}
     if rng_state is None:
