@@ -23,10 +23,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def all_pairs_runs() -> list[Any]:
-    """Every case in both types on the CPU. On a GPU, where most of a test's time goes into compiling its kernels, in
-    one of them, unless CKPTFUSED_GPU_TESTS=all."""
+    """Every case in both types on the CPU, one of them with one torch only. On a GPU, where most of a test's time goes
+    into compiling its kernels, in one of them, unless CKPTFUSED_GPU_TESTS=all."""
     both = os.environ.get("CKPTFUSED_GPU_TESTS") == "all"
-    runs = [("cpu", case, dtype) for case in CASES for dtype in DTYPES]
+    runs = [
+        pytest.param("cpu", case, dtype, marks=[pytest.mark.once] if (n + half) % 2 else [])
+        for n, case in enumerate(CASES)
+        for half, dtype in enumerate(DTYPES)
+    ]
     on_gpu = [(case, DTYPES[(n + half) % 2]) for half in range(1 + both) for n, case in enumerate(CASES)]
     return [*runs, *(pytest.param(*CUDA.values, *run, marks=CUDA.marks) for run in on_gpu)]
 

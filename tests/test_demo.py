@@ -93,7 +93,10 @@ def test_verdict_names_the_step() -> None:
     assert verdict.within_rounding([float("nan")] * 12, plain, reordered) is not None
 
 
-@pytest.mark.parametrize("options", [[], ["--dropout", "0.1"]], ids=["plain", "dropout"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param([], marks=pytest.mark.once, id="plain"), pytest.param(["--dropout", "0.1"], id="dropout")],
+)
 def test_demo_runs(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 200)

@@ -57,6 +57,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("case", CASES.values())
 def test_a_result_file(written: Path, case: str) -> None:
     text = (written / f"day_chip_{case}.json").read_text()

@@ -74,6 +74,7 @@ def test_float32(specimen: Specimen, implementation: str, mode: str) -> None:
     close(got, want, 1e-5)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(("specimen", "implementation"), CASES)
 def test_bfloat16(specimen: Specimen, implementation: str) -> None:
     """At most twice the family's own error against float32."""
@@ -122,6 +123,7 @@ def penalty(model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("p", [0.0, 0.25])
 @pytest.mark.parametrize("specimen", [pytest.param(s, id=s.name) for s in ZOO.values()])
 def test_second_derivatives(specimen: Specimen, p: float) -> None:
