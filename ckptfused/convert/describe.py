@@ -36,9 +36,8 @@ def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> L
     except AttributeError as error:
         return LayerReport(name, kind, family.name, "generic", lacking(error).text)
     before = None
-    # A count for the table: a layer that cannot be traced has none, nor one with hooks inside, which would be called.
-    if not any(hooked(module) for module in layer.modules() if module is not layer):
-        with contextlib.suppress(Exception):
+    if _can_be_traced(layer):
+        with contextlib.suppress(Exception):  # a count for the table
             args, kwargs = family.example(layer, x)
             before = saved_by_autograd(layer, args, kwargs) / TOKENS
     plan = family.plan(layer, keep, x)
@@ -52,13 +51,24 @@ def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> L
 def _example(layer: nn.Module, family: Family) -> Tensor:
     """An x that the layer could be called with: [1, TOKENS, C]."""
     parts = family.parts(layer)
-    last = projection(parts.ffn.down if parts.ffn is not None else parts.attn.o)  # type: ignore[union-attr]
+    module = parts.ffn.down if parts.ffn is not None else parts.attn.o  # type: ignore[union-attr]
+    last = projection(module)
     if isinstance(last, Reason):
-        first = next(layer.parameters())
-        width, dtype, device = first.size(-1), first.dtype, first.device
+        floats = [p for p in layer.parameters() if p.is_floating_point()]
+        first = floats[0] if floats else torch.empty(0)
+        # A quantised weight has neither the width nor the type of what it stands for.
+        width, dtype, device = getattr(module, "out_features", first.size(-1)), first.dtype, first.device
     else:
         width, dtype, device = last.out_features, last.weight.dtype, last.weight.device
     return torch.empty(1, TOKENS, width, dtype=dtype, device=device, requires_grad=True)
+
+
+def _can_be_traced(layer: nn.Module) -> bool:
+    """Whether a layer's forward may be called on fake tensors: not where hooks inside would be called, nor where
+    quantised projections (bitsandbytes) would take the fake weights into their own state.
+    """
+    inside = (module for module in layer.modules() if module is not layer)
+    return not any(map(hooked, inside)) and all(p.is_floating_point() for p in layer.parameters())
 
 
 def head_note(model: Any, layers: Iterable[LayerReport]) -> tuple[str, ...]:
