@@ -10,11 +10,12 @@ import importlib.metadata
 import json
 import sys
 
-from ckptfused.convert.source import KNOWN_FILE, fingerprint, known
+from ckptfused.convert.source import KNOWN_FILE, fingerprint, known, note_functions
 
 
 def main(names: list[str]) -> None:
-    """Adds the fingerprint of each class's forward, or of the method that is named, to known.json."""
+    """Adds the fingerprint of each class's forward, or of the method that is named, to known.json, and those of the
+    functions that it calls."""
     found = known()
     for named in names:
         name, _, method = named.partition(":")
@@ -23,7 +24,9 @@ def main(names: list[str]) -> None:
         said = f"{library} {importlib.metadata.version(library)}"
         function = getattr(getattr(importlib.import_module(module), cls), method or "forward")
         found["classes"].setdefault(name, {}).setdefault(fingerprint(function), said)
-    found["classes"] = dict(sorted(found["classes"].items()))
+        note_functions(found, function, said)
+    for kind in ("classes", "functions"):
+        found[kind] = dict(sorted(found[kind].items()))
     KNOWN_FILE.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -13,7 +13,7 @@ from ckptfused.convert.modules import Norm, Projection, activation, hooked, norm
 from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.convert.peft import active_copy
 from ckptfused.convert.shards import is_dtensor
-from ckptfused.convert.source import as_read
+from ckptfused.convert.source import as_read, unread
 from ckptfused.functional import check_packed, rotary_view
 from ckptfused.modules.assemble import Call, Slots, canonical_text, input_words, settled
 from ckptfused.spec import MAX_HEAD_DIM, BlockSpec, keepable
@@ -34,7 +34,8 @@ def _holders(holders: tuple[nn.Module, ...]) -> Reason | None:
         if hooked(holder):
             return Reason(f"{type(holder).__name__} has a hook or a forward of its own")
         if not as_read(holder):
-            return Reason(f"the code of {type(holder).__name__} is not the one that was read (see tested versions)")
+            what = unread(type(holder), type(holder).forward)
+            return Reason(f"the code of {what} is not the one that was read (see tested versions)")
     return None
 
 

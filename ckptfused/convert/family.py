@@ -11,7 +11,7 @@ from ckptfused.checks import check_choice
 from ckptfused.convert import twice
 from ckptfused.convert.assembly import build_call
 from ckptfused.convert.parts import Inputs, Parts, Reason
-from ckptfused.convert.source import class_as_read, class_name, vouch
+from ckptfused.convert.source import class_as_read, class_name, unread, vouch
 from ckptfused.modules.assemble import Call
 from ckptfused.spec import NORMS, BlockSpec
 
@@ -51,7 +51,9 @@ class Family:
 
     def unread(self, layer: Any) -> Reason:
         """What `run` says of a layer that is not `as_read`."""
-        return Reason(f"the code of {type(layer).__name__} is not the one that was read (see tested versions)")
+        cls = type(layer)
+        what = next(filter(None, (unread(cls, getattr(cls, method)) for method in self.methods)), cls.__name__)
+        return Reason(f"the code of {what} is not the one that was read (see tested versions)")
 
     def parts(self, layer: Any) -> Parts:
         """The pieces of a layer, as they are now."""

@@ -1,9 +1,9 @@
 """Whether a module still runs the code that an adapter was written from.
 
 An adapter replaces a layer's `forward` by what it reads there. Another version of the library, a subclass or a
-patch (Liger, hub kernels) may compute something else, so the source of each replaced `forward` is compared with
-the source that was read. `python -m ckptfused.convert CLASS …` adds to known.json what is installed; an entry stays
-there if the tests of its family pass with it.
+patch (Liger, hub kernels) may compute something else, so the source of each replaced `forward`, and of the functions
+that it calls, is compared with the source that was read. `python -m ckptfused.convert CLASS …` adds to known.json what
+is installed; an entry stays there if the tests of its family pass with it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tokenize
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ _LAYOUT = {tokenize.COMMENT: "", tokenize.NL: "", tokenize.NEWLINE: "", tokenize
 
 @cache
 def known() -> dict[str, Any]:
-    """What was read: `{"classes": {name: {fingerprint: version}}, "norms": {fingerprint: kind}}`."""
+    """What was read: `{"classes": {name: {fingerprint: version}}, "functions": …, "norms": {fingerprint: kind}}`."""
     return json.loads(KNOWN_FILE.read_text())
 
 
@@ -54,10 +54,55 @@ def fingerprint(function: Callable[..., Any]) -> str:
     return hashlib.sha256(f"{','.join(names)}:{''.join(text.split())}".encode()).hexdigest()[:16]
 
 
+class Called(NamedTuple):
+    """A function that a forward calls: where it looks it up, and by which name."""
+
+    namespace: dict[str, Any]
+    name: str
+
+    @property
+    def value(self) -> Any:
+        return self.namespace.get(self.name)
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.namespace['__name__']}.{self.name}"
+
+
+@cache
+def called(function: Callable[..., Any]) -> tuple[Called, ...]:
+    """The functions that a function calls by their global names, and those that these call in the same module.
+
+    PyTorch's own are its own affair: nobody patches them for one model.
+    """
+    found: dict[str, Called] = {}
+    queue: list[Any] = [inspect.unwrap(function)]
+    while queue:
+        caller = queue.pop()
+        if not inspect.isfunction(caller) or caller.__module__.partition(".")[0] == "torch":
+            continue
+        for name in caller.__code__.co_names:
+            callee = Called(caller.__globals__, name)
+            value = without_kernel(callee.value)
+            if name not in found and (inspect.isfunction(value) or callee.full_name in known()["functions"]):
+                found[name] = callee
+                if getattr(value, "__module__", None) == caller.__module__:
+                    queue.append(value)
+    return tuple(found.values())
+
+
+def without_kernel(value: Any) -> Any:
+    """The function that `kernels` made a module of, so that a kernel can take its place, while none does."""
+    if isinstance(value, nn.Module) and hasattr(type(value), "kernel_layer_name") and not patched(value):
+        cells = getattr(type(value).forward, "__closure__", None) or ()
+        return next((cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)), value)
+    return value
+
+
 # What was found out, so that a call of a layer looks it up only. torch.compile folds each answer and guards on what
 # was asked about: a class or its forward that another library replaces is asked about anew.
 _CLASS_NAMES: dict[type, str] = {}
-_READ: dict[Any, bool] = {}
+_UNREAD: dict[Any, str] = {}
 _NORMS: dict[Any, str | None] = {}
 
 
@@ -71,11 +116,32 @@ def class_name(cls: type) -> str:
 
 
 @torch.compiler.assume_constant_result
+def unread(cls: Any, forward: Callable[..., Any]) -> str:
+    """What a class's forward runs that is not what was read: the class's name, or a function's; "" if it is all.
+
+    A function that is replaced after torch.compile ran is not seen.
+    """
+    now = tuple(without_kernel(callee.value) for callee in called(forward))
+    key = (cls, forward, now)
+    if key not in _UNREAD:
+        read = fingerprint(forward) in known()["classes"].get(class_name(cls), ())
+        others = (callee.name for callee in called(forward) if not _function_as_read(callee))
+        _UNREAD[key] = next((f"{name} in {cls.__name__}" for name in others), "") if read else cls.__name__
+    return _UNREAD[key]
+
+
 def class_as_read(cls: Any, forward: Callable[..., Any]) -> bool:
     """Whether a class's forward is the one that was read."""
-    if (cls, forward) not in _READ:
-        _READ[cls, forward] = fingerprint(forward) in known()["classes"].get(class_name(cls), ())
-    return _READ[cls, forward]
+    return not unread(cls, forward)
+
+
+def _function_as_read(callee: Called) -> bool:
+    """Whether a function is the one that was read; of others it is enough to be of the library that calls them."""
+    value, module = without_kernel(callee.value), callee.namespace["__name__"]
+    marks = known()["functions"].get(callee.full_name)
+    if marks is None:
+        return getattr(value, "__module__", "").partition(".")[0] == module.partition(".")[0]
+    return inspect.isfunction(value) and fingerprint(value) in marks
 
 
 def patched(module: nn.Module) -> bool:
@@ -97,6 +163,15 @@ def norm_of(cls: Any, forward: Callable[..., Any]) -> str | None:
     return _NORMS[cls, forward]
 
 
+def note_functions(found: dict[str, Any], function: Callable[..., Any], said: str) -> None:
+    """Writes down the functions that a function calls as they are now."""
+    called.cache_clear()
+    for callee in called(function):
+        written = fingerprint(without_kernel(callee.value))
+        if written:
+            found["functions"].setdefault(callee.full_name, {}).setdefault(written, said)
+
+
 def vouch(classes: Iterable[type], norms: Mapping[type, str]) -> None:
     """Takes the code of these classes as it is now for the code that was read. **Raises** `ValueError` without it."""
     for cls in (*classes, *norms):
@@ -106,5 +181,6 @@ def vouch(classes: Iterable[type], norms: Mapping[type, str]) -> None:
         if cls in norms:
             known()["norms"][written] = norms[cls]
         known()["classes"].setdefault(f"{cls.__module__}.{cls.__qualname__}", {})[written] = "vouched for"
-    for found in (_CLASS_NAMES, _READ, _NORMS):
+        note_functions(known(), cls.forward, "vouched for")  # type: ignore[attr-defined]
+    for found in (_CLASS_NAMES, _UNREAD, _NORMS):
         found.clear()  # type: ignore[attr-defined]

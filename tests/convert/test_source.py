@@ -234,3 +234,47 @@ def test_liger(monkeypatch: pytest.MonkeyPatch) -> None:
         got = run(model.cuda(), batch)
         ckptfused.revert(model)
         close(got, run(model, batch), 1e-5)
+
+
+def half_turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    return q * cos.unsqueeze(unsqueeze_dim), k * cos.unsqueeze(unsqueeze_dim)
+
+
+class AsObject:
+    def __call__(self, *args: Any) -> tuple[Tensor, Tensor]:
+        return half_turned(*args)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("apply_rotary_pos_emb", half_turned),
+        ("apply_rotary_pos_emb", AsObject()),
+        ("rotate_half", lambda x: x.roll(1, -1)),
+    ],
+)
+def test_function_patched(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Liger puts a rotary embedding of its own into the module: what LlamaAttention calls by name."""
+    from transformers.models.llama import modeling_llama
+
+    model = llama()
+    before = copy.deepcopy(model)
+    ckptfused.convert(before)
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama, name, value)
+        check(model, ["generic", "generic"], f"{name} in LlamaAttention")
+        close(run(before, text_batch()), run(model, text_batch()), 1e-5)
+    check(model, ["fused", "fused"], "")
+
+
+def test_functions_of_layers_of_your_own(load: Callable[[str], Any]) -> None:
+    """Vouched for with the class; replaced later, they are no longer what was read."""
+    from ckptfused.convert.source import unread, vouch
+
+    forward = load(PLAIN.replace("y * scale", "louder(y, scale)") + "\ndef louder(y, scale):\n    return y * scale\n")
+    layer = type("Layer", (), {"forward": forward, "__module__": forward.__module__})
+    assert unread(layer, forward) == "Layer"
+    vouch([layer], {})
+    assert unread(layer, forward) == ""
+    forward.__globals__["louder"] = half_turned
+    assert unread(layer, forward) == "louder in Layer"
