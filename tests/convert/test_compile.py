@@ -64,6 +64,46 @@ def test_it_saves_only_the_inputs_of_the_layers() -> None:
     assert found[2] - found[1] == tokens * width * 4
 
 
+def adapted(base: Any, targets: tuple[str, ...] = ("q_proj", "o_proj", "down_proj"), p: float = 0.0) -> Any:
+    """With LoRA beside a frozen base."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_dropout=p, target_modules=list(targets), init_lora_weights=False)
+    return peft.get_peft_model(base, config).train()
+
+
+adapting = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@adapting
+@pytest.mark.parametrize("first", [True, False], ids=["convert-adapt", "adapt-convert"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_adapters(backend: str, first: bool) -> None:
+    plain, model = twins() if first else (llama(), llama())
+    plain, model = adapted(plain), adapted(model)
+    assert first or ckptfused.convert(model).fused == 2
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    want = run(plain, batch())
+    assert all("lora" in name for name in want if name != "loss")
+    close(step(compiled, batch()), want, 1e-5)
+
+
+@adapting
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_adapters_add_nothing_to_what_is_saved(p: float) -> None:
+    found = {}
+    tokens, width = 3 * 19, 48
+    for count in (1, 2):
+        model = adapted(twins(num_hidden_layers=count)[1], p=p)
+        inner = model.get_base_model().model
+        compiled = torch.compile(inner, fullgraph=True, backend="aot_eager")
+        x = torch.randn(3, 19, width)
+        call = lambda compiled=compiled, x=x: compiled(inputs_embeds=x, use_cache=False).last_hidden_state  # noqa: E731
+        call()  # compiles
+        found[count] = saved_bytes(call, model, own=[x])
+    assert found[2] - found[1] == tokens * width * 4 + (16 if p else 0)
+
+
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_dynamic_shapes(dynamic: bool | None) -> None:
     plain, model = twins(num_hidden_layers=1)

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
+from tests.convert import distributed_models as models
 from tests.convert import distributed_steps as steps
 from tests.convert.ranks import Ranks
 
@@ -63,6 +64,23 @@ def test_fsdp2_distributed_checkpoint(ranks: Ranks, tmp_path: Any) -> None:
 @pytest.mark.parametrize("p", [0.0, 0.25])
 def test_fsdp1(ranks: Ranks, p: float, original_parameters: bool, first: bool) -> None:
     ranks.run(steps.fsdp1, first=first, original_parameters=original_parameters, p=p)
+
+
+@pytest.mark.parametrize("original_parameters", [True, False])
+def test_fsdp1_distributed_checkpoint(ranks: Ranks, original_parameters: bool, tmp_path: Any) -> None:
+    ranks.run(models.fsdp1_checkpoint, folder=str(tmp_path), original_parameters=original_parameters)
+
+
+@pytest.mark.parametrize("order", ["convert-adapt-shard", "adapt-convert-shard", "adapt-shard-convert"])
+def test_adapters_under_fsdp2(ranks: Ranks, order: str) -> None:
+    pytest.importorskip("peft")
+    ranks.run(models.adapters, order=order)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["mixtral", "t5", "whisper"])
+def test_composites(ranks: Ranks, name: str, how: str) -> None:
+    ranks.run(models.composites, name=name, how=how)
 
 
 @both_orders
