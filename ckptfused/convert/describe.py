@@ -15,7 +15,7 @@ from ckptfused.convert.measure import TOKENS, saved_by_autograd
 from ckptfused.convert.modules import hooked, projection
 from ckptfused.convert.parts import Reason
 from ckptfused.convert.report import LayerReport
-from ckptfused.convert.shards import is_flattened
+from ckptfused.convert.shards import holds_fsdp1, is_flattened
 from ckptfused.convert.source import patched
 
 
@@ -65,10 +65,12 @@ def _example(layer: nn.Module, family: Family) -> Tensor:
 
 def _can_be_traced(layer: nn.Module) -> bool:
     """Whether a layer's forward may be called on fake tensors: not where hooks inside would be called, nor where
-    quantised projections (bitsandbytes) would take the fake weights into their own state.
+    quantised projections (bitsandbytes) or FSDP1's shards inside would take the fake weights into their own state.
     """
     inside = (module for module in layer.modules() if module is not layer)
-    return not any(map(hooked, inside)) and all(p.is_floating_point() for p in layer.parameters())
+    if any(map(hooked, inside)) or holds_fsdp1(layer):
+        return False
+    return all(p.is_floating_point() for p in layer.parameters())
 
 
 def head_note(model: Any, layers: Iterable[LayerReport]) -> tuple[str, ...]:

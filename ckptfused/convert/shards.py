@@ -40,6 +40,12 @@ def _gathered(layer: nn.Module, key: str) -> bool:
     return any(is_fully_sharded(layer.get_submodule(".".join(names[:i]))) for i in range(1, len(names)))
 
 
+def holds_fsdp1(layer: nn.Module) -> bool:
+    """Whether FSDP1 wraps a module within a layer."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in layer.modules())
+
+
 def is_dtensor(tensor: Any) -> bool:
     """Whether a tensor is distributed."""
     module: Any = sys.modules.get("torch.distributed.tensor")

@@ -160,3 +160,36 @@ def composites(rank: int, name: str, how: str) -> None:
                 got = full(run(wrapped, composite_batch(name, rank)))
             assert not reasons, reasons
             close(got, want, 1e-5)  # type: ignore[arg-type]
+
+
+def adapters_in_shards_of_their_own(rank: int, first: bool) -> None:
+    """FSDP1 with PEFT's policy, which wraps each A and B inside the layers."""
+    import peft
+    from peft.utils.other import fsdp_auto_wrap_policy
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    plain = peft.get_peft_model(llama(), config).train()
+    model = copy.deepcopy(plain)
+    if first:
+        assert ckptfused.convert(model).fused == 2
+    wrapped = FullyShardedDataParallel(
+        model, auto_wrap_policy=fsdp_auto_wrap_policy(model), use_orig_params=False, device_id=torch.device("cpu")
+    )
+    if not first:
+        report = ckptfused.convert(wrapped)
+        assert {layer.path for layer in report.layers} == {"generic"}
+        assert all("an adapter whose A or B" in layer.reason for layer in report.layers)
+    optimizers = [torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1) for one in (wrapped, plain)]
+    for _ in range(2):
+        with unfused() as reasons:
+            run(wrapped, batch(rank))
+        assert len(reasons) == 2
+        optimizers[0].step()
+        found = alone(plain)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = found.get(name)
+        optimizers[1].step()
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        got = {name.replace("_fsdp_wrapped_module.", ""): t.detach() for name, t in wrapped.named_parameters()}
+        close(got, {name: t.detach() for name, t in plain.named_parameters()}, 1e-5)

@@ -77,6 +77,12 @@ def test_adapters_under_fsdp2(ranks: Ranks, order: str) -> None:
     ranks.run(models.adapters, order=order)
 
 
+@both_orders
+def test_adapters_in_shards_of_their_own(ranks: Ranks, first: bool) -> None:
+    pytest.importorskip("peft")
+    ranks.run(models.adapters_in_shards_of_their_own, first=first)
+
+
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", ["mixtral", "t5", "whisper"])
 def test_composites(ranks: Ranks, name: str, how: str) -> None:
