@@ -30,7 +30,11 @@ def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> L
     if not family.as_read(layer):  # nothing is known of where its parts are
         return LayerReport(name, kind, family.name, "generic", family.unread(layer).text)
     if is_flattened(layer):
-        return LayerReport(name, kind, family.name, "fused", "in FSDP's shards now; decided at each call")
+        for module in layer.modules():
+            if module is not layer and hooked(module):  # DeepSpeed's ZeRO-3
+                why = f"{type(module).__name__} has a hook or a forward of its own"
+                return LayerReport(name, kind, family.name, "generic", why)
+        return LayerReport(name, kind, family.name, "fused", "in shards now (FSDP, ZeRO-3); decided at each call")
     try:
         x = _example(layer, family)
     except AttributeError as error:
