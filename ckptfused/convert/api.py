@@ -11,7 +11,8 @@ from torch import nn
 from ckptfused.convert import find
 from ckptfused.convert.agree import check_agreement
 from ckptfused.convert.describe import describe, head_note
-from ckptfused.convert.forward import ConvertedForward, NotReplicated
+from ckptfused.convert.forward import ConvertedForward
+from ckptfused.convert.own_checkpoint import REPLICATE, NotReplicated
 from ckptfused.convert.report import Report
 from ckptfused.convert.shards import is_fully_sharded, refuse_tensor_parallel
 from ckptfused.convert.source import patched
@@ -19,7 +20,6 @@ from ckptfused.keep import check_names
 from ckptfused.modules.assemble import keep_text
 
 # Where accelerate keeps the forward that it put hooks around.
-_REPLICATE = "_replicate_for_data_parallel"
 _BELOW_HOOKS = "_old_forward"
 
 
@@ -60,7 +60,7 @@ def convert(model: nn.Module, policy: str | Iterable[str] = "inputs", *, process
             before = None
         reports.append(describe(name, layer, family if before is None else None, keep))
         layer.forward = ConvertedForward(layer, reports[-1].family, keep, before)
-        vars(layer)[_REPLICATE] = NotReplicated()
+        vars(layer)[REPLICATE] = NotReplicated()
     report = Report(tuple(reports), keep, head_note(model, reports))
     if process_group is not None:
         check_agreement(report, None if process_group is True else process_group)
@@ -71,8 +71,8 @@ def revert(model: nn.Module) -> int:
     """Undoes `convert`: every layer gets the forward back that it had. Returns how many layers were converted."""
     count = 0
     for layer in model.modules():
-        if isinstance(vars(layer).get(_REPLICATE), NotReplicated):
-            del vars(layer)[_REPLICATE]
+        if isinstance(vars(layer).get(REPLICATE), NotReplicated):
+            del vars(layer)[REPLICATE]
         places = [key for key in (_BELOW_HOOKS, "forward") if isinstance(vars(layer).get(key), ConvertedForward)]
         for key in places:
             before = vars(layer)[key].before

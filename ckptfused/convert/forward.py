@@ -14,11 +14,9 @@ from torch.autograd import forward_ad
 from ckptfused.checkpoint import checkpoint
 from ckptfused.convert.family import FAMILIES
 from ckptfused.convert.modules import hooked_everywhere, lent_weights
+from ckptfused.convert.own_checkpoint import CACHES, as_it_would, checkpoints_itself, let_converted_through
 from ckptfused.convert.parts import Reason
 from ckptfused.convert.shards import refuse_tensor_parallel
-
-# Arguments by which layers hand on a key/value cache.
-CACHES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 
 
 class ConvertedForward:
@@ -36,6 +34,11 @@ class ConvertedForward:
         """A forward that the instance had already (offload hooks, a patch): it runs, checkpointed."""
         self.paused = False
         """Within `original`."""
+        let_converted_through()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        let_converted_through()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.paused:
@@ -57,8 +60,9 @@ class ConvertedForward:
         layer = self.layer
         refuse_tensor_parallel(layer)
         forward = self.before or functools.partial(type(layer).forward, layer)
-        own = getattr(layer, "gradient_checkpointing", False) and layer.training
-        if reason.original or own or not torch.is_grad_enabled() or lent_weights(layer):
+        if checkpoints_itself(layer):
+            return as_it_would(layer, forward, args, kwargs)
+        if reason.original or not torch.is_grad_enabled() or lent_weights(layer):
             return forward(*args, **kwargs)
         # A replay would write to a cache a second time.
         caches = [value for name, value in kwargs.items() if name in CACHES and value is not None]
@@ -77,16 +81,6 @@ class ConvertedForward:
 def _in_use(cache: Any) -> bool:
     """Whether a key/value cache holds something; one of an unknown kind may."""
     return not hasattr(cache, "get_seq_length") or bool(cache.get_seq_length() > 0)
-
-
-class NotReplicated:
-    """In place of a layer's `_replicate_for_data_parallel`: all its replicas would run this layer's own weights."""
-
-    def __call__(self) -> nn.Module:
-        raise RuntimeError(
-            "nn.DataParallel cannot replicate a converted layer: expected DistributedDataParallel or FSDP, one process "
-            "a GPU (torchrun, accelerate launch); or undo the conversion with ckptfused.revert(model)"
-        )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,68 @@
+"""Hugging Face's own gradient checkpointing, around layers that checkpoint already.
+
+From transformers 5.23 it is in the `forward` of a layer's class, which a converted layer's own comes before. Until
+5.22 it is in `__call__`, which Python looks up on the class, never on an instance: there, the one `__call__` that all
+its layers inherit lets converted layers through to what it is around. It stays as it was for all others.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+# An attribute of every converted layer, which `NotReplicated` tells from the method that all modules have.
+REPLICATE = "_replicate_for_data_parallel"
+# Arguments by which layers hand on a key/value cache.
+CACHES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
+
+
+class NotReplicated:
+    """In place of a layer's `_replicate_for_data_parallel`: all its replicas would run this layer's own weights."""
+
+    def __call__(self) -> nn.Module:
+        raise RuntimeError(
+            "nn.DataParallel cannot replicate a converted layer: expected DistributedDataParallel or FSDP, one process "
+            "a GPU (torchrun, accelerate launch); or undo the conversion with ckptfused.revert(model)"
+        )
+
+
+def let_converted_through() -> None:
+    """Has Hugging Face's layers call a converted one directly, where they would checkpoint it once more."""
+    modeling: Any = sys.modules.get("transformers.modeling_layers")
+    if modeling is None:
+        return
+    base = modeling.GradientCheckpointingLayer
+    theirs = vars(base).get("__call__")
+    if theirs is None or hasattr(theirs, "lets_converted_through"):
+        return
+
+    @functools.wraps(theirs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self._replicate_for_data_parallel) is NotReplicated and "forward" in self.__dict__:
+            return super(base, self).__call__(*args, **kwargs)
+        return theirs(self, *args, **kwargs)
+
+    call.lets_converted_through = True  # type: ignore[attr-defined]
+    base.__call__ = call
+
+
+def checkpoints_itself(layer: nn.Module) -> bool:
+    """Whether Hugging Face's checkpointing is switched on for this layer."""
+    return bool(getattr(layer, "gradient_checkpointing", False)) and layer.training
+
+
+def as_it_would(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`forward` as a layer runs it that `checkpoints_itself`, be it in `__call__`, which was not entered, or there."""
+    modeling: Any = sys.modules.get("transformers.modeling_layers")
+    base = None if modeling is None else modeling.GradientCheckpointingLayer
+    if base is None or not isinstance(layer, base) or "__call__" not in vars(base):
+        return forward(*args, **kwargs)
+    if kwargs.get("use_cache"):
+        kwargs = {**kwargs, "use_cache": False}
+    if not getattr(layer, "_can_checkpoint_with_cache", False):
+        kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+    return layer._gradient_checkpointing_func(functools.partial(forward, **kwargs), *args)
