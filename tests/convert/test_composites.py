@@ -19,6 +19,8 @@ from ckptfused.convert.parts import Reason
 from tests.convert import zoo_encoders, zoo_moe, zoo_seq2seq, zoo_torch  # noqa: F401
 from tests.convert.compare import close, run
 from tests.convert.small import CountOps, unfused
+from tests.convert.versions import since
+from tests.convert.versions import transformers as version
 from tests.convert.zoo import ZOO, randomize, text_batch
 
 
@@ -97,6 +99,7 @@ def test_float16_is_clamped_by_the_original(name: str, why: int) -> None:
     assert {x.reason for x in report.layers if x.path == "generic"} == {"values are clamped in float16"}
 
 
+@since((5, 4), "Whisper's layers are fused")
 def test_whisper_without_an_encoder_is_one_op() -> None:
     _, converted, batch = twins("whisper-no-encoder")
     with CountOps() as count:
@@ -174,7 +177,9 @@ def test_training_with_the_cache_switched_on(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "t5", "whisper"])
 def test_generation(name: str) -> None:
-    plain, converted, batch = twins(name)
+    # Until transformers 5.15 a Mixtral that puts out router logits fails to generate.
+    changes = {"output_router_logits": False} if version() < (5, 16) else {}
+    plain, converted, batch = twins(name, **changes)
     key = "input_features" if name == "whisper" else "input_ids"
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     if name == "whisper":
@@ -207,17 +212,18 @@ def test_policies_name_what_whole_layers_have(keep: Any) -> None:
     torch.testing.assert_close(run(converted, batch)["loss"], run(plain, batch)["loss"])
 
 
-def test_autocast() -> None:
+@pytest.mark.parametrize("name", ["mixtral", "t5", "whisper", "bert"])
+def test_autocast(name: str) -> None:
     """Gradients of a mixture of experts and of an encoder-decoder under autocast, in the types of the original."""
-    for name in ("mixtral", "t5", "whisper", "bert"):
-        plain, converted, batch = twins(name)
-        with torch.autocast("cpu", torch.bfloat16), unfused() as reasons:
-            got, want = run(converted, batch), run(plain, batch)
-        assert not reasons, name
-        torch.testing.assert_close(got["loss"], want["loss"], rtol=2e-2, atol=0)
-        assert {k: v.dtype for k, v in got.items()} == {k: v.dtype for k, v in want.items()}
+    plain, converted, batch = twins(name)
+    with torch.autocast("cpu", torch.bfloat16), unfused() as reasons:
+        got, want = run(converted, batch), run(plain, batch)
+    assert not reasons
+    torch.testing.assert_close(got["loss"], want["loss"], rtol=2e-2, atol=0)
+    assert {k: v.dtype for k, v in got.items()} == {k: v.dtype for k, v in want.items()}
 
 
+@since((5, 4), "T5's layers are fused in part")
 def test_the_encoder_gets_its_gradient() -> None:
     """Cross attention is checkpointed with the encoder's output as an argument."""
     _, converted, batch = twins("t5")
@@ -269,7 +275,7 @@ TARGETS: dict[str, list[str]] = {
     "t5": ["q", "wi", "wo"],
     "whisper": ["q_proj", "k_proj", "fc1", "fc2"],
     "bert": ["query", "dense"],
-    "vit": ["q_proj", "fc2"],
+    "vit": ["q_proj", "fc2", "query", "output.dense"],  # the latter until transformers 5.8
 }
 
 
@@ -295,6 +301,7 @@ def test_lora(name: str) -> None:
 
 
 @pytest.mark.slow
+@since((5, 23), "these models compile without a graph break, converted or not")
 @pytest.mark.parametrize("name", ["mixtral", "whisper"])
 def test_compile(name: str) -> None:
     """No graph break. Hugging Face installs hooks that collect in a way that no compiler traces."""

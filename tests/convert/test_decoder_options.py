@@ -17,6 +17,7 @@ from ckptfused.convert.parts import Reason
 from tests.convert import zoo_decoders as zoo
 from tests.convert import zoo_llama
 from tests.convert.test_families import build, close, converted, run, without_zero
+from tests.convert.versions import since, transformers
 from tests.convert.zoo import ZOO, Specimen, randomize, text_batch
 
 DECODERS = [pytest.param(ZOO[n], id=n) for n in ("gemma2", "gemma3", "phi3", "gpt2", "neox", "opt")]
@@ -70,12 +71,23 @@ def test_reordered_attention_is_fused_where_sdpa_runs() -> None:
     close(run(converted(model, ZOO["gpt2"]), text_batch()), run(model, text_batch()), 1e-5)
 
 
+@since((5, 21), "SDPA refuses a soft-cap; before, it takes no notice of one")
 def test_soft_cap_in_sdpa_is_refused_as_it_was() -> None:
     model = build(ZOO["gemma2"], 0.0, "eager")
     ckptfused.convert(model)
     model.config._attn_implementation = "sdpa"  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="softcap"):
         run(model, text_batch())
+
+
+@pytest.mark.skipif(transformers() >= (5, 21), reason="from transformers 5.21 SDPA refuses a soft-cap")
+def test_soft_cap_in_sdpa_is_ignored_as_it_was(reasons: list[Reason]) -> None:
+    model = build(ZOO["gemma2"], 0.0, "eager")
+    other = converted(model, ZOO["gemma2"])
+    for one in (model, other):
+        one.config._attn_implementation = "sdpa"  # type: ignore[union-attr]
+    close(run(other, text_batch()), run(model, text_batch()), 1e-5)
+    assert len(reasons) == 2
 
 
 def test_soft_cap_given_in_the_call(reasons: list[Reason]) -> None:

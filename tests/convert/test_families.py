@@ -39,8 +39,7 @@ def build(specimen: Specimen, p: float, implementation: str, seed: int = 0) -> n
 def converted(model: nn.Module, specimen: Specimen, keep: str = "inputs") -> nn.Module:
     model = copy.deepcopy(model)
     report = ckptfused.convert(model, keep)
-    paths = specimen.path if isinstance(specimen.path, tuple) else (specimen.path,) * len(specimen.layers(model))
-    assert tuple(x.path for x in report.layers) == paths, str(report)
+    assert tuple(x.path for x in report.layers) == specimen.paths(model), str(report)
     return model
 
 
@@ -54,7 +53,7 @@ def without_zero(found: dict[str, Tensor], specimen: Specimen, relative: float) 
 
     Such a sum is as wide as that of the same projection's weight, term by term, so its rounding is measured by that.
     """
-    zero = [name for name in found if specimen.zero and name.endswith(specimen.zero)]
+    zero = [name for name in found if name.endswith(specimen.zero)]
     for name in zero:
         weight = found[name.removesuffix("bias") + "weight"]
         assert found[name].double().norm() <= relative * weight.double().norm(), name

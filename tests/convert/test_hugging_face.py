@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -10,10 +13,13 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
+
 import ckptfused
 from tests.accounting import Events
 from tests.convert.compare import close, run
 from tests.convert.small import CountOps, llama, transformers_log, twins, unfused
+from tests.convert.versions import since
 from tests.convert.zoo import VOCABULARY, text_batch
 from tests.convert.zoo_llama import SIZES
 
@@ -168,9 +174,14 @@ def test_collected_outputs(what: str) -> None:
     assert not reasons  # the hooks that Hugging Face leaves behind watch nothing now
 
 
+def enable(model: Any) -> Any:
+    """Its method that switches checkpointing on, by the name that came with transformers 5.23 if it has that."""
+    return getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+
+
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_.*deprecated:FutureWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=since((5, 16), "every n-th layer can be checkpointed"))])
 @pytest.mark.parametrize("first", [True, False], ids=["enable-convert", "convert-enable"])
 def test_its_own_checkpointing_is_not_done_twice(first: bool, every: int, reentrant: bool) -> None:
     plain, model = llama(), llama()
@@ -183,7 +194,7 @@ def test_its_own_checkpointing_is_not_done_twice(first: bool, every: int, reentr
             elif every == 1:
                 model.gradient_checkpointing_enable(kwargs)
             else:
-                model.activation_checkpointing_enable(kwargs, every_n_layers=every)
+                enable(model)(kwargs, every_n_layers=every)
         for _ in range(3):
             with CountOps() as ops:
                 close(run(model, text_batch()), want, 1e-5)
@@ -196,6 +207,58 @@ def test_its_own_checkpointing_is_not_done_twice(first: bool, every: int, reentr
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+def forget_converted_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process starts with."""
+    base = transformers.modeling_layers.GradientCheckpointingLayer
+    if "__call__" in vars(base):
+        monkeypatch.setattr(base, "__call__", inspect.unwrap(base.__call__))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_.*deprecated:FutureWarning")
+@pytest.mark.parametrize("how", ["as it is", "deepcopy", "pickle"])
+def test_its_own_checkpointing_of_an_inner_model(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switched on for the whole one, and of copies, also in another process."""
+    plain, model = llama(), llama()
+    want = run(plain, text_batch())
+    ckptfused.convert(model.model)
+    if how == "pickle":
+        written = pickle.dumps(model)
+        forget_converted_layers(monkeypatch)
+        model = pickle.loads(written)
+    model.gradient_checkpointing_enable()
+    if how == "deepcopy":
+        model = copy.deepcopy(model)
+    for _ in range(2):
+        with CountOps() as ops, unfused() as reasons:
+            close(run(model, text_batch()), want, 1e-5)
+        assert ops.blocks == (2, 2) and not reasons
+    assert ckptfused.revert(model) == 2
+    calls: list[int] = []
+    model.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    got = run(model, text_batch())
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    assert len(calls) == 2  # Hugging Face checkpoints again
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_.*deprecated:FutureWarning")
+@pytest.mark.parametrize("why", ["asked", "attentions"])
+def test_the_original_path_under_its_own_checkpointing(why: str) -> None:
+    """There Hugging Face checkpoints, as in the unconverted model."""
+    plain, model = twins("eager")
+    batch = {**text_batch(), "output_attentions": why == "attentions"}
+    calls: list[int] = []
+    for one in (plain, model):
+        one.gradient_checkpointing_enable()
+        one.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    want = run(plain, batch)
+    assert len(calls) == 2
+    with unfused() as reasons, ckptfused.original(model) if why == "asked" else contextlib.nullcontext():
+        got = run(model, batch)
+    assert len(calls) == 4 and [reason.original for reason in reasons] == [True, True]
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_.*deprecated:FutureWarning")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_generic_layer_that_checkpoints_itself(reentrant: bool) -> None:
     """A hook inside makes both layers generic; they are run once again in backward, not twice."""
@@ -204,12 +267,12 @@ def test_a_generic_layer_that_checkpoints_itself(reentrant: bool) -> None:
     for layer in model.model.layers:
         layer.mlp.up_proj.register_forward_hook(lambda *_: calls.append(1))
     want = run(plain, text_batch())
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    enable(model)({"use_reentrant": reentrant})
     if reentrant:
         model.enable_input_require_grads()
     close(run(model, text_batch()), want, 1e-5)
     assert len(calls) == 4
-    model.activation_checkpointing_disable()
+    model.gradient_checkpointing_disable()
     calls.clear()
     close(run(model, text_batch()), want, 1e-5)
     assert len(calls) == 4

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.convert.versions import transformers
+
 VOCABULARY = 97
 Batch = dict[str, Tensor]
 Sites = tuple[tuple[int, int], ...]
@@ -28,12 +30,20 @@ class Specimen:
     implementations: tuple[str, ...] = ("sdpa", "eager")
     own_dropout: tuple[str, ...] = field(default=())
     """Dropout modules outside the layers, where PyTorch draws the masks: their p is set to 0."""
-    zero: str = ""
+    zero: str | tuple[str, ...] = ()
     """How the names of biases end whose gradient is exactly 0: what is found there is rounding."""
     sites: Callable[[Any], Sites] | None = None
     """The dropout calls of a layer in order: which of its ops draws each, and at which site."""
     still: Callable[[Any], None] = lambda model: None
     """Switches dropout off where a checkpointed piece inside a layer draws from PyTorch."""
+    since: tuple[int, int] = (0, 0)
+    """The transformers from which on these layers are fused; with an older one they are checkpointed as they are."""
+
+    def paths(self, model: Any) -> tuple[str, ...]:
+        """What the report says of each layer of a model, with the transformers that is installed."""
+        if transformers() < self.since:
+            return ("generic",) * len(self.layers(model))
+        return self.path if isinstance(self.path, tuple) else (self.path,) * len(self.layers(model))
 
 
 ZOO: dict[str, Specimen] = {}

@@ -106,11 +106,11 @@ decoder("gemma3", gemma3(), left=True)
 decoder("gemma3-bidirectional", gemma3(use_bidirectional_attention=True, attn_logit_softcapping=3.0))
 decoder("phi3", phi3())
 decoder("phi3-partial-window", phi3(rope_parameters={"partial_rotary_factor": 0.5}, sliding_window=5), left=True)
-PLACES: dict[str, Any] = {"layers": gpt2_layers, "own_dropout": ("transformer.drop",)}
+PLACES: dict[str, Any] = {"layers": gpt2_layers, "own_dropout": ("transformer.drop",), "since": (5, 2)}
 decoder("gpt2", gpt2(), **PLACES)
 decoder("gpt2-unscaled", gpt2(scale_attn_weights=False, n_inner=88), left=True, **PLACES)
 decoder("gpt2-by-layer", gpt2(scale_attn_by_inverse_layer_idx=True, activation_function="relu"), **PLACES)
-PLACES = {"layers": neox_layers, "own_dropout": ("gpt_neox.emb_dropout",)}
+PLACES = {"layers": neox_layers, "own_dropout": ("gpt_neox.emb_dropout",), "since": (5, 2)}
 decoder("neox", neox(), **PLACES)
 decoder(
     "neox-serial",
@@ -119,6 +119,7 @@ decoder(
     **PLACES,
 )
 BIASED = "k_proj.bias"  # without RoPE it moves all logits of a query alike
-decoder("opt", opt(), opt_layers, zero=BIASED)
-decoder("opt-post", opt(do_layer_norm_before=False, activation_function="gelu"), opt_layers, left=True, zero=BIASED)
-decoder("opt-bare", opt(enable_bias=False, layer_norm_elementwise_affine=False), opt_layers)
+PLACES = {"layers": opt_layers, "since": (5, 4)}
+decoder("opt", opt(), **PLACES, zero=BIASED)
+decoder("opt-post", opt(do_layer_norm_before=False, activation_function="gelu"), **PLACES, left=True, zero=BIASED)
+decoder("opt-bare", opt(enable_bias=False, layer_norm_elementwise_affine=False), **PLACES)

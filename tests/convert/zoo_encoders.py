@@ -39,6 +39,10 @@ def bert_layers(model: Any) -> list[nn.Module]:
     return list(model.bert.encoder.layer)
 
 
+def vit_layers(model: Any) -> list[nn.Module]:
+    return list(model.vit.layers if hasattr(model.vit, "layers") else model.vit.encoder.layer)
+
+
 def whole(model: Any) -> None:
     """In chunks PyTorch would call dropout more often."""
     for layer in bert_layers(model):
@@ -78,8 +82,8 @@ for name, options in (("vit", {}), ("vit-wide-heads", {"head_dim": 20, "qkv_bias
             name,
             maker(ViTForImageClassification, ViTConfig, image_size=20, patch_size=5, num_labels=4, **options),
             images,
-            lambda model: list(model.vit.layers),
+            vit_layers,
             own_dropout=("vit.embeddings.dropout",),
-            zero="k_proj.bias",
+            zero=("k_proj.bias", "key.bias"),
         )
     )

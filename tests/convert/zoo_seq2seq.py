@@ -42,8 +42,13 @@ WHISPER: dict[str, Any] = {
 }
 
 
+# Attention of T5's own until transformers 5.14.
+T5_IMPLEMENTATIONS = ("sdpa", "eager") if T5ForConditionalGeneration._supports_sdpa else ("eager",)
+
+
 def t5(feed_forward: str) -> Any:
     def make(p: float, implementation: str) -> nn.Module:
+        implementation = implementation if implementation in T5_IMPLEMENTATIONS else "eager"
         config = T5Config(**T5, dropout_rate=p, feed_forward_proj=feed_forward, attn_implementation=implementation)
         return T5ForConditionalGeneration(config)
 
@@ -71,9 +76,11 @@ for name, feed_forward in (("t5", "relu"), ("t5-gated", "gated-gelu")):
             text_batch,
             blocks,
             "part",
+            T5_IMPLEMENTATIONS,
             own_dropout=("encoder.dropout", "decoder.dropout"),
             sites=lambda layer: ((0, 2), (0, 3)),
             still=still_t5,
+            since=(5, 4),
         )
     )
 
@@ -116,6 +123,7 @@ add(
         ("fused", "fused", "part", "part"),
         sites=whisper_sites,
         still=still_whisper,
+        since=(5, 4),
     )
 )
 add(
@@ -127,5 +135,6 @@ add(
         "part",  # with an encoder; these calls run as one op
         sites=lambda layer: ((0, 0), (0, 1), (0, 2), (0, 3)),
         still=still_decoder,
+        since=(5, 4),
     )
 )

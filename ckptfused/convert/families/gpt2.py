@@ -29,10 +29,10 @@ class GPT2(Family):
             v=None,
             o=attn.c_proj,
             pre=layer.ln_1,
-            scale=attn.scaling,
+            scale=_scale(attn),
             p_attn=attn.attn_dropout.p if attn.training else 0.0,
             p_res=rate(attn.resid_dropout),
-            holders=(attn, attn.resid_dropout),
+            holders=(attn, attn.attn_dropout, attn.resid_dropout),
         )
         second = FFN(
             mlp.act, None, mlp.c_fc, mlp.c_proj, pre=layer.ln_2, p_res=rate(mlp.dropout), holders=(mlp, mlp.dropout)
@@ -44,17 +44,39 @@ class GPT2(Family):
         layer: Any,
         hidden_states: Tensor,
         past_key_values: Any = None,
-        attention_mask: Any = None,
-        encoder_hidden_states: Any = None,
-        encoder_attention_mask: Any = None,
-        use_cache: Any = False,
+        *rest: Any,
         **kwargs: Any,
     ) -> Inputs | Reason:
-        if encoder_hidden_states is not None or hasattr(layer, "crossattention"):
-            return Reason("cross-attention")
-        if layer.attn.reorder_and_upcast_attn and layer.attn.config._attn_implementation == "eager":
-            return Reason("reorder_and_upcast_attn with eager attention")
-        return decoder_inputs(layer, layer.attn, hidden_states, attention_mask, past_key_values, None, kwargs)
+        if not hasattr(layer.attn, "scaling"):
+            rest = rest[1:]  # cache_position, until transformers 5.3
+        return _inputs(layer, hidden_states, past_key_values, *rest, **kwargs)
+
+
+def _inputs(
+    layer: Any,
+    hidden_states: Tensor,
+    past_key_values: Any,
+    attention_mask: Any = None,
+    encoder_hidden_states: Any = None,
+    encoder_attention_mask: Any = None,
+    use_cache: Any = False,
+    **kwargs: Any,
+) -> Inputs | Reason:
+    if encoder_hidden_states is not None or hasattr(layer, "crossattention"):
+        return Reason("cross-attention")
+    if layer.attn.reorder_and_upcast_attn and layer.attn.config._attn_implementation == "eager":
+        return Reason("reorder_and_upcast_attn with eager attention")
+    return decoder_inputs(layer, layer.attn, hidden_states, attention_mask, past_key_values, None, kwargs)
+
+
+def _scale(attn: Any) -> float | None:
+    """Until transformers 5.3 only eager attention knows of the model's own scale."""
+    if hasattr(attn, "scaling"):
+        return attn.scaling
+    if attn.config._attn_implementation != "eager":
+        return None
+    scale = attn.head_dim**-0.5 if attn.scale_attn_weights else 1.0
+    return scale / (attn.layer_idx + 1) if attn.scale_attn_by_inverse_layer_idx else scale
 
 
 register(GPT2())

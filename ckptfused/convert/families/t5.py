@@ -81,11 +81,11 @@ def _attend(
     encoder_position_bias: Any,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """x, and the position biases that later layers use."""
-    x, position_bias, _ = layer.layer[0](x, attention_mask=mask, position_bias=position_bias, **kwargs)
+    """x, and the position biases that later layers use. Until transformers 5.14, None does not stand for one."""
+    x, position_bias, *weights = layer.layer[0](x, attention_mask=mask, position_bias=position_bias, **kwargs)
     if not layer.is_decoder or encoder_hidden_states is None:
-        return x, position_bias, None
-    x, encoder_position_bias, _ = layer.layer[1](
+        return (x, position_bias, None) if weights else (x, position_bias)
+    x, encoder_position_bias, *_ = layer.layer[1](
         x,
         key_value_states=encoder_hidden_states,
         attention_mask=encoder_mask,

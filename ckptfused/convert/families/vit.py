@@ -13,12 +13,14 @@ from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
 
 
 class ViT(Family):
-    """ViT."""
+    """ViT. Until transformers 5.8 its pieces were named as BERT's."""
 
     name = "vit"
     layers = ("transformers.models.vit.modeling_vit.ViTLayer",)
 
     def parts(self, layer: Any) -> Parts:
+        if hasattr(layer, "intermediate"):
+            return _as_bert(layer)
         attn, mlp = layer.attention, layer.mlp
         return Parts(
             Attention(
@@ -47,7 +49,37 @@ class ViT(Family):
         )
 
     def inputs(self, layer: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Inputs | Reason:
-        return decoder_inputs(layer, layer.attention, hidden_states, attention_mask, None, None, kwargs)
+        attn = getattr(layer.attention, "attention", layer.attention)
+        return decoder_inputs(layer, attn, hidden_states, attention_mask, None, None, kwargs)
+
+
+def _as_bert(layer: Any) -> Parts:
+    attn, first, last = layer.attention.attention, layer.attention.output, layer.output
+    return Parts(
+        Attention(
+            heads=attn.num_attention_heads,
+            kv_heads=attn.num_attention_heads,
+            head_dim=attn.attention_head_size,
+            q=attn.query,
+            k=attn.key,
+            v=attn.value,
+            o=first.dense,
+            pre=layer.layernorm_before,
+            scale=attn.scaling,
+            p_attn=attn.dropout_prob if attn.training else 0.0,
+            p_res=rate(first.dropout),
+            holders=(layer.attention, attn, first, first.dropout),
+        ),
+        FFN(
+            layer.intermediate.intermediate_act_fn,
+            gate=None,
+            up=layer.intermediate.dense,
+            down=last.dense,
+            pre=layer.layernorm_after,
+            p_res=rate(last.dropout),
+            holders=(layer.intermediate, last, last.dropout),
+        ),
+    )
 
 
 register(ViT())
