@@ -20,7 +20,7 @@ from ckptfused import rng
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.parts import Reason
 from tests.accounting import Events
-from tests.convert import zoo_llama  # noqa: F401
+from tests.convert import zoo_decoders, zoo_llama  # noqa: F401
 from tests.convert.compare import close, run
 from tests.convert.dropout_oracle import RecordStates
 from tests.convert.test_families import DRAWS
@@ -94,15 +94,15 @@ def test_gradients(options: dict[str, Any], keep: str, reasons: list[Reason]) ->
     assert not reasons
 
 
-def test_joint_and_transposed_projections(reasons: list[Reason]) -> None:
+@pytest.mark.parametrize(
+    ("name", "targets"), [("phi3", ["qkv_proj", "gate_up_proj", "o_proj"]), ("gpt2", ["c_attn", "c_proj", "c_fc"])]
+)
+def test_joint_and_transposed_projections(name: str, targets: list[str], reasons: list[Reason]) -> None:
     """Phi-3's joint tensors and GPT-2's Conv1D."""
-    for name, targets in (("phi3", ["qkv_proj", "gate_up_proj", "o_proj"]), ("gpt2", ["c_attn", "c_proj", "c_fc"])):
-        if name not in ZOO:
-            pytest.skip(f"no specimen {name}")
-        base = randomize(ZOO[name].make(0.0, "sdpa"))
-        config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, fan_in_fan_out=name == "gpt2")
-        model = peft.get_peft_model(base, config).train()
-        close(run(converted(model), ZOO[name].batch()), run(model, ZOO[name].batch()), 1e-5)
+    base = randomize(ZOO[name].make(0.0, "sdpa"))
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, fan_in_fan_out=name == "gpt2")
+    model = peft.get_peft_model(base, config).train()
+    close(run(converted(model), ZOO[name].batch()), run(model, ZOO[name].batch()), 1e-5)
     assert not reasons
 
 

@@ -106,7 +106,7 @@ decoder("gemma3", gemma3(), left=True)
 decoder("gemma3-bidirectional", gemma3(use_bidirectional_attention=True, attn_logit_softcapping=3.0))
 decoder("phi3", phi3())
 decoder("phi3-partial-window", phi3(rope_parameters={"partial_rotary_factor": 0.5}, sliding_window=5), left=True)
-PLACES: dict[str, Any] = {"layers": gpt2_layers, "own_dropout": ("transformer.drop",), "since": (5, 2)}
+PLACES: dict[str, Any] = {"layers": gpt2_layers, "own_dropout": ("transformer.drop",), "since": (5, 3)}
 decoder("gpt2", gpt2(), **PLACES)
 decoder("gpt2-unscaled", gpt2(scale_attn_weights=False, n_inner=88), left=True, **PLACES)
 decoder("gpt2-by-layer", gpt2(scale_attn_by_inverse_layer_idx=True, activation_function="relu"), **PLACES)
