@@ -3,6 +3,8 @@
 #   make test        the whole test suite
 # Each torch version has a virtual environment and a build folder of its own:
 #   make test TORCH=2.11.0 PYTHON=python3.12
+# What convert does with another transformers than that environment's, in one on top of it:
+#   make test-transformers TRANSFORMERS=5.9.0
 # On a machine with a GPU, with the Python at hand (its torch and triton; nothing is installed):
 #   make gpu         build for the GPU, test and measure there, in nine minutes at most
 #   make gpu PARTS="build tests micro block" OUT=folder
@@ -14,12 +16,14 @@ READY  ?= $(VENV)/.ready
 JOBS   ?= auto
 # timm needs the torchvision of this very torch.
 TIMM   ?= $(if $(filter 2.11.%,$(TORCH)),timm==1.0.31 torchvision==0.26.0)
+TRANSFORMERS ?= 5.0.0
+TRANSFORMERS_VENV = $(VENV)-transformers-$(TRANSFORMERS)
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.inl' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 # Test processes share the cores: waiting threads sleep instead of spinning.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test pytest ctest gtest lint format bench gpu build wheel clean
+.PHONY: demo test pytest test-transformers ctest gtest lint format bench gpu build wheel clean
 
 demo: build
 	$(BIN)/python -m ckptfused demo
@@ -28,6 +32,9 @@ test: pytest ctest
 
 pytest: build
 	$(BIN)/python -m pytest -n $(JOBS) -p no:benchmark $(PYTEST_ARGS) tests
+
+test-transformers: build $(TRANSFORMERS_VENV)/.ready
+	$(TRANSFORMERS_VENV)/bin/python -m pytest -n $(JOBS) -p no:benchmark $(PYTEST_ARGS) tests/convert
 
 # Not again while nothing has changed: these tests know no torch.
 ctest: build/cmake/.passed
@@ -70,6 +77,13 @@ $(READY): pyproject.toml
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet torch==$(TORCH)
 	$(BIN)/pip install --quiet --group test $(TIMM) torch==$(TORCH)
+	touch $@
+
+# Its own packages, with the versions that this transformers asks for, come before those of the environment below.
+$(TRANSFORMERS_VENV)/.ready: $(READY)
+	$(PYTHON) -m venv $(TRANSFORMERS_VENV)
+	$(TRANSFORMERS_VENV)/bin/pip install --quiet transformers==$(TRANSFORMERS)
+	cd $(TRANSFORMERS_VENV)/lib/python*/site-packages && ls -d $(abspath $(VENV))/lib/python*/site-packages > below.pth
 	touch $@
 
 $(VENV)/.lint: $(READY)
