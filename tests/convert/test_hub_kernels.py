@@ -71,11 +71,9 @@ def extensible(patch: pytest.MonkeyPatch) -> None:
 def test_kernels_in_the_place_of_others(
     layer: str, name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variant = tmp_path / "build" / "torch-cpu"
-    variant.mkdir(parents=True)
     about = {**ABOUT, "id": f"own_{layer.lower()}_1", "name": f"own-{layer.lower()}"}
-    (variant / "metadata.json").write_text(json.dumps(about))
-    (variant / "__init__.py").write_text(LAYERS)
+    (tmp_path / "metadata.json").write_text(json.dumps(about))
+    (tmp_path / "__init__.py").write_text(LAYERS)
     extensible(monkeypatch)
     plain = llama()
     before, after = copy.deepcopy(plain), copy.deepcopy(plain)
