@@ -26,7 +26,18 @@ def start(rank: int) -> Any:
     return deepspeed
 
 
-def zero(rank: int, stage: int, whole_layers: bool, first: bool) -> None:
+def adapted() -> Any:
+    """LoRA beside a frozen base. Without a gradient of the input DeepSpeed itself fails with whole layers."""
+    import peft
+
+    base: Any = llama()
+    base.enable_input_require_grads()
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(base, config).train()
+
+
+def zero(rank: int, stage: int, whole_layers: bool, first: bool, adapters: bool = False) -> None:
     """Losses and gradients of three steps, converted and not.
 
     Stage 3 gathers the weights of a module when it runs, by hooks on all modules; `whole_layers`: of a layer at once.
@@ -34,7 +45,7 @@ def zero(rank: int, stage: int, whole_layers: bool, first: bool) -> None:
     deepspeed = start(rank)
     from deepspeed.utils import safe_get_full_grad, set_z3_leaf_modules
 
-    plain = llama()
+    plain = adapted() if adapters else llama()
     steps: list[list[dict[str, Tensor]]] = []
     for convert in (False, True):
         model: Any = copy.deepcopy(plain)
@@ -45,7 +56,7 @@ def zero(rank: int, stage: int, whole_layers: bool, first: bool) -> None:
         shards = {"stage": stage, "stage3_param_persistence_threshold": 0}
         engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
             config={
                 "train_micro_batch_size_per_gpu": 3,
                 "zero_optimization": shards,
@@ -63,7 +74,8 @@ def zero(rank: int, stage: int, whole_layers: bool, first: bool) -> None:
                 loss = engine(**batch(rank)).loss
             assert len(reasons) == (2 if convert and not whole else 0)
             engine.backward(loss)
-            gradients = {name: safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
+            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            gradients = {name: safe_get_full_grad(p).clone() for name, p in trained}
             steps[-1].append({"loss": loss.detach(), **gradients})
             engine.step()
         engine.destroy()

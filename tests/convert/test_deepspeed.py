@@ -28,3 +28,10 @@ def test_zero(ranks: Ranks, stage: int, whole_layers: bool, first: bool) -> None
     from tests.convert import deepspeed_steps
 
     ranks.run(deepspeed_steps.zero, stage=stage, whole_layers=whole_layers, first=first)
+
+
+@pytest.mark.parametrize("whole_layers", [False, True])
+def test_adapters(ranks: Ranks, whole_layers: bool) -> None:
+    from tests.convert import deepspeed_steps
+
+    ranks.run(deepspeed_steps.zero, stage=3, whole_layers=whole_layers, first=False, adapters=True)
