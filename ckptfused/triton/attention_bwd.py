@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .philox import dropout_scale, keep_tile, load_state
-from .tiles import INF, LOG2E, key_ranges, load_rows, logits, place, query_ranges, scalar, store_rows
+from .tiles import INF, LOG2E, key_ranges, load_rows, logits, place, query_ranges, row_products, scalar, store_rows
 
 # shift and delta of a sequence are followed by this many rows without probabilities. A tile that reaches beyond the
 # last query reads those, without a mask (which would cost many registers in the layout of a product's columns).
@@ -67,34 +67,48 @@ def _dlogits(p, dp, delta, slope, SOFTCAP: tl.constexpr, HIDDEN: tl.constexpr):
 
 @triton.jit
 def _dkdv_queries(
-    dk, dv, k, v, q, do, q_t, do_t, shift, delta, lo, hi, n, q_len, k_len, scale, softcap, window,
+    dk, dv, k, v, q, do, k_t, v_t, q_t, do_t, shift, delta, lo, hi, n, q_len, k_len, scale, softcap, window,
     mask, mask_m, mask_n, padding, padding_n, row, calls, n0, k0, k1, c2, c3, threshold, drop_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PADDING: tl.constexpr,
     DROPOUT: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Adds the part of queries [lo, hi) of one head to dk and dv. Tiles are [BLOCK_N, BLOCK_M]: the probabilities then
-    go into the second product from registers."""
+    go into the second product from registers. k, v: the tiles, or with a PIECE where their rows begin."""
     for start in range(lo, hi, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         if DROPOUT:  # first: the draws need many registers for a while
             keep = tl.trans(keep_tile((row + m) * calls, n0, k0, k1, c2, c3, threshold, BLOCK_N))
-        q_tile = load_rows(q, start, q_len, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
-        products = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        if PIECE:
+            products = row_products(
+                k, n0, k_len, k_t, q, start, q_len, q_t, dk.dtype, PRECISION,
+                BLOCK_N, BLOCK_M, HEAD_DIM, BLOCK_D, PIECE,
+            )  # fmt: skip
+        else:
+            q_tile = load_rows(q, start, q_len, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+            products = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
         s, slope = logits(
             products, tl.load(shift + m)[None, :], m[None, :], n[:, None], None, q_len, k_len,
             scale, softcap, window, mask, mask_m, mask_n, padding, padding_n,
             CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, False, BOUNDED,
         )  # fmt: skip
         p = tl.exp2(s)
+        if PIECE:
+            dp = row_products(
+                v, n0, k_len, v_t, do, start, q_len, do_t, dv.dtype, PRECISION,
+                BLOCK_N, BLOCK_M, HEAD_DIM, BLOCK_D, PIECE,
+            )  # fmt: skip
         do_tile = load_rows(do, start, q_len, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
-        dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
+        if not PIECE:
+            dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
         dropped = p
         if DROPOUT:
             dropped = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * drop_scale, 0.0)
         dv = tl.dot(dropped.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION, out_dtype=dv.dtype)
         ds = _dlogits(p, dp, tl.load(delta + m)[None, :], slope, SOFTCAP, BOUNDED or MASK or PADDING)
+        if PIECE:
+            q_tile = load_rows(q, start, q_len, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION, out_dtype=dk.dtype)
     return dk, dv
 
@@ -107,7 +121,7 @@ def attention_dkdv_kernel(
     scale, softcap, window, threshold, tiles, kv_heads, queries, keys, sequences,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
     PADDING: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """dk, dv [B, keys, kv_heads, HEAD_DIM], contiguous; the heads of a group are taken one after the other."""
     ACC: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
@@ -136,11 +150,13 @@ def attention_dkdv_kernel(
 
     n0 = tile * BLOCK_N
     n = n0 + tl.arange(0, BLOCK_N)
-    k_tile = load_rows(k, n0, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
-    v_tile = load_rows(v, n0, k_len, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+    if not PIECE:
+        k = load_rows(k, n0, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+        v = load_rows(v, n0, k_len, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
     dk_tile = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     dv_tile = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     lo, full_lo, full_hi, hi = query_ranges(n0, q_len, k_len, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    ONE_RANGE: tl.constexpr = MASK or WINDOW or SOFTCAP or PADDING or PACKED
     for member in range(GROUP):
         head = kv_head * GROUP + member
         row = (tl.cast(sequence, tl.int64) * heads + head) * longest_q
@@ -150,17 +166,17 @@ def attention_dkdv_kernel(
         rows = _rows_of(sequence, head, heads, begin, queries, sequences, PACKED)
         # As in forward, but for rows past the last query: the gap and zeros take care of them.
         for part in tl.static_range(3):
-            if part == 1 or WINDOW or (part == 0 and CAUSAL):
+            if part == 2 if ONE_RANGE else (part == 1 or (part == 0 and CAUSAL)):
                 dk_tile, dv_tile = _dkdv_queries(
-                    dk_tile, dv_tile, k_tile, v_tile,
-                    q + head * tl.cast(q_h, tl.int64), do + head * tl.cast(do_h, tl.int64), q_t, do_t,
+                    dk_tile, dv_tile, k, v,
+                    q + head * tl.cast(q_h, tl.int64), do + head * tl.cast(do_h, tl.int64), k_t, v_t, q_t, do_t,
                     shift + rows, delta + rows,
-                    lo if part == 0 else (full_lo if part == 1 else full_hi),
+                    lo if part == 0 or ONE_RANGE else (full_lo if part == 1 else full_hi),
                     tl.minimum(full_lo, hi) if part == 0 else (full_hi if part == 1 else hi),
                     n, q_len, k_len, scale, softcap, window, mask_head, mask_m, mask_n, padding, padding_n,
                     row, calls, n0, k0, k1, c2, c3, threshold, drop_scale,
                     CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, DROPOUT, part != 1, PRECISION,
-                    HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D,
+                    HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PIECE,
                 )  # fmt: skip
     stride = kv_heads * HEAD_DIM
     store_rows(dk, n0, k_len, stride, dk_tile * scale, BLOCK_N, HEAD_DIM, BLOCK_D)
@@ -169,21 +185,32 @@ def attention_dkdv_kernel(
 
 @triton.jit
 def _dq_keys(
-    dq, q, do, row_shift, row_delta, k, v, k_t, v_t, lo, hi, m, q_len, k_len, scale, softcap, window,
+    dq, q, do, row_shift, row_delta, k, v, q_t, do_t, k_t, v_t, lo, hi, m0, m, q_len, k_len, scale, softcap, window,
     mask, mask_m, mask_n, padding, padding_n, first_calls, k0, k1, c2, c3, threshold, drop_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PADDING: tl.constexpr,
     DROPOUT: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the part of keys [lo, hi) to dq [BLOCK_M, BLOCK_D]."""
+    """Adds the part of keys [lo, hi) to dq [BLOCK_M, BLOCK_D]. q, do: the tiles, or with a PIECE where their rows
+    begin."""
     for start in range(lo, hi, BLOCK_N):
         n = (start + tl.arange(0, BLOCK_N))[None, :]
         if DROPOUT:
             keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N)
-        k_tile = load_rows(k, start, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
-        v_tile = load_rows(v, start, k_len, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
-        products = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
+        if PIECE:
+            products = row_products(
+                q, m0, q_len, q_t, k, start, k_len, k_t, dq.dtype, PRECISION,
+                BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, PIECE,
+            )  # fmt: skip
+            dp = row_products(
+                do, m0, q_len, do_t, v, start, k_len, v_t, dq.dtype, PRECISION,
+                BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, PIECE,
+            )  # fmt: skip
+        else:
+            k_tile = load_rows(k, start, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
+            v_tile = load_rows(v, start, k_len, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
+            products = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+            dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
         s, slope = logits(
             products, row_shift[:, None], m[:, None], n, n < k_len, q_len, k_len, scale, softcap, window,
             mask, mask_m, mask_n, padding, padding_n,
@@ -193,6 +220,8 @@ def _dq_keys(
         if DROPOUT:
             dp = tl.where(keep, dp * drop_scale, 0.0)
         ds = _dlogits(p, dp, row_delta[:, None], slope, SOFTCAP, BOUNDED or MASK or PADDING)
+        if PIECE:
+            k_tile = load_rows(k, start, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
     return dq
 
@@ -205,7 +234,7 @@ def attention_dq_kernel(
     scale, softcap, window, threshold, tiles, heads, queries, keys, sequences,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
     PADDING: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """dq [B, queries, heads, HEAD_DIM], contiguous."""
     ACC: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
@@ -239,21 +268,23 @@ def attention_dq_kernel(
         drop_scale = dropout_scale(threshold, ACC)
         row = (tl.cast(sequence, tl.int64) * heads + head) * longest_q + m
         first_calls = row * ((longest_k + 7) // 8)
-    q_tile = load_rows(q, m0, q_len, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
-    do_tile = load_rows(do, m0, q_len, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    if not PIECE:
+        q = load_rows(q, m0, q_len, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+        do = load_rows(do, m0, q_len, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     row_shift = tl.load(shift + rows + m, mask=m < q_len, other=INF)
     row_delta = tl.load(delta + rows + m, mask=m < q_len, other=0.0)
     dq_tile = tl.zeros((BLOCK_M, BLOCK_D), ACC)
     lo, full_lo, full_hi, hi = key_ranges(m0, q_len, k_len, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
+    ONE_RANGE: tl.constexpr = MASK or (DROPOUT and (WINDOW or SOFTCAP or PADDING or PACKED))
     for part in tl.static_range(3):
-        if part != 0 or WINDOW:
+        if part == 2 or (not ONE_RANGE and (part == 1 or WINDOW)):
             dq_tile = _dq_keys(
-                dq_tile, q_tile, do_tile, row_shift, row_delta, k, v, k_t, v_t,
-                lo if part == 0 else (full_lo if part == 1 else full_hi),
+                dq_tile, q, do, row_shift, row_delta, k, v, q_t, do_t, k_t, v_t,
+                lo if part == 0 or ONE_RANGE else (full_lo if part == 1 else full_hi),
                 tl.minimum(full_lo, hi) if part == 0 else (full_hi if part == 1 else hi),
-                m, q_len, k_len, scale, softcap, window, mask, mask_m, mask_n, padding, padding_n,
+                m0, m, q_len, k_len, scale, softcap, window, mask, mask_m, mask_n, padding, padding_n,
                 first_calls, k0, k1, c2, c3, threshold, drop_scale,
                 CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, DROPOUT, part != 1, PRECISION,
-                HEAD_DIM, BLOCK_N, BLOCK_D,
+                HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PIECE,
             )  # fmt: skip
     store_rows(dq, m0, q_len, heads * HEAD_DIM, dq_tile * scale, BLOCK_M, HEAD_DIM, BLOCK_D)

@@ -10,24 +10,33 @@ import triton
 import triton.language as tl
 
 from .philox import dropout_scale, keep_tile, load_state
-from .tiles import INF, LN2, LOG2E, key_ranges, load_rows, logits, place, scalar, store_rows
+from .tiles import INF, LN2, LOG2E, key_ranges, load_rows, logits, place, row_products, scalar, store_rows
 
 
 @triton.jit
 def _fwd_keys(
-    out, total, top, q, k, v, k_t, v_t, lo, hi, m, q_len, k_len, scale, softcap, window,
+    out, total, top, q, k, v, q_t, k_t, v_t, lo, hi, m0, m, q_len, k_len, scale, softcap, window,
     mask, mask_m, mask_n, padding, padding_n, first_calls, k0, k1, c2, c3, threshold,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PADDING: tl.constexpr,
     DROPOUT: tl.constexpr, RAW: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Takes keys [lo, hi) into out [BLOCK_M, BLOCK_D], the sums of exp2 and the running maximum [BLOCK_M]."""
+    """Takes keys [lo, hi) into out [BLOCK_M, BLOCK_D], the sums of exp2 and the running maximum [BLOCK_M].
+
+    q: the tile, or with a PIECE where the rows of q begin.
+    """
     for start in range(lo, hi, BLOCK_N):
         n = (start + tl.arange(0, BLOCK_N))[None, :]
         if DROPOUT:  # before the product: the draws need many registers for a while
             keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N)
-        k_tile = load_rows(k, start, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
-        products = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+        if PIECE:
+            products = row_products(
+                q, m0, q_len, q_t, k, start, k_len, k_t, out.dtype, PRECISION,
+                BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, PIECE,
+            )  # fmt: skip
+        else:
+            k_tile = load_rows(k, start, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
+            products = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         s, _ = logits(
             products, None, m[:, None], n, n < k_len, q_len, k_len, scale, softcap, window,
             mask, mask_m, mask_n, padding, padding_n,
@@ -60,7 +69,7 @@ def attention_fwd_kernel(
     scale, softcap, window, threshold, tiles, heads, queries, keys, sequences,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
     PADDING: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, RAW: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """o [B, queries, heads, HEAD_DIM] and lse [B, heads, queries], both contiguous; q, k, v as their strides say."""
     ACC: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
@@ -92,23 +101,26 @@ def attention_fwd_kernel(
         k0, k1, c2, c3 = load_state(rng_state, 0)
         row = (tl.cast(sequence, tl.int64) * heads + head) * longest_q + m
         first_calls = row * ((longest_k + 7) // 8)
-    q_tile = load_rows(q, m0, q_len, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
+    if not PIECE:
+        q = load_rows(q, m0, q_len, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
     out = tl.zeros((BLOCK_M, BLOCK_D), ACC)
     total = tl.zeros((BLOCK_M,), ACC)
     top = tl.full((BLOCK_M,), -INF, ACC)
 
     lo, full_lo, full_hi, hi = key_ranges(m0, q_len, k_len, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
-    # Three ranges of keys; the outer two may hold hidden ones. (static_range: three copies of the loop.)
+    # Three ranges of keys; the outer two may hold hidden ones. (static_range: three copies of the loop.) What
+    # the copies share stays in registers over all of them: where those are short, one range, as if any may be hidden.
+    ONE_RANGE: tl.constexpr = MASK or (DROPOUT and (WINDOW or SOFTCAP or PADDING or PACKED))
     for part in tl.static_range(3):
-        if part != 0 or WINDOW:
+        if part == 2 or (not ONE_RANGE and (part == 1 or WINDOW)):
             out, total, top = _fwd_keys(
-                out, total, top, q_tile, k, v, k_t, v_t,
-                lo if part == 0 else (full_lo if part == 1 else full_hi),
+                out, total, top, q, k, v, q_t, k_t, v_t,
+                lo if part == 0 or ONE_RANGE else (full_lo if part == 1 else full_hi),
                 tl.minimum(full_lo, hi) if part == 0 else (full_hi if part == 1 else hi),
-                m, q_len, k_len, scale, softcap, window, mask, mask_m, mask_n, padding, padding_n,
+                m0, m, q_len, k_len, scale, softcap, window, mask, mask_m, mask_n, padding, padding_n,
                 first_calls, k0, k1, c2, c3, threshold,
                 CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, DROPOUT, RAW, part != 1, PRECISION,
-                HEAD_DIM, BLOCK_N, BLOCK_D,
+                HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PIECE,
             )  # fmt: skip
 
     empty = total == 0.0  # every key hidden

@@ -1,6 +1,7 @@
-"""Tile sizes of the attention kernels: a pure function of shape and device, so that forward and its replay agree.
+"""Tile sizes of the attention kernels: a pure function of shape, options and device, so that forward and its replay
+agree.
 
-Nothing is timed at run time. tests/triton/test_compile.py compiles every entry for the devices below and holds it to
+Nothing is timed at run time. tests/triton/test_compile.py compiles the entries for the devices below and holds them to
 their limits (no spilled registers, shared memory, tensor-core instructions).
 """
 
@@ -11,9 +12,11 @@ from dataclasses import dataclass
 import torch
 
 STAGES = ("fwd", "dkdv", "dq")
+OPTION_CLASSES = ("none", "some", "mask")
 BLOCK_D = (16, 32, 64, 128, 256)
 # Bytes of shared memory that one block may use, by class of device.
 SHARED = {"sm_90": 227 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10}
+_ALL_REGISTERS = 255
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Config:
     block_n: int  # keys of a tile
     warps: int
     stages: int  # of the software pipeline: tiles in flight from memory
+    piece: int = 0  # columns of q·k and do·v that are multiplied at a time; 0: all
+    registers: int | None = None  # a thread's; None: ptxas may spill a few to fit two blocks where there was one
 
 
 def device_class(capability: tuple[int, int]) -> str:
@@ -113,20 +118,148 @@ _HALF: dict[str, dict[str, dict[int, tuple[Config, ...]]]] = {
     },
 }
 
+# By class of options, only where they make the tile above spill: chosen with all of a class at once. A mask tensor that
+# is not aligned (packed sequences begin anywhere) is read an element at a time, and costs forward the most.
+_OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
+    "some": {
+        "sm_90": {
+            "fwd": {
+                16: (Config(128, 128, 8, 3), Config(64, 128, 8, 3)),
+                32: (Config(128, 128, 8, 3), Config(64, 128, 8, 3)),
+            },
+            "dkdv": {
+                32: (Config(64, 128, 8, 2), Config(64, 64, 8, 2)),
+                128: (Config(32, 64, 8, 2), Config(16, 128, 8, 2)),
+            },
+            "dq": {
+                128: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
+            },
+        },
+        "sm_80": {
+            "fwd": {
+                64: (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
+                128: (Config(64, 64, 8, 3),),
+            },
+            "dkdv": {
+                16: (Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
+                32: (Config(32, 128, 8, 2),),
+            },
+            "dq": {
+                64: (Config(64, 64, 8, 2),),
+            },
+        },
+        "sm_86": {
+            "fwd": {
+                64: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
+                128: (Config(64, 64, 8, 2),),
+            },
+            "dkdv": {
+                16: (Config(64, 64, 8, 2), Config(32, 128, 8, 2)),
+                32: (Config(32, 128, 8, 2),),
+                128: (Config(32, 64, 8, 2), Config(16, 64, 8, 2)),
+            },
+            "dq": {
+                64: (Config(64, 64, 8, 2),),
+            },
+        },
+    },
+    "mask": {
+        "sm_90": {
+            "fwd": {
+                16: (Config(64, 64, 8, 3), Config(128, 32, 8, 3)),
+                32: (Config(64, 64, 8, 3),),
+                64: (Config(128, 64, 8, 3), Config(64, 64, 8, 3)),
+                128: (Config(64, 32, 8, 3),),
+                256: (Config(64, 32, 8, 2), Config(128, 16, 8, 2)),
+            },
+            "dkdv": {
+                16: (Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
+                32: (Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
+                128: (Config(32, 64, 8, 2), Config(16, 64, 8, 2)),
+                256: (Config(16, 32, 8, 2), Config(32, 32, 8, 1)),
+            },
+            "dq": {
+                16: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
+                32: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
+                128: (Config(128, 32, 8, 2),),
+                256: (Config(128, 16, 8, 2),),
+            },
+        },
+        "sm_80": {
+            "fwd": {
+                16: (Config(64, 64, 8, 3), Config(128, 32, 8, 3)),
+                32: (Config(128, 32, 8, 3),),
+                64: (Config(128, 64, 8, 3), Config(64, 64, 8, 3)),
+                128: (Config(64, 32, 8, 3),),
+                256: (Config(32, 64, 8, 2), Config(64, 16, 8, 2)),
+            },
+            "dkdv": {
+                16: (Config(32, 128, 8, 2),),
+                32: (Config(32, 128, 8, 2),),
+                64: (Config(32, 64, 8, 2), Config(16, 64, 8, 2)),
+                128: (Config(64, 32, 8, 2), Config(16, 32, 8, 2)),
+                256: (Config(32, 32, 8, 2), Config(16, 32, 8, 2)),
+            },
+            "dq": {
+                16: (Config(64, 64, 8, 2), Config(128, 32, 8, 2)),
+                32: (Config(128, 32, 8, 2),),
+                64: (Config(128, 32, 8, 2), Config(64, 32, 8, 2)),
+                128: (Config(64, 16, 8, 2), Config(64, 32, 8, 2)),
+                256: (Config(32, 16, 8, 2), Config(64, 32, 8, 2)),
+            },
+        },
+        "sm_86": {
+            "fwd": {
+                16: (Config(64, 64, 8, 2), Config(128, 32, 8, 2)),
+                32: (Config(128, 32, 8, 2),),
+                64: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
+                128: (Config(64, 32, 8, 2),),
+                256: (Config(32, 64, 8, 2), Config(64, 16, 8, 2)),
+            },
+            "dkdv": {
+                16: (Config(32, 128, 8, 2),),
+                32: (Config(32, 128, 8, 2),),
+                64: (Config(32, 64, 8, 2), Config(16, 64, 8, 2)),
+                128: (Config(64, 32, 8, 2), Config(16, 32, 8, 2)),
+                256: (Config(32, 32, 8, 2), Config(16, 32, 8, 2)),
+            },
+            "dq": {
+                16: (Config(64, 64, 8, 2), Config(128, 32, 8, 2)),
+                32: (Config(128, 32, 8, 2),),
+                64: (Config(128, 32, 8, 2), Config(64, 32, 8, 2)),
+                128: (Config(64, 16, 8, 1), Config(64, 32, 8, 1)),
+                256: (Config(32, 16, 8, 2), Config(64, 16, 8, 2)),
+            },
+        },
+    },
+}
+
+# float32 and float64 are multiplied exactly. Without tensor cores, which have no float32 and on sm_86 no float64, a
+# thread holds the rows that it multiplies, of a wide head a piece at a time.
+_PIECES = {
+    torch.float32: {"sm_90": {128: 64, 256: 64}, "sm_80": {128: 64, 256: 64}, "sm_86": {128: 64, 256: 64}},
+    torch.float64: {"sm_90": {128: 64, 256: 128}, "sm_80": {128: 64, 256: 32}, "sm_86": {128: 64, 256: 64}},
+}
+
+
+def option_class(window: bool, softcap: bool, mask: bool, padding: bool, packed: bool) -> str:
+    """What of a call's options decides its tiles: a name in OPTION_CLASSES."""
+    return "mask" if mask else "some" if window or softcap or padding or packed else "none"
+
 
 def attention_config(
-    stage: str, dtype: torch.dtype, head_dim: int, dropout: bool, capability: tuple[int, int]
+    stage: str, dtype: torch.dtype, head_dim: int, dropout: bool, capability: tuple[int, int], options: str = "none"
 ) -> Config:
-    """The tile of a kernel."""
+    """The tile of a kernel. options: as option_class says."""
     d = block_d(head_dim)
+    device = device_class(capability)
     if dtype in (torch.bfloat16, torch.float16):
-        return _HALF[device_class(capability)][stage][d][-1 if dropout else 0]
-    # float32 and float64 are multiplied exactly, without tensor cores: rows are held in registers, and small tiles
-    # spill least: up to D 128 at most two registers, at D 256 over a thousand bytes in float32.
-    if dtype == torch.float64:
-        return Config(16, 16, 4 if d <= 64 else 8, 1)
-    if d > 64:
-        return Config(16, 16, 8, 1)
+        entry = _HALF[device][stage][d]
+        if options != "none":
+            entry = _OPTIONS[options][device][stage].get(d, entry)
+        return entry[-1 if dropout else 0]
+    if dtype == torch.float64 or d > 64 or options != "none":
+        return Config(16, 16, 8, 1, _PIECES[dtype][device].get(d, 0), _ALL_REGISTERS)
     if stage == "dkdv" and d <= 32:
         return Config(32, 32, 4, 1)
     return Config(16, 32, 8, 1) if stage == "fwd" else Config(32, 32, 8, 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .attention_bwd import attention_delta_kernel, attention_dkdv_kernel, attention_dq_kernel
 from .attention_fwd import attention_fwd_kernel
-from .configs import Config, attention_config, block_d
+from .configs import Config, attention_config, block_d, option_class
 from .problem import Problem, accumulation_type
 
 # Of CPU tensors: large enough for the interpreter, small enough for tests to see several of them.
@@ -65,16 +65,25 @@ def _options(a: Problem, config: Config) -> dict[str, Any]:
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_D": block_d(a.q.shape[3]),
+        "PIECE": config.piece,
         "num_warps": config.warps,
         "num_stages": config.stages,
+        "maxnreg": config.registers,
     }
+
+
+def _tile(stage: str, a: Problem, capability: tuple[int, int]) -> Config:
+    """Of what was asked for and of the device alone, so that forward and its replay in backward agree."""
+    options = option_class(
+        a.window > 0, a.softcap > 0.0, a.mask is not None, a.padding is not None, a.cu_seqlens is not None
+    )
+    return attention_config(stage, a.q.dtype, a.q.shape[3], a.threshold > 0, capability, options)
 
 
 def _config(stage: str, a: Problem) -> Config:
     if a.q.device.type == "cpu":
         return INTERPRETED
-    capability = torch.cuda.get_device_capability(a.q.device)
-    return attention_config(stage, a.q.dtype, a.q.shape[3], a.threshold > 0, capability)
+    return _tile(stage, a, torch.cuda.get_device_capability(a.q.device))
 
 
 def _scalars(a: Problem) -> tuple[float | Tensor, float | Tensor, int, int]:

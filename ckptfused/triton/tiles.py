@@ -120,30 +120,51 @@ def query_ranges(
 
 @triton.jit
 def load_rows(
-    base,
-    start,
-    count,
-    stride,
-    BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
+    base, start, count, stride,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
     """Rows [start, start + BLOCK) of a [count, HEAD_DIM] matrix as [BLOCK, BLOCK_D], 0 where there is nothing.
 
     Only the tile's start is a 64-bit offset: the launcher sees to it that BLOCK · stride fits in 32 bits.
     """
+    return load_columns(base, start, count, stride, 0, BLOCK, HEAD_DIM, BLOCK_D, BOUNDED, HEAD_DIM != BLOCK_D)
+
+
+@triton.jit
+def load_columns(
+    base, start, count, stride, d0,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Columns [d0, d0 + WIDTH) of those rows. NARROW: some may lie beyond HEAD_DIM."""
     row = tl.arange(0, BLOCK)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
+    d = d0 + tl.arange(0, WIDTH)[None, :]
     at = base + start * tl.cast(stride, tl.int64) + (row * stride + d)
-    if BOUNDED and HEAD_DIM != BLOCK_D:
+    if BOUNDED and NARROW:
         return tl.load(at, mask=(start + row < count) & (d < HEAD_DIM), other=0.0)
     elif BOUNDED:  # noqa: RET505
         return tl.load(at, mask=start + row < count, other=0.0)
-    elif HEAD_DIM != BLOCK_D:
+    elif NARROW:
         return tl.load(at, mask=d < HEAD_DIM, other=0.0)
     else:
         return tl.load(at)
+
+
+@triton.jit
+def row_products(
+    a, a_start, a_count, a_t, b, b_start, b_count, b_t, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Rows of a times rows of b, [BLOCK_A, BLOCK_B], PIECE columns at a time from memory.
+
+    Without tensor cores a thread multiplies whole rows out of its registers, and rows of 128 or more do not fit. A loop
+    that stays one (no static_range) keeps the compiler from loading all pieces of `a` ahead of the caller's loop.
+    """
+    out = tl.zeros((BLOCK_A, BLOCK_B), ACC)
+    for d0 in range(0, BLOCK_D, PIECE):
+        a_piece = load_columns(a, a_start, a_count, a_t, d0, BLOCK_A, HEAD_DIM, PIECE, True, HEAD_DIM != BLOCK_D)
+        b_piece = load_columns(b, b_start, b_count, b_t, d0, BLOCK_B, HEAD_DIM, PIECE, True, HEAD_DIM != BLOCK_D)
+        out = tl.dot(a_piece, tl.trans(b_piece), out, input_precision=PRECISION, out_dtype=ACC)
+    return out
 
 
 @triton.jit
