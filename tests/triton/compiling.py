@@ -1,6 +1,7 @@
 """Compiles the attention kernels ahead of time, for devices that need not be there, and reads what came out.
 
-Run as a program it prints the table: ``python -m tests.triton.compiling [device] [stage] [padded D]``.
+Run as a program it prints the table, and fails where a kernel breaks a limit:
+``python -m tests.triton.compiling [all] [device] [stage] [padded D] [dropout|plain] [bf16|fp32|fp64]``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ KERNELS = {
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 OUTPUTS = ("o", "dq", "dk", "dv")
 SUMS = ("lse", "shift", "delta")
+OPTIONS = ("window", "softcap", "mask", "padding", "packed")  # mask: an additive one
 OPTIONAL = ("mask", "padding", "cu_seqlens", "rng_state")
 
 
@@ -43,18 +47,19 @@ class Kernel:
     dtype: torch.dtype = torch.bfloat16
     dropout: bool = False
     causal: bool = True
-    everything: bool = False  # window, soft cap, additive mask, padding, packed sequences
+    options: tuple[str, ...] = ()  # of OPTIONS
 
     @property
     def id(self) -> str:
         parts = [self.device, self.stage, f"D{self.head_dim}", TYPES[self.dtype]]
-        parts += [name for name in ("dropout", "everything") if getattr(self, name)]
+        parts += ["dropout"] * self.dropout + (["everything"] if self.options == OPTIONS else list(self.options))
         return "-".join(parts + ([] if self.causal else ["full"]))
 
     @property
     def config(self) -> configs.Config:
         capability = CAPABILITIES[self.device]
-        return configs.attention_config(self.stage, self.dtype, self.head_dim, self.dropout, capability)
+        given = configs.option_class(*(name in self.options for name in OPTIONS))
+        return configs.attention_config(self.stage, self.dtype, self.head_dim, self.dropout, capability, given)
 
 
 @dataclass(frozen=True)
@@ -75,28 +80,27 @@ def compile_kernel(k: Kernel) -> Result:
     options: dict[str, Any] = {
         "GROUP": 4,
         "CAUSAL": k.causal,
-        "WINDOW": k.everything,
-        "SOFTCAP": k.everything,
-        "MASK": 3 * k.everything,
-        "PADDING": 1 * k.everything,
+        "WINDOW": "window" in k.options,
+        "SOFTCAP": "softcap" in k.options,
+        "MASK": 3 * ("mask" in k.options),
+        "PADDING": 1 * ("padding" in k.options),
         "DROPOUT": k.dropout,
-        "PACKED": k.everything,
-        "RAW": not k.everything,
+        "PACKED": "packed" in k.options,
+        "RAW": "softcap" not in k.options and "mask" not in k.options,
         "PRECISION": "ieee",
         "HEAD_DIM": k.head_dim,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_D": configs.block_d(k.head_dim),
+        "PIECE": config.piece,
     }
     kernel = KERNELS[k.stage]
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attrs: dict[tuple[int], list[list[Any]]] = {}
-    given = (
-        {"mask": "*" + element, "padding": "*i64" if k.dtype == torch.float64 else "*u8", "cu_seqlens": "*i32"}
-        if k.everything
-        else {}
-    )
+    types = {"mask": "*" + element, "padding": "*i64" if k.dtype == torch.float64 else "*u8", "cu_seqlens": "*i32"}
+    given = {name: types[name] for name in ("mask", "padding") if name in k.options}
+    given |= {"cu_seqlens": types["cu_seqlens"]} if "packed" in k.options else {}
     given |= {"rng_state": "*i64"} if k.dropout else {}
     for i, name in enumerate(kernel.arg_names):
         pointer = None
@@ -126,7 +130,7 @@ def compile_kernel(k: Kernel) -> Result:
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attrs),
         target=GPUTarget("cuda", 10 * capability[0] + capability[1], 32),
-        options={"num_warps": config.warps, "num_stages": config.stages},
+        options={"num_warps": config.warps, "num_stages": config.stages, "maxnreg": config.registers},
     )
     seconds = time.time() - start
     registers, spilled, stack = ptxas(compiled.asm["ptx"])
@@ -148,26 +152,34 @@ def ptxas(ptx: str) -> tuple[int, int, int]:
     return int(numbers[0][1]), sum(map(int, spills)), int(numbers[1][1])  # type: ignore[index]
 
 
-def main() -> None:
-    wanted = sys.argv[1:]
-    for device in CAPABILITIES:
-        for stage in configs.STAGES:
-            for d in configs.BLOCK_D:
-                for dropout in (False, True):
-                    k = Kernel(device, stage, d, dropout=dropout)
-                    if all(w in (device, stage, str(d)) or w == ("dropout" if dropout else "plain") for w in wanted):
-                        r = compile_kernel(k)
-                        counts = {name: r.ptx.count(name) for name in ("wgmma.mma", "mma.sync", "cp.async", "fma.rn")}
-                        memory = f"{r.spilled} spilled, stack {r.stack}, shared {r.shared / 1024:.1f} KiB"
-                        print(
-                            k.id,
-                            k.config,
-                            f"{r.registers} registers, {memory}",
-                            counts,
-                            f"{r.seconds:.1f} s",
-                            flush=True,
-                        )
+def kernels(everything: bool) -> Iterator[Kernel]:
+    """The plain ones in half precision; with everything those with options, and the exact types."""
+    for device, stage, d, dropout in product(CAPABILITIES, configs.STAGES, configs.BLOCK_D, (False, True)):
+        yield Kernel(device, stage, d, dropout=dropout)
+        for dtype in (torch.bfloat16, torch.float32, torch.float64) if everything else ():
+            for options in ((), OPTIONS[3:], (*OPTIONS[:2], *OPTIONS[3:]), OPTIONS):
+                if options or dtype.itemsize > 2:
+                    yield Kernel(device, stage, d, dtype=dtype, dropout=dropout, options=options)
+
+
+def main() -> int:
+    wanted = [word for word in sys.argv[1:] if word != "all"]
+    failed = 0
+    for k in kernels("all" in sys.argv[1:]):
+        name = TYPES[k.dtype]
+        if not all(
+            w in (k.device, k.stage, str(k.head_dim), name, "dropout" if k.dropout else "plain") for w in wanted
+        ):
+            continue
+        r = compile_kernel(k)
+        bad = r.spilled or r.stack or r.shared > configs.SHARED[k.device]
+        failed += bool(bad)
+        counts = {name: r.ptx.count(name) for name in ("wgmma.mma", "mma.sync", "cp.async", "fma.rn")}
+        memory = f"{r.spilled} spilled, stack {r.stack}, shared {r.shared / 1024:.1f} KiB"
+        said = f"{r.registers} registers, {memory}"
+        print("BAD" if bad else "ok ", k.id, k.config, said, counts, f"{r.seconds:.1f} s", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

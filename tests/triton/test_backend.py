@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 from ckptfused.triton.backend import Shape, attention_backend
-from ckptfused.triton.configs import BLOCK_D, SHARED, STAGES, attention_config, block_d, device_class
+from ckptfused.triton.configs import BLOCK_D, OPTION_CLASSES, SHARED, STAGES, attention_config, block_d, device_class
 
 PLAIN = Shape(plain=True, dtype=torch.bfloat16, head_dim=128, empty=False)
 
@@ -70,7 +71,8 @@ def test_there_is_a_tile_for_everything() -> None:
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             for head_dim in (1, 7, *BLOCK_D, 100, 192):
                 for stage in STAGES:
-                    for dropout in (False, True):
-                        c = attention_config(stage, dtype, head_dim, dropout, capability)
+                    for dropout, options in product((False, True), OPTION_CLASSES):
+                        c = attention_config(stage, dtype, head_dim, dropout, capability, options)
                         assert c.block_n % 8 == 0 and c.block_m <= 128
+                        assert not c.piece or block_d(head_dim) % c.piece == 0
                 assert block_d(head_dim) in BLOCK_D
