@@ -120,4 +120,4 @@ def test_wide_rows_need_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So does this one: what the pieces are for."""
     monkeypatch.setattr(configs, "attention_config", lambda *_: configs.Config(16, 16, 8, 1))
     with pytest.raises(AssertionError, match="bytes spilled"):
-        check(Kernel("sm_90", "fwd", 256, dtype=torch.float32))
+        check(Kernel("sm_90", "fwd", 256, dtype=torch.float32, dropout=True))
