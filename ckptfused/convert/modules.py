@@ -29,6 +29,8 @@ _EVERYWHERE: tuple[dict[int, Any], ...] = (
     torch.nn.modules.module._global_backward_hooks,
     torch.nn.modules.module._global_backward_pre_hooks,
 )
+# The hook by which Hugging Face collects outputs.
+_COLLECTS = ("transformers.utils.output_capturing", "output_capturing_hook")
 _GATED = {"relu": "reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 
 
@@ -41,7 +43,7 @@ def hooked(module: nn.Module) -> bool:
     if not any_hook(module):
         return False
     others = any(
-        getattr(hook, "__qualname__", "") != "install_output_capuring_hook.<locals>.output_capturing_hook"
+        (getattr(hook, "__module__", ""), getattr(hook, "__name__", "")) != _COLLECTS
         for hook in module._forward_hooks.values()
     )
     return bool(
