@@ -237,11 +237,16 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
 
 # float32 and float64 are multiplied exactly. Without tensor cores, which have no float32 and on sm_86 no float64, a
 # thread holds the rows that it multiplies, of a wide head a piece at a time. (Left: in float64 on sm_86, dk and dv of
-# heads 256 wide spill 8 to 376 bytes, whatever the piece.)
-def _piece(dtype: torch.dtype, d: int, device: str) -> int:
+# heads 256 wide, with options but no dropout, spill 24 to 424 bytes, whatever the piece.)
+def _piece(stage: str, dtype: torch.dtype, d: int, dropout: bool, device: str) -> int:
     if d <= 64:
         return 0
-    return 32 if dtype == torch.float64 and d == 256 and device == "sm_80" else 64
+    if dtype == torch.float64 and d == 256:
+        if device == "sm_80":
+            return 32 if stage == "dkdv" and dropout else 128
+        if device == "sm_86" and stage == "dkdv":
+            return 128
+    return 64
 
 
 def option_class(window: bool, softcap: bool, mask: bool, padding: bool, packed: bool) -> str:
@@ -261,7 +266,7 @@ def attention_config(
             entry = _OPTIONS[options][device][stage].get(d, entry)
         return entry[-1 if dropout else 0]
     if dtype == torch.float64 or d > 64 or options != "none":
-        return Config(16, 16, 8, 1, _piece(dtype, d, device), _ALL_REGISTERS)
+        return Config(16, 16, 8, 1, _piece(stage, dtype, d, dropout, device), _ALL_REGISTERS)
     if stage == "dkdv" and d <= 32:
         return Config(32, 32, 4, 1)
     return Config(16, 32, 8, 1) if stage == "fwd" else Config(32, 32, 8, 1)
