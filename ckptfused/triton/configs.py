@@ -268,5 +268,5 @@ def attention_config(
     if dtype == torch.float64 or d > 64 or options != "none":
         return Config(16, 16, 8, 1, _piece(stage, dtype, d, dropout, device), _ALL_REGISTERS)
     if stage == "dkdv" and d <= 32:
-        return Config(32, 32, 4, 1)
+        return Config(32, 32, 4, 1, registers=_ALL_REGISTERS)
     return Config(16, 32, 8, 1) if stage == "fwd" else Config(32, 32, 8, 1)
