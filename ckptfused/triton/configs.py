@@ -118,26 +118,29 @@ _HALF: dict[str, dict[str, dict[int, tuple[Config, ...]]]] = {
     },
 }
 
-# By class of options, only where they make the tile above spill: chosen with all of a class at once. A mask tensor that
-# is not aligned (packed sequences begin anywhere) is read an element at a time, and costs forward the most.
+# By class of options, only where they make the tile above spill: "some" chosen with every set of its options on sm_90
+# and sm_80, "mask" with all options at once. A mask tensor that is not aligned (packed sequences begin anywhere) is
+# read an element at a time, and costs forward the most.
 _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
     "some": {
         "sm_90": {
             "fwd": {
                 16: (Config(128, 128, 8, 3), Config(64, 128, 8, 3)),
-                32: (Config(128, 128, 8, 3), Config(64, 128, 8, 3)),
+                32: (Config(64, 128, 8, 3),),
             },
             "dkdv": {
                 32: (Config(64, 128, 8, 2), Config(64, 64, 8, 2)),
                 128: (Config(32, 64, 8, 2), Config(16, 128, 8, 2)),
             },
             "dq": {
-                128: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
+                128: (Config(128, 32, 8, 2), Config(64, 64, 8, 2)),
+                256: (Config(128, 16, 8, 2),),
             },
         },
         "sm_80": {
             "fwd": {
-                64: (Config(128, 64, 8, 3), Config(64, 64, 4, 3)),
+                32: (Config(128, 32, 8, 3), Config(128, 64, 8, 3)),
+                64: (Config(128, 64, 8, 3), Config(64, 64, 8, 3)),
                 128: (Config(64, 64, 8, 3),),
             },
             "dkdv": {
@@ -145,7 +148,7 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
                 32: (Config(32, 128, 8, 2),),
             },
             "dq": {
-                64: (Config(64, 64, 8, 2),),
+                64: (Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
             },
         },
         "sm_86": {

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +153,14 @@ def ptxas(ptx: str) -> tuple[int, int, int]:
 
 
 def kernels(everything: bool) -> Iterator[Kernel]:
-    """The plain ones in half precision; with everything those with options, and the exact types."""
+    """The plain ones in half precision; with everything those with every set of options, and the exact types."""
+    sets = [chosen for count in range(len(OPTIONS) + 1) for chosen in combinations(OPTIONS, count)]
     for device, stage, d, dropout in product(CAPABILITIES, configs.STAGES, configs.BLOCK_D, (False, True)):
-        yield Kernel(device, stage, d, dropout=dropout)
-        for dtype in (torch.bfloat16, torch.float32, torch.float64) if everything else ():
+        for options in sets if everything else ((),):
+            yield Kernel(device, stage, d, dropout=dropout, options=options)
+        for dtype in (torch.float32, torch.float64) if everything else ():
             for options in ((), OPTIONS[3:], (*OPTIONS[:2], *OPTIONS[3:]), OPTIONS):
-                if options or dtype.itemsize > 2:
-                    yield Kernel(device, stage, d, dtype=dtype, dropout=dropout, options=options)
+                yield Kernel(device, stage, d, dtype=dtype, dropout=dropout, options=options)
 
 
 def main() -> int:
