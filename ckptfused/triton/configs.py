@@ -180,7 +180,7 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
                 16: (Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
                 32: (Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
                 128: (Config(32, 64, 8, 2), Config(16, 64, 8, 2)),
-                256: (Config(16, 32, 8, 2), Config(32, 32, 8, 1)),
+                256: (Config(16, 32, 8, 2), Config(16, 32, 8, 1)),
             },
             "dq": {
                 16: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
@@ -209,7 +209,7 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
                 32: (Config(128, 32, 8, 2),),
                 64: (Config(128, 32, 8, 2), Config(64, 32, 8, 2)),
                 128: (Config(64, 16, 8, 2), Config(64, 32, 8, 2)),
-                256: (Config(32, 16, 8, 2), Config(64, 32, 8, 2)),
+                256: (Config(32, 16, 8, 2), Config(32, 32, 8, 2)),
             },
         },
         "sm_86": {
