@@ -60,13 +60,13 @@ class RotaryTable(nn.Module):
 
     def forward(self, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin of positions 0 … length - 1: views of the buffers wherever they reach."""
-        if length > self.cos.size(0):
+        # Read once: another thread may put shorter tables in place meanwhile.
+        cos, sin = self.cos, self.sin
+        if length > min(cos.size(0), sin.size(0)):
             if torch.compiler.is_compiling():
-                return self.table(length, self.cos.dtype, self.cos.device)
-            # Read from the result, not from self: another thread may fill a shorter table meanwhile.
-            cos, sin = self._fill(max(_FIRST_LENGTH, 1 << (length - 1).bit_length()), self.cos.dtype, self.cos.device)
-            return cos[:length], sin[:length]
-        return self.cos[:length], self.sin[:length]
+                return self.table(length, cos.dtype, cos.device)
+            cos, sin = self._fill(max(_FIRST_LENGTH, 1 << (length - 1).bit_length()), cos.dtype, cos.device)
+        return cos[:length], sin[:length]
 
     def packed(self, cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """cos and sin of positions that start anew in each of the packed sequences; new tensors."""
