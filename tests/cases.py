@@ -40,6 +40,13 @@ AXES: dict[str, tuple[object, ...]] = {
     "m": (1.0, 0.5),
     "seq_first": (False, True),
 }
+# Instead of these values, for `Case.large`: more entries in every tensor, lengths odd and several tiles long.
+LARGE: dict[str, dict[int, int]] = {
+    "head_dim": {8: 64, 20: 72, 64: 128, 7: 65},
+    "tokens": {67: 521, 5: 393, 150: 451, 300: 601},
+    "width": {24: 128, 40: 201, 96: 264},
+    "hidden": {56: 256, 37: 193, 130: 384},
+}
 DEFAULTS = {axis: values[0] for axis, values in AXES.items()}
 ATTENTION_AXES = ("mask", "rope", "qk_norm", "head_dim", "heads", "window", "softcap", "scale")
 
@@ -99,6 +106,10 @@ class Case:
             elif value != default:
                 parts.append(value if axis in ("act", "layout") else f"{axis}={value}")
         return ",".join(map(str, parts)) or "default"
+
+    def large(self) -> Case:
+        """The same in larger sizes; of cases that cover all pairs of values these do too."""
+        return replace(self, **{axis: sizes[getattr(self, axis)] for axis, sizes in LARGE.items()})
 
     @property
     def packed(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,10 +16,14 @@ from torch import Tensor
 from ckptfused.reference import block as reference_module
 from ckptfused.reference import dropout_masks, reference_block
 from ckptfused.reference.activation import PLAIN
+from ckptfused.reference.attention import probabilities
+from ckptfused.reference.dropout import dropout
 from ckptfused.spec import BlockSpec, param_shapes
 from tests.cases import Case
 
 SEED = 2024  # of the dropout masks
+
+attention_module = importlib.import_module("ckptfused.reference.attention")  # the package has a function of that name
 
 
 @dataclass(frozen=True)
@@ -204,9 +210,42 @@ def fused(spec: BlockSpec) -> Function:
     return lambda i: call(i.x, i.params, spec, **i.aux, generator=generator(i.x.device))
 
 
+class _AsFused(torch.autograd.Function):
+    """`weigh` with the gradient of softmax that fused attention kernels have, PyTorch's among them, and eager
+    FlexAttention: what each row's gradient loses is do · o rather than the sum of p dp.
+
+    The two are equal but for rounding: the sum cancels the rounding of dp, which do · o knows nothing of. One sees it
+    in gradients that a whole row cancels in, those of a key's bias or norm.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, row: Tensor, v: Tensor, keep: Tensor | None, p: float) -> Tensor:
+        probs = probabilities(logits, row)
+        dropped = dropout(probs, keep, p)
+        o = torch.matmul(dropped, v)
+        ctx.save_for_backward(probs, dropped.to(v.dtype), v, keep, o)
+        ctx.p, ctx.dtype = p, logits.dtype
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        probs, dropped, v, keep, o = ctx.saved_tensors
+        compute = torch.promote_types(do.dtype, torch.float32)
+        do, o, v, probs = (t.to(compute) for t in (do, o, v, probs))
+        dp = dropout(torch.matmul(do, v.mT), keep, ctx.p)
+        delta = (do * o).sum(-1, keepdim=True)
+        dv = torch.matmul(dropped.to(compute).mT, do)
+        return (probs * (dp - delta)).to(ctx.dtype), None, dv.to(dropped.dtype), None, None
+
+
 def plain(spec: BlockSpec, masks: Mapping[int, Tensor], eager: bool = False) -> Function:
-    """The oracle; eager: with PyTorch's own attention kernel where it can be used."""
-    return lambda i: reference_block(i.x, i.params, spec, **i.aux, masks=masks, eager=eager)
+    """The oracle; eager: with PyTorch's own attention kernel where it can be used, and its formulas elsewhere."""
+
+    def call(i: Inputs) -> Tensor:
+        with mock.patch.object(attention_module, "weigh", _AsFused.apply) if eager else contextlib.nullcontext():
+            return reference_block(i.x, i.params, spec, **i.aux, masks=masks, eager=eager)
+
+    return call
 
 
 def run(function: Function, inputs: Inputs, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -273,9 +312,10 @@ class Expected:
     def errors(self, got: Mapping[str, Tensor]) -> dict[str, Errors]:
         """How far got and eager PyTorch are from the truth.
 
-        Of eager PyTorch there are two runs where its attention can be had in two ways
-        (``F.scaled_dot_product_attention`` or written out); the larger error counts. The scale is the truth's norm; of
-        the gradient of a key's bias, which cancels to zero where softmax cannot see a shift, that of the query's bias.
+        Of eager PyTorch there are several runs, two where there is attention, which can be had in two ways (as
+        ``F.scaled_dot_product_attention`` computes it, or written out); the largest error counts. The scale is the
+        truth's norm; of the gradient of a key's bias, which cancels to zero where softmax cannot see a shift, that of
+        the query's bias.
         """
         errors = {}
         for name, t in self.true.items():
@@ -326,22 +366,24 @@ def expect(
     state: Tensor | None = None,
     masks: Mapping[int, Tensor] | None = None,
     autocast: torch.dtype | None = None,
+    kink: bool = True,
 ) -> Expected:
     """Run the oracle on inputs: in float64 on the same (rounded) values, and in their own type.
 
+    kink: where there is a relu, also how far the truth moves with its step.
+
     All of it on the inputs' device: a GPU's float64 is as good as the CPU's.
     """
-    two_ways = spec.attn is not None and not spec.attn.p_attn and not spec.attn.softcap
     compute, wide = autocast or inputs.x.dtype, inputs.to(torch.float64)
     masks = masks_of(spec, inputs, state) if masks is None else masks
     with one_thread():
         true = run(plain(spec, masks), wide)
         kinked = None
-        if spec.ffn is not None and spec.ffn.act in KINKED:
+        if kink and spec.ffn is not None and spec.ffn.act in KINKED:
             with kink_at(-KINK_ULPS, compute):
                 below = run(plain(spec, masks), wide)
             with kink_at(KINK_ULPS, compute):
                 kinked = (below, run(plain(spec, masks), wide))
-        ways = (True, False) if two_ways else (True,)
+        ways = (True, False) if spec.attn is not None else (True,)
         baselines = [run(plain(spec, masks, eager), inputs, autocast) for eager in ways]
     return Expected(true, kinked, baselines, compute)

@@ -1,37 +1,44 @@
 """Outputs and every gradient of the fused block against the plain-PyTorch oracle.
 
-The truth is the oracle in float64 on the same rounded inputs; how far a run may be from it is measured with eager
-PyTorch in the same type on the same device (see ``tests.oracle.failures``). With dropout all use the same masks.
+Per tensor ||got - true|| <= 2 ||eager - true|| + half an ulp: in single draws where tensors are large enough for that,
+and over eight draws in small and narrow ones, where the error of one draw is a lottery. The truth is the oracle in
+float64 on the same rounded inputs, eager PyTorch runs in the same type on the same device (see
+``tests.oracle.failures``). With dropout all use the same masks.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.cases import TILED, Case, all_pairs
 from tests.devices import CUDA, on_devices
-from tests.oracle import Errors, Inputs, expect, failures, fused, make_inputs, masks_of, rng_state, run
+from tests.oracle import Errors, Expected, Inputs, expect, failures, fused, make_inputs, masks_of, rng_state, run
+from tests.renumbering import Renumbering
 
 CASES = all_pairs()
 DTYPES = (torch.float32, torch.bfloat16)
 
+Results = Mapping[str, Tensor]
+Masks = Mapping[int, Tensor]
 
-def all_pairs_runs() -> list[Any]:
+
+def all_pairs_runs(cases: Sequence[Case] = CASES) -> list[Any]:
     """Every case in both types on the CPU, one of them with one torch only. On a GPU, where most of a test's time goes
     into compiling its kernels, in one of them, unless CKPTFUSED_GPU_TESTS=all."""
     both = os.environ.get("CKPTFUSED_GPU_TESTS") == "all"
     runs = [
         pytest.param("cpu", case, dtype, marks=[pytest.mark.once] if (n + half) % 2 else [])
-        for n, case in enumerate(CASES)
+        for n, case in enumerate(cases)
         for half, dtype in enumerate(DTYPES)
     ]
-    on_gpu = [(case, DTYPES[(n + half) % 2]) for half in range(1 + both) for n, case in enumerate(CASES)]
+    on_gpu = [(case, DTYPES[(n + half) % 2]) for half in range(1 + both) for n, case in enumerate(cases)]
     return [*runs, *(pytest.param(*CUDA.values, *run, marks=CUDA.marks) for run in on_gpu)]
 
 
@@ -51,9 +58,10 @@ def check(
 ) -> None:
     """Hold each tensor, over eight draws of inputs, against the oracle.
 
-    Eight, because the error of one draw is a lottery in small tensors and at relu's step: in single draws eager PyTorch
-    misses this rule against itself with its channels renumbered (0.4 % of 17,400 tensors), ours misses it against eager
-    PyTorch (0.8 %), and eager PyTorch against ours (3.9 %): ``python -m tests.eager_against_itself``.
+    Eight, because the error of one draw is a lottery in small tensors and at relu's step: in single draws of these
+    sizes eager PyTorch misses the rule against itself with its channels renumbered (0.4 % of 17,400 tensors), ours
+    misses it against eager PyTorch (0.7 %), and eager PyTorch against ours (4.1 %):
+    ``python -m tests.eager_against_itself``.
     """
 
     def measure(seed: int) -> dict[str, Errors]:
@@ -68,6 +76,33 @@ def check(
 @pytest.mark.parametrize(("device", "case", "dtype"), all_pairs_runs(), ids=_id)
 def test_all_pairs(device: str, case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, device)
+
+
+NUMBERINGS = 16
+
+
+def failures_in_one_draw(case: Case, expected: Expected, got: Results, inputs: Inputs, masks: Masks) -> list[str]:
+    """Hold got against the largest error of eager PyTorch's on the same inputs, over sixteen ways to number channels
+    and hidden units.
+
+    The ways differ in nothing but the order of sums: each measures eager PyTorch's error as well as any other. As the
+    largest can only grow, a way that could not change the verdict is not run.
+    """
+    for seed in range(1, NUMBERINGS):
+        if not expected.failures(got):
+            break
+        expected.baselines.append(Renumbering(case.spec(), case.width, seed).run(inputs, masks))
+    return expected.failures(got)
+
+
+@pytest.mark.parametrize(("device", "case", "dtype"), all_pairs_runs([case.large() for case in CASES]), ids=_id)
+def test_single_draw(device: str, case: Case, dtype: torch.dtype) -> None:
+    """One draw of larger inputs, each tensor by itself, and nothing allowed for relu's step."""
+    inputs, spec = make_inputs(case, dtype, device=device), case.spec()
+    masks = masks_of(spec, inputs, rng_state(inputs.x), slow=False)
+    expected, got = expect(spec, inputs, masks=masks, kink=False), run(fused(spec), inputs)
+    bad = failures_in_one_draw(case, expected, got, inputs, masks)
+    assert not bad, "\n" + "\n".join(bad)
 
 
 @on_devices
@@ -141,3 +176,6 @@ def test_one_dropped_weight_gradient_tile_is_noticed(tile: str, dtype: torch.dty
     got[tile] = got[tile].clone()
     got[tile][4:8] = 0
     assert [failure.split(":")[0] for failure in expected.failures(got)] == [tile]
+    masks = masks_of(spec, inputs, rng_state(inputs.x))
+    bad = failures_in_one_draw(case, expected, got, inputs, masks)
+    assert [failure.split(":")[0] for failure in bad] == [tile]

@@ -32,6 +32,19 @@ def _split(mask: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
     return (mask if kind == "keep" else ~mask), None
 
 
+def probabilities(logits: Tensor, row: Tensor) -> Tensor:
+    """softmax(logits), and zeros where `row` is false: where a query sees no key."""
+    return torch.softmax(logits.masked_fill(~row, 0), -1).masked_fill(~row, 0)
+
+
+def weigh(logits: Tensor, row: Tensor, v: Tensor, keep: Tensor | None, p: float) -> Tensor:
+    """o = drop(softmax(logits)) v.
+
+    **Shapes**: logits, keep [B, H, T, T]; row [B, H, T, 1], true where a query sees a key; v, o [B, H, T, D].
+    """
+    return torch.matmul(dropout(probabilities(logits, row), keep, p), v)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -85,5 +98,4 @@ def attention(
     if fused and keep is None and not softcap and bool(row.all()):
         total = visible if bias is None else bias.masked_fill(~visible, -torch.inf).to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, total.expand(q.shape[0], heads, t_q, t_k), scale=scale), lse
-    probs = torch.softmax(logits.masked_fill(~row, 0), -1).masked_fill(~row, 0)
-    return torch.matmul(dropout(probs, keep, p), v), lse
+    return weigh(logits, row, v, keep, p), lse

@@ -33,7 +33,8 @@ KERNELS = {
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 OUTPUTS = ("o", "dq", "dk", "dv")
 SUMS = ("lse", "shift", "delta")
-OPTIONS = ("window", "softcap", "mask", "padding", "packed")  # mask: an additive one
+OPTIONS = ("window", "softcap", "mask", "padding", "packed")
+KINDS = {1: "keep", 2: "drop", 3: "add"}  # of a mask or a padding
 OPTIONAL = ("mask", "padding", "cu_seqlens", "rng_state")
 
 
@@ -48,12 +49,17 @@ class Kernel:
     dropout: bool = False
     causal: bool = True
     options: tuple[str, ...] = ()  # of OPTIONS
+    mask: int = 3  # of KINDS, where the options name it
+    padding: int = 1  # likewise
 
     @property
     def id(self) -> str:
         parts = [self.device, self.stage, f"D{self.head_dim}", TYPES[self.dtype]]
         parts += ["dropout"] * self.dropout + (["everything"] if self.options == OPTIONS else list(self.options))
-        return "-".join(parts + ([] if self.causal else ["full"]))
+        parts += [] if self.causal else ["full"]
+        parts += [f"mask={KINDS[self.mask]}"] if "mask" in self.options and self.mask != 3 else []
+        parts += [f"padding={KINDS[self.padding]}"] if "padding" in self.options and self.padding != 1 else []
+        return "-".join(parts)
 
     @property
     def config(self) -> configs.Config:
@@ -77,16 +83,17 @@ class Result:
 def compile_kernel(k: Kernel) -> Result:
     config, element = k.config, TYPES[k.dtype]
     acc = "fp64" if element == "fp64" else "fp32"
+    mask, padding = ("mask" in k.options) * k.mask, ("padding" in k.options) * k.padding
     options: dict[str, Any] = {
         "GROUP": 4,
         "CAUSAL": k.causal,
         "WINDOW": "window" in k.options,
         "SOFTCAP": "softcap" in k.options,
-        "MASK": 3 * ("mask" in k.options),
-        "PADDING": 1 * ("padding" in k.options),
+        "MASK": mask,
+        "PADDING": padding,
         "DROPOUT": k.dropout,
         "PACKED": "packed" in k.options,
-        "RAW": "softcap" not in k.options and "mask" not in k.options,
+        "RAW": "softcap" not in k.options and 3 not in (mask, padding),
         "PRECISION": "ieee",
         "HEAD_DIM": k.head_dim,
         "BLOCK_M": config.block_m,
@@ -98,9 +105,10 @@ def compile_kernel(k: Kernel) -> Result:
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attrs: dict[tuple[int], list[list[Any]]] = {}
-    types = {"mask": "*" + element, "padding": "*i64" if k.dtype == torch.float64 else "*u8", "cu_seqlens": "*i32"}
-    given = {name: types[name] for name in ("mask", "padding") if name in k.options}
-    given |= {"cu_seqlens": types["cu_seqlens"]} if "packed" in k.options else {}
+    flag = "*i64" if k.dtype == torch.float64 else "*u8"
+    kinds = {"mask": mask, "padding": padding}
+    given = {name: "*" + element if kind == 3 else flag for name, kind in kinds.items() if kind}
+    given |= {"cu_seqlens": "*i32"} if "packed" in k.options else {}
     given |= {"rng_state": "*i64"} if k.dropout else {}
     for i, name in enumerate(kernel.arg_names):
         pointer = None
