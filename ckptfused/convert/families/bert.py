@@ -25,33 +25,8 @@ class Bert(Family):
     methods = ("forward", "feed_forward_chunk")
 
     def parts(self, layer: Any) -> Parts:
-        attention, attn = layer.attention, layer.attention.self
-        first, last = attention.output, layer.output
-        return Parts(
-            Attention(
-                heads=attn.num_attention_heads,
-                kv_heads=attn.num_attention_heads,
-                head_dim=attn.attention_head_size,
-                q=attn.query,
-                k=attn.key,
-                v=attn.value,
-                o=first.dense,
-                out=first.LayerNorm,
-                scale=attn.scaling,
-                p_attn=attn.dropout.p if attn.training else 0.0,
-                p_res=rate(first.dropout),
-                holders=(attention, attn, first, first.dropout),
-            ),
-            FFN(
-                layer.intermediate.intermediate_act_fn,
-                gate=None,
-                up=layer.intermediate.dense,
-                down=last.dense,
-                out=last.LayerNorm,
-                p_res=rate(last.dropout),
-                holders=(layer.intermediate, last, last.dropout),
-            ),
-        )
+        attn, norms = layer.attention.self, (layer.attention.output.LayerNorm, layer.output.LayerNorm)
+        return parts_named_as_here(layer, attn, attn.dropout.p, {"out": norms[0]}, {"out": norms[1]})
 
     def inputs(
         self,
@@ -68,6 +43,38 @@ class Bert(Family):
         if isinstance(found, Inputs) and layer.is_decoder and encoder_hidden_states is not None:
             return Reason("cross attention")
         return found
+
+
+def parts_named_as_here(
+    layer: Any, attn: Any, p_attn: float, attn_norm: dict[str, Any], ffn_norm: dict[str, Any]
+) -> Parts:
+    """Of a layer whose pieces, the norms aside, have the names that BERT's have. p_attn: in training."""
+    first, last = layer.attention.output, layer.output
+    return Parts(
+        Attention(
+            heads=attn.num_attention_heads,
+            kv_heads=attn.num_attention_heads,
+            head_dim=attn.attention_head_size,
+            q=attn.query,
+            k=attn.key,
+            v=attn.value,
+            o=first.dense,
+            scale=attn.scaling,
+            p_attn=p_attn if attn.training else 0.0,
+            p_res=rate(first.dropout),
+            holders=(layer.attention, attn, first, first.dropout),
+            **attn_norm,
+        ),
+        FFN(
+            layer.intermediate.intermediate_act_fn,
+            gate=None,
+            up=layer.intermediate.dense,
+            down=last.dense,
+            p_res=rate(last.dropout),
+            holders=(layer.intermediate, last, last.dropout),
+            **ffn_norm,
+        ),
+    )
 
 
 register(Bert())

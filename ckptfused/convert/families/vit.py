@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ckptfused.convert.families.bert import parts_named_as_here
 from ckptfused.convert.family import Family, register
 from ckptfused.convert.hugging_face import decoder_inputs
 from ckptfused.convert.modules import rate
@@ -20,7 +21,8 @@ class ViT(Family):
 
     def parts(self, layer: Any) -> Parts:
         if hasattr(layer, "intermediate"):
-            return _as_bert(layer)
+            attn, norms = layer.attention.attention, ({"pre": layer.layernorm_before}, {"pre": layer.layernorm_after})
+            return parts_named_as_here(layer, attn, attn.dropout_prob, *norms)
         attn, mlp = layer.attention, layer.mlp
         return Parts(
             Attention(
@@ -51,35 +53,6 @@ class ViT(Family):
     def inputs(self, layer: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Inputs | Reason:
         attn = getattr(layer.attention, "attention", layer.attention)
         return decoder_inputs(layer, attn, hidden_states, attention_mask, None, None, kwargs)
-
-
-def _as_bert(layer: Any) -> Parts:
-    attn, first, last = layer.attention.attention, layer.attention.output, layer.output
-    return Parts(
-        Attention(
-            heads=attn.num_attention_heads,
-            kv_heads=attn.num_attention_heads,
-            head_dim=attn.attention_head_size,
-            q=attn.query,
-            k=attn.key,
-            v=attn.value,
-            o=first.dense,
-            pre=layer.layernorm_before,
-            scale=attn.scaling,
-            p_attn=attn.dropout_prob if attn.training else 0.0,
-            p_res=rate(first.dropout),
-            holders=(layer.attention, attn, first, first.dropout),
-        ),
-        FFN(
-            layer.intermediate.intermediate_act_fn,
-            gate=None,
-            up=layer.intermediate.dense,
-            down=last.dense,
-            pre=layer.layernorm_after,
-            p_res=rate(last.dropout),
-            holders=(layer.intermediate, last, last.dropout),
-        ),
-    )
 
 
 register(ViT())
