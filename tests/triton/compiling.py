@@ -164,8 +164,9 @@ def kernels(everything: bool) -> Iterator[Kernel]:
     """The plain ones in half precision; with everything those with every set of options, and the exact types."""
     sets = [chosen for count in range(len(OPTIONS) + 1) for chosen in combinations(OPTIONS, count)]
     for device, stage, d, dropout in product(CAPABILITIES, configs.STAGES, configs.BLOCK_D, (False, True)):
-        for options in sets if everything else ((),):
-            yield Kernel(device, stage, d, dropout=dropout, options=options)
+        for options, causal in product(sets if everything else ((),), (True, False)):
+            for mask in (3, 1) if "mask" in options else (3,):
+                yield Kernel(device, stage, d, dropout=dropout, causal=causal, options=options, mask=mask)
         for dtype in (torch.float32, torch.float64) if everything else ():
             for options in ((), OPTIONS[3:], (*OPTIONS[:2], *OPTIONS[3:]), OPTIONS):
                 yield Kernel(device, stage, d, dtype=dtype, dropout=dropout, options=options)

@@ -46,11 +46,12 @@ def check(k: Kernel) -> None:
 
 
 TABLE = [
-    Kernel(device, stage, d, dropout=dropout)
+    Kernel(device, stage, d, dropout=dropout, causal=causal)
     for device in CAPABILITIES
     for stage in configs.STAGES
     for d in configs.BLOCK_D
     for dropout in (False, True)
+    for causal in (True, False)[: 1 if device == "sm_86" else 2]
 ]
 
 
@@ -70,21 +71,23 @@ def test_matrix_instructions(device: str, stage: str) -> None:
 
 
 # What takes the most registers of each class of options. Every device, dropout or none and every other set of options
-# besides: python -m tests.triton.compiling all, an hour on one core.
+# besides: python -m tests.triton.compiling all, three hours on one core.
 SOME = ("window", "softcap", "padding", "packed")
 DEVICES = tuple(CAPABILITIES)
 
 
 def options_table() -> Iterator[Kernel]:
-    """Each tile of each class on a device and with or without dropout by turns: with two options, with all of a class.
+    """Each tile of each class by turns on a device, with or without dropout, causal or not, with masks of each kind:
+    with two options, with all of a class.
 
     The fewest options do not need the fewest registers: with all of them there are fewer copies of the loop.
     """
     pairs = list(combinations(SOME, 2))
     for i, (stage, d) in enumerate(product(configs.STAGES, configs.BLOCK_D)):
-        for j, options in enumerate((pairs[i % len(pairs)], SOME, OPTIONS)):
-            yield Kernel(DEVICES[(i + j) % 3], stage, d, dropout=(i + j) % 4 < 2, options=options)
-        yield Kernel(DEVICES[i % 2], stage, d, dropout=i % 4 < 2, options=("window", "packed"))
+        for j, options in enumerate((pairs[i % len(pairs)], SOME, OPTIONS, ("window", "packed"))):
+            device = DEVICES[(i + j) % 3] if j < 3 else DEVICES[i % 2]
+            dropout, causal, kind = (i + j) % 4 < 2, (i // 2 + j) % 2 == 0, 1 + (i + j) % 3
+            yield Kernel(device, stage, d, dropout=dropout, causal=causal, options=options, mask=kind, padding=kind)
 
 
 def exact_table() -> Iterator[Kernel]:
