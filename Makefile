@@ -26,7 +26,7 @@ export OMP_WAIT_POLICY ?= passive
 .PHONY: demo test pytest test-transformers ctest gtest lint format bench gpu build wheel clean
 
 demo: build
-	$(BIN)/python -m ckptfused demo
+	$(BIN)/python -m ckptfused demo $(DEMO_ARGS)
 
 test: pytest ctest
 

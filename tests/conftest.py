@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (reason := why_no_gpu()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+SUMMARY = "printed at the end"  # a property of a test, by record_property: what people should see of one that passed
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for report in terminalreporter.stats.get("passed", []):
+        for text in [text for name, text in report.user_properties if name == SUMMARY]:
+            terminalreporter.section(report.nodeid, sep="-")
+            terminalreporter.write_line(text)
 
 
 @pytest.fixture(autouse=True)

@@ -68,6 +68,7 @@ def test_dynamic_shapes(device: str) -> None:
         x = make_x(device, length)
         for want, got in zip(gradients(block, block, x), gradients(compiled, block, x), strict=True):
             assert torch.equal(want, got)
+        assert saved_bytes(lambda x=x: compiled(x), block) == x.numel() * 4 + 16  # type: ignore[misc]
 
 
 @on_devices

@@ -73,6 +73,26 @@ def test_on_both_sides_of_the_ffn_tile_thresholds(case: Case, dtype: torch.dtype
     assert_same(run(fused(spec.with_keep("all")), inputs), run(fused(spec.with_keep("inputs")), inputs))
 
 
+# Causal lengths around a tile of keys, and around those where the CPU's attention goes over to PyTorch's kernel and
+# back: the latter takes up to 256 keys and more than 1024, in half precision where the CPU multiplies that.
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("drop", ["res", "attn"])
+@pytest.mark.parametrize("tokens", [127, 128, 129, 256, 257, 1024, 1025])
+def test_on_both_sides_of_the_attention_thresholds(tokens: int, drop: str, dtype: torch.dtype, device: str) -> None:
+    repeatable(device)
+    case = replace(DECODER, layout="attn", act="swiglu", tokens=tokens, drop=drop, heads="4/2")
+    inputs, spec = _leaves(make_inputs(case, dtype, device=device)), case.spec()
+    expected = run(fused(spec.with_keep("inputs")), inputs)
+    for keep in ("attention", "all"):
+        assert_same(run(fused(spec.with_keep(keep)), inputs), expected)
+    tensors = (inputs.x, *inputs.params.values())
+    y = fused(spec.with_keep("inputs"))(inputs)
+    first, second = (torch.autograd.grad(y, tensors, inputs.dy, retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a.equal(b)
+
+
 def _leaves(inputs: Inputs, frozen: tuple[str, ...] = ()) -> Inputs:
     def leaf(name: str, t: Tensor) -> Tensor:
         return t.detach().requires_grad_(name not in frozen)

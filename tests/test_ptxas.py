@@ -1,7 +1,7 @@
 """What ptxas makes of the CUDA kernels: no spills and no local memory, for every architecture that is built by default.
 
 Local memory is where registers spill to and where arrays live whose indices are not known when compiling: both cost
-what shared memory or a register would not. The table of all kernels is printed (pytest -s, or -rP).
+what shared memory or a register would not. The table of all kernels is printed when pytest ends.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import SUMMARY
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = sorted((ROOT / "csrc/kernels/cuda").glob("*.cu"))
@@ -103,9 +105,9 @@ def local_memory(usages: Sequence[Usage]) -> list[str]:
 
 @needs_nvcc
 @pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.stem)
-def test_registers_alone(source: Path, tmp_path: Path) -> None:
+def test_registers_alone(source: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     usages = compile_kernels(source, tmp_path)
-    print(table(usages))
+    record_property(SUMMARY, table(usages))
     assert {usage.architecture for usage in usages} == {f"sm_{sm}" for sm in ARCHITECTURES}
     assert not local_memory(usages)
 
