@@ -41,6 +41,12 @@ def block_d(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def delta_config(head_dim: int) -> Config:
+    """Of the kernel that makes each row's shift and delta, whatever the type and the device: it multiplies nothing and
+    reads once, 32 numbers a thread of do and of o."""
+    return Config(min(64, 4096 // block_d(head_dim)), 0, warps=4, stages=1)
+
+
 # Half precision, by device class and stage: padded D -> Config without and with dropout (one: the same). Each is the
 # largest tile of those tried that spills no register, with a pipeline that fits in shared memory. dkdv holds dk, dv and
 # two tiles of scores at once, so its tiles are smaller than forward's; the draws of a dropout tile (four words a call,

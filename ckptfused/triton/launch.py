@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .attention_bwd import attention_delta_kernel, attention_dkdv_kernel, attention_dq_kernel
 from .attention_fwd import attention_fwd_kernel
-from .configs import Config, attention_config, block_d, option_class
+from .configs import Config, attention_config, block_d, delta_config, option_class
 from .problem import Problem, accumulation_type
 
 # Of CPU tensors: large enough for the interpreter, small enough for tests to see several of them.
@@ -127,11 +127,12 @@ def launch_backward(a: Problem, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Ten
     sequences = 0 if a.cu_seqlens is None else a.cu_seqlens.numel() - 1
     space = (batch * heads * queries + GAP * heads * (sequences if packed else batch),)
     shift, delta = lse.new_empty(space), lse.new_empty(space)
-    block = 64
-    tiles, grid = _sizes(a, queries, heads, block)
+    config = delta_config(dim)
+    tiles, grid = _sizes(a, queries, heads, config.block_m)
     attention_delta_kernel[grid](
         do, o, lse, shift, delta, a.cu_seqlens, *do.stride()[:3], *o.stride()[:3], tiles, heads, queries, sequences,
-        PACKED=packed, HEAD_DIM=dim, BLOCK_M=block, BLOCK_D=block_d(dim), num_warps=4,
+        PACKED=packed, HEAD_DIM=dim, BLOCK_M=config.block_m, BLOCK_D=block_d(dim),
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     strides = (*do.stride()[:3], *a.q.stride()[:3], *a.k.stride()[:3], *a.v.stride()[:3], *_mask_strides(a))
 

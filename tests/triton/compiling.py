@@ -26,6 +26,7 @@ from ckptfused.triton import attention_bwd, attention_fwd, configs
 
 CAPABILITIES = {"sm_90": (9, 0), "sm_80": (8, 0), "sm_86": (8, 6)}
 KERNELS = {
+    "delta": attention_bwd.attention_delta_kernel,
     "fwd": attention_fwd.attention_fwd_kernel,
     "dkdv": attention_bwd.attention_dkdv_kernel,
     "dq": attention_bwd.attention_dq_kernel,
@@ -63,6 +64,8 @@ class Kernel:
 
     @property
     def config(self) -> configs.Config:
+        if self.stage == "delta":
+            return configs.delta_config(self.head_dim)
         capability = CAPABILITIES[self.device]
         given = configs.option_class(*(name in self.options for name in OPTIONS))
         return configs.attention_config(self.stage, self.dtype, self.head_dim, self.dropout, capability, given)
@@ -160,8 +163,15 @@ def ptxas(ptx: str) -> tuple[int, int, int]:
     return int(numbers[0][1]), sum(map(int, spills)), int(numbers[1][1])  # type: ignore[index]
 
 
+def delta_kernels() -> Iterator[Kernel]:
+    """Those that make each row's shift and delta: of the options packing alone concerns them."""
+    for device, d, dtype, options in product(CAPABILITIES, configs.BLOCK_D, TYPES, ((), ("packed",))):
+        yield Kernel(device, "delta", d, dtype=dtype, options=options)
+
+
 def kernels(everything: bool) -> Iterator[Kernel]:
     """The plain ones in half precision; with everything those with every set of options, and the exact types."""
+    yield from delta_kernels()
     sets = [chosen for count in range(len(OPTIONS) + 1) for chosen in combinations(OPTIONS, count)]
     for device, stage, d, dropout in product(CAPABILITIES, configs.STAGES, configs.BLOCK_D, (False, True)):
         for options, causal in product(sets if everything else ((),), (True, False)):

@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 
 from ckptfused.triton import configs
-from tests.triton.compiling import CAPABILITIES, OPTIONS, Kernel, compile_kernel
+from tests.triton.compiling import CAPABILITIES, OPTIONS, Kernel, compile_kernel, delta_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def check(k: Kernel) -> None:
         assert r.spilled <= SPILL and r.stack <= SPILL, said
     if k.dtype == torch.float32:
         assert "tf32" not in r.ptx and "mma" not in r.ptx, said
-    if k.dtype.itemsize == 2:
+    if k.dtype.itemsize == 2 and k.stage != "delta":
         assert "wgmma.mma_async" in r.ptx or "mma.sync" in r.ptx, said
     assert not re.search(r"^\s*(@%p\d+ )?(atom|red)\.", r.ptx, re.MULTILINE)
 
@@ -58,6 +58,12 @@ TABLE = [
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", TABLE, ids=lambda k: k.id)
 def test_half_precision(kernel: Kernel) -> None:
+    check(kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [*delta_kernels()], ids=lambda k: k.id)
+def test_shift_and_delta(kernel: Kernel) -> None:
     check(kernel)
 
 
