@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,87 @@ class _Slot:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+@dataclasses.dataclass
+class Given:
+    """The caller's own arguments and the distinct tensors in them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Tensor]
+
+    def watch(self, copies: list[Tensor]) -> _Changes | None:
+        """None where no container can change."""
+        if not any(True for _ in _containers((self.args, tuple(self.kwargs.values())))):
+            return None
+        pairs = zip(copies, self.tensors, strict=True)
+        return _Changes(self, {id(c): (weakref.ref(c), _version(c), t) for c, t in pairs})
+
+
+class _Changes:
+    """What a function changes in the containers that it gets, and the caller in those that he gave."""
+
+    def __init__(self, given: Given, originals: dict[int, Any]) -> None:
+        self.given = given
+        self.originals = originals
+        self.pairs: list[tuple[Any, Any, Any]] = []
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        theirs = _containers((self.given.args, tuple(self.given.kwargs.values())))
+        ours = _containers((tuple(args), tuple(kwargs.values())))
+        self.pairs = [(a, b, _held(b)) for a, b in zip(theirs, ours, strict=True)]
+
+    def end(self) -> None:
+        same = {id(ours): theirs for theirs, ours, _ in self.pairs}
+
+        def caller(value: Any) -> Any:
+            """The caller's own where the function had a copy, unless it wrote to that."""
+            copy_of, version, original = self.originals.get(id(value), (None, 0, None))
+            if copy_of is not None and copy_of() is value:
+                return original if _version(value) == version else value
+            return same.get(id(value), value)
+
+        for theirs, ours, before in self.pairs:
+            now = _held(ours)
+            if now.keys() == before.keys() and all(now[key] is before[key] for key in now):
+                continue
+            if isinstance(theirs, dict):
+                theirs.clear()
+                theirs.update({key: caller(value) for key, value in now.items()})
+            elif isinstance(theirs, (list, deque)):
+                theirs.clear()
+                theirs.extend(caller(value) for value in now.values())
+            else:
+                for name in [name for name in now if now[name] is not before.get(name)]:
+                    object.__setattr__(theirs, name, caller(now[name]))
+
+
+def _version(t: Tensor) -> int | None:
+    return None if t.is_inference() else t._version
+
+
+def _held(container: Any) -> dict[Any, Any]:
+    if isinstance(container, dict):
+        return dict(container)
+    if isinstance(container, (list, deque)):
+        return dict(enumerate(container))
+    return {f.name: getattr(container, f.name) for f in dataclasses.fields(container) if hasattr(container, f.name)}
+
+
+def _containers(tree: Any, above: tuple[int, ...] = ()) -> Iterator[Any]:
+    """Lists, dicts and dataclasses in a tree, those that `Arguments` builds anew, in one order."""
+    if id(tree) in above:
+        return
+    if type(tree) in (list, deque, dict, OrderedDict, defaultdict) or _is_record(tree):
+        yield tree
+        inside: Any = _held(tree).values()
+    elif isinstance(tree, tuple):
+        inside = tree
+    else:
+        return
+    for value in inside:
+        yield from _containers(value, (*above, id(tree)))
 
 
 class Arguments:
@@ -35,13 +118,22 @@ class Arguments:
                 self.leaves[i] = _Slot(at)
         return tensors
 
-    def call(self, function: Callable[..., Any], tensors: list[Tensor]) -> Any:
-        """The function on new containers with these tensors; the list is emptied, so that they die when they can."""
+    def call(self, function: Callable[..., Any], tensors: list[Tensor], given: Given | None = None) -> Any:
+        """The function on new containers with these tensors; the list is emptied, so that they die when they can.
+
+        What it puts into lists, dicts and dataclasses or takes out of them, the caller's get too, if `given`.
+        """
         leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
+        changes = None if given is None else given.watch(tensors)
         tensors.clear()
         tree = self.structure.build(iter(leaves))
         del leaves
-        return function(*tree.pop("args"), **tree.pop("kwargs"))
+        if changes is not None:
+            changes.begin(tree["args"], tree["kwargs"])
+        result = function(*tree.pop("args"), **tree.pop("kwargs"))
+        if changes is not None:
+            changes.end()
+        return result
 
     def name(self, index: int) -> str:
         """Where the tensor with this index was first given: `args[1][0]`, `kwargs['mask']`."""

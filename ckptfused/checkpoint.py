@@ -13,7 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ckptfused import statistics
-from ckptfused.arguments import Arguments
+from ckptfused.arguments import Arguments, Given
 from ckptfused.copies import Aliases, Shared, copy_on_write, share_memory
 
 
@@ -35,9 +35,10 @@ def checkpoint(
 
     - The function works on copies of its arguments: tensors, also those in lists, tuples, dicts, dataclasses and other
       pytrees, are copied when first written (copy-on-write), containers at once. In-place operations on them, such as
-      a leading `nn.ReLU(inplace=True)`, give right gradients; the caller's tensors and containers stay as they were,
-      with grad mode off too. Results have to be returned. Tensors that cannot be copied on write (subclasses, sparse,
-      nested, pinned or shared memory) are copied at once, for as long as the function uses them.
+      a leading `nn.ReLU(inplace=True)`, give right gradients; the caller's tensors stay as they were, with grad mode
+      off too. What the function puts into lists, dicts and dataclasses or takes out of them, the caller's get too, once
+      (under torch.compile they do not: return it). Tensors that cannot be copied on write (subclasses, sparse, nested,
+      pinned or shared memory) are copied at once, for as long as the function uses them.
     - Every tensor argument is guarded: changed in place before backward, it raises. Lists and dicts are replayed as
       they were.
     - The random state of the devices of all tensor arguments is replayed, not of positional ones alone.
@@ -69,6 +70,7 @@ def checkpoint(
     if context_fn is not torch_checkpoint.noop_context_fn:  # Dynamo wants the default left out
         options["context_fn"] = context_fn
     tensors = inputs.take_tensors()
+    given = Given(args, kwargs, tensors)
     if torch.compiler.is_compiling():
         # Functionalisation resolves writes, Inductor drops the copies that nobody writes to.
         return torch_checkpoint.checkpoint(
@@ -86,10 +88,11 @@ def checkpoint(
         devices = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
         # torch.utils.checkpoint reads from positional tensors which devices' random states to replay.
         markers = [torch.empty(0, device=device) for device in devices]
-        segment = _Segment(function, inputs, saved, copies, "context_fn" in options)
+        segment = _Segment(function, inputs, saved, (copies, given), "context_fn" in options)
+        del given
         result = torch_checkpoint.checkpoint(segment, *markers, **options)
     else:
-        result = inputs.call(function, copies)
+        result = inputs.call(function, copies, given)
     if aliases is not None:
         aliases.check()
         aliases = None  # with its references to the copies
@@ -144,13 +147,13 @@ class _Segment:
     function: Callable[..., Any]
     inputs: Arguments
     saved: _Saved
-    first: list[Tensor] | None  # the copies for the forward
+    first: tuple[list[Tensor], Given] | None  # the copies for the forward, and what the caller gave
     in_context: bool  # whether the caller gave a context to replay in
 
     def __call__(self, *markers: Tensor) -> Any:
         if self.first is not None:
-            copies, self.first = self.first, None
-            return self.inputs.call(self.function, copies)
+            (copies, given), self.first = self.first, None
+            return self.inputs.call(self.function, copies, given)
         copies = [self.copy(t) for t in self.saved.tensors()]
         with statistics.kept(statistics.modules_of((self.function, self.inputs.leaves)), self.copy):
             return self.inputs.call(self.function, copies)

@@ -162,16 +162,41 @@ def test_a_second_backward_gives_the_same(name: str) -> None:
     assert equal(list(torch.autograd.grad(loss, leaves)), list(first))
 
 
-def test_containers_given_are_not_the_ones_that_the_function_gets() -> None:
-    values, table = [leaf()], {"k": leaf()}
+@dataclass
+class _Notes:
+    seen: Tensor
+    last: Tensor | None = None
 
-    def function(values: list[Tensor], table: dict[str, Tensor]) -> Tensor:
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_the_function_puts_into_containers_is_there_once(grad: bool) -> None:
+    def function(x: Tensor, values: list[Tensor], table: dict[str, Any], notes: _Notes) -> Tensor:
         values.append(values[0].exp())
-        return values.pop(0) * table.pop("k") * values[0]
+        table["inner"].append(x)
+        table["new"] = table.pop("k") * 2
+        notes.last = values[-1] * 3
+        written = x.neg_()
+        table["written"] = written
+        return values.pop(0) * table["new"] * values[0]
 
-    y = checkpoint(function, values, table)
-    y.sum().backward()
-    assert len(values) == 1 and list(table) == ["k"]
+    def loss(call: Callable[..., Any]) -> tuple[Tensor, list[Tensor], Any]:
+        torch.manual_seed(1)
+        x, a, k = leaf(), leaf(), leaf()
+        inner: list[Tensor] = []
+        values, table, notes = [a], {"k": k, "inner": inner}, _Notes(a)
+        y = call(function, x * 1, values, table, notes)
+        assert table["inner"] is inner and len(inner) == len(values) == 1 and list(table) == ["inner", "new", "written"]
+        assert notes.seen is a and notes.last is not None
+        total = y.sum() + values[0].sin().sum() + (table["new"] * table["written"]).sum() + notes.last.cos().sum()
+        return total + inner[0].exp().sum(), [x, a, k], (values, table, notes)
+
+    with torch.set_grad_enabled(grad):
+        got, leaves, held = loss(checkpoint)
+        expected, plain_leaves, _ = loss(lambda function, *args: function(*args))
+    assert torch.equal(got, expected)
+    if grad:
+        assert equal(list(torch.autograd.grad(got, leaves)), list(torch.autograd.grad(expected, plain_leaves)))
+    assert len(held[0]) == len(held[1]["inner"]) == 1  # the replay adds nothing
 
 
 def test_nothing_is_copied_where_nothing_is_written() -> None:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ckptfused.convert.report import Report
 
 
-def check_agreement(report: Report, group: Any = None) -> None:
-    """Compares this rank's report with the others'. A collective. **Raises** `ValueError` naming who differs."""
+def agreed(convert: Callable[[], Report], group: Any = None) -> Report:
+    """This rank's report, compared with the others'. A collective, also where `convert` fails.
+
+    **Raises** `ValueError` naming the rank that differs or failed; what `convert` raises.
+    """
     import torch.distributed as dist
 
-    mine = {x.name: f"{x.layer}: {x.path} by {x.family}, keep={report.keep!r}" for x in report.layers}
+    failure: Exception | None = None
+    try:
+        report = convert()
+        mine: Any = {x.name: f"{x.layer}: {x.path} by {x.family}, keep={report.keep!r}" for x in report.layers}
+    except Exception as error:
+        failure, mine = error, f"{type(error).__name__}: {error}"
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
+    if failure is not None:
+        raise failure
+    for rank, theirs in enumerate(everyone):
+        if isinstance(theirs, str):
+            raise ValueError(f"convert: it failed on rank {rank}: {theirs}")
     for rank, theirs in enumerate(everyone):
         for name in {**everyone[0], **theirs}:
             first, other = everyone[0].get(name, "not converted"), theirs.get(name, "not converted")
             if first != other:
                 raise ValueError(f"convert: ranks differ at layer {name}: rank 0 has {first}, rank {rank} has {other}")
+    return report

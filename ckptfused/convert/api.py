@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from ckptfused.convert import find
-from ckptfused.convert.agree import check_agreement
+from ckptfused.convert.agree import agreed
 from ckptfused.convert.describe import describe, head_note
+from ckptfused.convert.family import Family
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.own_checkpoint import REPLICATE, NotReplicated
 from ckptfused.convert.report import Report
@@ -21,6 +22,7 @@ from ckptfused.modules.assemble import keep_text
 
 # Where accelerate keeps the forward that it put hooks around.
 _BELOW_HOOKS = "_old_forward"
+_OURS = ("forward", REPLICATE)  # what convert puts into a layer
 
 
 def convert(model: nn.Module, policy: str | Iterable[str] = "inputs", *, process_group: Any = None) -> Report:
@@ -39,13 +41,27 @@ def convert(model: nn.Module, policy: str | Iterable[str] = "inputs", *, process
     **Saves** in each fused layer x, what `policy` names, 16 bytes of random state where it has dropout.
     **Recomputes** the rest in backward.
     **Raises** `ValueError` for an unknown policy, for tensor-parallel weights, and, with `process_group`, where ranks
-    differ; `TypeError` if `model` is no module.
+    differ; `TypeError` if `model` is no module. The model is then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     keep = keep_text(policy)
     check_names(policy if isinstance(policy, str) else tuple(policy))
     found = list(find.layers(model))
+    held = [(layer, {key: vars(layer)[key] for key in _OURS if key in vars(layer)}) for _, layer, _ in found]
+    try:
+        if process_group is None:
+            return _convert(model, found, keep)
+        return agreed(lambda: _convert(model, found, keep), None if process_group is True else process_group)
+    except Exception:
+        for layer, attributes in held:
+            for key in _OURS:
+                vars(layer).pop(key, None)
+            vars(layer).update(attributes)
+        raise
+
+
+def _convert(model: nn.Module, found: list[tuple[str, nn.Module, Family | None]], keep: str) -> Report:
     sharded = any(map(is_fully_sharded, model.modules()))
     for name, layer, _ in found:
         refuse_tensor_parallel(layer, name, sharded)
@@ -61,10 +77,7 @@ def convert(model: nn.Module, policy: str | Iterable[str] = "inputs", *, process
         reports.append(describe(name, layer, family if before is None else None, keep))
         layer.forward = ConvertedForward(layer, reports[-1].family, keep, before)
         vars(layer)[REPLICATE] = NotReplicated()
-    report = Report(tuple(reports), keep, head_note(model, reports))
-    if process_group is not None:
-        check_agreement(report, None if process_group is True else process_group)
-    return report
+    return Report(tuple(reports), keep, head_note(model, reports))
 
 
 def revert(model: nn.Module) -> int:

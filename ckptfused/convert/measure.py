@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from collections import OrderedDict, defaultdict
 from typing import Any
 from unittest import mock
 
@@ -25,10 +27,10 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     mode = FakeTensorMode()
     move = lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value  # noqa: E731
     args, kwargs = torch.utils._pytree.tree_map(move, (args, kwargs))
-    bare = _Bare(layer)
+    made: dict[int, Any] = {}
     with mode:
-        tensors = {name: _like(t) for name, t in (*bare.named_parameters(), *bare.named_buffers())}
-    owned = {storage(t) for t in tensors.values()}
+        twin = _twin(layer, made)
+    owned = {storage(t) for t in made.values() if isinstance(t, Tensor)}
     owned |= {storage(t) for t in tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)}
     found: dict[int, tuple[Any, int]] = {}
 
@@ -44,7 +46,7 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     silent = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
     with flash, grouped, silent, mode, torch.enable_grad(), saving:
-        torch.func.functional_call(bare, tensors, args, kwargs)
+        twin.forward(*args, **kwargs)
     return sum(size for _, size in found.values())
 
 
@@ -87,20 +89,28 @@ def _grouped(input: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
     return _Grouped.apply(input, weight, offs)
 
 
-class _Bare(nn.Module):
-    """A layer without the hooks around its forward."""
+def _twin(value: Any, made: dict[int, Any]) -> Any:
+    """A module with tensors of the same shapes (whole ones for shards), and modules and containers of its own: what its
+    forward keeps, replaces or registers there is not seen by the original. Other objects are shared.
 
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.layer.forward(*args, **kwargs)
-
-
-def _like(t: Tensor) -> Tensor:
-    """A tensor of this shape; whole if t is in shards."""
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device, requires_grad=t.requires_grad)
+    `made`: by the identity of the original, so that what is held twice stays one thing.
+    """
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, Tensor):
+        twin: Any = torch.empty(value.shape, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
+    elif isinstance(value, nn.Module):
+        twin = made[id(value)] = object.__new__(type(value))
+        twin.__dict__.update({name: _twin(held, made) for name, held in vars(value).items()})
+    elif type(value) in (dict, OrderedDict, defaultdict):
+        twin = made[id(value)] = copy.copy(value)
+        twin.update({key: _twin(held, made) for key, held in value.items()})
+    elif type(value) in (list, tuple, set):
+        twin = type(value)(_twin(held, made) for held in value)
+    else:
+        return value
+    made[id(value)] = twin
+    return twin
 
 
 def storage(t: Tensor) -> int:

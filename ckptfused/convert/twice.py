@@ -66,13 +66,14 @@ class _Again:
         self.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
 
     def __call__(self, grad_inputs: Gradients, grad_outputs: Gradients) -> Gradients | None:
-        call, dy = self.call, grad_outputs[0]
-        if call is None or dy is None or not torch.is_grad_enabled():
+        call, before, dy = self.call, self.before, grad_outputs[0]
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
             self.call = self.before = None  # the op has let go of its tensors, and so does this
+        if call is None or dy is None or not torch.is_grad_enabled():
             return None
         tensors = list({id(t): t for t in (call.x, *call.slots) if t is not None and t.requires_grad}.values())
         with torch.autocast(*self.autocast):
-            y = _plain(call, self.before)
+            y = _plain(call, before)
         gradients = torch.autograd.grad(y, tensors, dy, create_graph=True, allow_unused=True)
         found = {}
         for tensor, gradient in zip(tensors, gradients, strict=True):

@@ -16,6 +16,14 @@ def run(model: nn.Module, batch: dict[str, Any], scale: float = 1.0) -> dict[str
     return {"loss": out.loss.detach(), **gradients(model)}
 
 
+def result(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The same of a model that returns a tensor."""
+    model.zero_grad()
+    y = model(x)
+    y.pow(3).mean().backward()  # not the mean of squares, which a norm in front of it makes constant
+    return {"y": y.detach(), **gradients(model)}
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the gradients that there are, by name."""
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -255,3 +256,16 @@ def agreement(rank: int, change: str) -> None:
     layer = {"layers": "model.layers.2", "patch": "model.layers.1", "policy": "model.layers.0"}[change]
     with pytest.raises(ValueError, match=rf"{layer}.*rank 1 has"):
         ckptfused.convert(model, policy, process_group=True)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def agreement_with_a_failure(rank: int) -> None:
+    model = llama()
+    failing = mock.patch("ckptfused.convert.api.describe", side_effect=RuntimeError("no memory"))
+    if rank == 1:
+        with failing, pytest.raises(RuntimeError, match="no memory"):
+            ckptfused.convert(model, process_group=True)
+    else:
+        with pytest.raises(ValueError, match="failed on rank 1: RuntimeError: no memory"):
+            ckptfused.convert(model, process_group=True)
+    assert not any("forward" in vars(module) for module in model.modules())

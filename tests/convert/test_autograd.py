@@ -192,6 +192,19 @@ def test_second_derivatives(implementation: str) -> None:
     assert not reasons
 
 
+def test_second_derivatives_after_a_first_backward() -> None:
+    plain, model = twins("eager")
+    found = []
+    for one in (plain, model):
+        batch = embedded(one)
+        loss = one(**batch).loss
+        loss.backward(retain_graph=True)
+        (first,) = torch.autograd.grad(loss, batch["inputs_embeds"], create_graph=True)
+        first.square().sum().backward()
+        found.append(gradients(one))
+    close(found[1], found[0], 1e-5)
+
+
 def test_second_derivatives_of_tied_weights_and_a_hessian_product() -> None:
     plain, model = twins("eager")
     for one in (plain, model):

@@ -109,3 +109,7 @@ def test_tensor_parallel_is_refused(ranks: Ranks, first: bool, sharded: bool) ->
 @pytest.mark.parametrize("change", ["none", "policy", "layers", "patch"])
 def test_agreement(ranks: Ranks, change: str) -> None:
     ranks.run(steps.agreement, change=change)
+
+
+def test_agreement_where_a_rank_fails(ranks: Ranks) -> None:
+    ranks.run(steps.agreement_with_a_failure)

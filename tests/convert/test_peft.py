@@ -21,7 +21,7 @@ from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.parts import Reason
 from tests.accounting import Events
 from tests.convert import zoo_decoders, zoo_llama  # noqa: F401
-from tests.convert.compare import close, run
+from tests.convert.compare import close, result, run
 from tests.convert.dropout_oracle import RecordStates
 from tests.convert.test_families import DRAWS
 from tests.convert.zoo import ZOO, Batch, randomize
@@ -287,3 +287,27 @@ def test_a_saved_module_is_looked_into(how: str, reasons: list[Reason]) -> None:
             one.requires_grad_(True)
     close(run(ours, batch()), run(model, batch()), 1e-5)
     assert len(reasons) == 1
+
+
+def test_adapters_that_share_tensors_across_layers() -> None:
+    """VeRA's are buffers of one module that every layer holds."""
+    specimen = ZOO["llama"]
+    model = randomize(specimen.make(0.0, "sdpa"))
+    model = peft.get_peft_model(model, peft.VeraConfig(target_modules=["q_proj", "v_proj"])).train()
+    plain, batch = copy.deepcopy(model), specimen.batch()
+    report = ckptfused.convert(model)
+    assert {layer.path for layer in report.layers} == {"generic"}
+    close(run(model, batch), run(plain, batch), 1e-5)
+    ckptfused.revert(model)
+    close(run(model, batch), run(plain, batch), 1e-5)
+
+
+def test_lora_on_torchs_multihead_attention() -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True)
+    config = peft.LoraConfig(r=4, target_modules=["self_attn", "linear1"], init_lora_weights=False)
+    model = peft.get_peft_model(nn.Sequential(nn.TransformerEncoder(layer, 2)), config).train()
+    plain, x = copy.deepcopy(model), torch.randn(2, 7, 32)
+    names = [name for name, _ in model.named_parameters()]
+    ckptfused.convert(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    close(result(model, x), result(plain, x), 1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from ckptfused.convert.measure import TOKENS, storage
 from ckptfused.convert.measure import _flash as flash_attention
 from ckptfused.convert.report import LayerReport, Report
 from tests.convert import zoo_decoders, zoo_encoders, zoo_llama, zoo_moe, zoo_seq2seq, zoo_torch  # noqa: F401
-from tests.convert.compare import run
+from tests.convert.compare import close, result, run
 from tests.convert.versions import since
 from tests.convert.zoo import ZOO, Specimen, randomize
 
@@ -238,3 +239,54 @@ def test_unknown_policies() -> None:
 def test_a_family_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match="'torch_encoder': expected a new name"):
         register(TorchEncoder())
+
+
+class _Caching(nn.TransformerEncoderLayer):
+    """Keeps what it computes: in an attribute, a list, a buffer and a module made in forward."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 4, 64, 0.0, batch_first=True)
+        self.calls, self.table = [], None
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls.append(len(src))
+        self.table = torch.ones(src.size(1), device=src.device)
+        self.seen = self.seen + 1
+        self.late = nn.Linear(1, 1)
+        return super().forward(src * self.table[:, None], *args, **kwargs)
+
+
+def test_counting_bytes_leaves_no_trace_in_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchEncoder, "layers", (*TorchEncoder.layers, f"{__name__}._Caching"))
+    monkeypatch.setattr(TorchEncoder, "as_read", lambda *_: True)
+    layer = _Caching()
+    parameters = dict(layer.named_parameters())
+    (report,) = ckptfused.convert(nn.ModuleList([layer, _Caching()])).layers[:1]
+    assert report.family == TorchEncoder.name and report.before
+    assert layer.calls == [] and layer.table is None and layer.seen.equal(torch.zeros(1)) and not hasattr(layer, "late")
+    assert all(t is parameters[name] for name, t in layer.named_parameters())
+
+
+@pytest.mark.parametrize("shared", ["norm", "linear", "encoder"])
+def test_modules_under_two_names_stay_as_they_are(shared: str) -> None:
+    """functional_call, for one, would leave the tensors of its call in them."""
+    if shared == "encoder":
+        model: Any = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 64, 0.0, batch_first=True), 2)
+        for layer in model.layers:
+            layer.norm2 = layer.norm1
+        x = torch.randn(2, 5, WIDTH)
+        step: Callable[[Any], dict[str, Tensor]] = lambda model: result(model, x)  # noqa: E731
+    else:
+        model, specimen = build("llama")
+        for layer in model.model.layers:
+            if shared == "norm":
+                layer.post_attention_layernorm = layer.input_layernorm
+            else:
+                layer.mlp.up_proj = layer.mlp.gate_proj
+        batch = specimen.batch()
+        step = lambda model: run(model, batch)  # noqa: E731
+    plain, parameters = copy.deepcopy(model), dict(model.named_parameters())
+    assert all(layer.before for layer in ckptfused.convert(model).layers)
+    assert all(t is parameters[name] for name, t in model.named_parameters())
+    close(step(model), step(plain), 1e-5)
