@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 import transformers
 
 import ckptfused
-from tests.convert.compare import close, run
-from tests.convert.small import unfused
+from tests.convert.compare import close, gradients, run
+from tests.convert.small import twins, unfused
 from tests.convert.zoo import VOCABULARY, randomize, text_batch
 from tests.convert.zoo_torch import Output
 
@@ -248,3 +248,26 @@ def test_gradients_of_models_with_batch_statistics_and_eval() -> None:
     ckptfused.convert(converted)
     batch = {"x": torch.randn(4, 3, 8, 8), "labels": torch.tensor([0, 1, 2, 3])}
     close(run(converted, batch), run(plain, batch), 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["forward", "pre", "kwargs"])
+def test_hooks_taken_away_or_put_in_before_backward(kind: str) -> None:
+    """The replay runs with those that the forward ran with."""
+    scale, losses = torch.randn(48), []
+    plain, model = twins()
+    for one in (plain, model):
+        mlp = one.model.layers[0].mlp
+
+        def hook(inside: nn.Module, args: Any, *more: Any) -> Any:
+            if kind == "forward":
+                return more[0] * scale
+            return (args[0] * scale,) if kind == "pre" else ((args[0] * scale,), more[0])
+
+        register = mlp.register_forward_hook if kind == "forward" else mlp.register_forward_pre_hook
+        handle = register(hook, **({"with_kwargs": True} if kind == "kwargs" else {}))
+        losses.append(one(**text_batch()).loss)
+        handle.remove()
+        one.model.layers[1].mlp.register_forward_hook(lambda *_: 1 / 0)
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    close(gradients(model), gradients(plain), 1e-5)

@@ -311,3 +311,18 @@ def test_lora_on_torchs_multihead_attention() -> None:
     ckptfused.convert(model)
     assert [name for name, _ in model.named_parameters()] == names
     close(result(model, x), result(plain, x), 1e-5)
+
+
+def test_adapters_whose_hooks_are_gone_before_backward() -> None:
+    """Activated LoRA's tell each projection where its adapter starts, during forward alone."""
+    specimen = ZOO["llama"]
+    model, batch = randomize(specimen.make(0.0, "sdpa")), specimen.batch()
+    start = batch["input_ids"][0, :2].tolist()
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, alora_invocation_tokens=start,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    model = peft.get_peft_model(model, config).train()
+    plain = copy.deepcopy(model)
+    ckptfused.convert(model)
+    close(run(model, batch), run(plain, batch), 1e-5)
