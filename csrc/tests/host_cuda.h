@@ -170,6 +170,24 @@ struct BlockThreads {
 
 inline thread_local BlockThreads* current_block = nullptr;
 
+// While it lives, only so many blocks at either end of a row of blocks run: a grid for a tensor
+// that is larger than memory has too many.
+class OnlyEnds {
+ public:
+  explicit OnlyEnds(unsigned blocks) { at_an_end = blocks; }
+  ~OnlyEnds() { at_an_end = ~0u; }
+  OnlyEnds(const OnlyEnds&) = delete;
+  OnlyEnds& operator=(const OnlyEnds&) = delete;
+  // The block that follows block x of a row.
+  static unsigned after(unsigned x, unsigned blocks) {
+    ++x;
+    return x == at_an_end && blocks - x > at_an_end ? blocks - at_an_end : x;
+  }
+
+ private:
+  static inline unsigned at_an_end = ~0u;
+};
+
 inline Warp& current_warp() {
   return *current_block->warps[size_t(current_thread / kWarp)];
 }
@@ -232,7 +250,7 @@ const char* launch(void (*kernel)(Params...), dim3 grid, dim3 block, void* /*str
     host_cuda::current_block = &shared;
     for (unsigned z = 0; z < grid.z; ++z) {
       for (unsigned y = 0; y < grid.y; ++y) {
-        for (unsigned x = 0; x < grid.x; ++x) {
+        for (unsigned x = 0; x < grid.x; x = host_cuda::OnlyEnds::after(x, grid.x)) {
           blockIdx = dim3(x, y, z);
           kernel(args...);
           shared.barrier.arrive_and_wait();
