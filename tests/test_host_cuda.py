@@ -81,6 +81,23 @@ WRONG_RESULTS = (
 )
 
 
+# Only tests of tensors with more than 2^32 elements see these.
+NARROW_INDICES = (
+    Defect(
+        "the element where a row starts, in 32 bits",
+        file="kernels/cuda/norm_fwd.cu",
+        text="row * a.cols",
+        replacement="int(row * a.cols)",
+    ),
+    Defect(
+        "the element of a partial sum, in 32 bits",
+        file="kernels/cuda/partials.cuh",
+        text="from[row * cols + col]",
+        replacement="from[uint32_t(row * cols + col)]",
+    ),
+)
+
+
 def _compile(arguments: list[str]) -> None:
     done = subprocess.run(["g++", *FLAGS, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -98,8 +115,10 @@ def cpu_kernels(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return objects
 
 
-def _run(folder: Path, cpu_kernels: list[str], defect: Defect | None, sanitize: bool) -> subprocess.CompletedProcess:
-    """Build the norm's tests with the defect, run those of one type pair."""
+def _run(
+    folder: Path, cpu_kernels: list[str], defect: Defect | None, sanitize: bool, large: bool = False
+) -> subprocess.CompletedProcess:
+    """Build the norm's tests with the defect, run those of one type pair, or those of large tensors."""
     csrc = folder / "csrc"
     shutil.copytree(CSRC, csrc)
     if defect is not None:
@@ -110,11 +129,11 @@ def _run(folder: Path, cpu_kernels: list[str], defect: Defect | None, sanitize: 
         [
             *["-std=c++20", "-Wno-sign-compare", "-I", str(csrc), *(["-fsanitize=thread"] if sanitize else [])],
             *["-x", "c++", str(kernels / "norm_fwd.cu"), str(kernels / "norm_bwd.cu")],
-            *[str(csrc / "tests" / "cuda" / "test_norm.cpp"), "-x", "none", *cpu_kernels],
-            *["-lgtest", "-lgtest_main", "-lpthread", "-o", program],
+            *[str(csrc / "tests" / "cuda" / ("test_large_norm.cpp" if large else "test_norm.cpp"))],
+            *["-x", "none", *cpu_kernels, "-lgtest", "-lgtest_main", "-lpthread", "-o", program],
         ]
     )
-    only = "CudaNormRows.*:CudaNorm/0.InPlace*" if sanitize else "CudaNormRows.*:CudaNorm/3.*"
+    only = "*" if large else "CudaNormRows.*:CudaNorm/0.InPlace*" if sanitize else "CudaNormRows.*:CudaNorm/3.*"
     return subprocess.run([program, f"--gtest_filter={only}"], capture_output=True, text=True, check=False, timeout=600)
 
 
@@ -134,4 +153,10 @@ def test_a_missing_barrier_is_a_data_race(defect: Defect, cpu_kernels: list[str]
 @pytest.mark.parametrize("defect", WRONG_RESULTS, ids=lambda defect: defect.id)
 def test_a_wrong_result_is_noticed(defect: Defect, cpu_kernels: list[str], tmp_path: Path) -> None:
     done = _run(tmp_path, cpu_kernels, defect, sanitize=False)
+    assert done.returncode == 1 and "[  FAILED  ]" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("defect", NARROW_INDICES, ids=lambda defect: defect.id)
+def test_an_index_of_32_bits_is_noticed(defect: Defect, cpu_kernels: list[str], tmp_path: Path) -> None:
+    done = _run(tmp_path, cpu_kernels, defect, sanitize=False, large=True)
     assert done.returncode == 1 and "[  FAILED  ]" in done.stdout, done.stdout + done.stderr
