@@ -68,6 +68,12 @@ void check_activation(const Size& size, int64_t count, int64_t stride, int64_t r
   const OnlyEnds few(1);
   run(0, size.rows, row_stride, [](Tensor& t) { return t.large.data(); });
   EXPECT_TRUE(h.same() && h2.same() && dg.same() && du.same()) << "width " << size.cols;
+  // The zeros are the mask's, which knows nothing of row0.
+  const Dropout mask = with_state(swiglu(size.cols).dropout, kState);
+  for (int64_t i = 0; i < int64_t(h.small.size()); ++i) {
+    const int64_t r = i / size.cols, row = count == 2 ? size.row(r) : r;
+    ASSERT_EQ(to_acc(h.small[i]) != 0, mask.keep(row, i % size.cols)) << "row " << row;
+  }
 }
 
 TEST(LargeCuda, Activation) {
