@@ -93,7 +93,7 @@ _HALF: dict[str, dict[str, dict[int, tuple[Config, ...]]]] = {
         },
         "dq": {
             16: (Config(128, 64, 8, 2),),
-            32: (Config(128, 64, 8, 2),),
+            32: (Config(128, 32, 8, 2), Config(128, 64, 8, 2)),
             64: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
             128: (Config(64, 64, 8, 2),),
             256: (Config(64, 32, 8, 2),),
@@ -131,8 +131,8 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
     "some": {
         "sm_90": {
             "fwd": {
-                16: (Config(128, 128, 8, 3), Config(64, 128, 8, 3)),
-                32: (Config(64, 128, 8, 3),),
+                16: (Config(128, 128, 8, 3), Config(64, 64, 8, 3)),
+                32: (Config(64, 128, 8, 3), Config(64, 64, 8, 3)),
             },
             "dkdv": {
                 32: (Config(64, 128, 8, 2), Config(64, 64, 8, 2)),
@@ -148,13 +148,17 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
                 16: (Config(64, 32, 4, 3), Config(128, 64, 4, 3)),
                 32: (Config(128, 32, 8, 3), Config(128, 64, 8, 3)),
                 64: (Config(128, 64, 8, 3), Config(64, 64, 8, 3)),
-                128: (Config(64, 64, 8, 3),),
+                128: (Config(64, 32, 4, 3), Config(64, 64, 8, 3)),
+                256: (Config(64, 32, 8, 2),),
             },
             "dkdv": {
-                16: (Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
-                32: (Config(32, 128, 8, 2),),
+                16: (Config(32, 128, 8, 2),),
+                32: (Config(64, 32, 8, 2), Config(32, 128, 8, 2)),
+                64: (Config(32, 64, 8, 1), Config(32, 32, 8, 2)),
             },
             "dq": {
+                16: (Config(64, 32, 4, 2), Config(128, 64, 8, 2)),
+                32: (Config(128, 64, 8, 2),),
                 64: (Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
             },
         },
@@ -186,7 +190,7 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
                 16: (Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
                 32: (Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
                 64: (Config(32, 128, 8, 2), Config(32, 64, 8, 2)),
-                128: (Config(32, 64, 8, 2), Config(16, 64, 8, 2)),
+                128: (Config(64, 16, 8, 2), Config(16, 64, 8, 2)),
                 256: (Config(16, 32, 8, 2), Config(16, 32, 8, 1)),
             },
             "dq": {
