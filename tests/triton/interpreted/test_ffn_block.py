@@ -19,6 +19,7 @@ CASES = [
     Case(layout="pre", act="swiglu", norm="rmsnorm", rope="half", mask="causal", drop="all", tokens=33),
 ]
 calls: list[str] = []
+arguments: list[tuple[object, ...]] = []  # of the calls
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,6 +30,7 @@ def kernels_on_the_cpu() -> Iterator[None]:
 
         def count(*args: object, name: str = name, kernel: object = kernel) -> None:
             calls.append(name)
+            arguments.append(args)
             kernel(*args)  # type: ignore[operator]
 
         library.impl(name, count, "CPU")
@@ -43,6 +45,21 @@ def test_against_the_oracle(case: Case) -> None:
     got = run(fused(spec), inputs)
     assert calls == ["ffn_up_fwd", "ffn_up_bwd"]
     expect(spec, inputs, rng_state(inputs.x)).check(got)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_opcheck(case: Case) -> None:
+    calls.clear()
+    arguments.clear()
+    run(fused(case.spec()), make_inputs(case, torch.bfloat16))
+    assert calls == ["ffn_up_fwd", "ffn_up_bwd"]
+    for name, args in zip(list(calls), list(arguments), strict=True):
+        operator = getattr(torch.ops.ckptfused, name)
+        torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
+    like = torch.ones(1)
+    torch.library.opcheck(
+        torch.ops.ckptfused.ffn_choice, (like, torch.bfloat16, 4, 8, 16, "swiglu"), test_utils="test_schema"
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
