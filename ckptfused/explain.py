@@ -11,6 +11,7 @@ from torch import Tensor
 from ckptfused import cost
 from ckptfused._extension import _C
 from ckptfused.cost.attention import cpu_attention
+from ckptfused.functional import autocast_enabled
 from ckptfused.modules.assemble import Call
 from ckptfused.modules.fused import FusedModule, needs_gradient
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
@@ -121,7 +122,7 @@ class _Setting:
     def __init__(self, call: Call) -> None:
         self.x, spec = call.x, BlockSpec.parse(call.text)
         kind = self.x.device.type
-        if torch.is_autocast_enabled(kind) and self.x.dtype == torch.float32:  # as csrc/autograd/function.cpp
+        if autocast_enabled(self.x) and self.x.dtype == torch.float32:  # as csrc/autograd/function.cpp
             compute = _name(torch.get_autocast_dtype(kind))
             spec = BlockSpec.parse(f"{call.text} compute={compute}") if compute != "float32" else spec
         self.spec = spec

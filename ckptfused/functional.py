@@ -200,9 +200,14 @@ def check_param(name: str, value: Tensor, shape: tuple[int, ...], x: Tensor) -> 
         raise TypeError(f"{name}: expected a floating-point tensor, got {value.dtype}")
 
 
+def autocast_enabled(x: Tensor) -> bool:
+    """Whether autocast is on where x lies; the meta device, which torch.is_autocast_enabled refuses, has none."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def check_dtype(name: str, weight: Tensor, x: Tensor, compute: str | None = None) -> None:
     """Raise unless a projection's weight or bias has x's dtype, or something casts it."""
-    if weight.dtype != x.dtype and compute is None and not torch.is_autocast_enabled(x.device.type):
+    if weight.dtype != x.dtype and compute is None and not autocast_enabled(x):
         raise TypeError(
             f"{name}: expected x's dtype {x.dtype} (another needs torch.autocast or spec.compute), got {weight.dtype}"
         )

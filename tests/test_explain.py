@@ -103,6 +103,7 @@ def test_a_meta_tensor_stands_for_one_on_the_device(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == f"{real}\n"
     for step in real.steps:
         assert step.name in str(real)
+    assert explain(block.to("meta"), torch.empty(2, 33, WIDTH, device="meta"), show=False).steps == real.steps
 
 
 def test_tiles_and_autocast() -> None:

@@ -14,7 +14,7 @@ from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.convert.peft import active_copy
 from ckptfused.convert.shards import is_dtensor
 from ckptfused.convert.source import as_read, unread
-from ckptfused.functional import check_packed, rotary_view
+from ckptfused.functional import autocast_enabled, check_packed, rotary_view
 from ckptfused.modules.assemble import Call, Slots, canonical_text, input_words, settled
 from ckptfused.spec import MAX_HEAD_DIM, BlockSpec, keepable
 
@@ -159,7 +159,7 @@ def ffn(f: FFN, x: Tensor) -> Assembled | Reason:
 
 def _tensors_fit(x: Tensor, slots: Slots, adapters: Slots, sharded: bool) -> Reason | None:
     """Whether op and tensors agree in device, kind and dtype; shapes are checked by the op itself."""
-    mixed = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    mixed = autocast_enabled(x)
     for tensor in (x, *slots, *adapters):
         if tensor is None:
             continue

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ckptfused.functional import autocast_enabled
 from ckptfused.modules.assemble import Call, Slots, hooked
 from ckptfused.modules.attention import FusedCheckpointAttention
 from ckptfused.modules.block import FusedCheckpointBlock
@@ -116,7 +117,7 @@ def _backward(
 
 def _compute_word(x: Tensor) -> str:
     """The compute type as the Autocast kernel of a block would add it."""
-    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+    if not autocast_enabled(x) or x.dtype == torch.float64:
         return ""
     dtype = torch.get_autocast_dtype(x.device.type)
     if dtype == x.dtype:
