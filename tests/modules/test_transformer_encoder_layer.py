@@ -1,7 +1,7 @@
 """PyTorch's own behaviour of `nn.TransformerEncoderLayer`, with the class swapped.
 
 In float64 the two differ by the order of summation alone, a few hundred units of 1e-16 here: 1e-11 is far
-above that and far below what any mistake makes.
+above that and far below what any mistake makes. On a GPU, too: each of the two runs there.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ckptfused import FusedCheckpointBlock
+from tests.devices import generator_state, on_devices
 
 B, T, C, H = 3, 7, 16, 4
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}
@@ -27,7 +28,9 @@ pytestmark = [
 ]
 
 
-def pair(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.TransformerEncoderLayer, FusedCheckpointBlock]:
+def pair(
+    device: str, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[nn.TransformerEncoderLayer, FusedCheckpointBlock]:
     """PyTorch's layer and ours with the same parameters, norms and biases off their initial values."""
     options = {"d_model": C, "nhead": H, "dim_feedforward": 24, "dropout": 0.0, "dtype": dtype, **options}
     layer = nn.TransformerEncoderLayer(**options)
@@ -37,11 +40,12 @@ def pair(dtype: torch.dtype = torch.float64, **options: Any) -> tuple[nn.Transfo
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
     block = FusedCheckpointBlock(**options)
     block.load_state_dict(layer.state_dict())
-    return layer, block
+    return layer.to(device), block.to(device)
 
 
 def source(layer: nn.TransformerEncoderLayer, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*((B, T) if layer.self_attn.batch_first else (T, B)), C, dtype=dtype)
+    x = torch.randn(*((B, T) if layer.self_attn.batch_first else (T, B)), C, dtype=dtype)
+    return x.to(layer.linear1.weight.device)
 
 
 def check(layer: nn.Module, block: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -50,14 +54,14 @@ def check(layer: nn.Module, block: nn.Module, x: Tensor, *args: Any, **kwargs: A
     for module in (layer, block):
         leaf = x.clone().requires_grad_()
         y = module(leaf, *args, **kwargs)
-        weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+        weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
         grads = torch.autograd.grad((y * weight).sum(), [leaf, *module.parameters()])
         results.append((y, *grads))
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-def masks(kind: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+def masks(kind: str, device: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     """Arguments by the name of the mask that they hold; key 0 is visible to every query."""
     hidden = torch.rand(T, T) < 0.4
     hidden[:, 0] = False
@@ -66,7 +70,7 @@ def masks(kind: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     padding[2, 6:] = True
     causal = nn.Transformer.generate_square_subsequent_mask(T, dtype=dtype)
     many = torch.randn(B * H, T, T, dtype=dtype)
-    return {
+    arguments: dict[str, Any] = {
         "none": {},
         "bool": {"src_mask": hidden},
         "float": {"src_mask": torch.randn(T, T, dtype=dtype).masked_fill(hidden, -torch.inf)},
@@ -79,6 +83,7 @@ def masks(kind: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
         "causal-bool": {"src_mask": causal.isneginf(), "is_causal": True},
         "causal-padding": {"src_mask": causal.isneginf(), "src_key_padding_mask": padding, "is_causal": True},
     }[kind]
+    return {name: t.to(device) if isinstance(t, Tensor) else t for name, t in arguments.items()}
 
 
 MASKS = (
@@ -108,82 +113,93 @@ def test_same_initial_parameters_for_the_same_seed() -> None:
         assert torch.equal(actual, expected)
 
 
+@on_devices
 @pytest.mark.parametrize(
     ("batch_first", "norm_first", "bias"), list(itertools.product([False, True], [False, True], [False, True]))
 )
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_options(batch_first: bool, norm_first: bool, bias: bool, activation: str) -> None:
-    layer, block = pair(batch_first=batch_first, norm_first=norm_first, bias=bias, activation=activation)
+def test_options(batch_first: bool, norm_first: bool, bias: bool, activation: str, device: str) -> None:
+    layer, block = pair(device, batch_first=batch_first, norm_first=norm_first, bias=bias, activation=activation)
     check(layer, block, source(layer))
 
 
+@on_devices
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_masks(kind: str, batch_first: bool) -> None:
-    layer, block = pair(batch_first=batch_first)
-    check(layer, block, source(layer), **masks(kind))
+def test_masks(kind: str, batch_first: bool, device: str) -> None:
+    layer, block = pair(device, batch_first=batch_first)
+    check(layer, block, source(layer), **masks(kind, device))
 
 
+@on_devices
 @pytest.mark.parametrize("kind", ["none", "bool", "both", "causal-padding"])
-def test_eval_without_gradients(kind: str) -> None:
-    layer, block = pair(batch_first=True, dropout=0.3)
+def test_eval_without_gradients(kind: str, device: str) -> None:
+    layer, block = pair(device, batch_first=True, dropout=0.3)
     layer.eval()
     block.eval()
-    x, arguments = source(layer), masks(kind)
+    x, arguments = source(layer), masks(kind, device)
     with torch.no_grad():
         torch.testing.assert_close(block(x, **arguments), layer(x, **arguments), **CLOSE)
     with torch.inference_mode():
         torch.testing.assert_close(block(x, **arguments), layer(x, **arguments), **CLOSE)
 
 
+@on_devices
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_eps(norm_first: bool) -> None:
-    layer, block = pair(layer_norm_eps=0.5, norm_first=norm_first)
+def test_eps(norm_first: bool, device: str) -> None:
+    layer, block = pair(device, layer_norm_eps=0.5, norm_first=norm_first)
     check(layer, block, source(layer))
 
 
+@on_devices
 @pytest.mark.parametrize(
     "activation",
     [F.relu, torch.relu, F.gelu, F.silu, nn.ReLU(), nn.ReLU(inplace=True), nn.GELU(), nn.GELU("tanh"), nn.SiLU()],
     ids=lambda a: str(a) if isinstance(a, nn.Module) else f"{a.__module__ or 'torch'}.{a.__name__}",
 )
-def test_known_callable_activations_are_fused(activation: Callable[[Tensor], Tensor]) -> None:
-    layer, block = pair(activation=activation)
+def test_known_callable_activations_are_fused(activation: Callable[[Tensor], Tensor], device: str) -> None:
+    layer, block = pair(device, activation=activation)
     assert block.fusable()
     check(layer, block, source(layer))
 
 
+@on_devices
 @pytest.mark.parametrize("activation", [torch.tanh, nn.Mish(), lambda x: x * 2], ids=["tanh", "mish", "lambda"])
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_unknown_activations_take_the_generic_path(activation: Callable[[Tensor], Tensor], norm_first: bool) -> None:
-    layer, block = pair(activation=activation, norm_first=norm_first)
+def test_unknown_activations_take_the_generic_path(
+    activation: Callable[[Tensor], Tensor], norm_first: bool, device: str
+) -> None:
+    layer, block = pair(device, activation=activation, norm_first=norm_first)
     assert not block.fusable()
-    check(layer, block, source(layer), **masks("both"))
+    check(layer, block, source(layer), **masks("both", device))
 
 
+@on_devices
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", ["none", "bool", "float-heads", "padding"])
-def test_unbatched(batch_first: bool, kind: str) -> None:
-    layer, block = pair(batch_first=batch_first)
-    arguments = masks(kind)
+def test_unbatched(batch_first: bool, kind: str, device: str) -> None:
+    layer, block = pair(device, batch_first=batch_first)
+    arguments = masks(kind, device)
     if kind == "float-heads":
         arguments["src_mask"] = arguments["src_mask"][:H]
     if kind == "padding":
         arguments["src_key_padding_mask"] = arguments["src_key_padding_mask"][1]
-    x = torch.randn(T, C, dtype=torch.float64)
+    x = torch.randn(T, C, dtype=torch.float64).to(device)
     check(layer, block, x, **arguments)
     assert block(x).shape == x.shape
 
 
+@on_devices
 @pytest.mark.parametrize("kind", ["src_mask", "src_key_padding_mask"])
 @pytest.mark.parametrize("additive", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_fully_masked_rows_are_finite(kind: str, additive: bool, dropout: float) -> None:
-    _, block = pair(batch_first=True, dropout=dropout)
+def test_fully_masked_rows_are_finite(kind: str, additive: bool, dropout: float, device: str) -> None:
+    _, block = pair(device, batch_first=True, dropout=dropout)
     mask = torch.zeros(T, T, dtype=torch.bool) if kind == "src_mask" else torch.zeros(B, T, dtype=torch.bool)
     mask[1] = True
-    x = torch.randn(B, T, C, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(B, T, C, dtype=torch.float64).to(device).requires_grad_()
     given = torch.zeros(mask.shape, dtype=x.dtype).masked_fill(mask, -torch.inf) if additive else mask
+    given = given.to(device)
     for training in (True, False):
         y = block.train(training)(x, **{kind: given})
         grads = torch.autograd.grad(y.square().sum(), [x, *block.parameters()])
@@ -191,83 +207,95 @@ def test_fully_masked_rows_are_finite(kind: str, additive: bool, dropout: float)
         assert all(grad.isfinite().all() for grad in grads)
 
 
-def test_causal_without_a_mask() -> None:
-    layer, block = pair()
+@on_devices
+def test_causal_without_a_mask(device: str) -> None:
+    layer, block = pair(device)
     x = source(layer)
     y = block(x, is_causal=True)
-    torch.testing.assert_close(y, layer(x, **masks("causal")), **CLOSE)
+    torch.testing.assert_close(y, layer(x, **masks("causal", device)), **CLOSE)
 
 
+@on_devices
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", ["none", "bool", "padding", "both", "causal"])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_inside_transformer_encoder(training: bool, kind: str, batch_first: bool) -> None:
-    layer, block = pair(batch_first=batch_first)
-    stacks = [nn.TransformerEncoder(each, 3, norm=nn.LayerNorm(C, dtype=torch.float64)) for each in (layer, block)]
-    arguments = masks(kind)
+def test_inside_transformer_encoder(training: bool, kind: str, batch_first: bool, device: str) -> None:
+    layer, block = pair(device, batch_first=batch_first)
+    stacks = [
+        nn.TransformerEncoder(each, 3, norm=nn.LayerNorm(C, dtype=torch.float64, device=device))
+        for each in (layer, block)
+    ]
+    arguments = masks(kind, device)
     arguments["mask"] = arguments.pop("src_mask", None)
     for stack in stacks:
         stack.train(training)
     check(*stacks, source(layer), **arguments)
 
 
+@on_devices
 @pytest.mark.parametrize("kind", ["none", "padding", "bool"])
-def test_inside_transformer_encoder_nested_tensors(kind: str) -> None:
-    layer, block = pair(batch_first=True, dtype=torch.float32, dropout=0.1)
+def test_inside_transformer_encoder_nested_tensors(kind: str, device: str) -> None:
+    layer, block = pair(device, batch_first=True, dtype=torch.float32, dropout=0.1)
     theirs, ours = (nn.TransformerEncoder(each, 2).eval() for each in (layer, block))
-    arguments = masks(kind, torch.float32)
+    arguments = masks(kind, device, torch.float32)
     arguments["mask"] = arguments.pop("src_mask", None)
     x = source(layer, torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(ours(x, **arguments), theirs(x, **arguments))
 
 
-def test_nested_tensor_in_eval() -> None:
-    layer, block = pair(batch_first=True, dtype=torch.float32)
+@on_devices
+def test_nested_tensor_in_eval(device: str) -> None:
+    layer, block = pair(device, batch_first=True, dtype=torch.float32)
     layer.eval()
     block.eval()
-    nested = torch.nested.nested_tensor([torch.randn(4, C), torch.randn(7, C)])
+    nested = torch.nested.nested_tensor([torch.randn(4, C), torch.randn(7, C)], device=device)
     with torch.no_grad():
         expected, actual = layer(nested), block(nested)
     for one, other in zip(expected.unbind(), actual.unbind(), strict=True):
         torch.testing.assert_close(other, one)
 
 
-def test_dropout_draws_in_training_only() -> None:
-    _, block = pair(dropout=0.5)
-    x = torch.randn(T, B, C, dtype=torch.float64)
+@on_devices
+def test_dropout_draws_in_training_only(device: str) -> None:
+    _, block = pair(device, dropout=0.5)
+    x = torch.randn(T, B, C, dtype=torch.float64).to(device)
     assert not torch.equal(block(x), block(x))
     block.eval()
-    before = torch.get_rng_state()
+    before = generator_state(device)
     assert torch.equal(block(x), block(x))
-    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(before, generator_state(device))
 
 
-def test_dropout_of_one_drops_both_branches() -> None:
-    layer, block = pair(dropout=1.0, norm_first=True)
+@on_devices
+def test_dropout_of_one_drops_both_branches(device: str) -> None:
+    layer, block = pair(device, dropout=1.0, norm_first=True)
     x = source(layer)
     torch.testing.assert_close(block(x), layer(x), **CLOSE)
 
 
-def test_state_dict_goes_both_ways() -> None:
-    _, block = pair()
-    other = nn.TransformerEncoderLayer(C, H, 24, 0.0, dtype=torch.float64)
+@on_devices
+def test_state_dict_goes_both_ways(device: str) -> None:
+    _, block = pair(device)
+    other = nn.TransformerEncoderLayer(C, H, 24, 0.0, device=device, dtype=torch.float64)
     other.load_state_dict(block.state_dict())
     check(other, block, source(other))
 
 
-def test_live_changes_take_effect() -> None:
-    layer, block = pair()
+@on_devices
+def test_live_changes_take_effect(device: str) -> None:
+    layer, block = pair(device)
     for module in (layer, block):
         module.norm_first = True
         module.norm1.eps = 0.1
         module.activation = F.gelu
-        module.linear1 = nn.Linear(C, 40, dtype=torch.float64)
-        module.linear2 = nn.Linear(40, C, dtype=torch.float64)
+        module.linear1 = nn.Linear(C, 40, device=device, dtype=torch.float64)
+        module.linear2 = nn.Linear(40, C, device=device, dtype=torch.float64)
     block.load_state_dict(layer.state_dict())
     check(layer, block, source(layer))
 
 
+@on_devices
 @pytest.mark.parametrize(
     ("shape", "arguments"),
     [
@@ -282,9 +310,9 @@ def test_live_changes_take_effect() -> None:
     ],
     ids=["width", "1-d", "4-d", "mask", "mask-heads", "padding", "padding-turned", "mask-type"],
 )
-def test_what_pytorch_refuses_is_refused(shape: tuple[int, ...], arguments: dict[str, Tensor]) -> None:
-    layer, block = pair(dtype=torch.float32)
-    x = torch.randn(*shape)
+def test_what_pytorch_refuses_is_refused(shape: tuple[int, ...], arguments: dict[str, Tensor], device: str) -> None:
+    layer, block = pair(device, dtype=torch.float32)
+    x, arguments = torch.randn(*shape).to(device), {name: t.to(device) for name, t in arguments.items()}
     with pytest.raises((RuntimeError, AssertionError, ValueError, TypeError)):
         layer(x, **arguments)
     with pytest.raises((ValueError, TypeError), match="expected .* got"):
