@@ -9,12 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused import FusedCheckpointAttention, FusedCheckpointBlock, FusedCheckpointFFN, FusedCheckpointSequential
+from tests.devices import on_devices, repeatable
 
 B, T, C, H, HIDDEN = 2, 6, 16, 4, 24
 
 
-def blocks(count: int = 4, **options: Any) -> list[FusedCheckpointBlock]:
-    return [FusedCheckpointBlock.llama(C, H, HIDDEN, **{"dropout": 0.2, **options}) for _ in range(count)]
+def blocks(count: int = 4, device: str = "cpu", **options: Any) -> list[FusedCheckpointBlock]:
+    return [FusedCheckpointBlock.llama(C, H, HIDDEN, **{"dropout": 0.2, **options}).to(device) for _ in range(count)]
+
+
+def source(device: str, *shape: int) -> Tensor:
+    return torch.randn(*(shape or (B, T, C))).to(device).requires_grad_()
 
 
 def one_by_one(sequential: nn.Sequential, x: Tensor, *args: Any) -> Tensor:
@@ -27,10 +32,11 @@ def gradients(function: Any, module: nn.Module, x: Tensor, *args: Any) -> list[T
     torch.manual_seed(7)
     y = function(x, *args)
     wanted = [t for t in (x, *module.parameters()) if t.requires_grad]
-    return [y, torch.rand(3), *torch.autograd.grad(y.square().sum(), wanted)]
+    return [y, torch.rand(3, device=x.device), *torch.autograd.grad(y.square().sum(), wanted)]
 
 
 def check_equal(sequential: FusedCheckpointSequential, x: Tensor, *args: Any) -> None:
+    repeatable(x.device.type)
     expected = gradients(lambda *a: one_by_one(sequential, *a), sequential, x, *args)
     actual = gradients(sequential, sequential, x, *args)
     # The second entry is what the global generator gives next.
@@ -38,14 +44,16 @@ def check_equal(sequential: FusedCheckpointSequential, x: Tensor, *args: Any) ->
         assert torch.equal(one, other)
 
 
+@on_devices
 @pytest.mark.parametrize("segments", [1, 2, 3, 4])
 @pytest.mark.parametrize("keep", ["inputs", "attention+mid", "all"])
-def test_bit_equal_with_dropout(segments: int, keep: str) -> None:
-    sequential = FusedCheckpointSequential(*blocks(keep=keep), segments=segments)
-    check_equal(sequential, torch.randn(B, T, C, requires_grad=True))
+def test_bit_equal_with_dropout(segments: int, keep: str, device: str) -> None:
+    sequential = FusedCheckpointSequential(*blocks(device=device, keep=keep), segments=segments)
+    check_equal(sequential, source(device))
 
 
-def test_halves_masks_and_layouts() -> None:
+@on_devices
+def test_halves_masks_and_layouts(device: str) -> None:
     options: dict[str, Any] = {"dropout": 0.3, "norm_first": True}
     halves = [
         FusedCheckpointAttention(C, H, **options),
@@ -54,8 +62,9 @@ def test_halves_masks_and_layouts() -> None:
     ]
     mask = torch.rand(T, T) < 0.3
     mask[:, 0] = False
-    sequential = FusedCheckpointSequential(*halves)
-    x = torch.randn(T, B, C, requires_grad=True)
+    mask = mask.to(device)
+    sequential = FusedCheckpointSequential(*halves).to(device)
+    x = source(device, T, B, C)
     torch.manual_seed(7)
     expected = halves[2](halves[1](halves[0](x, mask)), mask)
     torch.manual_seed(7)
@@ -63,18 +72,21 @@ def test_halves_masks_and_layouts() -> None:
     check_equal(sequential, x)
 
 
-def test_partial_gradients() -> None:
-    sequential = FusedCheckpointSequential(*blocks(3), segments=1)
+@on_devices
+def test_partial_gradients(device: str) -> None:
+    sequential = FusedCheckpointSequential(*blocks(3, device), segments=1)
     sequential[0].requires_grad_(False)
     sequential[1].linear1.requires_grad_(False)
-    check_equal(sequential, torch.randn(B, T, C))
-    check_equal(sequential, torch.randn(B, T, C, requires_grad=True))
+    check_equal(sequential, source(device).detach())
+    check_equal(sequential, source(device))
 
 
-def test_shared_block_and_second_backward() -> None:
-    (block,) = blocks(1)
+@on_devices
+def test_shared_block_and_second_backward(device: str) -> None:
+    repeatable(device)
+    (block,) = blocks(1, device)
     sequential = FusedCheckpointSequential(block, block, block)
-    x = torch.randn(B, T, C, requires_grad=True)
+    x = source(device)
     expected = gradients(lambda t: one_by_one(sequential, t), sequential, x)
     # A parameter used three times: the three gradients are summed in another order.
     torch.testing.assert_close(gradients(sequential, sequential, x), expected)
@@ -84,10 +96,11 @@ def test_shared_block_and_second_backward() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(y, wanted), strict=True))
 
 
+@on_devices
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_saves_one_input_a_segment(dropout: float) -> None:
-    sequential = FusedCheckpointSequential(*blocks(4, dropout=dropout), segments=2)
-    x = torch.randn(B, T, C, requires_grad=True)
+def test_saves_one_input_a_segment(dropout: float, device: str) -> None:
+    sequential = FusedCheckpointSequential(*blocks(4, device, dropout=dropout), segments=2)
+    x = source(device)
     owned = {t.untyped_storage().data_ptr() for t in (*sequential.parameters(), *sequential.buffers())}
     saved: dict[int, int] = {}
 
@@ -102,42 +115,50 @@ def test_saves_one_input_a_segment(dropout: float) -> None:
     assert sum(saved.values()) == 2 * x.nbytes + (4 * 16 if dropout else 0)
 
 
-def test_changing_the_input_in_place_raises() -> None:
-    sequential = FusedCheckpointSequential(*blocks(2))
-    x = torch.randn(B, T, C, requires_grad=True) * 1
+@on_devices
+def test_changing_the_input_in_place_raises(device: str) -> None:
+    sequential = FusedCheckpointSequential(*blocks(2, device))
+    x = source(device) * 1
     y = sequential(x)
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
-def test_unbatched_and_no_grad() -> None:
-    sequential = FusedCheckpointSequential(*blocks(2, dropout=0.0)).eval()
-    x = torch.randn(T, C)
+@on_devices
+def test_unbatched_and_no_grad(device: str) -> None:
+    sequential = FusedCheckpointSequential(*blocks(2, device, dropout=0.0)).eval()
+    x = source(device, T, C).detach()
     assert torch.equal(sequential(x), one_by_one(sequential, x))
     with torch.no_grad():
         assert not sequential(x).requires_grad
 
 
-def test_a_block_that_cannot_be_fused() -> None:
-    sequential = FusedCheckpointSequential(*blocks(2, dropout=0.0), FusedCheckpointFFN(C, HIDDEN, 0.0, torch.tanh))
-    x = torch.randn(B, T, C, requires_grad=True)
+@on_devices
+def test_a_block_that_cannot_be_fused(device: str) -> None:
+    sequential = FusedCheckpointSequential(
+        *blocks(2, device, dropout=0.0), FusedCheckpointFFN(C, HIDDEN, 0.0, torch.tanh).to(device)
+    )
+    x = source(device)
     check_equal(sequential, x)
     assert FusedCheckpointSequential()(x) is x
 
 
-def test_autocast() -> None:
-    sequential = FusedCheckpointSequential(*blocks(2))
-    x = torch.randn(B, T, C, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
+@on_devices
+def test_autocast(device: str) -> None:
+    sequential = FusedCheckpointSequential(*blocks(2, device))
+    x = source(device)
+    with torch.autocast(device, torch.bfloat16):
         check_equal(sequential, x)
 
 
-def test_compiles_whole() -> None:
+@on_devices
+def test_compiles_whole(device: str) -> None:
     torch.compiler.reset()
-    sequential = FusedCheckpointSequential(*blocks(3, dropout=0.0), segments=2)
+    repeatable(device)
+    sequential = FusedCheckpointSequential(*blocks(3, device, dropout=0.0), segments=2)
     compiled = torch.compile(sequential, fullgraph=True, backend="aot_eager")
-    x = torch.randn(B, T, C, requires_grad=True)
+    x = source(device)
     expected, actual = gradients(sequential, sequential, x), gradients(compiled, sequential, x)
     assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
 
