@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ckptfused import FusedCheckpointAttention, FusedCheckpointBlock, FusedCheckpointFFN
 from ckptfused.modules import RotaryTable
 from ckptfused.spec import ACTIVATIONS, BlockSpec
+from tests.devices import on_devices, repeatable
 
 B, T, C, H, HIDDEN = 2, 9, 24, 6, 20
 # float64: only the order of summation differs, see test_transformer_encoder_layer.py.
@@ -19,19 +20,19 @@ CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 DOUBLE: dict[str, Any] = {"dtype": torch.float64, "dropout": 0.0}
 
 
-def scatter(module: nn.Module) -> Any:
-    """Moves norms and biases off their initial values, where a swapped pair would not show."""
+def scatter(module: nn.Module, device: str = "cpu") -> Any:
+    """Moves norms and biases off their initial values, where a swapped pair would not show; then all to the device."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return module
+    return module.to(device)
 
 
 def gradients(module: nn.Module, function: Any, x: Tensor, *args: Any) -> list[Tensor]:
     leaf = x.clone().requires_grad_()
     y = function(leaf, *args)
-    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
     return [y, *torch.autograd.grad((y * weight).sum(), [leaf, *module.parameters()])]
 
 
@@ -44,8 +45,8 @@ def check_against_plain(module: Any, x: Tensor) -> None:
         torch.testing.assert_close(other, one, **CLOSE)
 
 
-def x_like(batch_first: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*((B, T) if batch_first else (T, B)), C, dtype=dtype)
+def x_like(device: str, batch_first: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*((B, T) if batch_first else (T, B)), C, dtype=dtype).to(device)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -71,53 +72,60 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@on_devices
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants(name: str) -> None:
+def test_variants(name: str, device: str) -> None:
     options = {"batch_first": True, **VARIANTS[name]}
-    block = scatter(FusedCheckpointBlock(C, H, HIDDEN, **DOUBLE, **options))
-    check_against_plain(block, x_like(options["batch_first"]))
+    block = scatter(FusedCheckpointBlock(C, H, HIDDEN, **DOUBLE, **options), device)
+    check_against_plain(block, x_like(device, options["batch_first"]))
 
 
+@on_devices
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_activations(activation: str, norm_first: bool) -> None:
-    block = scatter(FusedCheckpointBlock(C, H, HIDDEN, activation=activation, norm_first=norm_first, **DOUBLE))
+def test_activations(activation: str, norm_first: bool, device: str) -> None:
+    block = scatter(FusedCheckpointBlock(C, H, HIDDEN, activation=activation, norm_first=norm_first, **DOUBLE), device)
     assert block.linear1.weight.shape == (HIDDEN * (2 if "glu" in activation else 1), C)
-    check_against_plain(block, x_like(False))
+    check_against_plain(block, x_like(device, False))
 
 
+@on_devices
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "none"])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_halves(norm: str, norm_first: bool, batch_first: bool) -> None:
+def test_halves(norm: str, norm_first: bool, batch_first: bool, device: str) -> None:
     options: dict[str, Any] = {"norm": norm, "norm_first": norm_first, "batch_first": batch_first, **DOUBLE}
-    x = x_like(batch_first)
-    attention = scatter(FusedCheckpointAttention(C, H, num_kv_heads=2, rope=True, causal=True, **options))
+    x = x_like(device, batch_first)
+    attention = scatter(FusedCheckpointAttention(C, H, num_kv_heads=2, rope=True, causal=True, **options), device)
     check_against_plain(attention, x)
-    check_against_plain(scatter(FusedCheckpointFFN(C, HIDDEN, activation="swiglu", **options)), x)
+    check_against_plain(scatter(FusedCheckpointFFN(C, HIDDEN, activation="swiglu", **options), device), x)
 
 
+@on_devices
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_two_halves_make_the_block(norm_first: bool) -> None:
+def test_two_halves_make_the_block(norm_first: bool, device: str) -> None:
     options: dict[str, Any] = {"norm_first": norm_first, "activation": "geglu", **DOUBLE}
-    block = scatter(FusedCheckpointBlock(C, H, HIDDEN, **options))
-    ffn = FusedCheckpointFFN(C, HIDDEN, **options)
+    block = scatter(FusedCheckpointBlock(C, H, HIDDEN, **options), device)
+    ffn = FusedCheckpointFFN(C, HIDDEN, **options).to(device)
     del options["activation"]
-    attention = FusedCheckpointAttention(C, H, **options)
+    attention = FusedCheckpointAttention(C, H, **options).to(device)
     attention.load_state_dict({k: v for k, v in block.state_dict().items() if k in attention.state_dict()})
     ffn.load_state_dict({k: v for k, v in block.state_dict().items() if k in ffn.state_dict()})
     assert set(attention.state_dict()) | set(ffn.state_dict()) == set(block.state_dict())
-    x = x_like(False)
+    x = x_like(device, False)
     torch.testing.assert_close(ffn(attention(x)), block(x), **CLOSE)
 
 
-def test_halves_unbatched() -> None:
-    x = torch.randn(T, C, dtype=torch.float64)
+@on_devices
+def test_halves_unbatched(device: str) -> None:
+    x = torch.randn(T, C, dtype=torch.float64).to(device)
     for half in (FusedCheckpointAttention(C, H, **DOUBLE), FusedCheckpointFFN(C, HIDDEN, **DOUBLE)):
+        half.to(device)
         torch.testing.assert_close(half(x), half(x[:, None])[:, 0], **CLOSE)
 
 
-def test_llama_preset() -> None:
+@on_devices
+def test_llama_preset(device: str) -> None:
     block = FusedCheckpointBlock.llama(C, H, HIDDEN, num_kv_heads=2, rope_theta=5e5, dtype=torch.float64)
     assert block.spec(torch.float64).to_string() == (
         "halves=attn+ffn attn.heads=6 attn.kv_heads=2 attn.head_dim=4 attn.pre=rmsnorm attn.joint=1 "
@@ -132,13 +140,15 @@ def test_llama_preset() -> None:
         "norm1.weight": (C,),
         "norm2.weight": (C,),
     }
-    check_against_plain(scatter(block), x_like())
+    check_against_plain(scatter(block, device), x_like(device))
     assert FusedCheckpointBlock.llama(4096, 32, device="meta").linear2.in_features == 11008
 
 
-def test_llama_is_causal() -> None:
-    block = FusedCheckpointBlock.llama(C, H, HIDDEN, dtype=torch.float64)
-    x = x_like()
+@on_devices
+def test_llama_is_causal(device: str) -> None:
+    repeatable(device)
+    block = FusedCheckpointBlock.llama(C, H, HIDDEN, dtype=torch.float64).to(device)
+    x = x_like(device)
     y = block(x)
     x[:, 5:] += 1
     assert torch.equal(block(x)[:, :5], y[:, :5])
@@ -167,10 +177,12 @@ def test_keep() -> None:
     assert block.keep == "attention+mid"
 
 
+@on_devices
 @pytest.mark.parametrize("keep", ["inputs", "mid", "attention", "attention+mid+qkv", "all", ("gu",)])
-def test_keep_does_not_change_gradients(keep: Any) -> None:
-    block = scatter(FusedCheckpointBlock.llama(C, H, HIDDEN, dropout=0.2))
-    x, results = x_like(dtype=torch.float32), []
+def test_keep_does_not_change_gradients(keep: Any, device: str) -> None:
+    repeatable(device)
+    block = scatter(FusedCheckpointBlock.llama(C, H, HIDDEN, dropout=0.2), device)
+    x, results = x_like(device, dtype=torch.float32), []
     for choice in ("inputs", keep):
         block.keep = choice
         torch.manual_seed(5)
@@ -178,41 +190,46 @@ def test_keep_does_not_change_gradients(keep: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_packed_sequences_restart_rope_and_attention() -> None:
-    block = scatter(FusedCheckpointBlock.llama(C, H, HIDDEN, **DOUBLE))
-    parts = [torch.randn(1, length, C, dtype=torch.float64) for length in (4, 1, 7)]
-    packed = block(torch.cat(parts, 1), cu_seqlens=torch.tensor([0, 4, 5, 12], dtype=torch.int32))
+@on_devices
+def test_packed_sequences_restart_rope_and_attention(device: str) -> None:
+    block = scatter(FusedCheckpointBlock.llama(C, H, HIDDEN, **DOUBLE), device)
+    parts = [torch.randn(1, length, C, dtype=torch.float64).to(device) for length in (4, 1, 7)]
+    bounds = torch.tensor([0, 4, 5, 12], dtype=torch.int32).to(device)
+    packed = block(torch.cat(parts, 1), cu_seqlens=bounds)
     torch.testing.assert_close(packed, torch.cat([block(part) for part in parts], 1), **CLOSE)
 
 
-def test_rotary_tables_given() -> None:
-    block = FusedCheckpointBlock.llama(C, H, HIDDEN, **DOUBLE)
-    x = x_like()
-    cos, sin = RotaryTable(4, device="cpu").double()(T + 3)
+@on_devices
+def test_rotary_tables_given(device: str) -> None:
+    block = FusedCheckpointBlock.llama(C, H, HIDDEN, **DOUBLE).to(device)
+    x = x_like(device)
+    cos, sin = RotaryTable(4, device=device).double()(T + 3)
     y = block(x, rotary=(cos[:T], sin[:T]))
     torch.testing.assert_close(y, block(x), **CLOSE)
     # Relative positions alone matter: all three further on gives the same.
     torch.testing.assert_close(block(x, rotary=(cos[3:], sin[3:])), y, **CLOSE)
 
 
-def test_rotary_table_grows_and_keeps_its_precision() -> None:
-    table = RotaryTable(8, length=4)
+@on_devices
+def test_rotary_table_grows_and_keeps_its_precision(device: str) -> None:
+    table = RotaryTable(8, length=4, device=device)
     cos, sin = table(600)
     assert cos.shape == sin.shape == (600, 4)
     assert table.cos.shape == (1024, 4)
     angle = 599 * 1e4 ** (-2 / 8)
-    torch.testing.assert_close(cos[599, 1].double(), torch.tensor(angle).double().cos(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(cos[599, 1].double(), torch.tensor(angle).double().cos().to(device), rtol=0, atol=1e-6)
     assert table(5)[0].data_ptr() == table.cos.data_ptr()
     assert table.half().cos.dtype == torch.float32
-    assert torch.equal(table.half().cos, RotaryTable(8, length=1024).cos)
+    assert torch.equal(table.half().cos, RotaryTable(8, length=1024, device=device).cos)
     assert table.double().cos.dtype == torch.float64
     assert not table.state_dict()
 
 
+@on_devices
 @pytest.mark.parametrize("eval_mode", [False, True])
-def test_only_gradients_decide_what_is_saved(eval_mode: bool) -> None:
-    block = FusedCheckpointBlock.llama(C, H, HIDDEN).train(not eval_mode)
-    x = x_like(dtype=torch.float32).requires_grad_()
+def test_only_gradients_decide_what_is_saved(eval_mode: bool, device: str) -> None:
+    block = FusedCheckpointBlock.llama(C, H, HIDDEN).to(device).train(not eval_mode)
+    x = x_like(device, dtype=torch.float32).requires_grad_()
     assert block(x).requires_grad
     with torch.no_grad():
         assert not block(x).requires_grad
@@ -220,14 +237,15 @@ def test_only_gradients_decide_what_is_saved(eval_mode: bool) -> None:
     assert not block(x.detach()).requires_grad
 
 
-def test_from_layer_takes_over_parameters() -> None:
+@on_devices
+def test_from_layer_takes_over_parameters(device: str) -> None:
     class Tagged(nn.TransformerEncoderLayer):
         def __init__(self) -> None:
             super().__init__(C, H, HIDDEN, 0.2, F.gelu, batch_first=True, dtype=torch.float64)
             self.tag = "mine"
             self.register_buffer("count", torch.zeros(1))
 
-    layer = Tagged().eval()
+    layer = Tagged().eval().to(device)
     seen: list[str] = []
     layer.register_forward_hook(lambda *_: seen.append("hook"))
     block = FusedCheckpointBlock.from_layer(layer, keep="mid")
@@ -238,16 +256,17 @@ def test_from_layer_takes_over_parameters() -> None:
     assert [n for n, _ in block.named_parameters()] == [n for n, _ in layer.named_parameters()]
     assert all(a is b for a, b in zip(block.parameters(), layer.parameters(), strict=True))
     assert dict(block.named_buffers()).keys() == dict(layer.named_buffers()).keys()
-    x = x_like()
+    x = x_like(device)
     torch.testing.assert_close(block(x), layer(x), **CLOSE)
     assert seen == ["hook", "hook"]
 
 
-def test_from_layer_with_a_custom_activation_and_refusals() -> None:
-    layer = nn.TransformerEncoderLayer(C, H, HIDDEN, 0.0, torch.tanh, dtype=torch.float64)
+@on_devices
+def test_from_layer_with_a_custom_activation_and_refusals(device: str) -> None:
+    layer = nn.TransformerEncoderLayer(C, H, HIDDEN, 0.0, torch.tanh, dtype=torch.float64).to(device)
     block = FusedCheckpointBlock.from_layer(layer)
     assert not block.fusable()
-    x = x_like(False)
+    x = x_like(device, False)
     torch.testing.assert_close(block(x), layer(x), **CLOSE)
 
     class Other(nn.TransformerEncoderLayer):
@@ -258,13 +277,14 @@ def test_from_layer_with_a_custom_activation_and_refusals() -> None:
         FusedCheckpointBlock.from_layer(Other(C, H))
     with pytest.raises(TypeError, match="got Linear"):
         FusedCheckpointBlock.from_layer(nn.Linear(2, 2))  # type: ignore[arg-type]
-    again = FusedCheckpointBlock.from_layer(FusedCheckpointBlock.llama(C, H, HIDDEN, **DOUBLE))
-    assert again(x_like()).shape == (B, T, C)
+    again = FusedCheckpointBlock.from_layer(FusedCheckpointBlock.llama(C, H, HIDDEN, **DOUBLE).to(device))
+    assert again(x_like(device)).shape == (B, T, C)
 
 
-def test_hooks_on_inner_layers_are_called() -> None:
-    block = FusedCheckpointBlock(C, H, HIDDEN, **DOUBLE)
-    x, seen = x_like(False), []
+@on_devices
+def test_hooks_on_inner_layers_are_called(device: str) -> None:
+    block = FusedCheckpointBlock(C, H, HIDDEN, **DOUBLE).to(device)
+    x, seen = x_like(device, False), []
     y = block(x)
     handle = block.linear1.register_forward_hook(lambda *_: seen.append("linear1"))
     torch.testing.assert_close(block(x), y, **CLOSE)
@@ -273,22 +293,24 @@ def test_hooks_on_inner_layers_are_called() -> None:
     assert block.fusable()
 
 
-def test_a_learned_mask_gets_its_gradient() -> None:
-    block = FusedCheckpointBlock(C, H, HIDDEN, **DOUBLE)
-    bias = torch.zeros(T, T, dtype=torch.float64, requires_grad=True)
-    block(x_like(False), bias).square().sum().backward()
+@on_devices
+def test_a_learned_mask_gets_its_gradient(device: str) -> None:
+    block = FusedCheckpointBlock(C, H, HIDDEN, **DOUBLE).to(device)
+    bias = torch.zeros(T, T, dtype=torch.float64, device=device, requires_grad=True)
+    block(x_like(device, False), bias).square().sum().backward()
     assert bias.grad is not None
     assert bias.grad.abs().sum() > 0
 
 
-def test_autocast() -> None:
-    block = FusedCheckpointBlock.llama(C, H, HIDDEN)
-    x = x_like(dtype=torch.float32).requires_grad_()
+@on_devices
+def test_autocast(device: str) -> None:
+    block = FusedCheckpointBlock.llama(C, H, HIDDEN).to(device)
+    x = x_like(device, dtype=torch.float32).requires_grad_()
     expected = block(x)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         y = block(x)
     assert y.dtype == torch.float32
-    torch.testing.assert_close(y, expected, rtol=0.1, atol=0.1)  # as in test_types
+    torch.testing.assert_close(y, expected, rtol=0.1, atol=0.1)  # as in test_module_features
     y.sum().backward()
     assert all(p.grad is not None and p.grad.dtype == p.dtype for p in block.parameters())
 
@@ -299,23 +321,27 @@ def test_spec_is_readable() -> None:
     assert spec.seq_first
 
 
+@on_devices
 @pytest.mark.parametrize("make", [FusedCheckpointBlock, FusedCheckpointBlock.llama])
-def test_compiles_whole(make: Any) -> None:
+def test_compiles_whole(make: Any, device: str) -> None:
     torch.compiler.reset()
-    block = make(C, H, HIDDEN, dropout=0.0)
+    repeatable(device)
+    block = make(C, H, HIDDEN, dropout=0.0).to(device)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for length in (5, 8, 11):
-        x = torch.randn(*((B, length) if block.self_attn.batch_first else (length, B)), C)
+        x = torch.randn(*((B, length) if block.self_attn.batch_first else (length, B)), C).to(device)
         for expected, actual in zip(gradients(block, block, x), gradients(block, compiled, x), strict=True):
             assert torch.equal(actual, expected)
 
 
-def test_compiles_again_after_a_change() -> None:
+@on_devices
+def test_compiles_again_after_a_change(device: str) -> None:
     torch.compiler.reset()
-    block = FusedCheckpointBlock(C, H, HIDDEN, dropout=0.5)
+    repeatable(device)
+    block = FusedCheckpointBlock(C, H, HIDDEN, dropout=0.5).to(device)
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    x = x_like(False, torch.float32)
-    mask = torch.rand(T, T) > 0.8
+    x = x_like(device, False, torch.float32)
+    mask = (torch.rand(T, T) > 0.8).to(device)
     for p in (0.5, 0.25, 0.125):
         block.dropout.p = p
         for arguments in ((), (mask,)):
