@@ -105,10 +105,12 @@ def make_padding(c: Case) -> tuple[Tensor | None, str]:
     raise ValueError(c.padding)
 
 
-def make_call(c: Case) -> Call:
+def make_call(c: Case, device: str = "cpu") -> Call:
+    """The case's tensors, drawn on the CPU: all devices see the same numbers."""
+
     def slices(*heads: int) -> list[Tensor]:
         # As in the block: slices of one [B, T, width] buffer.
-        buffer = torch.randn(c.batch, c.tokens, sum(heads) * c.head_dim, dtype=torch.float64).to(c.dtype)
+        buffer = torch.randn(c.batch, c.tokens, sum(heads) * c.head_dim, dtype=torch.float64).to(device, c.dtype)
         parts = buffer.split([h * c.head_dim for h in heads], -1)
         return [p.unflatten(-1, (-1, c.head_dim)).transpose(1, 2) for p in parts]
 
@@ -119,11 +121,12 @@ def make_call(c: Case) -> Call:
     cu_seqlens = torch.tensor(c.packed, dtype=torch.int32) if c.packed else None
     rng_state = torch.tensor([SEED, OFFSET]) if c.p else None
     options = (mask_kind, padding_kind, c.scale, c.causal, c.window, c.softcap, c.p)
-    return Call(c, q, k, v, dout, (mask, padding, cu_seqlens, rng_state, *options))
+    tensors = (None if t is None else t.to(device) for t in (mask, padding, cu_seqlens, rng_state))
+    return Call(c, q, k, v, dout, (*tensors, *options))
 
 
 def reference(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """(o, lse, dq, dk, dv) of the materialised attention run in `dtype`, a sequence at a time."""
+    """(o, lse, dq, dk, dv) of the materialised attention run in `dtype` where the call is, a sequence at a time."""
     c = call.case
     mask, padding, *_ = call.rest
     leaves = [t.to(dtype).detach().requires_grad_() for t in (call.q, call.k, call.v)]
@@ -131,13 +134,13 @@ def reference(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
     longest = max(b - a for a, b in itertools.pairwise(bounds))
     sequences = len(bounds) - 1 if c.packed else c.batch
     drops = dropout_mask((sequences, c.heads, longest, longest), c.p, SEED, OFFSET, 0) if c.p else None
-    o = torch.zeros(call.q.shape, dtype=dtype)
-    lse = torch.full(call.q.shape[:3], -torch.inf, dtype=dtype)
+    o = torch.zeros(call.q.shape, dtype=dtype, device=call.q.device)
+    lse = torch.full(call.q.shape[:3], -torch.inf, dtype=dtype, device=call.q.device)
     for s, (a, b) in enumerate(itertools.pairwise(bounds)):
         q, k, v = (t[:, :, a:b] for t in leaves)
         keep = None
         if drops is not None:
-            keep = drops[s : s + 1, :, : b - a, : b - a] if c.packed else drops
+            keep = (drops[s : s + 1, :, : b - a, : b - a] if c.packed else drops).to(call.q.device)
         part, part_lse = attention(
             *(q, k, v),
             mask=mask,
