@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ckptfused import FusedCheckpointAttention, FusedCheckpointBlock, FusedCheckpointFFN
 from ckptfused.functional import attention_block, block, ffn_block
 from ckptfused.spec import Adapter, AttentionSpec, BlockSpec, FFNSpec, param_shapes
+from tests.devices import on_devices
 
 B, T, C, H = 2, 5, 16, 4
 ATTN = AttentionSpec(heads=H, kv_heads=2, head_dim=4, pre="rmsnorm")
@@ -91,10 +93,12 @@ FUNCTIONAL: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@on_devices
 @pytest.mark.parametrize("name", FUNCTIONAL)
-def test_functional(name: str) -> None:
+def test_functional(name: str, device: str) -> None:
     changes, error, message = FUNCTIONAL[name]
     arguments: dict[str, Any] = {"x": X, "params": params(), "spec": SPEC, **changes}
+    arguments = tree_map_only(Tensor, lambda t: t.to(device), arguments)
     with pytest.raises(error, match=message):
         block(arguments.pop("x"), arguments.pop("params"), arguments.pop("spec"), **arguments)
 
@@ -145,38 +149,42 @@ def test_constructor_types() -> None:
         FusedCheckpointBlock(C, H, dropout="0.1")  # type: ignore[arg-type]
 
 
+@on_devices
 @pytest.mark.parametrize("make", [FusedCheckpointBlock, FusedCheckpointAttention], ids=["block", "attention"])
-def test_module_input(make: Any) -> None:
-    module = make(C, H, batch_first=True)
+def test_module_input(make: Any, device: str) -> None:
+    module, x = make(C, H, batch_first=True).to(device), X.to(device)
     with pytest.raises(ValueError, match=r"x: expected width 16 in the last dimension, got shape \[2, 5, 15\]"):
-        module(torch.zeros(B, T, 15))
+        module(torch.zeros(B, T, 15, device=device))
     with pytest.raises(TypeError, match=r"in_proj_weight: expected x's dtype torch.float64 .* got torch.float32"):
-        module(X.double())
+        module(x.double())
     with pytest.raises(TypeError, match=r"in_proj_weight: expected x's dtype torch.bfloat16 .* got torch.float32"):
-        module(X.bfloat16())
+        module(x.bfloat16())
     with pytest.raises(ValueError, match=r"src_mask: expected shape \[5, 5\] .* or \[8, 5, 5\] .* got \[4, 5\]"):
-        module(X, torch.zeros(4, T))
+        module(x, torch.zeros(4, T, device=device))
     with pytest.raises(ValueError, match=r"src_key_padding_mask: expected shape \[2, 5\] .* got \[2, 6\]"):
-        module(X, src_key_padding_mask=torch.zeros(B, T + 1))
+        module(x, src_key_padding_mask=torch.zeros(B, T + 1, device=device))
     with pytest.raises(ValueError, match=r"rotary: expected None in a module without rope"):
-        module(X, rotary=(torch.zeros(T, 2), torch.zeros(T, 2)))
+        module(x, rotary=(torch.zeros(T, 2, device=device), torch.zeros(T, 2, device=device)))
     with pytest.raises(ValueError, match=r"mask, padding: expected none with cu_seqlens"):
-        module(X[:1], torch.zeros(T, T), cu_seqlens=torch.tensor([0, 2, 5]))
+        module(x[:1], torch.zeros(T, T, device=device), cu_seqlens=torch.tensor([0, 2, 5], device=device))
     with pytest.raises(ValueError, match=r"cu_seqlens: expected a batch_first=True module"):
-        make(C, H)(X, cu_seqlens=torch.tensor([0, 2, 5]))
+        make(C, H).to(device)(x, cu_seqlens=torch.tensor([0, 2, 5], device=device))
 
 
-def test_ffn_input() -> None:
+@on_devices
+def test_ffn_input(device: str) -> None:
+    module, x = FusedCheckpointFFN(C, 32).to(device), X.to(device)
     with pytest.raises(ValueError, match=r"x: expected width 16 in the last dimension, got shape \[2, 5, 15\]"):
-        FusedCheckpointFFN(C, 32)(torch.zeros(B, T, 15))
+        module(torch.zeros(B, T, 15, device=device))
     with pytest.raises(TypeError, match=r"linear1.weight: expected x's dtype torch.float16 .* got torch.float32"):
-        FusedCheckpointFFN(C, 32)(X.half())
+        module(x.half())
 
 
+@on_devices
 @pytest.mark.parametrize("make", [FusedCheckpointBlock.llama, FusedCheckpointAttention, FusedCheckpointFFN])
-def test_second_order_is_refused(make: Any) -> None:
-    module = make(C, 4, dropout=0.0)
-    x = torch.randn(B, T, C, requires_grad=True)
+def test_second_order_is_refused(make: Any, device: str) -> None:
+    module = make(C, 4, dropout=0.0).to(device)
+    x = torch.randn(B, T, C, device=device, requires_grad=True)
     (dx,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"ckptfused::\w*block can be differentiated once: second-order"):
         dx.sum().backward()
