@@ -106,8 +106,11 @@ def command_of(part: Part, seconds: float, stem: str, out: Path) -> list[str]:
     if part.name == "sanitizer":
         return pytest_command("tests/gpu/test_sanitizer.py", workers=2)
     if part.name == "suite":
-        # Those left out have no such test, and import packages that may be missing here.
-        others = ("tests/gpu", "tests/reference", "tests/test_rng.py", "tests/test_demo.py", "tests/triton/interpreted")
+        # Those left out have no such test, or import packages that may be missing here.
+        others = ["tests/gpu", "tests/reference", "tests/test_checkpoint.py", "tests/test_demo.py"]
+        others.append("tests/triton/interpreted")
+        if not all(map(importable, ("hypothesis", "numpy", "scipy"))):
+            others.append("tests/test_rng.py")
         return pytest_command("tests", *(f"--ignore={path}" for path in others), workers=workers)
     script = f"benchmarks/gpu_{part.name.split('-')[0]}.py"
     # Half of the time is for starting, making inputs and checking.

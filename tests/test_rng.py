@@ -1,6 +1,6 @@
 """Dropout's random numbers: bit for bit those of the slow Philox, and independent.
 
-How a block draws them is tested in test_rng_state, that other devices have the same ones in gpu/test_masks.
+How a block draws them is tested in test_rng_state, that every kernel of a GPU has the same ones in gpu/test_masks.
 
 Every statistical test is of fixed seeds, hence passes always or never; ``ALARM`` is the probability, over the choice of
 seeds, that a perfect generator would fail one of its checks. There are fewer than a hundred checks.
@@ -19,18 +19,20 @@ from scipy import stats
 from torch import Tensor
 
 from ckptfused import reference, rng
+from tests.devices import on_devices
 
 ALARM = 1e-9
 BIG = (512, 2048)
 
 
-def state(seed: int, offset: int = 0) -> Tensor:
-    return torch.tensor([seed, offset], dtype=torch.int64)
+def state(seed: int, offset: int = 0, device: str = "cpu") -> Tensor:
+    return torch.tensor([seed, offset], dtype=torch.int64).to(device)
 
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
+@on_devices
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=0, max_size=3),
@@ -40,16 +42,20 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
     offset=INT64,
     site=st.integers(0, 255),
 )
-def test_masks_equal_the_slow_philox(shape: list[int], cols: int, p: float, seed: int, offset: int, site: int) -> None:
-    got = rng.dropout_mask([*shape, cols], p, state(seed, offset), site)
-    assert got.dtype == torch.bool
-    assert got.equal(reference.dropout_mask([*shape, cols], p, seed, offset, site))
+def test_masks_equal_the_slow_philox(
+    device: str, shape: list[int], cols: int, p: float, seed: int, offset: int, site: int
+) -> None:
+    got = rng.dropout_mask([*shape, cols], p, state(seed, offset, device), site)
+    assert (got.dtype, got.device.type) == (torch.bool, device)
+    assert got.cpu().equal(reference.dropout_mask([*shape, cols], p, seed, offset, site))
 
 
+@on_devices
 @pytest.mark.parametrize("shape", [(3, 5, 67), (2, 3, 150, 150), (1, 1), (7, 129), (4097, 9), (2, 4, 300, 301)])
 @pytest.mark.parametrize("p", [0.0, 1e-5, 0.1, 0.5, 1 - 2**-16, 1.0])
-def test_masks_of_odd_shapes(shape: tuple[int, ...], p: float) -> None:
-    assert rng.dropout_mask(shape, p, state(-123456789), 2).equal(reference.dropout_mask(shape, p, -123456789, 0, 2))
+def test_masks_of_odd_shapes(shape: tuple[int, ...], p: float, device: str) -> None:
+    got = rng.dropout_mask(shape, p, state(-123456789, device=device), 2)
+    assert got.cpu().equal(reference.dropout_mask(shape, p, -123456789, 0, 2))
 
 
 def test_masks_do_not_depend_on_the_thread_count() -> None:
@@ -122,7 +128,8 @@ def test_independence(other: str) -> None:
     _independent(first, second)
 
 
+@on_devices
 @pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
-def test_bad_probability(p: float) -> None:
+def test_bad_probability(p: float, device: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"\[0, 1\]"):
-        rng.dropout_mask((2, 3), p, state(1), 0)
+        rng.dropout_mask((2, 3), p, state(1, device=device), 0)
