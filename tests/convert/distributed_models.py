@@ -24,8 +24,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ckptfused
 from tests.convert import zoo_moe, zoo_seq2seq  # noqa: F401
-from tests.convert.compare import close, run
-from tests.convert.distributed_steps import alone, batch, full, fused_step, shard
+from tests.convert.compare import all_close, close, run, train
+from tests.convert.distributed_steps import alone, batch, full, fused_steps, shard
 from tests.convert.ranks import RANKS
 from tests.convert.small import llama, unfused
 from tests.convert.zoo import VOCABULARY, ZOO, randomize
@@ -96,7 +96,6 @@ def adapters(rank: int, order: str) -> None:
         return peft.get_peft_model(base, config).train()
 
     plain = adapt(llama())
-    truth = alone(plain)
     base: Any = llama()
     model: Any = None
     for what in order.split("-"):
@@ -106,15 +105,9 @@ def adapters(rank: int, order: str) -> None:
             model = adapt(base)
         else:
             shard(base)
-    assert all("lora" in name for name in truth if name != "loss")
-    optimizers = [torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1) for one in (model, plain)]
-    for _ in range(2):
-        close(fused_step(model, rank), truth, 1e-5)
-        optimizers[0].step()
-        for name, parameter in plain.named_parameters():
-            parameter.grad = truth.get(name)
-        optimizers[1].step()
-        truth = alone(plain)
+    want = train(plain, alone)
+    assert all("lora" in name for name in want[0] if name != "loss")
+    all_close(fused_steps(model, rank), want, 1e-5)
 
 
 def composite_batch(name: str, rank: int) -> dict[str, Any]:
@@ -186,9 +179,7 @@ def adapters_in_shards_of_their_own(rank: int, first: bool) -> None:
             run(wrapped, batch(rank))
         assert len(reasons) == 2
         optimizers[0].step()
-        found = alone(plain)
-        for name, parameter in plain.named_parameters():
-            parameter.grad = found.get(name)
+        alone(plain)
         optimizers[1].step()
     with FullyShardedDataParallel.summon_full_params(wrapped):
         got = {name.replace("_fsdp_wrapped_module.", ""): t.detach() for name, t in wrapped.named_parameters()}

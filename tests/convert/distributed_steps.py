@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ckptfused
-from tests.convert.compare import close, run
+from tests.convert.compare import all_close, close, no_worse, run, train
 from tests.convert.ranks import RANKS
 from tests.convert.small import llama, unfused
 from tests.convert.zoo import VOCABULARY, text_batch
@@ -50,12 +50,15 @@ def full(results: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def alone(model: Any, seed: int = 0) -> dict[str, Tensor]:
-    """The mean over the ranks' batches, without any distribution."""
+    """The mean over the ranks' batches, without any distribution; the model has it as its gradients."""
     results = []
     for rank in range(RANKS):
         torch.manual_seed(seed + rank)
         results.append(run(model, batch(rank)))
-    return {name: sum(r[name] for r in results) / RANKS for name in results[0]}  # type: ignore[misc]
+    found: Any = {name: sum(r[name] for r in results) / RANKS for name in results[0]}
+    for name, parameter in model.named_parameters():
+        parameter.grad = found.get(name)
+    return found
 
 
 def shard(model: Any, reshard: bool = True, policy: MixedPrecisionPolicy | None = None, offload: bool = False) -> Any:
@@ -79,6 +82,11 @@ def fused_step(model: Any, rank: int, seed: int = 0) -> dict[str, Tensor]:
     return full(found)
 
 
+def fused_steps(model: Any, rank: int) -> list[dict[str, Tensor]]:
+    """A few steps of training."""
+    return train(model, lambda one: fused_step(one, rank))
+
+
 def fsdp2(rank: int, first: bool, reshard: bool, p: float = 0.0, offload: bool = False) -> None:
     model = llama(p=p)
     plain = copy.deepcopy(model)
@@ -89,8 +97,7 @@ def fsdp2(rank: int, first: bool, reshard: bool, p: float = 0.0, offload: bool =
             shard(model, reshard, offload=offload)
     if p > 0:
         ckptfused.convert(plain)  # the same masks
-    for _ in range(2):
-        close(fused_step(model, rank), alone(plain), 1e-5)
+    all_close(fused_steps(model, rank), train(plain, alone), 1e-5)
     ckptfused.revert(model)
     if p == 0:
         close(full(run(model, batch(rank))), alone(plain), 1e-5)
@@ -107,18 +114,22 @@ def fsdp2_root_only(rank: int, hybrid: bool) -> None:
 
 def fsdp2_bfloat16(rank: int) -> None:
     plain = llama()
-    truth = alone(plain)
     results = []
     for convert in (True, False):
         model = copy.deepcopy(plain)
         shard(model, policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
         if convert:
             ckptfused.convert(model)
-            results.append(fused_step(model, rank))
+            results.append(fused_steps(model, rank))
         else:
-            results.append(full(run(model, batch(rank))))
-    errors = [sum((r[name] - t).square().sum() for name, t in truth.items()) ** 0.5 for r in results]
-    assert 0 < errors[0] <= 1.2 * errors[1], errors
+            results.append(train(model, lambda one: full(run(one, batch(rank)))))
+    truth = train(plain, alone)
+    errors = [
+        sum((found[name] - t).square().sum() for found, true in zip(r, truth, strict=True) for name, t in true.items())
+        for r in results
+    ]
+    assert 0 < errors[0] <= 1.2**2 * errors[1], errors
+    no_worse(zip(*results, truth, strict=True), torch.bfloat16)
 
 
 def fsdp2_compiled(rank: int) -> None:
@@ -151,32 +162,41 @@ def fsdp2_inside_a_layer(rank: int, first: bool) -> None:
     close(found, alone(plain), 1e-5)
 
 
-def fsdp2_checkpoint(rank: int, folder: str) -> None:
-    """Saved in shards, loaded into another model and another order of calls: training goes on alike."""
+def fsdp2_checkpoint(rank: int, folder: str, p: float) -> None:
+    """Saved in shards, loaded into another model and another order of calls: training goes on alike, to the bit."""
 
-    def steps(model: Any, optimizer: Any, seeds: range) -> list[Tensor]:
-        losses = []
-        for seed in seeds:
-            losses.append(fused_step(model, rank, RANKS * seed)["loss"])
-            optimizer.step()
-        return losses
+    def adamw(model: Any) -> Any:
+        # With eps 1e-8 an element of a gradient that is nearly 0 would move its weight by lr, in its rounding's sign.
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
-    model = llama(p=0.25)
+    def steps(model: Any, optimizer: Any, seeds: range) -> list[dict[str, Tensor]]:
+        order = iter(seeds)
+        return train(model, lambda one: fused_step(one, rank, RANKS * next(order)), len(seeds), optimizer)
+
+    model = llama(p=p)
+    plain = copy.deepcopy(model)
     names = set(model.state_dict())
     ckptfused.convert(model)
     shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adamw(model)
     steps(model, optimizer, range(2))
     weights, state = get_state_dict(model, optimizer)
     assert set(weights) == names
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    other = shard(llama(p=0.25, seed=5))
+    other = shard(llama(p=p, seed=5))
     ckptfused.convert(other)
-    others = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    others = adamw(other)
     weights, state = get_state_dict(other, others)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
     set_state_dict(other, others, model_state_dict=weights, optim_state_dict=state)
-    assert steps(model, optimizer, range(2, 4)) == steps(other, others, range(2, 4))
+    went_on, resumed = steps(model, optimizer, range(2, 4)), steps(other, others, range(2, 4))
+    assert all(
+        torch.equal(found[name], t) for found, want in zip(resumed, went_on, strict=True) for name, t in want.items()
+    )
+    if p > 0:
+        ckptfused.convert(plain)  # the same masks
+    order = iter(range(4))
+    all_close(resumed, train(plain, lambda one: alone(one, RANKS * next(order)), 4, adamw(plain))[2:], 1e-5)
 
 
 def fsdp1(rank: int, first: bool, original_parameters: bool, p: float = 0.0) -> None:
@@ -199,9 +219,7 @@ def fsdp1(rank: int, first: bool, original_parameters: bool, p: float = 0.0) -> 
             run(wrapped, batch(rank))
         assert not reasons, reasons
         optimizers[0].step()
-        found = alone(plain)
-        for name, parameter in plain.named_parameters():
-            parameter.grad = found[name]
+        alone(plain)
         optimizers[1].step()
     with FullyShardedDataParallel.summon_full_params(wrapped):
         got = {name.replace("_fsdp_wrapped_module.", ""): t.detach() for name, t in wrapped.named_parameters()}
@@ -218,8 +236,7 @@ def ddp(rank: int, first: bool, p: float = 0.0, **options: Any) -> None:
         ckptfused.convert(wrapped)
     if p > 0:
         ckptfused.convert(plain)
-    for _ in range(3):
-        close(fused_step(wrapped, rank), alone(plain), 1e-5)
+    all_close(fused_steps(wrapped, rank), train(plain, alone), 1e-5)
 
 
 def tensor_parallel(rank: int, first: bool, sharded: bool) -> None:

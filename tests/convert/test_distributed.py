@@ -55,8 +55,9 @@ def test_fsdp2_inside_a_layer(ranks: Ranks, first: bool) -> None:
     ranks.run(steps.fsdp2_inside_a_layer, first=first)
 
 
-def test_fsdp2_distributed_checkpoint(ranks: Ranks, tmp_path: Any) -> None:
-    ranks.run(steps.fsdp2_checkpoint, folder=str(tmp_path))
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_fsdp2_distributed_checkpoint(ranks: Ranks, p: float, tmp_path: Any) -> None:
+    ranks.run(steps.fsdp2_checkpoint, folder=str(tmp_path), p=p)
 
 
 @both_orders

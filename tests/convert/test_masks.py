@@ -51,6 +51,17 @@ def test_masks_of_the_caller(implementation: str, kind: str) -> None:
     assert abs(got["loss"] - run(plain, text_batch())["loss"]) > 1e-3
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_first_token_after_padding_is_a_label(implementation: str) -> None:
+    """What predicts it sees nothing: zeros here and in SDPA, but the mean of all values in eager attention."""
+    batch = text_batch(left=True)
+    batch["labels"][1, 6] = batch["input_ids"][1, 6]
+    plain, model = twins(implementation)
+    got = run(model, batch)
+    close(got, run(llama("sdpa"), batch), 1e-5)
+    assert (abs(got["loss"] - run(plain, batch)["loss"]) > 1e-3) == (implementation == "eager")
+
+
 @pytest.mark.parametrize("kind", ["gradient", "integers"])
 def test_masks_that_are_not_fused(kind: str) -> None:
     plain, model = twins("eager")

@@ -21,7 +21,7 @@ from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.parts import Reason
 from tests.accounting import Events
 from tests.convert import zoo_decoders, zoo_llama  # noqa: F401
-from tests.convert.compare import close, result, run
+from tests.convert.compare import close, no_worse, result, run
 from tests.convert.dropout_oracle import RecordStates
 from tests.convert.test_families import DRAWS
 from tests.convert.zoo import ZOO, Batch, randomize
@@ -108,22 +108,13 @@ def test_joint_and_transposed_projections(name: str, targets: list[str], reasons
 
 def test_bfloat16_base(reasons: list[Reason]) -> None:
     """Float32 adapters on a bfloat16 base: at most twice PEFT's own error against float32."""
-    squares: dict[str, list[float]] = {}
+    draws = []
     for seed in range(DRAWS):
         model = make(ALL, torch.bfloat16, seed)
         assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
         truth = run(copy.deepcopy(model).float(), batch())
-        own, ours = run(model, batch()), run(converted(model), batch())
-        assert own.keys() == ours.keys() == truth.keys()
-        for name, t in truth.items():
-            assert ours[name].dtype == own[name].dtype
-            found = squares.setdefault(name, [0.0, 0.0, 0.0])
-            half_ulp = 0.5 * torch.finfo(torch.bfloat16).eps * t.abs().max().item()
-            for i, x in enumerate((ours, own)):
-                found[i] += (x[name].double() - t.double()).square().sum().item()
-            found[2] += half_ulp**2 * t.numel()
-    for name, (ours2, own2, ulp2) in squares.items():
-        assert ours2**0.5 <= 2 * own2**0.5 + ulp2**0.5, name
+        draws.append((run(converted(model), batch()), run(model, batch()), truth))
+    no_worse(draws, torch.bfloat16)
     assert not reasons
 
 
