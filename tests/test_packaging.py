@@ -50,8 +50,6 @@ def test_build_info_says_what_was_built() -> None:
     architectures = info["cuda_architectures"]
     assert isinstance(architectures, tuple)
     assert all(re.fullmatch(r"(sm|compute)_\d+a?", name) for name in architectures)
-    if os.environ.get("CKPTFUSED_CUDA") == "1" and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        assert architectures == ("sm_80", "sm_90", "compute_90")
 
 
 def test_build_info_says_what_the_environment_asks_for() -> None:

@@ -212,7 +212,7 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
             "dkdv": {
                 16: (Config(32, 128, 8, 2),),
                 32: (Config(32, 128, 8, 2), Config(16, 128, 8, 2)),
-                64: (Config(32, 32, 8, 2), Config(16, 64, 8, 2)),
+                64: (Config(32, 16, 4, 2), Config(16, 64, 8, 2)),
                 128: (Config(64, 32, 8, 2), Config(16, 32, 8, 2)),
                 256: (Config(32, 32, 8, 2), Config(16, 16, 8, 2)),
             },
