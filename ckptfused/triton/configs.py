@@ -221,7 +221,7 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
                 32: (Config(128, 32, 8, 2),),
                 64: (Config(128, 16, 8, 2), Config(64, 32, 8, 2)),
                 128: (Config(64, 16, 8, 2),),
-                256: (Config(16, 16, 8, 2), Config(32, 32, 8, 2)),
+                256: (Config(16, 16, 8, 2), Config(32, 16, 8, 2)),
             },
         },
         "sm_86": {
