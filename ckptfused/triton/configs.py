@@ -210,14 +210,14 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
                 256: (Config(64, 16, 8, 2),),
             },
             "dkdv": {
-                16: (Config(32, 128, 8, 2),),
+                16: (Config(32, 128, 8, 2), Config(16, 128, 8, 2)),
                 32: (Config(128, 16, 8, 2), Config(16, 128, 8, 2)),
                 64: (Config(32, 16, 4, 2), Config(16, 64, 8, 2)),
                 128: (Config(64, 32, 8, 2), Config(16, 32, 8, 2)),
                 256: (Config(32, 32, 8, 2), Config(16, 16, 8, 2)),
             },
             "dq": {
-                16: (Config(64, 64, 8, 2), Config(128, 32, 8, 2)),
+                16: (Config(32, 64, 8, 2), Config(128, 32, 8, 2)),
                 32: (Config(128, 32, 8, 2),),
                 64: (Config(128, 16, 8, 2), Config(64, 32, 8, 2)),
                 128: (Config(64, 16, 8, 2),),

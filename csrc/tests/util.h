@@ -82,21 +82,31 @@ constexpr double unit_roundoff() {
   }
 }
 
-// got[i] is want[i] after one rounding to T and `terms` roundings, in the accumulation type, of
+// got[i] is want[i] after `roundings` to T and `terms` roundings, in the accumulation type, of
 // values as large as `scale`.
 template <typename T>
 void expect_close(const T* got, const std::vector<double>& want, double scale, double terms,
-                  const std::string& what) {
+                  const std::string& what, double roundings = 1) {
   const double smallest = dtype_of<T>() == DType::f16 ? 0x1p-25 : 0.0;  // half a subnormal step
   const double acc = terms * scale * unit_roundoff<acc_t<T>>();
   for (size_t i = 0; i < want.size(); ++i) {
     const double value = double(to_acc(got[i]));
-    const double allowed = acc + smallest + unit_roundoff<T>() * (std::abs(want[i]) + acc);
+    const double once = smallest + unit_roundoff<T>() * (std::abs(want[i]) + acc);
+    const double allowed = acc + roundings * once;
     // Written so that a NaN fails.
     ASSERT_TRUE(std::abs(value - want[i]) <= allowed)
         << what << ": element " << i << " is " << value << ", expected " << want[i] << " +- "
         << allowed;
   }
+}
+
+// Two kernels' results for the same inputs: each may be off by what expect_close allows.
+template <typename T>
+void expect_alike(const T* got, const T* other, size_t n, double scale, double terms,
+                  const std::string& what) {
+  std::vector<double> want;
+  for (size_t i = 0; i < n; ++i) want.push_back(double(to_acc(other[i])));
+  expect_close(got, want, scale, 2 * terms, what, 2);
 }
 
 inline double largest(const std::vector<double>& values) {

@@ -1,6 +1,7 @@
 #include <cstring>
 #include <limits>
 
+#include "kernels/cpu/activation.h"
 #include "kernels/cuda/activation.h"
 #include "tests/cuda/rows_util.h"
 #include "tests/naive_activation.h"
@@ -66,6 +67,13 @@ struct Problem {
     return a;
   }
 
+  // CPU kernels are given the state itself.
+  template <typename Args>
+  static Args on_cpu(Args a) {
+    a.dropout = with_state(a.dropout, kState);
+    return a;
+  }
+
   struct Want {
     double h, dg, du;
   };
@@ -81,15 +89,18 @@ struct Problem {
     return {keep ? value * up * mask : 0.0, d * up * grad, d * (kind.gated ? value : grad)};
   }
 
-  // Checks one output in its buffer, and counts its elements off as looked at.
-  void expect(const std::vector<T>& got, double Want::* member, bool behind_g,
-              std::vector<bool>& seen) const {
+  // Checks one output in its buffer, against the definition and the CPU kernel's, and counts its
+  // elements off as looked at.
+  void expect(const std::vector<T>& got, const std::vector<T>& cpu, double Want::* member,
+              bool behind_g, std::vector<bool>& seen) const {
     for (int64_t row = 0; row < rows; ++row) {
       std::vector<double> wanted;
       for (int64_t col = 0; col < cols; ++col) wanted.push_back(want(row, col).*member);
       const int64_t start = behind_g ? u_at(row, 0) : g_at(row, 0);
-      expect_close(got.data() + start, wanted, 4 + 4 * largest(wanted), 12,
-                   std::string(kind.name) + ", width " + std::to_string(cols));
+      const double scale = 4 + 4 * largest(wanted);
+      const std::string what = std::string(kind.name) + ", width " + std::to_string(cols);
+      expect_close(got.data() + start, wanted, scale, 12, what);
+      expect_alike(got.data() + start, cpu.data() + start, size_t(cols), scale, 12, what + ", CPU");
       for (int64_t col = 0; col < cols; ++col) seen[start + col] = true;
     }
   }
@@ -102,10 +113,11 @@ struct Problem {
   }
 
   void check_forward() const {
-    std::vector<T> in = gu.stored, out = dh.stored;
+    std::vector<T> in = gu.stored, out = dh.stored, cpu = dh.stored;
     ASSERT_EQ(nullptr, activation_fwd_cuda(fwd(in, out), kState, rows, nullptr));
+    activation_fwd_rows(on_cpu(fwd(in, cpu)), 0, rows);
     std::vector<bool> seen(out.size());
-    expect(out, &Want::h, false, seen);
+    expect(out, cpu, &Want::h, false, seen);
     expect_rest_untouched(out, dh.stored, seen);
     // h over u.
     ActivationFwd over = fwd(in, in);
@@ -116,12 +128,13 @@ struct Problem {
     }
   }
   void check_backward_in_place() const {
-    std::vector<T> in = gu.stored, grad = dh.stored;
+    std::vector<T> in = gu.stored, grad = dh.stored, cpu_in = in, cpu_grad = grad;
     ASSERT_EQ(nullptr, activation_bwd_cuda(bwd(in, grad, grad, in), kState, rows, nullptr));
+    activation_bwd_rows(on_cpu(bwd(cpu_in, cpu_grad, cpu_grad, cpu_in)), 0, rows);
     std::vector<bool> seen_in(in.size()), seen_grad(in.size());
-    expect(grad, &Want::h, false, seen_grad);
-    expect(in, &Want::du, true, seen_in);
-    if (kind.gated) expect(in, &Want::dg, false, seen_in);
+    expect(grad, cpu_grad, &Want::h, false, seen_grad);
+    expect(in, cpu_in, &Want::du, true, seen_in);
+    if (kind.gated) expect(in, cpu_in, &Want::dg, false, seen_in);
     expect_rest_untouched(in, gu.stored, seen_in);
     expect_rest_untouched(grad, dh.stored, seen_grad);
   }

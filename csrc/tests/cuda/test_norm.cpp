@@ -33,24 +33,26 @@ TYPED_TEST(CudaNorm, ForwardMatchesDefinition) {
       ++turn;
       const auto gain = weight ? w.gain(kind) : std::vector<double>(size_t(cols), 1.0);
       const std::string what = "width " + std::to_string(cols) + ", turn " + std::to_string(turn);
-      std::vector<P> aligned;
+      std::vector<P> aligned, cpu(x.stored.size());
       for (const bool align : {true, false}) {
         Placed<R> x_at(x.stored, align);
         Placed<P> y(size_t(rows * cols), align);
-        const NormFwd a{kind,
-                        kEps,
-                        cols,
-                        dtype_of<R>(),
-                        dtype_of<P>(),
-                        x_at.data(),
-                        weight ? w.param : NormParam{},
-                        bias ? b.param : NormParam{},
-                        y.data()};
+        NormFwd a{kind,
+                  kEps,
+                  cols,
+                  dtype_of<R>(),
+                  dtype_of<P>(),
+                  x_at.data(),
+                  weight ? w.param : NormParam{},
+                  bias ? b.param : NormParam{},
+                  y.data()};
         ASSERT_EQ(nullptr, norm_fwd_cuda(a, rows, nullptr));
         EXPECT_TRUE(y.guards_untouched()) << what;
         const auto got = y.values();
         if (align) aligned = got;
         EXPECT_TRUE(same_bits(aligned, got)) << what << ": not the same where it is not aligned";
+        a.y = cpu.data();
+        ASSERT_TRUE(norm_fwd_rows(a, 0, rows));
         for (int64_t r = 0; r < rows; ++r) {
           const auto row = row_of(x.exact, r, cols);
           const NaiveNorm norm(kind, row, kEps);
@@ -58,6 +60,8 @@ TYPED_TEST(CudaNorm, ForwardMatchesDefinition) {
           const double scale =
               norm_scale(norm, largest(row)) * largest(gain) + (bias ? largest(b.exact) : 0);
           expect_close(got.data() + r * cols, want, scale, cuda_terms(cols), what);
+          expect_alike(got.data() + r * cols, cpu.data() + r * cols, size_t(cols), scale,
+                       cuda_terms(cols), what + ", CPU");
         }
       }
     }
@@ -122,24 +126,27 @@ TYPED_TEST(CudaNorm, BackwardMatchesJacobian) {
       const auto want = wanted(kind, rows, cols, x.exact, dy.exact, gain,
                                residual ? dres.exact : std::vector<double>());
       const std::string what = "width " + std::to_string(cols) + ", turn " + std::to_string(turn);
-      std::vector<R> aligned;
+      std::vector<R> aligned, cpu(x.stored.size());
       std::vector<A> aligned_dw, aligned_db;
       for (const bool align : {true, false}) {
         Placed<R> x_at(x.stored, align), dres_at(dres.stored, align), dx(x.stored.size(), align);
         Placed<P> dy_at(dy.stored, align);
         Placed<A> dw(size_t(cols), align), db(size_t(cols), align);
         std::vector<A> scratch(size_t(2 * chunks * cols), std::numeric_limits<A>::quiet_NaN());
+        std::vector<A> cpu_dw(size_t(cols), A(0)), cpu_db = cpu_dw;
         Placed<R>& out = residual && in_place ? dres_at : dx;
-        const NormBwd a{kind,
-                        kEps,
-                        cols,
-                        dtype_of<R>(),
-                        dtype_of<P>(),
-                        dy_at.data(),
-                        x_at.data(),
-                        weight ? w.param : NormParam{},
-                        residual ? dres_at.data() : nullptr,
-                        out.data()};
+        NormBwd a{kind,
+                  kEps,
+                  cols,
+                  dtype_of<R>(),
+                  dtype_of<P>(),
+                  dy_at.data(),
+                  x_at.data(),
+                  weight ? w.param : NormParam{},
+                  residual ? dres_at.data() : nullptr,
+                  cpu.data()};
+        ASSERT_TRUE(norm_bwd_rows(a, 0, rows, cpu_dw.data(), cpu_db.data()));
+        a.dx = out.data();
         ASSERT_EQ(nullptr, norm_bwd_cuda(a, rows, chunks, need_dw ? scratch.data() : nullptr,
                                          need_db ? scratch.data() + chunks * cols : nullptr,
                                          need_dw ? dw.data() : nullptr,
@@ -158,16 +165,20 @@ TYPED_TEST(CudaNorm, BackwardMatchesJacobian) {
           const double size = norm_scale(norm, largest(row));
           const auto want_row = row_of(want.dx, r, cols);
           const double scale = norm.rstd * largest(gain) * largest(grad) * size * size;
-          expect_close(got.data() + r * cols, want_row, scale + largest(want_row), cuda_terms(cols),
-                       what);
+          const double entry = scale + largest(want_row);
+          expect_close(got.data() + r * cols, want_row, entry, cuda_terms(cols), what);
+          expect_alike(got.data() + r * cols, cpu.data() + r * cols, size_t(cols), entry,
+                       cuda_terms(cols), what + ", CPU");
           most = std::max(most, largest(grad) * size);
         }
-        if (need_dw) {
-          expect_close(dw.data(), want.dw, rows * most, cuda_terms(cols), what + ", dw");
-        }
-        if (need_db) {
-          expect_close(db.data(), want.db, rows * most, cuda_terms(cols), what + ", db");
-        }
+        const auto check = [&](Placed<A>& grad, const std::vector<double>& wanted,
+                               const std::vector<A>& cpu_grad, const std::string& name) {
+          expect_close(grad.data(), wanted, rows * most, cuda_terms(cols), name);
+          expect_alike(grad.data(), cpu_grad.data(), size_t(cols), rows * most, cuda_terms(cols),
+                       name + ", CPU");
+        };
+        if (need_dw) check(dw, want.dw, cpu_dw, what + ", dw");
+        if (need_db) check(db, want.db, cpu_db, what + ", db");
       }
     }
   }

@@ -1,5 +1,6 @@
 #include <cstring>
 
+#include "kernels/cpu/rope.h"
 #include "kernels/cuda/rope.h"
 #include "tests/cuda/rows_util.h"
 #include "tests/naive_norm.h"
@@ -121,14 +122,15 @@ struct Problem : Case {
   }
 
   void check_forward(bool with_bias) const {
-    std::vector<T> in = x.stored, y = dy.stored, in_place = x.stored;
-    const auto run = [&](std::vector<T>& from, std::vector<T>& to) {
+    std::vector<T> in = x.stored, y = dy.stored, in_place = x.stored, cpu = x.stored;
+    const auto args = [&](std::vector<T>& from, std::vector<T>& to) {
       QkFwd a{shape, {}, view<const void*>(from), view<void*>(to)};
       if (with_bias) a.bias = {bias.stored.data(), dtype_of<P>()};
-      ASSERT_EQ(nullptr, qk_fwd_cuda(a, tokens, nullptr));
+      return a;
     };
-    run(in, y);
-    run(in_place, in_place);
+    ASSERT_EQ(nullptr, qk_fwd_cuda(args(in, y), tokens, nullptr));
+    ASSERT_EQ(nullptr, qk_fwd_cuda(args(in_place, in_place), tokens, nullptr));
+    qk_fwd_rows(args(cpu, cpu), 0, tokens);
     for (int64_t token = 0; token < tokens; ++token) {
       for (int64_t h = 0; h < heads; ++h) {
         auto want = head(x, token, h);
@@ -138,8 +140,10 @@ struct Problem : Case {
           scale = norm_scale(by, scale) * largest(weight.exact) + largest(bias.exact);
           want = by.forward(weight.exact, with_bias ? bias.exact : std::vector<double>());
         }
-        expect_close(&y[offset(y, token, h)], rotated(want, token, false), scale * angle_scale(),
-                     terms(), name());
+        scale *= angle_scale();
+        const T* got = &y[offset(y, token, h)];
+        expect_close(got, rotated(want, token, false), scale, terms(), name());
+        expect_alike(got, &cpu[offset(cpu, token, h)], size_t(dim), scale, terms(), name());
       }
     }
     expect_same_heads(y, in_place);
@@ -166,8 +170,12 @@ struct Problem : Case {
     const std::vector<A> first_dw = dw, first_db = db;
     std::vector<T> over_x = x.stored;
     run(over_x, over_x, true, false);
+    std::vector<T> cpu_grad = grad, cpu = x.stored;
     run(in, grad, false, false);
     EXPECT_EQ(first_dw, dw);
+    std::vector<A> cpu_dw(size_t(dim), A(0)), cpu_db = cpu_dw;
+    qk_bwd_rows({shape, view<const void*>(cpu_grad), view<const void*>(cpu), view<void*>(cpu)}, 0,
+                tokens, cpu_dw.data(), cpu_db.data());
 
     std::vector<double> want_dw(size_t(dim), 0.0), want_db = want_dw;
     double most = 0;
@@ -187,7 +195,9 @@ struct Problem : Case {
           scale *= by.rstd * largest(weight.exact) * size * size;
           want = by.backward(want, weight.exact);
         }
-        expect_close(&apart[offset(apart, token, h)], want, scale, terms(), name());
+        const T* got = &apart[offset(apart, token, h)];
+        expect_close(got, want, scale, terms(), name());
+        expect_alike(got, &cpu[offset(cpu, token, h)], size_t(dim), scale, terms(), name());
       }
     }
     expect_same_heads(apart, over_x);
@@ -196,8 +206,11 @@ struct Problem : Case {
     expect_rest_untouched(over_x, x.stored);
     expect_rest_untouched(grad, dy.stored);
     if (norm == NormKind::none) return;
-    expect_close(dw.data(), want_dw, double(tokens * heads) * most, terms(), name() + ", dw");
-    expect_close(db.data(), want_db, double(tokens * heads) * most, terms(), name() + ", db");
+    const double sum = double(tokens * heads) * most;
+    expect_close(dw.data(), want_dw, sum, terms(), name() + ", dw");
+    expect_close(db.data(), want_db, sum, terms(), name() + ", db");
+    expect_alike(dw.data(), cpu_dw.data(), size_t(dim), sum, terms(), name() + ", dw");
+    expect_alike(db.data(), cpu_db.data(), size_t(dim), sum, terms(), name() + ", db");
   }
 };
 
