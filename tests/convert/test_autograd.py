@@ -18,8 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 pytest.importorskip("transformers")
 
 import ckptfused
-from tests.convert.compare import close, gradients, run
+from tests.convert.compare import close, gradients, no_worse, run
 from tests.convert.small import CountOps, llama, twins, unfused
+from tests.convert.test_families import DRAWS
 from tests.convert.zoo import text_batch
 
 
@@ -223,12 +224,13 @@ def test_second_derivatives_of_tied_weights_and_a_hessian_product() -> None:
 
 def test_second_derivatives_under_autocast() -> None:
     """Against float32, no worse than twice the unconverted model."""
-    plain, model = twins("eager")
-    truth = penalty(plain)
-    with torch.autocast("cpu", torch.bfloat16):
-        ours, own = penalty(model), penalty(plain)
-    for name, t in truth.items():
-        assert (ours[name] - t).norm() <= 2 * (own[name] - t).norm() + 1e-6 * t.norm(), name
+    draws: list[Any] = []
+    for seed in range(DRAWS):
+        plain, model = twins("eager", seed=seed)
+        truth = penalty(plain)
+        with torch.autocast("cpu", torch.bfloat16):
+            draws.append((penalty(model), penalty(plain), truth))
+    no_worse(draws, torch.bfloat16)
 
 
 def test_second_derivatives_with_dropout() -> None:
