@@ -7,7 +7,7 @@ their limits (no spilled registers, shared memory, tensor-core instructions).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -124,9 +124,9 @@ _HALF: dict[str, dict[str, dict[int, tuple[Config, ...]]]] = {
     },
 }
 
-# By class of options, only where they make the tile above spill: "some" chosen with every set of its options on sm_90
-# and sm_80, "mask" with all options at once. A mask tensor that is not aligned (packed sequences begin anywhere) is
-# read an element at a time, and costs forward the most.
+# By class of options, only where they make the tile above spill. A mask tensor that is not aligned (packed sequences
+# begin anywhere) is read an element at a time, and costs forward the most. "mask" are also the tiles of a head narrower
+# than its padded D, whose loads have masks of their own; on sm_80 with all registers.
 _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
     "some": {
         "sm_90": {
@@ -160,6 +160,7 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
                 16: (Config(64, 32, 4, 2), Config(128, 64, 8, 2)),
                 32: (Config(128, 64, 8, 2),),
                 64: (Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
+                256: (Config(64, 32, 8, 2), Config(64, 16, 8, 2)),
             },
         },
         "sm_86": {
@@ -278,9 +279,12 @@ def attention_config(
     device = device_class(capability)
     if dtype in (torch.bfloat16, torch.float16):
         entry = _HALF[device][stage][d]
+        if head_dim < d:
+            options = "mask"
         if options != "none":
             entry = _OPTIONS[options][device][stage].get(d, entry)
-        return entry[-1 if dropout else 0]
+        config = entry[-1 if dropout else 0]
+        return replace(config, registers=_ALL_REGISTERS) if options == "mask" and device == "sm_80" else config
     if dtype == torch.float64 or d > 64 or options != "none":
         return Config(16, 16, 8, 1, _piece(stage, dtype, d, dropout, device), _ALL_REGISTERS)
     if stage == "dkdv" and d <= 32:

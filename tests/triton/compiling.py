@@ -35,6 +35,7 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 OUTPUTS = ("o", "dq", "dk", "dv")
 SUMS = ("lse", "shift", "delta")
 OPTIONS = ("window", "softcap", "mask", "padding", "packed")
+NARROW = {16: 8, 32: 24, 64: 48, 128: 96, 256: 192}  # of a padded D: a head that leaves a part of the row
 KINDS = {1: "keep", 2: "drop", 3: "add"}  # of a mask or a padding
 OPTIONAL = ("mask", "padding", "cu_seqlens", "rng_state")
 
@@ -63,12 +64,17 @@ class Kernel:
         return "-".join(parts)
 
     @property
+    def option_class(self) -> str:
+        return configs.option_class(*(name in self.options for name in OPTIONS))
+
+    @property
     def config(self) -> configs.Config:
         if self.stage == "delta":
             return configs.delta_config(self.head_dim)
         capability = CAPABILITIES[self.device]
-        given = configs.option_class(*(name in self.options for name in OPTIONS))
-        return configs.attention_config(self.stage, self.dtype, self.head_dim, self.dropout, capability, given)
+        return configs.attention_config(
+            self.stage, self.dtype, self.head_dim, self.dropout, capability, self.option_class
+        )
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,8 @@ def kernels(everything: bool) -> Iterator[Kernel]:
     """The plain ones in half precision; with everything those with every set of options, and the exact types."""
     yield from delta_kernels()
     sets = [chosen for count in range(len(OPTIONS) + 1) for chosen in combinations(OPTIONS, count)]
-    for device, stage, d, dropout in product(CAPABILITIES, configs.STAGES, configs.BLOCK_D, (False, True)):
+    widths = (*configs.BLOCK_D, *NARROW.values()) if everything else configs.BLOCK_D
+    for device, stage, d, dropout in product(CAPABILITIES, configs.STAGES, widths, (False, True)):
         for options, causal in product(sets if everything else ((),), (True, False)):
             for mask in (3, 1) if "mask" in options else (3,):
                 yield Kernel(device, stage, d, dropout=dropout, causal=causal, options=options, mask=mask)

@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import triton
 
 from ckptfused.triton import configs
-from tests.triton.compiling import CAPABILITIES, OPTIONS, Kernel, compile_kernel, delta_kernels
+from tests.triton.compiling import CAPABILITIES, NARROW, OPTIONS, Kernel, compile_kernel, delta_kernels
 
 
 @pytest.fixture(autouse=True)
@@ -76,24 +76,28 @@ def test_matrix_instructions(device: str, stage: str) -> None:
     assert ("wgmma.mma_async" in ptx) == (device == "sm_90")
 
 
-# What takes the most registers of each class of options. Every device, dropout or none and every other set of options
-# besides: python -m tests.triton.compiling all, three hours on one core.
 SOME = ("window", "softcap", "padding", "packed")
 DEVICES = tuple(CAPABILITIES)
 
 
 def options_table() -> Iterator[Kernel]:
-    """Each tile of each class by turns on a device, with or without dropout, causal or not, with masks of each kind:
-    with two options, with all of a class.
+    """Each tile of each class on sm_90 and sm_80: by turns the sets of options, causal or not, the kinds of masks.
 
-    The fewest options do not need the fewest registers: with all of them there are fewer copies of the loop.
+    The fewest options do not need the fewest registers: with all of them there are fewer copies of the loop. Every set
+    for every tile: python -m tests.triton.compiling all, hours on one core.
     """
-    pairs = list(combinations(SOME, 2))
+    few = [*combinations(SOME, 2), *combinations(SOME, 1), SOME]
+    masked = [("mask", *options) for options in ((), *few)]
+    every = [(), *few, *masked]
+    tiles = product(("sm_90", "sm_80"), configs.STAGES, configs.BLOCK_D, (False, True))
+    for i, (device, stage, d, dropout) in enumerate(tiles):
+        for j, options in enumerate((few[i % len(few)], masked[i % len(masked)], every[i * 7 % len(every)])):
+            causal, kind = (i // 2 + j) % 2 == 0, 1 + (i + j) % 3
+            width = NARROW[d] if j == 2 else d
+            options = tuple(name for name in OPTIONS if name in options)
+            yield Kernel(device, stage, width, dropout=dropout, causal=causal, options=options, mask=kind, padding=kind)
     for i, (stage, d) in enumerate(product(configs.STAGES, configs.BLOCK_D)):
-        for j, options in enumerate((pairs[i % len(pairs)], SOME, OPTIONS, ("window", "packed"))):
-            device = DEVICES[(i + j) % 3] if j < 3 else DEVICES[i % 2]
-            dropout, causal, kind = (i + j) % 4 < 2, (i // 2 + j) % 2 == 0, 1 + (i + j) % 3
-            yield Kernel(device, stage, d, dropout=dropout, causal=causal, options=options, mask=kind, padding=kind)
+        yield Kernel("sm_86", stage, d, dropout=i % 2 == 0, options=SOME if i % 4 < 2 else OPTIONS)
 
 
 def exact_table() -> Iterator[Kernel]:
@@ -103,6 +107,17 @@ def exact_table() -> Iterator[Kernel]:
         for device in ("sm_90", "sm_80") if d == 256 else (DEVICES[(i + 1) % 3],):
             for dropout in (True, False) if d == 256 else (True,):
                 yield Kernel(device, stage, d, dtype=dtype, dropout=dropout, options=OPTIONS)
+
+
+def test_every_tile_is_compiled() -> None:
+    tiles = set(product(("sm_90", "sm_80"), configs.STAGES, configs.BLOCK_D, (False, True)))
+    for wanted, widths in ((("some", "mask"), configs.BLOCK_D), ((None,), NARROW.values())):
+        seen = {
+            (k.device, k.stage, configs.block_d(k.head_dim), k.dropout, k.option_class if wanted[0] else None)
+            for k in options_table()
+            if k.head_dim in widths
+        }
+        assert {(*tile, one) for tile in tiles for one in wanted} <= seen
 
 
 @pytest.mark.slow
@@ -127,7 +142,7 @@ def test_the_widest_and_the_fullest(kernel: Kernel) -> None:
 
 def test_a_tile_too_large_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test of the test."""
-    monkeypatch.setattr(configs, "attention_config", lambda *_: configs.Config(128, 128, 4, 2))
+    monkeypatch.setattr(configs, "attention_config", lambda *_: configs.Config(64, 128, 8, 2))
     with pytest.raises(AssertionError, match="bytes spilled"):
         check(Kernel("sm_90", "dkdv", 128, dropout=True))
 
