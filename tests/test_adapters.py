@@ -172,8 +172,15 @@ for dtype in (torch.float32, torch.bfloat16):
         Case(lora="drop", layout="sandwich", act="gelu", drop="all", tokens=33),
     ):
         inputs, spec = make_inputs(case, dtype), case.spec()
-        failures = expect(spec, inputs, rng_state(inputs.x)).failures(run(fused(spec), inputs))
+        found = run(fused(spec), inputs)
+        failures = expect(spec, inputs, rng_state(inputs.x)).failures(found)
         assert all("lora" not in failure and "y:" not in failure for failure in failures), failures
+        leaves = [t.requires_grad_() for t in (inputs.x, *inputs.params.values())]
+        y = fused(spec)(inputs)
+        with torch.autocast("cpu", torch.bfloat16):  # no matter to the backward
+            grads = torch.autograd.grad(y, leaves, inputs.dy)
+        for name, grad in zip(("x", *inputs.params), grads):
+            assert grad.equal(found[f"d {name}"]), name
 """
 
 

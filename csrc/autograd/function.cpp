@@ -48,12 +48,21 @@ std::shared_ptr<const BlockSpec> checked_spec(std::string_view text) {
 // bool[] as the dispatcher passes it.
 using BoolList = c10::List<bool>;
 
+// Around the ops' work. y is no view of our scratch to autograd; and what they call has its types
+// already, where a backward runs inside an autocast region.
+struct OpGuard {
+  explicit OpGuard(const Tensor& x) : device(x.device()) {}
+
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::impl::ExcludeDispatchKeyGuard below_autocast{c10::autocast_dispatch_keyset};
+  c10::OptionalDeviceGuard device;
+};
+
 template <Halves kHalves>
 std::vector<Tensor> block_fwd(const Tensor& x, const OptTensorList& params,
                               const OptTensorList& aux, const std::optional<Tensor>& rng_state,
                               std::string_view spec, bool save) {
-  const at::AutoDispatchBelowADInplaceOrView guard;  // y is no view of our scratch to autograd
-  const c10::OptionalDeviceGuard device(x.device());
+  const OpGuard guard(x);
   const auto parsed = checked_spec<kHalves>(spec);
   return Block(*parsed, x, params, aux, rng_state).forward(save);
 }
@@ -63,8 +72,7 @@ std::vector<Tensor> block_bwd(const Tensor& dy, const Tensor& x, const OptTensor
                               const OptTensorList& aux, at::TensorList kept,
                               const std::optional<Tensor>& rng_state, std::string_view spec,
                               const BoolList& needs) {
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  const c10::OptionalDeviceGuard device(x.device());
+  const OpGuard guard(x);
   const auto parsed = checked_spec<kHalves>(spec);
   return Block(*parsed, x, params, aux, rng_state)
       .backward(dy, kept, std::vector<bool>(needs.begin(), needs.end()));
