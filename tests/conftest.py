@@ -36,6 +36,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def _fresh_state() -> Iterator[None]:
     """The same seed for every test, and no determinism setting left behind by another."""
     torch.manual_seed(0)
+    torch.backends.cudnn.allow_tf32 = False  # a GPU's convolutions in float32, too, as the bounds have it
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
