@@ -10,6 +10,17 @@ Part = tuple[str, int]  # slot, width
 Tile = tuple[int, int, int, int]  # first row, rows, first column, columns
 
 
+def cut(rows: int, hidden: int, step: tuple[int, int]) -> list[Tile]:
+    """The tiles of a call, in order (Block::tiles)."""
+    if rows == 0:
+        return [(0, 0, 0, hidden)]
+    return [
+        (row, min(step[0], rows - row), col, min(step[1], hidden - col))
+        for row in range(0, rows, step[0])
+        for col in range(0, hidden, step[1])
+    ]
+
+
 class FFNWalk(Projections, ABC):
     """From n2 to down, and back."""
 
@@ -20,14 +31,7 @@ class FFNWalk(Projections, ABC):
         return self.tile_cols < self.ffn.hidden
 
     def _tiles(self) -> list[Tile]:
-        hidden = self.ffn.hidden
-        if self.N == 0:
-            return [(0, 0, 0, hidden)]
-        return [
-            (row, min(self.tile_rows, self.N - row), col, min(self.tile_cols, hidden - col))
-            for row in range(0, self.N, self.tile_rows)
-            for col in range(0, hidden, self.tile_cols)
-        ]
+        return cut(self.N, self.ffn.hidden, (self.tile_rows, self.tile_cols))
 
     def _gu_bytes(self, rows: int, cols: int) -> int:
         return rows * cols * (2 if self.ffn.gated else 1) * self.P.itemsize

@@ -23,7 +23,7 @@ import torch
 from .ffn_configs import DTYPES, FFNConfig, candidates, find_config
 
 CUBLAS = "cublas"
-_FORMAT = 1
+_FORMAT = 2  # 1: times of an FFN in one piece, and of no kept backward
 _SHIPPED = Path(__file__).with_name("ffn_tuned.json")
 
 
@@ -97,7 +97,7 @@ def reload() -> None:
 
 
 def shape_key(n: int, c: int, f: int, act: str, dtype: torch.dtype, device: Device) -> str:
-    """Rows count by the next power of two: a batch a little shorter is the same entry."""
+    """Rows count by the next power of two: a batch a little shorter is the same entry, even where its tiles are others."""
     rows = 1 << max(n - 1, 0).bit_length()
     return f"{device.name} | {str(dtype).removeprefix('torch.')} | {act} | n {rows} | c {c} | f {f}"
 
@@ -140,7 +140,9 @@ def ffn_choice(
     choice = entry["choice"]
     if choice != CUBLAS and choice not in known:
         return CUBLAS, f"measured with the tile {choice}, which is no more"
-    return choice, f"measured: cuBLAS {_ms(entry, 'cublas_ms')}, Triton {_ms(entry, 'triton_ms')}"
+    behind = entry.get("no_faster")
+    where = f", no faster: {', '.join(behind)}" if behind else ""
+    return choice, f"measured: cuBLAS {_ms(entry, 'cublas_ms')}, Triton {_ms(entry, 'triton_ms')}{where}"
 
 
 def _ms(entry: Mapping[str, Any], name: str) -> str:
@@ -187,9 +189,14 @@ def save(key: str, entry: Mapping[str, Any]) -> Path:
 def tune_ffn(n: int, c: int, f: int, act: str, dtype: torch.dtype, rounds: int = 21) -> dict[str, Any]:
     """Measures cuBLAS and every tile on the current GPU, writes the user's table and returns the entry.
 
-    Times are of forward and the replaying backward together, which is what the choice is for. Every tile is checked
-    first, against float64 and against its own replay, and left out with a warning where it is wrong. The choice holds
-    from the next process on; in this one after ``reload()``, not to be called between a forward and its backward.
+    Measured is what a block calls, cut as ``cost.ffn_tiles`` says, on four paths: forward and the replaying backward of
+    a block that does not keep gu, forward and backward of one that does. Triton is chosen only where one tile is faster
+    than cuBLAS on each of them. Gate and up count as one joint weight, without biases and dropout, in the layout of
+    ``nn.Linear``; other blocks of the shape share the choice.
+
+    Every tile is checked first, against float64 and for the same bits on every path, and left out with a warning where
+    it is wrong. The choice holds from the next process on; in this one after ``reload()``, not to be called between a
+    forward and its backward.
     """
     from .ffn_tune import measure
 

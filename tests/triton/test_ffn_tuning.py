@@ -7,7 +7,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 from ckptfused.triton import tuning
 from ckptfused.triton.ffn_configs import CANDIDATES, candidates
 from ckptfused.triton.tuning import CUBLAS, Device, ffn_choice
+from tests.triton.clock import Clock
 
 H200 = Device("NVIDIA H200", (9, 0))
 SHAPE = (16384, 4096, 14336, "swiglu", torch.bfloat16, H200)
@@ -45,7 +46,7 @@ def test_cublas_where_nothing_was_measured() -> None:
 
 
 def test_shipped_table_is_a_table() -> None:
-    assert json.loads(tuning._SHIPPED.read_text())["format"] == 1
+    assert json.loads(tuning._SHIPPED.read_text())["format"] == tuning._FORMAT
     assert isinstance(tuning._read(tuning._SHIPPED), dict)
 
 
@@ -135,9 +136,9 @@ def test_a_tile_that_is_no_more() -> None:
         b"",
         b"{",
         b"[]",
-        b'{"format": 2, "entries": {}}',
-        b'{"format": 1}',
-        b'{"format": 1, "entries": {"a": 1}}',
+        b'{"format": 1, "entries": {}}',  # of other measurements
+        b'{"format": 2}',
+        b'{"format": 2, "entries": {"a": 1}}',
         b"\xff\xfe",
     ],
 )
@@ -218,19 +219,80 @@ def test_imports_without_triton() -> None:
     assert run.stdout.strip() == CUBLAS, run.stderr
 
 
+def of_paths(*ms: float) -> dict[str, float]:
+    from ckptfused.triton.ffn_paths import FORWARD, KEEPING, KEPT, REPLAYING
+
+    return dict(zip((FORWARD, REPLAYING, KEEPING, KEPT), ms, strict=True))
+
+
 @pytest.mark.parametrize(
-    ("times", "choice"),
+    ("tiles", "choice", "best", "no_faster"),
     [
-        ({"cublas": 2.0, "a": 1.5, "b": 1.75}, "a"),
-        ({"cublas": 1.5, "a": 1.5, "b": 1.75}, CUBLAS),
-        ({"cublas": 1.5}, CUBLAS),
+        ({"a": (4, 4, 4, 4), "b": (3, 3, 3, 3)}, "b", "b", []),
+        ({}, CUBLAS, None, []),
+        # As quick is not faster, on any path.
+        ({"a": (5, 5, 5, 5)}, CUBLAS, "a", ["forward", "replaying backward", "keeping forward", "kept backward"]),
+        ({"a": (1, 1, 1, 5)}, CUBLAS, "a", ["kept backward"]),
+        # Quicker by far in all, but not on one path.
+        ({"a": (6, 1, 1, 1)}, CUBLAS, "a", ["forward"]),
+        ({"a": (1, 6, 1, 1)}, CUBLAS, "a", ["replaying backward"]),
+        ({"a": (1, 1, 6, 1)}, CUBLAS, "a", ["keeping forward"]),
+        ({"a": (1, 1, 1, 6)}, CUBLAS, "a", ["kept backward"]),
+        # A tile that is faster everywhere goes before one that is quicker in all.
+        ({"a": (1, 1, 1, 6), "b": (4.5, 4.5, 4.5, 4.5)}, "b", "b", []),
+        # No tile is faster everywhere: forced, it is the quickest in all.
+        ({"a": (6, 4, 4, 4), "b": (1, 6, 6, 1)}, CUBLAS, "b", ["replaying backward", "keeping forward"]),
     ],
 )
-def test_the_fastest_wins(times: dict[str, float], choice: str) -> None:
+def test_one_choice_that_no_path_pays_for(
+    tiles: dict[str, tuple[float, ...]], choice: str, best: str | None, no_faster: list[str]
+) -> None:
     pytest.importorskip("triton")
     from ckptfused.triton.ffn_tune import entry_of
 
-    assert entry_of(times)["choice"] == choice
+    times = {name: of_paths(*ms) for name, ms in {CUBLAS: (5, 5, 5, 5), **tiles}.items()}
+    entry = entry_of(times)
+    assert (entry["choice"], entry["triton"], entry["no_faster"]) == (choice, best, no_faster)
+    assert entry["cublas_ms"] == 20 and entry["all_ms"] == times
+    assert entry["triton_ms"] == (None if best is None else sum(times[best].values()))
+    json.dumps(entry)
+
+
+def test_reason_names_the_paths_that_are_no_faster() -> None:
+    tuned(CUBLAS, no_faster=["kept backward"])
+    assert ffn_choice(*SHAPE) == (
+        CUBLAS, "measured: cuBLAS 12.500 ms, Triton 11.250 ms, no faster: kept backward"
+    )  # fmt: skip
+
+
+def test_times_are_of_all_tiles_and_not_of_the_flush(clock: Clock) -> None:
+    pytest.importorskip("triton")
+    from ckptfused.triton.ffn_tune import interleaved
+
+    order: list[str] = []
+
+    def run(name: str, ms: float) -> Callable[[], None]:
+        def go() -> None:
+            order.append(name)
+            clock.now += ms
+
+        return go
+
+    ways = {CUBLAS: {"a": [run("a0", 1.0), run("a1", 2.0)], "b": [run("b", 4.0)]}, "tile": {"a": [run("t", 8.0)]}}
+    assert interleaved(ways, 5, run("flush", 64.0)) == {CUBLAS: {"a": 3.0, "b": 4.0}, "tile": {"a": 8.0}}
+    assert order == ["flush", "a0", "a1", "flush", "b", "flush", "t"] * (3 + 5)
+
+
+def test_wrong() -> None:
+    pytest.importorskip("triton")
+    from ckptfused.triton.ffn_tune import wrong
+
+    true = {"h": {"": torch.linspace(1, 2, 64, dtype=torch.float64)}}
+    cublas = {"h": {path: true["h"][""].bfloat16() for path in ("a", "b")}}
+    assert wrong(cublas, cublas, true, torch.bfloat16) == ""
+    for off, message in ((1.1, "h of the b: relative error"), (torch.nan, "relative error nan"), (1.002, "in bits")):
+        other = {"h": cublas["h"] | {"b": (true["h"][""] * off).bfloat16()}}
+        assert message in wrong(other, cublas, true, torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -241,4 +303,4 @@ def test_tune_on_the_gpu_at_hand() -> None:
     entry = tuning.tune_ffn(*shape, rounds=3)
     tuning.reload()
     assert ffn_choice(*shape, "cuda")[0] == entry["choice"]
-    assert entry["triton"] is not None, "every tile was left out"
+    assert entry["triton"] in {tile.name for tile in candidates(torch.cuda.get_device_capability())}, "all left out"
