@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
+from ckptfused.cost.ffn import takes_activation_along
 from ckptfused.cost.frame import Call
 from ckptfused.cost.walk import BlockWalk
 from ckptfused.cost.work import (
@@ -170,10 +171,12 @@ def forward_scratch(
     `lengths`: of packed sequences. `rope_copies`: bytes of the copies of cos and sin, made where they are not
     [..., T, rotary_dim / 2] in the accumulation type. `threads`: None, as many as PyTorch has now. `device`: "cpu" or
     "cuda", where neither the platform's workspaces nor the allocator's rounding count and 132 multiprocessors are
-    assumed; where the FFN's products take their activation along (`ckptfused.explain` says so) less is used.
+    assumed. Whether the FFN's products take their activation along is as a block finds it on the current GPU.
     """
     threads = torch.get_num_threads() if threads is None else threads
-    call = Call(spec, batch, length, width, dtype, params, tuple(lengths or ()) or None, rope_copies, threads, device)
+    one = takes_activation_along(spec, batch, length, width, dtype, device)
+    bounds = tuple(lengths or ()) or None
+    call = Call(spec, batch, length, width, dtype, params, bounds, rope_copies, threads, device, one)
     walk = _walk(call)
     walk.forward(save)
     return walk.time.peak
@@ -198,5 +201,7 @@ def backward_scratch(
     As `forward_scratch`; `needs` as in `backward_work`. What was saved does not count: it was there before.
     """
     threads = torch.get_num_threads() if threads is None else threads
-    call = Call(spec, batch, length, width, dtype, params, tuple(lengths or ()) or None, rope_copies, threads, device)
+    one = takes_activation_along(spec, batch, length, width, dtype, device)
+    bounds = tuple(lengths or ()) or None
+    call = Call(spec, batch, length, width, dtype, params, bounds, rope_copies, threads, device, one)
     return _walk(call, _wanted(spec, needs)).time.peak

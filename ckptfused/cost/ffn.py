@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
+
 from ckptfused.cost.project import Projections
+from ckptfused.cost.work import Product, compute_type
+from ckptfused.spec import BlockSpec
 
 Part = tuple[str, int]  # slot, width
 Tile = tuple[int, int, int, int]  # first row, rows, first column, columns
@@ -19,6 +23,26 @@ def cut(rows: int, hidden: int, step: tuple[int, int]) -> list[Tile]:
         for row in range(0, rows, step[0])
         for col in range(0, hidden, step[1])
     ]
+
+
+def takes_activation_along(
+    spec: BlockSpec, batch: int, length: int, width: int, dtype: torch.dtype, device: str
+) -> bool:
+    """Whether one kernel makes the gate and up products and their activation (Block::choose_up_kernel).
+
+    The op that the block asks says so, for the current GPU; without a GPU it is the platform's products.
+    """
+    f, compute, n = spec.ffn, compute_type(spec, dtype), batch * length
+    if f is None or f.post != "none" or f.out != "none" or f.lora or n == 0:
+        return False
+    if compute not in (torch.bfloat16, torch.float16):
+        return False
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("ckptfused::ffn_choice", device.upper()):
+        return False
+    if device == "cuda" and not torch.cuda.is_available():
+        return False
+    like = torch.empty(0, device=device)
+    return torch.ops.ckptfused.ffn_choice(like, compute, n, width, f.hidden, f.act) != "cublas"
 
 
 class FFNWalk(Projections, ABC):
@@ -61,6 +85,18 @@ class FFNWalk(Projections, ABC):
     @abstractmethod
     def ensure_n2(self) -> None: ...
 
+    def _up_kernel(self, tile: Tile, backward: bool) -> None:
+        """What one kernel multiplies, and the weights in its type; it has no scratch."""
+        _, rows, _, cols = tile
+        if not (backward and "gu" in self.values):
+            for slot, width in self._gu_parts(cols):
+                self.weight(f"{slot}_w")
+                self.weight(f"{slot}_b")
+                self.work.append(Product("gu", rows, width, self.C))
+        if backward:
+            self.weight("ffn.down_w")
+            self.work.append(Product("d h", rows, cols, self.C))
+
     def ensure_down(self) -> None:
         if "down" in self.values:
             return
@@ -70,10 +106,17 @@ class FFNWalk(Projections, ABC):
             self.time.alloc("h", self.rows(hidden, self.P))
         for tile in tiles:
             _, rows, _, _ = tile
-            gu = self.make_gu(tile)
+            gu = None
+            if self.call.one_kernel:
+                self.ensure_n2()
+                if not self._cut_cols:
+                    self.time.alloc("h", rows * hidden * self.P.itemsize)
+                self._up_kernel(tile, backward=False)
+            else:
+                gu = self.make_gu(tile)
             if not self.backward and tile == tiles[-1]:
                 self.drop("n1", "n2")
-            if not self._cut_cols:
+            if not self._cut_cols and not self.call.one_kernel:
                 self.time.alloc("h", rows * hidden * self.P.itemsize)
             if self.backward and len(tiles) == 1:
                 self.replayed_gu = gu is not None
@@ -115,15 +158,15 @@ class FFNWalk(Projections, ABC):
     def _tile_backward(self, tile: Tile, need_n2: bool, need_gate_up: bool, need_h: bool) -> None:
         row, rows, col, cols = tile
         need_gu, dn2_type = need_n2 or need_gate_up, self.A if self._cut_cols else self.P
-        gu = self.make_gu(tile)
-        self.time.alloc("h", rows * cols * self.P.itemsize)
-        if need_gu:
-            self.weight("ffn.down_w")
-            self.product("d h", rows, cols, self.C)
-            self.adapters_backward("ffn.down", rows, cols, self.C, False, True)
-            gu = gu or self.time.alloc("gu tile", self._gu_bytes(rows, cols))
+        if self.call.one_kernel:
+            if "gu" not in self.values:
+                self.ensure_n2()
+            if need_h:
+                self.time.alloc("h", rows * cols * self.P.itemsize)
+            gu = self.time.alloc("gu tile", self._gu_bytes(rows, cols)) if need_gu else None
+            self._up_kernel(tile, backward=True)
         else:
-            self.time.free(gu)
+            gu = self._pointwise_backward(tile, need_gu)
         if need_h:
             self.weight_grad("ffn.down_w", rows, self.C, cols)
             self.adapters_backward("ffn.down", rows, cols, self.C, True, False, first=col == 0)
@@ -136,3 +179,17 @@ class FFNWalk(Projections, ABC):
             self.time.alloc("dn2", self.rows(self.C, dn2_type))
         self.project_backward(rows, self.C, self._gu_parts(cols), dn2_type if need_n2 else None, row > 0)
         self.time.free(gu)
+
+    def _pointwise_backward(self, tile: Tile, need_gu: bool) -> str | None:
+        """h and, where needed, dgu, whose buffer it returns."""
+        _, rows, _, cols = tile
+        gu = self.make_gu(tile)
+        self.time.alloc("h", rows * cols * self.P.itemsize)
+        if need_gu:
+            self.weight("ffn.down_w")
+            self.product("d h", rows, cols, self.C)
+            self.adapters_backward("ffn.down", rows, cols, self.C, False, True)
+            gu = gu or self.time.alloc("gu tile", self._gu_bytes(rows, cols))
+        else:
+            self.time.free(gu)
+        return gu

@@ -97,6 +97,7 @@ class Call:
     rope_copies: int = 0
     threads: int = 1
     device: str = "cpu"
+    one_kernel: bool = False  # the gate and up products take their activation along (ffn.takes_activation_along)
 
 
 class Frame:

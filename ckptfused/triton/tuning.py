@@ -97,7 +97,7 @@ def reload() -> None:
 
 
 def shape_key(n: int, c: int, f: int, act: str, dtype: torch.dtype, device: Device) -> str:
-    """Rows count by the next power of two: a batch a little shorter is the same entry, even where its tiles are others."""
+    """Rows count by the next power of two: a batch a little shorter is the same entry, though its tiles may differ."""
     rows = 1 << max(n - 1, 0).bit_length()
     return f"{device.name} | {str(dtype).removeprefix('torch.')} | {act} | n {rows} | c {c} | f {f}"
 
