@@ -5,7 +5,7 @@
 Uses the Python it is run with, its torch and its triton; installs and downloads nothing. Every part is a process of its
 own with a limit of time; one that fails or runs out of time does not stop the rest. Results go to
 <out>/<date>_<gpu>_<case>.json and <out>/<date>_<gpu>.md, all output to gpu.log; a summary comes last. Where there is
-no GPU every part is reported as not run.
+no GPU, or no torch, every part is reported as not run.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.tables import goal_table, table
+
+ROOT = Path(__file__).resolve().parents[1]
 BUDGET = 520.0  # seconds of all parts: nine minutes, less what starting and the summary take
 CASES = ("micro", "attention", "block", "block-cudnn")
 NO_GPU = "no CUDA device"
@@ -74,12 +76,17 @@ def importable(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def gpu() -> tuple[str, str] | None:
-    """Name and compute capability of the first GPU; None where there is none."""
-    import torch
+def gpu() -> tuple[str, str] | str:
+    """Name and compute capability of the first GPU, or why there is none to use."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: of a library that torch loads
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        what = "no torch in" if missing else "torch cannot be imported by"
+        return f"{what} {sys.executable}; another Python: make gpu PYTHON=..."
 
     if not torch.cuda.is_available():
-        return None
+        return NO_GPU
     major, minor = torch.cuda.get_device_capability()
     return torch.cuda.get_device_name(), f"{major}.{minor}"
 
@@ -188,8 +195,6 @@ def results(stem: str, out: Path, names: Sequence[str]) -> dict[str, dict[str, A
 
 def summary(device: str, outcomes: dict[str, Outcome], found: dict[str, dict[str, Any]]) -> str:
     """The parts and the goals as Markdown."""
-    from benchmarks.gpu_timing import goal_table, table
-
     rows: list[list[object]] = [
         [name, o.status, f"{o.seconds:.0f} s" if o.seconds else "", o.detail.replace("|", "\\|")[:150]]
         for name, o in outcomes.items()
@@ -209,8 +214,6 @@ def summary(device: str, outcomes: dict[str, Outcome], found: dict[str, dict[str
 
 def details(case: str, result: dict[str, Any]) -> list[str]:
     """The times of one result file as a table."""
-    from benchmarks.gpu_timing import table
-
     if case == "micro":
         rows: list[list[object]] = [
             [r["op"], f"{r['milliseconds']['ckptfused']['median']:.4f}", f"{r['GB/s']:.0f}", f"{r['copy GB/s']:.0f}",
@@ -258,8 +261,8 @@ def main() -> int:
 
     found_gpu = gpu()
     outcomes: dict[str, Outcome] = {}
-    if found_gpu is None:
-        outcomes = {part.name: Outcome("not run", detail=NO_GPU) for part in chosen}
+    if isinstance(found_gpu, str):
+        outcomes = {part.name: Outcome("not run", detail=found_gpu) for part in chosen}
         print(summary("none", outcomes, {}))
         return 0
     name, capability = found_gpu

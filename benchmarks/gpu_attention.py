@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 import ckptfused  # noqa: F401  (registers the ops)
-from benchmarks.gpu_timing import Clock, Goal, arguments, expect_close, goal_table, table, write
+from benchmarks.gpu_timing import Clock, Goal, arguments, expect_close, write
+from benchmarks.tables import goal_table, table
 
 OPS, ATEN = torch.ops.ckptfused, torch.ops.aten
 DTYPE, P = torch.bfloat16, 0.1

@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.cases import Case
 from benchmarks.checks import check_gradients
-from benchmarks.gpu_timing import Clock, Goal, Times, arguments, goal_table, table, write
+from benchmarks.gpu_timing import Clock, Goal, Times, arguments, write
+from benchmarks.tables import goal_table, table
 from ckptfused import FusedCheckpointBlock, cost
 from ckptfused.cli.models import PlainBlock, Shape, plain_layers, variant_layers
 from ckptfused.spec import BlockSpec

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ckptfused  # noqa: F401  (registers the ops)
-from benchmarks.gpu_timing import Clock, Goal, arguments, expect_close, goal_table, table, write
+from benchmarks.gpu_timing import Clock, Goal, arguments, expect_close, write
+from benchmarks.tables import goal_table, table
 from ckptfused.cli.models import rope_tables, rotate
 
 OPS = torch.ops.ckptfused

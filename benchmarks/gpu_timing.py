@@ -166,17 +166,3 @@ def write(options: Namespace, case: str, result: dict[str, Any]) -> Path:
     path = options.out / f"{options.stem}_{case}.json"
     path.write_text(json.dumps({"case": case, **result, "environment": where(options.device, case)}, indent=2) + "\n")
     return path
-
-
-def table(head: list[str], rows: list[list[object]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *[[str(cell) for cell in row] for row in rows]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def goal_table(goals: list[dict[str, Any]]) -> str:
-    rows: list[list[object]] = []
-    for g in goals:
-        ideal = "" if g["ideal"] is None else f"{g['ideal']:g}"
-        rows.append([g["name"], f"{g['value']:.3f}", g["goal"], "yes" if g["met"] else "NO", ideal])
-    return table(["goal", "value", "wanted", "met", "ideal"], rows)

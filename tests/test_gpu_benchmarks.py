@@ -36,6 +36,25 @@ def test_without_a_gpu_every_part_is_reported_as_not_run() -> None:
     assert done.stdout.count("not run") == 2
 
 
+def test_without_torch_every_part_is_reported_as_not_run() -> None:
+    """``-S``: a Python without its site-packages."""
+    assert "No module named 'torch'" in python("-S", "-c", "import torch").stderr
+    done = python("-S", "benchmarks/gpu.py")
+    assert done.returncode == 0, done.stderr
+    why = f"no torch in {sys.executable}; another Python: make gpu PYTHON="
+    for part in gpu.PARTS:
+        assert f"| {part.name} | not run |  | {why}" in done.stdout
+
+
+def test_a_torch_that_cannot_be_imported_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "benchmarks/gpu.py", "build"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "| build | not run |  | torch cannot be imported by" in done.stdout
+
+
 def test_an_unknown_part_is_refused() -> None:
     done = python("benchmarks/gpu.py", "bulid")
     assert done.returncode == 2
