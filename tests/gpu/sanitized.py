@@ -1,9 +1,14 @@
-"""Runs every CUDA C++ kernel once on small, odd sizes: what test_sanitizer puts under compute-sanitizer.
+"""Runs every CUDA C++ kernel on small, odd sizes: what test_sanitizer puts under compute-sanitizer.
 
-Inputs are made on the CPU, so that few kernels but ours run.
+    python tests/gpu/sanitized.py [cpu]
+
+Inputs are made on the CPU, so that few kernels but ours run. On the CPU the same calls go to its kernels, which shows
+that their arguments are right.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from torch import Tensor
@@ -11,61 +16,109 @@ from torch import Tensor
 import ckptfused  # noqa: F401  (registers the ops)
 
 OPS = torch.ops.ckptfused
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+
+# Of rows: the type of the residual stream, the compute type, that of the norms' parameters.
+Types = tuple[torch.dtype, torch.dtype, torch.dtype]
+NARROW: tuple[Types, ...] = ((BF16,) * 3, (F32,) * 3)
+OTHERS: tuple[Types, ...] = ((F64,) * 3, (F16,) * 3, (F32, BF16, BF16), (F32, BF16, F32))
+# Several rows a block, one, one of more than 512 threads; above 16384 columns none is held in registers.
+WIDTHS = {1: NARROW, 7: NARROW + OTHERS, 33: NARROW, 264: NARROW, 1024: NARROW + OTHERS, 10000: NARROW, 20000: NARROW}
 
 
-def rows(cols: int, dtype: torch.dtype) -> None:
-    """Norms, residuals and their backwards on 5 rows whose memory starts one element off a 16-byte boundary."""
+class Make:
+    """Tensors whose memory starts so many elements behind a multiple of 16 bytes. With 0, kernels read 16 bytes at a
+    time and hold rows in registers wherever the width allows it."""
 
-    def new(*shape: int, kind: torch.dtype = dtype) -> Tensor:
-        return torch.randn(torch.Size(shape).numel() + 1).to(kind).cuda()[1:].view(shape)
+    def __init__(self, device: str, offset: int) -> None:
+        self.device, self.offset = device, offset
 
-    acc = torch.float32
-    n, w, b = 5, new(cols), new(cols)
-    state = torch.tensor([3, 4]).cuda()
+    def __call__(self, *shape: int, kind: torch.dtype) -> Tensor:
+        values = torch.randn(torch.Size(shape).numel() + self.offset).to(kind).to(self.device)[self.offset :]
+        assert (values.data_ptr() % 16 == 0) == (self.offset == 0)
+        return values.view(shape)
+
+    def state(self) -> Tensor:
+        return torch.tensor([3, 4]).to(self.device)
+
+
+def rows(make: Make, cols: int, types: Types) -> None:
+    """Norms, residuals and their backwards on 5 rows."""
+    stream, compute, weights = types
+    n, acc = 5, torch.float64 if compute == F64 else F32
+
+    def wide() -> Tensor:
+        return make(n, cols, kind=stream)
+
+    def narrow() -> Tensor:
+        return make(n, cols, kind=compute)
+
+    w, b, state = make(cols, kind=weights), make(cols, kind=weights), make.state()
     for norm in ("layernorm", "rmsnorm", "gemma"):
         bias = b if norm == "layernorm" else None
-        dw, db = new(cols, kind=acc), new(cols, kind=acc) if bias is not None else None
-        OPS.norm_fwd(new(n, cols), w, bias, new(n, cols), norm, 1e-5)
-        OPS.norm_bwd(new(n, cols), new(n, cols), w, new(n, cols), new(n, cols), dw, db, norm, 1e-5)
+        dw, db = make(cols, kind=acc), make(cols, kind=acc) if bias is not None else None
+        OPS.norm_fwd(wide(), w, bias, narrow(), norm, 1e-5)
+        OPS.norm_bwd(narrow(), wide(), w, wide(), wide(), dw, db, norm, 1e-5)
         OPS.residual_fwd(
-            *(new(n, cols), new(n, cols), state, w, bias, w, bias, new(n, cols), new(n, cols)),
+            *(wide(), narrow(), state, w, bias, w, bias, wide(), narrow()),
             *(norm, 1e-5, norm, 1e-5, 0.5, 0.1, 1, []),
         )
-        OPS.residual_bwd(
-            *(new(n, cols), new(n, cols), state, w, new(n, cols), dw, db, norm, 1e-5, 0.5, 0.1, 1, []),
-        )
+        OPS.residual_bwd(*(wide(), narrow(), state, w, narrow(), dw, db, norm, 1e-5, 0.5, 0.1, 1, []))
+    # Without a norm: kernels of their own.
+    OPS.norm_bwd(narrow(), wide(), None, wide(), wide(), None, None, "none", 1e-5)
+    OPS.residual_bwd(wide(), None, state, None, narrow(), None, None, "none", 1e-5, 0.5, 0.1, 1, [])
+
+
+def hidden(make: Make, cols: int, dtype: torch.dtype) -> None:
+    """Activations and their backwards on 5 rows."""
+    state, tail = make.state(), (0.1, 2, cols, 0, 0, [])
+
+    def new() -> Tensor:
+        return make(5, cols, kind=dtype)
+
     for act in ("swiglu", "gelu"):
-        gate = new(n, cols)
-        dg = new(n, cols) if act == "swiglu" else None
-        OPS.activation_fwd(gate, new(n, cols), state, new(n, cols), act, 0.1, 2, cols, 0, 0, [])
-        OPS.activation_bwd(
-            *(gate, new(n, cols), new(n, cols), state, new(n, cols), dg, new(n, cols), act, 0.1, 2, cols, 0, 0, [])
-        )
+        gate, dg = new(), new() if act == "swiglu" else None
+        OPS.activation_fwd(gate, new(), state, new(), act, *tail)
+        OPS.activation_bwd(gate, new(), new(), state, new(), dg, new(), act, *tail)
 
 
-def heads(dim: int, rope: str, dtype: torch.dtype) -> None:
+def heads(make: Make, dim: int, rope: str, dtype: torch.dtype) -> None:
     """q/k norm and RoPE of 2 sequences of 3 tokens with 3 heads."""
-    shape = (2, 3, 3, dim)
-    x, y = torch.randn(shape).to(dtype).cuda(), torch.randn(shape).to(dtype).cuda()
-    w, dw = torch.randn(dim).to(dtype).cuda(), torch.randn(dim).cuda()
-    cos, sin = torch.randn(1, 3, dim // 2).cuda(), torch.randn(1, 3, dim // 2).cuda()
-    for norm, weight, grad in (("none", None, None), ("rmsnorm", w, dw)):
-        OPS.qk_fwd(x, weight, None, cos, sin, y, norm, 1e-5, rope, dim)
-        OPS.qk_bwd(x, y, weight, cos, sin, torch.randn(shape).to(dtype).cuda(), grad, None, norm, 1e-5, rope, dim)
+    acc = torch.float64 if dtype == F64 else F32
+
+    def new() -> Tensor:
+        return make(2, 3, 3, dim, kind=dtype)
+
+    w, dw, db = make(dim, kind=dtype), make(dim, kind=acc), make(dim, kind=acc)
+    cos, sin = (make(1, 3, dim // 2, kind=acc) for _ in range(2))
+    for norm, weight, bias in (("none", None, None), ("rmsnorm", w, None), ("layernorm", w, w)):
+        grads = (dw if weight is not None else None, db if bias is not None else None)
+        OPS.qk_fwd(new(), weight, bias, cos, sin, new(), norm, 1e-5, rope, dim)
+        OPS.qk_bwd(new(), new(), weight, cos, sin, new(), *grads, norm, 1e-5, rope, dim)
+
+
+def run(device: str) -> None:
+    torch.manual_seed(0)
+    for make in (Make(device, 0), Make(device, 1)):
+        for cols, kinds in WIDTHS.items():
+            for types in kinds:
+                rows(make, cols, types)
+            for dtype in dict.fromkeys(compute for _, compute, _ in kinds):
+                hidden(make, cols, dtype)
+        for dim in (2, 20, 64, 128):
+            for rope in ("half", "interleaved"):
+                for dtype in (BF16, F32, F64) if dim == 64 else (BF16,):
+                    heads(make, dim, rope, dtype)
+    state = OPS.rng_state(torch.empty(1, device=device), 0)
+    for shape in ([3, 67], [5, 1], [2, 4096]):
+        OPS.dropout_mask(shape, 0.1, state, 1)
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    for cols in (1, 7, 33, 257, 1024, 4096, 20000):
-        for dtype in (torch.float32, torch.bfloat16) if cols < 4096 else (torch.bfloat16,):
-            rows(cols, dtype)
-    for dim in (2, 20, 64, 128):
-        for rope in ("half", "interleaved"):
-            heads(dim, rope, torch.bfloat16)
-    state = OPS.rng_state(torch.empty(1, device="cuda"), 0)
-    for shape in ([3, 67], [5, 1], [2, 4096]):
-        OPS.dropout_mask(shape, 0.1, state, 1)
-    torch.cuda.synchronize()
+    device = sys.argv[1] if len(sys.argv) > 1 else "cuda"
+    run(device)
+    if device == "cuda":
+        torch.cuda.synchronize()
     print("every kernel ran")
 
 

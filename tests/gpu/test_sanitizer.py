@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-pytestmark = pytest.mark.gpu
+from tests.gpu import sanitized
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = 71  # the exit status that says so
+SOURCES = (ROOT / "csrc" / "kernels" / "cuda").glob("*.cu*")
+KERNELS = {
+    name for path in SOURCES for name in re.findall(r"__global__[^{]*?\b(\w+_kernel)\(", path.read_text())
+}  # fmt: skip
 
 
 def sanitizer() -> str:
@@ -24,6 +30,25 @@ def sanitizer() -> str:
     return shutil.which("compute-sanitizer") or (str(beside) if beside.exists() else "")
 
 
+def test_the_calls_are_right() -> None:
+    """All of them, on the CPU."""
+    sanitized.run("cpu")
+
+
+@pytest.mark.gpu
+def test_every_kernel_is_launched() -> None:
+    assert len(KERNELS) == 12
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        sanitized.run("cuda")
+        torch.cuda.synchronize()
+    ran = " ".join({event.name for event in profile.events()})
+    if "_kernel" not in ran:
+        pytest.skip("the profiler sees no kernels here")
+    assert not {name for name in KERNELS if name not in ran}
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_nothing_is_found(tool: str) -> None:
     program = sanitizer()
