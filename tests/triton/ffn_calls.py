@@ -158,8 +158,11 @@ def check(call: Call, values: Values, got: Values) -> None:
     assert not bad, "\n" + "\n".join(bad)
 
 
-def check_all(call: Call, device: str = "cpu") -> None:
-    """Forward, replay and the backward from kept values against PyTorch, and their bits against each other."""
+def check_all(call: Call, device: str = "cpu", alone: bool = True) -> None:
+    """Forward, replay and the backward from kept values against PyTorch, and their bits against each other.
+
+    alone: each output also by itself; four more kernels to compile.
+    """
     values = make_inputs(call, device)
     forward = run_forward(call, values)
     replayed = run_backward(call, values)
@@ -172,11 +175,24 @@ def check_all(call: Call, device: str = "cpu") -> None:
         keep = keep_mask(call, values)
         for name, t in replayed.items():
             assert not t.cpu()[~keep].any(), name
+    if not alone:
+        return
     # What is not asked for changes nothing in what is.
     assert torch.equal(run_forward(call, values, keep_gu=False)["h"], forward["h"])
     for wanted in ("h", "dg", "du"):
         for name, t in run_backward(call, values, wanted=(wanted,)).items():
             assert torch.equal(t, replayed[name]), name
+
+
+def check_mask(p: float, device: str = "cpu") -> None:
+    """Where nothing else makes a zero, the zeros of h are the mask of the C++ Philox, bit for bit."""
+    call = Call(n=40, f=75, act="silu", p=p, row0=3, col0=5, cols=90)
+    values = make_inputs(call, device)
+    values["up_w"] = values["up_w"].abs() + 1
+    values["x"] = values["x"].abs() + 1
+    kept = run_forward(call, values)["h"] != 0
+    assert torch.equal(kept.cpu(), keep_mask(call, values))
+    assert torch.equal(run_backward(call, values)["h"].cpu() != 0, keep_mask(call, values))
 
 
 def cases() -> list[Call]:

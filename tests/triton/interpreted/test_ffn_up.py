@@ -20,13 +20,7 @@ def test_against_pytorch(call: Call) -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_mask_is_the_oracles(p: float) -> None:
-    """Where nothing else makes a zero, the zeros of h are the mask, bit for bit."""
-    call = Call(n=40, f=75, act="silu", p=p, row0=3, col0=5, cols=90)
-    values = ffn_calls.make_inputs(call)
-    values["up_w"] = values["up_w"].abs() + 1
-    values["x"] = values["x"].abs() + 1
-    kept = ffn_calls.run_forward(call, values)["h"] != 0
-    assert torch.equal(kept, ffn_calls.keep_mask(call, values))
+    ffn_calls.check_mask(p)
 
 
 def test_dropped_nan_is_zero() -> None:
