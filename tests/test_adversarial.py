@@ -18,6 +18,7 @@ from ckptfused import FusedCheckpointBlock, FusedCheckpointFFN, FusedCheckpointS
 from ckptfused.functional import MOST_TEXTS
 from ckptfused.modules import assemble
 from ckptfused.modules.rotary import RotaryTable
+from tests.devices import on_devices, repeatable
 
 WIDTH = 16
 X = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))
@@ -54,15 +55,16 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@on_devices
 @pytest.mark.parametrize("keep", ["inputs", "all"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_no_tokens(layout: dict[str, Any], dropout: float, keep: str) -> None:
+def test_no_tokens(layout: dict[str, Any], dropout: float, keep: str, device: str) -> None:
     """Empty batches give empty outputs and gradients of zero, as PyTorch's layers do."""
-    block = _block(dropout, keep=keep, **layout)
+    block = _block(dropout, keep=keep, **layout).to(device)
     for module in (block, FusedCheckpointSequential(block, copy.deepcopy(block))):
         for shape in ((0, 5, WIDTH), (3, 0, WIDTH), (0, 0, WIDTH), (0, WIDTH)):
-            y, dx, *grads = _gradients(module, torch.empty(shape))
+            y, dx, *grads = _gradients(module, torch.empty(shape, device=device))
             assert y.shape == dx.shape == torch.Size(shape)
             assert not any(g.any() for g in grads)
 
@@ -218,30 +220,38 @@ def test_rotary_table_grown_by_several_threads() -> None:
 
 def _spread(t: Tensor) -> Tensor:
     """The same values with gaps between them."""
-    apart = torch.empty([2 * n for n in t.shape], dtype=t.dtype)[tuple(slice(None, None, 2) for _ in t.shape)]
+    apart = torch.empty([2 * n for n in t.shape], dtype=t.dtype, device=t.device)[
+        tuple(slice(None, None, 2) for _ in t.shape)
+    ]
     return apart.copy_(t)
 
 
+@on_devices
 @pytest.mark.parametrize("keep", ["inputs", "all"])
 @pytest.mark.parametrize("make", [_llama, _block], ids=["llama", "post-norm"])
-def test_saved_tensors_come_back_with_other_strides(make: Callable[..., FusedCheckpointBlock], keep: str) -> None:
-    block = make(dropout=0.2, keep=keep)
+def test_saved_tensors_come_back_with_other_strides(
+    make: Callable[..., FusedCheckpointBlock], keep: str, device: str
+) -> None:
+    repeatable(device)
+    block, x = make(dropout=0.2, keep=keep).to(device), X.to(device)
     for module in (block, FusedCheckpointSequential(block, copy.deepcopy(block))):
-        expected = _gradients(module, X)
+        expected = _gradients(module, x)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, _spread):
-            got = _gradients(module, X)
+            got = _gradients(module, x)
         assert all(a.equal(b) for a, b in zip(got, expected, strict=True))
 
 
+@on_devices
 @pytest.mark.parametrize("x", [X, X[0]], ids=["batch", "one sequence"])
 @pytest.mark.parametrize("wrap", [lambda block: block, FusedCheckpointSequential], ids=["block", "sequential"])
-def test_the_output_may_be_changed_in_place(wrap: Callable[..., nn.Module], x: Tensor) -> None:
-    module = wrap(_block())
+def test_the_output_may_be_changed_in_place(wrap: Callable[..., nn.Module], x: Tensor, device: str) -> None:
+    repeatable(device)
+    module, x = wrap(_block()).to(device), x.to(device)
     with torch.no_grad():
         y = module(x)
         assert x.dim() == 2 or not y._is_view()
     if x.dim() == 3:
-        y.add_(torch.ones(WIDTH, requires_grad=True))
+        y.add_(torch.ones(WIDTH, device=device, requires_grad=True))
     expected = (2 * module(x)).sum()
     y = module(x)
     y.mul_(2)
