@@ -129,6 +129,18 @@ def test_demo_fails_with_a_message(
 
 
 @pytest.mark.parametrize(
+    ("visible", "architectures", "device"),
+    [(True, ["sm_90"], "cuda"), (True, [], "cpu"), (False, ["sm_90"], "cpu"), (False, [], "cpu")],
+)
+def test_default_device(visible: bool, architectures: list[str], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU, only where there is one and the extension has kernels for it."""
+    info = demo_command.ckptfused.build_info() | {"cuda_architectures": architectures}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible)
+    monkeypatch.setattr(demo_command.ckptfused, "build_info", lambda: info)
+    assert demo_command.default_device() == device
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--dropout", "1.5"], "expected a probability in [0, 1), got 1.5"),
