@@ -8,6 +8,7 @@
 # On a machine with a GPU, with the Python at hand (its torch and triton; nothing is installed):
 #   make gpu         build for the GPU, test and measure there, in nine minutes at most
 #   make gpu PARTS="build tests micro block" OUT=folder
+#   make gpu PARTS="build tune" OUT=folder    which FFN kernels are faster there: folder/ffn_tuned.json
 TORCH  ?= 2.13.0
 PYTHON ?= python3
 VENV   ?= .venv-$(TORCH)

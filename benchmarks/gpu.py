@@ -6,6 +6,9 @@ Uses the Python it is run with, its torch and its triton; installs and downloads
 own with a limit of time; one that fails or runs out of time does not stop the rest. Results go to
 <out>/<date>_<gpu>_<case>.json and <out>/<date>_<gpu>.md, all output to gpu.log; a summary comes last. Where there is
 no GPU, or no torch, every part is reported as not run.
+
+"tune" runs only where it is named. It measures the FFN of the block's benchmark by cuBLAS and by Triton and leaves
+<out>/ffn_tuned.json, which CKPTFUSED_CACHE=<out> has blocks choose by, also those of a later run of the other parts.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from benchmarks.tables import goal_table, table
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = 520.0  # seconds of all parts: nine minutes, less what starting and the summary take
-CASES = ("micro", "attention", "block", "block-cudnn")
+CASES = ("micro", "attention", "block", "block-cudnn", "tune")
 NO_GPU = "no CUDA device"
 
 
@@ -44,6 +47,7 @@ class Part:
     most: float
     least: float
     environment: dict[str, str] = field(default_factory=dict)
+    unasked: bool = True  # whether it runs where no part is named
 
 
 # In this order: what is short and tells most comes first, and the suite takes what is left.
@@ -55,6 +59,7 @@ PARTS = (
     Part("attention", 50, 20),
     Part("block-cudnn", 60, 0, {"CKPTFUSED_ATTENTION": "cudnn"}),
     Part("sanitizer", 90, 20),
+    Part("tune", 240, 60, unasked=False),
     Part("suite", 420, 0),
 )
 
@@ -233,6 +238,13 @@ def details(case: str, result: dict[str, Any]) -> list[str]:
             for name, r in result["cublas"].items()
         ]
         head = ["kernel", "ms", "p20", "p80", "TFLOP/s"]
+    elif case == "tune":
+        rows = [
+            [r["shape"], kernel, f"{ms:.3f}", "yes" if kernel == r["choice"] else ""]
+            for r in result["shapes"]
+            for kernel, ms in r["all_ms"].items()
+        ]
+        head = ["FFN", "kernel", "ms", "chosen"]
     else:
         rows = []
         for name, t in result["milliseconds"].items():
@@ -249,7 +261,7 @@ def details(case: str, result: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"among {', '.join(p.name for p in PARTS)}; all if none"
+        "parts", nargs="*", metavar="PART", help=f"among {', '.join(p.name for p in PARTS)}; if none, all but tune"
     )
     parser.add_argument("--out", type=Path, default=None, help="default: benchmarks/results")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds of all parts together")
@@ -257,7 +269,7 @@ def main() -> int:
     names = {part.name for part in PARTS}
     if unknown := set(options.parts) - names:
         parser.error(f"parts: expected some of {', '.join(p.name for p in PARTS)}, got {' '.join(sorted(unknown))}")
-    chosen = [part for part in PARTS if not options.parts or part.name in options.parts]
+    chosen = [part for part in PARTS if (part.name in options.parts if options.parts else part.unasked)]
 
     found_gpu = gpu()
     outcomes: dict[str, Outcome] = {}

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_tune
 from benchmarks.gpu_block import HuggingFaceBlock
 from benchmarks.gpu_timing import Clock, Goal, expect_close
 from ckptfused.cli.models import Shape, plain_layers
+from ckptfused.triton import tuning
 
 ROOT = Path(__file__).resolve().parents[1]
+UNASKED = [part.name for part in gpu.PARTS if part.unasked]
 CASES = {"gpu_micro.py": "micro", "gpu_attention.py": "attention", "gpu_block.py": "block"}
 
 
@@ -29,11 +31,13 @@ def python(*command: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_gpu_every_part_is_reported_as_not_run() -> None:
     done = python("benchmarks/gpu.py")
     assert done.returncode == 0, done.stderr
-    for part in gpu.PARTS:
-        assert f"| {part.name} | not run |  | no CUDA device |" in done.stdout
-    done = python("benchmarks/gpu.py", "tests", "micro")
+    for name in UNASKED:
+        assert f"| {name} | not run |  | no CUDA device |" in done.stdout
+    assert "| tune |" not in done.stdout
+    done = python("benchmarks/gpu.py", "tests", "tune")
     assert done.returncode == 0
     assert done.stdout.count("not run") == 2
+    assert "| tune | not run |" in done.stdout
 
 
 def test_without_torch_every_part_is_reported_as_not_run() -> None:
@@ -42,8 +46,8 @@ def test_without_torch_every_part_is_reported_as_not_run() -> None:
     done = python("-S", "benchmarks/gpu.py")
     assert done.returncode == 0, done.stderr
     why = f"no torch in {sys.executable}; another Python: make gpu PYTHON="
-    for part in gpu.PARTS:
-        assert f"| {part.name} | not run |  | {why}" in done.stdout
+    for name in UNASKED:
+        assert f"| {name} | not run |  | {why}" in done.stdout
 
 
 def test_a_torch_that_cannot_be_imported_is_reported(tmp_path: Path) -> None:
@@ -95,6 +99,44 @@ def test_the_page_has_every_time(written: Path) -> None:
     for text in ("| micro | ok | 3 s | a \\| b |", "rms_norm_backward", "eager checkpoint", "cuBLAS gate/up"):
         assert text in page
     assert "block: ckptfused inputs / ckptfused all" in page
+
+
+def test_what_tuning_finds_is_in_a_table_and_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With times made up: measuring takes a GPU."""
+    chip = tuning.Device("chip", (9, 0))
+
+    def measured(n: int, c: int, f: int, act: str, dtype: torch.dtype) -> dict[str, object]:
+        if n == 32:
+            raise RuntimeError("no memory")
+        entry = {
+            "choice": "m1",
+            "triton": "m1",
+            "cublas_ms": 2.0,
+            "triton_ms": 1.5,
+            "all_ms": {"cublas": 2.0, "m1": 1.5},
+        }
+        tuning.save(tuning.shape_key(n, c, f, act, dtype, chip), entry)
+        return entry
+
+    monkeypatch.setattr(tuning, "tune_ffn", measured)
+    monkeypatch.setenv("CKPTFUSED_CACHE", str(tmp_path / "mine"))
+    options = ["gpu_tune.py", "--tiny", "--device", "cpu", "--out", str(tmp_path / "out"), "--stem", "day_chip"]
+    monkeypatch.setattr(sys, "argv", options)
+    with pytest.raises(SystemExit, match="failed: 32 x 64 x 96, swiglu"):
+        gpu_tune.main()
+    entries = json.loads((tmp_path / "out" / "ffn_tuned.json").read_text())["entries"]
+    assert list(entries) == ["chip | bfloat16 | swiglu | n 64 | c 64 | f 96"]
+    assert not (tmp_path / "mine").exists()
+    found = gpu.results("day_chip", tmp_path / "out", ["tune"])
+    page = gpu.summary("a chip", {"tune": gpu.Outcome("failed", 3.0, "")}, found)
+    assert "| 64 x 64 x 96, swiglu | m1 | 1.500 | yes |" in page
+    assert "| 64 x 64 x 96, swiglu | cublas | 2.000 |  |" in page
+
+
+def test_the_shapes_that_are_tuned() -> None:
+    """Those that the block's benchmark asks the table for."""
+    wanted = {(16384, 4096, 14336), (4096, 4096, 14336)}
+    assert set(gpu_tune.shapes(gpu_tune.LLAMA)) == wanted
 
 
 def test_a_part_that_fails_hangs_or_forks(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""The FFN's gate and up products on a GPU, by cuBLAS and by every Triton tile, for the shapes of the block's benchmark.
+
+    python benchmarks/gpu_tune.py --out FOLDER
+
+Writes <out>/ffn_tuned.json beside the result file: with CKPTFUSED_CACHE=<out> blocks choose by it. Entries of other
+shapes and GPUs stay in it. Every shape is measured in full, however many --seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from benchmarks.cases import Case
+from benchmarks.gpu_block import LLAMA, TINY
+from benchmarks.gpu_timing import arguments, write
+from benchmarks.tables import table
+from ckptfused.triton import tuning
+
+ACT, DTYPE = "swiglu", torch.bfloat16
+
+
+def shapes(case: Case) -> Iterator[tuple[int, int, int]]:
+    """Rows, width and hidden width: of the measured step, and of the check before it."""
+    for rows in (case.batch * case.tokens, min(case.tokens, 4096)):
+        yield rows, case.shape.d_model, case.shape.dim_feedforward
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    options.out.mkdir(parents=True, exist_ok=True)
+    os.environ["CKPTFUSED_CACHE"] = str(options.out.resolve())
+    found: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for n, c, f in shapes(TINY if options.tiny else LLAMA):
+        name = f"{n} x {c} x {f}, {ACT}"
+        try:
+            found.append({"shape": name, **tuning.tune_ffn(n, c, f, ACT, DTYPE)})
+        except RuntimeError as error:
+            failed[name] = str(error)
+            print(f"{name}: {error}", flush=True)
+        result = {"dtype": "bfloat16", "shapes": found, "failed": failed, "goals": []}
+        path = write(options, "tune", result)  # after each: if time runs out, what was measured stays
+    rows: list[list[object]] = [
+        [r["shape"], kernel, f"{ms:.3f}", "yes" if kernel == r["choice"] else ""]
+        for r in found
+        for kernel, ms in r["all_ms"].items()
+    ]
+    print(table(["shape", "kernel", "ms", "chosen"], rows))
+    print(f"written: {path}, {tuning.cache_file()}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
