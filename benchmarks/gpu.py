@@ -31,7 +31,7 @@ from typing import Any, TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.tables import goal_table, table
+from benchmarks.tables import goal_table, table, tuned_table
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = 520.0  # seconds of all parts: nine minutes, less what starting and the summary take
@@ -58,7 +58,7 @@ PARTS = (
     Part("micro", 50, 20),
     Part("attention", 50, 20),
     Part("block-cudnn", 60, 0, {"CKPTFUSED_ATTENTION": "cudnn"}),
-    Part("sanitizer", 90, 20),
+    Part("sanitizer", 130, 20),
     Part("tune", 240, 60, unasked=False),
     Part("suite", 420, 0),
 )
@@ -119,7 +119,7 @@ def command_of(part: Part, seconds: float, stem: str, out: Path) -> list[str]:
         return pytest_command("tests/gpu/test_sanitizer.py", workers=2)
     if part.name == "suite":
         # Those left out have no such test, or import packages that may be missing here.
-        others = ["tests/gpu", "tests/reference", "tests/test_checkpoint.py", "tests/test_demo.py"]
+        others = ["tests/gpu", "tests/convert", "tests/reference", "tests/test_checkpoint.py", "tests/test_demo.py"]
         others.append("tests/triton/interpreted")
         if not all(map(importable, ("hypothesis", "numpy", "scipy"))):
             others.append("tests/test_rng.py")
@@ -219,6 +219,8 @@ def summary(device: str, outcomes: dict[str, Outcome], found: dict[str, dict[str
 
 def details(case: str, result: dict[str, Any]) -> list[str]:
     """The times of one result file as a table."""
+    if case == "tune":
+        return [f"## {case}", "", tuned_table(result["shapes"]), ""]
     if case == "micro":
         rows: list[list[object]] = [
             [r["op"], f"{r['milliseconds']['ckptfused']['median']:.4f}", f"{r['GB/s']:.0f}", f"{r['copy GB/s']:.0f}",
@@ -238,13 +240,6 @@ def details(case: str, result: dict[str, Any]) -> list[str]:
             for name, r in result["cublas"].items()
         ]
         head = ["kernel", "ms", "p20", "p80", "TFLOP/s"]
-    elif case == "tune":
-        rows = [
-            [r["shape"], kernel, f"{ms:.3f}", "yes" if kernel == r["choice"] else ""]
-            for r in result["shapes"]
-            for kernel, ms in r["all_ms"].items()
-        ]
-        head = ["FFN", "kernel", "ms", "chosen"]
     else:
         rows = []
         for name, t in result["milliseconds"].items():

@@ -161,8 +161,11 @@ def where(device: str, case: str) -> dict[str, Any]:
 
 
 def write(options: Namespace, case: str, result: dict[str, Any]) -> Path:
-    """<out>/<stem>_<case>.json."""
+    """<out>/<stem>_<case>.json, whole or not at all: a part may be ended at any moment."""
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{options.stem}_{case}.json"
-    path.write_text(json.dumps({"case": case, **result, "environment": where(options.device, case)}, indent=2) + "\n")
+    text = json.dumps({"case": case, **result, "environment": where(options.device, case)}, indent=2) + "\n"
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
     return path

@@ -21,7 +21,7 @@ import torch
 from benchmarks.cases import Case
 from benchmarks.gpu_block import LLAMA, TINY
 from benchmarks.gpu_timing import arguments, write
-from benchmarks.tables import table
+from benchmarks.tables import tuned_table
 from ckptfused.triton import tuning
 
 ACT, DTYPE = "swiglu", torch.bfloat16
@@ -48,12 +48,7 @@ def main() -> None:
             print(f"{name}: {error}", flush=True)
         result = {"dtype": "bfloat16", "shapes": found, "failed": failed, "goals": []}
         path = write(options, "tune", result)  # after each: if time runs out, what was measured stays
-    rows: list[list[object]] = [
-        [r["shape"], kernel, f"{ms:.3f}", "yes" if kernel == r["choice"] else ""]
-        for r in found
-        for kernel, ms in r["all_ms"].items()
-    ]
-    print(table(["shape", "kernel", "ms", "chosen"], rows))
+    print(tuned_table(found))
     print(f"written: {path}, {tuning.cache_file()}")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

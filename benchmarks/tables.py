@@ -17,3 +17,14 @@ def goal_table(goals: list[dict[str, Any]]) -> str:
         ideal = "" if g["ideal"] is None else f"{g['ideal']:g}"
         rows.append([g["name"], f"{g['value']:.3f}", g["goal"], "yes" if g["met"] else "NO", ideal])
     return table(["goal", "value", "wanted", "met", "ideal"], rows)
+
+
+def tuned_table(shapes: list[dict[str, Any]]) -> str:
+    """Of the entries that tune_ffn made: milliseconds of every path, by kernel."""
+    rows: list[list[object]] = [
+        [r["shape"], kernel, *(f"{ms:.3f}" for ms in paths.values()), "yes" if kernel == r["choice"] else ""]
+        for r in shapes
+        for kernel, paths in r["all_ms"].items()
+    ]
+    paths = next(iter(shapes[0]["all_ms"].values())) if shapes else {}
+    return table(["FFN", "kernel", *(f"{path}, ms" for path in paths), "chosen"], rows)
