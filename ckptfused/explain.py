@@ -15,13 +15,17 @@ from ckptfused.functional import autocast_enabled
 from ckptfused.modules.assemble import Call
 from ckptfused.modules.fused import FusedModule, needs_gradient
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
+from ckptfused.triton import backend, tuning
 
 __all__ = ["Explanation", "Step", "explain"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of forward: its kernel, why that one, and what backward does about its result."""
+    """A step of forward: its kernel, why that one, and what backward does about its result.
+
+    A kernel in brackets is another step, whose kernel makes this one's result too.
+    """
 
     name: str
     kernel: str
@@ -144,24 +148,19 @@ class _Setting:
         return "PyTorch's product", ""
 
     def attention(self, a: AttentionSpec) -> tuple[str, str]:
+        """A name in _ATTENTION, and the reason."""
         if not self.cuda:
-            name, reason = cpu_attention(a, self.batch, self.length, self.dtype)
-            return {"flash": "PyTorch's flash kernel", "tiles": "our tiles"}[name], reason
-        from ckptfused.triton.backend import Shape, attention_backend
+            return cpu_attention(a, self.batch, self.length, self.dtype)
+        shape = backend.Shape.of_spec(a, self.dtype, self.batch, self.length)
+        return backend.attention_backend(shape, torch.cuda.get_device_capability(self.x.device))
 
-        shape = Shape.of_spec(a, self.dtype, self.batch, self.length)
-        name, reason = attention_backend(shape, torch.cuda.get_device_capability(self.x.device))
-        kernels = {"flash": "PyTorch's flash kernel", "cudnn": "cuDNN through PyTorch", "triton": "Triton"}
-        return kernels[name], reason
-
-    def gate_up(self, f: FFNSpec) -> tuple[str, str] | None:
-        """The fused product where the device has one: kernel (None: not that way) and reason."""
-        if not self.cuda or f.post != "none" or f.out != "none" or f.lora:  # as Block::choose_up_kernel
-            return None
-        from ckptfused.triton.tuning import CUBLAS, ffn_choice
-
-        name, reason = ffn_choice(self.batch * self.length, self.width, f.hidden, f.act, self.dtype, self.x.device)
-        return ("cuBLAS" if name == CUBLAS else f"Triton, activation included ({name})"), reason
+    def gate_up(self, f: FFNSpec) -> tuple[str, str, bool]:
+        """Kernel, reason, and whether the activation is in it."""
+        rows = self.batch * self.length
+        if not self.cuda or f.post != "none" or f.out != "none" or f.lora or not rows:  # as Block::choose_up_kernel
+            return *self.product(), False
+        name, reason = tuning.ffn_choice(rows, self.width, f.hidden, f.act, self.dtype, self.x.device)
+        return ("cuBLAS", reason, False) if name == tuning.CUBLAS else (f"Triton ({name})", reason, True)
 
     def tiles(self, f: FFNSpec) -> tuple[int, int, str]:
         """Rows and columns of a tile, and the reason."""
@@ -172,6 +171,14 @@ class _Setting:
             return rows, cols, scratch
         cut = f"{-(-n // rows)} tiles of {rows} rows" if rows < n else f"{-(-f.hidden // cols)} tiles of {cols} columns"
         return rows, cols, f"{cut}: {scratch} would be more than a block takes"
+
+
+_ATTENTION = {
+    "flash": "PyTorch's flash kernel",
+    "cudnn": "cuDNN through PyTorch",
+    "triton": "Triton",
+    "tiles": "our tiles",
+}
 
 
 def _norm(kind: str) -> str:
@@ -188,7 +195,8 @@ def _attention_steps(s: _Setting, a: AttentionSpec, after: dict[str, str]) -> li
     turned = ["q/k norm"] * (a.qk_norm != "none") + [f"RoPE ({a.rope})"] * (a.rope != "none")
     if turned:
         steps.append(Step("q, k", s.rows, " and ".join(turned), "made again"))
-    steps.append(Step("attention", *s.attention(a), after["attention"]))
+    name, reason = s.attention(a)
+    steps.append(Step("attention", _ATTENTION[name], reason, after["attention"]))
     steps.append(Step("output projection", product, why, after["proj"]))
     steps += _adapters(s, a, ("o",), after["proj"])
     return [*steps, _residual(s, "attention", a)]
@@ -218,12 +226,16 @@ def _ffn_steps(s: _Setting, f: FFNSpec, after: dict[str, str]) -> list[Step]:
     steps = []
     product, why = s.product()
     if f.pre != "none":
-        steps.append(Step("norm before FFN", s.rows, _norm(f.pre), "made again"))
+        before = s.spec.attn if not s.spec.parallel else None  # as Block::ensure_mid
+        kernel = "(residual of attention)" if before is not None and before.out == "none" else s.rows
+        steps.append(Step("norm before FFN", kernel, _norm(f.pre), "made again"))
     first = "gate and up products" if f.gated else "up product"
-    steps.append(Step(first, *(s.gate_up(f) or (product, why)), after["gu"]))
+    kernel, reason, activated = s.gate_up(f)
+    steps.append(Step(first, kernel, reason, after["gu"]))
     steps += _adapters(s, f, ("gate", "up"), after["gu"])
     dropped = f" and dropout {f.p_hidden:g}" if f.p_hidden else ""
-    steps.append(Step("activation", s.rows, f"{f.act}{dropped} in one pass", "made again with its gradient"))
+    kernel = f"({first})" if activated else s.rows
+    steps.append(Step("activation", kernel, f"{f.act}{dropped} in one pass", "made again with its gradient"))
     steps.append(Step("down product", product, why, after["down"]))
     steps += _adapters(s, f, ("down",), after["down"])
     steps.append(Step("tiles of the FFN", "", s.tiles(f)[2], "the same"))
@@ -246,14 +258,14 @@ def _fused(title: str, block: FusedModule, call: Call) -> Explanation:
     if not saves:
         steps = [Step(step.name, step.kernel, step.reason) for step in steps]
         note = "Nothing is saved: no gradient is asked for."
-        return Explanation(title, tuple(steps), {}, {}, (note, *_built(s)))
+        return Explanation(title, tuple(steps), {}, {}, (note, *_missing(s)))
     saved = {"x": s.x.numel() * s.x.element_size()}
     values = cost.kept_values(spec, *s.dims, s.x.dtype)
     saved |= {name: torch.Size(shape).numel() * dtype.itemsize for name, (shape, dtype) in values.items()}
     if spec.has_dropout:
         saved["random state"] = cost.saved_bytes(spec, *s.dims, s.x.dtype) - sum(saved.values())
     replayed = {name: work[name].flops for name in again}
-    return Explanation(title, tuple(steps), saved, replayed, (*_notes(s, replayed), *_built(s)))
+    return Explanation(title, tuple(steps), saved, replayed, (*_notes(s, replayed), *_missing(s)))
 
 
 def _notes(s: _Setting, replayed: dict[str, int]) -> list[str]:
@@ -262,6 +274,13 @@ def _notes(s: _Setting, replayed: dict[str, int]) -> list[str]:
     names = {"qkv": "QKV", "attention": "attention", "proj": "output projection", "gu": "gate/up", "down": "down"}
     made = ", ".join(names[name] for name in replayed) or "no product"
     notes = [f"Made again in backward: {made}; {100 * share:.0f} % of the step's FLOPs."]
+    if s.cuda and s.spec.attn is not None:
+        name = s.attention(s.spec.attn)[0]
+        if (other := backend.backward_backend(name)) != name:
+            notes.append(
+                f"Gradient of attention: {_ATTENTION[other]}, for {_ATTENTION[name]} has no repeatable one and "
+                "deterministic algorithms are enabled."
+            )
     packed = s.spec.attn is not None and s.spec.attn.packed
     if not s.cuda and not packed:
         forward = cost.forward_scratch(s.spec, *s.dims, s.x.dtype)
@@ -270,8 +289,13 @@ def _notes(s: _Setting, replayed: dict[str, int]) -> list[str]:
     return notes
 
 
-def _built(s: _Setting) -> list[str]:
-    """A warning where the extension lacks the device's kernels."""
-    if s.cuda and not _C.cuda_architectures:
-        return ["ckptfused was built for the CPU alone: this call will raise on a CUDA device."]
-    return []
+def _missing(s: _Setting) -> list[str]:
+    """What this call needs and will raise without."""
+    if not s.cuda:
+        return []
+    notes = []
+    if not _C.cuda_architectures:
+        notes.append("ckptfused was built for the CPU alone: this call will raise on a CUDA device.")
+    if s.spec.attn is not None and s.attention(s.spec.attn)[0] == "triton" and not backend.has_triton():
+        notes.append("Triton, which attention needs here, is not installed: this call will raise.")
+    return notes

@@ -19,16 +19,8 @@ Part = tuple[str, int]  # slot, width
 def cpu_attention(a: AttentionSpec, batch: int, length: int, dtype: torch.dtype) -> tuple[str, str]:
     """The kernel of attention on the CPU, "flash" (PyTorch's) or "tiles" (ours), and why: csrc/ops/attention_cpu.cpp's
     choice."""
-    options = {
-        "masks": a.mask != "none",
-        "padding": a.padding != "none",
-        "packed sequences": a.packed,
-        "window": 0 < a.window < length,
-        "soft cap": a.softcap != 0,
-        "dropout": round(a.p_attn * 65536) > 0,
-    }
-    if any(options.values()):
-        return "tiles", f"PyTorch's kernel has no {', no '.join(name for name, there in options.items() if there)}"
+    if special := Shape.of_spec(a, dtype, batch, length).special:
+        return "tiles", f"PyTorch's kernel has no {', no '.join(special)}"
     if dtype.itemsize == 2 and runs_as_float(dtype):
         return "tiles", f"this processor has no matrix instructions for {str(dtype).removeprefix('torch.')}"
     if a.causal and 256 < length <= 1024 and batch * a.kv_heads >= 4:

@@ -5,26 +5,19 @@ Triton and the kernels' modules are imported at the first call.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backend import Shape, attention_backend
+from .backend import Shape, attention_backend, backward_backend, has_triton
 from .problem import Problem, accumulation_type, expect, make_problem, operand
 
 
 def _backend(op: str, a: Problem) -> str:
     name, reason = attention_backend(Shape.of(a), torch.cuda.get_device_capability(a.q.device))
-    expect(name != "triton" or _has_triton(), op, f"this call needs Triton, which is not installed ({reason})")
+    expect(name != "triton" or has_triton(), op, f"this call needs Triton, which is not installed ({reason})")
     return name
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -66,14 +59,12 @@ def attention_bwd(
             f"lse: expected {acc} {list(q.shape[:3])} on {q.device}, got {lse.dtype} {list(lse.shape)} on {lse.device}",
         )
         do, o, lse = operand(do), operand(o), lse.contiguous()
-        backend = _backend(op, a)
+        backend = backward_backend(_backend(op, a))
         if backend == "triton":
             from .launch import launch_backward
 
             return launch_backward(a, do, o, lse)
-        # cuDNN's backward has no repeatable form in PyTorch; flash's reads the same o and lse.
-        flash = backend == "flash" or torch.are_deterministic_algorithms_enabled()
-        dq, dk, dv = (_flash_bwd if flash else _cudnn_bwd)(a, do, o, lse)
+        dq, dk, dv = (_flash_bwd if backend == "flash" else _cudnn_bwd)(a, do, o, lse)
         return _rows(dq), _rows(dk), _rows(dv)
 
 

@@ -49,12 +49,6 @@ class Problem:
     def group(self) -> int:
         return self.q.shape[1] // self.k.shape[1]
 
-    @property
-    def plain(self) -> bool:
-        """Softmax over all keys, or the causal ones, and nothing else: what PyTorch's kernels do."""
-        options = self.mask_kind or self.padding_kind or self.threshold or self.window or self.softcap
-        return not options and self.cu_seqlens is None and self.q.shape[2] == self.k.shape[2]
-
 
 def operand(t: Tensor) -> Tensor:
     """t, or a copy of it that the kernels can read."""

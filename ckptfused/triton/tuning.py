@@ -14,12 +14,12 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .backend import has_triton as _has_triton
 from .ffn_configs import DTYPES, FFNConfig, candidates, find_config
 
 CUBLAS = "cublas"
@@ -48,11 +48,6 @@ def _device(device: Device | torch.device | str) -> Device | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return _cuda_device(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def cache_file() -> Path:

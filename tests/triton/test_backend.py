@@ -12,8 +12,9 @@ import torch
 
 from ckptfused.triton.backend import Shape, attention_backend
 from ckptfused.triton.configs import BLOCK_D, OPTION_CLASSES, SHARED, STAGES, attention_config, block_d, device_class
+from ckptfused.triton.problem import make_problem
 
-PLAIN = Shape(plain=True, dtype=torch.bfloat16, head_dim=128, empty=False)
+PLAIN = Shape(special=(), dtype=torch.bfloat16, head_dim=128, empty=False)
 
 
 @pytest.mark.parametrize(
@@ -23,8 +24,8 @@ PLAIN = Shape(plain=True, dtype=torch.bfloat16, head_dim=128, empty=False)
         ({}, "triton", "triton"),
         ({}, "cudnn", "cudnn"),
         ({"head_dim": 256}, "cudnn", "flash"),
-        ({"plain": False}, None, "triton"),
-        ({"plain": False}, "flash", "triton"),
+        ({"special": ("masks",)}, None, "triton"),
+        ({"special": ("masks",)}, "flash", "triton"),
         ({"dtype": torch.float32}, "cudnn", "triton"),
         ({"head_dim": 100}, None, "triton"),
         ({"empty": True}, "flash", "triton"),
@@ -34,6 +35,27 @@ def test_choice(change: dict[str, object], override: str | None, expected: str) 
     name, reason = attention_backend(replace(PLAIN, **change), (9, 0), override)  # type: ignore[arg-type]
     assert name == expected
     assert reason
+
+
+@pytest.mark.parametrize(
+    ("change", "special"),
+    [
+        ({}, ()),
+        ({"mask": torch.ones(5, 5, dtype=torch.bool), "mask_kind": "keep"}, ("masks",)),
+        ({"padding": torch.ones(1, 5, dtype=torch.bool), "padding_kind": "drop"}, ("padding",)),
+        ({"cu_seqlens": torch.tensor([0, 2, 5])}, ("packed sequences",)),
+        ({"window": 3, "softcap": 2.0}, ("window", "soft cap")),
+        ({"window": 5}, ()),  # covers every key
+        ({"p": 0.1, "rng_state": torch.zeros(2, dtype=torch.int64)}, ("dropout",)),
+        ({"q": torch.ones(1, 1, 3, 8)}, ("unequal lengths",)),
+    ],
+)
+def test_what_is_special_in_a_call(change: dict[str, object], special: tuple[str, ...]) -> None:
+    arguments: dict[str, object] = dict.fromkeys(("q", "k", "v"), torch.ones(1, 1, 5, 8))
+    arguments |= dict.fromkeys(("mask", "padding", "cu_seqlens", "rng_state"))
+    arguments |= {"mask_kind": "none", "padding_kind": "none", "scale": 1.0, "causal": True}
+    arguments |= {"window": 0, "softcap": 0.0, "p": 0.0} | change
+    assert Shape.of(make_problem("op", **arguments)).special == special  # type: ignore[arg-type]
 
 
 def test_old_devices() -> None:
