@@ -10,6 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from ckptfused.cost.frame import product_scratch
 from ckptfused.keep import KEEP_PRESETS, keepable
 from ckptfused.slots import AUX_NAMES, param_names
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
+from ckptfused.triton import backend
 from tests.accounting import Events, saved_bytes
 from tests.cases import Case
 from tests.devices import CUDA, on_devices
@@ -339,6 +341,27 @@ def test_scratch_on_a_gpu() -> None:
     expected = 4 * (rows + width * width + triton)  # and the gradient of o_w
     params = dict.fromkeys(("attn.q_w", "attn.k_w", "attn.v_w", "attn.o_w"), torch.float32)
     dims = (batch, length, width, torch.float32)
+    assert cost.backward_scratch(spec, *dims, params=params, device="cuda") == expected
+
+
+@pytest.mark.parametrize("chosen", ["flash", "cudnn"])
+@pytest.mark.parametrize(
+    ("batch", "setting", "copies"), [(2, "off", 1), (2, "warn", 1), (2, "on", 17), (32, "on", 2), (33, "on", 1)]
+)
+def test_scratch_of_pytorchs_attention_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, batch: int, setting: str, copies: int, chosen: str
+) -> None:
+    """At its backward, as above. flash_api.cpp: repeatable, as many copies of dq as fill 132 multiprocessors."""
+    monkeypatch.setattr(cost.attention, "attention_backend", partial(backend.attention_backend, override=chosen))
+    monkeypatch.setattr(cost.attention, "multiprocessors", lambda: 132)
+    torch.use_deterministic_algorithms(setting != "off", warn_only=setting == "warn")
+    length, width, heads = 100, 64, 4
+    n, spec = batch * length, BlockSpec(attn=AttentionSpec(heads=heads, kv_heads=heads, head_dim=16))
+    rows = 2 * n * (3 * width + width + width + 3 * width) + 4 * n * heads  # qkv, o, d o, dq, dk, dv; lse
+    flash = 4 * batch * heads * 128 * (copies * 32 + 1)
+    expected = rows + 2 * width * width + (flash if chosen == "flash" or setting != "off" else 0)
+    params = dict.fromkeys(("attn.q_w", "attn.k_w", "attn.v_w", "attn.o_w"), torch.bfloat16)
+    dims = (batch, length, width, torch.bfloat16)
     assert cost.backward_scratch(spec, *dims, params=params, device="cuda") == expected
 
 

@@ -170,8 +170,9 @@ def forward_scratch(
     `save`: whether kept values are returned. `params`: the filled slots and their dtypes; None: all, of x's dtype.
     `lengths`: of packed sequences. `rope_copies`: bytes of the copies of cos and sin, made where they are not
     [..., T, rotary_dim / 2] in the accumulation type. `threads`: None, as many as PyTorch has now. `device`: "cpu" or
-    "cuda", where neither the platform's workspaces nor the allocator's rounding count and 132 multiprocessors are
-    assumed. Whether the FFN's products take their activation along is as a block finds it on the current GPU.
+    "cuda", where neither the platform's workspaces nor the allocator's rounding count, as many multiprocessors are
+    assumed as the GPU at hand has (132 without one), and torch.use_deterministic_algorithms as it is now. Whether the
+    FFN's products take their activation along is as a block finds it on the current GPU.
     """
     threads = torch.get_num_threads() if threads is None else threads
     one = takes_activation_along(spec, batch, length, width, dtype, device)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ckptfused.cost.frame import runs_as_float
+from ckptfused.cost.frame import multiprocessors, runs_as_float
 from ckptfused.cost.project import Projections
 from ckptfused.cost.work import Attention
 from ckptfused.spec import AttentionSpec
-from ckptfused.triton.backend import Shape, attention_backend
+from ckptfused.triton.backend import Shape, attention_backend, backward_backend
 
 _QUERY_TILE = 128  # csrc/kernels/cpu/attention.h
 _TRITON_GAP = 128  # ckptfused/triton/launch.py
@@ -57,11 +57,18 @@ class AttentionWalk(Projections):
         return min(self.call.threads, tasks) * each
 
     def _flash_scratch(self) -> int:
-        """Of FlashAttention-2's backward in PyTorch: dq and the sums of do·o in float32, rows in blocks of 128 and
-        heads of 32 entries (64 from 129 on), and under GQA the gradients of k and v by query head."""
+        """Of FlashAttention-2's backward in PyTorch (flash_api.cpp): dq and the sums of do·o in float32, rows in blocks
+        of 128 and heads of 32 entries (64 from 129 on), and under GQA the gradients of k and v by query head.
+
+        Repeatable, it adds up dq without atomics: in as many copies as give every multiprocessor one of the B·H heads,
+        ⌈multiprocessors / (B·H)⌉. So with few heads dq is 4·multiprocessors bytes for a row and entry, whatever B·H.
+        """
         a, call = self.attn, self.call
         rows, block = -(-call.length // 128) * 128, 32 if a.head_dim <= 128 else 64
-        sums = 4 * call.batch * a.heads * rows * (-(-a.head_dim // block) * block + 1)
+        asked = torch.are_deterministic_algorithms_enabled()
+        repeatable = asked and not torch.is_deterministic_algorithms_warn_only_enabled()
+        copies = -(-multiprocessors() // max(call.batch * a.heads, 1)) if repeatable else 1
+        sums = 4 * call.batch * a.heads * rows * (copies * -(-a.head_dim // block) * block + 1)
         return sums + (2 * self.rows(a.q_width, self.P) if a.kv_heads != a.heads else 0)
 
     def ensure_n1(self) -> None:
@@ -182,7 +189,7 @@ class AttentionWalk(Projections):
         self.work.append(Attention(call.batch, a.heads, call.length, a.head_dim, "attention backward", 5))
         for name, width in (("dq", a.q_width), ("dk", a.kv_width), ("dv", a.kv_width)):
             self.time.alloc(name, self.rows(width, self.P))
-        lengths, scratch, kernel = call.lengths or (call.length,) * call.batch, 0, self._kernel()
+        lengths, scratch, kernel = call.lengths or (call.length,) * call.batch, 0, backward_backend(self._kernel())
         if kernel == "tiles":
             scratch = self._tiled_scratch(True, len(lengths) * a.kv_heads, max(lengths))
         elif kernel == "flash" and call.device != "cpu":

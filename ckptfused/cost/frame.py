@@ -41,10 +41,15 @@ def row_chunks(rows: int) -> int:
     return -(-rows // size)
 
 
-def cuda_row_chunks(rows: int, cols: int, multiprocessors: int = 132) -> int:
-    """The same on a GPU (csrc/kernels/cuda/norm_bwd.cu), by default one with as many multiprocessors as an H100."""
+def multiprocessors() -> int:
+    """Of the GPU at hand; without one, of an H100."""
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
+
+
+def cuda_row_chunks(rows: int, cols: int) -> int:
+    """The same on a GPU (csrc/kernels/cuda/norm_bwd.cu)."""
     warps = min(max((-(-cols // 256) + 1) // 2, 1), 16)
-    return max(1, min(-(-rows // 8), multiprocessors * (16 // warps)))
+    return max(1, min(-(-rows // 8), multiprocessors() * (16 // warps)))
 
 
 class Timeline:

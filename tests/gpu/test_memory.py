@@ -34,6 +34,16 @@ def _device() -> dict[str, Any]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("keep", KEEP_PRESETS)
 def test_peak_of_a_step(keep: str, size: str, rates: str) -> None:
+    check(keep, size, rates)
+
+
+def test_peak_of_a_repeatable_step() -> None:
+    """Flash's dq is in several copies then."""
+    torch.use_deterministic_algorithms(True)
+    check("inputs", "in one piece", "no dropout")
+
+
+def check(keep: str, size: str, rates: str) -> None:
     (batch, length), dtype = SIZES[size], torch.bfloat16
     block = FusedCheckpointBlock.llama(
         WIDTH, 16, dim_feedforward=HIDDEN, num_kv_heads=4, keep=keep, **RATES[rates]
