@@ -9,9 +9,9 @@ from ckptfused.cost.project import Projections
 from ckptfused.cost.work import Attention
 from ckptfused.spec import AttentionSpec
 from ckptfused.triton.backend import Shape, attention_backend, backward_backend
+from ckptfused.triton.problem import GAP
 
 _QUERY_TILE = 128  # csrc/kernels/cpu/attention.h
-_TRITON_GAP = 128  # ckptfused/triton/launch.py
 
 Part = tuple[str, int]  # slot, width
 
@@ -168,9 +168,9 @@ class AttentionWalk(Projections):
             self.drop("qkv")
 
         self.time.alloc("dqkv", self.rows(a.qkv_width, self.P))
-        for d, name in (("dq", "attn.q_norm"), ("dk", "attn.k_norm")):
+        for d, name, heads in (("dq", "attn.q_norm", a.heads), ("dk", "attn.k_norm", a.kv_heads)):
             count = self.vector_grads(f"{name}_w", f"{name}_b")
-            self.partials(a.head_dim, count)
+            self.partials(a.head_dim, count, heads)
             self.time.free(d)
         self.drop("qkv")
         self.time.free("dv")
@@ -195,6 +195,6 @@ class AttentionWalk(Projections):
         elif kernel == "flash" and call.device != "cpu":
             scratch = self._flash_scratch()
         elif kernel == "triton":  # delta and lse, padded for each sequence
-            scratch = 2 * self.A.itemsize * a.heads * (self.N + _TRITON_GAP * len(lengths))
+            scratch = 2 * self.A.itemsize * a.heads * (self.N + GAP * len(lengths))
         with self.time.temporary(scratch):
             pass

@@ -52,6 +52,11 @@ def cuda_row_chunks(rows: int, cols: int) -> int:
     return max(1, min(-(-rows // 8), multiprocessors() * (16 // warps)))
 
 
+def cuda_head_chunks(rows: int, heads: int) -> int:
+    """Of the q/k norms' gradients, sums over the heads of all rows (csrc/kernels/cuda/qk_bwd.cu)."""
+    return max(1, min(-(-rows * heads // 64), 4 * multiprocessors()))
+
+
 class Timeline:
     """Buffers by name: what is allocated now, and the most that ever was."""
 
@@ -183,9 +188,12 @@ class Frame:
             self.grads[name] = dtype
             self.time.alloc(f"d {name}", prod(self.shapes[name]) * dtype.itemsize)
 
-    def partials(self, width: int, count: int) -> None:
-        """Partial sums over the rows of `count` vector gradients, while a kernel runs."""
-        chunks = row_chunks(self.N) if self.call.device == "cpu" else cuda_row_chunks(self.N, width)
+    def partials(self, width: int, count: int, heads: int = 0) -> None:
+        """Partial sums over the rows, or their heads, of `count` vector gradients, while a kernel runs."""
+        if self.call.device == "cpu":
+            chunks = row_chunks(self.N)
+        else:
+            chunks = cuda_head_chunks(self.N, heads) if heads else cuda_row_chunks(self.N, width)
         with self.time.temporary(count * chunks * width * self.A.itemsize):
             pass
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import problem
 from .philox import dropout_scale, keep_tile, load_state
 from .tiles import INF, LOG2E, key_ranges, load_rows, logits, place, query_ranges, row_products, scalar, store_rows
 
 # shift and delta of a sequence are followed by this many rows without probabilities. A tile that reaches beyond the
 # last query reads those, without a mask (which would cost many registers in the layout of a product's columns).
-GAP: tl.constexpr = tl.constexpr(128)
+GAP: tl.constexpr = tl.constexpr(problem.GAP)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rows of a tile are apart by 32-bit offsets: at most 256 rows of this stride.
 _MAX_ROW_STRIDE = 1 << 22
 _MAX_HEAD_DIM = 256
+GAP = 128  # rows behind each sequence's in shift and delta, the scratch of backward; no tile has more queries
 
 
 def accumulation_type(dtype: torch.dtype) -> torch.dtype:

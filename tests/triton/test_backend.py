@@ -12,7 +12,7 @@ import torch
 
 from ckptfused.triton.backend import Shape, attention_backend
 from ckptfused.triton.configs import BLOCK_D, OPTION_CLASSES, SHARED, STAGES, attention_config, block_d, device_class
-from ckptfused.triton.problem import make_problem
+from ckptfused.triton.problem import GAP, make_problem
 
 PLAIN = Shape(special=(), dtype=torch.bfloat16, head_dim=128, empty=False)
 
@@ -87,6 +87,13 @@ def test_importing_needs_no_triton() -> None:
     assert "op: this call needs Triton, which is not installed (torch.float32:" in run.stderr
 
 
+def test_one_gap() -> None:
+    pytest.importorskip("triton")
+    from ckptfused.triton import attention_bwd, launch
+
+    assert launch.GAP == attention_bwd.GAP.value == GAP
+
+
 def test_there_is_a_tile_for_everything() -> None:
     for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
         assert device_class(capability) in SHARED
@@ -95,6 +102,6 @@ def test_there_is_a_tile_for_everything() -> None:
                 for stage in STAGES:
                     for dropout, options in product((False, True), OPTION_CLASSES):
                         c = attention_config(stage, dtype, head_dim, dropout, capability, options)
-                        assert c.block_n % 8 == 0 and c.block_m <= 128
+                        assert c.block_n % 8 == 0 and c.block_m <= GAP
                         assert not c.piece or block_d(head_dim) % c.piece == 0
                 assert block_d(head_dim) in BLOCK_D
