@@ -31,7 +31,7 @@ demo: build
 
 test: pytest ctest
 
-pytest: build
+pytest: build gtest
 	$(BIN)/python -m pytest -n $(JOBS) -p no:benchmark $(PYTEST_ARGS) tests
 
 test-transformers: build $(TRANSFORMERS_VENV)/.ready

@@ -51,7 +51,7 @@ def sources(folders: tuple[str, ...], suffix: str) -> list[str]:
 
 def extension():
     cpp, cuda = sources(FOLDERS, ".cpp"), sources(CUDA_FOLDERS, ".cu")
-    cxx_flags, nvcc_flags, headers = CXX_FLAGS + OPENMP, ["-O3"], []
+    cxx_flags, nvcc_flags, headers = CXX_FLAGS + OPENMP, [*setup_cuda.NVCC_FLAGS], []
     if TOOLKIT is not None:
         gencode = setup_cuda.architecture_flags()
         nvcc_flags += gencode

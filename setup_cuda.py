@@ -13,6 +13,7 @@ import torch
 
 # TORCH_CUDA_ARCH_LIST overrides it. The PTX serves GPUs that are newer.
 ARCHITECTURES = "8.0;9.0+PTX"
+NVCC_FLAGS = ["-O3"]
 # Of those that torch's headers include; a toolkit installed in parts may lack them.
 HEADERS = ("cuda_runtime_api.h", "cublas_v2.h", "cusparse.h")
 

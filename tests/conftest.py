@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests import tools
 from tests.devices import why_no_gpu
 
 # Read when CUDA starts: without it torch.use_deterministic_algorithms refuses matrix products there.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_configure() -> None:
+    if lacking := tools.missing():
+        raise pytest.UsageError(f"{tools.VARIABLE}=ON, but here is no {', no '.join(lacking)}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from ckptfused.cost import frame
+from tests.tools import GTEST
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.once,
     pytest.mark.skipif(sys.platform != "linux", reason="ThreadSanitizer and ucontext of Linux are used"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is missing"),
-    pytest.mark.skipif(not Path("/usr/include/gtest/gtest.h").exists(), reason="GoogleTest is missing"),
+    pytest.mark.skipif(not GTEST.exists(), reason="GoogleTest is missing"),
 ]
 
 FLAGS = ["-O1", "-fno-math-errno", "-fno-trapping-math"]

@@ -15,15 +15,28 @@ from pathlib import Path
 
 import pytest
 
+import setup_cuda
 from tests.conftest import SUMMARY
+from tests.tools import nvcc
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = sorted((ROOT / "csrc/kernels/cuda").glob("*.cu"))
-ARCHITECTURES = ("80", "90")
-NVCC = shutil.which("nvcc")
+NVCC = nvcc()
 
 pytestmark = pytest.mark.once
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
+
+
+@pytest.fixture
+def gencode(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """nvcc's flags for the architectures that are built by default."""
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    return setup_cuda.architecture_flags()
+
+
+def processors(gencode: list[str]) -> set[str]:
+    """Those that ptxas compiles for."""
+    return {name for name in setup_cuda.architecture_names(gencode) if name.startswith("sm_")}
 
 
 @dataclass(frozen=True)
@@ -68,11 +81,18 @@ def parse(report: str) -> list[Usage]:
     return found
 
 
-def compile_kernels(source: Path, folder: Path) -> list[Usage]:
+def compile_kernels(source: Path, folder: Path, gencode: list[str]) -> list[Usage]:
     """The report of one .cu file, compiled as setup.py does."""
     assert NVCC is not None
-    gencode = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in ARCHITECTURES]
-    command = [NVCC, "-std=c++17", "-O3", "-Xptxas", "-v", "-I", str(ROOT / "csrc"), *gencode, "-c", str(source)]
+    flags = [
+        *setup_cuda.NVCC_FLAGS,
+        "-std=c++17",
+        "-Xptxas",
+        "-v",
+        "-I",
+        str(ROOT / "csrc"),
+    ]  # -std as torch 2.11 has it
+    command = [str(NVCC), *flags, *gencode, "-c", str(source)]
     run = subprocess.run([*command, "-o", str(folder / "x.o")], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return parse(run.stdout + run.stderr)
@@ -105,10 +125,12 @@ def local_memory(usages: Sequence[Usage]) -> list[str]:
 
 @needs_nvcc
 @pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.stem)
-def test_registers_alone(source: Path, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
-    usages = compile_kernels(source, tmp_path)
+def test_registers_alone(
+    source: Path, tmp_path: Path, gencode: list[str], record_property: Callable[[str, object], None]
+) -> None:
+    usages = compile_kernels(source, tmp_path, gencode)
     record_property(SUMMARY, table(usages))
-    assert {usage.architecture for usage in usages} == {f"sm_{sm}" for sm in ARCHITECTURES}
+    assert {usage.architecture for usage in usages} == processors(gencode) != set()
     assert not local_memory(usages)
 
 
@@ -132,13 +154,13 @@ __global__ void __launch_bounds__(1024, 2) crowded(float* x) {
 
 
 @needs_nvcc
-def test_planted_local_memory_is_seen(tmp_path: Path) -> None:
+def test_planted_local_memory_is_seen(tmp_path: Path, gencode: list[str]) -> None:
     (tmp_path / "planted.cu").write_text(PLANTED)
-    usages = compile_kernels(tmp_path / "planted.cu", tmp_path)
-    assert len(usages) == 3 * len(ARCHITECTURES)
+    usages, count = compile_kernels(tmp_path / "planted.cu", tmp_path, gencode), len(processors(gencode))
+    assert len(usages) == 3 * count
     seen = {(name, usage.architecture) for usage, name in zip(usages, demangled(usages), strict=True) if usage.local}
     assert {name for name, _ in seen} == {"indexed", "crowded"}
-    assert len(seen) == 2 * len(ARCHITECTURES) == len(local_memory(usages))
+    assert len(seen) == 2 * count == len(local_memory(usages))
 
 
 def test_parser() -> None:
