@@ -282,9 +282,10 @@ def _notes(s: _Setting, replayed: dict[str, int]) -> list[str]:
                 "deterministic algorithms are enabled."
             )
     packed = s.spec.attn is not None and s.spec.attn.packed
-    if not s.cuda and not packed:
-        forward = cost.forward_scratch(s.spec, *s.dims, s.x.dtype)
-        backward = cost.backward_scratch(s.spec, *s.dims, s.x.dtype)
+    if not packed:
+        device = "cuda" if s.cuda else "cpu"
+        forward = cost.forward_scratch(s.spec, *s.dims, s.x.dtype, device=device)
+        backward = cost.backward_scratch(s.spec, *s.dims, s.x.dtype, device=device)
         notes.append(f"Most memory at a time: forward {_size(forward)}, backward {_size(backward)}, results included.")
     return notes
 

@@ -10,12 +10,10 @@ from torch import Tensor
 from .attention_bwd import attention_delta_kernel, attention_dkdv_kernel, attention_dq_kernel
 from .attention_fwd import attention_fwd_kernel
 from .configs import Config, attention_config, block_d, delta_config, option_class
-from .problem import Problem, accumulation_type
+from .problem import GAP, Problem, accumulation_type
 
 # Of CPU tensors: large enough for the interpreter, small enough for tests to see several of them.
 INTERPRETED = Config(32, 64, 4, 1)
-
-GAP = 128  # as in attention_bwd.py; no tile has more queries
 
 
 def _cdiv(a: int, b: int) -> int:
