@@ -208,7 +208,7 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
                 32: (Config(64, 32, 8, 3), Config(128, 16, 8, 3)),
                 64: (Config(64, 64, 8, 3),),
                 128: (Config(32, 64, 8, 3),),
-                256: (Config(64, 16, 8, 2),),
+                256: (Config(32, 32, 8, 2), Config(64, 16, 8, 2)),
             },
             "dkdv": {
                 16: (Config(32, 128, 8, 2), Config(16, 128, 8, 2)),
@@ -221,7 +221,7 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
                 16: (Config(32, 64, 8, 2), Config(128, 32, 8, 2)),
                 32: (Config(128, 32, 8, 2),),
                 64: (Config(128, 16, 8, 2), Config(64, 32, 8, 2)),
-                128: (Config(32, 32, 8, 2), Config(64, 16, 8, 2)),
+                128: (Config(32, 32, 8, 2),),
                 256: (Config(16, 16, 8, 2), Config(32, 16, 8, 2)),
             },
         },
