@@ -126,7 +126,7 @@ _HALF: dict[str, dict[str, dict[int, tuple[Config, ...]]]] = {
 
 # By class of options, only where they make the tile above spill. A mask tensor that is not aligned (packed sequences
 # begin anywhere) is read an element at a time, and costs forward the most. "mask" are also the tiles of a head narrower
-# than its padded D, whose loads have masks of their own; with all registers.
+# than its padded D, whose loads have masks of their own; on sm_80 with all registers.
 _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
     "some": {
         "sm_90": {
@@ -192,7 +192,7 @@ _OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
                 32: (Config(32, 128, 8, 2),),
                 64: (Config(32, 128, 8, 2), Config(32, 64, 8, 2)),
                 128: (Config(64, 16, 8, 2), Config(16, 64, 8, 2)),
-                256: (Config(16, 32, 8, 2), Config(16, 32, 8, 1)),
+                256: (Config(16, 32, 8, 2, registers=_ALL_REGISTERS), Config(16, 32, 8, 1)),
             },
             "dq": {
                 16: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
@@ -284,7 +284,7 @@ def attention_config(
         if options != "none":
             entry = _OPTIONS[options][device][stage].get(d, entry)
         config = entry[-1 if dropout else 0]
-        return replace(config, registers=_ALL_REGISTERS) if options == "mask" else config
+        return replace(config, registers=_ALL_REGISTERS) if options == "mask" and device == "sm_80" else config
     if dtype == torch.float64 or d > 64 or options != "none":
         return Config(16, 16, 8, 1, _piece(stage, dtype, d, dropout, device), _ALL_REGISTERS)
     if stage == "dkdv" and d <= 32:
