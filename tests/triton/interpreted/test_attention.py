@@ -28,6 +28,28 @@ def test_real_tiles(capability: tuple[int, int], head_dim: int, monkeypatch: pyt
     check(case)
 
 
+NARROW = Case(batch=1, heads=2, kv_heads=1, tokens=67, head_dim=24, p=P, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(NARROW, mask="add", causal=True),
+        replace(NARROW, head_dim=8, p=0.0, window=20, softcap=2.0, mask="keep"),
+        replace(NARROW, head_dim=32, padding="keep", window=20, causal=True),
+        replace(NARROW, head_dim=96, mask="drop", padding="add"),
+        replace(NARROW, head_dim=48, packed=(0, 10, 67)),
+        replace(NARROW, head_dim=192, p=0.0, softcap=2.0),
+    ],
+    ids=lambda c: c.id,
+)
+def test_real_tiles_of_options(capability: tuple[int, int], case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With those of masks, of other options, and of heads that do not fill a padded row."""
+    monkeypatch.setattr(launch, "_config", lambda stage, a: launch._tile(stage, a, capability))
+    check(case)
+
+
 WIDE = Case(batch=1, heads=2, kv_heads=1, tokens=35, head_dim=256, p=P, dtype=torch.float32)
 
 
