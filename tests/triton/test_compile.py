@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("Triton interprets here, and does not compile", allow_module_level=True)
 
 import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from ckptfused.triton import configs
-from tests.triton.compiling import CAPABILITIES, NARROW, OPTIONS, Kernel, compile_kernel, delta_kernels
+from ckptfused.triton import configs, philox
+from tests.triton.compiling import CAPABILITIES, NARROW, OPTIONS, Kernel, compile_kernel, delta_kernels, ptxas
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +110,20 @@ def exact_table() -> Iterator[Kernel]:
         for device in ("sm_90", "sm_80") if d == 256 else (DEVICES[(i + 1) % 3],):
             for dropout in (True, False) if d == 256 else (True,):
                 yield Kernel(device, stage, d, dtype=dtype, dropout=dropout, options=OPTIONS)
+
+
+@pytest.mark.parametrize("device", ["sm_90", "sm_80"])
+def test_the_mask_alone(device: str) -> None:
+    """In the tile of tests/gpu/test_masks.py."""
+    numbers = {"out": "*u8", "rng_state": "*i64", "rows": "i32", "cols": "i32", "threshold": "i32"}
+    constants: dict[str, Any] = {"SITE": 1, "BLOCK_M": 32, "BLOCK_N": 64}
+    signature = numbers | dict.fromkeys(constants, "constexpr")
+    major, minor = CAPABILITIES[device]
+    compiled = triton.compile(
+        ASTSource(philox.keep_tile_kernel, signature, constants), target=GPUTarget("cuda", 10 * major + minor, 32)
+    )
+    assert ptxas(compiled.asm["ptx"])[1:] == (0, 0)
+    assert compiled.metadata.shared <= configs.SHARED[device]
 
 
 def test_every_tile_is_compiled() -> None:
