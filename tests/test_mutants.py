@@ -194,7 +194,8 @@ def _copy(tmp_path: Path) -> Path:
     """Copy what the tests need, all but the extension; return where that belongs."""
     for folder in ("ckptfused", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("pyproject.toml", "setup_cuda.py"):  # tests ask the latter for the toolkit
+        shutil.copy(ROOT / name, tmp_path)
     return tmp_path / "ckptfused" / Path(_C.__file__).name
 
 
