@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.nn import Dropout, Identity, Linear
 
 from ckptfused.convert.parts import Reason
 from ckptfused.convert.source import as_read, class_name
@@ -54,12 +55,12 @@ def adapters(module: Any) -> tuple[LoRA, ...] | Reason:
         if name in module.lora_variant:
             return Reason(f"LoRA variant {type(module.lora_variant[name]).__name__} (DoRA or another)")
         a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
-        if not (type(a) is type(b) is nn.Linear) or a.bias is not None or hooked(a, b, dropout):
+        if not (type(a) is type(b) is Linear) or a.bias is not None or hooked(a, b, dropout):
             return Reason("an adapter whose A or B is no plain Linear")
-        if type(dropout) not in (nn.Dropout, nn.Identity):
+        if type(dropout) not in (Dropout, Identity):
             return Reason(f"adapter dropout of type {type(dropout).__name__}")
         if not module.cast_input_dtype_enabled and a.weight.dtype != module.base_layer.weight.dtype:
             return Reason("an adapter of another dtype than its input, with casting switched off")
-        p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+        p = dropout.p if type(dropout) is Dropout and dropout.training else 0.0
         found.append(LoRA(a.weight, b.weight, b.bias, float(module.scaling[name]), p))
     return tuple(found)

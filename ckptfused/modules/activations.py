@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import GELU, ReLU, SiLU
 
 from ckptfused.spec import GATED_ACTIVATIONS
 
@@ -79,9 +80,9 @@ def plain_activation(activation: str | Activation) -> Activation:
 def activation_kind(activation: Activation) -> str | None:
     """The fused kind of a callable, None if it is not one of them."""
     if isinstance(activation, nn.Module):
-        if type(activation) is nn.GELU:
+        if type(activation) is GELU:
             return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-        return "relu" if type(activation) is nn.ReLU else "silu" if type(activation) is nn.SiLU else None
+        return "relu" if type(activation) is ReLU else "silu" if type(activation) is SiLU else None
     if activation is torch.relu:
         return "relu"
     for kind, function in PLAIN.items():

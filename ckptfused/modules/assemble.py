@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+# As they are now: a subclass that somebody puts in their place in torch.nn may compute something else.
+from torch.nn import Dropout, Linear, MultiheadAttention
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ckptfused.functional import (
@@ -211,7 +214,7 @@ def ffn_slots(linear1: Any, linear2: Any, activation: Activation, norm: Any, pla
 
 def attention_fusable(attn: Any, norm: Any, dropout: nn.Module) -> bool:
     """Whether the kernels compute what these layers do."""
-    known = type(attn) in (nn.MultiheadAttention, GroupedAttention) and type(dropout) is nn.Dropout
+    known = type(attn) in (MultiheadAttention, GroupedAttention) and type(dropout) is Dropout
     if not known or hooked(attn, attn.out_proj, norm, dropout) or norm_kind(norm, attn.embed_dim) is None:
         return False
     if attn.head_dim > MAX_HEAD_DIM:
@@ -222,16 +225,16 @@ def attention_fusable(attn: Any, norm: Any, dropout: nn.Module) -> bool:
         if type(attn.q_norm) is not type(attn.k_norm):
             return False
     plain_shape = attn._qkv_same_embed_dim and attn.bias_k is None and not attn.add_zero_attn
-    return plain_shape and type(attn.out_proj) in (NonDynamicallyQuantizableLinear, nn.Linear)
+    return plain_shape and type(attn.out_proj) in (NonDynamicallyQuantizableLinear, Linear)
 
 
 def ffn_fusable(
     linear1: Any, linear2: Any, activation: Activation, norm: Any, dropout: nn.Module, dropout2: nn.Module
 ) -> bool:
     """Whether the kernels compute what these layers do."""
-    if type(linear1) is not nn.Linear or type(linear2) is not nn.Linear or activation_kind(activation) is None:
+    if type(linear1) is not Linear or type(linear2) is not Linear or activation_kind(activation) is None:
         return False
-    if type(dropout) is not nn.Dropout or type(dropout2) is not nn.Dropout:
+    if type(dropout) is not Dropout or type(dropout2) is not Dropout:
         return False
     if isinstance(activation, nn.Module) and hooked(activation):
         return False

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import MultiheadAttention
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ckptfused.masks import encoder_mask
@@ -146,7 +147,7 @@ class GroupedAttention(nn.MultiheadAttention):
 
 def is_plain(attention: nn.MultiheadAttention) -> bool:
     """Whether PyTorch's own fast path computes this attention."""
-    return type(attention) is nn.MultiheadAttention
+    return type(attention) is MultiheadAttention
 
 
 def make_attention(

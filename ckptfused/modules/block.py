@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import TransformerEncoderLayer
 
 from ckptfused.masks import NO_MASK
 from ckptfused.modules import assemble
@@ -17,10 +18,11 @@ from ckptfused.modules.fused import FusedModule, needs_gradient, rates, run_fuse
 from ckptfused.modules.norms import make_norm
 from ckptfused.spec import Keep
 
-_SA_BLOCK, _FF_BLOCK = nn.TransformerEncoderLayer._sa_block, nn.TransformerEncoderLayer._ff_block
+# PyTorch's own class is the one of this import: torch.nn's name for it is where somebody may put the block.
+_SA_BLOCK, _FF_BLOCK = TransformerEncoderLayer._sa_block, TransformerEncoderLayer._ff_block
 
 
-class FusedCheckpointBlock(FusedModule, nn.TransformerEncoderLayer):
+class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     """`nn.TransformerEncoderLayer`, its superset, with the memory of full activation checkpointing.
 
     The leading arguments, their defaults, the submodules, the `state_dict` keys and `forward` are those of
@@ -121,17 +123,17 @@ class FusedCheckpointBlock(FusedModule, nn.TransformerEncoderLayer):
         return cls(d_model, nhead, hidden, dropout, **{**preset, **options})
 
     @classmethod
-    def from_layer(cls, layer: nn.TransformerEncoderLayer, keep: Keep = "inputs") -> FusedCheckpointBlock:
+    def from_layer(cls, layer: TransformerEncoderLayer, keep: Keep = "inputs") -> FusedCheckpointBlock:
         """Takes over a layer: the same `Parameter` objects, submodules, attributes, hooks and training flag.
 
         **Raises** `TypeError` for a layer that is no `nn.TransformerEncoderLayer`, or whose class computes
         something else (overrides `forward`, `_sa_block` or `_ff_block`).
         """
-        if not isinstance(layer, nn.TransformerEncoderLayer):
+        if not isinstance(layer, TransformerEncoderLayer):
             raise TypeError(f"layer: expected an nn.TransformerEncoderLayer, got {type(layer).__name__}")
         for name in ("forward", "_sa_block", "_ff_block"):
             ours = isinstance(layer, FusedCheckpointBlock) and getattr(type(layer), name) is getattr(cls, name)
-            if not ours and getattr(type(layer), name) is not getattr(nn.TransformerEncoderLayer, name):
+            if not ours and getattr(type(layer), name) is not getattr(TransformerEncoderLayer, name):
                 raise TypeError(f"layer: expected PyTorch's own {name}, but {type(layer).__name__} overrides it")
             if name in vars(layer):
                 raise TypeError(f"layer: expected PyTorch's own {name}, but this layer has one of its own")
@@ -164,7 +166,7 @@ class FusedCheckpointBlock(FusedModule, nn.TransformerEncoderLayer):
         """
         masks = (src_mask, src_key_padding_mask)
         if src.is_nested:
-            return nn.TransformerEncoderLayer.forward(self, src, *masks, is_causal=is_causal)
+            return TransformerEncoderLayer.forward(self, src, *masks, is_causal=is_causal)
         if not self.fusable() or needs_gradient(*masks):
             if cu_seqlens is not None or rotary is not None or generator is not None:
                 raise ValueError("cu_seqlens, rotary, generator: expected None for layers that cannot be fused")
@@ -215,7 +217,7 @@ class FusedCheckpointBlock(FusedModule, nn.TransformerEncoderLayer):
             length = src.size(-2 if self.self_attn.batch_first or src.dim() == 2 else 0)
             src_mask = nn.Transformer.generate_square_subsequent_mask(length, src.device, src.dtype)
         if not self.parallel:
-            return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal=is_causal)
+            return TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal=is_causal)
         x = self.norm1(src)
         attention = self._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal)
         return src + attention + self._ff_block(x if self.norm2 is None else self.norm2(src))

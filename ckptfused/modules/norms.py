@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import LayerNorm, RMSNorm
 
 from ckptfused.spec import NORMS
 
@@ -47,7 +48,7 @@ def norm_kind(norm: nn.Module | None, width: int) -> str | None:
         return "none"
     if type(norm) is GemmaNorm:
         return "gemma" if norm.weight.size(0) == width else None
-    for kind, layer in (("layernorm", nn.LayerNorm), ("rmsnorm", nn.RMSNorm)):
+    for kind, layer in (("layernorm", LayerNorm), ("rmsnorm", RMSNorm)):
         if type(norm) is layer and norm.normalized_shape == (width,):
             return kind
     return None
