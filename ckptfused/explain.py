@@ -13,7 +13,7 @@ from ckptfused._extension import _C
 from ckptfused.cost.attention import cpu_attention
 from ckptfused.functional import autocast_enabled
 from ckptfused.modules.assemble import Call
-from ckptfused.modules.fused import FusedModule, needs_gradient
+from ckptfused.modules.fused import FusedModule
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
 from ckptfused.triton import backend, tuning
 
@@ -103,10 +103,7 @@ def _not_fused(block: FusedModule, x: Tensor, args: tuple[Any, ...], kwargs: dic
     """Why the module takes its generic path; empty if it does not."""
     if x.is_nested:
         return "x is a nested tensor"
-    if not block.fusable():
-        return "the kernels do not compute what these layers do (a layer of another type, a hook, a wide head)"
-    masks = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-    return "a mask needs a gradient" if needs_gradient(*masks) else ""
+    return block.generic_reason(*(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))) or ""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -212,33 +212,66 @@ def ffn_slots(linear1: Any, linear2: Any, activation: Activation, norm: Any, pla
     ]
 
 
-def attention_fusable(attn: Any, norm: Any, dropout: nn.Module) -> bool:
-    """Whether the kernels compute what these layers do."""
-    known = type(attn) in (MultiheadAttention, GroupedAttention) and type(dropout) is Dropout
-    if not known or hooked(attn, attn.out_proj, norm, dropout) or norm_kind(norm, attn.embed_dim) is None:
-        return False
-    if attn.head_dim > MAX_HEAD_DIM:
-        return False
-    if type(attn) is GroupedAttention:
-        if hooked(attn.q_norm, attn.k_norm, attn.rotary) or norm_kind(attn.q_norm, attn.head_dim) is None:
-            return False
-        if type(attn.q_norm) is not type(attn.k_norm):
-            return False
-    plain_shape = attn._qkv_same_embed_dim and attn.bias_k is None and not attn.add_zero_attn
-    return plain_shape and type(attn.out_proj) in (NonDynamicallyQuantizableLinear, Linear)
+def _watched(**layers: nn.Module | None) -> str | None:
+    """Which of the named layers somebody watches or patches."""
+    return next((f"{name} has a hook or a forward of its own" for name, layer in layers.items() if hooked(layer)), None)
 
 
-def ffn_fusable(
+def _unknown(kinds: tuple[type, ...], **layers: Any) -> str | None:
+    """Which of the named layers is of another class than these, the code of which the kernels stand in for."""
+    for name, layer in layers.items():
+        if type(layer) not in kinds:
+            return f"{name} is a {type(layer).__module__}.{type(layer).__name__}, not PyTorch's {kinds[0].__name__}"
+    return None
+
+
+def _unknown_norm(name: str, norm: nn.Module | None, width: int) -> str | None:
+    if norm_kind(norm, width) is not None:
+        return None
+    return f"{name} is a {type(norm).__name__} that the kernels do not compute over {width} values"
+
+
+def attention_reason(attn: Any, norm: Any, dropout: nn.Module) -> str | None:
+    """Why the kernels do not compute what these layers do; None if they do."""
+    why = (
+        _unknown((MultiheadAttention, GroupedAttention), self_attn=attn)
+        or _unknown((Dropout,), dropout1=dropout)
+        or _watched(self_attn=attn, norm1=norm, dropout1=dropout)
+        or _watched(**{"self_attn.out_proj": attn.out_proj})
+        or _unknown((Linear, NonDynamicallyQuantizableLinear), **{"self_attn.out_proj": attn.out_proj})
+        or _unknown_norm("norm1", norm, attn.embed_dim)
+    )
+    if why is None and attn.head_dim > MAX_HEAD_DIM:
+        why = f"heads are {attn.head_dim} wide, kernels reach {MAX_HEAD_DIM}"
+    if why is None and not (attn._qkv_same_embed_dim and attn.bias_k is None and not attn.add_zero_attn):
+        why = "self_attn has keys and values of another width, bias_k or add_zero_attn"
+    return _variant_reason(attn) if why is None and type(attn) is GroupedAttention else why
+
+
+def _variant_reason(attn: GroupedAttention) -> str | None:
+    """As `attention_reason`, for what a `GroupedAttention` has beside."""
+    q, k = attn.q_norm, attn.k_norm
+    if type(q) is not type(k):
+        return f"self_attn.q_norm is a {type(q).__name__}, k_norm a {type(k).__name__}"
+    named = {"self_attn.q_norm": q, "self_attn.k_norm": k, "self_attn.rotary": attn.rotary}
+    return _watched(**named) or _unknown_norm("self_attn.q_norm", q, attn.head_dim)
+
+
+def ffn_reason(
     linear1: Any, linear2: Any, activation: Activation, norm: Any, dropout: nn.Module, dropout2: nn.Module
-) -> bool:
-    """Whether the kernels compute what these layers do."""
-    if type(linear1) is not Linear or type(linear2) is not Linear or activation_kind(activation) is None:
-        return False
-    if type(dropout) is not Dropout or type(dropout2) is not Dropout:
-        return False
-    if isinstance(activation, nn.Module) and hooked(activation):
-        return False
-    return not hooked(linear1, linear2, norm, dropout, dropout2) and norm_kind(norm, linear2.out_features) is not None
+) -> str | None:
+    """Why the kernels do not compute what these layers do; None if they do."""
+    why = (
+        _unknown((Linear,), linear1=linear1, linear2=linear2)
+        or _unknown((Dropout,), dropout=dropout, dropout2=dropout2)
+        or _watched(linear1=linear1, linear2=linear2, norm2=norm, dropout=dropout, dropout2=dropout2)
+        or _unknown_norm("norm2", norm, linear2.out_features)
+    )
+    if why is None and activation_kind(activation) is None:
+        why = f"activation {getattr(activation, '__name__', type(activation).__name__)} has no kernel"
+    if why is None and isinstance(activation, nn.Module):
+        why = _watched(activation=activation)
+    return why
 
 
 class AttentionInputs(NamedTuple):

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from ckptfused.masks import NO_MASK
 from ckptfused.modules.assemble import (
     Call,
-    attention_fusable,
     attention_inputs,
+    attention_reason,
     attention_slots,
     attention_words,
     canonical_text,
     input_words,
 )
 from ckptfused.modules.attention_layer import make_attention
-from ckptfused.modules.fused import FusedModule, needs_gradient, rates, run_fused, run_generic
+from ckptfused.modules.fused import FusedModule, rates, refuse_generic, run_fused, run_generic
 from ckptfused.modules.norms import make_norm
 from ckptfused.spec import Keep
 
@@ -78,14 +78,13 @@ class FusedCheckpointAttention(FusedModule):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """The half's output; arguments as `FusedCheckpointBlock.forward`."""
-        if not self.fusable() or needs_gradient(src_mask, src_key_padding_mask):
-            if cu_seqlens is not None or rotary is not None or generator is not None:
-                raise ValueError("cu_seqlens, rotary, generator: expected None for layers that cannot be fused")
+        if (why := self.generic_reason(src_mask, src_key_padding_mask)) is not None:
+            refuse_generic(why, cu_seqlens=cu_seqlens, rotary=rotary, generator=generator)
             return run_generic(self._plain, src, src_mask, src_key_padding_mask, is_causal)
         return run_fused(self, src, generator, src_mask, src_key_padding_mask, is_causal, cu_seqlens, rotary)
 
-    def fusable(self) -> bool:
-        return attention_fusable(self.self_attn, self.norm1, self.dropout1)
+    def _unknown_layers(self) -> str | None:
+        return attention_reason(self.self_attn, self.norm1, self.dropout1)
 
     def prepare(
         self,

@@ -14,7 +14,7 @@ from ckptfused.modules import assemble
 from ckptfused.modules.activations import GATED, Activation, activation_kind, plain_activation
 from ckptfused.modules.assemble import Call
 from ckptfused.modules.attention_layer import is_plain, make_attention
-from ckptfused.modules.fused import FusedModule, needs_gradient, rates, run_fused, run_generic
+from ckptfused.modules.fused import FusedModule, rates, refuse_generic, run_fused, run_generic
 from ckptfused.modules.norms import make_norm
 from ckptfused.spec import Keep
 
@@ -165,20 +165,21 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         **Source** `nn.TransformerEncoderLayer.forward`; with `is_causal`, `src_mask` is taken for the causal mask.
         """
         masks = (src_mask, src_key_padding_mask)
+        only_fused = {"cu_seqlens": cu_seqlens, "rotary": rotary, "generator": generator}
         if src.is_nested:
+            refuse_generic("src is a nested tensor", **only_fused)
             return TransformerEncoderLayer.forward(self, src, *masks, is_causal=is_causal)
-        if not self.fusable() or needs_gradient(*masks):
-            if cu_seqlens is not None or rotary is not None or generator is not None:
-                raise ValueError("cu_seqlens, rotary, generator: expected None for layers that cannot be fused")
+        if (why := self.generic_reason(*masks)) is not None:
+            refuse_generic(why, **only_fused)
             return run_generic(self._plain, src, *masks, is_causal)
         return run_fused(self, src, generator, *masks, is_causal, cu_seqlens, rotary)
 
-    def fusable(self) -> bool:
+    def _unknown_layers(self) -> str | None:
         # A subclass may compute something else.
         if type(self)._sa_block is not _SA_BLOCK or type(self)._ff_block is not _FF_BLOCK:
-            return False
+            return f"{type(self).__name__} overrides _sa_block or _ff_block"
         ffn = (self.linear1, self.linear2, self.activation, self.norm2, self.dropout, self.dropout2)
-        return assemble.attention_fusable(self.self_attn, self.norm1, self.dropout1) and assemble.ffn_fusable(*ffn)
+        return assemble.attention_reason(self.self_attn, self.norm1, self.dropout1) or assemble.ffn_reason(*ffn)
 
     def prepare(
         self,
@@ -223,5 +224,5 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         return src + attention + self._ff_block(x if self.norm2 is None else self.norm2(src))
 
     def extra_repr(self) -> str:
-        words = [f"keep={self.keep!r}", f"norm_first={self.norm_first}", f"batch_first={self.self_attn.batch_first}"]
+        words = [super().extra_repr(), f"norm_first={self.norm_first}", f"batch_first={self.self_attn.batch_first}"]
         return ", ".join(words + ([f"parallel={self.parallel!r}"] if self.parallel else []))

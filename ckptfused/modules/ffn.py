@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ckptfused.functional import check_input
 from ckptfused.modules.activations import GATED, Activation, activation_kind, plain_activation
-from ckptfused.modules.assemble import Call, canonical_text, ffn_fusable, ffn_slots, ffn_words
-from ckptfused.modules.fused import FusedModule, rates, run_fused, run_generic
+from ckptfused.modules.assemble import Call, canonical_text, ffn_reason, ffn_slots, ffn_words
+from ckptfused.modules.fused import FusedModule, rates, refuse_generic, run_fused, run_generic
 from ckptfused.modules.norms import make_norm
 from ckptfused.spec import Keep
 
@@ -65,14 +65,13 @@ class FusedCheckpointFFN(FusedModule):
 
     def forward(self, src: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """The half's output, shaped as src."""
-        if not self.fusable():
-            if generator is not None:
-                raise ValueError("generator: expected None for layers that cannot be fused")
+        if (why := self.generic_reason()) is not None:
+            refuse_generic(why, generator=generator)
             return run_generic(self._plain, src)
         return run_fused(self, src, generator)
 
-    def fusable(self) -> bool:
-        return ffn_fusable(self.linear1, self.linear2, self.activation, self.norm2, self.dropout, self.dropout2)
+    def _unknown_layers(self) -> str | None:
+        return ffn_reason(self.linear1, self.linear2, self.activation, self.norm2, self.dropout, self.dropout2)
 
     def prepare(self, src: Tensor, *args: Any, **kwargs: Any) -> Call:
         check_input(src, self.linear2.out_features)

@@ -45,6 +45,13 @@ class FusedModule(nn.Module):
 
     def fusable(self) -> bool:
         """Whether the next call runs as one op; otherwise it is checkpointed generically."""
+        return self.generic_reason() is None
+
+    def generic_reason(self, *masks: Tensor | None) -> str | None:
+        """Why a call with these masks is checkpointed generically; None where it runs as one op."""
+        return self._unknown_layers() or ("a mask needs a gradient" if needs_gradient(*masks) else None)
+
+    def _unknown_layers(self) -> str | None:
         raise AssertionError("each fused module says what it can fuse")
 
     def prepare(self, src: Tensor, *args: Any, **kwargs: Any) -> Call:
@@ -55,7 +62,8 @@ class FusedModule(nn.Module):
         raise AssertionError("each fused module writes its own spec")
 
     def extra_repr(self) -> str:
-        return f"keep={self.keep!r}"
+        why = self.generic_reason()
+        return f"keep={self.keep!r}" + (f", runs generically ({why})" if why else "")
 
 
 def run_fused(module: FusedModule, src: Tensor, generator: torch.Generator | None, *args: Any) -> Tensor:
@@ -68,6 +76,13 @@ def run_fused(module: FusedModule, src: Tensor, generator: torch.Generator | Non
 def run_generic(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """The path for what the kernels cannot compute: plain layers under `ckptfused.checkpoint`."""
     return checkpoint(function, *args)
+
+
+def refuse_generic(why: str, **given: Any) -> None:
+    """**Raises** `ValueError` where a call that is not one op was given what only the ops take."""
+    names = ", ".join(name for name, value in given.items() if value is not None)
+    if names:
+        raise ValueError(f"{names}: expected None, for this call runs generically ({why})")
 
 
 def needs_gradient(*masks: Tensor | None) -> bool:
