@@ -29,6 +29,7 @@ from ckptfused.masks import NO_MASK, Mask, encoder_mask
 from ckptfused.modules.activations import GATED, Activation, activation_kind
 from ckptfused.modules.attention_layer import GroupedAttention
 from ckptfused.modules.norms import norm_eps, norm_kind
+from ckptfused.modules.sdpa import sdpa_replaced
 from ckptfused.spec import MAX_HEAD_DIM, BlockSpec
 
 Slots = list[Tensor | None]
@@ -243,6 +244,8 @@ def attention_reason(attn: Any, norm: Any, dropout: nn.Module) -> str | None:
     )
     if why is None and attn.head_dim > MAX_HEAD_DIM:
         why = f"heads are {attn.head_dim} wide, kernels reach {MAX_HEAD_DIM}"
+    if why is None and sdpa_replaced():
+        why = "F.scaled_dot_product_attention is not PyTorch's own, or a TorchFunctionMode may replace it"
     if why is None and not (attn._qkv_same_embed_dim and attn.bias_k is None and not attn.add_zero_attn):
         why = "self_attn has keys and values of another width, bias_k or add_zero_attn"
     return _variant_reason(attn) if why is None and type(attn) is GroupedAttention else why

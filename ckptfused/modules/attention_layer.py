@@ -13,6 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ckptfused.masks import encoder_mask
 from ckptfused.modules.norms import make_norm
 from ckptfused.modules.rotary import RotaryTable
+from ckptfused.modules.sdpa import refuse_replaced_sdpa
 
 
 class GroupedAttention(nn.MultiheadAttention):
@@ -90,8 +91,10 @@ class GroupedAttention(nn.MultiheadAttention):
         """Self-attention of `query`; `key` and `value` are taken to be the same tensor.
 
         **Shapes** as `nn.MultiheadAttention`. **Saves** what autograd saves, T × T included.
-        **Raises** `ValueError`, `TypeError` for masks of a wrong shape or type.
+        **Raises** `ValueError`, `TypeError` for masks of a wrong shape or type; `RuntimeError` where
+        `F.scaled_dot_product_attention`, which is not called, is not PyTorch's own.
         """
+        refuse_replaced_sdpa("self_attn")
         x = query if query.dim() == 3 else query.unsqueeze(0 if self.batch_first else 1)
         x = x if self.batch_first else x.transpose(0, 1)
         B, T, H, G, D = x.size(0), x.size(1), self.num_heads, self.num_kv_heads, self.head_dim

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
 from ckptfused.modules.assemble import Call, keep_text
+from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.spec import BlockSpec, Keep, check_names, check_probability
 
 
@@ -74,8 +75,12 @@ def run_fused(module: FusedModule, src: Tensor, generator: torch.Generator | Non
 
 
 def run_generic(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """The path for what the kernels cannot compute: plain layers under `ckptfused.checkpoint`."""
-    return checkpoint(function, *args)
+    """The path for what the kernels cannot compute: plain layers under `ckptfused.checkpoint`; no replay could find a
+    `TorchFunctionMode` again.
+    """
+    if under_foreign_mode():
+        return function(*args)
+    return checkpoint(same_sdpa(function), *args)
 
 
 def refuse_generic(why: str, **given: Any) -> None:
