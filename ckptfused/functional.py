@@ -7,11 +7,12 @@ that a block does not use are left out or None. These functions check what they 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ckptfused import _extension  # noqa: F401  (registers the ops)
+from ckptfused import _extension, outer_checkpoint  # noqa: F401  (the first registers the ops)
 from ckptfused.masks import NO_MASK, Mask, sdpa_mask
 from ckptfused.spec import BlockSpec, param_names, param_shapes
 
@@ -165,6 +166,8 @@ def run(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Calls the op `block`, `attention_block` or `ffn_block` with arguments that have been checked."""
+    if not torch.compiler.is_compiling() and has_dropout(text):
+        generator = outer_checkpoint.source(x, generator)
     aux = [cos, sin, masks.mask, masks.padding, cu_seqlens]
     ops = torch.ops.ckptfused
     if op == "block":
@@ -172,6 +175,12 @@ def run(
     if op == "attention_block":
         return ops.attention_block(x, slots, aux, text, generator=generator)
     return ops.ffn_block(x, slots, aux, text, generator=generator)
+
+
+@lru_cache(maxsize=MOST_TEXTS)
+def has_dropout(text: str) -> bool:
+    """Whether a call with this spec draws."""
+    return BlockSpec.parse(text).has_dropout
 
 
 def _describe(value: object) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = ("aten::mm", "aten::addmm")  # outputs given or not; tiled attention's own do not go through the dispatcher
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
@@ -113,3 +114,20 @@ def _allocations(events: Iterable[Any], op: int | None) -> Iterator[tuple[int | 
             yield from _allocations(event.children, event.id)
         else:
             yield from _allocations(event.children, op)
+
+
+class CountOps(TorchDispatchMode):
+    """How often each op was called: in an eager run, those that a fused op calls itself are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Fused forwards and backwards."""
+        return self.calls["ckptfused.block_fwd"], self.calls["ckptfused.block_bwd"]

@@ -44,6 +44,7 @@ PYTHON_LAYERS = (
         "arguments",
         "statistics",
         "copies",
+        "outer_checkpoint",
     ),
     ("_extension", "_C"),
     ("cost", "fake", "rng", "triton"),

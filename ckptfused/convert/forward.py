@@ -18,6 +18,8 @@ from ckptfused.convert.modules import hooked_everywhere, lent_weights
 from ckptfused.convert.own_checkpoint import CACHES, as_it_would, checkpoints_itself, let_converted_through
 from ckptfused.convert.parts import Reason
 from ckptfused.convert.shards import refuse_tensor_parallel
+from ckptfused.modules.assemble import keeps_inputs_alone
+from ckptfused.outer_checkpoint import passed
 
 
 class ConvertedForward:
@@ -50,7 +52,8 @@ class ConvertedForward:
         elif hooked_everywhere():
             reason = Reason("hooks on all modules")
         elif self.family is not None:
-            result = FAMILIES[self.family].run(self.layer, self.keep, args, kwargs)
+            with passed(self.layer, keeps_inputs_alone(self.keep)):
+                result = FAMILIES[self.family].run(self.layer, self.keep, args, kwargs)
             if not isinstance(result, Reason):
                 return result
             reason = result
@@ -76,7 +79,8 @@ class ConvertedForward:
             kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
             if "use_cache" in kwargs:
                 kwargs["use_cache"] = False
-        return checkpoint(forward if torch.compiler.is_compiling() else _Replayed(layer, forward), *args, **kwargs)
+        with passed(layer):
+            return checkpoint(forward if torch.compiler.is_compiling() else _Replayed(layer, forward), *args, **kwargs)
 
 
 class _Replayed:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckptfused import rng
-from ckptfused.functional import MOST_TEXTS
+from ckptfused.functional import has_dropout
 from ckptfused.modules.assemble import Call
+from ckptfused.outer_checkpoint import captured, default_generator
 from ckptfused.reference.block import mask_shapes, reference_block
 from ckptfused.spec import BlockSpec, param_names
 
@@ -26,27 +26,13 @@ def run(call: Call) -> Tensor:
     memory or could not be right: under torch.compile, in the capture of a CUDA graph, and where saved tensors are
     packed (offloaded, replayed). There the op says that it is differentiated once.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _packed() or _captured(call.x):
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or _packed() or captured(call.x):
         return call.run()
-    before = _generator(call.x).clone_state() if _has_dropout(call.text) else None
+    before = default_generator(call.x).clone_state() if has_dropout(call.text) else None
     y = call.run()
     if y.grad_fn is not None:
         y.grad_fn.register_hook(_Again(call, before, y.grad_fn.next_functions))
     return y
-
-
-@lru_cache(maxsize=MOST_TEXTS)
-def _has_dropout(text: str) -> bool:
-    return BlockSpec.parse(text).has_dropout
-
-
-def _generator(x: Tensor) -> torch.Generator:
-    """The default generator of x's device: the one that the op draws from."""
-    return torch.cuda.default_generators[x.get_device()] if x.is_cuda else torch.default_generator
-
-
-def _captured(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _packed() -> bool:

@@ -63,6 +63,11 @@ def keep_text(keep: Any) -> str:
         raise TypeError(f"keep: expected a preset's name or an iterable of names, got {keep!r}") from error
 
 
+def keeps_inputs_alone(keep: str) -> bool:
+    """Whether a policy, as `keep_text` gives it, keeps nothing beside the inputs of its ops."""
+    return keep in ("inputs", "=")
+
+
 @torch.compiler.assume_constant_result
 def canonical_text(words: str, keep: str) -> str:
     """The spec's text for words in any order. From text to text, so that torch.compile can fold it."""

@@ -80,7 +80,7 @@ class FusedCheckpointAttention(FusedModule):
         """The half's output; arguments as `FusedCheckpointBlock.forward`."""
         if (why := self.generic_reason(src_mask, src_key_padding_mask)) is not None:
             refuse_generic(why, cu_seqlens=cu_seqlens, rotary=rotary, generator=generator)
-            return run_generic(self._plain, src, src_mask, src_key_padding_mask, is_causal)
+            return run_generic(self, self._plain, src, src_mask, src_key_padding_mask, is_causal)
         return run_fused(self, src, generator, src_mask, src_key_padding_mask, is_causal, cu_seqlens, rotary)
 
     def _unknown_layers(self) -> str | None:

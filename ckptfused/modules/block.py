@@ -171,7 +171,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
             return TransformerEncoderLayer.forward(self, src, *masks, is_causal=is_causal)
         if (why := self.generic_reason(*masks)) is not None:
             refuse_generic(why, **only_fused)
-            return run_generic(self._plain, src, *masks, is_causal)
+            return run_generic(self, self._plain, src, *masks, is_causal)
         return run_fused(self, src, generator, *masks, is_causal, cu_seqlens, rotary)
 
     def _unknown_layers(self) -> str | None:

@@ -67,7 +67,7 @@ class FusedCheckpointFFN(FusedModule):
         """The half's output, shaped as src."""
         if (why := self.generic_reason()) is not None:
             refuse_generic(why, generator=generator)
-            return run_generic(self._plain, src)
+            return run_generic(self, self._plain, src)
         return run_fused(self, src, generator)
 
     def _unknown_layers(self) -> str | None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
-from ckptfused.modules.assemble import Call, keep_text
+from ckptfused.modules.assemble import Call, keep_text, keeps_inputs_alone
 from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
+from ckptfused.outer_checkpoint import passed
 from ckptfused.spec import BlockSpec, Keep, check_names, check_probability
 
 
@@ -70,17 +71,19 @@ class FusedModule(nn.Module):
 def run_fused(module: FusedModule, src: Tensor, generator: torch.Generator | None, *args: Any) -> Tensor:
     """The fused path: one op; one sequence without a batch dimension comes back without one."""
     call = module.prepare(src, *args)
-    y = call.run(generator)
+    with passed(module, keeps_inputs_alone(module._keep)):
+        y = call.run(generator)
     return y.view(src.shape) if src.dim() == 2 else y
 
 
-def run_generic(function: Callable[..., Tensor], *args: Any) -> Tensor:
+def run_generic(module: FusedModule, function: Callable[..., Tensor], *args: Any) -> Tensor:
     """The path for what the kernels cannot compute: plain layers under `ckptfused.checkpoint`; no replay could find a
     `TorchFunctionMode` again.
     """
     if under_foreign_mode():
         return function(*args)
-    return checkpoint(same_sdpa(function), *args)
+    with passed(module):
+        return checkpoint(same_sdpa(function), *args)
 
 
 def refuse_generic(why: str, **given: Any) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptfused
@@ -49,23 +47,6 @@ def unfused() -> Iterator[list[Reason]]:
 
     with mock.patch.object(ConvertedForward, "unfused", record):
         yield reasons
-
-
-class CountOps(TorchDispatchMode):
-    """How often each op was called: in an eager run, those that a fused op calls itself are not seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[str(func.overloadpacket)] += 1
-        return func(*args, **(kwargs or {}))
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """Fused forwards and backwards."""
-        return self.calls["ckptfused.block_fwd"], self.calls["ckptfused.block_bwd"]
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 pytest.importorskip("transformers")
 
 import ckptfused
+from tests.accounting import CountOps
 from tests.convert.compare import close, gradients, no_worse, run
-from tests.convert.small import CountOps, llama, twins, unfused
+from tests.convert.small import llama, twins, unfused
 from tests.convert.test_families import DRAWS
 from tests.convert.zoo import text_batch
 

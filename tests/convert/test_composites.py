@@ -16,9 +16,10 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 import ckptfused
 from ckptfused.convert.parts import Reason
+from tests.accounting import CountOps
 from tests.convert import zoo_encoders, zoo_moe, zoo_seq2seq, zoo_torch  # noqa: F401
 from tests.convert.compare import close, run
-from tests.convert.small import CountOps, unfused
+from tests.convert.small import unfused
 from tests.convert.versions import since
 from tests.convert.versions import transformers as version
 from tests.convert.zoo import ZOO, randomize, text_batch

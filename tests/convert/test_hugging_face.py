@@ -16,9 +16,9 @@ pytest.importorskip("transformers")
 import transformers
 
 import ckptfused
-from tests.accounting import Events
+from tests.accounting import CountOps, Events
 from tests.convert.compare import close, run
-from tests.convert.small import CountOps, llama, transformers_log, twins, unfused
+from tests.convert.small import llama, transformers_log, twins, unfused
 from tests.convert.versions import since
 from tests.convert.zoo import VOCABULARY, text_batch
 from tests.convert.zoo_llama import SIZES

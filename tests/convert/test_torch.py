@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 
 import ckptfused
 from ckptfused import FusedCheckpointBlock
-from tests.convert.small import CountOps, unfused
+from tests.accounting import CountOps
+from tests.convert.small import unfused
 from tests.convert.zoo import randomize
 from tests.convert.zoo_torch import HEADS, HIDDEN, WIDTH, padding, values
 

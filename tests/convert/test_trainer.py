@@ -14,8 +14,9 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 import ckptfused
+from tests.accounting import CountOps
 from tests.convert.compare import all_close, close, gradients, no_worse, run, train
-from tests.convert.small import CountOps, llama, parameters, twins, unfused
+from tests.convert.small import llama, parameters, twins, unfused
 from tests.convert.test_families import DRAWS
 from tests.convert.zoo import VOCABULARY, text_batch
 
