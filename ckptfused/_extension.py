@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import torch
 
-_REBUILD = (
-    "Rebuild it with: pip install --no-build-isolation --force-reinstall --no-deps ckptfused "
-    "(or, in a checkout, pip install --no-build-isolation -e .)."
-)
+_BUILD = "in the folder of ckptfused's source: pip install --no-build-isolation ."
 
 
 def _load() -> ModuleType:
+    name = f"{__package__}._C"
     try:
-        from ckptfused import _C
+        module = importlib.import_module(name)
     except ImportError as error:
-        if not str(error.name or "").endswith("_C") and "undefined symbol" not in str(error):
+        if error.name not in (name, "_C"):  # the loader of shared libraries leaves the package out
             raise
+        if isinstance(error, ModuleNotFoundError):
+            folder = Path(__file__).parent
+            what = (
+                f"is not built: expected _C for {sys.implementation.cache_tag} in {folder}, from where ckptfused is "
+                "imported (started in its source, Python does not see an installed copy). Build it"
+            )
+        else:
+            what = (
+                f"cannot be loaded. It was probably built against another PyTorch than {torch.__version__}, the one "
+                f"at hand (the loader says: {error}). Build it again"
+            )
+        raise ImportError(f"ckptfused's extension {what}, {_BUILD}", name=name, path=error.path) from error
+    if module.torch_version != torch.__version__:
         raise ImportError(
-            "ckptfused's extension cannot be loaded: it is not built, or it was built against another PyTorch than "
-            f"{torch.__version__}, the one at hand. {_REBUILD} The loader said: {error}"
-        ) from error
-    built_against = _C.torch_version
-    if built_against != torch.__version__:
-        raise ImportError(
-            f"ckptfused was built against PyTorch {built_against}, but {torch.__version__} is imported. {_REBUILD}"
+            f"ckptfused was built against PyTorch {module.torch_version}, but {torch.__version__} is imported. "
+            f"Build it again, {_BUILD}"
         )
-    return _C
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        # Loading the extension turns the lock on, unless that was forbidden.
+        raise ImportError(
+            "ckptfused needs Python's global interpreter lock: expected it on, got a free-threaded Python where "
+            "PYTHON_GIL=0 or -X gil=0 keeps it off. Leave that setting out: Python then turns the lock on by itself, "
+            "and says so in a RuntimeWarning"
+        )
+    return module
 
 
 _C = _load()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import textwrap
 from pathlib import Path
 
@@ -146,6 +148,46 @@ def test_another_torch_gives_one_clear_error() -> None:
     assert message.startswith("ImportError")
     assert "9.9.9" in message
     assert torch.__version__ in message
+
+
+def package_without_extension(folder: Path) -> Path:
+    """A copy of the package as a checkout has it; imported from its folder."""
+    shutil.copytree(ROOT / "ckptfused", folder / "ckptfused", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return folder
+
+
+def import_error(folder: Path, **environment: str) -> str:
+    run = python("import ckptfused", cwd=folder, **environment)
+    assert run.returncode == 1
+    message = run.stderr.strip().splitlines()[-1]
+    assert message.startswith("ImportError: ")
+    return message
+
+
+def test_without_an_extension_the_error_says_what_to_do(tmp_path: Path) -> None:
+    message = import_error(package_without_extension(tmp_path))
+    assert "is not built" in message and str(tmp_path / "ckptfused") in message
+    assert message.endswith("in the folder of ckptfused's source: pip install --no-build-isolation .")
+    assert "circular" not in message
+
+
+def test_an_extension_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    (package_without_extension(tmp_path) / f"ckptfused/_C{sysconfig.get_config_var('EXT_SUFFIX')}").write_text("none")
+    message = import_error(tmp_path)
+    assert "built against another PyTorch" in message and "file too short" in message
+    assert message.endswith("pip install --no-build-isolation .")
+
+
+def test_something_else_that_is_missing_keeps_its_own_error(tmp_path: Path) -> None:
+    (package_without_extension(tmp_path) / "ckptfused/_C.py").write_text("import nowhere")
+    assert "No module named 'nowhere'" in python("import ckptfused", cwd=tmp_path).stderr.splitlines()[-1]
+
+
+def test_a_python_without_its_lock_is_refused() -> None:
+    run = python("import sys; sys._is_gil_enabled = lambda: False; import ckptfused")
+    message = run.stderr.strip().splitlines()[-1]
+    assert message.startswith("ImportError: ckptfused needs Python's global interpreter lock: expected it on, got")
+    assert "PYTHON_GIL=0" in message
 
 
 def test_no_machine_path_in_tracked_text() -> None:
