@@ -30,6 +30,7 @@ except ModuleNotFoundError as error:
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # pip runs this file without it
 import setup_cuda  # noqa: E402
+import setup_platform  # noqa: E402
 
 TOOLKIT = setup_cuda.toolkit_to_use()
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402  (reads CUDA_HOME)
@@ -77,6 +78,10 @@ def extension():
 
 class BuildExtensionWithHeader(BuildExtension):
     """BuildExtension that first precompiles ``csrc/ops/torch.h`` (g++ finds the ``.gch`` by include path)."""
+
+    def run(self):
+        setup_platform.check()  # here, because an sdist or its metadata can be made anywhere
+        super().run()
 
     def build_extension(self, ext):
         if sys.platform == "linux" and PRECOMPILED.exists() and os.environ.get("CKPTFUSED_PCH", "1") != "0":

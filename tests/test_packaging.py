@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import textwrap
 from pathlib import Path
 
@@ -59,6 +60,39 @@ def test_build_info_says_what_the_environment_asks_for() -> None:
     asked = os.environ | {"CKPTFUSED_ATTENTION": "triton", "CKPTFUSED_FFN": "cublas"}
     run = subprocess.run([sys.executable, "-c", code], env=asked, cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["triton", "cublas"]
+
+
+def build_on(system: str, machine: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`setup.py build_ext`, up to where the compilers would start, as on another platform."""
+    code = f"""
+        import platform, runpy, sys
+        from torch.utils.cpp_extension import BuildExtension
+        platform.system, platform.machine = lambda: {system!r}, lambda: {machine!r}
+        BuildExtension.run = lambda self: print("goes on")
+        sys.argv = ["setup.py", "--quiet", "build_ext"]
+        runpy.run_path("setup.py", run_name="__main__")
+    """
+    return python(code, **{"CKPTFUSED_CUDA": "0", "CKPTFUSED_ANY_PLATFORM": "0"} | environment)
+
+
+def test_a_build_where_it_is_tested_says_nothing() -> None:
+    run = build_on("Linux", "x86_64")
+    assert (run.returncode, run.stdout, run.stderr) == (0, "goes on\n", "")
+
+
+def test_a_build_on_another_processor_says_that_it_is_not_tested() -> None:
+    run = build_on("Linux", "aarch64")
+    assert (run.returncode, run.stdout) == (0, "goes on\n")
+    assert "tested on Linux on x86_64" in run.stderr and "this is Linux on aarch64" in run.stderr
+
+
+@pytest.mark.parametrize(("system", "machine"), [("Windows", "AMD64"), ("Darwin", "arm64")])
+def test_a_build_on_another_system_ends_with_one_sentence(system: str, machine: str) -> None:
+    run = build_on(system, machine)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert f"this is {system} on {machine}" in run.stderr and "Expected: Linux" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert build_on(system, machine, CKPTFUSED_ANY_PLATFORM="1").stdout == "goes on\n"
 
 
 def fake_nvcc(folder: Path, prints: str) -> Path:
@@ -195,12 +229,53 @@ def test_no_machine_path_in_tracked_text() -> None:
     for path in (
         ROOT / "setup.py",
         ROOT / "setup_cuda.py",
+        ROOT / "setup_platform.py",
         ROOT / "Makefile",
         ROOT / ".ci/run",
         ROOT / "pyproject.toml",
         ROOT / "README.md",
     ):
         assert not re.search(r"/(home|root|Users)/", path.read_text()), path.name
+
+
+LEFT_OUT_OF_AN_SDIST = {".ci/run", ".gitignore"}  # CI's own
+MADE_FOR_AN_SDIST = re.compile(r"PKG-INFO|setup\.cfg|ckptfused\.egg-info/.*")
+
+
+def backend(call: str, cwd: Path) -> str:
+    """Calls the build backend, as pip and build do, and returns the name of what it made."""
+    code = f"""
+        import contextlib, io
+        from setuptools import build_meta
+        with contextlib.redirect_stdout(io.StringIO()):
+            made = build_meta.{call}
+        print(made)
+    """
+    run = python(code, cwd=cwd, CKPTFUSED_CUDA="0")
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.once
+def test_an_sdist_has_all_that_is_tracked_and_its_metadata_build(tmp_path: Path) -> None:
+    """What `make` needs of a checkout is in an sdist, too: to build the wheel, test it, measure it and lint it."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("this is no checkout")
+    tracked = {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
+    for name in tracked:
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tmp_path / "tree" / name)
+    made = backend(f"build_sdist({str(tmp_path)!r})", tmp_path / "tree")
+    assert made == f"ckptfused-{ckptfused.__version__}.tar.gz"
+    with tarfile.open(tmp_path / made) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    assert {name for name in names if not MADE_FOR_AN_SDIST.fullmatch(name)} == tracked - LEFT_OUT_OF_AN_SDIST
+    source = tmp_path / "unpacked" / made.removesuffix(".tar.gz")
+    metadata = backend(f"prepare_metadata_for_build_wheel({str(tmp_path)!r})", source)
+    assert f"\nVersion: {ckptfused.__version__}\n" in (tmp_path / metadata / "METADATA").read_text()
 
 
 @pytest.mark.slow
