@@ -1,5 +1,12 @@
 """The random numbers of dropout: a mask is a pure function of (seed, offset, site, element).
 
+An element is dropped by 16 bits of it: p is rounded to a multiple of 2⁻¹⁶, half to even, and kept values are scaled by
+1 / (1 − that multiple), so that the mean stays exact. From p = 2⁻¹⁷ (7.6e-6) downwards nothing is dropped.
+
+To resume a run, save and restore PyTorch's own random state, as without ckptfused: `torch.get_rng_state()`, and of each
+GPU `torch.cuda.get_rng_state(device)` (`get_rng_state_all()`), or `get_state()` of a generator that a block is called
+with. There is no state beside these.
+
 **Source** Philox4x32 with 7 rounds: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
 
@@ -20,7 +27,7 @@ _call_ids = itertools.count(1 << 32)
 
 
 def state(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw the random state that one block call uses.
+    """Draws the random state that one block call uses.
 
     **Shapes** Result: int64[2], (seed, offset), on the device of `like`. On CPU the seed is one 64-bit draw from
     `generator` (None: PyTorch's default), the offset 0. On CUDA both are the generator's own, whose offset then moves
@@ -33,17 +40,18 @@ def dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) -
     """The keep mask of a whole tensor: what every kernel applies, for tests and debugging.
 
     **Shapes** shape: of the tensor that dropout applies to, batch-first: [B, T, C] for the residual sites,
-    [B, T, F] for the hidden site, [B, H, T, T] for attention probabilities. rng_state: int64[2]. Result: bool.
-    **Raises** `ValueError` if p is outside [0, 1] or site outside 0 … 255.
+    [B, T, F] for the hidden site, [B, H, T, T] for attention probabilities. rng_state: int64[2]. site: one of this
+    module's four, or from 4 on those of adapters; it has 8 bits. Result: bool.
+    **Raises** `ValueError` if p is outside [0, 1] or site is no integer in 0 … 255.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"p: expected a dropout probability in [0, 1], got {p!r}")
-    if not 0 <= site <= 255:
-        raise ValueError(f"site: expected 0 to 255, got {site!r}")
+    if not isinstance(site, int) or not 0 <= site <= 255:
+        raise ValueError(f"site: expected an integer from 0 to 255, got {site!r}")
     return torch.ops.ckptfused.dropout_mask(list(shape), p, rng_state, site)
 
 
 def keep_scale(p: float) -> float:
-    """What kept values are multiplied by: 65536 / (65536 - round(65536 p)), 0 when all is dropped."""
+    """What kept values are multiplied by: 65536 / (65536 − round(65536 p)), 0 when all is dropped."""
     threshold = round(p * 65536)
     return 65536 / (65536 - threshold) if threshold < 65536 else 0.0

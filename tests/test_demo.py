@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +127,15 @@ def test_demo_fails_with_a_message(
     monkeypatch.setattr(demo_command, "train", train)
     assert main(["demo", *SMALL, "--out", str(tmp_path)]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_without_what_it_draws_with_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main(["demo"]) == 1
+    assert "needs rich" in (said := capsys.readouterr().err)
+    assert "pip install rich matplotlib" in said and "ckptfused[" not in said
 
 
 @pytest.mark.parametrize(

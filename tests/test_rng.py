@@ -133,3 +133,18 @@ def test_independence(other: str) -> None:
 def test_bad_probability(p: float, device: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"\[0, 1\]"):
         rng.dropout_mask((2, 3), p, state(1, device=device), 0)
+
+
+@pytest.mark.parametrize("site", [256, -1, 1.5, None])
+def test_bad_site(site: object) -> None:
+    with pytest.raises(ValueError, match=rf"site: expected an integer from 0 to 255, got {site}"):
+        rng.dropout_mask((2, 3), 0.5, state(1), site)  # type: ignore[arg-type]
+
+
+def test_sixteen_bits_decide() -> None:
+    """p is rounded to a multiple of 2⁻¹⁶, half to even: from 2⁻¹⁷ downwards nothing is dropped."""
+    least = 2**-17
+    assert rng.dropout_mask(BIG, least, state(1), 1).all() and rng.keep_scale(least) == 1
+    dropped = int((~rng.dropout_mask(BIG, 1.01 * least, state(1), 1)).sum())
+    assert stats.binomtest(dropped, BIG[0] * BIG[1], 2**-16).pvalue > ALARM and dropped > 0
+    assert rng.keep_scale(1.01 * least) == 65536 / 65535

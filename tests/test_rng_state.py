@@ -45,6 +45,30 @@ def test_state_is_one_draw_of_the_generator(device: str) -> None:
 
 
 @on_devices
+def test_a_run_is_resumed_from_pytorchs_random_state(device: str) -> None:
+    """The generator's state is all that there is to save, of PyTorch's own or of one that calls are given."""
+    repeatable(device)
+    inputs, spec = make_inputs(DECODER, torch.float32, device=device), DECODER.spec()
+    own = torch.Generator(device).manual_seed(3)
+    for generator in (None, own):
+        _step(inputs, spec, generator)
+        saved = generator_state(device) if generator is None else generator.get_state()
+        expected = [_step(inputs, spec, generator) for _ in range(2)]
+        torch.manual_seed(8)
+        if generator is not None:
+            generator = torch.Generator(device)
+            generator.set_state(saved)
+        elif device == "cuda":
+            torch.cuda.set_rng_state(saved)
+        else:
+            torch.set_rng_state(saved)
+        for y, dx in expected:
+            again = _step(inputs, spec, generator)
+            assert again[0].equal(y) and again[1].equal(dx)
+    assert not expected[0][0].equal(expected[1][0])
+
+
+@on_devices
 @pytest.mark.parametrize("case", [DECODER, replace(DECODER, layout="sandwich"), replace(DECODER, layout="parallel")])
 def test_the_generator_advances_alike(case: Case, device: str) -> None:
     """One draw a call whatever is kept, none in backward, the same with and without gradients."""

@@ -38,6 +38,13 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     `dropout` at their sites. parallel: True adds both halves to the same x, "shared" also gives both the
     output of `norm1`. keep: a preset or names (`ckptfused.spec.KEEP_PRESETS`).
 
+    Dropout decides in 16 bits: p below 2⁻¹⁷ (7.6e-6) drops nothing. `ckptfused.rng` says what resuming a run needs.
+
+    A call is checkpointed generically, slower and as exact, where the kernels do not compute what the layers do: an
+    activation, norm or layer of another kind, a hook or patch on an inner layer, a subclass's own `_sa_block` or
+    `_ff_block`, heads wider than 256, a mask that needs a gradient, a replaced `F.scaled_dot_product_attention`.
+    `repr` and `generic_reason()` say why; arguments that only the kernels take are refused then.
+
     **Shapes** src: [T, B, C], [B, T, C] with `batch_first`, or [T, C]; float64, float32, bfloat16, float16.
     **Saves** src (C values a token), what `keep` names, 16 bytes of random state in training with dropout.
     **Recomputes** QKV, attention, O and gate/up unless kept; down too in a post-norm block.

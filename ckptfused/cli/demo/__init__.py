@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         from ckptfused.cli.demo import report
     except ModuleNotFoundError as error:
-        raise CommandError(f"needs {error.name}; install it with: pip install 'ckptfused[demo]'") from error
+        raise CommandError(f"needs {error.name}; install what it draws with: pip install rich matplotlib") from error
     check(arguments)
     arguments.device = arguments.device or default_device()
     console = Console()
