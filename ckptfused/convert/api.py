@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -17,6 +18,7 @@ from ckptfused.convert.own_checkpoint import REPLICATE, NotReplicated
 from ckptfused.convert.report import Report
 from ckptfused.convert.shards import is_fully_sharded, refuse_tensor_parallel
 from ckptfused.convert.source import patched
+from ckptfused.convert.wrapper import wrapper_note
 from ckptfused.keep import check_names
 from ckptfused.modules.assemble import keep_text
 
@@ -74,7 +76,9 @@ def _convert(model: nn.Module, found: list[tuple[str, nn.Module, Family | None]]
             layer.forward = before
         if not patched(layer):
             before = None
-        reports.append(describe(name, layer, family if before is None else None, keep))
+        report = describe(name, layer, family if before is None else None, keep)
+        why = filter(None, (report.reason, wrapper_note(model, name, keep)))
+        reports.append(replace(report, reason="; ".join(why)))
         layer.forward = ConvertedForward(layer, reports[-1].family, keep, before)
         vars(layer)[REPLICATE] = NotReplicated()
     return Report(tuple(reports), keep, head_note(model, reports))

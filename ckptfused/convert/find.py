@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ckptfused.convert.family import Family, family_of
+from ckptfused.convert.wrapper import unwrapped
 from ckptfused.modules.fused import FusedModule
 
 
@@ -22,6 +23,7 @@ def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family | None]]:
 def _below(
     module: nn.Module, name: str, repeated: bool, seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, Family | None]]:
+    name, module = unwrapped(module, name)
     if module in seen or isinstance(module, FusedModule):
         return
     seen.add(module)
@@ -38,9 +40,9 @@ def _repeating(module: nn.Module) -> list[nn.Module]:
     """The children of a container that are large and of a class that repeats; shared weights repeat too."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
-    children = [child for child in module._modules.values() if child is not None]
-    classes = Counter(map(type, children))
-    return [child for child in children if classes[type(child)] > 1 and _is_large(child)]
+    children = [(child, unwrapped(child)[1]) for child in module._modules.values() if child is not None]
+    classes = Counter(type(inner) for _, inner in children)
+    return [child for child, inner in children if classes[type(inner)] > 1 and _is_large(inner)]
 
 
 def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:
