@@ -79,6 +79,10 @@ def extension():
 class BuildExtensionWithHeader(BuildExtension):
     """BuildExtension that first precompiles ``csrc/ops/torch.h`` (g++ finds the ``.gch`` by include path)."""
 
+    def finalize_options(self):
+        super().finalize_options()
+        self.force = True  # without ninja, too: dates of files do not tell that torch has changed
+
     def run(self):
         setup_platform.check()  # here, because an sdist or its metadata can be made anywhere
         super().run()

@@ -62,13 +62,14 @@ def test_build_info_says_what_the_environment_asks_for() -> None:
     assert run.stdout.split() == ["triton", "cublas"]
 
 
-def build_on(system: str, machine: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def build_on(system: str, machine: str, more: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     """`setup.py build_ext`, up to where the compilers would start, as on another platform."""
     code = f"""
         import platform, runpy, sys
-        from torch.utils.cpp_extension import BuildExtension
+        from torch.utils import cpp_extension
         platform.system, platform.machine = lambda: {system!r}, lambda: {machine!r}
-        BuildExtension.run = lambda self: print("goes on")
+        cpp_extension.BuildExtension.run = lambda self: print("goes on")
+        {more}
         sys.argv = ["setup.py", "--quiet", "build_ext"]
         runpy.run_path("setup.py", run_name="__main__")
     """
@@ -78,6 +79,12 @@ def build_on(system: str, machine: str, **environment: str) -> subprocess.Comple
 def test_a_build_where_it_is_tested_says_nothing() -> None:
     run = build_on("Linux", "x86_64")
     assert (run.returncode, run.stdout, run.stderr) == (0, "goes on\n", "")
+
+
+def test_a_build_never_takes_the_extension_of_another_torch_for_up_to_date() -> None:
+    more = """cpp_extension.is_ninja_available = lambda: False
+        cpp_extension.BuildExtension.run = lambda self: print(self.use_ninja, self.force)"""
+    assert build_on("Linux", "x86_64", more).stdout == "False True\n"
 
 
 def test_a_build_on_another_processor_says_that_it_is_not_tested() -> None:
@@ -219,6 +226,7 @@ def test_something_else_that_is_missing_keeps_its_own_error(tmp_path: Path) -> N
 
 def test_a_python_without_its_lock_is_refused() -> None:
     run = python("import sys; sys._is_gil_enabled = lambda: False; import ckptfused")
+    assert run.returncode == 1
     message = run.stderr.strip().splitlines()[-1]
     assert message.startswith("ImportError: ckptfused needs Python's global interpreter lock: expected it on, got")
     assert "PYTHON_GIL=0" in message
