@@ -132,6 +132,7 @@ def _call(
     masks = NO_MASK
     text = spec.to_string()
     if spec.attn is not None:
+        check_devices(x, mask=mask, padding=padding, cos=cos, sin=sin, cu_seqlens=cu_seqlens)
         masks = sdpa_mask(mask, padding, x.size(batch), spec.attn.heads, x.size(time))
         if cu_seqlens is not None:
             check_packed(x, cu_seqlens, masks)
@@ -147,7 +148,6 @@ def _call(
         if cos is not None and sin is not None:
             cos = rotary_view("cos", cos, x.size(batch), x.size(time), spec.attn.rotary)
             sin = rotary_view("sin", sin, x.size(batch), x.size(time), spec.attn.rotary)
-        check_devices(x, cos=cos, sin=sin, mask=mask, padding=padding)
     elif mask is not None or padding is not None or cu_seqlens is not None or cos is not None or sin is not None:
         raise ValueError("mask, padding, cu_seqlens, cos, sin: expected none without an attention half")
     y = run(op, x, slots, text, masks, cos, sin, cu_seqlens, generator)
@@ -223,9 +223,13 @@ def check_dtype(name: str, weight: Tensor, x: Tensor, compute: str | None = None
 
 
 def check_devices(x: Tensor, **inputs: Tensor | None) -> None:
-    """Raise unless the tensors that are there lie where x does."""
+    """Raise unless what is there is a tensor and lies where x does."""
     for name, value in inputs.items():
-        if value is not None and value.device != x.device:
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a tensor or None, got {type(value).__name__}")
+        if value.device != x.device:
             raise ValueError(f"{name}: expected x's device {x.device}, got {value.device}")
 
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckptfused.modules import rotary
+
 PRODUCTS = ("aten::mm", "aten::addmm")  # outputs given or not; tiled attention's own do not go through the dispatcher
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
@@ -19,7 +21,9 @@ ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 def saved_bytes(
     function: Callable[[], Tensor], module: torch.nn.Module | None = None, own: Iterable[Tensor] = ()
 ) -> int:
-    """Bytes of the unique storages that autograd saves in a call, less the module's and the caller's `own`."""
+    """Bytes of the unique storages that autograd saves in a call, less the module's, the caller's `own` and the rotary
+    tables, of which all blocks of a process share one.
+    """
     owned = [*own, *(() if module is None else (*module.parameters(), *module.buffers()))]
     ignored = {t.untyped_storage().data_ptr() for t in owned}
     storages: dict[int, torch.UntypedStorage] = {}
@@ -32,7 +36,8 @@ def saved_bytes(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = function()
-    total = sum(storage.nbytes() for storage in storages.values())
+    tables = {t.untyped_storage().data_ptr() for table in rotary._tables.values() for t in table.pair}
+    total = sum(storage.nbytes() for place, storage in storages.items() if place not in tables)
     del y
     return total
 

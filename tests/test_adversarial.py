@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 from ckptfused import FusedCheckpointBlock, FusedCheckpointFFN, FusedCheckpointSequential
 from ckptfused.functional import MOST_TEXTS
 from ckptfused.modules import assemble
-from ckptfused.modules.rotary import RotaryTable
 from tests.devices import on_devices, repeatable
 
 WIDTH = 16
@@ -165,57 +162,6 @@ def test_constructor_values() -> None:
 def test_sequence_bounds_out_of_range(bounds: list[int]) -> None:
     with pytest.raises(RuntimeError, match="cu_seqlens: expected numbers that do not fall, from 0 to 5"):
         _llama()(X[:1], cu_seqlens=torch.tensor(bounds))
-
-
-def test_rotary_table_grown_in_inference_mode() -> None:
-    block = _llama()
-    with torch.inference_mode():
-        block(torch.zeros(1, 600, WIDTH))
-    block(torch.zeros(1, 600, WIDTH, requires_grad=True)).sum().backward()
-
-
-class _Interrupted(RotaryTable):
-    """Another thread puts a short table in place whenever this one has read a buffer."""
-
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
-        if name in ("cos", "sin"):
-            cos, sin = self.table(8, torch.float32, "cpu")
-            self._buffers.update(cos=cos, sin=sin)
-        return value
-
-
-def test_rotary_table_replaced_by_another_thread() -> None:
-    table = _Interrupted(8, length=2048)
-    expected = table.table(1500, torch.float32, "cpu")
-    for length in (1500, 4, 1500):
-        cos, sin = table(length)
-        assert cos.equal(expected[0][:length]) and sin.equal(expected[1][:length])
-
-
-def test_rotary_table_grown_by_several_threads() -> None:
-    table: Any = _llama().self_attn.rotary
-    lengths, wrong = (4100, 513, 1500, 700), []
-    expected = table.table(max(lengths), torch.float32, "cpu")
-
-    def ask(length: int) -> None:
-        cos, sin = table(length)
-        if not (cos.equal(expected[0][:length]) and sin.equal(expected[1][:length])):
-            wrong.append(cos.shape)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(10):
-            table._fill(16, torch.float32, "cpu")
-            threads = [threading.Thread(target=ask, args=(length,)) for length in lengths]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not wrong
 
 
 def _spread(t: Tensor) -> Tensor:

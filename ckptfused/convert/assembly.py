@@ -227,9 +227,13 @@ def build_call(parts: Parts, inputs: Inputs, keep: str, sharded: bool = False) -
     cos, sin, cu_seqlens = inputs.cos, inputs.sin, inputs.cu_seqlens
     if parts.attn is not None:
         a = parts.attn
-        for what, tensor in (("mask", inputs.masks.mask), ("rotary table", cos), ("rotary table", sin)):
+        masks, tables = inputs.masks, (("rotary table", cos), ("rotary table", sin))
+        beside = (("mask", masks.mask), ("padding", masks.padding), *tables, ("cu_seqlens", cu_seqlens))
+        for what, tensor in beside:
             if tensor is not None and tensor.requires_grad:
                 return Reason(f"the {what} needs a gradient")
+            if tensor is not None and tensor.device != x.device:
+                return Reason(f"the {what} is on {tensor.device}, the input on {x.device}")
         words += input_words(inputs.masks, cu_seqlens is not None)
         windowed = inputs.windowed and inputs.masks.mask is None
         words += f" attn.window={a.window or 0 if windowed else 0}"

@@ -305,7 +305,7 @@ def attention_inputs(
     time, batch = (1, 0) if attn.batch_first else (0, 1)
     x = x.unsqueeze(batch) if x.dim() == 2 else x
     B, T = x.size(batch), x.size(time)
-    check_devices(x, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask)
+    check_devices(x, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask, cu_seqlens=cu_seqlens)
     masks = encoder_mask(src_mask, src_key_padding_mask, is_causal, B, attn.num_heads, T)
     if getattr(attn, "causal", False):
         masks = masks._replace(causal=True)
@@ -322,5 +322,5 @@ def attention_inputs(
         check_devices(x, cos=rotary[0], sin=rotary[1])
         cos, sin = (rotary_view(name, t, B, T, table.dim) for name, t in zip(("cos", "sin"), rotary, strict=True))
     else:
-        cos, sin = table(T) if cu_seqlens is None else table.packed(cu_seqlens, T)
+        cos, sin = table(T, x) if cu_seqlens is None else table.packed(cu_seqlens, T, x)
     return AttentionInputs(x, masks, cos, sin)

@@ -104,7 +104,7 @@ class GroupedAttention(nn.MultiheadAttention):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            cos, sin = (t.to(q.dtype) for t in self.rotary(T))
+            cos, sin = (t.to(q.dtype) for t in self.rotary(T, q))
             q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
         logits = q @ k.repeat_interleave(H // G, 1).mT * (D**-0.5 if self.scale is None else self.scale)
         if self.softcap:
@@ -192,7 +192,7 @@ def make_attention(
         extras["rotary"] = rope
     elif rope is not False:
         theta = 1e4 if rope is True else float(rope)
-        extras["rotary"] = RotaryTable(rotary_dim or head_dim or d_model // nhead, theta, device=device, dtype=dtype)
+        extras["rotary"] = RotaryTable(rotary_dim or head_dim or d_model // nhead, theta)
     if rope_style not in ("half", "interleaved"):
         raise ValueError(f"rope_style: expected 'half' or 'interleaved', got {rope_style!r}")
     if rope is not False:

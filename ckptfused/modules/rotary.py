@@ -1,91 +1,169 @@
-"""Tables of cosines and sines for rotary position embeddings."""
+"""Tables of cosines and sines for rotary position embeddings: one for all modules of a process that read the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import threading
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from ckptfused.checks import check_integer, check_number
 
 _FIRST_LENGTH = 512
+Pair = tuple[Tensor, Tensor]
 
 
-def _stored(dtype: torch.dtype) -> torch.dtype:
-    """The type of the tables in a module of this type."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+class _Key(NamedTuple):
+    """All that a table depends on, but for its length."""
+
+    dim: int
+    theta: float
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Table:
+    """cos and sin of the positions met so far, for everybody with the same key. Grows in powers of two."""
+
+    def __init__(self, key: _Key) -> None:
+        self.key = key
+        self.pair = _stored(key, _FIRST_LENGTH)
+        self.captured: list[Pair] = []
+        """What a CUDA graph reads: it has to outlive a longer table that takes its place."""
+        self._growing = threading.Lock()
+
+    def reaching(self, length: int) -> Pair:
+        """cos and sin of at least so many positions."""
+        pair = self.pair  # read once: another thread may put a longer one in place
+        if length <= pair[0].size(0):
+            return pair
+        with self._growing:
+            if length > self.pair[0].size(0):
+                self.pair = _stored(self.key, 1 << (length - 1).bit_length())
+            return self.pair
+
+    def for_capture(self, length: int) -> Pair | None:
+        """As `reaching`, for a CUDA graph; None where it is too short: what is computed now is not there yet."""
+        pair = self.pair
+        if length > pair[0].size(0):
+            return None
+        if not any(kept is pair for kept in self.captured):
+            self.captured.append(pair)
+        return pair
+
+    def __deepcopy__(self, memo: Any) -> _Table:
+        return self
+
+
+_tables: WeakValueDictionary[_Key, _Table] = WeakValueDictionary()
+_making = threading.Lock()
+
+
+def _shared(key: _Key) -> _Table:
+    with _making:
+        table = _tables.get(key)
+        if table is None:
+            _tables[key] = table = _Table(key)
+        return table
+
+
+def _computed(key: _Key, length: int, like: Tensor) -> Pair:
+    """cos and sin of positions 0 … length - 1, computed in float64 where `like` is; a fake tensor makes fake ones."""
+    steps, positions = (like.new_ones(n, dtype=torch.int64).cumsum(0) - 1 for n in (key.dim // 2, length))
+    frequencies = torch.pow(key.theta, -2.0 * steps.double() / key.dim)
+    angles = positions[:, None] * frequencies
+    return angles.cos().to(key.dtype), angles.sin().to(key.dtype)
+
+
+def _stored(key: _Key, length: int) -> Pair:
+    """A table to be read in other calls: no mode and no transform of this one gets at it, and backward may save it."""
+    with (
+        _disable_current_modes(),
+        torch._C._DisableFuncTorch(),
+        torch._C.DisableTorchFunction(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        return _computed(key, length, torch.empty(0, device=key.device))
+
+
+@torch.compiler.assume_constant_result
+def _constant(dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> Pair:
+    """The table as it is when torch.compile traces. The compiled graph holds it, for others to share."""
+    table = _shared(_Key(dim, theta, dtype, device))
+    cos, sin = (t.detach() for t in table.pair)
+    cos.table = table  # type: ignore[attr-defined]
+    return cos, sin
 
 
 class RotaryTable(nn.Module):
     """cos and sin of position times frequency, kept for the positions met so far.
 
-    The tables are non-persistent buffers: they move with the module and stay out of `state_dict`. They are
-    computed in float64 and stored in float32 (float64 in a float64 module), whatever `.half()` or `.to()`
-    does to the parameters. They grow in powers of two in eager mode; inside `torch.compile`, a sequence
-    longer than the table gets one computed in the graph.
+    There is one table for each (theta, width, type, device) in a process. All modules that read it share it; it is
+    freed with the last of them. It is found by the tensor of a call, so it has no part in `state_dict`, buffers, or
+    what moves a module. It is computed in float64 and stored in float32 (float64 for a float64 tensor), and grows in
+    powers of two in eager mode; inside `torch.compile`, a sequence longer than the table gets one computed in the
+    graph.
 
     **Shapes** dim: the rotary width r (even). Result of a call: cos and sin, each [T, r/2].
+    **Raises** `ValueError` or `TypeError` for a width or theta out of range.
     **Source** Su et al. 2021, RoFormer (arXiv 2104.09864), equation 15: frequencies theta^(-2i/r).
     """
 
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(
-        self,
-        dim: int,
-        theta: float = 1e4,
-        length: int = _FIRST_LENGTH,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, dim: int, theta: float = 1e4) -> None:
         super().__init__()
-        if dim < 2 or dim % 2:
+        check_integer("rotary_dim", dim, 2)
+        if dim % 2:
             raise ValueError(f"rotary_dim: expected an even number of at least 2, got {dim}")
+        check_number("rope", theta)
         if not theta > 0:
             raise ValueError(f"rope: expected a positive theta, got {theta!r}")
         self.dim = dim
         self.theta = float(theta)
-        stored = _stored(torch.get_default_dtype() if dtype is None else dtype)
-        cos, sin = self.table(length, stored, torch.get_default_device() if device is None else device)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self._read: dict[tuple[torch.device, torch.dtype], _Table] = {}
 
-    def table(self, length: int, dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions 0 … length - 1, computed afresh."""
-        steps = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
-        frequencies = torch.pow(self.theta, -steps / self.dim)
-        angles = torch.arange(length, dtype=torch.float64, device=device)[:, None] * frequencies
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+    def forward(self, length: int, like: Tensor) -> Pair:
+        """cos and sin of positions 0 … length - 1, for a tensor on this device and of this type: views of the table."""
+        device, dtype = like.device, torch.float64 if like.dtype == torch.float64 else torch.float32
+        if torch.compiler.is_dynamo_compiling():
+            cos, sin = _constant(self.dim, self.theta, dtype, device)
+            if length > cos.size(0):
+                return _computed(_Key(self.dim, self.theta, dtype, device), length, like)
+            return cos[:length], sin[:length]
+        if like.is_meta or isinstance(like, FakeTensor) or is_traceable_wrapper_subclass(like):
+            return _computed(_Key(self.dim, self.theta, dtype, device), length, like)
+        table = self._read.get((device, dtype))
+        if table is None:
+            table = self._read[device, dtype] = _shared(_Key(self.dim, self.theta, dtype, device))
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():
+            pair = table.for_capture(length) or _computed(table.key, length, like)
+        else:
+            pair = table.reaching(length)
+        return pair[0][:length], pair[1][:length]
 
-    def forward(self, length: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions 0 … length - 1: views of the buffers wherever they reach."""
-        # Read once: another thread may put shorter tables in place meanwhile.
-        cos, sin = self.cos, self.sin
-        if length > min(cos.size(0), sin.size(0)):
-            if torch.compiler.is_compiling():
-                return self.table(length, cos.dtype, cos.device)
-            cos, sin = self._fill(max(_FIRST_LENGTH, 1 << (length - 1).bit_length()), cos.dtype, cos.device)
-        return cos[:length], sin[:length]
-
-    def packed(self, cu_seqlens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def packed(self, cu_seqlens: Tensor, length: int, like: Tensor) -> Pair:
         """cos and sin of positions that start anew in each of the packed sequences; new tensors."""
-        cos, sin = self(length)
+        cos, sin = self(length, like)
         place = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
         start = cu_seqlens[torch.searchsorted(cu_seqlens, place, right=True) - 1]
         position = (place - start).clamp(0, length - 1)  # bounds out of range are refused by the op
         return cos[position], sin[position]
 
-    def _fill(self, length: int, dtype: torch.dtype, device: Any) -> tuple[Tensor, Tensor]:
-        # A table made in inference mode could not be saved for a later backward.
-        with torch.inference_mode(False), torch.no_grad():
-            self.cos, self.sin = tables = self.table(length, dtype, device)
-        return tables
+    def _apply(self, fn: Any, recurse: bool = True) -> RotaryTable:
+        self._read.clear()  # the module moves, perhaps: a table that nobody reads any more is freed
+        return super()._apply(fn, recurse)  # type: ignore[return-value]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
-        super()._apply(fn, recurse)
-        self._fill(self.cos.size(0), _stored(self.cos.dtype), self.cos.device)
-        return self
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_read": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._read = {}
+        self._buffers.clear()  # version 0.1 had tables of its own
 
     def extra_repr(self) -> str:
         return f"{self.dim}, theta={self.theta}"

@@ -101,7 +101,8 @@ def test_shared_block_and_second_backward(device: str) -> None:
 def test_saves_one_input_a_segment(dropout: float, device: str) -> None:
     sequential = FusedCheckpointSequential(*blocks(4, device, dropout=dropout), segments=2)
     x = source(device)
-    owned = {t.untyped_storage().data_ptr() for t in (*sequential.parameters(), *sequential.buffers())}
+    tables = sequential[0].self_attn.rotary(x.size(1), x)
+    owned = {t.untyped_storage().data_ptr() for t in (*sequential.parameters(), *tables)}
     saved: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
