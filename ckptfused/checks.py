@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from typing import Any
 
 
 def check_choice(where: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -35,3 +37,9 @@ def check_probability(where: str, value: object) -> None:
         raise TypeError(f"{where}: expected a dropout probability in [0, 1], got {value!r}")
     if not 0.0 <= value <= 1.0:
         raise ValueError(f"{where}: expected a dropout probability in [0, 1], got {value!r}")
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a tensor is distributed."""
+    module: Any = sys.modules.get("torch.distributed.tensor")  # slow to import, and without it there is none
+    return module is not None and isinstance(value, module.DTensor)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ckptfused import _extension, outer_checkpoint  # noqa: F401  (the first registers the ops)
+from ckptfused.checks import is_dtensor
 from ckptfused.masks import NO_MASK, Mask, sdpa_mask
 from ckptfused.spec import BlockSpec, param_names, param_shapes
 
@@ -125,6 +126,7 @@ def _call(
     generator: torch.Generator | None,
 ) -> Tensor:
     slots = _check_params(x, params, spec)
+    check_generator(generator)
     unbatched = x.dim() == 2
     time, batch = (0, 1) if spec.seq_first else (1, 0)
     if unbatched:
@@ -187,20 +189,33 @@ def _describe(value: object) -> str:
     return f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
-def check_input(x: Tensor, width: int | None = None) -> None:
-    """Raise unless x is a floating tensor with 2 or 3 dimensions, the last one `width` wide."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
+def check_input(x: Tensor, width: int | None = None, name: str = "x") -> None:
+    """Raise unless x is a dense floating tensor with 2 or 3 dimensions, the last one `width` wide."""
+    check_plain(name, x)
     if x.dim() not in (2, 3):
-        raise ValueError(f"x: expected 3 dimensions (or 2 for one sequence), got shape {list(x.shape)}")
+        raise ValueError(f"{name}: expected 3 dimensions (or 2 for one sequence), got shape {list(x.shape)}")
     if x.dtype not in _TYPES:
-        raise TypeError(f"x: expected float64, float32, bfloat16 or float16, got {x.dtype}")
+        raise TypeError(f"{name}: expected float64, float32, bfloat16 or float16, got {x.dtype}")
     if width is not None and x.size(-1) != width:
-        raise ValueError(f"x: expected width {width} in the last dimension, got shape {list(x.shape)}")
+        raise ValueError(f"{name}: expected width {width} in the last dimension, got shape {list(x.shape)}")
+
+
+def check_plain(name: str, value: Tensor) -> None:
+    """Raise for what kernels cannot read: no tensor, one that is distributed, sparse or in a layout of oneDNN's."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if is_dtensor(value):
+        raise TypeError(
+            f"{name}: expected a whole tensor (FSDP's are whole while a block runs), got a DTensor with placements "
+            f"{value.placements}: ckptfused runs no tensor-parallel layers"  # type: ignore[attr-defined]
+        )
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {value.layout}")
 
 
 def check_param(name: str, value: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    """Raise unless a parameter is a floating tensor of this shape on x's device."""
+    """Raise unless a parameter is a dense floating tensor of this shape on x's device."""
+    check_plain(name, value)
     if tuple(value.shape) != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(value.shape)}")
     if value.device != x.device:
@@ -227,10 +242,15 @@ def check_devices(x: Tensor, **inputs: Tensor | None) -> None:
     for name, value in inputs.items():
         if value is None:
             continue
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a tensor or None, got {type(value).__name__}")
+        check_plain(name, value)
         if value.device != x.device:
             raise ValueError(f"{name}: expected x's device {x.device}, got {value.device}")
+
+
+def check_generator(generator: object) -> None:
+    """Raise unless dropout can draw from it."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator: expected a torch.Generator or None, got {generator!r}")
 
 
 def check_packed(x: Tensor, cu_seqlens: Tensor, masks: Mask) -> None:

@@ -153,7 +153,7 @@ def test_constructor_types() -> None:
 @pytest.mark.parametrize("make", [FusedCheckpointBlock, FusedCheckpointAttention], ids=["block", "attention"])
 def test_module_input(make: Any, device: str) -> None:
     module, x = make(C, H, batch_first=True).to(device), X.to(device)
-    with pytest.raises(ValueError, match=r"x: expected width 16 in the last dimension, got shape \[2, 5, 15\]"):
+    with pytest.raises(ValueError, match=r"src: expected width 16 in the last dimension, got shape \[2, 5, 15\]"):
         module(torch.zeros(B, T, 15, device=device))
     with pytest.raises(TypeError, match=r"in_proj_weight: expected x's dtype torch.float64 .* got torch.float32"):
         module(x.double())
@@ -174,7 +174,7 @@ def test_module_input(make: Any, device: str) -> None:
 @on_devices
 def test_ffn_input(device: str) -> None:
     module, x = FusedCheckpointFFN(C, 32).to(device), X.to(device)
-    with pytest.raises(ValueError, match=r"x: expected width 16 in the last dimension, got shape \[2, 5, 15\]"):
+    with pytest.raises(ValueError, match=r"src: expected width 16 in the last dimension, got shape \[2, 5, 15\]"):
         module(torch.zeros(B, T, 15, device=device))
     with pytest.raises(TypeError, match=r"linear1.weight: expected x's dtype torch.float16 .* got torch.float32"):
         module(x.half())

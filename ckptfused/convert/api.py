@@ -16,11 +16,11 @@ from ckptfused.convert.family import Family
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.own_checkpoint import REPLICATE, NotReplicated
 from ckptfused.convert.report import Report
-from ckptfused.convert.shards import is_fully_sharded, refuse_tensor_parallel
 from ckptfused.convert.source import patched
 from ckptfused.convert.wrapper import wrapper_note
 from ckptfused.keep import check_names
 from ckptfused.modules.assemble import keep_text
+from ckptfused.modules.shards import is_fully_sharded, refuse_tensor_parallel
 
 # Where accelerate keeps the forward that it put hooks around.
 _BELOW_HOOKS = "_old_forward"

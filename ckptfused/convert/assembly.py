@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ckptfused.checks import is_dtensor
 from ckptfused.convert.modules import Norm, Projection, activation, hooked, norm, projection
 from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.convert.peft import active_copy
-from ckptfused.convert.shards import is_dtensor
 from ckptfused.convert.source import as_read, unread
 from ckptfused.functional import autocast_enabled, check_packed, rotary_view
 from ckptfused.modules.assemble import Call, Slots, canonical_text, input_words, settled

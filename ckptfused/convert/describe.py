@@ -15,8 +15,8 @@ from ckptfused.convert.measure import TOKENS, saved_by_autograd
 from ckptfused.convert.modules import hooked, projection
 from ckptfused.convert.parts import Reason
 from ckptfused.convert.report import LayerReport
-from ckptfused.convert.shards import holds_fsdp1, is_flattened
 from ckptfused.convert.source import patched
+from ckptfused.modules.shards import holds_fsdp1, is_flattened
 
 
 def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> LayerReport:

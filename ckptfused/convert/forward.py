@@ -17,8 +17,8 @@ from ckptfused.convert.family import FAMILIES
 from ckptfused.convert.modules import hooked_everywhere, lent_weights
 from ckptfused.convert.own_checkpoint import CACHES, as_it_would, checkpoints_itself, let_converted_through
 from ckptfused.convert.parts import Reason
-from ckptfused.convert.shards import refuse_tensor_parallel
 from ckptfused.modules.assemble import keeps_inputs_alone
+from ckptfused.modules.shards import refuse_tensor_parallel
 from ckptfused.outer_checkpoint import passed
 
 

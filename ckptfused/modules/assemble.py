@@ -301,7 +301,7 @@ def attention_inputs(
     rotary: tuple[Tensor, Tensor] | None,
 ) -> AttentionInputs:
     """Checks and normalises x (made 3-d), masks and rotary tables."""
-    check_input(x, attn.embed_dim)
+    check_input(x, attn.embed_dim, "src")
     time, batch = (1, 0) if attn.batch_first else (0, 1)
     x = x.unsqueeze(batch) if x.dim() == 2 else x
     B, T = x.size(batch), x.size(time)

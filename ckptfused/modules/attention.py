@@ -18,7 +18,7 @@ from ckptfused.modules.assemble import (
     input_words,
 )
 from ckptfused.modules.attention_layer import make_attention
-from ckptfused.modules.fused import FusedModule, rates, refuse_generic, run_fused, run_generic
+from ckptfused.modules.fused import FusedModule, check_call, rates, refuse_generic, run_fused, run_generic
 from ckptfused.modules.norms import make_norm
 from ckptfused.spec import Keep
 
@@ -78,6 +78,7 @@ class FusedCheckpointAttention(FusedModule):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """The half's output; arguments as `FusedCheckpointBlock.forward`."""
+        check_call(src, src_mask, src_key_padding_mask, cu_seqlens, rotary, generator)
         if (why := self.generic_reason(src_mask, src_key_padding_mask)) is not None:
             refuse_generic(why, cu_seqlens=cu_seqlens, rotary=rotary, generator=generator)
             return run_generic(self, self._plain, src, src_mask, src_key_padding_mask, is_causal)

@@ -14,7 +14,7 @@ from ckptfused.modules import assemble
 from ckptfused.modules.activations import GATED, Activation, activation_kind, plain_activation
 from ckptfused.modules.assemble import Call
 from ckptfused.modules.attention_layer import is_plain, make_attention
-from ckptfused.modules.fused import FusedModule, rates, refuse_generic, run_fused, run_generic
+from ckptfused.modules.fused import FusedModule, check_call, rates, refuse_generic, run_fused, run_generic
 from ckptfused.modules.norms import make_norm
 from ckptfused.spec import Keep
 
@@ -171,6 +171,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         **Raises** `ValueError` or `TypeError` naming the argument, what was expected and what came.
         **Source** `nn.TransformerEncoderLayer.forward`; with `is_causal`, `src_mask` is taken for the causal mask.
         """
+        check_call(src, src_mask, src_key_padding_mask, cu_seqlens, rotary, generator)
         masks = (src_mask, src_key_padding_mask)
         only_fused = {"cu_seqlens": cu_seqlens, "rotary": rotary, "generator": generator}
         if src.is_nested:

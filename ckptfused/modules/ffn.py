@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ckptfused.functional import check_input
 from ckptfused.modules.activations import GATED, Activation, activation_kind, plain_activation
 from ckptfused.modules.assemble import Call, canonical_text, ffn_reason, ffn_slots, ffn_words
-from ckptfused.modules.fused import FusedModule, rates, refuse_generic, run_fused, run_generic
+from ckptfused.modules.fused import FusedModule, check_call, rates, refuse_generic, run_fused, run_generic
 from ckptfused.modules.norms import make_norm
 from ckptfused.spec import Keep
 
@@ -65,6 +65,7 @@ class FusedCheckpointFFN(FusedModule):
 
     def forward(self, src: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """The half's output, shaped as src."""
+        check_call(src, generator=generator)
         if (why := self.generic_reason()) is not None:
             refuse_generic(why, generator=generator)
             return run_generic(self, self._plain, src)
@@ -74,7 +75,7 @@ class FusedCheckpointFFN(FusedModule):
         return ffn_reason(self.linear1, self.linear2, self.activation, self.norm2, self.dropout, self.dropout2)
 
     def prepare(self, src: Tensor, *args: Any, **kwargs: Any) -> Call:
-        check_input(src, self.linear2.out_features)
+        check_input(src, self.linear2.out_features, "src")
         x = src.unsqueeze(0 if self.batch_first else 1) if src.dim() == 2 else src
         slots = ffn_slots(self.linear1, self.linear2, self.activation, self.norm2, self._place, src)
         return Call("ffn_block", x, slots, self._text(src))

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
+from ckptfused.functional import check_generator, check_plain
 from ckptfused.modules.assemble import Call, keep_text, keeps_inputs_alone
 from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
+from ckptfused.modules.shards import refuse_tensor_parallel
 from ckptfused.outer_checkpoint import passed
 from ckptfused.spec import BlockSpec, Keep, check_names, check_probability
 
@@ -68,6 +70,29 @@ class FusedModule(nn.Module):
         return f"keep={self.keep!r}" + (f", runs generically ({why})" if why else "")
 
 
+def check_call(
+    src: Any,
+    src_mask: Any = None,
+    src_key_padding_mask: Any = None,
+    cu_seqlens: Any = None,
+    rotary: Any = None,
+    generator: Any = None,
+) -> None:
+    """**Raises** `TypeError` for arguments of a forward that no path can take, before anything asks them."""
+    if not (isinstance(src, Tensor) and src.is_nested):
+        check_plain("src", src)
+    beside = {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask, "cu_seqlens": cu_seqlens}
+    for name, value in beside.items():
+        if value is not None:
+            check_plain(name, value)
+    check_generator(generator)
+    if rotary is not None:
+        if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+            raise TypeError(f"rotary: expected a pair of tensors, cos and sin, or None, got {type(rotary).__name__}")
+        for name, value in zip(("rotary[0]", "rotary[1]"), rotary, strict=True):
+            check_plain(name, value)
+
+
 def run_fused(module: FusedModule, src: Tensor, generator: torch.Generator | None, *args: Any) -> Tensor:
     """The fused path: one op; one sequence without a batch dimension comes back without one."""
     call = module.prepare(src, *args)
@@ -80,6 +105,7 @@ def run_generic(module: FusedModule, function: Callable[..., Tensor], *args: Any
     """The path for what the kernels cannot compute: plain layers under `ckptfused.checkpoint`; no replay could find a
     `TorchFunctionMode` again.
     """
+    refuse_tensor_parallel(module)
     if under_foreign_mode():
         return function(*args)
     with passed(module):

@@ -14,7 +14,7 @@ from ckptfused.modules.assemble import Call, Slots, hooked
 from ckptfused.modules.attention import FusedCheckpointAttention
 from ckptfused.modules.block import FusedCheckpointBlock
 from ckptfused.modules.ffn import FusedCheckpointFFN
-from ckptfused.modules.fused import FusedModule, needs_gradient
+from ckptfused.modules.fused import FusedModule, check_call, needs_gradient
 from ckptfused.spec import AUX_NAMES
 
 _ids = itertools.count(-1, -1)
@@ -186,6 +186,7 @@ class FusedCheckpointSequential(nn.Sequential):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """The last block's output; arguments as `FusedCheckpointBlock.forward`."""
+        check_call(src, src_mask, src_key_padding_mask, cu_seqlens, rotary, generator)
         blocks: list[Any] = list(self)
         x, start = src, 0
         for segment in range(self.segments):

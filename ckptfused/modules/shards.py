@@ -22,9 +22,8 @@ def refuse_tensor_parallel(layer: nn.Module, name: str = "", inside_fsdp: bool =
             if shards > int(inside_fsdp or _gathered(layer, key)):
                 raise ValueError(
                     f"{name or type(layer).__name__}.{key}: expected a weight that is whole or sharded by FSDP, got a "
-                    f"DTensor with placements {weight.placements}. Tensor-parallel layers cannot be converted: use "
-                    "torch.utils.checkpoint or ckptfused.checkpoint around them (ckptfused.revert undoes convert), or "
-                    "FSDP instead of tensor parallelism"
+                    f"DTensor with placements {weight.placements}. ckptfused runs no tensor-parallel layers: use plain "
+                    "PyTorch ones under torch.utils.checkpoint (ckptfused.revert undoes convert), or FSDP instead"
                 )
 
 
@@ -44,12 +43,6 @@ def holds_fsdp1(layer: nn.Module) -> bool:
     """Whether FSDP1 wraps a module within a layer."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in layer.modules())
-
-
-def is_dtensor(tensor: Any) -> bool:
-    """Whether a tensor is distributed."""
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_flattened(layer: nn.Module) -> bool:
