@@ -88,6 +88,10 @@ def _dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) 
     return rng_state.new_empty(shape, dtype=torch.bool)
 
 
+def _lend(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(0)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -117,6 +121,7 @@ def _register() -> None:
     fake("ckptfused::attention_fwd", _attention_fwd)
     fake("ckptfused::attention_bwd", _attention_bwd)
     fake("ckptfused::rng_state", _rng_state)
+    fake("ckptfused::lend", _lend)
     fake("ckptfused::dropout_mask", _dropout_mask)
 
 

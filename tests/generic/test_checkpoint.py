@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
@@ -212,19 +213,101 @@ def test_nothing_is_copied_where_nothing_is_written() -> None:
     assert addresses == [expected, expected]
 
 
-def test_the_callers_tensor_shares_memory_for_no_longer_than_copies_live() -> None:
-    """Where it does, `record_stream` does nothing and `data_ptr` copies."""
-    is_cow, address = torch._C._is_cow_tensor, torch._C._data_address
+HANDED_BACK: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda x: x,
+    "view": lambda x: x.view(-1),
+    "part": lambda x: (x[1:], x.detach()),
+    "list": lambda x: [x, {"x": x.t()}],
+    "function": lambda x: _AsItIs.apply(x),
+}
+
+
+class _AsItIs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient
+
+
+@pytest.mark.parametrize("outside", ["numpy", "dlpack", "storage"])
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@pytest.mark.parametrize("name", HANDED_BACK)
+def test_arguments_keep_their_memory(name: str, grad: bool, outside: str) -> None:
+    """However the result is used, whatever else reads the argument's memory goes on to read the argument."""
+    leaf_ = torch.zeros(1 << 12).view(64, 64).requires_grad_()
+    x = leaf_ * 1
+    address = x.data_ptr()
+    same: Any = {
+        "numpy": lambda: torch.from_numpy(x.detach().numpy()),
+        "dlpack": lambda: torch.from_dlpack(x.detach()),
+        "storage": lambda: torch.empty(0).set_(x.untyped_storage()).view(64, 64),
+    }[outside]()
+    with torch.set_grad_enabled(grad):
+        y = checkpoint(HANDED_BACK[name], x)
+    assert not torch._C._is_cow_tensor(x) and torch._C._data_address(x) == address
+    for t in pytree.tree_leaves(y):
+        assert not torch._C._is_cow_tensor(t)
+        assert torch._C._data_address(t) != torch._C._data_address(x) or t is x or name == "part"
+    if grad:
+        pytree.tree_leaves(y)[0].sum().backward()
+        expected = {"part": torch.ones(64, 64), "function": 3 * torch.ones(64, 64)}.get(name, torch.ones(64, 64))
+        if name == "part":
+            expected[0] = 0
+        assert leaf_.grad is not None and torch.equal(leaf_.grad, expected)
+    with torch.no_grad():
+        x.add_(1)
+    del y
+    gc.collect()
+    same[0, 0] = 3
+    assert x[0, 0] == 3 and torch._C._data_address(x) == address
+    assert bool((x.flatten()[1:] == 1).all())
+
+
+def test_what_is_handed_back_untouched_is_the_callers_own() -> None:
+    x, bias = leaf() * 1, torch.randn(3, 4)
+    y, same = checkpoint(lambda x, bias: (x.exp() + bias, bias), x, bias)
+    assert same is bias
+    assert checkpoint(nn.Identity(), x) is x
+    written = checkpoint(lambda x: x.mul_(2), x)
+    assert written is not x and not torch.equal(written, x)
+    (y + written).sum().backward()
+
+
+def test_arguments_are_left_alone_by_an_exception() -> None:
     x = leaf() * 1
-    before = x.data_ptr()
-    y = checkpoint(lambda x: x.relu_().exp(), x)
-    assert not is_cow(x) and address(x) == before
-    same = checkpoint(lambda x: x, x)
-    assert is_cow(x) and address(x) == address(same) == before  # nothing is copied for a copy that lives on
-    inside: list[int] = []
-    z = checkpoint(lambda x: [checkpoint(torch.sin, x), inside.append(address(x))][0], x)
-    assert inside == [before]
-    (y + z + same).sum().backward()
+    address = x.data_ptr()
+    kept: list[Tensor] = []
+    with pytest.raises(ZeroDivisionError):
+        checkpoint(lambda x: [kept.append(x), 1 / 0], x)
+    assert not torch._C._is_cow_tensor(x) and torch._C._data_address(x) == address
+    assert not torch._C._is_cow_tensor(kept[0]) and torch._C._data_address(kept[0]) != address
+    assert torch.equal(kept[0], x)
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_arguments_are_only_read_while_other_threads_read_them(grad: bool) -> None:
+    shared = [torch.ones(16) for _ in range(48)]
+    addresses = [t.data_ptr() for t in shared]
+    wrong: list[str] = []
+
+    def work() -> None:
+        with torch.set_grad_enabled(grad):
+            for _ in range(60):
+                y = checkpoint(lambda *tensors: tensors[0] * 2 + tensors[1].add_(1), *shared)
+                if not torch.equal(y, torch.full((16,), 4.0)):
+                    wrong.append("result")
+                if any(map(torch._C._is_cow_tensor, shared)) or list(map(torch._C._data_address, shared)) != addresses:
+                    wrong.append("argument")
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and all(torch.equal(t, torch.ones(16)) for t in shared)
 
 
 SIZE = 1 << 16

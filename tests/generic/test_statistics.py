@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from ckptfused import statistics
 from ckptfused.checkpoint import checkpoint
+from ckptfused.generic.reach import reach
 
 torchs = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
 
@@ -175,4 +175,4 @@ def test_the_search_ends() -> None:
     holder = Holder(nn.BatchNorm1d(4))
     holder.blocks.append({"holder": holder})  # type: ignore[dict-item]
     many = list(range(10**6))
-    assert len(statistics.modules_of((holder, many, torch.exp, torch, print, len, Model))) == 1
+    assert len(reach((holder, many, torch.exp, torch, print, len, Model)).modules) == 1

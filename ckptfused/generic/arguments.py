@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,21 +26,21 @@ class Given:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tensors: list[Tensor]
+    originals: Callable[[Any], Any] = lambda value: value
+    """The caller's own where the function has an unwritten copy."""
 
-    def watch(self, copies: list[Tensor]) -> _Changes | None:
+    def watch(self) -> _Changes | None:
         """None where no container can change."""
         if not any(True for _ in _containers((self.args, tuple(self.kwargs.values())))):
             return None
-        pairs = zip(copies, self.tensors, strict=True)
-        return _Changes(self, {id(c): (weakref.ref(c), _version(c), t) for c, t in pairs})
+        return _Changes(self)
 
 
 class _Changes:
     """What a function changes in the containers that it gets, and the caller in those that he gave."""
 
-    def __init__(self, given: Given, originals: dict[int, Any]) -> None:
+    def __init__(self, given: Given) -> None:
         self.given = given
-        self.originals = originals
         self.pairs: list[tuple[Any, Any, Any]] = []
 
     def begin(self, args: Any, kwargs: Any) -> None:
@@ -53,10 +52,8 @@ class _Changes:
         same = {id(ours): theirs for theirs, ours, _ in self.pairs}
 
         def caller(value: Any) -> Any:
-            """The caller's own where the function had a copy, unless it wrote to that."""
-            copy_of, version, original = self.originals.get(id(value), (None, 0, None))
-            if copy_of is not None and copy_of() is value:
-                return original if _version(value) == version else value
+            if isinstance(value, Tensor):
+                return self.given.originals(value)
             return same.get(id(value), value)
 
         for theirs, ours, before in self.pairs:
@@ -72,10 +69,6 @@ class _Changes:
             else:
                 for name in [name for name in now if now[name] is not before.get(name)]:
                     object.__setattr__(theirs, name, caller(now[name]))
-
-
-def _version(t: Tensor) -> int | None:
-    return None if t.is_inference() else t._version
 
 
 def _held(container: Any) -> dict[Any, Any]:
@@ -109,14 +102,19 @@ class Arguments:
 
     def take_tensors(self) -> list[Tensor]:
         """The distinct tensors; places remain."""
+        places: dict[int, int] = {}
         tensors: list[Tensor] = []
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
-                at = next((j for j, t in enumerate(tensors) if t is leaf), len(tensors))
+                at = places.setdefault(id(leaf), len(tensors))
                 if at == len(tensors):
                     tensors.append(leaf)
                 self.leaves[i] = _Slot(at)
         return tensors
+
+    def others(self) -> list[Any]:
+        """The leaves that are no tensors, once these are taken."""
+        return [leaf for leaf in self.leaves if type(leaf) is not _Slot]
 
     def call(self, function: Callable[..., Any], tensors: list[Tensor], given: Given | None = None) -> Any:
         """The function on new containers with these tensors; the list is emptied, so that they die when they can.
@@ -124,7 +122,7 @@ class Arguments:
         What it puts into lists, dicts and dataclasses or takes out of them, the caller's get too, if `given`.
         """
         leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
-        changes = None if given is None else given.watch(tensors)
+        changes = None if given is None else given.watch()
         tensors.clear()
         tree = self.structure.build(iter(leaves))
         del leaves

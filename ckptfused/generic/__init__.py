@@ -1,0 +1,1 @@
+"""Checkpointing of any function: its arguments, what it reads beside them, and its replay."""

@@ -1,0 +1,229 @@
+"""`checkpoint` and `checkpoint_sequential`: for everything that is not a transformer block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.utils import checkpoint as torch_checkpoint
+
+from ckptfused.generic.arguments import Arguments, Given
+from ckptfused.generic.copies import Aliases, Loans, share_memory
+from ckptfused.generic.state import State
+from ckptfused.generic.views import entered
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = False,
+    context_fn: Callable[[], tuple[Any, Any]] = torch_checkpoint.noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Calls `function(*args, **kwargs)`, keeps its arguments only, and calls it again in backward.
+
+    `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` does the work, and its options mean what they mean
+    there. Beyond it:
+
+    - The function works on copies of its arguments: tensors, also those in lists, tuples, dicts, dataclasses and other
+      pytrees, are copied when first written (copy-on-write), containers at once. In-place operations on them, such as
+      a leading `nn.ReLU(inplace=True)`, give right gradients; the caller's tensors are only read, with grad mode off
+      too. A copy that is handed back unwritten becomes the caller's own tensor again (but for a leaf's), other results
+      have memory of their own. What the function puts into lists, dicts and dataclasses or takes out of them, the
+      caller's get too, once (under torch.compile they do not: return it). Tensors that cannot be copied on write
+      (subclasses, sparse, nested) are copied at once.
+    - Every tensor argument is guarded: changed in place before backward, it raises. So does a parameter, a buffer or a
+      tensor of a closure that the replay reads. Lists and dicts are replayed as they were.
+    - The random state of the devices of all tensor arguments is replayed, not of positional ones alone, and so are
+      generators, among the arguments at any depth or held by a module.
+    - Modules are in the replay as the forward found them, and afterwards as they were: modes, dropout rates, hooks,
+      counters, and buffers that the forward writes (running statistics, power iterations, observers), which are
+      updated once. Objects among the arguments, such as caches, are too. Modules are looked for from the function: it
+      is one, is a method of one, or has them in its closure, defaults, globals, attributes or arguments.
+
+    Under `torch.func.grad` and its kind, which have no place for a replay, the function is only called.
+
+    **Saves** the tensors in `args` and `kwargs`, and the old values of buffers that the function writes.
+
+    **Recomputes** `function`, up to the last tensor that backward needs (`early_stop`).
+
+    **Raises** `ValueError` for `use_reentrant=True`; `RuntimeError` in backward for what was changed, with its name;
+    `RuntimeError` in forward if the function writes to an argument that shares memory with another.
+
+    **Source** `torch.utils.checkpoint`; PyTorch's copy-on-write storages, for the copies.
+    """
+    if use_reentrant:
+        raise ValueError(
+            "ckptfused.checkpoint: expected use_reentrant=False, got True; for reentrant checkpointing "
+            "use torch.utils.checkpoint.checkpoint"
+        )
+    inputs = Arguments(args, kwargs)
+    options: dict[str, Any] = {
+        "use_reentrant": False,
+        "determinism_check": determinism_check,
+        "debug": debug,
+        "early_stop": early_stop,
+        "preserve_rng_state": preserve_rng_state,
+    }
+    if context_fn is not torch_checkpoint.noop_context_fn:  # Dynamo wants the default left out
+        options["context_fn"] = context_fn
+    tensors = inputs.take_tensors()
+    given = Given(args, kwargs, tensors)
+    if torch.compiler.is_compiling() or _transformed():
+        # Functionalisation resolves writes, Inductor drops the copies that nobody writes to.
+        on_copies: Callable[..., Any] = lambda *given: inputs.call(function, [t.clone() for t in given])  # noqa: E731
+        hooks: Any = torch._C._autograd
+        if not torch.compiler.is_compiling() and not hooks._saved_tensors_hooks_is_enabled():
+            return on_copies(*tensors)  # torch.func.grad and its kind have no place for a replay
+        return torch_checkpoint.checkpoint(on_copies, *tensors, **options)
+    if torch.is_grad_enabled():
+        # What was made in inference mode can be neither saved nor written to.
+        tensors = [t.clone() if t.is_inference() else t for t in tensors]
+    loans = Loans()
+    copies = loans.copies(tensors)
+    given.originals = loans.original
+    aliases = Aliases(inputs, tensors, copies) if share_memory(tensors) else None
+    if torch.is_grad_enabled():
+        devices = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
+        # torch.utils.checkpoint reads from positional tensors which devices' random states to replay.
+        markers = [torch.empty(0, device=device) for device in devices]
+        segment = _Segment(function, inputs, tensors, (copies, given))
+        del given
+        result = torch_checkpoint.checkpoint(segment, *markers, **options)
+        segment.state.settle()
+    else:
+        with entered():
+            result = inputs.call(function, copies, given)
+    if aliases is not None:
+        aliases.check()
+    return loans.settle(result)
+
+
+def _transformed() -> bool:
+    """Whether a torch.func transform or a forward-mode derivative is taken."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Callable[[Any], Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = False,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """Calls the functions one after the other, in `segments` of equal length, each but the last under `checkpoint`.
+
+    **Saves** the input of each segment but the last, and all that the last one saves.
+
+    **Recomputes** the segments but the last.
+
+    **Raises** `ValueError` unless 1 ≤ `segments` ≤ the number of functions; what `checkpoint` raises.
+
+    **Source** `torch.utils.checkpoint.checkpoint_sequential`.
+    """
+    steps: list[Callable[[Any], Any]] = [*functions]
+    if not 1 <= segments <= len(steps):
+        raise ValueError(
+            f"checkpoint_sequential: expected 1 to {len(steps)} segments, one function each, got {segments}"
+        )
+    size = len(steps) // segments
+    theirs = Arguments((input,), {}).take_tensors()
+    for i in range(segments - 1):
+        part = _Chain(steps[i * size : (i + 1) * size])
+        input = checkpoint(part, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
+    last = Arguments((input,), {})
+    # What the last segment writes to is never the caller's.
+    copied = segments == 1 or torch.compiler.is_compiling() or _transformed()
+    own = [t.clone() if copied or share_memory([t, *theirs]) else t for t in last.take_tensors()]
+    return last.call(_Chain(steps[(segments - 1) * size :]), own)
+
+
+@dataclass
+class _Chain:
+    steps: list[Callable[[Any], Any]]
+
+    def __call__(self, value: Any) -> Any:
+        for step in self.steps:
+            value = step(value)
+        return value
+
+
+class _Segment:
+    """The function with its arguments: called once in forward, then in every replay."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inputs: Arguments,
+        tensors: list[Tensor],
+        first: tuple[list[Tensor], Given],
+    ) -> None:
+        self.function = function
+        self.inputs = inputs
+        self.saved = _Saved(inputs, tensors)
+        self.state = State(function, inputs.others())
+        self.first: tuple[list[Tensor], Given] | None = first  # the copies for the forward, and what the caller gave
+        self.loans: list[Loans] = []
+        """What the replays work on; it ends with the graph that they were for."""
+
+    def __call__(self, *markers: Tensor) -> Any:
+        if self.first is not None:
+            (copies, given), self.first = self.first, None
+            with entered():
+                return self.inputs.call(self.function, copies, given)
+        loans = Loans()
+        self.loans.append(loans)
+        copies = loans.copies(self.saved.tensors())
+        loans.forget_originals()
+        with entered(), self.state.replayed():
+            return self.inputs.call(self.function, copies)
+
+
+class _Saved:
+    """The tensors among the arguments, held by autograd like any saved tensor: an enclosing checkpoint drops and
+    remakes them, the user's hooks see them."""
+
+    def __init__(self, inputs: Arguments, tensors: list[Tensor]) -> None:
+        self.inputs = inputs
+        self.holder = _Save.apply(torch.empty(0, requires_grad=True), *tensors)
+        self.counters = [_version_counter(t) for t in tensors]
+        self.versions = [None if counter is None else counter._version for counter in self.counters]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        for i, (counter, expected) in enumerate(zip(self.counters, self.versions, strict=True)):
+            if counter is not None and counter._version != expected:
+                raise RuntimeError(
+                    f"ckptfused.checkpoint: {self.inputs.name(i)} was changed in place between forward and backward: "
+                    f"expected version {expected}, got version {counter._version}. The replay needs it as it was: "
+                    "change a clone, or change it after backward"
+                )
+        return self.holder.grad_fn.saved_tensors
+
+
+class _Save(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, place: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise AssertionError("the result of _Save is never differentiated")
+
+
+def _version_counter(t: Tensor) -> Tensor | None:
+    """An empty tensor with the version counter of t; None where there is none to have."""
+    try:
+        counter = t.detach()
+        counter.data = t.detach().new_empty(0)
+        return counter if counter._version == t._version else None
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None

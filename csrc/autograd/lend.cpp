@@ -1,0 +1,118 @@
+// lend: a tensor over another one's memory that takes a copy of its own when it is first written.
+#include "ops/torch.h"
+
+#include <c10/core/impl/COW.h>
+#include <c10/core/impl/COWDeleter.h>
+
+#include <memory>
+#include <tuple>
+
+namespace ckptfused {
+namespace {
+
+using at::Tensor;
+
+// Between the owner of some memory, which knows nothing of it, and one borrower. The borrower's
+// storage is copy-on-write with two references for as long as the loan lasts, so a write to it
+// always copies and never takes the memory over. The owner's storage is only read: other threads
+// may use it meanwhile.
+struct Loan {
+  c10::Storage owner;     // keeps the memory
+  at::DataPtr reference;  // the second one
+  c10::weak_intrusive_ptr<c10::StorageImpl> borrower;
+};
+
+void end_loan(void* pointer) {
+  std::unique_ptr<Loan> loan(static_cast<Loan*>(pointer));
+  const auto borrower = loan->borrower.lock();
+  if (borrower && borrower->data_ptr().get_context() == loan->reference.get_context()) {
+    try {
+      borrower->mutable_data();  // copies
+    } catch (...) {
+      // There is no memory for the copy. What was lent has to stay, and a deleter must not throw.
+      loan.release();
+    }
+  }
+}
+
+void nothing(void*) {}
+
+// Vectorised kernels see the same alignment in the copy as in the owner's memory.
+constexpr int64_t kAlignment = 64;
+
+template <typename Storage>
+auto copies_on_write(Storage* storage, int) -> decltype(storage->set_materializer(nullptr)) {
+  storage->set_materializer(&c10::impl::cow::materialize_cow);
+}
+template <typename Storage>
+void copies_on_write(Storage*, long) {}  // up to PyTorch 2.11 the deleter says so
+
+std::tuple<Tensor, Tensor> lend(const Tensor& x) {
+  const c10::Storage& owner = x.storage();
+  const int64_t size = x.element_size(), offset = x.storage_offset();
+  const int64_t end = at::detail::computeStorageNbytes(x.sizes(), x.strides(), size, offset);
+  TORCH_CHECK(int64_t(owner.nbytes()) >= end,
+              "ckptfused: expected a tensor whose data is allocated, got one that needs ", end,
+              " bytes in a storage of ", owner.nbytes());
+  const int64_t begin = offset * size / kAlignment * kAlignment;
+  void* data = const_cast<char*>(static_cast<const char*>(owner.data()) + begin);
+  const auto pointer = [&](void* context, c10::DeleterFnPtr deleter) {
+    return at::DataPtr(data, context, deleter, x.device());
+  };
+  const auto storage = [&](at::DataPtr p) {
+    return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), end - begin,
+                                                 std::move(p), c10::GetAllocator(x.device().type()),
+                                                 /*resizable=*/true);
+  };
+  namespace cow = c10::impl::cow;
+  auto* context =
+      new cow::COWDeleterContext(std::unique_ptr<void, c10::DeleterFnPtr>(data, &nothing));
+  at::DataPtr first = pointer(context, &cow::cow_deleter);
+  context->increment_refcount();
+  at::DataPtr second = pointer(context, &cow::cow_deleter);
+  auto borrower = storage(std::move(first));
+  copies_on_write(borrower.get(), 0);
+  auto loan = std::make_unique<Loan>(
+      Loan{owner, std::move(second), c10::weak_intrusive_ptr<c10::StorageImpl>(borrower)});
+  auto guard = storage(pointer(loan.get(), &end_loan));
+  loan.release();
+  const auto tensor = [&](c10::intrusive_ptr<c10::StorageImpl> s, at::IntArrayRef sizes,
+                          at::IntArrayRef strides, int64_t start) {
+    return at::empty({0}, x.options()).set_(c10::Storage(std::move(s)), start, sizes, strides);
+  };
+  return {tensor(std::move(borrower), x.sizes(), x.strides(), offset - begin / size),
+          tensor(std::move(guard), {0}, {1}, 0)};
+}
+
+struct Lend : torch::autograd::Function<Lend> {
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx,
+                                                const Tensor& x) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    auto [copy, loan] = lend(x);
+    ctx->mark_non_differentiable({loan});
+    return {copy, loan};
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 torch::autograd::variable_list grads) {
+    return {grads[0]};
+  }
+};
+
+std::tuple<Tensor, Tensor> lend_autograd(const Tensor& x) {
+  torch::autograd::variable_list made = Lend::apply(x);
+  return {made[0], made[1]};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ckptfused, CPU, m) {
+  m.impl("lend", TORCH_FN(lend));
+}
+TORCH_LIBRARY_IMPL(ckptfused, CUDA, m) {
+  m.impl("lend", TORCH_FN(lend));
+}
+TORCH_LIBRARY_IMPL(ckptfused, Autograd, m) {
+  m.impl("lend", TORCH_FN(lend_autograd));
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,413 @@
+"""What a function reads and writes beside its arguments is for its replay as the forward found it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
+from torch.utils import checkpoint as torch_checkpoint
+
+from ckptfused.checkpoint import checkpoint
+
+torchs = partial(torch_checkpoint.checkpoint, use_reentrant=False)
+plain: Callable[..., Any] = lambda function, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
+
+
+class Average(nn.Module):
+    """An exponential mean of its inputs, taken away from them; written in place or replaced."""
+
+    def __init__(self, replace: bool, persistent: bool = True, large: bool = False) -> None:
+        super().__init__()
+        self.replace = replace
+        self.register_buffer("mean", torch.zeros(1 << 19 if large else 4), persistent=persistent)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            new = self.mean[:4] * 0.9 + 0.1 * x.mean(0)
+            if self.replace:
+                self.mean = new
+                self.count = self.count + 1
+            else:
+                self.mean[:4] = new
+                self.count += 1
+        return (x - self.mean[:4].clone()).tanh() * int(self.count)
+
+
+class Recurrent(nn.Module):
+    """Keeps its state in attributes, as RecurrentGemma does, and counts its calls."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.state: Tensor | None = torch.zeros(4) if in_place else None
+        self.calls = 0
+        self.history: list[int] = []
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.history.append(self.calls)
+        state = torch.zeros_like(self.weight) if self.state is None else self.state
+        y = (x * self.weight + state).tanh() / len(self.history)
+        if self.in_place:
+            assert self.state is not None
+            self.state.mul_(0.5).add_(y[0].detach())
+        else:
+            self.state = y[0].detach()
+        return y.exp()
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "mean-in-place": lambda: Average(False),
+    "mean-replaced": lambda: Average(True),
+    "mean-not-persistent": lambda: Average(False, persistent=False),
+    "mean-large": lambda: Average(False, large=True),
+    "batch-norm": lambda: nn.BatchNorm1d(4),
+    "batch-norm-cumulative": lambda: nn.BatchNorm1d(4, momentum=None),
+    "spectral": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+    "spectral-old": lambda: spectral_norm(nn.Linear(4, 4)),
+    "state-in-place": lambda: Recurrent(True),
+    "state-replaced": lambda: Recurrent(False),
+    "observer": lambda: torch.ao.quantization.FakeQuantize(torch.ao.quantization.MovingAverageMinMaxObserver),
+}
+
+
+def state_of(module: nn.Module) -> list[Any]:
+    held = [(name, value) for m in module.modules() for name, value in vars(m).items() if not name.startswith("_")]
+    return [*module.state_dict().items(), *module.named_buffers(), *held]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) or (type(a) is type(b) is not bool and isinstance(a, (type, partial, nn.Module)))
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("name", MODULES)
+def test_state_is_updated_once(name: str, backwards: int) -> None:
+    """Gradients and state of three steps are those without a checkpoint, two calls in flight and two backwards, too."""
+    found = []
+    for call in (plain, checkpoint):
+        torch.manual_seed(1)
+        segment = nn.Sequential(nn.Linear(4, 4), MODULES[name](), nn.Tanh())
+        x = torch.randn(6, 4).requires_grad_()
+        buffers = {n: id(b) for n, b in segment.named_buffers()}
+        for _ in range(3):
+            loss = call(segment, x).sin().sum() + call(segment, 2 * x).sin().sum()
+            for i in range(backwards):
+                loss.backward(retain_graph=i + 1 < backwards)
+        if name not in ("mean-replaced", "spectral-old"):
+            assert {n: id(b) for n, b in segment.named_buffers()} == buffers
+        found.append([x.grad, *(p.grad for p in segment.parameters()), *state_of(segment)])
+    for ours, expected in zip(found[1], found[0], strict=True):
+        assert same(ours, expected)
+
+
+@pytest.mark.parametrize("name", ["mean-in-place", "state-in-place", "state-replaced"])
+def test_torch_updates_it_twice(name: str) -> None:
+    found = []
+    for call in (plain, torchs):
+        torch.manual_seed(1)
+        segment = nn.Sequential(nn.Linear(4, 4), MODULES[name](), nn.Tanh())
+        call(segment, torch.randn(6, 4).requires_grad_()).sum().backward()
+        found.append(state_of(segment))
+    assert not all(map(same, *found))
+
+
+def test_threads_share_the_statistics_of_one_module() -> None:
+    norm = nn.BatchNorm1d(4)
+    segment = nn.Sequential(norm, nn.Tanh())
+    buffers, dicts = [id(b) for b in norm.buffers()], norm._buffers
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(150):
+                checkpoint(segment, torch.randn(6, 4).requires_grad_()).sum().backward()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert norm.num_batches_tracked == 450
+    assert [id(b) for b in norm.buffers()] == buffers and norm._buffers is dicts and type(dicts) is dict
+
+
+@pytest.mark.parametrize("met", ["forward", "replay"])
+def test_a_thread_that_comes_while_another_replays(met: str) -> None:
+    """The replay of one waits in the middle for a whole step of the other."""
+    norm, waits, goes_on = nn.BatchNorm1d(4), threading.Event(), threading.Event()
+    replaying = threading.local()
+
+    def segment(x: Tensor) -> Tensor:
+        y = norm(x)
+        if getattr(replaying, "now", False):
+            waits.set()
+            assert goes_on.wait(20)
+        return (norm(y) * 2).tanh()
+
+    def first() -> None:
+        y = checkpoint(segment, torch.randn(6, 4).requires_grad_())
+        replaying.now = True
+        y.sum().backward()
+
+    early = checkpoint(segment, torch.randn(6, 4).requires_grad_()) if met == "replay" else None
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert waits.wait(20)
+    if early is None:
+        checkpoint(segment, torch.randn(6, 4).requires_grad_())
+    else:
+        early.sum().backward()
+    goes_on.set()
+    thread.join()
+    assert norm.num_batches_tracked == 4
+    assert type(norm._buffers) is dict
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], None]] = {
+    "eval": lambda m: m.eval() and None,
+    "rate": lambda m: setattr(m[1], "p", 0.9),
+    "rate-off": lambda m: setattr(m[1], "p", 0.0),
+    "attention-rate": lambda m: setattr(m[2].self_attn, "dropout", 0.7),
+    "module": lambda m: m.__setitem__(1, nn.Identity()),
+    "hook": lambda m: m[0].register_forward_hook(lambda module, args, y: 2 * y) and None,
+    "attribute": lambda m: setattr(m[2], "norm_first", True),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_replay_has_the_modes_of_its_forward(name: str) -> None:
+    found = []
+    for call in (plain, checkpoint):
+        torch.manual_seed(1)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        segment = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4), layer)
+        x = torch.randn(2, 5, 8).requires_grad_()
+        y = call(segment, x)
+        CHANGES[name](segment)
+        changed = [dict(vars(m)) for m in segment.modules()]
+        y.sin().sum().backward()
+        assert [dict(vars(m)) for m in segment.modules()] == changed
+        found.append([x.grad, *(p.grad for p in layer.parameters())])
+    assert same(*found)
+
+
+def random(x: Tensor, g: torch.Generator, more: Any = None) -> Tensor:
+    mask = torch.rand(x.shape, generator=g)
+    for other in () if more is None else more["deep"]:
+        mask = mask + torch.rand(x.shape, generator=other)
+    return (x * mask).exp()
+
+
+def test_generators_among_arguments_draw_the_same_again() -> None:
+    found = []
+    for call in (plain, checkpoint):
+        g, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+        x = torch.arange(12.0).div(12).requires_grad_()
+        y = call(random, x, g, more={"deep": [other]})
+        between = torch.rand(3, generator=g)
+        y.sum().backward()
+        found.append([x.grad, between, torch.rand(3, generator=g), torch.rand(3, generator=other)])
+    assert same(*found)
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return random(x, self.generator)
+
+
+@pytest.mark.parametrize("place", ["attribute", "closure"])
+def test_other_generators_do_too(place: str) -> None:
+    found = []
+    for call in (plain, checkpoint):
+        noise = Noise()
+        g = noise.generator
+        x = torch.arange(12.0).div(12).requires_grad_()
+        call(noise if place == "attribute" else lambda x, g=g: random(x, g), x).sum().backward()
+        found.append([x.grad, torch.rand(3, generator=g)])
+    assert same(*found)
+
+
+WEIGHT = torch.randn(4, 4).requires_grad_()
+
+
+def _named_globally(x: Tensor) -> Tensor:
+    return (x @ WEIGHT).exp()
+
+
+def _changed() -> dict[str, tuple[Callable[[Tensor], Tensor], Tensor, str]]:
+    module, frozen = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4).requires_grad_(False)
+    norm = nn.BatchNorm1d(4).eval()
+    loose = torch.randn(4, 4).requires_grad_()
+    return {
+        "parameter": (module, module[0].weight, "parameter '0.weight' of Sequential"),
+        "bias": (nn.Sequential(module, nn.ReLU()), module[0].bias, "parameter '0.0.bias' of Sequential"),
+        "frozen": (lambda x: frozen(x).tanh(), frozen.bias, "parameter 'bias' of Linear"),
+        "method": (module.forward, module[0].weight, "parameter '0.weight' of Sequential"),
+        "buffer": (lambda x: norm(x).exp(), norm.running_mean, "buffer 'running_mean' of BatchNorm1d"),
+        "closure": (lambda x: (x @ loose).exp(), loose, r"a tensor of shape \[4, 4\]"),
+        "global": (_named_globally, WEIGHT, r"a tensor of shape \[4, 4\]"),
+    }
+
+
+@pytest.mark.parametrize("name", _changed())
+def test_what_the_replay_reads_must_not_be_changed(name: str) -> None:
+    function, tensor, place = _changed()[name]
+    x = torch.randn(3, 4).requires_grad_()
+    y = checkpoint(function, x)
+    with torch.no_grad():
+        tensor.add_(1)
+    with pytest.raises(RuntimeError, match=f"ckptfused.checkpoint: {place} was changed in place .*expected version"):
+        y.sum().backward()
+
+
+def test_an_optimizer_step_between_forward_and_backward_raises() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    x = torch.randn(3, 4)
+    checkpoint(module, x).sum().backward()
+    late = checkpoint(module, x)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="parameter '0.weight' of Sequential was changed in place"):
+        late.sum().backward()
+
+
+def test_what_the_replay_does_not_read_may_be_changed() -> None:
+    """Two networks in one module, trained in turn: a step of one between forward and backward of the other."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def part(self, x: Tensor) -> Tensor:
+            return self.one(x).tanh()
+
+    found = []
+    for call in (plain, checkpoint):
+        torch.manual_seed(1)
+        pair, x = Pair(), torch.randn(3, 4).requires_grad_()
+        y = call(pair.part, x)
+        with torch.no_grad():
+            pair.other.weight.add_(1)
+        y.sum().backward()
+        found.append([x.grad, pair.one.weight.grad])
+    assert same(*found)
+
+
+def test_a_replaced_parameter_is_still_there_for_the_replay() -> None:
+    found = []
+    for call in (plain, checkpoint):
+        torch.manual_seed(1)
+        module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4).requires_grad_()
+        old = module[0].weight
+        y = call(module, x)
+        module[0].weight = new = nn.Parameter(torch.randn(4, 4))
+        y.sum().backward()
+        assert new.grad is None and module[0].weight is new
+        found.append([x.grad, old.grad])
+    assert same(*found)
+
+
+def test_weights_that_are_lent_by_functional_call() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4))
+    x, found = torch.randn(3, 4).requires_grad_(), []
+    lent = {name: torch.randn_like(p).requires_grad_() for name, p in module.named_parameters()}
+    for call in (plain, checkpoint):
+        wrapper = nn.Module()
+        wrapper.inner = module
+        wrapper.forward = lambda x, call=call: call(module, x)  # type: ignore[method-assign]
+        y = torch.func.functional_call(wrapper, {f"inner.{name}": p for name, p in lent.items()}, (x,))
+        found.append(torch.autograd.grad(y.sin().sum(), [x, *lent.values()]))
+    assert same(*found)
+
+
+def test_a_cache_among_the_arguments_is_filled_once() -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.keys: Tensor | None = None
+            self.lengths: list[int] = []
+
+        def update(self, keys: Tensor) -> Tensor:
+            self.keys = keys if self.keys is None else torch.cat((self.keys, keys))
+            self.lengths.append(len(self.keys))
+            return self.keys
+
+    def attend(x: Tensor, cache: Cache) -> Tensor:
+        return (x @ cache.update(x * 2)[-3:].t()).softmax(-1) @ cache.update(x)[-3:]
+
+    found = []
+    for call in (plain, checkpoint):
+        torch.manual_seed(1)
+        x, cache = torch.randn(3, 4).requires_grad_(), Cache()
+        call(attend, x, cache).sin().sum().backward(retain_graph=True)
+        found.append([x.grad, cache.keys, cache.lengths])
+    assert same(*found)
+
+
+def test_a_large_tensor_written_later_than_at_first_raises() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.zeros(1 << 19))
+
+        def forward(self, x: Tensor, write: bool) -> Tensor:
+            if write:
+                self.table[:4] += 1
+            return (x + self.table[:4]).exp()
+
+    late, x = Late(), torch.randn(3, 4).requires_grad_()
+    checkpoint(late, x, False).sum().backward()
+    with pytest.raises(RuntimeError, match="the function itself changes buffer 'table' of Late in place"):
+        checkpoint(late, x, True).sum().backward()
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
+    "vmap": lambda f, x: torch.vmap(f)(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x.cos(),)),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](x.sin())[0],
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "grad-of-vmap": lambda f, x: torch.func.grad(lambda x: torch.vmap(f)(x).sum())(x),
+    "hessian": lambda f, x: torch.autograd.functional.hessian(lambda x: f(x).sum(), x),
+    "batched": lambda f, x: torch.autograd.functional.jacobian(f, x, vectorize=True),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms(name: str) -> None:
+    linear = nn.Linear(4, 4).requires_grad_(False)
+    function = lambda x: linear(x).tanh().exp()  # noqa: E731
+    x = torch.randn(3, 4)
+    got, expected = (TRANSFORMS[name](partial(call, function), x) for call in (checkpoint, plain))
+    torch.testing.assert_close(got, expected)
+
+
+def test_forward_mode_without_a_transform() -> None:
+    x, tangent = torch.randn(3, 4), torch.randn(3, 4)
+    with torch.autograd.forward_ad.dual_level(), ExitStack():
+        y = checkpoint(lambda x: x.sin().exp(), torch.autograd.forward_ad.make_dual(x, tangent))
+        got = torch.autograd.forward_ad.unpack_dual(y).tangent
+    assert got is not None
+    torch.testing.assert_close(got, x.sin().exp() * x.cos() * tangent)
