@@ -98,6 +98,7 @@ def small_op_args() -> dict[str, tuple[Any, ...]]:
         "attention_bwd": (torch.randn(b, h, t, d), q, k, k, o, lse, *how),
         "dropout_mask": ([2, 3, 20], 0.3, state, 1),
         "rng_state": (x, 0),
+        "lend": (x[1:].detach().requires_grad_(),),
     }
 
 
