@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptfused.checks import is_dtensor
-from ckptfused.convert.modules import Norm, Projection, activation, hooked, norm, projection
+from ckptfused.convert.modules import Norm, Projection, activation, norm, projection, watched
 from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.convert.peft import active_copy
 from ckptfused.convert.source import as_read, unread
@@ -31,8 +31,8 @@ class Assembled(NamedTuple):
 
 def _holders(holders: tuple[nn.Module, ...]) -> Reason | None:
     for holder in (*holders, *map(active_copy, holders)):  # A wrapper of PEFT's hides the module that it runs.
-        if hooked(holder):
-            return Reason(f"{type(holder).__name__} has a hook or a forward of its own")
+        if (why := watched(holder)) is not None:
+            return why
         if not as_read(holder):
             what = unread(type(holder), type(holder).forward)
             return Reason(f"the code of {what} is not the one that was read (see tested versions)")
@@ -137,8 +137,8 @@ def ffn(f: FFN, x: Tensor) -> Assembled | Reason:
         return why
     gated = f.gate is not None
     kind = activation(f.act, gated)
-    if kind is None:
-        return Reason(f"activation {f.act!r} has no kernel")
+    if isinstance(kind, Reason):
+        return kind
     maps = _projections({"gate": f.gate, "up": f.up, "down": f.down})
     if isinstance(maps, Reason):
         return maps

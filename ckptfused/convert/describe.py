@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ckptfused import cost
 from ckptfused.convert.family import Family, lacking
 from ckptfused.convert.measure import TOKENS, saved_by_autograd
-from ckptfused.convert.modules import hooked, projection
+from ckptfused.convert.modules import hooked, projection, watched
 from ckptfused.convert.parts import Reason
 from ckptfused.convert.report import LayerReport
 from ckptfused.convert.source import patched
@@ -23,17 +23,16 @@ def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> L
     """The report on one layer, not converted at this moment."""
     kind = type(layer).__name__
     if family is None:
-        why = "no adapter for this class"
+        reason = "no adapter for this class"
         if patched(layer):
-            why = "its forward is not its class's (patched or offloaded)"
-        return LayerReport(name, kind, None, "generic", why)
+            reason = "its forward is not its class's (patched or offloaded)"
+        return LayerReport(name, kind, None, "generic", reason)
     if not family.as_read(layer):  # nothing is known of where its parts are
         return LayerReport(name, kind, family.name, "generic", family.unread(layer).text)
     if is_flattened(layer):
         for module in layer.modules():
-            if module is not layer and hooked(module):  # DeepSpeed's ZeRO-3
-                why = f"{type(module).__name__} has a hook or a forward of its own"
-                return LayerReport(name, kind, family.name, "generic", why)
+            if module is not layer and (why := watched(module)) is not None:  # DeepSpeed's ZeRO-3
+                return LayerReport(name, kind, family.name, "generic", why.text)
         return LayerReport(name, kind, family.name, "fused", "in shards now (FSDP, ZeRO-3); decided at each call")
     try:
         x = _example(layer, family)

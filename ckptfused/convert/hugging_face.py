@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptfused.convert.modules import collects
 from ckptfused.convert.parts import Inputs, Reason
 from ckptfused.masks import Mask
 
@@ -29,9 +30,10 @@ def collecting(layer: nn.Module, made: tuple[str, ...] = ()) -> bool:
     if capturing is None:
         return False
     collector = capturing._active_collector
-    # In a layer compiled by itself Dynamo cannot read that context variable; without hooks nothing is collected.
+    # In a layer compiled by itself Dynamo cannot read that context variable. Without a hook that collects, nothing is
+    # collected; with one, the original layer reads it as well. Other hooks, such as FSDP's, have no part in it.
     alone = torch.compiler.is_compiling() and not collector.compiling
-    if alone and not any(module._forward_hooks for module in layer.modules()):
+    if alone and not any(collects(hook) for module in layer.modules() for hook in module._forward_hooks.values()):
         return False
     collected = collector.get()
     return bool(collected) and any(not key.startswith(("hidden_states", "_", *made)) for key in collected)

@@ -13,6 +13,7 @@ from ckptfused.convert.peft import LoRA, active_copy, adapters, is_lora
 from ckptfused.convert.source import as_read, class_name, norm_of, patched
 from ckptfused.modules.activations import activation_kind
 from ckptfused.modules.assemble import hooked as any_hook
+from ckptfused.modules.shards import is_fully_sharded
 
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 _CONV1D = "transformers.pytorch_utils.Conv1D"
@@ -34,6 +35,11 @@ _COLLECTS = ("transformers.utils.output_capturing", "output_capturing_hook")
 _GATED = {"relu": "reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 
 
+def collects(hook: Any) -> bool:
+    """Whether a hook is one of those by which Hugging Face collects outputs."""
+    return (getattr(hook, "__module__", ""), getattr(hook, "__name__", "")) == _COLLECTS
+
+
 def hooked(module: nn.Module) -> bool:
     """Whether somebody watches or patches a module that a fused layer does not call.
 
@@ -42,13 +48,21 @@ def hooked(module: nn.Module) -> bool:
     """
     if not any_hook(module):
         return False
-    others = any(
-        (getattr(hook, "__module__", ""), getattr(hook, "__name__", "")) != _COLLECTS
-        for hook in module._forward_hooks.values()
-    )
+    others = not all(map(collects, module._forward_hooks.values()))
     return bool(
         others or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or patched(module)
     )
+
+
+def watched(module: nn.Module) -> Reason | None:
+    """Why a module that a fused layer does not call has to be called; None where it need not."""
+    if not hooked(module):
+        return None
+    name = type(module).__name__
+    if is_fully_sharded(module):
+        name = name.removeprefix("FSDP")
+        return Reason(f"{name} is sharded by itself (fully_shard inside the layer), so FSDP's hooks on it have to run")
+    return Reason(f"{name} has a hook or a forward of its own")
 
 
 def hooked_everywhere() -> bool:
@@ -90,8 +104,8 @@ def projection(module: Any) -> Projection | Reason:
         return module
     module = active_copy(module)
     kind = type(module)
-    if hooked(module):
-        return Reason(f"{kind.__name__} has a hook or a forward of its own")
+    if (why := watched(module)) is not None:
+        return why
     if kind in _LINEAR:
         return Projection(module.weight, module.bias, False)  # type: ignore[arg-type]
     if class_name(kind) == _CONV1D and as_read(module):
@@ -101,7 +115,15 @@ def projection(module: Any) -> Projection | Reason:
         if isinstance(base, Reason) or isinstance(found, Reason):
             return base if isinstance(base, Reason) else found  # type: ignore[return-value]
         return base._replace(adapters=found)
+    if _quantised(module):
+        return Reason(f"{kind.__name__} is quantised and runs a kernel of its own: the layer is checkpointed as it is")
     return Reason(f"unknown projection {kind.__module__}.{kind.__name__}")
+
+
+def _quantised(module: nn.Module) -> bool:
+    """Whether a projection holds its weight in integers, as bitsandbytes, GPTQ and AWQ do, or as PyTorch's own."""
+    tensors = (*module.parameters(), *module.buffers())
+    return any(not tensor.is_floating_point() for tensor in tensors) or hasattr(module, "_packed_params")
 
 
 def rate(dropout: Any) -> float:
@@ -122,8 +144,10 @@ def norm(module: nn.Module, x: Tensor) -> Norm | Reason:
     """The norm that a module computes over its last dimension, or why it cannot be fused."""
     module = active_copy(module)
     kind = norm_of(type(module), type(module).forward)
-    if kind is None or hooked(module):
-        return Reason(f"unknown or patched norm {type(module).__module__}.{type(module).__name__}")
+    if (why := watched(module)) is not None:
+        return why
+    if kind is None:
+        return Reason(f"unknown norm {type(module).__module__}.{type(module).__name__}")
     found: Any = module
     if len(getattr(found, "normalized_shape", (0,))) != 1:
         return Reason(f"norm over {len(found.normalized_shape)} dimensions")
@@ -133,11 +157,12 @@ def norm(module: nn.Module, x: Tensor) -> Norm | Reason:
     return Norm(kind, eps, found.weight, getattr(found, "bias", None))
 
 
-def activation(act: Any, gated: bool) -> str | None:
-    """The fused kind of an activation, None if it is not one of them."""
+def activation(act: Any, gated: bool) -> str | Reason:
+    """The fused kind of an activation, or why it cannot be fused."""
+    if isinstance(act, nn.Module) and (why := watched(act)) is not None:
+        return why
     kind = activation_kind(act)
     if kind is None and isinstance(act, nn.Module) and as_read(act):
         kind = _ACTIVATIONS.get(type(act).__name__)
-    if isinstance(act, nn.Module) and hooked(act):
-        return None
-    return _GATED.get(kind or "") if gated else kind
+    kind = _GATED.get(kind or "") if gated else kind
+    return Reason(f"activation {act!r} has no kernel") if kind is None else kind

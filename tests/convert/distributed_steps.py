@@ -27,10 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ckptfused
+from tests.convert import zoo_decoders, zoo_encoders, zoo_llama  # noqa: F401
 from tests.convert.compare import all_close, close, no_worse, run, train
 from tests.convert.ranks import RANKS
 from tests.convert.small import llama, unfused
-from tests.convert.zoo import VOCABULARY, text_batch
+from tests.convert.zoo import VOCABULARY, ZOO, randomize, text_batch
 
 
 def batch(rank: int) -> dict[str, Any]:
@@ -132,34 +133,53 @@ def fsdp2_bfloat16(rank: int) -> None:
     no_worse(zip(*results, truth, strict=True), torch.bfloat16)
 
 
-def fsdp2_compiled(rank: int) -> None:
-    model = llama()
-    plain = copy.deepcopy(model)
+def fsdp2_compiled(rank: int, name: str) -> None:
+    """Each layer compiled alone, then in shards, as torchtitan does it."""
+    torch._dynamo.reset()
+    plain: Any = randomize(ZOO[name].make(0.0, "sdpa")).train()
+    model = copy.deepcopy(plain)
     ckptfused.convert(model)
-    for layer in model.model.layers:
-        layer.compile(backend="aot_eager")
-    shard(model)
-    close(fused_step(model, rank), alone(plain), 1e-5)
-
-
-def fsdp2_inside_a_layer(rank: int, first: bool) -> None:
-    model = llama()
-    plain = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (RANKS,))
-    if first:
-        ckptfused.convert(model)
-    for layer in model.model.layers:
-        fully_shard(layer.mlp, mesh=mesh)
+    for layer in ZOO[name].layers(model):
+        layer.compile(backend="aot_eager", fullgraph=True)
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    if not first:
-        report = ckptfused.convert(model)
-        assert [layer.path for layer in report.layers] == ["generic"] * 2, str(report)
-        assert "MLP has a hook" in report.layers[0].reason
-    with unfused() as reasons:
-        found = full(run(model, batch(rank)))
-    assert len(reasons) == 2
-    close(found, alone(plain), 1e-5)
+    got, want = fused_step(model, rank), alone(plain)
+    torch._dynamo.reset()
+    parts = ({key: t for key, t in found.items() if not key.endswith(ZOO[name].zero)} for found in (got, want))
+    close(*parts, 1e-5)
+
+
+def fsdp2_inside_a_layer(rank: int, first: bool, inner: str, reshard: bool) -> None:
+    """FSDP's hooks on the inner module gather its weights, so it is called: as of the model without convert, to the
+    bit, in a few steps."""
+    model = llama()
+    mesh = init_device_mesh("cpu", (RANKS,))
+
+    def make(convert: bool) -> Any:
+        made = copy.deepcopy(model)
+        if convert and first:
+            ckptfused.convert(made)
+        for layer in made.model.layers:
+            fully_shard(layer.get_submodule(inner), mesh=mesh, reshard_after_forward=reshard)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(made, mesh=mesh)
+        if convert and not first:
+            report = ckptfused.convert(made)
+            assert [layer.path for layer in report.layers] == ["generic"] * 2, str(report)
+            name = type(model.model.layers[0].get_submodule(inner)).__name__
+            assert f"{name} is sharded by itself (fully_shard inside the layer)" in report.layers[0].reason
+        return made
+
+    results = []
+    for convert in (True, False):
+        with unfused() as reasons:
+            results.append(train(make(convert), lambda one: full(run(one, batch(rank)))))
+        assert bool(reasons) == convert
+        assert all("is sharded by itself" in reason.text for reason in reasons)
+    got, want = results
+    assert all(torch.equal(g[name], t) for g, w in zip(got, want, strict=True) for name, t in w.items())
+    all_close(got, train(model, alone), 1e-5)
 
 
 def fsdp2_checkpoint(rank: int, folder: str, p: float) -> None:

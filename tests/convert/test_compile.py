@@ -14,9 +14,10 @@ pytest.importorskip("transformers")
 
 import ckptfused
 from tests.accounting import saved_bytes
+from tests.convert import zoo_decoders, zoo_encoders, zoo_llama, zoo_seq2seq  # noqa: F401
 from tests.convert.compare import all_close, close, run, train
 from tests.convert.small import llama, twins, unfused
-from tests.convert.zoo import VOCABULARY, text_batch
+from tests.convert.zoo import VOCABULARY, ZOO, randomize, text_batch
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +185,30 @@ def test_a_generic_layer_compiles() -> None:
     assert len(reasons) == 1
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     close(step(compiled, batch()), run(plain, batch()), 1e-5)
+
+
+# One model a family but for mixtures of experts: Hugging Face's own hook in these stops Dynamo without convert, too.
+ALONE = ["llama", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "neox", "opt"]
+ALONE += ["bert", "roberta", "vit", "t5", "whisper"]
+HOOKED = [(name, "register_forward_hook") for name in ALONE] + [("llama", "register_forward_pre_hook")]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks, compiling
+@pytest.mark.parametrize(("name", "hook"), HOOKED)
+def test_a_layer_compiled_alone_with_a_hook(name: str, hook: str) -> None:
+    """FSDP2 puts its hooks on each layer. They collect no outputs, which is what Hugging Face's hooks do."""
+    specimen = ZOO[name]
+    plain: Any = randomize(specimen.make(0.0, specimen.implementations[0])).train()
+    model, seen = copy.deepcopy(plain), []
+    ckptfused.convert(model)
+    for layer in specimen.layers(model):
+        layer.compile(fullgraph=True, backend="eager")
+        getattr(layer, hook)(lambda *_: seen.append(torch.compiler.is_compiling()))
+    with unfused() as reasons:
+        got, want = run(model, specimen.batch()), run(plain, specimen.batch())
+    parts = ({key: t for key, t in found.items() if not key.endswith(specimen.zero)} for found in (got, want))
+    close(*parts, 1e-5)
+    assert any(seen) and not reasons
 
 
 def test_copies_of_compiled_models() -> None:

@@ -46,13 +46,16 @@ def test_fsdp2_cpu_offload(ranks: Ranks) -> None:
     ranks.run(steps.fsdp2, first=True, reshard=True, offload=True)
 
 
-def test_fsdp2_compiled_layers(ranks: Ranks) -> None:
-    ranks.run(steps.fsdp2_compiled)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "neox", "bert", "opt", "phi3"])
+def test_fsdp2_compiled_layers(ranks: Ranks, name: str) -> None:
+    ranks.run(steps.fsdp2_compiled, name=name)
 
 
 @both_orders
-def test_fsdp2_inside_a_layer(ranks: Ranks, first: bool) -> None:
-    ranks.run(steps.fsdp2_inside_a_layer, first=first)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("inner", ["input_layernorm", "mlp", "self_attn.q_proj"])
+def test_fsdp2_inside_a_layer(ranks: Ranks, inner: str, reshard: bool, first: bool) -> None:
+    ranks.run(steps.fsdp2_inside_a_layer, first=first, inner=inner, reshard=reshard)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25])

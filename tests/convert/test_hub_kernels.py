@@ -64,7 +64,7 @@ def extensible(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("layer", "name", "why"),
     [
-        ("Norm", "RMSNorm", "unknown or patched norm"),
+        ("Norm", "RMSNorm", "unknown norm"),
         ("Rotary", "rotary_pos_emb", "the code of apply_rotary_pos_emb in LlamaAttention"),
     ],
 )
