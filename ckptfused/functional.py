@@ -229,6 +229,18 @@ def autocast_enabled(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
+def compute_word(x: Tensor) -> str:
+    """The compute type as the Autocast kernel of a block would add it to the text."""
+    if not autocast_enabled(x) or x.dtype == torch.float64:
+        return ""
+    dtype = torch.get_autocast_dtype(x.device.type)
+    if dtype == x.dtype:
+        return ""
+    if x.dtype != torch.float32:
+        raise TypeError(f"x: expected float32 under autocast to {dtype}, got {x.dtype}")
+    return " compute=bfloat16" if dtype == torch.bfloat16 else " compute=float16"
+
+
 def check_dtype(name: str, weight: Tensor, x: Tensor, compute: str | None = None) -> None:
     """Raise unless a projection's weight or bias has x's dtype, or something casts it."""
     if weight.dtype != x.dtype and compute is None and not autocast_enabled(x):

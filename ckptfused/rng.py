@@ -33,7 +33,13 @@ def state(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     `generator` (None: PyTorch's default), the offset 0. On CUDA both are the generator's own, whose offset then moves
     on by 4; nothing is read back to the host, so that a captured graph draws anew at each replay.
     """
-    return torch.ops.ckptfused.rng_state(like, next(_call_ids), generator=generator)
+    return torch.ops.ckptfused.rng_state(like, _fresh_id(), generator=generator)
+
+
+@torch.compiler.assume_constant_result
+def _fresh_id() -> int:
+    """Never the same number twice in one compiled graph, nor one of a block's own or a segment's."""
+    return next(_call_ids)
 
 
 def dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) -> Tensor:

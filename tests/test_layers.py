@@ -46,6 +46,7 @@ PYTHON_LAYERS = (
     ("_extension", "_C"),
     ("cost", "fake", "rng", "triton"),
     ("functional", "generic", "checkpoint"),
+    ("key_values",),
     ("modules",),
     ("explain", "info"),
     ("convert", "policy"),

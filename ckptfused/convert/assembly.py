@@ -251,4 +251,4 @@ def build_call(parts: Parts, inputs: Inputs, keep: str, sharded: bool = False) -
     if len(halves) == 1 and keep.startswith("="):
         keep = _names_here(words, keep)
     text = canonical_text(words, keep)
-    return Call(op, x, slots, text, inputs.masks, cos, sin, cu_seqlens)
+    return Call(op, x, slots, text, inputs.masks, cos, sin, cu_seqlens, inputs.keep_keys)

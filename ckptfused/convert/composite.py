@@ -97,7 +97,7 @@ class Composite(Family):
         """The steps, with an op for each fused one. `sharded` as in `build_call`."""
         if not self.as_read(layer):
             return self.unread(layer)
-        if torch.is_grad_enabled() and lent_weights(layer):
+        if lent_weights(layer):
             return LENT
         try:
             steps = self.steps(layer, *args, **kwargs)

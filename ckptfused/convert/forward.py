@@ -13,9 +13,10 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from ckptfused.checkpoint import checkpoint
+from ckptfused.convert.caches import left_empty
 from ckptfused.convert.family import FAMILIES
 from ckptfused.convert.modules import hooked_everywhere, lent_weights
-from ckptfused.convert.own_checkpoint import CACHES, as_it_would, checkpoints_itself, let_converted_through
+from ckptfused.convert.own_checkpoint import as_it_would, checkpoints_itself, let_converted_through
 from ckptfused.convert.parts import Reason
 from ckptfused.modules.assemble import keeps_inputs_alone
 from ckptfused.modules.shards import refuse_tensor_parallel
@@ -68,17 +69,10 @@ class ConvertedForward:
             return as_it_would(layer, forward, args, kwargs)
         if reason.original or not torch.is_grad_enabled() or lent_weights(layer):
             return forward(*args, **kwargs)
-        # A replay would write to a cache a second time.
-        caches = [value for name, value in kwargs.items() if name in CACHES and value is not None]
-        caches += [value for value in args if hasattr(value, "get_seq_length")]
-        if caches:
-            if not layer.training or any(_in_use(cache) for cache in caches):
-                return forward(*args, **kwargs)
-            # Left empty in training, as by Hugging Face's own checkpointing.
-            args = tuple(None if hasattr(value, "get_seq_length") else value for value in args)
-            kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
-            if "use_cache" in kwargs:
-                kwargs["use_cache"] = False
+        given = left_empty(layer, forward, args, kwargs)
+        if given is None:
+            return forward(*args, **kwargs)
+        args, kwargs = given
         with passed(layer):
             return checkpoint(forward if torch.compiler.is_compiling() else _Replayed(layer, forward), *args, **kwargs)
 
@@ -113,11 +107,6 @@ _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
-
-
-def _in_use(cache: Any) -> bool:
-    """Whether a key/value cache holds something; one of an unknown kind may."""
-    return not hasattr(cache, "get_seq_length") or bool(cache.get_seq_length() > 0)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptfused.convert.caches import cache_reason, keeper
 from ckptfused.convert.modules import collects
 from ckptfused.convert.parts import Inputs, Reason
 from ckptfused.masks import Mask
@@ -37,18 +38,6 @@ def collecting(layer: nn.Module, made: tuple[str, ...] = ()) -> bool:
         return False
     collected = collector.get()
     return bool(collected) and any(not key.startswith(("hidden_states", "_", *made)) for key in collected)
-
-
-def cache_reason(layer: Any, cache: Any) -> Reason | None:
-    """Why a call with this key/value cache runs the original forward; None where it is fused without the cache.
-
-    In training an empty cache is left empty, as Hugging Face does under checkpointing.
-    """
-    if cache is None:
-        return None
-    if torch.is_grad_enabled() and layer.training and cache.get_seq_length() == 0:
-        return None
-    return Reason("a key/value cache is in use", original=True)
 
 
 def attention_mask(mask: Any, length: int, causal: bool) -> Mask | Reason:
@@ -83,7 +72,8 @@ def decoder_inputs(
     """The inputs of a layer whose self-attention module follows Hugging Face's interface. made: as `collecting`."""
     if kwargs.get("output_attentions") or collecting(layer, made):
         return Reason("attention weights or router logits are asked for", original=True)
-    if (why := cache_reason(layer, cache)) is not None:
+    index = getattr(attention, "layer_idx", None)
+    if (why := cache_reason(layer, cache, index)) is not None:
         return why
     implementation = attention.config._attn_implementation
     if implementation not in IMPLEMENTATIONS or _replaced(implementation):
@@ -105,7 +95,8 @@ def decoder_inputs(
     if isinstance(cu_seqlens, Reason):
         return cu_seqlens
     # A window is flash attention's own affair, part of the mask elsewhere.
-    return Inputs(hidden_states, masks, cos, sin, cu_seqlens, windowed=flash)
+    keys = None if cache is None else keeper(cache, index)
+    return Inputs(hidden_states, masks, cos, sin, cu_seqlens, windowed=flash, keep_keys=keys)
 
 
 def _replaced(implementation: str) -> bool:

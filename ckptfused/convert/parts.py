@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -78,6 +79,8 @@ class Inputs(NamedTuple):
     """Whether the layer's window applies at this call; a `mask` has its own."""
     seq_first: bool = False
     """x is [T, B, C]."""
+    keep_keys: Callable[[Tensor, Tensor], object] | None = None
+    """As `modules.assemble.Call.keep_keys`: a key/value cache to fill."""
 
 
 class Reason(NamedTuple):

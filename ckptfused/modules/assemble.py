@@ -6,6 +6,7 @@ effect as they do in PyTorch. The words are put in canonical form once per disti
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from ckptfused.functional import (
     rotary_view,
     run,
 )
+from ckptfused.key_values import run_with_keys
 from ckptfused.masks import NO_MASK, Mask, encoder_mask
 from ckptfused.modules.activations import GATED, Activation, activation_kind
 from ckptfused.modules.attention_layer import GroupedAttention
@@ -47,10 +49,17 @@ class Call(NamedTuple):
     cos: Tensor | None = None
     sin: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    keep_keys: Callable[[Tensor, Tensor], object] | None = None
+    """Takes the call's keys and values, where gradients are off: a key/value cache."""
 
     def run(self, generator: torch.Generator | None = None) -> Tensor:
         """The block's output."""
-        return run(self.op, self.x, self.slots, self.text, self.masks, self.cos, self.sin, self.cu_seqlens, generator)
+        given = self.op, self.x, self.slots, self.text, self.masks, self.cos, self.sin, self.cu_seqlens, generator
+        if self.keep_keys is None or torch.is_grad_enabled():
+            return run(*given)
+        y, k, v = run_with_keys(*given)
+        self.keep_keys(k, v)
+        return y
 
 
 def keep_text(keep: Any) -> str:

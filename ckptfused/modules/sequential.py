@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ckptfused.functional import autocast_enabled
+from ckptfused.functional import compute_word
 from ckptfused.modules.assemble import Call, Slots, hooked
 from ckptfused.modules.attention import FusedCheckpointAttention
 from ckptfused.modules.block import FusedCheckpointBlock
@@ -115,21 +115,9 @@ def _backward(
     return ops.ffn_block_bwd(dy, x, params, aux, kept, state, step.text, needs)
 
 
-def _compute_word(x: Tensor) -> str:
-    """The compute type as the Autocast kernel of a block would add it."""
-    if not autocast_enabled(x) or x.dtype == torch.float64:
-        return ""
-    dtype = torch.get_autocast_dtype(x.device.type)
-    if dtype == x.dtype:
-        return ""
-    if x.dtype != torch.float32:
-        raise TypeError(f"x: expected float32 under autocast to {dtype}, got {x.dtype}")
-    return " compute=bfloat16" if dtype == torch.bfloat16 else " compute=float16"
-
-
 def _run_segment(calls: list[Call], generator: torch.Generator | None) -> Tensor:
     x = calls[0].x
-    compute = _compute_word(x)
+    compute = compute_word(x)
     tensors: list[Tensor | None] = []
     steps = []
     for call in calls:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptfused.convert.caches import cache_reason, to_fill
 from ckptfused.convert.composite import Composite, Fused, Generic, Steps
 from ckptfused.convert.family import register
-from ckptfused.convert.hugging_face import cache_reason, collecting
+from ckptfused.convert.hugging_face import collecting
 from ckptfused.convert.modules import rate
 from ckptfused.convert.parts import FFN, Inputs, Parts, Reason
 
@@ -52,12 +53,13 @@ class T5(Composite):
     ) -> Steps | Reason:
         if kwargs.get("output_attentions") or collecting(layer):
             return Reason("attention weights are asked for", original=True)
-        if (why := cache_reason(layer, past_key_values)) is not None:
+        if (why := cache_reason(layer, past_key_values, layer.layer[0].SelfAttention.layer_idx)) is not None:
             return why
         if hidden_states.dtype == torch.float16:
             return Reason("values are clamped in float16")
         masks = (attention_mask, position_bias, encoder_hidden_states)
         cross = (encoder_attention_mask, encoder_decoder_position_bias)
+        kwargs["past_key_values"] = to_fill(past_key_values)
         why_not = "attention whose position bias needs a gradient"
         return (
             Generic(why_not, partial(_attend, layer), (*masks, *cross), kwargs),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ckptfused.convert.caches import to_fill
 from ckptfused.convert.composite import Composite, Fused, Generic, Steps
 from ckptfused.convert.family import Family, register
 from ckptfused.convert.hugging_face import decoder_inputs
@@ -63,6 +64,7 @@ class WhisperDecoder(Composite):
         if encoder_hidden_states is None:
             return (Fused(parts, inputs),)
         encoder = (encoder_hidden_states, encoder_attention_mask)
+        kwargs["past_key_values"] = to_fill(past_key_values)
         return (
             Fused(Parts(attn=parts.attn), inputs),
             Generic("cross attention", partial(_cross, layer), encoder, kwargs),
