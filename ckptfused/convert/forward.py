@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -74,39 +73,7 @@ class ConvertedForward:
             return forward(*args, **kwargs)
         args, kwargs = given
         with passed(layer):
-            return checkpoint(forward if torch.compiler.is_compiling() else _Replayed(layer, forward), *args, **kwargs)
-
-
-class _Replayed:
-    """A layer's forward with the hooks that the modules inside had at its first call: PEFT, for one, takes some away
-    before backward."""
-
-    def __init__(self, layer: nn.Module, forward: Callable[..., Any]) -> None:
-        self.layer = layer
-        self.forward = forward
-        self.hooks: list[_Hooks] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        inside = [module for module in self.layer.modules() if module is not self.layer]
-        now: list[_Hooks] = [{name: vars(module)[name] for name in _HOOKS if name in vars(module)} for module in inside]
-        if self.hooks is None:
-            self.hooks = [{name: copy.copy(held) for name, held in hooks.items()} for hooks in now]
-        if self.hooks == now or len(self.hooks) != len(now):
-            return self.forward(*args, **kwargs)
-        for module, hooks in zip(inside, self.hooks, strict=True):
-            vars(module).update(hooks)
-        try:
-            return self.forward(*args, **kwargs)
-        finally:
-            for module, hooks in zip(inside, now, strict=True):
-                vars(module).update(hooks)
-
-
-_Hooks = dict[str, dict[int, Any]]
-_HOOKS = (
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-)
+            return checkpoint(forward, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -182,8 +182,7 @@ class _Segment:
         loans = Loans()
         self.loans.append(loans)
         copies = loans.copies(self.saved.tensors())
-        loans.forget_originals()
-        with entered(), self.state.replayed():
+        with entered(), self.state.replayed(), loans.saved_as_originals():
             return self.inputs.call(self.function, copies)
 
 

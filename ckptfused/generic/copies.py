@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from ckptfused import _extension  # noqa: F401  (registers the ops)
@@ -62,9 +61,15 @@ class Loans:
         lent = self._lent.get(id(value))
         return lent.original if lent is not None and lent.is_untouched(value) else value
 
-    def forget_originals(self) -> None:
-        """For copies whose originals nobody asks for: what was lent is not kept from being freed."""
-        self._lent.clear()
+    @contextmanager
+    def saved_as_originals(self) -> Iterator[None]:
+        """In a replay: where an untouched copy is saved for backward, the original is. What is lent is then free."""
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: pack(self.original(t)), unpack):
+                yield
+        finally:
+            self._lent.clear()
 
     def settle(self, result: Any) -> Any:
         """The result of a function on copies, with originals in the place of untouched copies. A leaf's copy stays: it
@@ -99,14 +104,11 @@ def _state(t: Tensor) -> tuple[Any, ...]:
     return (version(t), t.grad_fn, t.requires_grad, t.dtype, t.shape, t.stride(), t.storage_offset())
 
 
-_SELECTIVE = (torch_checkpoint._CachingTorchDispatchMode, torch_checkpoint._CachedTorchDispatchMode)
-
-
 def unseen() -> AbstractContextManager[Any]:
-    """Within, selective checkpointing sees nothing: it counts operations, and these are not the function's."""
-    if torch._C._len_torch_dispatch_stack() and any(
-        isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
-    ):
+    """Within, no dispatch mode sees what is done, such as selective checkpointing's, which counts operations: these are
+    not the function's. PyTorch's own modes for tracing do see it."""
+    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+    if modes and not any(mode.is_infra_mode() for mode in modes):
         return _disable_current_modes()
     return nullcontext()
 

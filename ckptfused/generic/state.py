@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ _SMALL = 1 << 20
 _STATISTICS = 1 << 16
 _unwritten: dict[int, weakref.ref[Tensor]] = {}  # by identity
 _SHOWN = ("_parameters", "_buffers")
+# A module in which FSDP1 puts views of its flat parameters, as attributes, whenever these are whole.
+_MANAGED = "_is_fsdp_managed_module"
 
 
 class State:
@@ -47,16 +50,18 @@ class State:
         self._holders: list[_Holder] = []
         self._tensors: list[_Watched] = []
         for module in found.modules:
-            held = vars(module)
+            if _shards(module):
+                continue
+            held, managed = vars(module), getattr(module, _MANAGED, False)
             for name, value in held.items():
                 if type(value) in CONTAINERS and name not in _SHOWN:
                     self._holders.append(_Holder(value))
-                elif isinstance(value, Tensor):
+                elif isinstance(value, Tensor) and not managed:
                     self._tensors.append(_Watched(value, _copied(value)))
                 elif isinstance(value, torch.Generator):
                     generators.append(value)
             self._holders.append(_Holder(held, attributes=True))
-            for place in _SHOWN:
+            for place in () if managed else _SHOWN:
                 for name, t in held[place].items():
                     if t is not None:
                         copy = place == "_buffers" and _copied(t)
@@ -144,7 +149,10 @@ class _Holder:
         if self.attributes:
             for name in before.keys() | content.keys():
                 # Parameters and buffers are not exchanged here, and DeepSpeed keeps its books itself.
-                if name in _SHOWN or name.startswith("ds_") or before.get(name, _EMPTY) is content.get(name, _EMPTY):
+                old, new = before.get(name, _EMPTY), content.get(name, _EMPTY)
+                if name in _SHOWN or name.startswith("ds_") or old is new:
+                    continue
+                if before.get(_MANAGED) and (isinstance(old, Tensor) or isinstance(new, Tensor)):
                     continue
                 if name in content:
                     held[name] = content[name]
@@ -210,9 +218,7 @@ class _Watched:
         present = vars(module)[place].get(name)
         # Whoever shards weights replaces them all the time, and has its own at hand in the replay.
         ours = type(self.tensor) in _ORDINARY and (present is None or type(present) in _ORDINARY)
-        if present is self.tensor or not ours or getattr(module, "_is_fsdp_managed_module", False):
-            return None
-        return self.tensor
+        return self.tensor if ours and present is not self.tensor else None
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -255,6 +261,12 @@ def _note(t: Tensor) -> None:
     place = id(t)
     if place not in _unwritten:
         _unwritten[place] = weakref.ref(t, lambda _: _unwritten.pop(place, None))
+
+
+def _shards(module: nn.Module) -> bool:
+    """Whether this is FSDP1's wrapper, which keeps its books itself."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
 def _is_default(g: torch.Generator) -> bool:

@@ -276,6 +276,32 @@ def test_what_is_handed_back_untouched_is_the_callers_own() -> None:
     (y + written).sum().backward()
 
 
+def test_an_argument_saved_by_a_function_is_the_argument() -> None:
+    saved: list[Tensor] = []
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+            ctx.save_for_backward(scale)
+            return x * scale
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            saved.extend(ctx.saved_tensors)
+            return gradient * saved[-1], None
+
+    def written_later(x: Tensor, scale: Tensor) -> Tensor:
+        y = Scale.apply(x, scale) * scale
+        scale.mul_(3)
+        return y * scale
+
+    x, scale = leaf(), torch.randn(4)
+    checkpoint(Scale.apply, x, scale).sum().backward()
+    assert saved[0] is scale
+    (gradient,) = torch.autograd.grad(checkpoint(written_later, x, scale).sum(), x)
+    torch.testing.assert_close(gradient, (3 * scale**3).expand(3, 4))
+
+
 def test_arguments_are_left_alone_by_an_exception() -> None:
     x = leaf() * 1
     address = x.data_ptr()

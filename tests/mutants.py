@@ -1,0 +1,99 @@
+"""Defects to plant, each as one exact replacement, and the test that has to fail then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cases import TILED
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One defect: where it is planted (from the root of the repository), and the test that has to fail."""
+
+    id: str
+    file: str
+    text: str
+    defect: str
+    test: str
+
+    def plant(self, tree: Path) -> None:
+        """Changes the file in a copy of the repository's folders."""
+        file = tree / self.file
+        before = file.read_text()
+        assert before.count(self.text) == 1, f"{self.file} no longer has, exactly once:\n{self.text}"
+        file.write_text(before.replace(self.text, self.defect))
+
+
+def _tiled(tokens: int) -> str:
+    case, dtype = next((case, dtype) for case, dtype in TILED if case.tokens == tokens)
+    return f"tests/test_block_oracle.py::test_ffn_tiles[{case.id}-{str(dtype)[6:]}-cpu]"
+
+
+MUTANTS = (
+    Mutant(
+        "one residual dropout decision flipped",
+        file="csrc/kernels/cpu/residual.inl",
+        text="dropout_apply(row[i], draws[i], threshold, scale);",
+        defect="dropout_apply(row[i],"
+        " logical_row == 5 && i == 3 ? uint16_t(draws[i] < threshold ? 65535 : 0) : draws[i], threshold, scale);",
+        test="tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
+    ),
+    Mutant(
+        "replay of the hidden dropout at another site",
+        file="csrc/autograd/ffn.cpp",
+        text="dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_hidden),",
+        defect="dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_residual),",
+        test="tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
+    ),
+    Mutant(
+        "last row tile left out of the down weight's gradient",
+        file="csrc/autograd/ffn.cpp",
+        text="    if (need_h) {\n",
+        defect="    if (need_h && (t.row0 == 0 || t.row0 + t.rows < N_)) {\n",
+        test=_tiled(33001),
+    ),
+    Mutant(
+        "gradient of the kept gate and up written over them",
+        file="csrc/autograd/ffn.cpp",
+        text=": gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);",
+        defect=": gate_up(value_.gu, t);",
+        test="tests/test_keep.py::test_second_backward_is_equal[all-cpu]",
+    ),
+    Mutant(
+        "replay of an adapter's dropout at another site",
+        file="csrc/autograd/adapters.cpp",
+        text="s.site};",
+        defect="s.site + (backward_ ? 1 : 0)};",
+        test="tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
+    ),
+    Mutant(
+        "an adapter's dropout that starts anew in each tile of rows",
+        file="csrc/autograd/ffn.cpp",
+        text="gu_parts(t), f.transposed, t.row0);",
+        defect="gu_parts(t), f.transposed);",
+        test=_tiled(33500),
+    ),
+    Mutant(
+        "ranges of rows that leave out the last block in the gradient of an adapter",
+        file="csrc/ops/adapters_bwd_cpu.cpp",
+        text="row < end; row += kRows) {",
+        defect="row + (end < n ? kRows : 0) < end; row += kRows) {",
+        test=_tiled(33500),
+    ),
+    Mutant(
+        "ensure_mid without its replay",
+        file="csrc/autograd/block.cpp",
+        text="  if (value_.mid.defined()) return;\n  ensure_proj();\n",
+        defect="  if (value_.mid.defined()) return;\n  if (backward_) { value_.mid = x_; return; }\n  ensure_proj();\n",
+        test="tests/test_keep.py::test_every_set_of_names[pre-float32-cpu]",
+    ),
+    Mutant(
+        "ensure_qk without RoPE in the replay",
+        file="csrc/autograd/attention.cpp",
+        text="  if (plain) return;\n",
+        defect="  if (plain || backward_) return;\n",
+        test="tests/test_block_oracle.py::test_wide_heads[128-all-float32-cpu]",
+    ),
+)
