@@ -60,7 +60,7 @@ def check_adapters(name: str, half: AttentionSpec | FFNSpec, targets: tuple[str,
         check_integer(f"{where}.rank", adapter.rank, 1)
         check_number(f"{where}.scale", adapter.scale)
         check_probability(f"{where}.p", adapter.p)
-    floats = [Adapter(a.target, a.rank, float(a.scale), float(a.p)) for a in half.lora]
+    floats = [Adapter(a.target, int(a.rank), float(a.scale), float(a.p)) for a in half.lora]
     object.__setattr__(half, "lora", tuple(floats))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ckptfused import cost
 from ckptfused._extension import _C
 from ckptfused.cost.attention import cpu_attention
-from ckptfused.functional import autocast_enabled
+from ckptfused.functional import autocast_enabled, check_plain
 from ckptfused.modules.assemble import Call
 from ckptfused.modules.fused import FusedModule
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
@@ -84,6 +84,7 @@ def explain(block: FusedModule, x: Tensor, *args: Any, show: bool = True, **kwar
             "block: expected a FusedCheckpointBlock, FusedCheckpointAttention or FusedCheckpointFFN (of a "
             f"FusedCheckpointSequential: one of its blocks), got {type(block).__name__}"
         )
+    check_plain("x", x)
     kwargs.pop("generator", None)
     device = next(block.parameters()).device
     if x.device.type == "meta" and device.type != "meta":

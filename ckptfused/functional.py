@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckptfused import _extension, outer_checkpoint  # noqa: F401  (the first registers the ops)
-from ckptfused.checks import is_dtensor
+from ckptfused.checks import check_generator, is_dtensor
 from ckptfused.masks import NO_MASK, Mask, sdpa_mask
 from ckptfused.spec import BlockSpec, param_names, param_shapes
 
@@ -89,7 +89,7 @@ def attention_block(
     **Raises** as `block`; `ValueError` if spec has an FFN half.
     **Source** Vaswani et al. 2017, equation 1 and section 3.2.2, with the variants of `AttentionSpec`.
     """
-    if spec.attn is None or spec.ffn is not None:
+    if isinstance(spec, BlockSpec) and (spec.attn is None or spec.ffn is not None):
         raise ValueError(f"spec: expected an attention half alone, got '{spec.to_string()}'")
     return _call("attention_block", x, params, spec, cos, sin, mask, padding, cu_seqlens, generator)
 
@@ -108,7 +108,7 @@ def ffn_block(
     **Raises** as `block`; `ValueError` if spec has an attention half.
     **Source** Vaswani et al. 2017, equation 2; gated kinds: Shazeer 2020 (arXiv 2002.05202), equation 6.
     """
-    if spec.ffn is None or spec.attn is not None:
+    if isinstance(spec, BlockSpec) and (spec.ffn is None or spec.attn is not None):
         raise ValueError(f"spec: expected an FFN half alone, got '{spec.to_string()}'")
     return _call("ffn_block", x, params, spec, None, None, None, None, None, generator)
 
@@ -125,6 +125,10 @@ def _call(
     cu_seqlens: Tensor | None,
     generator: torch.Generator | None,
 ) -> Tensor:
+    if not isinstance(spec, BlockSpec):
+        raise TypeError(f"spec: expected a BlockSpec (BlockSpec.parse makes one of its text), got {spec!r}")
+    if not isinstance(params, Mapping):
+        raise TypeError(f"params: expected a mapping from slot names to tensors, got {type(params).__name__}")
     slots = _check_params(x, params, spec)
     check_generator(generator)
     unbatched = x.dim() == 2
@@ -259,12 +263,6 @@ def check_devices(x: Tensor, **inputs: Tensor | None) -> None:
             raise ValueError(f"{name}: expected x's device {x.device}, got {value.device}")
 
 
-def check_generator(generator: object) -> None:
-    """Raise unless dropout can draw from it."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator: expected a torch.Generator or None, got {generator!r}")
-
-
 def check_packed(x: Tensor, cu_seqlens: Tensor, masks: Mask) -> None:
     """Raise unless cu_seqlens can bound the sequences packed in x."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -333,7 +331,7 @@ def _width(params: Mapping[str, Tensor | None], spec: BlockSpec) -> int:
     """C, read off the weight of the last projection."""
     half, name = (spec.attn, "attn.o_w") if spec.ffn is None else (spec.ffn, "ffn.down_w")
     weight = params.get(name)
-    if weight is None or weight.dim() != 2:
+    if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise ValueError(f"params[{name!r}]: expected a matrix, got {_describe(weight)}")
     assert half is not None
     return weight.size(1 if half.transposed else 0)

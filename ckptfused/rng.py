@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ckptfused import _extension  # noqa: F401  (registers the ops)
+from ckptfused.checks import check_generator, check_probability
 
 __all__ = ["ATTENTION_PROBS", "ATTENTION_RESIDUAL", "FFN_HIDDEN", "FFN_RESIDUAL", "dropout_mask", "keep_scale", "state"]
 
@@ -32,7 +33,11 @@ def state(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     **Shapes** Result: int64[2], (seed, offset), on the device of `like`. On CPU the seed is one 64-bit draw from
     `generator` (None: PyTorch's default), the offset 0. On CUDA both are the generator's own, whose offset then moves
     on by 4; nothing is read back to the host, so that a captured graph draws anew at each replay.
+    **Raises** `TypeError` for anything but a tensor and a generator.
     """
+    if not isinstance(like, Tensor):
+        raise TypeError(f"like: expected a tensor, got {like!r}")
+    check_generator(generator)
     return torch.ops.ckptfused.rng_state(like, _fresh_id(), generator=generator)
 
 
@@ -48,10 +53,13 @@ def dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) -
     **Shapes** shape: of the tensor that dropout applies to, batch-first: [B, T, C] for the residual sites,
     [B, T, F] for the hidden site, [B, H, T, T] for attention probabilities. rng_state: int64[2]. site: one of this
     module's four, or from 4 on those of adapters; it has 8 bits. Result: bool.
-    **Raises** `ValueError` if p is outside [0, 1] or site is no integer in 0 … 255.
+    **Raises** `ValueError` if p is outside [0, 1] or site is no integer in 0 … 255; `TypeError` for a p that is no
+    number or another rng_state.
     """
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"p: expected a dropout probability in [0, 1], got {p!r}")
+    p = check_probability("p", p)
+    if not isinstance(rng_state, Tensor) or rng_state.dtype != torch.int64 or rng_state.shape != (2,):
+        got = f"{rng_state.dtype}{list(rng_state.shape)}" if isinstance(rng_state, Tensor) else repr(rng_state)
+        raise TypeError(f"rng_state: expected an int64[2] tensor, got {got}")
     if not isinstance(site, int) or not 0 <= site <= 255:
         raise ValueError(f"site: expected an integer from 0 to 255, got {site!r}")
     return torch.ops.ckptfused.dropout_mask(list(shape), p, rng_state, site)
@@ -59,5 +67,5 @@ def dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) -
 
 def keep_scale(p: float) -> float:
     """What kept values are multiplied by: 65536 / (65536 − round(65536 p)), 0 when all is dropped."""
-    threshold = round(p * 65536)
+    threshold = round(check_probability("p", p) * 65536)
     return 65536 / (65536 - threshold) if threshold < 65536 else 0.0

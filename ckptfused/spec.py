@@ -8,6 +8,7 @@ backward. The tensors travel beside it, in the order of `param_names(spec)` and 
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,7 +50,9 @@ def _check_common(half: AttentionSpec | FFNSpec, name: str) -> None:
             check_number(f"{name}.{f.name}", value)
             if value < 0:
                 raise ValueError(f"{name}.{f.name}: expected a number of at least 0, got {value!r}")
-        if f.type.startswith("float") and type(value) is int:
+        if f.type == "int":  # NumPy's numbers would not read back from the text
+            object.__setattr__(half, f.name, check_integer(f"{name}.{f.name}", value, 0))
+        if f.type.startswith("float") and isinstance(value, numbers.Real) and not isinstance(value, bool):
             object.__setattr__(half, f.name, float(value))
     check_number(f"{name}.m", half.m)
 

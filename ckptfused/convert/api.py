@@ -86,6 +86,8 @@ def _convert(model: nn.Module, found: list[tuple[str, nn.Module, Family | None]]
 
 def revert(model: nn.Module) -> int:
     """Undoes `convert`: every layer gets the forward back that it had. Returns how many layers were converted."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     count = 0
     for layer in model.modules():
         if isinstance(vars(layer).get(REPLICATE), NotReplicated):

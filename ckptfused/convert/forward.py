@@ -84,6 +84,8 @@ def original(model: nn.Module) -> Iterator[None]:
     are offloaded. What was computed within may be differentiated after. A layer needs no such help elsewhere, nor
     under `torch.func` and forward-mode derivatives.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     forwards = (vars(module).get("forward") for module in model.modules())
     found = [forward for forward in forwards if isinstance(forward, ConvertedForward)]
     before = [forward.paused for forward in found]

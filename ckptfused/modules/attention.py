@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptfused.checks import check_flag, check_integer
 from ckptfused.masks import NO_MASK
 from ckptfused.modules.assemble import (
     Call,
@@ -57,11 +58,12 @@ class FusedCheckpointAttention(FusedModule):
         **attention: Any,
     ) -> None:
         super().__init__()
+        d_model, bias = check_integer("d_model", d_model, 1), check_flag("bias", bias)
         p_attn, p_res = rates(dropout, attention_dropout=attention_dropout, residual_dropout=residual_dropout)
         self.self_attn = make_attention(
             d_model, nhead, p_attn, bias, batch_first, device, dtype, norm=norm, **attention
         )
-        self.norm_first = norm_first
+        self.norm_first = check_flag("norm_first", norm_first)
         self.norm1 = None if norm == "none" else make_norm(norm, d_model, layer_norm_eps, bias, device, dtype)
         self.dropout1 = nn.Dropout(p_res)
         self.keep = keep

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import MultiheadAttention
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ckptfused.checks import check_at_least, check_flag, check_integer, check_number
 from ckptfused.masks import encoder_mask
 from ckptfused.modules.norms import make_norm
 from ckptfused.modules.rotary import RotaryTable
@@ -45,10 +47,7 @@ class GroupedAttention(nn.MultiheadAttention):
         scale: float | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        if head_dim is None:
-            if embed_dim % num_heads:
-                raise ValueError(f"nhead: expected a divisor of d_model={embed_dim}, got {num_heads}")
-            head_dim = embed_dim // num_heads
+        head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.embed_dim = self.kdim = self.vdim = embed_dim
         self._qkv_same_embed_dim = True
         self.num_heads = num_heads
@@ -72,8 +71,8 @@ class GroupedAttention(nn.MultiheadAttention):
         self.out_proj = NonDynamicallyQuantizableLinear(width, embed_dim, bias=bias, **factory)
         self.q_norm = self.k_norm = None
         if qk_norm != "none":
-            self.q_norm = make_norm(qk_norm, head_dim, qk_eps, bias, device, dtype)
-            self.k_norm = make_norm(qk_norm, head_dim, qk_eps, bias, device, dtype)
+            self.q_norm = make_norm(qk_norm, head_dim, qk_eps, bias, device, dtype, "qk_norm")
+            self.k_norm = make_norm(qk_norm, head_dim, qk_eps, bias, device, dtype, "qk_norm")
         self.rotary = rotary
         self._reset_parameters()
 
@@ -173,38 +172,67 @@ def make_attention(
     softcap: float | None = None,
     scale: float | None = None,
     norm: str = "layernorm",
+    **unknown: Any,
 ) -> nn.MultiheadAttention:
     """PyTorch's own layer where it can hold the parameters, else a `GroupedAttention`.
 
     `rope` is True (theta 10000), a theta, a `RotaryTable` to share, or False or None for no RoPE; `qk_norm` a kind,
-    or True for the block's.
+    or True for the block's. **Raises** `ValueError` or `TypeError` for what attention cannot be made of, unknown
+    keywords included.
     """
-    rope = False if rope is None else rope
+    if unknown:
+        raise TypeError(
+            f"{next(iter(unknown))}: unknown keyword; attention takes num_kv_heads, head_dim, rope, rope_style, "
+            "rotary_dim, qk_norm, causal, window, softcap and scale"
+        )
+    nhead = check_integer("nhead", nhead, 1)
+    if head_dim is not None:
+        head_dim = check_integer("head_dim", head_dim, 1)
+    elif d_model % nhead:
+        raise ValueError(f"nhead: expected a divisor of d_model={d_model} (or head_dim beside it), got {nhead}")
     extras: dict[str, Any] = {}
+    if num_kv_heads is not None and nhead % check_integer("num_kv_heads", num_kv_heads, 1):
+        raise ValueError(f"num_kv_heads: expected a divisor of nhead={nhead}, got {num_kv_heads}")
     if num_kv_heads not in (None, nhead):
-        extras["num_kv_heads"] = num_kv_heads
+        extras["num_kv_heads"] = int(num_kv_heads)
     if head_dim is not None and head_dim * nhead != d_model:
         extras["head_dim"] = head_dim
     kind = (norm if qk_norm else "none") if isinstance(qk_norm, bool) else qk_norm
     if kind != "none":
         extras["qk_norm"] = kind
-    if isinstance(rope, RotaryTable):
-        extras["rotary"] = rope
-    elif rope is not False:
-        theta = 1e4 if rope is True else float(rope)
-        extras["rotary"] = RotaryTable(rotary_dim or head_dim or d_model // nhead, theta)
-    if rope_style not in ("half", "interleaved"):
-        raise ValueError(f"rope_style: expected 'half' or 'interleaved', got {rope_style!r}")
-    if rope is not False:
-        extras["rope_style"] = rope_style
-    elif rotary_dim is not None:
-        raise ValueError(f"rotary_dim: expected None without rope, got {rotary_dim}")
-    for name, value in (("causal", causal), ("window", window), ("softcap", softcap)):
-        if value:
-            extras[name] = value
+    rotary = _rotary(rope, rope_style, rotary_dim, head_dim or d_model // nhead)
+    if rotary is not None:
+        extras |= {"rotary": rotary, "rope_style": rope_style}
+    if check_flag("causal", causal):
+        extras["causal"] = True
+    if window is not None and check_integer("window", window, 0):
+        extras["window"] = int(window)
+    if softcap is not None and check_at_least("softcap", softcap, 0.0):
+        extras["softcap"] = float(softcap)
     if scale is not None:
-        extras["scale"] = scale
+        if not check_number("scale", scale):
+            raise ValueError("scale: expected a number other than 0, or None for 1/sqrt(head_dim), got 0")
+        extras["scale"] = float(scale)
+    batch_first = check_flag("batch_first", batch_first)
     args: dict[str, Any] = {"dropout": dropout, "bias": bias, "batch_first": batch_first}
     if not extras and d_model % nhead == 0:
         return nn.MultiheadAttention(d_model, nhead, **args, device=device, dtype=dtype)
     return GroupedAttention(d_model, nhead, **args, device=device, dtype=dtype, **extras)
+
+
+def _rotary(rope: Any, style: str, rotary_dim: int | None, head_dim: int) -> RotaryTable | None:
+    """The table that `rope` asks for."""
+    if style not in ("half", "interleaved"):
+        raise ValueError(f"rope_style: expected 'half' or 'interleaved', got {style!r}")
+    if rope is None or rope is False:
+        if rotary_dim is not None:
+            raise ValueError(f"rotary_dim: expected None without rope, got {rotary_dim}")
+        return None
+    width = head_dim if rotary_dim is None else check_integer("rotary_dim", rotary_dim, 2)
+    if isinstance(rope, RotaryTable):
+        width = rope.dim
+    elif rope is not True and (isinstance(rope, str) or not isinstance(rope, numbers.Real)):
+        raise TypeError(f"rope: expected True, False, None, a theta or a RotaryTable, got {rope!r}")
+    if width > head_dim:
+        raise ValueError(f"rotary_dim: expected at most head_dim={head_dim}, got {width}")
+    return rope if isinstance(rope, RotaryTable) else RotaryTable(width, 1e4 if rope is True else rope)

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import TransformerEncoderLayer
+from torch.nn import LayerNorm, TransformerEncoderLayer
 
+from ckptfused.checks import check_flag, check_integer
 from ckptfused.masks import NO_MASK
 from ckptfused.modules import assemble
 from ckptfused.modules.activations import GATED, Activation, activation_kind, plain_activation
@@ -77,6 +78,10 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         **attention: Any,
     ) -> None:
         nn.Module.__init__(self)
+        d_model, hidden = check_integer("d_model", d_model, 1), check_integer("dim_feedforward", dim_feedforward, 1)
+        norm_first, bias = check_flag("norm_first", norm_first), check_flag("bias", bias)
+        if parallel not in (False, True, "shared"):
+            raise ValueError(f"parallel: expected False, True or 'shared', got {parallel!r}")
         p_attn, p_res, p_ffn = rates(
             dropout, attention_dropout=attention_dropout, residual_dropout=residual_dropout, ffn_dropout=ffn_dropout
         )
@@ -84,13 +89,13 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
             raise ValueError(f"parallel={parallel!r}: expected norm_first=True, got norm_first=False")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.activation = plain_activation(activation)
-        kind = activation_kind(self.activation)
         self.self_attn = make_attention(
             d_model, nhead, p_attn, bias, batch_first, device, dtype, norm=norm, **attention
         )
-        self.linear1 = nn.Linear(d_model, dim_feedforward * (2 if kind in GATED else 1), bias=bias, **factory)
+        gated = activation_kind(self.activation) in GATED
+        self.linear1 = nn.Linear(d_model, hidden * (2 if gated else 1), bias=bias, **factory)
         self.dropout = nn.Dropout(p_ffn)
-        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
+        self.linear2 = nn.Linear(hidden, d_model, bias=bias, **factory)
         self.norm_first = norm_first
         self.parallel = parallel
         self.norm1 = make_norm(norm, d_model, layer_norm_eps, bias, device, dtype)
@@ -98,10 +103,13 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         self.norm2 = second
         self.dropout1 = nn.Dropout(p_res)
         self.dropout2 = nn.Dropout(p_res)
-        # What PyTorch's own fast path may take over (nested tensors): 0 none, 1 relu, 2 gelu.
-        usual = is_plain(self.self_attn) and norm == "layernorm" and not parallel
-        self.activation_relu_or_gelu = {"relu": 1, "gelu": 2}.get(kind or "", 0) if usual else 0
         self.keep = keep
+
+    @property
+    def activation_relu_or_gelu(self) -> int:  # type: ignore[override]
+        """What PyTorch's own fast path may take over (nested tensors) in the present state: 0 none, 1 relu, 2 gelu."""
+        usual = is_plain(self.self_attn) and type(self.norm1) is LayerNorm and not self.parallel
+        return {"relu": 1, "gelu": 2}.get(activation_kind(self.activation) or "", 0) if usual else 0
 
     @classmethod
     def llama(
@@ -121,7 +129,8 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
 
         **Source** Touvron et al. 2023 (arXiv 2302.13971), section 2.2.
         """
-        hidden = -(-8 * d_model // (3 * 256)) * 256 if dim_feedforward is None else dim_feedforward
+        width = check_integer("d_model", d_model, 1)
+        hidden = -(-8 * width // (3 * 256)) * 256 if dim_feedforward is None else dim_feedforward
         preset: dict[str, Any] = {
             **{"activation": "swiglu", "norm": "rmsnorm", "layer_norm_eps": norm_eps, "bias": False},
             **{"batch_first": True, "norm_first": True, "causal": True, "rope": rope_theta},

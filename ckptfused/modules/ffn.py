@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptfused.checks import check_flag, check_integer
 from ckptfused.functional import check_input
 from ckptfused.modules.activations import GATED, Activation, activation_kind, plain_activation
 from ckptfused.modules.assemble import Call, canonical_text, ffn_reason, ffn_slots, ffn_words
@@ -50,15 +51,17 @@ class FusedCheckpointFFN(FusedModule):
         keep: Keep = "inputs",
     ) -> None:
         super().__init__()
+        d_model, hidden = check_integer("d_model", d_model, 1), check_integer("dim_feedforward", dim_feedforward, 1)
+        bias = check_flag("bias", bias)
         p_hidden, p_res = rates(dropout, ffn_dropout=ffn_dropout, residual_dropout=residual_dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.activation = plain_activation(activation)
         gated = activation_kind(self.activation) in GATED
-        self.batch_first = batch_first
-        self.linear1 = nn.Linear(d_model, dim_feedforward * (2 if gated else 1), bias=bias, **factory)
+        self.batch_first = check_flag("batch_first", batch_first)
+        self.linear1 = nn.Linear(d_model, hidden * (2 if gated else 1), bias=bias, **factory)
         self.dropout = nn.Dropout(p_hidden)
-        self.linear2 = nn.Linear(dim_feedforward, d_model, bias=bias, **factory)
-        self.norm_first = norm_first
+        self.linear2 = nn.Linear(hidden, d_model, bias=bias, **factory)
+        self.norm_first = check_flag("norm_first", norm_first)
         self.norm2 = None if norm == "none" else make_norm(norm, d_model, layer_norm_eps, bias, device, dtype)
         self.dropout2 = nn.Dropout(p_res)
         self.keep = keep

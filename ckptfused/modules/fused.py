@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
-from ckptfused.functional import check_generator, check_plain
+from ckptfused.checks import check_generator
+from ckptfused.functional import check_plain
+from ckptfused.modules.activations import plain_activation
 from ckptfused.modules.assemble import Call, keep_text, keeps_inputs_alone
 from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.modules.shards import refuse_tensor_parallel
@@ -46,6 +48,11 @@ class FusedModule(nn.Module):
     def spec(self, dtype: torch.dtype = torch.float32) -> BlockSpec:
         """The spec of the present state, called without masks on an x of this dtype. **Raises** `ValueError`."""
         return BlockSpec.parse(self._text(torch.empty(0, dtype=dtype)))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A name of a function is as good as in the constructor, where PyTorch's layer would fail at the call.
+        made: Any = plain_activation(value) if name == "activation" else value
+        super().__setattr__(name, made)
 
     def fusable(self) -> bool:
         """Whether the next call runs as one op; otherwise it is checkpointed generically."""
@@ -126,8 +133,5 @@ def needs_gradient(*masks: Tensor | None) -> bool:
 
 def rates(dropout: float, **sites: float | None) -> list[float]:
     """The probability at each named site, `dropout` where the site says None. **Raises** `ValueError`."""
-    check_probability("dropout", dropout)
-    for name, value in sites.items():
-        if value is not None:
-            check_probability(name, value)
-    return [dropout if value is None else value for value in sites.values()]
+    common = check_probability("dropout", dropout)
+    return [common if value is None else check_probability(name, value) for name, value in sites.items()]

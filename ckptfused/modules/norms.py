@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import LayerNorm, RMSNorm
 
+from ckptfused.checks import check_at_least
 from ckptfused.spec import NORMS
 
 
@@ -31,15 +32,17 @@ class GemmaNorm(nn.Module):
         return f"{self.weight.size(0)}, eps={self.eps}"
 
 
-def make_norm(kind: str, width: int, eps: float, bias: bool, device: Any, dtype: Any) -> Any:
-    """A norm layer over the last dimension. **Raises** `ValueError` for an unknown kind."""
+def make_norm(kind: str, width: int, eps: float, bias: bool, device: Any, dtype: Any, where: str = "norm") -> Any:
+    """A norm layer over the last dimension. **Raises** `ValueError` for an unknown kind, named `where`."""
+    if not (eps is None and kind == "rmsnorm"):
+        eps = check_at_least("layer_norm_eps", eps, 0.0)
     if kind == "layernorm":
         return nn.LayerNorm(width, eps=eps, bias=bias, device=device, dtype=dtype)
     if kind == "rmsnorm":
         return nn.RMSNorm(width, eps=eps, device=device, dtype=dtype)
     if kind == "gemma":
         return GemmaNorm(width, eps=eps, device=device, dtype=dtype)
-    raise ValueError(f"norm: expected one of {', '.join(NORMS[1:])}, got {kind!r}")
+    raise ValueError(f"{where}: expected one of {', '.join(NORMS[1:])}, got {kind!r}")
 
 
 def norm_kind(norm: nn.Module | None, width: int) -> str | None:
