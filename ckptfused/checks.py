@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 
 def check_choice(where: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -71,3 +72,8 @@ def is_dtensor(value: object) -> bool:
     """Whether a tensor is distributed."""
     module: Any = sys.modules.get("torch.distributed.tensor")  # slow to import, and without it there is none
     return module is not None and isinstance(value, module.DTensor)
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or a forward-mode derivative is taken, for which the ops have no rules."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

@@ -12,9 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ckptfused import _extension, outer_checkpoint  # noqa: F401  (the first registers the ops)
-from ckptfused.checks import check_generator, is_dtensor
+from ckptfused import _extension, double_backward, outer_checkpoint  # noqa: F401  (the first two register the ops)
+from ckptfused.checks import check_generator, is_dtensor, transformed
 from ckptfused.masks import NO_MASK, Mask, sdpa_mask
+from ckptfused.plain import plain_block, torch_masks
 from ckptfused.spec import BlockSpec, param_names, param_shapes
 
 __all__ = ["attention_block", "block", "ffn_block"]
@@ -171,10 +172,16 @@ def run(
     cu_seqlens: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Calls the op `block`, `attention_block` or `ffn_block` with arguments that have been checked."""
+    """Calls the op `block`, `attention_block` or `ffn_block` with arguments that have been checked.
+
+    Under transforms of `torch.func` and forward-mode derivatives plain PyTorch computes the same, with its own dropout.
+    """
+    aux = [cos, sin, masks.mask, masks.padding, cu_seqlens]
+    if transformed():
+        text += compute_word(x)
+        return plain_block(x, slots, aux, text, torch_masks(x, aux, text, generator))
     if not torch.compiler.is_compiling() and has_dropout(text):
         generator = outer_checkpoint.source(x, generator)
-    aux = [cos, sin, masks.mask, masks.padding, cu_seqlens]
     ops = torch.ops.ckptfused
     if op == "block":
         return ops.block(x, slots, aux, text, generator=generator)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -44,7 +46,7 @@ BLOCKS = {
 }
 
 
-def _check(case: Case, device: str, fast: bool = False) -> None:
+def _check(case: Case, device: str, fast: bool = False, check: Any = torch.autograd.gradcheck) -> None:
     repeatable(device)  # gradcheck asks for the same gradient twice
     inputs, spec = make_inputs(case, device=device), case.spec()
     function = fused(spec)
@@ -54,7 +56,7 @@ def _check(case: Case, device: str, fast: bool = False) -> None:
         return function(Inputs(x, dict(zip(names, params, strict=True)), inputs.aux, inputs.dy))
 
     tensors = [t.requires_grad_() for t in (inputs.x, *inputs.params.values())]
-    assert torch.autograd.gradcheck(call, tensors, fast_mode=fast)
+    assert check(call, tensors, fast_mode=fast)
 
 
 @on_devices
@@ -75,13 +77,9 @@ def test_keep_presets_with_dropout(name: str, keep: str, device: str) -> None:
 
 
 @on_devices
-def test_second_order_is_refused(device: str) -> None:
-    """A first backward under create_graph works; differentiating its result says that it cannot be done."""
-    case = BLOCKS["llama"]
-    inputs = make_inputs(case, device=device)
-    x = inputs.x.requires_grad_()
-    y = fused(case.spec())(inputs)
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    assert dx.isfinite().all()
-    with pytest.raises(RuntimeError, match="(?i)second|twice|double|differentiat"):
-        torch.autograd.grad(dx.sum(), x)
+@pytest.mark.parametrize("drop", ["0", "all"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_second_order(name: str, drop: str, device: str) -> None:
+    """The gradients' own gradients, by x, by every parameter and by what comes back into the block."""
+    case = BLOCKS[name]
+    _check(Case(**{**vars(case), "drop": drop}), device, fast=True, check=torch.autograd.gradgradcheck)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ckptfused.checkpoint import checkpoint
-from ckptfused.convert import twice
 from ckptfused.convert.assembly import build_call
 from ckptfused.convert.family import Family, Plan, lacking
 from ckptfused.convert.modules import LENT, lent_weights
@@ -71,8 +70,7 @@ class Composite(Family):
         rest: list[Any] = []
         for step in steps:
             if isinstance(step, Call):
-                call = step._replace(x=x)
-                x = twice.run(call)
+                x = step._replace(x=x).run()
                 continue
             made = _checkpointed(step, x)
             x, *more = (made,) if isinstance(made, Tensor) else made

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ckptfused.checks import check_choice
-from ckptfused.convert import twice
 from ckptfused.convert.assembly import build_call
 from ckptfused.convert.parts import Inputs, Parts, Reason
 from ckptfused.convert.source import class_as_read, class_name, unread, vouch
@@ -66,7 +65,7 @@ class Family:
     def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's result, or a `Reason`."""
         call = self._call(layer, keep, args, kwargs)
-        return call if isinstance(call, Reason) else self.result(twice.run(call))
+        return call if isinstance(call, Reason) else self.result(call.run())
 
     def result(self, y: Any) -> Any:
         """What the layer's forward returns for the block's output."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from ckptfused.checkpoint import checkpoint
+from ckptfused.checks import transformed
 from ckptfused.convert.caches import left_empty
 from ckptfused.convert.family import FAMILIES
 from ckptfused.convert.modules import hooked_everywhere, lent_weights
@@ -47,7 +47,7 @@ class ConvertedForward:
         if self.paused:
             return self.unfused(Reason("the original layers are asked for", original=True), args, kwargs)
         reason = Reason("no adapter for this class")
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        if transformed():
             reason = Reason("a torch.func transform or a forward-mode derivative is taken", original=True)
         elif hooked_everywhere():
             reason = Reason("hooks on all modules")
@@ -80,9 +80,8 @@ class ConvertedForward:
 def original(model: nn.Module) -> Iterator[None]:
     """Within, converted layers run as they were, neither fused nor checkpointed by ckptfused.
 
-    For what the fused op refuses: second derivatives (a gradient penalty) under torch.compile or where saved tensors
-    are offloaded. What was computed within may be differentiated after. A layer needs no such help elsewhere, nor
-    under `torch.func` and forward-mode derivatives.
+    For comparing, and for what somebody wants of the layer's own code. What was computed within may be differentiated
+    after. Second derivatives (a gradient penalty), `torch.func` and forward-mode derivatives need no such help.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")

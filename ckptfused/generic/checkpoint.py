@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.utils import checkpoint as torch_checkpoint
 
+from ckptfused.checks import transformed
 from ckptfused.generic.arguments import Arguments, Given
 from ckptfused.generic.copies import Aliases, Loans, share_memory
 from ckptfused.generic.state import State
@@ -77,7 +77,7 @@ def checkpoint(
         options["context_fn"] = context_fn
     tensors = inputs.take_tensors()
     given = Given(args, kwargs, tensors)
-    if torch.compiler.is_compiling() or _transformed():
+    if torch.compiler.is_compiling() or transformed():
         # Functionalisation resolves writes, Inductor drops the copies that nobody writes to.
         on_copies: Callable[..., Any] = lambda *given: inputs.call(function, [t.clone() for t in given])  # noqa: E731
         hooks: Any = torch._C._autograd
@@ -105,11 +105,6 @@ def checkpoint(
     if aliases is not None:
         aliases.check()
     return loans.settle(result)
-
-
-def _transformed() -> bool:
-    """Whether a torch.func transform or a forward-mode derivative is taken."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def checkpoint_sequential(
@@ -141,7 +136,7 @@ def checkpoint_sequential(
         input = checkpoint(part, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
     last = Arguments((input,), {})
     # What the last segment writes to is never the caller's.
-    copied = segments == 1 or torch.compiler.is_compiling() or _transformed()
+    copied = segments == 1 or torch.compiler.is_compiling() or transformed()
     own = [t.clone() if copied or share_memory([t, *theirs]) else t for t in last.take_tensors()]
     return last.call(_Chain(steps[(segments - 1) * size :]), own)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from ckptfused import outer_checkpoint
+from ckptfused.checks import transformed
+from ckptfused.double_backward import apart
 from ckptfused.functional import compute_word
 from ckptfused.modules.assemble import Call, Slots, hooked
 from ckptfused.modules.attention import FusedCheckpointAttention
@@ -51,21 +54,26 @@ class _Segment(torch.autograd.Function):
     names for as long as its turn takes, then goes back through them.
     """
 
-    @staticmethod
-    def forward(ctx: Any, steps: tuple[_Step, ...], x: Tensor, *tensors: Tensor | None) -> Tensor:
-        y = x
-        for step, (params, aux, state) in zip(steps, _split(steps, list(tensors)), strict=True):
-            y = _forward(step, y, params, aux, state, False)[0]
-        ctx.steps = steps
-        ctx.save_for_backward(x, *tensors)
-        return y
+    generate_vmap_rule = True  # for a backward within torch.vmap that is differentiated in its turn
 
     @staticmethod
-    @once_differentiable
+    def forward(steps: tuple[_Step, ...], x: Tensor, *tensors: Tensor | None) -> Tensor:
+        for step, (params, aux, state) in zip(steps, _split(steps, list(tensors)), strict=True):
+            x = _forward(step, x, params, aux, state, False)[0]
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.steps, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         steps: tuple[_Step, ...] = ctx.steps
         x, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
+        if len(steps) > 1 and torch.is_grad_enabled():
+            return (None, *_differentiable_gradients(steps, dy, [x, *tensors], wanted))
         parts = _split(steps, tensors)
         trails: list[tuple[Tensor, list[Tensor]]] = []
         for i, (step, part) in enumerate(zip(steps, parts, strict=True)):
@@ -93,6 +101,34 @@ class _Segment(torch.autograd.Function):
         if wanted[0]:
             grads[0] = dy
         return (None, *grads)
+
+
+@torch.compiler.allow_in_graph
+def _segment(steps: tuple[_Step, ...], x: Tensor, *tensors: Tensor | None) -> Tensor:
+    """A segment's result. torch.compile keeps the call: what Dynamo traces of a Function is differentiated once at
+    most, and with the "eager" backend its first derivative has no graph, so that a second one is dropped."""
+    return _Segment.apply(steps, x, *tensors)
+
+
+def _differentiable_gradients(
+    steps: tuple[_Step, ...], dy: Tensor, inputs: Slots, wanted: Sequence[bool]
+) -> list[Tensor | None]:
+    """The gradients of a segment as functions of dy and its inputs, by way of segments of one block.
+
+    The backward of one block is one op, which has a derivative; the replay of those before it has none.
+    """
+    variables: list[Any] = [apart(t) if want and t is not None else t for t, want in zip(inputs, wanted, strict=True)]
+    y, start = variables[0], 1
+    for step in steps:
+        end = start + step.slots + len(AUX_NAMES) + 1
+        y = _Segment.apply((step,), y, *variables[start:end])
+        start = end
+    places = [i for i, want in enumerate(wanted) if want]
+    found = torch.autograd.grad(y, [variables[i] for i in places], dy, create_graph=True)
+    grads: list[Tensor | None] = [None] * len(wanted)
+    for i, gradient in zip(places, found, strict=True):
+        grads[i] = gradient
+    return grads
 
 
 def _forward(step: _Step, x: Tensor, params: Slots, aux: Slots, state: Tensor | None, save: bool) -> list[Tensor]:
@@ -124,9 +160,10 @@ def _run_segment(calls: list[Call], generator: torch.Generator | None) -> Tensor
         steps.append(_Step(call.op, call.text + compute, len(call.slots)))
         state = None
         if ".p_" in call.text:
-            state = torch.ops.ckptfused.rng_state(x, _fresh_id(), generator=generator)
+            source = outer_checkpoint.source(x, generator)
+            state = torch.ops.ckptfused.rng_state(x, _fresh_id(), generator=source)
         tensors += [*call.slots, call.cos, call.sin, call.masks.mask, call.masks.padding, call.cu_seqlens, state]
-    return _Segment.apply(tuple(steps), x, *tensors)
+    return _segment(tuple(steps), x, *tensors)
 
 
 _FORWARDS = (FusedCheckpointBlock.forward, FusedCheckpointAttention.forward, FusedCheckpointFFN.forward)
@@ -182,7 +219,8 @@ class FusedCheckpointSequential(nn.Sequential):
             run = blocks[start:end]
             start = end
             inputs = (src_mask, src_key_padding_mask, is_causal)
-            if x.is_nested or needs_gradient(*inputs[:2]) or not all(b.fusable() and not _hooked(b) for b in run):
+            singly = x.is_nested or transformed() or needs_gradient(*inputs[:2])
+            if singly or not all(b.fusable() and not _hooked(b) for b in run):
                 for block in run:
                     if block.takes_masks:
                         x = block(x, *inputs, cu_seqlens=cu_seqlens, rotary=rotary, generator=generator)

@@ -219,34 +219,6 @@ Tensor block_autocast(const Tensor& x, const OptTensorList& params, const OptTen
   return op.call(x, params, aux, text, generator);
 }
 
-// A first backward under create_graph=True works; differentiating its result is refused.
-template <Halves kHalves>
-struct OnceDifferentiable : torch::autograd::Function<OnceDifferentiable<kHalves>> {
-  static variable_list forward(AutogradContext*, const Tensor& dy, const Tensor& x,
-                               at::TensorList /*present*/, at::TensorList kept,
-                               const BlockArgs& args, const BoolList& needs) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return bwd_op<kHalves>().call(dy, x, args.params, args.aux, kept, args.rng_state, args.spec,
-                                  needs);
-  }
-  static variable_list backward(AutogradContext*, variable_list) {
-    TORCH_CHECK(false, Names<kHalves>::op,
-                " can be differentiated once: second-order gradients through its backward are not "
-                "supported");
-  }
-};
-
-template <Halves kHalves>
-std::vector<Tensor> block_bwd_autograd(const Tensor& dy, const Tensor& x,
-                                       const OptTensorList& params, const OptTensorList& aux,
-                                       at::TensorList kept, const std::optional<Tensor>& rng_state,
-                                       std::string_view spec, const BoolList& needs) {
-  const variable_list inputs = present(params);
-  return OnceDifferentiable<kHalves>::apply(dy, x, at::TensorList(inputs), kept,
-                                            BlockArgs{params, aux, rng_state, std::string(spec)},
-                                            needs);
-}
-
 std::string local(const char* qualified) {
   return std::string(qualified).substr(std::string("ckptfused::").size());
 }
@@ -259,10 +231,6 @@ template <Halves kHalves>
 void register_backend(torch::Library& m) {
   m.impl(local(Names<kHalves>::fwd).c_str(), TORCH_FN(block_fwd<kHalves>));
   m.impl(local(Names<kHalves>::bwd).c_str(), TORCH_FN(block_bwd<kHalves>));
-}
-template <Halves kHalves>
-void register_autograd(torch::Library& m) {
-  m.impl(local(Names<kHalves>::bwd).c_str(), TORCH_FN(block_bwd_autograd<kHalves>));
 }
 template <Halves kHalves, c10::DeviceType kDevice>
 void register_autocast(torch::Library& m) {
@@ -285,11 +253,6 @@ TORCH_LIBRARY_IMPL(ckptfused, CUDA, m) {
   register_backend<Halves::both>(m);
   register_backend<Halves::attention>(m);
   register_backend<Halves::ffn>(m);
-}
-TORCH_LIBRARY_IMPL(ckptfused, Autograd, m) {
-  register_autograd<Halves::both>(m);
-  register_autograd<Halves::attention>(m);
-  register_autograd<Halves::ffn>(m);
 }
 TORCH_LIBRARY_IMPL(ckptfused, AutocastCPU, m) {
   register_autocast<Halves::both, c10::kCPU>(m);

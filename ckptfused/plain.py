@@ -1,0 +1,74 @@
+"""A block op in plain PyTorch: for derivatives that the op itself does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptfused import rng
+from ckptfused.reference.block import mask_shapes, reference_block
+from ckptfused.reference.philox import DECISIONS, keep_threshold
+from ckptfused.slots import AUX_NAMES
+from ckptfused.spec import BlockSpec, param_names
+
+
+@lru_cache(maxsize=1024)
+def parsed(text: str) -> BlockSpec:
+    """The spec of a text."""
+    return BlockSpec.parse(text)
+
+
+def plain_block(
+    x: Tensor,
+    params: Sequence[Tensor | None],
+    aux: Sequence[Tensor | None],
+    text: str,
+    masks: Mapping[int, Tensor],
+) -> Tensor:
+    """What a block op computes, by operations that PyTorch can differentiate any number of times, in any mode.
+
+    **Shapes** x, params, aux: as the op takes them. masks: the keep mask of each dropout site, by its number.
+    **Saves** what PyTorch's own operations save, the T × T matrix among it.
+    **Source** `reference.block.reference_block`.
+    """
+    spec = parsed(text)
+    named: Any = dict(zip(param_names(spec), params, strict=True))
+    inputs: Any = dict(zip(AUX_NAMES, aux, strict=True))
+    with _computing_in(x, spec.compute):
+        return reference_block(x, named, spec, **inputs, masks=masks)
+
+
+def drawn_masks(x: Tensor, aux: Sequence[Tensor | None], text: str, state: Tensor | None) -> dict[int, Tensor]:
+    """The keep masks that the op drew from `state`, by site."""
+    wanted = _mask_shapes(x, aux, text) if state is not None else {}
+    return {site: rng.dropout_mask(shape, p, state, site) for site, (p, shape) in wanted.items()}  # type: ignore[arg-type]
+
+
+def torch_masks(
+    x: Tensor, aux: Sequence[Tensor | None], text: str, generator: torch.Generator | None
+) -> dict[int, Tensor]:
+    """Keep masks by site that PyTorch's own generator draws: under `torch.vmap` by its `randomness`."""
+    return {
+        site: torch.rand(shape, device=x.device, generator=generator) >= keep_threshold(p) / DECISIONS
+        for site, (p, shape) in _mask_shapes(x, aux, text).items()
+    }
+
+
+def _mask_shapes(x: Tensor, aux: Sequence[Tensor | None], text: str) -> dict[int, tuple[float, tuple[int, ...]]]:
+    spec = parsed(text)
+    batch, tokens = x.shape[1::-1] if spec.seq_first else x.shape[:2]
+    return mask_shapes(spec, batch, tokens, x.size(-1), aux[AUX_NAMES.index("cu_seqlens")])
+
+
+def _computing_in(x: Tensor, compute: str | None) -> AbstractContextManager[Any]:
+    """Autocast as the op had it, whatever is on now: to the text's type, else that of a half-precision x."""
+    if x.is_meta:
+        return nullcontext()
+    dtype = getattr(torch, compute) if compute is not None else x.dtype
+    half = dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(x.device.type, dtype if half else None, enabled=half, cache_enabled=False)
