@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ckptfused import cost
-from ckptfused.functional import block, ffn_block
-from ckptfused.spec import Adapter, BlockSpec, FFNSpec, param_names, param_shapes
+from ckptfused.functional import attention_block, block, ffn_block
+from ckptfused.spec import Adapter, AttentionSpec, BlockSpec, FFNSpec, param_names, param_shapes
 from tests.cases import Case
 from tests.devices import on_devices, repeatable
 from tests.oracle import fused, make_inputs, run
@@ -197,6 +197,23 @@ def test_no_rows() -> None:
     results = _results(SPEC, torch.zeros(1, 0, C), _params(SPEC, torch.float32))
     assert results["y"].shape == (1, 0, C)
     assert all(not t.any() for name, t in results.items() if ".lora" in name)
+
+
+@on_devices
+@pytest.mark.parametrize("layout", ["pre", "attn", "ffn"])
+def test_no_columns(layout: str, device: str) -> None:
+    """Width 0: the gradients of the adapters' other sides are zeros."""
+    targets = {"pre": ("q", "o"), "attn": ("v", "o"), "ffn": ()}[layout]
+    attn = AttentionSpec(heads=2, kv_heads=2, head_dim=4, lora=tuple(Adapter(t, 3) for t in targets))
+    ffn = FFNSpec("swiglu", F, lora=(Adapter("gate", 3), Adapter("down", 2, p=0.5)))
+    spec = BlockSpec(None if layout == "ffn" else attn, None if layout == "attn" else ffn)
+    shapes = param_shapes(spec, 0)
+    params = {name: torch.ones(shape, device=device, requires_grad=True) for name, (shape, _) in shapes.items()}
+    call = {"pre": block, "attn": attention_block, "ffn": ffn_block}[layout]
+    y = call(torch.ones(2, 5, 0, device=device, requires_grad=True), params, spec)
+    y.sum().backward()
+    for name, t in params.items():
+        assert t.grad is not None and t.grad.shape == t.shape and not t.grad.any(), name
 
 
 def test_shapes_are_checked_below_python() -> None:

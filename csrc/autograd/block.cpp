@@ -5,6 +5,7 @@
 
 #include "autograd/block.h"
 #include "math/dropout.h"
+#include "ops/checks.h"
 
 namespace ckptfused {
 
@@ -123,6 +124,7 @@ void Block::restore(at::TensorList kept) {
   size_t next = 0;
   const auto take = [&] {
     TORCH_CHECK(next < kept.size(), "ckptfused: too few kept tensors, got ", kept.size());
+    check_memory("ckptfused", "kept[" + std::to_string(next) + "]", kept[next]);
     return kept[next++].contiguous();  // a saved-tensor hook may have changed the strides
   };
   if (keep.attn) {
@@ -145,6 +147,7 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
               ", got ", dy.scalar_type(), " of shape ", dy.sizes());
   TORCH_CHECK(needs.size() == params_.size() + 1, "ckptfused: expected ", params_.size() + 1,
               " entries in needs, got ", needs.size());
+  check_memory("ckptfused", "dy", dy);
   backward_ = true;
   needs_ = needs;
   restore(kept);

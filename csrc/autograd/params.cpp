@@ -3,6 +3,7 @@
 
 #include "autograd/block.h"
 #include "kernels/cpu/pages.h"
+#include "ops/checks.h"
 #include "ops/linear.h"
 
 namespace ckptfused {
@@ -10,6 +11,9 @@ namespace ckptfused {
 using at::Tensor;
 
 namespace {
+
+// By slot, as errors name them.
+constexpr const char* kAuxNames[kAuxSlots] = {"cos", "sin", "mask", "padding", "cu_seqlens"};
 
 Tensor aux_at(const OptTensorList& aux, int slot) {
   const std::optional<Tensor> t = aux.get(slot);
@@ -46,6 +50,7 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
     : spec_(spec), x_sizes_(x.sizes().vec()) {
   TORCH_CHECK(x.dim() == 3, "ckptfused: x must be [B, T, C] or, sequence first, [T, B, C]; got ",
               x.sizes());
+  check_memory("ckptfused", "x", x);
   R_ = x.scalar_type();
   TORCH_CHECK(R_ == at::kDouble || R_ == at::kFloat || R_ == at::kBFloat16 || R_ == at::kHalf,
               "ckptfused: x must be float64, float32, bfloat16 or float16, got ", R_);
@@ -66,8 +71,12 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
               " parameter slots, got ", params.size());
   TORCH_CHECK(aux.size() == size_t(kAuxSlots), "ckptfused: expected ", int(kAuxSlots),
               " auxiliary tensors, got ", aux.size());
+  for (int slot = 0; slot < kAuxSlots; ++slot) {
+    check_memory("ckptfused", kAuxNames[slot], aux.get(slot));
+  }
   for (size_t i = 0; i < params.size(); ++i) {
     const std::optional<Tensor> p = params.get(i);
+    check_memory("ckptfused", "params[" + std::to_string(i) + "]", p);
     // Kernels read vectors in place; matrix products read any strides.
     params_.push_back(p.has_value() ? as_operand(*p) : Tensor());
   }
@@ -90,6 +99,7 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
   }
   if (spec.has_dropout()) {
     TORCH_CHECK(rng_state.has_value(), "ckptfused: dropout needs an rng_state");
+    check_memory("ckptfused", "rng_state", *rng_state);
     rng_ = rng_state->contiguous();
   }
 }

@@ -43,6 +43,7 @@ void check_slice(const char* op, const char* name, const at::Tensor& t, const at
               op, ": ", name, ": expected ", u.scalar_type(), " ", u.sizes(), " on ", u.device(),
               " with contiguous rows, got ", t.scalar_type(), " ", t.sizes(), " strides ",
               t.strides(), " on ", t.device());
+  check_memory(op, name, t);
 }
 
 }  // namespace

@@ -20,6 +20,7 @@ MaskKind parse_mask_kind(const char* op, const char* name, std::string_view kind
               "keep, drop or add, got ", kind);
   TORCH_CHECK(mask->device() == device, op, ": ", name, ": expected a tensor on ", device,
               ", got one on ", mask->device());
+  check_memory(op, name, *mask);
   if (kind == "add") {
     kernel_dtype(op, name, *mask);
     return MaskKind::add;
@@ -59,6 +60,7 @@ std::vector<AttentionSequence> packed_sequences(const char* op, const AttentionP
   TORCH_CHECK(a.batch() == 1 && a.k.size(2) == tokens, op,
               ": cu_seqlens: expected q, k and v of one packed batch [1, heads, N, D], got q ",
               a.q.sizes(), " and k ", a.k.sizes());
+  check_memory(op, "cu_seqlens", cu_seqlens);
   const at::Tensor bounds = cu_seqlens.to(at::kCPU, at::kLong).contiguous();
   const int64_t* bound = bounds.const_data_ptr<int64_t>();
   std::vector<AttentionSequence> sequences;
@@ -88,6 +90,9 @@ void check_operands(const char* op, const at::Tensor& q, const at::Tensor& k, co
 
 }  // namespace
 
+  check_memory(op, "q", q);
+  check_memory(op, "k", k);
+  check_memory(op, "v", v);
 AttentionProblem attention_problem(const char* op, const at::Tensor& q, const at::Tensor& k,
                                    const at::Tensor& v, const OptionalTensor& mask,
                                    const OptionalTensor& padding, const OptionalTensor& cu_seqlens,

@@ -47,11 +47,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd(
   const AttentionProblem a =
       attention_problem(op, q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind, padding_kind,
                         scale, causal, window, softcap, p);
-  for (const at::Tensor& t : {dout, o}) {
+  for (const auto& [name, t] : {std::pair("do", dout), std::pair("o", o)}) {
     TORCH_CHECK(t.sizes() == q.sizes() && t.scalar_type() == q.scalar_type() && t.is_cpu(), op,
-                ": expected do and o like q, ", q.scalar_type(), " ", q.sizes(), " on cpu, got ",
-                t.scalar_type(), " ", t.sizes(), " on ", t.device());
+                ": ", name, ": expected one like q, ", q.scalar_type(), " ", q.sizes(),
+                " on cpu, got ", t.scalar_type(), " ", t.sizes(), " on ", t.device());
+    check_memory(op, name, t);
   }
+  check_memory(op, "lse", lse);
   const at::Tensor rows = lse.contiguous();
   check_tensor(op, "lse", rows, q.sizes().slice(0, 3), acc_dtype(q.scalar_type()), at::kCPU);
   const at::Tensor dout_rows = attention_operand(dout), o_rows = attention_operand(o);

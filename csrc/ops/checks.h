@@ -2,6 +2,8 @@
 
 #include "ops/torch.h"
 
+#include <string>
+
 #include "math/types.h"
 
 // Checks that the ops share. A message names the op and the argument, what was expected and what
@@ -14,6 +16,15 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 inline bool given(const OptionalTensor& t) {
   return t.has_value() && t->defined();
+}
+
+// Raises unless t is strided and its storage is allocated as far as its sizes and strides reach. A
+// raw pointer says nothing about that, nor do most of PyTorch's operators: a storage can be resized
+// behind the back of whoever saved the tensor. The checks below include this one.
+void check_memory(const char* op, const std::string& name, const at::Tensor& t);
+
+inline void check_memory(const char* op, const std::string& name, const OptionalTensor& t) {
+  if (given(t)) check_memory(op, name, *t);
 }
 
 // Null where the tensor is absent.
@@ -31,6 +42,7 @@ inline void check_tensor(const char* op, const char* name, const at::Tensor& t,
       op, ": ", name, ": expected ", dtype, " ", sizes, " on ", device, ", contiguous, got ",
       t.scalar_type(), " ", t.sizes(), " on ", t.device(),
       t.is_contiguous() ? "" : ", not contiguous");
+  check_memory(op, name, t);
 }
 
 inline void check_tensor(const char* op, const char* name, const OptionalTensor& t,

@@ -19,6 +19,7 @@ void check_heads(const char* op, const char* name, const at::Tensor& t, const at
               " [B, T, heads, D] = ", like.sizes(), " on ", like.device(),
               " with contiguous heads, got ", t.scalar_type(), " ", t.sizes(), " strides ",
               t.strides(), " on ", t.device());
+  check_memory(op, name, t);
 }
 
 }  // namespace
