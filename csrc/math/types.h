@@ -55,12 +55,15 @@ CKPT_HD float to_acc(f16 x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
   return y;
 #else
-  // Shift the fields into place and let a multiplication by 2^112 rebias the exponent: exact,
-  // subnormals included. Inf and NaN (>= 2^16 afterwards) get the all-ones exponent back.
+  // Shift the fields into place and rebias the exponent by an addition to the bits. A subnormal
+  // gets 2^-14 in front of its fraction, and a subtraction takes that away again: exact, and no
+  // float subnormal on the way, which a thread that flushes those would lose.
   const uint32_t magnitude = uint32_t(x.bits & 0x7fffu) << 13;
-  const float scaled = bits_to_float(magnitude) * bits_to_float(0x77800000u);
-  const uint32_t special = (x.bits & 0x7fffu) >= 0x7c00u ? 0x7f800000u : 0u;
-  return bits_to_float(float_to_bits(scaled) | special | (uint32_t(x.bits & 0x8000u) << 16));
+  const uint32_t normal = magnitude + 0x38000000u;
+  const float subnormal = bits_to_float(magnitude + 0x38800000u) - bits_to_float(0x38800000u);
+  const uint32_t finite = magnitude < 0x00800000u ? float_to_bits(subnormal) : normal;
+  const uint32_t bits = magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : finite;
+  return bits_to_float(bits | (uint32_t(x.bits & 0x8000u) << 16));
 #endif
 }
 

@@ -107,10 +107,10 @@ void add_sums(const Adapters& adapters, const AdapterSizes& s, const Ranges& ran
   const Sums<A> first(adapters, s, memory);
   const int64_t stride = sums_size(s);
   const auto add = [&](const at::Tensor& grad, const A* from) {
-    if (!grad.defined()) return;
+    if (!grad.defined() || grad.numel() == 0) return;
     const int64_t cols = grad.size(-1), rows = grad.numel() / cols;
     const Rows<A> to(grad.dim() == 2 ? grad : grad.unsqueeze(0));
-    at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / cols), [&](int64_t begin, int64_t end) {
+    parallel_for(0, rows, std::max<int64_t>(1, 16384 / cols), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         adapter_add_partials(from + r * cols, ranges.count, stride, cols, to.at(r, 0));
       }

@@ -6,6 +6,7 @@
 
 #include "kernels/cpu/norm.h"
 #include "kernels/cpu/rows.h"
+#include "ops/parallel_cpu.h"
 #include "ops/row_args.h"
 
 // How ops on rows run in parallel on the CPU.
@@ -16,7 +17,7 @@ namespace ckptfused {
 template <typename Rows>
 void parallel_rows(int64_t n, int64_t cols, Rows rows) {
   constexpr int64_t kElements = 32768;  // per task at least
-  at::parallel_for(0, n, std::max<int64_t>(1, kElements / std::max<int64_t>(1, cols)), rows);
+  parallel_for(0, n, std::max<int64_t>(1, kElements / std::max<int64_t>(1, cols)), rows);
 }
 
 // Calls rows(begin, end, dweight, dbias) over the call's rows in parallel, where each call adds to
@@ -36,7 +37,7 @@ void parallel_rows_with_grads(const RowCall& call, int64_t cols, int64_t width, 
   };
   const at::Tensor dweight_partials = make_partials(call.dweight);
   const at::Tensor dbias_partials = make_partials(call.dbias);
-  at::parallel_for(0, chunks.count(), 1, [&](int64_t chunk_begin, int64_t chunk_end) {
+  parallel_for(0, chunks.count(), 1, [&](int64_t chunk_begin, int64_t chunk_end) {
     for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
       const auto zeroed = [&](const at::Tensor& partials) -> void* {
         if (!partials.defined()) return nullptr;
@@ -52,11 +53,11 @@ void parallel_rows_with_grads(const RowCall& call, int64_t cols, int64_t width, 
        {std::pair(dweight_partials, call.dweight), std::pair(dbias_partials, call.dbias)}) {
     if (!partials.defined()) continue;
     const bool wide = partials.scalar_type() == at::kDouble;
-    at::parallel_for(0, cols, 512,
-                     [&, from = partials.const_data_ptr(), to = grad->mutable_data_ptr()](
-                         int64_t begin, int64_t end) {
-                       sum_partials(wide, from, chunks.count(), cols, to, begin, end);
-                     });
+    parallel_for(0, cols, 512,
+                 [&, from = partials.const_data_ptr(), to = grad->mutable_data_ptr()](int64_t begin,
+                                                                                      int64_t end) {
+                   sum_partials(wide, from, chunks.count(), cols, to, begin, end);
+                 });
   }
 }
 

@@ -8,7 +8,8 @@
 #include <type_traits>
 
 #include "math/types.h"
-#include "ops/serial_products.h"
+#include "ops/parallel_cpu.h"
+#include "kernels/cpu/threads.h"
 
 // What ops are made of that cut their work into tasks, each of which runs on one thread: small
 // matrix products between torch-free row kernels, in scratch of the thread's own.
@@ -74,19 +75,20 @@ void product(const Matrix<A>& out, const Matrix<A>& a, const Matrix<A>& b, doubl
   at::cpu::addmm_out(result, result, a.tensor(), b.tensor(), beta, alpha);
 }
 
-// Calls f(task, scratch) for every task, in parallel, each thread with `bytes` of its own.
+// Calls f(task, scratch) for every task, in parallel, each thread with `bytes` of its own. Products
+// in a task run on its thread alone, whose number would otherwise show in their bits.
 template <typename F>
 void run_tasks(int64_t tasks, int64_t bytes, F f) {
   if (tasks == 0) return;
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
   const at::Tensor scratch = at::empty({threads, bytes}, at::kByte);
   char* memory = static_cast<char*>(scratch.mutable_data_ptr());
-  // A lone task would run outside a parallel region, where a matrix library may use all threads
-  // and the bits depend on their number; an empty second task keeps it inside.
-  at::parallel_for(0, std::max<int64_t>(tasks, 2), 1, [&](int64_t begin, int64_t end) {
-    const SerialProducts serial;
-    char* mine = begin < tasks ? memory + at::get_thread_num() * bytes : nullptr;
-    for (int64_t task = begin; task < std::min(end, tasks); ++task) f(task, mine);
+  parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
+    // A thread's first use of PyTorch sets its number of threads: here, not within a product.
+    at::internal::lazy_init_num_threads();
+    const ThreadsGuard serial(1);
+    char* mine = memory + at::get_thread_num() * bytes;
+    for (int64_t task = begin; task < end; ++task) f(task, mine);
   });
 }
 

@@ -1,5 +1,6 @@
 #include <limits>
 
+#include "kernels/cpu/subnormals.h"
 #include "math/elementary.h"
 #include "math/philox.h"
 #include "math/types.h"
@@ -71,6 +72,21 @@ void check_rounding(uint32_t infinity) {
 TEST(SixteenBit, EveryPattern) {
   check_every_pattern<bf16>(8);
   check_every_pattern<f16>(5);
+}
+
+// Half's subnormals are normal floats: a thread that flushes the latter's subnormals keeps them.
+TEST(SixteenBit, EveryPatternWhereFloatSubnormalsAreFlushed) {
+#if defined(__SSE2__)
+  const SubnormalModeGuard guard(SubnormalMode{0x8040});
+  volatile float smallest = std::numeric_limits<float>::min();
+  ASSERT_EQ(smallest * 0.5f, 0.0f);
+  for (uint32_t bits = 0; bits < 0x7c00; ++bits) {
+    const float got = to_acc(f16{uint16_t(bits)});
+    ASSERT_EQ(double(got), value_of(bits, 5)) << bits;
+    ASSERT_EQ(store<f16>(got).bits, bits);
+    ASSERT_EQ(store<f16>(to_acc(f16{uint16_t(bits | 0x8000u)})).bits, bits | 0x8000u);
+  }
+#endif
 }
 
 TEST(SixteenBit, RoundsToNearestEven) {
