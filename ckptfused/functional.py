@@ -59,7 +59,8 @@ def block(
     (True may be attended to) or floating (added to the logits; -5e8 or less hides, as -inf does).
     padding: [B, T], bool (True: a real token) or floating. A spec that says `mask="drop"` or `padding="drop"`
     turns the meaning of bool round.
-    cu_seqlens: int32 or int64 [S+1], the bounds of S sequences packed in x [1, N, C].
+    cu_seqlens: int32 or int64 [S+1], the bounds of S sequences packed in x [1, N, C]: numbers that do not fall, from
+    0 to N. The CPU refuses others; on CUDA, where looking would wait for the device, the caller answers for them.
     generator: the source of dropout's seed; None: PyTorch's default generator.
     **Saves** x, the values in `spec.keep`, and 16 bytes of random state where some p > 0; references to
     params, cos, sin, masks and cu_seqlens, which the caller owns.

@@ -158,7 +158,7 @@ def test_constructor_values() -> None:
         _block(scale=0.0)
 
 
-@pytest.mark.parametrize("bounds", [[-1, 5], [0, 9]])
+@pytest.mark.parametrize("bounds", [[-1, 5], [0, 9], [1, 5], [0, 3], [0, 4, 2, 5]])
 def test_sequence_bounds_out_of_range(bounds: list[int]) -> None:
     with pytest.raises(RuntimeError, match="cu_seqlens: expected numbers that do not fall, from 0 to 5"):
         _llama()(X[:1], cu_seqlens=torch.tensor(bounds))

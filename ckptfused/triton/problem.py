@@ -122,7 +122,10 @@ def make_problem(
     rng_state: Tensor | None, mask_kind: str, padding_kind: str, scale: float, causal: bool, window: int,
     softcap: float, p: float,
 ) -> Problem:  # fmt: skip
-    """Checks what can be checked without waiting for the device; the numbers in cu_seqlens are not looked at."""
+    """Checks what can be checked without waiting for the device: not that cu_seqlens goes from 0 to N without falling.
+
+    Tokens outside of all sequences attend to nothing; numbers that fall, or lie outside, read other memory.
+    """
     _check_operands(op, q, k, v)
     expect(window >= 0, op, f"window: expected 0 (none) or more, got {window}")
     expect(softcap >= 0.0, op, f"softcap: expected 0 (none) or more, got {softcap}")
@@ -133,6 +136,12 @@ def make_problem(
     padding, pad_kind = _mask(op, "padding", padding, padding_kind, (batch, keys), q)
     if cu_seqlens is not None:
         _check_packed(op, q, k, cu_seqlens)
+        expect(
+            kind == pad_kind == 0,
+            op,
+            "mask, padding: expected none beside cu_seqlens, which bounds the sequences itself, "
+            f"got kinds {mask_kind} and {padding_kind}",
+        )
         place = cu_seqlens.device  # a copy from the host would wait, and could not be captured in a graph
         expect(place == q.device, op, f"cu_seqlens: expected a tensor on {q.device}, got one on {place}")
         cu_seqlens = cu_seqlens.contiguous()

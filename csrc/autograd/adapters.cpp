@@ -7,6 +7,7 @@
 
 #include "autograd/adapters_aten.h"
 #include "autograd/block.h"
+#include "math/dropout.h"
 
 namespace ckptfused {
 
@@ -14,8 +15,6 @@ using at::Tensor;
 
 namespace {
 
-// A site for every adapter, after those of the block.
-constexpr int64_t kFirstAdapterSite = 4;
 enum AdapterParam : int { kA, kB, kBias, kAdapterParams };
 
 // CKPTFUSED_ADAPTERS=aten: on the CPU too, what other devices do. For tests; read once.
@@ -35,6 +34,8 @@ void Block::find_adapters() {
   const auto add = [&](const std::vector<AdapterSpec>& list, auto weight_of) {
     for (const AdapterSpec& spec : list) {
       const int64_t site = kFirstAdapterSite + int64_t(adapters_.size());
+      TORCH_CHECK(site < kDropoutSites, "ckptfused: expected at most ",
+                  kDropoutSites - kFirstAdapterSite, " adapters in a block, got more");
       adapters_.push_back({&spec, weight_of(spec.target), slot, site});
       slot += kAdapterParams;
     }

@@ -9,6 +9,9 @@ namespace ckptfused {
 // Which tensor of a block a mask belongs to.
 enum class DropoutSite : int { attention_probs = 0, attention_residual, ffn_hidden, ffn_residual };
 
+// So many fit the eight bits that a site has in the counter. Adapters come after those of a block.
+constexpr int kDropoutSites = 256, kFirstAdapterSite = 4;
+
 // One dropout mask as a pure function of (seed, offset, site, element). An element of row r and
 // column c has index r * 8*ceil(cols/8) + c; one Philox call decides the eight elements that share
 // index >> 3, sixteen bits each. A default-constructed value drops nothing and draws nothing.

@@ -64,8 +64,12 @@ std::vector<AttentionSequence> packed_sequences(const char* op, const AttentionP
   const at::Tensor bounds = cu_seqlens.to(at::kCPU, at::kLong).contiguous();
   const int64_t* bound = bounds.const_data_ptr<int64_t>();
   std::vector<AttentionSequence> sequences;
-  for (int64_t s = 0; s + 1 < bounds.numel(); ++s) {
-    TORCH_CHECK(0 <= bound[s] && bound[s] <= bound[s + 1] && bound[s + 1] <= tokens, op,
+  const int64_t last = bounds.numel() - 1;
+  TORCH_CHECK(bound[0] == 0 && bound[last] == tokens, op,
+              ": cu_seqlens: expected numbers that do not fall, from 0 to ", tokens, ", got ",
+              bound[0], " first and ", bound[last], " last");
+  for (int64_t s = 0; s < last; ++s) {
+    TORCH_CHECK(bound[s] <= bound[s + 1], op,
                 ": cu_seqlens: expected numbers that do not fall, from 0 to ", tokens, ", got ",
                 bound[s], " then ", bound[s + 1], " at ", s);
     const int64_t length = bound[s + 1] - bound[s];
@@ -86,13 +90,13 @@ void check_operands(const char* op, const at::Tensor& q, const at::Tensor& k, co
   TORCH_CHECK(k.device() == q.device() && v.device() == q.device(), op,
               ": expected q, k and v on one device, got ", q.device(), ", ", k.device(), ", ",
               v.device());
+  check_memory(op, "q", q);
+  check_memory(op, "k", k);
+  check_memory(op, "v", v);
 }
 
 }  // namespace
 
-  check_memory(op, "q", q);
-  check_memory(op, "k", k);
-  check_memory(op, "v", v);
 AttentionProblem attention_problem(const char* op, const at::Tensor& q, const at::Tensor& k,
                                    const at::Tensor& v, const OptionalTensor& mask,
                                    const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
@@ -115,6 +119,10 @@ AttentionProblem attention_problem(const char* op, const at::Tensor& q, const at
   a.causal = causal;
   a.softcap = softcap;
   a.packed = given(cu_seqlens);
+  TORCH_CHECK(
+      !a.packed || (a.mask_kind == MaskKind::none && a.padding_kind == MaskKind::none), op,
+      ": mask, padding: expected none beside cu_seqlens, which bounds the sequences itself, ",
+      "got kinds ", mask_kind, " and ", padding_kind);
   a.sequences = a.packed ? packed_sequences(op, a, *cu_seqlens) : dense_sequences(a);
   a.max_queries = a.max_keys = 0;
   for (const AttentionSequence& s : a.sequences) {

@@ -134,7 +134,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_tiled_bwd(const Attenti
   const Tensors t{dout,
                   o,
                   lse,
-                  attention_buffer(a.q, a.heads(), a.q.size(2), a.packed),
+                  attention_buffer(a.q, a.heads(), a.q.size(2), false),
                   attention_buffer(a.k, a.kv_heads(), a.k.size(2), true),
                   attention_buffer(a.v, a.kv_heads(), a.k.size(2), true)};
   const int64_t bytes = attention_bwd_scratch_bytes(dtype, a.max_queries, a.max_keys, a.head_dim());

@@ -82,11 +82,9 @@ void run_task(const AttentionProblem& a, const Task& task, const at::Tensor& o,
 std::tuple<at::Tensor, at::Tensor> attention_tiled_fwd(const AttentionProblem& a) {
   const at::ScalarType dtype = a.q.scalar_type();
   const int64_t tokens = a.q.size(2);
-  // Tokens of a packed batch that belong to no sequence attend to nothing.
-  const at::Tensor o = attention_buffer(a.q, a.heads(), tokens, a.packed);
+  const at::Tensor o = attention_buffer(a.q, a.heads(), tokens, false);
   const auto options = a.q.options().dtype(acc_dtype(dtype));
   const at::Tensor lse = at::empty({a.batch(), a.heads(), tokens}, options);
-  if (a.packed) lse.fill_(-INFINITY);
 
   const std::vector<Task> tasks = tasks_of(a);
   const int64_t bytes = attention_fwd_scratch_bytes(dtype, a.max_queries, a.max_keys, a.head_dim());

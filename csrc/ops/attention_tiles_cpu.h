@@ -65,7 +65,8 @@ inline MaskView mask_view(MaskKind kind, const at::Tensor& mask, int64_t offset,
   return view;
 }
 
-// The rule of head `head` in sequence number `sequence`.
+// The rule of head `head` in sequence number `sequence`. Masks are of dense batches, whose
+// sequences begin at 0.
 inline AttentionRule attention_rule(const AttentionProblem& a, int64_t sequence, int64_t head) {
   const AttentionSequence& s = a.sequences[sequence];
   AttentionRule rule;
@@ -75,13 +76,12 @@ inline AttentionRule attention_rule(const AttentionProblem& a, int64_t sequence,
   rule.softcap = a.softcap;
   if (a.mask_kind != MaskKind::none) {
     const at::Tensor& m = a.mask;
-    const int64_t offset =
-        s.batch * m.stride(0) + head * m.stride(1) + s.query * m.stride(2) + s.key * m.stride(3);
+    const int64_t offset = s.batch * m.stride(0) + head * m.stride(1);
     rule.mask = mask_view(a.mask_kind, m, offset, m.stride(2), m.stride(3));
   }
   if (a.padding_kind != MaskKind::none) {
-    const int64_t offset = s.batch * a.padding.stride(0) + s.key * a.padding.stride(1);
-    rule.padding = mask_view(a.padding_kind, a.padding, offset, 0, a.padding.stride(1));
+    rule.padding =
+        mask_view(a.padding_kind, a.padding, s.batch * a.padding.stride(0), 0, a.padding.stride(1));
   }
   rule.dropout = a.dropout;
   rule.dropout_row = (sequence * a.heads() + head) * a.max_queries;

@@ -58,6 +58,8 @@ inline RowMap row_map(const char* op, at::IntArrayRef rows, int64_t n) {
 inline Dropout checked_dropout(const char* op, const OptionalTensor& state, double p, int64_t site,
                                int64_t cols, at::Device device) {
   check_probability(op, p);
+  TORCH_CHECK(0 <= site && site < kDropoutSites, op, ": site: expected 0 to ", kDropoutSites - 1,
+              ", got ", site);
   if (p == 0.0) return {};
   check_rng_state(op, state, device);
   return make_dropout(p, int(site), cols);

@@ -64,7 +64,7 @@ SHAPE_CASES = [
 ]
 PACKED_CASES = [
     Case(batch=1, tokens=200, packed=packed, causal=causal, p=p, window=window)
-    for packed in ((0, 200), (0, 1, 70, 70, 199, 200), (3, 20, 190))
+    for packed in ((0, 200), (0, 1, 70, 70, 199, 200), (0, 20, 200))
     for causal, p, window in ((False, 0.0, 0), (True, P, 0), (False, P, 17))
 ]
 LONG_CASES = [
@@ -217,6 +217,25 @@ def test_empty(device: str) -> None:
         assert o.shape == dq.shape == (2, 4, 0, 20)
         assert lse.shape == (2, 4, 0)
         assert dk.shape == dv.shape == (2, 2, 0, 20)
+
+
+@pytest.mark.parametrize("bounds", [(3, 67), (0, 20, 60), (0, 68), (-1, 67), (0, 40, 20, 67), (0,)])
+@pytest.mark.parametrize("backward", [False, True])
+def test_bounds_of_packed_sequences(bounds: tuple[int, ...], backward: bool) -> None:
+    call = make_call(Case(batch=1, packed=(0, 67)))
+    o, lse = call.forward()
+    call.rest = (*call.rest[:2], torch.tensor(bounds), *call.rest[3:])
+    with pytest.raises(RuntimeError, match="cu_seqlens: expected numbers that do not fall, from 0 to 67, got"):
+        call.backward(o, lse) if backward else call.forward()
+
+
+@on_devices
+@pytest.mark.parametrize("case", [Case(batch=1, mask="keep"), Case(batch=1, padding="add")], ids=lambda c: c.id)
+def test_packed_sequences_beside_a_mask(case: Case, device: str) -> None:
+    call = make_call(case, device)
+    call.rest = (*call.rest[:2], torch.tensor([0, 20, 67], device=device), *call.rest[3:])
+    with pytest.raises(RuntimeError, match="mask, padding: expected none beside cu_seqlens"):
+        call.forward()
 
 
 @on_devices
