@@ -44,7 +44,7 @@ PYTHON_LAYERS = (
         "outer_checkpoint",
     ),
     ("_extension", "_C"),
-    ("cost", "fake", "rng", "triton", "plain", "double_backward"),
+    ("cost", "fake", "rng", "settings", "triton", "plain", "double_backward"),
     ("functional", "generic", "checkpoint"),
     ("key_values",),
     ("modules",),

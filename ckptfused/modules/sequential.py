@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ckptfused import outer_checkpoint
+from ckptfused import outer_checkpoint, settings
 from ckptfused.checks import transformed
 from ckptfused.double_backward import apart
 from ckptfused.functional import compute_word
@@ -65,10 +65,16 @@ class _Segment(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.steps, *tensors = inputs
+        ctx.settings = settings.current()
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        with settings.under(ctx.settings):
+            return _Segment.replay(ctx, dy)
+
+    @staticmethod
+    def replay(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         steps: tuple[_Step, ...] = ctx.steps
         x, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "autograd/block.h"
+#include "autograd/settings.h"
 
 namespace ckptfused {
 namespace {
@@ -140,6 +141,7 @@ struct BlockFunction : torch::autograd::Function<BlockFunction<kHalves>> {
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["spec"] = args.spec;
     ctx->saved_data["params"] = int64_t(args.params.size());
+    ctx->saved_data["settings"] = current_settings();
     return outputs[0];
   }
 
@@ -166,6 +168,7 @@ struct BlockFunction : torch::autograd::Function<BlockFunction<kHalves>> {
     for (int64_t i = 0; i < n_params; ++i) {
       needs.push_back(saved[2 + i].defined() && ctx->needs_input_grad(edge++));
     }
+    const SettingsGuard guard(ctx->saved_data["settings"].toIntVector());
     std::vector<Tensor> results = bwd_op<kHalves>().call(
         dy[0], saved[0], params, aux, at::ArrayRef<Tensor>(saved).slice(2 + n_params + kAuxSlots),
         call::opt(saved[1]), ctx->saved_data["spec"].toStringRef(), needs);

@@ -8,6 +8,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "autograd/settings.h"
 #include "autograd/tiles.h"
 #include "kernels/cpu/target.h"
 #include "ops/adapters.h"
@@ -25,12 +26,29 @@ at::ScalarType dtype_named(const std::string& name) {
   return at::kHalf;
 }
 
+// A Python context manager.
+class UnderSettings {
+ public:
+  explicit UnderSettings(ckptfused::Settings settings) : settings_(std::move(settings)) {}
+  void enter() { guard_.emplace(settings_); }
+  void exit(const pybind11::args&) { guard_.reset(); }
+
+ private:
+  ckptfused::Settings settings_;
+  std::optional<ckptfused::SettingsGuard> guard_;
+};
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.attr("version") = CKPTFUSED_VERSION;
   m.attr("torch_version") = CKPTFUSED_TORCH_VERSION;
   m.attr("cuda_architectures") = ckptfused::kCudaArchitectures;
+  m.def("current_settings", &ckptfused::current_settings);
+  pybind11::class_<UnderSettings>(m, "UnderSettings")
+      .def(pybind11::init<ckptfused::Settings>())
+      .def("__enter__", &UnderSettings::enter)
+      .def("__exit__", &UnderSettings::exit);
   m.def("cpu_target", &ckptfused::cpu_target_name);
   m.def("launch_error",
         [](const std::string& op, const std::string& status, const std::string& built_for,

@@ -1,0 +1,153 @@
+#include "ops/torch.h"
+
+#include "autograd/settings.h"
+
+#include <ATen/Context.h>
+
+namespace ckptfused {
+namespace {
+
+using at::Context;
+using at::CuBLASReductionOption;
+using at::Float32Backend;
+using at::Float32MatmulPrecision;
+using at::Float32Op;
+using at::Float32Precision;
+
+// A setting of the process.
+struct Setting {
+  int64_t (*get)(Context&);
+  void (*set)(Context&, int64_t);
+};
+
+// Where a value is not a backend's own but PyTorch's for all, the backend's is none.
+template <Float32Backend kBackend>
+constexpr Setting kPrecision = {
+    [](Context& c) { return int64_t(c.float32Precision(kBackend, Float32Op::MATMUL)); },
+    [](Context& c, int64_t value) {
+      const auto precision = Float32Precision(value);
+      const bool shared = c.float32Precision(kBackend, Float32Op::ALL) == precision;
+      // "none" would take over what holds for all, which may be something else by now.
+      const auto own = precision == Float32Precision::NONE ? Float32Precision::IEEE : precision;
+      c.setFloat32Precision(kBackend, Float32Op::MATMUL, shared ? Float32Precision::NONE : own);
+    }};
+
+template <CuBLASReductionOption (Context::*kGet)() const, void (Context::*kSet)(bool, bool)>
+constexpr Setting kReduction = {
+    [](Context& c) { return int64_t((c.*kGet)()); },
+    [](Context& c, int64_t value) {
+      const auto option = CuBLASReductionOption(value);
+      (c.*kSet)(option == CuBLASReductionOption::AllowReducedPrecisionWithSplitK,
+                option != CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK);
+    }};
+
+template <bool (Context::*kGet)() const, void (Context::*kSet)(bool)>
+constexpr Setting kFlag = {[](Context& c) { return int64_t((c.*kGet)()); },
+                           [](Context& c, int64_t value) { (c.*kSet)(value != 0); }};
+
+constexpr Setting kDeterministic = {
+    [](Context& c) {
+      return int64_t(c.deterministicAlgorithms()) +
+             2 * int64_t(c.deterministicAlgorithmsWarnOnly());
+    },
+    [](Context& c, int64_t value) { c.setDeterministicAlgorithms(value & 1, value & 2); }};
+
+constexpr Setting kBlas = {
+    [](Context& c) { return int64_t(c.blasPreferredBackend()); },
+    [](Context& c, int64_t value) { c.setBlasPreferredBackend(at::BlasBackend(value)); }};
+
+constexpr Setting kProcess[] = {
+    kPrecision<Float32Backend::MKLDNN>,
+    kPrecision<Float32Backend::CUDA>,
+    kFlag<&Context::userEnabledMkldnn, &Context::setUserEnabledMkldnn>,
+    kFlag<&Context::deterministicMkldnn, &Context::setDeterministicMkldnn>,
+    kDeterministic,
+    kReduction<&Context::allowFP16ReductionCuBLAS, &Context::setAllowFP16ReductionCuBLAS>,
+    kReduction<&Context::allowBF16ReductionCuBLAS, &Context::setAllowBF16ReductionCuBLAS>,
+    kFlag<&Context::allowFP16AccumulationCuBLAS, &Context::setAllowFP16AccumulationCuBLAS>,
+    kFlag<&Context::allowFP16ReductionCPU, &Context::setAllowFP16ReductionCPU>,
+    kBlas,
+    kFlag<&Context::userEnabledFlashSDP, &Context::setSDPUseFlash>,
+    kFlag<&Context::userEnabledMemEfficientSDP, &Context::setSDPUseMemEfficient>,
+    kFlag<&Context::userEnabledMathSDP, &Context::setSDPUseMath>,
+    kFlag<&Context::userEnabledCuDNNSDP, &Context::setSDPUseCuDNN>,
+};
+constexpr size_t kPrecisions = 2;  // the first of them
+
+// Those of the calling thread come first.
+enum : size_t { kThreads, kSubnormals, kProcessBegin };
+
+bool precision_differs(const Settings& a, const Settings& b) {
+  return !std::equal(&a[kProcessBegin], &a[kProcessBegin] + kPrecisions, &b[kProcessBegin]);
+}
+
+// Nothing where PyTorch refuses to say, since the backends' values were set one by one.
+std::optional<Float32MatmulPrecision> matmul_precision() {
+  try {
+    return at::globalContext().float32MatmulPrecision();
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
+}
+
+// What goes with the backends' values: PyTorch checks that they agree.
+Float32MatmulPrecision matmul_precision_of(const Settings& settings) {
+  const auto has = [&](Float32Precision precision) {
+    const int64_t* values = &settings[kProcessBegin];
+    return std::find(values, values + kPrecisions, int64_t(precision)) != values + kPrecisions;
+  };
+  if (has(Float32Precision::BF16)) return Float32MatmulPrecision::MEDIUM;
+  return has(Float32Precision::TF32) ? Float32MatmulPrecision::HIGH
+                                     : Float32MatmulPrecision::HIGHEST;
+}
+
+void set_precision(const Settings& to, std::optional<Float32MatmulPrecision> name) {
+  Context& context = at::globalContext();
+  if (name == Float32MatmulPrecision::HIGHEST) context.setFloat32MatmulPrecision("highest");
+  if (name == Float32MatmulPrecision::HIGH) context.setFloat32MatmulPrecision("high");
+  if (name == Float32MatmulPrecision::MEDIUM) context.setFloat32MatmulPrecision("medium");
+  for (size_t i = 0; i < kPrecisions; ++i) kProcess[i].set(context, to[kProcessBegin + i]);
+}
+
+void set_others(const Settings& from, const Settings& to) {
+  for (size_t i = kPrecisions; i < std::size(kProcess); ++i) {
+    const int64_t value = to[kProcessBegin + i];
+    if (value != from[kProcessBegin + i]) kProcess[i].set(at::globalContext(), value);
+  }
+}
+
+}  // namespace
+
+Settings current_settings() {
+  Settings settings = {at::get_num_threads(), int64_t(SubnormalMode::of_thread().bits)};
+  for (const Setting& setting : kProcess) settings.push_back(setting.get(at::globalContext()));
+  return settings;
+}
+
+SettingsGuard::SettingsGuard(const Settings& wanted)
+    : previous_(current_settings()), wanted_(wanted) {
+  TORCH_CHECK(wanted.size() == previous_.size(), "ckptfused: expected ", previous_.size(),
+              " settings, got ", wanted.size());
+  if (wanted == previous_) return;
+  if (wanted[kThreads] != previous_[kThreads]) {
+    threads_ = std::make_unique<ThreadsGuard>(int(wanted[kThreads]));
+  }
+  if (wanted[kSubnormals] != previous_[kSubnormals]) {
+    subnormals_ =
+        std::make_unique<SubnormalModeGuard>(SubnormalMode{uint64_t(wanted[kSubnormals])});
+  }
+  if (precision_differs(wanted, previous_)) {
+    matmul_precision_ = matmul_precision();
+    set_precision(wanted,
+                  matmul_precision_ ? std::optional(matmul_precision_of(wanted)) : std::nullopt);
+  }
+  set_others(previous_, wanted);
+}
+
+SettingsGuard::~SettingsGuard() {
+  if (wanted_ == previous_) return;
+  set_others(wanted_, previous_);
+  if (precision_differs(wanted_, previous_)) set_precision(previous_, matmul_precision_);
+}
+
+}  // namespace ckptfused

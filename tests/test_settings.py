@@ -1,0 +1,188 @@
+"""Backward computes under the settings of its forward, whatever holds when it runs, and leaves the caller's as found.
+
+The bits of a matrix product depend on the number of threads, on the precision of float32 products and on the libraries
+that are allowed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckptfused import FusedCheckpointBlock, FusedCheckpointSequential, settings
+from tests.cases import AXES, Case
+from tests.oracle import fused, make_inputs
+
+CASE = Case(act="swiglu", norm="rmsnorm", rope="half", heads="4/2", mask="causal", drop="all", batch=2)
+CASE = replace(CASE, tokens=300, width=96, hidden=256, head_dim=64, bias="all", lora="all")
+OTHERS = ("post", "sandwich", "parallel", "attn", "ffn")
+THREADS = "two threads, then one"
+
+
+def _flush(on: bool) -> None:
+    if not torch.set_flush_denormal(on):
+        pytest.skip("this processor cannot flush subnormals")
+
+
+def _onednn(on: bool) -> None:
+    torch.backends.mkldnn.enabled = on
+
+
+def _bf16_for_all(on: bool) -> None:
+    torch.backends.fp32_precision = "bf16" if on else "none"
+
+
+# How each is set, in forward and then between forward and backward.
+CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "one thread, then two": (lambda: torch.set_num_threads(1), lambda: torch.set_num_threads(2)),
+    "two threads, then one": (lambda: torch.set_num_threads(2), lambda: torch.set_num_threads(1)),
+    "two threads, then three": (lambda: torch.set_num_threads(2), lambda: torch.set_num_threads(3)),
+    "highest, then medium": (
+        lambda: torch.set_float32_matmul_precision("highest"),
+        lambda: torch.set_float32_matmul_precision("medium"),
+    ),
+    "medium, then highest": (
+        lambda: torch.set_float32_matmul_precision("medium"),
+        lambda: torch.set_float32_matmul_precision("highest"),
+    ),
+    "bf16 for all, then none": (lambda: _bf16_for_all(True), lambda: _bf16_for_all(False)),
+    "oneDNN, then none": (lambda: _onednn(True), lambda: _onednn(False)),
+    "subnormals flushed, then not": (lambda: _flush(True), lambda: _flush(False)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    yield
+    _bf16_for_all(False)
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.mkldnn.enabled = True
+    torch.set_flush_denormal(False)
+    torch.set_num_threads(threads)
+
+
+def _elsewhere(work: Callable[[], object]) -> None:
+    """In a thread of its own, whose settings are those of a thread that starts."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+
+
+def _gradients(
+    case: Case, dtype: torch.dtype, keep: str, first: Callable[[], object], then: Callable[[], object]
+) -> list[Tensor]:
+    inputs = make_inputs(case, dtype)
+    leaves = [t.requires_grad_() for t in (inputs.x, *inputs.params.values())]
+    first()
+    y = fused(case.spec().with_keep(keep))(inputs)
+    then()
+    between = settings.current()
+    grads = torch.autograd.grad(y, leaves, inputs.dy)
+    assert settings.current() == between
+    return [y.detach(), *grads]
+
+
+def _equal(got: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(("change", "layout"), [*((c, "pre") for c in CHANGES), *((THREADS, o) for o in OTHERS)])
+def test_a_change_between_forward_and_backward(change: str, layout: str, dtype: torch.dtype) -> None:
+    case = replace(CASE, layout=layout, drop={"attn": "res", "ffn": "hidden"}.get(layout, "all"))
+    first, then = CHANGES[change]
+    expected = _gradients(case, dtype, "all", first, lambda: None)
+    for keep in AXES["keep"] if layout == "pre" else ("inputs", "all"):
+        assert _equal(_gradients(case, dtype, str(keep), first, then), expected), keep
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
+def test_backward_in_a_thread_with_a_count_of_its_own(dtype: torch.dtype) -> None:
+    expected = _gradients(CASE, dtype, "all", lambda: torch.set_num_threads(2), lambda: None)
+    results: list[list[Tensor]] = []
+
+    def forward_here_backward_there() -> None:
+        inputs = make_inputs(CASE, dtype)
+        leaves = [t.requires_grad_() for t in (inputs.x, *inputs.params.values())]
+        y = fused(CASE.spec())(inputs)
+
+        def backward() -> None:
+            torch.set_num_threads(1)
+            results.append([y.detach(), *torch.autograd.grad(y, leaves, inputs.dy)])
+            assert torch.get_num_threads() == 1
+
+        _elsewhere(backward)
+
+    torch.set_num_threads(2)
+    forward_here_backward_there()
+    assert torch.get_num_threads() == 2
+    assert _equal(results[0], expected)
+
+
+def test_threads_that_start_meanwhile_keep_the_callers_count() -> None:
+    """at::set_num_threads would tell them another."""
+    torch.set_num_threads(2)
+    seen: list[int] = []
+    three = list(settings.current())
+    three[0] = 3
+    with settings.under(tuple(three)):
+        assert torch.get_num_threads() == 3
+        _elsewhere(lambda: seen.append(torch.get_num_threads()))
+    assert seen == [2] and torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_segments(change: str) -> None:
+    torch.manual_seed(0)
+    blocks = [FusedCheckpointBlock.llama(64, 4, 96, dropout=0.1) for _ in range(3)]
+    x, first, then = torch.randn(2, 150, 64), *CHANGES[change]
+
+    def gradients(module: torch.nn.Module, then: Callable[[], object]) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        first()
+        y = module(leaf)
+        then()
+        between = settings.current()
+        grads = torch.autograd.grad(y.square().sum(), (leaf, *module.parameters()))
+        assert settings.current() == between
+        return list(grads)
+
+    expected = gradients(torch.nn.Sequential(*blocks), lambda: None)
+    assert _equal(gradients(FusedCheckpointSequential(*blocks), then), expected)
+
+
+def test_what_is_set_one_by_one_comes_back() -> None:
+    """A backend's own precision, beside one for all, and what torch.get_float32_matmul_precision says."""
+    torch.set_float32_matmul_precision("medium")
+    forward = settings.current()
+    torch.set_float32_matmul_precision("highest")
+    with settings.under(forward):
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    assert torch.get_float32_matmul_precision() == "highest"
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
+    torch.backends.fp32_precision = "bf16"
+    with settings.under(forward), contextlib.suppress(RuntimeError):
+        assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
+    torch.backends.fp32_precision = "none"
+    assert torch.backends.mkldnn.matmul.fp32_precision == "none"
+    with pytest.raises(RuntimeError, match=r"expected \d+ settings, got 1"), settings.under((1,)):
+        pass
