@@ -21,10 +21,15 @@ TRANSFORMERS ?= 5.0.0
 TRANSFORMERS_VENV = $(VENV)-transformers-$(TRANSFORMERS)
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.inl' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
+# Those of Python's tests that reach most of the C++ code in a few minutes.
+SANITIZED_TESTS ?= tests/test_absent_memory.py tests/test_adapters.py tests/test_adversarial.py tests/test_errors.py \
+	tests/test_gradcheck.py tests/test_inplace.py tests/test_keep.py tests/test_rng.py tests/test_settings.py \
+	tests/test_subnormals.py tests/ops tests/modules
+
 # Test processes share the cores: waiting threads sleep instead of spinning.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test pytest test-transformers ctest gtest lint format bench gpu build wheel clean
+.PHONY: demo test pytest test-transformers ctest sanitize gtest lint format bench gpu build wheel clean
 
 demo: build
 	$(BIN)/python -m ckptfused demo $(DEMO_ARGS)
@@ -45,6 +50,18 @@ build/cmake/.passed: $(CXX_FILES) CMakeLists.txt | $(READY) gtest
 	$(BIN)/cmake --build build/cmake --parallel $(or $(MAX_JOBS),$(shell nproc))
 	$(BIN)/ctest --test-dir build/cmake --output-on-failure
 	touch $@
+
+# The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, then Python's on an extension built alike: PyTorch's own
+# libraries are not instrumented, and Python's leaks are not looked for.
+sanitize: $(READY) gtest
+	$(BIN)/cmake -S . -B build/sanitize -DCKPTFUSED_SANITIZE=ON -DCKPTFUSED_WITH_TORCH=ON $(CMAKE_ARGS) \
+		-DPython_EXECUTABLE=$(abspath $(BIN))/python
+	$(BIN)/cmake --build build/sanitize --parallel $(or $(MAX_JOBS),$(shell nproc))
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+	tar -c --exclude='*.so' ckptfused tests pyproject.toml setup_cuda.py | tar -x -C build/sanitize
+	cd build/sanitize && LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" \
+		ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0 OMP_NUM_THREADS=2 \
+		$(abspath $(BIN))/python -m pytest -q -p no:benchmark -m "not slow" $(SANITIZED_TESTS)
 
 gtest:
 	@test -e /usr/include/gtest/gtest.h || { test "$$(id -u)" = 0 && apt-get install -y -qq libgtest-dev; } || true
