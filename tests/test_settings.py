@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ckptfused
 from ckptfused import FusedCheckpointBlock, FusedCheckpointSequential, settings
 from tests.cases import AXES, Case
 from tests.oracle import fused, make_inputs
@@ -167,6 +168,27 @@ def test_segments(change: str) -> None:
 
     expected = gradients(torch.nn.Sequential(*blocks), lambda: None)
     assert _equal(gradients(FusedCheckpointSequential(*blocks), then), expected)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_generic_replays(change: str) -> None:
+    """As PyTorch's backward of values that were kept, which itself computes under what holds when it runs."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(300, 500), torch.nn.GELU(), torch.nn.Linear(500, 300)]
+    model, x = torch.nn.Sequential(*layers), torch.randn(200, 300)
+    first, then = CHANGES[change]
+
+    def gradients(replayed: bool) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        first()
+        y = ckptfused.checkpoint(model, leaf) if replayed else model(leaf)
+        then()
+        between = settings.current()
+        grads = torch.autograd.grad(y.square().sum(), (leaf, *model.parameters()))
+        assert settings.current() == between
+        return list(grads)
+
+    assert _equal(gradients(True), gradients(False))
 
 
 def test_what_is_set_one_by_one_comes_back() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from ckptfused import settings
 from ckptfused.checks import transformed
 from ckptfused.generic.arguments import Arguments, Given
 from ckptfused.generic.copies import Aliases, Loans, share_memory
@@ -46,7 +47,8 @@ def checkpoint(
       generators, among the arguments at any depth or held by a module.
     - Modules are in the replay as the forward found them, and afterwards as they were: modes, dropout rates, hooks,
       counters, and buffers that the forward writes (running statistics, power iterations, observers), which are
-      updated once. Objects among the arguments, such as caches, are too. Modules are looked for from the function: it
+      updated once. Objects among the arguments, such as caches, are too. So are threads, matmul precision and the
+      libraries and kernels that are allowed. Modules are looked for from the function: it
       is one, is a method of one, or has them in its closure, defaults, globals, attributes or arguments.
 
     Under `torch.func.grad` and its kind, which have no place for a replay, the function is only called.
@@ -165,6 +167,7 @@ class _Segment:
         self.inputs = inputs
         self.saved = _Saved(inputs, tensors)
         self.state = State(function, inputs.others())
+        self.settings = settings.current()
         self.first: tuple[list[Tensor], Given] | None = first  # the copies for the forward, and what the caller gave
         self.loans: list[Loans] = []
         """What the replays work on; it ends with the graph that they were for."""
@@ -177,7 +180,7 @@ class _Segment:
         loans = Loans()
         self.loans.append(loans)
         copies = loans.copies(self.saved.tensors())
-        with entered(), self.state.replayed(), loans.saved_as_originals():
+        with entered(), settings.under(self.settings), self.state.replayed(), loans.saved_as_originals():
             return self.inputs.call(self.function, copies)
 
 
