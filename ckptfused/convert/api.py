@@ -11,10 +11,12 @@ from torch import nn
 
 from ckptfused.convert import find
 from ckptfused.convert.agree import agreed
-from ckptfused.convert.describe import describe, head_note
+from ckptfused.convert.counts import Counts
+from ckptfused.convert.describe import describe, generic_blocks, head_note
 from ckptfused.convert.family import Family
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.own_checkpoint import REPLICATE, NotReplicated
+from ckptfused.convert.peft import given_caches
 from ckptfused.convert.report import Report
 from ckptfused.convert.source import patched
 from ckptfused.convert.wrapper import wrapper_note
@@ -25,6 +27,7 @@ from ckptfused.modules.shards import is_fully_sharded, refuse_tensor_parallel
 # Where accelerate keeps the forward that it put hooks around.
 _BELOW_HOOKS = "_old_forward"
 _OURS = ("forward", REPLICATE)  # what convert puts into a layer
+PREFIX = "prefix tuning: each call has a filled key/value cache, with which a layer runs as it was"
 
 
 def convert(model: nn.Module, policy: str | Iterable[str] = "inputs", *, process_group: Any = None) -> Report:
@@ -67,21 +70,24 @@ def _convert(model: nn.Module, found: list[tuple[str, nn.Module, Family | None]]
     sharded = any(map(is_fully_sharded, model.modules()))
     for name, layer, _ in found:
         refuse_tensor_parallel(layer, name, sharded)
-    reports = []
+    reports, counts, cached = [], Counts(), set(given_caches(model))
     for name, layer, family in found:
         before = vars(layer).pop("forward", None)
+        vars(layer).pop(REPLICATE, None)
         if isinstance(before, ConvertedForward):
             before = before.before
         if before is not None:
             layer.forward = before
         if not patched(layer):
             before = None
-        report = describe(name, layer, family if before is None else None, keep)
+        report = describe(model, name, layer, family if before is None else None, keep, counts)
+        if layer in cached:
+            report = replace(report, path="original", reason=PREFIX, after=report.before)
         why = filter(None, (report.reason, wrapper_note(model, name, keep)))
         reports.append(replace(report, reason="; ".join(why)))
         layer.forward = ConvertedForward(layer, reports[-1].family, keep, before)
         vars(layer)[REPLICATE] = NotReplicated()
-    return Report(tuple(reports), keep, head_note(model, reports))
+    return Report(tuple(reports), keep, (*generic_blocks(model), *head_note(model, reports)))
 
 
 def revert(model: nn.Module) -> int:

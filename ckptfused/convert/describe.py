@@ -10,25 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused import cost
+from ckptfused.convert.counts import Counts
+from ckptfused.convert.example import example
 from ckptfused.convert.family import Family, lacking
-from ckptfused.convert.measure import TOKENS, saved_by_autograd
+from ckptfused.convert.measure import TOKENS
 from ckptfused.convert.modules import hooked, projection, watched
 from ckptfused.convert.parts import Reason
 from ckptfused.convert.report import LayerReport
 from ckptfused.convert.source import patched
+from ckptfused.modules.fused import FusedModule
 from ckptfused.modules.shards import holds_fsdp1, is_flattened
 
 
-def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> LayerReport:
-    """The report on one layer, not converted at this moment."""
+def describe(
+    model: nn.Module, name: str, layer: nn.Module, family: Family | None, keep: str, counts: Counts
+) -> LayerReport:
+    """The report on one layer of a model, not converted at this moment."""
     kind = type(layer).__name__
-    if family is None:
-        reason = "no adapter for this class"
-        if patched(layer):
-            reason = "its forward is not its class's (patched or offloaded)"
-        return LayerReport(name, kind, None, "generic", reason)
-    if not family.as_read(layer):  # nothing is known of where its parts are
-        return LayerReport(name, kind, family.name, "generic", family.unread(layer).text)
+    if family is None and patched(layer):
+        return LayerReport(name, kind, None, "generic", "its forward is not its class's (patched or offloaded)")
+    if family is None or not family.as_read(layer):  # nothing is known of where its parts are
+        unread = "no adapter for this class" if family is None else family.unread(layer).text
+        sizes = _without_adapter(model, name, layer, counts)
+        return LayerReport(name, kind, None if family is None else family.name, "generic", unread, *sizes)
     if is_flattened(layer):
         for module in layer.modules():
             if module is not layer and (why := watched(module)) is not None:  # DeepSpeed's ZeRO-3
@@ -42,13 +46,27 @@ def describe(name: str, layer: nn.Module, family: Family | None, keep: str) -> L
     if _can_be_traced(layer):
         with contextlib.suppress(Exception):  # a count for the table
             args, kwargs = family.example(layer, x)
-            before = saved_by_autograd(layer, args, kwargs) / TOKENS
+            before = counts.per_token(layer, args, kwargs)
     plan = family.plan(layer, keep, x)
     if isinstance(plan, Reason):
         return LayerReport(name, kind, family.name, "generic", plan.text, before, x.size(-1) * x.element_size())
     after = sum(cost.saved_bytes(spec, 1, TOKENS, x.size(-1), x.dtype) for spec in plan.specs) / TOKENS
     after += plan.generic * x.size(-1) * x.element_size()
     return LayerReport(name, kind, family.name, plan.path, plan.reason, before, after)
+
+
+def _without_adapter(
+    model: nn.Module, name: str, layer: nn.Module, counts: Counts
+) -> tuple[float | None, float | None]:
+    """Bytes a token before and after for a layer of which only the forward's signature is known; None where that is not
+    enough to call it."""
+    if not _can_be_traced(layer):
+        return None, None
+    try:
+        (x,), kwargs = example(model, name, layer)
+        return counts.per_token(layer, (x,), kwargs), x.size(-1) * x.element_size()
+    except Exception:  # a count for the table: any forward may raise anything on arguments that were guessed
+        return None, None
 
 
 def _example(layer: nn.Module, family: Family) -> Tensor:
@@ -74,6 +92,15 @@ def _can_be_traced(layer: nn.Module) -> bool:
     if any(map(hooked, inside)) or holds_fsdp1(layer):
         return False
     return all(p.is_floating_point() for p in layer.parameters())
+
+
+def generic_blocks(model: nn.Module) -> tuple[str, ...]:
+    """Which of ckptfused's own modules in a model run generically, and why."""
+    blocks: dict[tuple[str, str], list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FusedModule) and (why := module.generic_reason()) is not None:
+            blocks.setdefault((type(module).__name__, why), []).append(name)
+    return tuple(f"{', '.join(names)}: {kind} runs generically ({why})" for (kind, why), names in blocks.items())
 
 
 def head_note(model: Any, layers: Iterable[LayerReport]) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ from ckptfused.modules.fused import FusedModule
 
 def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family | None]]:
     """The outermost layers in order, with their adapter: known classes, Hugging Face's checkpointing layers, and
-    what repeats in a `ModuleList` or `Sequential`. ckptfused's own modules are left as they are.
+    what repeats in a `ModuleList` or `Sequential`, or stands in a `ModuleList` alone, for a loop to call several times
+    (ALBERT). ckptfused's own modules are left as they are.
     """
     yield from _below(model, "", False, set())
 
@@ -33,7 +34,12 @@ def _below(
         yield name, module, family
         return
     for child_name, child in module.named_children():
-        yield from _below(child, f"{name}.{child_name}" if name else child_name, child in inner, seen)
+        path = f"{name}.{child_name}" if name else child_name
+        new = unwrapped(child)[1] not in seen
+        found = list(_below(child, path, child in inner, seen))
+        if not found and new and _stands_alone(module):
+            found = [(*unwrapped(child, path), None)]
+        yield from found
 
 
 def _repeating(module: nn.Module) -> list[nn.Module]:
@@ -43,6 +49,13 @@ def _repeating(module: nn.Module) -> list[nn.Module]:
     children = [(child, unwrapped(child)[1]) for child in module._modules.values() if child is not None]
     classes = Counter(type(inner) for _, inner in children)
     return [child for child, inner in children if classes[type(inner)] > 1 and _is_large(inner)]
+
+
+def _stands_alone(module: nn.Module) -> bool:
+    """Whether a list holds one large module, in which there is nothing of ckptfused's own."""
+    if not isinstance(module, nn.ModuleList) or len(module) != 1 or not _is_large(unwrapped(module[0])[1]):
+        return False
+    return not any(isinstance(inner, FusedModule) for inner in module[0].modules())
 
 
 def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:

@@ -15,14 +15,33 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 TOKENS = 256
+INDICES = ("layer_idx", "layer_id", "layer_index", "layer_number")  # by which a layer says where it stands
 
 
-def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+class IndexReadError(Exception):
+    """A forward asks where its layer stands."""
+
+
+class _Index:
+    """In the place of such a number, of which nothing may be known: every operation of an integer raises."""
+
+    def _read(self, *args: Any) -> Any:
+        raise IndexReadError
+
+    __getattr__ = __bool__ = __index__ = __int__ = __float__ = __eq__ = __hash__ = _read  # type: ignore[assignment]
+    __lt__ = __le__ = __gt__ = __ge__ = __ne__ = __str__ = __repr__ = __format__ = _read  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __rmod__ = __neg__ = _read
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __and__ = __rand__ = _read
+
+
+def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool = True) -> int:
     """Bytes in unique storages that autograd saves in one call, parameters, buffers and inputs' own copies aside.
 
     **Shapes** `args`, `kwargs`: as the layer takes them, real or meta tensors; x requires a gradient.
     Each storage counts once, as it is held once; x itself counts, since the call keeps it alive. Attention by
     `F.scaled_dot_product_attention` counts as a flash kernel's. Hooks of the layer itself, such as FSDP's, do not run.
+
+    placed: whether the layer may know where in the model it stands. **Raises** `IndexReadError` where it does without.
     """
     mode = FakeTensorMode()
     move = lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value  # noqa: E731
@@ -30,6 +49,9 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     made: dict[int, Any] = {}
     with mode:
         twin = _twin(layer, made)
+        if not placed:
+            for module in twin.modules():
+                vars(module).update({name: _Index() for name in INDICES if type(vars(module).get(name)) is int})
     owned = {storage(t) for t in made.values() if isinstance(t, Tensor)}
     owned |= {storage(t) for t in tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)}
     found: dict[int, tuple[Any, int]] = {}

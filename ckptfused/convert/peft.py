@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -64,3 +66,16 @@ def adapters(module: Any) -> tuple[LoRA, ...] | Reason:
         p = dropout.p if type(dropout) is Dropout and dropout.training else 0.0
         found.append(LoRA(a.weight, b.weight, b.bias, float(module.scaling[name]), p))
     return tuple(found)
+
+
+def given_caches(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that run with a filled key/value cache at each call, since PEFT's active adapter is a prefix."""
+    peft: Any = sys.modules.get("peft")
+    adapted = [] if peft is None else [m for m in model.modules() if isinstance(m, peft.PeftModel)]
+    for module in adapted:
+        if module.active_peft_config.peft_type not in ("PREFIX_TUNING", "CARTRIDGE"):
+            continue
+        base: Any = module.get_base_model()
+        divided = getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+        without = set(base.get_encoder().modules()) if divided else set()
+        yield from (inner for inner in base.modules() if inner not in without)

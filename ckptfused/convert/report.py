@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+MOST_RUNS = 8  # that a line of the table names
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class LayerReport:
     family: str | None
     """The adapter that reads it, None if there is none."""
     path: str
-    """"fused": one op. "part": halves fused, the rest checkpointed. "generic": its own forward, checkpointed."""
+    """"fused": one op. "part": halves fused, the rest checkpointed. "generic": its own forward, checkpointed.
+    "original": its own forward, as it was."""
     reason: str = ""
     """Why it is not fused, or not whole."""
     before: float | None = None
@@ -28,7 +31,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What `convert` did. As a string, a table in which equal neighbours share a line."""
+    """What `convert` did. As a string, a table in which equal layers share a line."""
 
     layers: tuple[LayerReport, ...]
     keep: str
@@ -41,28 +44,41 @@ class Report:
 
     def __str__(self) -> str:
         if not self.layers:
-            return "ckptfused.convert: no layers found"
+            return "\n".join(["ckptfused.convert: no layers found", *self.notes])
         rows = [("layers", "class", "family", "path", "bytes/token", "why")]
         for group in _groups(self.layers):
-            first = group[0]
-            name = first.name if len(group) == 1 else f"{first.name} … {group[-1].name}"
-            size = " → ".join("?" if v is None else f"{v:,.0f}" for v in (first.before, first.after))
-            rows.append((name, first.layer, first.family or "–", first.path, size, first.reason))
+            first = self.layers[group[0]]
+            size = " → ".join("not counted" if v is None else f"{v:,.0f}" for v in (first.before, first.after))
+            size = size if first.before is not None or first.after is not None else "not counted"
+            names = _names(group, self.layers)
+            rows.append((names, first.layer, first.family or "–", first.path, size, first.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[5]]).rstrip() for row in rows]
         paths = ", ".join(f"{count} {path}" for path, count in Counter(x.path for x in self.layers).items())
         return "\n".join([*lines, f"{len(self.layers)} layers: {paths}; keep={self.keep!r}", *self.notes])
 
 
-def _groups(layers: tuple[LayerReport, ...]) -> list[list[LayerReport]]:
-    """Neighbours that differ in nothing but their name."""
-    groups: list[list[LayerReport]] = []
-    last: tuple[object, ...] = ()
-    for layer in layers:
-        key = (layer.layer, layer.family, layer.path, layer.reason, layer.before, layer.after)
-        if groups and key == last:
-            groups[-1].append(layer)
-        else:
-            groups.append([layer])
-        last = key
-    return groups
+def _groups(layers: tuple[LayerReport, ...]) -> list[list[int]]:
+    """The places of layers that differ in nothing but their name, neighbours or not, by the first of each group."""
+    groups: dict[LayerReport, list[int]] = {}
+    for place, layer in enumerate(layers):
+        groups.setdefault(replace(layer, name=""), []).append(place)
+    return list(groups.values())
+
+
+def _names(group: list[int], layers: tuple[LayerReport, ...]) -> str:
+    """The names of a group: its ends where these are neighbours, else each run of neighbours."""
+    names = [layers[place].name for place in group]
+    if group[-1] - group[0] == len(group) - 1:
+        return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+    starts = [i for i in range(len(group)) if i == 0 or group[i] != group[i - 1] + 1]
+    runs = [names[i:j] for i, j in zip(starts, [*starts[1:], len(group)], strict=True)]
+    if len(runs) > MOST_RUNS:
+        runs[MOST_RUNS - 2 : -1] = [["…"]]
+    text, stem = "", None
+    for run in runs:
+        for name, between in ((run[0], ","), *([(run[-1], "…")] if len(run) > 1 else [])):
+            before, _, last = name.rpartition(".")
+            text += (between if text else "") + (last if before == stem or not before else name)
+            stem = before or stem
+    return text
