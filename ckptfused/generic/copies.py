@@ -28,7 +28,9 @@ def is_plain(t: Tensor) -> bool:
 
 
 def _can_be_lent(t: Tensor) -> bool:
-    return is_plain(t) and t.device.type in _DEVICES and t.numel() > 0 and not t.is_conj() and not t.is_neg()
+    if not is_plain(t) or t.device.type not in _DEVICES or not t.numel():
+        return False
+    return not (t.is_conj() or t.is_neg() or t.is_quantized)
 
 
 class Loans:

@@ -12,12 +12,32 @@ namespace {
 
 using at::Tensor;
 
+namespace cow = c10::impl::cow;
+
+// Keeps some memory for as long as anybody borrows it: its storage, or a reference of its own where
+// that storage only borrows it, too, and may let go of it.
+struct Keep {
+  explicit Keep(const c10::Storage& owner) {
+    const at::DataPtr& p = owner.data_ptr();
+    auto* context = p.cast_context<cow::COWDeleterContext>(&cow::cow_deleter);
+    if (context == nullptr) {
+      storage = owner;
+    } else {
+      context->increment_refcount();
+      reference = at::DataPtr(const_cast<void*>(p.get()), context, &cow::cow_deleter, p.device());
+    }
+  }
+  static void release(void* keep) { delete static_cast<Keep*>(keep); }
+
+  c10::Storage storage;
+  at::DataPtr reference;
+};
+
 // Between the owner of some memory, which knows nothing of it, and one borrower. The borrower's
 // storage is copy-on-write with two references for as long as the loan lasts, so a write to it
 // always copies and never takes the memory over. The owner's storage is only read: other threads
 // may use it meanwhile.
 struct Loan {
-  c10::Storage owner;     // keeps the memory
   at::DataPtr reference;  // the second one
   c10::weak_intrusive_ptr<c10::StorageImpl> borrower;
 };
@@ -35,14 +55,12 @@ void end_loan(void* pointer) {
   }
 }
 
-void nothing(void*) {}
-
 // Vectorised kernels see the same alignment in the copy as in the owner's memory.
 constexpr int64_t kAlignment = 64;
 
 template <typename Storage>
 auto copies_on_write(Storage* storage, int) -> decltype(storage->set_materializer(nullptr)) {
-  storage->set_materializer(&c10::impl::cow::materialize_cow);
+  storage->set_materializer(&cow::materialize_cow);
 }
 template <typename Storage>
 void copies_on_write(Storage*, long) {}  // up to PyTorch 2.11 the deleter says so
@@ -56,32 +74,29 @@ std::tuple<Tensor, Tensor> lend(const Tensor& x) {
               " bytes in a storage of ", owner.nbytes());
   const int64_t begin = offset * size / kAlignment * kAlignment;
   void* data = const_cast<char*>(static_cast<const char*>(owner.data()) + begin);
+  Tensor copy = at::empty({0}, x.options()), guard = at::empty({0}, x.options());
   const auto pointer = [&](void* context, c10::DeleterFnPtr deleter) {
     return at::DataPtr(data, context, deleter, x.device());
   };
   const auto storage = [&](at::DataPtr p) {
     return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), end - begin,
-                                                 std::move(p), c10::GetAllocator(x.device().type()),
+                                                 std::move(p), copy.storage().allocator(),
                                                  /*resizable=*/true);
   };
-  namespace cow = c10::impl::cow;
-  auto* context =
-      new cow::COWDeleterContext(std::unique_ptr<void, c10::DeleterFnPtr>(data, &nothing));
+  auto* context = new cow::COWDeleterContext(
+      std::unique_ptr<void, c10::DeleterFnPtr>(new Keep(owner), &Keep::release));
   at::DataPtr first = pointer(context, &cow::cow_deleter);
   context->increment_refcount();
   at::DataPtr second = pointer(context, &cow::cow_deleter);
   auto borrower = storage(std::move(first));
   copies_on_write(borrower.get(), 0);
   auto loan = std::make_unique<Loan>(
-      Loan{owner, std::move(second), c10::weak_intrusive_ptr<c10::StorageImpl>(borrower)});
-  auto guard = storage(pointer(loan.get(), &end_loan));
+      Loan{std::move(second), c10::weak_intrusive_ptr<c10::StorageImpl>(borrower)});
+  auto lender = storage(pointer(loan.get(), &end_loan));
   loan.release();
-  const auto tensor = [&](c10::intrusive_ptr<c10::StorageImpl> s, at::IntArrayRef sizes,
-                          at::IntArrayRef strides, int64_t start) {
-    return at::empty({0}, x.options()).set_(c10::Storage(std::move(s)), start, sizes, strides);
-  };
-  return {tensor(std::move(borrower), x.sizes(), x.strides(), offset - begin / size),
-          tensor(std::move(guard), {0}, {1}, 0)};
+  copy.set_(c10::Storage(std::move(borrower)), offset - begin / size, x.sizes(), x.strides());
+  guard.set_(c10::Storage(std::move(lender)), 0, {0}, {1});
+  return {copy, guard};
 }
 
 struct Lend : torch::autograd::Function<Lend> {

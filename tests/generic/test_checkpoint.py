@@ -276,6 +276,30 @@ def test_what_is_handed_back_untouched_is_the_callers_own() -> None:
     (y + written).sum().backward()
 
 
+def test_what_was_lent_twice_outlives_the_first_loan() -> None:
+    """The inner call's argument is the outer's copy; all that is left of both in the end is what the inner one kept."""
+    kept: list[Tensor] = []
+    lend = torch.ops.ckptfused.lend
+    for ends in ("outer", "inner"):
+        x = torch.arange(1 << 16, dtype=torch.float32)
+        outer, outer_guard = lend(x)
+        inner, inner_guard = lend(outer)
+        assert torch._C._data_address(inner) == x.data_ptr()
+        if ends == "outer":
+            del outer_guard, outer, x
+            torch.full((1 << 16,), -1.0)  # takes memory that is free
+            assert torch.equal(inner, torch.arange(1 << 16, dtype=torch.float32))
+            del inner_guard
+        else:
+            del inner_guard
+            assert torch._C._data_address(outer) == x.data_ptr() != torch._C._data_address(inner)
+            outer.zero_()
+            assert x[1] == 1
+        assert torch.equal(inner, torch.arange(1 << 16, dtype=torch.float32))
+        kept.append(inner.add_(1))
+    assert torch.equal(*kept)
+
+
 def test_an_argument_saved_by_a_function_is_the_argument() -> None:
     saved: list[Tensor] = []
 
@@ -559,6 +583,8 @@ UNUSUAL: dict[str, Callable[[], Tensor]] = {
     "sparse": lambda: torch.eye(3, 4).to_sparse(),
     "complex": lambda: torch.randn(3, 4, dtype=torch.complex64),
     "conjugated": lambda: torch.randn(3, 4, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.randn(3, 4, dtype=torch.complex64).conj().imag,
+    "part": lambda: torch.randn(8, 9)[3:6, 2:6],
     "empty": lambda: torch.randn(0, 4),
     "meta": lambda: torch.randn(3, 4, device="meta"),
     "inference": made_in_inference_mode,
