@@ -16,6 +16,7 @@ from ckptfused.convert.peft import active_copy
 from ckptfused.convert.source import as_read, unread
 from ckptfused.functional import autocast_enabled, check_packed, rotary_view
 from ckptfused.modules.assemble import Call, Slots, canonical_text, input_words, settled
+from ckptfused.modules.sdpa import sdpa_replaced
 from ckptfused.spec import MAX_HEAD_DIM, BlockSpec, keepable
 
 _PLACES = ("pre", "post", "out")
@@ -205,6 +206,8 @@ def build_call(parts: Parts, inputs: Inputs, keep: str, sharded: bool = False) -
         return Reason(f"the input has shape {list(x.shape)}, expected [B, T, C]")
     if (why := _closing_norm_fits(parts, x)) is not None:
         return why
+    if parts.attn is not None and sdpa_replaced():
+        return Reason("F.scaled_dot_product_attention is not PyTorch's own, or a TorchFunctionMode may replace it")
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.is_inference():
         x = x.clone()  # what was made in inference mode cannot be saved for backward
     slots: Slots = []

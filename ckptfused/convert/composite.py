@@ -15,6 +15,7 @@ from ckptfused.convert.family import Family, Plan, lacking
 from ckptfused.convert.modules import LENT, lent_weights
 from ckptfused.convert.parts import Inputs, Parts, Reason
 from ckptfused.modules.assemble import Call
+from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.spec import BlockSpec
 
 
@@ -42,9 +43,9 @@ Steps = Sequence[Fused | Generic]
 
 
 def _checkpointed(step: Generic, x: Tensor) -> Any:
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or under_foreign_mode():
         return step.function(x, *step.args, **step.kwargs)
-    return checkpoint(step.function, x, *step.args, **step.kwargs)
+    return checkpoint(same_sdpa(step.function), x, *step.args, **step.kwargs)
 
 
 class Composite(Family):

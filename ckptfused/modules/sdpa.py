@@ -38,14 +38,14 @@ def same_sdpa(function: Callable[..., Any]) -> Callable[..., Any]:
     return partial(_checked, function, functional.scaled_dot_product_attention)
 
 
-def _checked(function: Callable[..., Any], found: Any, *args: Any) -> Any:
+def _checked(function: Callable[..., Any], found: Any, *args: Any, **kwargs: Any) -> Any:
     now = functional.scaled_dot_product_attention
     if now is not found:
         raise RuntimeError(
             "scaled_dot_product_attention: expected in backward, where the layers run again, the function of the "
             f"forward, {found}, got {now}. Run backward within the same context"
         )
-    return function(*args)
+    return function(*args, **kwargs)
 
 
 def refuse_replaced_sdpa(who: str) -> None:
