@@ -30,6 +30,9 @@ class ConvertedForward:
     generic. Pickles and deep-copies with its layer.
     """
 
+    checkpoints = True
+    """For whoever calls a layer and would checkpoint it."""
+
     def __init__(self, layer: nn.Module, family: str | None, keep: str, before: Any = None) -> None:
         self.layer = layer
         self.family = family

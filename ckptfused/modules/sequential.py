@@ -1,23 +1,27 @@
-"""Several blocks behind one saved input."""
+"""Several blocks behind one saved input, and other modules between them."""
 
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import TransformerEncoder, TransformerEncoderLayer
 
 from ckptfused import outer_checkpoint, settings
-from ckptfused.checks import transformed
+from ckptfused.checkpoint import checkpoint
+from ckptfused.checks import check_integer, transformed
 from ckptfused.double_backward import apart
 from ckptfused.functional import compute_word
 from ckptfused.modules.assemble import Call, Slots, hooked
 from ckptfused.modules.attention import FusedCheckpointAttention
 from ckptfused.modules.block import FusedCheckpointBlock
 from ckptfused.modules.ffn import FusedCheckpointFFN
-from ckptfused.modules.fused import FusedModule, check_call, needs_gradient
+from ckptfused.modules.fused import FusedModule, check_call, needs_gradient, refuse_generic
+from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.spec import AUX_NAMES
 
 _ids = itertools.count(-1, -1)
@@ -176,34 +180,46 @@ _FORWARDS = (FusedCheckpointBlock.forward, FusedCheckpointAttention.forward, Fus
 
 
 class FusedCheckpointSequential(nn.Sequential):
-    """Fused blocks in a row with one saved input for each of `segments` runs of them.
+    """An `nn.Sequential` whose fused blocks save one input for each of `segments` runs of them.
 
     Outputs, gradients and dropout masks are, bit for bit, those of the blocks called one by one (but for the
     order in which the gradients of a block that stands in a segment twice are summed). A block's
     `keep` says what the segment's backward keeps of it while it is replayed, so `keep="all"` costs no
     second rebuild and memory only for one segment at a time.
-    A segment with a block that cannot be fused just now runs block by block, each saving its own input.
+    Other modules, and blocks that cannot be fused just now, run as they are, each checkpointed by itself; the blocks
+    before, between and behind them save one input each time. Other modules draw from PyTorch's default generator.
 
-    **Shapes** src and the masks as `FusedCheckpointBlock.forward`; all blocks get the same masks.
-    **Saves** one input for each segment, 16 bytes for each block with dropout.
-    **Recomputes** each block's forward but the segment's last, and what `keep` leaves out.
-    **Raises** `TypeError` for a block of another class, `ValueError` for a count of segments out of range.
+    `segments` is as equal in length as can be, and never more than there are modules: it stays as it is where modules
+    come or go; a slice has its share of them, rounded up, a sum both, a product so many times.
+
+    **Shapes** src and the masks as `FusedCheckpointBlock.forward`; all blocks get the same masks, and so do
+    `nn.TransformerEncoderLayer` and `nn.TransformerEncoder`; other modules get x alone.
+    **Saves** one input for each segment, 16 bytes for each block with dropout; one for each other module.
+    **Recomputes** each block's forward but the segment's last, and what `keep` leaves out; other modules whole.
+    **Raises** `TypeError` for what is no module, `ValueError` for a count of segments out of range.
     **Source** Chen et al. 2016 (arXiv 1604.06174), section 4; `torch.utils.checkpoint.checkpoint_sequential`.
     """
 
-    def __init__(self, *blocks: FusedModule, segments: int = 1) -> None:
-        for block in blocks:
-            if not isinstance(block, FusedModule):
-                raise TypeError(
-                    "blocks: expected FusedCheckpointBlock, FusedCheckpointAttention or FusedCheckpointFFN, "
-                    f"got {type(block).__name__}"
-                )
-        if isinstance(segments, bool) or not isinstance(segments, int):
-            raise TypeError(f"segments: expected an integer, got {segments!r}")
-        if blocks and not 1 <= segments <= len(blocks):
-            raise ValueError(f"segments: expected 1 to {len(blocks)} (the number of blocks), got {segments}")
-        super().__init__(*blocks)
+    def __init__(self, *modules: Any, segments: int = 1) -> None:
+        check_integer("segments", segments, 1)
+        super().__init__(*modules)
+        if len(self) and segments > len(self):
+            raise ValueError(f"segments: expected 1 to {len(self)} (the number of modules), got {segments}")
         self.segments = segments
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        part = OrderedDict(list(self._modules.items())[index])
+        return type(self)(part, segments=-(-self.segments * len(part) // len(self)) if part else 1)
+
+    def __add__(self, other: Any) -> FusedCheckpointSequential:
+        both = super().__add__(other)  # raises unless other is an nn.Sequential
+        segments = self.segments + getattr(other, "segments", 1)
+        return FusedCheckpointSequential(*both, segments=min(segments, len(both)) or 1)
+
+    def __mul__(self, times: int) -> FusedCheckpointSequential:
+        return FusedCheckpointSequential(*super().__mul__(times), segments=self.segments * times)
 
     def forward(  # type: ignore[override]
         self,
@@ -216,32 +232,60 @@ class FusedCheckpointSequential(nn.Sequential):
         rotary: tuple[Tensor, Tensor] | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The last block's output; arguments as `FusedCheckpointBlock.forward`."""
+        """The last module's output; arguments as `FusedCheckpointBlock.forward`."""
         check_call(src, src_mask, src_key_padding_mask, cu_seqlens, rotary, generator)
-        blocks: list[Any] = list(self)
-        x, start = src, 0
-        for segment in range(self.segments):
-            end = start + (len(blocks) - start) // (self.segments - segment)
-            run = blocks[start:end]
-            start = end
-            inputs = (src_mask, src_key_padding_mask, is_causal)
-            singly = x.is_nested or transformed() or needs_gradient(*inputs[:2])
-            if singly or not all(b.fusable() and not _hooked(b) for b in run):
-                for block in run:
-                    if block.takes_masks:
-                        x = block(x, *inputs, cu_seqlens=cu_seqlens, rotary=rotary, generator=generator)
-                    else:
-                        x = block(x, generator=generator)
+        masks = (src_mask, src_key_padding_mask, is_causal)
+        singly = src.is_nested or transformed() or needs_gradient(*masks[:2])
+        runs = self._runs(singly)
+        x: Any = src
+        for fused, run in runs:
+            if not fused:
+                x = _call_one(run[0], x, masks, cu_seqlens=cu_seqlens, rotary=rotary, generator=generator)
                 continue
-            if run:
-                y = _run_segment([b.prepare(x, *inputs, cu_seqlens, rotary) for b in run], generator)
-                x = y.view(x.shape) if x.dim() == 2 else y
+            calls = [block.prepare(x, *masks, cu_seqlens, rotary) for block in run]
+            with outer_checkpoint.passed(self, len(runs) == 1):
+                y = _run_segment(calls, generator)
+            x = y.view(x.shape) if x.dim() == 2 else y
         return x
+
+    def _runs(self, singly: bool) -> list[tuple[bool, list[Any]]]:
+        """The modules in runs that are one segment (True), and those that are called by themselves."""
+        modules, end = list(self), 0
+        runs: list[tuple[bool, list[Any]]] = []
+        for segment in range(self.segments):
+            start, end = end, end + (len(modules) - end) // (self.segments - segment)
+            first = len(runs)
+            for module in modules[start:end]:
+                fused = not singly and _fusable(module)
+                if fused and len(runs) > first and runs[-1][0]:
+                    runs[-1][1].append(module)
+                else:
+                    runs.append((fused, [module]))
+        return runs
 
     def extra_repr(self) -> str:
         return f"segments={self.segments}"
 
 
-def _hooked(block: nn.Module) -> bool:
-    """Whether somebody watches the block itself, which a segment does not call, or has it do something else."""
-    return hooked(block) or type(block).forward not in _FORWARDS
+def _fusable(module: Any) -> bool:
+    """Whether a module can stand in a segment: not where somebody watches it, which a segment does not call, or has
+    it do something else."""
+    if not isinstance(module, FusedModule) or hooked(module) or type(module).forward not in _FORWARDS:
+        return False
+    return module.fusable()
+
+
+def _call_one(module: Any, x: Any, masks: tuple[Any, ...], **only_fused: Any) -> Any:
+    """A module's result by its own call, with those of the arguments that it takes."""
+    if isinstance(module, FusedModule) and not module.takes_masks:
+        return module(x, generator=only_fused["generator"])
+    if isinstance(module, (FusedModule, FusedCheckpointSequential)):
+        return module(x, *masks, **only_fused)
+    attends = isinstance(module, (TransformerEncoderLayer, TransformerEncoder))
+    if attends:
+        refuse_generic(f"{type(module).__name__} does not take them", **only_fused)
+    arguments = (x, *masks) if attends else (x,)
+    converted = getattr(vars(module).get("forward"), "checkpoints", False)
+    if converted or under_foreign_mode() or (isinstance(x, Tensor) and x.is_nested):
+        return module(*arguments)
+    return checkpoint(same_sdpa(module), *arguments)

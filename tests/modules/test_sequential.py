@@ -165,8 +165,13 @@ def test_compiles_whole(device: str) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(TypeError, match="got Linear"):
-        FusedCheckpointSequential(nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="int is not a Module subclass"):
+        FusedCheckpointSequential(3)
+    with pytest.raises(ValueError, match="segments: expected an integer of at least 1, got 0"):
+        FusedCheckpointSequential(segments=0)
+    encoder = FusedCheckpointSequential(*blocks(1), nn.TransformerEncoderLayer(C, H, HIDDEN, batch_first=True))
+    with pytest.raises(ValueError, match="generator: expected None, .*TransformerEncoderLayer does not take them"):
+        encoder(source("cpu"), generator=torch.Generator())
     with pytest.raises(ValueError, match=r"segments: expected 1 to 2 .* got 3"):
         FusedCheckpointSequential(*blocks(2), segments=3)
     with pytest.raises(TypeError, match="segments: expected an integer, got '2'"):
