@@ -57,6 +57,7 @@ def test_bytes_without_an_adapter_are_those_of_real_calls(name: str) -> None:
     assert report.layers and all(said.path == "generic" for said in report.layers)
     for said in report.layers:
         layer = model.get_submodule(said.name)
+        assert said.before is not None, said.name
         args, kwargs = example(model, said.name, layer)
         assert saved(layer, args, kwargs) == said.after == 48 * 4
         with ckptfused.original(model), mock.patch.object(F, "scaled_dot_product_attention", flash_attention):
