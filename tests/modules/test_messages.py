@@ -222,6 +222,13 @@ def test_another_device(name: str, given: dict[str, Any]) -> None:
             module(X[:1] if name == "cu_seqlens" else X, **given)
 
 
+@pytest.mark.parametrize("bounds", [[1, T], [0, T - 1], [0, 3, 2, T]])
+@pytest.mark.parametrize("make", [llama, attention, lambda: FusedCheckpointSequential(llama())])
+def test_bounds_of_sequences(make: Callable[[], Any], bounds: list[int]) -> None:
+    with pytest.raises(RuntimeError, match=f"cu_seqlens: expected numbers that do not fall, from 0 to {T}, got"):
+        make()(X[:1], cu_seqlens=torch.tensor(bounds))
+
+
 def test_another_device_in_a_function() -> None:
     spec = llama(dropout=0.0).spec()
     params = {name: torch.zeros(shape) for name, (shape, _) in param_shapes(spec, C).items()}
