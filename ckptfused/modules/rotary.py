@@ -92,10 +92,16 @@ def _stored(key: _Key, length: int) -> Pair:
 
 
 @torch.compiler.assume_constant_result
-def _constant(dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> Pair:
-    """The table as it is when torch.compile traces. The compiled graph holds it, for others to share."""
-    table = _shared(_Key(dim, theta, dtype, device))
-    cos, sin = (t.detach() for t in table.pair)
+def _constant(words: str, dtype: torch.dtype, device: torch.device) -> Pair:
+    """The table as it is when torch.compile traces. The compiled graph holds it, for others to share.
+
+    words: width and theta, as text: torch.compile may trace a float as a symbol.
+    """
+    dim, theta = words.split()
+    table = _shared(_Key(int(dim), float(theta), dtype, device))
+    # Parameters have fixed shapes, with dynamic=True, too.
+    with torch.inference_mode(False):
+        cos, sin = (nn.Parameter(t, requires_grad=False) for t in table.pair)
     cos.table = table  # type: ignore[attr-defined]
     return cos, sin
 
@@ -124,13 +130,14 @@ class RotaryTable(nn.Module):
             raise ValueError(f"rope: expected a positive theta, got {theta!r}")
         self.dim = dim
         self.theta = float(theta)
+        self._words = f"{self.dim} {self.theta!r}"
         self._read: dict[tuple[torch.device, torch.dtype], _Table] = {}
 
     def forward(self, length: int, like: Tensor) -> Pair:
         """cos and sin of positions 0 … length - 1, for a tensor on this device and of this type: views of the table."""
         device, dtype = like.device, torch.float64 if like.dtype == torch.float64 else torch.float32
         if torch.compiler.is_dynamo_compiling():
-            cos, sin = _constant(self.dim, self.theta, dtype, device)
+            cos, sin = _constant(f"{self._words}", dtype, device)
             if length > cos.size(0):
                 return _computed(_Key(self.dim, self.theta, dtype, device), length, like)
             return cos[:length], sin[:length]
@@ -163,6 +170,7 @@ class RotaryTable(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._read = {}
+        self._words = f"{self.dim} {self.theta!r}"
         self._buffers.clear()  # version 0.1 had tables of its own
 
     def extra_repr(self) -> str:

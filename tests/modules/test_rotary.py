@@ -142,6 +142,16 @@ def test_compiled_blocks_share_it(backend: str, fills: list[int]) -> None:
     torch.testing.assert_close(y, model(long))
 
 
+def test_compiled_with_dynamic_shapes_and_other_thetas() -> None:
+    torch._dynamo.reset()
+    for theta in (1e4, 5e5):
+        block = llama(theta)
+        compiled = torch.compile(block, backend="aot_eager", fullgraph=True, dynamic=True)
+        for length in (5, 9, 600):
+            x = torch.randn(1, length, C)
+            torch.testing.assert_close(compiled(x), block(x))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported(strict: bool) -> None:
     torch._dynamo.reset()
