@@ -194,6 +194,17 @@ def test_second_derivatives(implementation: str) -> None:
     assert not reasons
 
 
+@pytest.mark.parametrize("where", ["offloaded", "checkpointed"])
+def test_second_derivatives_where_saved_tensors_are_packed(where: str) -> None:
+    plain, model = twins("eager")
+    want = penalty(plain)
+    if where == "checkpointed":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with torch.autograd.graph.save_on_cpu() if where == "offloaded" else contextlib.nullcontext(), unfused() as reasons:
+        close(penalty(model), want, 1e-5)
+    assert not reasons
+
+
 def test_second_derivatives_after_a_first_backward() -> None:
     plain, model = twins("eager")
     found = []
