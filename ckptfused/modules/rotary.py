@@ -133,8 +133,11 @@ class RotaryTable(nn.Module):
         self._words = f"{self.dim} {self.theta!r}"
         self._read: dict[tuple[torch.device, torch.dtype], _Table] = {}
 
-    def forward(self, length: int, like: Tensor) -> Pair:
-        """cos and sin of positions 0 … length - 1, for a tensor on this device and of this type: views of the table."""
+    def forward(self, length: int, like: Tensor | None = None) -> Pair:
+        """cos and sin of positions 0 … length - 1, for a tensor on this device and of this type (None: PyTorch's
+        defaults): views of the table.
+        """
+        like = torch.empty(0) if like is None else like
         device, dtype = like.device, torch.float64 if like.dtype == torch.float64 else torch.float32
         if torch.compiler.is_dynamo_compiling():
             cos, sin = _constant(f"{self._words}", dtype, device)

@@ -54,6 +54,7 @@ def test_values_growth_and_precision(device: str, fills: list[int]) -> None:
     torch.testing.assert_close(sin[599, 1].cpu(), angle.sin().float(), rtol=0, atol=1e-7)
     assert table(5, x.half())[0].data_ptr() == cos.data_ptr()
     assert table(5, x.double())[0].dtype == torch.float64
+    assert all(map(torch.equal, table(5), RotaryTable(8, 123.0)(5, torch.empty(0))))
     assert not table.state_dict() and not list(table.buffers())
 
 
