@@ -194,6 +194,7 @@ def test_second_derivatives(implementation: str) -> None:
     assert not reasons
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 @pytest.mark.parametrize("where", ["offloaded", "checkpointed"])
 def test_second_derivatives_where_saved_tensors_are_packed(where: str) -> None:
     plain, model = twins("eager")
