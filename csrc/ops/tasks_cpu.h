@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "kernels/cpu/threads.h"
 #include "math/types.h"
 #include "ops/parallel_cpu.h"
-#include "kernels/cpu/threads.h"
 
 // What ops are made of that cut their work into tasks, each of which runs on one thread: small
 // matrix products between torch-free row kernels, in scratch of the thread's own.
