@@ -215,4 +215,25 @@ MUTANTS = (
         defect="value.device",
         test="tests/convert/test_report_kinds.py::test_what_differs_is_counted_apart",
     ),
+    Mutant(
+        "a segment differentiated once, without a word",
+        file="ckptfused/modules/sequential.py",
+        text="    @staticmethod\n    def backward(ctx: Any, dy: Tensor)",
+        defect="    @staticmethod\n    @torch.autograd.function.once_differentiable\n    def backward(ctx: Any, dy: Tensor)",
+        test="tests/test_double_backward.py::test_hessian_of_a_sequential[1]",
+    ),
+    Mutant(
+        "a second derivative of what dy reaches alone",
+        file="ckptfused/double_backward.py",
+        text="any(t is not None and t.requires_grad for t in (dy, x, *params))",
+        defect="dy.requires_grad",
+        test="tests/test_double_backward.py::test_of_one_tensor_alone[x-block]",
+    ),
+    Mutant(
+        "batched gradients of which one is taken for all",
+        file="ckptfused/double_backward.py",
+        text="leaf.select(dim, i)",
+        defect="leaf.select(dim, 0)",
+        test="tests/test_transforms.py::test_batched_gradients_have_the_bits_of_single_ones[block]",
+    ),
 )
