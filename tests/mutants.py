@@ -219,7 +219,8 @@ MUTANTS = (
         "a segment differentiated once, without a word",
         file="ckptfused/modules/sequential.py",
         text="    @staticmethod\n    def backward(ctx: Any, dy: Tensor)",
-        defect="    @staticmethod\n    @torch.autograd.function.once_differentiable\n    def backward(ctx: Any, dy: Tensor)",
+        defect="    @staticmethod\n    @torch.autograd.function.once_differentiable\n"
+        "    def backward(ctx: Any, dy: Tensor)",
         test="tests/test_double_backward.py::test_hessian_of_a_sequential[1]",
     ),
     Mutant(
