@@ -17,6 +17,7 @@ class Mutant:
     text: str
     defect: str
     test: str
+    source: str = ""  # where the file is a header: the source below csrc/ that is compiled again with it
 
     def plant(self, tree: Path) -> None:
         """Changes the file in a copy of the repository's folders."""

@@ -216,6 +216,21 @@ def test_no_columns(layout: str, device: str) -> None:
         assert t.grad is not None and t.grad.shape == t.shape and not t.grad.any(), name
 
 
+def test_more_adapters_than_sites() -> None:
+    """Each has a site of its own, which is eight bits, after the four of the block."""
+    fits = BlockSpec(ffn=FFNSpec("relu", F, lora=(Adapter("up", 1, p=0.5),) * 252))
+    assert _results(fits, torch.ones(1, 2, C), _params(fits, torch.float32))["y"].isfinite().all()
+    with pytest.raises(ValueError, match="expected at most 252 adapters in a block, got 253"):
+        BlockSpec(ffn=FFNSpec("relu", F, lora=(Adapter("up", 1),) * 253))
+    one = BlockSpec(ffn=FFNSpec("relu", F, lora=(Adapter("up", 1),))).to_string()
+    word = next(word for word in one.split() if word.startswith("ffn.lora="))
+    text = one.replace(word, "+".join([word] + [word.removeprefix("ffn.lora=")] * 252))
+    params = _params(fits, torch.float32)
+    given = [*(params.get(name) for name in param_names(fits)), None, None, None]
+    with pytest.raises(RuntimeError, match="expected at most 252 adapters in a block, got more"):
+        torch.ops.ckptfused.ffn_block(torch.ones(1, 2, C), given, [None] * 5, text)
+
+
 def test_shapes_are_checked_below_python() -> None:
     params = {**_params(SPEC, torch.float32), "ffn.lora0.a": torch.zeros(5, C + 1)}
     given = [params.get(name) for name in param_names(SPEC)]

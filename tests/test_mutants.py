@@ -120,7 +120,7 @@ def test_a_mutant_is_noticed(mutant: Mutant, build: Build, tmp_path: Path) -> No
         csrc, changed = tmp_path / "csrc", tmp_path / "changed.o"
         shutil.copytree(ROOT / "csrc", csrc)
         mutant.plant(tmp_path)
-        source = str(Path(mutant.file).relative_to("csrc").with_suffix(".cpp"))
+        source = mutant.source or str(Path(mutant.file).relative_to("csrc").with_suffix(".cpp"))
         assert source in build.objects, f"the build has no object of {source}"
         build.compile(csrc, source, changed)
         build.link([*(build.objects | {source: changed}).values()], extension)

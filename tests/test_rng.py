@@ -148,3 +148,19 @@ def test_sixteen_bits_decide() -> None:
     dropped = int((~rng.dropout_mask(BIG, 1.01 * least, state(1), 1)).sum())
     assert stats.binomtest(dropped, BIG[0] * BIG[1], 2**-16).pvalue > ALARM and dropped > 0
     assert rng.keep_scale(1.01 * least) == 65536 / 65535
+
+
+@on_devices
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("site", [256, -1, 1 << 40])
+def test_bad_site_below_python(site: int, p: float, device: str) -> None:
+    """The eight bits of a site would be those of another one."""
+    message, given = f"site: expected 0 to 255, got {site}", state(7, device=device)
+    like, h = torch.ones(4, 4, device=device), torch.ones(4, 4, device=device)
+    rest = (h, None, None, "none", 0.0, 1.0, p, site, [])
+    with pytest.raises(RuntimeError, match=f"dropout_mask: {message}"):
+        torch.ops.ckptfused.dropout_mask([4, 4], p, given, site)
+    with pytest.raises(RuntimeError, match=f"activation_fwd: {message}"):
+        torch.ops.ckptfused.activation_fwd(like, like, given, h, "swiglu", p, site, 4, 0, 0, [])
+    with pytest.raises(RuntimeError, match=f"residual_bwd: {message}"):
+        torch.ops.ckptfused.residual_bwd(like, None, given, None, *rest)
