@@ -119,6 +119,9 @@ void set_others(const Settings& from, const Settings& to) {
 }  // namespace
 
 Settings current_settings() {
+  // A thread's first use of at::parallel_for sets its number of threads. Each library has a flag of
+  // its own for that: here it is ours, get_num_threads() asks PyTorch's.
+  at::internal::lazy_init_num_threads();
   Settings settings = {at::get_num_threads(), int64_t(SubnormalMode::of_thread().bits)};
   for (const Setting& setting : kProcess) settings.push_back(setting.get(at::globalContext()));
   return settings;

@@ -84,8 +84,8 @@ void run_tasks(int64_t tasks, int64_t bytes, F f) {
   const at::Tensor scratch = at::empty({threads, bytes}, at::kByte);
   char* memory = static_cast<char*>(scratch.mutable_data_ptr());
   parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
-    // A thread's first use of PyTorch sets its number of threads: here, not within a product.
-    at::internal::lazy_init_num_threads();
+    // A thread's first use of PyTorch sets its number of threads: now, not within a product.
+    at::get_num_threads();
     const ThreadsGuard serial(1);
     char* mine = memory + at::get_thread_num() * bytes;
     for (int64_t task = begin; task < end; ++task) f(task, mine);
