@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from ckptfused import settings
-from ckptfused.checks import transformed
+from ckptfused.checks import check_choice, check_flag, check_integer, transformed
 from ckptfused.generic.arguments import Arguments, Given
 from ckptfused.generic.copies import Aliases, Loans, share_memory
 from ckptfused.generic.state import State
@@ -57,7 +57,8 @@ def checkpoint(
 
     **Recomputes** `function`, up to the last tensor that backward needs (`early_stop`).
 
-    **Raises** `ValueError` for `use_reentrant=True`; `RuntimeError` in backward for what was changed, with its name;
+    **Raises** `ValueError` for `use_reentrant=True`, `ValueError` or `TypeError` for another option out of its range;
+    `RuntimeError` in backward for what was changed, with its name;
     `RuntimeError` in forward if the function writes to an argument that shares memory with another.
 
     **Source** `torch.utils.checkpoint`; PyTorch's copy-on-write storages, for the copies.
@@ -67,6 +68,12 @@ def checkpoint(
             "ckptfused.checkpoint: expected use_reentrant=False, got True; for reentrant checkpointing "
             "use torch.utils.checkpoint.checkpoint"
         )
+    _check_callable("function", function)
+    _check_callable("context_fn", context_fn)
+    if not torch.compiler.is_compiling():  # Dynamo traces no error of ours
+        for name, flag in (("early_stop", early_stop), ("preserve_rng_state", preserve_rng_state), ("debug", debug)):
+            check_flag(name, flag)
+        check_choice("determinism_check", determinism_check, ("default", "none"))
     inputs = Arguments(args, kwargs)
     options: dict[str, Any] = {
         "use_reentrant": False,
@@ -109,6 +116,11 @@ def checkpoint(
     return loans.settle(result)
 
 
+def _check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{name}: expected a callable, got {value!r}")
+
+
 def checkpoint_sequential(
     functions: nn.Sequential | Sequence[Callable[[Any], Any]],
     segments: int,
@@ -126,7 +138,12 @@ def checkpoint_sequential(
 
     **Source** `torch.utils.checkpoint.checkpoint_sequential`.
     """
+    if not isinstance(functions, Iterable):
+        raise TypeError(f"functions: expected an nn.Sequential or a sequence of functions, got {functions!r}")
     steps: list[Callable[[Any], Any]] = [*functions]
+    for i, step in enumerate(steps):
+        _check_callable(f"functions[{i}]", step)
+    segments = check_integer("segments", segments, 0)
     if not 1 <= segments <= len(steps):
         raise ValueError(
             f"checkpoint_sequential: expected 1 to {len(steps)} segments, one function each, got {segments}"

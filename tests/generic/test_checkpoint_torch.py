@@ -268,6 +268,28 @@ def test_sequential(kind: str, segments: int) -> None:
     assert same(*(gradients(t.square().sum(), module, x) for t in (y, expected)))
 
 
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "function": (lambda: checkpoint(5, batch()), "function: expected a callable, got 5"),
+    "context": (lambda: checkpoint(torch.sin, batch(), context_fn=3), "context_fn: expected a callable, got 3"),
+    "early_stop": (lambda: checkpoint(torch.sin, batch(), early_stop="no"), "early_stop: expected a bool, got 'no'"),
+    "rng": (lambda: checkpoint(torch.sin, batch(), preserve_rng_state=2), "preserve_rng_state: expected a bool, got 2"),
+    "determinism": (
+        lambda: checkpoint(torch.sin, batch(), determinism_check="all"),
+        "determinism_check: expected one of default, none, got 'all'",
+    ),
+    "functions": (lambda: checkpoint_sequential(torch.sin, 1, batch()), "functions: expected an nn.Sequential or"),
+    "step": (lambda: checkpoint_sequential([torch.sin, 2], 1, batch()), r"functions\[1\]: expected a callable, got 2"),
+    "segments": (lambda: checkpoint_sequential(layers(), 1.5, batch()), "segments: expected an integer, got 1.5"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_name_themselves(name: str) -> None:
+    call, message = WRONG[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
 @pytest.mark.parametrize("segments", [0, 6])
 def test_sequential_refuses(segments: int) -> None:
     with pytest.raises(ValueError, match=f"expected 1 to 5 segments, one function each, got {segments}"):
