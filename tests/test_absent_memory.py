@@ -5,14 +5,18 @@ Resizing a storage leaves the version counter alone, so that a saved tensor tell
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+import ckptfused
+from ckptfused import FusedCheckpointBlock, FusedCheckpointSequential
 from ckptfused.spec import AUX_NAMES, param_names
 from tests.cases import Case
 from tests.devices import on_devices
@@ -91,6 +95,25 @@ def test_a_kept_value_or_the_random_state(layout: str, size: str, device: str) -
         name = rf"kept\[{i}\]" if i < len(kept) else "rng_state"
         with pytest.raises(RuntimeError, match=rf"{name}: expected \d+ bytes of memory"):
             OPS.block_bwd(inputs.dy, inputs.x, params, aux, values, seed, text, needs)
+
+
+@on_devices
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("way", ["block", "segment", "checkpoint", "outer"])
+def test_modules(way: str, size: str, device: str) -> None:
+    """The module that the report was about, alone, in a segment, and replayed by somebody else."""
+    blocks = [FusedCheckpointBlock.llama(32, 4, 64).to(device) for _ in range(2)]
+    call: dict[str, Callable[[Tensor], Tensor]] = {
+        "block": blocks[0],
+        "segment": FusedCheckpointSequential(*blocks),
+        "checkpoint": lambda x: ckptfused.checkpoint(blocks[0], x),
+        "outer": lambda x: torch.utils.checkpoint.checkpoint(blocks[0], x, use_reentrant=False),
+    }
+    x = torch.zeros(2, 5, 32, device=device)
+    y = call[way](x)
+    _resize(x, size)
+    with pytest.raises(RuntimeError, match="is not allocated yet|whose data is allocated"):
+        y.sum().backward()
 
 
 def _refused(op: str, args: tuple[Any, ...], size: str) -> None:
