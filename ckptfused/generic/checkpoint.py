@@ -53,7 +53,8 @@ def checkpoint(
 
     Under `torch.func.grad` and its kind, which have no place for a replay, the function is only called.
 
-    **Saves** the tensors in `args` and `kwargs`, and the old values of buffers that the function writes.
+    **Saves** the tensors in `args` and `kwargs`, and the old values of buffers: of those that the function writes, and
+    of those up to 64 KiB.
 
     **Recomputes** `function`, up to the last tensor that backward needs (`early_stop`).
 

@@ -94,7 +94,7 @@ class State:
             elif (other := watched.instead()) is not None:
                 module, place, name = watched.place  # type: ignore[misc]
                 instead[module, place][name] = other
-            if not watched.written and version(watched.tensor) != watched.version and is_plain(watched.tensor):
+            if watched.changed():
                 changed[watched.tensor.untyped_storage()._cdata] = (
                     f"{self._name(watched)} was changed in place between forward and backward: expected version "
                     f"{watched.version}, got version {version(watched.tensor)}"
@@ -196,8 +196,9 @@ class _Watched:
         now = version(self.tensor)
         self.written, self.version = now != self.version or self._differs(), now
         if self.found is not None and not self.written:
-            self.found = None
             _note(self.tensor)
+            if self.found.nbytes > _STATISTICS:
+                self.found = None
 
     def _differs(self) -> bool:
         """Whether it has other values than before: batch norm's kernels write statistics behind the version counter."""
@@ -207,6 +208,13 @@ class _Watched:
             return self.tensor.nbytes <= _STATISTICS
         with unseen():
             return not torch.equal(self.found, self.tensor)
+
+    def changed(self) -> bool:
+        """Whether somebody else wrote to it since the forward; a small one's own values (DDP's broadcast) are none."""
+        if self.written or version(self.tensor) == self.version or not is_plain(self.tensor):
+            return False
+        with unseen():
+            return self.found is None or not torch.equal(self.found, self.tensor)
 
     def instead(self) -> Tensor | None:
         """What has to be shown in its place; None: nothing else than what is there."""

@@ -281,6 +281,17 @@ def test_what_the_replay_reads_must_not_be_changed(name: str) -> None:
         y.sum().backward()
 
 
+def test_a_buffer_that_gets_its_own_values_again_is_not_changed() -> None:
+    """DistributedDataParallel's broadcast, before each forward."""
+    norm, x = nn.BatchNorm1d(4).eval(), torch.randn(3, 4).requires_grad_()
+    y = checkpoint(lambda x: norm(x).exp(), x)
+    for buffer in norm.buffers():
+        buffer.copy_(buffer.clone())
+    y.sum().backward()
+    (expected,) = torch.autograd.grad(norm(x).exp().sum(), x)
+    assert x.grad is not None and torch.equal(x.grad, expected)
+
+
 def test_an_optimizer_step_between_forward_and_backward_raises() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
