@@ -58,12 +58,11 @@ void end_loan(void* pointer) {
 // Vectorised kernels see the same alignment in the copy as in the owner's memory.
 constexpr int64_t kAlignment = 64;
 
-template <typename Storage>
-auto copies_on_write(Storage* storage, int) -> decltype(storage->set_materializer(nullptr)) {
-  storage->set_materializer(&cow::materialize_cow);
+void copies_on_write([[maybe_unused]] c10::StorageImpl& storage) {
+#if __has_include(<c10/core/StorageMaterializer.h>)
+  storage.set_materializer(&cow::materialize_cow);
+#endif  // up to PyTorch 2.11 the deleter says so
 }
-template <typename Storage>
-void copies_on_write(Storage*, long) {}  // up to PyTorch 2.11 the deleter says so
 
 std::tuple<Tensor, Tensor> lend(const Tensor& x) {
   const c10::Storage& owner = x.storage();
@@ -89,7 +88,7 @@ std::tuple<Tensor, Tensor> lend(const Tensor& x) {
   context->increment_refcount();
   at::DataPtr second = pointer(context, &cow::cow_deleter);
   auto borrower = storage(std::move(first));
-  copies_on_write(borrower.get(), 0);
+  copies_on_write(*borrower);
   auto loan = std::make_unique<Loan>(
       Loan{std::move(second), c10::weak_intrusive_ptr<c10::StorageImpl>(borrower)});
   auto lender = storage(pointer(loan.get(), &end_loan));
