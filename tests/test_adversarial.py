@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 
 from ckptfused import FusedCheckpointBlock, FusedCheckpointFFN, FusedCheckpointSequential
@@ -203,16 +202,6 @@ def test_the_output_may_be_changed_in_place(wrap: Callable[..., nn.Module], x: T
     y.mul_(2)
     assert y.sum().equal(expected)
     y.sum().backward()
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_forward_mode_is_refused(frozen: bool) -> None:
-    """torch.func.jvp through frozen parameters gave a tangent of zero."""
-    block = _block().requires_grad_(not frozen)
-    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-        torch.func.jvp(block, (X,), (X,))
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
-        block(forward_ad.make_dual(X, X))
 
 
 def test_compiling_at_memory_budget_zero_is_refused_with_dropout() -> None:
