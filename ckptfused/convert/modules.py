@@ -115,9 +115,10 @@ def projection(module: Any) -> Projection | Reason:
         if isinstance(base, Reason) or isinstance(found, Reason):
             return base if isinstance(base, Reason) else found  # type: ignore[return-value]
         return base._replace(adapters=found)
+    name = f"{kind.__module__}.{kind.__name__}"
     if _quantised(module):
-        return Reason(f"{kind.__name__} is quantised and runs a kernel of its own: the layer is checkpointed as it is")
-    return Reason(f"unknown projection {kind.__module__}.{kind.__name__}")
+        return Reason(f"{name} is quantised and runs a kernel of its own: the layer is checkpointed as it is")
+    return Reason(f"unknown projection {name}")
 
 
 def _quantised(module: nn.Module) -> bool:

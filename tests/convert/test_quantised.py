@@ -82,7 +82,7 @@ def test_weights_in_bytes() -> None:
     report = ckptfused.convert(model)
     assert [layer.path for layer in report.layers] == ["generic", "fused"]
     assert report.layers[0].reason == (
-        "q: Stored is quantised and runs a kernel of its own: the layer is checkpointed as it is"
+        f"q: {Stored.__module__}.Stored is quantised and runs a kernel of its own: the layer is checkpointed as it is"
     )
     assert report.layers[0].after == 48 * 4
     assert model.model.layers[0].mlp.down_proj.taken is None
