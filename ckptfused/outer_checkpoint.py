@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 _Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -58,11 +59,16 @@ def source(x: Tensor, generator: torch.Generator | None) -> torch.Generator | No
             _left[replay.replay] = iter(_drawn.get(replay.frame, ()))  # type: ignore[index]
         # A replay in the midst of its forward may run past what that has drawn: for nobody, so the caller's stays.
         before = next(_left[replay.replay], None)  # type: ignore[index]
-        if before is None or not before.get_state().equal(current.get_state()):
+        if before is None or not _same_state(before, current):
             generator = current = (before or current).clone_state()
     for frame in forwards:
         _drawn.setdefault(frame, []).append(current.clone_state())
     return generator
+
+
+def _same_state(a: torch.Generator, b: torch.Generator) -> bool:
+    with _disable_current_modes():  # selective checkpointing counts operations, and fake tensors are no states
+        return a.get_state().equal(b.get_state())
 
 
 def default_generator(x: Tensor) -> torch.Generator:

@@ -70,7 +70,11 @@ def _is_cache(value: Any, name: str = "") -> bool:
     """Whether an argument is a cache: it says how much it holds, is called one, or is handed on as one."""
     if value is None or isinstance(value, Tensor | nn.Module):
         return False
-    return hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache") or name in CACHES
+    if name in CACHES:
+        return True
+    if isinstance(value, bool | int | float | str | tuple | list | dict):
+        return False
+    return hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache")
 
 
 def _in_use(cache: Any, index: int | None = None) -> bool:

@@ -14,6 +14,7 @@ from ckptfused.convert.assembly import build_call
 from ckptfused.convert.family import Family, Plan, lacking
 from ckptfused.convert.modules import LENT, lent_weights
 from ckptfused.convert.parts import Inputs, Parts, Reason
+from ckptfused.generic.views import entered
 from ckptfused.modules.assemble import Call
 from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.spec import BlockSpec
@@ -44,7 +45,8 @@ Steps = Sequence[Fused | Generic]
 
 def _checkpointed(step: Generic, x: Tensor) -> Any:
     if not torch.is_grad_enabled() or under_foreign_mode():
-        return step.function(x, *step.args, **step.kwargs)
+        with entered():
+            return step.function(x, *step.args, **step.kwargs)
     return checkpoint(same_sdpa(step.function), x, *step.args, **step.kwargs)
 
 

@@ -17,6 +17,7 @@ from ckptfused.convert.family import FAMILIES
 from ckptfused.convert.modules import hooked_everywhere, lent_weights
 from ckptfused.convert.own_checkpoint import as_it_would, checkpoints_itself, let_converted_through
 from ckptfused.convert.parts import Reason
+from ckptfused.generic.views import entered
 from ckptfused.modules.assemble import keeps_inputs_alone
 from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.modules.shards import refuse_tensor_parallel
@@ -71,7 +72,8 @@ class ConvertedForward:
         if checkpoints_itself(layer):
             return as_it_would(layer, forward, args, kwargs)
         if reason.original or not torch.is_grad_enabled() or lent_weights(layer) or under_foreign_mode():
-            return forward(*args, **kwargs)
+            with entered():
+                return forward(*args, **kwargs)
         given = left_empty(layer, forward, args, kwargs)
         if given is None:
             return forward(*args, **kwargs)

@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -106,7 +107,10 @@ class Arguments:
         tensors: list[Tensor] = []
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
-                at = places.setdefault(id(leaf), len(tensors))
+                if torch.compiler.is_compiling():  # Dynamo knows no identities as numbers
+                    at = next((j for j, t in enumerate(tensors) if t is leaf), len(tensors))
+                else:
+                    at = places.setdefault(id(leaf), len(tensors))
                 if at == len(tensors):
                     tensors.append(leaf)
                 self.leaves[i] = _Slot(at)

@@ -87,13 +87,18 @@ def checkpoint(
         options["context_fn"] = context_fn
     tensors = inputs.take_tensors()
     given = Given(args, kwargs, tensors)
-    if torch.compiler.is_compiling() or transformed():
-        # Functionalisation resolves writes, Inductor drops the copies that nobody writes to.
-        on_copies: Callable[..., Any] = lambda *given: inputs.call(function, [t.clone() for t in given])  # noqa: E731
-        hooks: Any = torch._C._autograd
-        if not torch.compiler.is_compiling() and not hooks._saved_tensors_hooks_is_enabled():
-            return on_copies(*tensors)  # torch.func.grad and its kind have no place for a replay
+    # Functionalisation resolves writes, Inductor drops the copies that nobody writes to.
+    on_copies: Callable[..., Any] = lambda *given: inputs.call(function, [t.clone() for t in given])  # noqa: E731
+    if torch.compiler.is_compiling():
         return torch_checkpoint.checkpoint(on_copies, *tensors, **options)
+    devices = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
+    # torch.utils.checkpoint reads from positional tensors which devices' random states to replay.
+    markers = [torch.empty(0, device=device) for device in devices]
+    if transformed():
+        hooks: Any = torch._C._autograd
+        if not hooks._saved_tensors_hooks_is_enabled():
+            return on_copies(*tensors)  # torch.func.grad and its kind have no place for a replay
+        return torch_checkpoint.checkpoint(lambda *markers: on_copies(*tensors), *markers, **options)
     if torch.is_grad_enabled():
         # What was made in inference mode can be neither saved nor written to.
         tensors = [t.clone() if t.is_inference() else t for t in tensors]
@@ -102,13 +107,11 @@ def checkpoint(
     given.originals = loans.original
     aliases = Aliases(inputs, tensors, copies) if share_memory(tensors) else None
     if torch.is_grad_enabled():
-        devices = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
-        # torch.utils.checkpoint reads from positional tensors which devices' random states to replay.
-        markers = [torch.empty(0, device=device) for device in devices]
-        segment = _Segment(function, inputs, tensors, (copies, given))
-        del given
-        result = torch_checkpoint.checkpoint(segment, *markers, **options)
-        segment.state.settle()
+        with entered():  # before it looks at buffers: those are the module's own from now on
+            segment = _Segment(function, inputs, tensors, (copies, given))
+            del given
+            result = torch_checkpoint.checkpoint(segment, *markers, **options)
+            segment.state.settle()
     else:
         with entered():
             result = inputs.call(function, copies, given)
@@ -193,12 +196,11 @@ class _Segment:
     def __call__(self, *markers: Tensor) -> Any:
         if self.first is not None:
             (copies, given), self.first = self.first, None
-            with entered():
-                return self.inputs.call(self.function, copies, given)
+            return self.inputs.call(self.function, copies, given)
         loans = Loans()
         self.loans.append(loans)
         copies = loans.copies(self.saved.tensors())
-        with entered(), settings.under(self.settings), self.state.replayed(), loans.saved_as_originals():
+        with entered(), settings.under(self.settings), self.state.replayed() as saved, loans.saved_as_originals(saved):
             return self.inputs.call(self.function, copies)
 
 

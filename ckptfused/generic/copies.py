@@ -30,7 +30,10 @@ def is_plain(t: Tensor) -> bool:
 def _can_be_lent(t: Tensor) -> bool:
     if not is_plain(t) or t.device.type not in _DEVICES or not t.numel():
         return False
-    return not (t.is_conj() or t.is_neg() or t.is_quantized)
+    if t.is_conj() or t.is_neg() or t.is_quantized:
+        return False
+    first, last = (0, 0) if t.is_contiguous() else _span(t)
+    return last - first <= 2 * t.nbytes  # else a copy of all that lies between would be the larger one
 
 
 class Loans:
@@ -54,6 +57,8 @@ class Loans:
         if not _can_be_lent(t):
             return t.clone()
         copy, guard = _lend(t)
+        if vars(t):
+            vars(copy).update(vars(t))
         self._guards.append(guard)
         self._lent[id(copy)] = _Lent(copy, t)
         return copy
@@ -64,11 +69,13 @@ class Loans:
         return lent.original if lent is not None and lent.is_untouched(value) else value
 
     @contextmanager
-    def saved_as_originals(self) -> Iterator[None]:
-        """In a replay: where an untouched copy is saved for backward, the original is. What is lent is then free."""
+    def saved_as_originals(self, saved: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """In a replay: where an untouched copy is saved for backward, the original is; `saved` says what in the place
+        of any other tensor. What is lent is then free.
+        """
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: pack(self.original(t)), unpack):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: pack(saved(self.original(t))), unpack):
                 yield
         finally:
             self._lent.clear()
@@ -113,6 +120,11 @@ def unseen() -> AbstractContextManager[Any]:
     if modes and not any(mode.is_infra_mode() for mode in modes):
         return _disable_current_modes()
     return nullcontext()
+
+
+def storage_of(t: Tensor) -> int:
+    """What tells the memory of one plain tensor from another's; for others, what tells the tensors."""
+    return t.untyped_storage()._cdata if is_plain(t) else id(t)
 
 
 def version(t: Tensor) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import itertools
 import types
@@ -41,8 +42,8 @@ class Reached:
     generators: list[torch.Generator] = field(default_factory=list)
 
 
-def reach(root: Any) -> Reached:
-    """What is found from a function or from containers of functions and modules.
+def reach(roots: Iterable[Any]) -> Reached:
+    """What is found from functions, modules, and containers of these.
 
     Looked through: modules, bound methods, partials, closures, defaults, globals that the code names, containers, and
     attributes of objects. Nothing of Python's or PyTorch's own is looked into.
@@ -50,7 +51,7 @@ def reach(root: Any) -> Reached:
     found = Reached()
     modules: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    layer = [root]
+    layer = [*roots]
     for _ in range(DEPTH):
         further: list[Any] = []
         for value in layer:
@@ -88,14 +89,22 @@ def _parts(value: Any, found: Reached) -> Iterable[Any]:
         return _parts_of_function(value)
     if isinstance(value, (type, types.ModuleType)):
         return ()
+    kind: Any = type(value)
     try:
-        held = vars(value)
-        parts = [*held.values(), type(value).__call__ if callable(value) else None]
+        slots = [getattr(value, name) for name in _slots(kind) if hasattr(value, name)]
+        held = vars(value) if hasattr(value, "__dict__") else None
+        parts = [*(held or {}).values(), *slots, kind.__call__ if callable(value) else None]
     except Exception:  # no attributes, or a proxy for something that is not there
         return ()
     if type(held) is dict:
         found.objects.append(value)
     return parts
+
+
+@functools.lru_cache(maxsize=4096)
+def _slots(kind: type) -> tuple[str, ...]:
+    found = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    return tuple(itertools.chain.from_iterable((names,) if isinstance(names, str) else names for names in found))
 
 
 def _parts_of_function(function: types.FunctionType) -> list[Any]:
@@ -115,6 +124,7 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that a function's code, and that of the functions in it, may look up among its globals."""
+    """The names that a function's code, and that of the functions in it, looks up among its globals."""
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return tuple(dict.fromkeys([*code.co_names, *itertools.chain.from_iterable(inner)]))
+    return tuple(dict.fromkeys([*own, *itertools.chain.from_iterable(inner)]))

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import operator
 import sys
-import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from ckptfused.generic.copies import is_plain, unseen, version
+from ckptfused.generic.copies import storage_of, version
 from ckptfused.generic.reach import CONTAINERS, reach
 from ckptfused.generic.views import shown
+from ckptfused.generic.watched import STATISTICS, Reads, Watched, known, shown_and_swapped, with_old_values
 
-# Above this a tensor is copied only until a forward was seen that leaves it alone.
-_SMALL = 1 << 20
-_STATISTICS = 1 << 16
-_unwritten: dict[int, weakref.ref[Tensor]] = {}  # by identity
+# Of more modules than these, each call looks at modes and rates alone, beside parameters and buffers.
+MANY = 256
+# So many tensors of closures are copied at each call; of more, those that no forward was seen to leave alone.
+_FEW = 64
 _SHOWN = ("_parameters", "_buffers")
 # A module in which FSDP1 puts views of its flat parameters, as attributes, whenever these are whole.
 _MANAGED = "_is_fsdp_managed_module"
@@ -44,31 +43,33 @@ class State:
     """
 
     def __init__(self, function: Callable[..., Any], arguments: list[Any]) -> None:
-        found, given = reach((function, *arguments)), reach(tuple(arguments))
-        generators = found.generators
-        self._modules = found.modules
+        found, given = reach([function, *arguments]), reach(arguments)
+        self._modules = [module for module in found.modules if not _keeps_its_own_books(module)]
         self._holders: list[_Holder] = []
-        self._tensors: list[_Watched] = []
-        for module in found.modules:
-            if _shards(module):
-                continue
+        self._tensors: list[Watched] = []
+        generators = found.generators
+        for module in self._modules:
             held, managed = vars(module), getattr(module, _MANAGED, False)
-            for name, value in held.items():
-                if type(value) in CONTAINERS and name not in _SHOWN:
-                    self._holders.append(_Holder(value))
-                elif isinstance(value, Tensor) and not managed:
-                    self._tensors.append(_Watched(value, _copied(value)))
-                elif isinstance(value, torch.Generator):
-                    generators.append(value)
-            self._holders.append(_Holder(held, attributes=True))
+            if len(found.modules) > MANY:
+                rates = tuple(name for name, value in held.items() if type(value) in (bool, float))
+                self._holders.append(_Holder(held, attributes=True, names=rates))
+            else:
+                self._holders.append(_Holder(held, attributes=True))
+                for name, value in held.items():
+                    if type(value) in CONTAINERS and name not in _SHOWN:
+                        self._holders.append(_Holder(value))
+                    elif isinstance(value, Tensor) and value.grad_fn is None and not managed:
+                        self._tensors.append(Watched(value, True))
+                    elif isinstance(value, torch.Generator):
+                        generators.append(value)
             for place in () if managed else _SHOWN:
                 for name, t in held[place].items():
                     if t is not None:
-                        copy = place == "_buffers" and _copied(t)
-                        self._tensors.append(_Watched(t, copy, (module, place, name)))
+                        self._tensors.append(Watched(t, place == "_buffers", (module, place, name)))
         self._holders += [_Holder(vars(value), attributes=True) for value in given.objects]
         self._holders += [_Holder(value) for value in given.containers]
-        self._tensors += [_Watched(t, not _known(t) and _copied(t)) for t in found.tensors]
+        few = len(found.tensors) <= _FEW
+        self._tensors += [Watched(t, (few and t.nbytes <= STATISTICS) or not known(t)) for t in found.tensors]
         self._generators = [(g, g.get_state()) for g in generators if not _is_default(g)]
 
     def settle(self) -> None:
@@ -77,11 +78,10 @@ class State:
             watched.settle()
 
     @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """**Raises** `RuntimeError` within, where the replay reads what was changed since."""
-        instead: dict[tuple[nn.Module, str], dict[str, Any]] = defaultdict(dict)
-        swapped: list[_Watched] = []
-        changed: dict[int, str] = {}
+    def replayed(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """What saves a tensor in the replay has to ask what it gets. **Raises** `RuntimeError` within, where the replay
+        reads what was changed since.
+        """
         for watched in self._tensors:
             if watched.written and watched.found is None:
                 raise RuntimeError(
@@ -89,35 +89,36 @@ class State:
                     "was made of it as it was: expected a function that writes its arguments, small buffers, or "
                     "nothing. Pass it as an argument, or change it outside"
                 )
-            if watched.written and watched.place is None:
-                swapped.append(watched)
-            elif (other := watched.instead()) is not None:
-                module, place, name = watched.place  # type: ignore[misc]
-                instead[module, place][name] = other
-            if watched.changed():
-                changed[watched.tensor.untyped_storage()._cdata] = (
-                    f"{self._name(watched)} was changed in place between forward and backward: expected version "
-                    f"{watched.version}, got version {version(watched.tensor)}"
-                )
+        instead, swapped = shown_and_swapped(self._tensors)
+        reads = Reads(
+            {
+                storage_of(watched.tensor): f"{self._name(watched)} was changed in place between forward and backward: "
+                f"expected version {watched.version}, got version {version(watched.tensor)}"
+                for watched in self._tensors
+                if watched.changed()
+            }
+        )
+        filled = {storage_of(watched.tensor) for watched in swapped}
+
+        def saved(t: Tensor) -> Tensor:
+            reads.check(t)
+            return t.clone() if filled and storage_of(t) in filled else t
+
         drawn = [(g, g.get_state()) for g, _ in self._generators]
         before: list[tuple[_Holder, Any]] = []
         try:
             before = [(holder, holder.put(holder.found)) for holder in self._holders]
             for g, found in self._generators:
                 g.set_state(found)
-            with ExitStack() as stack:
-                for watched in swapped:
-                    stack.enter_context(watched.swapped())
-                stack.enter_context(shown(instead))
-                stack.enter_context(_Reads(changed) if changed else nullcontext())
-                yield
+            with with_old_values(swapped), shown(instead), reads if reads.storages else nullcontext():
+                yield saved
         finally:
             for holder, content in before:
                 holder.put(content)
             for g, now in drawn:
                 g.set_state(now)
 
-    def _name(self, watched: _Watched) -> str:
+    def _name(self, watched: Watched) -> str:
         kind = "a tensor"
         if watched.place is not None:
             kind = "parameter" if watched.place[1] == "_parameters" else "buffer"
@@ -131,33 +132,46 @@ class State:
 
 
 class _Holder:
-    """A dict, list, set or deque, or the attributes of an object, with what it held."""
+    """A dict, list, set or deque, or attributes of an object (all, or those named), with what the forward found."""
 
-    __slots__ = ("attributes", "found", "held")
+    __slots__ = ("attributes", "found", "held", "names")
 
-    def __init__(self, held: Any, attributes: bool = False) -> None:
+    def __init__(self, held: Any, attributes: bool = False, names: tuple[str, ...] | None = None) -> None:
         self.held = held
         self.attributes = attributes
-        self.found = held.copy() if held else _EMPTY
+        self.names = names
+        self.found = self.now() if held else _EMPTY
+        # Values are all that a replay needs; a graph would hold the one of the call before, and that the next.
+        values: Any = self.found.items() if isinstance(self.found, dict) else enumerate(self.found)
+        graphs = [(key, value) for key, value in values if isinstance(value, Tensor) and value.grad_fn is not None]
+        for key, value in graphs if not isinstance(self.found, set) else ():
+            self.found[key] = value.detach().requires_grad_()
+
+    def now(self) -> Any:
+        """What it holds, as one of its own kind."""
+        if self.names is not None:
+            return {name: self.held[name] for name in self.names if name in self.held}
+        content = self.held.copy()
+        if self.attributes:
+            for name in _SHOWN:
+                content.pop(name, None)
+        return content
 
     def put(self, content: Any) -> Any:
         """Has it hold that, and returns what it held; touches nothing where these are the same."""
-        held = self.held
-        if _same(held, content):
-            return content
-        before = held.copy()
+        held, before = self.held, self.now()
+        if _same(before, content):
+            return before
         if self.attributes:
             for name in before.keys() | content.keys():
-                # Parameters and buffers are not exchanged here, and DeepSpeed keeps its books itself.
                 old, new = before.get(name, _EMPTY), content.get(name, _EMPTY)
-                if name in _SHOWN or name.startswith("ds_") or old is new:
+                views = before.get(_MANAGED) and (isinstance(old, Tensor) or isinstance(new, Tensor))
+                if old is new or views or name.startswith("ds_"):  # DeepSpeed keeps its books itself
                     continue
-                if before.get(_MANAGED) and (isinstance(old, Tensor) or isinstance(new, Tensor)):
-                    continue
-                if name in content:
-                    held[name] = content[name]
-                else:
+                if new is _EMPTY:
                     del held[name]
+                else:
+                    held[name] = new
             return before
         held.clear()
         if isinstance(held, (list, deque)):
@@ -178,123 +192,15 @@ def _same(a: Any, b: Any) -> bool:
     return all(map(operator.is_, a, b)) and (not isinstance(a, dict) or all(map(operator.is_, a.values(), b.values())))
 
 
-class _Watched:
-    """A tensor beside the arguments. `place`: the module, which of its dicts, and the name there; None elsewhere."""
-
-    __slots__ = ("found", "place", "tensor", "version", "written")
-
-    def __init__(self, tensor: Tensor, copy: bool, place: tuple[nn.Module, str, str] | None = None) -> None:
-        self.tensor = tensor
-        self.place = place
-        self.version = version(tensor)
-        self.written = False
-        self.found: Tensor | None = None
-        if copy:
-            self.found = _clone(tensor)
-
-    def settle(self) -> None:
-        now = version(self.tensor)
-        self.written, self.version = now != self.version or self._differs(), now
-        if self.found is not None and not self.written:
-            _note(self.tensor)
-            if self.found.nbytes > _STATISTICS:
-                self.found = None
-
-    def _differs(self) -> bool:
-        """Whether it has other values than before: batch norm's kernels write statistics behind the version counter."""
-        if self.found is None:
-            return False
-        if not self.tensor.is_cpu:  # the host would have to wait for the answer
-            return self.tensor.nbytes <= _STATISTICS
-        with unseen():
-            return not torch.equal(self.found, self.tensor)
-
-    def changed(self) -> bool:
-        """Whether somebody else wrote to it since the forward; a small one's own values (DDP's broadcast) are none."""
-        if self.written or version(self.tensor) == self.version or not is_plain(self.tensor):
-            return False
-        with unseen():
-            return self.found is None or not torch.equal(self.found, self.tensor)
-
-    def instead(self) -> Tensor | None:
-        """What has to be shown in its place; None: nothing else than what is there."""
-        if self.place is None:
-            return None
-        module, place, name = self.place
-        if self.written:
-            return None if self.found is None else _clone(self.found)
-        present = vars(module)[place].get(name)
-        # Whoever shards weights replaces them all the time, and has its own at hand in the replay.
-        ours = type(self.tensor) in _ORDINARY and (present is None or type(present) in _ORDINARY)
-        return self.tensor if ours and present is not self.tensor else None
-
-    @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """Within, it has the values that the forward found."""
-        assert self.found is not None
-        now = _clone(self.tensor)
-        _fill(self.tensor, self.found)
-        try:
-            yield
-        finally:
-            _fill(self.tensor, now)
-
-
-_ORDINARY = (Tensor, nn.Parameter)
-
-
-def _clone(t: Tensor) -> Tensor:
-    with torch.no_grad(), unseen():
-        return t.detach().clone()
-
-
-def _fill(t: Tensor, values: Tensor) -> None:
-    with torch.no_grad(), unseen(), torch.autograd._unsafe_preserve_version_counter(t):
-        t.copy_(values)
-
-
-def _copied(t: Tensor) -> bool:
-    """Whether a tensor is copied before the forward, in case that this writes it."""
-    return is_plain(t) and not t.requires_grad and not t.is_inference() and (t.nbytes <= _SMALL or not _known(t))
-
-
-def _known(t: Tensor) -> bool:
-    """Whether a forward was seen that left it alone."""
-    found = _unwritten.get(id(t))
-    return found is not None and found() is t
-
-
-def _note(t: Tensor) -> None:
-    """A forward left it alone."""
-    place = id(t)
-    if place not in _unwritten:
-        _unwritten[place] = weakref.ref(t, lambda _: _unwritten.pop(place, None))
-
-
-def _shards(module: nn.Module) -> bool:
-    """Whether this is FSDP1's wrapper, which keeps its books itself."""
+def _keeps_its_own_books(module: nn.Module) -> bool:
+    """Whether this is FSDP1's wrapper, a scripted module, or a lazy one before its first call."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+        return True
+    lazy = isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()  # type: ignore[misc]
+    return lazy or isinstance(module, torch.jit.ScriptModule)
 
 
 def _is_default(g: torch.Generator) -> bool:
     """Whether PyTorch's own checkpoint replays this generator."""
     return g is torch.default_generator or any(g is other for other in torch.cuda.default_generators)
-
-
-class _Reads(TorchDispatchMode):
-    """Raises where an operation takes a tensor in one of these storages."""
-
-    def __init__(self, storages: dict[int, str]) -> None:
-        super().__init__()
-        self.storages = storages
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for t in tree_leaves((args, kwargs)):
-            if isinstance(t, Tensor) and is_plain(t):
-                what = self.storages.get(t.untyped_storage()._cdata)
-                if what is not None:
-                    raise RuntimeError(
-                        f"ckptfused.checkpoint: {what}. The replay needs it as it was: change it after backward"
-                    )
-        return func(*args, **(kwargs or {}))

@@ -60,7 +60,10 @@ constexpr int64_t kAlignment = 64;
 
 void copies_on_write([[maybe_unused]] c10::StorageImpl& storage) {
 #if __has_include(<c10/core/StorageMaterializer.h>)
-  storage.set_materializer(&cow::materialize_cow);
+  storage.set_materializer([](c10::StorageImpl* s) {
+    // A resize has given it memory of its own already.
+    if (cow::is_cow_data_ptr(s->data_ptr())) cow::materialize_cow(s);
+  });
 #endif  // up to PyTorch 2.11 the deleter says so
 }
 

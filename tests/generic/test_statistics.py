@@ -175,4 +175,4 @@ def test_the_search_ends() -> None:
     holder = Holder(nn.BatchNorm1d(4))
     holder.blocks.append({"holder": holder})  # type: ignore[dict-item]
     many = list(range(10**6))
-    assert len(reach((holder, many, torch.exp, torch, print, len, Model)).modules) == 1
+    assert len(reach([holder, many, torch.exp, torch, print, len, Model]).modules) == 1

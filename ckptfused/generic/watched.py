@@ -1,0 +1,185 @@
+"""The tensors beside a function's arguments: which of them a forward wrote, and which were changed since."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ckptfused.generic.copies import is_plain, storage_of, unseen, version
+
+# Larger tensors are copied only until a forward was seen that leaves them alone, the largest never.
+SMALL, LARGE = 1 << 20, 1 << 26
+# Up to this size the copy of a buffer stays, to see whether a later write changed anything.
+STATISTICS = 1 << 16
+_unwritten: dict[int, weakref.ref[Tensor]] = {}  # by identity
+_ORDINARY = (Tensor, nn.Parameter)
+
+Place = tuple[nn.Module, str, str]
+
+
+class Watched:
+    """A tensor beside the arguments. `place`: the module, which of its dicts, and the name there; None elsewhere."""
+
+    __slots__ = ("found", "place", "tensor", "version", "written")
+
+    def __init__(self, tensor: Tensor, copy: bool, place: Place | None = None) -> None:
+        self.tensor = tensor
+        self.place = place
+        self.version = version(tensor)
+        self.written = False
+        self.found = _clone(tensor) if copy and _can_be_copied(tensor) else None
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.place is not None and self.place[1] == "_parameters"
+
+    def settle(self) -> None:
+        """After the forward."""
+        now = version(self.tensor)
+        written, self.version = now != self.version or self._differs(), now
+        # A parameter that a forward writes (a lazy one's first values, a forced norm) is written again by the replay.
+        self.written = written and not self.is_parameter
+        if written:
+            _unwritten.pop(id(self.tensor), None)
+        elif self.found is not None:
+            _note(self.tensor)
+            if self.place is None or self.found.nbytes > STATISTICS:
+                self.found = None
+
+    def _differs(self) -> bool:
+        """Whether it has other values than before: batch norm's kernels write statistics behind the version counter."""
+        if self.found is None or not is_plain(self.tensor):
+            return False
+        if not self.tensor.is_cpu:  # the host would have to wait for the answer
+            return self.place is not None and self.tensor.nbytes <= STATISTICS
+        return not _same_values(self.found, self.tensor)
+
+    def changed(self) -> bool:
+        """Whether somebody else wrote to it since the forward; a small one's own values (DDP's broadcast) are none."""
+        if self.written or version(self.tensor) == self.version or not is_plain(self.tensor):
+            return False
+        return self.found is None or not _same_values(self.found, self.tensor)
+
+    def replaced(self) -> bool:
+        """Whether another parameter or buffer stands in its place now."""
+        if self.place is None:
+            return False
+        module, place, name = self.place
+        present = vars(module)[place].get(name)
+        # Whoever shards weights replaces them all the time, and has its own at hand in the replay.
+        ours = type(self.tensor) in _ORDINARY and (present is None or type(present) in _ORDINARY)
+        return ours and present is not self.tensor
+
+
+def shown_and_swapped(
+    watched: list[Watched],
+) -> tuple[dict[tuple[nn.Module, str], dict[str, Any]], list[Watched]]:
+    """What a replay is shown in the place of buffers and parameters, by module and dict; and the tensors that have
+    their old values meanwhile: those outside modules, and those whose memory somebody else has, too.
+    """
+    written: dict[int, list[Watched]] = defaultdict(list)
+    for w in watched:
+        if w.written:
+            written[storage_of(w.tensor)].append(w)
+    shown: dict[tuple[nn.Module, str], dict[str, Any]] = defaultdict(dict)
+    swapped: list[Watched] = []
+    for group in written.values():
+        if len({id(w.tensor) for w in group}) > 1 or any(w.place is None for w in group):
+            swapped += {id(w.tensor): w for w in group}.values()
+            continue
+        one = _clone(group[0].found)  # type: ignore[arg-type]
+        for w in group:
+            module, place, name = w.place  # type: ignore[misc]
+            shown[module, place][name] = one
+    for w in watched:
+        if not w.written and w.replaced():
+            module, place, name = w.place  # type: ignore[misc]
+            shown[module, place][name] = w.tensor
+    return shown, swapped
+
+
+@contextmanager
+def with_old_values(swapped: list[Watched]) -> Iterator[None]:
+    """Within, the tensors have the values that the forward found."""
+    now = [_clone(w.tensor) for w in swapped]
+    for w in swapped:
+        _fill(w.tensor, w.found)
+    try:
+        yield
+    finally:
+        for w, values in zip(swapped, now, strict=True):
+            _fill(w.tensor, values)
+
+
+def _can_be_copied(t: Tensor) -> bool:
+    return not t.requires_grad and not t.is_inference() and t.nbytes <= LARGE and (t.nbytes <= SMALL or not known(t))
+
+
+def known(t: Tensor) -> bool:
+    """Whether a forward was seen that left it alone."""
+    found = _unwritten.get(id(t))
+    return found is not None and found() is t
+
+
+def _note(t: Tensor) -> None:
+    """A forward left it alone."""
+    place = id(t)
+    if place not in _unwritten:
+        _unwritten[place] = weakref.ref(t, lambda _: _unwritten.pop(place, None))
+
+
+def _clone(t: Tensor) -> Tensor | None:
+    """A copy; None of what PyTorch cannot copy."""
+    try:
+        with torch.no_grad(), unseen():
+            return t.detach().clone()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _fill(t: Tensor, values: Tensor | None) -> None:
+    if values is not None:
+        with torch.no_grad(), unseen(), torch.autograd._unsafe_preserve_version_counter(t):
+            t.copy_(values)
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    """NaN is NaN here. Of types that cannot be compared nothing is known, and nothing is said."""
+    try:
+        with torch.no_grad(), unseen():
+            return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+    except (RuntimeError, NotImplementedError):
+        return True
+
+
+class Reads(TorchDispatchMode):
+    """Raises where an operation takes a tensor in one of these storages."""
+
+    def __init__(self, storages: dict[int, str]) -> None:
+        super().__init__()
+        self.storages = storages
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code within stays compiled; `check` sees what it saves."""
+        return True
+
+    def check(self, t: Tensor) -> None:
+        """**Raises** `RuntimeError` for a tensor in one of the storages."""
+        what = self.storages.get(storage_of(t)) if is_plain(t) else None
+        if what is not None:
+            raise RuntimeError(f"ckptfused.checkpoint: {what}. The replay needs it as it was: change it after backward")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for t in tree_leaves((args, kwargs)):
+            if isinstance(t, Tensor):
+                self.check(t)
+        return func(*args, **(kwargs or {}))
