@@ -51,7 +51,8 @@ def checkpoint(
       libraries and kernels that are allowed. Modules are looked for from the function: it
       is one, is a method of one, or has them in its closure, defaults, globals, attributes or arguments.
 
-    Under `torch.func.grad` and its kind, which have no place for a replay, the function is only called.
+    Under `torch.func.grad` and its kind, which have no place for a replay, the function is only called; with PyTorch
+    2.11 under `torch.vmap` and forward-mode derivatives, too.
 
     **Saves** the tensors in `args` and `kwargs`, and the old values of buffers: of those that the function writes, and
     of those up to 64 KiB.
@@ -96,8 +97,9 @@ def checkpoint(
     markers = [torch.empty(0, device=device) for device in devices]
     if transformed():
         hooks: Any = torch._C._autograd
-        if not hooks._saved_tensors_hooks_is_enabled():
-            return on_copies(*tensors)  # torch.func.grad and its kind have no place for a replay
+        # torch.func.grad and its kind have no place for a replay, nor has torch.vmap in PyTorch 2.11.
+        if not hooks._saved_tensors_hooks_is_enabled() or hasattr(torch_checkpoint, "_NoopSaveInputs"):
+            return on_copies(*tensors)
         return torch_checkpoint.checkpoint(lambda *markers: on_copies(*tensors), *markers, **options)
     if torch.is_grad_enabled():
         # What was made in inference mode can be neither saved nor written to.
