@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ckptfused
 from ckptfused import FusedCheckpointAttention, FusedCheckpointBlock, FusedCheckpointFFN, outer_checkpoint
@@ -227,3 +228,23 @@ def test_compiled_it_is_as_it_was() -> None:
     module = FusedCheckpointBlock.llama(WIDTH, 4, 64)
     compiled = torch.compile(lambda x: restored(module, x), backend="aot_eager", fullgraph=True)
     assert same(step(compiled, module), step(module, module))
+
+
+@pytest.mark.parametrize("name", [*MODULES, "sequential"])
+@pytest.mark.parametrize("around", [checkpoint, ckptfused.checkpoint], ids=["torch", "ckptfused"])
+def test_selective_checkpointing_counts_no_question_about_random_states(name: str, around: Callable[..., Any]) -> None:
+    torch.manual_seed(1)
+    two = lambda: ckptfused.FusedCheckpointSequential(MODULES["block"](), MODULES["ffn"]())  # noqa: E731
+    module, linear = two() if name == "sequential" else MODULES[name](), nn.Linear(WIDTH, WIDTH)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    found = []
+    for call in (lambda f, x: f(x), partial(around, use_reentrant=False, context_fn=contexts)):
+        found.append(step(lambda x, call=call: call(lambda x: module(linear(x)), x), module, linear))
+    assert all(map(torch.equal, *found))
+
+
+def test_fake_tensors_have_no_random_states() -> None:
+    block = MODULES["block"]()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.randn(2, 4, WIDTH, requires_grad=True)
+        restored(lambda x: block(x), x).sum().backward()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -422,3 +424,141 @@ def test_forward_mode_without_a_transform() -> None:
         got = torch.autograd.forward_ad.unpack_dual(y).tangent
     assert got is not None
     torch.testing.assert_close(got, x.sin().exp() * x.cos() * tangent)
+
+
+class Shared(nn.Module):
+    """One buffer under several names, or as an attribute and a view beside."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        state = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        self.register_buffer("one", state)
+        if how == "twice":
+            self.register_buffer("other", state)
+        elif how == "view":
+            self.register_buffer("other", state[:])
+        else:
+            self.other = state
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.one.mul_(2)
+        return (x * self.other).sin()
+
+
+def _accumulates(state: Tensor) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        state.add_(1)
+        return (x * state).sin()
+
+    return function
+
+
+@pytest.mark.parametrize("how", ["twice", "view", "attribute"])
+def test_buffers_that_share_memory(how: str) -> None:
+    found = []
+    for call in (plain, checkpoint):
+        module, x = Shared(how), torch.tensor([0.1, 0.2, 0.3, 0.4]).requires_grad_()
+        y = call(module, x)
+        y.sum().backward()
+        found.append([x.grad, module.one, module.other])
+    assert same(*found)
+
+
+def test_a_closures_tensor_that_two_calls_write() -> None:
+    """Plain PyTorch raises: the second call changes what the first saved."""
+    x = torch.tensor([0.1, 0.2]).requires_grad_()
+    function = _accumulates(state := torch.ones(2))
+    first, _ = checkpoint(function, x), checkpoint(function, x)
+    (gradient,) = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(gradient, 2 * (2 * x.detach()).cos())
+    assert torch.equal(state, torch.full((2,), 3.0))
+
+
+def test_a_nan_beside_the_arguments_is_no_change() -> None:
+    table = torch.tensor([[1.0], [torch.nan]]).expand(2, 3)
+    x = torch.tensor([0.1, 0.2, 0.3]).requires_grad_()
+    checkpoint(lambda x: (x * table[0]).sin(), x).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, x.detach().cos())
+
+
+def test_states_do_not_chain_one_step_to_the_next() -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.last, self.seen = nn.Linear(4, 4), None, {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            p = self.linear(x).softmax(-1)
+            self.last = self.seen["last"] = -(p * p.log()).sum()
+            return (p * x).sin()
+
+    module, inputs = Keeps(), []
+    for _ in range(4):
+        x = torch.randn(2, 4, requires_grad=True)
+        checkpoint(module, x).sum().backward()
+        inputs.append(weakref.ref(x))
+        del x
+    gc.collect()
+    assert sum(x() is not None for x in inputs) <= 1
+
+
+@pytest.mark.parametrize("name", ["lazy", "lazy-norm", "scripted", "traced", "forced-norm"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_modules_that_change_themselves_or_are_compiled(name: str) -> None:
+    class Forced(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.weight.copy_(nn.functional.normalize(self.weight, dim=1))
+            return super().forward(x)
+
+    make: dict[str, Callable[[], nn.Module]] = {
+        "lazy": lambda: nn.LazyLinear(4),
+        "lazy-norm": lambda: nn.LazyBatchNorm1d(),
+        "scripted": lambda: torch.jit.script(nn.Linear(4, 4)),
+        "traced": lambda: torch.jit.trace(nn.Linear(4, 4), torch.randn(2, 4)),
+        "forced-norm": lambda: Forced(4, 4),
+    }
+    found = []
+    for call in (plain, checkpoint):
+        torch.manual_seed(1)
+        segment, x = nn.Sequential(make[name](), nn.Tanh()), torch.randn(3, 4).requires_grad_()
+        call(segment, x).sin().sum().backward()
+        found.append([x.grad, *(p.grad for p in segment.parameters())])
+    for ours, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_what_the_last_operation_saves_must_not_be_changed() -> None:
+    """Early stop ends the replay before that operation is dispatched."""
+    gamma = torch.ones(4)
+    linear, x = nn.Linear(4, 4), torch.randn(3, 4).requires_grad_()
+    y = checkpoint(lambda x: linear(x).sin() * gamma, x)
+    gamma.add_(1)
+    with pytest.raises(RuntimeError, match="was changed in place"):
+        y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's own question
+def test_compiled_code_stays_compiled_where_something_else_changed() -> None:
+    other, scale = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(4))
+    compiled = torch.compile(lambda x: x.sin().cos() * scale, backend="aot_eager")
+    x = torch.tensor([0.1, 0.2, 0.3, 0.4]).requires_grad_()
+    y = checkpoint(lambda x: compiled(x) if other is not None else x, x)
+    with torch.no_grad():
+        other.add_(1)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, -x.detach().sin().sin() * x.detach().cos())
+    torch._dynamo.reset()
+
+
+def test_states_written_later_raise_once_at_most() -> None:
+    running, variance, train = torch.zeros(4), torch.ones(4), [False]
+
+    def function(x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, running, variance, training=train[0]).sin()
+
+    for train[0] in (False, True, True):
+        y = checkpoint(function, torch.randn(6, 4).requires_grad_())
+        after = running.clone()
+        y.sum().backward()
+        assert torch.equal(running, after)
