@@ -19,7 +19,7 @@ from ckptfused.generic.views import shown
 from ckptfused.generic.watched import STATISTICS, Reads, Watched, known, shown_and_swapped, with_old_values
 
 # Of more modules than these, each call looks at modes and rates alone, beside parameters and buffers.
-MANY = 256
+MANY = 128
 # So many tensors of closures are copied at each call; of more, those that no forward was seen to leave alone.
 _FEW = 64
 _SHOWN = ("_parameters", "_buffers")
@@ -51,8 +51,7 @@ class State:
         for module in self._modules:
             held, managed = vars(module), getattr(module, _MANAGED, False)
             if len(found.modules) > MANY:
-                rates = tuple(name for name, value in held.items() if type(value) in (bool, float))
-                self._holders.append(_Holder(held, attributes=True, names=rates))
+                self._holders.append(_Holder(held, attributes=True, names=_rates(module)))
             else:
                 self._holders.append(_Holder(held, attributes=True))
                 for name, value in held.items():
@@ -190,6 +189,17 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, set):
         return bool(a == b)
     return all(map(operator.is_, a, b)) and (not isinstance(a, dict) or all(map(operator.is_, a.values(), b.values())))
+
+
+_names: dict[tuple[type, int], tuple[str, ...]] = {}
+
+
+def _rates(module: nn.Module) -> tuple[str, ...]:
+    """The names of its modes and rates."""
+    key = (type(module), len(vars(module)))
+    if key not in _names:
+        _names[key] = tuple(name for name, value in vars(module).items() if type(value) in (bool, float))
+    return _names[key]
 
 
 def _keeps_its_own_books(module: nn.Module) -> bool:
