@@ -48,8 +48,12 @@ def checkpoint(
     - Modules are in the replay as the forward found them, and afterwards as they were: modes, dropout rates, hooks,
       counters, and buffers that the forward writes (running statistics, power iterations, observers), which are
       updated once. Objects among the arguments, such as caches, are too. So are threads, matmul precision and the
-      libraries and kernels that are allowed. Modules are looked for from the function: it
-      is one, is a method of one, or has them in its closure, defaults, globals, attributes or arguments.
+      libraries and kernels that are allowed. Modules are looked for from the function: it is one, is a method of one,
+      or has them in its closure, defaults, globals, attributes or arguments, at most six steps away and among the
+      first 256 values of a container. Of a function that reaches more than 128 modules only modes, rates, parameters
+      and buffers are; each module costs time at a call, so give it a layer rather than a method of the model. A
+      replay has buffers of its own while other threads call the modules under `checkpoint`; what else it finds changed
+      is exchanged for all threads meanwhile.
 
     Under `torch.func.grad` and its kind, which have no place for a replay, the function is only called; with PyTorch
     2.11 under `torch.vmap` and forward-mode derivatives, too.
