@@ -114,15 +114,15 @@ MUTANTS = (
     Mutant(
         "parameters whose version nobody looks at",
         file="ckptfused/generic/state.py",
-        text="stack.enter_context(_Reads(changed) if changed else nullcontext())",
-        defect="pass",
+        text="if watched.changed()",
+        defect="if False",
         test="tests/generic/test_state.py::test_an_optimizer_step_between_forward_and_backward_raises",
     ),
     Mutant(
         "buffers that a replay finds as they are now",
         file="ckptfused/generic/state.py",
-        text="stack.enter_context(shown(instead))",
-        defect="pass",
+        text="with with_old_values(swapped), shown(instead), reads",
+        defect="with with_old_values(swapped), reads",
         test="tests/generic/test_state.py::test_state_is_updated_once[mean-in-place-1]",
     ),
     Mutant(
