@@ -47,9 +47,12 @@ def failures(c: Case, got: tuple[Tensor, ...], call: Call) -> list[str]:
     """What is further from the float64 oracle than the eager run in the same type allows."""
     truth = reference(call, torch.float64)
     eager = truth if c.dtype == torch.float64 else reference(call, c.dtype)
+    # The rounding of a sum grows with the root of its length. The interpreter's products are NumPy's, which add in
+    # another order on each kind of processor; the floor is for sums of 128.
+    floor = FLOOR[c.dtype] * max(1.0, c.head_dim / 128) ** 0.5
     found = []
     for name, x, y, e in zip(NAMES, got, truth, eager, strict=True):
-        limit = max(FLOOR[c.dtype], TIMES_EAGER * error(e, y))
+        limit = max(floor, TIMES_EAGER * error(e, y))
         if not error(x, y) <= limit:
             found.append(f"{name}: error {error(x, y):.2e}, allowed {limit:.2e}")
     return found
@@ -58,7 +61,8 @@ def failures(c: Case, got: tuple[Tensor, ...], call: Call) -> list[str]:
 def check(c: Case, device: str = "cpu") -> None:
     call = make_call(c)
     got = run(call, device)
-    assert not failures(c, got, call)
+    found = failures(c, got, call)
+    assert not found, found
     for t, like in zip((got[0], *got[2:]), (call.q, call.q, call.k, call.v), strict=True):
         assert t.shape == like.shape and t.dtype == like.dtype
 
