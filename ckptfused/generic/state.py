@@ -57,7 +57,7 @@ class State:
                 for name, value in held.items():
                     if type(value) in CONTAINERS and name not in _SHOWN:
                         self._holders.append(_Holder(value))
-                    elif isinstance(value, Tensor) and value.grad_fn is None and not managed:
+                    elif isinstance(value, Tensor) and not managed and not _has_graph(value):
                         self._tensors.append(Watched(value, True))
                     elif isinstance(value, torch.Generator):
                         generators.append(value)
@@ -142,9 +142,10 @@ class _Holder:
         self.found = self.now() if held else _EMPTY
         # Values are all that a replay needs; a graph would hold the one of the call before, and that the next.
         values: Any = self.found.items() if isinstance(self.found, dict) else enumerate(self.found)
-        graphs = [(key, value) for key, value in values if isinstance(value, Tensor) and value.grad_fn is not None]
-        for key, value in graphs if not isinstance(self.found, set) else ():
-            self.found[key] = value.detach().requires_grad_()
+        graphs = [(key, value) for key, value in values if isinstance(value, Tensor) and _has_graph(value)]
+        if not isinstance(self.found, set) and not (attributes and held.get(_MANAGED)):
+            for key, value in graphs:
+                self.found[key] = value.detach().requires_grad_()
 
     def now(self) -> Any:
         """What it holds, as one of its own kind."""
@@ -181,6 +182,13 @@ class _Holder:
 
 
 _EMPTY: dict[str, Any] = {}
+
+
+def _has_graph(t: Tensor) -> bool:
+    try:
+        return not t.is_leaf
+    except RuntimeError:  # a view of FSDP1's flat parameters that is out of date
+        return False
 
 
 def _same(a: Any, b: Any) -> bool:
