@@ -60,13 +60,13 @@ class Watched:
             return False
         if not self.tensor.is_cpu:  # the host would have to wait for the answer
             return self.place is not None and self.tensor.nbytes <= STATISTICS
-        return not _same_values(self.found, self.tensor)
+        return not _same_values(self.found, self.tensor, unknown=True)
 
     def changed(self) -> bool:
         """Whether somebody else wrote to it since the forward; a small one's own values (DDP's broadcast) are none."""
         if self.written or version(self.tensor) == self.version or not is_plain(self.tensor):
             return False
-        return self.found is None or not _same_values(self.found, self.tensor)
+        return self.found is None or not _same_values(self.found, self.tensor, unknown=False)
 
     def replaced(self) -> bool:
         """Whether another parameter or buffer stands in its place now."""
@@ -151,13 +151,13 @@ def _fill(t: Tensor, values: Tensor | None) -> None:
             t.copy_(values)
 
 
-def _same_values(a: Tensor, b: Tensor) -> bool:
-    """NaN is NaN here. Of types that cannot be compared nothing is known, and nothing is said."""
+def _same_values(a: Tensor, b: Tensor, unknown: bool) -> bool:
+    """Whether all values are the same, NaN and NaN, too; `unknown` of types that PyTorch cannot compare."""
     try:
         with torch.no_grad(), unseen():
             return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
     except (RuntimeError, NotImplementedError):
-        return True
+        return unknown
 
 
 class Reads(TorchDispatchMode):

@@ -294,6 +294,15 @@ def test_a_buffer_that_gets_its_own_values_again_is_not_changed() -> None:
     assert x.grad is not None and torch.equal(x.grad, expected)
 
 
+def test_a_changed_buffer_of_a_type_that_cannot_be_compared_raises() -> None:
+    holder, x = nn.Module(), torch.randn(2, 4).requires_grad_()
+    holder.register_buffer("bits", torch.zeros(8, dtype=torch.uint8).view(torch.bits8))
+    y = checkpoint(lambda x, holder: (x * holder.bits.view(torch.uint8)[:4]).exp(), x, holder)
+    holder.bits.view(torch.uint8).add_(1)
+    with pytest.raises(RuntimeError, match="buffer 'bits' of Module was changed in place"):
+        y.sum().backward()
+
+
 def test_an_optimizer_step_between_forward_and_backward_raises() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
