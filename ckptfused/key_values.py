@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ckptfused import outer_checkpoint, rng
+from ckptfused.eager.norm import norm
+from ckptfused.eager.rope import rope
 from ckptfused.functional import compute_word
 from ckptfused.masks import NO_MASK, Mask
-from ckptfused.reference.norm import norm
-from ckptfused.reference.rope import rope
 from ckptfused.slots import PARAM_SLOTS
 from ckptfused.spec import BlockSpec
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ckptfused import rng
-from ckptfused.reference.block import mask_shapes, reference_block
-from ckptfused.reference.philox import DECISIONS, keep_threshold
+from ckptfused.eager.block import eager_block, mask_shapes
+from ckptfused.eager.philox import DECISIONS, keep_threshold
 from ckptfused.slots import AUX_NAMES
 from ckptfused.spec import BlockSpec, param_names
 
@@ -34,13 +34,13 @@ def plain_block(
 
     **Shapes** x, params, aux: as the op takes them. masks: the keep mask of each dropout site, by its number.
     **Saves** what PyTorch's own operations save, the T × T matrix among it.
-    **Source** `reference.block.reference_block`.
+    **Source** `eager.block.eager_block`.
     """
     spec = parsed(text)
     named: Any = dict(zip(param_names(spec), params, strict=True))
     inputs: Any = dict(zip(AUX_NAMES, aux, strict=True))
     with _computing_in(x, spec.compute):
-        return reference_block(x, named, spec, **inputs, masks=masks)
+        return eager_block(x, named, spec, **inputs, masks=masks)
 
 
 def drawn_masks(x: Tensor, aux: Sequence[Tensor | None], text: str, state: Tensor | None) -> dict[int, Tensor]:

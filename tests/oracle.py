@@ -13,17 +13,17 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from ckptfused.reference import block as reference_module
-from ckptfused.reference import dropout_masks, reference_block
-from ckptfused.reference.activation import PLAIN
-from ckptfused.reference.attention import probabilities
-from ckptfused.reference.dropout import dropout
+from ckptfused.eager import block as reference_module
+from ckptfused.eager import dropout_masks, eager_block
+from ckptfused.eager.activation import PLAIN
+from ckptfused.eager.attention import probabilities
+from ckptfused.eager.dropout import dropout
 from ckptfused.spec import BlockSpec, param_shapes
 from tests.cases import Case
 
 SEED = 2024  # of the dropout masks
 
-attention_module = importlib.import_module("ckptfused.reference.attention")  # the package has a function of that name
+attention_module = importlib.import_module("ckptfused.eager.attention")  # the package has a function of that name
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def plain(spec: BlockSpec, masks: Mapping[int, Tensor], eager: bool = False) -> 
 
     def call(i: Inputs) -> Tensor:
         with mock.patch.object(attention_module, "weigh", _AsFused.apply) if eager else contextlib.nullcontext():
-            return reference_block(i.x, i.params, spec, **i.aux, masks=masks, eager=eager)
+            return eager_block(i.x, i.params, spec, **i.aux, masks=masks, eager=eager)
 
     return call
 

@@ -145,7 +145,7 @@ def _run(
 CHUNKS = """
 #include <iostream>
 #include "kernels/cuda/norm.h"
-#include "kernels/cuda/rope.h"
+#include "kernels/cuda/qk.h"
 using namespace ckptfused;
 int main() {
   for (long long rows, n; std::cin >> rows >> n;) {

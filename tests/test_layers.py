@@ -40,7 +40,7 @@ PYTHON_LAYERS = (
         "spec_text",
         "masks",
         "checks",
-        "reference",
+        "eager",
         "outer_checkpoint",
     ),
     ("_extension", "_C"),
@@ -147,7 +147,7 @@ def test_imports_point_down(path: Path) -> None:
 
 def test_there_is_something_to_hold() -> None:
     assert {layer_of(path) for path in cpp_files()} >= {"math", "kernels", "ops", "autograd"}
-    assert {layer_of(path) for path in python_files()} >= {"functional", "modules", "cli", "reference"}
+    assert {layer_of(path) for path in python_files()} >= {"functional", "modules", "cli", "eager"}
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_wrong_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "ckptfused")
     (tmp_path / "ckptfused" / "modules").mkdir(parents=True)
-    path = tmp_path / "ckptfused" / "reference.py"
+    path = tmp_path / "ckptfused" / "eager.py"
     path.write_text(
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from .cli import main\n"

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from ckptfused import reference, rng
+from ckptfused import eager, rng
 from tests.devices import on_devices
 
 ALARM = 1e-9
@@ -47,7 +47,7 @@ def test_masks_equal_the_slow_philox(
 ) -> None:
     got = rng.dropout_mask([*shape, cols], p, state(seed, offset, device), site)
     assert (got.dtype, got.device.type) == (torch.bool, device)
-    assert got.cpu().equal(reference.dropout_mask([*shape, cols], p, seed, offset, site))
+    assert got.cpu().equal(eager.dropout_mask([*shape, cols], p, seed, offset, site))
 
 
 @on_devices
@@ -55,7 +55,7 @@ def test_masks_equal_the_slow_philox(
 @pytest.mark.parametrize("p", [0.0, 1e-5, 0.1, 0.5, 1 - 2**-16, 1.0])
 def test_masks_of_odd_shapes(shape: tuple[int, ...], p: float, device: str) -> None:
     got = rng.dropout_mask(shape, p, state(-123456789, device=device), 2)
-    assert got.cpu().equal(reference.dropout_mask(shape, p, -123456789, 0, 2))
+    assert got.cpu().equal(eager.dropout_mask(shape, p, -123456789, 0, 2))
 
 
 def test_masks_do_not_depend_on_the_thread_count() -> None:
@@ -75,7 +75,7 @@ def test_masks_do_not_depend_on_the_thread_count() -> None:
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**40])
 def test_mean(p: float, seed: int) -> None:
     keep = rng.dropout_mask(BIG, p, state(seed), 0)
-    chance = reference.keep_threshold(p) / 65536
+    chance = eager.keep_threshold(p) / 65536
     dropped = int((~keep).sum())
     assert stats.binomtest(dropped, keep.numel(), chance).pvalue > ALARM
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -20,7 +19,7 @@ from ckptfused.convert.peft import given_caches
 from ckptfused.convert.report import Report
 from ckptfused.convert.source import patched
 from ckptfused.convert.wrapper import wrapper_note
-from ckptfused.keep import check_names
+from ckptfused.keep import Keep, check_names
 from ckptfused.modules.assemble import keep_text
 from ckptfused.modules.shards import is_fully_sharded, refuse_tensor_parallel
 
@@ -30,34 +29,34 @@ _OURS = ("forward", REPLICATE)  # what convert puts into a layer
 PREFIX = "prefix tuning: each call has a filled key/value cache, with which a layer runs as it was"
 
 
-def convert(model: nn.Module, policy: str | Iterable[str] = "inputs", *, process_group: Any = None) -> Report:
+def convert(model: nn.Module, keep: Keep = "inputs", *, process_group: Any = None) -> Report:
     """Turns an existing model into a fused-checkpoint model, in place.
 
     Each layer gets a `forward` of its own, as an attribute of the instance; its class, parameters, submodules,
     hooks and `state_dict` stay as they are. A layer that an adapter reads runs as one fused op that saves its
     input; any other is checkpointed with `ckptfused.checkpoint`. What is safe is decided at each call: with a
     key/value cache, or where attention weights are asked for, a layer runs as it was. A second `convert` changes
-    the policy. `revert` undoes it.
+    what is kept. `revert` undoes it.
 
-    policy: what each layer keeps for backward beside its input: a preset or names (`ckptfused.spec.KEEP_PRESETS`).
+    keep: what each layer keeps for backward beside its input: a preset or names (`ckptfused.spec.KEEP_PRESETS`).
     process_group: a `torch.distributed` group, or True for the default one; the call is then a collective which
     checks that all ranks convert alike. None: no communication.
 
-    **Saves** in each fused layer x, what `policy` names, 16 bytes of random state where it has dropout.
+    **Saves** in each fused layer x, what `keep` names, 16 bytes of random state where it has dropout.
     **Recomputes** the rest in backward.
-    **Raises** `ValueError` for an unknown policy, for tensor-parallel weights, and, with `process_group`, where ranks
+    **Raises** `ValueError` for an unknown `keep`, for tensor-parallel weights, and, with `process_group`, where ranks
     differ; `TypeError` if `model` is no module. The model is then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    keep = keep_text(policy)
-    check_names(policy if isinstance(policy, str) else tuple(policy))
+    text = keep_text(keep)
+    check_names(keep if isinstance(keep, str) else tuple(keep))
     found = list(find.layers(model))
     held = [(layer, {key: vars(layer)[key] for key in _OURS if key in vars(layer)}) for _, layer, _ in found]
     try:
         if process_group is None:
-            return _convert(model, found, keep)
-        return agreed(lambda: _convert(model, found, keep), None if process_group is True else process_group)
+            return _convert(model, found, text)
+        return agreed(lambda: _convert(model, found, text), None if process_group is True else process_group)
     except Exception:
         for layer, attributes in held:
             for key in _OURS:

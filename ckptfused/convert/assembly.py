@@ -191,7 +191,7 @@ def _closing_norm_fits(parts: Parts, x: Tensor) -> Reason | None:
 
 @torch.compiler.assume_constant_result
 def _names_here(words: str, keep: str) -> str:
-    """Of the names that a policy lists for whole layers, those that one half has."""
+    """Of the names that are kept of whole layers, those that one half has."""
     names = keepable(BlockSpec.parse(words))
     return "=" + "+".join(name for name in keep[1:].split("+") if name in names)
 

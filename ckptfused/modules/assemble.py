@@ -73,7 +73,7 @@ def keep_text(keep: Any) -> str:
 
 
 def keeps_inputs_alone(keep: str) -> bool:
-    """Whether a policy, as `keep_text` gives it, keeps nothing beside the inputs of its ops."""
+    """Whether a `keep`, as `keep_text` gives it, is nothing beside the inputs of its ops."""
     return keep in ("inputs", "=")
 
 

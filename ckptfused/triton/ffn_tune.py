@@ -67,7 +67,7 @@ def results(o: Operands, views: Sequence[Views], runs: Runs) -> Results:
 
 def truth(o: Operands) -> Results:
     """In float64."""
-    from ..reference.activation import activation
+    from ..eager.activation import activation
 
     gu = _ends(o.x).double() @ o.gu_w.double().t()
     *gate, up = (t.detach().requires_grad_() for t in gu.chunk(o.parts, 1))

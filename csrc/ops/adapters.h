@@ -21,7 +21,7 @@ struct Adapter {
   at::Tensor da{}, db{}, dbias{};
 };
 
-// Where `in` lies in the tensor that the dropout applies to (docs of the ops on rows: ops/rope.h,
+// Where `in` lies in the tensor that the dropout applies to (docs of the ops on rows: ops/qk.h,
 // ops/activation.h): its first row and column, the width of the whole, the order of its rows.
 struct AdapterPlace {
   int64_t row0, col0, cols;

@@ -251,11 +251,11 @@ def test_a_refused_convert_changes_nothing() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_policy_is_changed_by_a_second_convert() -> None:
+def test_what_is_kept_is_changed_by_a_second_convert() -> None:
     plain, model = llama(), llama()
     ckptfused.convert(model)
-    for policy in ("all", ("attn", "mid"), "inputs"):
-        report = ckptfused.convert(model, policy)
+    for keep in ("all", ("attn", "mid"), "inputs"):
+        report = ckptfused.convert(model, keep)
         assert report.fused == 2
         close(run(model, text_batch()), run(plain, text_batch()), 1e-5)
     assert ckptfused.revert(model) == 2

@@ -193,7 +193,7 @@ def test_a_forward_that_was_there_comes_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "whisper", "torch-decoder-pre"])
-def test_convert_twice_changes_the_policy(name: str) -> None:
+def test_convert_twice_changes_what_is_kept(name: str) -> None:
     model, specimen = build(name)
     first = ckptfused.convert(model)
     second = ckptfused.convert(model, "all")

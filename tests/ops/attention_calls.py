@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import ckptfused  # noqa: F401  (registers the ops)
-from ckptfused.reference.attention import attention
-from ckptfused.reference.philox import dropout_mask
+from ckptfused.eager.attention import attention
+from ckptfused.eager.philox import dropout_mask
 
 SEED, OFFSET = 0x1234567890ABCDEF, 5
 

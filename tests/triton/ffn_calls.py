@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ckptfused.rng
-from ckptfused.reference.activation import GATED, activation
+from ckptfused.eager.activation import GATED, activation
 from ckptfused.triton.ffn_launch import ffn_up_bwd, ffn_up_fwd
 from tests.oracle import KINK_ULPS, KINKED, Errors, failures, kink_at
 

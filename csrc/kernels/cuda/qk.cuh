@@ -2,7 +2,7 @@
 
 #include "kernels/cuda/params.cuh"
 #include "kernels/cuda/raw.cuh"
-#include "kernels/rope.h"
+#include "kernels/qk.h"
 
 // How the heads of a [B, T, heads, D] view go to threads. A team of lanes (a power of two, up to a
 // warp) takes a few heads of one token at a time; each lane owns the same two groups of eight

@@ -1,6 +1,6 @@
 #include "kernels/cuda/partials.cuh"
 #include "kernels/cuda/qk.cuh"
-#include "kernels/cuda/rope.h"
+#include "kernels/cuda/qk.h"
 
 namespace ckptfused {
 namespace {

@@ -1,5 +1,5 @@
 #include "kernels/cuda/qk.cuh"
-#include "kernels/cuda/rope.h"
+#include "kernels/cuda/qk.h"
 
 namespace ckptfused {
 namespace {

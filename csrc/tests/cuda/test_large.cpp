@@ -1,8 +1,8 @@
 #include "kernels/cuda/activation.h"
 #include "kernels/cuda/dropout.h"
 #include "kernels/cuda/norm.h"
+#include "kernels/cuda/qk.h"
 #include "kernels/cuda/residual.h"
-#include "kernels/cuda/rope.h"
 #include "tests/cuda/large_util.h"
 
 namespace ckptfused {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import ckptfused.rng
-from ckptfused.reference.philox import dropout_mask
+from ckptfused.eager.philox import dropout_mask
 from ckptfused.triton.philox import keep_tile_kernel
 
 SEED, OFFSET = -0x1234567890ABCDEF, (7 << 40) + 5

@@ -1,8 +1,8 @@
-#include "kernels/cpu/rope.h"
+#include "kernels/cpu/qk.h"
 
 #include "kernels/cpu/rows.h"
 
-#define CKPT_KERNEL_FILE "kernels/cpu/rope.inl"
+#define CKPT_KERNEL_FILE "kernels/cpu/qk.inl"
 #include "kernels/cpu/foreach_target.h"
 
 namespace ckptfused {

@@ -1,8 +1,8 @@
 #include "ops/torch.h"
 
-#include "kernels/cuda/rope.h"
+#include "kernels/cuda/qk.h"
 #include "ops/launch_cuda.h"
-#include "ops/rope.h"
+#include "ops/qk.h"
 
 namespace ckptfused {
 namespace {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ckptfused.reference import dropout_masks, reference_block
+from ckptfused.eager import dropout_masks, eager_block
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
 from tests.cases import AXES, Case, all_pairs, impossible
 from tests.oracle import make_inputs
@@ -59,7 +59,7 @@ def test_matches_the_encoder_layer(norm_first: bool, act: str, batch_first: bool
     as_bias = None if padding is None else torch.zeros(B, T, dtype=torch.float64).masked_fill(padding, -torch.inf)
     expected = layer(x, mask, as_bias)
     aux = {} if mask is None else {"mask": mask[None, None], "padding": padding}
-    torch.testing.assert_close(reference_block(x, _layer_params(layer, norm_first), spec, **aux), expected)
+    torch.testing.assert_close(eager_block(x, _layer_params(layer, norm_first), spec, **aux), expected)
 
 
 def test_matches_a_llama_layer() -> None:
@@ -86,14 +86,14 @@ def test_matches_a_llama_layer() -> None:
     n = rms(mid, w["ffn.pre_w"])
     gate, up = n @ w["ffn.gate_w"].T, n @ w["ffn.up_w"].T
     expected = mid + (gate * torch.sigmoid(gate) * up) @ w["ffn.down_w"].T
-    torch.testing.assert_close(reference_block(x, w, case.spec(), **inputs.aux), expected)
+    torch.testing.assert_close(eager_block(x, w, case.spec(), **inputs.aux), expected)
 
 
 def test_packed_is_each_sequence_alone() -> None:
     case = Case(mask="packed-causal", rope="half", drop="attn")
     inputs, spec = make_inputs(case), case.spec()
     masks = dropout_masks(spec, 1, case.tokens, case.width, torch.tensor([3, 0]), inputs.aux["cu_seqlens"])
-    whole = reference_block(inputs.x, inputs.params, spec, **inputs.aux, masks=masks)
+    whole = eager_block(inputs.x, inputs.params, spec, **inputs.aux, masks=masks)
     assert spec.attn is not None
     alone = replace(spec, attn=replace(spec.attn, packed=False))
     bounds = inputs.aux["cu_seqlens"].tolist()
@@ -101,7 +101,7 @@ def test_packed_is_each_sequence_alone() -> None:
         n = end - start
         tables = {name: inputs.aux[name][start:end] for name in ("cos", "sin")}
         part = {0: masks[0][s : s + 1, :, :n, :n]}
-        y = reference_block(inputs.x[:, start:end], inputs.params, alone, **tables, masks=part)
+        y = eager_block(inputs.x[:, start:end], inputs.params, alone, **tables, masks=part)
         torch.testing.assert_close(whole[:, start:end], y)
 
 
@@ -114,9 +114,9 @@ def test_parallel_adds_both_halves(layout: str) -> None:
     params = dict(inputs.params)
     if layout == "shared":
         params |= {"ffn.pre_w": params["attn.pre_w"], "ffn.pre_b": params["attn.pre_b"]}
-    attn = reference_block(inputs.x, params, BlockSpec(attn=spec.attn))
-    ffn = reference_block(inputs.x, params, BlockSpec(ffn=replace(spec.ffn, pre="layernorm")))
-    torch.testing.assert_close(reference_block(inputs.x, inputs.params, spec), attn + ffn - inputs.x)
+    attn = eager_block(inputs.x, params, BlockSpec(attn=spec.attn))
+    ffn = eager_block(inputs.x, params, BlockSpec(ffn=replace(spec.ffn, pre="layernorm")))
+    torch.testing.assert_close(eager_block(inputs.x, inputs.params, spec), attn + ffn - inputs.x)
 
 
 def test_dropping_everything_leaves_the_residual() -> None:
@@ -125,9 +125,9 @@ def test_dropping_everything_leaves_the_residual() -> None:
     masks = dropout_masks(spec, case.batch, case.tokens, case.width, torch.tensor([3, 0]))
     none = {site: torch.zeros_like(mask) for site, mask in masks.items()}
     assert sorted(masks) == [0, 1, 2, 3]
-    assert reference_block(inputs.x, inputs.params, spec, masks=none).equal(inputs.x)
+    assert eager_block(inputs.x, inputs.params, spec, masks=none).equal(inputs.x)
     with pytest.raises(ValueError, match="rng_state: expected an int64"):
-        reference_block(inputs.x, inputs.params, spec)
+        eager_block(inputs.x, inputs.params, spec)
 
 
 def test_cases_cover_every_possible_pair() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptfused.reference.philox import decisions, dropout_mask, keep_threshold, philox4x32
+from ckptfused.eager.philox import decisions, dropout_mask, keep_threshold, philox4x32
 
 ONES = 0xFFFFFFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)

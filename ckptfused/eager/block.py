@@ -188,7 +188,7 @@ def _branch_tail(f: Tensor, params: Params, name: str, spec: AttentionSpec | FFN
     return f if spec.m == 1.0 else f * spec.m
 
 
-def reference_block(
+def eager_block(
     x: Tensor,
     params: Params,
     spec: BlockSpec,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ckptfused.reference.attention import attention, position_mask
+from ckptfused.eager.attention import attention, position_mask
 
 B, H, G, T, D = 2, 4, 2, 9, 6
 

@@ -1,7 +1,7 @@
 #include <cstring>
 
-#include "kernels/cpu/rope.h"
-#include "kernels/cuda/rope.h"
+#include "kernels/cpu/qk.h"
+#include "kernels/cuda/qk.h"
 #include "tests/cuda/rows_util.h"
 #include "tests/naive_norm.h"
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfused.reference.activation import GATED, PLAIN, activation
-from ckptfused.reference.dropout import dropout, keep_scale
-from ckptfused.reference.norm import norm
-from ckptfused.reference.rope import rope
+from ckptfused.eager.activation import GATED, PLAIN, activation
+from ckptfused.eager.dropout import dropout, keep_scale
+from ckptfused.eager.norm import norm
+from ckptfused.eager.rope import rope
 
 X = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

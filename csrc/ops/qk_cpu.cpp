@@ -1,7 +1,7 @@
 #include "ops/torch.h"
 
-#include "kernels/cpu/rope.h"
-#include "ops/rope.h"
+#include "kernels/cpu/qk.h"
+#include "ops/qk.h"
 #include "ops/rows_cpu.h"
 
 namespace ckptfused {

@@ -5,7 +5,7 @@ One small file a stem, written for reading, not for speed. Everything here is or
 """
 
 from .attention import attention
-from .block import dropout_masks, reference_block
+from .block import dropout_masks, eager_block
 from .philox import dropout_mask, keep_threshold, philox4x32
 
-__all__ = ["attention", "dropout_mask", "dropout_masks", "keep_threshold", "philox4x32", "reference_block"]
+__all__ = ["attention", "dropout_mask", "dropout_masks", "eager_block", "keep_threshold", "philox4x32"]

@@ -1,6 +1,6 @@
 #pragma once
 
-#include "kernels/rope.h"
+#include "kernels/qk.h"
 #include "ops/row_args.h"
 
 // The q/k norm and RoPE ops on any device: checks, then kRun with the kernel's struct. The rows of

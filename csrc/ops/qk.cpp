@@ -1,6 +1,6 @@
 #include "ops/torch.h"
 
-#include "ops/rope.h"
+#include "ops/qk.h"
 
 namespace ckptfused {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "kernels/rope.h"
+#include "kernels/qk.h"
 
 namespace ckptfused {
 

@@ -1,4 +1,4 @@
-#include "kernels/cpu/rope.h"
+#include "kernels/cpu/qk.h"
 
 #include <cstring>
 
