@@ -22,9 +22,8 @@ TRANSFORMERS_VENV = $(VENV)-transformers-$(TRANSFORMERS)
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.inl' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 # Those of Python's tests that reach most of the C++ code in a few minutes.
-SANITIZED_TESTS ?= tests/test_absent_memory.py tests/test_adapters.py tests/test_adversarial.py tests/test_errors.py \
-	tests/test_gradcheck.py tests/test_inplace.py tests/test_keep.py tests/test_rng.py tests/test_settings.py \
-	tests/test_subnormals.py tests/ops tests/modules
+SANITIZED_TESTS ?= $(addprefix tests/autograd/test_,absent_memory.py adapters.py gradcheck.py inplace.py keep.py) tests/ops \
+	tests/modules tests/test_rng.py tests/test_settings.py tests/kernels/test_subnormals.py
 
 # Test processes share the cores: waiting threads sleep instead of spinning.
 export OMP_WAIT_POLICY ?= passive

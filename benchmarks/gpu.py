@@ -119,8 +119,7 @@ def command_of(part: Part, seconds: float, stem: str, out: Path) -> list[str]:
         return pytest_command("tests/gpu/test_sanitizer.py", workers=2)
     if part.name == "suite":
         # Those left out have no such test, or import packages that may be missing here.
-        others = ["tests/gpu", "tests/convert", "tests/reference", "tests/test_checkpoint.py", "tests/test_demo.py"]
-        others.append("tests/triton/interpreted")
+        others = [f"tests/{folder}" for folder in ("cli", "convert", "generic", "gpu", "triton/interpreted")]
         if not all(map(importable, ("hypothesis", "numpy", "scipy"))):
             others.append("tests/test_rng.py")
         return pytest_command("tests", *(f"--ignore={path}" for path in others), workers=workers)

@@ -21,8 +21,8 @@ from ckptfused.triton import ffn_paths
 from ckptfused.triton.ffn_configs import FFNConfig
 from ckptfused.triton.ffn_paths import FORWARD, KEEPING, KEPT, PATHS, REPLAYING, by_path, make_operands, make_views
 from tests.cases import Case
+from tests.cost.test_cost import Ops
 from tests.oracle import make_inputs
-from tests.test_cost import Ops
 
 CONFIG = FFNConfig(16, 16, 16, 1, 1)
 BASE = Case(layout="ffn", norm="rmsnorm", weights="joint", width=16)

@@ -6,7 +6,7 @@ channels and hidden units renumbered, computes the same function with every sum 
 the plain curve is one draw of what rounding does by that step; ours is another draw of the same size. The running
 maximum of the first, over at least FIRST steps, times MARGIN, bounds the second. MARGIN is twice the largest ratio of
 two such distances seen over 12 pairs of renumberings of a small model (2.2 in float32, 7.8 in bfloat16). In float32, a
-gradient misdirected by two percent in a single weight leaves the bound (tests/test_demo.py); in bfloat16 rounding
+gradient misdirected by two percent in a single weight leaves the bound (tests/cli/test_demo.py); in bfloat16 rounding
 hides so small a fault. Scaling a gradient would not show: Adam ignores it.
 """
 

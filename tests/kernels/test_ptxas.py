@@ -19,7 +19,7 @@ import setup_cuda
 from tests.conftest import SUMMARY
 from tests.tools import nvcc
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KERNELS = sorted((ROOT / "csrc/kernels/cuda").glob("*.cu"))
 NVCC = nvcc()
 

@@ -22,8 +22,8 @@ from tests.cases import Case
 from tests.devices import on_devices
 from tests.ops.attention_calls import Case as AttentionCase
 from tests.ops.attention_calls import make_call
+from tests.ops.test_opcheck import small_op_args
 from tests.oracle import Inputs, fused, make_inputs, rng_state
-from tests.test_opcheck import small_op_args
 
 OPS = torch.ops.ckptfused
 BLOCK = Case(mask="keep+pad", rope="half", drop="all", batch=2, tokens=33, lora="float32", norm="rmsnorm")

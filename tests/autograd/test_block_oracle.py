@@ -61,7 +61,7 @@ def check(
     Eight, because the error of one draw is a lottery in small tensors and at relu's step: in single draws of these
     sizes eager PyTorch misses the rule against itself with its channels renumbered (0.4 % of 17,400 tensors), ours
     misses it against eager PyTorch (0.7 %), and eager PyTorch against ours (4.1 %):
-    ``python -m tests.eager_against_itself``.
+    ``python -m tests.autograd.eager_against_itself``.
     """
 
     spec = case.spec()

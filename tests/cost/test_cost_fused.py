@@ -15,7 +15,7 @@ import torch
 from ckptfused import cost
 from tests.accounting import Events
 from tests.cases import Case
-from tests.test_cost import CASES, LLAMA, Ops, make_ops
+from tests.cost.test_cost import CASES, LLAMA, Ops, make_ops
 
 FUSED = {
     "llama": LLAMA,

@@ -23,9 +23,9 @@ from torch.utils.cpp_extension import library_paths
 
 import ckptfused
 from ckptfused import _C
-from tests.mutants import MUTANTS, Mutant
+from tests.mutants.mutants import MUTANTS, Mutant
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [pytest.mark.slow, pytest.mark.once]
 

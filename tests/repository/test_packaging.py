@@ -17,7 +17,7 @@ import torch
 
 import ckptfused
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(code: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,9 +1,9 @@
-"""How often one draw decides: `python -m tests.eager_against_itself`.
+"""How often one draw decides: `python -m tests.autograd.eager_against_itself`.
 
 The rule ||got - true|| <= 2 ||eager - true|| + half an ulp, held per tensor in a single draw of inputs of the small
 configurations, is missed by chance: by eager PyTorch against itself with its channels renumbered (the same sums in
 another order), by eager PyTorch with ours as the yardstick, and by ours. The three counts are printed; they are why
-tests/test_block_oracle.py holds the norm over eight draws there, and single draws in larger configurations.
+tests/autograd/test_block_oracle.py holds the norm over eight draws there, and single draws in larger configurations.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from tests.autograd.test_block_oracle import CASES, DTYPES
 from tests.oracle import Errors, expect, fused, make_inputs, masks_of, rng_state, run
 from tests.renumbering import Renumbering
-from tests.test_block_oracle import CASES, DTYPES
 
 SEEDS = range(3)
 

@@ -19,7 +19,7 @@ import pytest
 from ckptfused.cost import frame
 from tests.tools import GTEST
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 
 pytestmark = [

@@ -29,7 +29,7 @@ class Mutant:
 
 def _tiled(tokens: int) -> str:
     case, dtype = next((case, dtype) for case, dtype in TILED if case.tokens == tokens)
-    return f"tests/test_block_oracle.py::test_ffn_tiles[{case.id}-{str(dtype)[6:]}-cpu]"
+    return f"tests/autograd/test_block_oracle.py::test_ffn_tiles[{case.id}-{str(dtype)[6:]}-cpu]"
 
 
 MUTANTS = (
@@ -39,14 +39,14 @@ MUTANTS = (
         text="dropout_apply(row[i], draws[i], threshold, scale);",
         defect="dropout_apply(row[i],"
         " logical_row == 5 && i == 3 ? uint16_t(draws[i] < threshold ? 65535 : 0) : draws[i], threshold, scale);",
-        test="tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
+        test="tests/autograd/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
     ),
     Mutant(
         "replay of the hidden dropout at another site",
         file="csrc/autograd/ffn.cpp",
         text="dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_hidden),",
         defect="dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_residual),",
-        test="tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
+        test="tests/autograd/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
     ),
     Mutant(
         "last row tile left out of the down weight's gradient",
@@ -60,14 +60,14 @@ MUTANTS = (
         file="csrc/autograd/ffn.cpp",
         text=": gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);",
         defect=": gate_up(value_.gu, t);",
-        test="tests/test_keep.py::test_second_backward_is_equal[all-cpu]",
+        test="tests/autograd/test_keep.py::test_second_backward_is_equal[all-cpu]",
     ),
     Mutant(
         "replay of an adapter's dropout at another site",
         file="csrc/autograd/adapters.cpp",
         text="s.site};",
         defect="s.site + (backward_ ? 1 : 0)};",
-        test="tests/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
+        test="tests/autograd/test_block_oracle.py::test_one_flipped_mask_bit_is_noticed",
     ),
     Mutant(
         "an adapter's dropout that starts anew in each tile of rows",
@@ -88,14 +88,14 @@ MUTANTS = (
         file="csrc/autograd/block.cpp",
         text="  if (value_.mid.defined()) return;\n  ensure_proj();\n",
         defect="  if (value_.mid.defined()) return;\n  if (backward_) { value_.mid = x_; return; }\n  ensure_proj();\n",
-        test="tests/test_keep.py::test_every_set_of_names[pre-float32-cpu]",
+        test="tests/autograd/test_keep.py::test_every_set_of_names[pre-float32-cpu]",
     ),
     Mutant(
         "ensure_qk without RoPE in the replay",
         file="csrc/autograd/attention.cpp",
         text="  if (plain) return;\n",
         defect="  if (plain || backward_) return;\n",
-        test="tests/test_block_oracle.py::test_wide_heads[128-all-float32-cpu]",
+        test="tests/autograd/test_block_oracle.py::test_wide_heads[128-all-float32-cpu]",
     ),
     Mutant(
         "arguments that are lazily cloned",
@@ -144,7 +144,7 @@ MUTANTS = (
         file="ckptfused/_extension.py",
         text="module = importlib.import_module(name)",
         defect="from ckptfused import _C as module",
-        test="tests/test_packaging.py::test_without_an_extension_the_error_says_what_to_do",
+        test="tests/repository/test_packaging.py::test_without_an_extension_the_error_says_what_to_do",
     ),
     Mutant(
         "a rotary table for each module",
@@ -236,14 +236,14 @@ MUTANTS = (
         file="ckptfused/double_backward.py",
         text="leaf.select(dim, i)",
         defect="leaf.select(dim, 0)",
-        test="tests/test_transforms.py::test_batched_gradients_have_the_bits_of_single_ones[block]",
+        test="tests/autograd/test_transforms.py::test_batched_gradients_have_the_bits_of_single_ones[block]",
     ),
     Mutant(
         "memory that is there in part taken for whole",
         file="csrc/ops/checks.cpp",
         text="there >= needed",
         defect="there > 0",
-        test="tests/test_absent_memory.py::test_backward_refuses_it[pre-x-short-cpu]",
+        test="tests/autograd/test_absent_memory.py::test_backward_refuses_it[pre-x-short-cpu]",
     ),
     Mutant(
         "a backward under the settings of the present",
@@ -264,7 +264,7 @@ MUTANTS = (
         file="csrc/math/types.h",
         text="< 0x00800000u ? float_to_bits(subnormal) : normal;",
         defect="< 0x00800000u ? float_to_bits(bits_to_float(magnitude) * bits_to_float(0x77800000u)) : normal;",
-        test="tests/test_subnormals.py::test_a_norm_of_subnormals",
+        test="tests/kernels/test_subnormals.py::test_a_norm_of_subnormals",
         source="kernels/cpu/norm.cpp",
     ),
     Mutant(
@@ -272,14 +272,14 @@ MUTANTS = (
         file="csrc/autograd/ffn.cpp",
         text="like_x(cut_cols ? A_ : P_)",
         defect="like_x(P_)",
-        test="tests/test_tile_sums.py::test_the_input_gradient_is_summed_in_float32[False-relu-131200]",
+        test="tests/autograd/test_tile_sums.py::test_the_input_gradient_is_summed_in_float32[False-relu-131200]",
     ),
     Mutant(
         "a lone task with more threads than one among others",
         file="csrc/ops/tasks_cpu.h",
         text="    const ThreadsGuard serial(1);\n",
         defect="",
-        test="tests/test_tile_sums.py::test_a_lone_task_runs_on_one_thread[lone_adapter-highest]",
+        test="tests/autograd/test_tile_sums.py::test_a_lone_task_runs_on_one_thread[lone_adapter-highest]",
         source="ops/adapters_fwd_cpu.cpp",
     ),
 )

@@ -18,7 +18,7 @@ from benchmarks.gpu_timing import Clock, Goal, expect_close
 from ckptfused.cli.models import Shape, plain_layers
 from ckptfused.triton import tuning
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 UNASKED = [part.name for part in gpu.PARTS if part.unasked]
 CASES = {"gpu_micro.py": "micro", "gpu_attention.py": "attention", "gpu_block.py": "block"}
 

@@ -36,7 +36,7 @@ def test_pytest_does_not_start(required: bool) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", tools.VARIABLE))}
     environment |= {"CUDA_HOME": "/none"} | ({tools.VARIABLE: "ON"} if required else {})
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", __file__]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert (run.returncode == 0) != required, run.stdout + run.stderr
     assert ("here is no nvcc" in run.stderr) == required
