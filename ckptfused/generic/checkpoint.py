@@ -14,6 +14,7 @@ from ckptfused import settings
 from ckptfused.checks import check_choice, check_flag, check_integer, transformed
 from ckptfused.generic.arguments import Arguments, Given
 from ckptfused.generic.copies import Aliases, Loans, share_memory
+from ckptfused.generic.handed_out import HandedOut
 from ckptfused.generic.state import State
 from ckptfused.generic.views import entered
 
@@ -42,7 +43,8 @@ def checkpoint(
       caller's get too, once (under torch.compile they do not: return it). Tensors that cannot be copied on write
       (subclasses, sparse, nested) are copied at once.
     - Every tensor argument is guarded: changed in place before backward, it raises. So does a parameter, a buffer or a
-      tensor of a closure that the replay reads. Lists and dicts are replayed as they were.
+      tensor of a closure that the replay reads, and what the function itself changes in place after autograd has saved
+      it for an operation that backward asks for, with PyTorch's own words. Lists and dicts are replayed as they were.
     - The random state of the devices of all tensor arguments is replayed, not of positional ones alone, and so are
       generators, among the arguments at any depth or held by a module.
     - Modules are in the replay as the forward found them, and afterwards as they were: modes, dropout rates, hooks,
@@ -195,6 +197,7 @@ class _Segment:
         self.saved = _Saved(inputs, tensors)
         self.state = State(function, inputs.others())
         self.settings = settings.current()
+        self.handed_out = HandedOut()
         self.first: tuple[list[Tensor], Given] | None = first  # the copies for the forward, and what the caller gave
         self.loans: list[Loans] = []
         """What the replays work on; it ends with the graph that they were for."""
@@ -202,11 +205,18 @@ class _Segment:
     def __call__(self, *markers: Tensor) -> Any:
         if self.first is not None:
             (copies, given), self.first = self.first, None
-            return self.inputs.call(self.function, copies, given)
+            with self.handed_out.of_forward():
+                return self.inputs.call(self.function, copies, given)
         loans = Loans()
         self.loans.append(loans)
         copies = loans.copies(self.saved.tensors())
-        with entered(), settings.under(self.settings), self.state.replayed() as saved, loans.saved_as_originals(saved):
+        with (
+            entered(),
+            settings.under(self.settings),
+            self.state.replayed() as saved,
+            loans.in_replay(),
+            self.handed_out.of_replay(lambda t: saved(loans.original(t))),
+        ):
             return self.inputs.call(self.function, copies)
 
 

@@ -69,14 +69,10 @@ class Loans:
         return lent.original if lent is not None and lent.is_untouched(value) else value
 
     @contextmanager
-    def saved_as_originals(self, saved: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """In a replay: where an untouched copy is saved for backward, the original is; `saved` says what in the place
-        of any other tensor. What is lent is then free.
-        """
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    def in_replay(self) -> Iterator[None]:
+        """Around a replay, which saves `original` of what it saves. What is lent is then free."""
         try:
-            with torch.autograd.graph.saved_tensors_hooks(lambda t: pack(saved(self.original(t))), unpack):
-                yield
+            yield
         finally:
             self._lent.clear()
 

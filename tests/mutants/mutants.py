@@ -140,6 +140,13 @@ MUTANTS = (
         test="tests/generic/test_state.py::test_the_replay_has_the_modes_of_its_forward[rate]",
     ),
     Mutant(
+        "saved tensors that are handed out as they have become",
+        file="ckptfused/generic/handed_out.py",
+        text="if (now := version(t)) != expected:",
+        defect="now = expected\n    if False:",
+        test="tests/generic/test_handed_out.py::test_each_backward_raises",
+    ),
+    Mutant(
         "an extension that is imported as an attribute of its package",
         file="ckptfused/_extension.py",
         text="module = importlib.import_module(name)",
@@ -255,7 +262,7 @@ MUTANTS = (
     Mutant(
         "a generic replay under the settings of the present",
         file="ckptfused/generic/checkpoint.py",
-        text="settings.under(self.settings), ",
+        text="            settings.under(self.settings),\n",
         defect="",
         test="tests/test_settings.py::test_generic_replays[four threads, then one]",
     ),

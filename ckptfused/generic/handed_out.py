@@ -1,0 +1,71 @@
+"""What a replay saves for backward must be as it was saved when backward gets it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptfused.generic.copies import version
+
+
+class HandedOut:
+    """Sees an operation in place between the moment a replay saves a tensor and the one in which backward gets it.
+
+    PyTorch asks no version of a tensor that a hook has saved, so `torch.utils.checkpoint` hands out the changed one.
+    """
+
+    def __init__(self) -> None:
+        self._saved: dict[int, tuple[int, int | None]] = {}  # by place: identity and version of what a replay saved
+
+    @contextmanager
+    def of_forward(self) -> Iterator[None]:
+        """Around the forward, within the hooks that start its replay."""
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        places = itertools.count()
+
+        def get(packed: tuple[int, Any]) -> Tensor:
+            place, holder = packed
+            t: Tensor = unpack(holder)
+            identity, expected = self._saved.pop(place, (0, None))
+            if identity == id(t):
+                _check(t, expected)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (next(places), pack(t)), get):
+            yield
+
+    @contextmanager
+    def of_replay(self, saved: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Around a replay; `saved` says what is saved in the place of a tensor."""
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        places = itertools.count()
+
+        def put(given: Tensor) -> tuple[Any, Tensor, int | None]:
+            t = saved(given)
+            t = t.detach() if t.requires_grad else t  # as PyTorch's hook would; it then keeps this very object
+            self._saved[next(places)] = id(t), (now := version(t))
+            return pack(t), t, now
+
+        def get(packed: tuple[Any, Tensor, int | None]) -> Any:
+            """For a backward within the function."""
+            value, t, expected = packed
+            _check(t, expected)
+            return unpack(value)
+
+        with torch.autograd.graph.saved_tensors_hooks(put, get):
+            yield
+
+
+def _check(t: Tensor, expected: int | None) -> None:
+    if (now := version(t)) != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{t.type()} {list(t.shape)}], saved within ckptfused.checkpoint, is at version {now}; expected "
+            f"version {expected} instead. Hint: without a checkpoint, torch.autograd.set_detect_anomaly(True) finds "
+            "the operation that failed to compute its gradient"
+        )
