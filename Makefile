@@ -36,7 +36,7 @@ demo: build
 test: pytest ctest
 
 pytest: build gtest
-	$(BIN)/python -m pytest -n $(JOBS) -p no:benchmark $(PYTEST_ARGS) tests
+	$(BIN)/python -m pytest -n $(JOBS) -p no:benchmark $(PYTEST_ARGS)
 
 test-transformers: build $(TRANSFORMERS_VENV)/.ready
 	$(TRANSFORMERS_VENV)/bin/python -m pytest -n $(JOBS) -p no:benchmark $(PYTEST_ARGS) tests/convert

@@ -21,12 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks import environment
 from benchmarks.checks import gradients, refuse_difference, worst_error
 from benchmarks.step_time import RESULTS, step, summary, time_variants
 from ckptfused import FusedCheckpointBlock
+from ckptfused.cli.models import TorchCheckpoint
 
 PLAIN, CHECKPOINTED, SWAPPED = "nn.TransformerEncoderLayer", "under torch.utils.checkpoint", "FusedCheckpointBlock"
 VARIANTS = (PLAIN, CHECKPOINTED, SWAPPED)
@@ -47,17 +47,6 @@ class Sizes:
         return f"encoder-{self.layers}x{self.width}x{self.tokens}"
 
 
-class Checkpointed(nn.Module):
-    """A layer under the non-reentrant `torch.utils.checkpoint`."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.layer, x, use_reentrant=False)
-
-
 def plain_layers(sizes: Sizes, seed: int, **options: Any) -> nn.ModuleList:
     """PyTorch's layers with its own initial weights and defaults."""
     torch.manual_seed(seed)
@@ -69,7 +58,7 @@ def variant_layers(variant: str, plain: nn.ModuleList, sizes: Sizes, **options: 
     if variant == PLAIN:
         return plain
     if variant == CHECKPOINTED:
-        return nn.ModuleList(map(Checkpointed, plain))
+        return nn.ModuleList(map(TorchCheckpoint, plain))
     dtype = next(plain.parameters()).dtype
     swapped = nn.ModuleList(FusedCheckpointBlock(sizes.width, sizes.heads, **options) for _ in plain).to(dtype)
     swapped.load_state_dict(plain.state_dict())

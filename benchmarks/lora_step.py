@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import ckptfused
 from benchmarks import environment
+from benchmarks.memory import live_bytes
 from benchmarks.step_time import RESULTS, summary
-from tests.accounting import Events
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 BATCH, TOKENS, VOCABULARY = 4, 512, 256
@@ -109,7 +109,7 @@ def measure(dropout: float, budget: float, seed: int) -> dict[str, Any]:
     """Checks, counts bytes, then times."""
     checked = check(seed)
     models, ids = variants(dropout, seed), batch(seed)
-    saved = {name: Events(functools.partial(loss, model, ids)).live_bytes() for name, model in models.items()}
+    saved = {name: live_bytes(functools.partial(loss, model, ids)) for name, model in models.items()}
     for model in models.values():
         step(model, ids)
     seconds: dict[str, list[float]] = {name: [] for name in models}

@@ -107,9 +107,9 @@ class PlainBlock(nn.Module):
 
 
 class TorchCheckpoint(nn.Module):
-    """The plain layer under ``torch.utils.checkpoint``."""
+    """A layer under the non-reentrant ``torch.utils.checkpoint``."""
 
-    def __init__(self, block: PlainBlock) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
@@ -159,7 +159,7 @@ def variant_layers(variant: Variant, plain: nn.ModuleList, shape: Shape) -> nn.M
     if variant == "plain":
         return plain
     if variant == "torch.utils.checkpoint":
-        return nn.ModuleList(TorchCheckpoint(block) for block in plain)  # type: ignore[arg-type]
+        return nn.ModuleList(map(TorchCheckpoint, plain))
     from ckptfused import FusedCheckpointBlock
 
     layers = nn.ModuleList()

@@ -120,12 +120,12 @@ def is_module(name: str) -> bool:
     return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
 
 
-@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_includes_point_down(path: Path) -> None:
-    layer = layer_of(path)
-    assert layer in CPP_MAY_USE, f"csrc/{layer} has no place in the layering; give it one in CPP_MAY_USE"
-    name = str(path.relative_to(CSRC))
-    assert not [header for header in wrong_includes(layer, path.read_text()) if (name, header) not in ALLOWED]
+def test_includes_point_down() -> None:
+    files = {str(path.relative_to(CSRC)): path for path in cpp_files()}
+    homeless = {layer_of(path) for path in files.values()} - CPP_MAY_USE.keys()
+    assert not homeless, f"no place in the layering, CPP_MAY_USE, for folders of csrc: {homeless}"
+    wrong = {name: wrong_includes(layer_of(path), path.read_text()) for name, path in files.items()}
+    assert {(name, header) for name, headers in wrong.items() for header in headers} == ALLOWED
 
 
 def test_a_cpu_build_needs_no_cuda_header() -> None:
@@ -136,13 +136,19 @@ def test_a_cpu_build_needs_no_cuda_header() -> None:
         assert not cuda_includes(CSRC / "ops/norm_cuda.cpp", f"#include {header}\n")
 
 
-@pytest.mark.parametrize("path", python_files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_down(path: Path) -> None:
-    layer = layer_of(path)
-    assert layer in RANK, f"ckptfused/{layer} has no place in the layering; give it one in PYTHON_LAYERS"
-    unknown = [name for name in imported(path) if name not in RANK]
-    assert not unknown, f"not in PYTHON_LAYERS: {unknown}"
-    assert not [name for name in imported(path) if RANK[name] > RANK[layer]]
+def test_imports_point_down() -> None:
+    files = {path: imported(path) for path in python_files()}
+    homeless = {layer_of(path) for path in files}.union(*files.values()) - RANK.keys()
+    assert not homeless, f"no place in the layering, PYTHON_LAYERS, for modules of ckptfused: {homeless}"
+    wrong = [(path, name) for path, names in files.items() for name in names if RANK[name] > RANK[layer_of(path)]]
+    assert not wrong
+
+
+def test_tests_and_benchmarks_do_not_import_one_another() -> None:
+    for folder, other in (("tests", "benchmarks"), ("benchmarks", "tests")):
+        wrong = re.compile(rf"^\s*(from|import) {other}\b", re.MULTILINE)
+        files = sorted((ROOT / folder).rglob("*.py"))
+        assert files and not [path for path in files if wrong.search(path.read_text())]
 
 
 def test_there_is_something_to_hold() -> None:
