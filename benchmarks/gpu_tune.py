@@ -22,7 +22,7 @@ from benchmarks.cases import Case
 from benchmarks.gpu_block import LLAMA, TINY
 from benchmarks.gpu_timing import arguments, write
 from benchmarks.tables import tuned_table
-from ckptfused.triton import tuning
+from ckptfused.triton import tune, tuning
 
 ACT, DTYPE = "swiglu", torch.bfloat16
 
@@ -42,7 +42,7 @@ def main() -> None:
     for n, c, f in shapes(TINY if options.tiny else LLAMA):
         name = f"{n} x {c} x {f}, {ACT}"
         try:
-            found.append({"shape": name, **tuning.tune_ffn(n, c, f, ACT, DTYPE)})
+            found.append({"shape": name, **tune.tune_ffn(n, c, f, ACT, DTYPE)})
         except RuntimeError as error:
             failed[name] = str(error)
             print(f"{name}: {error}", flush=True)

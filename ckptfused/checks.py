@@ -1,65 +1,12 @@
-"""Checks of Python values: each raises one error naming the argument, what was expected and what came."""
+"""What only PyTorch can tell of an argument or of the moment; `ckptfused.spec.checks` has the plain checks."""
 
 from __future__ import annotations
 
-import math
-import numbers
 import sys
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-
-
-def check_choice(where: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise unless `value` is one of the allowed words."""
-    if not isinstance(value, str):
-        raise TypeError(f"{where}: expected one of {', '.join(allowed)}, got {value!r}")
-    if value not in allowed:
-        raise ValueError(f"{where}: expected one of {', '.join(allowed)}, got {value!r}")
-
-
-def check_integer(where: str, value: object, least: int) -> int:
-    """The value as an int; raise unless it is an integer, NumPy's included, of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{where}: expected an integer, got {value!r}")
-    if value < least:
-        raise ValueError(f"{where}: expected an integer of at least {least}, got {value}")
-    return int(value)
-
-
-def check_number(where: str, value: object) -> float:
-    """The value as a float; raise unless it is a finite number, NumPy's included."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{where}: expected a number, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{where}: expected a finite number, got {value!r}")
-    return float(value)
-
-
-def check_at_least(where: str, value: object, least: float) -> float:
-    """The value as a float; raise unless it is a finite number of at least `least`."""
-    number = check_number(where, value)
-    if number < least:
-        raise ValueError(f"{where}: expected a number of at least {least:g}, got {value!r}")
-    return number
-
-
-def check_probability(where: str, value: object) -> float:
-    """The value as a float; raise unless it is a dropout probability, a number in [0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{where}: expected a dropout probability in [0, 1], got {value!r}")
-    if not 0.0 <= float(value) <= 1.0:
-        raise ValueError(f"{where}: expected a dropout probability in [0, 1], got {value!r}")
-    return float(value)
-
-
-def check_flag(where: str, value: object) -> bool:
-    """The value as a bool; raise unless it is one, or 0 or 1."""
-    if isinstance(value, str) or not isinstance(value, Hashable) or value not in (False, True):
-        raise TypeError(f"{where}: expected a bool, got {value!r}")
-    return bool(value)
 
 
 def check_generator(generator: object) -> None:

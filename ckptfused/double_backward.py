@@ -17,7 +17,7 @@ from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_un
 
 from ckptfused import _extension  # noqa: F401  (registers the ops)
 from ckptfused.plain import drawn_masks, plain_block
-from ckptfused.slots import AUX_NAMES
+from ckptfused.spec import AUX_NAMES
 
 _Optional = Tensor | None
 # Where the ops have kernels.

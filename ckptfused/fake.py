@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,18 +11,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ckptfused import _extension, cost  # noqa: F401  (the first registers the ops)
-from ckptfused.spec import BlockSpec, param_names
+from ckptfused.spec import BlockSpec, param_names, parse
 
 _FAMILIES = ("block", "attention_block", "ffn_block")
 _DESTINATION_PASSING = (
     *("norm_fwd", "norm_bwd", "residual_fwd", "residual_bwd"),
     *("activation_fwd", "activation_bwd", "qk_fwd", "qk_bwd", "ffn_up_fwd", "ffn_up_bwd"),
 )
-
-
-@lru_cache(maxsize=1024)
-def _parse(text: str) -> BlockSpec:
-    return BlockSpec.parse(text)
 
 
 def _dims(spec: BlockSpec, shape: Sequence[Any]) -> tuple[Any, Any, Any]:
@@ -41,7 +35,7 @@ def _block_fwd(
 ) -> list[Tensor]:
     outputs = [x.new_empty(x.shape)]
     if save:
-        parsed = _parse(spec)
+        parsed = parse(spec)
         values = cost.kept_values(parsed, *_dims(parsed, x.shape), x.dtype)
         outputs += [x.new_empty(shape, dtype=dtype) for shape, dtype in values.values()]
     return outputs
@@ -97,14 +91,14 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _fwd_flops(x_shape: Any, params: Any, aux: Any, rng: Any, spec: str, *args: Any, **kwargs: Any) -> int:
-    parsed = _parse(spec)
+    parsed = parse(spec)
     return cost.forward_flops(parsed, *_dims(parsed, x_shape))
 
 
 def _bwd_flops(
     dy_shape: Any, x_shape: Any, params: Any, aux: Any, kept: Any, rng: Any, spec: str, needs: Any, **kwargs: Any
 ) -> int:
-    parsed = _parse(spec)
+    parsed = parse(spec)
     wanted = [name for name, need in zip(("x", *param_names(parsed)), needs, strict=True) if need]
     return cost.backward_flops(parsed, *_dims(parsed, x_shape), needs=wanted)
 

@@ -7,7 +7,6 @@ that a block does not use are left out or None. These functions check what they 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,26 +15,17 @@ from ckptfused import _extension, double_backward, outer_checkpoint  # noqa: F40
 from ckptfused.checks import check_generator, is_dtensor, transformed
 from ckptfused.masks import NO_MASK, Mask, sdpa_mask
 from ckptfused.plain import plain_block, torch_masks
-from ckptfused.spec import BlockSpec, param_names, param_shapes
+from ckptfused.spec import PROJECTION_SLOTS, BlockSpec, param_names, param_shapes, parse
 
 __all__ = ["attention_block", "block", "ffn_block"]
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_NORM_ENDINGS = tuple(f"{place}_{kind}" for place in ("norm", "pre", "post", "out") for kind in "wb")
-# Texts remembered: a model has a handful, a schedule of dropout probabilities one a step.
-MOST_TEXTS = 1024
-_variants: dict[tuple[str, str, str, bool], str] = {}
 
 
 @torch.compiler.assume_constant_result
 def variant_text(text: str, mask_kind: str, padding_kind: str, packed: bool) -> str:
     """The text of a spec called with these inputs. From text to text, so that torch.compile can fold it."""
-    key = (text, mask_kind, padding_kind, packed)
-    if key not in _variants:
-        if len(_variants) >= MOST_TEXTS:
-            _variants.clear()
-        _variants[key] = BlockSpec.parse(text).with_inputs(mask_kind, padding_kind, packed).to_string()
-    return _variants[key]
+    return parse(text, inputs=(mask_kind, padding_kind, packed)).to_string()
 
 
 def block(
@@ -181,7 +171,7 @@ def run(
     if transformed():
         text += compute_word(x)
         return plain_block(x, slots, aux, text, torch_masks(x, aux, text, generator))
-    if not torch.compiler.is_compiling() and has_dropout(text):
+    if not torch.compiler.is_compiling() and parse(text).has_dropout:
         generator = outer_checkpoint.source(x, generator)
     ops = torch.ops.ckptfused
     if op == "block":
@@ -189,12 +179,6 @@ def run(
     if op == "attention_block":
         return ops.attention_block(x, slots, aux, text, generator=generator)
     return ops.ffn_block(x, slots, aux, text, generator=generator)
-
-
-@lru_cache(maxsize=MOST_TEXTS)
-def has_dropout(text: str) -> bool:
-    """Whether a call with this spec draws."""
-    return BlockSpec.parse(text).has_dropout
 
 
 def _describe(value: object) -> str:
@@ -330,7 +314,7 @@ def _check_params(x: Tensor, params: Mapping[str, Tensor | None], spec: BlockSpe
                 raise ValueError(f"params[{name!r}]: expected a tensor of shape {list(shape)}, got None")
             continue
         check_param(f"params[{name!r}]", value, shape, x)
-        if not name.endswith(_NORM_ENDINGS) and ".lora" not in name:
+        if name in PROJECTION_SLOTS:
             check_dtype(f"params[{name!r}]", value, x, spec.compute)
     return slots
 

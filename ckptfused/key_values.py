@@ -13,8 +13,7 @@ from ckptfused.eager.norm import norm
 from ckptfused.eager.rope import rope
 from ckptfused.functional import compute_word
 from ckptfused.masks import NO_MASK, Mask
-from ckptfused.slots import PARAM_SLOTS
-from ckptfused.spec import BlockSpec
+from ckptfused.spec import PARAM_SLOTS, parse
 
 
 class Result(NamedTuple):
@@ -55,13 +54,13 @@ def run_with_keys(
 @torch.compiler.assume_constant_result
 def _keeping_qkv(text: str) -> tuple[str, bool]:
     """The text of a spec that keeps nothing but the QKV product, and whether it draws."""
-    spec = BlockSpec.parse(text)
-    return spec.with_keep(("qkv",)).to_string(), spec.has_dropout
+    spec = parse(text, ("qkv",))
+    return spec.to_string(), spec.has_dropout
 
 
 @torch.compiler.assume_constant_result
 def _layout(text: str) -> tuple[int, int, int, bool, bool, str, float, str, int]:
-    spec = BlockSpec.parse(text)
+    spec = parse(text)
     a = spec.attn
     assert a is not None
     heads = (a.heads, a.kv_heads, a.head_dim, a.interleaved)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,14 +12,7 @@ from torch import Tensor
 from ckptfused import rng
 from ckptfused.eager.block import eager_block, mask_shapes
 from ckptfused.eager.philox import DECISIONS, keep_threshold
-from ckptfused.slots import AUX_NAMES
-from ckptfused.spec import BlockSpec, param_names
-
-
-@lru_cache(maxsize=1024)
-def parsed(text: str) -> BlockSpec:
-    """The spec of a text."""
-    return BlockSpec.parse(text)
+from ckptfused.spec import AUX_NAMES, param_names, parse
 
 
 def plain_block(
@@ -36,7 +28,7 @@ def plain_block(
     **Saves** what PyTorch's own operations save, the T × T matrix among it.
     **Source** `eager.block.eager_block`.
     """
-    spec = parsed(text)
+    spec = parse(text)
     named: Any = dict(zip(param_names(spec), params, strict=True))
     inputs: Any = dict(zip(AUX_NAMES, aux, strict=True))
     with _computing_in(x, spec.compute):
@@ -60,7 +52,7 @@ def torch_masks(
 
 
 def _mask_shapes(x: Tensor, aux: Sequence[Tensor | None], text: str) -> dict[int, tuple[float, tuple[int, ...]]]:
-    spec = parsed(text)
+    spec = parse(text)
     batch, tokens = x.shape[1::-1] if spec.seq_first else x.shape[:2]
     return mask_shapes(spec, batch, tokens, x.size(-1), aux[AUX_NAMES.index("cu_seqlens")])
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ckptfused import _extension  # noqa: F401  (registers the ops)
-from ckptfused.checks import check_generator, check_probability
+from ckptfused.checks import check_generator
+from ckptfused.spec.checks import check_probability
 
 __all__ = ["ATTENTION_PROBS", "ATTENTION_RESIDUAL", "FFN_HIDDEN", "FFN_RESIDUAL", "dropout_mask", "keep_scale", "state"]
 

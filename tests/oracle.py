@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ckptfused.eager import block as reference_module
 from ckptfused.eager import dropout_masks, eager_block
-from ckptfused.eager.activation import PLAIN
+from ckptfused.eager.activation import FUNCTIONS
 from ckptfused.eager.attention import probabilities
 from ckptfused.eager.dropout import dropout
 from ckptfused.spec import BlockSpec, param_shapes
@@ -296,7 +296,7 @@ def kink_at(ulps: float, compute: torch.dtype) -> Iterator[None]:
         step = ulps * torch.finfo(compute).eps * u.detach().square().mean().sqrt()
         return torch.where(u > step, u, torch.zeros_like(u))
 
-    with mock.patch.dict(PLAIN, relu=relu):
+    with mock.patch.dict(FUNCTIONS, relu=relu):
         yield
 
 

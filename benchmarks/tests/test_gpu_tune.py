@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_tune
-from ckptfused.triton import tuning
+from ckptfused.triton import tune, tuning
 
 
 def test_what_tuning_finds_is_in_a_table_and_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +30,7 @@ def test_what_tuning_finds_is_in_a_table_and_on_the_page(tmp_path: Path, monkeyp
         tuning.save(tuning.shape_key(n, c, f, act, dtype, chip), entry)
         return entry
 
-    monkeypatch.setattr(tuning, "tune_ffn", measured)
+    monkeypatch.setattr(tune, "tune_ffn", measured)
     monkeypatch.setenv("CKPTFUSED_CACHE", str(tmp_path / "mine"))
     options = ["gpu_tune.py", "--tiny", "--device", "cpu", "--out", str(tmp_path / "out"), "--stem", "day_chip"]
     monkeypatch.setattr(sys, "argv", options)

@@ -19,9 +19,9 @@ from ckptfused.convert.peft import given_caches
 from ckptfused.convert.report import Report
 from ckptfused.convert.source import patched
 from ckptfused.convert.wrapper import wrapper_note
-from ckptfused.keep import Keep, check_names
 from ckptfused.modules.assemble import keep_text
 from ckptfused.modules.shards import is_fully_sharded, refuse_tensor_parallel
+from ckptfused.spec import Keep, check_names
 
 # Where accelerate keeps the forward that it put hooks around.
 _BELOW_HOOKS = "_old_forward"

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ckptfused.checks import check_choice
 from ckptfused.convert.assembly import build_call
 from ckptfused.convert.parts import Inputs, Parts, Reason
 from ckptfused.convert.source import class_as_read, class_name, unread, vouch
 from ckptfused.modules.assemble import Call
 from ckptfused.spec import NORMS, BlockSpec
+from ckptfused.spec.checks import check_choice
 
 FAMILIES: dict[str, Family] = {}
 

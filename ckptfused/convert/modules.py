@@ -14,6 +14,7 @@ from ckptfused.convert.source import as_read, class_name, norm_of, patched
 from ckptfused.modules.activations import activation_kind
 from ckptfused.modules.assemble import hooked as any_hook
 from ckptfused.modules.shards import is_fully_sharded
+from ckptfused.spec import GATED_BY
 
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 _CONV1D = "transformers.pytorch_utils.Conv1D"
@@ -32,7 +33,6 @@ _EVERYWHERE: tuple[dict[int, Any], ...] = (
 )
 # The hook by which Hugging Face collects outputs.
 _COLLECTS = ("transformers.utils.output_capturing", "output_capturing_hook")
-_GATED = {"relu": "reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 
 
 def collects(hook: Any) -> bool:
@@ -165,5 +165,5 @@ def activation(act: Any, gated: bool) -> str | Reason:
     kind = activation_kind(act)
     if kind is None and isinstance(act, nn.Module) and as_read(act):
         kind = _ACTIVATIONS.get(type(act).__name__)
-    kind = _GATED.get(kind or "") if gated else kind
+    kind = GATED_BY.get(kind or "") if gated else kind
     return Reason(f"activation {act!r} has no kernel") if kind is None else kind

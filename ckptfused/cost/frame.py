@@ -12,10 +12,8 @@ from math import prod
 
 import torch
 
-from ckptfused.adapters import adapters_of
 from ckptfused.cost.work import Attention, LowRank, Product, accumulation_type, compute_type
-from ckptfused.slots import param_shapes
-from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
+from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec, param_shapes
 
 _PRODUCT_BLOCK = 1024  # csrc/ops/linear.cpp: rows, columns and depth of a float32 block
 
@@ -162,7 +160,7 @@ class Frame:
     def adapters(self, part: str) -> list[str]:
         """The prefixes of the adapters beside a projection ("attn.q")."""
         half, target = part.split(".")
-        return [p for p, a in adapters_of(self.spec).items() if p.startswith(f"{half}.") and a.target == target]
+        return [p for p, a in self.spec.adapters.items() if p.startswith(f"{half}.") and a.target == target]
 
     def need_half(self, half: str) -> bool:
         return any(name.startswith(half) for name in self.needs)

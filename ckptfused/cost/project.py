@@ -6,7 +6,6 @@ from collections.abc import Collection
 
 import torch
 
-from ckptfused.adapters import adapters_of
 from ckptfused.cost.frame import Frame
 from ckptfused.cost.work import LowRank, low_rank_gradients
 
@@ -47,7 +46,7 @@ class Projections(Frame):
         """Bytes of operands in the accumulation type, where they have another."""
         total = 0
         for prefix in prefixes:
-            rank = adapters_of(self.spec)[prefix].rank
+            rank = self.spec.adapters[prefix].rank
             for slot, size in (("a", rank * into), ("b", out * rank), *((("bias", out),) if bias else ())):
                 total += size * self.A.itemsize if self._adapter_param(f"{prefix}.{slot}") not in (None, self.A) else 0
         return total
@@ -67,7 +66,7 @@ class Projections(Frame):
         """Those beside a part [out, into] of a projection of n rows."""
         prefixes = self.adapters(part)
         copies = self._copies(prefixes, into, out, True)
-        ranks = [adapters_of(self.spec)[prefix].rank for prefix in prefixes]
+        ranks = [self.spec.adapters[prefix].rank for prefix in prefixes]
         self.work += [LowRank(f"adapter of {part}", n, out, into, rank) for rank in ranks]
         if not prefixes or n == 0:
             return
@@ -87,7 +86,7 @@ class Projections(Frame):
             for slot in asked:
                 self._grad(f"{prefix}.{slot}", self.A)
             if asked or din:
-                ranks[prefix], wanted[prefix] = adapters_of(self.spec)[prefix].rank, asked
+                ranks[prefix], wanted[prefix] = self.spec.adapters[prefix].rank, asked
         if not ranks or n == 0:
             return
         self.work += [

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ckptfused.adapters import adapter_input, adapter_output, adapters_of
-from ckptfused.spec import BlockSpec
+from ckptfused.spec import BlockSpec, adapter_input, adapter_output
 
 RNG_STATE_BYTES = 16
 
@@ -165,5 +164,5 @@ def forward_adapters(spec: BlockSpec, batch: int, length: int, width: int) -> di
             f"adapter of {prefix.split('.')[0]}.{adapter.target}",
             *(n, adapter_output(spec, prefix, width), adapter_input(spec, prefix, width), adapter.rank),
         )
-        for prefix, adapter in adapters_of(spec).items()
+        for prefix, adapter in spec.adapters.items()
     }

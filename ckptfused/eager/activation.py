@@ -1,4 +1,8 @@
-"""The FFN's activations, plain and gated."""
+"""The FFN's activations as functions, by the names in `ckptfused.spec.ACTIVATIONS`.
+
+A gated function takes gate and up side by side, [..., 2F] with the gate first, and returns [..., F]: so
+`linear2(activation(linear1(x)))` reads the same for both sorts.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +11,65 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
+from ..spec import GATE
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its tanh approximation. **Source** `F.gelu(x, approximate="tanh")`."""
+    return F.gelu(x, approximate="tanh")
+
+
+def relu2(x: Tensor) -> Tensor:
+    """The square of ReLU. **Source** So et al. 2021, Primer (arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
+def _gated(gate_up: Tensor, act: str) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate, up, act)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. **Source** Shazeer 2020 (arXiv 2002.05202), equation 6."""
+    return _gated(gate_up, "swiglu")
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up. **Source** Shazeer 2020 (arXiv 2002.05202), equation 6."""
+    return _gated(gate_up, "geglu")
+
+
+def geglu_tanh(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, GELU by its tanh approximation (Gemma)."""
+    return _gated(gate_up, "geglu_tanh")
+
+
+def reglu(gate_up: Tensor) -> Tensor:
+    """relu(gate) * up. **Source** Shazeer 2020 (arXiv 2002.05202), equation 6."""
+    return _gated(gate_up, "reglu")
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
-    "gelu_tanh": lambda u: F.gelu(u, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
     "silu": F.silu,
-    "relu2": lambda u: F.relu(u).square(),
+    "relu2": relu2,
+    "swiglu": swiglu,
+    "geglu": geglu,
+    "geglu_tanh": geglu_tanh,
+    "reglu": reglu,
 }
-GATED: dict[str, str] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "reglu": "relu"}
 
 
 def activation(gate: Tensor | None, up: Tensor, act: str) -> Tensor:
     """h = act(up), or act(gate) * up for the gated kinds.
 
     **Shapes**: gate, up, result [..., F].
-
-    **Source**: ``torch.nn.functional``; relu2: So et al., "Primer" (2021); gated: Shazeer, "GLU variants improve
-    transformer" (2020), equation 5.
     """
-    if act in PLAIN:
-        return PLAIN[act](up)
+    applied = GATE[act]
+    if applied is None:
+        return FUNCTIONS[act](up)
     if gate is None:
         raise ValueError(f"gate: expected a tensor for the gated activation {act}, got None")
-    return PLAIN[GATED[act]](gate) * up
+    return FUNCTIONS[applied](gate) * up

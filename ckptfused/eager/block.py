@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activation import GATED, activation
+from ..spec import FIRST_SITE, AttentionSpec, BlockSpec, FFNSpec, adapter_input
+from .activation import activation
 from .attention import attention
 from .dropout import dropout
 from .norm import norm
 from .philox import dropout_mask
 from .rope import rope
-
-if TYPE_CHECKING:
-    from ..adapters import Adapter
-    from ..spec import AttentionSpec, BlockSpec, FFNSpec
 
 Params = Mapping[str, Tensor | None]
 Keep = Mapping[str, Tensor]
@@ -51,17 +47,6 @@ def _lengths(cu_seqlens: Tensor | None, tokens: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def _adapter_inputs(spec: BlockSpec, width: int) -> list[tuple[Adapter, int]]:
-    """The adapters of both halves in order, with the width of what they read."""
-    attn, ffn = spec.attn, spec.ffn
-    found = []
-    if attn is not None:
-        found += [(one, attn.heads * attn.head_dim if one.target == "o" else width) for one in attn.lora]
-    if ffn is not None:
-        found += [(one, ffn.hidden if one.target == "down" else width) for one in ffn.lora]
-    return found
-
-
 def _adapter_masks(keep: Mapping[int, Tensor], name: str, spec: BlockSpec) -> Keep:
     """The masks of one half's adapters by name."""
     first = 4 if name == "attn" or spec.attn is None else 4 + len(spec.attn.lora)
@@ -86,8 +71,8 @@ def mask_shapes(
     if spec.ffn is not None:
         wanted[2] = (spec.ffn.p_hidden, (batch, tokens, spec.ffn.hidden))
         wanted[3] = (spec.ffn.p_res, (batch, tokens, width))
-    for site, (adapter, columns) in enumerate(_adapter_inputs(spec, width), 4):
-        wanted[site] = (adapter.p, (batch, tokens, columns))
+    for site, (prefix, adapter) in enumerate(spec.adapters.items(), FIRST_SITE):
+        wanted[site] = (adapter.p, (batch, tokens, adapter_input(spec, prefix, width)))
     return {site: (p, shape) for site, (p, shape) in wanted.items() if p > 0}
 
 
@@ -171,7 +156,7 @@ def attention_branch(
 def ffn_branch(x: Tensor, params: Params, spec: FFNSpec, keep: Tensor | None, adapter_keep: Keep) -> Tensor:
     """The FFN half's f: up (and gate), activation, dropout, down. [B, T, C] both ways."""
     gate = None
-    if spec.act in GATED:
+    if spec.gated:
         gate = _linear(x, params, "ffn.gate", spec, adapter_keep)
         if spec.joint:
             gate, up = gate.chunk(2, -1)

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from ckptfused import settings
-from ckptfused.checks import check_choice, check_flag, check_integer, transformed
+from ckptfused.checks import transformed
 from ckptfused.generic.arguments import Arguments, Given
 from ckptfused.generic.copies import Aliases, Loans, share_memory
 from ckptfused.generic.handed_out import HandedOut
 from ckptfused.generic.state import State
 from ckptfused.generic.views import entered
+from ckptfused.spec.checks import check_choice, check_flag, check_integer
 
 
 def checkpoint(

@@ -1,6 +1,7 @@
 """Transformer blocks, and their halves, as `torch.nn` modules."""
 
-from .activations import geglu, geglu_tanh, gelu_tanh, reglu, relu2, swiglu
+from ckptfused.eager.activation import geglu, geglu_tanh, gelu_tanh, reglu, relu2, swiglu
+
 from .attention import FusedCheckpointAttention
 from .attention_layer import GroupedAttention
 from .block import FusedCheckpointBlock

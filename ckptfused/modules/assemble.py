@@ -17,7 +17,6 @@ from torch.nn import Dropout, Linear, MultiheadAttention
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ckptfused.functional import (
-    MOST_TEXTS,
     check_devices,
     check_dtype,
     check_input,
@@ -28,14 +27,13 @@ from ckptfused.functional import (
 )
 from ckptfused.key_values import run_with_keys
 from ckptfused.masks import NO_MASK, Mask, encoder_mask
-from ckptfused.modules.activations import GATED, Activation, activation_kind
+from ckptfused.modules.activations import Activation, activation_kind
 from ckptfused.modules.attention_layer import GroupedAttention
 from ckptfused.modules.norms import norm_eps, norm_kind
 from ckptfused.modules.sdpa import sdpa_replaced
-from ckptfused.spec import MAX_HEAD_DIM, BlockSpec
+from ckptfused.spec import GATED_ACTIVATIONS, MAX_HEAD_DIM, parse
 
 Slots = list[Tensor | None]
-_texts: dict[tuple[str, str], str] = {}
 
 
 class Call(NamedTuple):
@@ -80,14 +78,8 @@ def keeps_inputs_alone(keep: str) -> bool:
 @torch.compiler.assume_constant_result
 def canonical_text(words: str, keep: str) -> str:
     """The spec's text for words in any order. From text to text, so that torch.compile can fold it."""
-    key = (words, keep)
-    if key not in _texts:
-        if len(_texts) >= MOST_TEXTS:
-            _texts.clear()
-        explicit = tuple(filter(None, keep[1:].split("+")))
-        spec = BlockSpec.parse(words).with_keep(explicit if keep.startswith("=") else keep)
-        _texts[key] = spec.to_string()
-    return _texts[key]
+    names = tuple(filter(None, keep[1:].split("+"))) if keep.startswith("=") else keep
+    return parse(words, names).to_string()
 
 
 def settled(number: float | None) -> Any:
@@ -158,7 +150,7 @@ def ffn_words(
     """The words of an FFN half."""
     kind = activation_kind(activation)
     return (
-        f" ffn.act={kind} ffn.hidden={linear2.in_features} ffn.joint={int(kind in GATED)}"
+        f" ffn.act={kind} ffn.hidden={linear2.in_features} ffn.joint={int(kind in GATED_ACTIVATIONS)}"
         f" ffn.p_hidden={_rate(dropout)} ffn.p_res={_rate(dropout2)}"
     ) + _norm_words("ffn", place, norm, linear2.out_features, x)
 
@@ -212,7 +204,7 @@ def ffn_slots(linear1: Any, linear2: Any, activation: Activation, norm: Any, pla
     """The 12 tensors of an FFN half, checked against x, the width of which has been."""
     norms = _norm_slots(norm, place)
     first: Slots = [linear1.weight, linear1.bias]
-    gated = activation_kind(activation) in GATED
+    gated = activation_kind(activation) in GATED_ACTIVATIONS
     width, hidden = x.size(-1), linear2.in_features
     shape = (2 * hidden if gated else hidden, width)
     _check_linear(("linear1.weight", "linear1.bias"), linear1.weight, linear1.bias, shape, x)

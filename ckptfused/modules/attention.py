@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptfused.checks import check_flag, check_integer
 from ckptfused.masks import NO_MASK
 from ckptfused.modules.assemble import (
     Call,
@@ -22,6 +21,7 @@ from ckptfused.modules.attention_layer import make_attention
 from ckptfused.modules.fused import FusedModule, check_call, rates, refuse_generic, run_fused, run_generic
 from ckptfused.modules.norms import make_norm
 from ckptfused.spec import Keep
+from ckptfused.spec.checks import check_flag, check_integer
 
 
 class FusedCheckpointAttention(FusedModule):

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import MultiheadAttention
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ckptfused.checks import check_at_least, check_flag, check_integer, check_number
 from ckptfused.masks import encoder_mask
 from ckptfused.modules.norms import make_norm
 from ckptfused.modules.rotary import RotaryTable
 from ckptfused.modules.sdpa import refuse_replaced_sdpa
+from ckptfused.spec.checks import check_at_least, check_flag, check_integer, check_number
 
 
 class GroupedAttention(nn.MultiheadAttention):

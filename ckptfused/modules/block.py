@@ -9,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import LayerNorm, TransformerEncoderLayer
 
-from ckptfused.checks import check_flag, check_integer
 from ckptfused.masks import NO_MASK
 from ckptfused.modules import assemble
-from ckptfused.modules.activations import GATED, Activation, activation_kind, plain_activation
+from ckptfused.modules.activations import Activation, activation_kind, plain_activation
 from ckptfused.modules.assemble import Call
 from ckptfused.modules.attention_layer import is_plain, make_attention
 from ckptfused.modules.fused import FusedModule, check_call, rates, refuse_generic, run_fused, run_generic
 from ckptfused.modules.norms import make_norm
-from ckptfused.spec import Keep
+from ckptfused.spec import GATED_ACTIVATIONS, Keep
+from ckptfused.spec.checks import check_flag, check_integer
 
 # PyTorch's own class is the one of this import: torch.nn's name for it is where somebody may put the block.
 _SA_BLOCK, _FF_BLOCK = TransformerEncoderLayer._sa_block, TransformerEncoderLayer._ff_block
@@ -32,8 +32,8 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
 
     Beyond it, keyword-only:
     num_kv_heads, head_dim: grouped-query attention; `self_attn.in_proj_weight` is then [(H+2G)·D, C].
-    norm: "layernorm", "rmsnorm" or "gemma". activation: also gelu_tanh, silu, relu2, and the gated swiglu, geglu,
-    geglu_tanh, reglu, whose `linear1` is [2F, C], gate first. rope: True, a theta or a `RotaryTable`;
+    norm: "layernorm", "rmsnorm" or "gemma". activation: one of `ckptfused.spec.ACTIVATIONS`, too; the
+    `linear1` of a gated one is [2F, C], gate first. rope: True, a theta or a `RotaryTable`;
     rotary_dim, rope_style ("half", "interleaved"). qk_norm: True or a kind of norm. causal: every call is.
     window, softcap, scale: as in `AttentionSpec`. attention_dropout, residual_dropout, ffn_dropout: override
     `dropout` at their sites. parallel: True adds both halves to the same x, "shared" also gives both the
@@ -92,7 +92,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         self.self_attn = make_attention(
             d_model, nhead, p_attn, bias, batch_first, device, dtype, norm=norm, **attention
         )
-        gated = activation_kind(self.activation) in GATED
+        gated = activation_kind(self.activation) in GATED_ACTIVATIONS
         self.linear1 = nn.Linear(d_model, hidden * (2 if gated else 1), bias=bias, **factory)
         self.dropout = nn.Dropout(p_ffn)
         self.linear2 = nn.Linear(hidden, d_model, bias=bias, **factory)

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptfused.checks import check_flag, check_integer
 from ckptfused.functional import check_input
-from ckptfused.modules.activations import GATED, Activation, activation_kind, plain_activation
+from ckptfused.modules.activations import Activation, activation_kind, plain_activation
 from ckptfused.modules.assemble import Call, canonical_text, ffn_reason, ffn_slots, ffn_words
 from ckptfused.modules.fused import FusedModule, check_call, rates, refuse_generic, run_fused, run_generic
 from ckptfused.modules.norms import make_norm
-from ckptfused.spec import Keep
+from ckptfused.spec import GATED_ACTIVATIONS, Keep
+from ckptfused.spec.checks import check_flag, check_integer
 
 
 class FusedCheckpointFFN(FusedModule):
@@ -56,7 +56,7 @@ class FusedCheckpointFFN(FusedModule):
         p_hidden, p_res = rates(dropout, ffn_dropout=ffn_dropout, residual_dropout=residual_dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.activation = plain_activation(activation)
-        gated = activation_kind(self.activation) in GATED
+        gated = activation_kind(self.activation) in GATED_ACTIVATIONS
         self.batch_first = check_flag("batch_first", batch_first)
         self.linear1 = nn.Linear(d_model, hidden * (2 if gated else 1), bias=bias, **factory)
         self.dropout = nn.Dropout(p_hidden)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import LayerNorm, RMSNorm
 
-from ckptfused.checks import check_at_least
 from ckptfused.spec import NORMS
+from ckptfused.spec.checks import check_at_least
 
 
 class GemmaNorm(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from ckptfused.checks import check_integer, check_number
+from ckptfused.spec.checks import check_integer, check_number
 
 _FIRST_LENGTH = 512
 Pair = tuple[Tensor, Tensor]

@@ -13,7 +13,7 @@ from torch.nn import TransformerEncoder, TransformerEncoderLayer
 
 from ckptfused import outer_checkpoint, settings
 from ckptfused.checkpoint import checkpoint
-from ckptfused.checks import check_integer, transformed
+from ckptfused.checks import transformed
 from ckptfused.double_backward import apart
 from ckptfused.functional import compute_word
 from ckptfused.modules.assemble import Call, Slots, hooked
@@ -23,6 +23,7 @@ from ckptfused.modules.ffn import FusedCheckpointFFN
 from ckptfused.modules.fused import FusedModule, check_call, needs_gradient, refuse_generic
 from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.spec import AUX_NAMES
+from ckptfused.spec.checks import check_integer
 
 _ids = itertools.count(-1, -1)
 

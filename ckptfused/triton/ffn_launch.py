@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spec import GATE
 from .ffn_configs import DTYPES, INTERPRETED, FFNConfig
 from .ffn_kernels import ffn_up_bwd_kernel, ffn_up_fwd_kernel
 from .problem import expect
 from .tuning import config_for
 
-# Activation -> (the function, whether it is gated), as csrc/ops/activation.cpp has them.
-ACTS: dict[str, tuple[str, bool]] = {
-    **{act: (act, False) for act in ("relu", "gelu", "gelu_tanh", "silu", "relu2")},
-    **{"reglu": ("relu", True), "geglu": ("gelu", True), "geglu_tanh": ("gelu_tanh", True), "swiglu": ("silu", True)},
-}
+# Activation -> (the function, whether it is gated).
+ACTS: dict[str, tuple[str, bool]] = {act: (gate or act, gate is not None) for act, gate in GATE.items()}
 # Within a tile, offsets are of 32 bits: at most 256 rows of this stride.
 _MAX_STRIDE = 1 << 22
 

@@ -1,4 +1,4 @@
-"""The ways through the FFN's first half that tuning.tune_ffn measures: a block's calls, tile by tile.
+"""The ways through the FFN's first half that tune.tune_ffn measures: a block's calls, tile by tile.
 
 What csrc/autograd/ffn.cpp calls up to h, g, u (forward) and h, dg, du (backward); the rest is the same either way.
 tests/triton/test_ffn_paths.py holds the calls, their sizes and strides to those of a block.

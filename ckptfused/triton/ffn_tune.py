@@ -1,4 +1,4 @@
-"""The measurement behind tuning.tune_ffn: needs a GPU, and the extension's CUDA kernels for the cuBLAS side.
+"""The measurement behind tune.tune_ffn: needs a GPU, and the extension's CUDA kernels for the cuBLAS side.
 
 All but the times comes about on the CPU as well, in Triton's interpreter.
 """

@@ -1,7 +1,7 @@
 """Whether a shape's gate and up products go through Triton or through cuBLAS and the pointwise kernel.
 
 ffn_choice() looks it up and measures nothing, so that forward, backward and its replay, eager and captured in a graph,
-all get the same answer. tune_ffn() measures, when it is called, and writes what it found to a file of the user's.
+all get the same answer. tune.tune_ffn() measures, when it is called, and writes what it found to a file of the user's.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def ffn_choice(
             tiles[0].name, "CKPTFUSED_FFN=triton, the default tile: this shape was not measured"
         )  # fmt: skip
     if entry is None:
-        return CUBLAS, f"not measured: {key} (ckptfused.triton.tuning.tune_ffn measures it)"
+        return CUBLAS, f"not measured: {key} (ckptfused.triton.tune.tune_ffn measures it)"
     choice = entry["choice"]
     if choice != CUBLAS and choice not in known:
         return CUBLAS, f"measured with the tile {choice}, which is no more"
@@ -179,27 +179,3 @@ def save(key: str, entry: Mapping[str, Any]) -> Path:
             os.unlink(name)
         raise
     return path
-
-
-def tune_ffn(n: int, c: int, f: int, act: str, dtype: torch.dtype, rounds: int = 21) -> dict[str, Any]:
-    """Measures cuBLAS and every tile on the current GPU, writes the user's table and returns the entry.
-
-    Measured is what a block calls, cut as ``cost.ffn_tiles`` says, on four paths: forward and the replaying backward of
-    a block that does not keep gu, forward and backward of one that does. Triton is chosen only where one tile is faster
-    than cuBLAS on each of them. Gate and up count as one joint weight, without biases and dropout, in the layout of
-    ``nn.Linear``; other blocks of the shape share the choice.
-
-    Every tile is checked first, against float64 and for the same bits on every path, and left out with a warning where
-    it is wrong. The choice holds from the next process on; in this one after ``reload()``, not to be called between a
-    forward and its backward.
-    """
-    from .ffn_tune import measure
-
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype: expected bfloat16 or float16, got {dtype}")
-    device = _device("cuda")
-    if device is None:
-        raise RuntimeError("tune_ffn: expected an NVIDIA GPU")
-    entry = measure(n, c, f, act, dtype, candidates(device.capability), rounds)
-    save(shape_key(n, c, f, act, dtype, device), entry)
-    return entry

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptfused.keep import keepable
-from ckptfused.spec import BlockSpec
+from ckptfused.spec import BlockSpec, keepable
 from tests.cases import AXES, TILED, Case, all_pairs
 from tests.devices import on_devices, repeatable
 from tests.oracle import Function, Inputs, fused, make_inputs, run

@@ -19,11 +19,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from ckptfused import _C, cost
-from ckptfused.adapters import adapters_of
 from ckptfused.cost.frame import product_scratch
-from ckptfused.keep import KEEP_PRESETS, keepable
-from ckptfused.slots import AUX_NAMES, param_names
-from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
+from ckptfused.spec import AUX_NAMES, KEEP_PRESETS, AttentionSpec, BlockSpec, FFNSpec, keepable, param_names
 from ckptfused.triton import backend
 from tests.accounting import Events, saved_bytes
 from tests.cases import Case
@@ -126,7 +123,7 @@ def make_ops(case: Case, kind: str = "float32", keep: str = "inputs", device: st
 
 def _products_are_seen(ops: Ops) -> bool:
     """Whether every product that PyTorch makes is a projection's: on a GPU adapters, too, are made of products."""
-    return ops.inputs.x.is_cpu or not adapters_of(ops.spec)
+    return ops.inputs.x.is_cpu or not ops.spec.adapters
 
 
 def _flops(work: Collection[cost.Product | cost.Attention]) -> int:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfused.eager.activation import GATED, PLAIN, activation
+from ckptfused.eager.activation import FUNCTIONS, activation
 from ckptfused.eager.dropout import dropout, keep_scale
 from ckptfused.eager.norm import norm
 from ckptfused.eager.rope import rope
+from ckptfused.spec import ACTIVATIONS, GATED_BY, PLAIN_ACTIVATIONS
 
 X = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -56,12 +57,14 @@ def test_activations() -> None:
         "silu": X / (1 + torch.exp(-X)),
         "relu2": X.clamp_min(0) ** 2,
     }
-    assert plain.keys() == PLAIN.keys()
+    assert tuple(plain) == PLAIN_ACTIVATIONS
     for act, expected in plain.items():
         torch.testing.assert_close(activation(None, X, act), expected)
     up = torch.randn_like(X)
-    for act, inner in GATED.items():
+    for inner, act in GATED_BY.items():
         torch.testing.assert_close(activation(X, up, act), plain[inner] * up)
+        torch.testing.assert_close(FUNCTIONS[act](torch.cat((X, up), -1)), plain[inner] * up)
+    assert tuple(FUNCTIONS) == ACTIVATIONS
 
 
 def test_dropout_keeps_the_mean() -> None:

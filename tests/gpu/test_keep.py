@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptfused import FusedCheckpointBlock
-from ckptfused.keep import KEEP_PRESETS
+from ckptfused.spec import KEEP_PRESETS
 from tests.devices import repeatable
 
 pytestmark = pytest.mark.gpu

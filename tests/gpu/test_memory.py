@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ckptfused import FusedCheckpointBlock, cost
-from ckptfused.keep import KEEP_PRESETS
-from ckptfused.spec import BlockSpec
+from ckptfused.spec import KEEP_PRESETS, BlockSpec
 
 pytestmark = pytest.mark.gpu
 

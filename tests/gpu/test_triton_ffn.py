@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from ckptfused.keep import keepable
+from ckptfused.spec import keepable
 from ckptfused.triton import ffn_launch, tuning
 from ckptfused.triton.ffn_configs import CANDIDATES, FFNConfig, candidates
 from tests.cases import Case

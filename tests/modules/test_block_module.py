@@ -129,7 +129,7 @@ def test_llama_preset(device: str) -> None:
     block = FusedCheckpointBlock.llama(C, H, HIDDEN, num_kv_heads=2, rope_theta=5e5, dtype=torch.float64)
     assert block.spec(torch.float64).to_string() == (
         "halves=attn+ffn attn.heads=6 attn.kv_heads=2 attn.head_dim=4 attn.pre=rmsnorm attn.joint=1 "
-        "attn.causal=1 attn.rope=half ffn.act=swiglu ffn.hidden=20 ffn.joint=1 ffn.pre=rmsnorm"
+        "attn.causal=1 attn.rope=half ffn.act=swiglu ffn.hidden=20 ffn.pre=rmsnorm ffn.joint=1"
     )
     shapes = {name: tuple(value.shape) for name, value in block.state_dict().items()}
     assert shapes == {

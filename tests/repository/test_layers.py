@@ -1,4 +1,4 @@
-"""Holds the arrows of the layering: modules → functional → autograd → ops → kernels → math, cli on top.
+"""Holds the arrows of the layering: modules → functional → spec and autograd → ops → kernels → math, cli on top.
 
 Reads the `#include`s of csrc/ and the imports of ckptfused/. A file may use its own layer and the ones listed for it.
 """
@@ -6,6 +6,7 @@ Reads the `#include`s of csrc/ and the imports of ckptfused/. A file may use its
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -32,17 +33,8 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 
 # Python modules from the bottom up; a module may import from its own line and the lines before it.
 PYTHON_LAYERS = (
-    (
-        "adapters",
-        "keep",
-        "slots",
-        "spec",
-        "spec_text",
-        "masks",
-        "checks",
-        "eager",
-        "outer_checkpoint",
-    ),
+    ("spec",),
+    ("masks", "checks", "eager", "outer_checkpoint"),
     ("_extension", "_C"),
     ("cost", "fake", "rng", "settings", "triton", "plain", "double_backward"),
     ("functional", "generic", "checkpoint"),
@@ -90,34 +82,29 @@ def cuda_includes(path: Path, text: str) -> list[str]:
 
 
 def imported(path: Path) -> list[str]:
-    """Names just below ckptfused that a module imports when it runs; imports for type checking do not count."""
+    """What a module of ckptfused imports of ckptfused, by dotted names; imports for type checking count as well."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     found: list[str] = []
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}:
-            for child in node.orelse:
-                visit(child)
-            return
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             source = ".".join([*base, *([node.module] if node.module else [])])
-            if source == "ckptfused":
-                found.extend(f"ckptfused.{alias.name}" for alias in node.names)
-            else:
-                found.append(source)
-        for child in ast.iter_child_nodes(node):
-            visit(child)
+            names = [f"{source}.{alias.name}" for alias in node.names]
+            found.extend(name if is_module(name) else source for name in names)
+    return [name for name in found if name.split(".")[0] == "ckptfused"]
 
-    visit(ast.parse(path.read_text()))
-    names = [name.split(".")[1] for name in found if name.startswith("ckptfused.")]
-    return [name if name in RANK or is_module(name) else "__init__" for name in names]
+
+def layer_named(name: str) -> str:
+    """The module or package just below ckptfused that a dotted name is in; `__init__` for ckptfused itself."""
+    return [*name.split("."), "__init__"][1]
 
 
 def is_module(name: str) -> bool:
-    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
+    """Whether a dotted name is a module or package of ckptfused; the extension counts, built or not."""
+    path = ROOT.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists() or name == "ckptfused._C"
 
 
 def test_includes_point_down() -> None:
@@ -137,7 +124,7 @@ def test_a_cpu_build_needs_no_cuda_header() -> None:
 
 
 def test_imports_point_down() -> None:
-    files = {path: imported(path) for path in python_files()}
+    files = {path: [layer_named(name) for name in imported(path)] for path in python_files()}
     homeless = {layer_of(path) for path in files}.union(*files.values()) - RANK.keys()
     assert not homeless, f"no place in the layering, PYTHON_LAYERS, for modules of ckptfused: {homeless}"
     wrong = [(path, name) for path, names in files.items() for name in names if RANK[name] > RANK[layer_of(path)]]
@@ -149,6 +136,20 @@ def test_tests_and_benchmarks_do_not_import_one_another() -> None:
         wrong = re.compile(rf"^\s*(from|import) {other}\b", re.MULTILINE)
         files = sorted((ROOT / folder).rglob("*.py"))
         assert files and not [path for path in files if wrong.search(path.read_text())]
+
+
+def test_no_modules_import_one_another() -> None:
+    """In a circle, that is; not even for type checking or inside a function."""
+    circle_in({dotted(path): imported(path) for path in python_files()})
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def circle_in(imports: dict[str, list[str]]) -> None:
+    """**Raises** `graphlib.CycleError` with the modules that import one another."""
+    graphlib.TopologicalSorter({name: set(used) - {name} for name, used in imports.items()}).prepare()
 
 
 def test_there_is_something_to_hold() -> None:
@@ -174,11 +175,19 @@ def test_a_wrong_include_is_seen(layer: str, line: str) -> None:
 def test_a_wrong_import_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "ckptfused")
-    (tmp_path / "ckptfused" / "modules").mkdir(parents=True)
+    for folder in ("modules", "cli"):
+        (tmp_path / "ckptfused" / folder).mkdir(parents=True)
     path = tmp_path / "ckptfused" / "eager.py"
     path.write_text(
         "from typing import TYPE_CHECKING\n"
         "if TYPE_CHECKING:\n    from .cli import main\n"
         "def late():\n    from . import modules\n    from ckptfused import FusedCheckpointBlock\n"
     )
-    assert imported(path) == ["modules", "__init__"]
+    assert sorted(imported(path)) == ["ckptfused", "ckptfused.cli", "ckptfused.modules"]
+    assert sorted(map(layer_named, imported(path))) == ["__init__", "cli", "modules"]
+
+
+def test_a_circle_is_seen() -> None:
+    with pytest.raises(graphlib.CycleError):
+        circle_in({"a": ["b"], "b": ["c"], "c": ["a"]})
+    circle_in({"a": ["b", "c", "a"], "b": ["c"]})

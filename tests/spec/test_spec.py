@@ -93,7 +93,7 @@ def test_text_leaves_out_defaults() -> None:
 
 def test_text_is_canonical_whatever_the_number_type() -> None:
     whole = dataclasses.replace(ATTN, p_attn=1, m=2, softcap=30)
-    assert BlockSpec(whole).to_string().endswith("attn.softcap=30.0 attn.p_attn=1.0 attn.m=2.0")
+    assert BlockSpec(whole).to_string().endswith("attn.m=2.0 attn.softcap=30.0 attn.p_attn=1.0")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ckptfused.rng
-from ckptfused.eager.activation import GATED, activation
+from ckptfused.eager.activation import activation
+from ckptfused.spec import GATED_ACTIVATIONS
 from ckptfused.triton.ffn_launch import ffn_up_bwd, ffn_up_fwd
 from tests.oracle import KINK_ULPS, KINKED, Errors, failures, kink_at
 
@@ -36,7 +37,7 @@ class Call:
 
     @property
     def gated(self) -> bool:
-        return self.act in GATED
+        return self.act in GATED_ACTIVATIONS
 
     @property
     def mask_cols(self) -> int:

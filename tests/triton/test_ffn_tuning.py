@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptfused.triton import tuning
+from ckptfused.triton import tune, tuning
 from ckptfused.triton.ffn_configs import CANDIDATES, candidates
 from ckptfused.triton.tuning import CUBLAS, Device, ffn_choice
 from tests.triton.clock import Clock
@@ -202,17 +202,17 @@ def test_names_are_unique() -> None:
 def test_tune_needs_a_gpu_and_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match="bfloat16 or float16"):
-        tuning.tune_ffn(64, 64, 64, "swiglu", torch.float32)
+        tune.tune_ffn(64, 64, 64, "swiglu", torch.float32)
     monkeypatch.setattr(tuning, "_device", lambda device: None)
     with pytest.raises(RuntimeError, match="NVIDIA GPU"):
-        tuning.tune_ffn(64, 64, 64, "swiglu", torch.bfloat16)
+        tune.tune_ffn(64, 64, 64, "swiglu", torch.bfloat16)
 
 
 def test_imports_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import ckptfused, torch\n"
-        "from ckptfused.triton import tuning\n"
+        "from ckptfused.triton import tune, tuning\n"
         "print(tuning.ffn_choice(64, 64, 64, 'swiglu', torch.bfloat16, 'cpu')[0])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -300,7 +300,7 @@ def test_wrong() -> None:
 def test_tune_on_the_gpu_at_hand() -> None:
     pytest.importorskip("triton")
     shape = (512, 256, 512, "swiglu", torch.bfloat16)
-    entry = tuning.tune_ffn(*shape, rounds=3)
+    entry = tune.tune_ffn(*shape, rounds=3)
     tuning.reload()
     assert ffn_choice(*shape, "cuda")[0] == entry["choice"]
     assert entry["triton"] in {tile.name for tile in candidates(torch.cuda.get_device_capability())}, "all left out"

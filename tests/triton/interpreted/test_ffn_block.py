@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ckptfused.keep import keepable
+from ckptfused.spec import keepable
 from ckptfused.triton.ffn_launch import ffn_up_bwd, ffn_up_fwd
 from tests.cases import Case
 from tests.oracle import expect, fused, make_inputs, rng_state, run

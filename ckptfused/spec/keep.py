@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from ckptfused.spec import BlockSpec
+from .fields import BlockFields
 
-KEEP_NAMES = ("attn", "mid", "proj", "qkv", "gu", "out")
+
+class Kept(NamedTuple):
+    """A value that may be kept: what it is, and whether a block has it."""
+
+    meaning: str
+    exists: Callable[[BlockFields], bool]
+
+
+def _has_mid(spec: BlockFields) -> bool:
+    """A half alone has a sum to keep only where a closing norm reads it again."""
+    return spec.attn is not None and not spec.parallel and (spec.ffn is not None or spec.attn.out != "none")
+
+
+KEEP: dict[str, Kept] = {
+    "attn": Kept("o and lse", lambda spec: spec.attn is not None),
+    "mid": Kept("input of the FFN half, or the sum before the first closing norm", _has_mid),
+    "proj": Kept(
+        "attention projection before its post-norm", lambda spec: spec.attn is not None and spec.attn.post != "none"
+    ),
+    "qkv": Kept("raw product", lambda spec: spec.attn is not None),
+    "gu": Kept("gate and up pre-activations", lambda spec: spec.ffn is not None),
+    "out": Kept(
+        "sum before the closing norm, or the down product before its post-norm",
+        lambda spec: spec.ffn is not None and (spec.ffn.out != "none" or spec.ffn.post != "none"),
+    ),
+}
+"""By name, in the order in which `block_fwd` returns them."""
+KEEP_NAMES = tuple(KEEP)
 KEEP_PRESETS: dict[str, tuple[str, ...]] = {
     "inputs": (),
     "mid": ("mid",),
@@ -21,19 +47,9 @@ KEEP_PRESETS: dict[str, tuple[str, ...]] = {
 Keep = str | Iterable[str]
 
 
-def keepable(spec: BlockSpec) -> tuple[str, ...]:
+def keepable(spec: BlockFields) -> tuple[str, ...]:
     """The names of the values that this block can keep for backward, in canonical order."""
-    attn, ffn = spec.attn, spec.ffn
-    exists = {
-        "attn": attn is not None,
-        # A half alone has a sum to keep only where a closing norm reads it again.
-        "mid": attn is not None and not spec.parallel and (ffn is not None or attn.out != "none"),
-        "proj": attn is not None and attn.post != "none",
-        "qkv": attn is not None,
-        "gu": ffn is not None,
-        "out": ffn is not None and (ffn.out != "none" or ffn.post != "none"),
-    }
-    return tuple(name for name in KEEP_NAMES if exists[name])
+    return tuple(name for name, kept in KEEP.items() if kept.exists(spec))
 
 
 def check_names(keep: Keep) -> None:
@@ -50,7 +66,7 @@ def check_names(keep: Keep) -> None:
             raise ValueError(f"keep: expected names among {', '.join(KEEP_NAMES)}, got {name!r}")
 
 
-def resolve_keep(spec: BlockSpec, keep: Keep) -> tuple[str, ...]:
+def resolve_keep(spec: BlockFields, keep: Keep) -> tuple[str, ...]:
     """The canonical tuple of names for a preset's name or an iterable of names.
 
     A name in a preset that this block does not have (mid in a parallel block) is left out.

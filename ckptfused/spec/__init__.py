@@ -1,0 +1,49 @@
+"""What a block computes, as data: typed specs, their text form, and the names of their tensors.
+
+The C++ ops take the text form (`BlockSpec.to_string()`) and parse it once. A spec holds everything that
+does not need a tensor: norm placements, head layout, mask kinds, dropout probabilities, what is kept for
+backward. The tensors travel beside it, in the order of `param_names(spec)` and `AUX_NAMES`.
+"""
+
+from .activations import ACTIVATIONS, GATE, GATED_ACTIVATIONS, GATED_BY, PLAIN_ACTIVATIONS
+from .adapters import FIRST_SITE, MOST_ADAPTERS, Adapter
+from .block import MOST_TEXTS, BlockSpec, parse
+from .checks import check_probability
+from .fields import COMPUTE_TYPES, MASK_KINDS, MAX_HEAD_DIM, NORMS, ROPES, AttentionSpec, FFNSpec
+from .keep import KEEP_NAMES, KEEP_PRESETS, Keep, check_names, keepable, resolve_keep
+from .slots import AUX_NAMES, PARAM_SLOTS, PROJECTION_SLOTS, adapter_input, adapter_output, param_names, param_shapes
+
+__all__ = [
+    "ACTIVATIONS",
+    "AUX_NAMES",
+    "COMPUTE_TYPES",
+    "FIRST_SITE",
+    "GATE",
+    "GATED_ACTIVATIONS",
+    "GATED_BY",
+    "KEEP_NAMES",
+    "KEEP_PRESETS",
+    "MASK_KINDS",
+    "MAX_HEAD_DIM",
+    "MOST_ADAPTERS",
+    "MOST_TEXTS",
+    "NORMS",
+    "PARAM_SLOTS",
+    "PLAIN_ACTIVATIONS",
+    "PROJECTION_SLOTS",
+    "ROPES",
+    "Adapter",
+    "AttentionSpec",
+    "BlockSpec",
+    "FFNSpec",
+    "Keep",
+    "adapter_input",
+    "adapter_output",
+    "check_names",
+    "check_probability",
+    "keepable",
+    "param_names",
+    "param_shapes",
+    "parse",
+    "resolve_keep",
+]

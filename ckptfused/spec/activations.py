@@ -1,0 +1,22 @@
+"""The FFN's activations: the one list of their names."""
+
+from __future__ import annotations
+
+GATE: dict[str, str | None] = {
+    "relu": None,
+    "gelu": None,
+    "gelu_tanh": None,
+    "silu": None,
+    "relu2": None,
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "reglu": "relu",
+}
+"""Every activation by its name, with the plain one that it applies to its gate: `act(gate) * up`. None: not gated."""
+
+ACTIVATIONS = tuple(GATE)
+GATED_ACTIVATIONS = tuple(name for name, gate in GATE.items() if gate is not None)
+PLAIN_ACTIVATIONS = tuple(name for name, gate in GATE.items() if gate is None)
+GATED_BY = {gate: name for name, gate in GATE.items() if gate is not None}
+"""The gated activation that applies a plain one."""

@@ -1,0 +1,177 @@
+"""The one table of what describes a block: the fields of the frame, of both halves and of the block.
+
+A declaration is a row: name, type, default, allowed values, one line of meaning. The checks, the text form, its parsing
+and `csrc/autograd/spec_fields.h` are made from these rows; `slots.py` says which tensors they bring.
+"""
+
+# No `from __future__ import annotations`: `table.rows` reads the annotations themselves.
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated, Literal
+
+from .activations import ACTIVATIONS, GATED_ACTIVATIONS
+from .adapters import Adapter, checked_adapters
+from .table import Key, check_rows
+
+MAX_HEAD_DIM = 256
+NORMS = ("none", "layernorm", "rmsnorm", "gemma")
+ROPES = ("none", "half", "interleaved")
+MASK_KINDS = ("none", "keep", "drop", "add")
+SCALAR_TYPES = {"float64": "Double", "float32": "Float", "bfloat16": "BFloat16", "float16": "Half"}
+"""The types of matrix products, with their names in c10::ScalarType."""
+COMPUTE_TYPES = tuple(SCALAR_TYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """What both halves share: `out_norm?(x + m * drop(post_norm?(f(pre_norm?(x)))))`."""
+
+    pre: Annotated[str, Key("Norm of x.", NORMS)] = "none"
+    post: Annotated[str, Key("Norm of what the half adds to x.", NORMS)] = "none"
+    out: Annotated[str, Key("Closing norm, of the sum.", NORMS)] = "none"
+    pre_eps: Annotated[float, Key("What `pre` adds to the variance.", least=0)] = 1e-5
+    post_eps: Annotated[float, Key("What `post` adds to the variance.", least=0)] = 1e-5
+    out_eps: Annotated[float, Key("What `out` adds to the variance.", least=0)] = 1e-5
+    joint: Annotated[bool, Key("One tensor holds q, k and v rows (slot q_w), or gate and up rows (gate_w).")] = False
+    transposed: Annotated[bool, Key("Weights are stored [in, out] (GPT-2's Conv1D), not [out, in].")] = False
+    p_res: Annotated[float, Key("Dropout of what the half adds to x.", probability=True)] = 0.0
+    m: Annotated[float, Key("Factor of what the half adds to x.")] = 1.0
+    lora: Annotated[tuple[Adapter, ...], Key("Adapters beside projections, in the order of adding.")] = ()
+
+
+@dataclass(frozen=True)
+class AttentionSpec(Frame):
+    """The attention half: `out_norm?(x + m * drop(post_norm?(attention(pre_norm?(x)))))`.
+
+    **Raises** `ValueError` or `TypeError` naming the field, what was expected and what came.
+    """
+
+    heads: Annotated[int, Key("Query heads, H.", least=1)]
+    kv_heads: Annotated[int, Key("Key and value heads, G: a divisor of H.", least=1)]
+    head_dim: Annotated[int, Key("Width of a head, D: at most MAX_HEAD_DIM.", least=1)]
+    _: KW_ONLY
+    interleaved: Annotated[bool, Key("Joint only: rows are [H, 3, D], of each head q, k and v (GPT-NeoX).")] = False
+    scale: Annotated[float | None, Key("Factor of the logits; None: 1/sqrt(head_dim).")] = None
+    causal: Annotated[bool, Key("Key j is hidden from query i where j > i.")] = False
+    window: Annotated[int, Key("Key j is visible where i - j < window (j - i too, not causal); 0: no window.")] = 0
+    softcap: Annotated[float, Key("Logits become softcap * tanh(logits / softcap); 0: as they are.", least=0)] = 0.0
+    rope: Annotated[str, Key("How RoPE pairs the entries of a head.", ROPES)] = "none"
+    rotary_dim: Annotated[int, Key("RoPE turns the first rotary_dim entries of a head; 0: the whole head.")] = 0
+    qk_norm: Annotated[str, Key("Norm of each head of q and k.", NORMS)] = "none"
+    qk_eps: Annotated[float, Key("What `qk_norm` adds to the variance.", least=0)] = 1e-5
+    p_attn: Annotated[float, Key("Dropout of the attention probabilities.", probability=True)] = 0.0
+    mask: Annotated[str, Key("The mask that the call gives.", MASK_KINDS)] = "none"
+    padding: Annotated[str, Key("The padding mask that the call gives.", MASK_KINDS)] = "none"
+    packed: Annotated[bool, Key("The call gives cu_seqlens: x holds sequences one after another.")] = False
+
+    def __post_init__(self) -> None:
+        check_rows(self, "attn.")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"attn.kv_heads: expected a divisor of heads={self.heads}, got {self.kv_heads}")
+        if self.interleaved and not self.joint:
+            raise ValueError("attn.interleaved: expected one tensor for q, k and v (joint=True), got joint=False")
+        if self.interleaved and self.heads != self.kv_heads:
+            raise ValueError(f"attn.interleaved: expected kv_heads={self.heads}, as heads, got {self.kv_heads}")
+        if self.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"attn.head_dim: expected at most {MAX_HEAD_DIM}, got {self.head_dim}")
+        if self.rotary_dim > self.head_dim:
+            raise ValueError(f"attn.rotary_dim: expected at most head_dim={self.head_dim}, got {self.rotary_dim}")
+        if self.rope != "none" and self.rotary % 2:
+            raise ValueError(f"attn.rotary_dim: expected an even number, got {self.rotary}")
+        if self.scale == 0:
+            raise ValueError("attn.scale: expected a number other than 0 (None: 1/sqrt(head_dim)), got 0.0")
+        if self.packed and (self.mask != "none" or self.padding != "none"):
+            raise ValueError(
+                "attn.packed: packed sequences take no mask and no padding, "
+                f"got mask={self.mask!r}, padding={self.padding!r}"
+            )
+        object.__setattr__(self, "lora", checked_adapters("attn.lora", self.lora, tuple(self.products(0))))
+
+    @property
+    def rotary(self) -> int:
+        """How many entries of a head RoPE turns."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def q_width(self) -> int:
+        """H·D, the width of the queries and of the attention output."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """G·D, the width of the keys, and of the values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """(H+2G)·D, the width of the joint product."""
+        return self.q_width + 2 * self.kv_width
+
+    def products(self, width: int) -> dict[str, tuple[int, int]]:
+        """The projections of x, `width` wide, by name: how wide what they take is, and what they make."""
+        if self.joint:
+            first = {"q": (width, self.qkv_width)}
+        else:
+            first = {"q": (width, self.q_width), "k": (width, self.kv_width), "v": (width, self.kv_width)}
+        return {**first, "o": (self.q_width, width)}
+
+
+@dataclass(frozen=True)
+class FFNSpec(Frame):
+    """The FFN half: `out_norm?(x + m * drop(post_norm?(down(drop(act(...))))))`.
+
+    **Raises** `ValueError` or `TypeError` naming the field, what was expected and what came.
+    """
+
+    act: Annotated[str, Key("The activation.", ACTIVATIONS)]
+    hidden: Annotated[int, Key("Width of the hidden value, F.", least=1)]
+    _: KW_ONLY
+    p_hidden: Annotated[float, Key("Dropout of the hidden value.", probability=True)] = 0.0
+
+    def __post_init__(self) -> None:
+        check_rows(self, "ffn.")
+        if self.joint and not self.gated:
+            raise ValueError(
+                f"ffn.joint: expected a gated activation ({', '.join(GATED_ACTIVATIONS)}), got act={self.act!r}"
+            )
+        object.__setattr__(self, "lora", checked_adapters("ffn.lora", self.lora, tuple(self.products(0))))
+
+    @property
+    def gated(self) -> bool:
+        """Whether the hidden value is act(gate) * up."""
+        return self.act in GATED_ACTIVATIONS
+
+    @property
+    def gu_width(self) -> int:
+        """2F for a gated FFN, F otherwise: the width of what the kept name `gu` holds."""
+        return 2 * self.hidden if self.gated else self.hidden
+
+    def products(self, width: int) -> dict[str, tuple[int, int]]:
+        """The projections of x, `width` wide, by name: how wide what they take is, and what they make."""
+        first = ("gate",) if self.joint else ("gate", "up") if self.gated else ("up",)
+        made = self.gu_width if self.joint else self.hidden
+        return {**dict.fromkeys(first, (width, made)), "down": (self.hidden, width)}
+
+
+@dataclass(frozen=True)
+class BlockFields:
+    """The fields of a `BlockSpec`, one or two halves among them."""
+
+    attn: AttentionSpec | None = None
+    ffn: FFNSpec | None = None
+    keep: Annotated[tuple[str, ...], Key("What is kept for backward beside x and the random state.")] = ()
+    parallel: Annotated[
+        bool | Literal["shared"], Key("Both halves add to the same x; 'shared': the FFN reads attn.pre's output.")
+    ] = False
+    seq_first: Annotated[bool, Key("x is [T, B, C], not [B, T, C].")] = False
+    compute: Annotated[str | None, Key("Type of the matrix products; None: the type of x.", COMPUTE_TYPES)] = None
+
+    @property
+    def halves(self) -> dict[str, AttentionSpec | FFNSpec]:
+        """The halves that there are, by name, in order."""
+        named = {"attn": self.attn, "ffn": self.ffn}
+        return {name: half for name, half in named.items() if half is not None}
+
+    @property
+    def adapters(self) -> dict[str, Adapter]:
+        """The adapters by the prefix of their slots (`"attn.lora0"`), in the order of slots and sites."""
+        return {f"{n}.lora{i}": a for n, half in self.halves.items() for i, a in enumerate(half.lora)}

@@ -1,0 +1,82 @@
+"""The tensors of a block: parameter slots, their shapes, and the auxiliary inputs, in the ops' order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .fields import AttentionSpec, BlockFields, FFNSpec
+
+Shapes = dict[str, tuple[tuple[int, ...], bool]]
+
+
+class Pair(NamedTuple):
+    """Two slots, `<stem>_w` and `<stem>_b`: of the norm that a field names or, without one, of a projection."""
+
+    stem: str
+    norm: str | None = None
+
+
+_FRAME_LAST = (Pair("post", "post"), Pair("out", "out"))
+PAIRS: dict[str, tuple[Pair, ...]] = {
+    "attn": (
+        *(Pair("pre", "pre"), Pair("q"), Pair("k"), Pair("v")),
+        *(Pair("q_norm", "qk_norm"), Pair("k_norm", "qk_norm"), Pair("o"), *_FRAME_LAST),
+    ),
+    "ffn": (Pair("pre", "pre"), Pair("gate"), Pair("up"), Pair("down"), *_FRAME_LAST),
+}
+PARAM_SLOTS = {name: tuple(f"{pair.stem}_{kind}" for pair in pairs for kind in "wb") for name, pairs in PAIRS.items()}
+PROJECTIONS = {name: tuple(pair.stem for pair in pairs if pair.norm is None) for name, pairs in PAIRS.items()}
+PROJECTION_SLOTS = frozenset(f"{name}.{stem}_{kind}" for name in PAIRS for stem in PROJECTIONS[name] for kind in "wb")
+ADAPTER_SLOTS = ("a", "b", "bias")
+AUX_NAMES = ("cos", "sin", "mask", "padding", "cu_seqlens")
+
+
+def param_names(spec: BlockFields) -> tuple[str, ...]:
+    """The parameter slots of a block in the order in which the ops take them: `"attn.q_w"`, …
+
+    Last the adapters': `"attn.lora0.a"`, `"attn.lora0.b"`, `"attn.lora0.bias"`, `"attn.lora1.a"`, …
+    """
+    base = (f"{name}.{slot}" for name in spec.halves for slot in PARAM_SLOTS[name])
+    return (*base, *(f"{prefix}.{slot}" for prefix in spec.adapters for slot in ADAPTER_SLOTS))
+
+
+def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes:
+    """Norm weights and biases may be left out; only LayerNorm has a bias."""
+    shapes: Shapes = {}
+    products = half.products(width)
+    for stem, norm in PAIRS[name]:
+        if norm is None:
+            if stem in products:
+                taken, made = products[stem]
+                shapes[f"{name}.{stem}_w"] = ((taken, made) if half.transposed else (made, taken), True)
+                shapes[f"{name}.{stem}_b"] = ((made,), False)
+            continue
+        kind = getattr(half, norm)
+        entries = half.head_dim if isinstance(half, AttentionSpec) and norm == "qk_norm" else width
+        if kind != "none":
+            shapes[f"{name}.{stem}_w"] = ((entries,), False)
+        if kind == "layernorm":
+            shapes[f"{name}.{stem}_b"] = ((entries,), False)
+    return shapes
+
+
+def param_shapes(spec: BlockFields, width: int) -> Shapes:
+    """The slots that a block of this width may fill: name to (shape, whether it must be filled)."""
+    shapes: Shapes = {}
+    for name, half in spec.halves.items():
+        shapes |= _half_shapes(name, half, width)
+    for prefix, adapter in spec.adapters.items():
+        shapes[f"{prefix}.a"] = ((adapter.rank, adapter_input(spec, prefix, width)), True)
+        shapes[f"{prefix}.b"] = ((adapter_output(spec, prefix, width), adapter.rank), True)
+        shapes[f"{prefix}.bias"] = ((adapter_output(spec, prefix, width),), False)
+    return shapes
+
+
+def adapter_input(spec: BlockFields, prefix: str, width: int) -> int:
+    """The width of the input of the projection that an adapter stands beside."""
+    return spec.halves[prefix.split(".")[0]].products(width)[spec.adapters[prefix].target][0]
+
+
+def adapter_output(spec: BlockFields, prefix: str, width: int) -> int:
+    """The width of the result of that projection."""
+    return spec.halves[prefix.split(".")[0]].products(width)[spec.adapters[prefix].target][1]

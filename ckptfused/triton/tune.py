@@ -1,0 +1,34 @@
+"""The command that fills the user's table of FFN kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import tuning
+from .ffn_configs import DTYPES, candidates
+
+
+def tune_ffn(n: int, c: int, f: int, act: str, dtype: torch.dtype, rounds: int = 21) -> dict[str, Any]:
+    """Measures cuBLAS and every tile on the current GPU, writes the user's table and returns the entry.
+
+    Measured is what a block calls, cut as ``cost.ffn_tiles`` says, on four paths: forward and the replaying backward of
+    a block that does not keep gu, forward and backward of one that does. Triton is chosen only where one tile is faster
+    than cuBLAS on each of them. Gate and up count as one joint weight, without biases and dropout, in the layout of
+    ``nn.Linear``; other blocks of the shape share the choice.
+
+    Every tile is checked first, against float64 and for the same bits on every path, and left out with a warning where
+    it is wrong. The choice holds from the next process on; in this one after ``reload()``, not to be called between a
+    forward and its backward.
+    """
+    from .ffn_tune import measure  # late: it needs Triton
+
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected bfloat16 or float16, got {dtype}")
+    device = tuning._device("cuda")
+    if device is None:
+        raise RuntimeError("tune_ffn: expected an NVIDIA GPU")
+    entry = measure(n, c, f, act, dtype, candidates(device.capability), rounds)
+    tuning.save(tuning.shape_key(n, c, f, act, dtype, device), entry)
+    return entry
