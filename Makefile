@@ -28,7 +28,7 @@ SANITIZED_TESTS ?= $(addprefix tests/autograd/test_,absent_memory.py adapters.py
 # Test processes share the cores: waiting threads sleep instead of spinning.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test pytest test-transformers ctest sanitize gtest lint format bench gpu build wheel clean
+.PHONY: demo test pytest test-transformers ctest sanitize gtest lint format bench gpu build wheel docs pictures clean
 
 demo: build
 	$(BIN)/python -m ckptfused demo $(DEMO_ARGS)
@@ -105,6 +105,18 @@ $(TRANSFORMERS_VENV)/.ready: $(READY)
 
 $(VENV)/.lint: $(READY)
 	$(BIN)/pip install --quiet --group lint
+	touch $@
+
+# The documentation, into build/site; a warning is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --quiet --strict
+
+# The documents' figures and picture, from benchmarks/results/.
+pictures: $(READY)
+	$(BIN)/python benchmarks/draw.py
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/pip install --quiet --group docs
 	touch $@
 
 clean:

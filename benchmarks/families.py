@@ -2,7 +2,7 @@
 
 Models have the sizes of the configuration's defaults and one or two layers; they lie on the meta device, so nothing is
 computed. "Before" counts what autograd saves of the layer's own forward with flash attention, every storage once.
-Prints a Markdown table; the README quotes it.
+Prints a Markdown table; docs/convert.md quotes it.
 
     python benchmarks/families.py
 """

@@ -57,7 +57,7 @@ def block(
     **Recomputes** in backward what `spec.keep` leaves out of QKV, attention, O, gate/up (never the last GEMM of
     a pre-norm block).
     **Raises** `ValueError` or `TypeError` naming the argument, what was expected and what came.
-    **Source** DESIGN sections 3 to 5: `y = out_norm?(x + m · drop(post_norm?(f(pre_norm?(x)))))` per half.
+    **Source** docs/how-it-works.md, "One block": `y = out_norm?(x + m · drop(post_norm?(f(pre_norm?(x)))))` per half.
     """
     return _call("block", x, params, spec, cos, sin, mask, padding, cu_seqlens, generator)
 

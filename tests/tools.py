@@ -11,6 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 import setup_cuda
@@ -33,3 +34,16 @@ def missing() -> list[str]:
     if torch.version.cuda is not None:  # such a torch brings Triton
         there["triton"] = importlib.util.find_spec("triton")
     return [name for name, found in there.items() if not found]
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def need(*packages: str) -> None:
+    """Skips the test where one of these packages is not installed; fails there if nothing may be skipped."""
+    lacking = sorted(package for package in packages if not installed(package))
+    if lacking and os.environ.get(VARIABLE) == "ON":
+        pytest.fail(f"{VARIABLE}=ON, but here is no {', no '.join(lacking)}")
+    if lacking:
+        pytest.skip(f"needs {', '.join(lacking)}")

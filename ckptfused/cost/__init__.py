@@ -1,8 +1,7 @@
 """What a block costs: bytes saved for backward, matrix products made and replayed, FLOPs, peak scratch.
 
-The derivation of these numbers is in COST of the design notes; this module is their code, and tests hold the
-extension to it exactly. Notation: B batch, T length, N = B·T tokens, C width. `work` has the work and the kept
-values; `walk` goes through a call step by step.
+Tests hold the extension to these numbers exactly. Notation: B batch, T length, N = B·T tokens, C width. `work` has the
+work and the kept values; `walk` goes through a call step by step.
 """
 
 from __future__ import annotations

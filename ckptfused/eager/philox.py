@@ -50,8 +50,9 @@ def decisions(rows: int, cols: int, seed: int, offset: int, site: int) -> np.nda
 
     **Shapes**: returns ``uint64`` [rows, cols], values in [0, 65536).
 
-    **Source**: DESIGN section 5: element ``e = row * 8 * ceil(cols / 8) + col``, counter words 0-1 ``e >> 3``,
-    word 2 the offset's low half, word 3 its next 24 bits and the site; lane ``e & 7`` takes half a word.
+    **Source**: docs/how-it-works.md, "Random numbers": element ``e = row * 8 * ceil(cols / 8) + col``, counter words
+    0-1 ``e >> 3``, word 2 the offset's low half, word 3 its next 24 bits and the site; lane ``e & 7`` takes half a
+    word.
     """
     import numpy as np
 

@@ -1,7 +1,7 @@
 """What the attention kernels share: where a program works, which keys its queries see, and a tile of logits.
 
-Names as in DESIGN section 2; m counts queries and n keys of one sequence. Logits are in base 2 (times log2 e), since
-exp2 is the hardware's.
+Names as in docs/how-it-works.md, "Notation"; m counts queries and n keys of one sequence. Logits are in base 2
+(times log2 e), since exp2 is the hardware's.
 """
 
 from __future__ import annotations

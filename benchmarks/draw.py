@@ -1,0 +1,148 @@
+"""Draws the documents' picture from committed results, and writes their tables of measured figures.
+
+A document quotes figures between two lines, `<!-- begin: NAME -->` and `<!-- end: NAME -->`. This command writes what
+stands between them from benchmarks/results/ alone. Without the result the lines stay as they are.
+
+    python benchmarks/draw.py            # or: make pictures
+    python benchmarks/draw.py --check    # changes nothing; fails where a table is not that of its result
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "images" / "encoder_step.svg"
+ENCODER = "encoder-4x512x4096"
+ENCODER_ROWS = {
+    "nn.TransformerEncoderLayer": "`nn.TransformerEncoderLayer`",
+    "under torch.utils.checkpoint": "… under `torch.utils.checkpoint`",
+    "FusedCheckpointBlock": "… class swapped for `FusedCheckpointBlock`",
+}
+COLOURS = {
+    "nn.TransformerEncoderLayer": "#9aa4b2",
+    "under torch.utils.checkpoint": "#5f7fb8",
+    "FusedCheckpointBlock": "#d1603d",
+}
+# Label of a row -> result. The order is that of the table.
+SPEED = {
+    "Xeon with AMX, bfloat16": "llama-4x1024-bfloat16-sapphirerapids",
+    "Xeon with AMX, float32": "llama-4x1024-float32-sapphirerapids",
+    "Zen 4 (bf16 instructions), float32": "llama-4x1024-float32-zen4",
+    "Zen 4, bfloat16": "llama-4x1024-bfloat16-zen4",
+    "Cascade Lake, float32": "llama-4x1024-float32-cascadelake",
+    "Cascade Lake, bfloat16": "llama-4x1024-bfloat16-cascadelake",
+}
+
+
+def result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def gigabytes(count: float) -> str:
+    return f"{count / 1e9:.2f} GB"
+
+
+def encoder_table() -> str:
+    """Step time and memory of PyTorch's encoder layers in three variants, and the picture of them."""
+    found = result(ENCODER)
+    shape = found["shape"]
+    lines = ["| one training step | time | peak memory |", "|---|---|---|"]
+    for variant, label in ENCODER_ROWS.items():
+        seconds, peak = found["seconds"][variant]["median"], found["peak_bytes"][variant]
+        lines.append(f"| {label} | {seconds:.2f} s | {gigabytes(peak)} |")
+    lines += [
+        "",
+        f"Four layers of width {shape['width']}, {shape['tokens']} tokens, {found['dtype']}, dropout "
+        f"{shape['dropout']} (PyTorch's default), {found['environment']['threads']} cores: "
+        f"[how it was measured](benchmarks/results/{ENCODER}.md).",
+        "",
+        f"![Step time and peak memory of the three variants]({PICTURE.relative_to(ROOT).as_posix()})",
+    ]
+    return "\n".join(lines)
+
+
+def speed_table() -> str:
+    """What a step of `ckptfused inputs` takes of the others' time, on the processors measured."""
+    lines = ["| processor, type | plain | under `torch.utils.checkpoint` | result |", "|---|---|---|---|"]
+    for label, name in SPEED.items():
+        over = result(name)["inputs_over"]
+        lines.append(
+            f"| {label} | {over['plain']:.2f}× | {over['torch.utils.checkpoint']:.2f}× | "
+            f"`benchmarks/results/{name}.md` |"
+        )
+    return "\n".join(lines)
+
+
+# The result files that a table is made from, and what makes it.
+TABLES: dict[str, tuple[Path, tuple[str, ...], Callable[[], str]]] = {
+    "encoder-step": (ROOT / "README.md", (ENCODER,), encoder_table),
+    "speed": (ROOT / "docs" / "keep.md", tuple(SPEED.values()), speed_table),
+}
+
+
+def filled(name: str) -> tuple[str, str]:
+    """A document as it is, and as it is with its table made anew."""
+    page, needs, make = TABLES[name]
+    before = page.read_text()
+    found = re.search(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", before, re.DOTALL)
+    if found is None:
+        raise SystemExit(f"{page.name}: expected the lines <!-- begin: {name} --> and <!-- end: {name} -->")
+    if not all((RESULTS / f"{stem}.json").exists() for stem in needs):
+        return before, before
+    return before, f"{before[: found.end(1)]}{make()}\n{before[found.start(2) :]}"
+
+
+def draw_encoder(path: Path, found: dict[str, Any]) -> None:
+    """Two panels of bars: step time and peak memory."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ckptfused", "font.family": "sans-serif"})
+    variants = list(ENCODER_ROWS)
+    panels = (
+        ("seconds a step", [found["seconds"][v]["median"] for v in variants], "{:.2f} s"),
+        ("peak memory of a step, GB", [found["peak_bytes"][v] / 1e9 for v in variants], "{:.2f} GB"),
+    )
+    figure, axes = plt.subplots(1, 2, figsize=(9, 1.9), sharey=True, layout="constrained", facecolor="white")
+    for axis, (title, values, form) in zip(axes, panels, strict=True):
+        bars = axis.barh(variants, values, color=[COLOURS[v] for v in variants], height=0.65)
+        axis.bar_label(bars, [form.format(value) for value in values], padding=4)
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_xlim(0, max(values) * 1.2)
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+        axis.tick_params(bottom=False, labelbottom=False, left=False)
+    axes[0].invert_yaxis()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where a table is out of date")
+    check = parser.parse_args().check
+    stale = []
+    for name, (page, _, _) in TABLES.items():
+        before, after = filled(name)
+        if before != after:
+            stale.append(f"{page.name}: the table {name!r} is not that of its result")
+            if not check:
+                page.write_text(after)
+    if check and stale:
+        sys.exit("\n".join([*stale, "`make pictures` writes it anew"]))
+    if not check and (RESULTS / f"{ENCODER}.json").exists():
+        draw_encoder(PICTURE, result(ENCODER))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Every code block of the documents runs; what they name exists; their tables are those of the results."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfused.convert.family import FAMILIES
+from tests import tools
+from tests.docs.pages import FENCE, PAGES, ROOT, Block, blocks, name, named_files
+
+pytestmark = pytest.mark.once
+
+with_python = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+LANGUAGES = {"python", "console", "text", "mermaid", "markdown"}
+
+
+def packages(code: str) -> set[str]:
+    """The top-level packages that a block imports."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def execute(page: Path, block: Block, names: dict[str, Any]) -> None:
+    """Runs a block such that tracebacks, and whoever reads the source of its classes, find its lines."""
+    file = f"{name(page)}:{block.line}"
+    linecache.cache[file] = (len(block.text), None, block.text.splitlines(keepends=True), file)
+    exec(compile(block.text, file, "exec"), names)
+
+
+@pytest.fixture
+def small_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is downloaded: a small Qwen3 takes the place of weights from the hub."""
+    if not tools.installed("transformers"):
+        return
+    import transformers
+
+    from tests.convert import zoo_llama  # noqa: F401
+    from tests.convert.zoo import ZOO
+
+    def small(*args: Any, **kwargs: Any) -> Any:
+        return ZOO["qwen3"].make(0.0, "sdpa")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", small)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("page", with_python, ids=name)
+def test_code_runs(
+    page: Path,
+    small_hub: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The Python blocks of a page run one after the other, as somebody would who reads it from top to bottom.
+
+    A block of text titled "prints" is what the block before it prints.
+    """
+    found = blocks(page)
+    tools.need(*set.union(*(packages(block.text) for block in found if block.language == "python")))
+    monkeypatch.chdir(tmp_path)
+    before = dict(FAMILIES)
+    names: dict[str, Any] = {"__name__": "document"}
+    try:
+        for block in found:
+            if block.language == "python":
+                capsys.readouterr()
+                execute(page, block, names)
+            elif block.title == 'title="prints"':
+                printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+                assert printed == [line.rstrip() for line in block.text.splitlines()], f"line {block.line}"
+    finally:
+        FAMILIES.clear()
+        FAMILIES.update(before)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_fences_say_their_language(page: Path) -> None:
+    found = blocks(page)
+    assert 2 * len(found) == len(re.findall(r"^ *```", page.read_text(), re.MULTILINE))
+    assert {block.language for block in found} <= LANGUAGES
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def wrong_words(line: str) -> list[str]:
+    """What a line of a shell block names and the repository has not."""
+    words = [word for word in shlex.split(line, comments=True) if not re.match(r"[A-Z_]+=", word)]
+    if not words:
+        return []
+    command, *rest = words
+    if command == "make":
+        return [word for word in rest if word not in targets()]
+    if command in ("python", "torchrun", "bash"):
+        files = [word for word in rest if re.search(r"\.(py|sh)$|/run$", word)]
+        if "-m" in rest and rest[rest.index("-m") + 1] == "ckptfused":
+            known = {path.stem for path in (ROOT / "ckptfused/cli").glob("[a-z]*")}
+            return [word for word in rest[rest.index("-m") + 2 :][:1] if word not in known]
+        return [file for file in files if not (ROOT / file).exists()]
+    return [] if command in ("pip", "git", "cd", "pre-commit", ".ci/run") else [command]
+
+
+def test_shell_blocks_name_what_exists() -> None:
+    lines = [
+        (name(page), line)
+        for page in PAGES
+        for block in blocks(page)
+        if block.language == "console"
+        for line in block.text.splitlines()
+    ]
+    assert len(lines) > 10
+    assert [(page, line) for page, line in lines if wrong_words(line)] == []
+
+
+def test_wrong_shell_lines_are_seen() -> None:
+    for line in ("make nothing", "python nowhere.py", "python -m ckptfused nothing", "rm -rf x"):
+        assert wrong_words(line)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    assert [file for file in named_files(page) if not (ROOT / file).exists()] == []
+
+
+def test_the_readme_fits_on_two_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_code_is_not_wider_than_a_screen(page: Path) -> None:
+    assert [line for block in blocks(page) for line in block.text.splitlines() if len(line) > 120] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if ROOT / "docs" in page.parents}
+
+
+def test_tables_are_those_of_the_results() -> None:
+    run = subprocess.run(
+        [sys.executable, "benchmarks/draw.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_no_document_cites_a_page_of_another_repository() -> None:
+    """Sources, too, cite the documents that lie beside them."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    files = [ROOT / file for file in tracked.split() if Path(file).suffix in {".py", ".h", ".cpp", ".inl", ".md"}]
+    cited = re.compile(r"\b(DESIGN|COST|STYLE)(\.md\b| sections? \d| of the design)")
+    assert [name(file) for file in files if file.exists() and cited.search(file.read_text())] == []
+
+
+def test_fences_are_found() -> None:
+    text = "a\n\n    ```python title='x'\n    f()\n    ```\n```text\nb\n```\n"
+    assert [m[2] for m in FENCE.finditer(text)] == ["python", "text"]
