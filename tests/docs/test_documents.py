@@ -20,7 +20,7 @@ from tests.docs.pages import FENCE, PAGES, ROOT, Block, blocks, name, named_file
 pytestmark = pytest.mark.once
 
 with_python = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
-LANGUAGES = {"python", "console", "text", "mermaid", "markdown"}
+LANGUAGES = {"python", "console", "text"}
 
 
 def packages(code: str) -> set[str]:
