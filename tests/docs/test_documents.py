@@ -159,6 +159,17 @@ def test_tables_are_those_of_the_results() -> None:
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
+def test_the_table_of_families_is_what_its_command_prints() -> None:
+    tools.need("transformers")
+    run = subprocess.run(
+        [sys.executable, "benchmarks/families.py"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("\n") > 15
+    assert run.stdout in (ROOT / "docs/convert.md").read_text()
+
+
 def test_no_document_cites_a_page_of_another_repository() -> None:
     """Sources, too, cite the documents that lie beside them."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout

@@ -1,0 +1,76 @@
+"""The measurement that the README quotes: it checks first, writes what it found, and is drawn from that."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import draw, encoder_step
+from benchmarks.encoder_step import CHECKPOINTED, PLAIN, SWAPPED, VARIANTS, Sizes
+
+pytestmark = pytest.mark.once
+SMALL = Sizes(layers=2, width=64, heads=4, tokens=512)
+
+
+def small_run(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
+    words = "encoder_step.py --layers 2 --width 64 --heads 4 --tokens 512 --budget 0 --threads 1 --label here --out"
+    monkeypatch.setattr(sys, "argv", [*words.split(), str(folder)])
+    before = torch.get_num_threads()
+    try:
+        encoder_step.main()
+    finally:
+        torch.set_num_threads(before)
+    return json.loads((folder / "encoder-2x64x512-here.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_small_run_writes_its_result_and_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = small_run(monkeypatch, tmp_path)
+    assert list(result["seconds"]) == list(result["peak_bytes"]) == list(VARIANTS)
+    # PyTorch's layers keep [H, T, T] probabilities several times: of one layer under a checkpoint, of two without.
+    probabilities = 2 * SMALL.heads * SMALL.tokens**2
+    assert result["peak_bytes"][PLAIN] - result["peak_bytes"][SWAPPED] > 4 * probabilities
+    assert result["peak_bytes"][PLAIN] - result["peak_bytes"][CHECKPOINTED] > 2 * probabilities
+    assert f"| {SWAPPED} |" in (tmp_path / "encoder-2x64x512-here.md").read_text()
+
+    draw.draw_encoder(tmp_path / "picture.svg", result)
+    picture = (tmp_path / "picture.svg").read_text()
+    monkeypatch.setattr(draw, "result", lambda name: result)
+    table = draw.encoder_table()
+    for variant in VARIANTS:
+        seconds = f"{result['seconds'][variant]['median']:.2f} s"
+        assert seconds in picture and f"| {seconds} |" in table
+
+
+@pytest.mark.parametrize("wrong", ["weight", "mask"])
+def test_a_wrong_gradient_ends_the_run(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    right = encoder_step.variant_layers
+
+    def faulty(variant: str, plain: Any, sizes: Sizes, **options: Any) -> Any:
+        layers: Any = right(variant, plain, sizes, **options)
+        if variant == SWAPPED and wrong == "weight":
+            layers[0].linear2.weight.data[0] += 1
+        if variant == SWAPPED and options.get("keep") == "inputs":
+            layers[1].dropout2.p = 0.2
+        return layers
+
+    monkeypatch.setattr(encoder_step, "variant_layers", faulty)
+    with pytest.raises(SystemExit, match="gradient check failed, no time reported"):
+        encoder_step.check(SMALL, 0)
+
+
+def test_a_document_without_its_marks_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("nothing here\n")
+    monkeypatch.setitem(draw.TABLES, "encoder-step", (page, (), lambda: "table"))
+    with pytest.raises(SystemExit, match=r"page.md: expected the lines <!-- begin: encoder-step -->"):
+        draw.filled("encoder-step")
+    page.write_text("a\n<!-- begin: encoder-step -->\nold\n<!-- end: encoder-step -->\nb\n")
+    assert draw.filled("encoder-step")[1] == "a\n<!-- begin: encoder-step -->\ntable\n<!-- end: encoder-step -->\nb\n"
+    monkeypatch.setitem(draw.TABLES, "encoder-step", (page, ("not-measured",), lambda: "table"))
+    assert draw.filled("encoder-step")[1] == page.read_text()
