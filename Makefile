@@ -28,7 +28,7 @@ SANITIZED_TESTS ?= $(addprefix tests/autograd/test_,absent_memory.py adapters.py
 # Test processes share the cores: waiting threads sleep instead of spinning.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test pytest test-transformers ctest sanitize gtest lint format bench gpu build wheel docs pictures clean
+.PHONY: spec-header demo test pytest test-transformers ctest sanitize gtest lint format bench gpu build wheel docs pictures clean
 
 demo: build
 	$(BIN)/python -m ckptfused demo $(DEMO_ARGS)
@@ -74,6 +74,10 @@ gpu:
 
 build: $(READY)
 	$(BIN)/python setup.py --quiet build_ext --inplace --build-temp build/torch-$(TORCH)
+
+# What C++ has of the table in ckptfused/spec/; it needs nothing but Python.
+spec-header:
+	cd ckptfused && $(PYTHON) -m spec.header
 
 wheel: $(READY)
 	$(BIN)/pip wheel --no-build-isolation --no-deps --wheel-dir dist .

@@ -10,7 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ckptfused.convert.parts import Reason
 from ckptfused.convert.peft import LoRA, active_copy, adapters, is_lora
-from ckptfused.convert.source import as_read, class_name, norm_of, patched
+from ckptfused.convert.source import activation_of, as_read, class_name, norm_of, patched
 from ckptfused.modules.activations import activation_kind
 from ckptfused.modules.assemble import hooked as any_hook
 from ckptfused.modules.shards import is_fully_sharded
@@ -18,13 +18,6 @@ from ckptfused.spec import GATED_BY
 
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 _CONV1D = "transformers.pytorch_utils.Conv1D"
-_ACTIVATIONS = {
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
-    "NewGELUActivation": "gelu_tanh",
-    "SiLUActivation": "silu",
-    "ReLUSquaredActivation": "relu2",
-}
 _EVERYWHERE: tuple[dict[int, Any], ...] = (
     torch.nn.modules.module._global_forward_hooks,
     torch.nn.modules.module._global_forward_pre_hooks,
@@ -164,6 +157,6 @@ def activation(act: Any, gated: bool) -> str | Reason:
         return why
     kind = activation_kind(act)
     if kind is None and isinstance(act, nn.Module) and as_read(act):
-        kind = _ACTIVATIONS.get(type(act).__name__)
+        kind = activation_of(type(act))
     kind = GATED_BY.get(kind or "") if gated else kind
     return Reason(f"activation {act!r} has no kernel") if kind is None else kind

@@ -30,7 +30,8 @@ _LAYOUT = {tokenize.COMMENT: "", tokenize.NL: "", tokenize.NEWLINE: "", tokenize
 
 @cache
 def known() -> dict[str, Any]:
-    """What was read: `{"classes": {name: {fingerprint: version}}, "functions": …, "norms": {fingerprint: kind}}`."""
+    """What was read: `{"classes": {name: {fingerprint: version}}, "functions": …}`, the kind of norm by its fingerprint
+    (`"norms"`) and of activation by the name of its class (`"activations"`)."""
     return json.loads(KNOWN_FILE.read_text())
 
 
@@ -161,6 +162,12 @@ def norm_of(cls: Any, forward: Callable[..., Any]) -> str | None:
     if (cls, forward) not in _NORMS:
         _NORMS[cls, forward] = known()["norms"].get(fingerprint(forward))
     return _NORMS[cls, forward]
+
+
+@torch.compiler.assume_constant_result
+def activation_of(cls: Any) -> str | None:
+    """The activation that a class computes as long as its code is the one that was read, None if it is not known."""
+    return known()["activations"].get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def note_functions(found: dict[str, Any], function: Callable[..., Any], said: str) -> None:

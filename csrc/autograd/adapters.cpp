@@ -15,8 +15,6 @@ using at::Tensor;
 
 namespace {
 
-enum AdapterParam : int { kA, kB, kBias, kAdapterParams };
-
 // CKPTFUSED_ADAPTERS=aten: on the CPU too, what other devices do. For tests; read once.
 bool through_aten(const Tensor& t) {
   static const bool forced = [] {
@@ -31,25 +29,17 @@ bool through_aten(const Tensor& t) {
 // The adapters of both halves with their slots, which follow all others in the same order.
 void Block::find_adapters() {
   int slot = int(params_.size() - adapter_params());
-  const auto add = [&](const std::vector<AdapterSpec>& list, auto weight_of) {
+  const auto add = [&](const std::vector<AdapterSpec>& list, int first) {
     for (const AdapterSpec& spec : list) {
       const int64_t site = kFirstAdapterSite + int64_t(adapters_.size());
       TORCH_CHECK(site < kDropoutSites, "ckptfused: expected at most ",
                   kDropoutSites - kFirstAdapterSite, " adapters in a block, got more");
-      adapters_.push_back({&spec, weight_of(spec.target), slot, site});
+      adapters_.push_back({&spec, first + spec.weight, slot, site});
       slot += kAdapterParams;
     }
   };
-  if (spec_.has_attn) {
-    add(spec_.attn.lora, [&](char target) {
-      return attn_slot(target == 'q' ? kQW : target == 'k' ? kKW : target == 'v' ? kVW : kOW);
-    });
-  }
-  if (spec_.has_ffn) {
-    add(spec_.ffn.lora, [&](char target) {
-      return ffn_slot(target == 'g' ? kGateW : target == 'u' ? kUpW : kDownW);
-    });
-  }
+  if (spec_.has_attn) add(spec_.attn.lora, attn_slot(0));
+  if (spec_.has_ffn) add(spec_.ffn.lora, ffn_slot(0));
 }
 
 size_t Block::adapter_params() const {

@@ -12,9 +12,6 @@ using at::Tensor;
 
 namespace {
 
-// By slot, as errors name them.
-constexpr const char* kAuxNames[kAuxSlots] = {"cos", "sin", "mask", "padding", "cu_seqlens"};
-
 Tensor aux_at(const OptTensorList& aux, int slot) {
   const std::optional<Tensor> t = aux.get(slot);
   return t.has_value() ? *t : Tensor();

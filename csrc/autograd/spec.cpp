@@ -1,7 +1,8 @@
 #include "autograd/spec.h"
 
 #include <algorithm>
-#include <functional>
+#include <cmath>
+#include <iterator>
 #include <locale>
 #include <memory>
 #include <mutex>
@@ -10,10 +11,10 @@
 
 #include <c10/util/Exception.h>
 
+#include "math/activation.h"
+
 namespace ckptfused {
 namespace {
-
-using Setter = std::function<void(BlockSpec&, const std::string&)>;
 
 // Not std::stod, which reads "0.1" as 0 in a program whose locale has decimal commas.
 double to_double(const std::string& value) {
@@ -44,125 +45,78 @@ std::vector<std::string> split(const std::string& text, char separator) {
   return parts;
 }
 
-void set_halves(BlockSpec& spec, const std::string& value) {
-  for (const std::string& half : split(value, '+')) {
-    TORCH_CHECK(half == "attn" || half == "ffn", "ckptfused: unknown half '", half, "'");
-    (half == "attn" ? spec.has_attn : spec.has_ffn) = true;
+void read(const std::string& value, double& member) {
+  member = to_double(value);
+}
+void read(const std::string& value, int64_t& member) {
+  member = to_int(value);
+}
+void read(const std::string& value, bool& member) {
+  member = to_bool(value);
+}
+void read(const std::string& value, std::string& member) {
+  member = value;
+}
+
+void read(const std::string& value, KeepSpec& keep) {
+  for (const std::string& part : split(value, '+')) {
+    bool known = false;
+    for_fields(keep, [&](const char* name, bool& kept) {
+      if (part == name) kept = known = true;
+    });
+    TORCH_CHECK(known, "ckptfused: unknown keep name '", part, "'");
   }
 }
 
-void set_keep(BlockSpec& spec, const std::string& value) {
-  static const std::unordered_map<std::string, bool KeepSpec::*> names = {
-      {"attn", &KeepSpec::attn}, {"mid", &KeepSpec::mid}, {"proj", &KeepSpec::proj},
-      {"qkv", &KeepSpec::qkv},   {"gu", &KeepSpec::gu},   {"out", &KeepSpec::out}};
-  for (const std::string& name : split(value, '+')) {
-    const auto found = names.find(name);
-    TORCH_CHECK(found != names.end(), "ckptfused: unknown keep name '", name, "'");
-    spec.keep.*(found->second) = true;
-  }
+void read(const std::string& value, Parallel& parallel) {
+  parallel = value == "shared" ? Parallel::shared_norm
+             : to_bool(value)  ? Parallel::two_norms
+                               : Parallel::no;
 }
 
-void set_parallel(BlockSpec& spec, const std::string& value) {
-  spec.parallel = value == "shared" ? Parallel::shared_norm
-                  : to_bool(value)  ? Parallel::two_norms
-                                    : Parallel::no;
-}
-
-void set_compute(BlockSpec& spec, const std::string& value) {
-  static const std::unordered_map<std::string, c10::ScalarType> types = {
-      {"float64", c10::kDouble},
-      {"float32", c10::kFloat},
-      {"bfloat16", c10::kBFloat16},
-      {"float16", c10::kHalf}};
-  const auto found = types.find(value);
-  TORCH_CHECK(found != types.end(), "ckptfused: unknown compute type '", value, "'");
-  spec.compute = found->second;
+void read(const std::string& value, c10::ScalarType& compute) {
+  const auto* found = std::find_if(std::begin(kComputeTypes), std::end(kComputeTypes),
+                                   [&](const ComputeType& type) { return value == type.name; });
+  TORCH_CHECK(found != std::end(kComputeTypes), "ckptfused: unknown compute type '", value, "'");
+  compute = found->type;
 }
 
 // target:rank:scale:p, joined by +
-std::vector<AdapterSpec> to_adapters(const std::string& value,
-                                     const std::vector<std::string>& targets) {
-  std::vector<AdapterSpec> adapters;
+void read(const std::string& value, std::vector<AdapterSpec>& adapters) {
   for (const std::string& text : split(value, '+')) {
     const std::vector<std::string> parts = split(text, ':');
     TORCH_CHECK(parts.size() == 4, "ckptfused: spec expects target:rank:scale:p, got '", text, "'");
-    TORCH_CHECK(std::find(targets.begin(), targets.end(), parts[0]) != targets.end(),
-                "ckptfused: unknown target '", parts[0], "' of an adapter");
-    adapters.push_back({parts[0][0], to_int(parts[1]), to_double(parts[2]), to_double(parts[3])});
+    adapters.push_back({parts[0], to_int(parts[1]), to_double(parts[2]), to_double(parts[3])});
     const AdapterSpec& made = adapters.back();
     TORCH_CHECK(made.rank > 0, "ckptfused: an adapter's rank must be positive, got ", made.rank);
     TORCH_CHECK(made.p >= 0.0 && made.p <= 1.0, "ckptfused: an adapter's p must be in [0, 1], got ",
                 made.p);
   }
-  return adapters;
 }
 
-template <typename Half>
-void add_half(std::unordered_map<std::string, Setter>& keys, const std::string& prefix,
-              Half BlockSpec::* half) {
-  for (auto& [name, norm] : {std::pair<const char*, NormSpec HalfSpec::*>{"pre", &HalfSpec::pre},
-                             {"post", &HalfSpec::post},
-                             {"out", &HalfSpec::out}}) {
-    const auto member = norm;
-    keys[prefix + name] = [=](BlockSpec& s, const std::string& v) { ((s.*half).*member).kind = v; };
-    keys[prefix + name + "_eps"] = [=](BlockSpec& s, const std::string& v) {
-      ((s.*half).*member).eps = to_double(v);
-    };
+// Sets the field of that key; whether there is one.
+template <typename Fields>
+bool set(Fields& fields, const std::string& key, const std::string& value) {
+  bool known = false;
+  for_fields(fields, [&](const char* name, auto& member) {
+    if (key != name) return;
+    read(value, member);
+    known = true;
+  });
+  return known;
+}
+
+bool set(BlockSpec& spec, const std::string& key, const std::string& value) {
+  if (key == "halves") {
+    for (const std::string& half : split(value, '+')) {
+      TORCH_CHECK(half == "attn" || half == "ffn", "ckptfused: unknown half '", half, "'");
+      (half == "attn" ? spec.has_attn : spec.has_ffn) = true;
+    }
+    return true;
   }
-  keys[prefix + "m"] = [=](BlockSpec& s, const std::string& v) { (s.*half).m = to_double(v); };
-  keys[prefix + "p_res"] = [=](BlockSpec& s, const std::string& v) {
-    (s.*half).p_res = to_double(v);
-  };
-  keys[prefix + "joint"] = [=](BlockSpec& s, const std::string& v) {
-    (s.*half).joint = to_bool(v);
-  };
-  keys[prefix + "transposed"] = [=](BlockSpec& s, const std::string& v) {
-    (s.*half).transposed = to_bool(v);
-  };
-}
-
-std::unordered_map<std::string, Setter> make_keys() {
-  std::unordered_map<std::string, Setter> keys;
-  keys["halves"] = set_halves;
-  keys["keep"] = set_keep;
-  keys["parallel"] = set_parallel;
-  keys["seq_first"] = [](BlockSpec& s, const std::string& v) { s.seq_first = to_bool(v); };
-  keys["compute"] = set_compute;
-
-  add_half(keys, "attn.", &BlockSpec::attn);
-  const auto attn = [&keys](const char* key, auto set) {
-    keys[std::string("attn.") + key] = [set](BlockSpec& s, const std::string& v) {
-      set(s.attn, v);
-    };
-  };
-  using A = AttentionSpec;
-  attn("heads", [](A& a, const std::string& v) { a.heads = to_int(v); });
-  attn("kv_heads", [](A& a, const std::string& v) { a.kv_heads = to_int(v); });
-  attn("head_dim", [](A& a, const std::string& v) { a.head_dim = to_int(v); });
-  attn("interleaved", [](A& a, const std::string& v) { a.interleaved = to_bool(v); });
-  attn("scale", [](A& a, const std::string& v) { a.scale = to_double(v); });
-  attn("causal", [](A& a, const std::string& v) { a.causal = to_bool(v); });
-  attn("window", [](A& a, const std::string& v) { a.window = to_int(v); });
-  attn("softcap", [](A& a, const std::string& v) { a.softcap = to_double(v); });
-  attn("rope", [](A& a, const std::string& v) { a.rope = v; });
-  attn("rotary_dim", [](A& a, const std::string& v) { a.rotary_dim = to_int(v); });
-  attn("qk_norm", [](A& a, const std::string& v) { a.qk.kind = v; });
-  attn("qk_eps", [](A& a, const std::string& v) { a.qk.eps = to_double(v); });
-  attn("p_attn", [](A& a, const std::string& v) { a.p_attn = to_double(v); });
-  attn("mask", [](A& a, const std::string& v) { a.mask = v; });
-  attn("padding", [](A& a, const std::string& v) { a.padding = v; });
-  attn("packed", [](A& a, const std::string& v) { a.packed = to_bool(v); });
-
-  attn("lora", [](A& a, const std::string& v) { a.lora = to_adapters(v, {"q", "k", "v", "o"}); });
-
-  add_half(keys, "ffn.", &BlockSpec::ffn);
-  keys["ffn.lora"] = [](BlockSpec& s, const std::string& v) {
-    s.ffn.lora = to_adapters(v, {"gate", "up", "down"});
-  };
-  keys["ffn.act"] = [](BlockSpec& s, const std::string& v) { s.ffn.act = v; };
-  keys["ffn.hidden"] = [](BlockSpec& s, const std::string& v) { s.ffn.hidden = to_int(v); };
-  keys["ffn.p_hidden"] = [](BlockSpec& s, const std::string& v) { s.ffn.p_hidden = to_double(v); };
-  return keys;
+  if (key.rfind("attn.", 0) == 0) return set(spec.attn, key.substr(5), value);
+  if (key.rfind("ffn.", 0) == 0) return set(spec.ffn, key.substr(4), value);
+  return set<BlockFields>(spec, key, value);
 }
 
 void check_probability(double p, const char* name) {
@@ -170,16 +124,27 @@ void check_probability(double p, const char* name) {
               " must be in [0, 1], got ", p);
 }
 
+template <size_t kCount>
+void find_targets(HalfSpec& half, const Projection (&projections)[kCount]) {
+  for (AdapterSpec& adapter : half.lora) {
+    const auto* found =
+        std::find_if(std::begin(projections), std::end(projections),
+                     [&](const Projection& known) { return adapter.target == known.name; });
+    TORCH_CHECK(found != std::end(projections), "ckptfused: unknown target '", adapter.target,
+                "' of an adapter");
+    adapter.weight = found->weight;
+  }
+}
+
 BlockSpec parse(const std::string& text) {
-  static const std::unordered_map<std::string, Setter> keys = make_keys();
   BlockSpec spec;
   for (const std::string& token : split(text, ' ')) {
     const size_t equals = token.find('=');
     TORCH_CHECK(equals != std::string::npos, "ckptfused: spec token '", token,
                 "' is not key=value");
-    const auto found = keys.find(token.substr(0, equals));
-    TORCH_CHECK(found != keys.end(), "ckptfused: unknown spec key '", token.substr(0, equals), "'");
-    found->second(spec, token.substr(equals + 1));
+    const std::string key = token.substr(0, equals);
+    TORCH_CHECK(set(spec, key, token.substr(equals + 1)), "ckptfused: unknown spec key '", key,
+                "'");
   }
   TORCH_CHECK(spec.has_attn || spec.has_ffn, "ckptfused: spec names no half: '", text, "'");
   AttentionSpec& attn = spec.attn;
@@ -193,9 +158,14 @@ BlockSpec parse(const std::string& text) {
                 "ckptfused: interleaved needs one joint weight and heads == kv_heads");
     if (attn.scale == 0.0) attn.scale = 1.0 / std::sqrt(double(attn.head_dim));
     if (attn.rotary_dim == 0) attn.rotary_dim = attn.head_dim;
+    find_targets(attn, kAttentionProjections);
   }
   if (spec.has_ffn) {
     TORCH_CHECK(spec.ffn.hidden > 0, "ckptfused: hidden must be positive, got ", spec.ffn.hidden);
+    const NamedActivation* act = find_activation(spec.ffn.act);
+    TORCH_CHECK(act != nullptr, "ckptfused: unknown activation '", spec.ffn.act, "'");
+    spec.ffn.is_gated = act->gated;
+    find_targets(spec.ffn, kFFNProjections);
   }
   check_probability(attn.p_attn, "p_attn");
   check_probability(attn.p_res, "p_res");

@@ -1,11 +1,19 @@
 #pragma once
 
+#include <string_view>
+
+#include "math/activation_kinds.h"
 #include "math/elementary.h"
 
 namespace ckptfused {
 
-// The function of the pre-activation; a gated unit is act(g) * u with one of them.
-enum class Activation : int { relu, gelu, gelu_tanh, silu, relu2 };
+// The activation of that name, null if there is none.
+inline const NamedActivation* find_activation(std::string_view name) {
+  for (const NamedActivation& known : kActivations) {
+    if (name == known.name) return &known;
+  }
+  return nullptr;
+}
 
 // act(x) and its derivative. At 0, relu and relu2 have derivative 0, as in PyTorch; NaN passes.
 template <typename A>

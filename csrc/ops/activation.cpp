@@ -5,28 +5,14 @@
 namespace ckptfused {
 namespace {
 
-// Sets what forward and backward share.
-void set_activation(const char* op, std::string_view act, ActivationShape& a) {
-  struct Name {
-    std::string_view name;
-    Activation act;
-    bool gated;
-  };
-  static constexpr Name kNames[] = {
-      {"relu", Activation::relu, false},           {"gelu", Activation::gelu, false},
-      {"gelu_tanh", Activation::gelu_tanh, false}, {"silu", Activation::silu, false},
-      {"relu2", Activation::relu2, false},         {"reglu", Activation::relu, true},
-      {"geglu", Activation::gelu, true},           {"geglu_tanh", Activation::gelu_tanh, true},
-      {"swiglu", Activation::silu, true},
-  };
-  for (const Name& known : kNames) {
-    if (known.name != act) continue;
-    a.act = known.act;
-    a.gated = known.gated;
-    return;
+const NamedActivation& checked_activation(const char* op, std::string_view act) {
+  const NamedActivation* found = find_activation(act);
+  if (found != nullptr) return *found;
+  std::string names;
+  for (const NamedActivation& known : kActivations) {
+    names += (names.empty() ? "" : ", ") + std::string(known.name);
   }
-  TORCH_CHECK(false, op, ": act: expected relu, gelu, gelu_tanh, silu, relu2, reglu, geglu, ",
-              "geglu_tanh or swiglu, got ", act);
+  TORCH_CHECK(false, op, ": act: expected one of ", names, ", got ", act);
 }
 
 // The rows of a tensor that covers only part of the masked one are global rows row0 + i, so [B, T]
@@ -56,7 +42,9 @@ ActivationShape activation_shape(const char* op, const at::Tensor& u, const Opti
               " at row0 = ", row0, ", col0 = ", col0);
   ActivationShape a{};
   a.dtype = kernel_dtype(op, "u", u);
-  set_activation(op, act, a);
+  const NamedActivation& named = checked_activation(op, act);
+  a.act = named.act;
+  a.gated = named.gated;
   a.cols = u.size(1);
   a.row0 = row0;
   a.col0 = col0;

@@ -7,20 +7,6 @@
 
 namespace ckptfused {
 
-// Every activation of an FFN.
-struct ActivationCase {
-  Activation act;
-  bool gated;
-  const char* name;
-};
-inline constexpr ActivationCase kCases[] = {
-    {Activation::relu, false, "relu"},   {Activation::gelu, false, "gelu"},
-    {Activation::silu, false, "silu"},   {Activation::gelu_tanh, false, "gelu_tanh"},
-    {Activation::relu2, false, "relu2"}, {Activation::silu, true, "swiglu"},
-    {Activation::gelu, true, "geglu"},   {Activation::gelu_tanh, true, "geglu_tanh"},
-    {Activation::relu, true, "reglu"},
-};
-
 // Activations and their derivatives by definition, in double precision.
 inline double naive(Activation act, double x) {
   switch (act) {

@@ -13,7 +13,7 @@ CKPT_DECLARE_KERNEL(void, activation_bwd, (const ActivationBwd&, int64_t, int64_
 
 namespace {
 
-using Case = ActivationCase;
+using Case = NamedActivation;
 
 constexpr int64_t kState[2] = {0x123456789abcdef, 42};
 
@@ -74,7 +74,7 @@ TYPED_TEST_SUITE(ActivationTest, StorageTypes);
 
 TYPED_TEST(ActivationTest, ForwardMatchesDefinition) {
   using T = TypeParam;
-  for (const Case& kind : kCases) {
+  for (const Case& kind : kActivations) {
     for (const int64_t cols : odd_widths()) {
       for (const double p : {0.0, 0.3}) {
         const Problem<T> problem(kind, cols, p);
@@ -96,7 +96,7 @@ TYPED_TEST(ActivationTest, ForwardMatchesDefinition) {
 // h over dh, dg over g, du over u: as the block calls it.
 TYPED_TEST(ActivationTest, BackwardInPlaceMatchesDefinition) {
   using T = TypeParam;
-  for (const Case& kind : kCases) {
+  for (const Case& kind : kActivations) {
     for (const int64_t cols : odd_widths()) {
       for (const double p : {0.0, 0.3}) {
         const Problem<T> problem(kind, cols, p);
@@ -121,7 +121,7 @@ TYPED_TEST(ActivationTest, BackwardInPlaceMatchesDefinition) {
 // wanted.
 TYPED_TEST(ActivationTest, OutputsDoNotDependOnEachOther) {
   using T = TypeParam;
-  for (const Case& kind : kCases) {
+  for (const Case& kind : kActivations) {
     const Problem<T> problem(kind, 1024, 0.1);
     const int64_t stride = problem.kStride;
     const size_t size = problem.g.stored.size();
@@ -151,7 +151,7 @@ TYPED_TEST(ActivationTest, EdgeValues) {
   using T = TypeParam;
   const double nan = std::numeric_limits<double>::quiet_NaN();
   for (const auto& kernel : CKPT_KERNELS(activation_bwd)) {
-    for (const Case& kind : kCases) {
+    for (const Case& kind : kActivations) {
       // Long enough for the vector loop; a NaN, zeros and large values of both signs.
       Values<T> x = random_values<T>(Problem<T>::kStride, 1);
       const double edges[] = {nan, 0.0, -0.0, 60.0, -60.0};
@@ -182,7 +182,7 @@ TYPED_TEST(ActivationTest, EdgeValues) {
 TYPED_TEST(ActivationTest, DropsAllAtProbabilityOne) {
   using T = TypeParam;
   for (const auto& kernel : CKPT_KERNELS(activation_fwd)) {
-    Problem<T> problem(kCases[5], 33, 1.0);
+    Problem<T> problem(*find_activation("swiglu"), 33, 1.0);
     problem.u.stored[3] = store<T>(std::numeric_limits<double>::infinity());
     std::vector<T> h = problem.dh.stored;
     const int64_t stride = problem.kStride;

@@ -83,25 +83,22 @@ struct ActivationKernel {
 };
 
 // Calls f(kernel) with the ActivationKernel that the arguments ask for.
-template <typename T, Activation kAct, typename F>
+template <typename T, Activation kAct, bool kHasGated, typename F>
 CKPT_HD void for_gate(const ActivationShape& a, F f) {
-  if (!a.gated) return f(ActivationKernel<T, kAct, false>{});
-  f(ActivationKernel<T, kAct, true>{});
+  if constexpr (kHasGated) {
+    if (a.gated) return f(ActivationKernel<T, kAct, true>{});
+  }
+  f(ActivationKernel<T, kAct, false>{});
 }
 
 template <typename T, typename F>
 CKPT_HD void for_activation(const ActivationShape& a, F f) {
   switch (a.act) {
-    case Activation::relu:
-      return for_gate<T, Activation::relu>(a, f);
-    case Activation::gelu:
-      return for_gate<T, Activation::gelu>(a, f);
-    case Activation::gelu_tanh:
-      return for_gate<T, Activation::gelu_tanh>(a, f);
-    case Activation::silu:
-      return for_gate<T, Activation::silu>(a, f);
-    case Activation::relu2:
-      return f(ActivationKernel<T, Activation::relu2, false>{});  // no gated unit uses it
+#define CKPT_CASE(kind, gated) \
+  case Activation::kind:       \
+    return for_gate<T, Activation::kind, gated>(a, f);
+    CKPT_FOR_ACTIVATIONS(CKPT_CASE)
+#undef CKPT_CASE
   }
 }
 

@@ -30,30 +30,25 @@ CKPT_HD Philox4x32 group_draws(const ActivationShape& a, const Dropout& dropout,
 }
 
 // Calls f(T{}, activation, gate), the last two std::integral_constants, for what the arguments ask.
-template <typename T, Activation kAct, typename F>
+template <typename T, Activation kAct, bool kHasGated, typename F>
 const char* for_gate(const ActivationShape& a, F f) {
   using Act = std::integral_constant<Activation, kAct>;
   if (!a.gated) return f(T{}, Act{}, std::false_type{});
-  if constexpr (kAct == Activation::relu2) {
-    return "relu2 has no gated form";
-  } else {
+  if constexpr (kHasGated) {
     return f(T{}, Act{}, std::true_type{});
+  } else {
+    return "this activation has no gated form";
   }
 }
 
 template <typename T, typename F>
 const char* for_activation(const ActivationShape& a, F f) {
   switch (a.act) {
-    case Activation::relu:
-      return for_gate<T, Activation::relu>(a, f);
-    case Activation::gelu:
-      return for_gate<T, Activation::gelu>(a, f);
-    case Activation::gelu_tanh:
-      return for_gate<T, Activation::gelu_tanh>(a, f);
-    case Activation::silu:
-      return for_gate<T, Activation::silu>(a, f);
-    case Activation::relu2:
-      return for_gate<T, Activation::relu2>(a, f);
+#define CKPT_CASE(kind, gated) \
+  case Activation::kind:       \
+    return for_gate<T, Activation::kind, gated>(a, f);
+    CKPT_FOR_ACTIVATIONS(CKPT_CASE)
+#undef CKPT_CASE
   }
   return "unknown activation";
 }

@@ -9,8 +9,8 @@
 namespace ckptfused {
 namespace {
 
-using Case = ActivationCase;
-constexpr Case kSwiglu = kCases[5];
+using Case = NamedActivation;
+const Case kSwiglu = *find_activation("swiglu");
 
 constexpr int64_t kState[2] = {0x123456789abcdef, 42};
 constexpr int64_t kMaskCols = 30000;
@@ -147,7 +147,7 @@ using StorageTypes = std::conditional_t<kThreadSanitizer, testing::Types<bf16>,
 TYPED_TEST_SUITE(ActivationCuda, StorageTypes);
 
 TYPED_TEST(ActivationCuda, EveryActivation) {
-  for (const Case& kind : kCases) {
+  for (const Case& kind : kActivations) {
     for (const double p : {0.0, 0.1}) {
       if (kThreadSanitizer && p == 0.0) continue;
       const Problem<TypeParam> problem(kind, 5, 111, p, 16, 0);
@@ -184,7 +184,7 @@ TYPED_TEST(ActivationCuda, LargeShapes) {
 // wanted and wherever they lie.
 TYPED_TEST(ActivationCuda, OutputsDoNotDependOnEachOther) {
   using T = TypeParam;
-  for (const Case& kind : kCases) {
+  for (const Case& kind : kActivations) {
     const Problem<T> p(kind, 3, 250, 0.1, 0, 0);
     std::vector<T> in = p.gu.stored, grad = p.dh.stored;
     std::vector<T> forward(in.size()), h = forward, out = forward, alone = forward;
@@ -218,7 +218,7 @@ TYPED_TEST(ActivationCuda, DropsAllAtProbabilityOne) {
 
 TYPED_TEST(ActivationCuda, NanAndLargeValues) {
   using T = TypeParam;
-  for (const Case& kind : kCases) {
+  for (const Case& kind : kActivations) {
     Problem<T> p(kind, 1, 16, 0.0, 0, 0);
     std::vector<T> in = p.gu.stored, grad = p.dh.stored, h = grad, out = in;
     const double edges[] = {std::numeric_limits<double>::quiet_NaN(), 0.0, -0.0, 60.0, -60.0};
