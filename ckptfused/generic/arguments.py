@@ -132,10 +132,11 @@ class Arguments:
         del leaves
         if changes is not None:
             changes.begin(tree["args"], tree["kwargs"])
-        result = function(*tree.pop("args"), **tree.pop("kwargs"))
-        if changes is not None:
-            changes.end()
-        return result
+        try:
+            return function(*tree.pop("args"), **tree.pop("kwargs"))
+        finally:  # a function that raises has changed them, too
+            if changes is not None:
+                changes.end()
 
     def name(self, index: int) -> str:
         """Where the tensor with this index was first given: `args[1][0]`, `kwargs['mask']`."""

@@ -47,16 +47,24 @@ def checkpoint(
       tensor of a closure that the replay reads, and what the function itself changes in place after autograd has saved
       it for an operation that backward asks for, with PyTorch's own words. Lists and dicts are replayed as they were.
     - The random state of the devices of all tensor arguments is replayed, not of positional ones alone, and so are
-      generators, among the arguments at any depth or held by a module.
+      generators (PyTorch's, NumPy's, `random.Random`), among the arguments at any depth or held by a module; those of
+      the module `random` and of `numpy.random`, too, where the code of the function, of a method of a module, or of
+      what they call by a global name, names them (not with `preserve_rng_state=False`).
     - Modules are in the replay as the forward found them, and afterwards as they were: modes, dropout rates, hooks,
-      counters, and buffers that the forward writes (running statistics, power iterations, observers), which are
-      updated once. Objects among the arguments, such as caches, are too. So are threads, matmul precision and the
-      libraries and kernels that are allowed. Modules are looked for from the function: it is one, is a method of one,
-      or has them in its closure, defaults, globals, attributes or arguments, at most six steps away and among the
-      first 256 values of a container. Of a function that reaches more than 128 modules only modes, rates, parameters
-      and buffers are; each module costs time at a call, so give it a layer rather than a method of the model. A
-      replay has buffers of its own while other threads call the modules under `checkpoint`; what else it finds changed
-      is exchanged for all threads meanwhile.
+      counters, also in lists and dicts of any kind within one another and in attributes of their classes, and buffers
+      that the forward writes (running statistics, power iterations, observers), which are updated once. Objects among
+      the arguments, such as caches, are too. So are threads, matmul precision and the libraries and kernels that are
+      allowed. Modules are looked for from the function: it is one, is a method of one, or has them in its closure,
+      defaults, globals, attributes or arguments, at most six steps away and among the first 256 values of a container.
+      Of a function that reaches more than 128 modules only modes, rates, parameters and buffers are; each module costs
+      about a microsecond at a call, so give it a layer rather than a method of the model.
+    - **Not** found, so a replay changes it a second time: variables of closures and globals that hold no module or
+      tensor, such as counters and lists there; attributes of objects that a module holds (but its lists and dicts);
+      files. A closure's tensor that the function writes has its old values in the replay, its values and its graph
+      afterwards; one into which it adds twice with a gradient raises.
+    - **Threads.** A replay has buffers of its own while other threads call the modules under `checkpoint`. All else
+      that it finds changed, such as modes, counters and a closure's tensors, is exchanged while it lasts for other
+      threads as well: let no thread change or read that of a module while another is in its backward.
 
     Under `torch.func.grad` and its kind, which have no place for a replay, the function is only called; with PyTorch
     2.11 under `torch.vmap` and forward-mode derivatives, too.
@@ -117,7 +125,7 @@ def checkpoint(
     aliases = Aliases(inputs, tensors, copies) if share_memory(tensors) else None
     if torch.is_grad_enabled():
         with entered():  # before it looks at buffers: those are the module's own from now on
-            segment = _Segment(function, inputs, tensors, (copies, given))
+            segment = _Segment(function, inputs, tensors, (copies, given), preserve_rng_state)
             del given
             result = torch_checkpoint.checkpoint(segment, *markers, **options)
             segment.state.settle()
@@ -192,11 +200,12 @@ class _Segment:
         inputs: Arguments,
         tensors: list[Tensor],
         first: tuple[list[Tensor], Given],
+        random_state: bool,
     ) -> None:
         self.function = function
         self.inputs = inputs
         self.saved = _Saved(inputs, tensors)
-        self.state = State(function, inputs.others())
+        self.state = State(function, inputs.others(), random_state)
         self.settings = settings.current()
         self.handed_out = HandedOut()
         self.first: tuple[list[Tensor], Given] | None = first  # the copies for the forward, and what the caller gave

@@ -5,14 +5,18 @@ from __future__ import annotations
 import dis
 import functools
 import itertools
+import operator
 import types
-from collections import OrderedDict, defaultdict, deque
+import weakref
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ckptfused.generic.draws import behind, is_generator, is_global
 
 DEPTH = 6  # steps at most from a function to a module: a closure's dict of objects with lists of layers takes 5
 WIDTH = 256  # values at most that are looked at in one container
@@ -24,7 +28,9 @@ _NOTHING_INSIDE = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
     }
 )
-CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, set, deque})
+
+
+_MAY_DRAW = frozenset({types.ModuleType, types.BuiltinFunctionType})
 
 
 @dataclass
@@ -39,7 +45,7 @@ class Reached:
     """Lists, dicts, sets and deques of at most WIDTH values."""
     tensors: list[Tensor] = field(default_factory=list)
     """Those in none of the modules."""
-    generators: list[torch.Generator] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)
 
 
 def reach(roots: Iterable[Any]) -> Reached:
@@ -55,7 +61,7 @@ def reach(roots: Iterable[Any]) -> Reached:
     for _ in range(DEPTH):
         further: list[Any] = []
         for value in layer:
-            kind = type(value)
+            kind: Any = type(value)
             if kind in _NOTHING_INSIDE or id(value) in seen:
                 continue
             if len(seen) == LIMIT:
@@ -64,8 +70,8 @@ def reach(roots: Iterable[Any]) -> Reached:
             if isinstance(value, Tensor):
                 found.tensors.append(value)
             elif isinstance(value, nn.Module):
-                modules.update((id(module), module) for module in value.modules())
-            elif isinstance(value, torch.Generator):
+                modules.update((id(module), module) for module in below(value))
+            elif is_generator(kind):
                 found.generators.append(value)
             else:
                 further.extend(_parts(value, found))
@@ -74,9 +80,32 @@ def reach(roots: Iterable[Any]) -> Reached:
     return found
 
 
+_children = operator.attrgetter("_modules")
+# By a root: references to it and what is below, and the identities of the children of each.
+_trees: weakref.WeakKeyDictionary[nn.Module, tuple[list[weakref.ref[nn.Module]], list[int]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def below(root: nn.Module) -> list[nn.Module]:
+    """A module with all submodules; they are looked for again where one has other children than at the last call."""
+    references, children = _trees.get(root, ((), ()))
+    modules = [reference() for reference in references]
+    if modules and None not in modules and _identities(modules) == children:
+        return modules  # type: ignore[return-value]
+    present = list(root.modules())
+    _trees[root] = [weakref.ref(module) for module in present], _identities(present)
+    return present
+
+
+def _identities(modules: Iterable[Any]) -> list[int]:
+    children = map(_children, modules)
+    return list(map(id, itertools.chain.from_iterable([held.values() for held in children if held])))
+
+
 def _parts(value: Any, found: Reached) -> Iterable[Any]:
     if isinstance(value, (dict, list, set, deque)):
-        if type(value) in CONTAINERS and len(value) <= WIDTH:
+        if len(value) <= WIDTH:
             found.containers.append(value)
         return itertools.islice(value.values() if isinstance(value, dict) else value, WIDTH)
     if isinstance(value, (tuple, frozenset)):
@@ -102,13 +131,13 @@ def _parts(value: Any, found: Reached) -> Iterable[Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots(kind: Any) -> tuple[str, ...]:
     found = (vars(base).get("__slots__", ()) for base in kind.__mro__)
     return tuple(itertools.chain.from_iterable((names,) if isinstance(names, str) else names for names in found))
 
 
 def _parts_of_function(function: types.FunctionType) -> list[Any]:
-    if function.__module__ and function.__module__.split(".")[0] == "torch":
+    if of_torch(function):
         return []
     parts: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     parts.extend(function.__dict__.values())
@@ -117,9 +146,33 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
             parts.append(cell.cell_contents)
         except ValueError:  # not yet assigned
             continue
-    found = map(function.__globals__.get, _names(function.__code__))
-    parts.extend(value for value in found if type(value) not in _NOTHING_INSIDE)
+    for value in map(function.__globals__.get, _names(function.__code__)):
+        kind = type(value)
+        if kind not in _NOTHING_INSIDE:
+            parts.append(value)
+        elif kind in _MAY_DRAW and (g := behind(value, _says_random(function.__code__))) is not None:
+            parts.append(g)
     return parts
+
+
+@functools.lru_cache(maxsize=4096)
+def drawn_by(kind: Any) -> list[Any]:
+    """The generators of the module `random` and of NumPy, where methods of a module's class name them."""
+    own = [base for base in kind.__mro__ if not of_torch(base)]
+    functions = [value for base in own for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    return [g for g in reach(functions).generators if is_global(g)]
+
+
+def of_torch(value: Any) -> bool:
+    """Whether a class or a function is PyTorch's own."""
+    return (value.__module__ or "").split(".")[0] == "torch"
+
+
+@functools.lru_cache(maxsize=4096)
+def _says_random(code: types.CodeType) -> bool:
+    """Whether the code, or that of a function in it, has `random` among its names."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return "random" in code.co_names or any(map(_says_random, inner))
 
 
 @functools.lru_cache(maxsize=4096)

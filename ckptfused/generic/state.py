@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
+import functools
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -14,7 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckptfused.generic.copies import storage_of, version
-from ckptfused.generic.reach import CONTAINERS, reach
+from ckptfused.generic.draws import Draws, is_default, is_global
+from ckptfused.generic.holders import MANAGED, Rates
+from ckptfused.generic.parameters import Parameters
+from ckptfused.generic.reach import below, drawn_by, reach
+from ckptfused.generic.survey import Survey
 from ckptfused.generic.views import shown
 from ckptfused.generic.watched import STATISTICS, Reads, Watched, known, shown_and_swapped, with_old_values
 
@@ -22,9 +25,6 @@ from ckptfused.generic.watched import STATISTICS, Reads, Watched, known, shown_a
 MANY = 128
 # So many tensors of closures are copied at each call; of more, those that no forward was seen to leave alone.
 _FEW = 64
-_SHOWN = ("_parameters", "_buffers")
-# A module in which FSDP1 puts views of its flat parameters, as attributes, whenever these are whole.
-_MANAGED = "_is_fsdp_managed_module"
 
 
 class State:
@@ -42,39 +42,43 @@ class State:
     Found: what `reach` finds.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: list[Any]) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: list[Any], random_state: bool) -> None:
         found, given = reach([function, *arguments]), reach(arguments)
-        self._modules = [module for module in found.modules if not _keeps_its_own_books(module)]
-        self._holders: list[_Holder] = []
-        self._tensors: list[Watched] = []
-        generators = found.generators
+        survey = self._survey = Survey()
+        self._modules = _with_open_books(found.modules)
+        if len(self._modules) > MANY:
+            survey.holders.append(Rates(self._modules))
+        else:
+            self._modules = list(_with_hidden(self._modules, survey))
+        for value in given.objects:
+            survey.class_of(value)
+            survey.attributes(vars(value))
+        for container in given.containers:
+            survey.look_at(container)
+        self._parameters = Parameters()
+        self._tensors = survey.tensors
+        generators = found.generators + survey.generators
         for module in self._modules:
-            held, managed = vars(module), getattr(module, _MANAGED, False)
-            if len(found.modules) > MANY:
-                self._holders.append(_Holder(held, attributes=True, names=_rates(module)))
-            else:
-                self._holders.append(_Holder(held, attributes=True))
-                for name, value in held.items():
-                    if type(value) in CONTAINERS and name not in _SHOWN:
-                        self._holders.append(_Holder(value))
-                    elif isinstance(value, Tensor) and not managed and not _has_graph(value):
-                        self._tensors.append(Watched(value, True))
-                    elif isinstance(value, torch.Generator):
-                        generators.append(value)
-            for place in () if managed else _SHOWN:
-                for name, t in held[place].items():
+            held = vars(module)
+            parameters, buffers = held["_parameters"], held["_buffers"]
+            if (parameters or buffers) and not held.get(MANAGED):
+                self._parameters.add(module, parameters)
+                for name, t in buffers.items():
                     if t is not None:
-                        self._tensors.append(Watched(t, place == "_buffers", (module, place, name)))
-        self._holders += [_Holder(vars(value), attributes=True) for value in given.objects]
-        self._holders += [_Holder(value) for value in given.containers]
+                        self._tensors.append(Watched(t, True, (module, "_buffers", name)))
+        self._parameters.settle()
         few = len(found.tensors) <= _FEW
         self._tensors += [Watched(t, (few and t.nbytes <= STATISTICS) or not known(t)) for t in found.tensors]
-        self._generators = [(g, g.get_state()) for g in generators if not _is_default(g)]
+        for kind in set(map(type, self._modules)):
+            generators += drawn_by(kind)
+        self._draws = Draws([g for g in generators if not is_default(g) and (random_state or not is_global(g))])
 
     def settle(self) -> None:
         """After the forward: sees what it wrote."""
         for watched in self._tensors:
             watched.settle()
+        self._parameters.settle()
+        self._draws.settle()
 
     @contextmanager
     def replayed(self) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -88,12 +92,13 @@ class State:
                     "was made of it as it was: expected a function that writes its arguments, small buffers, or "
                     "nothing. Pass it as an argument, or change it outside"
                 )
-        instead, swapped = shown_and_swapped(self._tensors)
+        tensors = self._tensors + self._parameters.others()
+        instead, swapped = shown_and_swapped(tensors)
         reads = Reads(
             {
                 storage_of(watched.tensor): f"{self._name(watched)} was changed in place between forward and backward: "
                 f"expected version {watched.version}, got version {version(watched.tensor)}"
-                for watched in self._tensors
+                for watched in tensors
                 if watched.changed()
             }
         )
@@ -103,19 +108,17 @@ class State:
             reads.check(t)
             return t.clone() if filled and storage_of(t) in filled else t
 
-        drawn = [(g, g.get_state()) for g, _ in self._generators]
-        before: list[tuple[_Holder, Any]] = []
+        before: list[tuple[Any, Any]] = []
+        drawn: list[tuple[Any, Any]] = []
         try:
-            before = [(holder, holder.put(holder.found)) for holder in self._holders]
-            for g, found in self._generators:
-                g.set_state(found)
+            before = [(holder, holder.put(holder.found)) for holder in self._survey.changed_since()]
+            drawn = self._draws.rewind()
             with with_old_values(swapped), shown(instead), reads if reads.storages else nullcontext():
                 yield saved
         finally:
-            for holder, content in before:
+            for holder, content in reversed(before):
                 holder.put(content)
-            for g, now in drawn:
-                g.set_state(now)
+            self._draws.forward(drawn)
 
     def _name(self, watched: Watched) -> str:
         kind = "a tensor"
@@ -130,95 +133,37 @@ class State:
         return f"{kind} of shape {list(watched.tensor.shape)}"
 
 
-class _Holder:
-    """A dict, list, set or deque, or attributes of an object (all, or those named), with what the forward found."""
-
-    __slots__ = ("attributes", "found", "held", "names")
-
-    def __init__(self, held: Any, attributes: bool = False, names: tuple[str, ...] | None = None) -> None:
-        self.held = held
-        self.attributes = attributes
-        self.names = names
-        self.found = self.now() if held else _EMPTY
-        # Values are all that a replay needs; a graph would hold the one of the call before, and that the next.
-        values: Any = self.found.items() if isinstance(self.found, dict) else enumerate(self.found)
-        graphs = [(key, value) for key, value in values if isinstance(value, Tensor) and _has_graph(value)]
-        if not isinstance(self.found, set) and not (attributes and held.get(_MANAGED)):
-            for key, value in graphs:
-                self.found[key] = value.detach().requires_grad_()
-
-    def now(self) -> Any:
-        """What it holds, as one of its own kind."""
-        if self.names is not None:
-            return {name: self.held[name] for name in self.names if name in self.held}
-        content = self.held.copy()
-        if self.attributes:
-            for name in _SHOWN:
-                content.pop(name, None)
-        return content
-
-    def put(self, content: Any) -> Any:
-        """Has it hold that, and returns what it held; touches nothing where these are the same."""
-        held, before = self.held, self.now()
-        if _same(before, content):
-            return before
-        if self.attributes:
-            for name in before.keys() | content.keys():
-                old, new = before.get(name, _EMPTY), content.get(name, _EMPTY)
-                views = before.get(_MANAGED) and (isinstance(old, Tensor) or isinstance(new, Tensor))
-                if old is new or views or name.startswith("ds_"):  # DeepSpeed keeps its books itself
-                    continue
-                if new is _EMPTY:
-                    del held[name]
-                else:
-                    held[name] = new
-            return before
-        held.clear()
-        if isinstance(held, (list, deque)):
-            held.extend(content)
-        else:
-            held.update(content)
-        return before
+def _with_hidden(modules: list[nn.Module], survey: Survey) -> Iterator[nn.Module]:
+    """The modules, and those in containers that they hold, as the survey sees them."""
+    seen: set[int] = set()
+    while modules:
+        for module in modules:
+            if id(module) not in seen:
+                seen.add(id(module))
+                survey.class_of(module)
+                survey.attributes(vars(module))
+                yield module
+        hidden, survey.hidden = survey.hidden, []
+        modules = _with_open_books([module for root in hidden if id(root) not in seen for module in below(root)])
 
 
-_EMPTY: dict[str, Any] = {}
+def _with_open_books(modules: list[nn.Module]) -> list[nn.Module]:
+    """Without FSDP1's wrappers, scripted modules, and lazy ones before their first call."""
+    fsdp = "torch.distributed.fsdp" in sys.modules
+    kinds: set[Any] = set(map(type, modules))
+    books = {kind: found for kind in kinds if any(found := _books(kind, fsdp))}
+    if not books:
+        return modules
+
+    def kept(module: Any) -> bool:
+        always, while_lazy = books.get(type(module), (False, False))
+        return always or (while_lazy and module.has_uninitialized_params())
+
+    return [module for module in modules if not kept(module)]
 
 
-def _has_graph(t: Tensor) -> bool:
-    try:
-        return not t.is_leaf
-    except RuntimeError:  # a view of FSDP1's flat parameters that is out of date
-        return False
-
-
-def _same(a: Any, b: Any) -> bool:
-    if len(a) != len(b):
-        return False
-    if isinstance(a, set):
-        return bool(a == b)
-    return all(map(operator.is_, a, b)) and (not isinstance(a, dict) or all(map(operator.is_, a.values(), b.values())))
-
-
-_names: dict[tuple[type, int], tuple[str, ...]] = {}
-
-
-def _rates(module: nn.Module) -> tuple[str, ...]:
-    """The names of its modes and rates."""
-    key = (type(module), len(vars(module)))
-    if key not in _names:
-        _names[key] = tuple(name for name, value in vars(module).items() if type(value) in (bool, float))
-    return _names[key]
-
-
-def _keeps_its_own_books(module: nn.Module) -> bool:
-    """Whether this is FSDP1's wrapper, a scripted module, or a lazy one before its first call."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-        return True
-    lazy = isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()  # type: ignore[misc]
-    return lazy or isinstance(module, torch.jit.ScriptModule)
-
-
-def _is_default(g: torch.Generator) -> bool:
-    """Whether PyTorch's own checkpoint replays this generator."""
-    return g is torch.default_generator or any(g is other for other in torch.cuda.default_generators)
+@functools.lru_cache(maxsize=4096)
+def _books(kind: Any, fsdp: bool) -> tuple[bool, bool]:
+    """Whether a class of modules keeps its own books: always, and before the first call."""
+    others = (torch.jit.ScriptModule, *((sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel,) * fsdp))
+    return issubclass(kind, others), issubclass(kind, LazyModuleMixin)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ckptfused.generic.copies import is_plain, storage_of, unseen, version
+from ckptfused.generic.copies import is_plain, storage_of, unseen
+from ckptfused.generic.copies import version as version_of
 
 # Larger tensors are copied only until a forward was seen that leaves them alone, the largest never.
 SMALL, LARGE = 1 << 20, 1 << 26
@@ -21,6 +22,7 @@ SMALL, LARGE = 1 << 20, 1 << 26
 STATISTICS = 1 << 16
 _unwritten: dict[int, weakref.ref[Tensor]] = {}  # by identity
 _ORDINARY = (Tensor, nn.Parameter)
+_NOW = object()
 
 Place = tuple[nn.Module, str, str]
 
@@ -30,24 +32,20 @@ class Watched:
 
     __slots__ = ("found", "place", "tensor", "version", "written")
 
-    def __init__(self, tensor: Tensor, copy: bool, place: Place | None = None) -> None:
+    def __init__(
+        self, tensor: Tensor, copy: bool, place: Place | None = None, version: int | object | None = _NOW
+    ) -> None:
         self.tensor = tensor
         self.place = place
-        self.version = version(tensor)
+        self.version = version_of(tensor) if version is _NOW else version
         self.written = False
         self.found = _clone(tensor) if copy and _can_be_copied(tensor) else None
 
-    @property
-    def is_parameter(self) -> bool:
-        return self.place is not None and self.place[1] == "_parameters"
-
     def settle(self) -> None:
         """After the forward."""
-        now = version(self.tensor)
-        written, self.version = now != self.version or self._differs(), now
-        # A parameter that a forward writes (a lazy one's first values, a forced norm) is written again by the replay.
-        self.written = written and not self.is_parameter
-        if written:
+        now = version_of(self.tensor)
+        self.written, self.version = now != self.version or self._differs(), now
+        if self.written:
             _unwritten.pop(id(self.tensor), None)
         elif self.found is not None:
             _note(self.tensor)
@@ -64,7 +62,7 @@ class Watched:
 
     def changed(self) -> bool:
         """Whether somebody else wrote to it since the forward; a small one's own values (DDP's broadcast) are none."""
-        if self.written or version(self.tensor) == self.version or not is_plain(self.tensor):
+        if self.written or version_of(self.tensor) == self.version or not is_plain(self.tensor):
             return False
         return self.found is None or not _same_values(self.found, self.tensor, unknown=False)
 
@@ -108,15 +106,49 @@ def shown_and_swapped(
 
 @contextmanager
 def with_old_values(swapped: list[Watched]) -> Iterator[None]:
-    """Within, the tensors have the values that the forward found."""
-    now = [_clone(w.tensor) for w in swapped]
-    for w in swapped:
-        _fill(w.tensor, w.found)
-    try:
-        yield
-    finally:
-        for w, values in zip(swapped, now, strict=True):
-            _fill(w.tensor, values)
+    """Within, the tensors have the values that the forward found, and no graph."""
+    tensors = [w.tensor for w in swapped]
+    now = [_clone(t) for t in tensors]
+    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        ends = [_end_of_graph(t) for t in tensors]
+        for w in swapped:
+            _fill(w.tensor, w.found)
+        try:
+            yield
+        finally:
+            for t, values, end in zip(tensors, now, ends, strict=True):
+                _fill(t, values)
+                if end is not None:
+                    with torch.enable_grad(), unseen():
+                        _Rejoin.apply(t.detach_(), end)
+
+
+def _end_of_graph(t: Tensor) -> Tensor | None:
+    """The graph of a tensor into which the function accumulates, taken from it; None where it has none."""
+    if t.grad_fn is None:
+        return None
+    if t._is_view():
+        raise RuntimeError(
+            f"ckptfused.checkpoint: the function itself changes a view of shape {list(t.shape)} in place, with a "
+            "gradient: expected one that returns what it adds. Return it, and add it outside"
+        )
+    with torch.enable_grad(), unseen():
+        end = t.clone()  # a view would get the graph of the replay
+    t.detach_()
+    return end
+
+
+class _Rejoin(torch.autograd.Function):
+    """Gives a tensor its graph again."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, end: Tensor) -> Tensor:
+        ctx.mark_dirty(t)
+        return t
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, grads[0]
 
 
 def _can_be_copied(t: Tensor) -> bool:

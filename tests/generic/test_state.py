@@ -571,3 +571,69 @@ def test_states_written_later_raise_once_at_most() -> None:
         after = running.clone()
         y.sum().backward()
         assert torch.equal(running, after)
+
+
+@pytest.mark.parametrize("order", ["together", "result-first", "total-first"])
+def test_a_closures_tensor_keeps_the_graph_of_the_forward(order: str) -> None:
+    """It gets none of a replay's, by which the gradient would come twice."""
+    found = []
+    for call in (plain, checkpoint):
+        total, x = torch.zeros(2), torch.tensor([0.3, 0.7]).requires_grad_()
+
+        y = call(_adds_to(total), x)
+        beside = (total * total.detach()).sum()  # has saved the total of now
+        losses = {
+            "together": [lambda y=y, total=total: y.sum() + total.sum()],
+            "result-first": [y.sum, total.sum],
+            "total-first": [total.sum, y.sum],
+        }[order]
+        for loss in [*losses, lambda beside=beside: beside]:
+            loss().backward(retain_graph=True)
+        found.append([x.grad, total.detach()])
+    assert same(*found)
+
+
+def _adds_to(total: Tensor) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        total.add_((h := x.sin()).exp())
+        return h.tanh()
+
+    return function
+
+
+class Accumulates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.add_((h := x.sin()).exp())
+        return h.tanh()
+
+
+ACCUMULATES: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "closure": lambda: _adds_to(torch.zeros(2)),
+    "attribute": Accumulates,
+    "view": lambda: _adds_to(torch.zeros(4)[:2]),
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATES)
+def test_what_accumulates_with_a_gradient_more_than_once_raises(name: str) -> None:
+    """Its values before the second call have a graph, or are a view: no replay could have them as they were."""
+    x, function = torch.tensor([0.3, 0.7]).requires_grad_(), ACCUMULATES[name]()
+    checkpoint(function, x)
+    with pytest.raises(RuntimeError, match="ckptfused.checkpoint: the function itself changes a"):
+        checkpoint(function, 2 * x).sum().backward()
+
+
+def test_what_a_function_has_changed_before_it_raises() -> None:
+    def function(x: Tensor, seen: list[int]) -> Tensor:
+        seen.append(1)
+        raise ValueError("no more")
+
+    found: list[list[int]] = [[], []]
+    for call, seen in zip((plain, checkpoint), found, strict=True):
+        with pytest.raises(ValueError, match="no more"):
+            call(function, torch.ones(2, requires_grad=True), seen)
+    assert found == [[1], [1]]

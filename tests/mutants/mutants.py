@@ -106,9 +106,9 @@ MUTANTS = (
     ),
     Mutant(
         "generators that a replay draws on from",
-        file="ckptfused/generic/state.py",
-        text="g.set_state(found)",
-        defect="pass",
+        file="ckptfused/generic/draws.py",
+        text="            restore(g, found)",
+        defect="            pass",
         test="tests/generic/test_state.py::test_generators_among_arguments_draw_the_same_again",
     ),
     Mutant(
@@ -135,9 +135,30 @@ MUTANTS = (
     Mutant(
         "a replay with the modes and rates of the present",
         file="ckptfused/generic/state.py",
-        text="before = [(holder, holder.put(holder.found)) for holder in self._holders]",
+        text="before = [(holder, holder.put(holder.found)) for holder in self._survey.changed_since()]",
         defect="before = []",
         test="tests/generic/test_state.py::test_the_replay_has_the_modes_of_its_forward[rate]",
+    ),
+    Mutant(
+        "containers of a module whose own containers nobody looks into",
+        file="ckptfused/generic/survey.py",
+        text="self.look_at(inner, depth + 1)",
+        defect="pass",
+        test="tests/generic/test_survey.py::test_it_is_updated_once[nested-1]",
+    ),
+    Mutant(
+        "submodules that are not looked for again",
+        file="ckptfused/generic/reach.py",
+        text="and _identities(modules) == children:",
+        defect=":",
+        test="tests/generic/test_survey.py::test_a_module_that_gets_and_loses_children",
+    ),
+    Mutant(
+        "a closure's tensor that keeps the graph of a replay",
+        file="ckptfused/generic/watched.py",
+        text="_Rejoin.apply(t.detach_(), end)",
+        defect="pass",
+        test="tests/generic/test_state.py::test_a_closures_tensor_keeps_the_graph_of_the_forward[result-first]",
     ),
     Mutant(
         "saved tensors that are handed out as they have become",

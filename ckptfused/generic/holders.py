@@ -1,0 +1,167 @@
+"""Attributes and containers, with what a forward found in them."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+# A module in which FSDP1 puts views of its flat parameters, as attributes, whenever these are whole.
+MANAGED = "_is_fsdp_managed_module"
+# A module's dicts of tensors, which are watched by name.
+SHOWN = ("_parameters", "_buffers")
+# Subclasses may mean something else by their methods; what they hold is read and written past them.
+_BASES: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
+CONTAINERS = (dict, list, set, deque)
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, tuple})
+
+
+class Contents:
+    """A dict, list, set or deque."""
+
+    __slots__ = ("_base", "_held", "found")
+
+    def __init__(self, held: Any, found: Any = None) -> None:
+        self._held = held
+        self._base = next(base for base in _BASES if isinstance(held, base))
+        self.found = self._now() if found is None else found
+        if isinstance(self.found, dict):
+            _without_graphs(self.found, self.found.items())
+        elif isinstance(self.found, list):
+            _without_graphs(self.found, enumerate(self.found))
+
+    def _now(self) -> Any:
+        if issubclass(self._base, dict):
+            return dict(self._base.items(self._held))
+        return (set if self._base is set else list)(self._base.__iter__(self._held))
+
+    def put(self, content: Any) -> Any:
+        """Has it hold that, and returns what it held; touches nothing where these are the same."""
+        held, base, before = self._held, self._base, self._now()
+        if _same(before, content):
+            return before
+        base.clear(held)
+        if issubclass(base, dict):
+            for key, value in content.items():
+                base.__setitem__(held, key, value)
+        else:
+            (base.update if base is set else base.extend)(held, content)
+        return before
+
+
+class Attributes:
+    """The attributes of a module, or of another object."""
+
+    __slots__ = ("_held", "found")
+
+    def __init__(self, held: dict[str, Any], found: dict[str, Any]) -> None:
+        self._held = held
+        self.found = found
+
+    def put(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Has it hold that, and returns what it held; touches nothing where these are the same."""
+        held = self._held
+        before = held.copy()
+        if _same(before, content):
+            return before
+        managed = before.get(MANAGED)
+        for name in before.keys() | content.keys():
+            old, new = before.get(name, _ABSENT), content.get(name, _ABSENT)
+            views = managed and (isinstance(old, Tensor) or isinstance(new, Tensor))
+            if old is new or views or name in SHOWN or name.startswith("ds_"):  # DeepSpeed keeps its books itself
+                continue
+            if new is _ABSENT:
+                del held[name]
+            else:
+                held[name] = new
+        return before
+
+
+class ClassAttributes:
+    """The data among the attributes of a class: neither methods nor descriptors."""
+
+    __slots__ = ("_class", "found")
+
+    def __init__(self, of: type) -> None:
+        self._class = of
+        self.found = self._now()
+        _without_graphs(self.found, self.found.items())
+
+    def _now(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self._class).items() if _is_data(name, value)}
+
+    def put(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Has it hold that, and returns what it held; touches nothing where these are the same."""
+        before = self._now()
+        if not _same(before, content):
+            for name in before.keys() - content.keys():
+                delattr(self._class, name)
+            for name, value in content.items():
+                if before.get(name, _ABSENT) is not value:
+                    setattr(self._class, name, value)
+        return before
+
+
+class Rates:
+    """The modes and rates of many modules: attributes that are true or false, or a float."""
+
+    __slots__ = ("_held", "_names", "found")
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._held = [vars(module) for module in modules]
+        self._names = [_rates(type(module), vars(module)) for module in modules]
+        self.found = self._now()
+
+    def _now(self) -> list[Any]:
+        # Flat, for the garbage collector goes through all lists that a graph holds.
+        return [held.get(name) for held, names in zip(self._held, self._names, strict=True) for name in names]
+
+    def put(self, content: list[Any]) -> list[Any]:
+        """Has them hold that, and returns what they held."""
+        before = self._now()
+        if before != content:
+            values = iter(content)
+            for held, names in zip(self._held, self._names, strict=True):
+                held.update({name: value for name, value in zip(names, values, strict=False) if name in held})
+        return before
+
+
+_ABSENT = object()
+_names: dict[tuple[type, int], tuple[str, ...]] = {}
+
+
+def _rates(kind: type, held: dict[str, Any]) -> tuple[str, ...]:
+    key = (kind, len(held))
+    if key not in _names:
+        _names[key] = tuple(name for name, value in held.items() if type(value) in (bool, float))
+    return _names[key]
+
+
+def _is_data(name: str, value: Any) -> bool:
+    return not name.startswith("__") and (type(value) in _PLAIN or isinstance(value, (Tensor, *CONTAINERS)))
+
+
+def without_graph(t: Tensor) -> Tensor:
+    """t, or its values alone: these are all that a replay needs; a graph would hold the one of the call before, and
+    that the next."""
+    try:
+        return t if t.is_leaf else t.detach().requires_grad_()
+    except RuntimeError:  # a view of FSDP1's flat parameters that is out of date
+        return t
+
+
+def _without_graphs(found: Any, items: Iterable[tuple[Any, Any]]) -> None:
+    tensors = [(key, value) for key, value in items if isinstance(value, Tensor)]
+    for key, value in tensors:
+        found[key] = without_graph(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if len(a) != len(b):
+        return False
+    if isinstance(a, dict):
+        return all(map(operator.is_, a.values(), b.values())) and all(map(operator.is_, a, b))
+    return bool(a == b) if isinstance(a, set) else all(map(operator.is_, a, b))
