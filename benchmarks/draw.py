@@ -50,7 +50,7 @@ def gigabytes(count: float) -> str:
     return f"{count / 1e9:.2f} GB"
 
 
-def encoder_table() -> str:
+def encoder_table(page: Path) -> str:
     """Step time and memory of PyTorch's encoder layers in three variants, and the picture of them."""
     found = result(ENCODER)
     shape = found["shape"]
@@ -60,16 +60,16 @@ def encoder_table() -> str:
         lines.append(f"| {label} | {seconds:.2f} s | {gigabytes(peak)} |")
     lines += [
         "",
-        f"Four layers of width {shape['width']}, {shape['tokens']} tokens, {found['dtype']}, dropout "
-        f"{shape['dropout']} (PyTorch's default), {found['environment']['threads']} cores: "
-        f"[how it was measured](benchmarks/results/{ENCODER}.md).",
+        f"{shape['layers']} layers of width {shape['width']}, {shape['tokens']} tokens, {found['dtype']}, dropout "
+        f"{shape['dropout']} (PyTorch's default), {found['environment']['threads']} cores; measured as "
+        f"`benchmarks/results/{ENCODER}.md` says.",
         "",
-        f"![Step time and peak memory of the three variants]({PICTURE.relative_to(ROOT).as_posix()})",
+        f"![Step time and peak memory of the three variants]({PICTURE.relative_to(page.parent).as_posix()})",
     ]
     return "\n".join(lines)
 
 
-def speed_table() -> str:
+def speed_table(page: Path) -> str:
     """What a step of `ckptfused inputs` takes of the others' time, on the processors measured."""
     lines = ["| processor, type | plain | under `torch.utils.checkpoint` | result |", "|---|---|---|---|"]
     for label, name in SPEED.items():
@@ -81,23 +81,23 @@ def speed_table() -> str:
     return "\n".join(lines)
 
 
-# The result files that a table is made from, and what makes it.
-TABLES: dict[str, tuple[Path, tuple[str, ...], Callable[[], str]]] = {
-    "encoder-step": (ROOT / "README.md", (ENCODER,), encoder_table),
-    "speed": (ROOT / "docs" / "keep.md", tuple(SPEED.values()), speed_table),
+# By name: the result files that a table is made from, what makes it, and the pages that have it.
+TABLES: dict[str, tuple[tuple[str, ...], Callable[[Path], str], tuple[Path, ...]]] = {
+    "encoder-step": ((ENCODER,), encoder_table, (ROOT / "README.md", ROOT / "docs" / "index.md")),
+    "speed": (tuple(SPEED.values()), speed_table, (ROOT / "docs" / "keep.md",)),
 }
 
 
-def filled(name: str) -> tuple[str, str]:
+def filled(name: str, page: Path) -> tuple[str, str]:
     """A document as it is, and as it is with its table made anew."""
-    page, needs, make = TABLES[name]
+    needs, make, _ = TABLES[name]
     before = page.read_text()
     found = re.search(rf"(<!-- begin: {name} -->\n).*?(<!-- end: {name} -->)", before, re.DOTALL)
     if found is None:
         raise SystemExit(f"{page.name}: expected the lines <!-- begin: {name} --> and <!-- end: {name} -->")
     if not all((RESULTS / f"{stem}.json").exists() for stem in needs):
         return before, before
-    return before, f"{before[: found.end(1)]}{make()}\n{before[found.start(2) :]}"
+    return before, f"{before[: found.end(1)]}{make(page)}\n{before[found.start(2) :]}"
 
 
 def draw_encoder(path: Path, found: dict[str, Any]) -> None:
@@ -132,8 +132,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; fail where a table is out of date")
     check = parser.parse_args().check
     stale = []
-    for name, (page, _, _) in TABLES.items():
-        before, after = filled(name)
+    for name, page in ((name, page) for name, (_, _, pages) in TABLES.items() for page in pages):
+        before, after = filled(name, page)
         if before != after:
             stale.append(f"{page.name}: the table {name!r} is not that of its result")
             if not check:

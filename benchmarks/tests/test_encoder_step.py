@@ -41,7 +41,7 @@ def test_a_small_run_writes_its_result_and_is_drawn(monkeypatch: pytest.MonkeyPa
     draw.draw_encoder(tmp_path / "picture.svg", result)
     picture = (tmp_path / "picture.svg").read_text()
     monkeypatch.setattr(draw, "result", lambda name: result)
-    table = draw.encoder_table()
+    table = draw.encoder_table(draw.ROOT / "README.md")
     for variant in VARIANTS:
         seconds = f"{result['seconds'][variant]['median']:.2f} s"
         assert seconds in picture and f"| {seconds} |" in table
@@ -67,10 +67,11 @@ def test_a_wrong_gradient_ends_the_run(monkeypatch: pytest.MonkeyPatch, wrong: s
 def test_a_document_without_its_marks_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("nothing here\n")
-    monkeypatch.setitem(draw.TABLES, "encoder-step", (page, (), lambda: "table"))
+    monkeypatch.setitem(draw.TABLES, "encoder-step", ((), lambda page: f"table of {page.name}", (page,)))
     with pytest.raises(SystemExit, match=r"page.md: expected the lines <!-- begin: encoder-step -->"):
-        draw.filled("encoder-step")
+        draw.filled("encoder-step", page)
     page.write_text("a\n<!-- begin: encoder-step -->\nold\n<!-- end: encoder-step -->\nb\n")
-    assert draw.filled("encoder-step")[1] == "a\n<!-- begin: encoder-step -->\ntable\n<!-- end: encoder-step -->\nb\n"
-    monkeypatch.setitem(draw.TABLES, "encoder-step", (page, ("not-measured",), lambda: "table"))
-    assert draw.filled("encoder-step")[1] == page.read_text()
+    found = "a\n<!-- begin: encoder-step -->\ntable of page.md\n<!-- end: encoder-step -->\nb\n"
+    assert draw.filled("encoder-step", page)[1] == found
+    monkeypatch.setitem(draw.TABLES, "encoder-step", (("not-measured",), str, (page,)))
+    assert draw.filled("encoder-step", page)[1] == page.read_text()
