@@ -16,19 +16,9 @@ import pytest
 import torch
 
 import ckptfused
+from tests.forks import python
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def python(code: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=cwd,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def test_build_without_torch_says_what_to_do() -> None:
@@ -57,8 +47,7 @@ def test_build_info_says_what_was_built() -> None:
 
 def test_build_info_says_what_the_environment_asks_for() -> None:
     code = "import ckptfused; info = ckptfused.build_info(); print(info['attention'], info['ffn'])"
-    asked = os.environ | {"CKPTFUSED_ATTENTION": "triton", "CKPTFUSED_FFN": "cublas"}
-    run = subprocess.run([sys.executable, "-c", code], env=asked, cwd=ROOT, capture_output=True, text=True, check=True)
+    run = python(code, CKPTFUSED_ATTENTION="triton", CKPTFUSED_FFN="cublas")
     assert run.stdout.split() == ["triton", "cublas"]
 
 
@@ -307,7 +296,7 @@ def test_the_wheel_imports_and_trains_where_the_source_is_out_of_reach(tmp_path:
     site = tmp_path / "site"
     install = [*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(built)]
     subprocess.run(install, cwd=tmp_path, check=True, capture_output=True)
-    run = python(
+    code = textwrap.dedent(
         """
         import torch, ckptfused
         block = ckptfused.FusedCheckpointBlock.llama(32, 2, dim_feedforward=48)
@@ -315,9 +304,10 @@ def test_the_wheel_imports_and_trains_where_the_source_is_out_of_reach(tmp_path:
         block(x).square().sum().backward()
         assert x.grad.isfinite().all()
         print(ckptfused.__file__)
-        """,
-        cwd=tmp_path,
-        PYTHONPATH=str(site),
+        """
     )
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert Path(run.stdout.strip()).is_relative_to(site)
