@@ -4,6 +4,8 @@ A mutant is one exact replacement in a copy of the tree. One in ``csrc/`` is com
 hand and linked with that build's other objects, beside copies of ``ckptfused`` and ``tests``; an existing test runs
 there. The working tree and its build folder are only read: no ninja runs in them, since a second version of ninja than
 the one that built would throw the build log away.
+
+`make test` sees that each mutant can be planted, and that it runs the tests that notice them; `make mutants` plants.
 """
 
 from __future__ import annotations
@@ -23,16 +25,14 @@ from torch.utils.cpp_extension import library_paths
 
 import ckptfused
 from ckptfused import _C
+from tests.forks import ROOT, server
 from tests.mutants.mutants import MUTANTS, Mutant
 
-ROOT = Path(__file__).resolve().parents[2]
-
-pytestmark = [pytest.mark.slow, pytest.mark.once]
+pytestmark = pytest.mark.once
 
 # Runs pytest on the package in the current folder, never on another one that is installed or in the source tree.
 PYTEST_HERE = """
 import os, sys
-sys.path.insert(0, os.getcwd())
 import pytest, ckptfused._C as extension
 if os.path.dirname(extension.__file__) != os.path.join(os.getcwd(), "ckptfused"):
     print("imported", extension.__file__)
@@ -91,28 +91,49 @@ def build() -> Build:
     return max(found, key=lambda build: max(path.stat().st_mtime for path in build.objects.values()))
 
 
-def _pytest(tmp_path: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run tests on the copy in tmp_path, up to the first failure."""
+def _pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run tests of a tree on its package, up to the first failure."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}  # xdist's, PYTEST_ADDOPTS
-    command = [sys.executable, "-c", PYTEST_HERE, "-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests]
-    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist"]
+    return server("torch", "pytest").python(PYTEST_HERE, tree, environment, [*options, *arguments])
 
 
 def _copy(tmp_path: Path) -> Path:
     """Copy what the tests need, all but the extension; return where that belongs."""
     for folder in ("ckptfused", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so"))
     for name in ("pyproject.toml", "setup_cuda.py"):  # tests ask the latter for the toolkit
         shutil.copy(ROOT / name, tmp_path)
     return tmp_path / "ckptfused" / Path(_C.__file__).name
 
 
+# By an assertion of the test, or of opcheck, which has its own; not by a crash on the way.
+NOTICED = re.compile(r"tests/\S+\.py:\d+: (AssertionError|assert |Failed: DID NOT RAISE)|\.OpCheckError: opcheck\(")
+TESTS = sorted({mutant.test for mutant in MUTANTS})
+
+
+def test_every_mutant_can_be_planted(tmp_path: Path) -> None:
+    for mutant in MUTANTS:
+        (tmp_path / mutant.file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / mutant.file, tmp_path / mutant.file)
+        mutant.plant(tmp_path)
+
+
+def test_the_suite_runs_the_tests_that_notice_them() -> None:
+    done = _pytest(ROOT, "--collect-only", *TESTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    collected = [line for line in done.stdout.splitlines() if "::" in line]
+    assert not [test for test in TESTS if not any(f"{item}[".startswith(f"{test}[") for item in collected)]
+
+
+@pytest.mark.extended
 def test_the_same_tests_pass_on_an_unchanged_build(build: Build, tmp_path: Path) -> None:
     build.link(list(build.objects.values()), _copy(tmp_path))
-    done = _pytest(tmp_path, sorted({mutant.test for mutant in MUTANTS}))
+    done = _pytest(tmp_path, *TESTS)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_a_mutant_is_noticed(mutant: Mutant, build: Build, tmp_path: Path) -> None:
     extension = _copy(tmp_path)
@@ -127,6 +148,6 @@ def test_a_mutant_is_noticed(mutant: Mutant, build: Build, tmp_path: Path) -> No
     else:
         mutant.plant(tmp_path)
         shutil.copy(_C.__file__, extension)
-    done = _pytest(tmp_path, [mutant.test])
-    noticed = re.search(r"tests/\S+\.py:\d+: (AssertionError|assert |Failed: DID NOT RAISE)", done.stdout)
+    done = _pytest(tmp_path, mutant.test)
+    noticed = NOTICED.search(done.stdout)
     assert done.returncode == pytest.ExitCode.TESTS_FAILED and noticed, done.stdout + done.stderr
