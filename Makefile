@@ -1,6 +1,9 @@
 # Two commands do everything on a fresh machine with a C++ compiler and Python >= 3.10:
 #   make demo        train a small model four ways and compare them
-#   make test        the whole test suite
+#   make test        every promise of the library, on the CPU at hand: Python's tests and the C++ ones (eight minutes)
+# What takes longer:
+#   make test-all    make test, and with it every tile of the tables of Triton kernels, compiled, and make mutants
+#   make mutants     plants each fault of tests/mutants and says which test noticed it
 # Each torch version has a virtual environment and a build folder of its own:
 #   make test TORCH=2.11.0 PYTHON=python3.12
 # What convert does with another transformers than that environment's, in one on top of it:
@@ -25,21 +28,31 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.inl' -o -name '*.cpp' -o -
 SANITIZED_TESTS ?= $(addprefix tests/autograd/test_,absent_memory.py adapters.py gradcheck.py inplace.py keep.py) tests/ops \
 	tests/modules tests/test_rng.py tests/test_settings.py tests/kernels/test_subnormals.py
 
+# On two cores one worker idled for minutes at the end, when tests were handed out in portions.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p no:benchmark
+
 # Test processes share the cores: waiting threads sleep instead of spinning.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: spec-header demo test pytest test-transformers ctest sanitize gtest lint format bench gpu build wheel docs pictures clean
+.PHONY: demo test test-all mutants pytest test-transformers ctest sanitize gtest lint format bench gpu build wheel docs \
+	pictures spec-header clean
 
 demo: build
 	$(BIN)/python -m ckptfused demo $(DEMO_ARGS)
 
 test: pytest ctest
 
+test-all: override PYTEST_ARGS += --all
+test-all: pytest ctest
+
 pytest: build gtest
-	$(BIN)/python -m pytest -n $(JOBS) -p no:benchmark $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+mutants: build
+	$(PYTEST) --all -v tests/mutants
 
 test-transformers: build $(TRANSFORMERS_VENV)/.ready
-	$(TRANSFORMERS_VENV)/bin/python -m pytest -n $(JOBS) -p no:benchmark $(PYTEST_ARGS) tests/convert
+	$(PYTEST:$(BIN)/%=$(TRANSFORMERS_VENV)/bin/%) $(PYTEST_ARGS) tests/convert
 
 # Not again while nothing has changed: these tests know no torch.
 ctest: build/cmake/.passed

@@ -12,8 +12,14 @@ import torch
 from tests import tools
 from tests.devices import why_no_gpu
 
+ALL = "--all"
+
 # Read when CUDA starts: without it torch.use_deterministic_algorithms refuses matrix products there.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(ALL, action="store_true", help="also the tests with the marker `extended`, as `make test-all`")
 
 
 def pytest_configure() -> None:
@@ -21,7 +27,11 @@ def pytest_configure() -> None:
         raise pytest.UsageError(f"{tools.VARIABLE}=ON, but here is no {', no '.join(lacking)}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption(ALL):
+        rest = [item for item in items if item.get_closest_marker("extended") is not None]
+        config.hook.pytest_deselected(items=rest)
+        items[:] = [item for item in items if item.get_closest_marker("extended") is None]
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if marked and (reason := why_no_gpu()):
         for item in marked:

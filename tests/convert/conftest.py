@@ -1,17 +1,24 @@
-"""Of layers that are not fused with an old transformers, only what holds for all layers is tested with it."""
+"""Markers of tests/convert: what runs with one torch alone, and with new transformers alone."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from tests.convert.versions import since
 from tests.convert.zoo import ZOO, Specimen
 
+FOLDER = Path(__file__).parent
 EVERY_PATH = ("test_float32", "test_bfloat16")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What convert does with a library's model it does with every torch, but where a test says `each_torch`. Of layers
+    that are not fused with an old transformers, only what holds for all layers is tested with it."""
     for item in items:
+        if item.path.is_relative_to(FOLDER) and item.get_closest_marker("each_torch") is None:
+            item.add_marker(pytest.mark.once)
         if not isinstance(item, pytest.Function) or item.originalname in EVERY_PATH or not hasattr(item, "callspec"):
             continue
         for value in item.callspec.params.values():

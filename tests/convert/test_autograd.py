@@ -24,6 +24,8 @@ from tests.convert.small import llama, twins, unfused
 from tests.convert.test_families import DRAWS
 from tests.convert.zoo import text_batch
 
+pytestmark = pytest.mark.each_torch
+
 
 def embedded(model: Any) -> dict[str, Any]:
     """A batch that starts from embeddings, which are a leaf."""

@@ -207,6 +207,7 @@ def test_a_static_cache_runs_the_original_both_times() -> None:
     assert found[0][1].equal(found[1][1])
 
 
+@pytest.mark.each_torch
 def test_compiled() -> None:
     model = llama(p=0.0)
     ckptfused.convert(model)

@@ -19,6 +19,8 @@ from tests.convert.compare import all_close, close, run, train
 from tests.convert.small import llama, twins, unfused
 from tests.convert.zoo import VOCABULARY, ZOO, randomize, text_batch
 
+pytestmark = pytest.mark.each_torch
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:

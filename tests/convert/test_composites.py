@@ -302,6 +302,7 @@ def test_lora(name: str) -> None:
     close(got, want, 1e-5)
 
 
+@pytest.mark.each_torch
 @pytest.mark.slow
 @since((5, 23), "these models compile without a graph break, converted or not")
 @pytest.mark.parametrize("name", ["mixtral", "whisper"])

@@ -192,6 +192,7 @@ def test_layer_compiled_by_itself(name: str, reasons: list[Reason]) -> None:
     assert not reasons
 
 
+@pytest.mark.each_torch
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_attention_weights_of_layers_compiled_by_themselves() -> None:
     """Asked for after a call that was fused."""

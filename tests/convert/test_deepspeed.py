@@ -12,6 +12,8 @@ pytest.importorskip("transformers")
 
 from tests.convert.ranks import Ranks
 
+pytestmark = pytest.mark.each_torch
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: Any) -> Iterator[Ranks]:

@@ -16,6 +16,8 @@ from tests.convert import distributed_models as models
 from tests.convert import distributed_steps as steps
 from tests.convert.ranks import Ranks
 
+pytestmark = pytest.mark.each_torch
+
 both_orders = pytest.mark.parametrize("first", [True, False], ids=["convert-wrap", "wrap-convert"])
 
 

@@ -20,6 +20,8 @@ from tests.convert.small import twins, unfused
 from tests.convert.zoo import VOCABULARY, randomize, text_batch
 from tests.convert.zoo_torch import Output
 
+pytestmark = pytest.mark.each_torch
+
 
 class Mlp(nn.Module):
     """Takes keyword arguments, returns a tuple or a dict."""

@@ -20,6 +20,8 @@ from tests.convert.compare import close, gradients
 from tests.convert.small import llama, unfused
 from tests.convert.zoo import text_batch
 
+pytestmark = pytest.mark.each_torch
+
 CPU = torch.device("cpu")
 PLACES = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1", "model.norm", "lm_head")
 INSIDE, LAYER = "has a hook or a forward of its own", "its forward is not its class's (patched or offloaded)"

@@ -28,6 +28,8 @@ from tests.convert.small import llama
 from tests.convert.zoo import ZOO, Specimen, randomize, text_batch
 from tests.convert.zoo_torch import WIDTH, values
 
+pytestmark = pytest.mark.each_torch
+
 unrestored = partial(checkpoint_wrapper, preserve_rng_state=False)
 # One of each path, and of each place of a cache or mask.
 NAMES = ("llama", "mixtral", "t5", "whisper", "bert", "torch-decoder-pre")

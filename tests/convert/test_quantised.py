@@ -19,6 +19,8 @@ from tests.convert.compare import close, run
 from tests.convert.small import llama, unfused
 from tests.convert.zoo import text_batch
 
+pytestmark = pytest.mark.each_torch
+
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning", "ignore:MatMul8bitLt")
 @pytest.mark.parametrize("first", [True, False], ids=["convert-adapt", "adapt-convert"])

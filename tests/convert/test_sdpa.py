@@ -20,6 +20,8 @@ from tests.convert.compare import close, run
 from tests.convert.small import unfused
 from tests.convert.zoo import ZOO, randomize
 
+pytestmark = pytest.mark.each_torch
+
 OWN = F.scaled_dot_product_attention
 NAMES = ("llama", "gpt2", "bert", "vit", "mixtral", "whisper", "torch-encoder-pre", "torch-decoder-post")
 SAID = "scaled_dot_product_attention is not PyTorch's own"

@@ -25,6 +25,8 @@ from tests.convert.zoo import Specimen, randomize
 from tests.convert.zoo_encoders import images
 from tests.convert.zoo_torch import Output
 
+pytestmark = pytest.mark.each_torch
+
 SIZES: dict[str, Any] = {"img_size": 20, "patch_size": 5, "embed_dim": 48, "depth": 2, "num_heads": 4, "mlp_ratio": 2}
 
 

@@ -19,6 +19,8 @@ from tests.convert.small import unfused
 from tests.convert.zoo import randomize
 from tests.convert.zoo_torch import HEADS, HIDDEN, WIDTH, padding, values
 
+pytestmark = pytest.mark.each_torch
+
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(19)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ckptfused.triton import configs, philox
-from tests.triton.compiling import CAPABILITIES, NARROW, OPTIONS, Kernel, compile_kernel, delta_kernels, ptxas
+from tests.triton.compiling import CAPABILITIES, NARROW, OPTIONS, TYPES, Kernel, compile_kernel, delta_kernels, ptxas
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +48,29 @@ def check(k: Kernel) -> None:
     assert not re.search(r"^\s*(@%p\d+ )?(atom|red)\.", r.ptx, re.MULTILINE)
 
 
+# Compiled in every run, of the tables below: each kernel in each type, the widest heads, every option on each device,
+# heads that leave a part of their row. The rest guards tiles that no GPU has timed; `make test-all` compiles it.
+ALWAYS = {
+    *(f"sm_90-{stage}-D256-bf16-dropout" for stage in configs.STAGES),
+    *(f"sm_80-{stage}-D256-bf16-dropout-full" for stage in configs.STAGES),
+    "sm_86-fwd-D64-bf16-dropout-everything",
+    "sm_86-dkdv-D64-bf16-everything",
+    "sm_86-dq-D256-bf16-dropout-everything",
+    "sm_90-fwd-D192-bf16-dropout-window-mask-packed",
+    "sm_90-dkdv-D96-bf16-dropout-everything-mask=drop-padding=drop",
+    "sm_90-dq-D192-bf16-dropout-window-softcap-padding-packed-padding=drop",
+    "sm_80-dq-D192-bf16-dropout-softcap-packed-full",
+    *(f"sm_90-{stage}-D256-{dtype}-dropout-everything" for stage in ("fwd", "dkdv") for dtype in ("fp32", "fp64")),
+    *(f"sm_80-dq-D256-{dtype}-dropout-everything" for dtype in ("fp32", "fp64")),
+    *(f"sm_90-delta-D256-{dtype}-packed" for dtype in TYPES.values()),
+}
+
+
+def runs(kernels: Iterable[Kernel]) -> list[Any]:
+    """Those in ALWAYS, and the others where every entry of the tables is asked for."""
+    return [pytest.param(k, id=k.id, marks=() if k.id in ALWAYS else pytest.mark.extended) for k in kernels]
+
+
 TABLE = [
     Kernel(device, stage, d, dropout=dropout, causal=causal)
     for device in CAPABILITIES
@@ -58,14 +81,12 @@ TABLE = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", TABLE, ids=lambda k: k.id)
+@pytest.mark.parametrize("kernel", runs(TABLE))
 def test_half_precision(kernel: Kernel) -> None:
     check(kernel)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", [*delta_kernels()], ids=lambda k: k.id)
+@pytest.mark.parametrize("kernel", runs(delta_kernels()))
 def test_shift_and_delta(kernel: Kernel) -> None:
     check(kernel)
 
@@ -127,6 +148,8 @@ def test_the_mask_alone(device: str) -> None:
 
 
 def test_every_tile_is_compiled() -> None:
+    """By `make test-all`; in every run those that are named."""
+    assert {k.id for k in (*TABLE, *delta_kernels(), *options_table(), *exact_table())} >= ALWAYS
     tiles = set(product(("sm_90", "sm_80"), configs.STAGES, configs.BLOCK_D, (False, True)))
     for wanted, widths in ((("some", "mask"), configs.BLOCK_D), ((None,), NARROW.values())):
         seen = {
@@ -137,23 +160,8 @@ def test_every_tile_is_compiled() -> None:
         assert {(*tile, one) for tile in tiles for one in wanted} <= seen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", [*options_table(), *exact_table()], ids=lambda k: k.id)
+@pytest.mark.parametrize("kernel", runs([*options_table(), *exact_table()]))
 def test_options_and_exact_types(kernel: Kernel) -> None:
-    check(kernel)
-
-
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        Kernel("sm_90", "fwd", 256, dtype=torch.float32, dropout=True, options=OPTIONS),
-        Kernel("sm_90", "dkdv", 128, dropout=True, options=OPTIONS),
-        Kernel("sm_80", "dq", 64, dropout=True, options=SOME),
-    ],
-    ids=lambda k: k.id,
-)
-def test_the_widest_and_the_fullest(kernel: Kernel) -> None:
-    """Always run: one of each kind from the table above."""
     check(kernel)
 
 

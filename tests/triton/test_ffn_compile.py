@@ -1,9 +1,13 @@
-"""Every tile of ffn_configs.py, compiled ahead of time: no spills, shared memory that fits, tensor-core products."""
+"""Every tile of ffn_configs.py, compiled ahead of time: no spills, shared memory that fits, tensor-core products.
+
+Each run compiles each device's first tile, on sm_90 also with everything in it; `make test-all` compiles them all.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,9 +19,19 @@ from ckptfused.triton.configs import SHARED
 from ckptfused.triton.ffn_configs import CANDIDATES
 from tests.triton.ffn_compiling import Kernel, compile_kernel, kernels
 
+FIRST = [Kernel(device, stage, configs[0]) for device, configs in CANDIDATES.items() for stage in ("fwd", "bwd")]
+ALWAYS = {*FIRST, *(replace(k, act="gelu", everything=True) for k in FIRST if k.device == "sm_90")}
 
-@pytest.mark.slow
-@pytest.mark.parametrize("k", list(kernels()), ids=lambda k: k.id)
+
+def runs(kernels: list[Kernel]) -> list[Any]:
+    return [pytest.param(k, id=k.id, marks=() if k in ALWAYS else pytest.mark.extended) for k in kernels]
+
+
+def test_what_each_run_compiles() -> None:
+    assert {*kernels()} >= ALWAYS and len(ALWAYS) == 8
+
+
+@pytest.mark.parametrize("k", runs([*kernels()]))
 def test_limits(k: Kernel) -> None:
     r = compile_kernel(k)
     print(f"{k.id}: {r.registers} registers, {r.shared / 1024:.1f} KiB, {' '.join(sorted(r.products))}")
@@ -28,17 +42,11 @@ def test_limits(k: Kernel) -> None:
     assert r.products and all(product.startswith(kind + ".") for product in r.products), r.products
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("device", CANDIDATES)
-def test_forward_and_replay_use_one_instruction(device: str) -> None:
+@pytest.mark.parametrize(
+    "k", runs([Kernel(d, "fwd", config) for d, configs in CANDIDATES.items() for config in configs])
+)
+def test_forward_and_replay_use_one_instruction(k: Kernel) -> None:
     """The same tensor-core instruction in both, or their products might round differently."""
-    for config in CANDIDATES[device]:
-        forward = Kernel(device, "fwd", config)
-        products = compile_kernel(forward).products
-        assert len(products) == 1
-        assert compile_kernel(replace(forward, stage="bwd")).products == products
-
-
-def test_plain_kernel_of_the_first_tile() -> None:
-    """What can be seen in seconds, so that it is seen every time."""
-    test_limits(Kernel("sm_90", "fwd", CANDIDATES["sm_90"][0]))
+    products = compile_kernel(k).products
+    assert len(products) == 1
+    assert compile_kernel(replace(k, stage="bwd")).products == products
