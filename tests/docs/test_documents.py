@@ -139,7 +139,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_the_readme_fits_on_two_screens() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    lines = (ROOT / "README.md").read_text().splitlines()
+    filled = lines[lines.index("<!-- begin: encoder-step -->") + 1 : lines.index("<!-- end: encoder-step -->")]
+    assert len(lines) + (0 if filled else 9) <= 120  # nine are the table, its line and the picture
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
