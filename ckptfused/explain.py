@@ -12,7 +12,8 @@ from ckptfused import cost
 from ckptfused._extension import _C
 from ckptfused.cost.attention import cpu_attention
 from ckptfused.functional import autocast_enabled, check_plain
-from ckptfused.modules.assemble import Call
+from ckptfused.layer.call import Call
+from ckptfused.layer.parts import Reason
 from ckptfused.modules.fused import FusedModule
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
 from ckptfused.triton import backend, tuning
@@ -90,21 +91,15 @@ def explain(block: FusedModule, x: Tensor, *args: Any, show: bool = True, **kwar
     if x.device.type == "meta" and device.type != "meta":
         x = torch.empty((), dtype=x.dtype, device=device).expand(x.shape).requires_grad_(x.requires_grad)
     title = f"{type(block).__name__} on {x.device}, x {list(x.shape)} {_name(x.dtype)}"
-    if why := _not_fused(block, x, args, kwargs):
-        step = Step("everything", "the layers themselves under torch.utils.checkpoint", why, "made again")
+    call = Reason("x is a nested tensor") if x.is_nested else block.prepare(x, *args, **kwargs)
+    if isinstance(call, Reason):
+        step = Step("everything", "the layers themselves under torch.utils.checkpoint", call.text, "made again")
         found = Explanation(title, (step,), {}, {})
     else:
-        found = _fused(title, block, block.prepare(x, *args, **kwargs))
+        found = _fused(title, block, call)
     if show:
         print(found)
     return found
-
-
-def _not_fused(block: FusedModule, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why the module takes its generic path; empty if it does not."""
-    if x.is_nested:
-        return "x is a nested tensor"
-    return block.generic_reason(*(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))) or ""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -4,8 +4,8 @@ from ckptfused.convert import families as families
 from ckptfused.convert.api import convert, revert
 from ckptfused.convert.family import Family, Plan, register
 from ckptfused.convert.forward import original
-from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.convert.report import LayerReport, Report
+from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 
 __all__ = [
     "FFN",

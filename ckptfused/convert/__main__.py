@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import sys
 
-from ckptfused.convert.source import KNOWN_FILE, fingerprint, known, note_functions
+from ckptfused.layer.source import KNOWN_FILE, fingerprint, known, note_functions
 
 
 def main(names: list[str]) -> None:

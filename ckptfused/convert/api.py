@@ -15,12 +15,12 @@ from ckptfused.convert.describe import describe, generic_blocks, head_note
 from ckptfused.convert.family import Family
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.own_checkpoint import REPLICATE, NotReplicated
-from ckptfused.convert.peft import given_caches
 from ckptfused.convert.report import Report
-from ckptfused.convert.source import patched
 from ckptfused.convert.wrapper import wrapper_note
-from ckptfused.modules.assemble import keep_text
-from ckptfused.modules.shards import is_fully_sharded, refuse_tensor_parallel
+from ckptfused.layer.peft import given_caches
+from ckptfused.layer.shards import is_fully_sharded, refuse_tensor_parallel
+from ckptfused.layer.source import patched
+from ckptfused.layer.texts import keep_text
 from ckptfused.spec import Keep, check_names
 
 # Where accelerate keeps the forward that it put hooks around.

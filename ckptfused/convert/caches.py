@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.convert.own_checkpoint import CACHES
-from ckptfused.convert.parts import Reason
+from ckptfused.layer.parts import Reason
 
 
 def cache_reason(layer: nn.Module, cache: Any, index: int | None) -> Reason | None:

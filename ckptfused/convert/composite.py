@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from ckptfused.checkpoint import checkpoint
-from ckptfused.convert.assembly import build_call
-from ckptfused.convert.family import Family, Plan, lacking
-from ckptfused.convert.modules import LENT, lent_weights
-from ckptfused.convert.parts import Inputs, Parts, Reason
+from ckptfused.convert.family import Family, Plan, fused_call, lacking
 from ckptfused.generic.views import entered
-from ckptfused.modules.assemble import Call
-from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
+from ckptfused.layer.call import Call
+from ckptfused.layer.hooks import LENT, lent_weights
+from ckptfused.layer.parts import Inputs, Parts, Reason
+from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.spec import BlockSpec
 
 
@@ -95,7 +94,7 @@ class Composite(Family):
     def _calls(
         self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
     ) -> list[Call | Generic] | Reason:
-        """The steps, with an op for each fused one. `sharded` as in `build_call`."""
+        """The steps, with an op for each fused one. `sharded` as in `layer.build_call`."""
         if not self.as_read(layer):
             return self.unread(layer)
         if lent_weights(layer):
@@ -108,7 +107,7 @@ class Composite(Family):
             return steps
         calls: list[Call | Generic] = []
         for step in steps:
-            made = build_call(*step, keep, sharded) if isinstance(step, Fused) else step
+            made = fused_call(*step, keep, sharded) if isinstance(step, Fused) else step
             if isinstance(made, Reason):
                 return made
             calls.append(made)

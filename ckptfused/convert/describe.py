@@ -14,12 +14,13 @@ from ckptfused.convert.counts import Counts
 from ckptfused.convert.example import example
 from ckptfused.convert.family import Family, lacking
 from ckptfused.convert.measure import TOKENS
-from ckptfused.convert.modules import hooked, projection, watched
-from ckptfused.convert.parts import Reason
 from ckptfused.convert.report import LayerReport
-from ckptfused.convert.source import patched
+from ckptfused.layer.hooks import hooked, watched
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.pieces import projection
+from ckptfused.layer.shards import holds_fsdp1, is_flattened
+from ckptfused.layer.source import patched
 from ckptfused.modules.fused import FusedModule
-from ckptfused.modules.shards import holds_fsdp1, is_flattened
 
 
 def describe(

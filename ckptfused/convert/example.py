@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ckptfused.convert.measure import TOKENS
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Parts of the names of arguments without which a layer runs in training.
 _ABSENT = ("mask", "past", "cache", "bias", "output_", "encoder_")
 
 
-def example(model: nn.Module, name: str, layer: nn.Module) -> Call:
+def example(model: nn.Module, name: str, layer: nn.Module) -> Arguments:
     """Arguments for `layer`, which stands at `name` in `model`: x [1, TOKENS, C], positions, and nothing else.
 
     **Raises** `LookupError` where the width of x or what an argument takes is not known.

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckptfused.convert.assembly import build_call
-from ckptfused.convert.parts import Inputs, Parts, Reason
-from ckptfused.convert.source import class_as_read, class_name, unread, vouch
-from ckptfused.modules.assemble import Call
+from ckptfused.layer.call import Call, build_call, learned
+from ckptfused.layer.parts import Inputs, Parts, Reason
+from ckptfused.layer.source import class_as_read, class_name, unread, vouch
 from ckptfused.spec import NORMS, BlockSpec
 from ckptfused.spec.checks import check_choice
 
@@ -87,7 +88,7 @@ class Family:
     def _call(
         self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
     ) -> Call | Reason:
-        """The op call of a layer. `sharded` as in `build_call`."""
+        """The op call of a layer. `sharded` as in `layer.build_call`."""
         if not self.as_read(layer):
             return self.unread(layer)
         try:
@@ -97,7 +98,31 @@ class Family:
             parts = self.parts(layer)
         except AttributeError as error:
             return lacking(error)
-        return build_call(parts, inputs, keep, sharded)
+        return fused_call(parts, inputs, keep, sharded)
+
+
+def fused_call(parts: Parts, inputs: Inputs, keep: str, sharded: bool = False) -> Call | Reason:
+    """`layer.build_call`, for a layer whose own forward says what comes out."""
+    x, masks = inputs.x, inputs.masks
+    if (why := learned((masks.mask, masks.padding), (inputs.cos, inputs.sin))) is not None:
+        return why
+    if (why := _closing_norm_fits(parts, x)) is not None:
+        return why
+    if type(x) is not Tensor and is_traceable_wrapper_subclass(x):
+        return Reason(f"an input of type {type(x).__name__}")
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.is_inference():
+        inputs = inputs._replace(x=x.clone())  # what was made in inference mode cannot be saved for backward
+    return build_call(parts, inputs, keep, sharded)
+
+
+def _closing_norm_fits(parts: Parts, x: Tensor) -> Reason | None:
+    """Autocast, but for the CPU's, gives the result of a LayerNorm in float32; a block's has the type of x."""
+    if x.device.type in ("cpu", "meta") or x.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    closing = any(half is not None and half.out is not None for half in (parts.attn, parts.ffn))
+    if closing and torch.is_autocast_enabled(x.device.type):
+        return Reason(f"autocast makes float32 of the layer's {x.dtype} input in its closing norm")
+    return None
 
 
 def lacking(error: AttributeError) -> Reason:

@@ -14,13 +14,13 @@ from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import transformed
 from ckptfused.convert.caches import left_empty
 from ckptfused.convert.family import FAMILIES
-from ckptfused.convert.modules import hooked_everywhere, lent_weights
 from ckptfused.convert.own_checkpoint import as_it_would, checkpoints_itself, let_converted_through
-from ckptfused.convert.parts import Reason
 from ckptfused.generic.views import entered
-from ckptfused.modules.assemble import keeps_inputs_alone
-from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
-from ckptfused.modules.shards import refuse_tensor_parallel
+from ckptfused.layer.hooks import hooked_everywhere, lent_weights
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
+from ckptfused.layer.shards import refuse_tensor_parallel
+from ckptfused.layer.texts import keeps_inputs_alone
 from ckptfused.outer_checkpoint import passed
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.convert.caches import cache_reason, keeper
-from ckptfused.convert.modules import collects
-from ckptfused.convert.parts import Inputs, Reason
+from ckptfused.layer.hooks import collects
+from ckptfused.layer.parts import Inputs, Reason
 from ckptfused.masks import Mask
 
 # Those whose mask forms are known: 4-d additive, 4-d boolean or none, 2-d padding or none.

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ckptfused.modules.assemble import keeps_inputs_alone
+from ckptfused.layer.texts import keeps_inputs_alone
 
 _INNER = "_checkpoint_wrapped_module"
 

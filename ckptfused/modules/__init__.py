@@ -1,12 +1,12 @@
 """Transformer blocks, and their halves, as `torch.nn` modules."""
 
 from ckptfused.eager.activation import geglu, geglu_tanh, gelu_tanh, reglu, relu2, swiglu
+from ckptfused.layer.norms import GemmaNorm
 
 from .attention import FusedCheckpointAttention
 from .attention_layer import GroupedAttention
 from .block import FusedCheckpointBlock
 from .ffn import FusedCheckpointFFN
-from .norms import GemmaNorm
 from .rotary import RotaryTable
 from .sequential import FusedCheckpointSequential
 

@@ -6,22 +6,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Dropout, MultiheadAttention
 
-from ckptfused.masks import NO_MASK
-from ckptfused.modules.assemble import (
-    Call,
-    attention_inputs,
-    attention_reason,
-    attention_slots,
-    attention_words,
-    canonical_text,
-    input_words,
-)
-from ckptfused.modules.attention_layer import make_attention
-from ckptfused.modules.fused import FusedModule, check_call, rates, refuse_generic, run_fused, run_generic
-from ckptfused.modules.norms import make_norm
+from ckptfused.layer import encoder
+from ckptfused.layer.hooks import watched
+from ckptfused.layer.norms import make_norm
+from ckptfused.layer.parts import Attention, Inputs, Parts, Reason
+from ckptfused.modules.attention_layer import GroupedAttention, make_attention
+from ckptfused.modules.fused import FusedModule, another, rates, run_module
+from ckptfused.modules.inputs import attention_inputs, check_call
 from ckptfused.spec import Keep
 from ckptfused.spec.checks import check_flag, check_integer
+
+
+def attention_parts(layer: Any) -> Attention | Reason:
+    """The attention half of a module with `self_attn`, `norm1` and `dropout1`."""
+    attn, dropout = layer.self_attn, layer.dropout1
+    why = another((MultiheadAttention, GroupedAttention), self_attn=attn) or another((Dropout,), dropout1=dropout)
+    if why is not None:
+        return why
+    if not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn:
+        return Reason("self_attn has keys and values of another width, bias_k or add_zero_attn")
+    variants: dict[str, Any] = {}
+    if type(attn) is GroupedAttention:
+        if attn.rotary is not None and (why := watched(attn.rotary, "self_attn.rotary")) is not None:
+            return why
+        variants = attn.variants()
+    return encoder.attention(attn, layer.norm1, dropout, layer.norm_first, **variants)
 
 
 class FusedCheckpointAttention(FusedModule):
@@ -81,38 +92,15 @@ class FusedCheckpointAttention(FusedModule):
     ) -> Tensor:
         """The half's output; arguments as `FusedCheckpointBlock.forward`."""
         check_call(src, src_mask, src_key_padding_mask, cu_seqlens, rotary, generator)
-        if (why := self.generic_reason(src_mask, src_key_padding_mask)) is not None:
-            refuse_generic(why, cu_seqlens=cu_seqlens, rotary=rotary, generator=generator)
-            return run_generic(self, self._plain, src, src_mask, src_key_padding_mask, is_causal)
-        return run_fused(self, src, generator, src_mask, src_key_padding_mask, is_causal, cu_seqlens, rotary)
+        masks, beside = (src_mask, src_key_padding_mask, is_causal), {"cu_seqlens": cu_seqlens, "rotary": rotary}
+        return run_module(self, self._plain, generator, src, *masks, **beside)
 
-    def _unknown_layers(self) -> str | None:
-        return attention_reason(self.self_attn, self.norm1, self.dropout1)
+    def parts(self) -> Parts | Reason:
+        attn = attention_parts(self)
+        return attn if isinstance(attn, Reason) else Parts(attn, width=self.self_attn.embed_dim, names=encoder.NAMES)
 
-    def prepare(
-        self,
-        src: Tensor,
-        src_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-        cu_seqlens: Tensor | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-    ) -> Call:
-        inputs = attention_inputs(self.self_attn, src, src_mask, src_key_padding_mask, is_causal, cu_seqlens, rotary)
-        slots = attention_slots(self.self_attn, self.norm1, self._place, src)
-        text = self._text(src, input_words(inputs.masks, cu_seqlens is not None))
-        return Call("attention_block", inputs.x, slots, text, inputs.masks, inputs.cos, inputs.sin, cu_seqlens)
-
-    @property
-    def _place(self) -> str:
-        return "pre" if self.norm_first else "out"
-
-    def _text(self, x: Tensor, inputs: str = "") -> str:
-        words = attention_words(self.self_attn, self.norm1, self._place, self.dropout1, x)
-        causal = getattr(self.self_attn, "causal", False)
-        inputs = inputs or input_words(NO_MASK._replace(causal=causal), False)
-        seq_first = int(not self.self_attn.batch_first)
-        return canonical_text(f"halves=attn seq_first={seq_first}{words}{inputs}", self._keep)
+    def inputs(self, src: Tensor, *args: Any, **kwargs: Any) -> Inputs | Reason:
+        return attention_inputs(self.self_attn, src, *args, **kwargs)
 
     def _plain(
         self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool

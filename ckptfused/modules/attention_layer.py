@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import MultiheadAttention
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ckptfused.layer.norms import make_norm
+from ckptfused.layer.sdpa import refuse_replaced_sdpa
 from ckptfused.masks import encoder_mask
-from ckptfused.modules.norms import make_norm
 from ckptfused.modules.rotary import RotaryTable
-from ckptfused.modules.sdpa import refuse_replaced_sdpa
 from ckptfused.spec.checks import check_at_least, check_flag, check_integer, check_number
 
 
@@ -120,6 +120,14 @@ class GroupedAttention(nn.MultiheadAttention):
         y = self.out_proj(o.transpose(1, 2).flatten(2))
         y = y if self.batch_first else y.transpose(0, 1)
         return (y if query.dim() == 3 else y.squeeze(0 if self.batch_first else 1)), None
+
+    def variants(self) -> dict[str, Any]:
+        """The fields of `layer.parts.Attention` that `nn.MultiheadAttention` has not, as they are now."""
+        turned = {} if self.rotary is None else {"rope": self.rope_style, "rotary_dim": self.rotary.dim}
+        return {
+            **{"kv_heads": self.num_kv_heads, "q_norm": self.q_norm, "k_norm": self.k_norm, "scale": self.scale},
+            **{"softcap": self.softcap, "window": self.window, **turned},
+        }
 
     def extra_repr(self) -> str:
         words = [f"{self.embed_dim}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"]

@@ -9,13 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import LayerNorm, TransformerEncoderLayer
 
-from ckptfused.masks import NO_MASK
-from ckptfused.modules import assemble
-from ckptfused.modules.activations import Activation, activation_kind, plain_activation
-from ckptfused.modules.assemble import Call
+from ckptfused.layer import encoder
+from ckptfused.layer.activations import Activation, activation_kind, plain_activation
+from ckptfused.layer.norms import make_norm
+from ckptfused.layer.parts import Inputs, Parts, Reason
+from ckptfused.modules.attention import attention_parts
 from ckptfused.modules.attention_layer import is_plain, make_attention
-from ckptfused.modules.fused import FusedModule, check_call, rates, refuse_generic, run_fused, run_generic
-from ckptfused.modules.norms import make_norm
+from ckptfused.modules.ffn import ffn_parts
+from ckptfused.modules.fused import FusedModule, rates, refuse_generic, run_module
+from ckptfused.modules.inputs import attention_inputs, check_call
 from ckptfused.spec import GATED_ACTIVATIONS, Keep
 from ckptfused.spec.checks import check_flag, check_integer
 
@@ -32,8 +34,8 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
 
     Beyond it, keyword-only:
     num_kv_heads, head_dim: grouped-query attention; `self_attn.in_proj_weight` is then [(H+2G)·D, C].
-    norm: "layernorm", "rmsnorm" or "gemma". activation: one of `ckptfused.spec.ACTIVATIONS`, too; the
-    `linear1` of a gated one is [2F, C], gate first. rope: True, a theta or a `RotaryTable`;
+    norm: "layernorm", "rmsnorm" or "gemma". activation: also gelu_tanh, silu, relu2, and the gated swiglu, geglu,
+    geglu_tanh, reglu, whose `linear1` is [2F, C], gate first. rope: True, a theta or a `RotaryTable`;
     rotary_dim, rope_style ("half", "interleaved"). qk_norm: True or a kind of norm. causal: every call is.
     window, softcap, scale: as in `AttentionSpec`. attention_dropout, residual_dropout, ffn_dropout: override
     `dropout` at their sites. parallel: True adds both halves to the same x, "shared" also gives both the
@@ -181,52 +183,26 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         **Source** `nn.TransformerEncoderLayer.forward`; with `is_causal`, `src_mask` is taken for the causal mask.
         """
         check_call(src, src_mask, src_key_padding_mask, cu_seqlens, rotary, generator)
-        masks = (src_mask, src_key_padding_mask)
-        only_fused = {"cu_seqlens": cu_seqlens, "rotary": rotary, "generator": generator}
+        beside = {"cu_seqlens": cu_seqlens, "rotary": rotary}
         if src.is_nested:
-            refuse_generic("src is a nested tensor", **only_fused)
-            return TransformerEncoderLayer.forward(self, src, *masks, is_causal=is_causal)
-        if (why := self.generic_reason(*masks)) is not None:
-            refuse_generic(why, **only_fused)
-            return run_generic(self, self._plain, src, *masks, is_causal)
-        return run_fused(self, src, generator, *masks, is_causal, cu_seqlens, rotary)
+            refuse_generic("src is a nested tensor", **beside, generator=generator)
+            return TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal=is_causal)
+        return run_module(self, self._plain, generator, src, src_mask, src_key_padding_mask, is_causal, **beside)
 
-    def _unknown_layers(self) -> str | None:
+    def parts(self) -> Parts | Reason:
         # A subclass may compute something else.
         if type(self)._sa_block is not _SA_BLOCK or type(self)._ff_block is not _FF_BLOCK:
-            return f"{type(self).__name__} overrides _sa_block or _ff_block"
-        ffn = (self.linear1, self.linear2, self.activation, self.norm2, self.dropout, self.dropout2)
-        return assemble.attention_reason(self.self_attn, self.norm1, self.dropout1) or assemble.ffn_reason(*ffn)
+            return Reason(f"{type(self).__name__} overrides _sa_block or _ff_block")
+        attn = attention_parts(self)
+        if isinstance(attn, Reason):
+            return attn
+        ffn = ffn_parts(self)
+        if isinstance(ffn, Reason):
+            return ffn
+        return Parts(attn, ffn, self.parallel, self.self_attn.embed_dim, encoder.NAMES)
 
-    def prepare(
-        self,
-        src: Tensor,
-        src_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-        cu_seqlens: Tensor | None = None,
-        rotary: tuple[Tensor, Tensor] | None = None,
-    ) -> Call:
-        inputs = assemble.attention_inputs(
-            self.self_attn, src, src_mask, src_key_padding_mask, is_causal, cu_seqlens, rotary
-        )
-        slots = assemble.attention_slots(self.self_attn, self.norm1, self._place, src)
-        slots += assemble.ffn_slots(self.linear1, self.linear2, self.activation, self.norm2, self._place, src)
-        text = self._text(src, assemble.input_words(inputs.masks, cu_seqlens is not None))
-        return Call("block", inputs.x, slots, text, inputs.masks, inputs.cos, inputs.sin, cu_seqlens)
-
-    @property
-    def _place(self) -> str:
-        return "pre" if self.norm_first else "out"
-
-    def _text(self, x: Tensor, inputs: str = "") -> str:
-        attn, place = self.self_attn, self._place
-        words = assemble.attention_words(attn, self.norm1, place, self.dropout1, x)
-        words += assemble.ffn_words(self.linear2, self.activation, self.norm2, place, self.dropout, self.dropout2, x)
-        inputs = inputs or assemble.input_words(NO_MASK._replace(causal=getattr(attn, "causal", False)), False)
-        parallel = "shared" if self.parallel == "shared" else int(self.parallel)
-        head = f"halves=attn+ffn parallel={parallel} seq_first={int(not attn.batch_first)}"
-        return assemble.canonical_text(f"{head}{words}{inputs}", self._keep)
+    def inputs(self, src: Tensor, *args: Any, **kwargs: Any) -> Inputs | Reason:
+        return attention_inputs(self.self_attn, src, *args, **kwargs)
 
     def _plain(
         self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool

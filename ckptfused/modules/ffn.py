@@ -6,14 +6,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Dropout
 
 from ckptfused.functional import check_input
-from ckptfused.modules.activations import Activation, activation_kind, plain_activation
-from ckptfused.modules.assemble import Call, canonical_text, ffn_reason, ffn_slots, ffn_words
-from ckptfused.modules.fused import FusedModule, check_call, rates, refuse_generic, run_fused, run_generic
-from ckptfused.modules.norms import make_norm
+from ckptfused.layer import encoder
+from ckptfused.layer.activations import Activation, activation_kind, plain_activation
+from ckptfused.layer.norms import make_norm
+from ckptfused.layer.parts import FFN, Inputs, Parts, Reason
+from ckptfused.modules.fused import FusedModule, another, rates, run_module
+from ckptfused.modules.inputs import check_call
 from ckptfused.spec import GATED_ACTIVATIONS, Keep
 from ckptfused.spec.checks import check_flag, check_integer
+
+
+def ffn_parts(layer: Any) -> FFN | Reason:
+    """The FFN half of a module with `linear1`, `dropout`, `linear2`, `norm2` and `dropout2`."""
+    why = another((Dropout,), dropout=layer.dropout, dropout2=layer.dropout2)
+    if why is not None:
+        return why
+    gated = activation_kind(layer.activation) in GATED_ACTIVATIONS
+    return encoder.ffn(layer, layer.norm2, layer.dropout2, gated)._replace(hidden=layer.linear2.in_features)
 
 
 class FusedCheckpointFFN(FusedModule):
@@ -69,27 +81,16 @@ class FusedCheckpointFFN(FusedModule):
     def forward(self, src: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """The half's output, shaped as src."""
         check_call(src, generator=generator)
-        if (why := self.generic_reason()) is not None:
-            refuse_generic(why, generator=generator)
-            return run_generic(self, self._plain, src)
-        return run_fused(self, src, generator)
+        return run_module(self, self._plain, generator, src)
 
-    def _unknown_layers(self) -> str | None:
-        return ffn_reason(self.linear1, self.linear2, self.activation, self.norm2, self.dropout, self.dropout2)
+    def parts(self) -> Parts | Reason:
+        ffn = ffn_parts(self)
+        return ffn if isinstance(ffn, Reason) else Parts(ffn=ffn, width=self.linear2.out_features, names=encoder.NAMES)
 
-    def prepare(self, src: Tensor, *args: Any, **kwargs: Any) -> Call:
+    def inputs(self, src: Tensor, *args: Any, **kwargs: Any) -> Inputs:
         check_input(src, self.linear2.out_features, "src")
         x = src.unsqueeze(0 if self.batch_first else 1) if src.dim() == 2 else src
-        slots = ffn_slots(self.linear1, self.linear2, self.activation, self.norm2, self._place, src)
-        return Call("ffn_block", x, slots, self._text(src))
-
-    @property
-    def _place(self) -> str:
-        return "pre" if self.norm_first else "out"
-
-    def _text(self, x: Tensor, inputs: str = "") -> str:
-        words = ffn_words(self.linear2, self.activation, self.norm2, self._place, self.dropout, self.dropout2, x)
-        return canonical_text(f"halves=ffn seq_first={int(not self.batch_first)}{words}", self._keep)
+        return Inputs(x, seq_first=not self.batch_first)
 
     def _plain(self, src: Tensor) -> Tensor:
         norm = self.norm2 if self.norm2 is not None else nn.Identity()

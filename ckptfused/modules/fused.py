@@ -1,4 +1,4 @@
-"""What the fused modules share: `keep`, the spec of the present state, and the generic path."""
+"""What the fused modules share: adapters of themselves, as a family's adapter is of another library's layer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
-from ckptfused.checks import check_generator
-from ckptfused.functional import check_plain
-from ckptfused.modules.activations import plain_activation
-from ckptfused.modules.assemble import Call, keep_text, keeps_inputs_alone
-from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
-from ckptfused.modules.shards import refuse_tensor_parallel
+from ckptfused.layer.activations import plain_activation
+from ckptfused.layer.call import Call, Layer, call_of, describe, learned, text_here
+from ckptfused.layer.hooks import watched
+from ckptfused.layer.parts import Inputs, Parts, Reason
+from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
+from ckptfused.layer.shards import refuse_tensor_parallel
+from ckptfused.layer.texts import keep_text, keeps_inputs_alone, kept_names
+from ckptfused.masks import NO_MASK
 from ckptfused.outer_checkpoint import passed
 from ckptfused.spec import BlockSpec, Keep, check_names, check_probability
 
@@ -22,7 +24,9 @@ from ckptfused.spec import BlockSpec, Keep, check_names, check_probability
 class FusedModule(nn.Module):
     """Base of the modules that run as one block op.
 
-    Saving is decided by grad mode and `requires_grad` alone; `eval()` only turns dropout off.
+    Subclasses say their `parts` and `inputs`, read anew at every call: `layer.dropout.p = 0.2` or
+    `layer.norm_first = True` take effect as they do in PyTorch. Saving is decided by grad mode and `requires_grad`
+    alone; `eval()` only turns dropout off.
     """
 
     _keep: str = "inputs"
@@ -31,23 +35,30 @@ class FusedModule(nn.Module):
     @property
     def keep(self) -> Keep:
         """What is kept for backward: a preset's name, or the tuple of names that was given."""
-        return tuple(filter(None, self._keep[1:].split("+"))) if self._keep.startswith("=") else self._keep
+        return kept_names(self._keep)
 
     @keep.setter
     def keep(self, keep: Keep) -> None:
-        before, self._keep = self._keep, keep_text(keep)
-        try:
-            if self.fusable():
-                self.spec()
-            else:
-                check_names(keep)
-        except ValueError:
-            self._keep = before
-            raise
+        text = keep_text(keep)
+        layer = self._described()
+        if isinstance(layer, Reason):
+            check_names(keep)
+        else:
+            self._spec(layer, "inputs").with_keep(kept_names(text))
+        self._keep = text
 
     def spec(self, dtype: torch.dtype = torch.float32) -> BlockSpec:
-        """The spec of the present state, called without masks on an x of this dtype. **Raises** `ValueError`."""
-        return BlockSpec.parse(self._text(torch.empty(0, dtype=dtype)))
+        """The spec of the present state, called without masks on an x of this dtype.
+
+        **Raises** `ValueError` where the module runs generically.
+        """
+        layer = self._described(dtype)
+        if isinstance(layer, Reason):
+            raise ValueError(f"spec: expected a module that runs as one op, this one runs generically ({layer.text})")
+        return self._spec(layer, self._keep)
+
+    def _spec(self, layer: Layer, keep: str) -> BlockSpec:
+        return BlockSpec.parse(text_here(layer, self._no_inputs(), keep))
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A name of a function is as good as in the constructor, where PyTorch's layer would fail at the call.
@@ -60,58 +71,81 @@ class FusedModule(nn.Module):
 
     def generic_reason(self, *masks: Tensor | None) -> str | None:
         """Why a call with these masks is checkpointed generically; None where it runs as one op."""
-        return self._unknown_layers() or ("a mask needs a gradient" if needs_gradient(*masks) else None)
+        layer = self._described()
+        why = layer if isinstance(layer, Reason) else learned(masks)
+        return None if why is None else why.text
 
-    def _unknown_layers(self) -> str | None:
-        raise AssertionError("each fused module says what it can fuse")
+    def parts(self) -> Parts | Reason:
+        """The pieces of the module, as they are now, or why the kernels do not compute what they do."""
+        raise AssertionError("each fused module says its parts")
 
-    def prepare(self, src: Tensor, *args: Any, **kwargs: Any) -> Call:
-        """The op call for these arguments of `forward`, checked."""
-        raise AssertionError("each fused module prepares its own call")
+    def inputs(self, src: Tensor, *args: Any, **kwargs: Any) -> Inputs | Reason:
+        """What `forward` was called with, checked, or why such a call is not one op.
 
-    def _text(self, x: Tensor, inputs: str = "") -> str:
-        raise AssertionError("each fused module writes its own spec")
+        **Raises** `ValueError` or `TypeError` naming the argument.
+        """
+        raise AssertionError("each fused module says its inputs")
+
+    def _no_inputs(self) -> Inputs:
+        """A call without anything beside x, which nothing reads."""
+        attn = getattr(self, "self_attn", self)
+        causal = getattr(attn, "causal", False)
+        return Inputs(torch.empty(0), NO_MASK._replace(causal=causal), seq_first=not attn.batch_first)
+
+    def _described(self, dtype: torch.dtype = torch.float32) -> Layer | Reason:
+        parts = self.parts()
+        return parts if isinstance(parts, Reason) else describe(parts, dtype)
+
+    def prepare(self, src: Tensor, *args: Any, **kwargs: Any) -> Call | Reason:
+        """The op call for these arguments of `forward`, checked, or why it runs generically."""
+        layer = self._described(src.dtype)
+        if isinstance(layer, Reason):
+            return layer
+        inputs = self.inputs(src, *args, **kwargs)
+        call = inputs if isinstance(inputs, Reason) else call_of(layer, inputs, self._keep)
+        if isinstance(call, Reason) and call.error is not None:
+            raise call.error(call.text)
+        return call
 
     def extra_repr(self) -> str:
         why = self.generic_reason()
         return f"keep={self.keep!r}" + (f", runs generically ({why})" if why else "")
 
 
-def check_call(
-    src: Any,
-    src_mask: Any = None,
-    src_key_padding_mask: Any = None,
-    cu_seqlens: Any = None,
-    rotary: Any = None,
-    generator: Any = None,
-) -> None:
-    """**Raises** `TypeError` for arguments of a forward that no path can take, before anything asks them."""
-    if not (isinstance(src, Tensor) and src.is_nested):
-        check_plain("src", src)
-    beside = {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask, "cu_seqlens": cu_seqlens}
-    for name, value in beside.items():
-        if value is not None:
-            check_plain(name, value)
-    check_generator(generator)
-    if rotary is not None:
-        if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
-            raise TypeError(f"rotary: expected a pair of tensors, cos and sin, or None, got {type(rotary).__name__}")
-        for name, value in zip(("rotary[0]", "rotary[1]"), rotary, strict=True):
-            check_plain(name, value)
+def another(kinds: tuple[type, ...], **layers: Any) -> Reason | None:
+    """Which of the named layers is of another class than these, for which the kernels stand in, or is watched."""
+    for name, layer in layers.items():
+        if type(layer) not in kinds:
+            what = f"{type(layer).__module__}.{type(layer).__name__}"
+            return Reason(f"{name} is a {what}, not PyTorch's {kinds[0].__name__}")
+        if (why := watched(layer, name)) is not None:
+            return why
+    return None
 
 
-def run_fused(module: FusedModule, src: Tensor, generator: torch.Generator | None, *args: Any) -> Tensor:
-    """The fused path: one op; one sequence without a batch dimension comes back without one."""
-    call = module.prepare(src, *args)
+def run_module(
+    module: FusedModule,
+    plain: Callable[..., Tensor],
+    generator: torch.Generator | None,
+    src: Tensor,
+    *args: Any,
+    **only_fused: Any,
+) -> Tensor:
+    """One op, or, for what the kernels cannot compute, `plain` layers under `ckptfused.checkpoint`.
+
+    args: what both take; only_fused: what only the op takes, the generator aside.
+    """
+    call = module.prepare(src, *args, **only_fused)
+    if isinstance(call, Reason):
+        refuse_generic(call.text, **only_fused, generator=generator)
+        return run_generic(module, plain, src, *args)
     with passed(module, keeps_inputs_alone(module._keep)):
         y = call.run(generator)
-    return y.view(src.shape) if src.dim() == 2 else y
+    return y.view(src.shape) if src.dim() == 2 else y  # one sequence comes back without a batch dimension
 
 
 def run_generic(module: FusedModule, function: Callable[..., Tensor], *args: Any) -> Tensor:
-    """The path for what the kernels cannot compute: plain layers under `ckptfused.checkpoint`; no replay could find a
-    `TorchFunctionMode` again.
-    """
+    """The generic path; no replay could find a `TorchFunctionMode` again."""
     refuse_tensor_parallel(module)
     if under_foreign_mode():
         return function(*args)
@@ -124,11 +158,6 @@ def refuse_generic(why: str, **given: Any) -> None:
     names = ", ".join(name for name, value in given.items() if value is not None)
     if names:
         raise ValueError(f"{names}: expected None, for this call runs generically ({why})")
-
-
-def needs_gradient(*masks: Tensor | None) -> bool:
-    """Whether a mask is learned: the fused backward gives masks no gradient."""
-    return torch.is_grad_enabled() and any(mask is not None and mask.requires_grad for mask in masks)
 
 
 def rates(dropout: float, **sites: float | None) -> list[float]:

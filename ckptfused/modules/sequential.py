@@ -16,12 +16,14 @@ from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import transformed
 from ckptfused.double_backward import apart
 from ckptfused.functional import compute_word
-from ckptfused.modules.assemble import Call, Slots, hooked
+from ckptfused.layer.call import Call, Slots, learned
+from ckptfused.layer.hooks import hooked
+from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.modules.attention import FusedCheckpointAttention
 from ckptfused.modules.block import FusedCheckpointBlock
 from ckptfused.modules.ffn import FusedCheckpointFFN
-from ckptfused.modules.fused import FusedModule, check_call, needs_gradient, refuse_generic
-from ckptfused.modules.sdpa import same_sdpa, under_foreign_mode
+from ckptfused.modules.fused import FusedModule, refuse_generic
+from ckptfused.modules.inputs import check_call
 from ckptfused.spec import AUX_NAMES
 from ckptfused.spec.checks import check_integer
 
@@ -236,7 +238,7 @@ class FusedCheckpointSequential(nn.Sequential):
         """The last module's output; arguments as `FusedCheckpointBlock.forward`."""
         check_call(src, src_mask, src_key_padding_mask, cu_seqlens, rotary, generator)
         masks = (src_mask, src_key_padding_mask, is_causal)
-        singly = src.is_nested or transformed() or needs_gradient(*masks[:2])
+        singly = src.is_nested or transformed() or learned(masks[:2]) is not None
         runs = self._runs(singly)
         x: Any = src
         for fused, run in runs:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptfused
 from ckptfused.convert.forward import ConvertedForward
-from ckptfused.convert.parts import Reason
+from ckptfused.layer.parts import Reason
 from tests.convert.zoo import randomize
 from tests.convert.zoo_llama import SIZES
 

@@ -15,7 +15,7 @@ import transformers
 from transformers.models.bert.modeling_bert import BertLayer
 
 import ckptfused
-from ckptfused.convert.parts import Reason
+from ckptfused.layer.parts import Reason
 from tests.accounting import CountOps
 from tests.convert import zoo_encoders, zoo_moe, zoo_seq2seq, zoo_torch  # noqa: F401
 from tests.convert.compare import close, run

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 import ckptfused
 from ckptfused.convert.forward import ConvertedForward
-from ckptfused.convert.parts import Reason
+from ckptfused.layer.parts import Reason
 from tests.convert import zoo_decoders as zoo
 from tests.convert import zoo_llama
 from tests.convert.test_families import build, close, converted, run, without_zero

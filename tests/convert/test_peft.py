@@ -18,7 +18,7 @@ import peft
 import ckptfused
 from ckptfused import rng
 from ckptfused.convert.forward import ConvertedForward
-from ckptfused.convert.parts import Reason
+from ckptfused.layer.parts import Reason
 from tests.accounting import Events
 from tests.convert import zoo_decoders, zoo_llama  # noqa: F401
 from tests.convert.compare import close, no_worse, result, run

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import ckptfused
-from ckptfused.convert.source import class_name, fingerprint, known
+from ckptfused.layer.source import class_name, fingerprint, known
 from tests.convert.test_families import build, close, run
 from tests.convert.zoo import ZOO, text_batch
 
@@ -276,7 +276,7 @@ def test_function_patched(name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 
 def test_functions_of_layers_of_your_own(load: Callable[[str], Any]) -> None:
     """Vouched for with the class; replaced later, they are no longer what was read."""
-    from ckptfused.convert.source import unread, vouch
+    from ckptfused.layer.source import unread, vouch
 
     forward = load(PLAIN.replace("y * scale", "louder(y, scale)") + "\ndef louder(y, scale):\n    return y * scale\n")
     layer = type("Layer", (), {"forward": forward, "__module__": forward.__module__})

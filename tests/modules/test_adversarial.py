@@ -12,6 +12,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
 from ckptfused import FusedCheckpointBlock, FusedCheckpointFFN, FusedCheckpointSequential
+from ckptfused.layer import texts
 from ckptfused.spec import MOST_TEXTS, parse
 from tests.devices import on_devices, repeatable
 
@@ -222,5 +223,5 @@ def test_a_schedule_of_dropout_probabilities_fills_no_cache() -> None:
     for step in range(MOST_TEXTS + 100):
         block.dropout1.p = 0.1 + step * 1e-4
         y = block(X)
-    assert parse.cache_info().currsize == MOST_TEXTS
+    assert parse.cache_info().currsize == texts._text.cache_info().currsize == MOST_TEXTS
     y.sum().backward()  # its spec was parsed anew, and is still at hand

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ckptfused import FusedCheckpointAttention, FusedCheckpointBlock, FusedCheckpointSequential, explain
-from ckptfused.modules.sdpa import sdpa_replaced
+from ckptfused.layer.sdpa import sdpa_replaced
 
 B, T, C, H = 2, 6, 16, 4
 OWN = F.scaled_dot_product_attention

@@ -39,6 +39,7 @@ PYTHON_LAYERS = (
     ("cost", "fake", "rng", "settings", "triton", "plain", "double_backward"),
     ("functional", "generic", "checkpoint"),
     ("key_values",),
+    ("layer",),
     ("modules",),
     ("explain", "info"),
     ("convert", "policy"),

@@ -9,7 +9,7 @@ from torch import Tensor
 from ckptfused.convert.families.llama import attention, ffn, rotary_example
 from ckptfused.convert.family import Family, register
 from ckptfused.convert.hugging_face import decoder_inputs
-from ckptfused.convert.parts import Inputs, Parts, Reason
+from ckptfused.layer.parts import Inputs, Parts, Reason
 
 
 class Gemma(Family):

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ckptfused.convert.family import Family, register
 from ckptfused.convert.hugging_face import decoder_inputs
-from ckptfused.convert.modules import rate
-from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.layer.pieces import rate
 
 
 class GPT2(Family):

@@ -11,7 +11,7 @@ from ckptfused.convert.composite import Composite, Fused, Generic, Steps
 from ckptfused.convert.families.llama import attention, ffn, rotary_example
 from ckptfused.convert.family import register
 from ckptfused.convert.hugging_face import decoder_inputs
-from ckptfused.convert.parts import Inputs, Parts, Reason
+from ckptfused.layer.parts import Inputs, Parts, Reason
 
 _MODELS = "transformers.models"
 # The checkpointed piece calls the router, so that hooks on it collect these.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ckptfused.convert.family import Family, register
 from ckptfused.convert.hugging_face import decoder_inputs
-from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 
 
 class OPT(Family):

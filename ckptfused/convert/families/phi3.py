@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ckptfused.convert.families.llama import Llama, rotary_example
 from ckptfused.convert.family import register
-from ckptfused.convert.modules import rate
-from ckptfused.convert.parts import FFN, Attention, Parts
+from ckptfused.layer.parts import FFN, Attention, Parts
+from ckptfused.layer.pieces import rate
 
 
 class Phi3(Llama):

@@ -12,8 +12,8 @@ from ckptfused.convert.caches import cache_reason, to_fill
 from ckptfused.convert.composite import Composite, Fused, Generic, Steps
 from ckptfused.convert.family import register
 from ckptfused.convert.hugging_face import collecting
-from ckptfused.convert.modules import rate
-from ckptfused.convert.parts import FFN, Inputs, Parts, Reason
+from ckptfused.layer.parts import FFN, Inputs, Parts, Reason
+from ckptfused.layer.pieces import rate
 
 
 class T5(Composite):

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ckptfused.convert.family import Family, register
-from ckptfused.convert.modules import rate
-from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.layer.pieces import rate
 from ckptfused.masks import sdpa_mask
 
 

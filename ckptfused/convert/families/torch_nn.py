@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ckptfused.convert.composite import Composite, Fused, Generic, Steps
 from ckptfused.convert.family import Family, register
-from ckptfused.convert.modules import Projection, rate
-from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.layer import encoder
+from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.masks import encoder_mask
 
 _MODULES = "torch.nn.modules.transformer"
@@ -25,7 +25,7 @@ class TorchEncoder(Family):
     methods = ("forward", "_sa_block", "_ff_block")
 
     def parts(self, layer: Any) -> Parts:
-        return Parts(attention(layer, layer.dropout1), ffn(layer, layer.norm2, layer.dropout2))
+        return halves(layer, layer.norm2, layer.dropout2)
 
     def inputs(
         self,
@@ -54,7 +54,7 @@ class TorchDecoder(Composite):
     methods = ("forward", "_sa_block", "_mha_block", "_ff_block")
 
     def parts(self, layer: Any) -> Parts:
-        return Parts(attention(layer, layer.dropout1), ffn(layer, layer.norm3, layer.dropout3))
+        return halves(layer, layer.norm3, layer.dropout3)
 
     def steps(
         self,
@@ -88,37 +88,12 @@ class TorchDecoder(Composite):
         return (x, torch.empty_like(x)), {}
 
 
-def attention(layer: Any, dropout: Any) -> Attention:
-    """The self-attention half."""
-    attn = layer.self_attn
-    return Attention(
-        heads=attn.num_heads,
-        kv_heads=attn.num_heads,
-        head_dim=attn.head_dim,
-        q=Projection(attn.in_proj_weight, attn.in_proj_bias, False),
-        k=None,
-        v=None,
-        o=attn.out_proj,
-        pre=layer.norm1 if layer.norm_first else None,
-        out=None if layer.norm_first else layer.norm1,
-        p_attn=attn.dropout if attn.training else 0.0,
-        p_res=rate(dropout),
-        holders=(attn, dropout),
-    )
-
-
-def ffn(layer: Any, norm: Any, dropout: Any) -> FFN:
-    """The FFN half."""
-    return FFN(
-        layer.activation,
-        gate=None,
-        up=layer.linear1,
-        down=layer.linear2,
-        pre=norm if layer.norm_first else None,
-        out=None if layer.norm_first else norm,
-        p_hidden=rate(layer.dropout),
-        p_res=rate(dropout),
-        holders=(layer.dropout, dropout),
+def halves(layer: Any, norm: Any, dropout: Any) -> Parts:
+    """Self-attention and FFN of a layer. norm, dropout: those of the FFN half."""
+    attn, dropout1 = layer.self_attn, layer.dropout1
+    return Parts(
+        encoder.attention(attn, layer.norm1, dropout1, layer.norm_first, (attn, dropout1)),
+        encoder.ffn(layer, norm, dropout, holders=(layer.dropout, dropout)),
     )
 
 

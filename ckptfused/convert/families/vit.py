@@ -9,8 +9,8 @@ from torch import Tensor
 from ckptfused.convert.families.bert import parts_named_as_here
 from ckptfused.convert.family import Family, register
 from ckptfused.convert.hugging_face import decoder_inputs
-from ckptfused.convert.modules import rate
-from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.layer.pieces import rate
 
 
 class ViT(Family):

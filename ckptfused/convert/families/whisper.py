@@ -13,7 +13,7 @@ from ckptfused.convert.caches import to_fill
 from ckptfused.convert.composite import Composite, Fused, Generic, Steps
 from ckptfused.convert.family import Family, register
 from ckptfused.convert.hugging_face import decoder_inputs
-from ckptfused.convert.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 
 _MODEL = "transformers.models.whisper.modeling_whisper"
 

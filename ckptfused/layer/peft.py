@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn import Dropout, Identity, Linear
 
-from ckptfused.convert.parts import Reason
-from ckptfused.convert.source import as_read, class_name
-from ckptfused.modules.assemble import hooked
+from ckptfused.layer.hooks import hooked
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.source import as_read, class_name
 
 _LORA = "peft.tuners.lora.layer.Linear"
 _TO_SAVE = "peft.utils.other.ModulesToSaveWrapper"
@@ -57,7 +57,7 @@ def adapters(module: Any) -> tuple[LoRA, ...] | Reason:
         if name in module.lora_variant:
             return Reason(f"LoRA variant {type(module.lora_variant[name]).__name__} (DoRA or another)")
         a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
-        if not (type(a) is type(b) is Linear) or a.bias is not None or hooked(a, b, dropout):
+        if not (type(a) is type(b) is Linear) or a.bias is not None or any(map(hooked, (a, b, dropout))):
             return Reason("an adapter whose A or B is no plain Linear")
         if type(dropout) not in (Dropout, Identity):
             return Reason(f"adapter dropout of type {type(dropout).__name__}")

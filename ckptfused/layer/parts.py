@@ -1,8 +1,9 @@
-"""Where the pieces of a model's layer are: what a family's adapter writes down, read anew at every call."""
+"""Where the pieces of a layer are: what a family's adapter, or a module of ours, writes down at every call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ class Attention(NamedTuple):
     """The attention half of a layer: modules as they are found now, and numbers.
 
     `k` and `v` None: `q` holds the joint projection. Where no module of its own holds a projection's weight, a
-    `modules.Projection` stands in its place. Dropout probabilities are those of this call: 0 in eval.
+    `pieces.Projection` stands in its place. Dropout probabilities are those of this call: 0 in eval.
     """
 
     heads: int
@@ -57,6 +58,8 @@ class FFN(NamedTuple):
     p_res: float = 0.0
     m: float = 1.0
     holders: tuple[nn.Module, ...] = ()
+    hidden: int = 0
+    """F, where the layer says it itself; 0: as wide as the input of `down`."""
 
 
 class Parts(NamedTuple):
@@ -65,6 +68,12 @@ class Parts(NamedTuple):
     attn: Attention | None = None
     ffn: FFN | None = None
     parallel: bool | Literal["shared"] = False
+    width: int = 0
+    """C, where the layer says it itself; 0: as wide as the result of the last projection."""
+    names: Mapping[str, str] = MappingProxyType({})
+    """By which the user knows the pieces: `"attn.o"` to `"self_attn.out_proj"`; a slot (`"attn.q_w"`) whose tensor is
+    not the `weight` or `bias` of a piece has a name of its own.
+    """
 
 
 class Inputs(NamedTuple):
@@ -75,12 +84,14 @@ class Inputs(NamedTuple):
     cos: Tensor | None = None
     sin: Tensor | None = None
     cu_seqlens: Tensor | None = None
+    own_tables: bool = False
+    """cos and sin are the layer's own, made for an x of this length: they are not checked."""
     windowed: bool = True
     """Whether the layer's window applies at this call; a `mask` has its own."""
     seq_first: bool = False
     """x is [T, B, C]."""
     keep_keys: Callable[[Tensor, Tensor], object] | None = None
-    """As `modules.assemble.Call.keep_keys`: a key/value cache to fill."""
+    """Takes the call's keys and values, where gradients are off: a key/value cache."""
 
 
 class Reason(NamedTuple):
@@ -88,3 +99,5 @@ class Reason(NamedTuple):
 
     text: str
     original: bool = False
+    error: type[Exception] | None = None
+    """What a module of ours raises, whose own forward would fail as well; a converted layer is left to its own."""

@@ -1,0 +1,68 @@
+"""The halves of `nn.TransformerEncoderLayer`, and of what has its names: the decoder layer's, and the block's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ckptfused.layer.parts import FFN, Attention
+from ckptfused.layer.pieces import Projection, rate
+
+NAMES = {
+    "attn.pre": "norm1",
+    "attn.out": "norm1",
+    "attn.q": "self_attn.in_proj",
+    "attn.q_w": "self_attn.in_proj_weight",
+    "attn.q_b": "self_attn.in_proj_bias",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "attn.o": "self_attn.out_proj",
+    "ffn.act": "activation",
+    "ffn.pre": "norm2",
+    "ffn.out": "norm2",
+    "ffn.gate": "linear1",
+    "ffn.up": "linear1",
+    "ffn.down": "linear2",
+}
+
+
+def attention(
+    attn: Any, norm: Any, dropout: Any, norm_first: bool, holders: tuple[nn.Module, ...] = (), **variants: Any
+) -> Attention:
+    """The attention half around an `nn.MultiheadAttention`. variants: fields of `Attention` that it does not have."""
+    heads = attn.num_heads
+    fields: dict[str, Any] = {"kv_heads": heads, **variants}
+    return Attention(
+        heads=heads,
+        head_dim=attn.head_dim,
+        q=Projection(attn.in_proj_weight, attn.in_proj_bias),
+        k=None,
+        v=None,
+        o=attn.out_proj,
+        pre=norm if norm_first else None,
+        out=None if norm_first else norm,
+        p_attn=attn.dropout if attn.training else 0.0,
+        p_res=rate(dropout),
+        holders=holders,
+        **fields,
+    )
+
+
+def ffn(layer: Any, norm: Any, dropout: Any, gated: bool = False, holders: tuple[nn.Module, ...] = ()) -> FFN:
+    """The FFN half of a layer with `linear1`, `activation`, `dropout` and `linear2`.
+
+    gated: `linear1` holds gate and up, and `activation` takes both.
+    """
+    first, norm_first = layer.linear1, layer.norm_first
+    return FFN(
+        layer.activation,
+        gate=first if gated else None,
+        up=None if gated else first,
+        down=layer.linear2,
+        pre=norm if norm_first else None,
+        out=None if norm_first else norm,
+        p_hidden=rate(layer.dropout),
+        p_res=rate(dropout),
+        holders=holders,
+    )

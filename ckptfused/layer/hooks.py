@@ -1,0 +1,70 @@
+"""Who watches or patches the modules that a fused layer does not call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.shards import is_fully_sharded
+from ckptfused.layer.source import patched
+
+_EVERYWHERE: tuple[dict[int, Any], ...] = (
+    torch.nn.modules.module._global_forward_hooks,
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_backward_hooks,
+    torch.nn.modules.module._global_backward_pre_hooks,
+)
+# The hook by which Hugging Face collects outputs.
+_COLLECTS = ("transformers.utils.output_capturing", "output_capturing_hook")
+LENT = Reason("tensors stand in for its weights (functional_call)", original=True)
+
+
+def collects(hook: Any) -> bool:
+    """Whether a hook is one of those by which Hugging Face collects outputs."""
+    return (getattr(hook, "__module__", ""), getattr(hook, "__name__", "")) == _COLLECTS
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody watches or patches a module.
+
+    Hugging Face's own hooks, which stay once outputs were collected, count only while it collects: there the
+    original forward runs (`convert.hugging_face.collecting`).
+    """
+    if module._forward_hooks and not all(map(collects, module._forward_hooks.values())):
+        return True
+    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(others) or patched(module)
+
+
+def watched(module: nn.Module, name: str = "") -> Reason | None:
+    """Why a module that a fused layer does not call has to be called; None where it need not.
+
+    name: by which the user knows it; "" for that of its class.
+    """
+    if not hooked(module):
+        return None
+    name = name or type(module).__name__
+    if is_fully_sharded(module):
+        name = name.removeprefix("FSDP")
+        return Reason(f"{name} is sharded by itself (fully_shard inside the layer), so FSDP's hooks on it have to run")
+    return Reason(f"{name} has a hook or a forward of its own")
+
+
+def hooked_everywhere() -> bool:
+    """Whether somebody registered hooks for all modules. PyTorch's own tracker only watches which module runs."""
+    return any(hook.__module__ != "torch.utils.module_tracker" for hooks in _EVERYWHERE for hook in hooks.values())
+
+
+def lent_weights(layer: nn.Module) -> bool:
+    """Whether tensors stand in for parameters during this call, as `functional_call` does: a replay in backward would
+    find the parameters again. FSDP1's views of its flat parameter are there then.
+    """
+    return any(
+        weight is not None and not isinstance(weight, nn.Parameter)
+        for module in layer.modules()
+        if not getattr(module, "_is_fsdp_managed_module", False)
+        for weight in module._parameters.values()
+    )

@@ -1,0 +1,120 @@
+"""What a projection, a norm or an activation of any library is in the block's terms, as it is at this call."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ckptfused.layer.activations import activation_kind
+from ckptfused.layer.hooks import watched
+from ckptfused.layer.norms import own_kind
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.peft import LoRA, active_copy, adapters, is_lora
+from ckptfused.layer.source import activation_of, as_read, class_name, norm_of
+from ckptfused.spec import GATED_ACTIVATIONS, GATED_BY
+
+# As they are now: a subclass that somebody puts in their place in torch.nn may compute something else.
+_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
+_CONV1D = "transformers.pytorch_utils.Conv1D"
+
+
+class Projection(NamedTuple):
+    """A linear map: weight [out, in], or [in, out] where `transposed`, and the adapters beside it."""
+
+    weight: Tensor
+    bias: Tensor | None
+    transposed: bool = False
+    adapters: tuple[LoRA, ...] = ()
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.size(0 if self.transposed else 1)
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.size(1 if self.transposed else 0)
+
+
+def projection(module: Any, name: str = "") -> Projection | Reason:
+    """The tensors of a projection, or why it cannot be fused. A `Projection` stands for itself.
+
+    name: by which the user knows it, here and below; "" for that of its class.
+    """
+    if isinstance(module, Projection):
+        return module
+    module = active_copy(module)
+    kind = type(module)
+    if (why := watched(module, name)) is not None:
+        return why
+    if kind in _LINEAR:
+        return Projection(module.weight, module.bias)  # type: ignore[arg-type]
+    if class_name(kind) == _CONV1D and as_read(module):
+        return Projection(module.weight, module.bias, True)  # type: ignore[arg-type]
+    if is_lora(module):
+        base, found = projection(module.base_layer, name), adapters(module)  # type: ignore[arg-type]
+        if isinstance(base, Reason) or isinstance(found, Reason):
+            return base if isinstance(base, Reason) else found  # type: ignore[return-value]
+        return base._replace(adapters=found)
+    found_name = f"{kind.__module__}.{kind.__name__}"
+    if _quantised(module):
+        return Reason(f"{found_name} is quantised and runs a kernel of its own: the layer is checkpointed as it is")
+    return Reason(f"{name} is a {found_name}, not PyTorch's Linear" if name else f"unknown projection {found_name}")
+
+
+def _quantised(module: nn.Module) -> bool:
+    """Whether a projection holds its weight in integers, as bitsandbytes, GPTQ and AWQ do, or as PyTorch's own."""
+    tensors = (*module.parameters(), *module.buffers())
+    return any(not tensor.is_floating_point() for tensor in tensors) or hasattr(module, "_packed_params")
+
+
+def rate(dropout: Any) -> float:
+    """The probability of a dropout module at this call; that it is one is for its half's `holders` to check."""
+    return getattr(dropout, "p", 0.0) if dropout.training else 0.0
+
+
+class Norm(NamedTuple):
+    """A norm layer: its kind as `spec.NORMS`, eps and tensors."""
+
+    kind: str = "none"
+    eps: float = 1e-5
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+NO_NORM = Norm()
+
+
+def norm(module: nn.Module, width: int, dtype: torch.dtype, name: str = "") -> Norm | Reason:
+    """The norm that a module computes over its last dimension, `width` wide, or why it cannot be fused."""
+    found: Any = active_copy(module)
+    if (why := watched(found, name)) is not None:
+        return why
+    cls = type(found)
+    kind = own_kind(cls.forward) or norm_of(cls, cls.forward)
+    if kind is None:
+        return Reason(f"{f'{name}: ' if name else ''}unknown norm {cls.__module__}.{cls.__name__}")
+    attributes = vars(found)
+    if attributes.get("normalized_shape", (width,)) != (width,):
+        return Reason(f"{name or 'a norm'} is a {cls.__name__} that the kernels do not compute over {width} values")
+    eps = getattr(found, "variance_epsilon" if "variance_epsilon" in attributes else "eps")
+    if eps is None:
+        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0  # of another type is no x that a block takes
+    bias = found.bias if kind == "layernorm" else None
+    return Norm(kind, eps, found.weight, bias)
+
+
+def activation(act: Any, gated: bool, name: str = "") -> str | Reason:
+    """The fused kind of an activation, or why it cannot be fused. gated: it is applied to the gate, or made for both
+    halves of a joint product.
+    """
+    if isinstance(act, nn.Module) and (why := watched(act, name)) is not None:
+        return why
+    kind = activation_kind(act)
+    if kind is None and isinstance(act, nn.Module) and as_read(act):
+        kind = activation_of(type(act))
+    if gated and kind not in GATED_ACTIVATIONS:
+        kind = GATED_BY.get(kind or "")
+    return Reason(f"activation {getattr(act, '__name__', type(act).__name__)} has no kernel") if kind is None else kind

@@ -1,0 +1,72 @@
+"""What a fused module was called with: checked, and in the block's terms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ckptfused.checks import check_generator
+from ckptfused.functional import check_devices, check_input, check_packed, check_plain
+from ckptfused.layer.call import learned
+from ckptfused.layer.parts import Inputs, Reason
+from ckptfused.masks import encoder_mask
+
+
+def check_call(
+    src: Any,
+    src_mask: Any = None,
+    src_key_padding_mask: Any = None,
+    cu_seqlens: Any = None,
+    rotary: Any = None,
+    generator: Any = None,
+) -> None:
+    """**Raises** `TypeError` for arguments of a forward that no path can take, before anything asks them."""
+    if not (isinstance(src, Tensor) and src.is_nested):
+        check_plain("src", src)
+    beside = {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask, "cu_seqlens": cu_seqlens}
+    for name, value in beside.items():
+        if value is not None:
+            check_plain(name, value)
+    check_generator(generator)
+    if rotary is not None:
+        if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+            raise TypeError(f"rotary: expected a pair of tensors, cos and sin, or None, got {type(rotary).__name__}")
+        for name, value in zip(("rotary[0]", "rotary[1]"), rotary, strict=True):
+            check_plain(name, value)
+
+
+def attention_inputs(
+    attn: Any,
+    src: Tensor,
+    src_mask: Tensor | None = None,
+    src_key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+    cu_seqlens: Tensor | None = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
+) -> Inputs | Reason:
+    """The inputs of an attention half, x made 3-d. **Raises** `ValueError` or `TypeError` naming the argument."""
+    if (why := learned((src_mask, src_key_padding_mask), rotary or ())) is not None:
+        return why
+    check_input(src, attn.embed_dim, "src")
+    time, batch = (1, 0) if attn.batch_first else (0, 1)
+    x = src.unsqueeze(batch) if src.dim() == 2 else src
+    length = x.size(time)
+    check_devices(x, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask, cu_seqlens=cu_seqlens)
+    masks = encoder_mask(src_mask, src_key_padding_mask, is_causal, x.size(batch), attn.num_heads, length)
+    if getattr(attn, "causal", False):
+        masks = masks._replace(causal=True)
+    if cu_seqlens is not None:
+        if not attn.batch_first:
+            raise ValueError("cu_seqlens: expected a batch_first=True module, got batch_first=False")
+        check_packed(x, cu_seqlens, masks)
+    table = getattr(attn, "rotary", None)
+    cos = sin = None
+    if rotary is not None:
+        if table is None:
+            raise ValueError("rotary: expected None in a module without rope, got a pair of tables")
+        cos, sin = rotary
+        check_devices(x, cos=cos, sin=sin)
+    elif table is not None:
+        cos, sin = table(length, x) if cu_seqlens is None else table.packed(cu_seqlens, length, x)
+    return Inputs(x, masks, cos, sin, cu_seqlens, own_tables=rotary is None, seq_first=not attn.batch_first)
