@@ -13,6 +13,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -81,8 +82,7 @@ def captured(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-@contextlib.contextmanager
-def passed(module: nn.Module, saves_inputs_alone: bool = True) -> Iterator[None]:
+def passed(module: nn.Module, saves_inputs_alone: bool = True) -> AbstractContextManager[None]:
     """Within, a checkpoint around `module` alone does not see what is saved, and so has nothing to replay.
 
     Not where the module saves more than its inputs, which are all that such a checkpoint holds.
@@ -90,8 +90,15 @@ def passed(module: nn.Module, saves_inputs_alone: bool = True) -> Iterator[None]
     hooks = _top() if saves_inputs_alone and not torch.compiler.is_compiling() else None
     around = None if hooks is None else _checkpoint(hooks)
     if hooks is None or around is None or not _is_around(around.frame, module):
-        yield
-        return
+        return _NOTHING
+    return _without(hooks)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without(hooks: _Hooks) -> Iterator[None]:
     torch._C._autograd._pop_saved_tensors_default_hooks()
     _passed.hooks.append((len(_hooks()), hooks))
     try:

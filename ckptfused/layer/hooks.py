@@ -33,10 +33,10 @@ def hooked(module: nn.Module) -> bool:
     Hugging Face's own hooks, which stay once outputs were collected, count only while it collects: there the
     original forward runs (`convert.hugging_face.collecting`).
     """
-    if module._forward_hooks and not all(map(collects, module._forward_hooks.values())):
-        return True
     others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(others) or patched(module)
+    if not (module._forward_hooks or others or "forward" in vars(module)):
+        return False
+    return bool(others) or patched(module) or not all(map(collects, module._forward_hooks.values()))
 
 
 def watched(module: nn.Module, name: str = "") -> Reason | None:

@@ -45,12 +45,13 @@ def projection(module: Any, name: str = "") -> Projection | Reason:
     """
     if isinstance(module, Projection):
         return module
-    module = active_copy(module)
     kind = type(module)
+    if kind in _LINEAR:
+        return watched(module, name) or Projection(module.weight, module.bias)
+    if (copy := active_copy(module)) is not module:
+        return projection(copy, name)
     if (why := watched(module, name)) is not None:
         return why
-    if kind in _LINEAR:
-        return Projection(module.weight, module.bias)  # type: ignore[arg-type]
     if class_name(kind) == _CONV1D and as_read(module):
         return Projection(module.weight, module.bias, True)  # type: ignore[arg-type]
     if is_lora(module):
@@ -89,11 +90,14 @@ NO_NORM = Norm()
 
 def norm(module: nn.Module, width: int, dtype: torch.dtype, name: str = "") -> Norm | Reason:
     """The norm that a module computes over its last dimension, `width` wide, or why it cannot be fused."""
-    found: Any = active_copy(module)
+    found: Any = module
+    kind = own_kind(type(module).forward)
+    if kind is None:
+        found = active_copy(module)
+        kind = norm_of(type(found), type(found).forward)
     if (why := watched(found, name)) is not None:
         return why
     cls = type(found)
-    kind = own_kind(cls.forward) or norm_of(cls, cls.forward)
     if kind is None:
         return Reason(f"{f'{name}: ' if name else ''}unknown norm {cls.__module__}.{cls.__name__}")
     attributes = vars(found)

@@ -18,11 +18,14 @@ from ckptfused.modules.inputs import attention_inputs, check_call
 from ckptfused.spec import Keep
 from ckptfused.spec.checks import check_flag, check_integer
 
+# As they are now: a subclass that somebody puts in their place in torch.nn may compute something else.
+_ATTENTION, _DROPOUT = (MultiheadAttention, GroupedAttention), (Dropout,)
+
 
 def attention_parts(layer: Any) -> Attention | Reason:
     """The attention half of a module with `self_attn`, `norm1` and `dropout1`."""
     attn, dropout = layer.self_attn, layer.dropout1
-    why = another((MultiheadAttention, GroupedAttention), self_attn=attn) or another((Dropout,), dropout1=dropout)
+    why = another(_ATTENTION, self_attn=attn) or another(_DROPOUT, dropout1=dropout)
     if why is not None:
         return why
     if not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn:

@@ -24,10 +24,12 @@ def check_call(
     """**Raises** `TypeError` for arguments of a forward that no path can take, before anything asks them."""
     if not (isinstance(src, Tensor) and src.is_nested):
         check_plain("src", src)
-    beside = {"src_mask": src_mask, "src_key_padding_mask": src_key_padding_mask, "cu_seqlens": cu_seqlens}
-    for name, value in beside.items():
-        if value is not None:
-            check_plain(name, value)
+    if src_mask is not None:
+        check_plain("src_mask", src_mask)
+    if src_key_padding_mask is not None:
+        check_plain("src_key_padding_mask", src_key_padding_mask)
+    if cu_seqlens is not None:
+        check_plain("cu_seqlens", cu_seqlens)
     check_generator(generator)
     if rotary is not None:
         if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
@@ -53,8 +55,10 @@ def attention_inputs(
     x = src.unsqueeze(batch) if src.dim() == 2 else src
     length = x.size(time)
     check_devices(x, src_mask=src_mask, src_key_padding_mask=src_key_padding_mask, cu_seqlens=cu_seqlens)
-    masks = encoder_mask(src_mask, src_key_padding_mask, is_causal, x.size(batch), attn.num_heads, length)
-    if getattr(attn, "causal", False):
+    causal = getattr(attn, "causal", False)
+    hint = is_causal or (causal and src_mask is None)  # it takes the place of src_mask
+    masks = encoder_mask(src_mask, src_key_padding_mask, hint, x.size(batch), attn.num_heads, length)
+    if causal and not masks.causal:
         masks = masks._replace(causal=True)
     if cu_seqlens is not None:
         if not attn.batch_first:
@@ -68,5 +72,6 @@ def attention_inputs(
         cos, sin = rotary
         check_devices(x, cos=cos, sin=sin)
     elif table is not None:
-        cos, sin = table(length, x) if cu_seqlens is None else table.packed(cu_seqlens, length, x)
+        # Hooks on it turn the module generic.
+        cos, sin = table.forward(length, x) if cu_seqlens is None else table.packed(cu_seqlens, length, x)
     return Inputs(x, masks, cos, sin, cu_seqlens, own_tables=rotary is None, seq_first=not attn.batch_first)
