@@ -68,6 +68,9 @@ class Family:
         call = self._call(layer, keep, args, kwargs)
         return call if isinstance(call, Reason) else self.result(call.run())
 
+    def refuse_original(self, layer: Any, why: str) -> None:
+        """**Raises** where the layer's own forward, which runs instead, would silently compute something else."""
+
     def result(self, y: Any) -> Any:
         """What the layer's forward returns for the block's output."""
         return y

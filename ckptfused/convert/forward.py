@@ -68,6 +68,8 @@ class ConvertedForward:
         """The layer's own forward, checkpointed unless the reason forbids it or it checkpoints itself."""
         layer = self.layer
         refuse_tensor_parallel(layer)
+        if self.family is not None and not self.paused:
+            FAMILIES[self.family].refuse_original(layer, reason.text)
         forward = self.before or functools.partial(type(layer).forward, layer)
         if checkpoints_itself(layer):
             return as_it_would(layer, forward, args, kwargs)

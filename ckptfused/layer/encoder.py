@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.nn import MultiheadAttention
 
 from ckptfused.layer.parts import FFN, Attention
+from ckptfused.layer.peft import adapted
 from ckptfused.layer.pieces import Projection, rate
 
 NAMES = {
@@ -25,6 +27,17 @@ NAMES = {
     "ffn.up": "linear1",
     "ffn.down": "linear2",
 }
+
+
+def refuse_unread_adapter(attn: Any, why: str) -> None:
+    """**Raises** `ValueError` where PyTorch's attention itself is to run and PEFT wraps its `out_proj`: it reads the
+    weight there, past the adapter, which a fused call applies.
+    """
+    if type(attn) is MultiheadAttention and adapted(attn.out_proj):
+        raise ValueError(
+            "self_attn.out_proj: expected no active adapter of PEFT's where nn.MultiheadAttention itself runs, which "
+            f"would leave it out without a word; fused calls apply it, but this one is not fused ({why})"
+        )
 
 
 def attention(

@@ -32,6 +32,12 @@ def is_lora(module: nn.Module) -> bool:
     return class_name(type(module)) == _LORA and as_read(module)
 
 
+def adapted(module: nn.Module) -> bool:
+    """Whether a wrapper of PEFT's around a layer adds, at this call, to what the layer's own weight gives."""
+    found: Any = module
+    return "base_layer" in module._modules and not (found.merged or found.disable_adapters)
+
+
 def active_copy(module: nn.Module) -> nn.Module:
     """The module that a `ModulesToSaveWrapper` runs now; any other module itself."""
     found: Any = module

@@ -13,6 +13,7 @@ from ckptfused.layer import encoder
 from ckptfused.layer.activations import Activation, activation_kind, plain_activation
 from ckptfused.layer.norms import make_norm
 from ckptfused.layer.parts import Inputs, Parts, Reason
+from ckptfused.layer.peft import adapted
 from ckptfused.modules.attention import attention_parts
 from ckptfused.modules.attention_layer import is_plain, make_attention
 from ckptfused.modules.ffn import ffn_parts
@@ -40,6 +41,13 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     window, softcap, scale: as in `AttentionSpec`. attention_dropout, residual_dropout, ffn_dropout: override
     `dropout` at their sites. parallel: True adds both halves to the same x, "shared" also gives both the
     output of `norm1`. keep: a preset or names (`ckptfused.spec.KEEP_PRESETS`).
+
+    PEFT's LoRA on `linear1`, `linear2` and `self_attn.out_proj` (`target_modules=["linear1", "linear2", "out_proj"]`)
+    is part of the op: several adapters, their dropout, disabled or merged ones, and `modules_to_save`, as PEFT has it.
+    PyTorch's own attention reads the weight of `out_proj` past an adapter, and its fast path in evaluation those of
+    `linear1` and `linear2`: a block applies them always, and raises where a generic call of `nn.MultiheadAttention`
+    would not. `self_attn` as a target turns a block generic: PEFT merges that adapter at each call (0.21 adds the part
+    beside `out_proj` twice).
 
     Dropout decides in 16 bits: p below 2⁻¹⁷ (7.6e-6) drops nothing. `ckptfused.rng` says what resuming a run needs.
 
@@ -111,6 +119,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     def activation_relu_or_gelu(self) -> int:  # type: ignore[override]
         """What PyTorch's own fast path may take over (nested tensors) in the present state: 0 none, 1 relu, 2 gelu."""
         usual = is_plain(self.self_attn) and type(self.norm1) is LayerNorm and not self.parallel
+        usual = usual and not (adapted(self.linear1) or adapted(self.linear2))  # it reads their weights past PEFT
         return {"relu": 1, "gelu": 2}.get(activation_kind(self.activation) or "", 0) if usual else 0
 
     @classmethod
@@ -186,6 +195,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         beside = {"cu_seqlens": cu_seqlens, "rotary": rotary}
         if src.is_nested:
             refuse_generic("src is a nested tensor", **beside, generator=generator)
+            encoder.refuse_unread_adapter(self.self_attn, "src is a nested tensor")
             return TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal=is_causal)
         return run_module(self, self._plain, generator, src, src_mask, src_key_padding_mask, is_causal, **beside)
 

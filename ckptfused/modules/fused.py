@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ckptfused.checkpoint import checkpoint
 from ckptfused.layer.activations import plain_activation
 from ckptfused.layer.call import Call, Layer, call_of, describe, learned, text_here
+from ckptfused.layer.encoder import refuse_unread_adapter
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
@@ -138,16 +139,18 @@ def run_module(
     call = module.prepare(src, *args, **only_fused)
     if isinstance(call, Reason):
         refuse_generic(call.text, **only_fused, generator=generator)
-        return run_generic(module, plain, src, *args)
+        return run_generic(module, call, plain, src, *args)
     with passed(module, keeps_inputs_alone(module._keep)):
         y = call.run(generator)
     return y.view(src.shape) if src.dim() == 2 else y  # one sequence comes back without a batch dimension
 
 
-def run_generic(module: FusedModule, function: Callable[..., Tensor], *args: Any) -> Tensor:
+def run_generic(module: FusedModule, why: Reason, function: Callable[..., Tensor], *args: Any) -> Tensor:
     """The generic path; no replay could find a `TorchFunctionMode` again."""
     refuse_tensor_parallel(module)
-    if under_foreign_mode():
+    if module.takes_masks:
+        refuse_unread_adapter(module.self_attn, why.text)
+    if why.original or under_foreign_mode():
         return function(*args)
     with passed(module):
         return checkpoint(same_sdpa(function), *args)

@@ -217,6 +217,20 @@ MUTANTS = (
         test="tests/convert/test_sdpa.py::test_it_is_called[llama-function]",
     ),
     Mutant(
+        "adapters of PEFT's left out of a fused block",
+        file="ckptfused/layer/pieces.py",
+        text="return base._replace(adapters=found)",
+        defect="return base",
+        test="tests/modules/test_peft.py::test_gradients[False-one]",
+    ),
+    Mutant(
+        "an adapter that PyTorch's attention reads past, without a word",
+        file="ckptfused/layer/encoder.py",
+        text="if type(attn) is MultiheadAttention and adapted(attn.out_proj):",
+        defect="if False:",
+        test="tests/modules/test_peft.py::test_a_generic_call_that_would_leave_an_adapter_out",
+    ),
+    Mutant(
         "a replay of an outer checkpoint that draws anew",
         file="ckptfused/outer_checkpoint.py",
         text="generator = current = (before or current).clone_state()",

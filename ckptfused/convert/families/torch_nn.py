@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ckptfused.convert.composite import Composite, Fused, Generic, Steps
-from ckptfused.convert.family import Family, register
+from ckptfused.convert.family import Family, Plan, register
 from ckptfused.layer import encoder
 from ckptfused.layer.parts import Inputs, Parts, Reason
+from ckptfused.layer.peft import adapted
 from ckptfused.masks import encoder_mask
 
 _MODULES = "torch.nn.modules.transformer"
@@ -35,12 +36,19 @@ class TorchEncoder(Family):
         src_key_padding_mask: Any = None,
         is_causal: bool = False,
     ) -> Inputs | Reason:
-        if not (layer.training or torch.is_grad_enabled()):
+        # PyTorch's fast path reads weights past PEFT's adapters.
+        if not (layer.training or torch.is_grad_enabled() or _adapted(layer)):
             return Reason("evaluation without gradients", original=True)
         return inputs_of(layer.self_attn, src, src_mask, src_key_padding_mask, is_causal)
 
     def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _unbatched(super().run(layer, keep, args, kwargs), args[0] if args else kwargs["src"])
+
+    def refuse_original(self, layer: Any, why: str) -> None:
+        encoder.refuse_unread_adapter(layer.self_attn, why)
+
+    def plan(self, layer: Any, keep: str, x: Tensor) -> Plan | Reason:
+        return _with_adapters(layer, super().plan(layer, keep, x))
 
     def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (_laid_out(layer, x),), {}
@@ -83,9 +91,32 @@ class TorchDecoder(Composite):
     def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _unbatched(super().run(layer, keep, args, kwargs), args[0] if args else kwargs["tgt"])
 
+    def refuse_original(self, layer: Any, why: str) -> None:
+        encoder.refuse_unread_adapter(layer.self_attn, why)
+
+    def plan(self, layer: Any, keep: str, x: Tensor) -> Plan | Reason:
+        return _with_adapters(layer, super().plan(layer, keep, x))
+
     def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x = _laid_out(layer, x)
         return (x, torch.empty_like(x)), {}
+
+
+def _adapted(layer: Any) -> bool:
+    """Whether PEFT's adapters are beside a weight that PyTorch's fast path reads."""
+    return any(map(adapted, (layer.linear1, layer.linear2, layer.self_attn.out_proj)))
+
+
+def _with_adapters(layer: Any, found: Plan | Reason) -> Plan | Reason:
+    """The plan, and what is to be said of PEFT's adapters beside an `out_proj`: PyTorch's attention reads past them."""
+    said = {
+        "self_attn": "the adapter of self_attn.out_proj is applied, which nn.MultiheadAttention would leave out",
+        "multihead_attn": "nn.MultiheadAttention leaves the adapter of multihead_attn.out_proj out",
+    }
+    notes = [text for name, text in said.items() if hasattr(layer, name) and adapted(getattr(layer, name).out_proj)]
+    if isinstance(found, Reason) or not notes:
+        return found
+    return found._replace(reason="; ".join(filter(None, (found.reason, *notes))))
 
 
 def halves(layer: Any, norm: Any, dropout: Any) -> Parts:
