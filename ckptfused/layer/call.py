@@ -285,7 +285,7 @@ def _misfit_of(x: Tensor, tensor: Tensor, slot: Expected, name: str, sharded: bo
     if sharded and is_dtensor(tensor):
         return None
     if is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor):
-        return Reason(f"{name} is a tensor of type {type(tensor).__name__}")  # quantised
+        return Reason(f"{name}: expected a plain tensor, got {type(tensor).__name__}", error=TypeError)
     try:
         check_plain(name, tensor)
         check_param(name, tensor, slot.shape, x)

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ckptfused.checks import is_dtensor
 from ckptfused.layer.activations import activation_kind
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.norms import own_kind
@@ -47,13 +49,13 @@ def projection(module: Any, name: str = "") -> Projection | Reason:
         return module
     kind = type(module)
     if kind in _LINEAR:
-        return watched(module, name) or Projection(module.weight, module.bias)
+        return watched(module, name) or _plain(Projection(module.weight, module.bias), name)
     if (copy := active_copy(module)) is not module:
         return projection(copy, name)
     if (why := watched(module, name)) is not None:
         return why
     if class_name(kind) == _CONV1D and as_read(module):
-        return Projection(module.weight, module.bias, True)  # type: ignore[arg-type]
+        return _plain(Projection(module.weight, module.bias, True), name)  # type: ignore[arg-type]
     if is_lora(module):
         base, found = projection(module.base_layer, name), adapters(module)  # type: ignore[arg-type]
         if isinstance(base, Reason) or isinstance(found, Reason):
@@ -63,6 +65,14 @@ def projection(module: Any, name: str = "") -> Projection | Reason:
     if _quantised(module):
         return Reason(f"{found_name} is quantised and runs a kernel of its own: the layer is checkpointed as it is")
     return Reason(f"{name} is a {found_name}, not PyTorch's Linear" if name else f"unknown projection {found_name}")
+
+
+def _plain(found: Projection, name: str) -> Projection | Reason:
+    """The projection, or why kernels cannot read its weight (a quantised one). FSDP may gather a distributed one."""
+    weight = found.weight
+    if type(weight) is nn.Parameter or not is_traceable_wrapper_subclass(weight) or is_dtensor(weight):
+        return found
+    return Reason(f"{name or 'a'} weight is a tensor of type {type(weight).__name__}")
 
 
 def _quantised(module: nn.Module) -> bool:

@@ -238,7 +238,7 @@ class FusedCheckpointSequential(nn.Sequential):
         """The last module's output; arguments as `FusedCheckpointBlock.forward`."""
         check_call(src, src_mask, src_key_padding_mask, cu_seqlens, rotary, generator)
         masks = (src_mask, src_key_padding_mask, is_causal)
-        singly = src.is_nested or transformed() or learned(masks[:2]) is not None
+        singly = src.is_nested or transformed() or learned(masks[:2], rotary or ()) is not None
         runs = self._runs(singly)
         x: Any = src
         for fused, run in runs:

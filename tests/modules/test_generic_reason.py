@@ -115,5 +115,16 @@ def test_a_subclass() -> None:
     assert "runs generically (Mine overrides _sa_block or _ff_block)" in repr(Mine(C, H))
 
 
+def test_a_weight_of_another_kind() -> None:
+    """As torchao's quantised ones are."""
+    two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
+    module = ffn()
+    x, weight = torch.randn(2, 5, C), module.linear2.weight.detach()
+    want = module.eval()(x)
+    module.linear2.weight = nn.Parameter(two(weight, weight.clone()))
+    assert "runs generically (linear2 weight is a tensor of type TwoTensor)" in repr(module)
+    torch.testing.assert_close(module(x).a, want)
+
+
 def test_a_wide_head() -> None:
     assert "runs generically (heads are 264 wide, kernels reach 256)" in repr(FusedCheckpointBlock(264, 1))

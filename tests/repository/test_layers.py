@@ -1,4 +1,4 @@
-"""Holds the arrows of the layering: modules → functional → spec and autograd → ops → kernels → math, cli on top.
+"""Holds the arrows of the layering: modules → layer → functional → spec and autograd → ops → kernels → math.
 
 Reads the `#include`s of csrc/ and the imports of ckptfused/. A file may use its own layer and the ones listed for it.
 """
