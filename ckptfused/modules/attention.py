@@ -11,7 +11,7 @@ from torch.nn import Dropout, MultiheadAttention
 from ckptfused.layer import encoder
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.norms import make_norm
-from ckptfused.layer.parts import Attention, Inputs, Parts, Reason
+from ckptfused.layer.parts import Attention, Parts, Reason
 from ckptfused.modules.attention_layer import GroupedAttention, make_attention
 from ckptfused.modules.fused import FusedModule, another, rates, run_module
 from ckptfused.modules.inputs import attention_inputs, check_call
@@ -102,8 +102,7 @@ class FusedCheckpointAttention(FusedModule):
         attn = attention_parts(self)
         return attn if isinstance(attn, Reason) else Parts(attn, width=self.self_attn.embed_dim, names=encoder.NAMES)
 
-    def inputs(self, src: Tensor, *args: Any, **kwargs: Any) -> Inputs | Reason:
-        return attention_inputs(self.self_attn, src, *args, **kwargs)
+    inputs = attention_inputs
 
     def _plain(
         self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool

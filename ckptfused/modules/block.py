@@ -12,7 +12,7 @@ from torch.nn import LayerNorm, TransformerEncoderLayer
 from ckptfused.layer import encoder
 from ckptfused.layer.activations import Activation, activation_kind, plain_activation
 from ckptfused.layer.norms import make_norm
-from ckptfused.layer.parts import Inputs, Parts, Reason
+from ckptfused.layer.parts import Parts, Reason
 from ckptfused.layer.peft import adapted
 from ckptfused.modules.attention import attention_parts
 from ckptfused.modules.attention_layer import is_plain, make_attention
@@ -211,8 +211,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
             return ffn
         return Parts(attn, ffn, self.parallel, self.self_attn.embed_dim, encoder.NAMES)
 
-    def inputs(self, src: Tensor, *args: Any, **kwargs: Any) -> Inputs | Reason:
-        return attention_inputs(self.self_attn, src, *args, **kwargs)
+    inputs = attention_inputs
 
     def _plain(
         self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool

@@ -39,7 +39,7 @@ def check_call(
 
 
 def attention_inputs(
-    attn: Any,
+    module: Any,
     src: Tensor,
     src_mask: Tensor | None = None,
     src_key_padding_mask: Tensor | None = None,
@@ -47,9 +47,10 @@ def attention_inputs(
     cu_seqlens: Tensor | None = None,
     rotary: tuple[Tensor, Tensor] | None = None,
 ) -> Inputs | Reason:
-    """The inputs of an attention half, x made 3-d. **Raises** `ValueError` or `TypeError` naming the argument."""
+    """The method `inputs` of modules with `self_attn`; x is made 3-d. **Raises** `ValueError` or `TypeError`."""
     if (why := learned((src_mask, src_key_padding_mask), rotary or ())) is not None:
         return why
+    attn = module.self_attn
     check_input(src, attn.embed_dim, "src")
     time, batch = (1, 0) if attn.batch_first else (0, 1)
     x = src.unsqueeze(batch) if src.dim() == 2 else src
