@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from setuptools import setup
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))  # pip runs this file without it
 import setup_cuda  # noqa: E402
 import setup_platform  # noqa: E402
+import setup_progress  # noqa: E402
 
 TOOLKIT = setup_cuda.toolkit_to_use()
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402  (reads CUDA_HOME)
@@ -90,7 +92,8 @@ class BuildExtensionWithHeader(BuildExtension):
     def build_extension(self, ext):
         if sys.platform == "linux" and PRECOMPILED.exists() and os.environ.get("CKPTFUSED_PCH", "1") != "0":
             ext.include_dirs.insert(0, str(self.precompile(ext)))
-        super().build_extension(ext)
+        with nullcontext() if self.distribution.verbose else setup_progress.progress():
+            super().build_extension(ext)
 
     def precompile(self, ext) -> Path:
         folder = (Path(self.build_temp) / "precompiled").resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -90,6 +91,58 @@ def test_a_build_on_another_system_ends_with_one_sentence(system: str, machine: 
     assert f"this is {system} on {machine}" in run.stderr and "Expected: Linux" in run.stderr
     assert "Traceback" not in run.stderr
     assert build_on(system, machine, CKPTFUSED_ANY_PLATFORM="1").stdout == "goes on\n"
+
+
+NINJA = """\
+[1/8] c++ -MMD -MF x.o.d -fPIC -Icsrc -c -c {root}/csrc/ops/a.cpp -o x.o -O3
+[2/8] c++ -c -c {root}/csrc/ops/b.cpp -o x.o
+{root}/csrc/ops/b.cpp:3:1: warning: unused variable 'y' [-Wunused-variable]
+    3 | int y;
+[3/8] /cuda/bin/nvcc -O3 -c -c {root}/csrc/kernels/cuda/c.cu -o x.o
+[4/8] c++ -c -c {root}/csrc/ops/d.cpp -o x.o
+FAILED: x.o
+c++ -c -c {root}/csrc/ops/e.cpp -o x.o
+error: expected ';'
+ninja: build stopped: subcommand failed.
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_quiet_build_shows_progress_and_all_that_compilers_say(terminal: bool) -> None:
+    said = "[{}/8] csrc/" if not terminal else "\r\x1b[K[{}/8] csrc/"
+    steps = [
+        said.format(i + 1) + name for i, name in enumerate(("ops/a.cpp", "ops/b.cpp", "kernels/cuda/c.cu", "ops/d.cpp"))
+    ]
+    lines = NINJA.format(root=ROOT).splitlines(keepends=True)
+    warning, error = "".join(lines[2:4]), "".join(lines[6:])
+    expected = [steps[1], "\n", warning, steps[3], "\n", error]
+    if terminal:
+        expected = [steps[0], steps[1], "\n", warning, steps[2], steps[3], "\n", error]
+    code = f"""
+        import io, os
+        import setup_progress
+        out = io.StringIO()
+        out.isatty = lambda: {terminal}
+        setup_progress.show(io.StringIO(os.environ["SAID"]), out)
+        print(repr(out.getvalue()))
+    """
+    assert ast.literal_eval(python(code, SAID="".join(lines)).stdout) == "".join(expected)
+
+
+def test_what_a_build_prints_goes_through_it() -> None:
+    """Also what its child processes print, up to the moment in which it fails."""
+    code = """
+        import os, subprocess, sys
+        import setup_progress
+        try:
+            with setup_progress.progress():
+                subprocess.run(["echo", f"[4/4] c++ -c -c {os.getcwd()}/csrc/ops/a.cpp -o a.o"])
+                print("said here")
+                raise OSError
+        except OSError:
+            print("after")
+    """
+    assert python(code).stdout == "[4/4] csrc/ops/a.cpp\nsaid here\nafter\n"
 
 
 def fake_nvcc(folder: Path, prints: str) -> Path:
@@ -228,6 +281,7 @@ def test_no_machine_path_in_tracked_text() -> None:
         ROOT / "setup.py",
         ROOT / "setup_cuda.py",
         ROOT / "setup_platform.py",
+        ROOT / "setup_progress.py",
         ROOT / "Makefile",
         ROOT / ".ci/run",
         ROOT / "pyproject.toml",
