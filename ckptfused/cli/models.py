@@ -118,7 +118,7 @@ class TorchCheckpoint(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Byte-level language model: embedding, layers, norm, logits. Returns the mean loss of a batch."""
+    """Byte-level language model: embedding, layers, norm, logits; called, the mean loss of a batch."""
 
     def __init__(self, shape: Shape, layers: nn.ModuleList, vocabulary: int = 256) -> None:
         super().__init__()
@@ -127,12 +127,15 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.d_model, eps=shape.eps)
         self.head = nn.Linear(shape.d_model, vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The scores of each next byte, [B, T] to [B, T, vocabulary]."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return self.head(self.norm(x))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1).float(), targets.flatten())
 
 
 def initialise(module: nn.Module, layers: int, seed: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 
 import ckptfused
-from ckptfused.cli.demo import verdict
+from ckptfused.cli.demo import data, verdict
 from ckptfused.cli.demo.job import REORDERED, Job, Result
 from ckptfused.cli.errors import CommandError
 from ckptfused.cli.models import VARIANTS, Shape
@@ -28,17 +29,17 @@ from ckptfused.cli.models import VARIANTS, Shape
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, help="a text file; default: the Python standard library's own source")
-    add("--steps", type=int, default=45)
-    add("--batch", type=int, default=4, help="sequences a step")
-    add("--tokens", type=int, default=256, help="bytes in a sequence")
-    add("--d-model", type=int, default=384)
-    add("--heads", type=int, default=6)
+    add("--steps", type=int, default=700)
+    add("--batch", type=int, default=16, help="sequences a step")
+    add("--tokens", type=int, default=64, help="bytes in a sequence")
+    add("--d-model", type=int, default=128)
+    add("--heads", type=int, default=4)
     add("--kv-heads", type=int, help="default: as many as heads")
-    add("--hidden", type=int, default=1024, help="width of the SwiGLU layers")
-    add("--layers", type=int, default=6)
+    add("--hidden", type=int, default=352, help="width of the SwiGLU layers")
+    add("--layers", type=int, default=3)
     add("--dropout", type=float, default=0.0, help="on both residual branches; then only the ckptfused curves compare")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--learning-rate", type=float, default=1e-3)
+    add("--learning-rate", type=float, default=8e-3, help="at its highest")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
     add("--device", choices=("cpu", "cuda"), help="default: the GPU, where there is one that ckptfused was built for")
@@ -46,21 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check(arguments)
+    guess = data.entropy(data.load(arguments.data, minimum=2 * arguments.tokens))
     try:
         from rich.console import Console
 
         from ckptfused.cli.demo import report
     except ModuleNotFoundError as error:
         raise CommandError(f"needs {error.name}; install what it draws with: pip install rich matplotlib") from error
-    check(arguments)
-    arguments.device = arguments.device or default_device()
     console = Console()
     shape = shape_of(arguments)
     size = shape.layers * shape.parameters_per_layer + 2 * 256 * shape.d_model
     console.print(
         f"A byte-level decoder, {size / 1e6:.1f} M parameters, {arguments.dtype}, dropout {arguments.dropout}; "
         f"{arguments.steps} steps of {arguments.batch} × {arguments.tokens} bytes from "
-        f"{arguments.data or 'the Python standard library'}; {arguments.threads} threads."
+        f"{arguments.data or 'the Python standard library'}; {arguments.threads} threads.\n"
+        f"Guessing by how frequent each byte is costs {guess:.2f} nats a byte."
     )
     if arguments.device == "cuda":
         console.print(f"On {torch.cuda.get_device_name()}.")
@@ -69,9 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     shown = [results[name] for name in VARIANTS]
     console.print(report.table(shown))
-    report.picture(shown, arguments.out / "demo.png")
+    console.print(report.texts(shown))
+    report.picture(shown, arguments.out / "demo.png", guess)
     record = {name: vars(result) for name, result in results.items()}
-    (arguments.out / "demo.json").write_text(json.dumps({"options": vars(arguments), "results": record}, default=str))
+    (arguments.out / "demo.json").write_text(
+        json.dumps({"options": vars(arguments), "guess": guess, "results": record}, default=str)
+    )
     console.print(f"Picture: {arguments.out / 'demo.png'}")
     for line in judge(results):
         console.print(line, highlight=False)
@@ -84,12 +89,22 @@ def check(arguments: argparse.Namespace) -> None:
             raise CommandError(f"--{name.replace('_', '-')}: expected at least 1, got {getattr(arguments, name)}")
     if not 0 <= arguments.dropout < 1:
         raise CommandError(f"--dropout: expected a probability in [0, 1), got {arguments.dropout}")
+    if not 0 < arguments.learning_rate < math.inf:
+        raise CommandError(f"--learning-rate: expected a finite number above 0, got {arguments.learning_rate}")
     if arguments.d_model % (2 * arguments.heads):
         raise CommandError(
             f"--d-model: expected a multiple of twice the heads ({2 * arguments.heads}), got {arguments.d_model}"
         )
-    if arguments.kv_heads and arguments.heads % arguments.kv_heads:
+    if arguments.kv_heads is not None and (arguments.kv_heads < 1 or arguments.heads % arguments.kv_heads):
         raise CommandError(f"--kv-heads: expected a divisor of {arguments.heads} heads, got {arguments.kv_heads}")
+    arguments.device = arguments.device or default_device()
+    if arguments.device == "cuda" and default_device() != "cuda":
+        why = "ckptfused was built without CUDA kernels" if torch.cuda.is_available() else "PyTorch sees none"
+        raise CommandError(f"--device: expected cpu, or a GPU to run on, got cuda; {why}")
+    try:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--out: expected a folder that can be written, got {arguments.out} ({error})") from error
 
 
 def default_device() -> str:
@@ -155,7 +170,9 @@ def judge(results: dict[str, Result]) -> list[str]:
     parted = verdict.identical(everything, inputs)
     if parted:
         raise CommandError(f"the two ckptfused loss curves must be the same floats and are not; {parted}")
-    lines = [f"The two ckptfused curves are the same {len(inputs)} floats."]
+    if results["ckptfused all"].text != results["ckptfused inputs"].text:
+        raise CommandError("the two ckptfused models must write the same text and do not; see demo.json")
+    lines = [f"The two ckptfused curves are the same {len(inputs)} floats, and both models write the same text."]
     if REORDERED not in results:
         return [*lines, "With dropout the masks differ from PyTorch's, so the plain curve is not compared."]
     plain, reordered = results["plain"].losses, results[REORDERED].losses

@@ -26,12 +26,19 @@ def load(path: Path | None, minimum: int) -> Tensor:
         content = b"\n".join(text)[:CORPUS_BYTES]
     else:
         origin = path
-        if not path.is_file():
-            raise CommandError(f"--data: expected a readable file, got {path}")
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise CommandError(f"--data: expected a readable file, got {path} ({error.strerror})") from error
     if len(content) < minimum:
         raise CommandError(f"the text in {origin} has {len(content)} bytes; one batch needs at least {minimum}")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def entropy(corpus: Tensor) -> float:
+    """Nats a byte that the frequencies of bytes alone cost: what a model has to beat."""
+    share = torch.bincount(corpus, minlength=256).double() / len(corpus)
+    return -float(torch.special.xlogy(share, share).sum())
 
 
 def batch(corpus: Tensor, step: int, size: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ckptfused.cli.models import Shape
 
@@ -44,6 +45,8 @@ class Result:
     seconds: list[float] = field(default_factory=list)
     saved_bytes: int = 0
     peak_bytes: int = 0
+    text: str = ""
+    """What the trained model writes."""
 
     @property
     def step_time(self) -> float:
@@ -51,10 +54,17 @@ class Result:
         ordered = sorted(self.seconds[3:] or self.seconds)
         return ordered[len(ordered) // 2]
 
-    def add(self, record: dict[str, float]) -> None:
+    @property
+    def final_loss(self) -> float:
+        """Mean of the last 20 steps: one batch's own is a matter of chance."""
+        last = self.losses[-20:]
+        return sum(last) / len(last)
+
+    def add(self, record: dict[str, Any]) -> None:
         """Takes one line of the training process's report."""
         if "loss" in record:
             self.losses.append(record["loss"])
             self.seconds.append(record["seconds"])
         else:
             self.saved_bytes, self.peak_bytes = int(record["saved"]), int(record["peak"])
+            self.text = record["text"]

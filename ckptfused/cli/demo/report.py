@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from ckptfused.cli.demo.job import Result
 
@@ -26,13 +27,24 @@ def table(results: Sequence[Result]) -> Table:
             f"{result.saved_bytes / MIB:.1f} MiB ({result.saved_bytes / first.saved_bytes:.2f}×)",
             f"{result.peak_bytes / MIB:.0f} MiB",
             f"{result.step_time * 1e3:.0f} ms ({result.step_time / first.step_time:.2f}×)",
-            f"{result.losses[-1]:.4f}",
+            f"{result.final_loss:.4f}",
         )
     return view
 
 
-def picture(results: Sequence[Result], path: Path) -> None:
-    """Loss curves on the left; memory and time bars on the right."""
+def texts(results: Sequence[Result]) -> Table:
+    """What each model writes; variants that write the same share a row."""
+    view = Table(title="What they write", show_lines=True)
+    view.add_column("variant", no_wrap=True)
+    view.add_column("text")
+    for text in dict.fromkeys(result.text for result in results):
+        names = [result.variant for result in results if result.text == text]
+        view.add_row("\n".join(names), Text(text))
+    return view
+
+
+def picture(results: Sequence[Result], path: Path, guess: float) -> None:
+    """Loss curves on the left, beside the loss of a `guess` by frequencies; memory and time bars on the right."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -42,6 +54,7 @@ def picture(results: Sequence[Result], path: Path) -> None:
     for index, (result, colour) in enumerate(zip(results, COLOURS, strict=False)):
         style = "--" if index % 2 else "-"
         curves.plot(result.losses, style, color=colour, label=result.variant, linewidth=2 - 0.3 * index)
+    curves.axhline(guess, color="#888888", linestyle=":", linewidth=1, label="byte frequencies alone")
     curves.set(xlabel="step", ylabel="loss (nats per byte)", title="the same curve, four ways")
     curves.legend(frameon=False)
 

@@ -1,15 +1,17 @@
 """Trains one variant in this process and reports it as JSON lines on stdout.
 
-``{"step": i, "loss": x, "seconds": t}`` for each step, then ``{"saved": bytes, "peak": bytes}``.
+``{"step": i, "loss": x, "seconds": t}`` for each step, then ``{"saved": bytes, "peak": bytes, "text": text}``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from torch import Tensor, nn
 from ckptfused.cli.demo import data
 from ckptfused.cli.demo.job import REORDERED, Job
 from ckptfused.cli.models import VARIANTS, Decoder, PlainBlock, Variant, initialise, plain_layers, variant_layers
+
+TEMPERATURE = 0.6  # of the text that a model writes: nearer to its best guess than what it was trained on
 
 
 def build(job: Job) -> Decoder:
@@ -121,9 +125,8 @@ def train(job: Job) -> None:
 
     for step in range(job.steps):
         tokens, targets = batch(step, job.batch, job.tokens)
-        warmup = min(1.0, (step + 1) / 10)
         for group in optimizer.param_groups:
-            group["lr"] = job.learning_rate * warmup
+            group["lr"] = job.learning_rate * schedule(step, job.steps)
         start = time.perf_counter()
         optimizer.zero_grad(set_to_none=True)
         loss = model(tokens, targets)
@@ -133,10 +136,28 @@ def train(job: Job) -> None:
         del loss
         emit({"step": step, "loss": value, "seconds": time.perf_counter() - start})
     peak = peak_bytes(device) - baseline
-    emit({"saved": saved_bytes(model, *batch(0, job.batch, job.tokens)), "peak": peak})
+    saved = saved_bytes(model, *batch(0, job.batch, job.tokens))
+    emit({"saved": saved, "peak": peak, "text": write(model, job.tokens, job.seed, device)})
 
 
-def emit(record: dict[str, float]) -> None:
+def schedule(step: int, steps: int) -> float:
+    """The share of the learning rate: up over ten steps, then down along a cosine."""
+    return min(1.0, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+@torch.no_grad()
+def write(model: Decoder, tokens: int, seed: int, device: torch.device, length: int = 240) -> str:
+    """Text that the model draws byte by byte, the same for equal weights, as far as it is printable ASCII."""
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    text = [ord("\n")]
+    for _ in range(length):
+        scores = model.logits(torch.tensor([text[-tokens:]], device=device))[0, -1].float().cpu()
+        text.append(int(torch.multinomial((scores / TEMPERATURE).softmax(0), 1, generator=generator)))
+    return "".join(chr(byte) if 32 <= byte < 127 or byte == ord("\n") else "?" for byte in text).strip()
+
+
+def emit(record: dict[str, Any]) -> None:
     print(json.dumps(record), flush=True)
 
 
