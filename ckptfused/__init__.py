@@ -6,6 +6,7 @@ from ckptfused.checkpoint import checkpoint, checkpoint_sequential
 from ckptfused.convert import convert, original, revert
 from ckptfused.explain import explain
 from ckptfused.info import build_info
+from ckptfused.loss import LinearCrossEntropyLoss, linear_cross_entropy
 from ckptfused.modules import (
     FusedCheckpointAttention,
     FusedCheckpointBlock,
@@ -22,12 +23,14 @@ __all__ = [
     "FusedCheckpointBlock",
     "FusedCheckpointFFN",
     "FusedCheckpointSequential",
+    "LinearCrossEntropyLoss",
     "__version__",
     "build_info",
     "checkpoint",
     "checkpoint_sequential",
     "convert",
     "explain",
+    "linear_cross_entropy",
     "original",
     "revert",
     "rng",

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ckptfused import _extension, cost  # noqa: F401  (the first registers the ops)
-from ckptfused.spec import BlockSpec, param_names, parse
+from ckptfused.cost.loss import loss_flops
+from ckptfused.spec import BlockSpec, param_names, parse, parse_loss
 
 _FAMILIES = ("block", "attention_block", "ffn_block")
 _DESTINATION_PASSING = (
     *("norm_fwd", "norm_bwd", "residual_fwd", "residual_bwd"),
     *("activation_fwd", "activation_bwd", "qk_fwd", "qk_bwd", "ffn_up_fwd", "ffn_up_bwd"),
+    *("cross_entropy_fwd", "cross_entropy_bwd"),
 )
 
 
@@ -69,6 +71,49 @@ def _attention_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> t
     return like(q), like(k), like(v)
 
 
+def _loss_fwd(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    adapters: Sequence[Tensor | None],
+    rng_state: Tensor | None,
+    spec: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    wide = cost.accumulation_type(x.dtype)
+    # As csrc/autograd/loss.cpp keeps them between forward and backward.
+    kept = [x.dtype, torch.float32 if weight.dtype == torch.float16 else weight.dtype]
+    tensors = (x, weight, bias, *adapters)
+    types = kept + [wide] * (len(tensors) - len(kept))
+    grads = [
+        t.new_empty(t.shape, dtype=dtype)
+        for t, dtype, need in zip(tensors, types, needs, strict=True)
+        if need and t is not None
+    ]
+    tokens = [x.new_empty(target.shape, dtype=dtype) for dtype in (wide, wide, torch.int64)]
+    return [*tokens, *grads]
+
+
+def _loss_bwd(
+    dloss: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    adapters: Sequence[Tensor | None],
+    lse: Tensor,
+    kept: Sequence[Tensor],
+    rng_state: Tensor | None,
+    spec: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    tensors = (x, weight, bias, *adapters)
+    return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need and t is not None]
+
+
 def _rng_state(like: Tensor, call_id: int, *, generator: torch.Generator | None = None) -> Tensor:
     if torch.is_grad_enabled() and functorch_config.activation_memory_budget == 0:
         raise RuntimeError(
@@ -103,6 +148,15 @@ def _bwd_flops(
     return cost.backward_flops(parsed, *_dims(parsed, x_shape), needs=wanted)
 
 
+def _loss_fwd_flops(x: Any, weight: Any, *rest: Any, **_: Any) -> int:
+    return loss_flops(parse_loss(rest[-2]), x, weight, rest[-1], backward=False, kept=False)
+
+
+def _loss_bwd_flops(dloss: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> int:
+    kept, _, spec, needs = rest[-4:]
+    return loss_flops(parse_loss(spec), x, weight, needs, backward=True, kept=bool(kept))
+
+
 def _register() -> None:
     fake = torch.library.register_fake
     for family in _FAMILIES:
@@ -110,10 +164,14 @@ def _register() -> None:
         fake(f"ckptfused::{family}_bwd", _block_bwd)
         register_flop_formula(getattr(torch.ops.ckptfused, f"{family}_fwd"))(_fwd_flops)
         register_flop_formula(getattr(torch.ops.ckptfused, f"{family}_bwd"))(_bwd_flops)
+    register_flop_formula(torch.ops.ckptfused.linear_cross_entropy_fwd)(_loss_fwd_flops)
+    register_flop_formula(torch.ops.ckptfused.linear_cross_entropy_bwd)(_loss_bwd_flops)
     for name in _DESTINATION_PASSING:
         fake(f"ckptfused::{name}", _nothing)
     fake("ckptfused::attention_fwd", _attention_fwd)
     fake("ckptfused::attention_bwd", _attention_bwd)
+    fake("ckptfused::linear_cross_entropy_fwd", _loss_fwd)
+    fake("ckptfused::linear_cross_entropy_bwd", _loss_bwd)
     fake("ckptfused::rng_state", _rng_state)
     fake("ckptfused::lend", _lend)
     fake("ckptfused::dropout_mask", _dropout_mask)

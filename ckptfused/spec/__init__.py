@@ -11,6 +11,7 @@ from .block import MOST_TEXTS, BlockSpec, parse
 from .checks import check_probability
 from .fields import COMPUTE_TYPES, MASK_KINDS, MAX_HEAD_DIM, NORMS, ROPES, AttentionSpec, FFNSpec
 from .keep import KEEP_NAMES, KEEP_PRESETS, Keep, check_names, keepable, resolve_keep
+from .loss import HEAD, LossSpec, parse_loss
 from .slots import AUX_NAMES, PARAM_SLOTS, PROJECTION_SLOTS, adapter_input, adapter_output, param_names, param_shapes
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "GATE",
     "GATED_ACTIVATIONS",
     "GATED_BY",
+    "HEAD",
     "KEEP_NAMES",
     "KEEP_PRESETS",
     "MASK_KINDS",
@@ -37,6 +39,7 @@ __all__ = [
     "BlockSpec",
     "FFNSpec",
     "Keep",
+    "LossSpec",
     "adapter_input",
     "adapter_output",
     "check_names",
@@ -45,5 +48,6 @@ __all__ = [
     "param_names",
     "param_shapes",
     "parse",
+    "parse_loss",
     "resolve_keep",
 ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from .activations import GATE, GATED_BY, PLAIN_ACTIVATIONS
 from .fields import NORMS, SCALAR_TYPES, AttentionSpec, BlockFields, FFNSpec, Frame
 from .keep import KEEP
+from .loss import LossSpec
 from .slots import ADAPTER_SLOTS, AUX_NAMES, PARAM_SLOTS, PROJECTIONS
 from .table import Row, rows
 
@@ -119,6 +120,7 @@ def spec_fields() -> str:
         *(f'  f("{name}", s.{name});' for name in KEEP),
         "}\n",
         *_struct("BlockFields", "", rows(BlockFields), "The block's, beside its halves."),
+        *_struct("LossFields", "", rows(LossSpec), "A loss head's."),
         f"constexpr ComputeType kComputeTypes[] = {{{types}}};\n",
         *_slots(),
         "\n}  // namespace ckptfused\n",

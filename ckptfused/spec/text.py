@@ -21,7 +21,8 @@ def format_value(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def _words(spec: object, prefix: str = "") -> Iterator[str]:
+def row_words(spec: object, prefix: str = "") -> Iterator[str]:
+    """The words of a spec's own fields, defaults left out."""
     for row in rows(type(spec)):
         value = getattr(spec, row.name)
         if row.required or value != row.default:
@@ -30,8 +31,10 @@ def _words(spec: object, prefix: str = "") -> Iterator[str]:
 
 def text_of(spec: BlockFields) -> str:
     """The words of a spec, defaults left out, in the order of the table: the block's, then each half's."""
-    halves = (_words(half, f"{name}.") for name, half in spec.halves.items())
-    return " ".join(["halves=" + "+".join(spec.halves), *_words(spec), *(word for words in halves for word in words)])
+    halves = (row_words(half, f"{name}.") for name, half in spec.halves.items())
+    return " ".join(
+        ["halves=" + "+".join(spec.halves), *row_words(spec), *(word for words in halves for word in words)]
+    )
 
 
 def parse_value(row: Row, key: str, text: str) -> Any:
@@ -55,7 +58,7 @@ def parse_value(row: Row, key: str, text: str) -> Any:
     raise ValueError(f"spec: {key}: expected a value of type {row.type}, got {text!r}")
 
 
-def _values(kind: type, words: dict[str, str], prefix: str = "") -> dict[str, Any]:
+def row_values(kind: type, words: dict[str, str], prefix: str = "") -> dict[str, Any]:
     """The fields of a spec's class; their words are taken out of `words`."""
     values = {}
     for row in rows(kind):
@@ -67,21 +70,32 @@ def _values(kind: type, words: dict[str, str], prefix: str = "") -> dict[str, An
     return values
 
 
-def values_of(text: str) -> dict[str, Any]:
-    """The fields of a block by its text form, the inverse of `text_of`. **Raises** `ValueError`."""
+def split_words(text: str) -> dict[str, str]:
+    """The words of a text by key. **Raises** `ValueError`."""
     words: dict[str, str] = {}
     for word in text.split():
         key, sep, value = word.partition("=")
         if not sep or key in words:
             raise ValueError(f"spec: expected key=value words, each key once, got {word!r} in {text!r}")
         words[key] = value
+    return words
+
+
+def refuse_unknown(words: dict[str, str], text: str) -> None:
+    """Raise `ValueError` where a word has not been taken."""
+    for key in words:
+        raise ValueError(f"spec: unknown key {key!r} in {text!r}")
+
+
+def values_of(text: str) -> dict[str, Any]:
+    """The fields of a block by its text form, the inverse of `text_of`. **Raises** `ValueError`."""
+    words = split_words(text)
     halves = words.pop("halves", "")
     if halves not in ("attn", "ffn", "attn+ffn"):
         raise ValueError(f"spec: expected halves=attn, ffn or attn+ffn, got {halves!r} in {text!r}")
     values: dict[str, Any] = {
-        name: HALVES[name](**_values(HALVES[name], words, f"{name}.")) for name in halves.split("+")
+        name: HALVES[name](**row_values(HALVES[name], words, f"{name}.")) for name in halves.split("+")
     }
-    values |= _values(BlockFields, words)
-    for key in words:
-        raise ValueError(f"spec: unknown key {key!r} in {text!r}")
+    values |= row_values(BlockFields, words)
+    refuse_unknown(words, text)
     return values

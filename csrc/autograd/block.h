@@ -6,14 +6,13 @@
 #include <string>
 #include <vector>
 
+#include "autograd/function.h"
 #include "autograd/ops.h"
 #include "autograd/spec.h"
 #include "autograd/tiles.h"
 #include "ops/adapters.h"
 
 namespace ckptfused {
-
-using OptTensorList = c10::List<std::optional<at::Tensor>>;
 
 // The intermediates of a block, each undefined until its ensure_ function has made it. Tensors of
 // the residual stream have its type R and shape [N, C]; the rest has the compute type P.

@@ -2,9 +2,9 @@
 #include "ops/torch.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "autograd/block.h"
+#include "autograd/function.h"
 #include "autograd/settings.h"
 
 namespace ckptfused {
@@ -49,16 +49,6 @@ std::shared_ptr<const BlockSpec> checked_spec(std::string_view text) {
 // bool[] as the dispatcher passes it.
 using BoolList = c10::List<bool>;
 
-// Around the ops' work. y is no view of our scratch to autograd; and what they call has its types
-// already, where a backward runs inside an autocast region.
-struct OpGuard {
-  explicit OpGuard(const Tensor& x) : device(x.device()) {}
-
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  c10::impl::ExcludeDispatchKeyGuard below_autocast{c10::autocast_dispatch_keyset};
-  c10::OptionalDeviceGuard device;
-};
-
 template <Halves kHalves>
 std::vector<Tensor> block_fwd(const Tensor& x, const OptTensorList& params,
                               const OptTensorList& aux, const std::optional<Tensor>& rng_state,
@@ -102,11 +92,6 @@ variable_list present(const OptTensorList& list) {
     if (t.has_value() && t->defined()) tensors.push_back(*t);
   }
   return tensors;
-}
-// Forward-mode AD and torch.func.jvp. The ops have no rule for it and would drop the tangent.
-bool any_has_tangent(const variable_list& tensors) {
-  return std::any_of(tensors.begin(), tensors.end(),
-                     [](const Tensor& t) { return t._fw_grad(/*level=*/0).defined(); });
 }
 bool any_wants_grad(const variable_list& tensors) {
   return std::any_of(tensors.begin(), tensors.end(),
@@ -180,11 +165,6 @@ struct BlockFunction : torch::autograd::Function<BlockFunction<kHalves>> {
   }
 };
 
-int64_t next_call_id() {
-  static std::atomic<int64_t> counter{0};
-  return counter++;
-}
-
 // Only grad mode and requires_grad decide whether anything is saved.
 template <Halves kHalves>
 Tensor block(const Tensor& x, const OptTensorList& params, const OptTensorList& aux,
@@ -210,16 +190,10 @@ Tensor block_autocast(const Tensor& x, const OptTensorList& params, const OptTen
   const c10::impl::ExcludeDispatchKeyGuard guard(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
-  std::string text(spec);
-  if (x.scalar_type() != at::kDouble && x.scalar_type() != type) {
-    TORCH_CHECK(x.scalar_type() == at::kFloat, "ckptfused: autocast to ", type,
-                " needs a float32 residual stream, got ", x.scalar_type());
-    text += type == at::kBFloat16 ? " compute=bfloat16" : " compute=float16";
-  }
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow(Names<kHalves>::op, "")
                              .template typed<decltype(block<kHalves>)>();
-  return op.call(x, params, aux, text, generator);
+  return op.call(x, params, aux, with_compute_type(x, spec, type), generator);
 }
 
 std::string local(const char* qualified) {

@@ -136,8 +136,10 @@ void find_targets(HalfSpec& half, const Projection (&projections)[kCount]) {
   }
 }
 
-BlockSpec parse(const std::string& text) {
-  BlockSpec spec;
+// Sets the fields of a spec by the words of a text.
+template <typename Spec>
+Spec read_words(const std::string& text) {
+  Spec spec;
   for (const std::string& token : split(text, ' ')) {
     const size_t equals = token.find('=');
     TORCH_CHECK(equals != std::string::npos, "ckptfused: spec token '", token,
@@ -146,6 +148,11 @@ BlockSpec parse(const std::string& text) {
     TORCH_CHECK(set(spec, key, token.substr(equals + 1)), "ckptfused: unknown spec key '", key,
                 "'");
   }
+  return spec;
+}
+
+BlockSpec parse(const std::string& text) {
+  BlockSpec spec = read_words<BlockSpec>(text);
   TORCH_CHECK(spec.has_attn || spec.has_ffn, "ckptfused: spec names no half: '", text, "'");
   AttentionSpec& attn = spec.attn;
   if (spec.has_attn) {
@@ -178,18 +185,28 @@ BlockSpec parse(const std::string& text) {
   return spec;
 }
 
-}  // namespace
-
-std::shared_ptr<const BlockSpec> parse_spec(const std::string& text) {
+// The spec of a text, made once.
+template <typename Spec>
+std::shared_ptr<const Spec> remembered(const std::string& text, Spec (*make)(const std::string&)) {
   // A model has a handful of specs; a schedule of dropout probabilities has one a step.
   constexpr size_t kMostSpecs = 1024;
   static std::mutex mutex;
-  static std::unordered_map<std::string, std::shared_ptr<const BlockSpec>> cache;
+  static std::unordered_map<std::string, std::shared_ptr<const Spec>> cache;
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = cache.find(text);
   if (found != cache.end()) return found->second;
   if (cache.size() >= kMostSpecs) cache.clear();
-  return cache[text] = std::make_shared<const BlockSpec>(parse(text));
+  return cache[text] = std::make_shared<const Spec>(make(text));
+}
+
+}  // namespace
+
+std::shared_ptr<const BlockSpec> parse_spec(const std::string& text) {
+  return remembered<BlockSpec>(text, parse);
+}
+
+std::shared_ptr<const LossSpec> parse_loss_spec(const std::string& text) {
+  return remembered<LossSpec>(text, read_words<LossSpec>);
 }
 
 }  // namespace ckptfused

@@ -12,8 +12,8 @@ namespace ckptfused {
 // What a block computes, as data. Written by ckptfused/spec/ as one readable string, parsed once
 // and cached here. Its fields are those of spec_fields.h.
 
-inline bool drops_in_adapter(const HalfSpec& half) {
-  return std::any_of(half.lora.begin(), half.lora.end(),
+inline bool drops(const std::vector<AdapterSpec>& adapters) {
+  return std::any_of(adapters.begin(), adapters.end(),
                      [](const AdapterSpec& a) { return a.p > 0; });
 }
 
@@ -52,13 +52,22 @@ struct BlockSpec : BlockFields {
   FFNSpec ffn;
 
   bool has_dropout() const {
-    return (has_attn && (attn.p_attn > 0 || attn.p_res > 0 || drops_in_adapter(attn))) ||
-           (has_ffn && (ffn.p_hidden > 0 || ffn.p_res > 0 || drops_in_adapter(ffn)));
+    return (has_attn && (attn.p_attn > 0 || attn.p_res > 0 || drops(attn.lora))) ||
+           (has_ffn && (ffn.p_hidden > 0 || ffn.p_res > 0 || drops(ffn.lora)));
   }
+};
+
+// A loss head. Each token's loss by itself leaves nothing for forward to make: what its gradient is
+// multiplied by is not known then.
+struct LossSpec : LossFields {
+  bool per_token() const { return reduction == "none"; }
+  bool keep_gradients() const { return keep == "gradients" && !per_token(); }
+  bool has_dropout() const { return drops(lora); }
 };
 
 // Parses a spec, or finds it among those parsed before. Throws c10::Error on an unknown key or
 // value.
 std::shared_ptr<const BlockSpec> parse_spec(const std::string& text);
+std::shared_ptr<const LossSpec> parse_loss_spec(const std::string& text);
 
 }  // namespace ckptfused

@@ -129,6 +129,34 @@ void for_fields(BlockFields& s, F&& f) {
   f("compute", s.compute);
 }
 
+// A loss head's.
+struct LossFields {
+  std::string keep = "gradients";  // What forward makes for backward, or what it keeps.
+  std::string reduction = "sum";  // The sum over tokens, or each token's loss.
+  int64_t ignore_index = -100;  // A token with this target has no loss.
+  double label_smoothing = 0.0;  // Share of the loss spread over all classes.
+  double logit_scale = 1.0;  // Factor of the logits.
+  double softcap = 0.0;  // Logits become softcap * tanh(logits / softcap); 0: as they are.
+  double z_loss = 0.0;  // Factor of lse^2 in a token's loss.
+  int64_t scratch = 33554432;  // Bytes of logits that exist at a time.
+  c10::ScalarType compute = c10::ScalarType::Undefined;  // Type of the matrix products; None: the type of x.
+  std::vector<AdapterSpec> lora = {};  // Adapters beside the weight, in the order of adding.
+};
+// Calls f(key, member) for each field.
+template <typename F>
+void for_fields(LossFields& s, F&& f) {
+  f("keep", s.keep);
+  f("reduction", s.reduction);
+  f("ignore_index", s.ignore_index);
+  f("label_smoothing", s.label_smoothing);
+  f("logit_scale", s.logit_scale);
+  f("softcap", s.softcap);
+  f("z_loss", s.z_loss);
+  f("scratch", s.scratch);
+  f("compute", s.compute);
+  f("lora", s.lora);
+}
+
 constexpr ComputeType kComputeTypes[] = {{"float64", c10::ScalarType::Double}, {"float32", c10::ScalarType::Float}, {"bfloat16", c10::ScalarType::BFloat16}, {"float16", c10::ScalarType::Half}};
 
 // Slots of the params list. A half that is absent has none. The adapters' follow those of both halves.

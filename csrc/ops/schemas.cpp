@@ -26,6 +26,25 @@ TORCH_LIBRARY(ckptfused, m) {
   define_block(m, "attention_block");
   define_block(m, "ffn_block");
 
+  // A loss head: x, the head's weight and bias, its adapters (a, b, bias of each), to the loss. fwd
+  // returns each token's loss, its log-sum-exp, its largest logit's class, and, where they are
+  // kept, the gradients that `needs` asks for: of x, weight, bias and the adapters' tensors, for a
+  // loss that is the sum over tokens. bwd makes them for any dloss.
+#define CKPT_LOSS_ARGS                                     \
+  "Tensor x, Tensor weight, Tensor? bias, Tensor target, " \
+  "Tensor? class_weight, Tensor?[] adapters"
+  const std::vector<at::Tag> pure = {at::Tag::pt2_compliant_tag};
+  m.def("linear_cross_entropy(" CKPT_LOSS_ARGS
+        ", str spec, Generator? generator=None) -> (Tensor loss, Tensor token_loss, Tensor lse, "
+        "Tensor predicted)",
+        pure);
+  m.def("linear_cross_entropy_fwd(" CKPT_LOSS_ARGS
+        ", Tensor? rng_state, str spec, bool[] needs) -> Tensor[]",
+        pure);
+  m.def("linear_cross_entropy_bwd(Tensor dloss, " CKPT_LOSS_ARGS
+        ", Tensor lse, Tensor[] kept, Tensor? rng_state, str spec, bool[] needs) -> Tensor[]",
+        pure);
+
   // Random numbers. The call_id keeps common-subexpression elimination from merging two draws.
   m.def("rng_state(Tensor like, int call_id, *, Generator? generator=None) -> Tensor",
         {at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag});
@@ -76,6 +95,15 @@ TORCH_LIBRARY(ckptfused, m) {
   m.def(
       "qk_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? cos, Tensor? sin, Tensor(a!) dx, "
       "Tensor(b!)? dw, Tensor(c!)? db, str norm, float eps, str rope, int rotary_dim) -> ()");
+  // A row of logits to its loss, and to the gradient in its place.
+  m.def(
+      "cross_entropy_fwd(Tensor(a!) logits, Tensor target, Tensor? class_weight, Tensor(b!) loss, "
+      "Tensor(c!) lse, Tensor(d!)? predicted, bool grad, int ignore_index, float smoothing, "
+      "float scale, float softcap, float z_loss) -> ()");
+  m.def(
+      "cross_entropy_bwd(Tensor(a!) logits, Tensor target, Tensor? class_weight, Tensor lse, "
+      "Tensor? factor, int classes, int col0, int ignore_index, float smoothing, float scale, "
+      "float softcap, float z_loss) -> ()");
   m.def(
       "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? padding, "
       "Tensor? cu_seqlens, Tensor? rng_state, str mask_kind, str padding_kind, float scale, "

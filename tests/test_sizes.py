@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
+from ckptfused.sizes import parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [(5, 5), ("5", 5), ("256MiB", 256 << 20), ("1.5 GB", 1_500_000_000), ("2kib", 2048), ("1 TiB", 1 << 40), ("3b", 3)],
+)
+def test_numbers_of_bytes(value: int | str, count: int) -> None:
+    assert parse_bytes("scratch", value) == count
+
+
+@pytest.mark.parametrize("value", ["", "MiB", "5 miles", "-1", "0", "0.1"])
+def test_what_is_no_number_of_bytes(value: str) -> None:
+    with pytest.raises(ValueError, match='scratch: expected a number of bytes such as 268435456 or "256MiB"'):
+        parse_bytes("scratch", value)
