@@ -381,6 +381,8 @@ MUTANTS = (
         text="o = q.new_empty((batch, length, heads, dim)).transpose(1, 2)",
         defect="o = q.new_empty((batch, heads, length, dim))",
         test="tests/ops/test_opcheck.py::test_small_op[attention_fwd-cpu]",
+    ),
+    Mutant(
         "a target's own term is left out of the gradient of logits",
         file="csrc/kernels/cpu/cross_entropy.inl",
         text="if (here) {",
