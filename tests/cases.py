@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ckptfused.spec import GATED_ACTIVATIONS, Adapter, AttentionSpec, BlockSpec, FFNSpec
+from ckptfused.spec import ACTIVATIONS, GATED_ACTIVATIONS, Adapter, AttentionSpec, BlockSpec, FFNSpec
 
 # The first value of an axis is its default. Each default goes with every value of every other axis.
 AXES: dict[str, tuple[object, ...]] = {
@@ -17,7 +17,7 @@ AXES: dict[str, tuple[object, ...]] = {
         *("none", "causal", "keep4d", "drop2d", "add2d", "add4d"),
         *("pad-keep", "pad-drop", "pad-add", "causal+pad", "keep+pad", "packed", "packed-causal"),
     ),
-    "act": ("swiglu", "relu", "gelu", "gelu_tanh", "silu", "relu2", "geglu", "geglu_tanh", "reglu"),
+    "act": ("swiglu", *(act for act in ACTIVATIONS if act != "swiglu")),
     "layout": ("pre", "post", "sandwich", "pre+out", "bare", "parallel", "shared", "attn", "ffn"),
     "rope": ("none", "half", "interleaved", "half-partial", "interleaved-partial", "half-wide", "interleaved-batch"),
     "keep": ("inputs", "mid", "attention", "attention+mid", "attention+mid+qkv", "all"),

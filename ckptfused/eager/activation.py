@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,6 +23,11 @@ def gelu_tanh(x: Tensor) -> Tensor:
 def relu2(x: Tensor) -> Tensor:
     """The square of ReLU. **Source** So et al. 2021, Primer (arXiv 2109.08668)."""
     return F.relu(x).square()
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), GELU as CLIP has it. **Source** Hendrycks & Gimpel 2016 (arXiv 1606.08415), section 2."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 def _gated(gate_up: Tensor, act: str) -> Tensor:
@@ -44,6 +50,11 @@ def geglu_tanh(gate_up: Tensor) -> Tensor:
     return _gated(gate_up, "geglu_tanh")
 
 
+def quick_geglu(gate_up: Tensor) -> Tensor:
+    """quick_gelu(gate) * up."""
+    return _gated(gate_up, "quick_geglu")
+
+
 def reglu(gate_up: Tensor) -> Tensor:
     """relu(gate) * up. **Source** Shazeer 2020 (arXiv 2002.05202), equation 6."""
     return _gated(gate_up, "reglu")
@@ -55,10 +66,12 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": gelu_tanh,
     "silu": F.silu,
     "relu2": relu2,
+    "quick_gelu": quick_gelu,
     "swiglu": swiglu,
     "geglu": geglu,
     "geglu_tanh": geglu_tanh,
     "reglu": reglu,
+    "quick_geglu": quick_geglu,
 }
 
 

@@ -8,10 +8,12 @@ GATE: dict[str, str | None] = {
     "gelu_tanh": None,
     "silu": None,
     "relu2": None,
+    "quick_gelu": None,
     "swiglu": "silu",
     "geglu": "gelu",
     "geglu_tanh": "gelu_tanh",
     "reglu": "relu",
+    "quick_geglu": "quick_gelu",
 }
 """Every activation by its name, with the plain one that it applies to its gate: `act(gate) * up`. None: not gated."""
 

@@ -28,6 +28,10 @@ def act_with_grad(x, ACT: tl.constexpr):
     elif ACT == "silu":
         s = _sigmoid(x)
         return x * s, s * (1.0 + x * (1.0 - s))
+    elif ACT == "quick_gelu":
+        s = _sigmoid(1.702 * x)
+        value = x * s  # taken with 1 - s before 1.702, so that no product overflows
+        return value, tl.fma(value * (1.0 - s), 1.702, s)
     elif ACT == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.70710678118654752440))
         pdf = 0.39894228040143267794 * tl.exp(-0.5 * x * x)

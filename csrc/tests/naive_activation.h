@@ -18,6 +18,8 @@ inline double naive(Activation act, double x) {
       return x / (1 + std::exp(-x));
     case Activation::gelu:
       return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
+    case Activation::quick_gelu:
+      return x / (1 + std::exp(-1.702 * x));
     default:
       return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
   }
@@ -25,6 +27,7 @@ inline double naive(Activation act, double x) {
 
 inline double naive_grad(Activation act, double x) {
   const double sigmoid = 1 / (1 + std::exp(-x));
+  const double quick = 1 / (1 + std::exp(-1.702 * x));
   const double tanh = std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x));
   switch (act) {
     case Activation::relu:
@@ -35,6 +38,8 @@ inline double naive_grad(Activation act, double x) {
       return sigmoid + x * sigmoid * (1 - sigmoid);
     case Activation::gelu:
       return 0.5 * std::erfc(-x / std::sqrt(2.0)) + x * std::exp(-x * x / 2) / std::sqrt(2 * M_PI);
+    case Activation::quick_gelu:
+      return quick + 1.702 * x * quick * (1 - quick);
     default:
       return 0.5 * (1 + tanh) +
              0.5 * x * (1 - tanh * tanh) * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x);

@@ -33,7 +33,7 @@ BLOCKS = {
     "neox": Case(
         **SMALL, act="gelu", layout="parallel", rope="half-partial", weights="interleaved", bias="all", mask="add2d"
     ),
-    "gpt-j": Case(**SMALL, act="gelu_tanh", layout="parallel", rope="interleaved", mask="causal"),
+    "gpt-j": Case(**SMALL, act="quick_gelu", layout="parallel", rope="interleaved", mask="causal"),
     "shared": Case(**SMALL, act="silu", layout="shared", qk_norm="layernorm", transposed=True, m=0.5, mask="keep4d"),
     "both norms": Case(**SMALL, act="relu2", layout="pre+out", qk_norm="rmsnorm", bias="qkv"),
     "packed": Case(**SMALL | {"batch": 1, "tokens": 8}, act="reglu", norm="layernorm-nobias", mask="packed-causal"),
@@ -42,7 +42,7 @@ BLOCKS = {
         **SMALL, act="geglu", layout="sandwich", weights="interleaved", transposed=True, seq_first=True, lora="drop"
     ),
     "attention": Case(**SMALL, layout="attn", rope="half", heads="4/2", mask="causal", bias="all"),
-    "ffn": Case(**SMALL, layout="ffn", act="geglu", weights="joint", bias="all", m=0.5),
+    "ffn": Case(**SMALL, layout="ffn", act="quick_geglu", weights="joint", bias="all", m=0.5),
 }
 
 

@@ -41,7 +41,7 @@ REFUSED = {
     "gpt2-reorder": (zoo.gpt2(reorder_and_upcast_attn=True), "eager", "reorder_and_upcast_attn"),
     "gpt2-cross": (zoo.gpt2(add_cross_attention=True), "sdpa", "cross-attention"),
     "gpt2-activation": (zoo.gpt2(activation_function="gelu_fast"), "sdpa", "no kernel"),
-    "gemma2-activation": (zoo.gemma2(hidden_activation="quick_gelu"), "eager", "no kernel"),
+    "gemma2-activation": (zoo.gemma2(hidden_activation="gelu_fast"), "eager", "no kernel"),
     "gemma3-activation": (zoo.gemma3(hidden_activation="gelu_fast"), "sdpa", "no kernel"),
     "phi3-activation": (zoo.phi3(hidden_act="mish"), "sdpa", "no kernel"),
     "neox-activation": (zoo.neox(hidden_act="tanh"), "sdpa", "no kernel"),
@@ -74,6 +74,15 @@ def test_reordered_attention_is_fused_where_sdpa_runs() -> None:
     """GPT-2 reorders in eager attention only."""
     model = randomize(zoo.gpt2(reorder_and_upcast_attn=True)(0.0, "sdpa")).train()
     close(run(converted(model, ZOO["gpt2"]), text_batch()), run(model, text_batch()), 1e-5)
+
+
+@pytest.mark.parametrize("name", [of_its_family("gpt2"), of_its_family("gemma2")])
+def test_quick_gelu_is_fused(name: str, reasons: list[Reason]) -> None:
+    """Plain as in CLIP, and as a gate."""
+    makers = {"gpt2": zoo.gpt2(activation_function="quick_gelu"), "gemma2": zoo.gemma2(hidden_activation="quick_gelu")}
+    model = randomize(makers[name](0.0, "eager")).train()
+    close(run(converted(model, ZOO[name]), text_batch()), run(model, text_batch()), 1e-5)
+    assert not reasons
 
 
 @since((5, 21), "SDPA refuses a soft-cap; before, it takes no notice of one")

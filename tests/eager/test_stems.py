@@ -56,6 +56,7 @@ def test_activations() -> None:
         "gelu_tanh": 0.5 * X * (1 + torch.tanh(math.sqrt(2 / math.pi) * (X + 0.044715 * X**3))),
         "silu": X / (1 + torch.exp(-X)),
         "relu2": X.clamp_min(0) ** 2,
+        "quick_gelu": X / (1 + torch.exp(-1.702 * X)),
     }
     assert tuple(plain) == PLAIN_ACTIVATIONS
     for act, expected in plain.items():

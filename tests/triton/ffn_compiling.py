@@ -128,8 +128,8 @@ def kernels() -> Iterator[Kernel]:
         yield Kernel(device, "bwd", configs[0], kept=True, dropout=True)
         yield Kernel(device, "bwd", configs[0], act="gelu_tanh", gated=False, dropout=True, element="fp16")
         yield Kernel(device, "fwd", configs[0], act="relu2", gated=False)
-        yield Kernel(device, "fwd", configs[0], act="gelu_tanh", dropout=True, aligned=False)
-        yield Kernel(device, "bwd", configs[0], act="gelu_tanh", dropout=True, aligned=False)
+        yield Kernel(device, "fwd", configs[0], act="quick_gelu", dropout=True, aligned=False)
+        yield Kernel(device, "bwd", configs[0], act="quick_gelu", dropout=True, aligned=False)
 
 
 def main() -> None:
