@@ -35,8 +35,8 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
 
     Beyond it, keyword-only:
     num_kv_heads, head_dim: grouped-query attention; `self_attn.in_proj_weight` is then [(H+2G)·D, C].
-    norm: "layernorm", "rmsnorm" or "gemma". activation: also gelu_tanh, silu, relu2, and the gated swiglu, geglu,
-    geglu_tanh, reglu, whose `linear1` is [2F, C], gate first. rope: True, a theta or a `RotaryTable`;
+    norm: "layernorm", "rmsnorm" or "gemma". activation: one of `ckptfused.spec.ACTIVATIONS`, too; the
+    `linear1` of a gated one is [2F, C], gate first. rope: True, a theta or a `RotaryTable`;
     rotary_dim, rope_style ("half", "interleaved"). qk_norm: True or a kind of norm. causal: every call is.
     window, softcap, scale: as in `AttentionSpec`. attention_dropout, residual_dropout, ffn_dropout: override
     `dropout` at their sites. parallel: True adds both halves to the same x, "shared" also gives both the
