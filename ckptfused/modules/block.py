@@ -33,14 +33,16 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     `nn.TransformerEncoderLayer`: changing the class name in model code, or loading an old checkpoint, is all
     it takes. `is_causal=True` needs no mask beside it, and a fully masked row gives finite numbers.
 
-    Beyond it, keyword-only:
-    num_kv_heads, head_dim: grouped-query attention; `self_attn.in_proj_weight` is then [(H+2G)·D, C].
-    norm: "layernorm", "rmsnorm" or "gemma". activation: one of `ckptfused.spec.ACTIVATIONS`, too; the
-    `linear1` of a gated one is [2F, C], gate first. rope: True, a theta or a `RotaryTable`;
-    rotary_dim, rope_style ("half", "interleaved"). qk_norm: True or a kind of norm. causal: every call is.
-    window, softcap, scale: as in `AttentionSpec`. attention_dropout, residual_dropout, ffn_dropout: override
-    `dropout` at their sites. parallel: True adds both halves to the same x, "shared" also gives both the
-    output of `norm1`. keep: a preset or names (`ckptfused.spec.KEEP_PRESETS`).
+    Beyond it, keyword-only (activation, too, takes more: one of `ckptfused.spec.ACTIVATIONS`; the `linear1` of a gated
+    one is [2F, C], gate first):
+
+    - num_kv_heads, head_dim: grouped-query attention; `self_attn.in_proj_weight` is then [(H+2G)·D, C].
+    - norm: "layernorm", "rmsnorm" or "gemma". qk_norm: True or a kind of norm.
+    - rope: True, a theta or a `RotaryTable`; rotary_dim, rope_style ("half", "interleaved").
+    - causal: every call is. window, softcap, scale: as in `AttentionSpec`.
+    - attention_dropout, residual_dropout, ffn_dropout: override `dropout` at their sites.
+    - parallel: True adds both halves to the same x, "shared" also gives both the output of `norm1`.
+    - keep: a preset or names (`ckptfused.spec.KEEP_PRESETS`).
 
     PEFT's LoRA on `linear1`, `linear2` and `self_attn.out_proj` (`target_modules=["linear1", "linear2", "out_proj"]`)
     is part of the op: several adapters, their dropout, disabled or merged ones, and `modules_to_save`, as PEFT has it.
