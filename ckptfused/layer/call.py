@@ -260,8 +260,8 @@ def learned(masks: Sequence[Tensor | None], tables: Sequence[Tensor | None] = ()
 
 def _beside_fits(inputs: Inputs) -> Reason | None:
     masks, device = inputs.masks, inputs.x.device
-    beside = {"mask": masks.mask, "padding": masks.padding, "cos": inputs.cos, "sin": inputs.sin}
-    for what, tensor in {**beside, "cu_seqlens": inputs.cu_seqlens}.items():
+    beside = (masks.mask, masks.padding, inputs.cos, inputs.sin, inputs.cu_seqlens)
+    for what, tensor in zip(("mask", "padding", "cos", "sin", "cu_seqlens"), beside, strict=True):
         if tensor is not None and tensor.device != device:
             return Reason(f"{what}: expected x's device {device}, got {tensor.device}", error=ValueError)
     return None

@@ -67,15 +67,16 @@ def ffn(layer: Any, norm: Any, dropout: Any, gated: bool = False, holders: tuple
 
     gated: `linear1` holds gate and up, and `activation` takes both.
     """
-    first, norm_first = layer.linear1, layer.norm_first
+    first, down, norm_first = layer.linear1, layer.linear2, layer.norm_first
     return FFN(
         layer.activation,
         gate=first if gated else None,
         up=None if gated else first,
-        down=layer.linear2,
+        down=down,
         pre=norm if norm_first else None,
         out=None if norm_first else norm,
         p_hidden=rate(layer.dropout),
         p_res=rate(dropout),
         holders=holders,
+        hidden=down.in_features,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from ckptfused.masks import NO_MASK, Mask
+
+NO_NAMES: dict[str, str] = {}
 
 
 class Attention(NamedTuple):
@@ -70,7 +71,7 @@ class Parts(NamedTuple):
     parallel: bool | Literal["shared"] = False
     width: int = 0
     """C, where the layer says it itself; 0: as wide as the result of the last projection."""
-    names: Mapping[str, str] = MappingProxyType({})
+    names: Mapping[str, str] = NO_NAMES
     """By which the user knows the pieces: `"attn.o"` to `"self_attn.out_proj"`; a slot (`"attn.q_w"`) whose tensor is
     not the `weight` or `bias` of a piece has a name of its own.
     """

@@ -123,10 +123,16 @@ class GroupedAttention(nn.MultiheadAttention):
 
     def variants(self) -> dict[str, Any]:
         """The fields of `layer.parts.Attention` that `nn.MultiheadAttention` has not, as they are now."""
-        turned = {} if self.rotary is None else {"rope": self.rope_style, "rotary_dim": self.rotary.dim}
+        rotary = self.rotary
         return {
-            **{"kv_heads": self.num_kv_heads, "q_norm": self.q_norm, "k_norm": self.k_norm, "scale": self.scale},
-            **{"softcap": self.softcap, "window": self.window, **turned},
+            "kv_heads": self.num_kv_heads,
+            "q_norm": self.q_norm,
+            "k_norm": self.k_norm,
+            "rope": "none" if rotary is None else self.rope_style,
+            "rotary_dim": 0 if rotary is None else rotary.dim,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "window": self.window,
         }
 
     def extra_repr(self) -> str:

@@ -25,7 +25,7 @@ def ffn_parts(layer: Any) -> FFN | Reason:
     if why is not None:
         return why
     gated = activation_kind(layer.activation) in GATED_ACTIVATIONS
-    return encoder.ffn(layer, layer.norm2, layer.dropout2, gated)._replace(hidden=layer.linear2.in_features)
+    return encoder.ffn(layer, layer.norm2, layer.dropout2, gated)
 
 
 class FusedCheckpointFFN(FusedModule):

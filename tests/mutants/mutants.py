@@ -217,10 +217,10 @@ MUTANTS = (
         test="tests/convert/test_sdpa.py::test_it_is_called[llama-function]",
     ),
     Mutant(
-        "adapters of PEFT's left out of a fused block",
-        file="ckptfused/layer/pieces.py",
-        text="return base._replace(adapters=found)",
-        defect="return base",
+        "adapters of PEFT's without their scale",
+        file="ckptfused/layer/peft.py",
+        text="float(module.scaling[name])",
+        defect="1.0",
         test="tests/modules/test_peft.py::test_gradients[False-one]",
     ),
     Mutant(
