@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+CYCLE = "expected arguments that can be copied, with no container that is among its own contents"
+
 
 class _Slot:
     """Stands for a tensor among the leaves, by the tensor's index."""
@@ -30,12 +32,6 @@ class Given:
     originals: Callable[[Any], Any] = lambda value: value
     """The caller's own where the function has an unwritten copy."""
 
-    def watch(self) -> _Changes | None:
-        """None where no container can change."""
-        if not any(True for _ in _containers((self.args, tuple(self.kwargs.values())))):
-            return None
-        return _Changes(self)
-
 
 class _Changes:
     """What a function changes in the containers that it gets, and the caller in those that he gave."""
@@ -45,9 +41,8 @@ class _Changes:
         self.pairs: list[tuple[Any, Any, Any]] = []
 
     def begin(self, args: Any, kwargs: Any) -> None:
-        theirs = _containers((self.given.args, tuple(self.given.kwargs.values())))
-        ours = _containers((tuple(args), tuple(kwargs.values())))
-        self.pairs = [(a, b, _held(b)) for a, b in zip(theirs, ours, strict=True)]
+        theirs = (self.given.args, tuple(self.given.kwargs.values()))
+        self.pairs = [(a, b, _held(b)) for a, b in _pairs(theirs, (tuple(args), tuple(kwargs.values())))]
 
     def end(self) -> None:
         same = {id(ours): theirs for theirs, ours, _ in self.pairs}
@@ -80,26 +75,26 @@ def _held(container: Any) -> dict[Any, Any]:
     return {f.name: getattr(container, f.name) for f in dataclasses.fields(container) if hasattr(container, f.name)}
 
 
-def _containers(tree: Any, above: tuple[int, ...] = ()) -> Iterator[Any]:
-    """Lists, dicts and dataclasses in a tree, those that `Arguments` builds anew, in one order."""
-    if id(tree) in above:
+def _pairs(theirs: Any, ours: Any, above: tuple[int, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Lists, dicts and dataclasses in a tree, each with the one that `Arguments` built in its place."""
+    if theirs is ours or id(ours) in above:
         return
-    if type(tree) in (list, deque, dict, OrderedDict, defaultdict) or _is_record(tree):
-        yield tree
-        inside: Any = _held(tree).values()
-    elif isinstance(tree, tuple):
-        inside = tree
+    if type(ours) in (list, deque, dict, OrderedDict, defaultdict) or _is_record(ours):
+        yield theirs, ours
+        inside: Any = zip(_held(theirs).values(), _held(ours).values(), strict=True)
+    elif isinstance(ours, tuple):
+        inside = zip(theirs, ours, strict=True)
     else:
         return
-    for value in inside:
-        yield from _containers(value, (*above, id(tree)))
+    for a, b in inside:
+        yield from _pairs(a, b, (*above, id(ours)))
 
 
 class Arguments:
     """The arguments of one call as they were given: what containers held then, tensors by their index."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.leaves, self.structure = _flatten({"args": args, "kwargs": kwargs}, ())
+        self.leaves, self.structure = _flatten({"args": args, "kwargs": kwargs}, (), [])
 
     def take_tensors(self) -> list[Tensor]:
         """The distinct tensors; places remain."""
@@ -126,7 +121,7 @@ class Arguments:
         What it puts into lists, dicts and dataclasses or takes out of them, the caller's get too, if `given`.
         """
         leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
-        changes = None if given is None else given.watch()
+        changes = None if given is None else _Changes(given)
         tensors.clear()
         tree = self.structure.build(iter(leaves))
         del leaves
@@ -184,19 +179,26 @@ class _Record:
         return new
 
 
-def _flatten(tree: Any, above: tuple[int, ...]) -> tuple[list[Any], _Structure]:
-    """The leaves of a tree, those of dataclasses that hold tensors among them, and how to build it again."""
+def _flatten(tree: Any, above: tuple[int, ...], cycles: list[int]) -> tuple[list[Any], _Structure]:
+    """The leaves of a tree, those of dataclasses that hold tensors among them, and how to build it again.
+
+    `above` and `cycles`: the identities of the dataclasses around it, and of those that were met again within.
+    """
     found: list[Any] = []
     records: dict[int, _Record] = {}
     own, spec = pytree.tree_flatten(tree)
     for i, leaf in enumerate(own):
         if _is_record(leaf) and id(leaf) not in above:
             fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
-            inner, structure = _flatten(fields, (*above, id(leaf)))
+            inner, structure = _flatten(fields, (*above, id(leaf)), cycles)
             if any(isinstance(value, Tensor) for value in inner):
+                if id(leaf) in cycles:
+                    raise ValueError(f"ckptfused.checkpoint: {CYCLE}, got a {type(leaf).__name__} that is")
                 records[i] = _Record(leaf, structure)
                 found.extend(inner)
                 continue
+        elif above and id(leaf) in above:
+            cycles.append(id(leaf))
         found.append(leaf)
     return found, _Structure(spec, records)
 

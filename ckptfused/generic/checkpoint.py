@@ -12,7 +12,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ckptfused import settings
 from ckptfused.checks import transformed
-from ckptfused.generic.arguments import Arguments, Given
+from ckptfused.generic.arguments import CYCLE, Arguments, Given
 from ckptfused.generic.copies import Aliases, Loans, share_memory
 from ckptfused.generic.handed_out import HandedOut
 from ckptfused.generic.state import State
@@ -42,7 +42,8 @@ def checkpoint(
       too. A copy that is handed back unwritten becomes the caller's own tensor again (but for a leaf's), other results
       have memory of their own. What the function puts into lists, dicts and dataclasses or takes out of them, the
       caller's get too, once (under torch.compile they do not: return it). Tensors that cannot be copied on write
-      (subclasses, sparse, nested) are copied at once.
+      (subclasses, sparse, nested) are copied at once. `record_stream` does nothing to a copy that is not yet written,
+      whose memory is the caller's: call it on the caller's tensor.
     - Every tensor argument is guarded: changed in place before backward, it raises. So does a parameter, a buffer or a
       tensor of a closure that the replay reads, and what the function itself changes in place after autograd has saved
       it for an operation that backward asks for, with PyTorch's own words. Lists and dicts are replayed as they were.
@@ -74,7 +75,8 @@ def checkpoint(
 
     **Recomputes** `function`, up to the last tensor that backward needs (`early_stop`).
 
-    **Raises** `ValueError` for `use_reentrant=True`, `ValueError` or `TypeError` for another option out of its range;
+    **Raises** `ValueError` for `use_reentrant=True`, and for a container with tensors that is among its own contents;
+    `ValueError` or `TypeError` for another option out of its range;
     `RuntimeError` in backward for what was changed, with its name;
     `RuntimeError` in forward if the function writes to an argument that shares memory with another.
 
@@ -91,7 +93,10 @@ def checkpoint(
         for name, flag in (("early_stop", early_stop), ("preserve_rng_state", preserve_rng_state), ("debug", debug)):
             check_flag(name, flag)
         check_choice("determinism_check", determinism_check, ("default", "none"))
-    inputs = Arguments(args, kwargs)
+    try:
+        inputs = Arguments(args, kwargs)
+    except RecursionError:
+        raise ValueError(f"ckptfused.checkpoint: {CYCLE}") from None
     options: dict[str, Any] = {
         "use_reentrant": False,
         "determinism_check": determinism_check,

@@ -266,16 +266,35 @@ class FusedCheckpointSequential(nn.Sequential):
                     runs.append((fused, [module]))
         return runs
 
+    def insert(self, index: int, module: nn.Module) -> FusedCheckpointSequential:
+        """As `nn.Sequential.insert`, which knows no names but numbers: the others keep theirs here."""
+        names = list(self._modules)
+        if names == [str(i) for i in range(len(names))] or not -len(names) <= index <= len(names):
+            return super().insert(index, module)  # type: ignore[return-value]
+        self.append(module)
+        for name in names[index:] if index != len(names) else ():
+            self._modules[name] = self._modules.pop(name)
+        return self
+
     def extra_repr(self) -> str:
-        return f"segments={self.segments}"
+        alone = [(name, _why_alone(module)) for name, module in self.named_children()]
+        said = ", ".join(f"{name} ({why})" for name, why in alone if why)
+        return f"segments={self.segments}" + (f", not in a segment: {said}" if said else "")
 
 
 def _fusable(module: Any) -> bool:
-    """Whether a module can stand in a segment: not where somebody watches it, which a segment does not call, or has
-    it do something else."""
-    if not isinstance(module, FusedModule) or hooked(module) or type(module).forward not in _FORWARDS:
-        return False
-    return module.fusable()
+    """Whether a module can stand in a segment."""
+    return _why_alone(module) is None
+
+
+def _why_alone(module: Any) -> str | None:
+    """Why a module cannot stand in a segment: it has no op; or somebody watches it, whom a segment does not call, or
+    has it do something else."""
+    if not isinstance(module, FusedModule):
+        return f"{type(module).__name__} is no fused module"
+    if hooked(module) or type(module).forward not in _FORWARDS:
+        return "it has a hook or a forward of its own"
+    return module.generic_reason()
 
 
 def _call_one(module: Any, x: Any, masks: tuple[Any, ...], **only_fused: Any) -> Any:

@@ -663,3 +663,25 @@ def test_any_tree_of_arguments(args: list[Any], kwargs: dict[str, Any], chosen: 
     assert calls[0] == calls[1]
     # The order in which autograd sums the gradients of several uses may differ.
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@dataclass
+class Node:
+    value: Any
+    others: Any = None
+
+
+def test_arguments_that_contain_themselves() -> None:
+    """Refused where there is something to copy, in one sentence; other objects are handed on as they are."""
+    x = torch.ones(2, requires_grad=True)
+    node, deep, plain, cycle = Node(x.detach()), Node(x.detach()), Node(3), [x]
+    node.others, deep.others, plain.others = {"me": node}, [Node(1, deep)], [plain]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    for argument in (node, deep, cycle):
+        for grad in (True, False):
+            with (
+                torch.set_grad_enabled(grad),
+                pytest.raises(ValueError, match="no container that is among its own contents"),
+            ):
+                checkpoint(lambda x, _: x * 2, x, argument)
+    assert torch.equal(checkpoint(lambda x, node: x * node.others[0].value, x, plain), 3 * x)

@@ -71,6 +71,32 @@ def test_names() -> None:
     check_one_by_one(named, source())
 
 
+def test_insertion_among_names() -> None:
+    """`nn.Sequential.insert` raises KeyError('1')."""
+    named = FusedCheckpointSequential(OrderedDict(first=block(), second=block()))
+    made = [block() for _ in range(4)]
+    named.append(made[0]).insert(1, made[1]).insert(5 - 1, made[2]).insert(-1, made[3])
+    assert [name for name, _ in named.named_children()] == ["first", "3", "second", "2", "5", "4"]
+    assert [named[i] for i in (3, 1, 5, 4)] == made
+    check_one_by_one(named, source())
+    with pytest.raises(IndexError):
+        named.insert(9, block())
+
+
+def test_it_says_what_runs_by_itself_and_why() -> None:
+    sequential = FusedCheckpointSequential(block(), block(), nn.Tanh(), FusedCheckpointFFN(C, HIDDEN), block())
+    said = "not in a segment: 2 (Tanh is no fused module)"
+    assert repr(sequential).splitlines()[1].strip() == f"segments=1, {said}"
+    sequential[1].self_attn.register_forward_hook(lambda module, args, y: None)
+    sequential[4].register_forward_hook(lambda module, args, y: None)
+    sequential[3].activation = torch.tanh
+    for why in ("1 (self_attn has a hook", "3 (activation tanh has no kernel)", "4 (it has a hook"):
+        assert why in repr(sequential)
+    with pytest.raises(ValueError, match="generator: expected None, .*runs generically"):
+        sequential(source(), generator=torch.Generator())
+    assert "not in" not in repr(sequence())
+
+
 def test_modules_that_come_and_go() -> None:
     sequential = sequence(2, segments=2)
     sequential.append(block()).insert(0, block()).extend([block()])
