@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, default=3)
     add("--dropout", type=float, default=0.0, help="on both residual branches; then only the ckptfused curves compare")
     add("--dtype", choices=("float32", "bfloat16"), default="float32")
-    add("--learning-rate", type=float, default=8e-3, help="at its highest")
+    add("--learning-rate", type=float, default=3e-3, help="at its highest")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
     add("--device", choices=("cpu", "cuda"), help="default: the GPU, where there is one that ckptfused was built for")
