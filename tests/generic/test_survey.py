@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
+from ckptfused.generic.reach import below
 from tests.generic.test_state import plain, same
 
 
@@ -273,3 +274,10 @@ def test_what_a_method_of_a_whole_model_costs() -> None:
     few, some, many = map(_python_calls, (14, 20, 40))
     assert (many - some) / 200 <= 15
     assert many - some <= 1.05 * 20 / 6 * (some - few)
+
+
+def test_submodules_are_those_of_now() -> None:
+    root = nn.Sequential(nn.Linear(4, 4), nn.Sequential())
+    for change in (lambda: None, lambda: root[1].append(nn.Tanh()), lambda: root[1].__setitem__(0, nn.ReLU())):
+        change()
+        assert below(root) == below(root) == list(root.modules())

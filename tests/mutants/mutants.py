@@ -151,7 +151,7 @@ MUTANTS = (
         file="ckptfused/generic/reach.py",
         text="and _identities(modules) == children:",
         defect=":",
-        test="tests/generic/test_survey.py::test_a_module_that_gets_and_loses_children",
+        test="tests/generic/test_survey.py::test_submodules_are_those_of_now",
     ),
     Mutant(
         "a closure's tensor that keeps the graph of a replay",
