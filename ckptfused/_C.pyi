@@ -1,5 +1,7 @@
 """The extension's Python module (csrc/autograd/module.cpp); its ops are under torch.ops.ckptfused."""
 
+from collections.abc import Sequence
+
 version: str
 torch_version: str
 cuda_architectures: str
@@ -14,18 +16,16 @@ class UnderSettings:
 def cpu_target() -> str: ...
 def launch_error(op: str, status: str, built_for: str, gpu: str, major: int, minor: int) -> str: ...
 def ffn_tiles(rows: int, width: int, hidden: int, gated: bool, size: int) -> tuple[int, int]: ...
-def linear_scratch_bytes(n: int, k: int, c: int, dtype: str) -> int: ...
-def adapter_scratch_bytes(
-    n: int,
-    k: int,
-    m: int,
-    ranks: int,
-    backward: bool,
-    din: bool,
-    da_ranks: int,
-    db_ranks: int,
-    dbiases: int,
+def runs_as_float(dtype: str) -> bool: ...
+def count(
+    spec: str,
+    sizes: Sequence[int],
     dtype: str,
-    threads: int,
-) -> int: ...
-def attention_scratch_bytes(backward: bool, dtype: str, queries: int, keys: int, head_dim: int) -> int: ...
+    params: Sequence[tuple[Sequence[int], str] | None],
+    cu_seqlens: Sequence[int],
+    angle_copies: int,
+    device: tuple[bool, int, int, bool, Sequence[int]],
+    there: str | None,
+    save: bool,
+    needs: Sequence[bool] | None,
+) -> list[tuple[str, str, int, list[int], str]]: ...

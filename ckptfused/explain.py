@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ckptfused import cost
 from ckptfused._extension import _C
-from ckptfused.cost.attention import cpu_attention
 from ckptfused.functional import autocast_enabled, check_plain
 from ckptfused.layer.call import Call
 from ckptfused.layer.parts import Reason
@@ -136,16 +135,26 @@ class _Setting:
     def product(self) -> tuple[str, str]:
         if self.cuda:
             return "cuBLAS", ""
-        if _C.linear_scratch_bytes(1, 1, 1, _name(self.dtype)):
+        if _C.runs_as_float(_name(self.dtype)):
             return "float32 blocks", f"this processor has no matrix instructions for {_name(self.dtype)}"
         return "PyTorch's product", ""
 
     def attention(self, a: AttentionSpec) -> tuple[str, str]:
         """A name in _ATTENTION, and the reason."""
         if not self.cuda:
-            return cpu_attention(a, self.batch, self.length, self.dtype)
+            return self._cpu_attention(a)
         shape = backend.Shape.of_spec(a, self.dtype, self.batch, self.length)
         return backend.attention_backend(shape, torch.cuda.get_device_capability(self.x.device))
+
+    def _cpu_attention(self, a: AttentionSpec) -> tuple[str, str]:
+        """As csrc/ops/attention_cpu.cpp chooses; the reason is this page's."""
+        if "flash attention" in cost.forward_ledger(self.spec, *self.dims, self.x.dtype).launches:
+            return "flash", f"softmax over {'the causal' if a.causal else 'all'} keys and nothing else"
+        if special := backend.Shape.of_spec(a, self.dtype, self.batch, self.length).special:
+            return "tiles", f"PyTorch's kernel has no {', no '.join(special)}"
+        if _C.runs_as_float(_name(self.dtype)):
+            return "tiles", f"this processor has no matrix instructions for {_name(self.dtype)}"
+        return "tiles", "causal and a few hundred long: PyTorch's kernel would compute most of what the mask hides"
 
     def gate_up(self, f: FFNSpec) -> tuple[str, str, bool]:
         """Kernel, reason, and whether the activation is in it."""

@@ -16,6 +16,7 @@ from ckptfused.modules import rotary
 
 PRODUCTS = ("aten::mm", "aten::addmm")  # outputs given or not; tiled attention's own do not go through the dispatcher
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_LAUNCHING = (*PRODUCTS, "aten::sum", ATTENTION, f"{ATTENTION}_backward")
 
 
 def saved_bytes(
@@ -103,6 +104,15 @@ class Events:
     def product_flops(self) -> int:
         """FLOPs of all two-dimensional matrix products."""
         return sum(2 * n * k * c * times for (n, k, c), times in self.products().items())
+
+    def launches(self, name: str) -> int:
+        """How many calls of this op there were but within a product, a sum or attention of PyTorch's."""
+
+        def within(event: Any) -> bool:
+            parent = event.cpu_parent
+            return parent is not None and (parent.name in _LAUNCHING or within(parent))
+
+        return sum(event.name == name and not within(event) for event in self._ops)
 
     def count(self, *names: str) -> int:
         """How many ops have one of these names."""

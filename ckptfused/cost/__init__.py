@@ -1,18 +1,20 @@
-"""What a block costs: bytes saved for backward, matrix products made and replayed, FLOPs, peak scratch.
+"""What a block costs: bytes saved for backward, matrix products made and replayed, FLOPs, peak scratch, launches.
 
-Tests hold the extension to these numbers exactly. Notation: B batch, T length, N = B·T tokens, C width. `work` has the
-work and the kept values; `walk` goes through a call step by step.
+Two accounts, and tests hold each to the other and to PyTorch's own: closed forms of what is saved, made and replayed
+(`work`, and `replayed` here), and the ledger of a block that runs on meta tensors (`ledger`). Notation: B batch, T
+length, N = B·T tokens, C width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 
-from ckptfused.cost.ffn import takes_activation_along
-from ckptfused.cost.frame import Call
-from ckptfused.cost.walk import BlockWalk
+from ckptfused.cost.ledger import Ledger, count
+from ckptfused.cost.tiles import ffn_tiles
 from ckptfused.cost.work import (
     Attention,
     LowRank,
@@ -29,48 +31,27 @@ from ckptfused.spec import BlockSpec, param_names
 
 __all__ = [
     "Attention",
+    "Ledger",
     "LowRank",
     "Product",
     "accumulation_type",
     "backward_flops",
+    "backward_ledger",
     "backward_scratch",
     "backward_work",
     "compute_type",
     "ffn_tiles",
     "forward_adapters",
     "forward_flops",
+    "forward_ledger",
     "forward_products",
     "forward_scratch",
     "kept_bytes",
     "kept_values",
+    "launches",
     "replayed",
     "saved_bytes",
 ]
-
-_SCRATCH_LIMIT = 256 << 20  # csrc/autograd/tiles.h
-_ROW_ALIGN = _COL_ALIGN = 64
-
-
-def ffn_tiles(rows: int, width: int, hidden: int, gated: bool, element_size: int) -> tuple[int, int]:
-    """Rows and hidden columns of a tile of the FFN half: csrc/autograd/tiles.h, which says why."""
-    scratch = (3 if gated else 2) * rows * hidden * element_size
-    count = -(-scratch // _SCRATCH_LIMIT)
-    if count <= 1:
-        return rows, hidden
-    narrow = element_size < 4
-    row_sums = (3 if gated else 2) * width * hidden * 4 if narrow else 0
-    col_sums = rows * width * 4 if narrow else 0
-
-    def step(size: int, align: int) -> int:
-        even = -(-size // count)
-        return min(size, -(-even // align) * align)
-
-    row_step, col_step = step(rows, _ROW_ALIGN), step(hidden, _COL_ALIGN)
-    row_total = scratch // rows * row_step + row_sums
-    col_total = scratch // hidden * col_step + col_sums
-    if min(row_total, col_total) >= scratch:
-        return rows, hidden
-    return (row_step, hidden) if row_total <= col_total else (rows, col_step)
 
 
 def replayed(spec: BlockSpec) -> tuple[str, ...]:
@@ -105,49 +86,7 @@ def _wanted(spec: BlockSpec, needs: Collection[str] | None) -> Collection[str]:
     return ("x", *param_names(spec)) if needs is None else needs
 
 
-def _walk(call: Call, needs: Collection[str] | None = None, tiled: bool = True) -> BlockWalk:
-    spec, tiles = call.spec, (call.batch * call.length, 0)
-    if spec.ffn is not None:
-        size = compute_type(spec, call.dtype).itemsize
-        whole = (tiles[0], spec.ffn.hidden)
-        tiles = ffn_tiles(tiles[0], call.width, spec.ffn.hidden, spec.ffn.gated, size) if tiled else whole
-    walk = BlockWalk(call, tiles, needs or (), backward=needs is not None)
-    if needs is not None:
-        walk.run_backward()
-    return walk
-
-
-def backward_work(
-    spec: BlockSpec,
-    batch: int,
-    length: int,
-    width: int,
-    needs: Collection[str] | None = None,
-    dtype: torch.dtype | None = None,
-) -> list[Product | Attention | LowRank]:
-    """The products, attention calls and adapters of one backward in their order, replays included.
-
-    A replay has the name that `forward_products` gives it. `needs`: names of those of `x` and the parameter slots whose
-    gradients are asked for; None: all of them. What only other gradients would need is not made.
-    `dtype`: the FFN is cut as for an x of it; None: in one piece. A cut FFN with a post or closing norm makes gu twice.
-    """
-    call = Call(spec, batch, length, width, dtype or torch.float32)
-    return _walk(call, _wanted(spec, needs), tiled=dtype is not None).work
-
-
-def backward_flops(
-    spec: BlockSpec,
-    batch: int,
-    length: int,
-    width: int,
-    needs: Collection[str] | None = None,
-    dtype: torch.dtype | None = None,
-) -> int:
-    """FLOPs of one backward, replays included; `needs` and `dtype` as in `backward_work`."""
-    return sum(work.flops for work in backward_work(spec, batch, length, width, needs, dtype))
-
-
-def forward_scratch(
+def forward_ledger(
     spec: BlockSpec,
     batch: int,
     length: int,
@@ -160,8 +99,8 @@ def forward_scratch(
     rope_copies: int = 0,
     threads: int | None = None,
     device: str = "cpu",
-) -> int:
-    """The most bytes that one block_fwd holds at a time, its results (y and the kept values) included.
+) -> Ledger:
+    """Every allocation, product and launch of one block_fwd, its results (y and the kept values) included.
 
     On the CPU exact but for what is not the block's: what one PyTorch op allocates and frees within itself (the scratch
     of its flash attention and of `sum`; oneDNN's), and a few rows a thread in the row kernels.
@@ -173,16 +112,13 @@ def forward_scratch(
     assumed as the GPU at hand has (132 without one), and torch.use_deterministic_algorithms as it is now. Whether the
     FFN's products take their activation along is as a block finds it on the current GPU.
     """
-    threads = torch.get_num_threads() if threads is None else threads
-    one = takes_activation_along(spec, batch, length, width, dtype, device)
-    bounds = tuple(lengths or ()) or None
-    call = Call(spec, batch, length, width, dtype, params, bounds, rope_copies, threads, device, one)
-    walk = _walk(call)
-    walk.forward(save)
-    return walk.time.peak
+    return count(
+        spec, batch, length, width, dtype, save=save, params=params, lengths=lengths, rope_copies=rope_copies,
+        threads=threads, device=device,
+    )  # fmt: skip
 
 
-def backward_scratch(
+def backward_ledger(
     spec: BlockSpec,
     batch: int,
     length: int,
@@ -195,13 +131,87 @@ def backward_scratch(
     rope_copies: int = 0,
     threads: int | None = None,
     device: str = "cpu",
-) -> int:
-    """The most bytes that one block_bwd holds at a time, the gradients that it returns included.
+) -> Ledger:
+    """The same of one block_bwd, the gradients that it returns included; what was saved was there before.
 
-    As `forward_scratch`; `needs` as in `backward_work`. What was saved does not count: it was there before.
+    `needs`: names of those of `x` and the parameter slots whose gradients are asked for; None: all of them. What only
+    other gradients would need is not made.
     """
-    threads = torch.get_num_threads() if threads is None else threads
-    one = takes_activation_along(spec, batch, length, width, dtype, device)
-    bounds = tuple(lengths or ()) or None
-    call = Call(spec, batch, length, width, dtype, params, bounds, rope_copies, threads, device, one)
-    return _walk(call, _wanted(spec, needs)).time.peak
+    return count(
+        spec, batch, length, width, dtype, needs=_wanted(spec, needs), params=params, lengths=lengths,
+        rope_copies=rope_copies, threads=threads, device=device,
+    )  # fmt: skip
+
+
+def forward_scratch(spec: BlockSpec, batch: int, length: int, width: int, dtype: torch.dtype, **options: Any) -> int:
+    """The most bytes that one block_fwd holds at a time, its results included; the options of `forward_ledger`."""
+    return forward_ledger(spec, batch, length, width, dtype, **options).peak
+
+
+def backward_scratch(spec: BlockSpec, batch: int, length: int, width: int, dtype: torch.dtype, **options: Any) -> int:
+    """The most bytes that one block_bwd holds at a time, its results included; the options of `backward_ledger`."""
+    return backward_ledger(spec, batch, length, width, dtype, **options).peak
+
+
+def launches(
+    spec: BlockSpec,
+    batch: int,
+    length: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    save: bool = True,
+    needs: Collection[str] | None = None,
+    **options: Any,
+) -> tuple[int, int]:
+    """How many kernels one forward and one backward launch; the options of `forward_ledger` and `backward_ledger`.
+
+    On a GPU a product and a kernel of PyTorch's attention count once for each that its source launches at usual sizes.
+    On the CPU a launch is a call: of a small op, a product, or a PyTorch operator that copies, fills or adds.
+    """
+    forward = forward_ledger(spec, batch, length, width, dtype, save=save, **options)
+    backward = backward_ledger(spec, batch, length, width, dtype, needs=needs, **options)
+    return forward.launches.total(), backward.launches.total()
+
+
+def backward_work(
+    spec: BlockSpec,
+    batch: int,
+    length: int,
+    width: int,
+    needs: Collection[str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[Product | Attention | LowRank]:
+    """The products, attention calls and adapters of one backward in their order, replays included.
+
+    A replay has the name that `forward_products` gives it. `needs`: as in `backward_ledger`.
+    `dtype`: the FFN is cut as for an x of it; None: in one piece. A cut FFN with a post or closing norm makes gu twice.
+    """
+    call = (spec, batch, length, width, dtype or torch.float32)
+    return count(*call, needs=_wanted(spec, needs), cut_ffn=dtype is not None).work
+
+
+def backward_flops(
+    spec: BlockSpec,
+    batch: int,
+    length: int,
+    width: int,
+    needs: Collection[str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """FLOPs of one backward, replays included; `needs` and `dtype` as in `backward_work`.
+
+    Batch and length may be symbols where no dtype is given.
+    """
+    if dtype is not None:
+        return sum(work.flops for work in backward_work(spec, batch, length, width, needs, dtype))
+    products, attention = _backward_flops_of_a_token(spec, width, tuple(_wanted(spec, needs)))
+    return batch * length * (products + length * attention)
+
+
+@lru_cache(maxsize=512)
+def _backward_flops_of_a_token(spec: BlockSpec, width: int, needs: tuple[str, ...]) -> tuple[int, int]:
+    """FLOPs of the products and of attention, in one piece: the former grow with B·T, the latter with B·T²."""
+    work = backward_work(spec, 1, 1, width, needs)
+    attention = sum(item.flops for item in work if isinstance(item, Attention))
+    return sum(item.flops for item in work) - attention, attention

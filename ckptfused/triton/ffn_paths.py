@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cost import ffn_tiles
-from ..cost.ffn import Tile, cut
+from ..cost.tiles import Tile, cut, ffn_tiles
 from .ffn_configs import FFNConfig
 from .ffn_launch import ACTS, ffn_up_bwd, ffn_up_fwd
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .attention_bwd import attention_delta_kernel, attention_dkdv_kernel, attention_dq_kernel
 from .attention_fwd import attention_fwd_kernel
 from .configs import Config, attention_config, block_d, delta_config, option_class
-from .problem import GAP, Problem, accumulation_type
+from .problem import Problem, accumulation_type, backward_rows
 
 # Of CPU tensors: large enough for the interpreter, small enough for tests to see several of them.
 INTERPRETED = Config(32, 64, 4, 1)
@@ -123,7 +123,7 @@ def launch_backward(a: Problem, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Ten
     if not queries or not keys or not dq.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     sequences = 0 if a.cu_seqlens is None else a.cu_seqlens.numel() - 1
-    space = (batch * heads * queries + GAP * heads * (sequences if packed else batch),)
+    space = (backward_rows(heads, batch * queries, sequences if packed else batch),)
     shift, delta = lse.new_empty(space), lse.new_empty(space)
     config = delta_config(dim)
     tiles, grid = _sizes(a, queries, heads, config.block_m)

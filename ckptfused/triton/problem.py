@@ -16,6 +16,11 @@ _MAX_HEAD_DIM = 256
 GAP = 128  # rows behind each sequence's in shift and delta, the scratch of backward; no tile has more queries
 
 
+def backward_rows(heads: int, tokens: int, sequences: int) -> int:
+    """Elements of shift and of delta each; tokens: of all sequences."""
+    return heads * (tokens + GAP * sequences)
+
+
 def accumulation_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 

@@ -8,6 +8,7 @@
 #include "autograd/adapters_aten.h"
 #include "autograd/block.h"
 #include "math/dropout.h"
+#include "ops/ledger.h"
 
 namespace ckptfused {
 
@@ -21,7 +22,41 @@ bool through_aten(const Tensor& t) {
     const char* value = std::getenv("CKPTFUSED_ADAPTERS");
     return value != nullptr && std::strcmp(value, "aten") == 0;
   }();
-  return forced || !t.is_cpu();
+  return forced || !on_cpu(t);
+}
+
+void count_product(const char* name, const Part& part, int64_t n, int64_t k, int64_t c,
+                   int64_t rank) {
+  const Ledger::Name named(name, part.weight);
+  Ledger::current()->add(Ledger::low_rank, {n, k, c, rank});
+}
+
+// The products of a forward.
+void count(const Adapters& list, const Part& part, int64_t n, int64_t c) {
+  if (Ledger::current() == nullptr) return;
+  for (const Adapter& a : list) {
+    count_product("adapter of", part, n, part.width, c, a.a.size(0));
+  }
+}
+
+// Of a backward: t again for the gradient of b, that of t for those of a and of the input.
+void count_gradients(const Adapters& list, const Part& part, int64_t n, int64_t c, bool din) {
+  if (Ledger::current() == nullptr) return;
+  for (const Adapter& a : list) {
+    const int64_t k = part.width, rank = a.a.size(0);
+    const bool da = a.da.defined(), db = a.db.defined();
+    if (db) count_product("t of", part, n, 0, c, rank);
+    if (db) count_product("d b of", part, n, k, 0, rank);
+    if (da || din) count_product("d t of", part, n, k, 0, rank);
+    if (da) count_product("d a of", part, n, 0, c, rank);
+    if (din) count_product("d in of adapter of", part, n, 0, c, rank);
+  }
+}
+
+// On the CPU one op does all of it; elsewhere it is PyTorch's products that launch.
+void count_launch(const char* name, const Tensor& t) {
+  Ledger* ledger = Ledger::current();
+  if (ledger != nullptr && !through_aten(t)) ledger->launched(name);
 }
 
 }  // namespace
@@ -73,7 +108,7 @@ Tensor Block::adapter_param(int slot) {
 Tensor Block::adapter_grad(int slot) {
   if (!need(slot)) return {};
   if (!grads_[slot].defined()) {
-    grads_[slot] = empty(params_[slot].sizes(), A_);
+    grads_[slot] = empty(params_[slot].sizes(), A_, "d", slot);
     grads_[slot].zero_();
   }
   return grads_[slot];
@@ -113,6 +148,8 @@ void Block::add_adapters(const Tensor& out, const Tensor& in, const Part& part, 
   const int64_t width = in.size(1);
   const Adapters list = adapters_of(part, 0, width, AdapterUse::forward);
   if (list.empty()) return;
+  count(list, part, in.size(0), width);
+  count_launch("adapters_fwd", out);
   const AdapterPlace place{row0, 0, width, row_map(), rng_};
   (through_aten(out) ? adapters_fwd_aten : adapters_fwd_cpu)(out, in, list, place);
 }
@@ -132,6 +169,8 @@ void Block::adapters_backward(const Tensor& dout, const Tensor& in, const Part& 
     list.erase(std::remove_if(list.begin(), list.end(), idle), list.end());
   }
   if (list.empty()) return;
+  count_gradients(list, part, dout.size(0), width, din.defined());
+  count_launch("adapters_bwd", dout);
   const AdapterPlace place{row0, col0, cols, row_map(), rng_};
   (through_aten(dout) ? adapters_bwd_aten : adapters_bwd_cpu)(dout, in, din, list, place);
 }

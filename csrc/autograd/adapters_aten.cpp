@@ -15,7 +15,7 @@ constexpr int64_t kRows = 4096;
 // t = drop(t), in place. Dropout alone is a gated unit whose gate is open: reglu(1, t) = t.
 void drop(const Tensor& t, const Adapter& adapter, const AdapterPlace& place, int64_t row) {
   if (adapter.p == 0) return;
-  const Tensor gate = at::ones({1, t.size(1)}, t.options()).expand_as(t);
+  const Tensor gate = at::empty({1, t.size(1)}, t.options()).fill_(1).expand_as(t);
   call::activation_fwd(gate, t, place.rng, t, "reglu", adapter.p, adapter.site, place.cols,
                        place.row0 + row, place.col0, place.rows);
 }

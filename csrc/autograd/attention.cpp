@@ -33,7 +33,7 @@ call::AttentionArgs Block::attention_args() const {
 
 void Block::ensure_n1() {
   if (value_.n1.defined()) return;
-  value_.n1 = pre_norm(x_, spec_.attn.pre, attn_slot(kAttnPreW), attn_slot(kAttnPreB), P_);
+  value_.n1 = pre_norm(x_, spec_.attn.pre, attn_slot(kAttnPreW), attn_slot(kAttnPreB), P_, "n1");
 }
 
 void Block::release_n1() {
@@ -43,9 +43,9 @@ void Block::release_n1() {
 void Block::ensure_qkv() {
   if (value_.qkv.defined() && !qk_in_place_) return;
   ensure_n1();
-  value_.qkv = empty({N_, spec_.attn.qkv_width()}, P_);
+  value_.qkv = empty({N_, spec_.attn.qkv_width()}, P_, "qkv");
   qk_in_place_ = false;
-  project(value_.qkv, value_.n1, qkv_parts(), spec_.attn.transposed);
+  project("qkv", value_.qkv, value_.n1, qkv_parts(), spec_.attn.transposed);
   release_n1();
 }
 
@@ -65,7 +65,8 @@ void Block::ensure_qk() {
   // and k then go to a buffer of the same strides, whose columns for v nobody touches: a matrix
   // library may choose its kernel, and with it the bits, by the strides of its operands.
   const bool raw_needed = spec_.keep.qkv || (backward_ && a.qk.on());
-  const Tensor target = plain || !raw_needed ? value_.qkv : empty({N_, a.qkv_width()}, P_);
+  const Tensor target =
+      plain || !raw_needed ? value_.qkv : empty({N_, a.qkv_width()}, P_, "q and k");
   value_.q = heads_view(target, a.q_columns());
   value_.k = heads_view(target, a.k_columns());
   value_.v = heads_view(value_.qkv, a.v_columns());
@@ -83,6 +84,7 @@ void Block::ensure_qk() {
 void Block::ensure_attn() {
   if (value_.o.defined()) return;
   ensure_qk();
+  const Ledger::Name name("o and lse");
   auto [o, lse] = call::attention_fwd(value_.q, value_.k, value_.v, attention_args());
   value_.o = o.transpose(1, 2).view({B_, T_, spec_.attn.q_width()});
   value_.lse = lse.contiguous();
@@ -92,6 +94,7 @@ void Block::ensure_attn() {
 // o as the rows that the projection multiplies. Attention writes batch-first; only a
 // sequence-first block pays a copy here.
 Tensor Block::o_rows() const {
+  const Ledger::Name name("rows of o");
   const Tensor rows = spec_.seq_first ? value_.o.transpose(0, 1).contiguous() : value_.o;
   return rows.view({N_, spec_.attn.q_width()});
 }
@@ -99,8 +102,8 @@ Tensor Block::o_rows() const {
 void Block::ensure_proj() {
   if (value_.proj.defined()) return;
   ensure_attn();
-  value_.proj = like_x(P_);
-  project(value_.proj, o_rows(), {{kOW, kOB, 0, C_, 0}}, spec_.attn.transposed);
+  value_.proj = like_x(P_, "proj");
+  project("proj", value_.proj, o_rows(), {{kOW, kOB, 0, C_, 0}}, spec_.attn.transposed);
 }
 
 Tensor Block::attention_backward(const Tensor& ds) {
@@ -115,7 +118,7 @@ Tensor Block::attention_backward(const Tensor& ds) {
                                    int(DropoutSite::attention_residual));
   value_.proj.reset();
   const std::vector<Part> o_part = {{kOW, kOB, 0, C_, 0}};
-  Tensor d_o = need_qkv ? empty({N_, a.q_width()}, P_) : Tensor();
+  Tensor d_o = need_qkv ? empty({N_, a.q_width()}, P_, "d o") : Tensor();
   if (need_qkv || need_any(attn_slot(kOW), attn_slot(kOW) + 1)) ensure_attn();
   project_backward(dproj, value_.o.defined() ? o_rows() : Tensor(), o_part, a.transposed, d_o,
                    false, false);
@@ -123,9 +126,12 @@ Tensor Block::attention_backward(const Tensor& ds) {
   if (!need_qkv) return {};
 
   ensure_qk();
-  auto [dq, dk, dv] = call::attention_bwd(
-      heads_view(d_o, o_columns()), value_.q, value_.k, value_.v,
-      value_.o.view({B_, T_, a.heads, a.head_dim}).transpose(1, 2), value_.lse, attention_args());
+  auto [dq, dk, dv] = [&] {
+    const Ledger::Name name("d q, d k and d v");
+    return call::attention_bwd(heads_view(d_o, o_columns()), value_.q, value_.k, value_.v,
+                               value_.o.view({B_, T_, a.heads, a.head_dim}).transpose(1, 2),
+                               value_.lse, attention_args());
+  }();
   d_o.reset();
   value_.o.reset();
   value_.lse.reset();
@@ -135,7 +141,7 @@ Tensor Block::attention_backward(const Tensor& ds) {
   value_.v.reset();
   value_.qkv.reset();
 
-  Tensor dqkv = empty({N_, a.qkv_width()}, P_);
+  Tensor dqkv = empty({N_, a.qkv_width()}, P_, "d qkv");
   const auto turn_back = [&](const Tensor& d, const HeadColumns& columns, int slot_w, int slot_b) {
     const Tensor to = heads_view(dqkv, columns).transpose(1, 2);
     if (!a.qk.on() && a.rope == "none") {
@@ -157,7 +163,7 @@ Tensor Block::attention_backward(const Tensor& ds) {
   heads_view(dqkv, a.v_columns()).copy_(dv);
   dv.reset();
 
-  Tensor dn1 = need_n1 ? like_x(P_) : Tensor();
+  Tensor dn1 = need_n1 ? like_x(P_, "d n1") : Tensor();
   if (need_any(attn_slot(kQW), attn_slot(kVB) + 1)) ensure_n1();
   project_backward(dqkv, value_.n1, qkv_parts(), a.transposed, dn1, false, false);
   value_.n1.reset();

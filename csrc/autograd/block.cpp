@@ -24,8 +24,8 @@ void Block::ensure_mid() {
   const bool fuse_next = closing ? !backward_ || ffn_follows : ffn_follows && next.on();
   // Forward needs the sum itself unless a closing norm takes its place on the stream.
   const bool need_sum = backward_ || !closing || spec_.keep.mid;
-  const Tensor sum = need_sum ? like_x(R_) : Tensor();
-  const Tensor normed = fuse_next ? like_x(closing ? R_ : P_) : Tensor();
+  const Tensor sum = need_sum ? like_x(R_, "mid") : Tensor();
+  const Tensor normed = fuse_next ? like_x(closing ? R_ : P_, closing ? "ffn_in" : "n2") : Tensor();
   close(x_, value_.proj, a, attn_slot(kAttnPostW), int(DropoutSite::attention_residual), next,
         next_weight, sum, normed);
   value_.mid = sum;
@@ -46,8 +46,8 @@ void Block::ensure_ffn_in() {
   }
   ensure_mid();
   if (value_.ffn_in.defined()) return;
-  value_.ffn_in =
-      pre_norm(value_.mid, spec_.attn.out, attn_slot(kAttnOutW), attn_slot(kAttnOutB), R_);
+  value_.ffn_in = pre_norm(value_.mid, spec_.attn.out, attn_slot(kAttnOutW), attn_slot(kAttnOutB),
+                           R_, "ffn_in");
 }
 
 void Block::ensure_n2() {
@@ -59,7 +59,8 @@ void Block::ensure_n2() {
   }
   ensure_ffn_in();
   if (value_.n2.defined()) return;
-  value_.n2 = pre_norm(value_.ffn_in, spec_.ffn.pre, ffn_slot(kFFNPreW), ffn_slot(kFFNPreB), P_);
+  value_.n2 =
+      pre_norm(value_.ffn_in, spec_.ffn.pre, ffn_slot(kFFNPreW), ffn_slot(kFFNPreB), P_, "n2");
 }
 
 // The sum before the closing norm of the FFN half.
@@ -67,7 +68,7 @@ void Block::ensure_out() {
   if (value_.out.defined()) return;
   ensure_ffn_in();
   ensure_down();
-  value_.out = like_x(R_);
+  value_.out = like_x(R_, "out");
   close(value_.ffn_in, value_.down, spec_.ffn, ffn_slot(kFFNPostW), int(DropoutSite::ffn_residual),
         spec_.ffn.out, 0, value_.out, Tensor());
   if (!spec_.ffn.post.on()) value_.down.reset();
@@ -84,15 +85,15 @@ std::vector<Tensor> Block::forward(bool save) {
     for (const Tensor& t : kept_values()) result.push_back(t);
     return result;
   }
-  if (save && spec_.keep.gu) value_.gu = empty({N_, f.gu_width()}, P_);
+  if (save && spec_.keep.gu) value_.gu = empty({N_, f.gu_width()}, P_, "gu");
   ensure_ffn_in();
   ensure_down();
   value_.n1.reset();
   value_.n2.reset();
   const Tensor base = spec_.parallel == Parallel::no ? value_.ffn_in : value_.mid;
-  const Tensor y = like_x(R_);
+  const Tensor y = like_x(R_, "y");
   const bool keep_sum = save && spec_.keep.out && f.out.on();
-  if (keep_sum) value_.out = like_x(R_);
+  if (keep_sum) value_.out = like_x(R_, "out");
   close(base, value_.down, f, ffn_slot(kFFNPostW), int(DropoutSite::ffn_residual), f.out,
         ffn_slot(kFFNOutW), f.out.on() ? value_.out : y, f.out.on() ? y : Tensor());
   std::vector<Tensor> result = {y.view(x_sizes_)};
@@ -168,7 +169,8 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
     if (f.out.on()) {
       ensure_out();
       const bool need_sum = flows || need_any(ffn_slot(0), ffn_slot(kFFNOutW));
-      ds = norm_backward(ds, value_.out, f.out, ffn_slot(kFFNOutW), Tensor(), false, need_sum);
+      ds = norm_backward(ds, value_.out, f.out, ffn_slot(kFFNOutW), Tensor(), false, need_sum,
+                         "d out");
       owned = true;
       value_.out.reset();
     }
@@ -182,7 +184,7 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
       value_.n2.reset();
       // In a parallel block both branches start from the same gradient: it must survive.
       const Tensor below =
-          norm_backward(dn2, value_.ffn_in, f.pre, pre, ds, owned && serial, flows);
+          norm_backward(dn2, value_.ffn_in, f.pre, pre, ds, owned && serial, flows, "d ffn_in");
       (serial ? ds : dx) = below;
       owned = true;
     }
@@ -195,7 +197,8 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
     if (a.out.on()) {
       ensure_mid();
       const bool need_sum = needs_[0] || need_any(0, kAttnOutW);
-      ds = norm_backward(ds, value_.mid, a.out, attn_slot(kAttnOutW), Tensor(), false, need_sum);
+      ds = norm_backward(ds, value_.mid, a.out, attn_slot(kAttnOutW), Tensor(), false, need_sum,
+                         "d mid");
       owned = true;
     }
     value_.mid.reset();
@@ -205,7 +208,7 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
     const bool branch = dx.defined();  // the other branch's sum, ours to add to
     if (ds.defined()) {
       dx = norm_backward(dn1, x_, a.pre, attn_slot(kAttnPreW), branch ? dx : ds,
-                         branch || (owned && serial), needs_[0]);
+                         branch || (owned && serial), needs_[0], "d x");
     }
   } else if (serial) {
     dx = ds;
@@ -218,14 +221,16 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
   std::vector<Tensor> result;
   if (needs_[0]) {
     // An op must not return its input.
+    const Ledger::Name name("d x");
     if (dx.is_alias_of(dy)) dx = dx.clone();
     result.push_back(dx.view(x_sizes_));
   }
   for (size_t slot = 0; slot < params_.size(); ++slot) {
     if (!needs_[1 + slot]) continue;
     const Tensor grad = std::exchange(grads_[slot], Tensor());
+    const Ledger::Name name("d", int64_t(slot));
     result.push_back(grad.defined() ? grad.to(params_[slot].scalar_type())
-                                    : at::zeros_like(params_[slot]));
+                                    : at::empty_like(params_[slot]).zero_());
   }
   return result;
 }

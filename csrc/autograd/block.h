@@ -120,8 +120,8 @@ class Block {
                        int64_t cols, const at::Tensor& dout, const at::Tensor& in, bool add);
   void add_bias_grad(int slot, int64_t row0, const at::Tensor& dout, bool add);
   // Products and adapters; row0: the first of the rows of in among those of the block.
-  void project(const at::Tensor& out, const at::Tensor& in, const std::vector<Part>& parts,
-               bool transposed, int64_t row0 = 0);
+  void project(const char* name, const at::Tensor& out, const at::Tensor& in,
+               const std::vector<Part>& parts, bool transposed, int64_t row0 = 0);
   // Gradients of a projection's weights, biases and adapters, and of its input into din if defined.
   void project_backward(const at::Tensor& dout, const at::Tensor& in,
                         const std::vector<Part>& parts, bool transposed, const at::Tensor& din,
@@ -151,7 +151,7 @@ class Block {
 
   // The residual frame.
   at::Tensor pre_norm(const at::Tensor& x, const NormSpec& norm, int weight, int bias,
-                      at::ScalarType type);
+                      at::ScalarType type, const char* name);
   void close(const at::Tensor& x, const at::Tensor& f, const HalfSpec& half, int post_weight,
              int site, const NormSpec& next, int next_weight, const at::Tensor& sum,
              const at::Tensor& normed);
@@ -159,10 +159,15 @@ class Block {
                                int post_weight, int site);
   // dres + d(norm)/dx(dn), with the norm's weight gradients; undefined if the input needs none.
   at::Tensor norm_backward(const at::Tensor& dn, const at::Tensor& x, const NormSpec& norm,
-                           int weight, const at::Tensor& dres, bool dres_owned, bool need_dx);
+                           int weight, const at::Tensor& dres, bool dres_owned, bool need_dx,
+                           const char* name);
 
-  at::Tensor empty(at::IntArrayRef size, at::ScalarType type) const;
-  at::Tensor like_x(at::ScalarType type) const { return empty({N_, C_}, type); }
+  // name: in a ledger.
+  at::Tensor empty(at::IntArrayRef size, at::ScalarType type, const char* name,
+                   int64_t slot = -1) const;
+  at::Tensor like_x(at::ScalarType type, const char* name) const {
+    return empty({N_, C_}, type, name);
+  }
   at::Tensor rows_view(const at::Tensor& t) const { return t.view({N_, t.size(-1)}); }
   at::IntArrayRef row_map() const { return row_map_; }
 

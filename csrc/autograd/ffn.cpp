@@ -59,9 +59,10 @@ Block::GateUp Block::make_gu(const Tile& t) {
   if (backward_ && kept.defined()) return kept_gu(t);
   if (replayed_gu_.buffer.defined()) return std::exchange(replayed_gu_, {});
   ensure_n2();
-  const Tensor buffer =
-      kept.defined() && whole_rows ? kept : empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_);
-  project(buffer, value_.n2.narrow(0, t.row0, t.rows), gu_parts(t), f.transposed, t.row0);
+  const Tensor buffer = kept.defined() && whole_rows
+                            ? kept
+                            : empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_, "gu tile");
+  project("gu", buffer, value_.n2.narrow(0, t.row0, t.rows), gu_parts(t), f.transposed, t.row0);
   const GateUp gu = gate_up(buffer, t);
   if (kept.defined() && !whole_rows) {
     const GateUp views = kept_gu(t);
@@ -120,9 +121,9 @@ void Block::ensure_down() {
   const std::vector<Part> part = {{ffn_slot(kDownW), ffn_slot(kDownB), 0, C_, 0}};
   const bool cut_cols = tiles_.cols < f.hidden;
   Tensor down;
-  const Tensor h = cut_cols ? empty({N_, f.hidden}, P_) : Tensor();
+  const Tensor h = cut_cols ? empty({N_, f.hidden}, P_, "h") : Tensor();
   const auto hidden_tile = [&](const Tile& t) {
-    return cut_cols ? h.narrow(1, t.col0, t.cols) : empty({t.rows, f.hidden}, P_);
+    return cut_cols ? h.narrow(1, t.col0, t.cols) : empty({t.rows, f.hidden}, P_, "h");
   };
   const auto release_input = [&](const Tile& t) {
     const bool last = t.row0 + t.rows == N_ && t.col0 + t.cols == f.hidden;
@@ -148,12 +149,12 @@ void Block::ensure_down() {
       if (backward_ && !tiled()) replayed_gu_ = std::move(gu);
     }
     if (cut_cols) continue;
-    if (!down.defined()) down = like_x(P_);
-    project(down.narrow(0, t.row0, t.rows), h_tile, part, f.transposed, t.row0);
+    if (!down.defined()) down = like_x(P_, "down");
+    project("down", down.narrow(0, t.row0, t.rows), h_tile, part, f.transposed, t.row0);
   }
   if (cut_cols) {
-    down = like_x(P_);
-    project(down, h, part, f.transposed);
+    down = like_x(P_, "down");
+    project("down", down, h, part, f.transposed);
   }
   value_.down = down;
 }
@@ -185,23 +186,25 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
     if (one_kernel()) {
       const GateUp kept = kept_gu(t);
       if (!kept.up.defined()) ensure_n2();
-      if (need_h) h = empty({t.rows, t.cols}, P_);
-      if (need_gu) dgu = gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);
+      if (need_h) h = empty({t.rows, t.cols}, P_, "h");
+      if (need_gu)
+        dgu = gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_, "gu tile"), t);
       call::ffn_up_bwd(kept.up.defined() ? Tensor() : value_.n2.narrow(0, t.row0, t.rows),
                        kept.up.defined() ? call::UpWeights() : up_weights(t), kept.gate, kept.up,
                        ddown_tile, down_weight(t), h, dgu.gate, dgu.up, f.act, f.transposed,
                        hidden_mask(t), up_kernel_);
     } else {
       GateUp gu = make_gu(t);
-      h = empty({t.rows, t.cols}, P_);  // dh, and then h over it
+      h = empty({t.rows, t.cols}, P_, "h");  // dh, and then h over it
       if (need_gu) {
         const Tensor w = down_weight(t);
+        const Ledger::Name name("d h");
         matmul_out(h, ddown_tile, f.transposed ? w.t() : w, false);
         adapters_backward(ddown_tile, Tensor(), down_part, h, t.row0, t.col0, f.hidden);
         // The kernel writes over its scratch, but never over a saved value.
         dgu = gu.buffer.defined()
                   ? gu
-                  : gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);
+                  : gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_, "gu tile"), t);
         call::activation_bwd(f.gated() ? gu.gate : gu.up, gu.up, h, rng_, need_h ? h : Tensor(),
                              dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_hidden),
                              f.hidden, t.row0, t.col0, row_map());
@@ -217,13 +220,14 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
     h.reset();
     if (!need_gu) continue;
     if (need_gate_up) ensure_n2();
-    if (need_n2 && !dn2.defined()) dn2 = like_x(cut_cols ? A_ : P_);
+    if (need_n2 && !dn2.defined()) dn2 = like_x(cut_cols ? A_ : P_, "d n2");
     project_backward(
         dgu.buffer, value_.n2.defined() ? value_.n2.narrow(0, t.row0, t.rows) : Tensor(),
         gu_parts(t), f.transposed, dn2.defined() ? dn2.narrow(0, t.row0, t.rows) : Tensor(),
         add_rows, cut_cols && !first, t.row0);
     first = false;
   }
+  const Ledger::Name name("d n2");
   return dn2.defined() && cut_cols ? dn2.to(P_) : dn2;
 }
 

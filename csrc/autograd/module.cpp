@@ -8,11 +8,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "autograd/count.h"
 #include "autograd/settings.h"
 #include "autograd/tiles.h"
 #include "kernels/cpu/target.h"
-#include "ops/adapters.h"
-#include "ops/attention_tiles_cpu.h"
 #include "ops/cuda_build.h"
 #include "ops/linear.h"
 
@@ -24,6 +23,49 @@ at::ScalarType dtype_named(const std::string& name) {
   if (name == "bfloat16") return at::kBFloat16;
   TORCH_CHECK(name == "float16", "expected float64, float32, bfloat16 or float16, got ", name);
   return at::kHalf;
+}
+
+// In the order of Ledger::Kind.
+constexpr const char* kKinds[] = {"allocation", "release",  "product",
+                                  "attention",  "low rank", "launch"};
+using Param = std::optional<std::pair<std::vector<int64_t>, std::string>>;
+// Kind, name, slot or -1, sizes, and of a product the type of its operands.
+using Event = std::tuple<const char*, const char*, int64_t, std::array<int64_t, 5>, const char*>;
+
+// The events of a forward, or where needs is given of a backward. device: cuda, threads,
+// multiprocessors, whether the FFN is cut, and of attention forward and backward on a GPU scratch
+// and launches. there: such a device, if there is one.
+std::vector<Event> count(
+    const std::string& spec, std::vector<int64_t> sizes, const std::string& dtype,
+    const std::vector<Param>& params, std::vector<int64_t> cu_seqlens, int64_t angle_copies,
+    const std::tuple<bool, int64_t, int64_t, bool, std::array<int64_t, 4>>& device,
+    const std::optional<std::string>& there, bool save,
+    const std::optional<std::vector<bool>>& needs) {
+  ckptfused::CountedCall call{spec, std::move(sizes),      dtype_named(dtype),
+                              {},   std::move(cu_seqlens), angle_copies};
+  for (const Param& p : params) {
+    call.params.push_back(
+        p ? std::optional(ckptfused::CountedCall::Param{p->first, dtype_named(p->second)})
+          : std::nullopt);
+  }
+  const auto& [cuda, threads, multiprocessors, cut_ffn, attention] = device;
+  ckptfused::CountedDevice counted{cuda,
+                                   threads,
+                                   multiprocessors,
+                                   {},
+                                   {attention[0], attention[1]},
+                                   {attention[2], attention[3]},
+                                   cut_ffn};
+  if (there) counted.like = at::empty({0}, at::Device(*there));
+  const std::vector<ckptfused::Ledger::Event> events =
+      needs ? ckptfused::count_backward(call, counted, *needs)
+            : ckptfused::count_forward(call, counted, save);
+  std::vector<Event> result;
+  result.reserve(events.size());
+  for (const ckptfused::Ledger::Event& e : events) {
+    result.emplace_back(kKinds[e.kind], e.name, e.slot, e.sizes, c10::toString(e.dtype));
+  }
+  return result;
 }
 
 // A Python context manager.
@@ -59,19 +101,7 @@ PYBIND11_MODULE(_C, m) {
     const ckptfused::FFNTiles t = ckptfused::ffn_tiles(rows, width, hidden, gated, size);
     return std::make_tuple(t.rows, t.cols);
   });
-  m.def("linear_scratch_bytes", [](int64_t n, int64_t k, int64_t c, const std::string& dtype) {
-    return ckptfused::linear_scratch_bytes(n, k, c, dtype_named(dtype));
-  });
-  m.def("adapter_scratch_bytes", [](int64_t n, int64_t k, int64_t m, int64_t ranks, bool backward,
-                                    bool din, int64_t da_ranks, int64_t db_ranks, int64_t dbiases,
-                                    const std::string& dtype, int64_t threads) {
-    const ckptfused::AdapterSizes sizes{n, k, m, ranks, backward, din, da_ranks, db_ranks, dbiases};
-    return ckptfused::adapter_scratch_bytes(sizes, dtype_named(dtype), threads);
-  });
-  m.def("attention_scratch_bytes", [](bool backward, const std::string& dtype, int64_t queries,
-                                      int64_t keys, int64_t head_dim) {
-    const auto bytes =
-        backward ? ckptfused::attention_bwd_scratch_bytes : ckptfused::attention_fwd_scratch_bytes;
-    return bytes(dtype_named(dtype), queries, keys, head_dim);
-  });
+  m.def("runs_as_float",
+        [](const std::string& dtype) { return ckptfused::runs_as_float(dtype_named(dtype)); });
+  m.def("count", &count);
 }

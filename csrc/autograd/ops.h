@@ -6,8 +6,10 @@
 #include <string>
 #include <string_view>
 
+#include "ops/counted.h"
+
 // The small ops, called by name through the dispatcher, so that CPU, CUDA and Triton kernels are
-// interchangeable. Undefined tensors become None.
+// interchangeable; while a ledger is open, their counted forms. Undefined tensors become None.
 namespace ckptfused::call {
 
 using at::Tensor;
@@ -17,30 +19,37 @@ inline OptTensor opt(const Tensor& t) {
   return t.defined() ? OptTensor(t) : OptTensor();
 }
 
-#define CKPT_OP(name, ...) \
-  static const auto op =   \
-      c10::Dispatcher::singleton().findSchemaOrThrow("ckptfused::" name, "").typed<__VA_ARGS__>()
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> found(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// op: the op of that name, whose signature its counted form has.
+#define CKPT_OP(name)                                                                              \
+  static const auto handle =                                                                       \
+      found<std::remove_pointer_t<decltype(&*counted::name)>>("ckptfused::" #name);                \
+  const auto op = [](const auto&... arguments) {                                                   \
+    return Ledger::current() != nullptr ? counted::name(arguments...) : handle.call(arguments...); \
+  }
 
 inline Tensor rng_state(const Tensor& like, int64_t call_id,
                         const std::optional<at::Generator>& generator) {
-  CKPT_OP("rng_state", Tensor(const Tensor&, int64_t, const std::optional<at::Generator>&));
+  static const auto op = found<Tensor(const Tensor&, int64_t, const std::optional<at::Generator>&)>(
+      "ckptfused::rng_state");
   return op.call(like, call_id, generator);
 }
 
 inline void norm_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& y,
                      std::string_view kind, double eps) {
-  CKPT_OP("norm_fwd", void(const Tensor&, const OptTensor&, const OptTensor&, const Tensor&,
-                           std::string_view, double));
-  op.call(x, opt(weight), opt(bias), y, kind, eps);
+  CKPT_OP(norm_fwd);
+  op(x, opt(weight), opt(bias), y, kind, eps);
 }
 
 inline void norm_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& dres,
                      const Tensor& dx, const Tensor& dw, const Tensor& db, std::string_view kind,
                      double eps) {
-  CKPT_OP("norm_bwd",
-          void(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-               const OptTensor&, const OptTensor&, std::string_view, double));
-  op.call(dy, x, opt(weight), opt(dres), opt(dx), opt(dw), opt(db), kind, eps);
+  CKPT_OP(norm_bwd);
+  op(dy, x, opt(weight), opt(dres), opt(dx), opt(dw), opt(db), kind, eps);
 }
 
 inline void residual_fwd(const Tensor& x, const Tensor& f, const Tensor& rng, const Tensor& post_w,
@@ -48,43 +57,33 @@ inline void residual_fwd(const Tensor& x, const Tensor& f, const Tensor& rng, co
                          const Tensor& sum, const Tensor& normed, std::string_view post,
                          double post_eps, std::string_view next, double next_eps, double m,
                          double p, int64_t site, at::IntArrayRef rows) {
-  CKPT_OP("residual_fwd", void(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&,
-                               const OptTensor&, const OptTensor&, const OptTensor&,
-                               const OptTensor&, const OptTensor&, std::string_view, double,
-                               std::string_view, double, double, double, int64_t, at::IntArrayRef));
-  op.call(x, f, opt(rng), opt(post_w), opt(post_b), opt(next_w), opt(next_b), opt(sum), opt(normed),
-          post, post_eps, next, next_eps, m, p, site, rows);
+  CKPT_OP(residual_fwd);
+  op(x, f, opt(rng), opt(post_w), opt(post_b), opt(next_w), opt(next_b), opt(sum), opt(normed),
+     post, post_eps, next, next_eps, m, p, site, rows);
 }
 
 inline void residual_bwd(const Tensor& ds, const Tensor& f, const Tensor& rng, const Tensor& post_w,
                          const Tensor& df, const Tensor& dpost_w, const Tensor& dpost_b,
                          std::string_view post, double post_eps, double m, double p, int64_t site,
                          at::IntArrayRef rows) {
-  CKPT_OP("residual_bwd", void(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                               const Tensor&, const OptTensor&, const OptTensor&, std::string_view,
-                               double, double, double, int64_t, at::IntArrayRef));
-  op.call(ds, opt(f), opt(rng), opt(post_w), df, opt(dpost_w), opt(dpost_b), post, post_eps, m, p,
-          site, rows);
+  CKPT_OP(residual_bwd);
+  op(ds, opt(f), opt(rng), opt(post_w), df, opt(dpost_w), opt(dpost_b), post, post_eps, m, p, site,
+     rows);
 }
 
 inline void activation_fwd(const Tensor& g, const Tensor& u, const Tensor& rng, const Tensor& h,
                            std::string_view act, double p, int64_t site, int64_t cols, int64_t row0,
                            int64_t col0, at::IntArrayRef rows) {
-  CKPT_OP("activation_fwd",
-          void(const Tensor&, const Tensor&, const OptTensor&, const Tensor&, std::string_view,
-               double, int64_t, int64_t, int64_t, int64_t, at::IntArrayRef));
-  op.call(g, u, opt(rng), h, act, p, site, cols, row0, col0, rows);
+  CKPT_OP(activation_fwd);
+  op(g, u, opt(rng), h, act, p, site, cols, row0, col0, rows);
 }
 
 inline void activation_bwd(const Tensor& g, const Tensor& u, const Tensor& dh, const Tensor& rng,
                            const Tensor& h, const Tensor& dg, const Tensor& du,
                            std::string_view act, double p, int64_t site, int64_t cols, int64_t row0,
                            int64_t col0, at::IntArrayRef rows) {
-  CKPT_OP("activation_bwd",
-          void(const Tensor&, const Tensor&, const Tensor&, const OptTensor&, const OptTensor&,
-               const OptTensor&, const OptTensor&, std::string_view, double, int64_t, int64_t,
-               int64_t, int64_t, at::IntArrayRef));
-  op.call(g, u, dh, opt(rng), opt(h), opt(dg), opt(du), act, p, site, cols, row0, col0, rows);
+  CKPT_OP(activation_bwd);
+  op(g, u, dh, opt(rng), opt(h), opt(dg), opt(du), act, p, site, cols, row0, col0, rows);
 }
 
 // The platform's products where no kernel of ours is registered for the device.
@@ -92,11 +91,15 @@ inline std::string ffn_choice(const Tensor& like, at::ScalarType dtype, int64_t 
                               int64_t f, std::string_view act) {
   static const auto handle =
       c10::Dispatcher::singleton().findSchemaOrThrow("ckptfused::ffn_choice", "");
-  const auto key = like.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
+  // A count asks for the device that it is for; where there is none, it is the platform's products.
+  const Ledger* ledger = Ledger::current();
+  const OptTensor there = ledger != nullptr ? ledger->device().like : like;
+  if (!there.has_value()) return "cublas";
+  const auto key = there->is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
   if (!handle.hasKernelForDispatchKey(key)) return "cublas";
   static const auto op = handle.typed<std::string(const Tensor&, at::ScalarType, int64_t, int64_t,
                                                   int64_t, std::string_view)>();
-  return op.call(like, dtype, n, c, f, act);
+  return op.call(*there, dtype, n, c, f, act);
 }
 
 // The gate and up projections of some hidden columns; those that do not exist are undefined.
@@ -115,45 +118,33 @@ struct HiddenMask {
 inline void ffn_up_fwd(const Tensor& x, const UpWeights& w, const Tensor& h, const Tensor& g,
                        const Tensor& u, std::string_view act, bool transposed,
                        const HiddenMask& mask, std::string_view config) {
-  CKPT_OP("ffn_up_fwd", void(const Tensor&, const OptTensor&, const Tensor&, const OptTensor&,
-                             const OptTensor&, const OptTensor&, const Tensor&, const OptTensor&,
-                             const OptTensor&, std::string_view, bool, double, int64_t, int64_t,
-                             int64_t, int64_t, at::IntArrayRef, std::string_view));
-  op.call(x, opt(w.gate), w.up, opt(w.gate_bias), opt(w.up_bias), opt(mask.rng), h, opt(g), opt(u),
-          act, transposed, mask.p, mask.site, mask.cols, mask.row0, mask.col0, mask.rows, config);
+  CKPT_OP(ffn_up_fwd);
+  op(x, opt(w.gate), w.up, opt(w.gate_bias), opt(w.up_bias), opt(mask.rng), h, opt(g), opt(u), act,
+     transposed, mask.p, mask.site, mask.cols, mask.row0, mask.col0, mask.rows, config);
 }
 
 inline void ffn_up_bwd(const Tensor& x, const UpWeights& w, const Tensor& g, const Tensor& u,
                        const Tensor& ddown, const Tensor& down_w, const Tensor& h, const Tensor& dg,
                        const Tensor& du, std::string_view act, bool transposed,
                        const HiddenMask& mask, std::string_view config) {
-  CKPT_OP("ffn_up_bwd", void(const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                             const OptTensor&, const OptTensor&, const OptTensor&, const Tensor&,
-                             const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                             const OptTensor&, std::string_view, bool, double, int64_t, int64_t,
-                             int64_t, int64_t, at::IntArrayRef, std::string_view));
-  op.call(opt(x), opt(w.gate), opt(w.up), opt(w.gate_bias), opt(w.up_bias), opt(g), opt(u), ddown,
-          down_w, opt(mask.rng), opt(h), opt(dg), opt(du), act, transposed, mask.p, mask.site,
-          mask.cols, mask.row0, mask.col0, mask.rows, config);
+  CKPT_OP(ffn_up_bwd);
+  op(opt(x), opt(w.gate), opt(w.up), opt(w.gate_bias), opt(w.up_bias), opt(g), opt(u), ddown,
+     down_w, opt(mask.rng), opt(h), opt(dg), opt(du), act, transposed, mask.p, mask.site, mask.cols,
+     mask.row0, mask.col0, mask.rows, config);
 }
 
 inline void qk_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& cos,
                    const Tensor& sin, const Tensor& y, std::string_view norm, double eps,
                    std::string_view rope, int64_t rotary_dim) {
-  CKPT_OP("qk_fwd", void(const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-                         const OptTensor&, const Tensor&, std::string_view, double,
-                         std::string_view, int64_t));
-  op.call(x, opt(weight), opt(bias), opt(cos), opt(sin), y, norm, eps, rope, rotary_dim);
+  CKPT_OP(qk_fwd);
+  op(x, opt(weight), opt(bias), opt(cos), opt(sin), y, norm, eps, rope, rotary_dim);
 }
 
 inline void qk_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& cos,
                    const Tensor& sin, const Tensor& dx, const Tensor& dw, const Tensor& db,
                    std::string_view norm, double eps, std::string_view rope, int64_t rotary_dim) {
-  CKPT_OP("qk_bwd", void(const Tensor&, const Tensor&, const OptTensor&, const OptTensor&,
-                         const OptTensor&, const Tensor&, const OptTensor&, const OptTensor&,
-                         std::string_view, double, std::string_view, int64_t));
-  op.call(dy, x, opt(weight), opt(cos), opt(sin), dx, opt(dw), opt(db), norm, eps, rope,
-          rotary_dim);
+  CKPT_OP(qk_bwd);
+  op(dy, x, opt(weight), opt(cos), opt(sin), dx, opt(dw), opt(db), norm, eps, rope, rotary_dim);
 }
 
 // How a loss is made of logits.
@@ -162,12 +153,14 @@ struct LossArgs {
   double smoothing, scale, softcap, z_loss;
 };
 
+// Not of a block, and not counted.
 inline void cross_entropy_fwd(const Tensor& logits, const Tensor& target,
                               const Tensor& class_weight, const Tensor& loss, const Tensor& lse,
                               const Tensor& predicted, bool grad, const LossArgs& a) {
-  CKPT_OP("cross_entropy_fwd",
-          void(const Tensor&, const Tensor&, const OptTensor&, const Tensor&, const Tensor&,
-               const OptTensor&, bool, int64_t, double, double, double, double));
+  static const auto op =
+      found<void(const Tensor&, const Tensor&, const OptTensor&, const Tensor&, const Tensor&,
+                 const OptTensor&, bool, int64_t, double, double, double, double)>(
+          "ckptfused::cross_entropy_fwd");
   op.call(logits, target, opt(class_weight), loss, lse, opt(predicted), grad, a.ignore_index,
           a.smoothing, a.scale, a.softcap, a.z_loss);
 }
@@ -175,9 +168,10 @@ inline void cross_entropy_fwd(const Tensor& logits, const Tensor& target,
 inline void cross_entropy_bwd(const Tensor& logits, const Tensor& target,
                               const Tensor& class_weight, const Tensor& lse, const Tensor& factor,
                               int64_t classes, int64_t col0, const LossArgs& a) {
-  CKPT_OP("cross_entropy_bwd",
-          void(const Tensor&, const Tensor&, const OptTensor&, const Tensor&, const OptTensor&,
-               int64_t, int64_t, int64_t, double, double, double, double));
+  static const auto op =
+      found<void(const Tensor&, const Tensor&, const OptTensor&, const Tensor&, const OptTensor&,
+                 int64_t, int64_t, int64_t, double, double, double, double)>(
+          "ckptfused::cross_entropy_bwd");
   op.call(logits, target, opt(class_weight), lse, opt(factor), classes, col0, a.ignore_index,
           a.smoothing, a.scale, a.softcap, a.z_loss);
 }
@@ -194,26 +188,18 @@ struct AttentionArgs {
 
 inline std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
                                                 const AttentionArgs& a) {
-  CKPT_OP("attention_fwd",
-          std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptTensor&,
-                                     const OptTensor&, const OptTensor&, const OptTensor&,
-                                     std::string_view, std::string_view, double, bool, int64_t,
-                                     double, double));
-  return op.call(q, k, v, opt(a.mask), opt(a.padding), opt(a.cu_seqlens), opt(a.rng), a.mask_kind,
-                 a.padding_kind, a.scale, a.causal, a.window, a.softcap, a.p);
+  CKPT_OP(attention_fwd);
+  return op(q, k, v, opt(a.mask), opt(a.padding), opt(a.cu_seqlens), opt(a.rng), a.mask_kind,
+            a.padding_kind, a.scale, a.causal, a.window, a.softcap, a.p);
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> attention_bwd(const Tensor& d_o, const Tensor& q,
                                                         const Tensor& k, const Tensor& v,
                                                         const Tensor& o, const Tensor& lse,
                                                         const AttentionArgs& a) {
-  CKPT_OP("attention_bwd",
-          std::tuple<Tensor, Tensor, Tensor>(
-              const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-              const Tensor&, const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&,
-              std::string_view, std::string_view, double, bool, int64_t, double, double));
-  return op.call(d_o, q, k, v, o, lse, opt(a.mask), opt(a.padding), opt(a.cu_seqlens), opt(a.rng),
-                 a.mask_kind, a.padding_kind, a.scale, a.causal, a.window, a.softcap, a.p);
+  CKPT_OP(attention_bwd);
+  return op(d_o, q, k, v, o, lse, opt(a.mask), opt(a.padding), opt(a.cu_seqlens), opt(a.rng),
+            a.mask_kind, a.padding_kind, a.scale, a.causal, a.window, a.softcap, a.p);
 }
 
 #undef CKPT_OP

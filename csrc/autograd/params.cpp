@@ -91,7 +91,11 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
     cu_seqlens_ = aux_at(aux, kCuSeqlens);
   }
   if (spec.has_ffn) {
-    tiles_ = ffn_tiles(N_, C_, spec.ffn.hidden, spec.ffn.gated(), int64_t(c10::elementSize(P_)));
+    const Ledger* ledger = Ledger::current();
+    const bool whole = ledger != nullptr && !ledger->device().cut_ffn;
+    tiles_ =
+        whole ? FFNTiles{N_, spec.ffn.hidden}
+              : ffn_tiles(N_, C_, spec.ffn.hidden, spec.ffn.gated(), int64_t(c10::elementSize(P_)));
     choose_up_kernel();
   }
   if (spec.has_dropout()) {
@@ -101,7 +105,9 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
   }
 }
 
-Tensor Block::empty(at::IntArrayRef size, at::ScalarType type) const {
+Tensor Block::empty(at::IntArrayRef size, at::ScalarType type, const char* name,
+                    int64_t slot) const {
+  const Ledger::Name named(name, slot);
   Tensor t = at::empty(size, x_.options().dtype(type));
   if (t.is_cpu()) advise_huge_pages(t.mutable_data_ptr(), t.nbytes());
   return t;
@@ -110,6 +116,7 @@ Tensor Block::empty(at::IntArrayRef size, at::ScalarType type) const {
 Tensor Block::weight(int slot) {
   const Tensor& p = params_[slot];
   if (!p.defined() || p.scalar_type() == P_) return p;
+  const Ledger::Name name("cast", slot);
   if (!cast_[slot].defined()) cast_[slot] = p.to(P_);
   return cast_[slot];
 }
@@ -126,7 +133,7 @@ bool Block::need_any(int begin, int end) const {
 
 Tensor Block::grad_vector(int slot) {
   if (!need(slot)) return {};
-  if (!grads_[slot].defined()) grads_[slot] = empty(params_[slot].sizes(), A_);
+  if (!grads_[slot].defined()) grads_[slot] = empty(params_[slot].sizes(), A_, "d", slot);
   return grads_[slot];
 }
 
@@ -135,8 +142,10 @@ void Block::add_weight_grad(int slot, bool transposed, int64_t row0, int64_t row
   if (!need(slot)) return;
   // A sum over row tiles is held in the accumulation type.
   const bool cut_rows = spec_.has_ffn && tiles_.rows < N_ && slot >= ffn_slot(0);
-  if (!grads_[slot].defined()) grads_[slot] = empty(params_[slot].sizes(), cut_rows ? A_ : P_);
+  if (!grads_[slot].defined())
+    grads_[slot] = empty(params_[slot].sizes(), cut_rows ? A_ : P_, "d", slot);
   const Tensor& grad = grads_[slot];
+  const Ledger::Name name("d", slot);
   if (transposed) {
     matmul_out(grad.narrow(0, col0, cols).narrow(1, row0, rows), in.t(), dout, add);
   } else {
@@ -147,16 +156,22 @@ void Block::add_weight_grad(int slot, bool transposed, int64_t row0, int64_t row
 void Block::add_bias_grad(int slot, int64_t row0, const Tensor& dout, bool add) {
   const Tensor grad = grad_vector(slot);
   if (!grad.defined()) return;
+  const Ledger::Name name("d", slot);
   Tensor target = grad.narrow(0, row0, dout.size(1));
-  if (add) {
+  if (Ledger* ledger = Ledger::current()) {  // PyTorch's own on meta tensors is slow Python
+    const Tensor sum = add ? empty(target.sizes(), A_, "d", slot) : target;
+    ledger->launched("aten::sum");
+    if (add) ledger->launched("aten::add_");
+  } else if (add) {
     target.add_(dout.sum({0}, false, A_));
   } else {
     at::sum_out(target, dout, {0}, false, A_);
   }
 }
 
-void Block::project(const Tensor& out, const Tensor& in, const std::vector<Part>& parts,
-                    bool transposed, int64_t row0) {
+void Block::project(const char* name, const Tensor& out, const Tensor& in,
+                    const std::vector<Part>& parts, bool transposed, int64_t row0) {
+  const Ledger::Name named(name);
   for (const Part& part : parts) {
     const Tensor w = weight(part.weight), b = weight(part.bias);
     const Tensor columns = out.narrow(1, part.col0, part.width);
@@ -175,6 +190,7 @@ void Block::project_backward(const Tensor& dout, const Tensor& in, const std::ve
     const Tensor d = dout.narrow(1, part.col0, part.width);
     if (din.defined()) {
       const Tensor w = weight(part.weight).narrow(transposed ? 1 : 0, part.row0, part.width);
+      const Ledger::Name name("d in of", part.weight);
       matmul_out(din, d, transposed ? w.t() : w, add_din);
       add_din = true;
     }
@@ -190,9 +206,10 @@ void Block::project_backward(const Tensor& dout, const Tensor& in, const std::ve
 }
 
 Tensor Block::pre_norm(const Tensor& x, const NormSpec& norm, int weight, int bias,
-                       at::ScalarType type) {
+                       at::ScalarType type, const char* name) {
+  const Ledger::Name named(name);
   if (!norm.on()) return x.scalar_type() == type ? x : x.to(type);
-  const Tensor y = like_x(type);
+  const Tensor y = like_x(type, name);
   call::norm_fwd(x, param(weight), param(bias), y, norm.kind, norm.eps);
   return y;
 }
@@ -211,7 +228,7 @@ void Block::close(const Tensor& x, const Tensor& f, const HalfSpec& half, int po
 Tensor Block::residual_backward(const Tensor& ds, const Tensor& f, const HalfSpec& half,
                                 int post_weight, int site) {
   if (!half.post.on() && half.p_res == 0 && half.m == 1.0 && R_ == P_) return ds;
-  Tensor df = like_x(P_);
+  Tensor df = like_x(P_, "d f");
   call::residual_bwd(ds, half.post.on() ? f : Tensor(), half.p_res > 0 ? rng_ : Tensor(),
                      param(post_weight), df, grad_vector(post_weight), grad_vector(post_weight + 1),
                      half.post.kind, half.post.eps, half.m, half.p_res, site, row_map());
@@ -219,12 +236,12 @@ Tensor Block::residual_backward(const Tensor& ds, const Tensor& f, const HalfSpe
 }
 
 Tensor Block::norm_backward(const Tensor& dn, const Tensor& x, const NormSpec& norm, int weight,
-                            const Tensor& dres, bool dres_owned, bool need_dx) {
+                            const Tensor& dres, bool dres_owned, bool need_dx, const char* name) {
   if (!dn.defined()) return dres;
   const Tensor dw = norm.on() ? grad_vector(weight) : Tensor();
   const Tensor db = norm.on() ? grad_vector(weight + 1) : Tensor();
   if (!need_dx && !dw.defined() && !db.defined()) return {};
-  const Tensor dx = !need_dx ? Tensor() : dres_owned ? dres : like_x(R_);
+  const Tensor dx = !need_dx ? Tensor() : dres_owned ? dres : like_x(R_, name);
   call::norm_bwd(dn, x, norm.on() ? param(weight) : Tensor(), need_dx ? dres : Tensor(), dx, dw, db,
                  norm.kind, norm.eps);
   return dx;

@@ -7,7 +7,6 @@ namespace ckptfused {
 
 // How the FFN half cuts its work. The partition is a function of the shape alone and is the same
 // in forward and backward, because a product of 2048 rows and two of 1024 differ in bits.
-// ckptfused/cost computes the same, and a test compares the two.
 struct FFNTiles {
   int64_t rows;  // rows of a tile; all of them when the columns are cut
   int64_t cols;  // hidden columns of a tile; all of them when the rows are cut

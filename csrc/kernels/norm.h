@@ -42,4 +42,17 @@ struct NormBwd {
   void* dx;          // or null
 };
 
+// Columns of a row that a warp reads at once.
+constexpr int64_t kWarpColumns = 256;
+
+// In how many chunks of consecutive rows a GPU sums the gradients of a norm's parameters: as many
+// blocks as fit at once, of at least eight rows each. A thread has two groups of a row and 128
+// registers.
+inline int64_t row_grad_chunks(int64_t rows, int64_t cols, int64_t multiprocessors) {
+  const int64_t row_warps = (cols + kWarpColumns - 1) / kWarpColumns, warps = (row_warps + 1) / 2;
+  const int64_t block = warps < 1 ? 1 : warps > 16 ? 16 : warps;
+  const int64_t most = multiprocessors * (16 / block), wanted = (rows + 7) / 8;
+  return wanted < 1 ? 1 : wanted < most ? wanted : most;
+}
+
 }  // namespace ckptfused

@@ -43,4 +43,12 @@ struct QkBwd : QkShape {
   HeadsView<void*> dx;
 };
 
+// In how many chunks of consecutive heads a GPU sums the gradients of a norm's parameters: as many
+// blocks as it holds at once, but no more than have 64 heads each.
+inline int64_t qk_grad_chunks(int64_t tokens, int64_t heads, int64_t /*head_dim*/,
+                              int64_t multiprocessors) {
+  const int64_t most = 4 * multiprocessors, wanted = (tokens * heads + 63) / 64;
+  return wanted < 1 ? 1 : (wanted < most ? wanted : most);
+}
+
 }  // namespace ckptfused

@@ -43,14 +43,13 @@ void adapters_fwd_cpu(const at::Tensor& y, const at::Tensor& in, const Adapters&
 void adapters_bwd_cpu(const at::Tensor& dy, const at::Tensor& in, const at::Tensor& din,
                       const Adapters& adapters, const AdapterPlace& place);
 
-// Bytes that a CPU call allocates, apart from copies of a, b and bias in the accumulation type
-// where they have another. n rows, ranks of all adapters; backward: whether din is made, and the
-// ranks of those that ask for da, for db, and the number of those that ask for dbias.
+// What the scratch of a CPU call depends on, apart from copies of a, b and bias in the accumulation
+// type where they have another. n rows, ranks of all adapters; backward: whether din is made, and
+// the ranks of those that ask for da, for db, and the number of those that ask for dbias.
 struct AdapterSizes {
   int64_t n, k, m, ranks;
   bool backward = false, din = false;
   int64_t da_ranks = 0, db_ranks = 0, dbiases = 0;
 };
-int64_t adapter_scratch_bytes(const AdapterSizes& sizes, at::ScalarType acc, int64_t threads);
 
 }  // namespace ckptfused

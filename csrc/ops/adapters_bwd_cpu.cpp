@@ -133,8 +133,8 @@ void backward(const at::Tensor& dy, const at::Tensor& in, const at::Tensor& din,
   const Ranges ranges(n);
   const Rows<T> dy_rows(dy), in_rows(in);
   const Rows<D> din_rows(din);
-  const at::Tensor memory =
-      at::empty({ranges.count, sums_size(s)}, at::CppTypeToScalarType<A>::value);
+  const at::Tensor memory = at::empty({ranges.count, sums_size(s)},
+                                      dy.options().dtype(at::CppTypeToScalarType<A>::value));
   A* sums_data = static_cast<A*>(memory.mutable_data_ptr());
   run_tasks(ranges.count, thread_bytes<A>(s), [&](int64_t range, char* mine) {
     Pieces pieces(mine);
@@ -148,7 +148,7 @@ void backward(const at::Tensor& dy, const at::Tensor& in, const at::Tensor& din,
                      scratch);
     }
   });
-  add_sums(adapters, s, ranges, sums_data);
+  if (Ledger::current() == nullptr) add_sums(adapters, s, ranges, sums_data);
 }
 
 }  // namespace
@@ -164,16 +164,6 @@ void adapters_bwd_cpu(const at::Tensor& dy, const at::Tensor& in, const at::Tens
       backward<T, T>(dy, in, din, adapters, place);
     }
   });
-}
-
-int64_t adapter_scratch_bytes(const AdapterSizes& s, at::ScalarType acc, int64_t threads) {
-  const bool wide = acc == at::kDouble;
-  const int64_t each = wide ? thread_bytes<double>(s) : thread_bytes<float>(s);
-  if (s.n == 0) return 0;
-  const Ranges ranges(s.n);
-  const int64_t tasks = s.backward ? ranges.count : (s.n + kRows - 1) / kRows;
-  const int64_t sums = s.backward ? ranges.count * sums_size(s) * (wide ? 8 : 4) : 0;
-  return std::min(threads, tasks) * each + sums;
 }
 
 }  // namespace ckptfused

@@ -142,8 +142,8 @@ at::Tensor attention_operand(const at::Tensor& t) {
 
 at::Tensor attention_buffer(const at::Tensor& like, int64_t heads, int64_t tokens, bool zeroed) {
   const std::vector<int64_t> memory = {like.size(0), tokens, heads, like.size(3)};
-  const at::Tensor buffer =
-      zeroed ? at::zeros(memory, like.options()) : at::empty(memory, like.options());
+  at::Tensor buffer = at::empty(memory, like.options());
+  if (zeroed) buffer.zero_();
   return buffer.transpose(1, 2);
 }
 

@@ -53,6 +53,19 @@ AttentionProblem attention_problem(const char* op, const at::Tensor& q, const at
                                    std::string_view padding_kind, double scale, bool causal,
                                    int64_t window, double softcap, double p);
 
+// The ops on the CPU. While a ledger is open they take meta tensors and stop short of the work.
+std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
+    const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
+    const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
+    double scale, bool causal, int64_t window, double softcap, double p);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
+    const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& o, const at::Tensor& lse, const OptionalTensor& mask,
+    const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
+    const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
+    double scale, bool causal, int64_t window, double softcap, double p);
+
 // t, or a copy of it whose rows [.., T, D] a matrix product can read in place.
 at::Tensor attention_operand(const at::Tensor& t);
 

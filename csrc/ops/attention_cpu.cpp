@@ -1,18 +1,19 @@
 #include "ops/torch.h"
 
 #include "ops/attention_tiles_cpu.h"
+#include "ops/ledger.h"
 #include "ops/linear.h"
 
 namespace ckptfused {
 namespace {
 
 // Whether PyTorch's flash kernel does the job: where it can, but for two kinds of shapes where the
-// tiles took less time. (ckptfused/cost/attention.py makes the same choice.)
+// tiles took less time.
 bool flash(const AttentionProblem& a) {
   if (!a.plain() || a.q.numel() == 0 || a.k.numel() == 0) return false;
   // Half precision on a processor without matrix instructions for the type: its backward takes
   // three to four times as long as the tiles, which multiply in float32 as linear.h does.
-  if (linear_scratch_bytes(1, 1, 1, a.q.scalar_type()) > 0) return false;
+  if (runs_as_float(a.q.scalar_type())) return false;
   // Causal lengths of a few hundred: it takes 512 keys at a time and so computes most of what the
   // mask hides (1.3 to 1.4 times the tiles at 512; the limits are counted). The tiles' backward
   // goes a key/value head at a time, of which there must be some.
@@ -20,7 +21,24 @@ bool flash(const AttentionProblem& a) {
   return !(few_hundred && a.batch() * a.kv_heads() >= 4);
 }
 
-std::tuple<at::Tensor, at::Tensor> attention_fwd(
+// The same, which an open ledger notes.
+bool use_flash(const AttentionProblem& a) {
+  const bool used = flash(a);
+  Ledger* ledger = Ledger::current();
+  if (ledger != nullptr) ledger->launched(used ? "flash attention" : "tiled attention");
+  return used;
+}
+
+// What PyTorch's flash kernel returns: o in the order of q's memory, lse [B, T, H] there.
+std::tuple<at::Tensor, at::Tensor> flash_outputs(const AttentionProblem& a) {
+  const at::Tensor lse = at::empty({a.batch(), a.q.size(2), a.heads()},
+                                   a.q.options().dtype(acc_dtype(a.q.scalar_type())));
+  return {at::empty_like(a.q), lse.transpose(1, 2)};
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
     const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
     const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
@@ -29,14 +47,16 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd(
   const AttentionProblem a =
       attention_problem("attention_fwd", q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind,
                         padding_kind, scale, causal, window, softcap, p);
-  if (!flash(a)) return attention_tiled_fwd(a);
-  const auto [o, lse] = at::_scaled_dot_product_flash_attention_for_cpu(a.q, a.k, a.v, 0.0, causal,
-                                                                        std::nullopt, scale);
+  if (!use_flash(a)) return attention_tiled_fwd(a);
+  const auto [o, lse] = Ledger::current() != nullptr
+                            ? flash_outputs(a)
+                            : at::_scaled_dot_product_flash_attention_for_cpu(
+                                  a.q, a.k, a.v, 0.0, causal, std::nullopt, scale);
   // PyTorch gives o the order of q's memory, which is another one where that is sequence-first.
   return {o.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd(
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
     const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
     const at::Tensor& o, const at::Tensor& lse, const OptionalTensor& mask,
     const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
@@ -48,25 +68,25 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd(
       attention_problem(op, q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind, padding_kind,
                         scale, causal, window, softcap, p);
   for (const auto& [name, t] : {std::pair("do", dout), std::pair("o", o)}) {
-    TORCH_CHECK(t.sizes() == q.sizes() && t.scalar_type() == q.scalar_type() && t.is_cpu(), op,
-                ": ", name, ": expected one like q, ", q.scalar_type(), " ", q.sizes(),
-                " on cpu, got ", t.scalar_type(), " ", t.sizes(), " on ", t.device());
+    TORCH_CHECK(t.sizes() == q.sizes() && t.scalar_type() == q.scalar_type() && on_cpu(t), op, ": ",
+                name, ": expected one like q, ", q.scalar_type(), " ", q.sizes(), " on cpu, got ",
+                t.scalar_type(), " ", t.sizes(), " on ", t.device());
     check_memory(op, name, t);
   }
   check_memory(op, "lse", lse);
   const at::Tensor rows = lse.contiguous();
-  check_tensor(op, "lse", rows, q.sizes().slice(0, 3), acc_dtype(q.scalar_type()), at::kCPU);
+  check_tensor(op, "lse", rows, q.sizes().slice(0, 3), acc_dtype(q.scalar_type()), q.device());
   const at::Tensor dout_rows = attention_operand(dout), o_rows = attention_operand(o);
-  if (!flash(a)) return attention_tiled_bwd(a, dout_rows, o_rows, rows);
+  if (!use_flash(a)) return attention_tiled_bwd(a, dout_rows, o_rows, rows);
+  if (Ledger::current() != nullptr)
+    return {at::empty_like(q), at::empty_like(k), at::empty_like(v)};
   return at::_scaled_dot_product_flash_attention_for_cpu_backward(
       dout_rows, a.q, a.k, a.v, o_rows, rows, 0.0, causal, std::nullopt, scale);
 }
 
-}  // namespace
-
 TORCH_LIBRARY_IMPL(ckptfused, CPU, m) {
-  m.impl("attention_fwd", &attention_fwd);
-  m.impl("attention_bwd", &attention_bwd);
+  m.impl("attention_fwd", &attention_fwd_cpu);
+  m.impl("attention_bwd", &attention_bwd_cpu);
 }
 
 }  // namespace ckptfused

@@ -33,14 +33,4 @@ void CudaLaunch::check(const char* status) const {
                                   {properties.name, properties.major, properties.minor}));
 }
 
-GradPartials::GradPartials(const RowCall& call, int64_t chunks, int64_t cols) {
-  const auto make = [&](const OptionalTensor& grad, at::Tensor& buffer) -> void* {
-    if (!given(grad)) return nullptr;
-    buffer = at::empty({chunks, cols}, grad->options());
-    return buffer.mutable_data_ptr();
-  };
-  dweight = make(call.dweight, dweight_buffer);
-  dbias = make(call.dbias, dbias_buffer);
-}
-
 }  // namespace ckptfused

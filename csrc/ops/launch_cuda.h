@@ -26,12 +26,4 @@ class CudaLaunch {
   c10::cuda::OptionalCUDAGuard guard_;
 };
 
-// Scratch for the partial sums of those gradients that a call asks for: acc [chunks, cols] each.
-struct GradPartials {
-  GradPartials(const RowCall& call, int64_t chunks, int64_t cols);
-
-  at::Tensor dweight_buffer, dbias_buffer;
-  void *dweight = nullptr, *dbias = nullptr;
-};
-
 }  // namespace ckptfused

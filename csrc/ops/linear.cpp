@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels/cpu/target.h"
+#include "ops/ledger.h"
 
 #if CKPT_HAS_X86_TARGETS
 #include <cpuid.h>
@@ -41,20 +42,24 @@ MatrixInstructions detect() {
   return found;
 }
 
-// Whether the CPU's products of this dtype go through float32 blocks.
-bool runs_as_float(at::ScalarType dtype) {
-  static const MatrixInstructions instructions = detect();
-  return (dtype == at::kBFloat16 && !instructions.bfloat16) ||
-         (dtype == at::kHalf && !instructions.half);
-}
+// What float32 blocks are made in. bias and sum: undefined where they are not needed.
+struct FloatBuffers {
+  int64_t n, k, c;  // of a block
+  at::Tensor a, b, bias, sum;
 
-struct Blocks {
-  int64_t n, k, c;
+  FloatBuffers(const at::Tensor& like, int64_t rows, int64_t cols, int64_t depth, bool with_bias,
+               bool with_sum)
+      : n(std::min(rows, kBlock)), k(std::min(cols, kBlock)), c(std::min(depth, kBlock)) {
+    const Ledger::Name name("float32 blocks");
+    const auto make = [&](int64_t size) {
+      return at::empty({size}, like.options().dtype(at::kFloat));
+    };
+    a = make(n * c);
+    b = make(c * k);
+    if (with_bias) bias = make(k);
+    if (with_sum) sum = make(n * k);
+  }
 };
-
-Blocks blocks_of(int64_t n, int64_t k, int64_t c) {
-  return {std::min(n, kBlock), std::min(k, kBlock), std::min(c, kBlock)};
-}
 
 at::Tensor block_of(const at::Tensor& t, int64_t row, int64_t rows, int64_t col, int64_t cols) {
   return t.slice(0, row, std::min(row + rows, t.size(0)))
@@ -74,25 +79,24 @@ at::Tensor to_float(const at::Tensor& block, const at::Tensor& buffer) {
 void float_blocks_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                       const std::optional<at::Tensor>& bias, bool accumulate) {
   const int64_t n = a.size(0), c = a.size(1), k = b.size(1);
-  const Blocks size = blocks_of(n, k, c);
-  const auto options = a.options().dtype(at::kFloat);
-  const at::Tensor a_buffer = at::empty({size.n * size.c}, options);
-  const at::Tensor b_buffer = at::empty({size.c * size.k}, options);
   const bool in_place = out.scalar_type() == at::kFloat;
-  const at::Tensor sum_buffer = in_place ? at::Tensor() : at::empty({size.n * size.k}, options);
+  const FloatBuffers buffers(a, n, k, c, bias.has_value(), !in_place);
 
-  for (int64_t k0 = 0; k0 < k; k0 += size.k) {
+  for (int64_t k0 = 0; k0 < k; k0 += buffers.k) {
     at::Tensor bias_block, b_block;
-    if (bias) bias_block = bias->slice(0, k0, std::min(k0 + size.k, k)).to(at::kFloat);
-    for (int64_t n0 = 0; n0 < n; n0 += size.n) {
-      const at::Tensor out_block = block_of(out, n0, size.n, k0, size.k);
+    if (bias) {
+      bias_block = buffers.bias.narrow(0, 0, std::min(buffers.k, k - k0));
+      bias_block.copy_(bias->narrow(0, k0, bias_block.size(0)));
+    }
+    for (int64_t n0 = 0; n0 < n; n0 += buffers.n) {
+      const at::Tensor out_block = block_of(out, n0, buffers.n, k0, buffers.k);
       at::Tensor sum = out_block;
-      if (!in_place) sum = sum_buffer.narrow(0, 0, sum.numel()).view(sum.sizes());
+      if (!in_place) sum = buffers.sum.narrow(0, 0, sum.numel()).view(sum.sizes());
       if (accumulate && !in_place) sum.copy_(out_block);
-      for (int64_t c0 = 0; c0 < c; c0 += size.c) {
-        const at::Tensor a_block = to_float(block_of(a, n0, size.n, c0, size.c), a_buffer);
-        if (n0 == 0 || size.c < c) {  // a b block of full depth serves every block of rows
-          b_block = to_float(block_of(b, c0, size.c, k0, size.k), b_buffer);
+      for (int64_t c0 = 0; c0 < c; c0 += buffers.c) {
+        const at::Tensor a_block = to_float(block_of(a, n0, buffers.n, c0, buffers.c), buffers.a);
+        if (n0 == 0 || buffers.c < c) {  // a b block of full depth serves every block of rows
+          b_block = to_float(block_of(b, c0, buffers.c, k0, buffers.k), buffers.b);
         }
         if (accumulate || c0 > 0) {
           at::addmm_out(sum, sum, a_block, b_block);
@@ -107,6 +111,15 @@ void float_blocks_out(const at::Tensor& out, const at::Tensor& a, const at::Tens
   }
 }
 
+void count_product(Ledger& ledger, const at::Tensor& out, const at::Tensor& a, bool bias,
+                   bool float_blocks) {
+  const int64_t n = a.size(0), k = out.size(1), c = a.size(1);
+  ledger.add(Ledger::product, {n, k, c}, a.scalar_type());
+  if (out.numel() == 0) return;
+  ledger.launched("product");
+  if (float_blocks) FloatBuffers(a, n, k, c, bias, out.scalar_type() != at::kFloat);
+}
+
 void product_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
                  const std::optional<at::Tensor>& bias, bool accumulate) {
   const at::ScalarType dtype = a.scalar_type();
@@ -115,10 +128,14 @@ void product_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
               "matrix product: expected operands of one dtype and an output of it (or float32 for "
               "half precision), got ",
               dtype, " @ ", b.scalar_type(), " -> ", out.scalar_type());
+  const bool float_blocks = on_cpu(a) && (widened || runs_as_float(dtype));
+  if (Ledger* ledger = Ledger::current()) {
+    return count_product(*ledger, out, a, bias.has_value(), float_blocks);
+  }
   if (out.numel() == 0) return;
   if (a.size(1) == 0) {
     if (!accumulate) bias ? out.copy_(bias->expand_as(out)) : out.zero_();
-  } else if (a.is_cpu() && (widened || runs_as_float(dtype))) {
+  } else if (float_blocks) {
     float_blocks_out(out, a, b, bias, accumulate);
   } else if (widened) {
     accumulate ? at::addmm_out(out, out, a, b, at::kFloat) : at::mm_out(out, a, b, at::kFloat);
@@ -149,10 +166,10 @@ void matmul_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
   product_out(out, a, b, std::nullopt, accumulate);
 }
 
-int64_t linear_scratch_bytes(int64_t n, int64_t k, int64_t c, at::ScalarType dtype) {
-  if (!runs_as_float(dtype)) return 0;
-  const Blocks size = blocks_of(n, k, c);
-  return int64_t(sizeof(float)) * (size.n * size.c + size.c * size.k + size.n * size.k + size.k);
+bool runs_as_float(at::ScalarType dtype) {
+  static const MatrixInstructions instructions = detect();
+  return (dtype == at::kBFloat16 && !instructions.bfloat16) ||
+         (dtype == at::kHalf && !instructions.half);
 }
 
 }  // namespace ckptfused

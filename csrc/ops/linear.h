@@ -23,7 +23,7 @@ void linear_out(const at::Tensor& out, const at::Tensor& in, const at::Tensor& w
 // accumulator; one over the few parts of a projection may be rounded to out's type each time.
 void matmul_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate);
 
-// Most bytes that one CPU product [n, c] x [c, k] of this dtype allocates while it runs.
-int64_t linear_scratch_bytes(int64_t n, int64_t k, int64_t c, at::ScalarType dtype);
+// Whether the CPU's products of this dtype go through float32 blocks.
+bool runs_as_float(at::ScalarType dtype);
 
 }  // namespace ckptfused

@@ -5,6 +5,7 @@
 #include "kernels/norm.h"
 #include "math/dropout.h"
 #include "ops/checks.h"
+#include "ops/ledger.h"
 
 // How ops on rows turn their arguments into what the kernels of every device take. <stem>.h checks
 // the arguments and fills the kernel's struct, <stem>_cpu.cpp and <stem>_cuda.cpp run it.
@@ -24,6 +25,22 @@ struct RowCall {
   const int64_t* state(const Dropout& dropout) const {
     return dropout.active() ? rng_state->const_data_ptr<int64_t>() : nullptr;
   }
+};
+
+// Scratch for the partial sums of those gradients that a call asks for: acc [chunks, cols] each.
+struct GradPartials {
+  GradPartials(const RowCall& call, int64_t chunks, int64_t cols) {
+    const auto make = [&](const OptionalTensor& grad, at::Tensor& buffer) -> void* {
+      if (!given(grad)) return nullptr;
+      buffer = at::empty({chunks, cols}, grad->options());
+      return buffer.mutable_data_ptr();
+    };
+    dweight = make(call.dweight, dweight_buffer);
+    dbias = make(call.dbias, dbias_buffer);
+  }
+
+  at::Tensor dweight_buffer, dbias_buffer;
+  void *dweight = nullptr, *dbias = nullptr;
 };
 
 inline NormKind norm_kind(const char* op, std::string_view kind) {
@@ -68,8 +85,11 @@ inline Dropout checked_dropout(const char* op, const OptionalTensor& state, doub
 // Likewise with the state, which is on the host.
 inline Dropout host_dropout(const char* op, const OptionalTensor& state, double p, int64_t site,
                             int64_t cols) {
-  const Dropout dropout = checked_dropout(op, state, p, site, cols, at::kCPU);
-  return dropout.active() ? with_state(dropout, state->const_data_ptr<int64_t>()) : dropout;
+  const bool counting = Ledger::current() != nullptr;
+  const at::Device device(counting ? at::kMeta : at::kCPU);
+  const Dropout dropout = checked_dropout(op, state, p, site, cols, device);
+  if (counting || !dropout.active()) return dropout;
+  return with_state(dropout, state->const_data_ptr<int64_t>());
 }
 
 }  // namespace ckptfused

@@ -32,30 +32,26 @@ void parallel_rows_with_grads(const RowCall& call, int64_t cols, int64_t width, 
     return;
   }
   const RowChunks chunks(call.rows);
-  const auto make_partials = [&](const OptionalTensor& grad) {
-    return given(grad) ? at::empty({chunks.count(), cols}, grad->options()) : at::Tensor();
-  };
-  const at::Tensor dweight_partials = make_partials(call.dweight);
-  const at::Tensor dbias_partials = make_partials(call.dbias);
+  const GradPartials partials(call, chunks.count(), cols);
   parallel_for(0, chunks.count(), 1, [&](int64_t chunk_begin, int64_t chunk_end) {
     for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-      const auto zeroed = [&](const at::Tensor& partials) -> void* {
-        if (!partials.defined()) return nullptr;
-        const int64_t bytes = cols * int64_t(partials.element_size());
-        void* partial = static_cast<char*>(partials.mutable_data_ptr()) + chunk * bytes;
+      const auto zeroed = [&](const at::Tensor& all) -> void* {
+        if (!all.defined()) return nullptr;
+        const int64_t bytes = cols * int64_t(all.element_size());
+        void* partial = static_cast<char*>(all.mutable_data_ptr()) + chunk * bytes;
         return std::memset(partial, 0, size_t(bytes));
       };
-      rows(chunks.begin(chunk), chunks.end(chunk), zeroed(dweight_partials),
-           zeroed(dbias_partials));
+      rows(chunks.begin(chunk), chunks.end(chunk), zeroed(partials.dweight_buffer),
+           zeroed(partials.dbias_buffer));
     }
   });
-  for (const auto& [partials, grad] :
-       {std::pair(dweight_partials, call.dweight), std::pair(dbias_partials, call.dbias)}) {
-    if (!partials.defined()) continue;
-    const bool wide = partials.scalar_type() == at::kDouble;
+  for (const auto& [sums, grad] : {std::pair(partials.dweight_buffer, call.dweight),
+                                   std::pair(partials.dbias_buffer, call.dbias)}) {
+    if (!sums.defined()) continue;
+    const bool wide = sums.scalar_type() == at::kDouble;
     parallel_for(0, cols, 512,
-                 [&, from = partials.const_data_ptr(), to = grad->mutable_data_ptr()](int64_t begin,
-                                                                                      int64_t end) {
+                 [&, from = sums.const_data_ptr(), to = grad->mutable_data_ptr()](int64_t begin,
+                                                                                  int64_t end) {
                    sum_partials(wide, from, chunks.count(), cols, to, begin, end);
                  });
   }

@@ -9,6 +9,7 @@
 
 #include "kernels/cpu/threads.h"
 #include "math/types.h"
+#include "ops/ledger.h"
 #include "ops/parallel_cpu.h"
 
 // What ops are made of that cut their work into tasks, each of which runs on one thread: small
@@ -80,8 +81,13 @@ void product(const Matrix<A>& out, const Matrix<A>& a, const Matrix<A>& b, doubl
 template <typename F>
 void run_tasks(int64_t tasks, int64_t bytes, F f) {
   if (tasks == 0) return;
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), tasks);
-  const at::Tensor scratch = at::empty({threads, bytes}, at::kByte);
+  const Ledger* ledger = Ledger::current();
+  const int64_t threads = ledger != nullptr ? ledger->device().threads : at::get_num_threads();
+  const Ledger::Name name("scratch of the threads");
+  const at::Tensor scratch =
+      at::empty({std::min(threads, tasks), bytes},
+                at::device(ledger != nullptr ? at::kMeta : at::kCPU).dtype(at::kByte));
+  if (ledger != nullptr) return;
   char* memory = static_cast<char*>(scratch.mutable_data_ptr());
   parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
     // A thread's first use of PyTorch sets its number of threads: now, not within a product.

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -18,11 +21,19 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ckptfused import _C, cost
-from ckptfused.cost.frame import product_scratch
-from ckptfused.spec import AUX_NAMES, KEEP_PRESETS, AttentionSpec, BlockSpec, FFNSpec, keepable, param_names
-from ckptfused.triton import backend
-from tests.accounting import Events, saved_bytes
+from ckptfused import cost
+from ckptfused.spec import (
+    AUX_NAMES,
+    KEEP_PRESETS,
+    AttentionSpec,
+    BlockSpec,
+    FFNSpec,
+    keepable,
+    param_names,
+    param_shapes,
+)
+from ckptfused.triton import attention_cost, backend
+from tests.accounting import ATTENTION, Events, saved_bytes
 from tests.cases import Case
 from tests.devices import CUDA, on_devices
 from tests.oracle import Inputs, fused, make_inputs
@@ -108,6 +119,11 @@ class Ops:
     def forward_scratch(self) -> int:
         return cost.forward_scratch(self.spec, *self.dims, self.inputs.x.dtype, **self.arguments)
 
+    def ledgers(self) -> tuple[cost.Ledger, cost.Ledger]:
+        """Of the forward and of a backward with all gradients."""
+        call = (self.spec, *self.dims, self.inputs.x.dtype)
+        return cost.forward_ledger(*call, **self.arguments), cost.backward_ledger(*call, **self.arguments)
+
     def backward_scratch(self, needs: Collection[str]) -> int:
         return cost.backward_scratch(self.spec, *self.dims, self.inputs.x.dtype, needs=needs, **self.arguments)
 
@@ -175,6 +191,41 @@ def test_peak_and_products(name: str, kind: str, device: str, keep: str) -> None
         assert backward.peak_bytes() == ops.backward_scratch(ops.names)
 
 
+SMALL_OPS = ("norm", "residual", "activation", "qk")
+
+
+@pytest.mark.parametrize("keep", ["inputs", "all"])
+@pytest.mark.parametrize(("name", "kind"), RUNS)
+def test_launches_and_results(name: str, kind: str, keep: str) -> None:
+    """Every kernel call on the CPU by name, and what is still allocated in the end."""
+    ops = make_ops(CASES[name], kind, keep)
+    forward, backward = ops.ledgers()
+    live = Events(ops.forward)
+    check_launches(ops, live, forward)
+    assert forward.live == sum(t.nbytes for t in live.result)
+    kept = live.result[1:]
+    live = Events(lambda: ops.backward(kept, ops.names))
+    check_launches(ops, live, backward)
+    assert backward.live == sum(t.nbytes for t in live.result)
+    made = (forward.launches.total(), backward.launches.total())
+    assert made == cost.launches(ops.spec, *ops.dims, ops.inputs.x.dtype, **ops.arguments)
+
+
+def check_launches(ops: Ops, live: Events, ledger: cost.Ledger) -> None:
+    for stem in SMALL_OPS:
+        for op in (f"{stem}_fwd", f"{stem}_bwd"):
+            assert ledger.launches[op] == live.count(f"ckptfused::{op}"), op
+    attention = live.count("ckptfused::attention_fwd", "ckptfused::attention_bwd")
+    assert ledger.launches["flash attention"] + ledger.launches["tiled attention"] == attention
+    assert ledger.launches["flash attention"] == live.count(ATTENTION, f"{ATTENTION}_backward")
+    assert Counter((w.n, w.k, w.c) for w in ledger.work if isinstance(w, cost.Product)) == live.products()
+    if ops.spec.compute is None and ops.inputs.x.dtype == torch.float32:  # else products go through float32 blocks
+        assert ledger.launches["product"] == live.products().total()
+        bounds = attention if "cu_seqlens" in ops.inputs.aux else 0  # int32 here, converted at each use
+        for op in ("aten::copy_", "aten::sum", "aten::add_", "aten::mul_", "aten::zero_"):
+            assert ledger.launches[op] + bounds * (op == "aten::copy_") == live.launches(op), op
+
+
 FROZEN = [(name, "inputs") for name in ("llama", "post", "sandwich", "parallel", "shared", "attention", "ffn")]
 FROZEN += [(name, keep) for name in ("adapters", "adapters-joint") for keep in ("inputs", "all")]
 
@@ -192,6 +243,8 @@ def test_frozen_parts(name: str, keep: str, device: str) -> None:
         events = Events(lambda needs=needs: ops.backward(kept, needs))
         if _products_are_seen(ops):
             assert events.products() == _shapes(ops.backward_work(needs)), needs
+        work = cost.backward_work(ops.spec, *ops.dims, needs)
+        assert sum(item.flops for item in work) == cost.backward_flops(ops.spec, *ops.dims, needs)
         if device == "cpu":
             assert events.peak_bytes() == ops.backward_scratch(needs), needs
         with FlopCounterMode(display=False) as counter:
@@ -275,20 +328,6 @@ def test_table_of_llama_3_8b(keep: str) -> None:
     assert tuple(shares) == TABLE[keep][1:]
 
 
-def test_ffn_tiles() -> None:
-    sizes = (1, 63, 64, 700, 1203, 16384, 64001)
-    hidden = (1, 37, 704, 14336, 44739)
-    for rows, width, cols, gated, size in itertools.product(sizes, (8, 4096), hidden, (False, True), (2, 4, 8)):
-        arguments = (rows, width, cols, gated, size)
-        assert cost.ffn_tiles(*arguments) == _C.ffn_tiles(*arguments), arguments
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_product_scratch(dtype: str) -> None:
-    for n, k, c in itertools.product((1, 1000, 1024, 1025, 5000), repeat=3):
-        assert product_scratch(n, k, c, getattr(torch, dtype), bias=True) == _C.linear_scratch_bytes(n, k, c, dtype)
-
-
 _LONG_F = Case(act="swiglu", layout="ffn", drop="hidden", width=8, hidden=44739, tokens=700)
 _LONG_N = replace(_LONG_F, hidden=704, tokens=33001)
 TILED = [
@@ -349,8 +388,8 @@ def test_scratch_of_pytorchs_attention_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, batch: int, setting: str, copies: int, chosen: str
 ) -> None:
     """At its backward, as above. flash_api.cpp: repeatable, as many copies of dq as fill 132 multiprocessors."""
-    monkeypatch.setattr(cost.attention, "attention_backend", partial(backend.attention_backend, override=chosen))
-    monkeypatch.setattr(cost.attention, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(attention_cost, "attention_backend", partial(backend.attention_backend, override=chosen))
+    monkeypatch.setattr(attention_cost, "multiprocessors", lambda: 132)
     torch.use_deterministic_algorithms(setting != "off", warn_only=setting == "warn")
     length, width, heads = 100, 64, 4
     n, spec = batch * length, BlockSpec(attn=AttentionSpec(heads=heads, kv_heads=heads, head_dim=16))
@@ -368,3 +407,39 @@ def test_no_float_blocks_on_a_gpu() -> None:
     for scratch in (cost.forward_scratch, cost.backward_scratch):
         assert scratch(spec, *dims, device="cuda") == scratch(spec, *dims)
     assert cost.forward_scratch(spec, 2, 64, 32, torch.float16, device="cuda") == 2 * 128 * (64 + 32 + 32)
+
+
+def test_launches_on_a_gpu() -> None:
+    """By hand: a Llama block in the order of its forward; and what sums a norm's gradients, as one kernel more."""
+    spec, dims = replace(LLAMA, tokens=4096, width=512).spec(), (1, 4096, 512, torch.bfloat16)
+    params = {name: torch.bfloat16 for name, (_, must) in param_shapes(spec, 512).items() if must or "pre" in name}
+    options: dict[str, Any] = {"params": params, "device": "cuda"}
+    forward, backward = cost.forward_ledger(spec, *dims, **options), cost.backward_ledger(spec, *dims, **options)
+    assert list(forward.launches.elements()) == [
+        *("norm_fwd", *("product",) * 7, "qk_fwd", "qk_fwd", "attention_fwd", "residual_fwd", "residual_fwd"),
+        "activation_fwd",
+    ]
+    assert backward.launches["norm_bwd"] == 4 and backward.launches["product"] == 20
+    sums = [event[3][1] for event in backward.events if event[1] == "partial sums of a norm's gradients"]
+    assert sums == [4 * 512 * 512] * 2  # 4096 rows in chunks of eight; 132 multiprocessors have room for more
+
+
+AS_ELSEWHERE = """
+from tests.cost.test_cost import CASES, Events, make_ops
+for name in ("adapters", "adapters-joint", "adapters-ffn"):
+    for kind in ("float32", "bfloat16", "autocast"):
+        ops = make_ops(CASES[name], kind)
+        live = Events(ops.forward)
+        assert live.peak_bytes() == ops.forward_scratch(), (name, kind)
+        live = Events(lambda: ops.backward(live.result[1:], ops.names))
+        assert live.peak_bytes() == ops.backward_scratch(ops.names), (name, kind)
+"""
+
+
+def test_adapters_as_other_devices_have_them() -> None:
+    """Through PyTorch's products, as on a GPU: the ledger has their temporaries to the byte."""
+    environment = {**os.environ, "CKPTFUSED_ADAPTERS": "aten"}
+    done = subprocess.run(
+        [sys.executable, "-c", AS_ELSEWHERE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ckptfused import cost
+from ckptfused.cost import ledger
 from tests.accounting import Events
 from tests.cases import Case
 from tests.cost.test_cost import CASES, LLAMA, Ops, make_ops
@@ -105,7 +106,7 @@ def test_blocks_that_keep_the_pointwise_kernel(change: dict[str, Any], kind: str
 def test_by_hand_on_a_gpu(
     one: bool, forward: float, backward: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cost, "takes_activation_along", lambda *_: one)
+    monkeypatch.setattr(ledger, "_device_that_chooses", lambda _: "cpu" if one else None)
     spec = replace(LLAMA, layout="ffn", mask="none", hidden=48).spec()
     dims, needs = (1, 64, 32, torch.bfloat16), ("x", "ffn.gate_w", "ffn.up_w", "ffn.down_w")
     params = dict.fromkeys(needs[1:], torch.bfloat16) | {"ffn.pre_w": torch.bfloat16}

@@ -1,8 +1,7 @@
 """Tests of the tests of the CUDA C++ kernels, which run on the CPU (csrc/tests/host_cuda.h).
 
 A defect is planted in a copy of a kernel file; the copy is compiled with g++ and the C++ tests that are there anyway.
-The comparison has to fail, and ThreadSanitizer has to see a barrier that is gone. And what `ckptfused.cost` says of the
-kernels' scratch is what they say.
+The comparison has to fail, and ThreadSanitizer has to see a barrier that is gone.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import pytest
 
-from ckptfused.cost import frame
 from tests.tools import GTEST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,32 +137,6 @@ def _run(
     )
     only = "*" if large else "CudaNormRows.*:CudaNorm/0.InPlace*" if sanitize else "CudaNormRows.*:CudaNorm/3.*"
     return subprocess.run([program, f"--gtest_filter={only}"], capture_output=True, text=True, check=False, timeout=600)
-
-
-CHUNKS = """
-#include <iostream>
-#include "kernels/cuda/norm.h"
-#include "kernels/cuda/qk.h"
-using namespace ckptfused;
-int main() {
-  for (long long rows, n; std::cin >> rows >> n;) {
-    std::cout << row_grad_chunks(rows, n, 132) << " " << qk_grad_chunks(rows, n, 128, 132) << "\\n";
-  }
-}
-"""
-
-
-def test_cost_counts_the_partial_sums(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(frame, "multiprocessors", lambda: 132)
-    (tmp_path / "chunks.cpp").write_text(CHUNKS)
-    sources = [str(CSRC / "kernels" / "cuda" / name) for name in ("norm_bwd.cu", "qk_bwd.cu")]
-    flags = ["-std=c++20", "-Wno-sign-compare", "-I", str(CSRC), "-x", "c++"]
-    _compile([*flags, str(tmp_path / "chunks.cpp"), *sources, "-lpthread", "-o", str(tmp_path / "chunks")])
-    sizes = list(product((0, 1, 8, 9, 130, 4096, 100_000), (1, 2, 64, 65, 1000, 4096, 4097, 20_000)))
-    asked = "\n".join(f"{rows} {n}" for rows, n in sizes)
-    done = subprocess.run([str(tmp_path / "chunks")], input=asked, capture_output=True, text=True, check=True)
-    said = [tuple(int(chunks) for chunks in line.split()) for line in done.stdout.splitlines()]
-    assert said == [(frame.cuda_row_chunks(*size), frame.cuda_head_chunks(*size)) for size in sizes]
 
 
 @pytest.mark.parametrize("sanitize", [False, True], ids=["plain", "tsan"])

@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         "gradient of the kept gate and up written over them",
         file="csrc/autograd/ffn.cpp",
-        text=": gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_), t);",
+        text=': gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_, "gu tile"), t);',
         defect=": gate_up(value_.gu, t);",
         test="tests/autograd/test_keep.py::test_second_backward_is_equal[all-cpu]",
     ),
@@ -312,8 +312,8 @@ MUTANTS = (
     Mutant(
         "the gradient of an FFN's input summed in bfloat16 over its tiles",
         file="csrc/autograd/ffn.cpp",
-        text="like_x(cut_cols ? A_ : P_)",
-        defect="like_x(P_)",
+        text='like_x(cut_cols ? A_ : P_, "d n2")',
+        defect='like_x(P_, "d n2")',
         test="tests/autograd/test_tile_sums.py::test_the_input_gradient_is_summed_in_float32[False-relu-131200]",
     ),
     Mutant(
@@ -402,5 +402,27 @@ MUTANTS = (
         text="const AdapterPlace place{row0, 0, C_, {}, tensors_.rng};\n  const Adapters list",
         defect="const AdapterPlace place{0, 0, C_, {}, tensors_.rng};\n  const Adapters list",
         test="tests/loss/test_linear_cross_entropy.py::test_dropout_in_adapters_is_that_of_its_masks[gradients]",
+    ),
+    Mutant(
+        "a release that is not in the ledger",
+        file="csrc/ops/ledger.cpp",
+        text="    ledger->events_.push_back({Ledger::release,",
+        defect="    if (buffer->number != 1) ledger->events_.push_back({Ledger::release,",
+        test="tests/cost/test_cost.py::test_launches_and_results[llama-float32-inputs]",
+    ),
+    Mutant(
+        "a product in the ledger with its depth for its columns",
+        file="csrc/ops/linear.cpp",
+        text="ledger.add(Ledger::product, {n, k, c},",
+        defect="ledger.add(Ledger::product, {n, c, k},",
+        test="tests/cost/test_cost.py::test_launches_and_results[llama-float32-inputs]",
+    ),
+    Mutant(
+        "the ledger of a GPU with the scratch of a CPU",
+        file="csrc/ops/ledger.h",
+        text="return ledger != nullptr ? !ledger->device().cuda : t.is_cpu();",
+        defect="return ledger != nullptr || t.is_cpu();",
+        test="tests/cost/test_cost.py::test_no_float_blocks_on_a_gpu",
+        source="ops/linear.cpp",
     ),
 )

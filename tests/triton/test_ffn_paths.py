@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 pytest.importorskip("triton")
 
 from ckptfused import cost
+from ckptfused.cost.tiles import cut
 from ckptfused.triton import ffn_paths
 from ckptfused.triton.ffn_configs import FFNConfig
 from ckptfused.triton.ffn_paths import FORWARD, KEEPING, KEPT, PATHS, REPLAYING, by_path, make_operands, make_views
@@ -145,6 +146,6 @@ def test_every_path_is_there() -> None:
 
 
 def test_llama_goes_in_six_tiles() -> None:
-    tiles = cost.ffn.cut(16384, 14336, cost.ffn_tiles(16384, 4096, 14336, True, 2))
+    tiles = cut(16384, 14336, cost.ffn_tiles(16384, 4096, 14336, True, 2))
     assert tiles == [(0, 16384, col, min(2432, 14336 - col)) for col in range(0, 14336, 2432)]
     assert len(tiles) == 6

@@ -15,7 +15,4 @@ const char* norm_fwd_cuda(const NormFwd& a, int64_t rows, void* stream);
 const char* norm_bwd_cuda(const NormBwd& a, int64_t rows, int64_t chunks, void* dweight_partials,
                           void* dbias_partials, void* dweight, void* dbias, void* stream);
 
-// In how many chunks of consecutive rows the gradients of a norm's parameters are summed.
-int64_t row_grad_chunks(int64_t rows, int64_t cols, int multiprocessors);
-
 }  // namespace ckptfused

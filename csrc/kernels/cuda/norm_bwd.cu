@@ -25,14 +25,6 @@ __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<R>>)
 
 }  // namespace
 
-int64_t row_grad_chunks(int64_t rows, int64_t cols, int multiprocessors) {
-  // As many blocks as fit at once, of at least eight rows each. A thread has two groups of a row
-  // and 128 registers.
-  const int64_t warps = (row_warps(cols) + 1) / 2, block = warps < 1 ? 1 : warps > 16 ? 16 : warps;
-  const int64_t most = int64_t(multiprocessors) * (16 / block), wanted = (rows + 7) / 8;
-  return wanted < 1 ? 1 : wanted < most ? wanted : most;
-}
-
 const char* norm_bwd_cuda(const NormBwd& a, int64_t rows, int64_t chunks, void* dweight_partials,
                           void* dbias_partials, void* dweight, void* dbias, void* stream) {
   return for_row_types(a.r, a.p, [&](auto r, auto p) -> const char* {

@@ -14,6 +14,4 @@ const char* qk_fwd_cuda(const QkFwd& a, int64_t tokens, void* stream);
 const char* qk_bwd_cuda(const QkBwd& a, int64_t tokens, int64_t chunks, void* dweight_partials,
                         void* dbias_partials, void* dweight, void* dbias, void* stream);
 
-int64_t qk_grad_chunks(int64_t tokens, int64_t heads, int64_t head_dim, int multiprocessors);
-
 }  // namespace ckptfused

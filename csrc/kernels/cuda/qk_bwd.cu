@@ -145,10 +145,4 @@ const char* qk_bwd_cuda(const QkBwd& a, int64_t tokens, int64_t chunks, void* dw
   return "unknown dtype";
 }
 
-// As many blocks as the GPU holds at once, but no more than have 64 heads each.
-int64_t qk_grad_chunks(int64_t tokens, int64_t heads, int64_t /*head_dim*/, int multiprocessors) {
-  const int64_t most = 4 * int64_t(multiprocessors), wanted = (tokens * heads + 63) / 64;
-  return wanted < 1 ? 1 : (wanted < most ? wanted : most);
-}
-
 }  // namespace ckptfused

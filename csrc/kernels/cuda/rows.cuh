@@ -32,8 +32,8 @@ struct RowLayout {
 
 // Warps that it takes to read a row at once.
 inline int64_t row_warps(int64_t cols) {
-  constexpr int64_t kColumns = kLanes * kGroup;
-  return (cols + kColumns - 1) / kColumns;
+  static_assert(kLanes * kGroup == kWarpColumns);
+  return (cols + kWarpColumns - 1) / kWarpColumns;
 }
 
 // A thread's place in its team, and the columns that it owns.

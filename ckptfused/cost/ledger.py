@@ -1,0 +1,148 @@
+"""What a block call allocates, multiplies and launches: the C++ block itself, run on meta tensors with a ledger.
+
+csrc/ops/ledger.h is the ledger, csrc/autograd/count.h runs the block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from ckptfused._extension import _C
+from ckptfused.cost.work import Attention, LowRank, Product, compute_type
+from ckptfused.spec import BlockSpec, param_names, param_shapes
+from ckptfused.triton.attention_cost import attention_cost, multiprocessors
+
+Event = tuple[str, str, int, Sequence[int], str]  # kind, name, slot or -1, sizes, type of a product's operands
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What happened in one forward or one backward, in order."""
+
+    events: tuple[Event, ...]
+    slots: tuple[str, ...]
+    """Names of the parameter slots."""
+
+    def name(self, event: Event) -> str:
+        """What an event is about: `"qkv"`, `"d attn.q_w"`, `"d in of attn.q"`, …"""
+        _, name, slot, _, _ = event
+        if slot < 0:
+            return name
+        return (
+            f"{name} {self.slots[slot]}" if name in ("d", "cast") else f"{name} {self.slots[slot].removesuffix('_w')}"
+        )
+
+    @cached_property
+    def work(self) -> list[Product | Attention | LowRank]:
+        """The products, attention calls and adapters."""
+        made: list[Product | Attention | LowRank] = []
+        for event in self.events:
+            kind, sizes = event[0], event[3]
+            if kind == "product":
+                made.append(Product(self.name(event), *sizes[:3]))
+            elif kind == "attention":
+                batch, heads, length, head_dim, products = sizes
+                made.append(Attention(batch, heads, length, head_dim, event[1], products))
+            elif kind == "low rank":
+                made.append(LowRank(self.name(event), *sizes[:4]))
+        return made
+
+    @cached_property
+    def launches(self) -> Counter[str]:
+        """Kernels by name: small ops, `"product"`, and PyTorch's operators."""
+        return Counter(event[1] for event in self.events if event[0] == "launch")
+
+    @cached_property
+    def peak(self) -> int:
+        """The most bytes that were allocated at a time."""
+        return max(self._levels)
+
+    @property
+    def live(self) -> int:
+        """Bytes that were still allocated in the end: those of the results."""
+        return self._levels[-1]
+
+    @cached_property
+    def _levels(self) -> list[int]:
+        now, levels = 0, [0]
+        for kind, _, _, sizes, _ in self.events:
+            if kind == "allocation":
+                now += sizes[1]
+            elif kind == "release":
+                now -= sizes[1]
+            else:
+                continue
+            levels.append(now)
+        return levels
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _device_that_chooses(device: str) -> str | None:
+    """Where the FFN's products may take their activation along: the device whose op a block asks; None: nowhere."""
+    asked = torch._C._dispatch_has_kernel_for_dispatch_key("ckptfused::ffn_choice", device.upper())
+    return device if asked and (device == "cpu" or torch.cuda.is_available()) else None
+
+
+def _count(*call: Any) -> tuple[Event, ...]:
+    return tuple(_C.count(*call))
+
+
+_cached_count = lru_cache(maxsize=512)(_count)
+
+
+def count(
+    spec: BlockSpec,
+    batch: int,
+    length: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    needs: Collection[str] | None = None,
+    save: bool = True,
+    params: Mapping[str, torch.dtype] | None = None,
+    lengths: Sequence[int] | None = None,
+    rope_copies: int = 0,
+    threads: int | None = None,
+    device: str = "cpu",
+    cut_ffn: bool = True,
+) -> Ledger:
+    """Of a forward, or where `needs` is given of a backward; the arguments are those of `cost.forward_scratch`.
+
+    cut_ffn: False: the FFN in one piece, whatever its size.
+    """
+    names, shapes = param_names(spec), param_shapes(spec, width)
+    types = dict.fromkeys(shapes, dtype) if params is None else params
+    filled = tuple((shapes[name][0], _name(types[name])) if name in types else None for name in names)
+    attention: tuple[int, ...] = (0, 1, 0, 1)
+    bounds: tuple[int, ...] = (0,)
+    for size in lengths or ():
+        bounds = (*bounds, bounds[-1] + size)
+    if device == "cuda" and spec.attn is not None:
+        call = (spec.attn, compute_type(spec, dtype), batch, length, lengths)
+        attention = (*attention_cost(*call, backward=False), *attention_cost(*call, backward=True))
+    threads = torch.get_num_threads() if threads is None else threads
+    gpu = device == "cuda"
+    asked = None if needs is None else ("x" in needs, *(name in needs and name in types for name in names))
+    there = _device_that_chooses(device)
+    events = (_cached_count if there is None else _count)(
+        spec.to_string(),
+        (length, batch, width) if spec.seq_first else (batch, length, width),
+        _name(dtype),
+        filled,
+        bounds if lengths else (),
+        rope_copies,
+        (gpu, threads, multiprocessors() if gpu else 1, cut_ffn, attention),
+        there,
+        save,
+        asked,
+    )
+    return Ledger(events, names)

@@ -1,0 +1,53 @@
+"""What attention on a GPU allocates beside its results, and how many kernels it launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ckptfused.spec import AttentionSpec
+
+from .backend import Shape, attention_backend, backward_backend
+from .problem import accumulation_type, backward_rows
+
+
+def multiprocessors() -> int:
+    """Of the GPU at hand; without one, of an H100."""
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
+
+
+def attention_cost(
+    a: AttentionSpec, dtype: torch.dtype, batch: int, length: int, lengths: Sequence[int] | None, backward: bool
+) -> tuple[int, int]:
+    """Bytes of scratch, and launches, of a block's call in this compute type.
+
+    The kernels of PyTorch's flash attention are counted as in flash_api.cpp, cuDNN's as if they were those.
+    """
+    name = attention_backend(Shape.of_spec(a, dtype, batch, length), (9, 0))[0]
+    if not backward:
+        return 0, 3 if name == "triton" and a.packed else 1  # o and lse are filled first
+    name = backward_backend(name)
+    if name == "triton":
+        sequences = len(lengths or (length,) * batch)
+        scratch = 2 * accumulation_type(dtype).itemsize * backward_rows(a.heads, batch * length, sequences)
+        return scratch, 6 if a.packed else 3  # delta, dk with dv, dq; the three are zeroed first
+    groups = a.kv_heads != a.heads
+    scratch = _flash_scratch(a, batch, length) if name == "flash" else 0
+    return scratch, 4 + 2 * groups  # a zeroed state, do·o, the gradients, dq; sums over query heads
+
+
+def _flash_scratch(a: AttentionSpec, batch: int, length: int) -> int:
+    """Of FlashAttention-2's backward in PyTorch (flash_api.cpp): dq and the sums of do·o in float32, rows in blocks of
+    128 and heads of 32 entries (64 from 129 on), and under GQA the gradients of k and v by query head.
+
+    Repeatable, it adds up dq without atomics: in as many copies as give every multiprocessor one of the B·H heads,
+    ⌈multiprocessors / (B·H)⌉. So with few heads dq is 4·multiprocessors bytes for a row and entry, whatever B·H.
+    """
+    rows, block = -(-length // 128) * 128, 32 if a.head_dim <= 128 else 64
+    asked = torch.are_deterministic_algorithms_enabled()
+    repeatable = asked and not torch.is_deterministic_algorithms_warn_only_enabled()
+    copies = -(-multiprocessors() // max(batch * a.heads, 1)) if repeatable else 1
+    sums = 4 * batch * a.heads * rows * (copies * -(-a.head_dim // block) * block + 1)
+    by_query_head = 2 * 2 * batch * length * a.q_width  # half precision
+    return sums + (by_query_head if a.kv_heads != a.heads else 0)

@@ -1,0 +1,129 @@
+#include "ops/torch.h"
+
+#include "ops/ledger.h"
+
+#include <algorithm>
+#include <atomic>
+#include <string_view>
+
+namespace ckptfused {
+
+thread_local Ledger* Ledger::current_ = nullptr;
+
+// A meta tensor's memory, of which there is none: while a ledger is open, its beginning and end.
+struct Ledger::Buffer {
+  int64_t ledger, number, bytes;
+
+  static void release(void* context) {
+    const std::unique_ptr<Buffer> buffer(static_cast<Buffer*>(context));
+    Ledger* ledger = Ledger::current();
+    if (ledger == nullptr || ledger->number_ != buffer->ledger) return;
+    if (ledger->depth_ > 0 && buffer->number >= ledger->first_) return ledger->forget(*buffer);
+    ledger->events_.push_back({Ledger::release, "", -1, {buffer->number, buffer->bytes}});
+  }
+};
+
+// In place of PyTorch's allocator of meta memory, which it asks where nothing is counted.
+struct MetaMemory final : at::Allocator {
+  explicit MetaMemory(at::Allocator* plain) : plain_(plain) {}
+
+  at::DataPtr allocate(size_t bytes) override {
+    Ledger* ledger = Ledger::current();
+    if (ledger == nullptr || bytes == 0) return plain_->allocate(bytes);
+    auto* buffer = new Ledger::Buffer{ledger->number_, ledger->buffers_++, int64_t(bytes)};
+    ledger->add(Ledger::allocation, {buffer->number, buffer->bytes});
+    return {nullptr, buffer, &Ledger::Buffer::release, at::Device(at::kMeta)};
+  }
+  at::DeleterFnPtr raw_deleter() const override { return plain_->raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    plain_->copy_data(to, from, bytes);
+  }
+
+  static void install() {
+    static MetaMemory memory(c10::GetAllocator(at::kMeta));
+    static const bool once = (c10::SetAllocator(at::kMeta, &memory), true);
+    (void)once;
+  }
+
+ private:
+  at::Allocator* plain_;
+};
+
+// PyTorch's operators that launch a kernel; the others make views or memory, or call these.
+struct OperatorCalls {
+  static constexpr std::string_view kLaunching[] = {"aten::copy_", "aten::fill_",  "aten::zero_",
+                                                    "aten::sum",   "aten::add_",   "aten::mul_",
+                                                    "aten::mm",    "aten::addmm_", "aten::addmm"};
+
+  static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
+    Ledger* ledger = Ledger::current();
+    if (ledger == nullptr) return nullptr;
+    if (ledger->depth_++ == 0) {
+      ledger->operator_ = function.name();
+      ledger->first_ = ledger->buffers_;
+    }
+    const std::string_view name = function.name();
+    if (std::find(std::begin(kLaunching), std::end(kLaunching), name) != std::end(kLaunching)) {
+      ledger->launched(function.name());
+    }
+    return nullptr;
+  }
+  static void end(const at::RecordFunction&, at::ObserverContext*) {
+    Ledger* ledger = Ledger::current();
+    if (ledger != nullptr && --ledger->depth_ == 0) ledger->operator_ = "";
+  }
+};
+
+namespace {
+
+int64_t next_number() {
+  static std::atomic<int64_t> counter{0};
+  return counter++;
+}
+
+}  // namespace
+
+Ledger::Ledger(CountedDevice device)
+    : device_(std::move(device)), outer_(current_), number_(next_number()) {
+  MetaMemory::install();
+  operators_ = at::addThreadLocalCallback(
+      at::RecordFunctionCallback(&OperatorCalls::begin, &OperatorCalls::end)
+          .scopes({at::RecordScope::FUNCTION}));
+  current_ = this;
+}
+
+Ledger::~Ledger() {
+  current_ = outer_;
+  at::removeCallback(operators_);
+}
+
+void Ledger::add(Kind kind, std::array<int64_t, 5> sizes, at::ScalarType dtype) {
+  events_.push_back({kind, name(), slot_, sizes, dtype});
+}
+
+void Ledger::launched(const char* name, int64_t times) {
+  for (int64_t i = 0; i < times; ++i) events_.push_back({launch, name, -1, {}});
+}
+
+// What one of PyTorch's operators allocates and frees within itself is its own affair: meta kernels
+// have other temporaries than the device's.
+void Ledger::forget(const Buffer& buffer) {
+  const auto made = std::find_if(events_.rbegin(), events_.rend(), [&](const Event& e) {
+    return e.kind == allocation && e.sizes[0] == buffer.number;
+  });
+  events_.erase(std::next(made).base());
+}
+
+Ledger::Name::Name(const char* name, int64_t slot) : ledger_(Ledger::current()) {
+  if (ledger_ == nullptr) return;
+  name_ = std::exchange(ledger_->name_, name);
+  slot_ = std::exchange(ledger_->slot_, slot);
+}
+
+Ledger::Name::~Name() {
+  if (ledger_ == nullptr) return;
+  ledger_->name_ = name_;
+  ledger_->slot_ = slot_;
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,96 @@
+#pragma once
+
+#include "ops/torch.h"
+
+#include <array>
+#include <vector>
+
+// A block is counted by running it on meta tensors, for a named device, while a Ledger is open:
+// everything below then writes down what it would allocate, multiply and launch there.
+
+namespace ckptfused {
+
+// The device that a count is for.
+struct CountedDevice {
+  // Attention on a GPU is not C++: what its kernels allocate, and how many there are.
+  struct Attention {
+    int64_t scratch = 0, launches = 1;
+  };
+
+  bool cuda = false;
+  int64_t threads = 1;                     // of a CPU
+  int64_t multiprocessors = 1;             // of a GPU
+  std::optional<at::Tensor> like;          // an empty tensor there, if there is such a device
+  Attention attention_fwd, attention_bwd;  // on a GPU
+  bool cut_ffn = true;                     // false: the FFN half in one piece, whatever its size
+};
+
+class Ledger {
+ public:
+  enum Kind : int64_t { allocation, release, product, attention, low_rank, launch };
+  struct Event {
+    Kind kind;
+    const char* name;  // of static storage
+    int64_t slot;      // the parameter that the name is about, or -1
+    // allocation, release: number of the buffer, bytes. product: rows, columns, depth. attention:
+    // batch, heads, length, head width, products a head. low_rank: rows, columns, depth, rank.
+    std::array<int64_t, 5> sizes;
+    at::ScalarType dtype = at::ScalarType::Undefined;  // of a product's operands
+  };
+
+  // Opens a ledger for this thread until it is destroyed. Meta tensors that are allocated meanwhile
+  // are in it, PyTorch's own results too, and so is what PyTorch's operators launch.
+  explicit Ledger(CountedDevice device);
+  ~Ledger();
+  Ledger(const Ledger&) = delete;
+  Ledger& operator=(const Ledger&) = delete;
+
+  // This thread's open ledger, or null.
+  static Ledger* current() { return current_; }
+
+  const CountedDevice& device() const { return device_; }
+  const std::vector<Event>& events() const { return events_; }
+  void add(Kind kind, std::array<int64_t, 5> sizes, at::ScalarType dtype = at::kFloat);
+  void launched(const char* name, int64_t times = 1);
+
+  // What is written down while one lives has this name. Outside of a count it does nothing.
+  class Name {
+   public:
+    explicit Name(const char* name, int64_t slot = -1);
+    ~Name();
+    Name(const Name&) = delete;
+    Name& operator=(const Name&) = delete;
+
+   private:
+    Ledger* ledger_;
+    const char* name_ = nullptr;
+    int64_t slot_ = -1;
+  };
+
+ private:
+  struct Buffer;
+  friend struct MetaMemory;
+  friend struct OperatorCalls;
+  void forget(const Buffer& buffer);
+  const char* name() const { return name_ != nullptr ? name_ : operator_; }
+
+  static thread_local Ledger* current_;
+  CountedDevice device_;
+  Ledger* outer_;
+  int64_t number_;  // among all ledgers
+  std::vector<Event> events_;
+  const char* name_ = nullptr;
+  int64_t slot_ = -1;
+  const char* operator_ = "";      // PyTorch's that runs, the outermost
+  int64_t depth_ = 0, first_ = 0;  // of operators within one another; its first buffer
+  int64_t buffers_ = 0;
+  at::CallbackHandle operators_;
+};
+
+// Whether the work on t is a CPU's: that of the device that is counted for, where that is so.
+inline bool on_cpu(const at::Tensor& t) {
+  const Ledger* ledger = Ledger::current();
+  return ledger != nullptr ? !ledger->device().cuda : t.is_cpu();
+}
+
+}  // namespace ckptfused
