@@ -92,8 +92,8 @@ def compile_kernels(source: Path, folder: Path, gencode: list[str]) -> list[Usag
         "-I",
         str(ROOT / "csrc"),
     ]  # -std as torch 2.11 has it
-    command = [str(NVCC), *flags, *gencode, "-c", str(source)]
-    run = subprocess.run([*command, "-o", str(folder / "x.o")], capture_output=True, text=True, check=False)
+    command = [str(NVCC), *flags, *gencode, "-fatbin", str(source)]
+    run = subprocess.run([*command, "-o", str(folder / "x.fatbin")], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return parse(run.stdout + run.stderr)
 
