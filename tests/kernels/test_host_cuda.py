@@ -105,20 +105,31 @@ def _compile(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+class Objects:
+    """What no defect changes, each compiled once: the CPU kernels that the tests compare with, and the tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        kernels = CSRC / "kernels" / "cpu"
+        self.cpu_kernels = [self._object(kernels / f"{name}.cpp", "-std=c++17") for name in CPU_SOURCES]
+
+    def tests(self, name: str, *flags: str) -> str:
+        return self._object(CSRC / "tests" / "cuda" / f"{name}.cpp", *flags)
+
+    def _object(self, source: Path, *flags: str) -> str:
+        output = self.folder / f"{source.stem}{''.join(flags)}.o"
+        if not output.exists():
+            _compile([*flags, "-I", str(CSRC), "-c", str(source), "-o", str(output)])
+        return str(output)
+
+
 @pytest.fixture(scope="module")
-def cpu_kernels(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Objects of the CPU kernels that the tests compare with."""
-    folder = tmp_path_factory.mktemp("cpu")
-    objects = []
-    for name in CPU_SOURCES:
-        objects.append(str(folder / f"{name}.o"))
-        source = str(CSRC / "kernels" / "cpu" / f"{name}.cpp")
-        _compile(["-std=c++17", "-I", str(CSRC), "-c", source, "-o", objects[-1]])
-    return objects
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Objects:
+    return Objects(tmp_path_factory.mktemp("objects"))
 
 
 def _run(
-    folder: Path, cpu_kernels: list[str], defect: Defect | None, sanitize: bool, large: bool = False
+    folder: Path, objects: Objects, defect: Defect | None, sanitize: bool, large: bool = False
 ) -> subprocess.CompletedProcess:
     """Build the norm's tests with the defect, run those of one type pair, or those of large tensors."""
     csrc = folder / "csrc"
@@ -127,12 +138,12 @@ def _run(
         defect.plant(csrc)
     kernels = csrc / "kernels" / "cuda"
     program = str(folder / "test")
+    flags = ["-std=c++20", "-Wno-sign-compare", *(["-fsanitize=thread"] if sanitize else [])]
+    tests = objects.tests("test_large_norm" if large else "test_norm", *flags)
     _compile(
         [
-            *["-std=c++20", "-Wno-sign-compare", "-I", str(csrc), *(["-fsanitize=thread"] if sanitize else [])],
-            *["-x", "c++", str(kernels / "norm_fwd.cu"), str(kernels / "norm_bwd.cu")],
-            *[str(csrc / "tests" / "cuda" / ("test_large_norm.cpp" if large else "test_norm.cpp"))],
-            *["-x", "none", *cpu_kernels, "-lgtest", "-lgtest_main", "-lpthread", "-o", program],
+            *[*flags, "-I", str(csrc), "-x", "c++", str(kernels / "norm_fwd.cu"), str(kernels / "norm_bwd.cu")],
+            *["-x", "none", tests, *objects.cpu_kernels, "-lgtest", "-lgtest_main", "-lpthread", "-o", program],
         ]
     )
     only = "*" if large else "CudaNormRows.*:CudaNorm/0.InPlace*" if sanitize else "CudaNormRows.*:CudaNorm/3.*"
@@ -140,25 +151,25 @@ def _run(
 
 
 @pytest.mark.parametrize("sanitize", [False, True], ids=["plain", "tsan"])
-def test_unchanged_kernels_pass(sanitize: bool, cpu_kernels: list[str], tmp_path: Path) -> None:
-    done = _run(tmp_path, cpu_kernels, None, sanitize)
+def test_unchanged_kernels_pass(sanitize: bool, objects: Objects, tmp_path: Path) -> None:
+    done = _run(tmp_path, objects, None, sanitize)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("defect", MISSING_BARRIERS, ids=lambda defect: defect.id)
-def test_a_missing_barrier_is_a_data_race(defect: Defect, cpu_kernels: list[str], tmp_path: Path) -> None:
-    done = _run(tmp_path, cpu_kernels, defect, sanitize=True)
+def test_a_missing_barrier_is_a_data_race(defect: Defect, objects: Objects, tmp_path: Path) -> None:
+    done = _run(tmp_path, objects, defect, sanitize=True)
     assert done.returncode != 0
     assert "WARNING: ThreadSanitizer: data race" in done.stderr, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("defect", WRONG_RESULTS, ids=lambda defect: defect.id)
-def test_a_wrong_result_is_noticed(defect: Defect, cpu_kernels: list[str], tmp_path: Path) -> None:
-    done = _run(tmp_path, cpu_kernels, defect, sanitize=False)
+def test_a_wrong_result_is_noticed(defect: Defect, objects: Objects, tmp_path: Path) -> None:
+    done = _run(tmp_path, objects, defect, sanitize=False)
     assert done.returncode == 1 and "[  FAILED  ]" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("defect", NARROW_INDICES, ids=lambda defect: defect.id)
-def test_an_index_of_32_bits_is_noticed(defect: Defect, cpu_kernels: list[str], tmp_path: Path) -> None:
-    done = _run(tmp_path, cpu_kernels, defect, sanitize=False, large=True)
+def test_an_index_of_32_bits_is_noticed(defect: Defect, objects: Objects, tmp_path: Path) -> None:
+    done = _run(tmp_path, objects, defect, sanitize=False, large=True)
     assert done.returncode == 1 and "[  FAILED  ]" in done.stdout, done.stdout + done.stderr

@@ -154,13 +154,6 @@ MUTANTS = (
         test="tests/generic/test_survey.py::test_submodules_are_those_of_now",
     ),
     Mutant(
-        "a closure's tensor that keeps the graph of a replay",
-        file="ckptfused/generic/watched.py",
-        text="_Rejoin.apply(t.detach_(), end)",
-        defect="pass",
-        test="tests/generic/test_state.py::test_a_closures_tensor_keeps_the_graph_of_the_forward[result-first]",
-    ),
-    Mutant(
         "saved tensors that are handed out as they have become",
         file="ckptfused/generic/handed_out.py",
         text="if (now := version(t)) != expected:",
