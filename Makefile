@@ -49,7 +49,7 @@ pytest: build gtest
 	$(PYTEST) $(PYTEST_ARGS)
 
 mutants: build
-	$(PYTEST) --all -v tests/mutants
+	$(PYTEST) --all -v tests/mutants tests/kernels/test_host_cuda.py
 
 test-transformers: build $(TRANSFORMERS_VENV)/.ready
 	$(PYTEST:$(BIN)/%=$(TRANSFORMERS_VENV)/bin/%) $(PYTEST_ARGS) tests/convert
@@ -60,7 +60,7 @@ ctest: build/cmake/.passed
 build/cmake/.passed: $(CXX_FILES) CMakeLists.txt | $(READY) gtest
 	$(BIN)/cmake -S . -B build/cmake $(CMAKE_ARGS)
 	$(BIN)/cmake --build build/cmake --parallel $(or $(MAX_JOBS),$(shell nproc))
-	$(BIN)/ctest --test-dir build/cmake --output-on-failure
+	$(BIN)/ctest --test-dir build/cmake --output-on-failure --parallel $(or $(MAX_JOBS),$(shell nproc))
 	touch $@
 
 # The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, then Python's on an extension built alike: PyTorch's

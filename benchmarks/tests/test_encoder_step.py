@@ -32,10 +32,10 @@ def small_run(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
 def test_a_small_run_writes_its_result_and_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = small_run(monkeypatch, tmp_path)
     assert list(result["seconds"]) == list(result["peak_bytes"]) == list(VARIANTS)
-    # PyTorch's layers keep [H, T, T] probabilities several times: of one layer under a checkpoint, of two without.
+    # PyTorch's layers keep [H, T, T] probabilities several times, also while one is replayed under a checkpoint.
     probabilities = 2 * SMALL.heads * SMALL.tokens**2
     assert result["peak_bytes"][PLAIN] - result["peak_bytes"][SWAPPED] > 4 * probabilities
-    assert result["peak_bytes"][PLAIN] - result["peak_bytes"][CHECKPOINTED] > 2 * probabilities
+    assert result["peak_bytes"][CHECKPOINTED] - result["peak_bytes"][SWAPPED] > 4 * probabilities
     assert f"| {SWAPPED} |" in (tmp_path / "encoder-2x64x512-here.md").read_text()
 
     draw.draw_encoder(tmp_path / "picture.svg", result)

@@ -22,6 +22,7 @@ CSRC = ROOT / "csrc"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.once,
+    pytest.mark.extended,  # ctest runs the kernels; that it notices their faults is `make mutants`'s
     pytest.mark.skipif(sys.platform != "linux", reason="ThreadSanitizer and ucontext of Linux are used"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is missing"),
     pytest.mark.skipif(not GTEST.exists(), reason="GoogleTest is missing"),

@@ -96,6 +96,14 @@ def small_op_args() -> dict[str, tuple[Any, ...]]:
         ),
         "attention_fwd": (q, k, k, *how),
         "attention_bwd": (torch.randn(b, h, t, d), q, k, k, o, lse, *how),
+        "cross_entropy_fwd": (
+            *(torch.randn(n, c), torch.arange(n), None, empty(n), empty(n), torch.empty(n, dtype=torch.int64)),
+            *(True, -100, 0.1, 1.0, 30.0, 0.01),
+        ),
+        "cross_entropy_bwd": (
+            *(torch.randn(n, c), torch.arange(n), torch.ones(2 * c + 1), torch.randn(n), torch.randn(n)),
+            *(2 * c, 5, -100, 0.1, 1.0, 30.0, 0.01),
+        ),
         "dropout_mask": ([2, 3, 20], 0.3, state, 1),
         "rng_state": (x, 0),
         "lend": (x[1:].detach().requires_grad_(),),
@@ -121,4 +129,5 @@ def test_every_op_is_checked() -> None:
     }
     blocks = {f"{family}{way}" for family in ("block", "attention_block", "ffn_block") for way in ("", "_fwd", "_bwd")}
     of_triton = {"ffn_choice", "ffn_up_fwd", "ffn_up_bwd"}  # no kernel for the CPU: tests/triton/interpreted
-    assert names == blocks | set(small_op_args()) | of_triton
+    of_loss = {f"linear_cross_entropy{way}" for way in ("", "_fwd", "_bwd")}  # tests/loss
+    assert names == blocks | set(small_op_args()) | of_triton | of_loss
