@@ -8,25 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-import ckptfused.cost as cost
 from ckptfused.triton import ffn_paths, ffn_tune
 from ckptfused.triton.ffn_configs import INTERPRETED
 from ckptfused.triton.ffn_paths import FORWARD, KEEPING, PATHS
 from ckptfused.triton.tuning import CUBLAS
 from tests.triton.clock import Clock
 
-# n, c, f; bytes of scratch in one piece; the tiles. Both kinds of cut leave a shorter last tile.
+# n, c, f; the tiles. Both kinds of cut leave a shorter last tile.
 SHAPES = {
-    "whole": (40, 32, 48, 1 << 20, [(0, 40, 0, 48)]),
-    "columns": (40, 16, 160, 13000, [(0, 40, 0, 64), (0, 40, 64, 64), (0, 40, 128, 32)]),
-    "rows": (160, 16, 16, 6400, [(0, 64, 0, 16), (64, 64, 0, 16), (128, 32, 0, 16)]),
+    "whole": (40, 32, 48, [(0, 40, 0, 48)]),
+    "columns": (40, 16, 160, [(0, 40, 0, 64), (0, 40, 64, 64), (0, 40, 128, 32)]),
+    "rows": (160, 16, 16, [(0, 64, 0, 16), (64, 64, 0, 16), (128, 32, 0, 16)]),
 }
 
 
 @pytest.fixture(params=SHAPES)
 def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int, list[Any]]:
-    n, c, f, limit, tiles = SHAPES[request.param]
-    monkeypatch.setattr(cost, "_SCRATCH_LIMIT", limit)
+    n, c, f, tiles = SHAPES[request.param]
+    _, rows, _, cols = tiles[0]
+    monkeypatch.setattr(ffn_paths, "ffn_tiles", lambda *args: (rows, cols))
     monkeypatch.setattr(ffn_tune, "_FLUSHED", 8)
     return n, c, f, tiles
 
