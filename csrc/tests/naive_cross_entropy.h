@@ -142,11 +142,11 @@ template <typename T>
 std::vector<CrossEntropyProblem<T>> cross_entropy_problems() {
   std::vector<CrossEntropyProblem<T>> problems;
 #if defined(__SANITIZE_THREAD__)
-  constexpr std::initializer_list<int64_t> kClasses = {33};
+  const std::vector<int64_t> sizes = {33};
 #else
-  constexpr std::initializer_list<int64_t> kClasses = {1, 7, 33, 1000};
+  const std::vector<int64_t> sizes = {1, 7, 33, 1000};
 #endif
-  for (const int64_t classes : kClasses) {
+  for (const int64_t classes : sizes) {
     problems.emplace_back(5, classes, typename CrossEntropyProblem<T>::Options{});
     problems.emplace_back(5, classes, typename CrossEntropyProblem<T>::Options{0.5, 3, 0.1, 0.01},
                           3);
