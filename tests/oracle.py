@@ -366,8 +366,11 @@ def expect(
     state: Tensor | None = None,
     masks: Mapping[int, Tensor] | None = None,
     autocast: torch.dtype | None = None,
+    kink: bool = True,
 ) -> Expected:
     """Run the oracle on inputs: in float64 on the same (rounded) values, and in their own type.
+
+    kink: where there is a relu, also how far the truth moves with its step.
 
     All of it on the inputs' device: a GPU's float64 is as good as the CPU's.
     """
@@ -376,7 +379,7 @@ def expect(
     with one_thread():
         true = run(plain(spec, masks), wide)
         kinked = None
-        if spec.ffn is not None and spec.ffn.act in KINKED:
+        if kink and spec.ffn is not None and spec.ffn.act in KINKED:
             with kink_at(-KINK_ULPS, compute):
                 below = run(plain(spec, masks), wide)
             with kink_at(KINK_ULPS, compute):
