@@ -66,7 +66,7 @@ def test_lora_through_trainer(run, capsys: pytest.CaptureFixture[str], tmp_path:
 def test_fsdp2_on_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ran = subprocess.run(
-        [*command, str(EXAMPLES / "fsdp2.py"), "--steps", "5"],
+        [*command, str(Path(__file__).with_name("left_early.py")), str(EXAMPLES / "fsdp2.py"), "--steps", "5"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"},
         capture_output=True,
