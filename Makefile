@@ -26,7 +26,7 @@ CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.inl' -o -name '*.cpp' -o -
 
 # Those of Python's tests that reach most of the C++ code in a few minutes.
 SANITIZED_TESTS ?= $(addprefix tests/autograd/test_,absent_memory.py adapters.py gradcheck.py inplace.py keep.py) tests/ops \
-	tests/modules tests/test_rng.py tests/test_settings.py tests/kernels/test_subnormals.py
+	tests/modules tests/loss tests/cost tests/test_rng.py tests/test_settings.py tests/kernels/test_subnormals.py
 
 # On two cores one worker idled for minutes at the end, when tests were handed out in portions.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p no:benchmark
@@ -70,7 +70,7 @@ sanitize: $(READY) gtest
 		-DPython_EXECUTABLE=$(abspath $(BIN))/python
 	$(BIN)/cmake --build build/sanitize --parallel $(or $(MAX_JOBS),$(shell nproc))
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
-	tar -c --exclude='*.so' ckptfused tests pyproject.toml setup_cuda.py | tar -x -C build/sanitize
+	tar -c --exclude='*.so' ckptfused tests pyproject.toml setup.py setup_cuda.py setup_platform.py setup_progress.py | tar -x -C build/sanitize
 	cd build/sanitize && LD_PRELOAD="$(foreach library,asan stdc++,$$($${CXX:-c++} -print-file-name=lib$(library).so))" \
 		ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=2 \
 		$(abspath $(BIN))/python -m pytest -q --capture=sys -p no:benchmark -m "not slow" $(SANITIZED_TESTS)

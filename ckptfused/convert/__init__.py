@@ -4,13 +4,14 @@ from ckptfused.convert import families as families
 from ckptfused.convert.api import convert, revert
 from ckptfused.convert.family import Family, Plan, register
 from ckptfused.convert.forward import original
-from ckptfused.convert.report import LayerReport, Report
+from ckptfused.convert.report import HeadReport, LayerReport, Report
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 
 __all__ = [
     "FFN",
     "Attention",
     "Family",
+    "HeadReport",
     "Inputs",
     "LayerReport",
     "Parts",

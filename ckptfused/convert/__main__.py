@@ -1,6 +1,7 @@
 """`python -m ckptfused.convert module.Class …`: writes down the forwards of these classes as they are installed.
 
-`module.Class:method` writes down another method that an adapter stands in for (`Family.methods`).
+`module.Class:method` writes down another method that an adapter stands in for (`Family.methods`), `module.function` a
+function that a model holds.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ def main(names: list[str]) -> None:
         module, _, cls = name.rpartition(".")
         library = module.partition(".")[0]
         said = f"{library} {importlib.metadata.version(library)}"
-        function = getattr(getattr(importlib.import_module(module), cls), method or "forward")
-        found["classes"].setdefault(name, {}).setdefault(fingerprint(function), said)
+        holder = getattr(importlib.import_module(module), cls)
+        function = getattr(holder, method or "forward", holder)
+        found["functions" if function is holder else "classes"].setdefault(name, {}).setdefault(
+            fingerprint(function), said
+        )
         note_functions(found, function, said)
     for kind in ("classes", "functions"):
         found[kind] = dict(sorted(found[kind].items()))

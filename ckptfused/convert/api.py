@@ -8,28 +8,38 @@ from typing import Any
 
 from torch import nn
 
-from ckptfused.convert import find
+from ckptfused.convert import find, heads
 from ckptfused.convert.agree import agreed
 from ckptfused.convert.counts import Counts
 from ckptfused.convert.describe import describe, generic_blocks, head_note
 from ckptfused.convert.family import Family
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.own_checkpoint import REPLICATE, NotReplicated
-from ckptfused.convert.report import Report
+from ckptfused.convert.report import HeadReport, Report
 from ckptfused.convert.wrapper import wrapper_note
 from ckptfused.layer.peft import given_caches
 from ckptfused.layer.shards import is_fully_sharded, refuse_tensor_parallel
 from ckptfused.layer.source import patched
 from ckptfused.layer.texts import keep_text
+from ckptfused.sizes import parse_bytes
 from ckptfused.spec import Keep, check_names
+from ckptfused.spec.checks import check_choice
 
 # Where accelerate keeps the forward that it put hooks around.
 _BELOW_HOOKS = "_old_forward"
 _OURS = ("forward", REPLICATE)  # what convert puts into a layer
+LOSSES = ("chunked",)
 PREFIX = "prefix tuning: each call has a filled key/value cache, with which a layer runs as it was"
 
 
-def convert(model: nn.Module, keep: Keep = "inputs", *, process_group: Any = None) -> Report:
+def convert(
+    model: nn.Module,
+    keep: Keep = "inputs",
+    *,
+    loss: str | None = None,
+    scratch: int | str | None = None,
+    process_group: Any = None,
+) -> Report:
     """Turns an existing model into a fused-checkpoint model, in place.
 
     Each layer gets a `forward` of its own, as an attribute of the instance; its class, parameters, submodules,
@@ -39,30 +49,54 @@ def convert(model: nn.Module, keep: Keep = "inputs", *, process_group: Any = Non
     what is kept. `revert` undoes it.
 
     keep: what each layer keeps for backward beside its input: a preset or names (`ckptfused.spec.KEEP_PRESETS`).
+    loss: "chunked" has Hugging Face's language models make their loss without ever holding the logits
+    (`ckptfused.linear_cross_entropy`), in training where labels are given; `outputs.logits` is then None. Evaluation,
+    generation, `logits_to_keep` and loss functions of your own run as they did. None: as they were.
+    scratch: bytes of logits that may exist at a time, an int or "64MiB"; None: as of `linear_cross_entropy`.
     process_group: a `torch.distributed` group, or True for the default one; the call is then a collective which
     checks that all ranks convert alike. None: no communication.
 
     **Saves** in each fused layer x, what `keep` names, 16 bytes of random state where it has dropout.
     **Recomputes** the rest in backward.
-    **Raises** `ValueError` for an unknown `keep`, for tensor-parallel weights, and, with `process_group`, where ranks
-    differ; `TypeError` if `model` is no module. The model is then as it was.
+    **Raises** `ValueError` for an unknown `keep`, `loss` or `scratch`, for tensor-parallel weights, and, with
+    `process_group`, where ranks differ; `TypeError` if `model` is no module. The model is then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     text = keep_text(keep)
     check_names(keep if isinstance(keep, str) else tuple(keep))
-    found = list(find.layers(model))
-    held = [(layer, {key: vars(layer)[key] for key in _OURS if key in vars(layer)}) for _, layer, _ in found]
+    if loss is not None:
+        check_choice("loss", loss, LOSSES)
+    limit = None if scratch is None else parse_bytes("scratch", scratch)
+    found, language_models = list(find.layers(model)), list(heads.models(model))
+    touched = [*(layer for _, layer, _ in found), *(inner for _, inner in language_models)]
+    held = [(module, {key: vars(module)[key] for key in _OURS if key in vars(module)}) for module in touched]
+
+    def both() -> Report:
+        for _, inner in language_models:
+            heads.take_out(inner)
+        asked = () if loss is None else language_models
+        made = tuple(_convert_loss(name, inner, limit) for name, inner in asked)
+        report = _convert(model, found, text)
+        notes = () if any(head.path == "chunked" for head in made) else head_note(model, report.layers)
+        return replace(report, heads=made, notes=(*report.notes, *notes))
+
     try:
         if process_group is None:
-            return _convert(model, found, text)
-        return agreed(lambda: _convert(model, found, text), None if process_group is True else process_group)
+            return both()
+        return agreed(both, None if process_group is True else process_group)
     except Exception:
-        for layer, attributes in held:
+        for module, attributes in held:
             for key in _OURS:
-                vars(layer).pop(key, None)
-            vars(layer).update(attributes)
+                vars(module).pop(key, None)
+            vars(module).update(attributes)
         raise
+
+
+def _convert_loss(name: str, model: nn.Module, scratch: int | None) -> HeadReport:
+    why = heads.put_in(model, scratch)
+    kind = type(model).__name__
+    return HeadReport(name, kind, "chunked") if why is None else HeadReport(name, kind, "original", why.text)
 
 
 def _convert(model: nn.Module, found: list[tuple[str, nn.Module, Family | None]], keep: str) -> Report:
@@ -86,7 +120,7 @@ def _convert(model: nn.Module, found: list[tuple[str, nn.Module, Family | None]]
         reports.append(replace(report, reason="; ".join(why)))
         layer.forward = ConvertedForward(layer, reports[-1].family, keep, before)
         vars(layer)[REPLICATE] = NotReplicated()
-    return Report(tuple(reports), keep, (*generic_blocks(model), *head_note(model, reports)))
+    return Report(tuple(reports), keep, generic_blocks(model))
 
 
 def revert(model: nn.Module) -> int:
@@ -95,6 +129,7 @@ def revert(model: nn.Module) -> int:
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     count = 0
     for layer in model.modules():
+        heads.take_out(layer)
         if isinstance(vars(layer).get(REPLICATE), NotReplicated):
             del vars(layer)[REPLICATE]
         places = [key for key in (_BELOW_HOOKS, "forward") if isinstance(vars(layer).get(key), ConvertedForward)]

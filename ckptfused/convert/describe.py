@@ -118,5 +118,5 @@ def head_note(model: Any, layers: Iterable[LayerReport]) -> tuple[str, ...]:
         return ()
     return (
         f"The loss head sets the peak: {weight.size(0):,} logits hold about {logits:,} bytes a token, all layers "
-        f"together {total:,.0f}. A fused or chunked cross-entropy would lower it further.",
+        f'together {total:,.0f}. convert(model, loss="chunked") takes them away, where it knows the model.',
     )

@@ -14,6 +14,7 @@ from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import transformed
 from ckptfused.convert.caches import left_empty
 from ckptfused.convert.family import FAMILIES
+from ckptfused.convert.heads import HeadForward, installed
 from ckptfused.convert.own_checkpoint import as_it_would, checkpoints_itself, let_converted_through
 from ckptfused.generic.views import entered
 from ckptfused.layer.hooks import hooked_everywhere, lent_weights
@@ -94,7 +95,8 @@ def original(model: nn.Module) -> Iterator[None]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     forwards = (vars(module).get("forward") for module in model.modules())
-    found = [forward for forward in forwards if isinstance(forward, ConvertedForward)]
+    found: list[ConvertedForward | HeadForward] = [f for f in forwards if isinstance(f, ConvertedForward)]
+    found += filter(None, map(installed, model.modules()))
     before = [forward.paused for forward in found]
     for forward in found:
         forward.paused = True

@@ -30,12 +30,32 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class HeadReport:
+    """One language model's loss, where `loss="chunked"` was asked for."""
+
+    name: str
+    """Where the model is, as in `named_modules()`."""
+    model: str
+    """Its class."""
+    path: str
+    """"chunked": made without the logits. "original": its own."""
+    reason: str = ""
+    """Why it is its own."""
+
+    def __str__(self) -> str:
+        if self.path == "chunked":
+            return f"{self.model}: chunked loss; in training with labels, outputs.logits is None"
+        return f"{self.model}: its own loss, with all logits: {self.reason}"
+
+
+@dataclass(frozen=True)
 class Report:
     """What `convert` did. As a string, a table in which equal layers share a line."""
 
     layers: tuple[LayerReport, ...]
     keep: str
     notes: tuple[str, ...] = ()
+    heads: tuple[HeadReport, ...] = ()
 
     @property
     def fused(self) -> int:
@@ -44,7 +64,7 @@ class Report:
 
     def __str__(self) -> str:
         if not self.layers:
-            return "\n".join(["ckptfused.convert: no layers found", *self.notes])
+            return "\n".join(["ckptfused.convert: no layers found", *map(str, self.heads), *self.notes])
         rows = [("layers", "class", "family", "path", "bytes/token", "why")]
         for group in _groups(self.layers):
             first = self.layers[group[0]]
@@ -55,7 +75,9 @@ class Report:
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[5]]).rstrip() for row in rows]
         paths = ", ".join(f"{count} {path}" for path, count in Counter(x.path for x in self.layers).items())
-        return "\n".join([*lines, f"{len(self.layers)} layers: {paths}; keep={self.keep!r}", *self.notes])
+        return "\n".join(
+            [*lines, f"{len(self.layers)} layers: {paths}; keep={self.keep!r}", *map(str, self.heads), *self.notes]
+        )
 
 
 def _groups(layers: tuple[LayerReport, ...]) -> list[list[int]]:

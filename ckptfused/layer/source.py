@@ -136,6 +136,15 @@ def class_as_read(cls: Any, forward: Callable[..., Any]) -> bool:
     return not unread(cls, forward)
 
 
+@torch.compiler.assume_constant_result
+def function_as_read(function: Any) -> bool:
+    """Whether a function that a model holds is one that was read, and so are those that it calls."""
+    if not inspect.isfunction(function):
+        return False
+    name = f"{function.__module__}.{function.__qualname__}"
+    return fingerprint(function) in known()["functions"].get(name, ()) and all(map(_function_as_read, called(function)))
+
+
 def _function_as_read(callee: Called) -> bool:
     """Whether a function is the one that was read; of others it is enough to be of the library that calls them."""
     value, module = without_kernel(callee.value), callee.namespace["__name__"]

@@ -113,6 +113,20 @@ def fsdp2_root_only(rank: int, hybrid: bool) -> None:
     close(fused_step(model, rank), alone(plain), 1e-5)
 
 
+def fsdp2_chunked_loss(rank: int, first: bool) -> None:
+    """The head belongs to the root, which gathers it before the model's forward."""
+    model = llama()
+    plain = copy.deepcopy(model)
+    for what in ("convert", "shard") if first else ("shard", "convert"):
+        if what == "convert":
+            report = ckptfused.convert(model, loss="chunked", process_group=True)
+            assert [head.path for head in report.heads] == ["chunked"]
+        else:
+            shard(model)
+    assert model(**batch(rank)).logits is None
+    all_close(fused_steps(model, rank), train(plain, alone), 1e-5)
+
+
 def fsdp2_bfloat16(rank: int) -> None:
     plain = llama()
     results = []
@@ -294,6 +308,15 @@ def agreement(rank: int, change: str) -> None:
     with pytest.raises(ValueError, match=rf"{layer}.*rank 1 has"):
         ckptfused.convert(model, policy, process_group=True)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def agreement_on_the_loss(rank: int) -> None:
+    model = llama()
+    if rank == 1:
+        model.lm_head.register_forward_hook(lambda *args: None)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: chunked, rank 1 has LlamaForCausalLM: original"):
+        ckptfused.convert(model, loss="chunked", process_group=True)
+    assert "forward" not in vars(model)
 
 
 def agreement_with_a_failure(rank: int) -> None:

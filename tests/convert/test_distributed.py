@@ -40,6 +40,11 @@ def test_fsdp2_around_the_whole_model(ranks: Ranks, hybrid: bool) -> None:
     ranks.run(steps.fsdp2_root_only, hybrid=hybrid)
 
 
+@both_orders
+def test_fsdp2_chunked_loss(ranks: Ranks, first: bool) -> None:
+    ranks.run(steps.fsdp2_chunked_loss, first=first)
+
+
 def test_fsdp2_bfloat16(ranks: Ranks) -> None:
     ranks.run(steps.fsdp2_bfloat16)
 
@@ -115,6 +120,10 @@ def test_tensor_parallel_is_refused(ranks: Ranks, first: bool, sharded: bool) ->
 @pytest.mark.parametrize("change", ["none", "policy", "layers", "patch"])
 def test_agreement(ranks: Ranks, change: str) -> None:
     ranks.run(steps.agreement, change=change)
+
+
+def test_agreement_on_the_loss(ranks: Ranks) -> None:
+    ranks.run(steps.agreement_on_the_loss)
 
 
 def test_agreement_where_a_rank_fails(ranks: Ranks) -> None:

@@ -1,0 +1,312 @@
+"""Language models whose loss is made without their logits: the adapters of their classes, and the forward they get."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.checks import is_dtensor, transformed
+from ckptfused.layer.hooks import watched
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.pieces import Projection, projection
+from ckptfused.layer.source import as_read, class_as_read, class_name, function_as_read, patched, unread
+from ckptfused.loss import HeadAdapter, linear_cross_entropy
+
+_MODELS = "transformers.models"
+
+
+class LanguageModel:
+    """Classes whose forward is a body, a head, and the loss of each next token."""
+
+    classes: tuple[str, ...] = tuple(
+        f"{_MODELS}.{name}"
+        for name in (
+            "gemma.modeling_gemma.GemmaForCausalLM",
+            "gpt_neox.modeling_gpt_neox.GPTNeoXForCausalLM",
+            "llama.modeling_llama.LlamaForCausalLM",
+            "mistral.modeling_mistral.MistralForCausalLM",
+            "phi3.modeling_phi3.Phi3ForCausalLM",
+            "qwen2.modeling_qwen2.Qwen2ForCausalLM",
+            "qwen3.modeling_qwen3.Qwen3ForCausalLM",
+        )
+    )
+    output = "CausalLMOutputWithPast"
+
+    def body(self, model: Any) -> nn.Module:
+        """The module between a call's arguments and the hidden states."""
+        return getattr(model, model.base_model_prefix)
+
+    def head(self, model: Any) -> nn.Module:
+        """The projection to the logits."""
+        return model.get_output_embeddings()
+
+    def refusal(self, model: Any) -> Reason | None:
+        """Why a model is none of those that were read, beside what its projection says."""
+        return None if function_as_read(model.loss_function) else Reason("it has a loss function of its own")
+
+    def call_body(self, model: Any, given: dict[str, Any]) -> Any:
+        """The body's outputs for a call's arguments without `labels` and `logits_to_keep`."""
+        return self.body(model)(**given, return_dict=True)
+
+    def transform(self, model: Any, hidden: Tensor) -> Tensor:
+        """What comes between the body and the projection."""
+        return hidden
+
+    def options(self, model: Any, labels: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+        """Target and options of `linear_cross_entropy`, as the model's loss function reads a call's arguments."""
+        target, items = given.get("shift_labels"), given.get("num_items_in_batch")
+        return {
+            "target": labels if target is None else target,
+            "shift": target is None,
+            "ignore_index": given.get("ignore_index", -100),
+            "num_items": items.to(labels.device) if isinstance(items, Tensor) else items,
+        }
+
+    def more(self, model: Any, outputs: Any, loss: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+        """What else the model's outputs hold than those of its body; `loss` where something is added to it."""
+        return {"loss": loss}
+
+
+class Gemma(LanguageModel):
+    """Gemma 2 and 3, which hold logits below a cap."""
+
+    classes = tuple(f"{_MODELS}.gemma{n}.modeling_gemma{n}.Gemma{n}ForCausalLM" for n in (2, 3))
+
+    def options(self, model: Any, labels: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+        return super().options(model, labels, given) | {"softcap": model.config.final_logit_softcapping}
+
+
+class GPT2(LanguageModel):
+    """Its body passes on what cross-attention found."""
+
+    classes = (f"{_MODELS}.gpt2.modeling_gpt2.GPT2LMHeadModel",)
+    output = "CausalLMOutputWithCrossAttentions"
+
+
+class OPT(LanguageModel):
+    """Its forward calls the decoder inside its body."""
+
+    classes = (f"{_MODELS}.opt.modeling_opt.OPTForCausalLM",)
+
+    def body(self, model: Any) -> nn.Module:
+        return model.model.decoder
+
+
+class Mixture(LanguageModel):
+    """Mixtures of experts, whose routers may have a loss of their own."""
+
+    classes = (
+        f"{_MODELS}.mixtral.modeling_mixtral.MixtralForCausalLM",
+        f"{_MODELS}.qwen3_moe.modeling_qwen3_moe.Qwen3MoeForCausalLM",
+    )
+    output = "MoeCausalLMOutputWithPast"
+
+    def call_body(self, model: Any, given: dict[str, Any]) -> Any:
+        if given.get("output_router_logits") is None:
+            given["output_router_logits"] = model.config.output_router_logits
+        return super().call_body(model, given)
+
+    def more(self, model: Any, outputs: Any, loss: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+        if not given["output_router_logits"]:
+            return {"loss": loss}
+        balancing = inspect.unwrap(type(model).forward).__globals__["load_balancing_loss_func"]
+        aux = balancing(
+            outputs.router_logits, model.num_experts, model.num_experts_per_tok, given.get("attention_mask")
+        )
+        return {"loss": loss + model.router_aux_loss_coef * aux.to(loss.device), "aux_loss": aux}
+
+
+class MaskedLanguageModel(LanguageModel):
+    """BERT: a token's target is its own label, and a dense layer comes before the projection."""
+
+    classes = (f"{_MODELS}.bert.modeling_bert.BertForMaskedLM",)
+    output = "MaskedLMOutput"
+
+    def inside(self, model: Any) -> tuple[nn.Module, ...]:
+        """The modules around the projection, whose forwards are replaced."""
+        return (model.cls, model.cls.predictions)
+
+    def transform(self, model: Any, hidden: Tensor) -> Tensor:
+        return model.cls.predictions.transform(hidden)
+
+    def refusal(self, model: Any) -> Reason | None:
+        for module in self.inside(model):
+            if (why := watched(module)) is not None:
+                return why
+            if not as_read(module):
+                return Reason(f"the code of {type(module).__name__} is not the one that was read")
+        return None
+
+    def options(self, model: Any, labels: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+        return {"target": labels}
+
+
+class Roberta(MaskedLanguageModel):
+    """As BERT, with the dense layer's pieces in the head itself."""
+
+    classes = (f"{_MODELS}.roberta.modeling_roberta.RobertaForMaskedLM",)
+
+    def inside(self, model: Any) -> tuple[nn.Module, ...]:
+        return (model.lm_head,)
+
+    def transform(self, model: Any, hidden: Tensor) -> Tensor:
+        head = model.lm_head
+        return head.layer_norm(nn.functional.gelu(head.dense(hidden)))
+
+
+HEADS = {
+    name: adapter
+    for adapter in (LanguageModel(), Gemma(), GPT2(), OPT(), Mixture(), MaskedLanguageModel(), Roberta())
+    for name in adapter.classes
+}
+
+
+def head_of(model: nn.Module) -> LanguageModel | None:
+    """The adapter that reads this class of model, None if there is none."""
+    return HEADS.get(class_name(type(model)))
+
+
+def models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost models with a head that gives logits, and their names: known classes, and Hugging Face's own."""
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    found: list[str] = []
+    for name, module in model.named_modules():
+        theirs = modeling is not None and isinstance(module, modeling.PreTrainedModel)
+        if theirs and module.get_output_embeddings() is not None and not any(map(name.startswith, found)):
+            found.append(name)
+            yield name, module
+
+
+@torch.compiler.assume_constant_result
+def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return _names(forward)
+
+
+@lru_cache
+def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+@torch.compiler.assume_constant_result
+def _fields(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+class HeadForward:
+    """The `forward` of a language model whose logits never exist as a whole, where nobody can want them: in training,
+    with labels. Any other call runs the model's own.
+
+    As `ConvertedForward` an attribute of the instance, that looks everything up at the call.
+    """
+
+    __name__ = "forward"
+
+    def __init__(self, model: Any, scratch: int | None) -> None:
+        self.model = model
+        self.scratch = scratch
+        self.paused = False
+        """Within `original`, and where it was reverted below another library's wrapper, which still calls it."""
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What Trainer and `generate` read the names of the arguments from."""
+        return MethodType(type(self.model).forward, self.model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.model:  # accelerate's unwrap_model made a method of this
+            args = args[1:]
+        found = Reason("the original is asked for") if self.paused else self._chunked(args, kwargs)
+        return self.__wrapped__(*args, **kwargs) if isinstance(found, Reason) else found
+
+    def _chunked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's outputs with a loss and no logits, or why this call runs as it was."""
+        model = self.model
+        if not model.training or not torch.is_grad_enabled() or transformed():
+            return Reason("it does not train")
+        given = {**dict(zip(_arguments(type(model).forward), args, strict=False)), **kwargs}
+        labels, kept = given.pop("labels", None), given.pop("logits_to_keep", 0)
+        if labels is None or not isinstance(kept, int) or kept != 0:
+            return Reason("no labels are given, or logits are asked for")
+        as_dict = given.pop("return_dict", None)
+        if not (model.config.return_dict if as_dict is None else as_dict):
+            return Reason("a tuple is asked for, in which the logits have their place")
+        head = self.head()
+        if isinstance(head, Reason):
+            return head
+        if is_dtensor(head.weight):
+            return Reason("the head's weight is in shards that nobody gathered")
+        family = HEADS[class_name(type(model))]
+        outputs = family.call_body(model, given)
+        x = family.transform(model, outputs.last_hidden_state)
+        options = family.options(model, labels.to(x.device), given)
+        adapters = [HeadAdapter(*adapter) for adapter in head.adapters]
+        loss: Any = linear_cross_entropy(
+            x, head.weight, bias=head.bias, adapters=adapters, scratch=self.scratch, **options
+        )
+        cls = getattr(sys.modules["transformers.modeling_outputs"], family.output)
+        fields = {name: getattr(outputs, name, None) for name in _fields(cls) if name != "logits"}
+        return cls(**fields | family.more(model, outputs, loss, given))
+
+    def head(self) -> Projection | Reason:
+        """The projection to the logits, or why the model's own forward runs."""
+        model = self.model
+        family, cls = head_of(model), type(model)
+        if family is None:
+            return Reason("no adapter for this class")
+        if not class_as_read(cls, cls.forward):
+            return Reason(f"the code of {unread(cls, cls.forward)} is not the one that was read (see tested versions)")
+        if (why := family.refusal(model)) is not None:
+            return why
+        found = projection(family.head(model), "the head")
+        if isinstance(found, Reason):
+            return found
+        return Reason("its weight is transposed") if found.transposed else found
+
+
+# Where a model's forward is, and where accelerate keeps the one that it put its own around.
+_PLACES = ("forward", "_original_forward", "_old_forward")
+
+
+def _held(model: nn.Module, place: str) -> HeadForward | None:
+    held = vars(model).get(place)
+    held = getattr(held, "__func__", held)
+    return held if isinstance(held, HeadForward) else None
+
+
+def installed(model: nn.Module) -> HeadForward | None:
+    """The `HeadForward` of a model, be it below another library's wrapper; None if it has none."""
+    return next((found for place in _PLACES if (found := _held(model, place)) is not None), None)
+
+
+def take_out(model: nn.Module) -> bool:
+    """Gives a model its own forward back. Returns whether it had another."""
+    found = installed(model)
+    if found is None:
+        return False
+    if _held(model, "forward") is found:
+        del model.forward
+    else:
+        found.paused = True
+    return True
+
+
+def put_in(model: nn.Module, scratch: int | None) -> Reason | None:
+    """Has the loss of a model, which was taken out before, made without its logits; or says why not."""
+    below = installed(model)
+    if below is None and patched(model):
+        return Reason("its forward is not its class's: convert before accelerate, or whoever else, wraps it")
+    found = HeadForward(model, scratch) if below is None else below
+    if isinstance(head := found.head(), Reason):
+        return head
+    found.scratch, found.paused = scratch, False
+    if below is None:
+        model.forward = found  # type: ignore[assignment]
+    return None
