@@ -167,7 +167,8 @@ class _Setting:
     def tiles(self, f: FFNSpec) -> tuple[int, int, str]:
         """Rows and columns of a tile, and the reason."""
         n, size = self.batch * self.length, self.dtype.itemsize
-        rows, cols = _C.ffn_tiles(n, self.width, f.hidden, f.gated, size)
+        device = "cuda" if self.cuda else "cpu"
+        rows, cols = cost.ffn_tiles(n, self.width, f.hidden, f.gated, size, self.spec.scratch, device)
         scratch = f"{_size((3 if f.gated else 2) * n * f.hidden * size)} of hidden-wide scratch in one piece"
         if (rows, cols) == (n, f.hidden):
             return rows, cols, scratch

@@ -94,12 +94,14 @@ class Case:
     scale: float | None = None
     m: float = 1.0
     seq_first: bool = False
+    scratch: int = 0
+    """Of the FFN. No axis: `TILED` crosses it with what matters to tiles."""
 
     @property
     def id(self) -> str:
         """The values that differ from the defaults: a short text that states the whole configuration."""
         parts = []
-        for axis, default in DEFAULTS.items():
+        for axis, default in (DEFAULTS | {"scratch": 0}).items():
             value = getattr(self, axis)
             if value is True:
                 parts.append(axis)
@@ -190,6 +192,7 @@ class Case:
             ffn=None if self.layout == "attn" else ffn,
             parallel={"parallel": True, "shared": "shared"}.get(self.layout, False),
             seq_first=self.seq_first,
+            scratch=self.scratch,
         ).with_keep(self.keep)
 
 
@@ -245,19 +248,20 @@ def all_pairs() -> tuple[Case, ...]:
     return tuple(cases)
 
 
-# FFN halves just below and above the 256 MiB of hidden-wide scratch (3 N F values gated, else 2 N F) from which on the
-# backward goes in tiles: of columns where F is long, of rows where N is.
-_LONG_F = Case(act="swiglu", layout="ffn", drop="hidden", width=24, hidden=44739)
-_LONG_N = replace(_LONG_F, hidden=704)
+# FFN halves just below and above the hidden-wide scratch (3 N F values gated, else 2 N F) from which on the backward
+# goes in tiles: of columns where F is long, of rows where N is. Whole blocks, every sixth of the pairs, beside them.
+LONG_F = Case(act="swiglu", layout="ffn", drop="hidden", width=24, hidden=1739, scratch=1 << 18)
+LONG_N = replace(LONG_F, hidden=56)
 TILED: tuple[tuple[Case, torch.dtype], ...] = (
-    (replace(_LONG_F, tokens=499), torch.float32),
-    (replace(_LONG_F, tokens=700), torch.float32),
-    (replace(_LONG_F, tokens=1203), torch.bfloat16),
-    (replace(_LONG_F, act="gelu", tokens=803), torch.float32),
-    (replace(_LONG_N, tokens=31001), torch.float32),
-    (replace(_LONG_N, tokens=33001), torch.float32),
-    (replace(_LONG_N, tokens=64001), torch.bfloat16),
-    (replace(_LONG_N, act="gelu", tokens=49001), torch.float32),
-    (replace(_LONG_F, tokens=520, lora="twice", weights="joint"), torch.float32),
-    (replace(_LONG_N, tokens=33500, lora="drop", bias="all"), torch.float32),
+    (replace(LONG_F, tokens=12), torch.float32),
+    (replace(LONG_F, tokens=20), torch.float32),
+    (replace(LONG_F, tokens=61), torch.bfloat16),
+    (replace(LONG_F, act="gelu", tokens=45), torch.float32),
+    (replace(LONG_N, tokens=380), torch.float32),
+    (replace(LONG_N, tokens=450), torch.float32),
+    (replace(LONG_N, tokens=1201), torch.bfloat16),
+    (replace(LONG_N, act="gelu", tokens=1100), torch.float32),
+    (replace(LONG_F, tokens=21, lora="twice", weights="joint"), torch.float32),
+    (replace(LONG_N, tokens=500, lora="drop", bias="all"), torch.float32),
+    *((replace(case, tokens=300, scratch=1), torch.float32) for case in all_pairs()[5::6] if case.layout != "attn"),
 )

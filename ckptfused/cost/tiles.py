@@ -7,9 +7,14 @@ from ckptfused._extension import _C
 Tile = tuple[int, int, int, int]  # first row, rows, first column, columns
 
 
-def ffn_tiles(rows: int, width: int, hidden: int, gated: bool, element_size: int) -> tuple[int, int]:
-    """Rows and hidden columns of a tile of the FFN half: csrc/autograd/tiles.h, which says why."""
-    return _C.ffn_tiles(rows, width, hidden, gated, element_size)
+def ffn_tiles(
+    rows: int, width: int, hidden: int, gated: bool, element_size: int, scratch: int = 0, device: str = "cpu"
+) -> tuple[int, int]:
+    """Rows and hidden columns of a tile of the FFN half: csrc/autograd/tiles.h, which says why.
+
+    scratch: the bytes above which it is cut; 0: the default of `device`, 256 MiB on "cpu", 1.5 GiB on "cuda".
+    """
+    return _C.ffn_tiles(rows, width, hidden, gated, element_size, _C.ffn_scratch_limit(scratch, device == "cuda"))
 
 
 def cut(rows: int, hidden: int, step: tuple[int, int]) -> list[Tile]:

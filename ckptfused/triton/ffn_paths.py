@@ -72,7 +72,7 @@ def make_operands(n: int, c: int, f: int, act: str, dtype: torch.dtype, device: 
         return torch.empty(shape, device=device, dtype=dtype)
 
     parts = 2 if ACTS[act][1] else 1
-    rows, cols = ffn_tiles(n, c, f, parts == 2, dtype.itemsize)
+    rows, cols = ffn_tiles(n, c, f, parts == 2, dtype.itemsize, device="cuda")
     return Operands(
         act, normal(n, c, 1.0), normal(parts * f, c, c**-0.5), normal(c, f, c**-0.5), normal(n, c, 1.0),
         empty(n, f), empty(n, parts * f), empty((parts + 1) * rows * cols),
@@ -88,7 +88,7 @@ def make_views(o: Operands) -> list[Views]:
     """The tiles in the block's order."""
     (n, c), f, parts = o.x.shape, o.h.shape[1], o.parts
     views = []
-    for tile in cut(n, f, ffn_tiles(n, c, f, parts == 2, o.x.dtype.itemsize)):
+    for tile in cut(n, f, ffn_tiles(n, c, f, parts == 2, o.x.dtype.itemsize, device="cuda")):
         row0, rows, col0, cols = tile
         starts = tuple(part * f + col0 for part in range(parts))
         # The caching allocator gives a tile the memory of the one before.

@@ -97,8 +97,10 @@ PYBIND11_MODULE(_C, m) {
            const std::string& gpu, int major, int minor) {
           return ckptfused::launch_error(op, status, built_for, {gpu, major, minor});
         });
-  m.def("ffn_tiles", [](int64_t rows, int64_t width, int64_t hidden, bool gated, int64_t size) {
-    const ckptfused::FFNTiles t = ckptfused::ffn_tiles(rows, width, hidden, gated, size);
+  m.def("ffn_scratch_limit", &ckptfused::ffn_scratch_limit);
+  m.def("ffn_tiles", [](int64_t rows, int64_t width, int64_t hidden, bool gated, int64_t size,
+                        int64_t limit) {
+    const ckptfused::FFNTiles t = ckptfused::ffn_tiles(rows, width, hidden, gated, size, limit);
     return std::make_tuple(t.rows, t.cols);
   });
   m.def("runs_as_float",

@@ -117,6 +117,7 @@ void for_fields(KeepSpec& s, F&& f) {
 struct BlockFields {
   KeepSpec keep = {};  // What is kept for backward beside x and the random state.
   Parallel parallel = Parallel::no;  // Both halves add to the same x; 'shared': the FFN reads attn.pre's output.
+  int64_t scratch = 0;  // Bytes of hidden-wide scratch above which the FFN's backward goes in tiles; 0: by device.
   bool seq_first = false;  // x is [T, B, C], not [B, T, C].
   c10::ScalarType compute = c10::ScalarType::Undefined;  // Type of the matrix products; None: the type of x.
 };
@@ -125,6 +126,7 @@ template <typename F>
 void for_fields(BlockFields& s, F&& f) {
   f("keep", s.keep);
   f("parallel", s.parallel);
+  f("scratch", s.scratch);
   f("seq_first", s.seq_first);
   f("compute", s.compute);
 }

@@ -63,7 +63,6 @@ def test_every_set_of_names(layout: str, autocast: torch.dtype | None, device: s
         assert_same(run(fused(spec.with_keep(names)), inputs, autocast), expected)
 
 
-@pytest.mark.slow
 @on_devices
 @pytest.mark.parametrize(("case", "dtype"), TILED, ids=lambda v: v.id if isinstance(v, Case) else str(v)[6:])
 def test_on_both_sides_of_the_ffn_tile_thresholds(case: Case, dtype: torch.dtype, device: str) -> None:

@@ -8,34 +8,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptfused import _C
+from ckptfused import cost
 from ckptfused.functional import ffn_block
 from ckptfused.spec import Adapter, BlockSpec, FFNSpec, param_shapes
 
 OPS = torch.ops.ckptfused
-ROWS, WIDTH = 512, 8
+ROWS, WIDTH, HIDDEN = 64, 8, 256
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("act", "hidden"), [("relu", 131200), ("swiglu", 87552)])
+@pytest.mark.parametrize("act", ["relu", "swiglu"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_the_input_gradient_is_summed_in_float32(act: str, hidden: int, transposed: bool) -> None:
+def test_the_input_gradient_is_summed_in_float32(act: str, transposed: bool) -> None:
     """Two tiles of columns whose shares cancel: what bfloat16 would have rounded off the first, 2⁻⁹ of it, is left.
 
     The tiles are the same but for the sign of the down weight, so that their shares are equal but for the sign, bit for
     bit. Each is 64 times dy, and dx = dy + their sum: 64 · 2⁻⁹ dy off where the sum is rounded to bfloat16 on the way,
     dy (as near as bfloat16 has it, 2⁻⁹) where it is not.
     """
-    spec = BlockSpec(ffn=FFNSpec(act, hidden, transposed=transposed))
     gated = act == "swiglu"
-    assert _C.ffn_tiles(ROWS, WIDTH, hidden, gated, 2) == (ROWS, hidden // 2)
+    limit = (3 if gated else 2) * ROWS * HIDDEN * 2 // 2
+    spec = BlockSpec(ffn=FFNSpec(act, HIDDEN, transposed=transposed), scratch=limit)
+    assert cost.ffn_tiles(ROWS, WIDTH, HIDDEN, gated, 2, limit) == (ROWS, HIDDEN // 2)
     generator = torch.Generator().manual_seed(0)
 
     def twice(std: float, sign: int) -> Tensor:
-        half = torch.randn(hidden // 2, WIDTH, generator=generator) * std
+        half = torch.randn(HIDDEN // 2, WIDTH, generator=generator) * std
         return torch.cat((half, sign * half)).bfloat16()
 
-    params = {"ffn.up_w": twice(1.0, 1), "ffn.down_w": twice(0.125, -1).t().contiguous()}
+    params = {"ffn.up_w": twice(1.0, 1), "ffn.down_w": twice(32 / (HIDDEN // 2) ** 0.5, -1).t().contiguous()}
     if gated:
         params["ffn.gate_w"] = twice(1.0, 1)
     if transposed:

@@ -103,8 +103,8 @@ def test_what_is_kept_changes_no_bit(case: Case, quickly: list[str]) -> None:
 
 # As tests/cases.py has them, with widths that the kernels are for: tiles of columns, tiles of rows.
 TILED = [
-    Case(layout="ffn", drop="hidden", width=32, hidden=44736, tokens=1203),
-    Case(layout="ffn", drop="hidden", width=32, hidden=704, tokens=64001),
+    Case(layout="ffn", drop="hidden", width=32, hidden=44736, tokens=1203, scratch=256 << 20),
+    Case(layout="ffn", drop="hidden", width=32, hidden=704, tokens=64001, scratch=256 << 20),
 ]
 
 
