@@ -6,9 +6,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Dropout, Identity, Linear
 
+from ckptfused.functional import autocast_enabled
 from ckptfused.layer.hooks import hooked
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.source import as_read, class_name
@@ -35,7 +37,11 @@ def is_lora(module: nn.Module) -> bool:
 def adapted(module: nn.Module) -> bool:
     """Whether a wrapper of PEFT's around a layer adds, at this call, to what the layer's own weight gives."""
     found: Any = module
-    return "base_layer" in module._modules and not (found.merged or found.disable_adapters)
+    if "base_layer" not in module._modules:
+        return False
+    held = [getattr(found, name, ()) for name in found.adapter_layer_names]
+    adds = any(name in adapters for adapters in held for name in found.active_adapters)
+    return (adds and not (found.merged or found.disable_adapters)) or adapted(found.base_layer)
 
 
 def active_copy(module: nn.Module) -> nn.Module:
@@ -67,10 +73,16 @@ def adapters(module: Any) -> tuple[LoRA, ...] | Reason:
             return Reason("an adapter whose A or B is no plain Linear")
         if type(dropout) not in (Dropout, Identity):
             return Reason(f"adapter dropout of type {type(dropout).__name__}")
-        if not module.cast_input_dtype_enabled and a.weight.dtype != module.base_layer.weight.dtype:
+        own, base = a.weight.dtype, module.base_layer.weight.dtype
+        if not module.cast_input_dtype_enabled and own != base:
             return Reason("an adapter of another dtype than its input, with casting switched off")
+        if own not in (base, torch.float32) and not autocast_enabled(a.weight):
+            return Reason(f"an adapter of {own} beside a weight of {base}: PEFT casts its input, the kernels do not")
+        scale = module.scaling[name]
+        if isinstance(scale, Tensor) and torch.compiler.is_compiling():
+            return Reason("an adapter's scale is a tensor (PEFT's hotswap), which torch.compile cannot read")
         p = dropout.p if type(dropout) is Dropout and dropout.training else 0.0
-        found.append(LoRA(a.weight, b.weight, b.bias, float(module.scaling[name]), p))
+        found.append(LoRA(a.weight, b.weight, b.bias, float(scale), p))
     return tuple(found)
 
 

@@ -77,6 +77,8 @@ def _plain(found: Projection, name: str) -> Projection | Reason:
 
 def _quantised(module: nn.Module) -> bool:
     """Whether a projection holds its weight in integers, as bitsandbytes, GPTQ and AWQ do, or as PyTorch's own."""
+    while "base_layer" in module._modules:  # PEFT's wrappers may hold integers of their own
+        module = module.base_layer  # type: ignore[assignment]
     tensors = (*module.parameters(), *module.buffers())
     return any(not tensor.is_floating_point() for tensor in tensors) or hasattr(module, "_packed_params")
 

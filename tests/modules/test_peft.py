@@ -13,6 +13,7 @@ from torch import Tensor, nn
 pytest.importorskip("peft")
 
 import peft
+from peft.utils import hotswap
 
 import ckptfused
 from ckptfused import (
@@ -23,7 +24,7 @@ from ckptfused import (
     cost,
 )
 from tests.accounting import CountOps, saved_bytes
-from tests.convert.compare import close, result
+from tests.convert.compare import close, gradients, result
 from tests.convert.dropout_oracle import RecordStates
 from tests.convert.test_peft import Masked
 
@@ -97,6 +98,18 @@ class Applied(nn.Module):
                 delta = wrapper.lora_B[name].weight @ wrapper.lora_A[name].weight
                 weight = weight + wrapper.scaling[name] * delta
         return torch.func.functional_call(layer, {"self_attn.out_proj.base_layer.weight": weight}, (x,))
+
+
+class FusedSequence(nn.Module):
+    """The block of a model in a segment of its own."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.segment = [FusedCheckpointSequential(model.get_base_model().layer)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.segment[0](x)
 
 
 def expected(model: Any) -> dict[str, Tensor]:
@@ -228,6 +241,56 @@ def test_a_generic_call_that_would_leave_an_adapter_out() -> None:
     nested = swapped(lora(plain_layer())).eval()
     with torch.no_grad(), pytest.raises(ValueError, match=r"^self_attn.out_proj: .* \(src is a nested tensor"):
         nested(torch.nested.nested_tensor([X[0], X[1, :3]]))
+
+
+def test_a_generic_call_without_an_adapter_of_out_proj() -> None:
+    """Its wrapper adds nothing while no adapter of its own is active."""
+    plain = lora(plain_layer(), ["out_proj"])
+    plain.add_adapter("other", peft.LoraConfig(r=2, target_modules=["linear1"], use_dora=True, init_lora_weights=False))
+    plain.set_adapter("other")
+    ours, converted = swapped(plain), copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    assert "LoRA variant" in ours.get_base_model().layer.generic_reason()
+    for model in (ours, converted):
+        close(result(model, X), result(plain, X), 1e-5)
+
+
+@pytest.mark.parametrize("make", [swapped, lambda model: FusedSequence(swapped(model))])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_adapters_of_another_dtype(dtype: torch.dtype, make: Change) -> None:
+    """PEFT casts to and fro."""
+    plain = lora(plain_layer(), FFN)
+    for name, p in plain.named_parameters():
+        p.data = p.data.to(dtype) if "lora" in name else p.data
+    ours = make(plain)
+    want, got = result(plain, X), result(ours, X)
+    close({name.removeprefix("model."): value for name, value in got.items()}, want, 1e-5)
+
+
+@pytest.mark.parametrize("how", ["swapped", "converted"])
+def test_scales_that_are_tensors(how: str) -> None:
+    """PEFT makes them so for adapters that are exchanged in compiled models."""
+    plain = lora(plain_layer(), FFN)
+    hotswap.prepare_model_for_compiled_hotswap(plain, target_rank=4)
+    ours = swapped(plain) if how == "swapped" else copy.deepcopy(plain)
+    if how == "converted":
+        ckptfused.convert(ours)
+    want = result(plain, X)
+    close(fused_result(ours), want, 1e-5)
+    step = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    for scale in (1.0, 0.5):
+        for model in (plain, ours):
+            for name in FFN:
+                model.get_base_model().layer.get_submodule(name).scaling["default"].mul_(scale)
+        ours.zero_grad()
+        (y := step(X)).pow(3).mean().backward()
+        close({"y": y.detach(), **gradients(ours)}, result(plain, X), 1e-5)
+
+
+def test_a_wrapper_that_holds_integers_is_not_quantised() -> None:
+    block = FusedCheckpointBlock(C, H, F, 0.0, batch_first=True)
+    peft.get_peft_model(Model(block), peft.OFTConfig(target_modules=FFN, r=2, oft_block_size=0))
+    assert "linear1 is a peft.tuners.oft" in (block.generic_reason() or "")
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
