@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,54 +38,71 @@ class _Changes:
 
     def __init__(self, given: Given) -> None:
         self.given = given
-        self.pairs: list[tuple[Any, Any, Any]] = []
+        self.pairs: list[tuple[Any, Any, dict[Any, Any], dict[str, Any]]] = []
 
     def begin(self, args: Any, kwargs: Any) -> None:
         theirs = (self.given.args, tuple(self.given.kwargs.values()))
-        self.pairs = [(a, b, _held(b)) for a, b in _pairs(theirs, (tuple(args), tuple(kwargs.values())))]
+        pairs = _pairs(theirs, (tuple(args), tuple(kwargs.values())))
+        self.pairs = [(a, b, _items(b), _attributes(b)) for a, b in pairs]
 
     def end(self) -> None:
-        same = {id(ours): theirs for theirs, ours, _ in self.pairs}
+        same = {id(ours): theirs for theirs, ours, *_ in self.pairs}
 
         def caller(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return self.given.originals(value)
             return same.get(id(value), value)
 
-        for theirs, ours, before in self.pairs:
-            now = _held(ours)
-            if now.keys() == before.keys() and all(now[key] is before[key] for key in now):
-                continue
-            if isinstance(theirs, dict):
-                theirs.clear()
-                theirs.update({key: caller(value) for key, value in now.items()})
-            elif isinstance(theirs, (list, deque)):
-                theirs.clear()
-                theirs.extend(caller(value) for value in now.values())
-            else:
-                for name in [name for name in now if now[name] is not before.get(name)]:
-                    object.__setattr__(theirs, name, caller(now[name]))
+        for theirs, ours, items, attributes in self.pairs:
+            now = _items(ours)
+            if now.keys() != items.keys() or any(now[key] is not items[key] for key in now):
+                _put(theirs, {key: caller(value) for key, value in now.items()})
+            for name, value in _attributes(ours).items():
+                if name not in attributes or attributes[name] is not value:
+                    object.__setattr__(theirs, name, caller(value))
 
 
-def _held(container: Any) -> dict[Any, Any]:
+# Subclasses, such as Hugging Face's outputs, may refuse by their methods what these do.
+_BASES: tuple[Any, ...] = (OrderedDict, dict, list, deque)
+
+
+def _items(container: Any) -> dict[Any, Any]:
     if isinstance(container, dict):
         return dict(container)
-    if isinstance(container, (list, deque)):
-        return dict(enumerate(container))
-    return {f.name: getattr(container, f.name) for f in dataclasses.fields(container) if hasattr(container, f.name)}
+    return dict(enumerate(container)) if isinstance(container, (list, deque)) else {}
+
+
+def _put(container: Any, items: dict[Any, Any]) -> None:
+    base = next(base for base in _BASES if isinstance(container, base))
+    base.clear(container)
+    if issubclass(base, dict):
+        for key, value in items.items():
+            base.__setitem__(container, key, value)
+    else:
+        base.extend(container, items.values())
+
+
+def _attributes(container: Any) -> dict[str, Any]:
+    held = dict(getattr(container, "__dict__", ()))
+    return {**held, **_fields(container)} if _is_record(container) else held
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if hasattr(record, f.name)}
 
 
 def _pairs(theirs: Any, ours: Any, above: tuple[int, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Lists, dicts and dataclasses in a tree, each with the one that `Arguments` built in its place."""
+    """Lists, dicts, dataclasses and registered containers, each with the one that `Arguments` built in its place."""
     if theirs is ours or id(ours) in above:
         return
-    if type(ours) in (list, deque, dict, OrderedDict, defaultdict) or _is_record(ours):
+    inside: list[tuple[Any, Any]] = []
+    if isinstance(ours, tuple):
+        inside += zip(theirs, ours, strict=True)
+    elif type(ours) in pytree.SUPPORTED_NODES or _is_record(ours):
         yield theirs, ours
-        inside: Any = zip(_held(theirs).values(), _held(ours).values(), strict=True)
-    elif isinstance(ours, tuple):
-        inside = zip(theirs, ours, strict=True)
-    else:
-        return
+        for held in (_items, _attributes):
+            before, now = held(theirs), held(ours)
+            inside += [(before[key], value) for key, value in now.items() if key in before]
     for a, b in inside:
         yield from _pairs(a, b, (*above, id(ours)))
 
@@ -189,8 +206,7 @@ def _flatten(tree: Any, above: tuple[int, ...], cycles: list[int]) -> tuple[list
     own, spec = pytree.tree_flatten(tree)
     for i, leaf in enumerate(own):
         if _is_record(leaf) and id(leaf) not in above:
-            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if hasattr(leaf, f.name)}
-            inner, structure = _flatten(fields, (*above, id(leaf)), cycles)
+            inner, structure = _flatten(_fields(leaf), (*above, id(leaf)), cycles)
             if any(isinstance(value, Tensor) for value in inner):
                 if id(leaf) in cycles:
                     raise ValueError(f"ckptfused.checkpoint: {CYCLE}, got a {type(leaf).__name__} that is")

@@ -40,10 +40,10 @@ def checkpoint(
       pytrees, are copied when first written (copy-on-write), containers at once. In-place operations on them, such as
       a leading `nn.ReLU(inplace=True)`, give right gradients; the caller's tensors are only read, with grad mode off
       too. A copy that is handed back unwritten becomes the caller's own tensor again (but for a leaf's), other results
-      have memory of their own. What the function puts into lists, dicts and dataclasses or takes out of them, the
-      caller's get too, once (under torch.compile they do not: return it). Tensors that cannot be copied on write
-      (subclasses, sparse, nested) are copied at once. `record_stream` does nothing to a copy that is not yet written,
-      whose memory is the caller's: call it on the caller's tensor.
+      have memory of their own. What the function puts into lists, dicts, dataclasses and other pytrees or takes out of
+      them, the caller's get too, once (under torch.compile they do not: return it). Tensors that cannot be copied on
+      write (subclasses, sparse, nested) are copied at once. `record_stream` does nothing to a copy that is not yet
+      written, whose memory is the caller's: call it on the caller's tensor.
     - Every tensor argument is guarded: changed in place before backward, it raises. So does a parameter, a buffer or a
       tensor of a closure that the replay reads, and what the function itself changes in place after autograd has saved
       it for an operation that backward asks for, with PyTorch's own words. Lists and dicts are replayed as they were.

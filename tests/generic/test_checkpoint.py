@@ -200,6 +200,55 @@ def test_what_the_function_puts_into_containers_is_there_once(grad: bool) -> Non
     assert len(held[0]) == len(held[1]["inner"]) == 1  # the replay adds nothing
 
 
+class _Output(OrderedDict):  # type: ignore[type-arg]
+    """As Hugging Face's: attributes that are items, and no method that takes items away."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__.update(items)
+
+    def clear(self) -> None:
+        raise NotImplementedError
+
+    update = pop = clear  # type: ignore[assignment]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.__dict__[key] = value
+
+
+class _Pair:
+    def __init__(self, first: Tensor, others: list[Tensor]) -> None:
+        self.first, self.others = first, others
+
+
+pytree.register_pytree_node(
+    _Output, lambda o: ([*o.values()], [*o]), lambda v, k: _Output(**dict(zip(k, v, strict=True)))
+)
+pytree.register_pytree_node(_Pair, lambda p: ([p.first, p.others], None), lambda values, _: _Pair(*values))
+
+
+def test_what_the_function_puts_into_registered_containers_is_there_once() -> None:
+    def function(pair: _Pair, output: _Output) -> Tensor:
+        pair.others.append(pair.first.exp())
+        pair.first = pair.first * 2
+        output["new"] = output["old"].sin()
+        output["old"] = pair.first.cos()
+        return pair.first + output["new"]
+
+    def found(call: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(1)
+        x, y = leaf(), leaf()
+        pair, output = _Pair(x * 1, [y]), _Output(old=y * 1)
+        results = [call(function, pair, output), pair.first, *pair.others, *output.values(), output.old, output.new]
+        assert [*output] == ["old", "new"] and len(pair.others) == 2
+        grads = torch.autograd.grad(sum(r.sin().sum() for r in results), [x, y])
+        assert len(pair.others) == 2  # the replay adds nothing
+        return [*results, *grads]
+
+    assert equal(found(checkpoint), found(lambda function, *args: function(*args)))
+
+
 def test_nothing_is_copied_where_nothing_is_written() -> None:
     addresses = []
 
