@@ -13,7 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from ckptfused import settings
 from ckptfused.checks import transformed
 from ckptfused.generic.arguments import CYCLE, Arguments, Given
-from ckptfused.generic.copies import Aliases, Loans, share_memory
+from ckptfused.generic.copies import Aliases, Loans, clone, share_memory
 from ckptfused.generic.handed_out import HandedOut
 from ckptfused.generic.state import State
 from ckptfused.generic.views import entered
@@ -123,9 +123,10 @@ def checkpoint(
         return torch_checkpoint.checkpoint(lambda *markers: on_copies(*tensors), *markers, **options)
     if torch.is_grad_enabled():
         # What was made in inference mode can be neither saved nor written to.
-        tensors = [t.clone() if t.is_inference() else t for t in tensors]
+        tensors = [clone(t) if t.is_inference() else t for t in tensors]
     loans = Loans()
-    copies = loans.copies(tensors)
+    with torch.enable_grad():  # the function itself may turn it on, and off again
+        copies = loans.copies(tensors)
     given.originals = loans.original
     aliases = Aliases(inputs, tensors, copies) if share_memory(tensors) else None
     if torch.is_grad_enabled():
@@ -182,7 +183,9 @@ def checkpoint_sequential(
     last = Arguments((input,), {})
     # What the last segment writes to is never the caller's.
     copied = segments == 1 or torch.compiler.is_compiling() or transformed()
-    own = [t.clone() if copied or share_memory([t, *theirs]) else t for t in last.take_tensors()]
+    copy = torch.clone if torch.compiler.is_compiling() else clone  # Dynamo knows no attributes of tensors
+    with torch.enable_grad():
+        own = [copy(t) if copied or share_memory([t, *theirs]) else t for t in last.take_tensors()]
     return last.call(_Chain(steps[(segments - 1) * size :]), own)
 
 

@@ -36,6 +36,17 @@ def _can_be_lent(t: Tensor) -> bool:
     return last - first <= 2 * t.nbytes  # else a copy of all that lies between would be the larger one
 
 
+def clone(t: Tensor) -> Tensor:
+    """A copy of t with its attributes."""
+    return _with_attributes(t.clone(), t)
+
+
+def _with_attributes(copy: Tensor, t: Tensor) -> Tensor:
+    for name, value in vars(t).items():
+        vars(copy).setdefault(name, value)  # a subclass's copy has what it is made of
+    return copy
+
+
 class Loans:
     """Copies of tensors, each over the original's memory until it is written; then it has memory of its own.
 
@@ -55,13 +66,11 @@ class Loans:
 
     def _copy(self, t: Tensor) -> Tensor:
         if not _can_be_lent(t):
-            return t.clone()
+            return clone(t)
         copy, guard = _lend(t)
-        if vars(t):
-            vars(copy).update(vars(t))
         self._guards.append(guard)
         self._lent[id(copy)] = _Lent(copy, t)
-        return copy
+        return _with_attributes(copy, t)
 
     def original(self, value: Any) -> Any:
         """The tensor that a copy was made of, if that copy is as it was made; anything else as it is."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
-from ckptfused.checkpoint import checkpoint
+from ckptfused.checkpoint import checkpoint, checkpoint_sequential
 from tests.accounting import Events, saved_bytes
 
 Pair = namedtuple("Pair", ["first", "second"])
@@ -638,6 +638,15 @@ UNUSUAL: dict[str, Callable[[], Tensor]] = {
     "meta": lambda: torch.randn(3, 4, device="meta"),
     "inference": made_in_inference_mode,
 }
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_attributes_of_tensors(name: str) -> None:
+    x, t = leaf(), UNUSUAL[name]()
+    t.scale = 3.0  # type: ignore[attr-defined]
+    for call in (checkpoint, lambda function, *given: checkpoint_sequential([lambda both: function(*both)], 1, given)):
+        y = call(lambda x, t: x.exp() * t.scale, x, t)
+        assert torch.equal(*torch.autograd.grad(y.sum(), x), 3 * x.detach().exp())
 
 
 @pytest.mark.parametrize("name", UNUSUAL)

@@ -140,6 +140,18 @@ def test_without_grad_mode_it_only_calls(grad: Callable[[], Any]) -> None:
         assert torch.equal(y, module(x.clone())) and not y.requires_grad and len(calls) == 1
 
 
+@pytest.mark.parametrize("call", [checkpoint, lambda function, *args: checkpoint_sequential([function], 1, *args)])
+def test_a_function_that_turns_grad_mode_on(call: Callable[..., Any]) -> None:
+    def function(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return x.exp()
+
+    x = torch.tensor([0.3, 0.7]).requires_grad_()
+    with torch.no_grad():
+        y = call(function, x)
+    assert torch.equal(*torch.autograd.grad(y.sum(), x), x.detach().exp())
+
+
 def test_inside_vmap() -> None:
     x = batch(grad=False)
     with torch.no_grad():
