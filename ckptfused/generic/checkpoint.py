@@ -61,8 +61,10 @@ def checkpoint(
       about a microsecond at a call, so give it a layer rather than a method of the model.
     - **Not** found, so a replay changes it a second time: variables of closures and globals that hold no module or
       tensor, such as counters and lists there; attributes of objects that a module holds (but its lists and dicts);
-      files. A closure's tensor that the function writes has its old values in the replay, its values and its graph
-      afterwards; one into which it adds twice with a gradient raises.
+      iterators, NumPy arrays, and attributes in `__slots__`; a buffer that the call itself registers; a parameter that
+      the function writes, unless a second time makes no difference (a forced norm); files. A closure's tensor that the
+      function writes has its old values in the replay, its values and its graph afterwards; one into which it adds
+      twice with a gradient raises.
     - **Threads.** A replay has buffers of its own while other threads call the modules under `checkpoint`. All else
       that it finds changed, such as modes, counters and a closure's tensors, is exchanged while it lasts for other
       threads as well: let no thread change or read that of a module while another is in its backward.
