@@ -593,6 +593,28 @@ def test_a_closures_tensor_keeps_the_graph_of_the_forward(order: str) -> None:
     assert same(*found)
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_a_closures_tensor_keeps_what_came_after_the_forward(last: bool) -> None:
+    """`last`: the replay ends before it adds."""
+
+    def run(call: Callable[..., Any]) -> list[Tensor]:
+        total, x = torch.zeros(2), torch.tensor([0.3, 0.7]).requires_grad_()
+
+        def adds_last(x: Tensor) -> Tensor:
+            y = x.sin().tanh()
+            total.add_(x)
+            return y
+
+        y = call(adds_last if last else _adds_to(total), x)
+        total.mul_(3)
+        y.sum().backward(retain_graph=True)
+        total.sum().backward()
+        assert x.grad is not None
+        return [x.grad, total.detach()]
+
+    assert same(run(checkpoint), run(plain))
+
+
 def _adds_to(total: Tensor) -> Callable[[Tensor], Tensor]:
     def function(x: Tensor) -> Tensor:
         total.add_((h := x.sin()).exp())
