@@ -13,7 +13,6 @@ import copy
 import functools
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from torch import Tensor, nn
 
 import ckptfused
 from benchmarks import environment
-from benchmarks.memory import live_bytes
-from benchmarks.step_time import RESULTS, summary
+from benchmarks.memory import memory_of
+from benchmarks.step_time import RESULTS, summary, take_turns
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 BATCH, TOKENS, VOCABULARY = 4, 512, 256
@@ -109,17 +108,8 @@ def measure(dropout: float, budget: float, seed: int) -> dict[str, Any]:
     """Checks, counts bytes, then times."""
     checked = check(seed)
     models, ids = variants(dropout, seed), batch(seed)
-    saved = {name: live_bytes(functools.partial(loss, model, ids)) for name, model in models.items()}
-    for model in models.values():
-        step(model, ids)
-    seconds: dict[str, list[float]] = {name: [] for name in models}
-    names, start = list(models), time.perf_counter()
-    while len(seconds[names[0]]) < 3 or time.perf_counter() - start < budget:
-        for name in names:
-            before = time.perf_counter()
-            step(models[name], ids)
-            seconds[name].append(time.perf_counter() - before)
-        names.append(names.pop(0))
+    saved = {name: memory_of(functools.partial(loss, model, ids)).lasting for name, model in models.items()}
+    seconds = take_turns({name: functools.partial(step, model, ids) for name, model in models.items()}, budget)
     times = {name: summary(found) for name, found in seconds.items()}
     return {
         "case": "lora-4x1024",

@@ -13,7 +13,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,24 @@ def step(layers: nn.ModuleList, x: Tensor, dy: Tensor) -> None:
     y.backward(dy)
 
 
-def time_variants(stacks: dict[str, nn.ModuleList], x: Tensor, dy: Tensor, budget: float) -> dict[str, list[float]]:
-    """Seconds of each step; one untimed round, then rounds of all variants until the budget is spent (at least 3)."""
-    for layers in stacks.values():
-        step(layers, x, dy)
-    seconds: dict[str, list[float]] = {name: [] for name in stacks}
-    names, start = list(stacks), time.perf_counter()
+def take_turns(variants: Mapping[str, Callable[[], object]], budget: float) -> dict[str, list[float]]:
+    """Seconds of each call; one untimed round, then rounds of all variants until the budget is spent (at least 3)."""
+    for call in variants.values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    names, start = list(variants), time.perf_counter()
     while len(seconds[names[0]]) < 3 or time.perf_counter() - start < budget:
         for name in names:
             before = time.perf_counter()
-            step(stacks[name], x, dy)
+            variants[name]()
             seconds[name].append(time.perf_counter() - before)
         names.append(names.pop(0))  # no variant always follows the same other one
     return seconds
+
+
+def time_variants(stacks: dict[str, nn.ModuleList], x: Tensor, dy: Tensor, budget: float) -> dict[str, list[float]]:
+    """Seconds of each variant's steps, as `take_turns`."""
+    return take_turns({name: partial(step, layers, x, dy) for name, layers in stacks.items()}, budget)
 
 
 def make_stacks(
