@@ -1,17 +1,19 @@
-"""The measurements of the loss: they check first, and write what they found."""
+"""The measurements of the loss and of scratch: they check first, and write what they found."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import loss_head, whole_step
+from benchmarks import ffn_scratch, loss_head, whole_step
 from benchmarks.whole_step import CHECKPOINTED, CHUNKED, CONVERTED, LEAST, OURS, PLAIN, VARIANTS, Sizes
+from ckptfused.spec import BlockSpec, FFNSpec
 
 pytestmark = [
     pytest.mark.once,
@@ -72,3 +74,17 @@ def test_a_wrong_gradient_of_a_model_ends_the_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(whole_step, "loss_of", lambda v, model, ids: right(v, model, ids) * wrong.get(v, 1.0))
     with pytest.raises(SystemExit, match="check failed, no time reported"):
         whole_step.check(SMALL, 0)
+
+
+def test_ffn_scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"TOKENS": 1024, "WIDTH": 32, "HIDDEN": 1024, "HEADS": 2}.items():
+        monkeypatch.setattr(ffn_scratch, name, value)
+    attn = replace(ffn_scratch.ATTENTION, heads=2, kv_heads=2, head_dim=16)
+    monkeypatch.setattr(ffn_scratch, "SPEC", BlockSpec(attn, FFNSpec("swiglu", 1024, pre="rmsnorm")))
+    monkeypatch.setattr(sys, "argv", ["ffn_scratch.py", "--dtype", "float32", "--budget", "0", "--out", str(tmp_path)])
+    ffn_scratch.main()
+    result = json.loads((tmp_path / "ffn-scratch-1024x32-float32.json").read_text())
+    whole, least = (result["peak_bytes"][limit] for limit in ("1024", "4"))
+    hidden = 4 * 1024 * 1024
+    assert whole - least > 1.5 * hidden  # of three in one piece, tiles of 384 rows leave nine eighths
+    assert "| 1024 MiB | one piece |" in (tmp_path / "ffn-scratch-1024x32-float32.md").read_text()
