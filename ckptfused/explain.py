@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ckptfused import cost
 from ckptfused._extension import _C
-from ckptfused.functional import autocast_enabled, check_plain
-from ckptfused.layer.call import Call
+from ckptfused.call import Call
+from ckptfused.checks import autocast_enabled, check_plain
 from ckptfused.layer.parts import Reason
 from ckptfused.modules.fused import FusedModule
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ckptfused.call import Call
 from ckptfused.checkpoint import checkpoint
 from ckptfused.convert.family import Family, Plan, fused_call, lacking
 from ckptfused.generic.views import entered
-from ckptfused.layer.call import Call
 from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode

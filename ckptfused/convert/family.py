@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckptfused.layer.call import Call, build_call, learned
+from ckptfused.call import Call
+from ckptfused.layer.call import build_call, learned
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.source import class_as_read, class_name, unread, vouch
 from ckptfused.spec import NORMS, BlockSpec

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Dropout, Identity, Linear
 
-from ckptfused.functional import autocast_enabled
+from ckptfused.checks import autocast_enabled
 from ckptfused.layer.hooks import hooked
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.source import as_read, class_name

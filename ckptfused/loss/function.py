@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ckptfused import _extension, outer_checkpoint  # noqa: F401  (the first registers the ops)
-from ckptfused.checks import check_generator, transformed
+from ckptfused.checks import check_dtype, check_generator, check_input, check_param, check_plain, transformed
 from ckptfused.eager.loss import eager_linear_cross_entropy
-from ckptfused.functional import check_dtype, check_input, check_param, check_plain
 from ckptfused.loss import double_backward  # noqa: F401  (registers the Autograd kernel)
 from ckptfused.sizes import parse_bytes
 from ckptfused.spec import HEAD, Adapter, LossSpec, parse_loss

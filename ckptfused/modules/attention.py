@@ -14,7 +14,7 @@ from ckptfused.layer.norms import make_norm
 from ckptfused.layer.parts import Attention, Parts, Reason
 from ckptfused.modules.attention_layer import GroupedAttention, make_attention
 from ckptfused.modules.fused import FusedModule, another, rates, run_module
-from ckptfused.modules.inputs import attention_inputs, check_call
+from ckptfused.modules.inputs import attention_inputs
 from ckptfused.spec import Keep
 from ckptfused.spec.checks import check_flag, check_integer
 
@@ -94,7 +94,6 @@ class FusedCheckpointAttention(FusedModule):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """The half's output; arguments as `FusedCheckpointBlock.forward`."""
-        check_call(src, src_mask, src_key_padding_mask, cu_seqlens, rotary, generator)
         masks, beside = (src_mask, src_key_padding_mask, is_causal), {"cu_seqlens": cu_seqlens, "rotary": rotary}
         return run_module(self, self._plain, generator, src, *masks, **beside)
 

@@ -18,7 +18,7 @@ from ckptfused.modules.attention import attention_parts
 from ckptfused.modules.attention_layer import is_plain, make_attention
 from ckptfused.modules.ffn import ffn_parts
 from ckptfused.modules.fused import FusedModule, rates, refuse_generic, run_module
-from ckptfused.modules.inputs import attention_inputs, check_call
+from ckptfused.modules.inputs import attention_inputs
 from ckptfused.spec import GATED_ACTIVATIONS, Keep
 from ckptfused.spec.checks import check_flag, check_integer
 
@@ -193,9 +193,8 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         **Raises** `ValueError` or `TypeError` naming the argument, what was expected and what came.
         **Source** `nn.TransformerEncoderLayer.forward`; with `is_causal`, `src_mask` is taken for the causal mask.
         """
-        check_call(src, src_mask, src_key_padding_mask, cu_seqlens, rotary, generator)
         beside = {"cu_seqlens": cu_seqlens, "rotary": rotary}
-        if src.is_nested:
+        if isinstance(src, Tensor) and src.is_nested:
             refuse_generic("src is a nested tensor", **beside, generator=generator)
             encoder.refuse_unread_adapter(self.self_attn, "src is a nested tensor")
             return TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal=is_causal)

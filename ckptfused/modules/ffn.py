@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Dropout
 
-from ckptfused.functional import check_input
+from ckptfused.checks import check_input
 from ckptfused.layer import encoder
 from ckptfused.layer.activations import Activation, activation_kind, plain_activation
 from ckptfused.layer.norms import make_norm
 from ckptfused.layer.parts import FFN, Inputs, Parts, Reason
 from ckptfused.modules.fused import FusedModule, another, rates, run_module
-from ckptfused.modules.inputs import check_call
 from ckptfused.spec import GATED_ACTIVATIONS, Keep
 from ckptfused.spec.checks import check_flag, check_integer
 
@@ -80,7 +79,6 @@ class FusedCheckpointFFN(FusedModule):
 
     def forward(self, src: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """The half's output, shaped as src."""
-        check_call(src, generator=generator)
         return run_module(self, self._plain, generator, src)
 
     def parts(self) -> Parts | Reason:

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptfused.call import Call
 from ckptfused.checkpoint import checkpoint
+from ckptfused.checks import check_generator, check_plain
 from ckptfused.layer.activations import plain_activation
-from ckptfused.layer.call import Call, Layer, call_of, describe, learned, text_here
+from ckptfused.layer.call import call_of, learned, text_here
+from ckptfused.layer.describe import Layer, describe
 from ckptfused.layer.encoder import refuse_unread_adapter
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Inputs, Parts, Reason
@@ -124,6 +127,32 @@ def another(kinds: tuple[type, ...], **layers: Any) -> Reason | None:
     return None
 
 
+def check_call(
+    src: Any,
+    src_mask: Any = None,
+    src_key_padding_mask: Any = None,
+    *,
+    cu_seqlens: Any = None,
+    rotary: Any = None,
+    generator: Any = None,
+) -> None:
+    """**Raises** `TypeError` for arguments of a forward that no path can take, before anything asks them."""
+    if not (isinstance(src, Tensor) and src.is_nested):
+        check_plain("src", src)
+    if src_mask is not None:
+        check_plain("src_mask", src_mask)
+    if src_key_padding_mask is not None:
+        check_plain("src_key_padding_mask", src_key_padding_mask)
+    if cu_seqlens is not None:
+        check_plain("cu_seqlens", cu_seqlens)
+    check_generator(generator)
+    if rotary is not None:
+        if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
+            raise TypeError(f"rotary: expected a pair of tensors, cos and sin, or None, got {type(rotary).__name__}")
+        for name, value in zip(("rotary[0]", "rotary[1]"), rotary, strict=True):
+            check_plain(name, value)
+
+
 def run_module(
     module: FusedModule,
     plain: Callable[..., Tensor],
@@ -134,8 +163,9 @@ def run_module(
 ) -> Tensor:
     """One op, or, for what the kernels cannot compute, `plain` layers under `ckptfused.checkpoint`.
 
-    args: what both take; only_fused: what only the op takes, the generator aside.
+    args: what both take, masks first; only_fused: what only the op takes, the generator aside.
     """
+    check_call(src, *args[:2], **only_fused, generator=generator)
     call = module.prepare(src, *args, **only_fused)
     if isinstance(call, Reason):
         refuse_generic(call.text, **only_fused, generator=generator)

@@ -1,4 +1,4 @@
-"""What a fused module was called with: checked, and in the block's terms."""
+"""What a module with attention was called with, in the block's terms."""
 
 from __future__ import annotations
 
@@ -6,36 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ckptfused.checks import check_generator
-from ckptfused.functional import check_devices, check_input, check_packed, check_plain
+from ckptfused.checks import check_devices, check_input, check_packed
 from ckptfused.layer.call import learned
 from ckptfused.layer.parts import Inputs, Reason
 from ckptfused.masks import encoder_mask
-
-
-def check_call(
-    src: Any,
-    src_mask: Any = None,
-    src_key_padding_mask: Any = None,
-    cu_seqlens: Any = None,
-    rotary: Any = None,
-    generator: Any = None,
-) -> None:
-    """**Raises** `TypeError` for arguments of a forward that no path can take, before anything asks them."""
-    if not (isinstance(src, Tensor) and src.is_nested):
-        check_plain("src", src)
-    if src_mask is not None:
-        check_plain("src_mask", src_mask)
-    if src_key_padding_mask is not None:
-        check_plain("src_key_padding_mask", src_key_padding_mask)
-    if cu_seqlens is not None:
-        check_plain("cu_seqlens", cu_seqlens)
-    check_generator(generator)
-    if rotary is not None:
-        if not isinstance(rotary, (tuple, list)) or len(rotary) != 2:
-            raise TypeError(f"rotary: expected a pair of tensors, cos and sin, or None, got {type(rotary).__name__}")
-        for name, value in zip(("rotary[0]", "rotary[1]"), rotary, strict=True):
-            check_plain(name, value)
 
 
 def attention_inputs(

@@ -197,14 +197,14 @@ MUTANTS = (
     ),
     Mutant(
         "a block that attends past what stands for attention",
-        file="ckptfused/layer/call.py",
+        file="ckptfused/layer/describe.py",
         text="if a is not None and sdpa_replaced():",
         defect="if False:",
         test="tests/modules/test_sdpa.py::test_a_block_calls_it[function]",
     ),
     Mutant(
         "a converted layer that does",
-        file="ckptfused/layer/call.py",
+        file="ckptfused/layer/describe.py",
         text="if a is not None and sdpa_replaced():",
         defect="if False:",
         test="tests/convert/test_sdpa.py::test_it_is_called[llama-function]",
@@ -253,7 +253,7 @@ MUTANTS = (
     ),
     Mutant(
         "a segment differentiated once, without a word",
-        file="ckptfused/modules/sequential.py",
+        file="ckptfused/modules/segment.py",
         text="    @staticmethod\n    def backward(ctx: Any, dy: Tensor)",
         defect="    @staticmethod\n    @torch.autograd.function.once_differentiable\n"
         "    def backward(ctx: Any, dy: Tensor)",

@@ -34,11 +34,12 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 # Python modules from the bottom up; a module may import from its own line and the lines before it.
 PYTHON_LAYERS = (
     ("spec",),
-    ("masks", "checks", "eager", "outer_checkpoint"),
+    ("masks", "eager", "outer_checkpoint"),
+    ("checks", "key_values"),
     ("_extension", "_C"),
     ("cost", "fake", "rng", "settings", "triton", "plain", "double_backward"),
-    ("functional", "generic", "checkpoint", "sizes"),
-    ("key_values", "loss"),
+    ("call", "generic", "checkpoint", "sizes"),
+    ("functional", "loss"),
     ("layer",),
     ("modules",),
     ("explain", "info"),
