@@ -7,7 +7,9 @@ their limits (no spilled registers, shared memory, tensor-core instructions).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -47,209 +49,62 @@ def delta_config(head_dim: int) -> Config:
     return Config(min(64, 4096 // block_d(head_dim)), 0, warps=4, stages=1)
 
 
-# Half precision, by device class and stage: padded D -> Config without and with dropout (one: the same). Each is the
-# largest tile of those tried that spills no register, with a pipeline that fits in shared memory. dkdv holds dk, dv and
-# two tiles of scores at once, so its tiles are smaller than forward's; the draws of a dropout tile (four words a call,
-# 64-bit products) take up to a hundred registers more. Eight warps: two warp groups of 64 rows each on sm_90.
-# No GPU has timed them.
-_HALF: dict[str, dict[str, dict[int, tuple[Config, ...]]]] = {
-    "sm_90": {
-        "fwd": {
-            16: (Config(128, 128, 8, 3),),
-            32: (Config(128, 128, 8, 3),),
-            64: (Config(128, 64, 8, 3),),
-            128: (Config(128, 64, 8, 3),),
-            256: (Config(64, 32, 8, 2), Config(128, 32, 8, 2)),
-        },
-        "dkdv": {
-            16: (Config(64, 128, 8, 2),),
-            32: (Config(64, 128, 8, 2),),
-            64: (Config(32, 128, 8, 2),),
-            128: (Config(32, 128, 8, 2), Config(16, 128, 8, 2)),
-            256: (Config(32, 32, 8, 2), Config(32, 32, 8, 1)),
-        },
-        "dq": {
-            16: (Config(128, 64, 8, 2),),
-            32: (Config(128, 64, 8, 2),),
-            64: (Config(128, 64, 8, 2),),
-            128: (Config(128, 64, 8, 2),),
-            256: (Config(128, 32, 8, 2), Config(128, 16, 8, 2)),
-        },
-    },
-    "sm_80": {
-        "fwd": {
-            16: (Config(128, 64, 4, 3),),
-            32: (Config(128, 64, 4, 3), Config(128, 64, 8, 3)),
-            64: (Config(128, 64, 4, 3), Config(64, 64, 4, 3)),
-            128: (Config(128, 64, 8, 3), Config(64, 64, 8, 3)),
-            256: (Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
-        },
-        "dkdv": {
-            16: (Config(64, 128, 8, 2),),
-            32: (Config(64, 128, 8, 2),),
-            64: (Config(32, 64, 8, 2),),
-            128: (Config(64, 64, 8, 2), Config(16, 64, 8, 2)),
-            256: (Config(32, 32, 8, 2),),
-        },
-        "dq": {
-            16: (Config(128, 64, 8, 2),),
-            32: (Config(128, 32, 8, 2), Config(128, 64, 8, 2)),
-            64: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
-            128: (Config(64, 64, 8, 2),),
-            256: (Config(64, 32, 8, 2),),
-        },
-    },
-    "sm_86": {
-        "fwd": {
-            16: (Config(128, 64, 8, 2),),
-            32: (Config(128, 64, 8, 2),),
-            64: (Config(128, 64, 8, 2),),
-            128: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
-            256: (Config(64, 32, 8, 2),),
-        },
-        "dkdv": {
-            16: (Config(64, 64, 8, 2),),
-            32: (Config(64, 64, 8, 2),),
-            64: (Config(32, 64, 8, 2),),
-            128: (Config(32, 64, 8, 2),),
-            256: (Config(32, 32, 8, 2),),
-        },
-        "dq": {
-            16: (Config(128, 64, 8, 2),),
-            32: (Config(128, 64, 8, 2),),
-            64: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
-            128: (Config(64, 64, 8, 1),),
-            256: (Config(64, 16, 8, 2),),
-        },
-    },
-}
+# Half precision, by class of device, stage and class of options, a cell for each padded D: queries x keys of a tile /
+# tiles in flight, "w4" where four warps make it, else eight (two warp groups of 64 rows each on sm_90), "r" with all
+# registers; behind a bar the tile with dropout, where it is another; "-" is the cell of "none". Each is the largest of
+# those tried that spills no register, with a pipeline that fits in shared memory. dkdv holds dk, dv and two tiles of
+# scores at once, so its tiles are smaller than forward's; the draws of a dropout tile (four words a call, 64-bit
+# products) take up to a hundred registers more. A mask tensor that is not aligned (packed sequences begin anywhere) is
+# read an element at a time, and costs forward the most. "mask" are also the tiles of a head narrower than its padded D,
+# whose loads have masks of their own; on sm_80 with all registers. No GPU has timed them.
+_HALF = """
+device stage options D16                  D32                 D64                  D128              D256
+sm_90  fwd   none    128x128/3            128x128/3           128x64/3             128x64/3          64x32/2|128x32/2
+sm_90  fwd   some    128x128/3|64x64/3    64x128/3|64x64/3    -                    -                 -
+sm_90  fwd   mask    64x64/3|128x32/3     64x64/3|128x32/3    128x64/3|64x64/3     64x32/3           128x16/2
+sm_90  dkdv  none    64x128/2             64x128/2            32x128/2             32x128/2|16x128/2 32x32/2|32x32/1
+sm_90  dkdv  some    -                    64x128/2|64x64/2    -                    32x64/2|16x128/2  -
+sm_90  dkdv  mask    64x128/2|32x128/2    32x128/2            32x128/2|32x64/2     64x16/2|16x64/2   16x32/2r|16x32/1
+sm_90  dq    none    128x64/2             128x64/2            128x64/2             128x64/2          128x32/2|128x16/2
+sm_90  dq    some    -                    -                   -                    128x32/2|64x64/2  128x16/2
+sm_90  dq    mask    128x64/2|64x64/2     128x64/2|64x64/2    128x64/2|128x32/2    128x32/2          128x16/2
+sm_80  fwd   none    128x64/3w4           128x64/3w4|128x64/3 128x64/3w4|64x64/3w4 128x64/3|64x64/3  64x64/2|64x32/2
+sm_80  fwd   some    64x32/3w4|128x64/3w4 128x32/3|128x64/3   128x64/3|64x64/3     64x32/3w4|64x64/3 64x32/2
+sm_80  fwd   mask    64x64/3|128x32/3     64x32/3|128x16/3    64x64/3              32x64/3           32x32/2|64x16/2
+sm_80  dkdv  none    64x128/2             64x128/2            32x64/2              64x64/2|16x64/2   32x32/2
+sm_80  dkdv  some    32x128/2             64x32/2|32x128/2    32x64/1|32x32/2      -                 -
+sm_80  dkdv  mask    32x128/2|16x128/2    128x16/2|16x128/2   32x16/2w4|16x64/2    64x32/2|16x32/2   32x32/2|16x16/2
+sm_80  dq    none    128x64/2             128x32/2|128x64/2   128x64/2|64x64/2     64x64/2           64x32/2
+sm_80  dq    some    64x32/2w4|128x64/2   128x64/2            64x64/2|64x32/2      -                 64x32/2|64x16/2
+sm_80  dq    mask    32x64/2|128x32/2     128x32/2            128x16/2|64x32/2     32x32/2           16x16/2|32x16/2
+sm_86  fwd   none    128x64/2             128x64/2            128x64/2             128x64/2|64x64/2  64x32/2
+sm_86  fwd   some    -                    -                   128x64/2|64x64/2     64x64/2           -
+sm_86  fwd   mask    64x64/2|128x32/2     128x32/2            128x64/2|64x64/2     64x32/2           32x64/2|64x16/2
+sm_86  dkdv  none    64x64/2              64x64/2             32x64/2              32x64/2           32x32/2
+sm_86  dkdv  some    64x64/2|32x128/2     32x128/2            -                    32x64/2|16x64/2   -
+sm_86  dkdv  mask    32x128/2             32x128/2            32x64/2|16x64/2      64x32/2|16x32/2   32x32/2|16x32/2
+sm_86  dq    none    128x64/2             128x64/2            128x64/2|64x64/2     64x64/1           64x16/2
+sm_86  dq    some    -                    -                   64x64/2              -                 -
+sm_86  dq    mask    64x64/2|128x32/2     128x32/2            128x32/2|64x32/2     64x16/1|64x32/1   32x16/2|64x16/2
+"""
 
-# By class of options, only where they make the tile above spill. A mask tensor that is not aligned (packed sequences
-# begin anywhere) is read an element at a time, and costs forward the most. "mask" are also the tiles of a head narrower
-# than its padded D, whose loads have masks of their own; on sm_80 with all registers.
-_OPTIONS: dict[str, dict[str, dict[str, dict[int, tuple[Config, ...]]]]] = {
-    "some": {
-        "sm_90": {
-            "fwd": {
-                16: (Config(128, 128, 8, 3), Config(64, 64, 8, 3)),
-                32: (Config(64, 128, 8, 3), Config(64, 64, 8, 3)),
-            },
-            "dkdv": {
-                32: (Config(64, 128, 8, 2), Config(64, 64, 8, 2)),
-                128: (Config(32, 64, 8, 2), Config(16, 128, 8, 2)),
-            },
-            "dq": {
-                128: (Config(128, 32, 8, 2), Config(64, 64, 8, 2)),
-                256: (Config(128, 16, 8, 2),),
-            },
-        },
-        "sm_80": {
-            "fwd": {
-                16: (Config(64, 32, 4, 3), Config(128, 64, 4, 3)),
-                32: (Config(128, 32, 8, 3), Config(128, 64, 8, 3)),
-                64: (Config(128, 64, 8, 3), Config(64, 64, 8, 3)),
-                128: (Config(64, 32, 4, 3), Config(64, 64, 8, 3)),
-                256: (Config(64, 32, 8, 2),),
-            },
-            "dkdv": {
-                16: (Config(32, 128, 8, 2),),
-                32: (Config(64, 32, 8, 2), Config(32, 128, 8, 2)),
-                64: (Config(32, 64, 8, 1), Config(32, 32, 8, 2)),
-            },
-            "dq": {
-                16: (Config(64, 32, 4, 2), Config(128, 64, 8, 2)),
-                32: (Config(128, 64, 8, 2),),
-                64: (Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
-                256: (Config(64, 32, 8, 2), Config(64, 16, 8, 2)),
-            },
-        },
-        "sm_86": {
-            "fwd": {
-                64: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
-                128: (Config(64, 64, 8, 2),),
-            },
-            "dkdv": {
-                16: (Config(64, 64, 8, 2), Config(32, 128, 8, 2)),
-                32: (Config(32, 128, 8, 2),),
-                128: (Config(32, 64, 8, 2), Config(16, 64, 8, 2)),
-            },
-            "dq": {
-                64: (Config(64, 64, 8, 2),),
-            },
-        },
-    },
-    "mask": {
-        "sm_90": {
-            "fwd": {
-                16: (Config(64, 64, 8, 3), Config(128, 32, 8, 3)),
-                32: (Config(64, 64, 8, 3), Config(128, 32, 8, 3)),
-                64: (Config(128, 64, 8, 3), Config(64, 64, 8, 3)),
-                128: (Config(64, 32, 8, 3),),
-                256: (Config(128, 16, 8, 2),),
-            },
-            "dkdv": {
-                16: (Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
-                32: (Config(32, 128, 8, 2),),
-                64: (Config(32, 128, 8, 2), Config(32, 64, 8, 2)),
-                128: (Config(64, 16, 8, 2), Config(16, 64, 8, 2)),
-                256: (Config(16, 32, 8, 2, registers=_ALL_REGISTERS), Config(16, 32, 8, 1)),
-            },
-            "dq": {
-                16: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
-                32: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
-                64: (Config(128, 64, 8, 2), Config(128, 32, 8, 2)),
-                128: (Config(128, 32, 8, 2),),
-                256: (Config(128, 16, 8, 2),),
-            },
-        },
-        "sm_80": {
-            "fwd": {
-                16: (Config(64, 64, 8, 3), Config(128, 32, 8, 3)),
-                32: (Config(64, 32, 8, 3), Config(128, 16, 8, 3)),
-                64: (Config(64, 64, 8, 3),),
-                128: (Config(32, 64, 8, 3),),
-                256: (Config(32, 32, 8, 2), Config(64, 16, 8, 2)),
-            },
-            "dkdv": {
-                16: (Config(32, 128, 8, 2), Config(16, 128, 8, 2)),
-                32: (Config(128, 16, 8, 2), Config(16, 128, 8, 2)),
-                64: (Config(32, 16, 4, 2), Config(16, 64, 8, 2)),
-                128: (Config(64, 32, 8, 2), Config(16, 32, 8, 2)),
-                256: (Config(32, 32, 8, 2), Config(16, 16, 8, 2)),
-            },
-            "dq": {
-                16: (Config(32, 64, 8, 2), Config(128, 32, 8, 2)),
-                32: (Config(128, 32, 8, 2),),
-                64: (Config(128, 16, 8, 2), Config(64, 32, 8, 2)),
-                128: (Config(32, 32, 8, 2),),
-                256: (Config(16, 16, 8, 2), Config(32, 16, 8, 2)),
-            },
-        },
-        "sm_86": {
-            "fwd": {
-                16: (Config(64, 64, 8, 2), Config(128, 32, 8, 2)),
-                32: (Config(128, 32, 8, 2),),
-                64: (Config(128, 64, 8, 2), Config(64, 64, 8, 2)),
-                128: (Config(64, 32, 8, 2),),
-                256: (Config(32, 64, 8, 2), Config(64, 16, 8, 2)),
-            },
-            "dkdv": {
-                16: (Config(32, 128, 8, 2),),
-                32: (Config(32, 128, 8, 2),),
-                64: (Config(32, 64, 8, 2), Config(16, 64, 8, 2)),
-                128: (Config(64, 32, 8, 2), Config(16, 32, 8, 2)),
-                256: (Config(32, 32, 8, 2), Config(16, 32, 8, 2)),
-            },
-            "dq": {
-                16: (Config(64, 64, 8, 2), Config(128, 32, 8, 2)),
-                32: (Config(128, 32, 8, 2),),
-                64: (Config(128, 32, 8, 2), Config(64, 32, 8, 2)),
-                128: (Config(64, 16, 8, 1), Config(64, 32, 8, 1)),
-                256: (Config(32, 16, 8, 2), Config(64, 16, 8, 2)),
-            },
-        },
-    },
-}
+
+def _config(cell: str) -> Config:
+    """The tile that a cell says."""
+    found = re.fullmatch(r"(\d+)x(\d+)/(\d)(w4)?(r)?", cell)
+    assert found is not None, cell
+    m, n, stages = map(int, found.groups()[:3])
+    return Config(m, n, 4 if found[4] else 8, stages, registers=_ALL_REGISTERS if found[5] else None)
+
+
+@cache
+def _half(device: str, stage: str, options: str, d: int, dropout: bool) -> Config:
+    """The tile of half precision."""
+    rows = {tuple(row[:3]): row[3:] for row in map(str.split, _HALF.strip().splitlines())}
+    cell = rows[device, stage, options][BLOCK_D.index(d)]
+    if cell == "-":
+        return _half(device, stage, "none", d, dropout)
+    return _config(cell.split("|")[-1 if dropout else 0])
 
 
 # float32 and float64 are multiplied exactly. Without tensor cores, which have no float32 and on sm_86 no float64, a
@@ -278,12 +133,9 @@ def attention_config(
     d = block_d(head_dim)
     device = device_class(capability)
     if dtype in (torch.bfloat16, torch.float16):
-        entry = _HALF[device][stage][d]
         if head_dim < d:
             options = "mask"
-        if options != "none":
-            entry = _OPTIONS[options][device][stage].get(d, entry)
-        config = entry[-1 if dropout else 0]
+        config = _half(device, stage, options, d, dropout)
         return replace(config, registers=_ALL_REGISTERS) if options == "mask" and device == "sm_80" else config
     if dtype == torch.float64 or d > 64 or options != "none":
         return Config(16, 16, 8, 1, _piece(stage, dtype, d, dropout, device), _ALL_REGISTERS)

@@ -13,10 +13,10 @@ from .ffn_configs import DTYPES, candidates
 def tune_ffn(n: int, c: int, f: int, act: str, dtype: torch.dtype, rounds: int = 21) -> dict[str, Any]:
     """Measures cuBLAS and every tile on the current GPU, writes the user's table and returns the entry.
 
-    Measured is what a block calls, cut as ``cost.ffn_tiles`` says, on four paths: forward and the replaying backward of
-    a block that does not keep gu, forward and backward of one that does. Triton is chosen only where one tile is faster
-    than cuBLAS on each of them. Gate and up count as one joint weight, without biases and dropout, in the layout of
-    ``nn.Linear``; other blocks of the shape share the choice.
+    Measured are an FFN half's own ops, on four paths: forward and the replaying backward of a block that does not keep
+    gu, forward and backward of one that does. Triton is chosen only where one tile is faster than cuBLAS on each of
+    them. Gate and up are one joint weight, without norm, biases and dropout, in the layout of ``nn.Linear``; other
+    blocks of the shape share the choice.
 
     Every tile is checked first, against float64 and for the same bits on every path, and left out with a warning where
     it is wrong. The choice holds from the next process on; in this one after ``reload()``, not to be called between a

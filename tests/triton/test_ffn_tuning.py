@@ -220,7 +220,7 @@ def test_imports_without_triton() -> None:
 
 
 def of_paths(*ms: float) -> dict[str, float]:
-    from ckptfused.triton.ffn_paths import FORWARD, KEEPING, KEPT, REPLAYING
+    from ckptfused.triton.ffn_tune import FORWARD, KEEPING, KEPT, REPLAYING
 
     return dict(zip((FORWARD, REPLAYING, KEEPING, KEPT), ms, strict=True))
 
@@ -265,22 +265,23 @@ def test_reason_names_the_paths_that_are_no_faster() -> None:
     )  # fmt: skip
 
 
-def test_times_are_of_all_tiles_and_not_of_the_flush(clock: Clock) -> None:
+def test_times_are_in_turns_and_not_of_the_flush(clock: Clock) -> None:
     pytest.importorskip("triton")
     from ckptfused.triton.ffn_tune import interleaved
 
     order: list[str] = []
 
-    def run(name: str, ms: float) -> Callable[[], None]:
-        def go() -> None:
+    def run(name: str, ms: float) -> Callable[[], list[torch.Tensor]]:
+        def go() -> list[torch.Tensor]:
             order.append(name)
             clock.now += ms
+            return []
 
         return go
 
-    ways = {CUBLAS: {"a": [run("a0", 1.0), run("a1", 2.0)], "b": [run("b", 4.0)]}, "tile": {"a": [run("t", 8.0)]}}
+    ways = {CUBLAS: {"a": run("a", 3.0), "b": run("b", 4.0)}, "tile": {"a": run("t", 8.0)}}
     assert interleaved(ways, 5, run("flush", 64.0)) == {CUBLAS: {"a": 3.0, "b": 4.0}, "tile": {"a": 8.0}}
-    assert order == ["flush", "a0", "a1", "flush", "b", "flush", "t"] * (3 + 5)
+    assert order == ["flush", "a", "flush", "b", "flush", "t"] * (3 + 5)
 
 
 def test_wrong() -> None:

@@ -2,87 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
-from ckptfused.triton import ffn_paths, ffn_tune
+from ckptfused.triton import ffn_tune, register
 from ckptfused.triton.ffn_configs import INTERPRETED
-from ckptfused.triton.ffn_paths import FORWARD, KEEPING, PATHS
+from ckptfused.triton.ffn_launch import ffn_up_bwd, ffn_up_fwd
+from ckptfused.triton.ffn_tune import FORWARD, KEEPING, PATHS, Operands, Run, Runs
 from ckptfused.triton.tuning import CUBLAS
 from tests.triton.clock import Clock
 
-# n, c, f; the tiles. Both kinds of cut leave a shorter last tile.
-SHAPES = {
-    "whole": (40, 32, 48, [(0, 40, 0, 48)]),
-    "columns": (40, 16, 160, [(0, 40, 0, 64), (0, 40, 64, 64), (0, 40, 128, 32)]),
-    "rows": (160, 16, 16, [(0, 64, 0, 16), (64, 64, 0, 16), (128, 32, 0, 16)]),
-}
+SHAPE = (40, 32, 48)
 
 
-@pytest.fixture(params=SHAPES)
-def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int, list[Any]]:
-    n, c, f, tiles = SHAPES[request.param]
-    _, rows, _, cols = tiles[0]
-    monkeypatch.setattr(ffn_paths, "ffn_tiles", lambda *args: (rows, cols))
+@pytest.fixture(scope="module", autouse=True)
+def kernels_on_the_cpu() -> Iterator[list[str]]:
+    """The names of those that are called."""
+    calls: list[str] = []
+    library = torch.library.Library("ckptfused", "IMPL")
+    library.impl("ffn_choice", register._ffn_choice, "CPU")
+    for name, kernel in (("ffn_up_fwd", ffn_up_fwd), ("ffn_up_bwd", ffn_up_bwd)):
+
+        def count(*args: object, name: str = name, kernel: object = kernel) -> None:
+            calls.append(name)
+            kernel(*args)  # type: ignore[operator]
+
+        library.impl(name, count, "CPU")
+    yield calls
+    library._destroy()
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ffn_tune, "_FLUSHED", 8)
-    return n, c, f, tiles
 
 
-def costing(monkeypatch: pytest.MonkeyPatch, clock: Clock, name: str, costs: dict[str, float]) -> None:
-    """Every tile of a path takes that long. What it does it does once, for the check: the interpreter is slow."""
-    real = getattr(ffn_paths, name)
+def costing(monkeypatch: pytest.MonkeyPatch, clock: Clock, slow: str | None) -> None:
+    """Every path takes that long. What it does it does once, for the check: the interpreter is slow."""
+    real = ffn_tune.block_runs
 
-    def counted(run: Callable[[], None], ms: float) -> Callable[[], None]:
-        once = [run]
+    def counted(run: Run, ms: float) -> Run:
+        made: list[list[Tensor]] = []
 
-        def go() -> None:
-            if once:
-                once.pop()()
+        def go() -> list[Tensor]:
+            if not made:
+                made.append(run())
             clock.now += ms
+            return made[0]
 
         return go
 
-    monkeypatch.setattr(
-        ffn_tune, name, lambda *args: {path: counted(run, costs[path]) for path, run in real(*args).items()}
-    )
+    def runs(o: Operands, way: str) -> Runs:
+        ms = {path: 2.0 if way == CUBLAS else 2.5 if path == slow else 1.0 for path in PATHS}
+        return {path: counted(run, ms[path]) for path, run in real(o, way).items()}
+
+    monkeypatch.setattr(ffn_tune, "block_runs", runs)
 
 
 @pytest.mark.parametrize(("slow", "act"), [*((path, "swiglu") for path in PATHS), (None, "swiglu"), (None, "relu2")])
-def test_measure(slow: str | None, act: str, shape: Any, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    n, c, f, tiles = shape
-    costing(monkeypatch, clock, "cublas_tile", dict.fromkeys(PATHS, 2.0))
-    costing(monkeypatch, clock, "triton_tile", {path: 2.5 if path == slow else 1.0 for path in PATHS})
-    entry = ffn_tune.measure(n, c, f, act, torch.bfloat16, [INTERPRETED], 1, "cpu")
+def test_measure(
+    slow: str | None, act: str, monkeypatch: pytest.MonkeyPatch, clock: Clock, kernels_on_the_cpu: list[str]
+) -> None:
+    kernels_on_the_cpu.clear()
+    costing(monkeypatch, clock, slow)
+    entry = ffn_tune.measure(*SHAPE, act, torch.bfloat16, [INTERPRETED], 1, "cpu")
+    assert kernels_on_the_cpu == ["ffn_up_fwd"] * 2 + ["ffn_up_bwd", "ffn_up_fwd", "ffn_up_bwd"]  # first of all gu
     assert entry["triton"] == INTERPRETED.name, "left out"
     assert entry["choice"] == (CUBLAS if slow else INTERPRETED.name)
     assert entry["no_faster"] == ([slow] if slow else [])
-    if act == "swiglu":
-        assert entry["ffn_tiles"] == tiles
-    assert entry["all_ms"][CUBLAS] == dict.fromkeys(PATHS, 2.0 * len(entry["ffn_tiles"]))
+    assert entry["ffn_tiles"] == [(0, 40, 0, 48)]
+    assert entry["all_ms"][CUBLAS] == dict.fromkeys(PATHS, 2.0)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_tile_that_is_wrong_on_one_path_is_left_out(
-    path: str, shape: Any, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    """By one rounding in the last of its tiles."""
-    n, c, f, tiles = shape
-    real = ffn_paths.triton_tile
+def test_a_tile_that_is_wrong_on_one_path_is_left_out(path: str, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """By one rounding of its last result."""
+    real = ffn_tune.block_runs
 
-    def planted(v: ffn_paths.Views, *args: Any) -> dict[str, Callable[[], None]]:
-        runs = real(v, *args)
+    def planted(o: Operands, way: str) -> Runs:
+        runs = real(o, way)
 
-        def run() -> None:
-            runs[path]()
-            out = v.h if path in (FORWARD, KEEPING) else v.dh
+        def run() -> list[Tensor]:
+            made = runs[path]()
+            out = made[0][0] if path in (FORWARD, KEEPING) else made[-1]
             out[-1, -1] = torch.nextafter(out[-1, -1], torch.tensor(torch.inf, dtype=out.dtype))
+            return made
 
-        return {**runs, path: run} if v.tile == tiles[-1] else runs
+        return runs if way == CUBLAS else {**runs, path: run}
 
-    monkeypatch.setattr(ffn_tune, "triton_tile", planted)
-    with pytest.warns(UserWarning, match=r"left out at .*h differs in bits"):
-        entry = ffn_tune.measure(n, c, f, "swiglu", torch.bfloat16, [INTERPRETED], 1, "cpu")
+    monkeypatch.setattr(ffn_tune, "block_runs", planted)
+    with pytest.warns(UserWarning, match=r"left out at .*(y|d down_w) differs in bits"):
+        entry = ffn_tune.measure(*SHAPE, "swiglu", torch.bfloat16, [INTERPRETED], 1, "cpu")
     assert entry["choice"] == CUBLAS and entry["triton"] is None
