@@ -7,7 +7,7 @@ length, N = B·T tokens, C width.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from ckptfused.cost.ledger import Ledger, count
 from ckptfused.cost.tiles import ffn_tiles
 from ckptfused.cost.work import (
-    Attention,
+    AttentionWork,
     LowRank,
     Product,
     accumulation_type,
@@ -30,7 +30,7 @@ from ckptfused.cost.work import (
 from ckptfused.spec import BlockSpec, param_names
 
 __all__ = [
-    "Attention",
+    "AttentionWork",
     "Ledger",
     "LowRank",
     "Product",
@@ -87,35 +87,16 @@ def _wanted(spec: BlockSpec, needs: Collection[str] | None) -> Collection[str]:
 
 
 def forward_ledger(
-    spec: BlockSpec,
-    batch: int,
-    length: int,
-    width: int,
-    dtype: torch.dtype,
-    *,
-    save: bool = True,
-    params: Mapping[str, torch.dtype] | None = None,
-    lengths: Sequence[int] | None = None,
-    rope_copies: int = 0,
-    threads: int | None = None,
-    device: str = "cpu",
+    spec: BlockSpec, batch: int, length: int, width: int, dtype: torch.dtype, *, save: bool = True, **options: Any
 ) -> Ledger:
     """Every allocation, product and launch of one block_fwd, its results (y and the kept values) included.
 
     On the CPU exact but for what is not the block's: what one PyTorch op allocates and frees within itself (the scratch
     of its flash attention and of `sum`; oneDNN's), and a few rows a thread in the row kernels.
 
-    `save`: whether kept values are returned. `params`: the filled slots and their dtypes; None: all, of x's dtype.
-    `lengths`: of packed sequences. `rope_copies`: bytes of the copies of cos and sin, made where they are not
-    [..., T, rotary_dim / 2] in the accumulation type. `threads`: None, as many as PyTorch has now. `device`: "cpu" or
-    "cuda", where neither the platform's workspaces nor the allocator's rounding count, as many multiprocessors are
-    assumed as the GPU at hand has (132 without one), and torch.use_deterministic_algorithms as it is now. Whether the
-    FFN's products take their activation along is as a block finds it on the current GPU.
+    `save`: whether kept values are returned. `options`: those of `ledger.count`.
     """
-    return count(
-        spec, batch, length, width, dtype, save=save, params=params, lengths=lengths, rope_copies=rope_copies,
-        threads=threads, device=device,
-    )  # fmt: skip
+    return count(spec, batch, length, width, dtype, save=save, **options)
 
 
 def backward_ledger(
@@ -126,21 +107,14 @@ def backward_ledger(
     dtype: torch.dtype,
     *,
     needs: Collection[str] | None = None,
-    params: Mapping[str, torch.dtype] | None = None,
-    lengths: Sequence[int] | None = None,
-    rope_copies: int = 0,
-    threads: int | None = None,
-    device: str = "cpu",
+    **options: Any,
 ) -> Ledger:
     """The same of one block_bwd, the gradients that it returns included; what was saved was there before.
 
     `needs`: names of those of `x` and the parameter slots whose gradients are asked for; None: all of them. What only
     other gradients would need is not made.
     """
-    return count(
-        spec, batch, length, width, dtype, needs=_wanted(spec, needs), params=params, lengths=lengths,
-        rope_copies=rope_copies, threads=threads, device=device,
-    )  # fmt: skip
+    return count(spec, batch, length, width, dtype, needs=_wanted(spec, needs), **options)
 
 
 def forward_scratch(spec: BlockSpec, batch: int, length: int, width: int, dtype: torch.dtype, **options: Any) -> int:
@@ -181,7 +155,7 @@ def backward_work(
     width: int,
     needs: Collection[str] | None = None,
     dtype: torch.dtype | None = None,
-) -> list[Product | Attention | LowRank]:
+) -> list[Product | AttentionWork | LowRank]:
     """The products, attention calls and adapters of one backward in their order, replays included.
 
     A replay has the name that `forward_products` gives it. `needs`: as in `backward_ledger`.
@@ -213,5 +187,5 @@ def backward_flops(
 def _backward_flops_of_a_token(spec: BlockSpec, width: int, needs: tuple[str, ...]) -> tuple[int, int]:
     """FLOPs of the products and of attention, in one piece: the former grow with B·T, the latter with B·T²."""
     work = backward_work(spec, 1, 1, width, needs)
-    attention = sum(item.flops for item in work if isinstance(item, Attention))
+    attention = sum(item.flops for item in work if isinstance(item, AttentionWork))
     return sum(item.flops for item in work) - attention, attention

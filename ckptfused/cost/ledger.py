@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ckptfused._extension import _C
-from ckptfused.cost.work import Attention, LowRank, Product, compute_type
+from ckptfused.cost.work import AttentionWork, LowRank, Product, compute_type
 from ckptfused.spec import BlockSpec, param_names, param_shapes
 from ckptfused.triton.attention_cost import attention_cost, multiprocessors
 
@@ -39,16 +39,16 @@ class Ledger:
         )
 
     @cached_property
-    def work(self) -> list[Product | Attention | LowRank]:
+    def work(self) -> list[Product | AttentionWork | LowRank]:
         """The products, attention calls and adapters."""
-        made: list[Product | Attention | LowRank] = []
+        made: list[Product | AttentionWork | LowRank] = []
         for event in self.events:
             kind, sizes = event[0], event[3]
             if kind == "product":
                 made.append(Product(self.name(event), *sizes[:3]))
             elif kind == "attention":
                 batch, heads, length, head_dim, products = sizes
-                made.append(Attention(batch, heads, length, head_dim, event[1], products))
+                made.append(AttentionWork(batch, heads, length, head_dim, event[1], products))
             elif kind == "low rank":
                 made.append(LowRank(self.name(event), *sizes[:4]))
         return made
@@ -115,9 +115,14 @@ def count(
     device: str = "cpu",
     cut_ffn: bool = True,
 ) -> Ledger:
-    """Of a forward, or where `needs` is given of a backward; the arguments are those of `cost.forward_scratch`.
+    """What a forward does or, where `needs` is given, a backward.
 
-    cut_ffn: False: the FFN in one piece, whatever its size.
+    `params`: the filled slots and their dtypes; None: all, of x's dtype. `lengths`: of packed sequences. `rope_copies`:
+    bytes of the copies of cos and sin, made where they are not [..., T, rotary_dim / 2] in the accumulation type.
+    `threads`: None, as many as PyTorch has now. `cut_ffn`: False: the FFN in one piece, whatever its size.
+    `device`: "cpu" or "cuda", where neither the platform's workspaces nor the allocator's rounding count, as many
+    multiprocessors are assumed as the GPU at hand has (132 without one), and torch.use_deterministic_algorithms as it
+    is now. Whether the FFN's products take their activation along is as a block finds it on the current GPU.
     """
     names, shapes = param_names(spec), param_shapes(spec, width)
     types = dict.fromkeys(shapes, dtype) if params is None else params

@@ -38,7 +38,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionWork:
     """Attention over [B, H, T, D], counted whole as `torch.utils.flop_counter` counts it, causal or not."""
 
     batch: int
@@ -71,19 +71,6 @@ class LowRank:
     def flops(self) -> int:
         """Multiplications and additions."""
         return 2 * self.n * (self.k + self.c) * self.rank
-
-
-def low_rank_gradients(
-    part: str, n: int, k: int, c: int, rank: int, wanted: Collection[str], din: bool
-) -> list[LowRank]:
-    """What an adapter's gradients take: t again for that of b, that of t for those of a and of the input."""
-    made = []
-    if "b" in wanted:
-        made += [LowRank(f"t of {part}", n, 0, c, rank), LowRank(f"d b of {part}", n, k, 0, rank)]
-    if "a" in wanted or din:
-        made += [LowRank(f"d t of {part}", n, k, 0, rank)]
-    made += [LowRank(f"d a of {part}", n, 0, c, rank)] if "a" in wanted else []
-    return made + ([LowRank(f"d in of adapter of {part}", n, 0, c, rank)] if din else [])
 
 
 def kept_values(
@@ -138,17 +125,17 @@ def saved_bytes(spec: BlockSpec, batch: int, length: int, width: int, dtype: tor
     return _bytes((batch, length, width), dtype) + rng + kept_bytes(spec, batch, length, width, dtype)
 
 
-def forward_products(spec: BlockSpec, batch: int, length: int, width: int) -> dict[str, Product | Attention]:
+def forward_products(spec: BlockSpec, batch: int, length: int, width: int) -> dict[str, Product | AttentionWork]:
     """The work of a forward in its order: qkv, attention, proj, gu, down (those that the spec has).
 
     Products of separate weights count as one: their widths add up. Adapters: `forward_adapters`.
     """
     n = batch * length
-    work: dict[str, Product | Attention] = {}
+    work: dict[str, Product | AttentionWork] = {}
     if spec.attn is not None:
         a = spec.attn
         work["qkv"] = Product("qkv", n, a.qkv_width, width)
-        work["attention"] = Attention(batch, a.heads, length, a.head_dim)
+        work["attention"] = AttentionWork(batch, a.heads, length, a.head_dim)
         work["proj"] = Product("proj", n, width, a.q_width)
     if spec.ffn is not None:
         work["gu"] = Product("gu", n, spec.ffn.gu_width, width)

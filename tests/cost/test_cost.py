@@ -128,7 +128,7 @@ class Ops:
     def backward_scratch(self, needs: Collection[str]) -> int:
         return cost.backward_scratch(self.spec, *self.dims, self.inputs.x.dtype, needs=needs, **self.arguments)
 
-    def backward_work(self, needs: Collection[str]) -> list[cost.Product | cost.Attention]:
+    def backward_work(self, needs: Collection[str]) -> list[cost.Product | cost.AttentionWork]:
         return cost.backward_work(self.spec, *self.dims, needs, self.inputs.x.dtype)
 
 
@@ -143,11 +143,11 @@ def _products_are_seen(ops: Ops) -> bool:
     return ops.inputs.x.is_cpu or not ops.spec.adapters
 
 
-def _flops(work: Collection[cost.Product | cost.Attention]) -> int:
+def _flops(work: Collection[cost.Product | cost.AttentionWork]) -> int:
     return sum(item.flops for item in work if isinstance(item, cost.Product))
 
 
-def _shapes(work: Collection[cost.Product | cost.Attention]) -> Counter[tuple[int, int, int]]:
+def _shapes(work: Collection[cost.Product | cost.AttentionWork]) -> Counter[tuple[int, int, int]]:
     return Counter((item.n, item.k, item.c) for item in work if isinstance(item, cost.Product))
 
 
