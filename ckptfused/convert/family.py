@@ -1,8 +1,9 @@
-"""The adapter of a model family: where a layer keeps its pieces, and how its forward is called."""
+"""The adapter of a model family: where a layer keeps its pieces, how its forward is called, and the steps of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptfused.call import Call
+from ckptfused.checkpoint import checkpoint
+from ckptfused.generic.views import entered
 from ckptfused.layer.call import build_call, learned
+from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Inputs, Parts, Reason
+from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.source import class_as_read, class_name, unread, vouch
 from ckptfused.spec import NORMS, BlockSpec
 from ckptfused.spec.checks import check_choice
@@ -35,8 +40,43 @@ class Plan(NamedTuple):
         return "part" if self.generic else "fused"
 
 
+class Fused(NamedTuple):
+    """A step that is one op. `inputs.x` is what the layer was called with; the op gets the value at hand."""
+
+    parts: Parts
+    inputs: Inputs
+
+
+class Generic(NamedTuple):
+    """A step that the layer's own submodules make, checkpointed: `function(x, *args, **kwargs)`.
+
+    It returns the new x, or a tuple that begins with it; the rest goes to `Family.result`.
+    """
+
+    why: str
+    """Why it is not fused."""
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+
+
+Steps = Sequence[Fused | Generic]
+
+
+def _checkpointed(step: Generic, x: Tensor) -> Any:
+    if not torch.is_grad_enabled() or under_foreign_mode():
+        with entered():
+            return step.function(x, *step.args, **step.kwargs)
+    return checkpoint(same_sdpa(step.function), x, *step.args, **step.kwargs)
+
+
 class Family:
-    """One adapter. Subclasses say `layers` (class names), `parts` and `inputs`; `register` makes them known."""
+    """One adapter. Subclasses say `layers` (class names), `parts` and `inputs`; `register` makes them known.
+
+    Of a layer that is not one op, a subclass says `steps` in place of `inputs`, and `parts` has the halves that can be
+    fused. Every step keeps the shape of x, so all ops are known before the first one runs: a layer of which one half
+    turns out not to be fusable falls back whole.
+    """
 
     name: str
     layers: tuple[str, ...] = ()
@@ -64,16 +104,32 @@ class Family:
         """What the layer's forward was called with, or why this call is not fused. Signature as the forward's."""
         raise NotImplementedError(f"family {self.name!r}: expected an adapter that defines inputs(layer, …)")
 
+    def steps(self, layer: Any, *args: Any, **kwargs: Any) -> Steps | Reason:
+        """The steps of a call, one of them `Fused`, or why it is not fused. Signature as the layer's forward."""
+        inputs = self.inputs(layer, *args, **kwargs)
+        return inputs if isinstance(inputs, Reason) else (Fused(self.parts(layer), inputs),)
+
     def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's result, or a `Reason`."""
-        call = self._call(layer, keep, args, kwargs)
-        return call if isinstance(call, Reason) else self.result(call.run())
+        steps = self._calls(layer, keep, args, kwargs)
+        if isinstance(steps, Reason):
+            return steps
+        x = next(step.x for step in steps if isinstance(step, Call))
+        rest: list[Any] = []
+        for step in steps:
+            if isinstance(step, Call):
+                x = (step if step.x is x else step._replace(x=x)).run()
+                continue
+            made = _checkpointed(step, x)
+            x, *more = (made,) if isinstance(made, Tensor) else made
+            rest += more
+        return self.result(x, *rest)
 
     def refuse_original(self, layer: Any, why: str) -> None:
         """**Raises** where the layer's own forward, which runs instead, would silently compute something else."""
 
-    def result(self, y: Any) -> Any:
-        """What the layer's forward returns for the block's output."""
+    def result(self, y: Any, *rest: Any) -> Any:
+        """What the layer's forward returns for the last x, and for what the checkpointed pieces returned beside."""
         return y
 
     def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -86,23 +142,34 @@ class Family:
             args, kwargs = self.example(layer, x)
         except AttributeError as error:
             return lacking(error)
-        call = self._call(layer, keep, args, kwargs, sharded=True)
-        return call if isinstance(call, Reason) else Plan((BlockSpec.parse(call.text),))
+        steps = self._calls(layer, keep, args, kwargs, sharded=True)
+        if isinstance(steps, Reason):
+            return steps
+        why = dict.fromkeys(step.why for step in steps if isinstance(step, Generic))
+        specs = tuple(BlockSpec.parse(step.text) for step in steps if isinstance(step, Call))
+        return Plan(specs, len(steps) - len(specs), "; ".join(why))
 
-    def _call(
+    def _calls(
         self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
-    ) -> Call | Reason:
-        """The op call of a layer. `sharded` as in `layer.build_call`."""
+    ) -> list[Call | Generic] | Reason:
+        """The steps, with an op call for each fused one. `sharded` as in `layer.build_call`."""
         if not self.as_read(layer):
             return self.unread(layer)
         try:
-            inputs = self.inputs(layer, *args, **kwargs)
-            if isinstance(inputs, Reason):
-                return inputs
-            parts = self.parts(layer)
+            steps = self.steps(layer, *args, **kwargs)
         except AttributeError as error:
             return lacking(error)
-        return fused_call(parts, inputs, keep, sharded)
+        if isinstance(steps, Reason):
+            return steps
+        if len(steps) > 1 and lent_weights(layer):
+            return LENT
+        calls: list[Call | Generic] = []
+        for step in steps:
+            made = fused_call(*step, keep, sharded) if isinstance(step, Fused) else step
+            if isinstance(made, Reason):
+                return made
+            calls.append(made)
+        return calls
 
 
 def fused_call(parts: Parts, inputs: Inputs, keep: str, sharded: bool = False) -> Call | Reason:

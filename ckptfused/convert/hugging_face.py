@@ -1,4 +1,4 @@
-"""What all adapters of Hugging Face decoders share: masks of every attention implementation, caches, outputs."""
+"""What all adapters of Hugging Face's layers share: arguments, masks of every attention implementation, caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptfused.convert.caches import cache_reason, keeper
+from ckptfused.convert.caches import CACHES, cache_reason, keeper
+from ckptfused.convert.family import Family
 from ckptfused.layer.hooks import collects
 from ckptfused.layer.parts import Inputs, Reason
 from ckptfused.masks import Mask
@@ -59,18 +60,46 @@ def attention_mask(mask: Any, length: int, causal: bool) -> Mask | Reason:
     return Reason(f"attention mask of shape {list(mask.shape)}")
 
 
-def decoder_inputs(
-    layer: Any,
-    attention: Any,
-    hidden_states: Tensor,
-    mask: Any,
-    cache: Any,
-    position_embeddings: tuple[Tensor, Tensor] | None,
-    kwargs: dict[str, Any],
-    made: tuple[str, ...] = (),
-) -> Inputs | Reason:
-    """The inputs of a layer whose self-attention module follows Hugging Face's interface. made: as `collecting`."""
-    if kwargs.get("output_attentions") or collecting(layer, made):
+class HuggingFace(Family):
+    """An adapter of layers whose self-attention module follows Hugging Face's interface. Subclasses say `parts`."""
+
+    arguments: tuple[str, ...] = ("hidden_states", "attention_mask")
+    """Those that the layer's forward takes by place, in its order."""
+    made: tuple[str, ...] = ()
+    """As `collecting`."""
+
+    def self_attention(self, layer: Any) -> Any:
+        """The module of the layer that follows that interface."""
+        return layer.self_attn
+
+    def inputs(self, layer: Any, *args: Any, **kwargs: Any) -> Inputs | Reason:
+        if len(args) > len(self.arguments):
+            return Reason(f"{len(args)} arguments by place, more than were read")
+        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        if "hidden_states" not in given:
+            return Reason("there are no hidden_states", original=True)
+        return self.inputs_named(layer, given)
+
+    def inputs_named(self, layer: Any, given: dict[str, Any]) -> Inputs | Reason:
+        """As `inputs`, of arguments by name."""
+        return layer_inputs(layer, self.self_attention(layer), given, self.made)
+
+    def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        turned = "position_embeddings" in self.arguments
+        return (x,), rotary_example(layer.self_attn.head_dim, x) if turned else {}
+
+
+def rotary_example(width: int, x: Tensor) -> dict[str, Any]:
+    """Rotary tables as the models hand them to their layers."""
+    table = x.detach().new_ones(1, x.size(1), width)
+    return {"position_embeddings": (table, table)}
+
+
+def layer_inputs(layer: Any, attention: Any, given: dict[str, Any], made: tuple[str, ...] = ()) -> Inputs | Reason:
+    """What a layer was given, by name, in the block's terms. attention: its self-attention; made: as `collecting`."""
+    hidden_states, mask = given["hidden_states"], given.get("attention_mask")
+    cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
+    if given.get("output_attentions") or collecting(layer, made):
         return Reason("attention weights or router logits are asked for", original=True)
     index = getattr(attention, "layer_idx", None)
     if (why := cache_reason(layer, cache, index)) is not None:
@@ -79,10 +108,10 @@ def decoder_inputs(
     if implementation not in IMPLEMENTATIONS or _replaced(implementation):
         return Reason(f"attention implementation {implementation!r}")
     for name in _FOREIGN:
-        if kwargs.get(name) is not None:
+        if given.get(name) is not None:
             return Reason(f"the argument {name}")
     flash = implementation in _FLASH
-    causal = kwargs.get("is_causal")
+    causal = given.get("is_causal")
     causal = getattr(attention, "is_causal", True) if causal is None else causal
     # Eager attention sees what the mask lets it see, and no less.
     masks = attention_mask(mask, hidden_states.size(1), bool(causal) and implementation != "eager")
@@ -90,8 +119,8 @@ def decoder_inputs(
         return masks
     if (masks.mask is None if not flash else masks.mask is not None) and mask is not None:
         return Reason(f"attention mask of shape {list(mask.shape)} for {implementation}")
-    cos, sin = (None, None) if position_embeddings is None else position_embeddings
-    cu_seqlens = _packed(hidden_states, kwargs) if flash and mask is None else None
+    cos, sin = given.get("position_embeddings") or (None, None)
+    cu_seqlens = _packed(hidden_states, given) if flash and mask is None else None
     if isinstance(cu_seqlens, Reason):
         return cu_seqlens
     # A window is flash attention's own affair, part of the mask elsewhere.
@@ -106,11 +135,11 @@ def _replaced(implementation: str) -> bool:
     return function is not None and not function.__module__.startswith("transformers.")
 
 
-def _packed(x: Tensor, kwargs: dict[str, Any]) -> Tensor | Reason | None:
+def _packed(x: Tensor, given: dict[str, Any]) -> Tensor | Reason | None:
     """The bounds of packed sequences as flash attention finds them; None: there is one sequence in each row."""
-    positions = kwargs.get("position_ids")
-    if all(kwargs.get(name) is not None for name in _VARLEN):
-        bounds = kwargs["cu_seq_lens_q"]
+    positions = given.get("position_ids")
+    if all(given.get(name) is not None for name in _VARLEN):
+        bounds = given["cu_seq_lens_q"]
         return bounds if x.size(0) == 1 else Reason("sequences packed in several rows")
     if positions is None or x.size(0) != 1 or x.size(1) == 1:
         return None

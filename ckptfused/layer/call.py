@@ -71,15 +71,16 @@ def learned(masks: Sequence[Tensor | None], tables: Sequence[Tensor | None] = ()
     """Why a call with these masks and rotary tables is not fused, where one needs a gradient: it would get none."""
     if torch.is_grad_enabled():
         for what, tensors in (("mask", masks), ("rotary table", tables)):
-            if any(tensor is not None and tensor.requires_grad for tensor in tensors):
-                return Reason(f"a {what} needs a gradient")
+            for tensor in tensors:
+                if tensor is not None and tensor.requires_grad:
+                    return Reason(f"a {what} needs a gradient")
     return None
 
 
 def _beside_fits(inputs: Inputs) -> Reason | None:
-    masks, device = inputs.masks, inputs.x.device
-    beside = (masks.mask, masks.padding, inputs.cos, inputs.sin, inputs.cu_seqlens)
-    for what, tensor in zip(("mask", "padding", "cos", "sin", "cu_seqlens"), beside, strict=True):
+    (mask, _, padding, *_), device = inputs.masks, inputs.x.device
+    beside = {"mask": mask, "padding": padding, "cos": inputs.cos, "sin": inputs.sin, "cu_seqlens": inputs.cu_seqlens}
+    for what, tensor in beside.items():
         if tensor is not None and tensor.device != device:
             return Reason(f"{what}: expected x's device {device}, got {tensor.device}", error=ValueError)
     return None

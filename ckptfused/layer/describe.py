@@ -62,33 +62,36 @@ def _holders(holders: tuple[nn.Module, ...]) -> Reason | None:
     return None
 
 
-def _projections(
-    half: str, names: Mapping[str, str], modules: tuple[tuple[str, Any], ...]
-) -> dict[str, Projection] | Reason:
+def _projections(names: Mapping[str, str], modules: dict[str, Any]) -> dict[str, Projection] | Reason:
     found: dict[str, Projection] = {}
     transposed: set[bool] = set()
-    for place, module in modules:
+    for place, module in modules.items():
         if module is None:
             continue
-        name = names.get(f"{half}.{place}", "")
+        name = names.get(place, "")
         what = projection(module, name)
         if isinstance(what, Reason):
-            return what if name else what._replace(text=f"{place}: {what.text}")
+            return what if name else what._replace(text=f"{_stem(place)}: {what.text}")
         found[place] = what
         transposed.add(what.transposed)
     return found if len(transposed) == 1 else Reason("projections stored both [out, in] and [in, out]")
 
 
 def _norms(
-    half: str, names: Mapping[str, str], width: int, dtype: torch.dtype, modules: tuple[tuple[str, Any], ...]
+    names: Mapping[str, str], width: int, dtype: torch.dtype, modules: dict[str, nn.Module | None]
 ) -> tuple[Norm, ...] | Reason:
     found: list[Norm] = []
-    for place, module in modules:
-        what = NO_NORM if module is None else norm(module, width, dtype, names.get(f"{half}.{place}", ""))
+    for place, module in modules.items():
+        what = NO_NORM if module is None else norm(module, width, dtype, names.get(place, ""))
         if isinstance(what, Reason):
             return what
         found.append(what)
     return tuple(found)
+
+
+def _stem(place: str) -> str:
+    """`"q"` of `"attn.q"`."""
+    return place.partition(".")[2]
 
 
 def _pair(found: Projection | Norm | None) -> Slots:
@@ -98,7 +101,7 @@ def _pair(found: Projection | Norm | None) -> Slots:
 def _adapters(maps: dict[str, Projection]) -> tuple[Facts, Slots]:
     """The facts and the tensors of the adapters of a half, in the order of its projections."""
     found = [(place, lora) for place, projection in maps.items() for lora in projection.adapters]
-    facts = tuple((place, lora.a.size(0), *_settled(lora.scale, lora.p)) for place, lora in found)
+    facts = tuple((_stem(place), lora.a.size(0), *_settled(lora.scale, lora.p)) for place, lora in found)
     return facts, [tensor for _, lora in found for tensor in (lora.a, lora.b, lora.bias)]
 
 
@@ -112,14 +115,15 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> Half | Reason:
         return why
     if a.head_dim > MAX_HEAD_DIM:
         return Reason(f"heads are {a.head_dim} wide, kernels reach {MAX_HEAD_DIM}")
-    maps = _projections("attn", names, (("q", a.q), ("k", a.k), ("v", a.v), ("o", a.o)))
+    maps = _projections(names, {"attn.q": a.q, "attn.k": a.k, "attn.v": a.v, "attn.o": a.o})
     if isinstance(maps, Reason):
         return maps
-    width = parts.width or maps["o"].out_features
-    norms = _norms("attn", names, width, dtype, (("pre", a.pre), ("post", a.post), ("out", a.out)))
+    o = maps["attn.o"]
+    width = parts.width or o.out_features
+    norms = _norms(names, width, dtype, {"attn.pre": a.pre, "attn.post": a.post, "attn.out": a.out})
     if isinstance(norms, Reason):
         return norms
-    turned = _norms("attn", names, a.head_dim, dtype, (("q_norm", a.q_norm), ("k_norm", a.k_norm)))
+    turned = _norms(names, a.head_dim, dtype, {"attn.q_norm": a.q_norm, "attn.k_norm": a.k_norm})
     if isinstance(turned, Reason):
         return turned
     (pre, post, out), (q, k) = norms, turned
@@ -128,11 +132,20 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> Half | Reason:
         return Reason("q_norm is a {}, k_norm a {}, which are not of one kind and eps".format(*kinds))
     lora, adapters = _adapters(maps)
     facts = _settled(
-        *(a.heads, a.kv_heads, a.head_dim, a.k is None, maps["o"].transposed, a.interleaved, a.scale, a.softcap or 0.0),
+        *(
+            a.heads,
+            a.kv_heads,
+            a.head_dim,
+            a.k is None,
+            o.transposed,
+            a.interleaved,
+            a.scale,
+            a.softcap or 0.0,
+        ),
         *(a.p_attn, a.p_res, a.m, pre.kind, pre.eps, post.kind, post.eps, out.kind, out.eps, q.kind, q.eps, lora),
     )
-    slots = [*_pair(pre), *_pair(maps["q"]), *_pair(maps.get("k")), *_pair(maps.get("v"))]
-    slots += [*_pair(q), *_pair(k), *_pair(maps["o"]), *_pair(post), *_pair(out)]
+    slots = [*_pair(pre), *_pair(maps["attn.q"]), *_pair(maps.get("attn.k")), *_pair(maps.get("attn.v"))]
+    slots += [*_pair(q), *_pair(k), *_pair(o), *_pair(post), *_pair(out)]
     return Half(facts, slots, adapters, width)
 
 
@@ -143,12 +156,12 @@ def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> Half | Reason:
     kind = activation(f.act, gated, names.get("ffn.act", ""))
     if isinstance(kind, Reason):
         return kind
-    maps = _projections("ffn", names, (("gate", f.gate), ("up", f.up), ("down", f.down)))
+    maps = _projections(names, {"ffn.gate": f.gate, "ffn.up": f.up, "ffn.down": f.down})
     if isinstance(maps, Reason):
         return maps
-    down = maps["down"]
+    down = maps["ffn.down"]
     width = parts.width or down.out_features
-    norms = _norms("ffn", names, width, dtype, (("pre", f.pre), ("post", f.post), ("out", f.out)))
+    norms = _norms(names, width, dtype, {"ffn.pre": f.pre, "ffn.post": f.post, "ffn.out": f.out})
     if isinstance(norms, Reason):
         return norms
     pre, post, out = norms
@@ -157,5 +170,6 @@ def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> Half | Reason:
         *(kind, f.hidden or down.in_features, gated and f.up is None, down.transposed, f.p_hidden, f.p_res, f.m),
         *(pre.kind, pre.eps, post.kind, post.eps, out.kind, out.eps, lora),
     )
-    slots = [*_pair(pre), *_pair(maps.get("gate")), *_pair(maps.get("up")), *_pair(down), *_pair(post), *_pair(out)]
+    slots = [*_pair(pre), *_pair(maps.get("ffn.gate")), *_pair(maps.get("ffn.up")), *_pair(down)]
+    slots += [*_pair(post), *_pair(out)]
     return Half(facts, slots, adapters, width)

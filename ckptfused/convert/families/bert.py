@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from ckptfused.convert.family import Family, register
-from ckptfused.convert.hugging_face import decoder_inputs
+from ckptfused.convert.family import register
+from ckptfused.convert.hugging_face import HuggingFace
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.layer.pieces import rate
 
 _MODELS = "transformers.models"
 
 
-class Bert(Family):
+class Bert(HuggingFace):
     """BERT, RoBERTa. Chunks of the FFN (`chunk_size_feed_forward`) give what the whole gives: they are not made."""
 
     name = "bert"
@@ -23,26 +21,21 @@ class Bert(Family):
         f"{_MODELS}.roberta.modeling_roberta.RobertaLayer",
     )
     methods = ("forward", "feed_forward_chunk")
+    arguments = (
+        *("hidden_states", "attention_mask", "encoder_hidden_states", "encoder_attention_mask", "past_key_values"),
+    )
+
+    def self_attention(self, layer: Any) -> Any:
+        return layer.attention.self
 
     def parts(self, layer: Any) -> Parts:
         attn, norms = layer.attention.self, (layer.attention.output.LayerNorm, layer.output.LayerNorm)
         return parts_named_as_here(layer, attn, attn.dropout.p, {"out": norms[0]}, {"out": norms[1]})
 
-    def inputs(
-        self,
-        layer: Any,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        encoder_hidden_states: Any = None,
-        encoder_attention_mask: Any = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Inputs | Reason:
-        attn = layer.attention.self
-        found = decoder_inputs(layer, attn, hidden_states, attention_mask, past_key_values, None, kwargs)
-        if isinstance(found, Inputs) and layer.is_decoder and encoder_hidden_states is not None:
+    def inputs_named(self, layer: Any, given: dict[str, Any]) -> Inputs | Reason:
+        if layer.is_decoder and given.get("encoder_hidden_states") is not None:
             return Reason("cross attention")
-        return found
+        return super().inputs_named(layer, given)
 
 
 def parts_named_as_here(

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from ckptfused.convert.families.llama import attention, ffn, rotary_example
-from ckptfused.convert.family import Family, register
-from ckptfused.convert.hugging_face import decoder_inputs
+from ckptfused.convert.families.llama import attention, ffn
+from ckptfused.convert.family import register
+from ckptfused.convert.hugging_face import HuggingFace
 from ckptfused.layer.parts import Inputs, Parts, Reason
 
 
-class Gemma(Family):
+class Gemma(HuggingFace):
     """Gemma 2 caps its logits; Gemma 3 has q/k norms instead, and no cap, whatever its configuration says."""
 
     name = "gemma"
@@ -20,6 +18,7 @@ class Gemma(Family):
         "transformers.models.gemma2.modeling_gemma2.Gemma2DecoderLayer",
         "transformers.models.gemma3.modeling_gemma3.Gemma3DecoderLayer",
     )
+    arguments = ("hidden_states", "position_embeddings", "attention_mask", "position_ids", "past_key_values")
 
     def parts(self, layer: Any) -> Parts:
         attn = attention(layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm)
@@ -28,24 +27,11 @@ class Gemma(Family):
             ffn(layer.mlp, layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm),
         )
 
-    def inputs(
-        self,
-        layer: Any,
-        hidden_states: Tensor,
-        position_embeddings: Any = None,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Inputs | Reason:
+    def inputs_named(self, layer: Any, given: dict[str, Any]) -> Inputs | Reason:
         attn, cap = layer.self_attn, softcap(layer.self_attn)
         if cap is not None and (cap <= 0 or attn.config._attn_implementation == "sdpa"):
             return Reason(f"attention with soft-cap {cap} in {attn.config._attn_implementation}")
-        rest = {"position_ids": position_ids, **kwargs}
-        return decoder_inputs(layer, attn, hidden_states, attention_mask, past_key_values, position_embeddings, rest)
-
-    def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (x,), rotary_example(layer.self_attn.head_dim, x)
+        return super().inputs_named(layer, given)
 
 
 def softcap(attn: Any) -> float | None:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from ckptfused.convert.family import Family, register
-from ckptfused.convert.hugging_face import decoder_inputs
+from ckptfused.convert.family import register
+from ckptfused.convert.hugging_face import HuggingFace
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.layer.pieces import rate
 
 
-class GPT2(Family):
+class GPT2(HuggingFace):
     """GPT-2 as a decoder. With cross-attention its layers are checkpointed."""
 
     name = "gpt2"
     layers = ("transformers.models.gpt2.modeling_gpt2.GPT2Block",)
+    arguments = (
+        *("hidden_states", "past_key_values", "attention_mask"),
+        *("encoder_hidden_states", "encoder_attention_mask", "use_cache"),
+    )
+
+    def self_attention(self, layer: Any) -> Any:
+        return layer.attn
 
     def parts(self, layer: Any) -> Parts:
         attn, mlp = layer.attn, layer.mlp
@@ -39,34 +44,17 @@ class GPT2(Family):
         )
         return Parts(first, second)
 
-    def inputs(
-        self,
-        layer: Any,
-        hidden_states: Tensor,
-        past_key_values: Any = None,
-        *rest: Any,
-        **kwargs: Any,
-    ) -> Inputs | Reason:
+    def inputs(self, layer: Any, *args: Any, **kwargs: Any) -> Inputs | Reason:
         if not hasattr(layer.attn, "scaling"):
-            rest = rest[1:]  # cache_position, until transformers 5.3
-        return _inputs(layer, hidden_states, past_key_values, *rest, **kwargs)
+            args = (*args[:2], *args[3:])  # without cache_position, which is there until transformers 5.3
+        return super().inputs(layer, *args, **kwargs)
 
-
-def _inputs(
-    layer: Any,
-    hidden_states: Tensor,
-    past_key_values: Any,
-    attention_mask: Any = None,
-    encoder_hidden_states: Any = None,
-    encoder_attention_mask: Any = None,
-    use_cache: Any = False,
-    **kwargs: Any,
-) -> Inputs | Reason:
-    if encoder_hidden_states is not None or hasattr(layer, "crossattention"):
-        return Reason("cross-attention")
-    if layer.attn.reorder_and_upcast_attn and layer.attn.config._attn_implementation == "eager":
-        return Reason("reorder_and_upcast_attn with eager attention")
-    return decoder_inputs(layer, layer.attn, hidden_states, attention_mask, past_key_values, None, kwargs)
+    def inputs_named(self, layer: Any, given: dict[str, Any]) -> Inputs | Reason:
+        if given.get("encoder_hidden_states") is not None or hasattr(layer, "crossattention"):
+            return Reason("cross-attention")
+        if layer.attn.reorder_and_upcast_attn and layer.attn.config._attn_implementation == "eager":
+            return Reason("reorder_and_upcast_attn with eager attention")
+        return super().inputs_named(layer, given)
 
 
 def _scale(attn: Any) -> float | None:

@@ -6,18 +6,23 @@ from typing import Any
 
 from torch import Tensor
 
-from ckptfused.convert.families.llama import rotary_example
-from ckptfused.convert.family import Family, register
-from ckptfused.convert.hugging_face import decoder_inputs
-from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.convert.family import register
+from ckptfused.convert.hugging_face import HuggingFace, rotary_example
+from ckptfused.layer.parts import FFN, Attention, Parts
 from ckptfused.layer.pieces import rate
 
 
-class GPTNeoX(Family):
+class GPTNeoX(HuggingFace):
     """With `use_parallel_residual` or without."""
 
     name = "gpt_neox"
     layers = ("transformers.models.gpt_neox.modeling_gpt_neox.GPTNeoXLayer",)
+    arguments = (
+        *("hidden_states", "attention_mask", "position_ids", "use_cache", "layer_past", "position_embeddings"),
+    )
+
+    def self_attention(self, layer: Any) -> Any:
+        return layer.attention
 
     def parts(self, layer: Any) -> Parts:
         attn, mlp = layer.attention, layer.mlp
@@ -48,20 +53,6 @@ class GPTNeoX(Family):
             holders=(mlp, layer.post_mlp_dropout),
         )
         return Parts(first, second, parallel=bool(layer.use_parallel_residual))
-
-    def inputs(
-        self,
-        layer: Any,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        use_cache: Any = False,
-        layer_past: Any = None,
-        position_embeddings: Any = None,
-        **kwargs: Any,
-    ) -> Inputs | Reason:
-        attn, rest = layer.attention, {"position_ids": position_ids, **kwargs}
-        return decoder_inputs(layer, attn, hidden_states, attention_mask, layer_past, position_embeddings, rest)
 
     def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         turned = layer.attention.rotary_ndims

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from ckptfused.convert.family import Family, register
-from ckptfused.convert.hugging_face import decoder_inputs
-from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.convert.family import register
+from ckptfused.convert.hugging_face import HuggingFace
+from ckptfused.layer.parts import FFN, Attention, Parts
 from ckptfused.layer.source import class_name
 
 _MODELS = "transformers.models"
 
 
-class Llama(Family):
+class Llama(HuggingFace):
     """Llama, Mistral, Qwen2, Qwen3."""
 
     name = "llama"
@@ -24,39 +22,12 @@ class Llama(Family):
         f"{_MODELS}.qwen2.modeling_qwen2.Qwen2DecoderLayer",
         f"{_MODELS}.qwen3.modeling_qwen3.Qwen3DecoderLayer",
     )
+    arguments: tuple[str, ...] = (
+        *("hidden_states", "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings"),
+    )
 
     def parts(self, layer: Any) -> Parts:
         return Parts(attention(layer.self_attn, layer.input_layernorm), ffn(layer.mlp, layer.post_attention_layernorm))
-
-    def inputs(
-        self,
-        layer: Any,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        position_ids: Any = None,
-        past_key_values: Any = None,
-        use_cache: Any = False,
-        position_embeddings: Any = None,
-        **kwargs: Any,
-    ) -> Inputs | Reason:
-        return decoder_inputs(
-            layer,
-            layer.self_attn,
-            hidden_states,
-            attention_mask,
-            past_key_values,
-            position_embeddings,
-            {"position_ids": position_ids, **kwargs},
-        )
-
-    def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (x,), rotary_example(layer.self_attn.head_dim, x)
-
-
-def rotary_example(width: int, x: Tensor) -> dict[str, Any]:
-    """Rotary tables as the models hand them to their layers."""
-    table = x.detach().new_ones(1, x.size(1), width)
-    return {"position_embeddings": (table, table)}
 
 
 def attention(attn: Any, pre: Any, post: Any = None) -> Attention:

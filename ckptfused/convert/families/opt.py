@@ -4,53 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from ckptfused.convert.families.whisper import parts_named_as_here
+from ckptfused.convert.family import register
+from ckptfused.convert.hugging_face import HuggingFace
+from ckptfused.layer.parts import Parts
 
-from ckptfused.convert.family import Family, register
-from ckptfused.convert.hugging_face import decoder_inputs
-from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 
-
-class OPT(Family):
+class OPT(HuggingFace):
     """Both placements of the norms, with biases or without, norms with weights or without."""
 
     name = "opt"
     layers = ("transformers.models.opt.modeling_opt.OPTDecoderLayer",)
+    arguments = ("hidden_states", "attention_mask", "past_key_values", "use_cache", "position_ids")
 
     def parts(self, layer: Any) -> Parts:
-        attn = layer.self_attn
-        place = "pre" if layer.do_layer_norm_before else "out"
-        p_res = layer.dropout if layer.training else 0.0
-        first = Attention(
-            heads=attn.num_heads,
-            kv_heads=attn.num_heads,
-            head_dim=attn.head_dim,
-            q=attn.q_proj,
-            k=attn.k_proj,
-            v=attn.v_proj,
-            o=attn.out_proj,
-            scale=attn.scaling,
-            p_attn=attn.dropout if attn.training else 0.0,
-            p_res=p_res,
-            holders=(attn,),
-        )
-        second = FFN(layer.activation_fn, None, layer.fc1, layer.fc2, p_res=p_res)
-        return Parts(
-            first._replace(**{place: layer.self_attn_layer_norm}), second._replace(**{place: layer.final_layer_norm})
-        )
-
-    def inputs(
-        self,
-        layer: Any,
-        hidden_states: Tensor,
-        attention_mask: Any = None,
-        past_key_values: Any = None,
-        use_cache: Any = False,
-        position_ids: Any = None,
-        **kwargs: Any,
-    ) -> Inputs | Reason:
-        attn, rest = layer.self_attn, {"position_ids": position_ids, **kwargs}
-        return decoder_inputs(layer, attn, hidden_states, attention_mask, past_key_values, None, rest)
+        return parts_named_as_here(layer, "pre" if layer.do_layer_norm_before else "out", 0.0)
 
 
 register(OPT())

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ckptfused.convert.families.llama import Llama, rotary_example
+from ckptfused.convert.families.llama import Llama
 from ckptfused.convert.family import register
+from ckptfused.convert.hugging_face import rotary_example
 from ckptfused.layer.parts import FFN, Attention, Parts
 from ckptfused.layer.pieces import rate
 

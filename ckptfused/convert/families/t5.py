@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from ckptfused.convert.caches import cache_reason, to_fill
-from ckptfused.convert.composite import Composite, Fused, Generic, Steps
-from ckptfused.convert.family import register
+from ckptfused.convert.family import Family, Fused, Generic, Steps, register
 from ckptfused.convert.hugging_face import collecting
 from ckptfused.layer.parts import FFN, Inputs, Parts, Reason
 from ckptfused.layer.pieces import rate
 
 
-class T5(Composite):
+class T5(Family):
     """T5, encoder and decoder, FFN gated or not. One checkpointed piece holds self- and cross attention."""
 
     name = "t5"

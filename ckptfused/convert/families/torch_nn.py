@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptfused.convert.composite import Composite, Fused, Generic, Steps
-from ckptfused.convert.family import Family, Plan, register
+from ckptfused.convert.family import Family, Fused, Generic, Plan, Steps, register
 from ckptfused.layer import encoder
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.peft import adapted
@@ -18,10 +17,28 @@ from ckptfused.masks import encoder_mask
 _MODULES = "torch.nn.modules.transformer"
 
 
-class TorchEncoder(Family):
+class _Torch(Family):
+    """What both layers share."""
+
+    given: str
+    """The name of x among the forward's arguments."""
+
+    def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, y = args[0] if args else kwargs[self.given], super().run(layer, keep, args, kwargs)
+        # One sequence without a batch dimension comes back without one.
+        return y.view(x.shape) if isinstance(y, Tensor) and x.dim() == 2 else y
+
+    def refuse_original(self, layer: Any, why: str) -> None:
+        encoder.refuse_unread_adapter(layer.self_attn, why)
+
+    def plan(self, layer: Any, keep: str, x: Tensor) -> Plan | Reason:
+        return _with_adapters(layer, super().plan(layer, keep, x))
+
+
+class TorchEncoder(_Torch):
     """`nn.TransformerEncoderLayer`. Its fast path in evaluation, and nested tensors, stay PyTorch's."""
 
-    name = "torch_encoder"
+    name, given = "torch_encoder", "src"
     layers = (f"{_MODULES}.TransformerEncoderLayer",)
     methods = ("forward", "_sa_block", "_ff_block")
 
@@ -41,23 +58,14 @@ class TorchEncoder(Family):
             return Reason("evaluation without gradients", original=True)
         return inputs_of(layer.self_attn, src, src_mask, src_key_padding_mask, is_causal)
 
-    def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _unbatched(super().run(layer, keep, args, kwargs), args[0] if args else kwargs["src"])
-
-    def refuse_original(self, layer: Any, why: str) -> None:
-        encoder.refuse_unread_adapter(layer.self_attn, why)
-
-    def plan(self, layer: Any, keep: str, x: Tensor) -> Plan | Reason:
-        return _with_adapters(layer, super().plan(layer, keep, x))
-
     def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (_laid_out(layer, x),), {}
 
 
-class TorchDecoder(Composite):
+class TorchDecoder(_Torch):
     """`nn.TransformerDecoderLayer`."""
 
-    name = "torch_decoder"
+    name, given = "torch_decoder", "tgt"
     layers = (f"{_MODULES}.TransformerDecoderLayer",)
     methods = ("forward", "_sa_block", "_mha_block", "_ff_block")
 
@@ -87,15 +95,6 @@ class TorchDecoder(Composite):
             Generic("cross attention", cross, encoder),
             Fused(Parts(ffn=parts.ffn), Inputs(inputs.x, seq_first=inputs.seq_first)),
         )
-
-    def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _unbatched(super().run(layer, keep, args, kwargs), args[0] if args else kwargs["tgt"])
-
-    def refuse_original(self, layer: Any, why: str) -> None:
-        encoder.refuse_unread_adapter(layer.self_attn, why)
-
-    def plan(self, layer: Any, keep: str, x: Tensor) -> Plan | Reason:
-        return _with_adapters(layer, super().plan(layer, keep, x))
 
     def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         x = _laid_out(layer, x)
@@ -158,11 +157,6 @@ def _cross(layer: Any, unbatched: bool, x: Tensor, memory: Tensor, mask: Any, pa
     else:
         x = layer.norm2(x + layer._mha_block(x, memory, mask, padding, is_causal))
     return x.unsqueeze(batch) if unbatched else x
-
-
-def _unbatched(y: Any, x: Tensor) -> Any:
-    """One sequence without a batch dimension comes back without one."""
-    return y.view(x.shape) if isinstance(y, Tensor) and x.dim() == 2 else y
 
 
 def _laid_out(layer: Any, x: Tensor) -> Tensor:

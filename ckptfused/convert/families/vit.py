@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
 from ckptfused.convert.families.bert import parts_named_as_here
-from ckptfused.convert.family import Family, register
-from ckptfused.convert.hugging_face import decoder_inputs
-from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
+from ckptfused.convert.family import register
+from ckptfused.convert.hugging_face import HuggingFace
+from ckptfused.layer.parts import FFN, Attention, Parts
 from ckptfused.layer.pieces import rate
 
 
-class ViT(Family):
+class ViT(HuggingFace):
     """ViT. Until transformers 5.8 its pieces were named as BERT's."""
 
     name = "vit"
     layers = ("transformers.models.vit.modeling_vit.ViTLayer",)
+
+    def self_attention(self, layer: Any) -> Any:
+        return getattr(layer.attention, "attention", layer.attention)
 
     def parts(self, layer: Any) -> Parts:
         if hasattr(layer, "intermediate"):
@@ -49,10 +50,6 @@ class ViT(Family):
                 holders=(mlp,),
             ),
         )
-
-    def inputs(self, layer: Any, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Inputs | Reason:
-        attn = getattr(layer.attention, "attention", layer.attention)
-        return decoder_inputs(layer, attn, hidden_states, attention_mask, None, None, kwargs)
 
 
 register(ViT())

@@ -10,40 +10,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ckptfused.convert.caches import to_fill
-from ckptfused.convert.composite import Composite, Fused, Generic, Steps
-from ckptfused.convert.family import Family, register
-from ckptfused.convert.hugging_face import decoder_inputs
+from ckptfused.convert.family import Family, Fused, Generic, Steps, register
+from ckptfused.convert.hugging_face import HuggingFace, layer_inputs
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 
 _MODEL = "transformers.models.whisper.modeling_whisper"
 
 
-class WhisperEncoder(Family):
+class WhisperEncoder(HuggingFace):
     """Whisper's encoder."""
 
     name = "whisper_encoder"
     layers = (f"{_MODEL}.WhisperEncoderLayer",)
 
     def parts(self, layer: Any) -> Parts:
-        return parts_of(layer)
+        return whisper_parts(layer)
 
-    def inputs(self, layer: Any, hidden_states: Tensor, attention_mask: Any, **kwargs: Any) -> Inputs | Reason:
-        if hidden_states.dtype == torch.float16:
+    def inputs_named(self, layer: Any, given: dict[str, Any]) -> Inputs | Reason:
+        if given["hidden_states"].dtype == torch.float16:
             return Reason("values are clamped in float16")
-        return decoder_inputs(layer, layer.self_attn, hidden_states, attention_mask, None, None, kwargs)
+        return super().inputs_named(layer, given)
 
     def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (x, None), {}
 
 
-class WhisperDecoder(Composite):
+class WhisperDecoder(Family):
     """Whisper's decoder; fused whole where there is no encoder."""
 
     name = "whisper_decoder"
     layers = (f"{_MODEL}.WhisperDecoderLayer",)
 
     def parts(self, layer: Any) -> Parts:
-        return parts_of(layer)
+        return whisper_parts(layer)
 
     def steps(
         self,
@@ -56,8 +55,8 @@ class WhisperDecoder(Composite):
         use_cache: Any = True,
         **kwargs: Any,
     ) -> Steps | Reason:
-        attn = layer.self_attn
-        inputs = decoder_inputs(layer, attn, hidden_states, attention_mask, past_key_values, None, kwargs)
+        given = {"hidden_states": hidden_states, "attention_mask": attention_mask, "past_key_values": past_key_values}
+        inputs = layer_inputs(layer, layer.self_attn, {**given, **kwargs})
         if isinstance(inputs, Reason):
             return inputs
         parts = self.parts(layer)
@@ -75,8 +74,13 @@ class WhisperDecoder(Composite):
         return (x,), {"encoder_hidden_states": torch.empty_like(x)}
 
 
-def parts_of(layer: Any) -> Parts:
+def whisper_parts(layer: Any) -> Parts:
     """Both halves of an encoder layer, or of a decoder layer."""
+    return parts_named_as_here(layer, "pre", layer.activation_dropout)
+
+
+def parts_named_as_here(layer: Any, place: str, p_hidden: float) -> Parts:
+    """Of a layer whose pieces have the names of Whisper's. place: of its norms; p_hidden: in training."""
     attn = layer.self_attn
     p_res = layer.dropout if layer.training else 0.0
     return Parts(
@@ -88,20 +92,20 @@ def parts_of(layer: Any) -> Parts:
             k=attn.k_proj,
             v=attn.v_proj,
             o=attn.out_proj,
-            pre=layer.self_attn_layer_norm,
             scale=attn.scaling,
             p_attn=attn.dropout if attn.training else 0.0,
             p_res=p_res,
             holders=(attn,),
+            **{place: layer.self_attn_layer_norm},
         ),
         FFN(
             layer.activation_fn,
             gate=None,
             up=layer.fc1,
             down=layer.fc2,
-            pre=layer.final_layer_norm,
-            p_hidden=layer.activation_dropout if layer.training else 0.0,
+            p_hidden=p_hidden if layer.training else 0.0,
             p_res=p_res,
+            **{place: layer.final_layer_norm},
         ),
     )
 
