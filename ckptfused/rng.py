@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ckptfused import _extension  # noqa: F401  (registers the ops)
 from ckptfused.checks import check_generator
+from ckptfused.eager import dropout
 from ckptfused.spec.checks import check_probability
 
 __all__ = ["ATTENTION_PROBS", "ATTENTION_RESIDUAL", "FFN_HIDDEN", "FFN_RESIDUAL", "dropout_mask", "keep_scale", "state"]
@@ -68,5 +69,4 @@ def dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) -
 
 def keep_scale(p: float) -> float:
     """What kept values are multiplied by: 65536 / (65536 − round(65536 p)), 0 when all is dropped."""
-    threshold = round(check_probability("p", p) * 65536)
-    return 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+    return dropout.keep_scale(check_probability("p", p))

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ckptfused import _extension, rng  # noqa: F401  (the first registers the ops)
 from ckptfused.eager.loss import eager_linear_cross_entropy
-from ckptfused.eager.philox import DECISIONS, keep_threshold
 from ckptfused.spec import FIRST_SITE, LossSpec, parse_loss
 
 _KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
@@ -25,8 +24,7 @@ def drawn_masks(x: Tensor, spec: LossSpec, state: Tensor | None) -> list[Tensor]
         if state is None or adapter.p == 0:
             masks.append(x.new_ones(()))
             continue
-        scale = DECISIONS / max(1, DECISIONS - keep_threshold(adapter.p))
-        masks.append(rng.dropout_mask(x.shape, adapter.p, state, site) * scale)
+        masks.append(rng.dropout_mask(x.shape, adapter.p, state, site) * rng.keep_scale(adapter.p))
     return masks
 
 

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn import MultiheadAttention
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from ckptfused.eager.attention import attention
+from ckptfused.eager.philox import DECISIONS, keep_threshold
+from ckptfused.eager.rope import rope
 from ckptfused.layer.norms import make_norm
 from ckptfused.layer.sdpa import refuse_replaced_sdpa
 from ckptfused.masks import encoder_mask
@@ -98,25 +101,29 @@ class GroupedAttention(nn.MultiheadAttention):
         x = x if self.batch_first else x.transpose(0, 1)
         B, T, H, G, D = x.size(0), x.size(1), self.num_heads, self.num_kv_heads, self.head_dim
         masks = encoder_mask(attn_mask, key_padding_mask, is_causal, B, H, T)
-        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (H + 2 * G, D)).transpose(1, 2)
-        q, k, v = qkv.split([H, G, G], dim=1)
+        qkv = F.linear(x, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (H + 2 * G, D))
+        q, k, v = qkv.split([H, G, G], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotary is not None:
-            cos, sin = (t.to(q.dtype) for t in self.rotary(T, q))
-            q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
-        logits = q @ k.repeat_interleave(H // G, 1).mT * (D**-0.5 if self.scale is None else self.scale)
-        if self.softcap:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        hidden = ~self._visible(T, masks.causal or self.causal, x.device)
-        for mask, kind in ((masks.mask, masks.kind), (masks.padding, masks.padding_kind)):
-            if mask is not None:
-                mask = mask[:, None, None] if mask is masks.padding else mask
-                logits = logits.masked_fill(mask, -torch.inf) if kind == "drop" else logits + mask
-        logits = logits.masked_fill(hidden, -torch.inf)
-        nothing = logits.isneginf().all(-1, keepdim=True)
-        p = F.softmax(logits.masked_fill(nothing, 0.0), dim=-1).masked_fill(nothing, 0.0)
-        o = F.dropout(p, self.dropout, self.training) @ v.repeat_interleave(H // G, 1)
+            cos, sin = self.rotary(T, q)
+            q, k = (rope(t, cos, sin, self.rope_style, self.rotary.dim) for t in (q, k))
+        keep = None
+        if self.training and self.dropout:
+            keep = torch.rand(B, H, T, T, device=x.device) >= keep_threshold(self.dropout) / DECISIONS
+        o, _ = attention(
+            *(t.transpose(1, 2) for t in (q, k, v)),
+            mask=masks.mask,
+            mask_kind=masks.kind,
+            padding=masks.padding,
+            padding_kind=masks.padding_kind,
+            scale=self.scale,
+            causal=masks.causal or self.causal,
+            window=self.window,
+            softcap=self.softcap,
+            keep=keep,
+            p=self.dropout,
+        )
         y = self.out_proj(o.transpose(1, 2).flatten(2))
         y = y if self.batch_first else y.transpose(0, 1)
         return (y if query.dim() == 3 else y.squeeze(0 if self.batch_first else 1)), None
@@ -141,24 +148,6 @@ class GroupedAttention(nn.MultiheadAttention):
             if getattr(self, name):
                 words.append(f"{name}={getattr(self, name)}")
         return ", ".join(words)
-
-    def _visible(self, length: int, causal: bool, device: torch.device) -> Tensor:
-        i = torch.arange(length, device=device)
-        ahead = i[None, :] - i[:, None]
-        visible = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
-        if self.window:
-            visible = visible & (ahead.abs() < self.window)
-        return visible
-
-    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, rest = x.split([2 * cos.size(-1), x.size(-1) - 2 * cos.size(-1)], dim=-1)
-        if self.rope_style == "interleaved":
-            a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
-        else:
-            a, b = turned.chunk(2, dim=-1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-        return torch.cat((turned, rest), -1)
 
 
 def is_plain(attention: nn.MultiheadAttention) -> bool:
