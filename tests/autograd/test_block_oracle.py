@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.cases import TILED, Case, all_pairs
 from tests.devices import CUDA, on_devices
-from tests.oracle import Errors, Expected, Inputs, expect, failures, fused, make_inputs, masks_of, rng_state, run
+from tests.oracle import Expected, Inputs, expect, failures_in_draws, fused, make_inputs, masks_of, rng_state, run
 from tests.renumbering import Renumbering
 
 CASES = all_pairs()
@@ -68,10 +68,9 @@ def check(
     draws = [change(make_inputs(case, dtype, seed, device)) for seed in DRAWS]
     masks = masks_of(spec, draws[0], rng_state(draws[0].x))  # the same in every draw
 
-    def measure(inputs: Inputs) -> dict[str, Errors]:
-        return expect(spec, inputs, masks=masks, autocast=autocast).errors(run(fused(spec), inputs, autocast))
-
-    bad = failures([measure(inputs) for inputs in draws], autocast or dtype)
+    bad = failures_in_draws(
+        [(expect(spec, inputs, masks=masks, autocast=autocast), run(fused(spec), inputs, autocast)) for inputs in draws]
+    )
     assert not bad, "\n" + "\n".join(bad)
 
 
