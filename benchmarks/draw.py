@@ -81,9 +81,35 @@ def speed_table(page: Path) -> str:
     return "\n".join(lines)
 
 
+SCRATCH = {dtype: f"ffn-scratch-8192x1024-{dtype}" for dtype in ("float32", "bfloat16")}
+
+
+def scratch_table(page: Path) -> str:
+    """Peak and time of a backward under limits of the FFN's scratch."""
+    found = {dtype: result(name) for dtype, name in SCRATCH.items()}
+    shape = found["float32"]["shape"]
+    lines = ["| scratch | peak, float32 | time | peak, bfloat16 | time |", "|---|---|---|---|---|"]
+    for limit in found["float32"]["seconds"]:
+        row = [f"{limit} MiB"]
+        for one in found.values():
+            seconds = [one["seconds"][name]["median"] for name in (limit, next(iter(one["seconds"])))]
+            row += [f"{one['peak_bytes'][limit] / 2**20:,.0f} MiB", f"{seconds[0] / seconds[1]:.2f}×"]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"Backward of one block, C {shape['width']}, F {shape['hidden']}, {shape['tokens']:,} tokens, "
+            f"{found['float32']['environment']['threads']} cores; the first row is in one piece. Measured as "
+            f"`benchmarks/results/{SCRATCH['float32']}.md` says.",
+        ]
+    )
+
+
 # By name: the result files that a table is made from, what makes it, and the pages that have it.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Path], str], tuple[Path, ...]]] = {
     "encoder-step": ((ENCODER,), encoder_table, (ROOT / "README.md", ROOT / "docs" / "index.md")),
+    "ffn-scratch": (tuple(SCRATCH.values()), scratch_table, (ROOT / "docs" / "keep.md",)),
     "speed": (tuple(SPEED.values()), speed_table, (ROOT / "docs" / "keep.md",)),
 }
 

@@ -18,7 +18,10 @@ def agreed(convert: Callable[[], Report], group: Any = None) -> Report:
     failure: Exception | None = None
     try:
         report = convert()
-        mine: Any = {x.name: f"{x.layer}: {x.path} by {x.family}, keep={report.keep!r}" for x in report.layers}
+        mine: Any = {
+            x.name: f"{x.layer}: {x.path} by {x.family}, keep={report.keep!r}, scratch={report.scratch}"
+            for x in report.layers
+        }
         mine |= {f"{x.name} (loss)": f"{x.model}: {x.path}" for x in report.heads}
     except Exception as error:
         failure, mine = error, f"{type(error).__name__}: {error}"

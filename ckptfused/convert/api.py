@@ -20,7 +20,7 @@ from ckptfused.convert.wrapper import wrapper_note
 from ckptfused.layer.peft import given_caches
 from ckptfused.layer.shards import is_fully_sharded, refuse_tensor_parallel
 from ckptfused.layer.source import patched
-from ckptfused.layer.texts import keep_text
+from ckptfused.layer.texts import Policy, keep_text
 from ckptfused.sizes import parse_bytes
 from ckptfused.spec import Keep, check_names
 from ckptfused.spec.checks import check_choice
@@ -52,7 +52,8 @@ def convert(
     loss: "chunked" has Hugging Face's language models make their loss without ever holding the logits
     (`ckptfused.linear_cross_entropy`), in training where labels are given; `outputs.logits` is then None. Evaluation,
     generation, `logits_to_keep` and loss functions of your own run as they did. None: as they were.
-    scratch: bytes of logits that may exist at a time, an int or "64MiB"; None: as of `linear_cross_entropy`.
+    scratch: bytes that the hidden-wide values of a layer's FFN may take at a time in backward, and so the logits of a
+    chunked loss; more of them go in tiles. An int or "64MiB"; None: by device (docs/keep.md).
     process_group: a `torch.distributed` group, or True for the default one; the call is then a collective which
     checks that all ranks convert alike. None: no communication.
 
@@ -63,11 +64,10 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    text = keep_text(keep)
+    policy = Policy(keep_text(keep), 0 if scratch is None else parse_bytes("scratch", scratch))
     check_names(keep if isinstance(keep, str) else tuple(keep))
     if loss is not None:
         check_choice("loss", loss, LOSSES)
-    limit = None if scratch is None else parse_bytes("scratch", scratch)
     found, language_models = list(find.layers(model)), list(heads.models(model))
     touched = [*(layer for _, layer, _ in found), *(inner for _, inner in language_models)]
     held = [(module, {key: vars(module)[key] for key in _OURS if key in vars(module)}) for module in touched]
@@ -76,8 +76,8 @@ def convert(
         for _, inner in language_models:
             heads.take_out(inner)
         asked = () if loss is None else language_models
-        made = tuple(_convert_loss(name, inner, limit) for name, inner in asked)
-        report = _convert(model, found, text)
+        made = tuple(_convert_loss(name, inner, policy.scratch or None) for name, inner in asked)
+        report = _convert(model, found, policy)
         notes = () if any(head.path == "chunked" for head in made) else head_note(model, report.layers)
         return replace(report, heads=made, notes=(*report.notes, *notes))
 
@@ -99,7 +99,7 @@ def _convert_loss(name: str, model: nn.Module, scratch: int | None) -> HeadRepor
     return HeadReport(name, kind, "chunked") if why is None else HeadReport(name, kind, "original", why.text)
 
 
-def _convert(model: nn.Module, found: list[tuple[str, nn.Module, Family | None]], keep: str) -> Report:
+def _convert(model: nn.Module, found: list[tuple[str, nn.Module, Family | None]], policy: Policy) -> Report:
     sharded = any(map(is_fully_sharded, model.modules()))
     for name, layer, _ in found:
         refuse_tensor_parallel(layer, name, sharded)
@@ -113,14 +113,14 @@ def _convert(model: nn.Module, found: list[tuple[str, nn.Module, Family | None]]
             layer.forward = before
         if not patched(layer):
             before = None
-        report = describe(model, name, layer, family if before is None else None, keep, counts)
+        report = describe(model, name, layer, family if before is None else None, policy, counts)
         if layer in cached:
             report = replace(report, path="original", reason=PREFIX, after=report.before)
-        why = filter(None, (report.reason, wrapper_note(model, name, keep)))
+        why = filter(None, (report.reason, wrapper_note(model, name, policy)))
         reports.append(replace(report, reason="; ".join(why)))
-        layer.forward = ConvertedForward(layer, reports[-1].family, keep, before)
+        layer.forward = ConvertedForward(layer, reports[-1].family, policy, before)
         vars(layer)[REPLICATE] = NotReplicated()
-    return Report(tuple(reports), keep, generic_blocks(model))
+    return Report(tuple(reports), policy.keep, generic_blocks(model), scratch=policy.scratch)
 
 
 def revert(model: nn.Module) -> int:

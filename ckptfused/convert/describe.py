@@ -20,11 +20,12 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.pieces import projection
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
 from ckptfused.layer.source import patched
+from ckptfused.layer.texts import Policy
 from ckptfused.modules.fused import FusedModule
 
 
 def describe(
-    model: nn.Module, name: str, layer: nn.Module, family: Family | None, keep: str, counts: Counts
+    model: nn.Module, name: str, layer: nn.Module, family: Family | None, policy: Policy, counts: Counts
 ) -> LayerReport:
     """The report on one layer of a model, not converted at this moment."""
     kind = type(layer).__name__
@@ -48,7 +49,7 @@ def describe(
         with contextlib.suppress(Exception):  # a count for the table
             args, kwargs = family.example(layer, x)
             before = counts.per_token(layer, args, kwargs)
-    plan = family.plan(layer, keep, x)
+    plan = family.plan(layer, policy, x)
     if isinstance(plan, Reason):
         return LayerReport(name, kind, family.name, "generic", plan.text, before, x.size(-1) * x.element_size())
     after = sum(cost.saved_bytes(spec, 1, TOKENS, x.size(-1), x.dtype) for spec in plan.specs) / TOKENS

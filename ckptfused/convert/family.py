@@ -18,6 +18,7 @@ from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.source import class_as_read, class_name, unread, vouch
+from ckptfused.layer.texts import Policy
 from ckptfused.spec import NORMS, BlockSpec
 from ckptfused.spec.checks import check_choice
 
@@ -109,9 +110,9 @@ class Family:
         inputs = self.inputs(layer, *args, **kwargs)
         return inputs if isinstance(inputs, Reason) else (Fused(self.parts(layer), inputs),)
 
-    def run(self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: Any, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's result, or a `Reason`."""
-        steps = self._calls(layer, keep, args, kwargs)
+        steps = self._calls(layer, policy, args, kwargs)
         if isinstance(steps, Reason):
             return steps
         x = next(step.x for step in steps if isinstance(step, Call))
@@ -136,13 +137,13 @@ class Family:
         """Arguments with which the layer's forward takes x, for counting what it saves."""
         return (x,), {}
 
-    def plan(self, layer: Any, keep: str, x: Tensor) -> Plan | Reason:
+    def plan(self, layer: Any, policy: Policy, x: Tensor) -> Plan | Reason:
         """What will become of calls like `example`'s."""
         try:
             args, kwargs = self.example(layer, x)
         except AttributeError as error:
             return lacking(error)
-        steps = self._calls(layer, keep, args, kwargs, sharded=True)
+        steps = self._calls(layer, policy, args, kwargs, sharded=True)
         if isinstance(steps, Reason):
             return steps
         why = dict.fromkeys(step.why for step in steps if isinstance(step, Generic))
@@ -150,7 +151,7 @@ class Family:
         return Plan(specs, len(steps) - len(specs), "; ".join(why))
 
     def _calls(
-        self, layer: Any, keep: str, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
+        self, layer: Any, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
     ) -> list[Call | Generic] | Reason:
         """The steps, with an op call for each fused one. `sharded` as in `layer.build_call`."""
         if not self.as_read(layer):
@@ -165,14 +166,14 @@ class Family:
             return LENT
         calls: list[Call | Generic] = []
         for step in steps:
-            made = fused_call(*step, keep, sharded) if isinstance(step, Fused) else step
+            made = fused_call(*step, policy, sharded) if isinstance(step, Fused) else step
             if isinstance(made, Reason):
                 return made
             calls.append(made)
         return calls
 
 
-def fused_call(parts: Parts, inputs: Inputs, keep: str, sharded: bool = False) -> Call | Reason:
+def fused_call(parts: Parts, inputs: Inputs, policy: Policy, sharded: bool = False) -> Call | Reason:
     """`layer.build_call`, for a layer whose own forward says what comes out."""
     x, masks = inputs.x, inputs.masks
     if (why := learned((masks.mask, masks.padding), (inputs.cos, inputs.sin))) is not None:
@@ -183,7 +184,7 @@ def fused_call(parts: Parts, inputs: Inputs, keep: str, sharded: bool = False) -
         return Reason(f"an input of type {type(x).__name__}")
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.is_inference():
         inputs = inputs._replace(x=x.clone())  # what was made in inference mode cannot be saved for backward
-    return build_call(parts, inputs, keep, sharded)
+    return build_call(parts, inputs, policy, sharded)
 
 
 def _closing_norm_fits(parts: Parts, x: Tensor) -> Reason | None:

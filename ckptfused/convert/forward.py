@@ -21,7 +21,7 @@ from ckptfused.layer.hooks import hooked_everywhere, lent_weights
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import refuse_tensor_parallel
-from ckptfused.layer.texts import keeps_inputs_alone
+from ckptfused.layer.texts import Policy
 from ckptfused.outer_checkpoint import passed
 
 
@@ -35,10 +35,10 @@ class ConvertedForward:
     checkpoints = True
     """For whoever calls a layer and would checkpoint it."""
 
-    def __init__(self, layer: nn.Module, family: str | None, keep: str, before: Any = None) -> None:
+    def __init__(self, layer: nn.Module, family: str | None, policy: Policy, before: Any = None) -> None:
         self.layer = layer
         self.family = family
-        self.keep = keep
+        self.policy = policy
         self.before = before
         """A forward that the instance had already (offload hooks, a patch): it runs, checkpointed."""
         self.paused = False
@@ -58,8 +58,8 @@ class ConvertedForward:
         elif hooked_everywhere():
             reason = Reason("hooks on all modules")
         elif self.family is not None:
-            with passed(self.layer, keeps_inputs_alone(self.keep)):
-                result = FAMILIES[self.family].run(self.layer, self.keep, args, kwargs)
+            with passed(self.layer, self.policy.inputs_alone):
+                result = FAMILIES[self.family].run(self.layer, self.policy, args, kwargs)
             if not isinstance(result, Reason):
                 return result
             reason = result

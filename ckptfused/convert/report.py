@@ -56,6 +56,8 @@ class Report:
     keep: str
     notes: tuple[str, ...] = ()
     heads: tuple[HeadReport, ...] = ()
+    scratch: int = 0
+    """The limit that was asked for, in bytes; 0: none was."""
 
     @property
     def fused(self) -> int:
@@ -74,9 +76,15 @@ class Report:
             rows.append((names, first.layer, first.family or "–", first.path, size, first.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[5]]).rstrip() for row in rows]
+        limit = f", scratch={self.scratch:,} bytes" if self.scratch else ""
         paths = ", ".join(f"{count} {path}" for path, count in Counter(x.path for x in self.layers).items())
         return "\n".join(
-            [*lines, f"{len(self.layers)} layers: {paths}; keep={self.keep!r}", *map(str, self.heads), *self.notes]
+            [
+                *lines,
+                f"{len(self.layers)} layers: {paths}; keep={self.keep!r}{limit}",
+                *map(str, self.heads),
+                *self.notes,
+            ]
         )
 
 

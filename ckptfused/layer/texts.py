@@ -44,6 +44,20 @@ class Expected(NamedTuple):
     kind: str
 
 
+class Policy(NamedTuple):
+    """What a caller decides of a layer."""
+
+    keep: str = "inputs"
+    """What it keeps for backward beside its input, as `keep_text` gives it."""
+    scratch: int = 0
+    """Bytes of hidden-wide scratch above which its FFN goes in tiles; 0: by device."""
+
+    @property
+    def inputs_alone(self) -> bool:
+        """Whether it keeps nothing beside the inputs of its ops."""
+        return self.keep in ("inputs", "=")
+
+
 def keep_text(keep: Any) -> str:
     """A preset's name as it is; explicit names as `"=attn+mid"`. **Raises** `TypeError` for anything else."""
     if isinstance(keep, str):
@@ -59,24 +73,22 @@ def kept_names(keep: str) -> tuple[str, ...] | str:
     return tuple(filter(None, keep[1:].split("+"))) if keep.startswith("=") else keep
 
 
-def keeps_inputs_alone(keep: str) -> bool:
-    """Whether a `keep`, as `keep_text` gives it, is nothing beside the inputs of its ops."""
-    return keep in ("inputs", "=")
-
-
 @torch.compiler.assume_constant_result
 def text_of(
-    attn: Facts | None, inputs: Facts, ffn: Facts | None, parallel: bool | str, seq_first: bool, keep: str
+    attn: Facts | None, inputs: Facts, ffn: Facts | None, parallel: bool | str, seq_first: bool, keep: str, scratch: int
 ) -> str:
     """The text of a spec of these facts. Of the names to keep of a whole layer, one half keeps those that it has."""
-    return _text(attn, inputs, ffn, parallel, seq_first, keep)
+    return _text(attn, inputs, ffn, parallel, seq_first, keep, scratch)
 
 
 @lru_cache(maxsize=MOST_TEXTS)
-def _text(attn: Facts | None, inputs: Facts, ffn: Facts | None, parallel: Any, seq_first: bool, keep: str) -> str:
+def _text(
+    attn: Facts | None, inputs: Facts, ffn: Facts | None, parallel: Any, seq_first: bool, keep: str, scratch: int
+) -> str:
     first = None if attn is None else AttentionSpec(**_fields(_ATTENTION, attn), **_fields(_INPUTS, inputs))
     second = None if ffn is None else FFNSpec(**_fields(_FFN, ffn))
-    spec = BlockSpec(first, second, parallel=parallel, seq_first=seq_first)
+    scratch = 0 if second is None else scratch
+    spec = BlockSpec(first, second, parallel=parallel, scratch=scratch, seq_first=seq_first)
     names = kept_names(keep)
     if isinstance(names, tuple) and (first is None or second is None):
         names = tuple(name for name in names if name in keepable(spec))

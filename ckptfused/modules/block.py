@@ -43,6 +43,8 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     - attention_dropout, residual_dropout, ffn_dropout: override `dropout` at their sites.
     - parallel: True adds both halves to the same x, "shared" also gives both the output of `norm1`.
     - keep: a preset or names (`ckptfused.spec.KEEP_PRESETS`).
+    - scratch: bytes of hidden-wide scratch, an int or "64MiB", above which the FFN goes in tiles; None: 256 MiB on a
+      CPU, 1.5 GiB on CUDA.
 
     PEFT's LoRA on `linear1`, `linear2` and `self_attn.out_proj` (`target_modules=["linear1", "linear2", "out_proj"]`)
     is part of the op: several adapters, their dropout, disabled or merged ones, and `modules_to_save`, as PEFT has it.
@@ -87,6 +89,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         residual_dropout: float | None = None,
         ffn_dropout: float | None = None,
         keep: Keep = "inputs",
+        scratch: int | str | None = None,
         **attention: Any,
     ) -> None:
         nn.Module.__init__(self)
@@ -115,7 +118,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         self.norm2 = second
         self.dropout1 = nn.Dropout(p_res)
         self.dropout2 = nn.Dropout(p_res)
-        self.keep = keep
+        self.keep, self.scratch = keep, scratch
 
     @property
     def activation_relu_or_gelu(self) -> int:  # type: ignore[override]

@@ -60,6 +60,7 @@ class FusedCheckpointFFN(FusedModule):
         residual_dropout: float | None = None,
         ffn_dropout: float | None = None,
         keep: Keep = "inputs",
+        scratch: int | str | None = None,
     ) -> None:
         super().__init__()
         d_model, hidden = check_integer("d_model", d_model, 1), check_integer("dim_feedforward", dim_feedforward, 1)
@@ -75,7 +76,7 @@ class FusedCheckpointFFN(FusedModule):
         self.norm_first = check_flag("norm_first", norm_first)
         self.norm2 = None if norm == "none" else make_norm(norm, d_model, layer_norm_eps, bias, device, dtype)
         self.dropout2 = nn.Dropout(p_res)
-        self.keep = keep
+        self.keep, self.scratch = keep, scratch
 
     def forward(self, src: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """The half's output, shaped as src."""

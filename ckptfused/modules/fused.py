@@ -19,9 +19,10 @@ from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import refuse_tensor_parallel
-from ckptfused.layer.texts import keep_text, keeps_inputs_alone, kept_names
+from ckptfused.layer.texts import Policy, keep_text, kept_names
 from ckptfused.masks import NO_MASK
 from ckptfused.outer_checkpoint import passed
+from ckptfused.sizes import parse_bytes
 from ckptfused.spec import BlockSpec, Keep, check_names, check_probability
 
 
@@ -33,13 +34,13 @@ class FusedModule(nn.Module):
     alone; `eval()` only turns dropout off.
     """
 
-    _keep: str = "inputs"
+    _policy = Policy()
     takes_masks = True
 
     @property
     def keep(self) -> Keep:
         """What is kept for backward: a preset's name, or the tuple of names that was given."""
-        return kept_names(self._keep)
+        return kept_names(self._policy.keep)
 
     @keep.setter
     def keep(self, keep: Keep) -> None:
@@ -48,8 +49,18 @@ class FusedModule(nn.Module):
         if isinstance(layer, Reason):
             check_names(keep)
         else:
-            self._spec(layer, "inputs").with_keep(kept_names(text))
-        self._keep = text
+            self._spec(layer, Policy()).with_keep(kept_names(text))
+        self._policy = self._policy._replace(keep=text)
+
+    @property
+    def scratch(self) -> int | None:
+        """Bytes of hidden-wide scratch above which the FFN goes in tiles; None: by device."""
+        return self._policy.scratch or None
+
+    @scratch.setter
+    def scratch(self, scratch: int | str | None) -> None:
+        limit = 0 if scratch is None else parse_bytes("scratch", scratch)
+        self._policy = self._policy._replace(scratch=limit)
 
     def spec(self, dtype: torch.dtype = torch.float32) -> BlockSpec:
         """The spec of the present state, called without masks on an x of this dtype.
@@ -59,10 +70,10 @@ class FusedModule(nn.Module):
         layer = self._described(dtype)
         if isinstance(layer, Reason):
             raise ValueError(f"spec: expected a module that runs as one op, this one runs generically ({layer.text})")
-        return self._spec(layer, self._keep)
+        return self._spec(layer, self._policy)
 
-    def _spec(self, layer: Layer, keep: str) -> BlockSpec:
-        return BlockSpec.parse(text_here(layer, self._no_inputs(), keep))
+    def _spec(self, layer: Layer, policy: Policy) -> BlockSpec:
+        return BlockSpec.parse(text_here(layer, self._no_inputs(), policy))
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A name of a function is as good as in the constructor, where PyTorch's layer would fail at the call.
@@ -106,14 +117,15 @@ class FusedModule(nn.Module):
         if isinstance(layer, Reason):
             return layer
         inputs = self.inputs(src, *args, **kwargs)
-        call = inputs if isinstance(inputs, Reason) else call_of(layer, inputs, self._keep)
+        call = inputs if isinstance(inputs, Reason) else call_of(layer, inputs, self._policy)
         if isinstance(call, Reason) and call.error is not None:
             raise call.error(call.text)
         return call
 
     def extra_repr(self) -> str:
         why = self.generic_reason()
-        return f"keep={self.keep!r}" + (f", runs generically ({why})" if why else "")
+        limit = f", scratch={self.scratch}" if self.scratch else ""
+        return f"keep={self.keep!r}{limit}" + (f", runs generically ({why})" if why else "")
 
 
 def another(kinds: tuple[type, ...], **layers: Any) -> Reason | None:
@@ -170,7 +182,7 @@ def run_module(
     if isinstance(call, Reason):
         refuse_generic(call.text, **only_fused, generator=generator)
         return run_generic(module, call, plain, src, *args)
-    with passed(module, keeps_inputs_alone(module._keep)):
+    with passed(module, module._policy.inputs_alone):
         y = call.run(generator)
     return y.view(src.shape) if src.dim() == 2 else y  # one sequence comes back without a batch dimension
 

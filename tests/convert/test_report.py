@@ -201,7 +201,7 @@ def test_convert_twice_changes_what_is_kept(name: str) -> None:
     assert [x.before for x in first.layers] == [x.before for x in second.layers]
     assert all(a.after < b.after for a, b in zip(first.layers, second.layers, strict=True))  # type: ignore[operator]
     layers = specimen.layers(model)
-    assert all(layer.forward.keep == "all" and layer.forward.before is None for layer in layers)  # type: ignore
+    assert all(layer.forward.policy.keep == "all" and layer.forward.before is None for layer in layers)  # type: ignore
     assert ckptfused.revert(model) == len(layers)
     assert all("forward" not in vars(layer) for layer in layers)
 
