@@ -262,6 +262,6 @@ TILED: tuple[tuple[Case, torch.dtype], ...] = (
     (replace(LONG_N, tokens=1201), torch.bfloat16),
     (replace(LONG_N, act="gelu", tokens=1100), torch.float32),
     (replace(LONG_F, tokens=21, lora="twice", weights="joint"), torch.float32),
-    (replace(LONG_N, tokens=500, lora="drop", bias="all"), torch.float32),
+    (replace(LONG_N, tokens=700, lora="drop", bias="all"), torch.float32),
     *((replace(case, tokens=300, scratch=1), torch.float32) for case in all_pairs()[5::6] if case.layout != "attn"),
 )
