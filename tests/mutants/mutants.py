@@ -212,7 +212,7 @@ MUTANTS = (
     Mutant(
         "adapters of PEFT's without their scale",
         file="ckptfused/layer/peft.py",
-        text="float(module.scaling[name])",
+        text="float(scale)",
         defect="1.0",
         test="tests/modules/test_peft.py::test_gradients[False-one]",
     ),
