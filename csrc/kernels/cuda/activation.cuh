@@ -4,6 +4,7 @@
 
 #include "kernels/activation.h"
 #include "kernels/cuda/elements.cuh"
+#include "kernels/cuda/types.cuh"
 
 namespace ckptfused {
 
@@ -55,17 +56,7 @@ const char* for_activation(const ActivationShape& a, F f) {
 
 template <typename F>
 const char* for_type_and_activation(const ActivationShape& a, F f) {
-  switch (a.dtype) {
-    case DType::f64:
-      return for_activation<double>(a, f);
-    case DType::f32:
-      return for_activation<float>(a, f);
-    case DType::bf16:
-      return for_activation<bf16>(a, f);
-    case DType::f16:
-      return for_activation<f16>(a, f);
-  }
-  return "unknown dtype";
+  return for_type(a.dtype, [&](auto t) { return for_activation<decltype(t)>(a, f); });
 }
 
 }  // namespace ckptfused

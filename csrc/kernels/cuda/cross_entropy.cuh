@@ -4,6 +4,7 @@
 
 #include "kernels/cross_entropy.h"
 #include "kernels/cuda/raw.cuh"
+#include "kernels/cuda/types.cuh"
 #include "math/softmax.h"
 
 // A block takes one row of logits. A thread owns every kLossThreads-th group of eight, so that sums
@@ -79,21 +80,6 @@ __device__ __forceinline__ void write_gradient(const CrossEntropyShape& a, T* ro
     }
     store_group(d, count, vectors, row + col);
   });
-}
-
-template <typename F>
-const char* for_logits_type(DType dtype, F f) {
-  switch (dtype) {
-    case DType::f64:
-      return f(double{});
-    case DType::f32:
-      return f(float{});
-    case DType::bf16:
-      return f(bf16{});
-    case DType::f16:
-      return f(f16{});
-  }
-  return "unknown dtype";
 }
 
 }  // namespace ckptfused

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kLossThreads, kLossBlocks<acc_t<T>>)
 
 const char* cross_entropy_bwd_cuda(const CrossEntropyBwd& a, int64_t rows, void* stream) {
   if (rows == 0 || a.cols == 0) return nullptr;
-  return for_logits_type(a.dtype, [&](auto t) {
+  return for_type(a.dtype, [&](auto t) {
     using T = decltype(t);
     return launch(cross_entropy_bwd_kernel<T>, grid_of(rows), dim3(kLossThreads), stream, a,
                   whole_vectors<T>(a.logits, a.stride));

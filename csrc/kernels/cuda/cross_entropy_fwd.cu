@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kLossThreads, kLossBlocks<acc_t<T>>)
 
 const char* cross_entropy_fwd_cuda(const CrossEntropyFwd& a, int64_t rows, void* stream) {
   if (rows == 0) return nullptr;
-  return for_logits_type(a.dtype, [&](auto t) {
+  return for_type(a.dtype, [&](auto t) {
     using T = decltype(t);
     return launch(cross_entropy_fwd_kernel<T>, grid_of(rows), dim3(kLossThreads), stream, a,
                   whole_vectors<T>(a.logits, a.stride));

@@ -1,6 +1,7 @@
 #include "kernels/cuda/partials.cuh"
 #include "kernels/cuda/qk.cuh"
 #include "kernels/cuda/qk.h"
+#include "kernels/cuda/types.cuh"
 
 namespace ckptfused {
 namespace {
@@ -124,25 +125,14 @@ const char* qk_bwd_launch(const QkBwd& a, int64_t tokens, int64_t chunks, void* 
 
 const char* qk_bwd_cuda(const QkBwd& a, int64_t tokens, int64_t chunks, void* dweight_partials,
                         void* dbias_partials, void* dweight, void* dbias, void* stream) {
-  const auto run = [&](auto t) {
+  return for_type(a.dtype, [&](auto t) {
     using T = decltype(t);
     return a.norm == NormKind::none
                ? qk_bwd_launch<T, false>(a, tokens, chunks, nullptr, nullptr, nullptr, nullptr,
                                          stream)
                : qk_bwd_launch<T, true>(a, tokens, chunks, dweight_partials, dbias_partials,
                                         dweight, dbias, stream);
-  };
-  switch (a.dtype) {
-    case DType::f64:
-      return run(double{});
-    case DType::f32:
-      return run(float{});
-    case DType::bf16:
-      return run(bf16{});
-    case DType::f16:
-      return run(f16{});
-  }
-  return "unknown dtype";
+  });
 }
 
 }  // namespace ckptfused

@@ -1,5 +1,6 @@
 #include "kernels/cuda/qk.cuh"
 #include "kernels/cuda/qk.h"
+#include "kernels/cuda/types.cuh"
 
 namespace ckptfused {
 namespace {
@@ -62,26 +63,14 @@ const char* qk_fwd_launch(const QkFwd& a, int64_t tokens, void* stream) {
                 dim3(kQkThreads), stream, a, grid);
 }
 
-template <typename T>
-const char* qk_fwd_typed(const QkFwd& a, int64_t tokens, void* stream) {
-  return a.norm == NormKind::none ? qk_fwd_launch<T, false>(a, tokens, stream)
-                                  : qk_fwd_launch<T, true>(a, tokens, stream);
-}
-
 }  // namespace
 
 const char* qk_fwd_cuda(const QkFwd& a, int64_t tokens, void* stream) {
-  switch (a.dtype) {
-    case DType::f64:
-      return qk_fwd_typed<double>(a, tokens, stream);
-    case DType::f32:
-      return qk_fwd_typed<float>(a, tokens, stream);
-    case DType::bf16:
-      return qk_fwd_typed<bf16>(a, tokens, stream);
-    case DType::f16:
-      return qk_fwd_typed<f16>(a, tokens, stream);
-  }
-  return "unknown dtype";
+  return for_type(a.dtype, [&](auto t) {
+    using T = decltype(t);
+    return a.norm == NormKind::none ? qk_fwd_launch<T, false>(a, tokens, stream)
+                                    : qk_fwd_launch<T, true>(a, tokens, stream);
+  });
 }
 
 }  // namespace ckptfused

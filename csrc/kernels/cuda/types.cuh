@@ -4,6 +4,22 @@
 
 namespace ckptfused {
 
+// Calls f(T{}) for the type.
+template <typename F>
+const char* for_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::f64:
+      return f(double{});
+    case DType::f32:
+      return f(float{});
+    case DType::bf16:
+      return f(bf16{});
+    case DType::f16:
+      return f(f16{});
+  }
+  return "unknown dtype";
+}
+
 // Calls f(R{}, P{}) for a row type R (of the residual stream) and a compute type P: the same type,
 // or a 16-bit P beside a float R.
 template <typename F>
