@@ -78,9 +78,7 @@ def _loss_fwd(
     target: Tensor,
     class_weight: Tensor | None,
     adapters: Sequence[Tensor | None],
-    rng_state: Tensor | None,
-    spec: str,
-    needs: Sequence[bool],
+    *rest: Any,
 ) -> list[Tensor]:
     wide = cost.accumulation_type(x.dtype)
     # As csrc/autograd/loss.cpp keeps them between forward and backward.
@@ -89,7 +87,7 @@ def _loss_fwd(
     types = kept + [wide] * (len(tensors) - len(kept))
     grads = [
         t.new_empty(t.shape, dtype=dtype)
-        for t, dtype, need in zip(tensors, types, needs, strict=True)
+        for t, dtype, need in zip(tensors, types, rest[-1], strict=True)
         if need and t is not None
     ]
     tokens = [x.new_empty(target.shape, dtype=dtype) for dtype in (wide, wide, torch.int64)]
@@ -104,14 +102,10 @@ def _loss_bwd(
     target: Tensor,
     class_weight: Tensor | None,
     adapters: Sequence[Tensor | None],
-    lse: Tensor,
-    kept: Sequence[Tensor],
-    rng_state: Tensor | None,
-    spec: str,
-    needs: Sequence[bool],
+    *rest: Any,
 ) -> list[Tensor]:
     tensors = (x, weight, bias, *adapters)
-    return [t.new_empty(t.shape) for t, need in zip(tensors, needs, strict=True) if need and t is not None]
+    return [t.new_empty(t.shape) for t, need in zip(tensors, rest[-1], strict=True) if need and t is not None]
 
 
 def _rng_state(like: Tensor, call_id: int, *, generator: torch.Generator | None = None) -> Tensor:
