@@ -93,10 +93,10 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
   if (spec.has_ffn) {
     const Ledger* ledger = Ledger::current();
     const bool whole = ledger != nullptr && !ledger->device().cut_ffn;
-    tiles_ = whole ? FFNTiles{N_, spec.ffn.hidden}
-                   : ffn_tiles(N_, C_, spec.ffn.hidden, spec.ffn.gated(),
-                               int64_t(c10::elementSize(P_)),
-                               ffn_scratch_limit(spec.scratch, !on_cpu(x_)));
+    tiles_ =
+        whole ? FFNTiles{N_, spec.ffn.hidden}
+              : ffn_tiles(N_, C_, spec.ffn.hidden, spec.ffn.gated(), int64_t(c10::elementSize(P_)),
+                          ffn_scratch_limit(spec.scratch, !on_cpu(x_)));
     choose_up_kernel();
   }
   if (spec.has_dropout()) {

@@ -13,7 +13,8 @@ struct FFNTiles {
 };
 
 // Bytes of hidden-wide scratch that one backward takes in one piece where the caller says nothing.
-// A GPU fills its waves with large products only: a Llama-3-8B layer at 16,384 tokens is left whole.
+// A GPU fills its waves with large products only: a Llama-3-8B layer at 16,384 tokens is left
+// whole.
 inline int64_t ffn_scratch_limit(int64_t asked, bool cuda) {
   return asked > 0 ? asked : cuda ? int64_t(3) << 29 : int64_t(256) << 20;
 }
