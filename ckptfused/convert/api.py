@@ -11,7 +11,7 @@ from torch import nn
 from ckptfused.convert import find, heads
 from ckptfused.convert.agree import agreed
 from ckptfused.convert.counts import Counts
-from ckptfused.convert.describe import describe, generic_blocks, head_note
+from ckptfused.convert.describe import describe, generic_blocks, head_note, offload_note
 from ckptfused.convert.family import Family
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.own_checkpoint import REPLICATE, NotReplicated
@@ -21,9 +21,10 @@ from ckptfused.layer.peft import given_caches
 from ckptfused.layer.shards import is_fully_sharded, refuse_tensor_parallel
 from ckptfused.layer.source import patched
 from ckptfused.layer.texts import Policy, keep_text
+from ckptfused.offload import Offloader
 from ckptfused.sizes import parse_bytes
 from ckptfused.spec import Keep, check_names
-from ckptfused.spec.checks import check_choice
+from ckptfused.spec.checks import check_choice, check_flag
 
 # Where accelerate keeps the forward that it put hooks around.
 _BELOW_HOOKS = "_old_forward"
@@ -38,6 +39,7 @@ def convert(
     *,
     loss: str | None = None,
     scratch: int | str | None = None,
+    offload: bool = False,
     process_group: Any = None,
 ) -> Report:
     """Turns an existing model into a fused-checkpoint model, in place.
@@ -54,6 +56,8 @@ def convert(
     generation, `logits_to_keep` and loss functions of your own run as they did. None: as they were.
     scratch: bytes that the hidden-wide values of a layer's FFN may take at a time in backward, and so the logits of a
     chunked loss; more of them go in tiles. An int or "64MiB"; None: by device (docs/keep.md).
+    offload: the input that each layer saves goes to host memory while the next layers run, and comes back a layer ahead
+    of its use (docs/keep.md); the last layer's stays, and so does what is on the CPU.
     process_group: a `torch.distributed` group, or True for the default one; the call is then a collective which
     checks that all ranks convert alike. None: no communication.
 
@@ -68,6 +72,7 @@ def convert(
     check_names(keep if isinstance(keep, str) else tuple(keep))
     if loss is not None:
         check_choice("loss", loss, LOSSES)
+    offloader = Offloader() if check_flag("offload", offload) else None
     found, language_models = list(find.layers(model)), list(heads.models(model))
     touched = [*(layer for _, layer, _ in found), *(inner for _, inner in language_models)]
     held = [(module, {key: vars(module)[key] for key in _OURS if key in vars(module)}) for module in touched]
@@ -77,7 +82,7 @@ def convert(
             heads.take_out(inner)
         asked = () if loss is None else language_models
         made = tuple(_convert_loss(name, inner, policy.scratch or None) for name, inner in asked)
-        report = _convert(model, found, policy)
+        report = _convert(model, found, policy, offloader)
         notes = () if any(head.path == "chunked" for head in made) else head_note(model, report.layers)
         return replace(report, heads=made, notes=(*report.notes, *notes))
 
@@ -99,7 +104,9 @@ def _convert_loss(name: str, model: nn.Module, scratch: int | None) -> HeadRepor
     return HeadReport(name, kind, "chunked") if why is None else HeadReport(name, kind, "original", why.text)
 
 
-def _convert(model: nn.Module, found: list[tuple[str, nn.Module, Family | None]], policy: Policy) -> Report:
+def _convert(
+    model: nn.Module, found: list[tuple[str, nn.Module, Family | None]], policy: Policy, offloader: Offloader | None
+) -> Report:
     sharded = any(map(is_fully_sharded, model.modules()))
     for name, layer, _ in found:
         refuse_tensor_parallel(layer, name, sharded)
@@ -118,9 +125,10 @@ def _convert(model: nn.Module, found: list[tuple[str, nn.Module, Family | None]]
             report = replace(report, path="original", reason=PREFIX, after=report.before)
         why = filter(None, (report.reason, wrapper_note(model, name, policy)))
         reports.append(replace(report, reason="; ".join(why)))
-        layer.forward = ConvertedForward(layer, reports[-1].family, policy, before)
+        layer.forward = ConvertedForward(layer, reports[-1].family, policy, before, offloader)
         vars(layer)[REPLICATE] = NotReplicated()
-    return Report(tuple(reports), policy.keep, generic_blocks(model), scratch=policy.scratch)
+    notes = (*generic_blocks(model), *(offload_note(found) if offloader is not None else ()))
+    return Report(tuple(reports), policy.keep, notes, scratch=policy.scratch)
 
 
 def revert(model: nn.Module) -> int:

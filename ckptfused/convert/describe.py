@@ -105,6 +105,13 @@ def generic_blocks(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{', '.join(names)}: {kind} runs generically ({why})" for (kind, why), names in blocks.items())
 
 
+def offload_note(layers: Iterable[tuple[str, nn.Module, Family | None]]) -> tuple[str, ...]:
+    """Where the inputs of layers are between forward and backward, if they are to be offloaded."""
+    devices = {p.device.type for _, layer, _ in layers for p in layer.parameters()}
+    there = "offload: the inputs of all layers but the last are in host memory between forward and backward"
+    return (f"{there}." if "cuda" in devices else f"{there} once the model is on a GPU; on the CPU they stay.",)
+
+
 def head_note(model: Any, layers: Iterable[LayerReport]) -> tuple[str, ...]:
     """Says so where the logits outweigh what all layers save."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

@@ -19,6 +19,7 @@ from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.source import class_as_read, class_name, unread, vouch
 from ckptfused.layer.texts import Policy
+from ckptfused.offload import follow
 from ckptfused.spec import NORMS, BlockSpec
 from ckptfused.spec.checks import check_choice
 
@@ -118,6 +119,7 @@ class Family:
         x = next(step.x for step in steps if isinstance(step, Call))
         rest: list[Any] = []
         for step in steps:
+            follow(x)
             if isinstance(step, Call):
                 x = (step if step.x is x else step._replace(x=x)).run()
                 continue

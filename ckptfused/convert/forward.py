@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,7 +24,10 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import refuse_tensor_parallel
 from ckptfused.layer.texts import Policy
+from ckptfused.offload import Offloader, saving
 from ckptfused.outer_checkpoint import passed
+
+_NOTHING = contextlib.nullcontext()
 
 
 class ConvertedForward:
@@ -35,12 +40,23 @@ class ConvertedForward:
     checkpoints = True
     """For whoever calls a layer and would checkpoint it."""
 
-    def __init__(self, layer: nn.Module, family: str | None, policy: Policy, before: Any = None) -> None:
+    offloader: Offloader | None = None
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        family: str | None,
+        policy: Policy,
+        before: Any = None,
+        offloader: Offloader | None = None,
+    ) -> None:
         self.layer = layer
         self.family = family
         self.policy = policy
         self.before = before
         """A forward that the instance had already (offload hooks, a patch): it runs, checkpointed."""
+        self.offloader = offloader
+        """For its input between forward and backward; None: it stays on the device."""
         self.paused = False
         """Within `original`."""
         let_converted_through()
@@ -58,7 +74,7 @@ class ConvertedForward:
         elif hooked_everywhere():
             reason = Reason("hooks on all modules")
         elif self.family is not None:
-            with passed(self.layer, self.policy.inputs_alone):
+            with self._saving(args, kwargs), passed(self.layer, self.policy.inputs_alone):
                 result = FAMILIES[self.family].run(self.layer, self.policy, args, kwargs)
             if not isinstance(result, Reason):
                 return result
@@ -73,7 +89,8 @@ class ConvertedForward:
             FAMILIES[self.family].refuse_original(layer, reason.text)
         forward = self.before or functools.partial(type(layer).forward, layer)
         if checkpoints_itself(layer):
-            return as_it_would(layer, forward, args, kwargs)
+            with self._saving(args, kwargs):
+                return as_it_would(layer, forward, args, kwargs)
         if reason.original or not torch.is_grad_enabled() or lent_weights(layer) or under_foreign_mode():
             with entered():
                 return forward(*args, **kwargs)
@@ -81,8 +98,20 @@ class ConvertedForward:
         if given is None:
             return forward(*args, **kwargs)
         args, kwargs = given
-        with passed(layer):
+        with self._saving(args, kwargs), passed(layer):
             return checkpoint(same_sdpa(forward), *args, **kwargs)
+
+    def _saving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Around what saves the layer's input, which is the first argument."""
+        if self.offloader is None or torch.compiler.is_compiling():
+            return _NOTHING
+        return saving(self.offloader, args[0] if args else kwargs.get(_first(type(self.layer).forward)))
+
+
+@functools.cache
+def _first(forward: Callable[..., Any]) -> str:
+    """The name of a forward's first argument."""
+    return [*inspect.signature(forward).parameters, ""][1]
 
 
 @contextlib.contextmanager

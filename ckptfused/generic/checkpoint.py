@@ -13,7 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from ckptfused import settings
 from ckptfused.checks import transformed
 from ckptfused.generic.arguments import CYCLE, Arguments, Given
-from ckptfused.generic.copies import Aliases, Loans, clone, share_memory
+from ckptfused.generic.copies import Aliases, Loans, clone, share_memory, version_counter
 from ckptfused.generic.handed_out import HandedOut
 from ckptfused.generic.state import State
 from ckptfused.generic.views import entered
@@ -247,7 +247,7 @@ class _Saved:
     def __init__(self, inputs: Arguments, tensors: list[Tensor]) -> None:
         self.inputs = inputs
         self.holder = _Save.apply(torch.empty(0, requires_grad=True), *tensors)
-        self.counters = [_version_counter(t) for t in tensors]
+        self.counters = [version_counter(t) for t in tensors]
         self.versions = [None if counter is None else counter._version for counter in self.counters]
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -270,13 +270,3 @@ class _Save(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise AssertionError("the result of _Save is never differentiated")
-
-
-def _version_counter(t: Tensor) -> Tensor | None:
-    """An empty tensor with the version counter of t; None where there is none to have."""
-    try:
-        counter = t.detach()
-        counter.data = t.detach().new_empty(0)
-        return counter if counter._version == t._version else None
-    except (RuntimeError, NotImplementedError, TypeError):
-        return None

@@ -140,6 +140,16 @@ def version(t: Tensor) -> int | None:
         return None
 
 
+def version_counter(t: Tensor) -> Tensor | None:
+    """An empty tensor with the version counter of t; None where there is none to have."""
+    try:
+        counter = t.detach()
+        counter.data = t.detach().new_empty(0)
+        return counter if counter._version == t._version else None
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+
+
 def share_memory(tensors: list[Tensor]) -> bool:
     """Whether two of the tensors lie in one storage."""
     storages = [t.untyped_storage()._cdata for t in tensors if is_plain(t)]

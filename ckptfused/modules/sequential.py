@@ -20,7 +20,8 @@ from ckptfused.modules.block import FusedCheckpointBlock
 from ckptfused.modules.ffn import FusedCheckpointFFN
 from ckptfused.modules.fused import FusedModule, check_call, refuse_generic
 from ckptfused.modules.segment import run_segment
-from ckptfused.spec.checks import check_integer
+from ckptfused.offload import Offloader, saving
+from ckptfused.spec.checks import check_flag, check_integer
 
 _FORWARDS = (FusedCheckpointBlock.forward, FusedCheckpointAttention.forward, FusedCheckpointFFN.forward)
 
@@ -35,6 +36,10 @@ class FusedCheckpointSequential(nn.Sequential):
     Other modules, and blocks that cannot be fused just now, run as they are, each checkpointed by itself; the blocks
     before, between and behind them save one input each time. Other modules draw from PyTorch's default generator.
 
+    With `offload` the input that a segment or another module saves is in host memory between forward and backward, as
+    with `ckptfused.convert(model, offload=True)`; the last one's is not. A `FusedCheckpointSequential` inside has an
+    `offload` of its own.
+
     `segments` is as equal in length as can be, and never more than there are modules: it stays as it is where modules
     come or go; a slice has its share of them, rounded up, a sum both, a product so many times.
 
@@ -46,26 +51,41 @@ class FusedCheckpointSequential(nn.Sequential):
     **Source** Chen et al. 2016 (arXiv 1604.06174), section 4; `torch.utils.checkpoint.checkpoint_sequential`.
     """
 
-    def __init__(self, *modules: Any, segments: int = 1) -> None:
+    _offloader: Offloader | None = None
+
+    def __init__(self, *modules: Any, segments: int = 1, offload: bool = False) -> None:
         check_integer("segments", segments, 1)
         super().__init__(*modules)
         if len(self) and segments > len(self):
             raise ValueError(f"segments: expected 1 to {len(self)} (the number of modules), got {segments}")
         self.segments = segments
+        self.offload = offload
+
+    @property
+    def offload(self) -> bool:
+        """Whether saved inputs go to the host."""
+        return self._offloader is not None
+
+    @offload.setter
+    def offload(self, offload: bool) -> None:
+        self._offloader = Offloader() if check_flag("offload", offload) else None
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, slice):
             return super().__getitem__(index)
         part = OrderedDict(list(self._modules.items())[index])
-        return type(self)(part, segments=-(-self.segments * len(part) // len(self)) if part else 1)
+        segments = -(-self.segments * len(part) // len(self)) if part else 1
+        return type(self)(part, segments=segments, offload=self.offload)
 
     def __add__(self, other: Any) -> FusedCheckpointSequential:
         both = super().__add__(other)  # raises unless other is an nn.Sequential
         segments = self.segments + getattr(other, "segments", 1)
-        return FusedCheckpointSequential(*both, segments=min(segments, len(both)) or 1)
+        offload = self.offload or getattr(other, "offload", False)
+        return FusedCheckpointSequential(*both, segments=min(segments, len(both)) or 1, offload=offload)
 
     def __mul__(self, times: int) -> FusedCheckpointSequential:
-        return FusedCheckpointSequential(*super().__mul__(times), segments=self.segments * times)
+        many = super().__mul__(times)
+        return FusedCheckpointSequential(*many, segments=self.segments * times, offload=self.offload)
 
     def forward(  # type: ignore[override]
         self,
@@ -87,10 +107,11 @@ class FusedCheckpointSequential(nn.Sequential):
         x: Any = src
         for fused, run in runs:
             if not fused:
-                x = _call_one(run[0], x, masks, **only_fused)
+                with saving(None if isinstance(run[0], FusedCheckpointSequential) else self._offloader, x):
+                    x = _call_one(run[0], x, masks, **only_fused)
                 continue
             calls = [block.prepare(x, *masks, cu_seqlens, rotary) for block in run]
-            with outer_checkpoint.passed(self, len(runs) == 1):
+            with saving(self._offloader, x), outer_checkpoint.passed(self, len(runs) == 1):
                 y = run_segment(calls, generator)
             x = y.view(x.shape) if x.dim() == 2 else y
         return x
@@ -123,7 +144,8 @@ class FusedCheckpointSequential(nn.Sequential):
     def extra_repr(self) -> str:
         alone = [(name, _why_alone(module)) for name, module in self.named_children()]
         said = ", ".join(f"{name} ({why})" for name, why in alone if why)
-        return f"segments={self.segments}" + (f", not in a segment: {said}" if said else "")
+        offload = ", offload=True" if self.offload else ""
+        return f"segments={self.segments}{offload}" + (f", not in a segment: {said}" if said else "")
 
 
 def _fusable(module: Any) -> bool:

@@ -39,7 +39,7 @@ PYTHON_LAYERS = (
     ("_extension", "_C"),
     ("cost", "fake", "rng", "settings", "triton", "plain", "double_backward"),
     ("call", "generic", "checkpoint", "sizes"),
-    ("functional", "loss"),
+    ("functional", "loss", "offload"),
     ("layer",),
     ("modules",),
     ("explain", "info"),

@@ -1,0 +1,95 @@
+"""Copies between a GPU and the host, on a stream of their own: all that offloading asks of a device."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+PAGEABLE = (
+    "ckptfused: host memory could not be pinned ({}), so inputs of layers are offloaded to ordinary memory: the copies "
+    "are slower, and forward waits for them. Give the process more memory that it may lock, or let it offload less"
+)
+
+
+class Copies(Protocol):
+    """What `Saved` needs of a device. No method makes the host wait.
+
+    A "home" is the stream of a layer's own operations, to which its tensors belong: memory that they leave may be taken
+    by whatever is given to that stream next. A "point" is a place in the order of a stream's operations.
+    """
+
+    def home(self) -> Any:
+        """The stream that operations are given to now."""
+
+    def point(self, home: Any) -> Any:
+        """The place behind all that was given to a stream so far."""
+
+    def to_host(self, x: Tensor, made: Any) -> tuple[Tensor, Any]:
+        """A tensor laid out as x on the host, copied once `made` is passed, and the point from which on it is there."""
+
+    def to_device(self, host: Tensor, home: Any) -> tuple[Tensor, Any]:
+        """The same in the other direction; the tensor belongs to `home`."""
+
+    def wait(self, point: Any, home: Any, t: Tensor) -> None:
+        """Has `home`, and the stream that operations are given to now, wait for a point before they go on with t."""
+
+    def abandon(self, t: Tensor) -> None:
+        """Has nobody take t's memory, once it is free, before the copies that have begun are done."""
+
+
+class CudaCopies:
+    """The copies of one GPU. Both directions share a stream: a host buffer is read after what was written to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+        self._warned = False
+
+    def home(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def point(self, home: torch.cuda.Stream) -> torch.cuda.Event:
+        return home.record_event()
+
+    def to_host(self, x: Tensor, made: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event]:
+        host = self._buffer(x)
+        self._side.wait_event(made)
+        with torch.cuda.stream(self._side):
+            # PyTorch's allocator of pinned memory notes the stream: it gives this buffer to nobody while it is in use.
+            host.copy_(x, non_blocking=True)
+        return host, self._side.record_event()
+
+    def to_device(self, host: Tensor, home: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
+        with torch.cuda.stream(home):
+            x = torch.empty_like(host, device=self._device, pin_memory=False)
+        self._side.wait_event(home.record_event())  # whoever had this memory before is done with it then
+        with torch.cuda.stream(self._side):
+            x.copy_(host, non_blocking=True)
+        return x, self._side.record_event()
+
+    def wait(self, point: torch.cuda.Event, home: torch.cuda.Stream, t: Tensor) -> None:
+        home.wait_event(point)
+        if (current := self.home()) != home:
+            current.wait_event(point)
+            t.record_stream(current)
+
+    def abandon(self, t: Tensor) -> None:
+        t.record_stream(self._side)
+
+    def _buffer(self, x: Tensor) -> Tensor:
+        """Pinned memory from PyTorch's own allocator, which reuses it; ordinary memory where there is none."""
+        try:
+            return torch.empty_like(x, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(PAGEABLE.format(str(error).partition("\n")[0]), stacklevel=2)
+        return torch.empty_like(x, device="cpu")
+
+
+def copies_of(device: torch.device) -> Copies | None:
+    """The copies between a device and the host; None of what is on the host already, and of other devices than GPUs."""
+    return CudaCopies(device) if device.type == "cuda" else None

@@ -1,0 +1,106 @@
+"""What autograd holds in the place of a saved tensor."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from ckptfused.generic.copies import version, version_counter
+from ckptfused.offload.copies import Copies
+
+
+class Held:
+    """A tensor that stays where it is. PyTorch checks none that a hook took, so `take` does."""
+
+    def __init__(self, t: Tensor) -> None:
+        self._t = t if t.is_leaf else t.detach()  # with its graph, a node that saves its own result would hold itself
+        self._version = version(t)
+
+    def take(self) -> Tensor:
+        """The tensor. **Raises** `RuntimeError` if it was changed in place."""
+        _check(_name(self._t), version(self._t), self._version)
+        return self._t
+
+
+class Saved:
+    """An input of a layer that goes to the host and comes back.
+
+    On the device, on the host, or on both: while a copy is under way, and before the device memory is given up. It dies
+    with the graph, and what it holds with it.
+    """
+
+    def __init__(self, copies: Copies, x: Tensor, home: Any, made: Any, before: weakref.ref[Saved] | None) -> None:
+        self._copies = copies
+        self._home = home
+        self._made = made  # the point from which on x has its values
+        self._name = _name(x)
+        counter = version_counter(x)
+        assert counter is not None  # x is plain, and no tensor of inference mode
+        self._counter, self._version = counter, version(x)
+        self._here: Tensor | None = x.detach()
+        self._host: Tensor | None = None
+        self._done: Any = None  # where a copy under way ends, if its home does not wait for that yet
+        self._before = before
+
+    @property
+    def before(self) -> Saved | None:
+        """What was saved before it, and so is asked for after it; None if that is gone."""
+        return None if self._before is None else self._before()
+
+    def leave(self) -> None:
+        """Begins the copy to the host. Once for each: the graph may be gone through twice."""
+        if self._host is None and self._here is not None:
+            self._host, self._done = self._copies.to_host(self._here, self._made)
+
+    def release(self) -> None:
+        """Gives up the device memory where the host has the values; what comes after waits for the copy."""
+        if self._host is not None and self._here is not None:
+            self._settle(self._here)
+            self._here = None
+
+    def fetch(self) -> None:
+        """Begins the copy to the device, unless the values are there."""
+        if self._host is not None and self._here is None:
+            self._here, self._done = self._copies.to_device(self._host, self._home)
+
+    def drop(self) -> None:
+        """Gives up the device memory where the host has the values; nothing waits."""
+        if self._host is not None and self._here is not None:
+            if self._done is not None:
+                self._copies.abandon(self._here)
+            self._here = self._done = None
+
+    def take(self) -> Tensor:
+        """The values on the device. **Raises** `RuntimeError` if the input was changed in place since it was saved."""
+        _check(self._name, version(self._counter), self._version)
+        self.fetch()
+        x = self._here
+        assert x is not None
+        self._settle(x)
+        if self._host is not None:
+            self._here = None  # whoever asked for it holds it now
+        return x
+
+    def _settle(self, x: Tensor) -> None:
+        if self._done is not None:
+            self._copies.wait(self._done, self._home, x)
+            self._done = None
+
+    def __del__(self) -> None:
+        self.drop()
+
+
+def _name(t: Tensor) -> str:
+    return f"[{t.type()} {list(t.shape)}]"
+
+
+def _check(name: str, found: int | None, expected: int | None) -> None:
+    """**Raises** as PyTorch does for a saved tensor that no hook took."""
+    if found != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{name} is at version {found}; expected version {expected} instead. Change a clone, or change it after "
+            "backward"
+        )
