@@ -108,8 +108,8 @@ def generic_blocks(model: nn.Module) -> tuple[str, ...]:
 def offload_note(layers: Iterable[tuple[str, nn.Module, Family | None]]) -> tuple[str, ...]:
     """Where the inputs of layers are between forward and backward, if they are to be offloaded."""
     devices = {p.device.type for _, layer, _ in layers for p in layer.parameters()}
-    there = "offload: the inputs of all layers but the last are in host memory between forward and backward"
-    return (f"{there}." if "cuda" in devices else f"{there} once the model is on a GPU; on the CPU they stay.",)
+    where = "" if "cuda" in devices else "nothing moves on the CPU; on a GPU, "
+    return (f"offload: {where}inputs of all layers but the last wait for backward in host memory.",)
 
 
 def head_note(model: Any, layers: Iterable[LayerReport]) -> tuple[str, ...]:

@@ -98,6 +98,20 @@ MUTANTS = (
         test="tests/autograd/test_block_oracle.py::test_wide_heads[128-all-float32-cpu]",
     ),
     Mutant(
+        "an offloaded input that is used before its copy is done",
+        file="ckptfused/offload/saved.py",
+        text="            self._copies.wait(self._done, self._home, x)\n",
+        defect="",
+        test="tests/offload/test_offload.py::test_bits_order_and_memory[fused-late]",
+    ),
+    Mutant(
+        "saved tensors beside an offloaded input whose version nobody looks at",
+        file="ckptfused/offload/saved.py",
+        text="        _check(_name(self._t), version(self._t), self._version)\n",
+        defect="",
+        test="tests/offload/test_offload.py::test_what_stays_is_checked_too",
+    ),
+    Mutant(
         "arguments that are lazily cloned",
         file="ckptfused/generic/copies.py",
         text="copy, guard = _lend(t)",

@@ -102,17 +102,22 @@ class FakeCopies:
 
     @_alone
     def abandon(self, t: Tensor) -> None:
-        self._kept.append(t)
+        if self._queue:
+            self._kept.append(t)
 
     @_alone
-    def count(self) -> None:
+    def count(self) -> int:
+        """How many inputs that had left are on the device."""
         self._on_device = [memory for memory in self._on_device if not memory.is_free()]
-        self.most = max(self.most, len({memory._storage for memory in self._on_device}))
+        present = len({memory._storage for memory in self._on_device})
+        self.most = max(self.most, present)
+        return present
 
     def check(self) -> None:
         """Finishes what was begun. **Raises** what went wrong."""
         while self._queue:
             self._run_next()
+        self._kept.clear()
         assert not self.faults
 
     def moved(self, direction: str) -> list[int]:

@@ -226,6 +226,18 @@ def test_backward_of_a_part(late: bool) -> None:
     assert same(list(got), list(torch.autograd.grad(y.square().sum(), list(twin.layers[2].parameters()))))
 
 
+def test_one_is_ahead_at_most() -> None:
+    """Of two graphs, of each of which backward goes through the last layer alone."""
+    model = fused()
+    last = list(model.layers[-1].parameters())
+    with faked(late=False) as copies:
+        outputs = [model(source()) for _ in range(2)]
+        for i in (0, 1, 0):
+            torch.autograd.grad(outputs[i].sum(), last, retain_graph=True)
+            assert copies.count() == 1
+        assert copies.moved("in") == [3, 2, 6, 3, 2]
+
+
 @pytest.mark.parametrize(("number", "late"), [(0, True), (1, False), (3, True)])
 @pytest.mark.parametrize("make", [fused, generic])
 def test_an_input_that_was_changed_raises(make: Callable[[], nn.Module], number: int, late: bool) -> None:
@@ -480,7 +492,7 @@ def test_compiled() -> None:
 def test_what_is_said() -> None:
     model = Stack(encoder_layer)
     report = ckptfused.convert(model, offload=True)
-    assert "offload" in str(report) and "on the CPU they stay" in report.notes[-1]
+    assert "offload" in str(report) and "nothing moves on the CPU" in report.notes[-1]
     assert "offload" not in str(ckptfused.convert(model))
     with pytest.raises(TypeError, match="offload: expected a bool, got 'yes'"):
         ckptfused.convert(model, offload="yes")  # type: ignore[arg-type]
