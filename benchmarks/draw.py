@@ -1,4 +1,4 @@
-"""Draws the documents' picture from committed results, and writes their tables of measured figures.
+"""Draws the documents' pictures from committed results, and writes their tables of measured figures.
 
 A document quotes figures between two lines, `<!-- begin: NAME -->` and `<!-- end: NAME -->`. This command writes what
 stands between them from benchmarks/results/ alone. Without the result the lines stay as they are.
@@ -19,17 +19,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PICTURE = ROOT / "docs" / "images" / "encoder_step.svg"
+IMAGES = ROOT / "docs" / "images"
+PICTURE, WHOLE_PICTURE = IMAGES / "encoder_step.svg", IMAGES / "whole_step.svg"
 ENCODER = "encoder-4x512x4096"
 ENCODER_ROWS = {
     "nn.TransformerEncoderLayer": "`nn.TransformerEncoderLayer`",
     "under torch.utils.checkpoint": "… under `torch.utils.checkpoint`",
     "FusedCheckpointBlock": "… class swapped for `FusedCheckpointBlock`",
 }
-COLOURS = {
-    "nn.TransformerEncoderLayer": "#9aa4b2",
-    "under torch.utils.checkpoint": "#5f7fb8",
-    "FusedCheckpointBlock": "#d1603d",
+WHOLE = "whole-step-8x384x32768"
+WHOLE_ROWS = {
+    "Hugging Face": "Hugging Face",
+    "its gradient checkpointing": "… its gradient checkpointing",
+    "its gradient checkpointing, torch's chunked loss": "… and PyTorch's chunked loss",
+    'convert(model, loss="chunked")': '`convert(model, loss="chunked")`',
 }
 # Label of a row -> result. The order is that of the table.
 SPEED = {
@@ -65,6 +68,25 @@ def encoder_table(page: Path) -> str:
         f"`benchmarks/results/{ENCODER}.md` says.",
         "",
         f"![Step time and peak memory of the three variants]({PICTURE.relative_to(page.parent).as_posix()})",
+    ]
+    return "\n".join(lines)
+
+
+def whole_table(page: Path) -> str:
+    """Whole training steps of a Llama, and the picture of them."""
+    found = result(WHOLE)
+    shape, peaks = found["shape"], found["peak_bytes"]
+    lines = ["| one whole step of a Llama | time | peak above weights and gradients |", "|---|---|---|"]
+    for variant, label in WHOLE_ROWS.items():
+        seconds, peak = found["seconds"][variant]["median"], peaks[variant]["above_gradients"]
+        lines.append(f"| {label} | {seconds:.2f} s | {peak / 2**20:,.0f} MiB |")
+    lines += [
+        "",
+        f"{shape['layers']} layers of width {shape['width']}, vocabulary {shape['vocabulary']:,}, {shape['batch']} × "
+        f"{shape['tokens']} tokens, {found['dtype']}, AdamW, {found['environment']['threads']} cores: "
+        f"`benchmarks/results/{WHOLE}.md`.",
+        "",
+        f"![Step time and peak memory of the variants]({WHOLE_PICTURE.relative_to(page.parent).as_posix()})",
     ]
     return "\n".join(lines)
 
@@ -109,6 +131,7 @@ def scratch_table(page: Path) -> str:
 # By name: the result files that a table is made from, what makes it, and the pages that have it.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Path], str], tuple[Path, ...]]] = {
     "encoder-step": ((ENCODER,), encoder_table, (ROOT / "README.md", ROOT / "docs" / "index.md")),
+    "whole-step": ((WHOLE,), whole_table, (ROOT / "README.md", ROOT / "docs" / "loss.md")),
     "ffn-scratch": (tuple(SCRATCH.values()), scratch_table, (ROOT / "docs" / "keep.md",)),
     "speed": (tuple(SPEED.values()), speed_table, (ROOT / "docs" / "keep.md",)),
 }
@@ -127,24 +150,35 @@ def filled(name: str, page: Path) -> tuple[str, str]:
 
 
 def draw_encoder(path: Path, found: dict[str, Any]) -> None:
-    """Two panels of bars: step time and peak memory."""
+    """Step time and peak memory of PyTorch's encoder layers."""
+    seconds = {variant: found["seconds"][variant]["median"] for variant in ENCODER_ROWS}
+    peaks = {variant: found["peak_bytes"][variant] / 1e9 for variant in ENCODER_ROWS}
+    draw_bars(path, seconds, ("peak memory of a step, GB", peaks, "{:.2f} GB"))
+
+
+def draw_whole(path: Path, found: dict[str, Any]) -> None:
+    """Step time and peak memory of whole steps of a Llama."""
+    seconds = {variant: found["seconds"][variant]["median"] for variant in WHOLE_ROWS}
+    peaks = {variant: found["peak_bytes"][variant]["above_gradients"] / 2**20 for variant in WHOLE_ROWS}
+    draw_bars(path, seconds, ("peak above weights and gradients, MiB", peaks, "{:,.0f} MiB"))
+
+
+def draw_bars(path: Path, seconds: dict[str, float], memory: tuple[str, dict[str, float], str]) -> None:
+    """Two panels of bars: seconds of each variant, the last of which is ours, and (title, values, format) of memory."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ckptfused", "font.family": "sans-serif"})
-    variants = list(ENCODER_ROWS)
-    panels = (
-        ("seconds a step", [found["seconds"][v]["median"] for v in variants], "{:.2f} s"),
-        ("peak memory of a step, GB", [found["peak_bytes"][v] / 1e9 for v in variants], "{:.2f} GB"),
-    )
-    figure, axes = plt.subplots(1, 2, figsize=(9, 1.9), sharey=True, layout="constrained", facecolor="white")
-    for axis, (title, values, form) in zip(axes, panels, strict=True):
-        bars = axis.barh(variants, values, color=[COLOURS[v] for v in variants], height=0.65)
-        axis.bar_label(bars, [form.format(value) for value in values], padding=4)
+    colours = ["#9aa4b2", *["#5f7fb8"] * (len(seconds) - 2), "#d1603d"]
+    size = (9, 0.65 + 0.42 * len(seconds))
+    figure, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained", facecolor="white")
+    for axis, (title, values, form) in zip(axes, (("seconds a step", seconds, "{:.2f} s"), memory), strict=True):
+        bars = axis.barh(list(values), list(values.values()), color=colours, height=0.65)
+        axis.bar_label(bars, [form.format(value) for value in values.values()], padding=4)
         axis.set_title(title, loc="left", fontsize=10)
-        axis.set_xlim(0, max(values) * 1.2)
+        axis.set_xlim(0, max(values.values()) * 1.2)
         axis.spines[["top", "right", "bottom"]].set_visible(False)
         axis.tick_params(bottom=False, labelbottom=False, left=False)
     axes[0].invert_yaxis()
@@ -166,8 +200,9 @@ def main() -> None:
                 page.write_text(after)
     if check and stale:
         sys.exit("\n".join([*stale, "`make pictures` writes it anew"]))
-    if not check and (RESULTS / f"{ENCODER}.json").exists():
-        draw_encoder(PICTURE, result(ENCODER))
+    for name, draw, picture in ((ENCODER, draw_encoder, PICTURE), (WHOLE, draw_whole, WHOLE_PICTURE)):
+        if not check and (RESULTS / f"{name}.json").exists():
+            draw(picture, result(name))
 
 
 if __name__ == "__main__":

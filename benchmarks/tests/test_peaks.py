@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import ffn_scratch, loss_head, whole_step
+from benchmarks import draw, ffn_scratch, loss_head, whole_step
 from benchmarks.whole_step import CHECKPOINTED, CHUNKED, CONVERTED, LEAST, OURS, PLAIN, VARIANTS, Sizes
 from ckptfused.spec import BlockSpec, FFNSpec
 
@@ -65,6 +65,14 @@ def test_whole_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert min(above[variant] for variant in (PLAIN, CHECKPOINTED, CONVERTED)) > 3 * logits
     assert max(above[variant] for variant in (CHUNKED, OURS, LEAST)) < 2 * logits
     assert f"| `{OURS}` |" in (tmp_path / "whole-step-2x32x4096.md").read_text()
+
+    draw.draw_whole(tmp_path / "picture.svg", result)
+    picture = (tmp_path / "picture.svg").read_text()
+    monkeypatch.setattr(draw, "result", lambda name: result)
+    table = draw.whole_table(draw.ROOT / "README.md")
+    for variant in draw.WHOLE_ROWS:
+        seconds = f"{result['seconds'][variant]['median']:.2f} s"
+        assert seconds in picture and f"| {seconds} |" in table
 
 
 def test_a_wrong_gradient_of_a_model_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
