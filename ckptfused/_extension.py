@@ -23,7 +23,8 @@ def _load() -> ModuleType:
             folder = Path(__file__).parent
             what = (
                 f"is not built: expected _C for {sys.implementation.cache_tag} in {folder}, from where ckptfused is "
-                "imported (started in its source, Python does not see an installed copy). Build it"
+                "imported. If it is installed, this is its source, in whose folder Python does not see the installed "
+                "copy: start in another folder, or run `make build` here. If not, build it"
             )
         else:
             what = (

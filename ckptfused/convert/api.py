@@ -14,7 +14,7 @@ from ckptfused.convert.counts import Counts
 from ckptfused.convert.describe import describe, generic_blocks, head_note, offload_note
 from ckptfused.convert.family import Family
 from ckptfused.convert.forward import ConvertedForward
-from ckptfused.convert.own_checkpoint import REPLICATE, NotReplicated
+from ckptfused.convert.own_checkpoint import NOT_REPLICATED, REPLICATE, NotReplicated
 from ckptfused.convert.report import HeadReport, Report
 from ckptfused.convert.wrapper import wrapper_note
 from ckptfused.layer.peft import given_caches
@@ -63,11 +63,14 @@ def convert(
 
     **Saves** in each fused layer x, what `keep` names, 16 bytes of random state where it has dropout.
     **Recomputes** the rest in backward.
-    **Raises** `ValueError` for an unknown `keep`, `loss` or `scratch`, for tensor-parallel weights, and, with
-    `process_group`, where ranks differ; `TypeError` if `model` is no module. The model is then as it was.
+    **Raises** `ValueError` for an unknown `keep`, `loss` or `scratch`, for tensor-parallel weights and
+    `nn.DataParallel`, and, with `process_group`, where ranks differ; `TypeError` if `model` is no module. The model is
+    then as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.DataParallel):
+        raise ValueError(f"model: {NOT_REPLICATED}")
     policy = Policy(keep_text(keep), 0 if scratch is None else parse_bytes("scratch", scratch))
     check_names(keep if isinstance(keep, str) else tuple(keep))
     if loss is not None:

@@ -13,6 +13,7 @@ from ckptfused import cost
 from ckptfused.convert.counts import Counts
 from ckptfused.convert.example import example
 from ckptfused.convert.family import Family, lacking
+from ckptfused.convert.heads import head_of
 from ckptfused.convert.measure import TOKENS
 from ckptfused.convert.report import LayerReport
 from ckptfused.layer.hooks import hooked, watched
@@ -126,5 +127,6 @@ def head_note(model: Any, layers: Iterable[LayerReport]) -> tuple[str, ...]:
         return ()
     return (
         f"The loss head sets the peak: {weight.size(0):,} logits hold about {logits:,} bytes a token, all layers "
-        f'together {total:,.0f}. convert(model, loss="chunked") takes them away, where it knows the model.',
+        f"together {total:,.0f}."
+        + (' convert(model, loss="chunked") takes them away.' if any(map(head_of, model.modules())) else ""),
     )

@@ -20,14 +20,17 @@ REPLICATE = "_replicate_for_data_parallel"
 CACHES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 
 
+NOT_REPLICATED = (
+    "nn.DataParallel cannot replicate a converted layer: expected DistributedDataParallel or FSDP, one process a GPU "
+    "(torchrun, accelerate launch)"
+)
+
+
 class NotReplicated:
     """In place of a layer's `_replicate_for_data_parallel`: all its replicas would run this layer's own weights."""
 
     def __call__(self) -> nn.Module:
-        raise RuntimeError(
-            "nn.DataParallel cannot replicate a converted layer: expected DistributedDataParallel or FSDP, one process "
-            "a GPU (torchrun, accelerate launch); or undo the conversion with ckptfused.revert(model)"
-        )
+        raise RuntimeError(f"{NOT_REPLICATED}; or undo the conversion with ckptfused.revert(model)")
 
 
 def let_converted_through() -> None:

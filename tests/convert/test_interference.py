@@ -140,6 +140,8 @@ def test_data_parallel_is_refused() -> None:
     model = ZOO["llama"].make(0.0, "sdpa")
     ckptfused.convert(model)
     layer = ZOO["llama"].layers(model)[0]
+    with pytest.raises(ValueError, match="model: nn.DataParallel cannot replicate.*DistributedDataParallel"):
+        ckptfused.convert(torch.nn.DataParallel(model))
     with pytest.raises(RuntimeError, match="nn.DataParallel cannot replicate.*DistributedDataParallel"):
         layer._replicate_for_data_parallel()  # type: ignore[operator]
     ckptfused.revert(model)

@@ -179,6 +179,11 @@ def judge(results: dict[str, Result]) -> list[str]:
     left = verdict.within_rounding(inputs, plain, reordered)
     if left:
         raise CommandError(f"the ckptfused curves leave the plain one by more than rounding explains; {left}")
-    ours = max(abs(a - b) for a, b in zip(inputs, plain, strict=True))
-    limit = verdict.bounds(plain, reordered)[-1]
-    return [*lines, f"They stay within {ours:.1e} of the plain curve; rounding explains up to {limit:.1e}."]
+    first = min(verdict.FIRST, len(plain))
+    ours = max(abs(a - b) for a, b in zip(inputs[:first], plain, strict=False))
+    limit = verdict.bounds(plain, reordered)[first - 1]
+    return [
+        *lines,
+        f"For {first} steps they stay within {ours:.1e} of the plain curve, where rounding explains up to {limit:.1e} "
+        "(plain layers once more, with renumbered units); later, training amplifies both alike.",
+    ]
