@@ -144,11 +144,12 @@ void LossHead::logits(const Tensor& out, const Tensor& x, int64_t row0, int64_t 
 }
 
 // The gradients' buffers. What is added up over pieces has the accumulation type; `whole` says that
-// x's, or the weight's, is made by one product and can have its own.
+// x's, or the weight's, is made by one product and can have its own; not so float16, see
+// gradients().
 void LossHead::make_gradients(bool whole_x, bool whole_weight) {
   if (need(kLossX)) sums_[kLossX] = empty({N_, C_}, whole_x ? P_ : A_);
   if (need(kLossWeight)) {
-    const bool own = whole_weight && tensors_.weight.scalar_type() == P_;
+    const bool own = whole_weight && tensors_.weight.scalar_type() == P_ && P_ != at::kHalf;
     sums_[kLossWeight] = empty({V_, C_}, own ? P_ : A_);
   }
   const auto add_up = [&](int slot, const Tensor& like) {

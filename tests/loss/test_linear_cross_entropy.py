@@ -180,6 +180,15 @@ def test_a_frozen_head_has_the_same_bits_in_pieces_too() -> None:
         assert made[0]["x"].equal(made[1]["x"])
 
 
+@pytest.mark.parametrize("keep", KEEPS)
+def test_a_float16_weights_gradient_may_be_large_before_the_mean(keep: str) -> None:
+    """In one piece, too: the sum over the tokens, 1e5 here, is beyond float16, the mean is not."""
+    x = torch.full((1000, 8), 200.0, dtype=torch.float16)
+    weight = torch.zeros(2, 8, dtype=torch.float16, requires_grad=True)
+    lce(x, weight, torch.zeros(1000, dtype=torch.int64), keep=keep, scratch="1GiB").backward()
+    assert weight.grad is not None and weight.grad.tolist() == [[-100.0] * 8, [100.0] * 8]
+
+
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("keep", KEEPS)
 def test_ops(keep: str, reduction: str) -> None:
