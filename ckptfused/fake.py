@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ckptfused import _extension, cost  # noqa: F401  (the first registers the ops)
 from ckptfused.cost.loss import loss_flops
+from ckptfused.cost.opened import counting
 from ckptfused.spec import BlockSpec, param_names, parse, parse_loss
 
 _FAMILIES = ("block", "attention_block", "ffn_block")
@@ -122,7 +124,26 @@ def _dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) 
 
 
 def _lend(x: Tensor) -> tuple[Tensor, Tensor]:
+    if counting() is not None:  # its copy is made when it is first written, which is not foreseen
+        alias = x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        return alias, x.new_empty(0)
     return torch.empty_like(x), x.new_empty(0)
+
+
+def _or_counted(fake: Callable[..., Any], op: Any, block: bool) -> Callable[..., Any]:
+    """The fake kernel of an op; where a ledger is open its C++ code itself, on meta tensors."""
+
+    @wraps(fake)
+    def kernel(*args: Any) -> Any:
+        ledger = counting()
+        if ledger is None:
+            return fake(*args)
+        if not block:
+            return ledger.run(op, *args)
+        forward = isinstance(args[4], str)  # x, params, aux, rng_state, spec, …
+        return ledger.block(op, args[0 if forward else 1], args[4 if forward else 6], *args)
+
+    return kernel
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -154,18 +175,20 @@ def _loss_bwd_flops(dloss: Any, x: Any, weight: Any, *rest: Any, **_: Any) -> in
 def _register() -> None:
     fake = torch.library.register_fake
     for family in _FAMILIES:
-        fake(f"ckptfused::{family}_fwd", _block_fwd)
-        fake(f"ckptfused::{family}_bwd", _block_bwd)
-        register_flop_formula(getattr(torch.ops.ckptfused, f"{family}_fwd"))(_fwd_flops)
-        register_flop_formula(getattr(torch.ops.ckptfused, f"{family}_bwd"))(_bwd_flops)
+        forward, backward = (getattr(torch.ops.ckptfused, f"{family}_{way}") for way in ("fwd", "bwd"))
+        fake(f"ckptfused::{family}_fwd", _or_counted(_block_fwd, forward.default, block=True))
+        fake(f"ckptfused::{family}_bwd", _or_counted(_block_bwd, backward.default, block=True))
+        register_flop_formula(forward)(_fwd_flops)
+        register_flop_formula(backward)(_bwd_flops)
     register_flop_formula(torch.ops.ckptfused.linear_cross_entropy_fwd)(_loss_fwd_flops)
     register_flop_formula(torch.ops.ckptfused.linear_cross_entropy_bwd)(_loss_bwd_flops)
     for name in _DESTINATION_PASSING:
         fake(f"ckptfused::{name}", _nothing)
     fake("ckptfused::attention_fwd", _attention_fwd)
     fake("ckptfused::attention_bwd", _attention_bwd)
-    fake("ckptfused::linear_cross_entropy_fwd", _loss_fwd)
-    fake("ckptfused::linear_cross_entropy_bwd", _loss_bwd)
+    loss = torch.ops.ckptfused
+    fake("ckptfused::linear_cross_entropy_fwd", _or_counted(_loss_fwd, loss.linear_cross_entropy_fwd.default, False))
+    fake("ckptfused::linear_cross_entropy_bwd", _or_counted(_loss_bwd, loss.linear_cross_entropy_bwd.default, False))
     fake("ckptfused::rng_state", _rng_state)
     fake("ckptfused::lend", _lend)
     fake("ckptfused::dropout_mask", _dropout_mask)

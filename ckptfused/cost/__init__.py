@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ckptfused.cost.ledger import Ledger, count
+from ckptfused.cost.loss import loss_ledgers
+from ckptfused.cost.opened import OpenLedger
 from ckptfused.cost.tiles import ffn_tiles
 from ckptfused.cost.work import (
     AttentionWork,
@@ -33,6 +35,7 @@ __all__ = [
     "AttentionWork",
     "Ledger",
     "LowRank",
+    "OpenLedger",
     "Product",
     "accumulation_type",
     "backward_flops",
@@ -49,6 +52,7 @@ __all__ = [
     "kept_bytes",
     "kept_values",
     "launches",
+    "loss_ledgers",
     "replayed",
     "saved_bytes",
 ]

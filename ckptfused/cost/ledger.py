@@ -27,12 +27,12 @@ class Ledger:
 
     events: tuple[Event, ...]
     slots: tuple[str, ...]
-    """Names of the parameter slots."""
+    """Names of the parameter slots; none in a ledger of several blocks."""
 
     def name(self, event: Event) -> str:
         """What an event is about: `"qkv"`, `"d attn.q_w"`, `"d in of attn.q"`, …"""
         _, name, slot, _, _ = event
-        if slot < 0:
+        if slot < 0 or not self.slots:
             return name
         return (
             f"{name} {self.slots[slot]}" if name in ("d", "cast") else f"{name} {self.slots[slot].removesuffix('_w')}"
@@ -69,6 +69,22 @@ class Ledger:
         return self._levels[-1]
 
     @cached_property
+    def at_the_peak(self) -> tuple[int, dict[int, tuple[int, int]]]:
+        """The first event at the peak, and what was allocated then: event and bytes by the number of the buffer."""
+        now, top, place = 0, 0, 0
+        for i, (kind, _, _, sizes, _) in enumerate(self.events):
+            now += sizes[1] if kind == "allocation" else -sizes[1] if kind == "release" else 0
+            if now > top:
+                top, place = now, i
+        live: dict[int, tuple[int, int]] = {}
+        for i, (kind, _, _, sizes, _) in enumerate(self.events[: place + 1]):
+            if kind == "allocation":
+                live[sizes[0]] = (i, sizes[1])
+            elif kind == "release":
+                del live[sizes[0]]
+        return place, live
+
+    @cached_property
     def _levels(self) -> list[int]:
         now, levels = 0, [0]
         for kind, _, _, sizes, _ in self.events:
@@ -90,6 +106,27 @@ def _device_that_chooses(device: str) -> str | None:
     """Where the FFN's products may take their activation along: the device whose op a block asks; None: nowhere."""
     asked = torch._C._dispatch_has_kernel_for_dispatch_key("ckptfused::ffn_choice", device.upper())
     return device if asked and (device == "cpu" or torch.cuda.is_available()) else None
+
+
+def counted_device(
+    device: str,
+    threads: int | None,
+    cut_ffn: bool = True,
+    attention: tuple[int, ...] = (0, 1, 0, 1),
+) -> tuple[tuple[bool, int, int, bool, tuple[int, ...]], str | None]:
+    """A device as the extension takes it, and such a device where there is one that chooses kernels."""
+    gpu = device == "cuda"
+    threads = torch.get_num_threads() if threads is None else threads
+    return (gpu, threads, multiprocessors() if gpu else 1, cut_ffn, attention), _device_that_chooses(device)
+
+
+def attention_on_gpu(
+    spec: BlockSpec, dtype: torch.dtype, batch: int, length: int, lengths: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Scratch and launches of a block's attention, forward and backward."""
+    assert spec.attn is not None
+    call = (spec.attn, compute_type(spec, dtype), batch, length, lengths)
+    return (*attention_cost(*call, backward=False), *attention_cost(*call, backward=True))
 
 
 def _count(*call: Any) -> tuple[Event, ...]:
@@ -132,12 +169,9 @@ def count(
     for size in lengths or ():
         bounds = (*bounds, bounds[-1] + size)
     if device == "cuda" and spec.attn is not None:
-        call = (spec.attn, compute_type(spec, dtype), batch, length, lengths)
-        attention = (*attention_cost(*call, backward=False), *attention_cost(*call, backward=True))
-    threads = torch.get_num_threads() if threads is None else threads
-    gpu = device == "cuda"
+        attention = attention_on_gpu(spec, dtype, batch, length, lengths)
     asked = None if needs is None else ("x" in needs, *(name in needs and name in types for name in names))
-    there = _device_that_chooses(device)
+    counted, there = counted_device(device, threads, cut_ffn, attention)
     events = (_cached_count if there is None else _count)(
         spec.to_string(),
         (length, batch, width) if spec.seq_first else (batch, length, width),
@@ -145,7 +179,7 @@ def count(
         filled,
         bounds if lengths else (),
         rope_copies,
-        (gpu, threads, multiprocessors() if gpu else 1, cut_ffn, attention),
+        counted,
         there,
         save,
         asked,

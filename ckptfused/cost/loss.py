@@ -1,4 +1,4 @@
-"""Closed forms for the loss head: what it multiplies and what it saves."""
+"""The loss head: closed forms of what it multiplies and saves, and its ledger."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from math import prod
 
 import torch
+from torch import Tensor
 
+from ckptfused.cost.ledger import Ledger
+from ckptfused.cost.opened import OpenLedger
 from ckptfused.cost.work import accumulation_type
 from ckptfused.spec import LossSpec
 
@@ -50,3 +53,38 @@ def loss_saved_bytes(
         sizes = (adapter.rank * width, classes * adapter.rank, classes)
         total += sum(need * size * wide for need, size in zip(of_adapters[3 * i : 3 * i + 3], sizes, strict=True))
     return total
+
+
+def loss_ledgers(
+    spec: LossSpec,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    adapters: Sequence[Tensor | None] = (),
+    *,
+    device: str = "cpu",
+    threads: int | None = None,
+) -> tuple[Ledger, Ledger]:
+    """Every allocation, product and launch of one `linear_cross_entropy` before it is divided, and of its backward.
+
+    **Shapes** those of the call: x [..., C], weight [V, C], bias and class_weight [V]; adapters: a, b and bias of each.
+    Their types and which of them require gradients count, not their values: meta tensors will do.
+
+    The forward's ledger has its results in it and what it keeps for backward, the backward's all gradients (those that
+    forward made are scaled where they are). `device`, `threads`, and what is not counted: as in `forward_ledger`.
+    """
+    meta = [None if t is None else _meta(t) for t in (x, weight, bias, class_weight, *adapters)]
+    target = torch.empty(x.shape[:-1], dtype=torch.int64, device="meta")
+    wanted = [t for t in meta if t is not None and t.requires_grad]
+    with torch.enable_grad(), OpenLedger(device, threads) as forward:
+        made = torch.ops.ckptfused.linear_cross_entropy(*meta[:2], meta[2], target, meta[3], meta[4:], spec.to_string())
+    dloss = torch.empty_like(made[0])
+    with OpenLedger(device, threads) as backward:
+        held = torch.autograd.grad(made[0], wanted, dloss) if wanted else ()
+    del held
+    return forward.ledger, backward.ledger
+
+
+def _meta(t: Tensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.requires_grad)

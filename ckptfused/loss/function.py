@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ckptfused import _extension, outer_checkpoint  # noqa: F401  (the first registers the ops)
 from ckptfused.checks import check_dtype, check_generator, check_input, check_param, check_plain, transformed
+from ckptfused.cost.opened import device_of
 from ckptfused.eager.loss import eager_linear_cross_entropy
 from ckptfused.loss import double_backward  # noqa: F401  (registers the Autograd kernel)
 from ckptfused.sizes import parse_bytes
@@ -120,7 +121,7 @@ def linear_cross_entropy(
         "logit_scale": logit_scale,
         "softcap": 0.0 if softcap is None else softcap,
         "z_loss": z_loss,
-        "scratch": SCRATCH.get(x.device.type, _DEFAULT_SCRATCH) if scratch is None else parse_bytes("scratch", scratch),
+        "scratch": SCRATCH.get(device_of(x), _DEFAULT_SCRATCH) if scratch is None else parse_bytes("scratch", scratch),
     }
     text = _text(tuple(options.items()), tuple((lora.a.size(0), lora.scale, lora.p) for lora in adapters))
     tensors = [t for lora in adapters for t in (lora.a, lora.b, lora.bias)]

@@ -104,6 +104,11 @@ call::LossArgs LossHead::args() const {
           spec_.z_loss};
 }
 
+Tensor LossHead::logits_buffer(int64_t count) const {
+  const Ledger::Name name("logits");
+  return empty({count}, P_);
+}
+
 // The adapters on classes [col0, col0 + cols).
 Adapters LossHead::adapters(int64_t col0, int64_t cols, bool gradients) {
   Adapters list;
@@ -140,14 +145,18 @@ void LossHead::logits(const Tensor& out, const Tensor& x, int64_t row0, int64_t 
   if (bias_.defined()) bias = bias_.narrow(0, col0, cols);
   linear_out(out, x, weight_.narrow(0, col0, cols), bias, false);
   const AdapterPlace place{row0, 0, C_, {}, tensors_.rng};
-  (out.is_cpu() ? adapters_fwd_cpu : adapters_fwd_aten)(out, x, adapters(col0, cols, false), place);
+  (on_cpu(out) ? adapters_fwd_cpu : adapters_fwd_aten)(out, x, adapters(col0, cols, false), place);
 }
 
 // The gradients' buffers. What is added up over pieces has the accumulation type; `whole` says that
 // x's, or the weight's, is made by one product and can have its own; not so float16, see
 // gradients().
 void LossHead::make_gradients(bool whole_x, bool whole_weight) {
-  if (need(kLossX)) sums_[kLossX] = empty({N_, C_}, whole_x ? P_ : A_);
+  if (need(kLossX)) {
+    const Ledger::Name name("d x");
+    sums_[kLossX] = empty({N_, C_}, whole_x ? P_ : A_);
+  }
+  const Ledger::Name name("d head");
   if (need(kLossWeight)) {
     const bool own = whole_weight && tensors_.weight.scalar_type() == P_ && P_ != at::kHalf;
     sums_[kLossWeight] = empty({V_, C_}, own ? P_ : A_);
@@ -178,7 +187,7 @@ void LossHead::add_gradients(const Tensor& dlogits, const Tensor& x, int64_t row
   const AdapterPlace place{row0, 0, C_, {}, tensors_.rng};
   const Adapters list = adapters(col0, cols, true);
   if (list.empty()) return;
-  (dlogits.is_cpu() ? adapters_bwd_cpu : adapters_bwd_aten)(dlogits, x, dx, list, place);
+  (on_cpu(dlogits) ? adapters_bwd_cpu : adapters_bwd_aten)(dlogits, x, dx, list, place);
 }
 
 // The gradients asked for as they are kept between forward and backward: x's in its type, the
@@ -204,10 +213,11 @@ std::vector<Tensor> LossHead::forward() {
   const int64_t step = loss_rows(N_, V_, C_, int64_t(c10::elementSize(P_)), spec_.scratch,
                                  grad && need(kLossWeight) && narrow);
   if (grad) make_gradients(/*whole_x=*/true, /*whole_weight=*/step >= N_);
-  const Tensor buffer = empty({step, V_}, P_);
+  const Tensor buffer = logits_buffer(step * V_);
   for (int64_t row = 0; row < N_; row += step) {
     const int64_t rows = std::min(step, N_ - row);
-    const Tensor out = buffer.narrow(0, 0, rows), x = in_type(x_.narrow(0, row, rows), P_);
+    const Tensor out = buffer.narrow(0, 0, rows * V_).view({rows, V_});
+    const Tensor x = in_type(x_.narrow(0, row, rows), P_);
     logits(out, x, row, 0);
     call::cross_entropy_fwd(out, tensors_.target.narrow(0, row, rows), class_weight_,
                             loss.narrow(0, row, rows), lse.narrow(0, row, rows),
@@ -243,7 +253,7 @@ std::vector<Tensor> LossHead::backward(const Tensor& dloss, const Tensor& lse) {
       by_class ? loss_cols(N_, V_, C_, size, spec_.scratch, need(kLossX) && size < 4) : V_;
   make_gradients(/*whole_x=*/cols >= V_, /*whole_weight=*/true);
   if (N_ == 0) zero_products();
-  const Tensor row_lse = lse.contiguous().view({N_}), buffer = empty({rows * cols}, P_);
+  const Tensor row_lse = lse.contiguous().view({N_}), buffer = logits_buffer(rows * cols);
   for (int64_t row = 0; row < N_; row += rows) {
     const int64_t n = std::min(rows, N_ - row);
     const Tensor x = in_type(x_.narrow(0, row, n), P_), target = tensors_.target.narrow(0, row, n);
@@ -264,8 +274,8 @@ std::vector<Tensor> LossHead::backward(const Tensor& dloss, const Tensor& lse) {
 }
 
 void scale_gradient(const Tensor& grad, const Tensor& dloss) {
-  if (dloss.is_cpu()) {
-    const double factor = dloss.item<double>();
+  if (on_cpu(dloss)) {
+    const double factor = dloss.is_cpu() ? dloss.item<double>() : 0;  // counted: of no memory
     if (factor != 1.0) grad.mul_(factor);
     return;
   }

@@ -32,22 +32,13 @@ using Param = std::optional<std::pair<std::vector<int64_t>, std::string>>;
 // Kind, name, slot or -1, sizes, and of a product the type of its operands.
 using Event = std::tuple<const char*, const char*, int64_t, std::array<int64_t, 5>, const char*>;
 
-// The events of a forward, or where needs is given of a backward. device: cuda, threads,
-// multiprocessors, whether the FFN is cut, and of attention forward and backward on a GPU scratch
-// and launches. there: such a device, if there is one.
-std::vector<Event> count(
-    const std::string& spec, std::vector<int64_t> sizes, const std::string& dtype,
-    const std::vector<Param>& params, std::vector<int64_t> cu_seqlens, int64_t angle_copies,
-    const std::tuple<bool, int64_t, int64_t, bool, std::array<int64_t, 4>>& device,
-    const std::optional<std::string>& there, bool save,
-    const std::optional<std::vector<bool>>& needs) {
-  ckptfused::CountedCall call{spec, std::move(sizes),      dtype_named(dtype),
-                              {},   std::move(cu_seqlens), angle_copies};
-  for (const Param& p : params) {
-    call.params.push_back(
-        p ? std::optional(ckptfused::CountedCall::Param{p->first, dtype_named(p->second)})
-          : std::nullopt);
-  }
+// Of a device: whether it is a GPU, threads, multiprocessors, whether the FFN is cut, and of
+// attention forward and backward on a GPU scratch and launches.
+using Device = std::tuple<bool, int64_t, int64_t, bool, std::array<int64_t, 4>>;
+
+// there: such a device, if there is one.
+ckptfused::CountedDevice counted_device(const Device& device,
+                                        const std::optional<std::string>& there) {
   const auto& [cuda, threads, multiprocessors, cut_ffn, attention] = device;
   ckptfused::CountedDevice counted{cuda,
                                    threads,
@@ -57,15 +48,57 @@ std::vector<Event> count(
                                    {attention[2], attention[3]},
                                    cut_ffn};
   if (there) counted.like = at::empty({0}, at::Device(*there));
-  const std::vector<ckptfused::Ledger::Event> events =
-      needs ? ckptfused::count_backward(call, counted, *needs)
-            : ckptfused::count_forward(call, counted, save);
+  return counted;
+}
+
+std::vector<Event> as_tuples(const std::vector<ckptfused::Ledger::Event>& events) {
   std::vector<Event> result;
   result.reserve(events.size());
   for (const ckptfused::Ledger::Event& e : events) {
     result.emplace_back(kKinds[e.kind], e.name, e.slot, e.sizes, c10::toString(e.dtype));
   }
   return result;
+}
+
+// A ledger for whatever Python runs on meta tensors: a context manager of one thread.
+class OpenLedger {
+ public:
+  OpenLedger(const Device& device, const std::optional<std::string>& there)
+      : device_(counted_device(device, there)) {}
+  void enter() { ledger_.emplace(device_); }
+  void exit(const pybind11::args&) {
+    events_ = ledger_->events();
+    ledger_.reset();
+  }
+  // How many events there have been.
+  size_t size() const { return ledger_ ? ledger_->events().size() : events_.size(); }
+  std::vector<Event> events() const { return as_tuples(ledger_ ? ledger_->events() : events_); }
+  void set_attention(std::array<int64_t, 4> a) {
+    if (ledger_) ledger_->set_attention({a[0], a[1]}, {a[2], a[3]});
+  }
+
+ private:
+  ckptfused::CountedDevice device_;
+  std::optional<ckptfused::Ledger> ledger_;
+  std::vector<ckptfused::Ledger::Event> events_;
+};
+
+// The events of a forward, or where needs is given of a backward.
+std::vector<Event> count(const std::string& spec, std::vector<int64_t> sizes,
+                         const std::string& dtype, const std::vector<Param>& params,
+                         std::vector<int64_t> cu_seqlens, int64_t angle_copies,
+                         const Device& device, const std::optional<std::string>& there, bool save,
+                         const std::optional<std::vector<bool>>& needs) {
+  ckptfused::CountedCall call{spec, std::move(sizes),      dtype_named(dtype),
+                              {},   std::move(cu_seqlens), angle_copies};
+  for (const Param& p : params) {
+    call.params.push_back(
+        p ? std::optional(ckptfused::CountedCall::Param{p->first, dtype_named(p->second)})
+          : std::nullopt);
+  }
+  const ckptfused::CountedDevice counted = counted_device(device, there);
+  return as_tuples(needs ? ckptfused::count_backward(call, counted, *needs)
+                         : ckptfused::count_forward(call, counted, save));
 }
 
 // A Python context manager.
@@ -106,4 +139,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("runs_as_float",
         [](const std::string& dtype) { return ckptfused::runs_as_float(dtype_named(dtype)); });
   m.def("count", &count);
+  pybind11::class_<OpenLedger>(m, "OpenLedger")
+      .def(pybind11::init<Device, std::optional<std::string>>())
+      .def("__enter__", &OpenLedger::enter)
+      .def("__exit__", &OpenLedger::exit)
+      .def("__len__", &OpenLedger::size)
+      .def("events", &OpenLedger::events)
+      .def("set_attention", &OpenLedger::set_attention);
 }

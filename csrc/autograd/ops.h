@@ -153,27 +153,20 @@ struct LossArgs {
   double smoothing, scale, softcap, z_loss;
 };
 
-// Not of a block, and not counted.
 inline void cross_entropy_fwd(const Tensor& logits, const Tensor& target,
                               const Tensor& class_weight, const Tensor& loss, const Tensor& lse,
                               const Tensor& predicted, bool grad, const LossArgs& a) {
-  static const auto op =
-      found<void(const Tensor&, const Tensor&, const OptTensor&, const Tensor&, const Tensor&,
-                 const OptTensor&, bool, int64_t, double, double, double, double)>(
-          "ckptfused::cross_entropy_fwd");
-  op.call(logits, target, opt(class_weight), loss, lse, opt(predicted), grad, a.ignore_index,
-          a.smoothing, a.scale, a.softcap, a.z_loss);
+  CKPT_OP(cross_entropy_fwd);
+  op(logits, target, opt(class_weight), loss, lse, opt(predicted), grad, a.ignore_index,
+     a.smoothing, a.scale, a.softcap, a.z_loss);
 }
 
 inline void cross_entropy_bwd(const Tensor& logits, const Tensor& target,
                               const Tensor& class_weight, const Tensor& lse, const Tensor& factor,
                               int64_t classes, int64_t col0, const LossArgs& a) {
-  static const auto op =
-      found<void(const Tensor&, const Tensor&, const OptTensor&, const Tensor&, const OptTensor&,
-                 int64_t, int64_t, int64_t, double, double, double, double)>(
-          "ckptfused::cross_entropy_bwd");
-  op.call(logits, target, opt(class_weight), lse, opt(factor), classes, col0, a.ignore_index,
-          a.smoothing, a.scale, a.softcap, a.z_loss);
+  CKPT_OP(cross_entropy_bwd);
+  op(logits, target, opt(class_weight), lse, opt(factor), classes, col0, a.ignore_index,
+     a.smoothing, a.scale, a.softcap, a.z_loss);
 }
 
 // How a query sees the keys: what attention_fwd and attention_bwd share.

@@ -62,6 +62,12 @@ void run(ActivationBwd, const RowCall& call) {
 void run(QkFwd, const RowCall& call) {
   launch(call);
 }
+void run(CrossEntropyFwd, const RowCall& call) {
+  launch(call);
+}
+void run(CrossEntropyBwd, const RowCall& call) {
+  launch(call);
+}
 void run(NormBwd a, const RowCall& call) {
   launch_with_grads(call, a.cols,
                     [&](int64_t count) { return row_grad_chunks(call.rows, a.cols, count); });

@@ -2,6 +2,7 @@
 
 #include "ops/activation.h"
 #include "ops/attention.h"
+#include "ops/cross_entropy.h"
 #include "ops/ledger.h"
 #include "ops/norm.h"
 #include "ops/qk.h"
@@ -20,6 +21,8 @@ void run(ActivationFwd a, const RowCall& call);
 void run(ActivationBwd a, const RowCall& call);
 void run(QkFwd a, const RowCall& call);
 void run(QkBwd a, const RowCall& call);
+void run(CrossEntropyFwd a, const RowCall& call);
+void run(CrossEntropyBwd a, const RowCall& call);
 
 inline constexpr auto norm_fwd = &ckptfused::norm_fwd<run>;
 inline constexpr auto norm_bwd = &ckptfused::norm_bwd<run>;
@@ -29,6 +32,8 @@ inline constexpr auto activation_fwd = &ckptfused::activation_fwd<run>;
 inline constexpr auto activation_bwd = &ckptfused::activation_bwd<run>;
 inline constexpr auto qk_fwd = &ckptfused::qk_fwd<run>;
 inline constexpr auto qk_bwd = &ckptfused::qk_bwd<run>;
+inline constexpr auto cross_entropy_fwd = &ckptfused::cross_entropy_fwd<run>;
+inline constexpr auto cross_entropy_bwd = &ckptfused::cross_entropy_bwd<run>;
 
 std::tuple<at::Tensor, at::Tensor> attention_fwd(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,

@@ -23,7 +23,7 @@ CrossEntropyShape cross_entropy_shape(const char* op, const at::Tensor& logits,
   a.cols = cols;
   a.col0 = col0;
   a.stride = logits.stride(0);
-  a.target = target.const_data_ptr<int64_t>();
+  a.target = static_cast<const int64_t*>(target.const_data_ptr());
   a.ignore_index = options.ignore_index;
   a.class_weight = const_data(class_weight);
   a.scale = options.scale;

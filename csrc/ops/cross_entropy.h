@@ -41,7 +41,7 @@ void cross_entropy_fwd(const at::Tensor& logits, const at::Tensor& target,
   a.logits = logits.mutable_data_ptr();
   a.loss = loss.mutable_data_ptr();
   a.lse = lse.mutable_data_ptr();
-  a.predicted = given(predicted) ? predicted->mutable_data_ptr<int64_t>() : nullptr;
+  a.predicted = static_cast<int64_t*>(mutable_data(predicted));
   a.grad = grad;
   kRun(a, {op, device, n});
 }

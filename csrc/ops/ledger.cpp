@@ -5,6 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <string_view>
+#include <unordered_map>
+
+#include <ATen/core/dispatch/Dispatcher.h>
 
 namespace ckptfused {
 
@@ -55,9 +58,25 @@ struct OperatorCalls {
                                                     "aten::sum",   "aten::add_",   "aten::mul_",
                                                     "aten::mm",    "aten::addmm_", "aten::addmm"};
 
+  // Whether what it makes within itself is nobody else's affair: it is a kernel of PyTorch's, not
+  // made of other operators, on which autograd works one by one.
+  static bool has_kernel(const at::RecordFunction& function) {
+    static thread_local std::unordered_map<std::string, bool> known;
+    const std::optional<c10::OperatorName> op = function.operator_name();
+    if (!op) return false;
+    const auto [place, is_new] = known.try_emplace(op->name + "." + op->overload_name, false);
+    if (!is_new) return place->second;
+    const auto handle = c10::Dispatcher::singleton().findOp(*op);
+    const bool composed =
+        handle && handle->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+    return place->second = !composed && op->name.rfind("ckptfused::", 0) != 0;
+  }
+
+  struct Within final : at::ObserverContext {};
+
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
     Ledger* ledger = Ledger::current();
-    if (ledger == nullptr) return nullptr;
+    if (ledger == nullptr || !has_kernel(function)) return nullptr;
     if (ledger->depth_++ == 0) {
       ledger->operator_ = function.name();
       ledger->first_ = ledger->buffers_;
@@ -66,11 +85,12 @@ struct OperatorCalls {
     if (std::find(std::begin(kLaunching), std::end(kLaunching), name) != std::end(kLaunching)) {
       ledger->launched(function.name());
     }
-    return nullptr;
+    return std::make_unique<Within>();
   }
-  static void end(const at::RecordFunction&, at::ObserverContext*) {
+  static void end(const at::RecordFunction&, at::ObserverContext* within) {
     Ledger* ledger = Ledger::current();
-    if (ledger != nullptr && --ledger->depth_ == 0) ledger->operator_ = "";
+    if (ledger == nullptr || within == nullptr) return;
+    if (--ledger->depth_ == 0) ledger->operator_ = "";
   }
 };
 

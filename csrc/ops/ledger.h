@@ -49,6 +49,11 @@ class Ledger {
   static Ledger* current() { return current_; }
 
   const CountedDevice& device() const { return device_; }
+  // Of the call that comes next: attention's costs are those of its sizes.
+  void set_attention(CountedDevice::Attention fwd, CountedDevice::Attention bwd) {
+    device_.attention_fwd = fwd;
+    device_.attention_bwd = bwd;
+  }
   const std::vector<Event>& events() const { return events_; }
   void add(Kind kind, std::array<int64_t, 5> sizes, at::ScalarType dtype = at::kFloat);
   void launched(const char* name, int64_t times = 1);
