@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from ckptfused.convert.stand_ins import flash_attention, grouped_mm
+
 TOKENS = 256
 INDICES = ("layer_idx", "layer_id", "layer_index", "layer_number")  # by which a layer says where it stands
 
@@ -63,7 +65,7 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         return t
 
     flash = mock.patch.object(F, "scaled_dot_product_attention", _flash)
-    grouped = mock.patch.object(F, "grouped_mm", _grouped, create=True)
+    grouped = mock.patch.object(F, "grouped_mm", grouped_mm, create=True)
     # What cannot be traced has no count; PyTorch would print pages about it.
     silent = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
@@ -72,43 +74,9 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     return sum(size for _, size in found.values())
 
 
-class _Flash(torch.autograd.Function):
-    """Attention as far as memory goes: a flash kernel saves q, k, v, o and a float32 a row."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Token by token in memory, as the kernels write it.
-        o = q.new_empty(*q.shape[:-3], q.size(-2), q.size(-3), v.size(-1)).transpose(-2, -3)
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, o, lse)
-        return o
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise AssertionError("nothing is differentiated while bytes are counted")
-
-
 def _flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """In place of `F.scaled_dot_product_attention`, which on fake tensors does not choose as on real ones."""
-    return _Flash.apply(query, key, value)
-
-
-class _Grouped(torch.autograd.Function):
-    """Products of groups of rows with a matrix each, as far as memory goes."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, offsets)
-        return rows.new_empty(rows.size(0), weights.size(-1))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise AssertionError("nothing is differentiated while bytes are counted")
-
-
-def _grouped(input: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
-    """In place of `F.grouped_mm` (mixtures of experts), which on fake tensors takes bfloat16 only."""
-    return _Grouped.apply(input, weight, offs)
+    """In place of `F.scaled_dot_product_attention`."""
+    return flash_attention(query, key, value)
 
 
 def _twin(value: Any, made: dict[int, Any]) -> Any:

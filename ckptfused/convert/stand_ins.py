@@ -1,0 +1,68 @@
+"""In the place of PyTorch's functions that on tensors without data do not choose as on real ones: the same, as far as
+memory goes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Flash(torch.autograd.Function):
+    """A flash kernel: it saves q, k, v, o, a float32 a row, and the bias that it is given.
+
+    scratch: bytes that backward takes beside the gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scratch: int) -> Tensor:
+        o = _by_token(q, v.size(-1))
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, o, lse, bias)
+        ctx.scratch = scratch
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, *_ = ctx.saved_tensors
+        made = [_by_token(t, t.size(-1)) for t in (q, k, v)]
+        q.new_empty(ctx.scratch, dtype=torch.uint8)
+        return (*made, None, None)
+
+
+def _by_token(like: Tensor, width: int) -> Tensor:
+    """Token by token in memory, as the kernels write it."""
+    return like.new_empty(*like.shape[:-3], like.size(-2), like.size(-3), width).transpose(-2, -3)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scratch: int = 0) -> Tensor:
+    """Attention by a flash kernel.
+
+    **Shapes** q [..., H, T, D]; k, v [..., G, S, D]; bias broadcastable to [..., H, T, S].
+    """
+    return _Flash.apply(q, k, v, bias, scratch)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, offsets)
+        return rows.new_empty(rows.size(0), weights.size(-1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rows, weights, _ = ctx.saved_tensors
+        made = [
+            t.new_empty(t.shape) if need else None
+            for t, need in zip((rows, weights), ctx.needs_input_grad[:2], strict=True)
+        ]
+        return (*made, None)
+
+
+def grouped_mm(input: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+    """Products of groups of rows with a matrix each, for `F.grouped_mm` (mixtures of experts), which on tensors without
+    data takes bfloat16 only.
+    """
+    return _Grouped.apply(input, weight, offs)
