@@ -8,10 +8,17 @@
 #include <unordered_map>
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/engine.h>
 
 namespace ckptfused {
 
 thread_local Ledger* Ledger::current_ = nullptr;
+
+namespace {
+
+constexpr const char* kAccumulation = "sum of gradients";
+
+}  // namespace
 
 // A meta tensor's memory, of which there is none: while a ledger is open, its beginning and end.
 struct Ledger::Buffer {
@@ -22,7 +29,9 @@ struct Ledger::Buffer {
     Ledger* ledger = Ledger::current();
     if (ledger == nullptr || ledger->number_ != buffer->ledger) return;
     if (ledger->depth_ > 0 && buffer->number >= ledger->first_) return ledger->forget(*buffer);
-    ledger->events_.push_back({Ledger::release, "", -1, {buffer->number, buffer->bytes}});
+    if (ledger->reused(*buffer)) return;
+    ledger->events_.push_back(
+        {Ledger::release, "", -1, {ledger->resolved(buffer->number), buffer->bytes}});
   }
 };
 
@@ -76,9 +85,14 @@ struct OperatorCalls {
 
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
     Ledger* ledger = Ledger::current();
-    if (ledger == nullptr || !has_kernel(function)) return nullptr;
+    if (ledger == nullptr) return nullptr;
+    if (function.scope() == at::RecordScope::BACKWARD_FUNCTION) {
+      ++ledger->nodes_;
+      return std::make_unique<Within>();
+    }
+    if (!has_kernel(function)) return nullptr;
     if (ledger->depth_++ == 0) {
-      ledger->operator_ = function.name();
+      ledger->operator_ = adds_gradients(*ledger, function) ? kAccumulation : function.name();
       ledger->first_ = ledger->buffers_;
     }
     const std::string_view name = function.name();
@@ -87,9 +101,18 @@ struct OperatorCalls {
     }
     return std::make_unique<Within>();
   }
-  static void end(const at::RecordFunction&, at::ObserverContext* within) {
+  // Whether it is autograd itself, between the nodes of its graph, that adds two gradients.
+  static bool adds_gradients(const Ledger& ledger, const at::RecordFunction& function) {
+    return ledger.nodes_ == 0 && torch::autograd::get_current_graph_task_id() != -1 &&
+           std::string_view(function.name()) == "aten::add";
+  }
+  static void end(const at::RecordFunction& function, at::ObserverContext* within) {
     Ledger* ledger = Ledger::current();
     if (ledger == nullptr || within == nullptr) return;
+    if (function.scope() == at::RecordScope::BACKWARD_FUNCTION) {
+      --ledger->nodes_;
+      return;
+    }
     if (--ledger->depth_ == 0) ledger->operator_ = "";
   }
 };
@@ -108,7 +131,7 @@ Ledger::Ledger(CountedDevice device)
   MetaMemory::install();
   operators_ = at::addThreadLocalCallback(
       at::RecordFunctionCallback(&OperatorCalls::begin, &OperatorCalls::end)
-          .scopes({at::RecordScope::FUNCTION}));
+          .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
   current_ = this;
 }
 
@@ -132,6 +155,19 @@ void Ledger::forget(const Buffer& buffer) {
     return e.kind == allocation && e.sizes[0] == buffer.number;
   });
   events_.erase(std::next(made).base());
+}
+
+// Autograd adds a gradient to one that nobody else holds in place, but for meta tensors: there the
+// sum is a new one, and one of the two ends at once.
+bool Ledger::reused(const Buffer& buffer) {
+  if (events_.empty()) return false;
+  const Event& last = events_.back();
+  if (last.kind != allocation || last.name != kAccumulation || last.sizes[1] != buffer.bytes) {
+    return false;
+  }
+  renamed_[last.sizes[0]] = resolved(buffer.number);
+  events_.pop_back();
+  return true;
 }
 
 Ledger::Name::Name(const char* name, int64_t slot) : ledger_(Ledger::current()) {

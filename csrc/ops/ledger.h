@@ -3,6 +3,7 @@
 #include "ops/torch.h"
 
 #include <array>
+#include <unordered_map>
 #include <vector>
 
 // A block is counted by running it on meta tensors, for a named device, while a Ledger is open:
@@ -74,6 +75,11 @@ class Ledger {
 
  private:
   struct Buffer;
+  bool reused(const Buffer& buffer);
+  int64_t resolved(int64_t number) const {
+    const auto place = renamed_.find(number);
+    return place == renamed_.end() ? number : place->second;
+  }
   friend struct MetaMemory;
   friend struct OperatorCalls;
   void forget(const Buffer& buffer);
@@ -88,6 +94,8 @@ class Ledger {
   int64_t slot_ = -1;
   const char* operator_ = "";      // PyTorch's that runs, the outermost
   int64_t depth_ = 0, first_ = 0;  // of operators within one another; its first buffer
+  int64_t nodes_ = 0;              // of autograd's graph that run, within one another
+  std::unordered_map<int64_t, int64_t> renamed_;  // buffers that took another one's place
   int64_t buffers_ = 0;
   at::CallbackHandle operators_;
 };

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +58,7 @@ def with_variant(model: Any, variant: str, lora: bool = False) -> Any:
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
     elif variant != "plain":
-        loss, scratch = None if variant == "converted" else "chunked", "256KiB" if variant == "least" else None
+        loss, scratch = None if variant == "converted" else "chunked", "512KiB" if variant == "least" else None
         report = ckptfused.convert(model, loss=loss, scratch=scratch)
         assert report.fused == 3, report
     return model.train()
@@ -78,7 +77,7 @@ def measured(model: Any, ids: Tensor, optimizer: torch.optim.Optimizer | None) -
     return Events(step)
 
 
-def compare(make: Callable[[], Any], optimizer: Any = None, tokens: tuple[int, int] = (2, 300)) -> StepMemory:
+def compare(make: Callable[[], Any], optimizer: Any = None, tokens: tuple[int, int] = (2, 90)) -> StepMemory:
     """The prediction, after it was found within what is said above, and the allocator's own peak with it."""
     torch.manual_seed(0)
     model = make()
@@ -99,8 +98,8 @@ def compare(make: Callable[[], Any], optimizer: Any = None, tokens: tuple[int, i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_llama(variant: str, dtype: torch.dtype) -> None:
-    """With a loss head that sets the peak and one that does not, all of it trained and by LoRA."""
-    for lora, classes in itertools.product((False, True), (64, 2048)):
+    """With a loss head that sets the peak, all of it trained, and with one that does not, by LoRA."""
+    for lora, classes in ((False, 2048), (True, 64)):
         found = compare(lambda: with_variant(llama(vocab_size=classes).to(dtype), variant, lora), None)  # noqa: B023
         assert found.gradients + found.layers + found.loss_head + found.transients == found.above_state
         assert found.optimizer == 0
@@ -117,7 +116,7 @@ def test_with_an_optimizer(variant: str) -> None:
 
 
 MODELS: dict[str, Callable[[], Any]] = {
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=64)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=32)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
 }
