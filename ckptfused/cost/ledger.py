@@ -69,22 +69,6 @@ class Ledger:
         return self._levels[-1]
 
     @cached_property
-    def at_the_peak(self) -> tuple[int, dict[int, tuple[int, int]]]:
-        """The first event at the peak, and what was allocated then: event and bytes by the number of the buffer."""
-        now, top, place = 0, 0, 0
-        for i, (kind, _, _, sizes, _) in enumerate(self.events):
-            now += sizes[1] if kind == "allocation" else -sizes[1] if kind == "release" else 0
-            if now > top:
-                top, place = now, i
-        live: dict[int, tuple[int, int]] = {}
-        for i, (kind, _, _, sizes, _) in enumerate(self.events[: place + 1]):
-            if kind == "allocation":
-                live[sizes[0]] = (i, sizes[1])
-            elif kind == "release":
-                del live[sizes[0]]
-        return place, live
-
-    @cached_property
     def _levels(self) -> list[int]:
         now, levels = 0, [0]
         for kind, _, _, sizes, _ in self.events:

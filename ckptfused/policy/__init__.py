@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from ckptfused.policy.step import StepMemory, step_memory
+from ckptfused.policy.longest import Longest, language_step, longest
+from ckptfused.policy.step import StepMemory, adamw, step_memory
 
-__all__ = ["StepMemory", "step_memory"]
+__all__ = ["Longest", "StepMemory", "adamw", "language_step", "longest", "step_memory"]

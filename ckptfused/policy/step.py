@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,12 +41,43 @@ class StepMemory:
     transients: int
     """The rest: what a layer's backward, or the optimizer, holds for itself."""
     moment: str
-    """When: `"backward of model.layers.3: aten::mm"`."""
+    """When: `"backward of layer 3: aten::mm"`."""
+    phases: tuple[Peak, ...] = field(default=(), repr=False)
+    """The most in each phase of the step."""
 
     @property
     def above_state(self) -> int:
         """The peak less what is there between steps: weights and optimizer state."""
         return self.peak - self.weights - self.optimizer
+
+    @classmethod
+    def of_phases(cls, weights: int, optimizer: int, phases: Iterable[Peak]) -> StepMemory:
+        """Of the phase that needs most, the first where several do."""
+        phases = tuple(phases)
+        top = max(phases, key=lambda peak: sum(peak.parts))
+        peak = weights + optimizer + sum(top.parts)
+        return cls(peak, weights, optimizer, *top.parts, moment=f"{top.phase}: {top.what}", phases=phases)
+
+
+class Phase(NamedTuple):
+    """A stretch of a step, by the layer that runs where one does."""
+
+    name: str
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.layer is None else f"{self.name} of layer {self.layer}"
+
+
+Parts = tuple[int, int, int, int]
+
+
+class Peak(NamedTuple):
+    """The most that a phase holds: gradients, layers, loss head and transients, and what was allocated last."""
+
+    phase: Phase
+    parts: Parts
+    what: str
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -86,16 +117,16 @@ def step_memory(
     model.zero_grad(set_to_none=True)
     with functions_for_meta(device), _Marks(model, OpenLedger(device, threads)) as marks:
         loss = _loss(model(**batch))
-        marks.add("backward of the loss head")
+        marks.add(HEAD_BACKWARD)
         loss.backward()
         del loss
         if keeper is not None and not keeper.defaults.get("fused"):
-            marks.add("optimizer")
+            marks.add(OPTIMIZER)
             keeper.step()
-        marks.add("gradients")
+        marks.add(END)
         model.zero_grad(set_to_none=True)
     state = [] if keeper is None else tree_leaves(list(keeper.state.values()))
-    return marks.at_the_peak(_bytes([*owned, *tree_leaves(batch)]), _bytes(state))
+    return StepMemory.of_phases(_bytes([*owned, *tree_leaves(batch)]), _bytes(state), marks.peaks())
 
 
 def _meta(value: Any) -> Any:
@@ -123,7 +154,8 @@ def _with_state(make: MakeOptimizer, trained: list[nn.Parameter]) -> torch.optim
     return optimizer
 
 
-FORWARD, HEAD = "forward", "forward of the loss head"
+FORWARD, BACKWARD, OPTIMIZER, END = Phase("forward"), Phase("backward"), Phase("optimizer"), Phase("end")
+HEAD, HEAD_BACKWARD = Phase("forward of the loss head"), Phase("backward of the loss head")
 
 
 class _Marks:
@@ -132,14 +164,14 @@ class _Marks:
     def __init__(self, model: nn.Module, opened: OpenLedger) -> None:
         self._model = model
         self._opened = opened
-        self._marks: list[tuple[int, str]] = []
-        self._ended = 0  # the event with which the layers' forward ended
+        self._marks: list[tuple[int, Phase]] = []
+        self._in_backward = False
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> _Marks:
-        found = list(find.layers(self._model))
-        for place, (name, layer, _) in enumerate(found):
-            self._watch(name, layer, last=place == len(found) - 1)
+        layers = [layer for _, layer, _ in find.layers(self._model)]
+        for index, layer in enumerate(layers):
+            self._watch(index, layer, last=index == len(layers) - 1)
         self._stack.enter_context(self._opened)
         self.add(FORWARD)
         return self
@@ -147,13 +179,14 @@ class _Marks:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def add(self, name: str) -> None:
-        self._marks.append((len(self._opened), name))
+    def add(self, phase: Phase) -> None:
+        self._in_backward = self._in_backward or phase == HEAD_BACKWARD
+        self._marks.append((len(self._opened), phase))
 
-    def _watch(self, name: str, layer: nn.Module, last: bool) -> None:
+    def _watch(self, index: int, layer: nn.Module, last: bool) -> None:
         def entered(module: nn.Module, args: Any) -> None:
             if not self._in_backward:  # a checkpoint calls it again
-                self.add(f"forward of {name}")
+                self.add(Phase(FORWARD.name, index))
 
         def left(module: nn.Module, args: Any, output: Any) -> None:
             if self._in_backward:
@@ -162,31 +195,63 @@ class _Marks:
                 self.add(HEAD)
             x = next(t for t in tree_leaves(output) if isinstance(t, Tensor))
             if x.requires_grad:
-                x.register_hook(lambda _: self.add(f"backward of {name}"))
+                x.register_hook(lambda _: self.add(Phase(BACKWARD.name, index)))
 
         self._stack.callback(layer.register_forward_pre_hook(entered).remove)
         self._stack.callback(layer.register_forward_hook(left).remove)
 
-    @property
-    def _in_backward(self) -> bool:
-        return any(name.startswith("backward") for _, name in self._marks)
-
-    def at_the_peak(self, weights: int, optimizer: int) -> StepMemory:
+    def peaks(self) -> list[Peak]:
+        """Of each phase but the end, in which the gradients are released."""
         ledger = self._opened.ledger
-        top, live = ledger.at_the_peak
-        places = {name: index for index, name in reversed(self._marks)}
-        released = (event for event in ledger.events[places["gradients"] :] if event[0] == "release")
+        begins = {phase: index for index, phase in reversed(self._marks)}
+        released = (event for event in ledger.events[begins[END] :] if event[0] == "release")
         gradients = {event[3][0] for event in released}
-        of_layers = places.get(HEAD, places["backward of the loss head"])
-        of_head = next((i for i, name in self._marks if i >= of_layers and name not in _OF_HEAD), len(ledger.events))
-        parts = dict.fromkeys(("gradients", "layers", "loss_head", "transients"), 0)
-        for number, (index, size) in live.items():
-            kind = "layers" if index < of_layers else "loss_head" if index < of_head else "transients"
-            parts["gradients" if number in gradients else kind] += size
-        phase = [name for index, name in self._marks if index <= top][-1]
-        peak = weights + optimizer + sum(parts.values())
-        moment = f"{phase}: {ledger.name(ledger.events[top])}"
-        return StepMemory(peak, weights, optimizer, **parts, moment=moment)
+        of_layers = begins.get(HEAD, begins[HEAD_BACKWARD])
+        of_head = next(i for i, phase in self._marks if i >= of_layers and phase not in (HEAD, HEAD_BACKWARD))
+        found, now, kinds = [], [0, 0, 0, 0], {}
+        for (begin, phase), (end, _) in zip(self._marks, self._marks[1:], strict=False):
+            best, parts, top = -1, (0, 0, 0, 0), begin
+            for index in range(begin, end):
+                kind, _, _, (number, size, *_), _ = ledger.events[index]
+                if kind == "allocation":
+                    made = 1 if index < of_layers else 2 if index < of_head else 3
+                    kinds[number] = 0 if number in gradients else made
+                    now[kinds[number]] += size
+                    if sum(now) > best:
+                        best, parts, top = sum(now), (now[0], now[1], now[2], now[3]), index
+                elif kind == "release":
+                    now[kinds.pop(number)] -= size
+            if best >= 0:
+                found.append(Peak(phase, parts, ledger.name(ledger.events[top])))
+        return found
 
 
-_OF_HEAD = (HEAD, "backward of the loss head")
+def extrapolated(few: StepMemory, more: StepMemory, layers: tuple[int, int, int], period: int = 1) -> StepMemory:
+    """The memory of a step of a model with more layers, from two predictions of it with fewer.
+
+    layers: of `few`, of `more`, and of the model: at least 2, at least one more, any, in steps of `period`, after which
+    layers repeat. In each phase at the ends of the stack every part is a line in the number of layers; between the ends
+    phases need no more than at one of them.
+    """
+    less, greater, all_ = layers
+
+    def line(a: int, b: int) -> int:
+        return a + (b - a) * (all_ - less) // (greater - less)
+
+    def places(memory: StepMemory, depth: int) -> dict[Phase, Peak]:
+        """The phases under the names that they have in the whole model."""
+        found = {}
+        for peak in memory.phases:
+            index = peak.phase.layer
+            if index is not None and index >= depth - period:
+                found[Phase(peak.phase.name, index + all_ - depth)] = peak
+            elif index is None or index < period:
+                found[peak.phase] = peak
+        return found
+
+    ends, others = places(few, less), places(more, greater)
+    phases = []
+    for phase in filter(others.__contains__, ends):
+        gradients, of_layers, head, transients = map(line, ends[phase].parts, others[phase].parts)
+        phases.append(Peak(phase, (gradients, of_layers, head, transients), others[phase].what))
+    return StepMemory.of_phases(line(few.weights, more.weights), line(few.optimizer, more.optimizer), phases)

@@ -1,0 +1,56 @@
+"""The longest sequence that fits into a card's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckptfused.policy.step import StepMemory, step_memory
+
+
+class Longest(NamedTuple):
+    """What was found; `tokens` 0: not even the shortest sequence fits, and `memory` is what that would need."""
+
+    tokens: int
+    memory: StepMemory
+
+
+def language_step(model: nn.Module, tokens: int, batch: int = 1, **options: Any) -> StepMemory:
+    """`step_memory` of a language model that learns `batch` sequences of this many tokens."""
+    ids = torch.empty(batch, tokens, dtype=torch.int64, device="meta")
+    return step_memory(model, {"input_ids": ids, "labels": ids}, **options)
+
+
+def longest(step_of: Callable[[int], StepMemory], budget: int, step: int = 256, most: int = 1 << 22) -> Longest:
+    """A multiple of `step` tokens that fits into `budget` bytes where `step` more, or `most`, would not.
+
+    Between a length that fits and one that does not the next guess is where a straight line between their peaks meets
+    the budget; where that did not halve the gap, the middle.
+    """
+    fits, exceeds = 0, max(1, 2048 // step)
+    low = high = step_of(exceeds * step)
+    while high.peak <= budget:
+        if exceeds * step >= most:
+            return Longest(exceeds * step, high)
+        fits, exceeds, low = exceeds, 2 * exceeds, high
+        high = step_of(exceeds * step)
+    if fits == 0:
+        low = step_of(step)
+        if low.peak > budget:
+            return Longest(0, low)
+        fits = 1
+    halved = True
+    while exceeds - fits > 1:
+        gap = exceeds - fits
+        share = (budget - low.peak) / (high.peak - low.peak) if halved else 0.5
+        guess = min(max(fits + int(gap * share), fits + 1), exceeds - 1)
+        found = step_of(guess * step)
+        if found.peak <= budget:
+            fits, low = guess, found
+        else:
+            exceeds, high = guess, found
+        halved = 2 * (exceeds - fits) <= gap
+    return Longest(fits * step, low)

@@ -1,0 +1,121 @@
+"""The longest sequence that fits, models by few of their layers, and the command that asks for both."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptfused.cli import main
+from ckptfused.policy import StepMemory, language_step, longest
+from ckptfused.policy.variants import CHECKPOINTED, CHUNKED, MODELS, VARIANTS, Trained, build, read_config
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+]
+SMALL = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"vocab_size": 2048, "head_dim": 32}
+
+
+def small(name: str, layers: int) -> dict[str, Any]:
+    return MODELS[name] | SMALL | {"num_hidden_layers": layers}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("name", "layers"), [("llama-3-8b", 6), ("gemma-2-9b", 8)])
+def test_few_layers_say_the_same_as_all(name: str, layers: int, variant: str) -> None:
+    """Gemma 2's are of two kinds by turns. With a head that sets the peak and one that does not, AdamW's step, LoRA."""
+    for classes, lora, options in (
+        (2048, None, {}),
+        (64, None, {"optimizer": torch.optim.AdamW, "device": "cpu"}),
+        (64, 4, {}),
+    ):
+        call: Any = (small(name, layers) | {"vocab_size": classes}, variant, torch.bfloat16, lora)
+        whole = language_step(build(*call), 200, 2, **options)
+        found = Trained(*call).step(200, 2, **options)
+        assert replace(found, phases=()) == replace(whole, phases=())
+
+
+def test_layers_that_do_not_repeat_are_all_run() -> None:
+    assert len(Trained(small("llama-3-8b", 6), CHUNKED, torch.bfloat16)._models) == 2
+    assert len(Trained(small("gemma-2-9b", 7), CHUNKED, torch.bfloat16)._models) == 1
+    assert len(Trained(small("llama-3-8b", 3), CHUNKED, torch.bfloat16)._models) == 1
+
+
+def test_the_published_sizes() -> None:
+    """Parameters as the model cards count them: 8.03, 8.19 and 9.24 billion."""
+    for name, billions in (("llama-3-8b", 8.03), ("qwen3-8b", 8.19), ("gemma-2-9b", 9.24)):
+        model = build(MODELS[name], CHECKPOINTED, torch.bfloat16)
+        assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == billions, name
+
+
+@pytest.mark.parametrize("budget", [0, 999, 1000, 5_130, 77_777, 10**9])
+@pytest.mark.parametrize("power", [1, 2])
+def test_the_search(power: int, budget: int) -> None:
+    """The last multiple that fits, for lines and for curves, in few guesses."""
+    asked = []
+
+    def step_of(tokens: int) -> StepMemory:
+        asked.append(tokens)
+        return StepMemory(900 + tokens**power, 0, 0, 0, 0, 0, 0, "")
+
+    found = longest(step_of, budget, step=10, most=100_000)
+    fitting = [tokens for tokens in range(10, 163_840, 10) if 900 + tokens**power <= budget]
+    expected = fitting[-1] if fitting else 0
+    assert found.tokens == expected or found.tokens >= 100_000
+    assert found.memory.peak == 900 + (found.tokens or 10) ** power
+    assert len(asked) == len(set(asked)) <= 30
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small("llama-3-8b", 4)))
+    command = ["context", "--config", str(path), "--memory", "16MiB", "--lora", "4", "--step", "64"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tokens = {name: row["tokens"] for name, row in found["variants"].items()}
+    assert list(tokens) == list(VARIANTS) and list(tokens.values()) == sorted(tokens.values())
+    for name, row in found["variants"].items():
+        model = build(small("llama-3-8b", 4), name, torch.bfloat16, 4)
+        assert row["peak"] == language_step(model, tokens[name]).peak <= 16 << 20
+        assert language_step(model, tokens[name] + 64).peak > 16 << 20
+        assert row.keys() == {"tokens", *(f.name for f in fields(StepMemory))} - {"phases"}
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert all(f"{count:,}" in out for count in tokens.values()) and "Not counted: the CUDA context" in out
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["context", "--config", "llama-3-8b", "--memory", "1GiB"]) == 0
+    assert "none  the shortest needs " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "80Gigs"], "memory: expected a number of bytes such as 268435456 or \"256MiB\", got '80Gigs'"),
+        (["--memory", "8GB", "--lora", "0"], "argument --lora: expected a number from 1 on, got '0'"),
+        (["--memory", "8GB", "--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_options_are_checked_first(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["context", "--config", "llama-3-8b", *options])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"hidden_size": 4}'])
+def test_a_configuration_of_something_else_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["context", "--config", str(path), "--memory", "8GB"]) == 1
+    assert "--config: expected" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="llama-3-8b, qwen3-8b, gemma-2-9b, or the path of a config.json, got 'nope'"):
+        read_config("nope")
