@@ -160,13 +160,14 @@ void Ledger::forget(const Buffer& buffer) {
 // Autograd adds a gradient to one that nobody else holds in place, but for meta tensors: there the
 // sum is a new one, and one of the two ends at once.
 bool Ledger::reused(const Buffer& buffer) {
-  if (events_.empty()) return false;
-  const Event& last = events_.back();
-  if (last.kind != allocation || last.name != kAccumulation || last.sizes[1] != buffer.bytes) {
+  const auto last = std::find_if(events_.rbegin(), events_.rend(),
+                                 [](const Event& e) { return e.kind != launch; });
+  if (last == events_.rend() || last->kind != allocation || last->name != kAccumulation ||
+      last->sizes[1] != buffer.bytes) {
     return false;
   }
-  renamed_[last.sizes[0]] = resolved(buffer.number);
-  events_.pop_back();
+  renamed_[last->sizes[0]] = resolved(buffer.number);
+  events_.erase(std::next(last).base());
   return true;
 }
 

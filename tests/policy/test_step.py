@@ -129,6 +129,7 @@ def test_other_models(name: str) -> None:
     """With eager attention, soft-caps, windows, dropout, tied embeddings."""
     for variant in ("plain", "checkpointed", "chunked"):
         compare(lambda: with_variant(MODELS[name](), variant))  # noqa: B023
+    compare(lambda: with_variant(MODELS[name]().bfloat16(), "chunked"), None, (2, 40))
 
 
 def test_the_moment_and_the_parts() -> None:
