@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from ckptfused.cli.errors import CommandError
-from ckptfused.policy.longest import Longest, longest
+from ckptfused.policy.search import Longest, longest
 from ckptfused.policy.step import StepMemory
 from ckptfused.policy.variants import MODELS, VARIANTS, Trained, read_config
 from ckptfused.sizes import parse_bytes

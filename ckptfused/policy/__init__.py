@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptfused.policy.longest import Longest, language_step, longest
+from ckptfused.policy.search import Longest, language_step, longest
 from ckptfused.policy.step import StepMemory, adamw, step_memory
 
 __all__ = ["Longest", "StepMemory", "adamw", "language_step", "longest", "step_memory"]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckptfused.convert import convert
-from ckptfused.policy.longest import language_step
+from ckptfused.policy.search import language_step
 from ckptfused.policy.step import StepMemory, extrapolated
 
 LEAST_SCRATCH = "64MiB"
