@@ -10,7 +10,6 @@ in which the variants take turns. Writes benchmarks/results/encoder-<layers>x<wi
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 
 from benchmarks import environment
 from benchmarks.checks import gradients, refuse_difference, worst_error
-from benchmarks.step_time import RESULTS, step, summary, time_variants
+from benchmarks.commands import command_line, times, write
+from benchmarks.step_time import step, summary, time_variants
 from ckptfused import FusedCheckpointBlock
 from ckptfused.cli.models import TorchCheckpoint
 
@@ -158,8 +158,7 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for variant, row in result["seconds"].items():
-        times = " | ".join(f"{row[name]:.3f}" for name in ("median", "p20", "p80"))
-        lines.append(f"| {variant} | {times} | {result['peak_bytes'][variant] / 1e6:,.0f} |")
+        lines.append(f"| {variant} | {times(row)} | {result['peak_bytes'][variant] / 1e6:,.0f} |")
     steps = min(row["steps"] for row in result["seconds"].values())
     lines += [
         "",
@@ -173,14 +172,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__, 200.0)
     for name, default in asdict(Sizes()).items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--budget", type=float, default=200.0, help="seconds of timed steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--label", default="", help="ends the name of the result files: the processor, say")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--memory-of", choices=VARIANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -189,11 +183,7 @@ def main() -> None:
         print(step_memory(arguments.memory_of, sizes, arguments.seed))
         return
     result = measure(sizes, arguments.budget, arguments.seed, arguments.threads)
-    stem = "-".join(filter(None, (sizes.name, arguments.label)))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"{stem}.json").write_text(json.dumps(result, indent=2) + "\n")
-    (arguments.out / f"{stem}.md").write_text(markdown(result))
-    print(markdown(result), flush=True)
+    write(result, markdown, arguments, sizes.name)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ benchmarks/results/ffn-scratch-<tokens>x<width>-<dtype>[-<label>].json and .md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import replace
 from functools import partial
@@ -24,8 +22,9 @@ from torch import Tensor
 
 from benchmarks import environment
 from benchmarks.checks import worst_error
+from benchmarks.commands import command_line, times, write
 from benchmarks.memory import memory_of
-from benchmarks.step_time import RESULTS, summary, take_turns
+from benchmarks.step_time import summary, take_turns
 from ckptfused import cost
 from ckptfused.functional import block
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec, param_shapes
@@ -118,9 +117,8 @@ def markdown(result: dict[str, Any]) -> str:
     for limit, row in result["seconds"].items():
         rows, cols = result["tiles"][limit]
         whole = (rows, cols) == (shape["tokens"], shape["hidden"])
-        times = " | ".join(f"{row[name]:.3f}" for name in ("median", "p20", "p80"))
         tiles, peak = "one piece" if whole else f"{rows} × {cols}", result["peak_bytes"][limit] / 2**20
-        lines.append(f"| {limit} MiB | {tiles} | {peak:,.0f} | {times} | {row['median'] / first:.2f}× |")
+        lines.append(f"| {limit} MiB | {tiles} | {peak:,.0f} | {times(row)} | {row['median'] / first:.2f}× |")
     steps = min(row["steps"] for row in result["seconds"].values())
     lines += [
         "",
@@ -133,22 +131,13 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__, 60.0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append", help="default: both")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of timed backwards of each type")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--label", default="", help="ends the name of the result files: the processor, say")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     for dtype in arguments.dtype or ("float32", "bfloat16"):
         result = measure(dtype, arguments.budget, arguments.seed)
-        stem = "-".join(filter(None, (result["case"], dtype, arguments.label)))
-        (arguments.out / f"{stem}.json").write_text(json.dumps(result, indent=2) + "\n")
-        (arguments.out / f"{stem}.md").write_text(markdown(result))
-        print(markdown(result), flush=True)
+        write(result, markdown, arguments, result["case"], dtype)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import ckptfused
 from benchmarks import environment
+from benchmarks.commands import RESULTS
 from ckptfused import FusedCheckpointBlock
 
-RESULTS = Path(__file__).resolve().parent / "results"
 SHAPE, HEADS, HIDDEN = (1, 8, 32), 4, 64
 ENCODER, BLOCK, LLAMA_BLOCK = "nn.TransformerEncoderLayer", "FusedCheckpointBlock", "FusedCheckpointBlock.llama"
 ENCODER_CONVERTED, LLAMA, LLAMA_CONVERTED = f"{ENCODER}, converted", "LlamaDecoderLayer", "LlamaDecoderLayer, converted"

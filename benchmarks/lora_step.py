@@ -8,10 +8,8 @@ take turns within one run. Writes benchmarks/results/lora-4x1024[-<label>].json 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,9 @@ from torch import Tensor, nn
 
 import ckptfused
 from benchmarks import environment
+from benchmarks.commands import command_line, write
 from benchmarks.memory import memory_of
-from benchmarks.step_time import RESULTS, summary, take_turns
+from benchmarks.step_time import summary, take_turns
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 BATCH, TOKENS, VOCABULARY = 4, 512, 256
@@ -156,19 +155,12 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--budget", type=float, default=90.0, help="seconds of timed steps")
+    parser = command_line(__doc__, 90.0)
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters' inputs")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--label", default="", help="ends the name of the result files: the processor, say")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     result = measure(arguments.dropout, arguments.budget, arguments.seed)
-    stem = "-".join(filter(None, ("lora-4x1024", "dropout" if arguments.dropout else "", arguments.label)))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"{stem}.json").write_text(json.dumps(result, indent=2) + "\n")
-    (arguments.out / f"{stem}.md").write_text(markdown(result))
-    print(markdown(result), flush=True)
+    write(result, markdown, arguments, "lora-4x1024", "dropout" if arguments.dropout else "")
 
 
 if __name__ == "__main__":

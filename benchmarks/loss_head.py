@@ -8,8 +8,6 @@ benchmarks/results/loss-head-<tokens>x<width>-<vocabulary>-<dtype>[-<label>].jso
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -25,8 +23,9 @@ from torch import Tensor
 import ckptfused
 from benchmarks import environment
 from benchmarks.checks import worst_error
+from benchmarks.commands import command_line, times, write
 from benchmarks.memory import memory_of
-from benchmarks.step_time import RESULTS, summary, take_turns
+from benchmarks.step_time import summary, take_turns
 
 TOKENS, WIDTH = 2048, 1024
 CHECKED_TOKENS, CHECKED_CLASSES = 96, 4096
@@ -115,10 +114,9 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for variant, row in result["seconds"].items():
-        times = " | ".join(f"{row[name]:.3f}" for name in ("median", "p20", "p80"))
         over, goal = result["over"].get(variant), result["goals"].get(variant)
         lines.append(
-            f"| `{variant}` | {times} | {result['peak_bytes'][variant] / 2**20:,.0f} | "
+            f"| `{variant}` | {times(row)} | {result['peak_bytes'][variant] / 2**20:,.0f} | "
             f"{f'{over:.2f}×' if over else ''} | {f'≤ {goal:.2f}×' if goal else ''} |"
         )
     steps = min(row["steps"] for row in result["seconds"].values())
@@ -133,24 +131,15 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__, 60.0)
     parser.add_argument("--vocabulary", type=int, action="append", help="default: 32768 and 128256")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append", help="default: both")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of timed steps of each case")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--label", default="", help="ends the name of the result files: the processor, say")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     for vocabulary in arguments.vocabulary or (32768, 128256):
         for dtype in arguments.dtype or ("float32", "bfloat16"):
             result = measure(vocabulary, dtype, arguments.budget, arguments.seed)
-            stem = "-".join(filter(None, (result["case"], dtype, arguments.label)))
-            (arguments.out / f"{stem}.json").write_text(json.dumps(result, indent=2) + "\n")
-            (arguments.out / f"{stem}.md").write_text(markdown(result))
-            print(markdown(result), flush=True)
+            write(result, markdown, arguments, result["case"], dtype)
 
 
 if __name__ == "__main__":

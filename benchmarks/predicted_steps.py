@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import environment
-from benchmarks.step_time import RESULTS
+from benchmarks.commands import RESULTS
 from ckptfused.policy import StepMemory, longest
 from ckptfused.policy.variants import MODELS, VARIANTS, Trained
 

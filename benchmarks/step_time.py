@@ -8,8 +8,6 @@ slow minute of the machine falls on all of them. Writes benchmarks/results/<case
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -26,9 +24,8 @@ from torch import Tensor, nn
 from benchmarks import environment
 from benchmarks.cases import CASES, GOALS, LLAMA, Case
 from benchmarks.checks import check_gradients
+from benchmarks.commands import command_line, write
 from ckptfused.cli.models import VARIANTS, Variant, plain_layers, variant_layers
-
-RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def step(layers: nn.ModuleList, x: Tensor, dy: Tensor) -> None:
@@ -134,23 +131,14 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__, 90.0)
     parser.add_argument("--case", choices=sorted(CASES), default=LLAMA.name)
     parser.add_argument("--dtype", choices=sorted(GOALS), action="append", help="default: both")
-    parser.add_argument("--budget", type=float, default=90.0, help="seconds of timed steps for one dtype")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--label", default="", help="ends the name of the result files: the processor, say")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for dtype in arguments.dtype or sorted(GOALS, reverse=True):
         result = measure(CASES[arguments.case], dtype, arguments.budget, arguments.seed)
-        stem = "-".join(filter(None, (arguments.case, dtype, arguments.label)))
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / f"{stem}.json").write_text(json.dumps(result, indent=2) + "\n")
-        (arguments.out / f"{stem}.md").write_text(markdown(result))
-        print(markdown(result), flush=True)
+        write(result, markdown, arguments, arguments.case, dtype)
 
 
 if __name__ == "__main__":

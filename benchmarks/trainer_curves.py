@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 import ckptfused
 from benchmarks import environment
-from benchmarks.step_time import RESULTS
+from benchmarks.commands import RESULTS
 from ckptfused.cli.demo import data
 
 TOKENS, BATCH = 128, 4

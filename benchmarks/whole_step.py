@@ -29,8 +29,9 @@ from torch import Tensor
 import ckptfused
 from benchmarks import environment
 from benchmarks.checks import worst_error
+from benchmarks.commands import command_line, times, write
 from benchmarks.memory import memory_of
-from benchmarks.step_time import RESULTS, summary, take_turns
+from benchmarks.step_time import summary, take_turns
 
 PLAIN, CHECKPOINTED = "Hugging Face", "its gradient checkpointing"
 CHUNKED = "its gradient checkpointing, torch's chunked loss"
@@ -190,10 +191,9 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for variant, row in result["seconds"].items():
-        times = " | ".join(f"{row[name]:.3f}" for name in ("median", "p20", "p80"))
         above, whole = memory[variant]["above_gradients"], memory[variant]["with_gradients"]
         lines.append(
-            f"| `{variant}` | {times} | {above / 2**20:,.1f} | {whole / 2**20:,.1f} | {above / base:.2f}× | "
+            f"| `{variant}` | {times(row)} | {above / 2**20:,.1f} | {whole / 2**20:,.1f} | {above / base:.2f}× | "
             f"{row['median'] / seconds:.2f}× |"
         )
     steps = min(row["steps"] for row in result["seconds"].values())
@@ -209,14 +209,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__, 120.0)
     for name, default in asdict(Sizes()).items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--budget", type=float, default=120.0, help="seconds of timed steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--label", default="", help="ends the name of the result files: the processor, say")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--memory-of", choices=VARIANTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -225,11 +220,7 @@ def main() -> None:
         print(json.dumps(peak_of(arguments.memory_of, sizes, arguments.seed)))
         return
     result = measure(sizes, arguments.budget, arguments.seed, arguments.threads)
-    stem = "-".join(filter(None, (sizes.name, arguments.label)))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"{stem}.json").write_text(json.dumps(result, indent=2) + "\n")
-    (arguments.out / f"{stem}.md").write_text(markdown(result))
-    print(markdown(result), flush=True)
+    write(result, markdown, arguments, sizes.name)
 
 
 if __name__ == "__main__":
