@@ -413,8 +413,8 @@ MUTANTS = (
     Mutant(
         "a release that is not in the ledger",
         file="csrc/ops/ledger.cpp",
-        text="    ledger->events_.push_back({Ledger::release,",
-        defect="    if (buffer->number != 1) ledger->events_.push_back({Ledger::release,",
+        text="    if (ledger->reused(*buffer)) return;\n",
+        defect="    if (ledger->reused(*buffer) || buffer->number == 1) return;\n",
         test="tests/cost/test_cost.py::test_launches_and_results[llama-float32-inputs]",
     ),
     Mutant(
