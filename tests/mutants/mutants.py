@@ -182,6 +182,13 @@ MUTANTS = (
         test="tests/repository/test_packaging.py::test_without_an_extension_the_error_says_what_to_do",
     ),
     Mutant(
+        "tables and masks on another device than x taken for ones beside it",
+        file="ckptfused/checks.py",
+        text="        check_plain(name, value)\n        if value.device != x.device:",
+        defect='        check_plain(name, value)\n        if value.device.type not in (x.device.type, "meta"):',
+        test="tests/modules/test_messages.py::test_another_device",
+    ),
+    Mutant(
         "a rotary table for each module",
         file="ckptfused/modules/rotary.py",
         text="table = _tables.get(key)",
