@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ckptfused.convert import find, heads
+from ckptfused.convert import find, head_forward, heads
 from ckptfused.convert.agree import agreed
 from ckptfused.convert.counts import Counts
 from ckptfused.convert.describe import describe, generic_blocks, head_note, offload_note
@@ -82,7 +82,7 @@ def convert(
 
     def both() -> Report:
         for _, inner in language_models:
-            heads.take_out(inner)
+            head_forward.take_out(inner)
         asked = () if loss is None else language_models
         made = tuple(_convert_loss(name, inner, policy.scratch or None) for name, inner in asked)
         report = _convert(model, found, policy, offloader)
@@ -102,7 +102,7 @@ def convert(
 
 
 def _convert_loss(name: str, model: nn.Module, scratch: int | None) -> HeadReport:
-    why = heads.put_in(model, scratch)
+    why = head_forward.put_in(model, scratch)
     kind = type(model).__name__
     return HeadReport(name, kind, "chunked") if why is None else HeadReport(name, kind, "original", why.text)
 
@@ -140,7 +140,7 @@ def revert(model: nn.Module) -> int:
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     count = 0
     for layer in model.modules():
-        heads.take_out(layer)
+        head_forward.take_out(layer)
         if isinstance(vars(layer).get(REPLICATE), NotReplicated):
             del vars(layer)[REPLICATE]
         places = [key for key in (_BELOW_HOOKS, "forward") if isinstance(vars(layer).get(key), ConvertedForward)]

@@ -16,7 +16,7 @@ from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import transformed
 from ckptfused.convert.caches import left_empty
 from ckptfused.convert.family import FAMILIES
-from ckptfused.convert.heads import HeadForward, installed
+from ckptfused.convert.head_forward import HeadForward, installed
 from ckptfused.convert.own_checkpoint import as_it_would, checkpoints_itself, let_converted_through
 from ckptfused.generic.views import entered
 from ckptfused.layer.hooks import hooked_everywhere, lent_weights

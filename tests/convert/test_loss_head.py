@@ -15,7 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import ckptfused
-from ckptfused.convert.heads import HeadForward
+from ckptfused.convert.head_forward import HeadForward
 from tests.accounting import Events
 from tests.convert import zoo_decoders, zoo_encoders, zoo_llama, zoo_moe, zoo_seq2seq  # noqa: F401
 from tests.convert.compare import close, gradients, no_worse, run

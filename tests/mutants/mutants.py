@@ -456,14 +456,14 @@ MUTANTS = (
     ),
     Mutant(
         "a chunked loss in evaluation, where logits are wanted",
-        file="ckptfused/convert/heads.py",
+        file="ckptfused/convert/head_forward.py",
         text="if not model.training or not torch.is_grad_enabled()",
         defect="if not torch.is_grad_enabled()",
         test="tests/convert/test_loss_head.py::test_calls_that_may_want_logits_run_as_they_were",
     ),
     Mutant(
         "a chunked loss past a hook on the head",
-        file="ckptfused/convert/heads.py",
+        file="ckptfused/convert/head_forward.py",
         text='found = projection(family.head(model), "the head")',
         defect="found = Projection(family.head(model).weight, None)",
         test="tests/convert/test_loss_head.py::test_changes_after_convert_are_seen",
