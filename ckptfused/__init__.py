@@ -3,7 +3,7 @@
 from ckptfused import fake as fake
 from ckptfused import rng
 from ckptfused.checkpoint import checkpoint, checkpoint_sequential
-from ckptfused.convert import convert, original, revert
+from ckptfused.convert import CheckpointPolicy, LayerMode, convert, original, revert
 from ckptfused.explain import explain
 from ckptfused.info import build_info
 from ckptfused.loss import LinearCrossEntropyLoss, linear_cross_entropy
@@ -19,10 +19,12 @@ register()
 __version__ = str(build_info()["version"])
 
 __all__ = [
+    "CheckpointPolicy",
     "FusedCheckpointAttention",
     "FusedCheckpointBlock",
     "FusedCheckpointFFN",
     "FusedCheckpointSequential",
+    "LayerMode",
     "LinearCrossEntropyLoss",
     "__version__",
     "build_info",

@@ -18,11 +18,9 @@ def agreed(convert: Callable[[], Report], group: Any = None) -> Report:
     failure: Exception | None = None
     try:
         report = convert()
-        mine: Any = {
-            x.name: f"{x.layer}: {x.path} by {x.family}, keep={report.keep!r}, scratch={report.scratch}"
-            for x in report.layers
-        }
-        mine |= {f"{x.name} (loss)": f"{x.model}: {x.path}" for x in report.heads}
+        mine: Any = {f"layer {x.name}": f"{x.layer}: {x.path} by {x.family}, {x.mode}" for x in report.layers}
+        mine |= {f"the loss of {x.name}": f"{x.model}: {x.path}" for x in report.heads}
+        mine["the policy"] = str(report.policy)
     except Exception as error:
         failure, mine = error, f"{type(error).__name__}: {error}"
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -36,5 +34,5 @@ def agreed(convert: Callable[[], Report], group: Any = None) -> Report:
         for name in {**everyone[0], **theirs}:
             first, other = everyone[0].get(name, "not converted"), theirs.get(name, "not converted")
             if first != other:
-                raise ValueError(f"convert: ranks differ at layer {name}: rank 0 has {first}, rank {rank} has {other}")
+                raise ValueError(f"convert: ranks differ at {name}: rank 0 has {first}, rank {rank} has {other}")
     return report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,12 +22,12 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.pieces import projection
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
 from ckptfused.layer.source import patched
-from ckptfused.layer.texts import Policy
+from ckptfused.layer.texts import Mode
 from ckptfused.modules.fused import FusedModule
 
 
 def describe(
-    model: nn.Module, name: str, layer: nn.Module, family: Family | None, policy: Policy, counts: Counts
+    model: nn.Module, name: str, layer: nn.Module, family: Family | None, mode: Mode, counts: Counts
 ) -> LayerReport:
     """The report on one layer of a model, not converted at this moment."""
     kind = type(layer).__name__
@@ -50,12 +51,18 @@ def describe(
         with contextlib.suppress(Exception):  # a count for the table
             args, kwargs = family.example(layer, x)
             before = counts.per_token(layer, args, kwargs)
-    plan = family.plan(layer, policy, x)
+    plan = family.plan(layer, mode, x)
     if isinstance(plan, Reason):
         return LayerReport(name, kind, family.name, "generic", plan.text, before, x.size(-1) * x.element_size())
     after = sum(cost.saved_bytes(spec, 1, TOKENS, x.size(-1), x.dtype) for spec in plan.specs) / TOKENS
     after += plan.generic * x.size(-1) * x.element_size()
     return LayerReport(name, kind, family.name, plan.path, plan.reason, before, after)
+
+
+def as_it_was(model: nn.Module, name: str, layer: nn.Module, family: Family | None, counts: Counts) -> LayerReport:
+    """The report on a layer that is not converted."""
+    report = describe(model, name, layer, None if patched(layer) else family, Mode(), counts)
+    return replace(report, path="original", reason="as it was, says the policy", after=report.before)
 
 
 def _without_adapter(

@@ -18,7 +18,7 @@ from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.source import class_as_read, class_name, unread, vouch
-from ckptfused.layer.texts import Policy
+from ckptfused.layer.texts import Mode
 from ckptfused.offload import follow
 from ckptfused.spec import NORMS, BlockSpec
 from ckptfused.spec.checks import check_choice
@@ -111,9 +111,9 @@ class Family:
         inputs = self.inputs(layer, *args, **kwargs)
         return inputs if isinstance(inputs, Reason) else (Fused(self.parts(layer), inputs),)
 
-    def run(self, layer: Any, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: Any, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's result, or a `Reason`."""
-        steps = self._calls(layer, policy, args, kwargs)
+        steps = self._calls(layer, mode, args, kwargs)
         if isinstance(steps, Reason):
             return steps
         x = next(step.x for step in steps if isinstance(step, Call))
@@ -139,13 +139,13 @@ class Family:
         """Arguments with which the layer's forward takes x, for counting what it saves."""
         return (x,), {}
 
-    def plan(self, layer: Any, policy: Policy, x: Tensor) -> Plan | Reason:
+    def plan(self, layer: Any, mode: Mode, x: Tensor) -> Plan | Reason:
         """What will become of calls like `example`'s."""
         try:
             args, kwargs = self.example(layer, x)
         except AttributeError as error:
             return lacking(error)
-        steps = self._calls(layer, policy, args, kwargs, sharded=True)
+        steps = self._calls(layer, mode, args, kwargs, sharded=True)
         if isinstance(steps, Reason):
             return steps
         why = dict.fromkeys(step.why for step in steps if isinstance(step, Generic))
@@ -153,7 +153,7 @@ class Family:
         return Plan(specs, len(steps) - len(specs), "; ".join(why))
 
     def _calls(
-        self, layer: Any, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
+        self, layer: Any, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
     ) -> list[Call | Generic] | Reason:
         """The steps, with an op call for each fused one. `sharded` as in `layer.build_call`."""
         if not self.as_read(layer):
@@ -168,14 +168,14 @@ class Family:
             return LENT
         calls: list[Call | Generic] = []
         for step in steps:
-            made = fused_call(*step, policy, sharded) if isinstance(step, Fused) else step
+            made = fused_call(*step, mode, sharded) if isinstance(step, Fused) else step
             if isinstance(made, Reason):
                 return made
             calls.append(made)
         return calls
 
 
-def fused_call(parts: Parts, inputs: Inputs, policy: Policy, sharded: bool = False) -> Call | Reason:
+def fused_call(parts: Parts, inputs: Inputs, mode: Mode, sharded: bool = False) -> Call | Reason:
     """`layer.build_call`, for a layer whose own forward says what comes out."""
     x, masks = inputs.x, inputs.masks
     if (why := learned((masks.mask, masks.padding), (inputs.cos, inputs.sin))) is not None:
@@ -186,7 +186,7 @@ def fused_call(parts: Parts, inputs: Inputs, policy: Policy, sharded: bool = Fal
         return Reason(f"an input of type {type(x).__name__}")
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.is_inference():
         inputs = inputs._replace(x=x.clone())  # what was made in inference mode cannot be saved for backward
-    return build_call(parts, inputs, policy, sharded)
+    return build_call(parts, inputs, mode, sharded)
 
 
 def _closing_norm_fits(parts: Parts, x: Tensor) -> Reason | None:

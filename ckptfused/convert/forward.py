@@ -23,7 +23,7 @@ from ckptfused.layer.hooks import hooked_everywhere, lent_weights
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import refuse_tensor_parallel
-from ckptfused.layer.texts import Policy
+from ckptfused.layer.texts import Mode
 from ckptfused.offload import Offloader, saving
 from ckptfused.outer_checkpoint import passed
 
@@ -46,13 +46,13 @@ class ConvertedForward:
         self,
         layer: nn.Module,
         family: str | None,
-        policy: Policy,
+        mode: Mode,
         before: Any = None,
         offloader: Offloader | None = None,
     ) -> None:
         self.layer = layer
         self.family = family
-        self.policy = policy
+        self.mode = mode
         self.before = before
         """A forward that the instance had already (offload hooks, a patch): it runs, checkpointed."""
         self.offloader = offloader
@@ -74,8 +74,8 @@ class ConvertedForward:
         elif hooked_everywhere():
             reason = Reason("hooks on all modules")
         elif self.family is not None:
-            with self._saving(args, kwargs), passed(self.layer, self.policy.inputs_alone):
-                result = FAMILIES[self.family].run(self.layer, self.policy, args, kwargs)
+            with self._saving(args, kwargs), passed(self.layer, self.mode.inputs_alone):
+                result = FAMILIES[self.family].run(self.layer, self.mode, args, kwargs)
             if not isinstance(result, Reason):
                 return result
             reason = result

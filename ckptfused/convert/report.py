@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from ckptfused.convert.policy import CheckpointPolicy, LayerMode
 
 MOST_RUNS = 8  # that a line of the table names
 
@@ -27,6 +29,8 @@ class LayerReport:
     """Bytes a token that its own forward saves for backward; None where this could not be counted."""
     after: float | None = None
     """Bytes a token saved now."""
+    mode: LayerMode = field(default_factory=LayerMode)
+    """What the policy says of it."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,10 @@ class Report:
     """What `convert` did. As a string, a table in which equal layers share a line."""
 
     layers: tuple[LayerReport, ...]
-    keep: str
+    policy: CheckpointPolicy
+    """What was asked for."""
     notes: tuple[str, ...] = ()
     heads: tuple[HeadReport, ...] = ()
-    scratch: int = 0
-    """The limit that was asked for, in bytes; 0: none was."""
 
     @property
     def fused(self) -> int:
@@ -67,21 +70,22 @@ class Report:
     def __str__(self) -> str:
         if not self.layers:
             return "\n".join(["ckptfused.convert: no layers found", *map(str, self.heads), *self.notes])
-        rows = [("layers", "class", "family", "path", "bytes/token", "why")]
+        differ = len({layer.mode for layer in self.layers}) > 1
+        rows = [("layers", "class", "family", "path", "bytes/token", *(["mode"] if differ else []), "why")]
         for group in _groups(self.layers):
             first = self.layers[group[0]]
             size = " → ".join("not counted" if v is None else f"{v:,.0f}" for v in (first.before, first.after))
             size = size if first.before is not None or first.after is not None else "not counted"
             names = _names(group, self.layers)
-            rows.append((names, first.layer, first.family or "–", first.path, size, first.reason))
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        lines = ["  ".join([*(c.ljust(w) for c, w in zip(row, widths, strict=False)), row[5]]).rstrip() for row in rows]
-        limit = f", scratch={self.scratch:,} bytes" if self.scratch else ""
+            mode = [str(first.mode)] if differ else []
+            rows.append((names, first.layer, first.family or "–", first.path, size, *mode, first.reason))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         paths = ", ".join(f"{count} {path}" for path, count in Counter(x.path for x in self.layers).items())
         return "\n".join(
             [
                 *lines,
-                f"{len(self.layers)} layers: {paths}; keep={self.keep!r}{limit}",
+                f"{len(self.layers)} layers: {paths}; {self.policy}",
                 *map(str, self.heads),
                 *self.notes,
             ]

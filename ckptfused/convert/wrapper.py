@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ckptfused.layer.texts import Policy
+from ckptfused.layer.texts import Mode
 
 _INNER = "_checkpoint_wrapped_module"
 
@@ -20,7 +20,7 @@ def unwrapped(module: nn.Module, name: str = "") -> tuple[str, nn.Module]:
     return name, module
 
 
-def wrapper_note(model: nn.Module, name: str, policy: Policy) -> str:
+def wrapper_note(model: nn.Module, name: str, mode: Mode) -> str:
     """What the report says of a `checkpoint_wrapper` around the layer of this name; nothing where there is none."""
     wrappers, (place, _, last) = _wrappers(), name.rpartition(".")
     outer: Any = model.get_submodule(place) if last == _INNER else None
@@ -30,7 +30,7 @@ def wrapper_note(model: nn.Module, name: str, policy: Policy) -> str:
     if options.get("use_reentrant"):
         other = "" if options.get("preserve_rng_state", True) else ", with other dropout masks (preserve_rng_state)"
         return f"the reentrant {kind} around it replays it once more{other}"
-    if policy.inputs_alone:
+    if mode.inputs_alone:
         return f"the {kind} around it has nothing to replay"
     return f"the {kind} around it saves the input alone, and replays what keep names"
 

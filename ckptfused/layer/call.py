@@ -12,21 +12,21 @@ from ckptfused.call import Call, Slots
 from ckptfused.checks import check_dtype, check_packed, check_param, check_plain, is_dtensor, rotary_view
 from ckptfused.layer.describe import Layer, describe
 from ckptfused.layer.parts import Inputs, Parts, Reason
-from ckptfused.layer.texts import Expected, Facts, Policy, expected, text_of
+from ckptfused.layer.texts import Expected, Facts, Mode, expected, text_of
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def build_call(parts: Parts, inputs: Inputs, policy: Policy, sharded: bool = False) -> Call | Reason:
+def build_call(parts: Parts, inputs: Inputs, mode: Mode, sharded: bool = False) -> Call | Reason:
     """The op call of a layer, or why it cannot be one.
 
     sharded: it is not to run now, and FSDP will have gathered the weights when it does.
     """
     layer = describe(parts, inputs.x.dtype)
-    return layer if isinstance(layer, Reason) else call_of(layer, inputs, policy, sharded)
+    return layer if isinstance(layer, Reason) else call_of(layer, inputs, mode, sharded)
 
 
-def call_of(layer: Layer, inputs: Inputs, policy: Policy, sharded: bool = False) -> Call | Reason:
+def call_of(layer: Layer, inputs: Inputs, mode: Mode, sharded: bool = False) -> Call | Reason:
     """The op call of a layer with these inputs. sharded: as `build_call`."""
     x, masks, cu_seqlens = inputs.x, inputs.masks, inputs.cu_seqlens
     if x.dim() != 3:
@@ -45,7 +45,7 @@ def call_of(layer: Layer, inputs: Inputs, policy: Policy, sharded: bool = False)
             if not inputs.own_tables:
                 width, (B, T) = a.rotary_dim or cos.size(-1), x.shape[1::-1] if inputs.seq_first else x.shape[:2]
                 cos, sin = rotary_view("cos", cos, B, T, width), rotary_view("sin", sin, B, T, width)
-    text = text_here(layer, inputs, policy)
+    text = text_here(layer, inputs, mode)
     halves = [half for half in (attn, ffn) if half is not None]
     slots = [tensor for half in halves for tensor in half.slots] + [t for half in halves for t in half.adapters]
     if (why := _misfit(x, slots, text, halves[-1].width, layer.parts.names, sharded)) is not None:
@@ -54,7 +54,7 @@ def call_of(layer: Layer, inputs: Inputs, policy: Policy, sharded: bool = False)
     return Call(op, x, slots, text, masks, cos, sin, cu_seqlens, inputs.keep_keys)
 
 
-def text_here(layer: Layer, inputs: Inputs, policy: Policy) -> str:
+def text_here(layer: Layer, inputs: Inputs, mode: Mode) -> str:
     """The text of the spec of a layer that is called with these inputs; x is not read."""
     a, (attn, ffn), masks = layer.parts.attn, (layer.attn, layer.ffn), inputs.masks
     called: Facts = ()
@@ -64,7 +64,7 @@ def text_here(layer: Layer, inputs: Inputs, policy: Policy) -> str:
         called = (masks.kind, masks.padding_kind, masks.causal, inputs.cu_seqlens is not None, window)
         called += (a.rope, 0 if a.rope == "none" or rotary == a.head_dim else rotary)
     facts = None if attn is None else attn.facts, called, None if ffn is None else ffn.facts
-    return text_of(*facts, layer.parts.parallel, inputs.seq_first, *policy)
+    return text_of(*facts, layer.parts.parallel, inputs.seq_first, *mode)
 
 
 def learned(masks: Sequence[Tensor | None], tables: Sequence[Tensor | None] = ()) -> Reason | None:

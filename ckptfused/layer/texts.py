@@ -44,8 +44,8 @@ class Expected(NamedTuple):
     kind: str
 
 
-class Policy(NamedTuple):
-    """What a caller decides of a layer."""
+class Mode(NamedTuple):
+    """What a caller decides of a layer, as the text of its spec takes it."""
 
     keep: str = "inputs"
     """What it keeps for backward beside its input, as `keep_text` gives it."""

@@ -19,7 +19,7 @@ from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import refuse_tensor_parallel
-from ckptfused.layer.texts import Policy, keep_text, kept_names
+from ckptfused.layer.texts import Mode, keep_text, kept_names
 from ckptfused.masks import NO_MASK
 from ckptfused.outer_checkpoint import passed
 from ckptfused.sizes import parse_bytes
@@ -34,13 +34,13 @@ class FusedModule(nn.Module):
     alone; `eval()` only turns dropout off.
     """
 
-    _policy = Policy()
+    _mode = Mode()
     takes_masks = True
 
     @property
     def keep(self) -> Keep:
         """What is kept for backward: a preset's name, or the tuple of names that was given."""
-        return kept_names(self._policy.keep)
+        return kept_names(self._mode.keep)
 
     @keep.setter
     def keep(self, keep: Keep) -> None:
@@ -49,18 +49,18 @@ class FusedModule(nn.Module):
         if isinstance(layer, Reason):
             check_names(keep)
         else:
-            self._spec(layer, Policy()).with_keep(kept_names(text))
-        self._policy = self._policy._replace(keep=text)
+            self._spec(layer, Mode()).with_keep(kept_names(text))
+        self._mode = self._mode._replace(keep=text)
 
     @property
     def scratch(self) -> int | None:
         """Bytes of hidden-wide scratch above which the FFN goes in tiles; None: by device."""
-        return self._policy.scratch or None
+        return self._mode.scratch or None
 
     @scratch.setter
     def scratch(self, scratch: int | str | None) -> None:
         limit = 0 if scratch is None else parse_bytes("scratch", scratch)
-        self._policy = self._policy._replace(scratch=limit)
+        self._mode = self._mode._replace(scratch=limit)
 
     def spec(self, dtype: torch.dtype = torch.float32) -> BlockSpec:
         """The spec of the present state, called without masks on an x of this dtype.
@@ -70,10 +70,10 @@ class FusedModule(nn.Module):
         layer = self._described(dtype)
         if isinstance(layer, Reason):
             raise ValueError(f"spec: expected a module that runs as one op, this one runs generically ({layer.text})")
-        return self._spec(layer, self._policy)
+        return self._spec(layer, self._mode)
 
-    def _spec(self, layer: Layer, policy: Policy) -> BlockSpec:
-        return BlockSpec.parse(text_here(layer, self._no_inputs(), policy))
+    def _spec(self, layer: Layer, mode: Mode) -> BlockSpec:
+        return BlockSpec.parse(text_here(layer, self._no_inputs(), mode))
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A name of a function is as good as in the constructor, where PyTorch's layer would fail at the call.
@@ -117,7 +117,7 @@ class FusedModule(nn.Module):
         if isinstance(layer, Reason):
             return layer
         inputs = self.inputs(src, *args, **kwargs)
-        call = inputs if isinstance(inputs, Reason) else call_of(layer, inputs, self._policy)
+        call = inputs if isinstance(inputs, Reason) else call_of(layer, inputs, self._mode)
         if isinstance(call, Reason) and call.error is not None:
             raise call.error(call.text)
         return call
@@ -182,7 +182,7 @@ def run_module(
     if isinstance(call, Reason):
         refuse_generic(call.text, **only_fused, generator=generator)
         return run_generic(module, call, plain, src, *args)
-    with passed(module, module._policy.inputs_alone):
+    with passed(module, module._mode.inputs_alone):
         y = call.run(generator)
     return y.view(src.shape) if src.dim() == 2 else y  # one sequence comes back without a batch dimension
 

@@ -41,6 +41,8 @@ KEEP_PRESETS: dict[str, tuple[str, ...]] = {
     "attention": ("attn",),
     "attention+mid": ("attn", "mid"),
     "attention+mid+qkv": ("attn", "mid", "qkv"),
+    "all but attention": ("mid", "gu", "out"),
+    "all but ffn": ("attn", "mid", "proj", "qkv"),
     "all": KEEP_NAMES,
 }
 

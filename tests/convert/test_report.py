@@ -21,6 +21,7 @@ from ckptfused.convert.family import FAMILIES, register
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.measure import TOKENS, storage
 from ckptfused.convert.measure import _flash as flash_attention
+from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import LayerReport, Report
 from tests.convert import zoo_decoders, zoo_encoders, zoo_llama, zoo_moe, zoo_seq2seq, zoo_torch  # noqa: F401
 from tests.convert.compare import close, result, run
@@ -93,7 +94,7 @@ def test_bytes_before_are_those_of_a_real_call(name: str) -> None:
 def test_data() -> None:
     model, _ = build("whisper")
     report = ckptfused.convert(model)
-    assert isinstance(report, Report) and report.keep == "inputs" and report.fused == 2
+    assert isinstance(report, Report) and report.policy == CheckpointPolicy() and report.fused == 2
     first, last = report.layers[0], report.layers[-1]
     assert (first.name, first.layer, first.family) == (
         "model.encoder.layers.0",
@@ -117,11 +118,11 @@ def test_table() -> None:
     assert lines[1].startswith("model.encoder.layers.0 ") and " fused " in lines[1] and lines[1].endswith("→ 192")
     assert "up: Linear has a hook" in lines[2] and " generic " in lines[2]
     assert lines[3].startswith("model.decoder.layers.0 … model.decoder.layers.1") and " part " in lines[3]
-    assert lines[4] == "4 layers: 1 fused, 1 generic, 2 part; keep='inputs'"
+    assert lines[4] == f"4 layers: 1 fused, 1 generic, 2 part; policy {CheckpointPolicy().digest}: keep='inputs'"
 
 
 def test_table_of_unknown_layers() -> None:
-    report = Report((LayerReport("a", "Block", None, "generic", "no adapter for this class"),), "all")
+    report = Report((LayerReport("a", "Block", None, "generic", "no adapter for this class"),), CheckpointPolicy())
     assert " ".join(str(report).splitlines()[1].split()) == "a Block – generic not counted no adapter for this class"
 
 
@@ -201,7 +202,7 @@ def test_convert_twice_changes_what_is_kept(name: str) -> None:
     assert [x.before for x in first.layers] == [x.before for x in second.layers]
     assert all(a.after < b.after for a, b in zip(first.layers, second.layers, strict=True))  # type: ignore[operator]
     layers = specimen.layers(model)
-    assert all(layer.forward.policy.keep == "all" and layer.forward.before is None for layer in layers)  # type: ignore
+    assert all(layer.forward.mode.keep == "all" and layer.forward.before is None for layer in layers)  # type: ignore
     assert ckptfused.revert(model) == len(layers)
     assert all("forward" not in vars(layer) for layer in layers)
 

@@ -20,6 +20,7 @@ from ckptfused.convert import counts
 from ckptfused.convert.example import example
 from ckptfused.convert.measure import TOKENS, storage
 from ckptfused.convert.measure import _flash as flash_attention
+from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import LayerReport, Report
 from tests.convert import zoo_decoders, zoo_llama, zoo_seq2seq  # noqa: F401
 from tests.convert.compare import close, gradients, run
@@ -28,6 +29,7 @@ from tests.convert.zoo import ZOO, randomize, text_batch
 
 SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 4}
 SIZES |= {"num_hidden_layers": 4, "num_key_value_heads": 2, "max_position_embeddings": 300}
+POLICY = CheckpointPolicy.uniform("all")
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 
 
@@ -142,7 +144,7 @@ def test_a_forward_that_cannot_be_called_is_not_counted() -> None:
 
 def named(pattern: str) -> Report:
     """Layers whose class is a letter each."""
-    return Report(tuple(LayerReport(f"m.layers.{i}", kind, None, "generic") for i, kind in enumerate(pattern)), "all")
+    return Report(tuple(LayerReport(f"m.layers.{i}", kind, None, "generic") for i, kind in enumerate(pattern)), POLICY)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_layers_that_alternate_share_a_line(pattern: str, names: list[str]) -> N
 
 def test_names_under_several_stems() -> None:
     layers = [LayerReport(name, kind, None, "generic") for name, kind in (("e.0", "a"), ("e.1", "b"), ("d.0", "a"))]
-    assert str(Report(tuple(layers), "all")).splitlines()[1].startswith("e.0,d.0 ")
+    assert str(Report(tuple(layers), POLICY)).splitlines()[1].startswith("e.0,d.0 ")
 
 
 def test_a_layer_that_a_loop_repeats() -> None:

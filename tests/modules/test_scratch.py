@@ -81,6 +81,6 @@ def test_half_without_an_ffn_has_none() -> None:
 def test_convert_says_it_and_a_second_convert_takes_it_back() -> None:
     layer: Any = nn.TransformerEncoderLayer(32, 2, 512, batch_first=True)
     assert "keep='inputs', scratch=65,536 bytes" in str(ckptfused.convert(layer, scratch=LIMIT))
-    assert layer.forward.policy.scratch == 64 << 10
+    assert layer.forward.mode.scratch == 64 << 10
     assert "scratch" not in str(ckptfused.convert(layer))
-    assert layer.forward.policy.scratch == 0
+    assert layer.forward.mode.scratch == 0

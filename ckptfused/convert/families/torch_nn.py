@@ -12,7 +12,7 @@ from ckptfused.convert.family import Family, Fused, Generic, Plan, Steps, regist
 from ckptfused.layer import encoder
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.peft import adapted
-from ckptfused.layer.texts import Policy
+from ckptfused.layer.texts import Mode
 from ckptfused.masks import encoder_mask
 
 _MODULES = "torch.nn.modules.transformer"
@@ -24,16 +24,16 @@ class _Torch(Family):
     given: str
     """The name of x among the forward's arguments."""
 
-    def run(self, layer: Any, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        x, y = args[0] if args else kwargs[self.given], super().run(layer, policy, args, kwargs)
+    def run(self, layer: Any, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, y = args[0] if args else kwargs[self.given], super().run(layer, mode, args, kwargs)
         # One sequence without a batch dimension comes back without one.
         return y.view(x.shape) if isinstance(y, Tensor) and x.dim() == 2 else y
 
     def refuse_original(self, layer: Any, why: str) -> None:
         encoder.refuse_unread_adapter(layer.self_attn, why)
 
-    def plan(self, layer: Any, policy: Policy, x: Tensor) -> Plan | Reason:
-        return _with_adapters(layer, super().plan(layer, policy, x))
+    def plan(self, layer: Any, mode: Mode, x: Tensor) -> Plan | Reason:
+        return _with_adapters(layer, super().plan(layer, mode, x))
 
 
 class TorchEncoder(_Torch):
