@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,19 @@ import torch
 
 from benchmarks import environment
 from benchmarks.commands import RESULTS
-from ckptfused.policy import StepMemory, longest
+from ckptfused.policy import longest
 from ckptfused.policy.variants import MODELS, VARIANTS, Trained
 
 GIB = 2**30
 LORA = 16
 MEMORY = 80 * GIB
-PARTS = ("weights", "optimizer", "gradients", "layers", "loss_head", "transients")
+PARTS = ("weights", "optimizer", "gradients", "activations", "loss_head", "transients")
 
 
 def predict(name: str, lora: int | None, variant: str, tokens: int) -> dict[str, Any]:
     """One row."""
     model = Trained(MODELS[name], variant, torch.bfloat16, lora)
-    memory = model.step(tokens)
-    row = {field.name: getattr(memory, field.name) for field in fields(StepMemory) if field.name != "phases"}
-    return row | {"longest": longest(model.step, MEMORY).tokens}
+    return model.step(tokens).sizes() | {"longest": longest(model.step, MEMORY).tokens}
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -53,7 +50,8 @@ def markdown(result: dict[str, Any]) -> str:
             "",
             f"## {title}",
             "",
-            "| variant | peak | weights | optimizer | gradients | layers | loss head | transients | at | longest |",
+            "| variant | peak | weights | optimizer | gradients | activations | loss head | transients | at "
+            "| longest |",
             "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for variant, row in rows.items():

@@ -13,6 +13,7 @@ from ckptfused.modules import (
     FusedCheckpointFFN,
     FusedCheckpointSequential,
 )
+from ckptfused.policy import profile
 from ckptfused.triton.register import register
 
 register()
@@ -34,6 +35,7 @@ __all__ = [
     "explain",
     "linear_cross_entropy",
     "original",
+    "profile",
     "revert",
     "rng",
 ]

@@ -11,14 +11,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
 
 from ckptfused.cli.errors import CommandError
 from ckptfused.policy.search import Longest, longest
-from ckptfused.policy.step import StepMemory
 from ckptfused.policy.variants import MODELS, VARIANTS, Trained, read_config
 from ckptfused.sizes import parse_bytes
 
@@ -83,12 +81,8 @@ def _longest(config: dict[str, Any], variant: str, arguments: argparse.Namespace
 
 def as_json(found: dict[str, Longest], arguments: argparse.Namespace) -> dict[str, Any]:
     asked = {name: getattr(arguments, name) for name in ("config", "memory", "lora", "dtype", "batch")}
-    rows = {name: {"tokens": best.tokens, **_parts(best.memory)} for name, best in found.items()}
+    rows = {name: {"tokens": best.tokens, **best.profile.sizes()} for name, best in found.items()}
     return asked | {"optimizer": "fused AdamW", "variants": rows}
-
-
-def _parts(memory: StepMemory) -> dict[str, Any]:
-    return {field.name: getattr(memory, field.name) for field in fields(memory) if field.name != "phases"}
 
 
 def table(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
@@ -101,11 +95,11 @@ def table(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
         "",
         f"{'':{width}}  longest sequence",
     ]
-    for name, (tokens, memory) in found.items():
+    for name, (tokens, step) in found.items():
         if tokens:
-            said = f"{tokens:>16,}  {memory.peak / GIB:,.1f} GiB, at {memory.moment}"
+            said = f"{tokens:>16,}  {step.peak / GIB:,.1f} GiB, at {step.moment}"
         else:
-            said = f"{'none':>16}  the shortest needs {memory.peak / GIB:,.1f} GiB, at {memory.moment}"
+            said = f"{'none':>16}  the shortest needs {step.peak / GIB:,.1f} GiB, at {step.moment}"
         lines.append(f"{name:{width}}  {said}")
     lines += ["", "Not counted: the CUDA context, workspaces of libraries, fragmentation."]
     return "\n".join(lines)

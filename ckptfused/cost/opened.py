@@ -60,10 +60,18 @@ class OpenLedger:
         """How many events there have been."""
         return len(self._recorder)
 
+    def number_of(self, t: Tensor) -> int | None:
+        """By which the events name a tensor's storage; None: it began before, or holds nothing."""
+        return self._recorder.number_of(t)
+
     @property
     def ledger(self) -> Ledger:
         """The events so far."""
-        return Ledger(tuple(self._recorder.events()), ())
+        return self.since(0)
+
+    def since(self, first: int) -> Ledger:
+        """The events from this place on."""
+        return Ledger(tuple(self._recorder.events(first)), ())
 
     def block(self, op: Any, x: Tensor, spec: str, *args: Any) -> Any:
         """Runs a block's op on meta tensors. `args`: all that it takes."""

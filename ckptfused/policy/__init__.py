@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ckptfused.policy.api import profile
+from ckptfused.policy.result import LayerProfile, Profile
 from ckptfused.policy.search import Longest, language_step, longest
-from ckptfused.policy.step import StepMemory, adamw, step_memory
+from ckptfused.policy.step import adamw
 
-__all__ = ["Longest", "StepMemory", "adamw", "language_step", "longest", "step_memory"]
+__all__ = ["LayerProfile", "Longest", "Profile", "adamw", "language_step", "longest", "profile"]

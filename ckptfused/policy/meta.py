@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from ckptfused.convert.stand_ins import flash_attention, grouped_mm
 from ckptfused.layer.sdpa import COUNTED
+from ckptfused.policy.work import Work
 from ckptfused.spec import AttentionSpec
 from ckptfused.triton.attention_cost import attention_cost
 
 
 @contextlib.contextmanager
-def functions_for_meta(device: str) -> Iterator[None]:
+def functions_for_meta(device: str, work: Work) -> Iterator[None]:
     """A model on the meta device runs within it as it does on a device of this kind, as far as memory goes."""
 
     def attention(
@@ -39,12 +41,12 @@ def functions_for_meta(device: str) -> Iterator[None]:
         # PyTorch adds a mask of booleans as numbers: each call has a copy of its own.
         bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
         scratch = _scratch(query, key, is_causal) if device == "cuda" else 0
-        return flash_attention(query, key, value, bias, scratch)
+        return flash_attention(query, key, value, bias, scratch, work.attention(is_causal))
 
     setattr(attention, COUNTED, True)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
-        stack.enter_context(mock.patch.object(F, "grouped_mm", grouped_mm, create=True))
+        stack.enter_context(mock.patch.object(F, "grouped_mm", partial(grouped_mm, noted=work.grouped), create=True))
         masking: Any = sys.modules.get("transformers.masking_utils")
         if hasattr(masking, "find_packed_sequence_indices"):
             # It looks at the positions, which are those of whole sequences.

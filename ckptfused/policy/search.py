@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ckptfused.policy.step import StepMemory, step_memory
+from ckptfused.policy.api import profile
+from ckptfused.policy.result import Profile
+from ckptfused.policy.step import MakeOptimizer, adamw
 
 
 class Longest(NamedTuple):
-    """What was found; `tokens` 0: not even the shortest sequence fits, and `memory` is what that would need."""
+    """What was found; `tokens` 0: not even the shortest sequence fits, and `profile` is what that would need."""
 
     tokens: int
-    memory: StepMemory
+    profile: Profile
 
 
-def language_step(model: nn.Module, tokens: int, batch: int = 1, **options: Any) -> StepMemory:
-    """`step_memory` of a language model that learns `batch` sequences of this many tokens."""
+def language_step(
+    model: nn.Module, tokens: int, batch: int = 1, optimizer: MakeOptimizer | None = adamw, device: str = "h200"
+) -> Profile:
+    """The predicted profile of a language model that learns `batch` sequences of this many tokens."""
     ids = torch.empty(batch, tokens, dtype=torch.int64, device="meta")
-    return step_memory(model, {"input_ids": ids, "labels": ids}, **options)
+    return profile(model, {"input_ids": ids, "labels": ids}, optimizer, device)
 
 
-def longest(step_of: Callable[[int], StepMemory], budget: int, step: int = 256, most: int = 1 << 22) -> Longest:
+def longest(step_of: Callable[[int], Profile], budget: int, step: int = 256, most: int = 1 << 22) -> Longest:
     """A multiple of `step` tokens that fits into `budget` bytes where `step` more, or `most`, would not.
 
     Between a length that fits and one that does not the next guess is where a straight line between their peaks meets

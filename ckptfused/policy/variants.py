@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ckptfused.convert import convert
+from ckptfused.policy.extrapolate import extrapolated
+from ckptfused.policy.result import Profile
 from ckptfused.policy.search import language_step
-from ckptfused.policy.step import StepMemory, extrapolated
 
 LEAST_SCRATCH = "64MiB"
 PLAIN, CHECKPOINTED = "Hugging Face", "its gradient checkpointing"
@@ -96,7 +97,7 @@ class Trained:
             found = (2 * self._period, 3 * self._period)  # type: ignore[assignment]
         self._models = [(depth, build(_cut(config, depth), variant, dtype, lora)) for depth in found]
 
-    def step(self, tokens: int, batch: int = 1, **options: Any) -> StepMemory:
+    def step(self, tokens: int, batch: int = 1, **options: Any) -> Profile:
         """`language_step`."""
         found = [(depth, language_step(model, tokens, batch, **options)) for depth, model in self._models]
         if len(found) == 1:

@@ -7,6 +7,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "autograd/count.h"
 #include "autograd/settings.h"
@@ -51,10 +52,12 @@ ckptfused::CountedDevice counted_device(const Device& device,
   return counted;
 }
 
-std::vector<Event> as_tuples(const std::vector<ckptfused::Ledger::Event>& events) {
+// From the first on.
+std::vector<Event> as_tuples(const std::vector<ckptfused::Ledger::Event>& events,
+                             size_t first = 0) {
   std::vector<Event> result;
-  result.reserve(events.size());
-  for (const ckptfused::Ledger::Event& e : events) {
+  for (size_t i = first; i < events.size(); ++i) {
+    const ckptfused::Ledger::Event& e = events[i];
     result.emplace_back(kKinds[e.kind], e.name, e.slot, e.sizes, c10::toString(e.dtype));
   }
   return result;
@@ -72,7 +75,12 @@ class OpenLedger {
   }
   // How many events there have been.
   size_t size() const { return ledger_ ? ledger_->events().size() : events_.size(); }
-  std::vector<Event> events() const { return as_tuples(ledger_ ? ledger_->events() : events_); }
+  std::vector<Event> events(size_t first) const {
+    return as_tuples(ledger_ ? ledger_->events() : events_, first);
+  }
+  std::optional<int64_t> number_of(const at::Tensor& t) const {
+    return ledger_ ? ledger_->number_of(t) : std::nullopt;
+  }
   void set_attention(std::array<int64_t, 4> a) {
     if (ledger_) ledger_->set_attention({a[0], a[1]}, {a[2], a[3]});
   }
@@ -144,6 +152,7 @@ PYBIND11_MODULE(_C, m) {
       .def("__enter__", &OpenLedger::enter)
       .def("__exit__", &OpenLedger::exit)
       .def("__len__", &OpenLedger::size)
-      .def("events", &OpenLedger::events)
+      .def("events", &OpenLedger::events, pybind11::arg("first") = 0)
+      .def("number_of", &OpenLedger::number_of)
       .def("set_attention", &OpenLedger::set_attention);
 }

@@ -140,6 +140,14 @@ Ledger::~Ledger() {
   at::removeCallback(operators_);
 }
 
+std::optional<int64_t> Ledger::number_of(const at::Tensor& t) const {
+  const at::DataPtr& data = t.storage().data_ptr();
+  if (data.get_deleter() != &Buffer::release) return std::nullopt;
+  const auto* buffer = static_cast<const Buffer*>(data.get_context());
+  if (buffer->ledger != number_) return std::nullopt;
+  return resolved(buffer->number);
+}
+
 void Ledger::add(Kind kind, std::array<int64_t, 5> sizes, at::ScalarType dtype) {
   events_.push_back({kind, name(), slot_, sizes, dtype});
 }

@@ -56,6 +56,8 @@ class Ledger {
     device_.attention_bwd = bwd;
   }
   const std::vector<Event>& events() const { return events_; }
+  // Of the buffer that a tensor's storage is, if it began under this ledger.
+  std::optional<int64_t> number_of(const at::Tensor& t) const;
   void add(Kind kind, std::array<int64_t, 5> sizes, at::ScalarType dtype = at::kFloat);
   void launched(const char* name, int64_t times = 1);
 

@@ -1,0 +1,44 @@
+"""`profile`: what a training step of a model needs."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptfused.policy.devices import device_named
+from ckptfused.policy.predict import predicted
+from ckptfused.policy.result import Profile
+from ckptfused.policy.step import Batch, MakeOptimizer
+from ckptfused.policy.twin import meta_twin, without_data
+
+
+def profile(
+    model: nn.Module, batch: Batch, optimizer: Optimizer | MakeOptimizer | None = None, device: str | None = None
+) -> Profile:
+    """The memory and time of one training step, by layer: forward, loss, backward and the optimizer's step.
+
+    model: as it trains: converted, checkpointed or plain, with adapters or without; on any device, for a prediction on
+    the meta device too. batch: a dict for `model(**batch)`, with labels; a tuple for `model(*batch)`; or the one tensor
+    that the model takes. Of a prediction only its shapes and types count. The loss is the output's `loss`, or the
+    output itself, or its sum.
+    optimizer: the one that trains the model; or what makes one of a list of parameters, such as `torch.optim.AdamW`;
+    None: there is none. It is a step in the midst of training: the optimizer has its state, gradients are made anew.
+    device: `"h200"`, `"h100"`, `"a100-80"`, `"l40s"`, `"rtx4090"` or `"cpu"`: the step is predicted for it on meta
+    tensors.
+
+    Memory is predicted exactly to what the allocator is asked for, but for what an op of PyTorch's allocates and frees
+    within itself, and for workspaces and fragmentation. Attention by `F.scaled_dot_product_attention` is a flash
+    kernel's. Time is a roofline's (`policy.devices`). Model and optimizer are left as they were.
+
+    **Raises** `ValueError` for a batch without labels, and of a prediction for a model that cannot be copied, or that
+    does not run without data outside of its layers. A layer that does not is named in `notes`.
+    """
+    if device is None:
+        raise ValueError("device: expected the name of one, got None")
+    target = device_named(device)
+    twin, keeper = meta_twin(model, optimizer if isinstance(optimizer, Optimizer) else None)
+    twin.zero_grad(set_to_none=True)
+    trained = [p for p in twin.parameters() if p.requires_grad]
+    if optimizer is not None and keeper is None and trained:
+        keeper = optimizer(trained)  # type: ignore[operator]
+    return predicted(twin, without_data(batch), keeper, target)

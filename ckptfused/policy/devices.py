@@ -1,0 +1,146 @@
+"""Devices by name: what is known of their speed and memory.
+
+A datasheet's rates are of tensor cores without sparsity and of memory at its peak. What a product or a copy reaches of
+them was measured on one card, an H200: 790 of 989 TFLOP/s in bfloat16 by cuBLAS, 4.3 of 4.8 TB/s. The other cards are
+taken to reach the same shares. Products in float32 go without TensorFloat-32, as PyTorch has it by default. Attention
+is at the published rates of its kernels: 2.08 ms and 5.33 ms for causal attention of 2 × 8192 tokens, 32 heads of 128
+(Shah et al. 2024, FlashAttention-3; cuDNN) on Hopper; FlashAttention-2 (Dao 2023) on the others.
+
+Sources: NVIDIA's datasheets of the H200, H100 (SXM), A100 80GB (SXM), L40S, and the Ada whitepaper for the RTX 4090.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """Rates are what a program reaches, in FLOP/s and bytes/s."""
+
+    name: str
+    kind: str
+    """`"cuda"` or `"cpu"`."""
+    memory: int
+    """Bytes that PyTorch finds of it, rounded down; 0: not known."""
+    products: dict[torch.dtype, float]
+    """Of matrix products, by the type of the operands."""
+    attention: float
+    """Of attention in half precision; in another type it is slower as products are."""
+    copy: float
+    """Bytes read and written together."""
+    multiprocessors: int
+    """That products' tiles are dealt out to; 1: they are not."""
+    launch: float
+    """Seconds that an op takes beside its work."""
+    link: float
+    """Bytes/s to the host's memory and back, one way at a time."""
+
+    def product_rate(self, dtype: torch.dtype) -> float:
+        """FLOP/s of products of this type; of one that is not known, of float32."""
+        return self.products.get(dtype, self.products[torch.float32])
+
+    def attention_rate(self, dtype: torch.dtype) -> float:
+        half = self.product_rate(torch.bfloat16)
+        return self.attention * min(1.0, self.product_rate(dtype) / half)
+
+    def product_seconds(self, rows: int, columns: int, depth: int, dtype: torch.dtype, batch: int = 1) -> float:
+        """Of [batch, rows, depth] x [batch, depth, columns], by waves: tiles of the output are dealt out to the
+        multiprocessors, and the last round takes as long as any. Where the output is small the depth is split.
+        """
+        moved = batch * (rows * columns + depth * (rows + columns)) * dtype.itemsize
+        flops = 2 * batch * rows * columns * depth
+        if self.multiprocessors > 1:
+            flops = min(_wave_flops(rows, columns, depth, batch, self.multiprocessors, tile) for tile in _TILES)
+        return max(flops / self.product_rate(dtype), moved / self.copy) + self.launch
+
+
+_TILES = ((128, 256), (128, 128), (128, 64), (64, 64), (128, 16), (16, 128))
+
+
+def _wave_flops(rows: int, columns: int, depth: int, batch: int, multiprocessors: int, tile: tuple[int, int]) -> int:
+    """What the multiprocessors could multiply in the time that they take."""
+    tiles = batch * math.ceil(rows / tile[0]) * math.ceil(columns / tile[1])
+    splits = min(max(1, multiprocessors // max(tiles, 1)), max(1, depth // 256))
+    waves = math.ceil(tiles * splits / multiprocessors)
+    return waves * multiprocessors * 2 * tile[0] * tile[1] * math.ceil(depth / splits)
+
+
+def _gpu(
+    name: str,
+    memory: float,
+    half: float,
+    single: float,
+    bandwidth: float,
+    multiprocessors: int,
+    attention: float,
+    link: float,
+) -> Device:
+    """half, single, attention in TFLOP/s, bandwidth in TB/s, link in GB/s, memory in GiB."""
+    rates = {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: single / 2}
+    products = {dtype: rate * 1e12 * PRODUCT_SHARE for dtype, rate in rates.items()}
+    size, copy = int(memory * GIB), bandwidth * 1e12 * COPY_SHARE
+    return Device(name, "cuda", size, products, attention * 1e12, copy, multiprocessors, 3e-6, link * 1e9)
+
+
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        _gpu("h200", 139, 989, 67, 4.8, 132, 520, 55),
+        _gpu("h100", 79, 989, 67, 3.35, 132, 520, 55),
+        _gpu("a100-80", 79, 312, 19.5, 2.039, 108, 200, 25),
+        _gpu("l40s", 44, 362, 91.6, 0.864, 142, 200, 25),
+        _gpu("rtx4090", 23.5, 165.2, 82.6, 1.008, 128, 130, 25),
+    )
+}
+NAMES = (*DEVICES, "cpu")
+
+
+def device_named(name: str) -> Device:
+    """One of `NAMES`. **Raises** `ValueError` for another."""
+    if name == "cpu":
+        return _cpu(torch.get_num_threads())
+    found = DEVICES.get(name)
+    if found is None:
+        raise ValueError(f"device: expected one of {', '.join(NAMES)}, got {name!r}")
+    return found
+
+
+@lru_cache(maxsize=8)
+def _cpu(threads: int) -> Device:
+    """This machine with so many threads, measured in a fraction of a second."""
+    products = {dtype: _product_rate(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)}
+    products[torch.float16] = products[torch.bfloat16]
+    a = torch.zeros(4 << 20)
+    b = torch.zeros_like(a)
+    copy = 3 * a.nbytes / _seconds(lambda: torch.add(a, a, out=b))
+    q = torch.zeros(1, 4, 256, 64)
+    attention = 4 * 4 * 256 * 256 * 64 / _seconds(lambda: F.scaled_dot_product_attention(q, q, q))
+    half = attention * max(1.0, products[torch.bfloat16] / products[torch.float32])
+    one = torch.zeros(1)
+    return Device("cpu", "cpu", 0, products, half, copy, 1, _seconds(lambda: one + one), copy / 2)
+
+
+def _product_rate(dtype: torch.dtype) -> float:
+    a = torch.zeros(512, 512, dtype=dtype)
+    return 2 * 512**3 / _seconds(lambda: a @ a)
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    """The least of a few calls."""
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return min(times)

@@ -1,0 +1,134 @@
+"""A step predicted: it runs on meta tensors with an open ledger (`cost.OpenLedger`), so that nothing is computed.
+
+The ledger sees every storage of the meta device begin and end, PyTorch's and ckptfused's alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ckptfused.convert.measure import storage
+from ckptfused.cost import OpenLedger
+from ckptfused.policy.devices import Device
+from ckptfused.policy.meta import functions_for_meta
+from ckptfused.policy.recording import Change, Recording
+from ckptfused.policy.result import Phase, Profile
+from ckptfused.policy.step import Batch, Marks, run_step
+from ckptfused.policy.work import Work
+
+
+def predicted(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer | None, device: Device) -> Profile:
+    """The profile of a step of a model, a batch and an optimizer on the meta device, of which the optimizer is changed.
+
+    **Raises** `ValueError` where the model does not run without data, outside of its layers.
+    """
+    optimizer = _with_state(optimizer, device) if optimizer is not None else None
+    notes: list[str] = []
+    opaque: dict[int, str] = {}
+    while True:
+        opened = OpenLedger(device.kind)
+        marks = Marks(model, lambda: len(opened))  # noqa: B023
+        try:
+            recording = _record(model, batch, optimizer, device, opened, marks)
+            break
+        except Exception as error:
+            if marks.failed is None or marks.failed in opaque:
+                raise ValueError(f"model: expected one that runs on the meta device, got {_said(error)}") from error
+            name, layer = marks.layers[marks.failed]
+            opaque[marks.failed] = name
+            notes.append(
+                f"layer {name} ({type(layer).__name__}) is opaque: it does not run without data ({_said(error)})"
+            )
+            layer.forward = _Opaque()
+        finally:
+            model.zero_grad(set_to_none=True)
+    return recording.profile(device.name, "predicted", tuple(notes))
+
+
+def _record(
+    model: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer | None,
+    device: Device,
+    opened: OpenLedger,
+    marks: Marks[int],
+) -> Recording:
+    received: set[tuple[int, int]] = set()
+    seconds: list[float] = []
+
+    def given(layer: int, t: Tensor) -> None:
+        number = opened.number_of(t) if t.is_meta else None
+        if number is not None:
+            received.add((layer, number))
+
+    def spend(took: float) -> None:
+        seconds.extend([0.0] * (len(marks.found) - len(seconds)))
+        seconds[-1] += took
+
+    def fused_step() -> None:  # one kernel reads and writes parameters and state, and reads gradients
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        spend((3 * trained + 2 * state) / device.copy)
+
+    work = Work(device, opened, spend)
+    marks.received = given
+    weights = _bytes([*model.parameters(), *model.buffers(), *tree_leaves(batch)])
+    state = 0 if optimizer is None else _bytes(tree_leaves(list(optimizer.state.values())))
+    step = None if optimizer is None else fused_step if optimizer.defaults.get("fused") else optimizer.step
+    with functions_for_meta(device.kind, work), marks, opened, work:
+        gradients = run_step(model, batch, step, marks)
+    seconds.extend([0.0] * (len(marks.found) - len(seconds)))
+    changes, found = _places(opened, marks.found)
+    return Recording(changes, found, received, seconds, marks.names, gradients, weights, state)
+
+
+def _places(opened: OpenLedger, marks: list[tuple[int, Phase]]) -> tuple[list[Change], list[tuple[int, Phase]]]:
+    """The allocations and releases of a ledger, and marks of its events as places among them."""
+    ledger = opened.ledger
+    changes: list[Change] = []
+    before = []  # how many of them there are before each event
+    for event in ledger.events:
+        before.append(len(changes))
+        if event[0] in ("allocation", "release"):
+            number, size = event[3][:2]
+            changes.append(Change(number, size if event[0] == "allocation" else -size, ledger.name(event)))
+    before.append(len(changes))
+    return changes, [(before[min(place, len(before) - 1)], phase) for place, phase in marks]
+
+
+def _with_state(optimizer: torch.optim.Optimizer, device: Device) -> torch.optim.Optimizer:
+    """An optimizer that has taken a step. Fused ones know no meta tensors, but keep what others of their class do; on a
+    GPU those that can take all parameters at once do so where they are not told."""
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    for group in optimizer.param_groups:
+        at_once = group.get("foreach", False) is None and not group.get("fused") and device.kind == "cuda"
+        group.update({name: False for name in ("fused", "foreach") if name in group})
+        if at_once:
+            group["foreach"] = True
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    for parameter in trained:
+        parameter.grad = None
+    return optimizer
+
+
+class _Opaque:
+    """In the place of a forward that does not run without data: its result is as large as its input."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()).clone()
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _bytes(values: Iterable[Any]) -> int:
+    """Of unique storages."""
+    found = {storage(t): t.untyped_storage().nbytes() for t in values if isinstance(t, Tensor)}
+    return sum(found.values())
