@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ckptfused import _extension, outer_checkpoint  # noqa: F401  (the first registers the ops)
 from ckptfused.checks import check_dtype, check_generator, check_input, check_param, check_plain, transformed
-from ckptfused.cost.opened import device_of
 from ckptfused.eager.loss import eager_linear_cross_entropy
 from ckptfused.loss import double_backward  # noqa: F401  (registers the Autograd kernel)
 from ckptfused.sizes import parse_bytes
@@ -19,9 +18,6 @@ from ckptfused.spec import HEAD, Adapter, LossSpec, parse_loss
 from ckptfused.spec.checks import check_choice, check_number
 
 REDUCTIONS = ("mean", "sum", "none")
-SCRATCH = {"cuda": 256 << 20}
-"""Bytes of logits that exist at a time where the caller names none, by device."""
-_DEFAULT_SCRATCH = 32 << 20
 
 
 class HeadAdapter(NamedTuple):
@@ -95,8 +91,9 @@ def linear_cross_entropy(
     softcap c: logits l become c·tanh(l/c) (Gemma 2); logit_scale multiplies them before (Cohere; 1/16 for Granite's
     16). z_loss: adds z_loss · lse² to each token's loss before it is reduced.
     keep: "gradients" makes those of x, weight, bias and adapters in forward, three products in all; "inputs" makes the
-    logits again in backward, four products. scratch: bytes of logits at a time, an int or "64MiB"; None: 32 MiB,
-    256 MiB on CUDA. A function of shape, type and this number decides the pieces. Where the sums over pieces would
+    logits again in backward, four products. scratch: bytes of logits at a time, an int or "64MiB"; None: 32 MiB
+    or 512 rows, on CUDA 256 MiB or 1,024 rows, whichever is more, but of rows no more than C / 2. A function of shape,
+    type, device and this number decides the pieces. Where the sums over pieces would
     need more than pieces save (the float32 gradient of a half-precision weight), there is one piece.
     adapters: LoRA beside the weight, with ckptfused's own dropout masks. shift: the target of a position is the next
     position's, as of causal language models; x is not copied. return_tokens: a `LossOutput` in place of the loss.
@@ -121,7 +118,7 @@ def linear_cross_entropy(
         "logit_scale": logit_scale,
         "softcap": 0.0 if softcap is None else softcap,
         "z_loss": z_loss,
-        "scratch": SCRATCH.get(device_of(x), _DEFAULT_SCRATCH) if scratch is None else parse_bytes("scratch", scratch),
+        "scratch": 0 if scratch is None else parse_bytes("scratch", scratch),
     }
     text = _text(tuple(options.items()), tuple((lora.a.size(0), lora.scale, lora.p) for lora in adapters))
     tensors = [t for lora in adapters for t in (lora.a, lora.b, lora.bias)]

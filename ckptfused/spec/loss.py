@@ -30,7 +30,7 @@ class LossSpec:
     logit_scale: Annotated[float, Key("Factor of the logits.")] = 1.0
     softcap: Annotated[float, Key("Logits become softcap * tanh(logits / softcap); 0: as they are.", least=0)] = 0.0
     z_loss: Annotated[float, Key("Factor of lse^2 in a token's loss.", least=0)] = 0.0
-    scratch: Annotated[int, Key("Bytes of logits that exist at a time.", least=1)] = 32 << 20
+    scratch: Annotated[int, Key("Bytes of logits that exist at a time; 0: by device and shape.", least=0)] = 0
     compute: Annotated[str | None, Key("Type of the matrix products; None: the type of x.", COMPUTE_TYPES)] = None
     lora: Annotated[tuple[Adapter, ...], Key("Adapters beside the weight, in the order of adding.")] = ()
     _text: str = field(default="", init=False, repr=False, compare=False)

@@ -20,6 +20,16 @@ int64_t round_up(int64_t value, int64_t step) {
   return (value + step - 1) / step * step;
 }
 
+// Bytes of logits that exist at a time where the caller says nothing, for pieces of rows (of
+// classes) with bytes_each, which are multiplied by a weight (an x) `width` wide. Each piece reads
+// and writes that other operand and its gradient as a whole, so a piece needs so many rows that its
+// products hide it (docs/loss.md), however many classes there are; but no more than half the bytes
+// of that operand.
+int64_t default_scratch(int64_t bytes_each, int64_t width, bool cuda) {
+  const int64_t rows = cuda ? 1024 : 512, least = int64_t(cuda ? 256 : 32) << 20;
+  return std::max(least, bytes_each * std::min(rows, width / 2));
+}
+
 // The size of even pieces that hold at most `scratch` bytes; `size` where the pieces and the sums
 // over them would hold as much as the whole.
 int64_t piece(int64_t size, int64_t bytes_each, int64_t scratch, int64_t align, int64_t sums) {
@@ -36,16 +46,19 @@ Tensor in_type(const Tensor& t, at::ScalarType type) {
 
 }  // namespace
 
-int64_t loss_rows(int64_t rows, int64_t classes, int64_t width, int64_t element_size,
-                  int64_t scratch, bool sums) {
-  const int64_t held = sums && element_size < 4 ? classes * width * 4 : 0;
-  return piece(rows, classes * element_size, scratch, 16, held);
+int64_t LossHead::row_step(bool sums) const {
+  const int64_t held = sums && tensors_.weight.element_size() < 4 ? V_ * C_ * 4 : 0;
+  return piece(N_, V_ * logit_size(), scratch(V_), 16, held);
 }
 
-int64_t loss_cols(int64_t rows, int64_t classes, int64_t width, int64_t element_size,
-                  int64_t scratch, bool sums) {
-  const int64_t held = sums && element_size < 4 ? rows * width * 4 : 0;
-  return piece(classes, rows * element_size, scratch, 64, held);
+int64_t LossHead::col_step(bool sums) const {
+  const int64_t held = sums && logit_size() < 4 ? N_ * C_ * 4 : 0;
+  return piece(V_, N_ * logit_size(), scratch(N_), 64, held);
+}
+
+int64_t LossHead::scratch(int64_t logits_each) const {
+  if (spec_.scratch > 0) return spec_.scratch;
+  return default_scratch(logits_each * logit_size(), C_, !on_cpu(x_));
 }
 
 LossHead::LossHead(const LossSpec& spec, const LossTensors& tensors, const std::vector<bool>& needs)
@@ -209,9 +222,7 @@ std::vector<Tensor> LossHead::gradients() {
 std::vector<Tensor> LossHead::forward() {
   const Tensor loss = empty({N_}, A_), lse = empty({N_}, A_), predicted = empty({N_}, at::kLong);
   const bool grad = std::any_of(needs_.begin(), needs_.end(), [](bool need) { return need; });
-  const bool narrow = tensors_.weight.element_size() < 4;
-  const int64_t step = loss_rows(N_, V_, C_, int64_t(c10::elementSize(P_)), spec_.scratch,
-                                 grad && need(kLossWeight) && narrow);
+  const int64_t step = row_step(grad && need(kLossWeight));
   if (grad) make_gradients(/*whole_x=*/true, /*whole_weight=*/step >= N_);
   const Tensor buffer = logits_buffer(step * V_);
   for (int64_t row = 0; row < N_; row += step) {
@@ -244,13 +255,11 @@ std::vector<Tensor> LossHead::backward(const Tensor& dloss, const Tensor& lse) {
   // One number scales the results, so that their bits are those of gradients made in forward.
   const bool each = dloss.dim() > 0;
   const Tensor factor = each ? dloss.to(A_).contiguous().view({N_}) : Tensor();
-  const int64_t size = int64_t(c10::elementSize(P_));
   // Slices of the classes make the gradient of a trained weight slice by slice and add up x's; of a
   // frozen one, pieces of the rows make x's piece by piece and add up nothing.
   const bool by_class = need(kLossWeight);
-  const int64_t rows = by_class ? N_ : loss_rows(N_, V_, C_, size, spec_.scratch, false);
-  const int64_t cols =
-      by_class ? loss_cols(N_, V_, C_, size, spec_.scratch, need(kLossX) && size < 4) : V_;
+  const int64_t rows = by_class ? N_ : row_step(false);
+  const int64_t cols = by_class ? col_step(need(kLossX)) : V_;
   make_gradients(/*whole_x=*/cols >= V_, /*whole_weight=*/true);
   if (N_ == 0) zero_products();
   const Tensor row_lse = lse.contiguous().view({N_}), buffer = logits_buffer(rows * cols);

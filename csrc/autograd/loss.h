@@ -10,14 +10,6 @@
 
 namespace ckptfused {
 
-// How many rows of logits forward holds, and how many of their columns backward: all of them where
-// cutting would not lower the total with the sums that it brings. Functions of shape, type and
-// limit alone. sums: whether the gradient that is added up over the pieces is asked for.
-int64_t loss_rows(int64_t rows, int64_t classes, int64_t width, int64_t element_size,
-                  int64_t scratch, bool sums);
-int64_t loss_cols(int64_t rows, int64_t classes, int64_t width, int64_t element_size,
-                  int64_t scratch, bool sums);
-
 // Of the tensors that gradients are asked for, in this order; a, b and bias of each adapter follow.
 enum LossSlot : int { kLossX, kLossWeight, kLossBias, kLossAdapters };
 
@@ -45,6 +37,13 @@ class LossHead {
 
  private:
   bool need(int slot) const { return needs_[slot]; }
+  int64_t logit_size() const { return int64_t(c10::elementSize(P_)); }
+  // How many rows of logits exist at a time, and of slices how many of their columns: all of them
+  // where cutting would not lower the total with the sums that it brings. Functions of shape, type,
+  // device and limit alone. sums: whether the gradient that is added up is asked for.
+  int64_t row_step(bool sums) const;
+  int64_t col_step(bool sums) const;
+  int64_t scratch(int64_t logits_each) const;
   void make_gradients(bool whole_x, bool whole_weight);
   void logits(const at::Tensor& out, const at::Tensor& x, int64_t row0, int64_t col0);
   void add_gradients(const at::Tensor& dlogits, const at::Tensor& x, int64_t row0, int64_t col0,

@@ -140,7 +140,7 @@ struct LossFields {
   double logit_scale = 1.0;  // Factor of the logits.
   double softcap = 0.0;  // Logits become softcap * tanh(logits / softcap); 0: as they are.
   double z_loss = 0.0;  // Factor of lse^2 in a token's loss.
-  int64_t scratch = 33554432;  // Bytes of logits that exist at a time.
+  int64_t scratch = 0;  // Bytes of logits that exist at a time; 0: by device and shape.
   c10::ScalarType compute = c10::ScalarType::Undefined;  // Type of the matrix products; None: the type of x.
   std::vector<AdapterSpec> lora = {};  // Adapters beside the weight, in the order of adding.
 };

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+import ckptfused
 from ckptfused import cost
 from ckptfused.spec import (
     AUX_NAMES,
@@ -354,6 +355,18 @@ def test_peak_of_tiles(case: Case, dtype: torch.dtype) -> None:
     backward = Events(lambda: ops.backward(forward.result[1:], ops.names))
     assert backward.peak_bytes() == ops.backward_scratch(ops.names)
     assert backward.product_flops() == _flops(ops.backward_work(ops.names))
+
+
+def test_less_scratch_holds_no_more() -> None:
+    """Whether it cuts rows or columns: sums over rows are float32 only while they are added up."""
+    peaks, cuts = [], set()
+    for limit in (4096, 64, 16, 8, 4, 2):
+        spec = ckptfused.FusedCheckpointBlock.llama(
+            1024, 8, dim_feedforward=2816, device="meta", scratch=limit << 20
+        ).spec()
+        peaks.append(cost.backward_scratch(spec, 1, 8192, 1024, torch.bfloat16))
+        cuts.add(cost.ffn_tiles(8192, 1024, 2816, True, 2, spec.scratch)[0] < 8192)
+    assert peaks == sorted(peaks, reverse=True) and cuts == {True, False}
 
 
 def test_peak_of_products_in_several_blocks() -> None:

@@ -97,6 +97,28 @@ def test_saved_bytes() -> None:
         assert loss_ledgers(spec, x, weight, bias, class_weight, adapters)[0].live == results + saved, name
 
 
+@pytest.mark.parametrize(
+    ("width", "classes", "dtype", "device", "rows"),
+    [
+        (2048, 128256, torch.float32, "cpu", 512),  # 26 MB of weight traffic a row: the products hide 512
+        (1024, 128256, torch.float32, "cpu", 512),
+        (512, 128256, torch.float32, "cpu", 256),  # half the bytes of the weight
+        (384, 32768, torch.float32, "cpu", 256),  # 32 MiB
+        (4096, 128256, torch.bfloat16, "cuda", 1056),  # 256 MiB
+        (3584, 256000, torch.bfloat16, "cuda", 1024),
+        (256, 256000, torch.bfloat16, "cuda", 528),  # 256 MiB
+    ],
+)
+def test_rows_of_a_piece_where_nothing_is_said(
+    width: int, classes: int, dtype: torch.dtype, device: str, rows: int
+) -> None:
+    """Of 65,536, in pieces of one size: as many as there is room for, rounded up to 16."""
+    x = torch.empty(65536, width, dtype=dtype, device="meta", requires_grad=True)
+    weight = torch.empty(classes, width, dtype=dtype, device="meta")
+    products = [e for e in loss_ledgers(LossSpec(), x, weight, device=device)[0].events if e[0] == "product"]
+    assert max(e[3][0] for e in products) == rows
+
+
 def test_pieces_lower_the_peak_on_a_gpu() -> None:
     """A Llama-3-8B head at 8,192 tokens: counted, not run."""
     x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
