@@ -10,56 +10,29 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from ckptfused.cli.errors import CommandError
+from ckptfused.cli.options import add_model, built, checked, configuration, positive
 from ckptfused.policy.search import Longest, longest
-from ckptfused.policy.variants import MODELS, VARIANTS, Trained, read_config
+from ckptfused.policy.variants import VARIANTS, Trained
 from ckptfused.sizes import parse_bytes
 
-T = TypeVar("T")
 GIB = 2**30
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser, factory=False)
     add = parser.add_argument
-    models = ", ".join(MODELS)
-    add("--config", required=True, metavar="MODEL", help=f"a config.json of Hugging Face's, or one of {models}")
-    add("--memory", required=True, type=_checked(lambda text: parse_bytes("memory", text)), help="80GiB, say")
-    add("--lora", type=_positive, metavar="RANK", help="train adapters of this rank alone; default: all weights")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of the weights")
-    add("--batch", type=_positive, default=1, help="sequences a step")
-    add("--step", type=_positive, default=256, help="the answer is a multiple of so many tokens")
+    add("--memory", required=True, type=checked(lambda text: parse_bytes("memory", text)), help="80GiB, say")
+    add("--batch", type=positive, default=1, help="sequences a step (1)")
+    add("--step", type=positive, default=256, help="the answer is a multiple of so many tokens (256)")
     add("--json", action="store_true", help="print JSON, with the parts of each peak in bytes")
 
 
-def _checked(read: Callable[[str], T]) -> Callable[[str], T]:
-    """For argparse, which says nothing of why where another error is raised."""
-
-    def checked(text: str) -> T:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return checked
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1 on, got {text!r}")
-    return int(text)
-
-
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        config = read_config(arguments.config)
-    except ValueError as error:
-        raise CommandError(f"--config: {error}") from None
+    config = configuration(arguments)
     found = {}
     for variant in VARIANTS:
         if not arguments.json and sys.stderr.isatty():
@@ -70,12 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _longest(config: dict[str, Any], variant: str, arguments: argparse.Namespace) -> Longest:
-    try:
-        model = Trained(config, variant, getattr(torch, arguments.dtype), arguments.lora)
-    except ModuleNotFoundError as error:
-        raise CommandError(f"needs {error.name}: pip install {error.name}") from error
-    except ValueError as error:  # transformers' own words, the first of them
-        raise CommandError(f"--config: {str(error).splitlines()[0]}") from error
+    model = built(lambda: Trained(config, variant, getattr(torch, arguments.dtype), arguments.lora))
     return longest(lambda tokens: model.step(tokens, arguments.batch), arguments.memory, arguments.step)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ckptfused.policy.api import profile
-from ckptfused.policy.result import LayerProfile, Profile
+from ckptfused.policy.parts import LayerProfile
+from ckptfused.policy.result import Profile
 from ckptfused.policy.search import Longest, language_step, longest
 from ckptfused.policy.step import adamw
 

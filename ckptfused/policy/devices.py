@@ -59,21 +59,24 @@ class Device:
         multiprocessors, and the last round takes as long as any. Where the output is small the depth is split.
         """
         moved = batch * (rows * columns + depth * (rows + columns)) * dtype.itemsize
-        flops = 2 * batch * rows * columns * depth
+        flops: float = 2 * batch * rows * columns * depth
         if self.multiprocessors > 1:
             flops = min(_wave_flops(rows, columns, depth, batch, self.multiprocessors, tile) for tile in _TILES)
         return max(flops / self.product_rate(dtype), moved / self.copy) + self.launch
 
 
 _TILES = ((128, 256), (128, 128), (128, 64), (64, 64), (128, 16), (16, 128))
+_FED = 128 * 128 / (128 + 128)
+"""Results for each operand read, in a tile of 128 x 128: in smaller ones products wait for their operands."""
 
 
-def _wave_flops(rows: int, columns: int, depth: int, batch: int, multiprocessors: int, tile: tuple[int, int]) -> int:
+def _wave_flops(rows: int, columns: int, depth: int, batch: int, multiprocessors: int, tile: tuple[int, int]) -> float:
     """What the multiprocessors could multiply in the time that they take."""
+    share = min(1.0, tile[0] * tile[1] / (tile[0] + tile[1]) / _FED)
     tiles = batch * math.ceil(rows / tile[0]) * math.ceil(columns / tile[1])
     splits = min(max(1, multiprocessors // max(tiles, 1)), max(1, depth // 256))
     waves = math.ceil(tiles * splits / multiprocessors)
-    return waves * multiprocessors * 2 * tile[0] * tile[1] * math.ceil(depth / splits)
+    return waves * multiprocessors * 2 * tile[0] * tile[1] * math.ceil(depth / splits) / share
 
 
 def _gpu(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from ckptfused.policy.result import LayerProfile, Peak, Phase, Profile
+from ckptfused.policy.parts import LayerProfile, Peak, Phase
+from ckptfused.policy.result import Profile
 
 
 def extrapolated(few: Profile, more: Profile, layers: tuple[int, int, int], period: int = 1) -> Profile:

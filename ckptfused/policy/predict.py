@@ -16,8 +16,9 @@ from ckptfused.convert.measure import storage
 from ckptfused.cost import OpenLedger
 from ckptfused.policy.devices import Device
 from ckptfused.policy.meta import functions_for_meta
+from ckptfused.policy.parts import Phase
 from ckptfused.policy.recording import Change, Recording
-from ckptfused.policy.result import Phase, Profile
+from ckptfused.policy.result import Profile
 from ckptfused.policy.step import Batch, Marks, run_step
 from ckptfused.policy.work import Work
 

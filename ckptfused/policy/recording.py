@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptfused.policy.result import (
+from ckptfused.policy.parts import (
     BACKWARD,
     EMBEDDINGS_BACKWARD,
     END,
@@ -22,8 +22,8 @@ from ckptfused.policy.result import (
     Parts,
     Peak,
     Phase,
-    Profile,
 )
+from ckptfused.policy.result import Profile
 
 GRADIENTS, ACTIVATIONS, LOSS_HEAD, TRANSIENTS = range(4)
 """Places in `Parts`."""
@@ -158,11 +158,11 @@ class _Buffers:
                     self.kinds[number] = GRADIENTS if number in self.gradients else made
                     self.places[number] = here
                     if index < backward:
-                        self.owners[number] = BETWEEN  # until it is released
+                        self.owners[number] = here if here == AFTER else BETWEEN  # until it is released
                 elif number in self.owners:
                     if index < backward or number in self.gradients:
                         del self.owners[number]
-                    elif number not in shared:
+                    elif number not in shared and self.places[number] != AFTER:
                         self.owners[number] = here
 
 

@@ -5,78 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, NamedTuple
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-
-class Phase(NamedTuple):
-    """A stretch of a step, by the layer that runs where one does."""
-
-    name: str
-    layer: int | None = None
-
-    def __str__(self) -> str:
-        return self.name if self.layer is None else f"{self.name} of layer {self.layer}"
-
-
-FORWARD, BACKWARD, OPTIMIZER, END = Phase("forward"), Phase("backward"), Phase("optimizer"), Phase("end")
-HEAD, HEAD_BACKWARD = Phase("forward of the loss head"), Phase("backward of the loss head")
-EMBEDDINGS_BACKWARD = Phase("backward of the embeddings")
-REPLAY = "replay in backward"
-"""The name of the phase in which a checkpoint runs a layer's forward again."""
-
-Parts = tuple[int, int, int, int]
-KINDS = ("weights", "optimizer", "gradients", "activations", "loss head", "transients")
-"""Of what a moment's bytes are made; the last four are a `Peak`'s parts."""
-
-
-class Peak(NamedTuple):
-    """The most that a phase holds: gradients, activations, loss head and transients, and what was allocated last."""
-
-    phase: Phase
-    parts: Parts
-    what: str
-
-
-class Alive(NamedTuple):
-    """Bytes that are there at the peak, of all buffers that one op allocated in one place."""
-
-    kind: str
-    """One of `KINDS`."""
-    place: str
-    """A layer's name, `"embeddings"`, `"loss head"`, `"between layers"` or `"optimizer"`."""
-    op: str
-    bytes: int
-
-
-class Moment(NamedTuple):
-    """A point of a step's timeline."""
-
-    seconds: float
-    bytes: tuple[int, ...]
-    """By `KINDS`."""
-
-
-@dataclass(frozen=True)
-class LayerProfile:
-    """What one layer adds to a step, in bytes and seconds; replays by a checkpoint count as its backward."""
-
-    name: str
-    saved: int = 0
-    """Held from its forward to its backward and released there: its input where it keeps that. Tensors that several
-    layers are given (masks, rotary tables) are no layer's own: they count between layers."""
-    forward_transient: int = 0
-    """The most while its forward runs, beyond what it and those before it keep for backward."""
-    backward_transient: int = 0
-    """The most while its backward runs, beyond what was kept for backward when that began, and gradients of parameters
-    aside."""
-    gradients: int = 0
-    """Of its parameters; of those that layers share at the first one; outside of layers, of what is made there."""
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds
+from ckptfused.policy import plot as picture
+from ckptfused.policy import table
+from ckptfused.policy.parts import Alive, LayerProfile, Moment, Peak
 
 
 @dataclass(frozen=True)
@@ -107,11 +42,11 @@ class Profile:
     """`"predicted"` on meta tensors, or `"measured"` by the device's allocator."""
     layers: tuple[LayerProfile, ...] = ()
     """In the order of `convert.find.layers`."""
-    embeddings: LayerProfile = LayerProfile("embeddings")
+    embeddings: LayerProfile = field(default_factory=partial(LayerProfile, "embeddings"))
     """What runs before the first layer."""
-    head: LayerProfile = LayerProfile("loss head")
+    head: LayerProfile = field(default_factory=partial(LayerProfile, "loss head"))
     """What runs after the last layer."""
-    between: LayerProfile = LayerProfile("between layers")
+    between: LayerProfile = field(default_factory=partial(LayerProfile, "between layers"))
     """What runs between layers, and what several of them share; of a model without layers, all."""
     all_gradients: int = 0
     """The gradients of all parameters, at the end of backward."""
@@ -171,6 +106,16 @@ class Profile:
         """The peak, its parts and its moment."""
         names = [f.name for f in fields(self)]
         return {name: getattr(self, name) for name in names[: names.index("phases")]}
+
+    def plot(self, path: str | Path) -> None:
+        """Writes a PNG of the step's timeline: bytes by kind, stacked. **Raises** as `policy.plot.plot`."""
+        picture.plot(self, path)
+
+    def __rich__(self) -> Any:
+        return table.rich_table(self)
+
+    def __str__(self) -> str:
+        return table.text(self)
 
     def to_json(self) -> str:
         """Everything but the timeline, in bytes and seconds."""

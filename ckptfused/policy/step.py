@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ckptfused.convert import find
 from ckptfused.modules.fused import FusedModule
-from ckptfused.policy.result import BACKWARD, END, FORWARD, HEAD_BACKWARD, OPTIMIZER, REPLAY, Phase
+from ckptfused.policy.parts import BACKWARD, END, FORWARD, HEAD_BACKWARD, OPTIMIZER, REPLAY, Phase
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Batch = Mapping[str, Any] | tuple[Any, ...] | Tensor
@@ -121,7 +121,7 @@ class Marks(Generic[Position]):
                     self.received(index, t)
             self.add(Phase(REPLAY if self._in_backward else FORWARD.name, index))
             x = next((t for t in given if t.requires_grad), None)
-            if x is not None:
+            if x is not None and not self._in_backward:
                 x.register_hook(lambda _: self._finished(index))
 
         def left(module: nn.Module, args: Any, output: Any) -> None:

@@ -1,0 +1,134 @@
+"""What the commands share: which model they are about, and what a step of it is."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ckptfused.cli.errors import CommandError
+from ckptfused.policy.devices import NAMES
+from ckptfused.policy.step import MakeOptimizer, adamw
+from ckptfused.policy.variants import CHECKPOINTED, CHUNKED, CONVERTED, MODELS, PLAIN, build, read_config
+
+T = TypeVar("T")
+DTYPES = ("bfloat16", "float16", "float32")
+CHECKPOINTING = {"none": PLAIN, "hugging-face": CHECKPOINTED, "ckptfused": CONVERTED, "ckptfused-and-loss": CHUNKED}
+OPTIMIZERS = ("adamw", "sgd", "none")
+
+
+def checked(read: Callable[[str], T]) -> Callable[[str], T]:
+    """For argparse, which says nothing of why where another error is raised."""
+
+    def read_or_say(text: str) -> T:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read_or_say
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, got {text!r}")
+    return int(text)
+
+
+def add_model(parser: argparse.ArgumentParser, factory: bool = True) -> None:
+    """Which model: `--config`, `--lora`, `--dtype`. factory: whether it may be the user's own."""
+    named = f"a config.json of Hugging Face's, or one of {', '.join(MODELS)}"
+    own = "; or module:factory, a function without arguments that returns a model, or a model and its batch"
+    add = parser.add_argument
+    add("--config", required=True, metavar="MODEL", help=named + own * factory)
+    add("--lora", type=positive, metavar="RANK", help="train adapters of this rank alone; default: all weights")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of a configuration's weights (bfloat16)")
+
+
+def add_step(parser: argparse.ArgumentParser, seq: int = 2048) -> None:
+    """Of what size a step is, and who checkpoints it."""
+    add = parser.add_argument
+    add("--batch", type=positive, default=1, help="sequences a step (1)")
+    add("--seq", type=positive, default=seq, help=f"tokens of each sequence ({seq})")
+    add("--checkpoint", choices=[*CHECKPOINTING], default="none", help="who checkpoints a configuration's model (none)")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """For which device, and with which optimizer."""
+    add = parser.add_argument
+    add("--device", choices=NAMES, default="h200", help="for which the step is predicted (h200)")
+    add(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adamw",
+        help="AdamW is fused, as Hugging Face's Trainer has it (adamw)",
+    )
+
+
+def optimizer(arguments: argparse.Namespace) -> MakeOptimizer | None:
+    """What makes the optimizer that was asked for."""
+    makers: dict[str, MakeOptimizer] = {"adamw": adamw, "sgd": torch.optim.SGD}
+    return makers.get(arguments.optimizer)
+
+
+def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
+    """**Raises** `CommandError` where there is none."""
+    try:
+        return read_config(arguments.config)
+    except ValueError as error:
+        raise CommandError(f"--config: {error}") from None
+
+
+def built(make: Callable[[], T]) -> T:
+    """What comes of a configuration. **Raises** `CommandError` for what a person can mend."""
+    try:
+        return make()
+    except ModuleNotFoundError as error:
+        raise CommandError(f"needs {error.name}: pip install {error.name}") from error
+    except ValueError as error:  # transformers' own words, the first of them
+        raise CommandError(f"--config: {str(error).splitlines()[0]}") from error
+
+
+def model_and_batch(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """A configuration's model on the meta device, with a batch of tokens; or what the user's own function returns.
+
+    **Raises** `CommandError` where there is neither.
+    """
+    if is_factory(arguments.config):
+        return _own(arguments)
+    config, variant = configuration(arguments), CHECKPOINTING[arguments.checkpoint]
+    model = built(lambda: build(config, variant, getattr(torch, arguments.dtype), arguments.lora))
+    ids = torch.empty(arguments.batch, arguments.seq, dtype=torch.int64, device="meta")
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def is_factory(text: str) -> bool:
+    """Whether `--config` names a function."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def _own(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
+    module, _, name = arguments.config.partition(":")
+    here = str(Path.cwd())
+    sys.path.insert(0, here)  # as `python -m` has it
+    try:
+        made = getattr(importlib.import_module(module), name)()
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise CommandError(f"--config: expected module:factory, got {arguments.config!r} ({error})") from error
+    finally:
+        sys.path.remove(here)
+    model, batch = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise CommandError(f"--config: expected an nn.Module of {arguments.config}, got {type(model).__name__}")
+    classes = getattr(getattr(model, "config", None), "vocab_size", None)
+    if batch is None and isinstance(classes, int):
+        ids = torch.arange(arguments.batch * arguments.seq).view(arguments.batch, arguments.seq) % classes
+        batch = {"input_ids": ids, "labels": ids}
+    return model, batch

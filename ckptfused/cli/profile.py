@@ -1,0 +1,44 @@
+"""Say what memory and time a training step of a model takes, by layer and by moment.
+
+Neither a GPU nor weights are needed: the step runs on the meta device, what it would allocate is counted, and its time
+is estimated for the device named. Exit status 1: the model could not be had, or does not run without data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from ckptfused.cli.errors import CommandError
+from ckptfused.cli.options import add_device, add_model, add_step, model_and_batch, optimizer
+from ckptfused.policy import profile
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_step(parser)
+    add_device(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
+    parser.add_argument("--plot", metavar="FILE", help="write a PNG of the step's timeline; needs matplotlib")
+    parser.epilog = "Example: python -m ckptfused profile --config llama-3-8b --batch 2 --seq 8192 --lora 16"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not arguments.json and sys.stderr.isatty():
+        print("running a step without data …", end="\r", file=sys.stderr, flush=True)
+    model, batch = model_and_batch(arguments)
+    if batch is None:
+        raise CommandError(f"--config: expected {arguments.config} to return a model and a batch, got a model alone")
+    try:
+        found = profile(model, batch, optimizer(arguments), arguments.device)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    print(found.to_json() if arguments.json else found)
+    if arguments.plot:
+        try:
+            found.plot(arguments.plot)
+        except ModuleNotFoundError as error:
+            raise CommandError(f"--plot needs {error.name}: pip install {error.name}") from error
+        except OSError as error:
+            raise CommandError(f"--plot: {error}") from error
+    return 0

@@ -1,0 +1,87 @@
+"""A profile as a person reads it. profile: a `Profile`, which this is a part of."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from ckptfused.policy.parts import LayerProfile
+
+MOST_ALIVE = 6
+_COLUMNS = ("", "saved", "forward +", "backward +", "gradients", "forward", "backward")
+
+
+def rich_table(profile: Any) -> Any:
+    """For `rich.print`."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for title in _COLUMNS:
+        table.add_column(title, justify="right" if title else "left", overflow="fold")
+    for row in _rows(profile):
+        table.add_row(*row)
+    return Group(*map(Text, _begin(profile)), Text(), table, Text(), *map(Text, _end(profile)))
+
+
+def text(profile: Any) -> str:
+    """The table as text, by rich where that is installed."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        rows = ["  ".join(row) for row in (_COLUMNS, *_rows(profile))]
+        return "\n".join([*_begin(profile), "", *rows, "", *_end(profile)])
+    out = io.StringIO()
+    Console(file=out, width=int(os.environ.get("COLUMNS", 120)), color_system=None).print(rich_table(profile))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def size(count: int) -> str:
+    """Bytes in the largest unit of which there is one."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:,.2f} {name}"
+    return f"{count} B"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:,.0f} µs"
+
+
+def _begin(profile: Any) -> Iterator[str]:
+    yield f"A step {profile.way} for {profile.device}: peak {size(profile.peak)}, at {profile.moment}"
+    names = ("weights", "optimizer", "gradients", "activations", "loss_head", "transients")
+    yield "of which " + ", ".join(f"{name.replace('_', ' ')} {size(getattr(profile, name))}" for name in names)
+    spans = [("forward", profile.forward_seconds), ("backward", profile.backward_seconds)]
+    spans += [("optimizer", profile.optimizer_seconds)] if profile.optimizer_seconds else []
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in spans)
+    yield f"time {duration(profile.seconds)}: {parts}"
+    if profile.fragmentation:
+        yield f"fragmentation {size(profile.fragmentation)}: reserved by the allocator beyond what was handed out"
+
+
+def _rows(profile: Any) -> Iterator[tuple[str, ...]]:
+    for _, run in groupby(profile.parts, key=_alike):
+        found = list(run)
+        name = found[0].name if len(found) == 1 else f"{found[0].name} … {found[-1].name} (each of {len(found)})"
+        sizes = (found[0].saved, found[0].forward_transient, found[0].backward_transient, found[0].gradients)
+        times = (sum(f.forward_seconds for f in found), sum(f.backward_seconds for f in found))
+        yield (name, *map(size, sizes), *(duration(seconds / len(found)) for seconds in times))
+
+
+def _alike(part: LayerProfile) -> tuple[int, ...]:
+    return part.saved, part.forward_transient, part.backward_transient, part.gradients
+
+
+def _end(profile: Any) -> Iterator[str]:
+    if profile.alive:
+        yield "alive at the peak:"
+        yield from (f"  {size(row.bytes):>12}  {row.kind}, {row.place}: {row.op}" for row in profile.alive[:MOST_ALIVE])
+    if profile.way == "predicted":
+        known = "not measured on such a device" if profile.time_error is None else f"up to {profile.time_error:.0%}"
+        yield f"error of the predicted time: {known}"
+    yield from (f"note: {note}" for note in profile.notes)
