@@ -16,6 +16,12 @@
 
 namespace ckptfused {
 
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kThreadSanitizer = true;
+#else
+constexpr bool kThreadSanitizer = false;
+#endif
+
 // Values of a storage type, with the doubles that they stand for.
 template <typename T>
 struct Values {

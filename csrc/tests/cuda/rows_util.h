@@ -10,12 +10,6 @@
 
 namespace ckptfused {
 
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
-
 // Elements at an address that is a multiple of 16 bytes, or one element behind it. What lies around
 // them must stay as it was.
 template <typename T>

@@ -28,7 +28,10 @@ void expect_cpu_mask(double p, int64_t rows, int64_t cols, int64_t shift) {
 
 TEST(DropoutCuda, MasksAreThoseOfTheCpu) {
   for (const int64_t cols : odd_widths()) {
-    for (const double p : {1e-3, 0.1, 0.5, 1.0}) expect_cpu_mask(p, 5, cols, p == 0.1 ? 1 : 0);
+    for (const double p : {1e-3, 0.1, 0.5, 1.0}) {
+      if (kThreadSanitizer && p != 0.1) continue;
+      expect_cpu_mask(p, 5, cols, p == 0.1 ? 1 : 0);
+    }
   }
   expect_cpu_mask(0.1, 2000, 1, 0);
   expect_cpu_mask(0.1, 300, 24, 0);
