@@ -11,15 +11,16 @@ from torch import nn
 from ckptfused.convert import find, head_forward, heads
 from ckptfused.convert.agree import agreed
 from ckptfused.convert.counts import Counts
-from ckptfused.convert.describe import as_it_was, describe, generic_blocks, head_note, offload_note
+from ckptfused.convert.describe import as_it_was, describe, generic_blocks, head_note, input_bytes, offload_note
 from ckptfused.convert.family import Family
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.own_checkpoint import NOT_REPLICATED, REPLICATE, NotReplicated
 from ckptfused.convert.policy import CheckpointPolicy, LayerMode
 from ckptfused.convert.report import HeadReport, LayerReport, Report
 from ckptfused.convert.wrapper import wrapper_note
+from ckptfused.generic.chain import Segment
 from ckptfused.layer.peft import given_caches
-from ckptfused.layer.shards import is_fully_sharded, refuse_tensor_parallel
+from ckptfused.layer.shards import is_flattened, is_fully_sharded, refuse_tensor_parallel
 from ckptfused.layer.source import patched
 from ckptfused.layer.texts import Mode, keep_text
 from ckptfused.offload import Offloader
@@ -78,34 +79,64 @@ def _layers(model: nn.Module, found: list[Found], policy: CheckpointPolicy) -> R
         refuse_tensor_parallel(layer, name, sharded)
     modes = policy.modes(len(found))
     offloader = Offloader() if any(mode.offload for mode in modes) else None
+    segments, divided = _segments(found, policy.segment_count)
     reports, counts, cached = [], Counts(), set(given_caches(model))
-    for one, mode in zip(found, modes, strict=True):
+    for one, mode, segment in zip(found, modes, segments, strict=True):
         _take_out(one[1])
-        report = _put_in(model, one, mode, offloader if mode.offload else None, counts, one[1] in cached)
-        reports.append(report)
+        taken = offloader if mode.offload else None
+        reports.append(_put_in(model, one, mode, taken, segment, counts, one[1] in cached))
     moved = [one for one, mode in zip(found, modes, strict=True) if mode.offload]
-    notes = (*generic_blocks(model), *(offload_note(moved) if moved else ()))
+    notes = (*generic_blocks(model), *(offload_note(moved) if moved else ()), *divided)
     return Report(tuple(reports), policy, notes)
 
 
+def _segments(found: list[Found], count: int | None) -> tuple[list[Segment | None], tuple[str, ...]]:
+    """The segment of each layer, and what the report says of them."""
+    if count is None:
+        return [None] * len(found), ()
+    if any(is_flattened(layer) for _, layer, _ in found):
+        said = "segments: each layer saves its own input, since FSDP1 or ZeRO-3 holds the weights; use FSDP2"
+        return [None] * len(found), (said,)
+    segments: list[Segment | None] = []
+    for i in range(count):
+        length = (len(found) - len(segments)) // (count - i)
+        names = [name for name, _, _ in found[len(segments) : len(segments) + length]]
+        segments += [Segment(names)] * length
+    starts = dict.fromkeys(segment.names[0] for segment in segments if segment is not None)
+    return segments, (f"segments, which save one input each, begin at {', '.join(starts)}",)
+
+
 def _put_in(
-    model: nn.Module, found: Found, mode: LayerMode, offloader: Offloader | None, counts: Counts, cached: bool
+    model: nn.Module,
+    found: Found,
+    mode: LayerMode,
+    offloader: Offloader | None,
+    segment: Segment | None,
+    counts: Counts,
+    cached: bool,
 ) -> LayerReport:
     """Gives a layer a forward of this mode. cached: its calls have filled key/value caches."""
     name, layer, family = found
-    if mode.keep is None:
-        return replace(as_it_was(model, name, layer, family, counts), mode=mode)
-    text = Mode(keep_text(mode.keep), mode.scratch or 0)
     before = vars(layer).get("forward") if patched(layer) else None
-    report = describe(model, name, layer, family if before is None else None, text, counts)
-    if cached:
-        report = replace(report, path="original", reason=PREFIX, after=report.before)
-    kept = "keep does not apply" if report.path == "generic" and not text.inputs_alone else ""
-    why = filter(None, (report.reason, kept, wrapper_note(model, name, text)))
-    report = replace(report, reason="; ".join(why), mode=mode)
-    layer.forward = ConvertedForward(layer, report.family, text, before, offloader)
-    vars(layer)[REPLICATE] = NotReplicated()
-    return report
+    family = None if before is not None else family
+    if mode.keep is None:
+        report, text = as_it_was(model, name, layer, family, counts), None
+    else:
+        text = Mode(keep_text(mode.keep), mode.scratch or 0)
+        report = describe(model, name, layer, family, text, counts)
+        if cached:
+            report = replace(report, path="original", reason=PREFIX, after=report.before)
+        kept = "keep does not apply" if report.path == "generic" and not text.inputs_alone else ""
+        why = filter(None, (report.reason, kept, wrapper_note(model, name, text)))
+        report = replace(report, reason="; ".join(why))
+    if segment is not None and not cached:
+        after = input_bytes(model, name, layer, family) if name == segment.names[0] else 0.0
+        report = replace(report, after=after)
+    if text is not None or segment is not None:
+        taken = None if text is None else report.family
+        layer.forward = ConvertedForward(layer, taken, text, before, offloader, segment, name)
+        vars(layer)[REPLICATE] = NotReplicated()
+    return replace(report, mode=mode)
 
 
 def _take_out(layer: nn.Module) -> bool:

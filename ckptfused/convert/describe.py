@@ -65,6 +65,19 @@ def as_it_was(model: nn.Module, name: str, layer: nn.Module, family: Family | No
     return replace(report, path="original", reason="as it was, says the policy", after=report.before)
 
 
+def input_bytes(model: nn.Module, name: str, layer: nn.Module, family: Family | None) -> float | None:
+    """Bytes a token of a layer's input; None where it is not known."""
+    try:
+        x = (
+            _example(layer, family)
+            if family is not None and family.as_read(layer)
+            else example(model, name, layer)[0][0]
+        )
+    except Exception:  # as in `_without_adapter`
+        return None
+    return x.size(-1) * x.element_size()
+
+
 def _without_adapter(
     model: nn.Module, name: str, layer: nn.Module, counts: Counts
 ) -> tuple[float | None, float | None]:

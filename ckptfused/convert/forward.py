@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import transformed
@@ -18,11 +18,12 @@ from ckptfused.convert.caches import left_empty
 from ckptfused.convert.family import FAMILIES
 from ckptfused.convert.head_forward import HeadForward, installed
 from ckptfused.convert.own_checkpoint import as_it_would, checkpoints_itself, let_converted_through
+from ckptfused.generic.chain import NotChainedError, Segment, chained, goes_on, may_be_chained, not_made_again
 from ckptfused.generic.views import entered
 from ckptfused.layer.hooks import hooked_everywhere, lent_weights
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
-from ckptfused.layer.shards import refuse_tensor_parallel
+from ckptfused.layer.shards import gathered, refuse_tensor_parallel
 from ckptfused.layer.texts import Mode
 from ckptfused.offload import Offloader, saving
 from ckptfused.outer_checkpoint import passed
@@ -46,19 +47,25 @@ class ConvertedForward:
         self,
         layer: nn.Module,
         family: str | None,
-        mode: Mode,
+        mode: Mode | None,
         before: Any = None,
         offloader: Offloader | None = None,
+        segment: Segment | None = None,
+        name: str = "",
     ) -> None:
         self.layer = layer
         self.family = family
         self.mode = mode
+        """None: it runs as it was, in a segment that is replayed."""
         self.before = before
         """A forward that the instance had already (offload hooks, a patch): it runs, checkpointed."""
         self.offloader = offloader
         """For its input between forward and backward; None: it stays on the device."""
         self.paused = False
         """Within `original`."""
+        self.segment = segment
+        """Layers that save one input together; None: each for itself."""
+        self.name = name
         let_converted_through()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -66,10 +73,40 @@ class ConvertedForward:
         let_converted_through()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.segment is not None and not self.paused and not transformed():
+            x = self._input(args, kwargs)
+            if may_be_chained(args, kwargs, x):
+                return self._in_segment(self.segment, x, args, kwargs)
+        return self.alone(*args, **kwargs)
+
+    def _in_segment(self, segment: Segment, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = not goes_on(segment, x)
+        if first:
+            segment.warn(self.name)
+        if not (checkpoints_itself(self.layer) or lent_weights(self.layer) or under_foreign_mode()):
+            with contextlib.suppress(NotChainedError), self._saving(args, kwargs) if first else _NOTHING:
+                function = self.alone if self.mode is not None else self._as_it_was
+                around = functools.partial(gathered, self.layer)
+                return chained(segment, function, self.layer, args, kwargs, x, around)
+        return self.alone(*args, **kwargs)
+
+    def _as_it_was(self, *args: Any, **kwargs: Any) -> Any:
+        """It may write to its first argument, which is saved."""
+        name = _first(type(self.layer).forward)
+        args, kwargs = (
+            (args[0].clone(), *args[1:]) if args else args,
+            kwargs if args else {**kwargs, name: kwargs[name].clone()},
+        )
+        return self.alone(*args, **kwargs)
+
+    def alone(self, *args: Any, **kwargs: Any) -> Any:
+        """As without segments."""
         if self.paused:
             return self.unfused(Reason("the original layers are asked for", original=True), args, kwargs)
         reason = Reason("no adapter for this class")
-        if transformed():
+        if self.mode is None:
+            reason = Reason("as it was, says the policy", original=True)
+        elif transformed():
             reason = Reason("a torch.func transform or a forward-mode derivative is taken", original=True)
         elif hooked_everywhere():
             reason = Reason("hooks on all modules")
@@ -92,10 +129,13 @@ class ConvertedForward:
             with self._saving(args, kwargs):
                 return as_it_would(layer, forward, args, kwargs)
         if reason.original or not torch.is_grad_enabled() or lent_weights(layer) or under_foreign_mode():
+            if self.mode is not None:
+                not_made_again()
             with entered():
                 return forward(*args, **kwargs)
         given = left_empty(layer, forward, args, kwargs)
         if given is None:
+            not_made_again()
             return forward(*args, **kwargs)
         args, kwargs = given
         with self._saving(args, kwargs), passed(layer):
@@ -105,7 +145,10 @@ class ConvertedForward:
         """Around what saves the layer's input, which is the first argument."""
         if self.offloader is None or torch.compiler.is_compiling():
             return _NOTHING
-        return saving(self.offloader, args[0] if args else kwargs.get(_first(type(self.layer).forward)))
+        return saving(self.offloader, self._input(args, kwargs))
+
+    def _input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[0] if args else kwargs.get(_first(type(self.layer).forward))
 
 
 @functools.cache

@@ -214,7 +214,7 @@ class _Segment:
     ) -> None:
         self.function = function
         self.inputs = inputs
-        self.saved = _Saved(inputs, tensors)
+        self.saved = Saved(inputs, tensors)
         self.state = State(function, inputs.others(), random_state)
         self.settings = settings.current()
         self.handed_out = HandedOut()
@@ -240,12 +240,14 @@ class _Segment:
             return self.inputs.call(self.function, copies)
 
 
-class _Saved:
+class Saved:
     """The tensors among the arguments, held by autograd like any saved tensor: an enclosing checkpoint drops and
     remakes them, the user's hooks see them."""
 
-    def __init__(self, inputs: Arguments, tensors: list[Tensor]) -> None:
+    def __init__(self, inputs: Arguments, tensors: list[Tensor], places: list[int] | None = None) -> None:
+        """places: by which the inputs know these tensors; None: they are all."""
         self.inputs = inputs
+        self.places = places
         self.holder = _Save.apply(torch.empty(0, requires_grad=True), *tensors)
         self.counters = [version_counter(t) for t in tensors]
         self.versions = [None if counter is None else counter._version for counter in self.counters]
@@ -254,11 +256,14 @@ class _Saved:
         for i, (counter, expected) in enumerate(zip(self.counters, self.versions, strict=True)):
             if counter is not None and counter._version != expected:
                 raise RuntimeError(
-                    f"ckptfused.checkpoint: {self.inputs.name(i)} was changed in place between forward and backward: "
+                    f"ckptfused.checkpoint: {self._name(i)} was changed in place between forward and backward: "
                     f"expected version {expected}, got version {counter._version}. The replay needs it as it was: "
                     "change a clone, or change it after backward"
                 )
         return self.holder.grad_fn.saved_tensors
+
+    def _name(self, i: int) -> str:
+        return self.inputs.name(i if self.places is None else self.places[i])
 
 
 class _Save(torch.autograd.Function):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+
+from ckptfused.checks import is_dtensor
 
 
 def refuse_tensor_parallel(layer: nn.Module, name: str = "", inside_fsdp: bool = False) -> None:
@@ -31,6 +35,21 @@ def is_fully_sharded(module: nn.Module) -> bool:
     """Whether FSDP2 gathers the weights of a module when it runs."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Within, FSDP2 has gathered the weights of a module whose hooks do not run."""
+    there = not is_fully_sharded(module) or not any(map(is_dtensor, module.parameters()))
+    if there:
+        yield
+        return
+    fsdp: Any = module
+    fsdp.unshard()
+    try:
+        yield
+    finally:
+        fsdp.reshard()
 
 
 def _gathered(layer: nn.Module, key: str) -> bool:

@@ -1,0 +1,480 @@
+"""Several layers behind one saved input, in models whose own forward loops over them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+pytest.importorskip("transformers")
+import transformers
+
+import ckptfused
+from ckptfused import CheckpointPolicy
+from tests.accounting import saved_bytes
+from tests.convert import zoo_decoders, zoo_encoders, zoo_moe, zoo_seq2seq, zoo_torch  # noqa: F401
+from tests.convert.compare import gradients, result, run
+from tests.convert.small import llama
+from tests.convert.zoo import ZOO, randomize, text_batch
+
+WHOLE = CheckpointPolicy.whole_model()
+TOKENS, WIDTH = 3 * 19, 48
+
+
+def step(model: Any, batch: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    return run(model, text_batch() if batch is None else batch)
+
+
+def equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+
+
+def segmented(model: Any, policy: CheckpointPolicy = WHOLE) -> Any:
+    ckptfused.convert(model, policy=policy)
+    return model
+
+
+def saved(model: Any, batch: dict[str, Tensor]) -> int:
+    torch.manual_seed(3)
+    positions = torch.arange(19).unsqueeze(0)  # else the model makes them, and each layer is handed them
+    batch = {**batch, "position_ids": positions}
+    return saved_bytes(lambda: model(**batch).loss, model, batch.values())
+
+
+FAMILIES = (
+    "gpt2",
+    "gemma3",
+    "opt",
+    "bert",
+    "vit",
+    "mixtral",
+    "t5",
+    "whisper",
+    "torch-encoder-post",
+    "torch-decoder-pre",
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.filterwarnings("ignore:ckptfused. the segment of layers")
+def test_gradients_are_those_without_segments(name: str) -> None:
+    """With dropout at every site, fused or not, to the bit; as the layers were, those of the plain model."""
+    specimen = ZOO[name]
+    model, batch = specimen.make(0.1, specimen.implementations[0]).train(), specimen.batch()
+    plain = step(model, batch)
+    equal(step(segmented(model, CheckpointPolicy.segments(2, None)), batch), plain)
+    ckptfused.convert(model)
+    wanted = step(model, batch)
+    assert not torch.equal(wanted["loss"], plain["loss"])
+    for policy in (WHOLE, CheckpointPolicy.segments(2, "all")):
+        equal(step(segmented(model, policy), batch), wanted)
+    ckptfused.revert(model)
+    equal(step(model, batch), plain)
+
+
+@pytest.mark.parametrize("keep", ["inputs", "all", None])
+def test_a_segment_saves_its_input_alone(keep: str | None) -> None:
+    """Floor: segments · N · C · itemsize. What the layers keep is not saved."""
+    model, batch = llama(num_hidden_layers=5), text_batch()
+    ckptfused.convert(model)
+    outside = saved(model, batch) - 5 * TOKENS * WIDTH * 4
+    for count in (1, 2, 5):
+        report = ckptfused.convert(model, policy=CheckpointPolicy.segments(count, keep))
+        assert saved(model, batch) - outside == count * TOKENS * WIDTH * 4
+        assert sum(layer.after for layer in report.layers) == count * WIDTH * 4  # type: ignore[misc]
+    assert "begin at model.layers.0, model.layers.1" in str(report)
+
+
+def test_random_states_are_not_saved() -> None:
+    model, batch = llama(p=0.1, num_hidden_layers=4), text_batch()
+    ckptfused.convert(model)
+    alone = saved(model, batch)
+    assert alone - saved(segmented(model), batch) == 3 * TOKENS * WIDTH * 4 + 4 * 16
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_products(count: int) -> None:
+    """A replay makes one forward of every layer, whatever the number of segments; kept values are made once."""
+
+    def flops(policy: CheckpointPolicy) -> int:
+        segmented(model, policy)
+        with FlopCounterMode(display=False) as counter:
+            step(model)
+        return counter.get_total_flops()
+
+    model = llama(num_hidden_layers=4)
+    kept, rebuilt = flops(CheckpointPolicy.uniform("all")), flops(CheckpointPolicy())
+    ckptfused.convert(model)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.model(text_batch()["input_ids"])
+    forward = counter.get_total_flops()
+    assert flops(CheckpointPolicy.segments(count)) == rebuilt + forward
+    assert flops(CheckpointPolicy.segments(count, "all")) == kept + forward
+
+
+def test_a_replay_holds_one_segment() -> None:
+    """The input of a segment that was replayed is gone when the one before it is."""
+    model = segmented(llama(num_hidden_layers=4), CheckpointPolicy.segments(2))
+    inputs: list[weakref.ref[Any]] = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda layer, args, y: inputs.append(weakref.ref(y.untyped_storage())))
+    out = model(**text_batch())
+    gc.disable()  # nothing waits for the garbage collector
+    try:
+        alive = [ref() is not None for ref in inputs]
+        out.loss.backward()
+        del out
+        after = [ref() is not None for ref in inputs]
+    finally:
+        gc.enable()
+    assert alive == [False, True, False, True] and after == [False] * 4
+
+
+def test_backward_twice() -> None:
+    model = segmented(llama(p=0.1, num_hidden_layers=3))
+    loss = model(**text_batch()).loss
+    loss.backward(retain_graph=True)
+    once = gradients(model)
+    model.zero_grad()
+    loss.backward()
+    equal(gradients(model), once)
+
+
+def test_two_forwards_before_backward() -> None:
+    model = llama(p=0.1, num_hidden_layers=3)
+
+    def both() -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        model.zero_grad()
+        first, second = model(**text_batch()).loss, model(**text_batch(length=11)).loss
+        (first * second).backward()
+        return gradients(model)
+
+    ckptfused.convert(model)
+    wanted = both()
+    segmented(model)
+    equal(both(), wanted)
+
+
+@pytest.mark.parametrize(
+    "options", [{"output_hidden_states": True}, {"use_cache": True}, {"use_cache": False}, {"output_attentions": True}]
+)
+@pytest.mark.filterwarnings("ignore:ckptfused. the segment of layers")
+def test_options_of_the_call(options: dict[str, Any]) -> None:
+    model = llama("eager", p=0.1, num_hidden_layers=3)
+    ckptfused.convert(model)
+    batch = {**text_batch(), **options}
+    wanted = step(model, batch)
+    equal(step(segmented(model), batch), wanted)
+
+
+def test_without_gradients_nothing_is_saved() -> None:
+    model = segmented(llama(num_hidden_layers=3).eval())
+    with torch.no_grad():
+        y = model(**text_batch()).logits
+    assert y.grad_fn is None
+    equal({"y": y}, {"y": model(**text_batch()).logits})
+    with torch.inference_mode():
+        model(**text_batch())
+    ids = model.generate(text_batch()["input_ids"][:1, :5], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    ckptfused.revert(model)
+    assert torch.equal(
+        ids, model.generate(text_batch()["input_ids"][:1, :5], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    )
+
+
+def test_frozen_below() -> None:
+    """Where nothing below a layer needs a gradient nothing is saved; from there on it is."""
+    model = llama(p=0.1, num_hidden_layers=4)
+    for part in (model.model.embed_tokens, model.model.layers[0]):
+        part.requires_grad_(False)
+    ckptfused.convert(model)
+    wanted = step(model)
+    equal(step(segmented(model)), wanted)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    model = llama(p=0.1, num_hidden_layers=3)
+    config = peft.LoraConfig(
+        r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False
+    )
+    tuned = peft.get_peft_model(model, config)
+    ckptfused.convert(tuned)
+    wanted = step(tuned)
+    for need in (False, True):
+        if need:
+            tuned.enable_input_require_grads()
+            wanted = step(tuned)
+        equal(step(segmented(tuned, CheckpointPolicy.segments(2))), wanted)
+
+
+class Between(nn.Module):
+    """A loop that does something between its layers."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(4))
+        randomize(self)
+        self.what = what
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i == 1:
+                x = self.change(x)
+        return x
+
+    def change(self, x: Tensor) -> Tensor:
+        if self.what == "new":
+            return x * 2
+        if self.what == "in place":
+            return x.mul_(2)
+        if self.what == "a view":
+            return x[:, :-1]
+        if self.what == "of no graph":
+            return x.detach()
+        assert self.what == "nothing"
+        return x.view_as(x)
+
+
+@pytest.mark.parametrize("what", ["new", "in place", "a view", "of no graph", "nothing"])
+def test_a_segment_ends_where_the_model_does_something(what: str) -> None:
+    model, x = Between(what), torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+
+    def take() -> dict[str, Tensor]:
+        torch.manual_seed(2)
+        x.grad = None
+        return {**result(model, x), **({} if x.grad is None else {"x": x.grad.clone()})}
+
+    ckptfused.convert(model)
+    wanted = take()
+    segmented(model)
+    divided = what in ("new", "in place", "a view")
+    said = pytest.warns(UserWarning, match=r"layers.0 … layers.3 is divided before layers.2")
+    with said if divided else contextlib.nullcontext():
+        got = take()
+    equal(got, wanted)
+    equal(take(), wanted)  # and says it once
+
+
+class Shared(nn.Module):
+    """One layer, called several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True)])
+        randomize(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.layers[0](x)
+        return x
+
+
+def test_a_layer_that_is_called_several_times() -> None:
+    """It is one segment with itself."""
+    model, x = Shared(), torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    ckptfused.convert(model)
+    torch.manual_seed(2)
+    wanted = result(model, x)
+    assert saved_bytes(lambda: model(x), model) == 4 * (x.nbytes + 16)
+    segmented(model)
+    torch.manual_seed(2)
+    equal(result(model, x), wanted)
+    assert saved_bytes(lambda: model(x), model) == x.nbytes
+
+
+class Residual(nn.Module):
+    """Statistics, dropout from PyTorch, and a module that writes to its input first."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(first, nn.Conv1d(6, 6, 3, padding=1), nn.BatchNorm1d(6), nn.Dropout(0.3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.body(x) + x.mean()
+
+
+@pytest.mark.parametrize("keep", ["inputs", None])
+@pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.Tanh()])
+def test_layers_without_an_adapter(first: nn.Module, keep: str | None) -> None:
+    """Statistics are updated once, dropout draws the same, the caller's x stays as it is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(copy.deepcopy(first)) for _ in range(4)))
+    x = torch.randn(4, 6, 8, requires_grad=True)
+
+    def take(model: Any) -> dict[str, Tensor]:
+        torch.manual_seed(2)
+        given = x * 1
+        before, x.grad = given.detach().clone(), None
+        found = result(model, given)
+        assert torch.equal(given, before) and all(layer.calls == 1 for layer in model)
+        assert x.grad is not None
+        return {**found, **{name: b.clone() for name, b in model.named_buffers()}, "x": x.grad}
+
+    alone = copy.deepcopy(model)
+    ckptfused.convert(alone)
+    wanted = take(alone)
+    for policy in (CheckpointPolicy.whole_model(keep), CheckpointPolicy.segments(2, keep)):
+        other = segmented(copy.deepcopy(model), policy)
+        equal(take(other), wanted)
+        assert saved_bytes(lambda other=other: other(x * 1), other) == policy.segment_count * x.nbytes  # type: ignore[operator]
+
+
+def test_what_was_changed_raises() -> None:
+    """A parameter of any layer, the input, an argument beside it."""
+    model, mask = Between("nothing"), torch.zeros(5, 5)
+    segmented(model)
+    for changed in (model.layers[1].linear1.weight, model.layers[3].norm2.bias):  # type: ignore[union-attr]
+        y = model(torch.ones(2, 5, 16))
+        with torch.no_grad():
+            changed.mul_(2)
+        with pytest.raises(RuntimeError, match="changed in place|modified by an inplace"):
+            y.sum().backward()
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = segmented(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
+    x = torch.ones(2, 5, 16)
+    for t in (x, mask):
+        y = encoder(x, mask)
+        t.add_(1)
+        with pytest.raises(RuntimeError, match="changed in place"):
+            y.sum().backward()
+
+
+def test_a_failed_call_ends_the_segment() -> None:
+    model, x = Between("nothing"), torch.ones(2, 5, 16)
+    segmented(model)
+    y = model.layers[0](x)
+    with pytest.raises(Exception):  # noqa: B017
+        model.layers[1](y, torch.zeros(7, 3))
+    with pytest.warns(UserWarning, match=r"divided before layers\.1"):
+        model.layers[1](y).sum().backward()
+
+
+def test_autocast_and_settings() -> None:
+    """A chain goes on under the same settings alone, and is replayed under them."""
+    model = llama(p=0.1, num_hidden_layers=4)
+    ckptfused.convert(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = step(model)
+    segmented(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.manual_seed(3)
+        model.zero_grad()
+        loss = model(**text_batch()).loss
+    loss.backward()
+    equal({"loss": loss.detach(), **gradients(model)}, wanted)
+
+
+def test_copies_and_pickles() -> None:
+    model = segmented(llama(num_hidden_layers=3), CheckpointPolicy.segments(2))
+    wanted = step(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        segments = [layer.forward.segment for layer in other.model.layers]
+        assert (
+            segments[0] is not segments[1] is segments[2] and segments[0] is not model.model.layers[0].forward.segment
+        )
+        equal(step(other), wanted)
+
+
+def test_within_another_checkpoint() -> None:
+    model = Between("nothing")
+    x = torch.randn(2, 5, 16, requires_grad=True)
+    segmented(model, CheckpointPolicy.segments(2))
+    torch.manual_seed(2)
+    wanted = result(model, x)
+    torch.manual_seed(2)
+    model.zero_grad()
+    y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    y.pow(3).mean().backward()
+    equal({"y": y.detach(), **gradients(model)}, wanted)
+
+
+def test_lent_weights() -> None:
+    """`functional_call`: a replay would find other weights, so the layers run as they were."""
+    model, x = Between("nothing"), torch.ones(2, 5, 16)
+    other = {name: p.detach() * 0.5 for name, p in model.named_parameters()}
+    for p in other.values():
+        p.requires_grad_()
+
+    def take() -> list[Tensor]:
+        torch.manual_seed(2)
+        y = torch.func.functional_call(model.eval(), other, (x,))
+        return list(torch.autograd.grad(y.pow(3).mean(), list(other.values())))
+
+    wanted = take()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = (segmented(model), take())[1]
+    for g, w in zip(got, wanted, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def test_a_second_derivative() -> None:
+    model, x = Between("nothing").double().eval(), torch.randn(1, 3, 16, dtype=torch.double, requires_grad=True)
+
+    def penalty() -> Tensor:
+        (dx,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.pow(2).sum(), x)[0]
+
+    ckptfused.convert(model)
+    wanted = penalty()
+    segmented(model)
+    torch.testing.assert_close(penalty(), wanted)
+
+
+def test_as_many_as_there_are_layers_at_most() -> None:
+    with pytest.raises(ValueError, match="1 to 2 segments, the model's layers, got 3"):
+        ckptfused.convert(llama(), policy=CheckpointPolicy.segments(3))
+
+
+@contextlib.contextmanager
+def compiled(model: Any) -> Iterator[Any]:
+    torch.compiler.reset()
+    yield torch.compile(model, backend="aot_eager")
+    torch.compiler.reset()
+
+
+def test_compiled_layers_are_each_for_themselves() -> None:
+    model, x = Between("nothing").eval(), torch.randn(2, 5, 16)
+    ckptfused.convert(model)
+    wanted = result(model, x)
+    segmented(model)
+    with compiled(model) as other:
+        model.zero_grad()
+        other(x).pow(3).mean().backward()
+    for name, g in gradients(model).items():
+        torch.testing.assert_close(g, wanted[name])
+
+
+def test_albert() -> None:
+    config = transformers.AlbertConfig(
+        vocab_size=97,
+        embedding_size=16,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=64,
+        num_hidden_layers=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.AlbertForMaskedLM(config).train()
+    ckptfused.convert(model)
+    wanted = step(model)
+    equal(step(segmented(model)), wanted)
