@@ -11,12 +11,13 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ckptfused.checks import is_dtensor, transformed
 from ckptfused.convert.heads import HEADS, head_of
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.pieces import Projection, projection
+from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.layer.source import class_as_read, class_name, patched, unread
 from ckptfused.loss import HeadAdapter, linear_cross_entropy
 
@@ -77,16 +78,21 @@ class HeadForward:
         head = self.head()
         if isinstance(head, Reason):
             return head
-        if is_dtensor(head.weight):
-            return Reason("the head's weight is in shards that nobody gathered")
         family = HEADS[class_name(type(model))]
+        module: Any = family.head(model)
+        alone = _sharded_alone(module)
+        if is_dtensor(head.weight) and not alone:
+            return Reason("the head's weight is in shards that nobody gathered")
         outputs = family.call_body(model, given)
         x = family.transform(model, outputs.last_hidden_state)
-        options = family.options(model, labels.to(x.device), given)
-        adapters = [HeadAdapter(*adapter) for adapter in head.adapters]
-        loss: Any = linear_cross_entropy(
-            x, head.weight, bias=head.bias, adapters=adapters, scratch=self.scratch, **options
-        )
+        options = _shaped(family.options(model, labels.to(x.device), given), x)
+
+        def loss_of(x: Tensor) -> Any:
+            weight, bias = (module.weight, module.bias) if alone else (head.weight, head.bias)
+            adapters = [HeadAdapter(*adapter) for adapter in head.adapters]
+            return linear_cross_entropy(x, weight, bias=bias, adapters=adapters, scratch=self.scratch, **options)
+
+        loss = _called(module, loss_of, x) if alone else loss_of(x)
         cls = getattr(sys.modules["transformers.modeling_outputs"], family.output)
         fields = {name: getattr(outputs, name, None) for name in _fields(cls) if name != "logits"}
         return cls(**fields | family.more(model, outputs, loss, given))
@@ -101,10 +107,44 @@ class HeadForward:
             return Reason(f"the code of {unread(cls, cls.forward)} is not the one that was read (see tested versions)")
         if (why := family.refusal(model)) is not None:
             return why
-        found = projection(family.head(model), "the head")
+        module: Any = family.head(model)
+        if _sharded_alone(module):
+            return Projection(module.weight, module.bias)
+        found = projection(module, "the head")
         if isinstance(found, Reason):
             return found
         return Reason("its weight is transposed") if found.transposed else found
+
+
+def _sharded_alone(module: nn.Module) -> bool:
+    """Whether a linear head is sharded by itself, or with other modules, and nobody but FSDP watches it."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    others = module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
+    return (
+        is_fully_sharded(module)
+        and type(module).__bases__[-1] is nn.Linear
+        and not others
+        and all(getattr(hook, "__module__", "").startswith("torch.distributed.fsdp.") for hook in hooks)
+    )
+
+
+def _called(module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """Calls a module with another forward: its hooks, FSDP's, gather its weights and give back their gradients."""
+    module.forward = forward  # type: ignore[assignment]
+    try:
+        return module(x)
+    finally:
+        del module.forward
+
+
+def _shaped(options: dict[str, Any], x: Tensor) -> dict[str, Any]:
+    """Options whose target has the shape of x's tokens, where it has as many: the models' losses flatten both."""
+    target, shape = options["target"], x.shape[:-1]
+    if target.shape == shape or target.numel() != shape.numel() or target.dim() == 0:
+        return options
+    if options.get("shift"):  # as they do, and so from one sequence into the next
+        target = nn.functional.pad(target[..., 1:], (0, 1), value=options["ignore_index"])
+    return {**options, "target": target.reshape(shape), "shift": False}
 
 
 # Where a model's forward is, and where accelerate keeps the one that it put its own around.

@@ -55,6 +55,11 @@ def _text(options: tuple[tuple[str, Any], ...], adapters: tuple[tuple[int, float
     return LossSpec(**dict(options), lora=lora).to_string()
 
 
+def _plain_value(value: Any) -> Any:
+    """The value. torch.compile, which may trace a number as a symbol, must know what is hashed."""
+    return next(iter({value}))
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -107,10 +112,12 @@ def linear_cross_entropy(
     **Source** `torch.nn.functional.cross_entropy`; gradients in forward: Hsu et al. 2024 (Liger, arXiv 2410.10989).
     """
     _check(x, weight, target, bias, class_weight, adapters, reduction, num_items)
+    if shift and target.dim() == 0:
+        raise ValueError("shift: expected a sequence of targets, got a single one")
     check_generator(generator)
     if shift:
-        target = F.pad(target[..., 1:], (0, 1), value=ignore_index)
-    options = {
+        target = F.pad(target[..., 1:], (0, 1), value=ignore_index)[..., : target.size(-1)]
+    options: dict[str, Any] = {
         "keep": keep,
         "reduction": "none" if reduction == "none" else "sum",
         "ignore_index": ignore_index,
@@ -120,7 +127,13 @@ def linear_cross_entropy(
         "z_loss": z_loss,
         "scratch": 0 if scratch is None else parse_bytes("scratch", scratch),
     }
-    text = _text(tuple(options.items()), tuple((lora.a.size(0), lora.scale, lora.p) for lora in adapters))
+    lora_options = tuple((lora.a.size(0), lora.scale, lora.p) for lora in adapters)
+    if torch.compiler.is_compiling():
+        options = {name: _plain_value(value) for name, value in options.items()}
+        lora_options = tuple(
+            (_plain_value(rank), _plain_value(scale), _plain_value(p)) for rank, scale, p in lora_options
+        )
+    text = _text(tuple(options.items()), lora_options)
     tensors = [t for lora in adapters for t in (lora.a, lora.b, lora.bias)]
     if transformed():
         spec = parse_loss(text)
@@ -131,18 +144,26 @@ def linear_cross_entropy(
         op = torch.ops.ckptfused.linear_cross_entropy
         made = LossOutput(*op(x, weight, bias, target, class_weight, tensors, text, generator=generator))
     loss = made.loss
-    if num_items is not None:
-        loss = loss / num_items
-    elif reduction == "mean":
-        loss = loss / _denominator(target, ignore_index, class_weight, loss)
+    if num_items is not None or reduction == "mean":
+        loss = _divided(loss, num_items, target, ignore_index, class_weight)
     return made._replace(loss=loss) if return_tokens else loss
 
 
-def _denominator(target: Tensor, ignore_index: int, class_weight: Tensor | None, loss: Tensor) -> Tensor:
+def _divided(
+    loss: Tensor, num_items: float | Tensor | None, target: Tensor, ignore_index: int, class_weight: Tensor | None
+) -> Tensor:
+    """The mean, or the sum by `num_items`. Where no target counts and that is 0, it is NaN and its gradients are 0, as
+    PyTorch's: theirs never reach an ignored token, while ours would be 0 times the inf of a division by 0."""
     counted = target != ignore_index
-    if class_weight is None:
-        return counted.sum()
-    return class_weight.to(loss.dtype)[target.where(counted, 0)].where(counted, 0).sum()
+    number: Any = num_items.reshape(()).to(loss.dtype) if isinstance(num_items, Tensor) else num_items
+    if number is None and class_weight is None:
+        number = counted.sum()
+    elif number is None:
+        number = class_weight.to(loss.dtype)[target.where(counted, 0)].where(counted, 0).sum()  # type: ignore[union-attr]
+    elif not isinstance(number, Tensor) and number != 0:
+        return loss / number
+    nothing = ~counted.any()
+    return torch.where(nothing & (number == 0), loss.detach() / number, loss / torch.where(nothing, 1, number))
 
 
 def _check(
@@ -194,5 +215,5 @@ def _check(
         if isinstance(num_items, Tensor):
             if num_items.numel() != 1:
                 raise ValueError(f"num_items: expected a tensor with one number, got shape {list(num_items.shape)}")
-        else:
+        elif not torch.compiler.is_compiling():  # which may trace it as a symbol
             check_number("num_items", num_items)

@@ -127,6 +127,33 @@ def fsdp2_chunked_loss(rank: int, first: bool) -> None:
     all_close(fused_steps(model, rank), train(plain, alone), 1e-5)
 
 
+def fsdp2_sharded_head(rank: int, first: bool, reshard: bool, beside: bool) -> None:
+    """FSDP gathers the weight of a head when it is called, alone or with the last norm: as of the model without the
+    loss converted, for a few steps, and with gradients that are added up."""
+    plain = llama()
+    mesh = init_device_mesh("cpu", (RANKS,))
+
+    def make() -> Any:
+        model = copy.deepcopy(plain)
+        for what in ("convert", "shard") if first else ("shard", "convert"):
+            if what == "convert":
+                report = ckptfused.convert(model, loss="chunked", process_group=True)
+                assert [head.path for head in report.heads] == ["chunked"], str(report)
+                continue
+            modules: Any = [model.model.norm, model.lm_head] if beside else model.lm_head
+            fully_shard(modules, mesh=mesh, reshard_after_forward=reshard)
+            shard(model)
+        return model
+
+    model = make()
+    assert isinstance(model.lm_head.weight, DTensor)
+    out = model(**batch(rank))
+    assert out.logits is None and "forward" not in vars(model.lm_head)
+    out.loss.backward()
+    all_close(fused_steps(model, rank), train(plain, alone), 1e-5)
+    assert model.eval()(**batch(rank)).logits is not None
+
+
 def fsdp2_bfloat16(rank: int) -> None:
     plain = llama()
     results = []

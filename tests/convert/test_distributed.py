@@ -45,6 +45,11 @@ def test_fsdp2_chunked_loss(ranks: Ranks, first: bool) -> None:
     ranks.run(steps.fsdp2_chunked_loss, first=first)
 
 
+@pytest.mark.parametrize(("reshard", "beside"), [(True, False), (False, False), (True, True)])
+def test_fsdp2_sharded_head(ranks: Ranks, reshard: bool, beside: bool) -> None:
+    ranks.run(steps.fsdp2_sharded_head, first=beside, reshard=reshard, beside=beside)
+
+
 def test_fsdp2_bfloat16(ranks: Ranks) -> None:
     ranks.run(steps.fsdp2_bfloat16)
 

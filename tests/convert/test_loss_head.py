@@ -104,8 +104,10 @@ def test_what_else_the_outputs_hold(name: str) -> None:
         {"shift_labels": torch.arange(57).view(3, 19) % VOCABULARY},
         {"ignore_index": 3, "labels": torch.arange(57).view(3, 19) % 5},
         {"labels": torch.full((3, 19), -100)},
+        {"labels": torch.arange(57) % VOCABULARY},
+        {"shift_labels": torch.arange(57) % VOCABULARY},
     ],
-    ids=["number", "tensor", "shift_labels", "ignore_index", "all ignored"],
+    ids=["number", "tensor", "shift_labels", "ignore_index", "all ignored", "flat", "flat shift_labels"],
 )
 def test_arguments_of_the_loss(arguments: dict[str, Any]) -> None:
     plain = llama()
@@ -113,6 +115,28 @@ def test_arguments_of_the_loss(arguments: dict[str, Any]) -> None:
     got, want = chunked(plain)(**batch), plain(**batch)
     torch.testing.assert_close(got.loss, want.loss, equal_nan=True)
     assert got.logits is None
+
+
+@pytest.mark.parametrize("items", [{}, {"num_items_in_batch": 0}], ids=["mean", "no items"])
+def test_a_micro_batch_without_targets_spoils_nothing(items: dict[str, int]) -> None:
+    plain, found = llama(), []
+    for model in (chunked(plain), plain):
+        model(**text_batch()).loss.backward()
+        loss = model(**text_batch() | {"labels": torch.full((3, 19), -100)}, **items).loss
+        assert loss.isnan()
+        loss.backward()
+        found.append(gradients(model))
+    close(*found, 1e-5)
+
+
+def test_generation_between_forward_and_backward() -> None:
+    plain, found = llama(), []
+    for model in (chunked(plain), plain):
+        loss = model(**text_batch()).loss
+        model.generate(text_batch()["input_ids"][:1], max_new_tokens=3, do_sample=False)
+        loss.backward()
+        found.append(gradients(model))
+    close(*found, 1e-5)
 
 
 def test_arguments_by_position() -> None:

@@ -464,9 +464,23 @@ MUTANTS = (
     Mutant(
         "a chunked loss past a hook on the head",
         file="ckptfused/convert/head_forward.py",
-        text='found = projection(family.head(model), "the head")',
-        defect="found = Projection(family.head(model).weight, None)",
+        text='found = projection(module, "the head")',
+        defect="found = Projection(module.weight, None)",
         test="tests/convert/test_loss_head.py::test_changes_after_convert_are_seen",
+    ),
+    Mutant(
+        "a head that is sharded by itself, whose hooks do not run",
+        file="ckptfused/convert/head_forward.py",
+        text="loss = _called(module, loss_of, x) if alone else loss_of(x)",
+        defect="loss = loss_of(x)",
+        test="tests/convert/test_distributed.py::test_fsdp2_sharded_head[True-False]",
+    ),
+    Mutant(
+        "a batch without targets whose gradients are NaN",
+        file="ckptfused/loss/function.py",
+        text="nothing = ~counted.any()",
+        defect="nothing = counted.new_zeros(())",
+        test="tests/convert/test_loss_head.py::test_a_micro_batch_without_targets_spoils_nothing[mean]",
     ),
     Mutant(
         "Gemma's cap of the logits left out of a chunked loss",

@@ -1,0 +1,177 @@
+"""The loss head where nobody would look: shapes of one and none, values that overflow, transforms, symbols."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import ckptfused
+
+lce: Any = ckptfused.linear_cross_entropy
+WAYS = [(keep, scratch) for keep in ("gradients", "inputs") for scratch in (None, 1)]
+ways = pytest.mark.parametrize(("keep", "scratch"), WAYS)
+
+
+def stock(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight, bias).flatten(0, -2), target.flatten(), **options)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+
+
+def with_value(t: Tensor, value: float) -> Tensor:
+    t = t.detach().clone()
+    t.view(-1)[3] = value
+    return t.requires_grad_()
+
+
+def agree(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, **options: Any) -> None:
+    """Loss and gradients of whatever requires them, NaN where PyTorch's are."""
+    wanted = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+    losses = [lce(x, weight, target, bias, **options), stock(x, weight, target, bias)]
+    got, expected = ([loss, *torch.autograd.grad(loss, wanted)] for loss in losses)
+    torch.testing.assert_close(got, expected, equal_nan=True)
+
+
+BIAS = torch.tensor([0.0, 0.0, 0.0, -math.inf, 0.0, 0.0, 0.0, 0.0, 0.0])
+OTHERS = torch.tensor([0, 1, 2, 4, 5])
+CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "one class": lambda: (normal(5, 8), normal(1, 8), torch.zeros(5, dtype=torch.int64)),
+    "one wide": lambda: (normal(5, 1), normal(9, 1), torch.arange(5)),
+    "no width": lambda: (normal(5, 0), normal(9, 0), torch.arange(5)),
+    "no tokens": lambda: (normal(0, 8), normal(9, 8), torch.zeros(0, dtype=torch.int64)),
+    "no target counts": lambda: (normal(5, 8), normal(9, 8), torch.full((5,), -100)),
+    "logits beyond float32": lambda: (
+        (normal(5, 8) * 1e22).detach().requires_grad_(), (normal(9, 8) * 1e22).detach().requires_grad_(),
+        torch.arange(5),
+    ),
+    "inf in x": lambda: (with_value(normal(5, 8), math.inf), normal(9, 8), torch.arange(5)),
+    "nan in weight": lambda: (normal(5, 8), with_value(normal(9, 8), math.nan), torch.arange(5)),
+    "a class ruled out": lambda: (normal(5, 8), normal(9, 8), OTHERS, BIAS),
+    "a target ruled out": lambda: (normal(5, 8), normal(9, 8), torch.arange(5), BIAS),
+    "only bias": lambda: (normal(5, 8).detach(), normal(9, 8).detach(), torch.arange(5), normal(9)),
+    "expanded": lambda: (normal(1, 8).expand(5, 8), normal(1, 8).expand(9, 8), torch.tensor(3).expand(5)),
+    "strided": lambda: (normal(8, 5).t(), normal(8, 18).t()[::2], torch.arange(10)[::2] % 9),
+    "x is weight": lambda: ((w := normal(9, 8)), w, torch.arange(9)),
+}  # fmt: skip
+
+
+@ways
+@pytest.mark.parametrize("name", CASES)
+def test_as_pytorch(name: str, keep: str, scratch: int | None) -> None:
+    agree(*CASES[name](), keep=keep, scratch=scratch)
+
+
+@pytest.mark.parametrize("keep", ["gradients", "inputs"])
+@pytest.mark.parametrize("items", [0, 0.0, torch.tensor(0), torch.tensor([0.0])], ids=["int", "float", "0d", "1d"])
+def test_no_target_and_no_items(items: Any, keep: str) -> None:
+    """NaN, and gradients of 0: a micro-batch without targets must not spoil those that it is added to."""
+    x, weight, none = normal(5, 8), normal(9, 8), torch.full((5,), -100)
+    loss = lce(x, weight, none, num_items=items, keep=keep)
+    assert loss.isnan() and loss.shape == ()
+    loss.backward()
+    assert x.grad is not None and x.grad.eq(0).all() and weight.grad is not None and weight.grad.eq(0).all()
+    some = lce(x, weight, torch.arange(5), num_items=items, keep=keep)
+    assert some == math.inf
+    assert lce(x, weight, none, num_items=7, keep=keep) == 0
+
+
+def test_a_tensor_of_one_number_divides_as_a_number() -> None:
+    x, weight, target = normal(5, 8), normal(9, 8), torch.arange(5)
+    expected = stock(x, weight, target, reduction="sum") / 7
+    for items in (7, torch.tensor(7), torch.tensor([7]), torch.tensor([[7.0]], dtype=torch.float64)):
+        got = lce(x, weight, target, num_items=items)
+        torch.testing.assert_close(got, expected)
+
+
+def test_sequences_of_one_token_and_of_none_have_no_next() -> None:
+    for length in (0, 1):
+        x, target = normal(2, length, 8), torch.zeros(2, length, dtype=torch.int64)
+        assert lce(x, normal(9, 8), target, shift=True).isnan()
+        assert lce(x, normal(9, 8), target, shift=True, reduction="none").eq(0).all()
+    with pytest.raises(ValueError, match="shift: expected a sequence of targets"):
+        lce(normal(8), normal(9, 8), torch.tensor(3), shift=True)
+
+
+@pytest.mark.parametrize("keep", ["gradients", "inputs"])
+def test_inf_into_an_ignored_token_stops_there(keep: str) -> None:
+    x, weight, target = normal(4, 8), normal(9, 8), torch.tensor([1, -100, 2, 3])
+    dloss = torch.tensor([1.0, math.inf, 1.0, 1.0])
+    losses = (lce(x, weight, target, reduction="none", keep=keep), stock(x, weight, target, reduction="none"))
+    got, expected = (torch.autograd.grad(loss, (x, weight), dloss) for loss in losses)
+    torch.testing.assert_close(got, expected)
+
+
+def test_function_transforms() -> None:
+    """vmap, grad, their product (a gradient for each sample) and a Hessian run through plain PyTorch."""
+    func, x, weight = torch.func, normal(5, 8).detach(), normal(9, 8).detach()
+    many, targets = normal(3, 5, 8).detach(), torch.arange(15).view(3, 5) % 9
+    for call in (
+        lambda f: func.vmap(lambda x, t: f(x, weight, t))(many, targets),
+        lambda f: func.grad(lambda w: f(x, w, targets[0]))(weight),
+        lambda f: func.vmap(func.grad(lambda w, x, t: f(x, w, t)), (None, 0, 0))(weight, many, targets),
+        lambda f: func.hessian(lambda x: f(x, weight, targets[0, :2]))(x[:2]),
+        lambda f: torch.autograd.functional.hessian(lambda x: f(x, weight, targets[0, :2]), x[:2]),
+    ):
+        torch.testing.assert_close(call(lce), call(stock))
+
+
+@pytest.mark.parametrize("keep", ["gradients", "inputs"])
+def test_third_derivatives(keep: str) -> None:
+    x, weight, target = normal(3, 4, dtype=torch.float64), normal(5, 4, dtype=torch.float64), torch.arange(3)
+
+    def third(loss: Tensor) -> Any:
+        first = torch.autograd.grad(loss, (x, weight), create_graph=True)
+        second = torch.autograd.grad(sum((g**3).sum() for g in first), (x, weight), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in second), (x, weight))
+
+    torch.testing.assert_close(third(lce(x, weight, target, keep=keep)), third(stock(x, weight, target)))
+
+
+@pytest.mark.parametrize("around", ["reentrant", "non-reentrant", "ckptfused", "save_on_cpu"])
+def test_checkpoints_around_it(around: str) -> None:
+    x, weight, target = normal(5, 8), normal(9, 8), torch.arange(5)
+    if around == "save_on_cpu":
+        with torch.autograd.graph.save_on_cpu():
+            loss = lce(x, weight, target)
+    elif around == "ckptfused":
+        loss = ckptfused.checkpoint(lce, x, weight, target)
+    else:
+        loss = checkpoint(lce, x, weight, target, use_reentrant=around == "reentrant")
+    loss.backward()
+    torch.testing.assert_close((x.grad, weight.grad), torch.autograd.grad(stock(x, weight, target), (x, weight)))
+
+
+def test_a_gradient_that_is_changed_is_not_the_next_backwards() -> None:
+    x, weight, target = normal(5, 8), normal(9, 8), torch.arange(5)
+    loss = lce(x, weight, target)
+    first = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+    kept = [g.clone() for g in first]
+    for g in first:
+        g.mul_(7)
+    torch.testing.assert_close(torch.autograd.grad(loss, (x, weight)), tuple(kept), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_compiled_with_symbols(dynamic: bool | None) -> None:
+    """Lengths, numbers of items and options that torch.compile traces as symbols."""
+    torch._dynamo.reset()
+    weight = normal(9, 8)
+
+    def function(x: Tensor, target: Tensor, items: float, cap: float) -> Tensor:
+        return lce(x, weight, target, num_items=items, softcap=cap, scratch=1000, shift=True)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for length, items, cap in ((5, 3, 2.0), (7, 4, 2.0), (6, 7.5, 3.0), (2, 8.5, 3.5)):
+        x, target = normal(2, length, 8), torch.arange(2 * length).view(2, length) % 9
+        got, expected = (f(x, target, items, cap) for f in (compiled, function))
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(torch.autograd.grad(got, x), torch.autograd.grad(expected, x))
