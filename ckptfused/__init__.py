@@ -4,6 +4,7 @@ from ckptfused import fake as fake
 from ckptfused import rng
 from ckptfused.checkpoint import checkpoint, checkpoint_sequential
 from ckptfused.convert import CheckpointPolicy, LayerMode, convert, original, revert
+from ckptfused.doctor import Finding, Findings, doctor
 from ckptfused.explain import explain
 from ckptfused.info import build_info
 from ckptfused.loss import LinearCrossEntropyLoss, linear_cross_entropy
@@ -21,6 +22,8 @@ __version__ = str(build_info()["version"])
 
 __all__ = [
     "CheckpointPolicy",
+    "Finding",
+    "Findings",
     "FusedCheckpointAttention",
     "FusedCheckpointBlock",
     "FusedCheckpointFFN",
@@ -32,6 +35,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "convert",
+    "doctor",
     "explain",
     "linear_cross_entropy",
     "original",

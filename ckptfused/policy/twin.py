@@ -29,7 +29,7 @@ def meta_twin(model: nn.Module, optimizer: T) -> tuple[nn.Module, T]:
     try:
         with _WithoutData(owned):
             return copy.deepcopy((model, optimizer))
-    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError, SystemError) as error:
         raise ValueError(f"model: expected one that copy.deepcopy copies, got {error}") from error
 
 

@@ -44,6 +44,7 @@ PYTHON_LAYERS = (
     ("modules",),
     ("explain", "info"),
     ("convert", "policy"),
+    ("doctor",),
     ("__init__",),
     ("cli", "__main__"),
 )

@@ -1,0 +1,25 @@
+"""Say what is wrong with a model's activation checkpointing, and what could be better.
+
+Of a configuration of Hugging Face's the language model is built without weights, and looked at. A function of yours
+(module:factory) returns a model with weights, and a batch if it has one: then a training step as configured is
+compared, bit for bit, with one that saves everything. Exit status 1: something is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from ckptfused.cli.options import add_model, add_step, model_and_batch
+from ckptfused.doctor import doctor
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_step(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = doctor(*model_and_batch(arguments))
+    print(found.to_json() if arguments.json else found)
+    return 0 if found.healthy else 1

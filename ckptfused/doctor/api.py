@@ -1,0 +1,54 @@
+"""`doctor`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from ckptfused.doctor.certificate import certify
+from ckptfused.doctor.checks import CHECKS
+from ckptfused.doctor.findings import Finding, Findings
+from ckptfused.doctor.look import Look
+
+
+def doctor(model: nn.Module, batch: Any = None, optimizer: torch.optim.Optimizer | None = None) -> Findings:
+    """What is wrong with a model's activation checkpointing, whoever does it, and what could be better.
+
+    By looking alone, settings that give wrong gradients, replay twice, or cost more than they save. With a batch, by
+    proof: one step (forward and backward) as configured and one that saves everything, from the same weights, batch and
+    random states, whose loss, gradients and buffers have to agree in every bit; where they do not, the layer in which a
+    replay first computed something else, and why. At most three steps. docs/doctor.md lists all findings.
+
+    batch: a dict for `model(**batch)`, a tuple for `model(*batch)`, or the one argument; the loss is the output's
+    `loss`, or the output itself. optimizer: it takes no step, and is for the memory that its state needs.
+    Compiled modules run as they were written. Where processes are joined (torch.distributed) it is a collective.
+
+    **Saves** a copy of the parameters and of two steps' gradients in host memory, for as long as it runs. The model,
+    its buffers, gradients and attributes, the optimizer, and all generators (PyTorch's, Python's, NumPy's) are
+    afterwards what they were, to the bit, also where something raises.
+    **Raises** `TypeError` if `model` is no module; what the model raises for this batch without any checkpointing.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    look = Look(model, batch, optimizer)
+    found: list[Finding] = [finding for check in CHECKS for finding in check(look)]
+    why = _why_no_proof(look)
+    if why is not None:
+        return Findings(found, f"No certificate: {why}.")
+    proved, text, _ = certify(model, batch, look.name)
+    return Findings([*found, *proved], text)
+
+
+def _why_no_proof(look: Look) -> str | None:
+    if look.batch is None:
+        return "without a batch nothing runs"
+    if any(p.is_meta for p in look.model.parameters()):
+        return "the model is on the meta device, without values"
+    if any(isinstance(m, LazyModuleMixin) and m.has_uninitialized_params() for m in look.model.modules()):
+        return "the model has parameters that its first call will make"
+    if not look.trained:
+        return "no parameter requires a gradient"
+    return None

@@ -1,0 +1,203 @@
+"""Where a replay first computed something else than its forward, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from ckptfused.doctor.recorder import Event, Region
+
+Name = Callable[[nn.Module | None], str]
+
+DROPOUT = "dropout"
+_ROUTER = re.compile(r"router|gat(e|ing)(?!_?(up|proj))|moe|topk|switch", re.IGNORECASE)
+_CAST = (
+    "enter autocast, or what else casts, inside what is checkpointed; PyTorch's checkpoint and ckptfused.checkpoint "
+    "replay autocast alone"
+)
+_SAME_STATE = "from the same state of the global generators"
+_INTEGERS = ("torch.int64", "torch.int32", "torch.int16", "torch.uint8")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why two runs of the same modules differ."""
+
+    place: str
+    text: str
+    mend: str
+    certain: bool = False
+    """Whether no operation that is not deterministic could have made the difference."""
+
+
+def cause_of(region: Region, name: Name) -> Cause | None:
+    """Of the first difference between a region's forward and its replays; None where all is the same."""
+    for replay in region.replays:
+        found = difference(region.forward, _aligned(region, replay), name, region)
+        if found is not None:
+            return found
+    return None
+
+
+def _aligned(region: Region, replay: list[Event]) -> list[Event]:
+    """A replay without the call of the owner, where the forward was noted from within that call."""
+    first = region.forward[0].module if region.forward else None
+    if replay and replay[0].module is region.owner and first is not region.owner:
+        return [event for event in replay if event.module is not region.owner]
+    return replay
+
+
+def difference(before: list[Event], after: list[Event], name: Name, region: Region | None = None) -> Cause | None:
+    """The cause of the first difference between two lists of calls.
+
+    The shorter one ends it: a replay stops as soon as it has what backward needs.
+    """
+    when = "its replay" if region is not None else "a step that saves everything"
+    running: list[int] = []
+    for i, (a, b) in enumerate(zip(before, after, strict=False)):
+        if a.module is not b.module or a.begins is not b.begins:
+            outer = before[running[-1]].module if running else None
+            return Cause(
+                name(outer or (region.owner if region else None)),
+                f"{when} called other modules than its forward: {name(b.module)} where that had {name(a.module)}",
+                "let its control flow depend on its inputs alone",
+                certain=True,
+            )
+        if a.begins:
+            if a.values != b.values:
+                return _changed_before(i, running, before, after, name, region, when)
+            running.append(i)
+            continue
+        begun = running.pop()
+        if a.values != b.values:
+            return _of_module(begun, i, before, after, name, when)
+    return None
+
+
+def _changed_before(
+    i: int, running: list[int], before: list[Event], after: list[Event], name: Name, region: Region | None, when: str
+) -> Cause:
+    """A module got other arguments, though whatever ran before it gave the same results: the code around it differs."""
+    called = before[i].module
+    if region is not None and (region.changed or i == 0):
+        what = joined_words(region.changed) or "an argument"
+        return Cause(
+            name(region.owner or called),
+            f"{what} was changed in place between its forward and its replay, which computes with the new values",
+            "change a clone, change it after backward, or use ckptfused.checkpoint, which refuses it",
+        )
+    outer = before[running[-1]].module if running else (region.owner if region else None)
+    place = name(outer)
+    if i > 0 and before[i - 1].random != before[i].random:
+        return _drawn(place, f"its own code before {name(called)}", before[i - 1], after[i - 1], when)
+    if running:
+        state = _state(before[running[-1]], after[running[-1]], place, when)
+        if state is not None:
+            return state
+    return Cause(
+        place,
+        f"its own code gave {name(called)} other values in {when} than in forward, from the same inputs",
+        "look there for state that is kept between calls (closures, globals, caches), and for operations that are not "
+        "deterministic",
+    )
+
+
+def _of_module(begun: int, i: int, before: list[Event], after: list[Event], name: Name, when: str) -> Cause:
+    """A module made something else of the same arguments."""
+    module, place = before[begun].module, name(before[begun].module)
+    first, second = before[begun], after[begun]
+    state = _state(first, second, place, when, ("mode", "autocast"))
+    if state is None:
+        drawn = [j for j in range(begun, i) if before[j].random != before[j + 1].random]
+        if drawn:
+            state = _drawn(place, type(module).__name__, before[drawn[0]], after[drawn[0]], when)
+    if state is None or state.text.endswith(_SAME_STATE):
+        state = _state(first, second, place, when) or state
+    if state is None:
+        old, new = _types(before[i]), _types(after[i])
+        if old != new:
+            state = Cause(place, f"a cast: its results are {old} in forward and {new} in {when}", _CAST)
+    if state is None:
+        state = Cause(
+            place,
+            f"{type(module).__name__} gave other results in {when} than in forward, from the same inputs",
+            "look there for state that is kept between calls (closures, globals, caches), and for operations that are "
+            "not deterministic",
+        )
+    if _routes(before[i], after[i], module):
+        return Cause(place, f"a router chose otherwise in {when}: {state.text}", state.mend)
+    return state
+
+
+def _routes(a: Event, b: Event, module: nn.Module) -> bool:
+    """Whether a module's results are choices: whole numbers that differ, or its name says so."""
+    if _ROUTER.search(type(module).__name__):
+        return True
+    pairs = zip(a.values, b.values, strict=False)
+    return any(isinstance(x, tuple) and str(x[1]) in _INTEGERS and x != y for x, y in pairs)
+
+
+def _drawn(place: str, who: str, before: Event, after: Event, when: str) -> Cause:
+    if before.random != after.random:
+        return Cause(
+            place,
+            f"{who} drew its random numbers anew in {when}: dropout has another mask there",
+            "replay random states: preserve_rng_state=True; generators other than PyTorch's default ones are replayed "
+            "by ckptfused.checkpoint",
+        )
+    return Cause(
+        place,
+        f"{who} drew other random numbers in {when} {_SAME_STATE}",
+        "draw from a generator that the checkpoint replays: PyTorch's default one, or any with ckptfused.checkpoint",
+    )
+
+
+def _state(before: Event, after: Event, place: str, when: str, facts: tuple[str, ...] | None = None) -> Cause | None:
+    """What a module was found with, where that was another in the second run. facts: those to look at."""
+    a, b = before.facts, after.facts
+    for fact in sorted(a.keys() | b.keys(), reverse=True) if facts is None else facts:  # mode first, then buffers
+        old, new = a.get(fact), b.get(fact)
+        if old == new:
+            continue
+        if fact == "mode":
+            return Cause(
+                place,
+                f"it was in {old} mode in forward and in {new} mode in {when}",
+                "leave modes alone between forward and backward",
+            )
+        if fact == "autocast":
+            text = (
+                f"a cast: it computed under autocast {joined_words(old)} in forward and {joined_words(new)} in {when}"
+            )
+            return Cause(place, text, _CAST)
+        kind, _, which = fact.partition(" ")
+        if kind == "generator":
+            return Cause(
+                place,
+                f"it drew its random numbers anew in {when}, from a generator of its own ({which!r})",
+                "draw from PyTorch's default generator, or use ckptfused.checkpoint, which replays any",
+            )
+        if kind == "buffer":
+            return Cause(
+                place,
+                f"its buffer {which!r} was updated between its forward and {when}, which computed with the new values",
+                "use ckptfused.checkpoint, which replays with the buffers that forward found",
+            )
+        return Cause(
+            place,
+            f"its attribute {which!r} was {old!r} in forward and {new!r} in {when}",
+            "keep no state in forward that it reads itself, or use ckptfused.checkpoint, which replays attributes",
+        )
+    return None
+
+
+def _types(event: Event) -> str:
+    return joined_words(sorted({str(v[1]).removeprefix("torch.") for v in event.values if isinstance(v, tuple)}))
+
+
+def joined_words(words: object) -> str:
+    """Words with commas."""
+    return ", ".join(map(str, words))  # type: ignore[call-overload]

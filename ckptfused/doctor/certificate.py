@@ -1,0 +1,253 @@
+"""The proof: a step as configured against one that saves everything, bit for bit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.doctor.causes import Cause, cause_of, difference
+from ckptfused.doctor.findings import Finding, joined
+from ckptfused.doctor.recorder import Region
+from ckptfused.doctor.saving import everything_saved
+from ckptfused.doctor.snapshot import Snapshot
+from ckptfused.doctor.steps import Step, eager, run
+
+Name = Callable[[Any], str]
+NOISE = 4.0
+"""How often the difference of two equal steps a difference has to be that is no accident of operations that are not
+deterministic: of four draws of the same size none is so far off by chance."""
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+
+
+def certify(model: nn.Module, batch: Any, name: Name) -> tuple[list[Finding], str, list[Region]]:
+    """What a step proves: findings, the certificate's text, and the checkpoints that were seen.
+
+    At most three steps: as configured; saving everything; and where these differ, as configured once more, which tells
+    a wrong replay from operations that are not deterministic. The model and all generators are afterwards as before.
+    **Raises** what the model raises where it fails without any checkpointing, too.
+    """
+    snapshot = Snapshot(model)
+    try:
+        snapshot.begin()
+        with eager():
+            configured = run(model, batch, regions=True)
+            snapshot.restore()
+            with everything_saved(model):
+                reference = run(model, batch, regions=False, guarded=not _distributed())
+            snapshot.restore()
+            again = None
+            if reference.error is None and configured.error is None and _unlike(configured, reference):
+                again = run(model, batch, regions=False)
+    finally:
+        snapshot.finish()
+    compared = _Compared(name, configured, reference, again)
+    return compared.findings(), compared.text(), configured.recorder.regions
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _unlike(a: Step, b: Step) -> bool:
+    return (a.loss, a.gradients, a.buffers) != (b.loss, b.gradients, b.buffers)
+
+
+class _Compared:
+    """Two steps, and a third where these differ."""
+
+    def __init__(self, name: Name, configured: Step, reference: Step, again: Step | None) -> None:
+        self.name = name
+        self.configured, self.reference, self.again = configured, reference, again
+        self.regions = configured.recorder.regions
+        self.causes = _grouped(filter(None, (cause_of(region, name) for region in self.regions)))
+        self.rounded = False
+        """Whether gradients are the same but for the order in which they were summed."""
+        self.noise = again is not None and _unlike(configured, again)
+
+    def findings(self) -> list[Finding]:
+        configured, reference = self.configured, self.reference
+        if reference.error is not None:
+            return self._without_reference()
+        if configured.error is not None:
+            return self._failed(configured.error)
+        if reference.nothing_trained:
+            return []
+        missing = reference.gradients.keys() - configured.gradients.keys()
+        wrong = [n for n, g in configured.gradients.items() if reference.gradients.get(n) != g]
+        found = [*self._missing(missing)]
+        if wrong or configured.loss != reference.loss:
+            found += self._wrong(wrong)
+        if not self.noise:
+            found += self._buffers()
+        return [*found, *self._attributes()]
+
+    def text(self) -> str:
+        """What was proved."""
+        configured, reference = self.configured, self.reference
+        modules = sum(len(replay) for region in self.regions for replay in region.replays) // 2
+        seen = f"{len(self.regions)} checkpointed calls, {modules} calls of modules replayed"
+        if isinstance(reference.error, OUT_OF_MEMORY):
+            done, calls = len(reference.recorder.calls), len(configured.recorder.calls)
+            return (
+                f"No certificate: a step that saves everything ran out of memory ({_first_line(reference.error)}) "
+                f"after {done / max(calls, 1):.0%} of its forward. What was compared instead is every module's "
+                f"results in forward and replay: {seen}. For gradients, give a smaller batch."
+            )
+        if reference.error is not None or configured.error is not None:
+            return "No certificate: a step failed."
+        if reference.nothing_trained:
+            return "No certificate: the loss requires no gradient."
+        if self.again is not None and not self.rounded:
+            return "No certificate: a step as configured and one that saves everything differ."
+        count = len(reference.gradients)
+        return (
+            f"Certificate: loss, {count} gradients and {len(reference.buffers)} buffers of a step are, "
+            f"{'but for the order of sums' if self.rounded else 'bit for bit'}, those of one that saves everything "
+            f"({seen})."
+        )
+
+    def _without_reference(self) -> list[Finding]:
+        error = self.reference.error
+        assert error is not None
+        if isinstance(error, OUT_OF_MEMORY):
+            return self._of_causes("error", "")
+        if self.configured.error is not None:
+            raise self.configured.error
+        text = f"a step that saves everything fails: {type(error).__name__}: {_first_line(error)}"
+        return [Finding("warning", "the model", text, "nothing could be proved; run the model without checkpointing")]
+
+    def _failed(self, error: Exception) -> list[Finding]:
+        recorder = self.configured.recorder
+        during = "backward" if recorder.in_backward else "forward"
+        text = f"its {during} fails under checkpointing only: {type(error).__name__}: {_first_line(error)}"
+        if self.causes:
+            return [Finding("error", c.place, f"{c.text}; {text}", c.mend) for c in self.causes]
+        changed = {self.name(region.owner): region.changed for region in self.regions if region.changed}
+        place = joined(changed) if changed else self.name(recorder.last_begun[-1] if recorder.last_begun else None)
+        if "inplace operation" in str(error) or "in place" in str(error) or changed:
+            mend = "an argument of the checkpoint is changed in place: use ckptfused.checkpoint, or inplace=False"
+        else:
+            mend = "let what is checkpointed depend on its inputs alone, or use ckptfused.checkpoint"
+        return [Finding("error", place, text, mend)]
+
+    def _missing(self, names: Iterable[str]) -> list[Finding]:
+        lost = sorted(names)
+        if not lost:
+            return []
+        cut = [region for region in self.regions if region.reentrant and not region.needs_grad]
+        places = joined(self.name(region.owner) for region in cut) if cut else joined(map(_module, lost))
+        why = "its inputs are frozen and the checkpoint is reentrant: " if cut else ""
+        return [
+            Finding(
+                "error",
+                places,
+                f"{why}{len(lost)} parameters get no gradient, though they should ({joined(lost, 2)})",
+                "use_reentrant=False, or model.enable_input_require_grads()",
+            )
+        ]
+
+    def _wrong(self, names: list[str]) -> list[Finding]:
+        worst, overall = self._off(names, self.configured.values)
+        by = f"{overall:.2g} of their norm" if overall < 0.01 else f"{overall:.0%}"
+        off = f"the gradients are off by {by}" + (f", most that of {worst}" if worst else "")
+        if self.noise:
+            return self._noise(names, overall, off)
+        if self.causes:
+            return self._of_causes("error", f"; {off}")
+        if self.configured.loss != self.reference.loss:
+            cause = difference(self.configured.recorder.calls, self.reference.recorder.calls, self.name)
+            if cause is not None:
+                return [Finding("error", cause.place, f"{cause.text}; {off}", cause.mend)]
+        dtypes = {self.reference.values[n].dtype for n in names if n in self.reference.values}
+        sums = max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0) * (len(self.regions) + 1)
+        if overall <= sums and any(region.reentrant for region in self.regions):
+            self.rounded = True
+            text = f"{off}: the reentrant checkpoint adds the same terms in another order, all replays are exact"
+            return [Finding("advice", "the model", text, "use_reentrant=False gives the bits of a step without")]
+        text = f"{off}, though every module's replay gave what its forward had: the code between modules differs"
+        mend = "look there for dropout, in-place operations and state; ckptfused.checkpoint replays these"
+        return [Finding("error", joined(map(_module, names)), text, mend)]
+
+    def _noise(self, names: list[str], overall: float, off: str) -> list[Finding]:
+        """Of a step that gives other bits each time."""
+        assert self.again is not None
+        first = self.configured
+        own = _Compared(self.name, first, self.again, None)._off([*first.values], first.values)[1]
+        cause = difference(first.recorder.calls, self.again.recorder.calls, self.name)
+        place = cause.place if cause is not None else "the model"
+        text = f"two equal steps give other bits: its operations are not deterministic; {off}"
+        mend = "torch.use_deterministic_algorithms(True) makes the certificate exact"
+        found = [Finding("warning", place, text, mend)]
+        causes = self._of_causes("warning", "") if overall > NOISE * own else []
+        return [*found, *(self._of_causes("error", f"; {off}", certain=True) or causes)]
+
+    def _of_causes(self, severity: str, end: str, certain: bool = False) -> list[Finding]:
+        causes = [cause for cause in self.causes if cause.certain or not certain]
+        return [Finding(severity, c.place, c.text + end, c.mend) for c in causes]
+
+    def _off(self, names: list[str], values: dict[str, Tensor]) -> tuple[str, float]:
+        """The parameter whose gradient is off most, and the norm of all differences over that of all gradients."""
+        wrong: dict[str, float] = {}
+        differences = norms = 0.0
+        for n, reference in self.reference.values.items():
+            truth = reference.double()
+            norm = truth.square().sum().item()
+            norms += norm
+            if n in names and n in values:
+                off = (values[n].double() - truth).square().sum().item()
+                differences += off
+                wrong[n] = off / norm if norm else float("inf") if off else 0.0
+        worst = max(wrong, key=wrong.__getitem__, default="")
+        return worst, (differences / norms) ** 0.5 if norms else 0.0
+
+    def _buffers(self) -> list[Finding]:
+        replayed = {self.name(event.module) for region in self.regions for replay in region.replays for event in replay}
+        wrong: dict[str, list[str]] = defaultdict(list)
+        for name, value in self.configured.buffers.items():
+            if self.reference.buffers.get(name, value) != value:
+                place, _, last = self.name(name).rpartition(".")
+                wrong[place].append(last)
+        for_all: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for place, names in wrong.items():
+            twice = "updated twice, in forward and again in its replay" if place in replayed else "another value"
+            for_all[", ".join(names), twice].append(place)
+        mend = "use ckptfused.checkpoint or ckptfused.convert, which update buffers once; or momentum=0 in the replay"
+        return [
+            Finding("error", joined(places), f"after a step, its buffers have a wrong value ({twice}): {names}", mend)
+            for (names, twice), places in for_all.items()
+        ]
+
+    def _attributes(self) -> list[Finding]:
+        a, b = self.configured.attributes, self.reference.attributes
+        wrong = [name for name in a if a[name] != b.get(name)]
+        return [
+            Finding(
+                "warning",
+                self.name(name).rpartition(".")[0] or "the model",
+                f"its attribute {name.rpartition('.')[2]!r} is {a[name]!r} after a step, {b.get(name, 'as it was')!r} "
+                "where everything is saved: a replay changes it again",
+                "use ckptfused.checkpoint, which leaves attributes as the forward left them",
+            )
+            for name in wrong
+        ]
+
+
+def _grouped(causes: Iterable[Cause]) -> list[Cause]:
+    """Equal ones of several layers as one."""
+    places: dict[Cause, list[str]] = defaultdict(list)
+    for cause in causes:
+        places[replace(cause, place="")].append(cause.place)
+    return [replace(cause, place=joined(where)) for cause, where in places.items()]
+
+
+def _module(parameter: str) -> str:
+    return parameter.rpartition(".")[0] or "the model"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:300]

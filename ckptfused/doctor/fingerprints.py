@@ -1,0 +1,114 @@
+"""Checksums of values: equal bits have equal ones, and no copy of the values stays."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+_VALUES = (bool, int, float, complex, str, bytes, type(None))
+_ROW = 512
+
+
+@dataclass(eq=False)
+class _Sum:
+    """A checksum that a device other than the CPU has yet to say."""
+
+    pending: Tensor | None
+    value: tuple[int, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Sum) and self.value == other.value
+
+
+@dataclass
+class Fingerprints:
+    """Makes fingerprints. Those of tensors on other devices than the CPU can be compared after `settle`."""
+
+    _sums: list[_Sum] = field(default_factory=list)
+
+    def of(self, value: Any) -> tuple[Any, ...]:
+        """Of a tensor or of all leaves of a pytree; what is neither a tensor nor a plain value does not count."""
+        with torch.no_grad(), _disable_current_modes():
+            return tuple(self._leaf(leaf) for leaf in leaves(value))
+
+    def _leaf(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value if isinstance(value, _VALUES) else type(value).__name__
+        t = local(value)
+        if t is None or t.is_meta:
+            return tuple(value.shape), value.dtype
+        return tuple(t.shape), t.dtype, self._of_cpu(t) if t.is_cpu else self._elsewhere(t)
+
+    def _of_cpu(self, t: Tensor) -> int:
+        cow: Any = torch._C
+        if cow._is_cow_tensor(t):  # NumPy's pointer to its values would be a write
+            t = t.clone()
+        return zlib.crc32(_integers(t).numpy())  # type: ignore[arg-type]
+
+    def _elsewhere(self, t: Tensor) -> _Sum:
+        """Without waiting for the device: sums over rows and over columns, each with its place as a factor."""
+        flat = _integers(t)
+        rows = flat.new_zeros(-(-flat.numel() // _ROW), _ROW)
+        rows.view(-1)[: flat.numel()] = flat
+        sums = [_weighted(torch.hash_tensor(rows, dim=dim).view(torch.int64)) for dim in (0, 1)]
+        found = _Sum(torch.stack(sums))
+        self._sums.append(found)
+        return found
+
+    def settle(self) -> None:
+        """Waits for the devices."""
+        for found in self._sums:
+            if found.pending is not None:
+                found.value, found.pending = tuple(found.pending.tolist()), None
+        self._sums.clear()
+
+
+def leaves(value: Any) -> list[Any]:
+    """Of a pytree, dataclasses such as Hugging Face's outputs included."""
+    return [value] if isinstance(value, Tensor) else tree_leaves(value)
+
+
+def local(t: Tensor) -> Tensor | None:
+    """The values of a tensor that lie here; None of a kind that has no such."""
+    if hasattr(t, "_local_tensor"):  # a DTensor
+        return local(t._local_tensor)
+    if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_nested or t.is_quantized:
+        return local(t.data) if isinstance(t, nn.Parameter) and type(t.data) is Tensor else None
+    try:
+        t.untyped_storage()
+    except NotImplementedError:  # under torch.func
+        return None
+    return t.detach()
+
+
+def _integers(t: Tensor) -> Tensor:
+    return t.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _weighted(sums: Tensor) -> Tensor:
+    return (sums * torch.arange(1, 2 * sums.numel(), 2, device=sums.device)).sum()
+
+
+def bits_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and type have the same bits."""
+    return bool(torch.equal(_integers(a.detach()), _integers(b.detach())))
+
+
+def tensors(value: Any) -> Iterable[Tensor]:
+    """The tensors of a pytree."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Within, nothing that is computed has a graph, or is seen by a mode."""
+    with torch.no_grad(), _disable_current_modes():
+        yield

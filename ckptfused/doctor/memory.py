@@ -1,0 +1,72 @@
+"""Checks by looking: what checkpointing can save at all, by the predicted memory of a step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+from ckptfused.doctor.findings import Finding
+from ckptfused.doctor.look import Look
+from ckptfused.doctor.saving import everything_saved
+from ckptfused.policy import Profile, adamw, profile
+
+SHARE = 0.4
+"""Of the peak: below it, other means save more than checkpointing can."""
+COSTS = 1.05
+"""The peak without checkpointing over the one with it, below which it does not pay."""
+GIB = 2**30
+
+
+def memory_of_the_step(look: Look) -> Iterator[Finding]:
+    """Where activations are not what fills the memory, or checkpointing them saves next to nothing."""
+    if not isinstance(look.batch, Mapping) or not look.trained:
+        return
+    found = predicted(look)
+    if found is None:
+        return
+    configured, saving = found
+    activations = configured.activations + configured.transients
+    if activations < SHARE * configured.peak:
+        yield _other_means(configured, activations)
+    if look.checkpoints and saving.peak < COSTS * configured.peak:
+        length = "" if look.length is None else f" of {look.length:,} tokens"
+        yield Finding(
+            "advice",
+            "the model",
+            f"with sequences{length} checkpointing only costs time: the predicted peak is {_size(configured.peak)}, "
+            f"and {_size(saving.peak)} where everything is saved",
+            "switch it off, or train with longer sequences or larger batches",
+        )
+
+
+def _other_means(memory: Profile, activations: int) -> Finding:
+    state = memory.weights + memory.optimizer + memory.gradients
+    if memory.loss_head > state:
+        place, what = "loss head", 'ckptfused.convert(model, loss="chunked"), or ckptfused.linear_cross_entropy'
+    else:
+        place, what = "weights, gradients and optimizer", "sharding (FSDP2), LoRA, or an optimizer with a smaller state"
+    return Finding(
+        "advice",
+        "the model",
+        f"activations are {activations / memory.peak:.0%} of the predicted peak of {_size(memory.peak)}, at "
+        f"{memory.moment}; most of the rest is {place} (state {_size(state)}, loss head {_size(memory.loss_head)})",
+        what,
+    )
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
+
+
+def predicted(look: Look) -> tuple[Profile, Profile] | None:
+    """A step as configured and one that saves everything; None where that cannot be predicted."""
+    devices = {p.device.type for p in look.model.parameters()}
+    device = "cpu" if devices == {"cpu"} else "h200"  # the same memory on all GPUs
+    optimizer = adamw if look.optimizer is None else look.optimizer
+    unmasked = {name: value for name, value in look.batch.items() if name != "attention_mask"}
+    for batch in (look.batch, unmasked):  # what looks into a mask cannot run without values
+        with contextlib.suppress(ValueError):  # not every model runs on the meta device
+            configured = profile(look.model, batch, optimizer, device)
+            with everything_saved(look.model):
+                return configured, profile(look.model, batch, optimizer, device)
+    return None

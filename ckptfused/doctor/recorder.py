@@ -1,0 +1,299 @@
+"""What each module computes in a step's forward, and again in the replays of its checkpoints.
+
+Hooks would change what is watched (a fused layer with a hook inside is no longer fused), so the one `__call__` of all
+modules is replaced for as long as a step lasts, and what `torch.utils.checkpoint` calls by a global name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import itertools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+from ckptfused.doctor.fingerprints import Fingerprints, tensors
+from ckptfused.doctor.snapshot import generator_states, holds_state, number
+
+GENERATOR, REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
+_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+_PLAIN = (bool, int, float, str, type(None))
+_LARGE = 1 << 20  # bytes of a buffer that is not read at each call
+
+
+@dataclass
+class Event:
+    """A call of a module begins or ends."""
+
+    module: nn.Module
+    begins: bool
+    values: tuple[Any, ...]
+    """Fingerprints of its arguments, or of its results."""
+    random: tuple[int, ...]
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Of the module and its surroundings, where it begins."""
+
+
+@dataclass
+class Region:
+    """One call of a checkpoint: what its forward computed, and each replay."""
+
+    owner: nn.Module | None
+    """The module that it runs; None if that is not known."""
+    inside: nn.Module | None
+    """The module whose forward called the checkpoint."""
+    reentrant: bool
+    preserves: bool
+    """Whether random states are replayed."""
+    by: str
+    needs_grad: bool
+    """Whether an argument requires a gradient."""
+    arguments: list[tuple[str, Any, Any]]
+    """Tensors that the checkpoint holds without a guard: their name, a reference, and their fingerprint."""
+    forward: list[Event] = field(default_factory=list)
+    replays: list[list[Event]] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    """Those of the arguments that a replay found changed."""
+
+
+class Recorder:
+    """Within `recording`, events are noted."""
+
+    def __init__(self, model: nn.Module, watch_regions: bool, guard: Callable[[], None] | None = None) -> None:
+        self._guard = guard
+        self._modules = {id(module) for module in model.modules()}
+        self._watch_regions = watch_regions
+        self._prints = Fingerprints()
+        self._threads = threading.local()
+        self.regions: list[Region] = []
+        self.calls: list[Event] = []
+        """Of the whole forward."""
+        self.in_backward = False
+        self.last_begun: list[nn.Module] = []
+        """The modules that run, the outermost first; after an exception, those that it went through."""
+
+    @property
+    def _open(self) -> list[list[Event]]:
+        """The lists into which this thread's events go."""
+        if not hasattr(self._threads, "open"):
+            self._threads.open = []
+        return self._threads.open
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """The replaced functions are put back whatever happens."""
+        plain = nn.Module.__call__
+
+        @functools.wraps(plain)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self._call(plain, module, args, kwargs)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(nn.Module, "__call__", call))
+            if self._watch_regions:
+                stack.enter_context(replaced_checkpoints(self._generator, self._reentrant))
+            yield self
+        self._prints.settle()
+
+    def _call(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        lists = [*self._open, *([] if self.in_backward else [self.calls])]
+        if id(module) not in self._modules or not lists:
+            return plain(module, *args, **kwargs)
+        if self._guard is not None:
+            self._guard()
+        begun = Event(module, True, self._prints.of((args, kwargs)), generator_states(), self._facts(module))
+        for events in lists:
+            events.append(begun)
+        running = self.last_begun = [*self.last_begun, module]
+        result = plain(module, *args, **kwargs)
+        self.last_begun = running[:-1]
+        ended = Event(module, False, self._prints.of(result), generator_states())
+        for events in lists:
+            events.append(ended)
+        return result
+
+    def _facts(self, module: nn.Module) -> dict[str, Any]:
+        """What a module computes with beside its arguments, weights and random numbers."""
+        held = vars(module)
+        facts: dict[str, Any] = {"mode": "train" if module.training else "eval"}
+        devices = ("cpu", *(["cuda"] if torch.cuda.is_available() else []))
+        facts["autocast"] = tuple(
+            str(torch.get_autocast_dtype(d))[6:] if torch.is_autocast_enabled(d) else "off" for d in devices
+        )
+        for name, value in held.items():
+            if isinstance(value, _PLAIN) and name != "training":
+                facts[f"attribute {name}"] = value
+            elif holds_state(value):
+                facts[f"generator {name}"] = number(value)
+        for name, buffer in held.get("_buffers", {}).items():
+            if buffer is not None and buffer.nbytes <= _LARGE:
+                facts[f"buffer {name}"] = self._prints.of(buffer)
+        return facts
+
+    def region(self, function: Any, by: str, reentrant: bool, preserves: bool, args: Any, kwargs: Any) -> Region:
+        """A checkpoint that begins."""
+        inside = self.last_begun[-1] if self.last_begun else None
+        keywords = {**_keywords(function), **kwargs}
+        held = [(f"argument {i}", t) for i, arg in enumerate(args) for t in tensors(arg)]
+        held += [(f"argument {name!r}", t) for name, arg in keywords.items() for t in tensors(arg)]
+        found = Region(
+            owner_of(function) or inside,
+            inside,
+            reentrant,
+            preserves,
+            by,
+            any(t.requires_grad for _, t in held),
+            [(name, weakref.ref(t), self._prints.of(t)) for name, t in held],
+        )
+        if not self.in_backward:
+            self.regions.append(found)
+        return found
+
+    @contextlib.contextmanager
+    def running(self, region: Region, replay: bool) -> Iterator[None]:
+        """Within, what the region's function calls is noted: its forward, or a replay."""
+        if replay:
+            region.replays.append([])
+            self.look_again(region)
+        events = region.replays[-1] if replay else region.forward
+        self._open.append(events)
+        begun = self.last_begun
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ == "_StopRecomputationError":
+                self.last_begun = begun
+            raise
+        finally:
+            self._open.pop()
+
+    def look_again(self, region: Region) -> None:
+        """Notes which of a region's arguments were changed in place."""
+        for name, reference, before in region.arguments:
+            t = reference()
+            if t is not None and name not in region.changed:
+                now = self._prints.of(t)
+                self._prints.settle()
+                if now != before:
+                    region.changed.append(name)
+
+    def _generator(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def generator(
+            function: Any,
+            preserve: bool,
+            contexts: Any,
+            check: str,
+            debug: bool,
+            early: bool,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            region = self.region(function, _caller(), False, preserve, args, kwargs)
+
+            def both() -> tuple[Any, Any]:
+                forward, replay = contexts()
+                return _Both(self, region, False, forward), _Both(self, region, True, replay)
+
+            return plain(function, preserve, contexts if debug else both, check, debug, early, *args, **kwargs)
+
+        return generator
+
+    def _reentrant(self, plain: Any) -> Callable[..., Any]:
+        def apply(function: Any, preserve: bool, *args: Any) -> Any:
+            region = self.region(function, _caller(), True, preserve, args, {})
+            calls = itertools.count()
+
+            def run(*given: Any) -> Any:
+                with self.running(region, next(calls) > 0):
+                    return function(*given)
+
+            return plain.apply(run, preserve, *args)
+
+        return apply
+
+
+class _Both:
+    """The context of a checkpoint's forward or replay, with the recorder's around it; entered any number of times."""
+
+    def __init__(self, recorder: Recorder, region: Region, replay: bool, context: Any) -> None:
+        self._make = functools.partial(recorder.running, region, replay)
+        self._context = context
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = contextlib.ExitStack()
+        stack.enter_context(self._make())
+        stack.enter_context(self._context)
+        self._entered.append(stack)
+
+    def __exit__(self, *exception: Any) -> Any:
+        return self._entered.pop().__exit__(*exception)
+
+
+@contextlib.contextmanager
+def replaced_checkpoints(generator: Callable[[Any], Any], reentrant: Callable[[Any], Any]) -> Iterator[None]:
+    """Within, every checkpoint of PyTorch's goes through what these make of its two implementations."""
+    ours = generator(getattr(torch_checkpoint, GENERATOR))
+    apply = reentrant(getattr(torch_checkpoint, REENTRANT))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch_checkpoint, GENERATOR, ours))
+        stack.enter_context(mock.patch.object(torch_checkpoint, REENTRANT, type("Replaced", (), {"apply": apply})))
+        if _COMPOSABLE in sys.modules:
+            stack.enter_context(mock.patch.object(sys.modules[_COMPOSABLE], GENERATOR, ours))
+        yield
+
+
+def owner_of(function: Any, depth: int = 4) -> nn.Module | None:
+    """The module that a checkpointed function runs, as far as the function shows it."""
+    if isinstance(function, nn.Module):
+        return function
+    if depth == 0 or function is None:
+        return None
+    if isinstance(function, functools.partial):
+        given = next((arg for arg in function.args if isinstance(arg, nn.Module)), None)
+        return owner_of(function.func, depth - 1) or given
+    for name in ("__self__", "function", "layer"):  # a method; ckptfused's segment; a converted layer's forward
+        value = getattr(function, name, None)
+        if isinstance(value, nn.Module) or (name == "function" and callable(value)):
+            return owner_of(value, depth - 1)
+    cells = function.__closure__ or () if inspect.isfunction(function) else ()
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # still empty
+            value = cell.cell_contents
+            if isinstance(value, nn.Module) or inspect.isroutine(value) or isinstance(value, functools.partial):
+                found = owner_of(value, depth - 1)
+                if found is not None:
+                    return found
+    return None
+
+
+def _keywords(function: Any) -> dict[str, Any]:
+    """What a partial hands on."""
+    found: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        found = {**function.keywords, **found}
+        function = function.func
+    return found
+
+
+def _caller() -> str:
+    """Who called the checkpoint: the first module outside PyTorch's and this one."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("ckptfused.generic"):
+            return "ckptfused"
+        if not name.startswith(("torch.utils", "torch._", "ckptfused.doctor", "torch.nn.modules")):
+            return name.partition(".")[0]
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

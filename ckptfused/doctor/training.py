@@ -1,0 +1,113 @@
+"""Checks by looking: how the model is set up to train."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ckptfused.doctor.findings import Finding, joined
+from ckptfused.doctor.look import OURS, Look
+
+LONG = 34 / 5
+"""Heads times tokens over width, above which attention that is materialised saves more than all else in a layer: of
+34 + 5·heads·tokens/width bytes a value in half precision (Korthikanti et al. 2022, arXiv 2205.05198, equation 1)."""
+
+
+def cache_in_training(look: Look) -> Iterator[Finding]:
+    """Keys and values of all layers are collected, for nobody."""
+    if not (look.model.training and look.checkpoints):
+        return
+    if isinstance(look.batch, Mapping) and look.batch.get("use_cache") is False:
+        return
+    asked = isinstance(look.batch, Mapping) and look.batch.get("use_cache")
+    configs = [(m, getattr(m, "config", None)) for m in look.model.modules()]
+    first = next((m for m, config in configs if getattr(config, "use_cache", False) is True), None)
+    if first is not None or asked:
+        yield Finding(
+            "warning",
+            look.name(first),
+            "use_cache=True in training: keys and values of each layer are collected and kept, and nobody reads them",
+            "model.config.use_cache = False",
+        )
+
+
+def checkpoint_in_eval(look: Look) -> Iterator[Finding]:
+    """Nobody needs activations that no backward will read."""
+    if look.model.training or not look.checkpoints or not look.trained:
+        return
+    idle = all(not c.active for c in look.checkpoints)
+    text = "checkpointing is switched on, and the model is in eval mode: " + (
+        "it is not at work"
+        if idle
+        else "under torch.no_grad() it changes nothing, with gradients each layer runs twice"
+    )
+    yield Finding("advice", "the model", text, "model.train() to train; torch.no_grad() to evaluate")
+
+
+def nothing_trained(look: Look) -> Iterator[Finding]:
+    """Checkpoints without a gradient to compute."""
+    if look.checkpoints and not look.trained:
+        yield Finding(
+            "warning",
+            "the model",
+            "no parameter requires a gradient: nothing is trained, and checkpoints only cost",
+            "requires_grad_() on what is to be trained, or evaluate under torch.no_grad()",
+        )
+
+
+def materialised_attention(look: Look) -> Iterator[Finding]:
+    """Eager attention that saves the probabilities of each pair of tokens."""
+    length = look.length
+    if length is None or not look.trained:
+        return
+    fused = [c.module for c in look.checkpoints if c.by == OURS]
+    inside = {id(m) for module in fused for m in module.modules()}
+    places = []
+    for module in look.model.modules():
+        config: Any = getattr(module, "config", None)
+        if id(module) in inside or (not hasattr(module, "layer_idx") and not _attends(module)):
+            continue
+        if getattr(config, "_attn_implementation", None) != "eager" or not hasattr(config, "num_attention_heads"):
+            continue
+        if config.num_attention_heads * length > LONG * config.hidden_size:
+            places.append(look.name(module))
+    if places:
+        yield Finding(
+            "warning",
+            joined(places),
+            f"eager attention with {length:,} tokens: the probabilities of all pairs take more memory than the rest of "
+            "a layer",
+            'attn_implementation="sdpa" (or flash attention), or ckptfused.convert',
+        )
+
+
+def _attends(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower()
+
+
+def single_precision(look: Look) -> Iterator[Finding]:
+    """All weights in float32 where bfloat16 is as fast as it gets."""
+    floats = [p for p in look.model.parameters() if not is_lazy(p) and p.is_floating_point()]
+    single = sum(p.numel() for p in floats if p.dtype == torch.float32)
+    device = next((p.device.type for p in floats), "cpu")
+    if not look.trained or 2 * single <= sum(p.numel() for p in floats) or not knows_bfloat16(device):
+        return
+    if not torch.is_autocast_enabled(device):
+        yield Finding(
+            "advice",
+            "the model",
+            f"it trains in float32 on a device ({device}) that computes in bfloat16: twice the activations",
+            "torch.autocast(…, dtype=torch.bfloat16) (Trainer: bf16=True); advice does not count if that is to come",
+        )
+
+
+def knows_bfloat16(device: str) -> bool:
+    """Whether a device has matrix products in bfloat16."""
+    if device == "cuda":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    known: Any = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return device == "cpu" and known is not None and known()

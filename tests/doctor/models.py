@@ -1,0 +1,205 @@
+"""Small models with planted faults."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 8
+
+
+class Layer(nn.Module):
+    """A residual layer of linear maps, with a piece of the test's in the middle."""
+
+    def __init__(self, piece: nn.Module | None = None) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+        self.piece = piece or nn.Identity()
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.piece(self.up(x)).tanh())
+
+
+class Stack(nn.Module):
+    """Layers, each called by `call` (a checkpoint, or nothing)."""
+
+    def __init__(self, layers: list[nn.Module], call: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(layers)
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x) if self.call is None else self.call(layer, x)
+        return x.square().mean()
+
+
+def torch_checkpoint(**options: Any) -> Callable[..., Any]:
+    return functools.partial(checkpoint, **{"use_reentrant": False, **options})
+
+
+def stack(piece: Callable[[], nn.Module], call: Callable[..., Any] | None = None, place: int = 1) -> Stack:
+    """Three layers, one of which has the piece."""
+    return Stack([Layer(piece() if i == place else None) for i in range(3)], call or torch_checkpoint())
+
+
+def wrapped(piece: Callable[[], nn.Module], **options: Any) -> Stack:
+    """The same under `checkpoint_wrapper`."""
+    model = stack(piece)
+    model.call = None
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = checkpoint_wrapper(layer, **options)
+    return model
+
+
+def batch(count: int = 5) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+class FunctionalDropout(nn.Module):
+    """Its own code draws; no module of it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(F.dropout(x, 0.5, self.training))
+
+
+class PythonDropout(nn.Module):
+    """Drops by Python's generator, which PyTorch's checkpoint does not replay."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tensor([random.random() < 0.5 for _ in range(x.size(-1))])
+
+
+class NoisyRouter(nn.Module):
+    """Chooses one of two experts with noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.generator = torch.Generator().manual_seed(0)
+        self.gate = Gate(self.generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        choice = self.gate(x)
+        made = torch.stack([expert(x) for expert in self.experts])
+        return made.gather(0, choice[None, :, None].expand(1, *x.shape))[0]
+
+
+class Gate(nn.Module):
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rand(x.size(0), generator=self.generator).gt(0.5).long()
+
+
+class Average(nn.Module):
+    """Reads a running mean before it updates it."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x * (1 + self.mean)
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+        return made
+
+
+class Counts(nn.Module):
+    """Every second call is another one."""
+
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.calls = 0
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls if self.read else x
+
+
+class Casts(nn.Module):
+    """In half precision within somebody's context, which has ended by the time of backward."""
+
+    now = torch.bfloat16
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(type(self).now)
+
+
+class CastStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        Casts.now = torch.bfloat16
+        loss = super().forward(x)
+        Casts.now = torch.float32
+        return loss
+
+
+class CastLayer(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.piece(self.up(x)).float().tanh())
+
+
+class Turned(Stack):
+    """Leaves its last layer in eval mode after forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[2].train()
+        loss = super().forward(x)
+        self.layers[2].eval()
+        return loss
+
+
+class Scaled(nn.Module):
+    """Called with a scale by name, which its caller changes afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return (self.linear(x) + scale).tanh()
+
+
+class ChangesArgument(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Scaled(), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.full((WIDTH,), 2.0)
+        x = checkpoint(self.a, x, scale=scale, use_reentrant=False)
+        scale.mul_(3)
+        return checkpoint(self.b, x, scale=scale, use_reentrant=False).square().mean()
+
+
+class Branches(nn.Module):
+    """Calls one or the other, by a counter in a closure that no attribute shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.calls: Any = iter(range(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.one, self.other)[next(self.calls) % 2](x)

@@ -1,0 +1,40 @@
+"""The doctor where processes are joined: FSDP2, DDP, and policies that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+if not torch.distributed.is_available():
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+from tests.convert.ranks import Ranks
+from tests.doctor import ranks_steps as steps
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: Any) -> Iterator[Ranks]:
+    found = Ranks(tmp_path_factory.mktemp("gloo") / "store")
+    yield found
+    found.stop()
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_the_wrapper_of_accelerate_under_fsdp2(ranks: Ranks, right: bool) -> None:
+    ranks.run(steps.as_accelerate, right=right)
+
+
+@pytest.mark.parametrize("around", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("how", ["converted", "hugging face"])
+def test_what_is_right_is_certified(ranks: Ranks, how: str, around: str) -> None:
+    ranks.run(steps.certified, how=how, around=around)
+
+
+def test_policies_that_differ(ranks: Ranks) -> None:
+    ranks.run(steps.differing)
