@@ -1,11 +1,11 @@
-"""What a call allocates on the CPU: every allocation and release of PyTorch's allocator there, by its profiler."""
+"""What a call allocates on the CPU: its peak, and what it leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torch.profiler import ProfilerActivity, profile
+from ckptfused.policy.allocator import CPUAllocator
 
 
 @dataclass(frozen=True)
@@ -21,28 +21,13 @@ class Memory:
 
 
 def memory_of(function: Callable[[], object]) -> Memory:
-    """The memory of a call.
-
-    **Source** PyTorch's profiler: the allocations and releases of its CPU allocator, in the order of time.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = function()
-    changes = sorted(_changes(recorded.profiler.kineto_results.experimental_event_tree()))
-    del result
-    live: dict[int, int] = {}  # place in `steps` by address
-    steps: list[int] = []
-    released = set()
-    for _, address, size in changes:
-        if size > 0:
-            live[address] = len(steps)
-        elif address in live:
-            released.add(live.pop(address))
-            released.add(len(steps))
-        else:
-            continue  # was there before
-        steps.append(size)
-    passing = [size if place in released else 0 for place, size in enumerate(steps)]
-    return Memory(_peak(steps), sum(steps), _peak(passing))
+    """The memory of a call."""
+    results: list[object] = []
+    changes = CPUAllocator().record(lambda: results.append(function())).changes
+    released = {change.number for change in changes if change.size < 0}
+    sizes = [change.size for change in changes]
+    passing = [change.size for change in changes if change.number in released]
+    return Memory(_peak(sizes), sum(sizes), _peak(passing))
 
 
 def _peak(steps: Iterable[int]) -> int:
@@ -51,12 +36,3 @@ def _peak(steps: Iterable[int]) -> int:
         now += step
         most = max(most, now)
     return most
-
-
-def _changes(events: Iterable[object]) -> Iterator[tuple[int, int, int]]:
-    """Time, address and signed bytes of each allocation and release."""
-    for event in events:
-        fields = event.extra_fields  # type: ignore[attr-defined]
-        if type(fields).__name__ == "_ExtraFields_Allocation":
-            yield event.start_time_ns, fields.ptr, fields.alloc_size  # type: ignore[attr-defined]
-        yield from _changes(event.children)  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
@@ -106,3 +107,9 @@ def _twin(value: Any, made: dict[int, Any]) -> Any:
 def storage(t: Tensor) -> int:
     """What tells one storage from another."""
     return t.untyped_storage()._cdata
+
+
+def stored_bytes(values: Iterable[Any]) -> int:
+    """Of the unique storages of the tensors among these."""
+    found = {storage(t): t.untyped_storage().nbytes() for t in values if isinstance(t, Tensor)}
+    return sum(found.values())

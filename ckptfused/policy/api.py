@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptfused.policy.devices import device_named
+from ckptfused.policy.devices import NAMES, device_named
+from ckptfused.policy.measure import measured
 from ckptfused.policy.predict import predicted
 from ckptfused.policy.result import Profile
 from ckptfused.policy.step import Batch, MakeOptimizer
@@ -24,7 +26,7 @@ def profile(
     optimizer: the one that trains the model; or what makes one of a list of parameters, such as `torch.optim.AdamW`;
     None: there is none. It is a step in the midst of training: the optimizer has its state, gradients are made anew.
     device: `"h200"`, `"h100"`, `"a100-80"`, `"l40s"`, `"rtx4090"` or `"cpu"`: the step is predicted for it on meta
-    tensors.
+    tensors. None: it is measured, where the model's parameters are, a CPU or a CUDA GPU, in five steps.
 
     Memory is predicted exactly to what the allocator is asked for, but for what an op of PyTorch's allocates and frees
     within itself, and for workspaces and fragmentation. Attention by `F.scaled_dot_product_attention` is a flash
@@ -34,11 +36,26 @@ def profile(
     does not run without data outside of its layers. A layer that does not is named in `notes`.
     """
     if device is None:
-        raise ValueError("device: expected the name of one, got None")
+        return _measured(model, batch, optimizer)
     target = device_named(device)
     twin, keeper = meta_twin(model, optimizer if isinstance(optimizer, Optimizer) else None)
     twin.zero_grad(set_to_none=True)
-    trained = [p for p in twin.parameters() if p.requires_grad]
-    if optimizer is not None and keeper is None and trained:
-        keeper = optimizer(trained)  # type: ignore[operator]
-    return predicted(twin, without_data(batch), keeper, target)
+    return predicted(twin, without_data(batch), keeper or _made(optimizer, twin), target)
+
+
+def _made(optimizer: Optimizer | MakeOptimizer | None, model: nn.Module) -> Optimizer | None:
+    """The optimizer itself, or the one that is made of what the model trains."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return optimizer
+    return optimizer(trained) if trained else None
+
+
+def _measured(model: nn.Module, batch: Batch, optimizer: Optimizer | MakeOptimizer | None) -> Profile:
+    devices = {t.device for t in (*model.parameters(), *model.buffers())}
+    if len(devices) != 1 or torch.device("meta") in devices:
+        places = ", ".join(sorted(map(str, devices))) or "none"
+        raise ValueError(
+            f"device: expected one of {', '.join(NAMES)}, or a model on one device, got None and parameters on {places}"
+        )
+    return measured(model, batch, _made(optimizer, model), devices.pop())

@@ -19,6 +19,7 @@ from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
 GIB = 2**30
@@ -45,6 +46,12 @@ class Device:
     """Seconds that an op takes beside its work."""
     link: float
     """Bytes/s to the host's memory and back, one way at a time."""
+    time_error: float | None = None
+    """The largest relative error of a predicted step that was found; None: no step was measured there."""
+    functions: float = math.inf
+    """Entries/s of an elementary function (exp, erf), where memory does not hold it up first."""
+    draws: float = math.inf
+    """Random numbers/s."""
 
     def product_rate(self, dtype: torch.dtype) -> float:
         """FLOP/s of products of this type; of one that is not known, of float32."""
@@ -106,6 +113,8 @@ DEVICES: dict[str, Device] = {
         _gpu("rtx4090", 23.5, 165.2, 82.6, 1.008, 128, 130, 25),
     )
 }
+CPU_TIME_ERROR = 0.4
+"""benchmarks/profile_error.py: eight models 256 and 512 wide."""
 NAMES = (*DEVICES, "cpu")
 
 
@@ -124,19 +133,28 @@ def _cpu(threads: int) -> Device:
     """This machine with so many threads, measured in a fraction of a second."""
     products = {dtype: _product_rate(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)}
     products[torch.float16] = products[torch.bfloat16]
-    a = torch.zeros(4 << 20)
-    b = torch.zeros_like(a)
-    copy = 3 * a.nbytes / _seconds(lambda: torch.add(a, a, out=b))
-    q = torch.zeros(1, 4, 256, 64)
+    a = torch.ones(4 << 20)
+    b, out = torch.ones_like(a), torch.ones_like(a)
+    copy = 3 * a.nbytes / _seconds(lambda: torch.add(a, b, out=out))
+    functions = a.numel() / _seconds(lambda: F.gelu(a))
+    draws = a.numel() / _seconds(lambda: out.bernoulli_(0.5))
+    q = torch.ones(1, 4, 256, 64)
     attention = 4 * 4 * 256 * 256 * 64 / _seconds(lambda: F.scaled_dot_product_attention(q, q, q))
     half = attention * max(1.0, products[torch.bfloat16] / products[torch.float32])
-    one = torch.zeros(1)
-    return Device("cpu", "cpu", 0, products, half, copy, 1, _seconds(lambda: one + one), copy / 2)
+    return Device("cpu", "cpu", 0, products, half, copy, 1, _launch(), copy / 2, CPU_TIME_ERROR, functions, draws)
 
 
 def _product_rate(dtype: torch.dtype) -> float:
-    a = torch.zeros(512, 512, dtype=dtype)
+    a = torch.ones(512, 512, dtype=dtype)
     return 2 * 512**3 / _seconds(lambda: a @ a)
+
+
+def _launch() -> float:
+    """Of an op on next to nothing, as a small model calls it: through a module, with its backward, which has two."""
+    links = 20
+    chain = nn.Sequential(*(nn.Tanh() for _ in range(links)), *(nn.Linear(1, 1, bias=False) for _ in range(links)))
+    one = torch.ones(1, 1)
+    return _seconds(lambda: chain(one).backward()) / (2 * links + 3 * links)
 
 
 def _seconds(function: Callable[[], object]) -> float:

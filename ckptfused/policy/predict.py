@@ -5,14 +5,13 @@ The ledger sees every storage of the meta device begin and end, PyTorch's and ck
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ckptfused.convert.measure import storage
+from ckptfused.convert.measure import stored_bytes
 from ckptfused.cost import OpenLedger
 from ckptfused.policy.devices import Device
 from ckptfused.policy.meta import functions_for_meta
@@ -48,7 +47,7 @@ def predicted(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer |
             layer.forward = _Opaque()
         finally:
             model.zero_grad(set_to_none=True)
-    return recording.profile(device.name, "predicted", tuple(notes))
+    return recording.profile(device.name, "predicted", tuple(notes), time_error=device.time_error)
 
 
 def _record(
@@ -77,8 +76,8 @@ def _record(
 
     work = Work(device, opened, spend)
     marks.received = given
-    weights = _bytes([*model.parameters(), *model.buffers(), *tree_leaves(batch)])
-    state = 0 if optimizer is None else _bytes(tree_leaves(list(optimizer.state.values())))
+    weights = stored_bytes([*model.parameters(), *model.buffers(), *tree_leaves(batch)])
+    state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
     step = None if optimizer is None else fused_step if optimizer.defaults.get("fused") else optimizer.step
     with functions_for_meta(device.kind, work), marks, opened, work:
         gradients = run_step(model, batch, step, marks)
@@ -127,9 +126,3 @@ class _Opaque:
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
-def _bytes(values: Iterable[Any]) -> int:
-    """Of unique storages."""
-    found = {storage(t): t.untyped_storage().nbytes() for t in values if isinstance(t, Tensor)}
-    return sum(found.values())

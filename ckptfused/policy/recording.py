@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptfused.policy.parts import (
     BACKWARD,
@@ -79,8 +79,8 @@ class Recording:
         begins = {stretch.phase: stretch.begin for stretch in reversed(self.stretches)}
         return next(begins[phase] for phase in phases if phase in begins)
 
-    def profile(self, device: str, way: str, notes: tuple[str, ...] = (), fragmentation: int = 0) -> Profile:
-        """What the step needs."""
+    def profile(self, device: str, way: str, notes: tuple[str, ...] = (), **more: Any) -> Profile:
+        """What the step needs. more: further fields of the profile."""
         buffers = _Buffers(self)
         layers = _layers(self, buffers)
         gradients = sum(
@@ -104,7 +104,7 @@ class Recording:
             timeline=tuple(_timeline(self, buffers)),
             marks=_marked(self),
             notes=notes,
-            fragmentation=fragmentation,
+            **more,
         )
 
 

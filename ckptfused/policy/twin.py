@@ -33,9 +33,18 @@ def meta_twin(model: nn.Module, optimizer: T) -> tuple[nn.Module, T]:
         raise ValueError(f"model: expected one that copy.deepcopy copies, got {error}") from error
 
 
-def without_data(value: Any) -> Any:
-    """The same with tensors on the meta device."""
-    return tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, value)
+def without_data(batch: T) -> T:
+    """The same batch with tensors on the meta device; what is one tensor stays one."""
+    made: dict[int, Tensor] = {}
+
+    def twin(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in made:
+            made[id(value)] = value.detach().to("meta").requires_grad_(value.requires_grad)
+        return made[id(value)]
+
+    return tree_map(twin, batch)
 
 
 class _WithoutData(TorchFunctionMode):

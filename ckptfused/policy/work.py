@@ -6,6 +6,7 @@ writes; each op a launch beside. Ops that make views or memory take nothing. Not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
@@ -28,6 +29,11 @@ _FREE = {
 }
 _PICK = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward}
 """These read a part of their first operand, as large as the result."""
+_DRAW = {aten.bernoulli, aten.bernoulli_, aten.native_dropout, aten.normal_, aten.uniform_, aten.rand}
+_FUNCTIONS = {
+    *(aten.exp, aten.log, aten.tanh, aten.erf, aten.sigmoid, aten.silu, aten.gelu, aten.pow, aten.cos, aten.sin),
+    *(aten._softmax, aten._log_softmax, aten.silu_backward, aten.gelu_backward, aten._log_softmax_backward_data),
+}
 _WIDE = ("norm_", "residual_")
 """Small ops of ckptfused's that read x's rows beside what they write."""
 
@@ -89,7 +95,9 @@ class Work(TorchDispatchMode):
         given = args[1:] if packet in _PICK else args
         moved = _bytes((given, kwargs)) + _bytes(out) * (2 if packet in _PICK else 1)
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        return moved / self._device.copy + self._device.launch if results else 0.0
+        entries = results[0].numel() if results else 0
+        rate = self._device.draws if packet in _DRAW else self._device.functions if packet in _FUNCTIONS else math.inf
+        return max(moved / self._device.copy, entries / rate) + self._device.launch if results else 0.0
 
     def _of_ledger(self, begin: int, args: Any) -> float:
         """Of one op of ckptfused's. What its small ops move is not in the ledger: a buffer is written by a product and

@@ -1,0 +1,113 @@
+"""A step measured where the model is: its memory by the device's allocator, its time by the device's clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ckptfused.convert.measure import stored_bytes
+from ckptfused.policy.allocator import CPUAllocator, CUDAAllocator
+from ckptfused.policy.recording import Recording
+from ckptfused.policy.result import Profile
+from ckptfused.policy.step import Batch, Marks, run_step
+from ckptfused.policy.unchanged import Unchanged
+
+TIMED = 3
+"""Steps, of whose times the median counts."""
+
+
+def measured(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer | None, device: torch.device) -> Profile:
+    """The profile of steps that run: one before anything is measured, `TIMED` for their time, one for its memory.
+
+    **Raises** `ValueError` for a device that is neither a CPU nor a CUDA GPU.
+    """
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected a model on a CPU or a CUDA GPU, got one on {device}")
+    step = None if optimizer is None else optimizer.step
+    with Unchanged(model, batch, optimizer):
+        run_step(model, batch, step, Marks(model, lambda: None))
+        seconds = _seconds(model, batch, step, device)
+        recording, fragmentation = _record(model, batch, optimizer, device, seconds)
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return recording.profile(name, "measured", fragmentation=fragmentation)
+
+
+def _seconds(model: nn.Module, batch: Batch, step: Callable[[], object] | None, device: torch.device) -> list[float]:
+    """Of each stretch of a step."""
+    clock = _GPUClock(device) if device.type == "cuda" else _CPUClock()
+    runs = []
+    for _ in range(TIMED):
+        with Marks(model, clock.now) as marks:
+            run_step(model, batch, step, marks)
+        stamps = [*marks.found, (clock.now(), marks.found[-1][1])]
+        runs.append([clock.between(a, b) for (a, _), (b, _) in zip(stamps, stamps[1:], strict=False)])
+    return [median(times) for times in zip(*runs, strict=True)]
+
+
+class _CPUClock:
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def between(self, a: float, b: float) -> float:
+        return b - a
+
+
+class _GPUClock:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, a: Any, b: Any) -> float:
+        b.synchronize()
+        return a.elapsed_time(b) / 1e3
+
+
+def _record(
+    model: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    seconds: list[float],
+) -> tuple[Recording, int]:
+    """With the fragmentation."""
+    allocator = CUDAAllocator(device) if device.type == "cuda" else CPUAllocator()
+    marks = Marks(model, allocator.mark)
+    given: list[tuple[int, int, int]] = []  # layer, the mark before which it is given, address
+    gradients: list[int] = []
+
+    def received(layer: int, t: Tensor) -> None:
+        given.append((layer, len(marks.found), t.untyped_storage().data_ptr()))
+
+    marks.received = received
+
+    def run() -> None:
+        with marks:
+            gradients.extend(run_step(model, batch, None if optimizer is None else optimizer.step, marks))
+        for _, place, address in given:
+            allocator.asked[place].append(address)
+
+    trace = allocator.record(run)
+    found = [(place, phase) for place, (_, phase) in zip(trace.marks, marks.found, strict=True)]
+    numbers = {(layer, trace.numbers[place].get(address)) for layer, place, address in given}
+    state = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
+    recording = Recording(
+        trace.changes,
+        found,
+        {(layer, number) for layer, number in numbers if number is not None},
+        seconds,
+        marks.names,
+        gradients,
+        stored_bytes([*model.parameters(), *model.buffers(), *tree_leaves(batch)]),
+        stored_bytes(state),
+    )
+    return recording, trace.fragmentation
