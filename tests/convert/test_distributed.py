@@ -14,6 +14,7 @@ if not torch.distributed.is_available():
 
 from tests.convert import distributed_models as models
 from tests.convert import distributed_steps as steps
+from tests.convert import segment_steps
 from tests.convert.ranks import Ranks
 
 pytestmark = pytest.mark.each_torch
@@ -133,3 +134,19 @@ def test_agreement_on_the_loss(ranks: Ranks) -> None:
 
 def test_agreement_where_a_rank_fails(ranks: Ranks) -> None:
     ranks.run(steps.agreement_with_a_failure)
+
+
+@pytest.mark.parametrize(
+    ("first", "reshard", "keep"), [(True, True, "inputs"), (False, False, "all"), (True, True, None)]
+)
+def test_segments_under_fsdp2(ranks: Ranks, first: bool, reshard: bool, keep: str | None) -> None:
+    ranks.run(segment_steps.fsdp2_segments, first=first, reshard=reshard, keep=keep)
+
+
+def test_segments_under_ddp(ranks: Ranks) -> None:
+    ranks.run(segment_steps.ddp_segments)
+
+
+@pytest.mark.parametrize("what", ["segments", "modes"])
+def test_agreement_on_the_policy(ranks: Ranks, what: str) -> None:
+    ranks.run(segment_steps.agreement_on_the_policy, what=what)

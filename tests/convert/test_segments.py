@@ -299,6 +299,10 @@ def test_a_layer_that_is_called_several_times() -> None:
     assert saved_bytes(lambda: model(x), model) == x.nbytes
 
 
+def _draw(*_: Any) -> None:
+    torch.rand(3)
+
+
 class Residual(nn.Module):
     """Statistics, dropout from PyTorch, and a module that writes to its input first."""
 
@@ -336,6 +340,24 @@ def test_layers_without_an_adapter(first: nn.Module, keep: str | None) -> None:
         other = segmented(copy.deepcopy(model), policy)
         equal(take(other), wanted)
         assert saved_bytes(lambda other=other: other(x * 1), other) == policy.segment_count * x.nbytes  # type: ignore[operator]
+
+
+def test_others_draw_between_layers() -> None:
+    """A replay of a layer draws what its forward drew, and leaves the generator as it is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Residual(nn.Tanh()) for _ in range(3)))
+    for layer in model:
+        layer.register_forward_hook(_draw)
+    x = torch.randn(4, 6, 8, requires_grad=True)
+
+    def take(model: Any) -> dict[str, Tensor]:
+        torch.manual_seed(2)
+        found = result(model, x)
+        return {**found, "next": torch.rand(2)}
+
+    alone = copy.deepcopy(model)
+    ckptfused.convert(alone)
+    equal(take(segmented(model)), take(alone))
 
 
 def test_what_was_changed_raises() -> None:

@@ -34,6 +34,48 @@ def _tiled(tokens: int) -> str:
 
 MUTANTS = (
     Mutant(
+        "a segment replayed with the arguments of its first layer",
+        file="ckptfused/generic/chain.py",
+        text="step = _Step(self, function, module, args, kwargs, around)",
+        defect='kept = vars(self).setdefault("kept", kwargs); step = _Step(self, function, module, args, kept, around)',
+        test="tests/convert/test_segments.py::test_gradients_are_those_without_segments[gemma3]",
+    ),
+    Mutant(
+        "a segment that goes on with a result changed in place",
+        file="ckptfused/generic/chain.py",
+        text="t.storage_offset(), t.shape, t.stride(), t.dtype, t._version",
+        defect="t.storage_offset(), t.shape, t.stride(), t.dtype",
+        test="tests/convert/test_segments.py::test_a_segment_ends_where_the_model_does_something[in place]",
+    ),
+    Mutant(
+        "a replay of a segment that goes on drawing",
+        file="ckptfused/generic/chain.py",
+        text="        torch.set_rng_state(cpu)\n",
+        defect="",
+        test="tests/convert/test_segments.py::test_others_draw_between_layers",
+    ),
+    Mutant(
+        "a segment that is held when its graph is gone",
+        file="ckptfused/generic/chain.py",
+        text="self._unpack = weakref.ref(self._first)",
+        defect="self._unpack = (lambda held: lambda: held)(self._first)",
+        test="tests/convert/test_segments.py::test_a_replay_holds_one_segment",
+    ),
+    Mutant(
+        "a policy's digest that leaves out the loss's scratch",
+        file="ckptfused/convert/policy.py",
+        text="json.dumps(self.to_dict(), sort_keys=True)",
+        defect='json.dumps({**self.to_dict(), "loss_scratch": None}, sort_keys=True)',
+        test="tests/convert/test_policy.py::test_all_differ",
+    ),
+    Mutant(
+        "every k-th layer off by one",
+        file="ckptfused/convert/policy.py",
+        text='* (check_integer("k", k, 1) - 1)',
+        defect='* check_integer("k", k, 1)',
+        test="tests/convert/test_policy.py::test_modes",
+    ),
+    Mutant(
         "one residual dropout decision flipped",
         file="csrc/kernels/cpu/residual.inl",
         text="dropout_apply(row[i], draws[i], threshold, scale);",
