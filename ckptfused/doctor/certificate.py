@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ckptfused.doctor.causes import Cause, cause_of, difference
 from ckptfused.doctor.findings import Finding, joined
 from ckptfused.doctor.recorder import Region
-from ckptfused.doctor.saving import everything_saved
+from ckptfused.doctor.saving import everything_saved, fused
 from ckptfused.doctor.snapshot import Snapshot
 from ckptfused.doctor.steps import Step, eager, run
 
@@ -45,7 +45,7 @@ def certify(model: nn.Module, batch: Any, name: Name) -> tuple[list[Finding], st
                 again = run(model, batch, regions=False)
     finally:
         snapshot.finish()
-    compared = _Compared(name, configured, reference, again)
+    compared = _Compared(name, configured, reference, again, fused(model))
     return compared.findings(), compared.text(), configured.recorder.regions
 
 
@@ -60,8 +60,10 @@ def _unlike(a: Step, b: Step) -> bool:
 class _Compared:
     """Two steps, and a third where these differ."""
 
-    def __init__(self, name: Name, configured: Step, reference: Step, again: Step | None) -> None:
-        self.name = name
+    def __init__(
+        self, name: Name, configured: Step, reference: Step, again: Step | None, fused_layers: int = 0
+    ) -> None:
+        self.name, self.fused = name, fused_layers
         self.configured, self.reference, self.again = configured, reference, again
         self.regions = configured.recorder.regions
         self.causes = _grouped(filter(None, (cause_of(region, name) for region in self.regions)))
@@ -89,8 +91,9 @@ class _Compared:
     def text(self) -> str:
         """What was proved."""
         configured, reference = self.configured, self.reference
-        modules = sum(len(replay) for region in self.regions for replay in region.replays) // 2
-        seen = f"{len(self.regions)} checkpointed calls, {modules} calls of modules replayed"
+        modules = sum(event.begins for region in self.regions for replay in region.replays for event in replay)
+        seen = f"{len(self.regions)} checkpointed calls with {modules} calls of modules replayed"
+        seen += f", {self.fused} fused layers" if self.fused else ""
         if isinstance(reference.error, OUT_OF_MEMORY):
             done, calls = len(reference.recorder.calls), len(configured.recorder.calls)
             return (
@@ -169,9 +172,27 @@ class _Compared:
             self.rounded = True
             text = f"{off}: the reentrant checkpoint adds the same terms in another order, all replays are exact"
             return [Finding("advice", "the model", text, "use_reentrant=False gives the bits of a step without")]
-        text = f"{off}, though every module's replay gave what its forward had: the code between modules differs"
-        mend = "look there for dropout, in-place operations and state; ckptfused.checkpoint replays these"
-        return [Finding("error", joined(map(_module, names)), text, mend)]
+        text = f"{off}, though each module gave in its replay what its forward had; this is the last with a wrong one"
+        mend = (
+            "look there for what writes to weights between forward and backward, and between modules for dropout, "
+            "in-place operations and state, which ckptfused.checkpoint replays"
+        )
+        return [Finding("error", self._last(names), text, mend)]
+
+    def _last(self, names: list[str]) -> str:
+        """Of the modules that were called and hold one of these parameters, the one that forward called last.
+
+        Whatever comes before a wrong replay gets a wrong gradient, too.
+        """
+        calls = self.configured.recorder.calls
+        called = {self.name(event.module): i for i, event in enumerate(calls) if event.begins}
+        found: dict[str, int] = {}
+        for name in names:
+            place = _module(self.name(name))
+            while place not in called and "." in place:
+                place = place.rpartition(".")[0]
+            found[place] = called.get(place, -1)
+        return max(found, key=found.__getitem__, default="the model")
 
     def _noise(self, names: list[str], overall: float, off: str) -> list[Finding]:
         """Of a step that gives other bits each time."""

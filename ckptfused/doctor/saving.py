@@ -36,6 +36,13 @@ def everything_saved(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def fused(model: nn.Module) -> int:
+    """How many layers keep more within `everything_saved`, beside those of PyTorch's checkpoints."""
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    converted = [f for f in forwards if isinstance(f, ConvertedForward) and f.mode is not None and f.family is not None]
+    return len(converted) + sum(isinstance(module, FusedModule) for module in model.modules())
+
+
 def _no_replay(plain: Any) -> Callable[..., Any]:
     def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         # ckptfused's generic checkpoint puts hooks of its own around those of PyTorch's.

@@ -32,6 +32,8 @@ def _tiled(tokens: int) -> str:
     return f"tests/autograd/test_block_oracle.py::test_ffn_tiles[{case.id}-{str(dtype)[6:]}-cpu]"
 
 
+_CERTIFICATE = "tests/doctor/test_certificate.py"
+
 MUTANTS = (
     Mutant(
         "a segment replayed with the arguments of its first layer",
@@ -565,5 +567,47 @@ MUTANTS = (
         text="self._gradients(split, end) + left.need",
         defect="left.need",
         test="tests/policy/test_chain.py::test_segments_against_exhaustive_search[1]",
+    ),
+    Mutant(
+        "a doctor that leaves generators where its steps left them",
+        file="ckptfused/doctor/snapshot.py",
+        text="            restore(g, state)\n",
+        defect="            pass\n",
+        test=f"{_CERTIFICATE}::test_everything_is_afterwards_as_it_was",
+    ),
+    Mutant(
+        "a doctor that leaves reentrant checkpoints in what saves everything",
+        file="ckptfused/doctor/saving.py",
+        text="        return function(*args)\n",
+        defect="        return plain.apply(function, preserve, *args)\n",
+        test=f"{_CERTIFICATE}::test_a_fault_is_named[frozen inputs of a reentrant checkpoint]",
+    ),
+    Mutant(
+        "a doctor that takes replays for forwards",
+        file="ckptfused/doctor/recorder.py",
+        text="_Both(self, region, True, replay)",
+        defect="_Both(self, region, False, replay)",
+        test=f"{_CERTIFICATE}::test_a_fault_is_named[dropout without its random state]",
+    ),
+    Mutant(
+        "a certificate that does not look at buffers",
+        file="ckptfused/doctor/certificate.py",
+        text="(a.loss, a.gradients, a.buffers) != (b.loss, b.gradients, b.buffers)",
+        defect="(a.loss, a.gradients) != (b.loss, b.gradients)",
+        test=f"{_CERTIFICATE}::test_wrong_statistics_are_no_certificate",
+    ),
+    Mutant(
+        "checksums that see shapes alone",
+        file="ckptfused/doctor/fingerprints.py",
+        text="zlib.crc32(_integers(t).numpy())",
+        defect="zlib.crc32(_integers(t)[:0].numpy())",
+        test=f"{_CERTIFICATE}::test_a_fault_is_named[dropout of a function]",
+    ),
+    Mutant(
+        "a fused layer that keeps in the reference what it keeps in training",
+        file="ckptfused/doctor/saving.py",
+        text='forward.mode and forward.mode._replace(keep="all")',
+        defect="forward.mode",
+        test="tests/doctor/test_families.py::test_a_wrong_replay_of_a_fused_layer_is_named",
     ),
 )
