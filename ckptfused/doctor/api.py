@@ -38,7 +38,7 @@ def doctor(model: nn.Module, batch: Any = None, optimizer: torch.optim.Optimizer
     why = _why_no_proof(look)
     if why is not None:
         return Findings(found, f"No certificate: {why}.")
-    proved, text, _ = certify(model, batch, look.name)
+    proved, text = certify(model, batch, look.name)
     return Findings([*found, *proved], text)
 
 

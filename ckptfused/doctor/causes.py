@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ckptfused.doctor.recorder import Event, Region
+from ckptfused.doctor.regions import Event, Region
 
 Name = Callable[[nn.Module | None], str]
 

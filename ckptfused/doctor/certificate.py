@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ckptfused.doctor.causes import Cause, cause_of, difference
 from ckptfused.doctor.findings import Finding, joined
-from ckptfused.doctor.recorder import Region
 from ckptfused.doctor.saving import everything_saved, fused
 from ckptfused.doctor.snapshot import Snapshot
 from ckptfused.doctor.steps import Step, eager, run
@@ -24,8 +23,8 @@ deterministic: of four draws of the same size none is so far off by chance."""
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
-def certify(model: nn.Module, batch: Any, name: Name) -> tuple[list[Finding], str, list[Region]]:
-    """What a step proves: findings, the certificate's text, and the checkpoints that were seen.
+def certify(model: nn.Module, batch: Any, name: Name) -> tuple[list[Finding], str]:
+    """What a step proves: findings, and the certificate's text.
 
     At most three steps: as configured; saving everything; and where these differ, as configured once more, which tells
     a wrong replay from operations that are not deterministic. The model and all generators are afterwards as before.
@@ -46,7 +45,7 @@ def certify(model: nn.Module, batch: Any, name: Name) -> tuple[list[Finding], st
     finally:
         snapshot.finish()
     compared = _Compared(name, configured, reference, again, fused(model))
-    return compared.findings(), compared.text(), configured.recorder.regions
+    return compared.findings(), compared.text()
 
 
 def _distributed() -> bool:
@@ -66,7 +65,9 @@ class _Compared:
         self.name, self.fused = name, fused_layers
         self.configured, self.reference, self.again = configured, reference, again
         self.regions = configured.recorder.regions
-        self.causes = _grouped(filter(None, (cause_of(region, name) for region in self.regions)))
+        known = [region for region in self.regions if not region.foreign]
+        self.foreign = [region for region in self.regions if region.foreign]
+        self.causes = _grouped(filter(None, (cause_of(region, name) for region in known)))
         self.rounded = False
         """Whether gradients are the same but for the order in which they were summed."""
         self.noise = again is not None and _unlike(configured, again)
@@ -81,7 +82,7 @@ class _Compared:
             return []
         missing = reference.gradients.keys() - configured.gradients.keys()
         wrong = [n for n, g in configured.gradients.items() if reference.gradients.get(n) != g]
-        found = [*self._missing(missing)]
+        found = [*self._missing(missing), *self._of_foreign()]
         if wrong or configured.loss != reference.loss:
             found += self._wrong(wrong)
         if not self.noise:
@@ -105,6 +106,11 @@ class _Compared:
             return "No certificate: a step failed."
         if reference.nothing_trained:
             return "No certificate: the loss requires no gradient."
+        if self.foreign:
+            return (
+                f"No certificate: {len(self.foreign)} calls are replayed by a checkpoint that is neither PyTorch's nor "
+                "ckptfused's, which cannot be taken out. Their modules' results were compared in forward and replay."
+            )
         if self.again is not None and not self.rounded:
             return "No certificate: a step as configured and one that saves everything differ."
         count = len(reference.gradients)
@@ -137,6 +143,18 @@ class _Compared:
         else:
             mend = "let what is checkpointed depend on its inputs alone, or use ckptfused.checkpoint"
         return [Finding("error", place, text, mend)]
+
+    def _of_foreign(self) -> list[Finding]:
+        """What other libraries' checkpoints replay, in the reference, too: judged by their modules' results alone."""
+        causes = _grouped(filter(None, (cause_of(region, self.name) for region in self.foreign)))
+        found = [
+            Finding("error", c.place, f"{c.text}, under a checkpoint of another library's", c.mend) for c in causes
+        ]
+        unknown = [self.name(region.owner) for region in self.foreign if not region.forward]
+        if unknown:
+            text = "another library's checkpoint calls it in backward with arguments that no call in forward had"
+            found.append(Finding("warning", joined(unknown), text, "look for what writes to its arguments"))
+        return found
 
     def _missing(self, names: Iterable[str]) -> list[Finding]:
         lost = sorted(names)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -23,47 +21,13 @@ from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
 from ckptfused.doctor.fingerprints import Fingerprints, tensors
+from ckptfused.doctor.regions import Event, Region, keywords_of, owner_of
 from ckptfused.doctor.snapshot import generator_states, holds_state, number
 
 GENERATOR, REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 _PLAIN = (bool, int, float, str, type(None))
 _LARGE = 1 << 20  # bytes of a buffer that is not read at each call
-
-
-@dataclass
-class Event:
-    """A call of a module begins or ends."""
-
-    module: nn.Module
-    begins: bool
-    values: tuple[Any, ...]
-    """Fingerprints of its arguments, or of its results."""
-    random: tuple[int, ...]
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Of the module and its surroundings, where it begins."""
-
-
-@dataclass
-class Region:
-    """One call of a checkpoint: what its forward computed, and each replay."""
-
-    owner: nn.Module | None
-    """The module that it runs; None if that is not known."""
-    inside: nn.Module | None
-    """The module whose forward called the checkpoint."""
-    reentrant: bool
-    preserves: bool
-    """Whether random states are replayed."""
-    by: str
-    needs_grad: bool
-    """Whether an argument requires a gradient."""
-    arguments: list[tuple[str, Any, Any]]
-    """Tensors that the checkpoint holds without a guard: their name, a reference, and their fingerprint."""
-    forward: list[Event] = field(default_factory=list)
-    replays: list[list[Event]] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
-    """Those of the arguments that a replay found changed."""
 
 
 class Recorder:
@@ -106,9 +70,12 @@ class Recorder:
         self._prints.settle()
 
     def _call(self, plain: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        lists = [*self._open, *([] if self.in_backward else [self.calls])]
-        if id(module) not in self._modules or not lists:
+        if id(module) not in self._modules:
             return plain(module, *args, **kwargs)
+        if self.in_backward and not self._open:
+            with self.running(self._foreign(module, args, kwargs), True):
+                return self._call(plain, module, args, kwargs)
+        lists = [*self._open, *([] if self.in_backward else [self.calls])]
         if self._guard is not None:
             self._guard()
         begun = Event(module, True, self._prints.of((args, kwargs)), generator_states(), self._facts(module))
@@ -121,6 +88,23 @@ class Recorder:
         for events in lists:
             events.append(ended)
         return result
+
+    def _foreign(self, module: nn.Module, args: Any, kwargs: Any) -> Region:
+        """The forward's call that a checkpoint replays which is neither PyTorch's nor ckptfused's.
+
+        It is the last one with the same arguments; where there is none, the region's forward is empty.
+        """
+        values, found = self._prints.of((args, kwargs)), list[Event]()
+        self._prints.settle()
+        begins = [i for i, event in enumerate(self.calls) if event.module is module and event.begins]
+        for begin in reversed(begins):
+            if self.calls[begin].values == values:
+                ends = (i for i, event in enumerate(self.calls) if i > begin and event.module is module)
+                found = self.calls[begin : next(ends) + 1]
+                break
+        region = Region(module, None, False, True, True, [], found, foreign=True)
+        self.regions.append(region)
+        return region
 
     def _facts(self, module: nn.Module) -> dict[str, Any]:
         """What a module computes with beside its arguments, weights and random numbers."""
@@ -140,10 +124,10 @@ class Recorder:
                 facts[f"buffer {name}"] = self._prints.of(buffer)
         return facts
 
-    def region(self, function: Any, by: str, reentrant: bool, preserves: bool, args: Any, kwargs: Any) -> Region:
+    def region(self, function: Any, reentrant: bool, preserves: bool, args: Any, kwargs: Any) -> Region:
         """A checkpoint that begins."""
         inside = self.last_begun[-1] if self.last_begun else None
-        keywords = {**_keywords(function), **kwargs}
+        keywords = {**keywords_of(function), **kwargs}
         held = [(f"argument {i}", t) for i, arg in enumerate(args) for t in tensors(arg)]
         held += [(f"argument {name!r}", t) for name, arg in keywords.items() for t in tensors(arg)]
         found = Region(
@@ -151,7 +135,6 @@ class Recorder:
             inside,
             reentrant,
             preserves,
-            by,
             any(t.requires_grad for _, t in held),
             [(name, weakref.ref(t), self._prints.of(t)) for name, t in held],
         )
@@ -198,7 +181,7 @@ class Recorder:
             *args: Any,
             **kwargs: Any,
         ) -> Any:
-            region = self.region(function, _caller(), False, preserve, args, kwargs)
+            region = self.region(function, False, preserve, args, kwargs)
 
             def both() -> tuple[Any, Any]:
                 forward, replay = contexts()
@@ -210,7 +193,7 @@ class Recorder:
 
     def _reentrant(self, plain: Any) -> Callable[..., Any]:
         def apply(function: Any, preserve: bool, *args: Any) -> Any:
-            region = self.region(function, _caller(), True, preserve, args, {})
+            region = self.region(function, True, preserve, args, {})
             calls = itertools.count()
 
             def run(*given: Any) -> Any:
@@ -251,49 +234,3 @@ def replaced_checkpoints(generator: Callable[[Any], Any], reentrant: Callable[[A
         if _COMPOSABLE in sys.modules:
             stack.enter_context(mock.patch.object(sys.modules[_COMPOSABLE], GENERATOR, ours))
         yield
-
-
-def owner_of(function: Any, depth: int = 4) -> nn.Module | None:
-    """The module that a checkpointed function runs, as far as the function shows it."""
-    if isinstance(function, nn.Module):
-        return function
-    if depth == 0 or function is None:
-        return None
-    if isinstance(function, functools.partial):
-        given = next((arg for arg in function.args if isinstance(arg, nn.Module)), None)
-        return owner_of(function.func, depth - 1) or given
-    for name in ("__self__", "function", "layer"):  # a method; ckptfused's segment; a converted layer's forward
-        value = getattr(function, name, None)
-        if isinstance(value, nn.Module) or (name == "function" and callable(value)):
-            return owner_of(value, depth - 1)
-    cells = function.__closure__ or () if inspect.isfunction(function) else ()
-    for cell in cells:
-        with contextlib.suppress(ValueError):  # still empty
-            value = cell.cell_contents
-            if isinstance(value, nn.Module) or inspect.isroutine(value) or isinstance(value, functools.partial):
-                found = owner_of(value, depth - 1)
-                if found is not None:
-                    return found
-    return None
-
-
-def _keywords(function: Any) -> dict[str, Any]:
-    """What a partial hands on."""
-    found: dict[str, Any] = {}
-    while isinstance(function, functools.partial):
-        found = {**function.keywords, **found}
-        function = function.func
-    return found
-
-
-def _caller() -> str:
-    """Who called the checkpoint: the first module outside PyTorch's and this one."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.startswith("ckptfused.generic"):
-            return "ckptfused"
-        if not name.startswith(("torch.utils", "torch._", "ckptfused.doctor", "torch.nn.modules")):
-            return name.partition(".")[0]
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""

@@ -343,6 +343,16 @@ def test_a_step_that_does_not_fit_is_compared_by_its_replays(monkeypatch: pytest
     assert [(f.severity, f.place) for f in wrong] == [("error", "layers.1.piece")]
 
 
+def test_a_checkpoint_of_another_library_is_compared_by_its_replays() -> None:
+    wrong = doctor(stack(lambda: nn.Dropout(0.5), models.Foreign.apply), batch())
+    assert [(f.severity, f.place) for f in wrong] == [("error", "layers.1.piece")], wrong
+    assert "drew its random numbers anew in its replay" in wrong[0].text and "another library's" in wrong[0].text
+    right = doctor(stack(nn.Identity, models.Foreign.apply), batch())
+    assert not len(right) and right.certificate.startswith("No certificate: 3 calls are replayed by a checkpoint"), (
+        right
+    )
+
+
 def test_compiled_modules_run_as_they_were_written() -> None:
     model = wrapped(lambda: nn.Dropout(0.5), preserve_rng_state=False)
     compiled = torch.compile(model, backend="eager")
