@@ -70,6 +70,8 @@ class Offloader:
         """The copies between x's device and the host; None where x stays."""
         if not isinstance(x, Tensor) or not is_plain(x) or captured(x):
             return None
+        if x.is_meta:  # there are some while a ledger is open
+            return copies_of(x.device)
         if x.device not in self._copies:
             self._copies[x.device] = copies_of(x.device)
         return self._copies[x.device]

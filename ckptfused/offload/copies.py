@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from ckptfused.cost.opened import counting
 
 PAGEABLE = (
     "ckptfused: host memory could not be pinned ({}), so inputs of layers are offloaded to ordinary memory: the copies "
@@ -27,10 +29,11 @@ class Copies(Protocol):
     def point(self, home: Any) -> Any:
         """The place behind all that was given to a stream so far."""
 
-    def to_host(self, x: Tensor, made: Any) -> tuple[Tensor, Any]:
-        """A tensor laid out as x on the host, copied once `made` is passed, and the point from which on it is there."""
+    def to_host(self, x: Tensor, made: Any) -> tuple[Any, Any]:
+        """A tensor laid out as x on the host, or what stands for it, copied once `made` is passed, and the point from
+        which on it is there."""
 
-    def to_device(self, host: Tensor, home: Any) -> tuple[Tensor, Any]:
+    def to_device(self, host: Any, home: Any) -> tuple[Tensor, Any]:
         """The same in the other direction; the tensor belongs to `home`."""
 
     def wait(self, point: Any, home: Any, t: Tensor) -> None:
@@ -90,6 +93,39 @@ class CudaCopies:
         return torch.empty_like(x, device="cpu")
 
 
+class Layout(NamedTuple):
+    """What stands for a tensor on the host where memory is only counted."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class CountedCopies:
+    """Those of meta tensors that stand for a GPU's: what is on the host takes none of the memory that is counted."""
+
+    def home(self) -> None:
+        return None
+
+    def point(self, home: None) -> None:
+        return None
+
+    def to_host(self, x: Tensor, made: None) -> tuple[Layout, None]:
+        return Layout(x.shape, x.stride(), x.dtype), None
+
+    def to_device(self, host: Layout, home: None) -> tuple[Tensor, None]:
+        return torch.empty_strided(host.shape, host.stride, dtype=host.dtype, device="meta"), None
+
+    def wait(self, point: None, home: None, t: Tensor) -> None:
+        pass
+
+    def abandon(self, t: Tensor) -> None:
+        pass
+
+
 def copies_of(device: torch.device) -> Copies | None:
     """The copies between a device and the host; None of what is on the host already, and of other devices than GPUs."""
+    if device.type == "meta":
+        opened = counting()
+        return CountedCopies() if opened is not None and opened.device == "cuda" else None
     return CudaCopies(device) if device.type == "cuda" else None

@@ -40,7 +40,7 @@ class Saved:
         assert counter is not None  # x is plain, and no tensor of inference mode
         self._counter, self._version = counter, version(x)
         self._here: Tensor | None = x.detach()
-        self._host: Tensor | None = None
+        self._host: Any = None
         self._done: Any = None  # where a copy under way ends, if its home does not wait for that yet
         self._before = before
 

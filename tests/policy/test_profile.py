@@ -224,6 +224,27 @@ def test_forms(tmp_path: Path) -> None:
     assert sum(row.bytes for row in found.alive) == found.peak
 
 
+def test_offloaded_inputs_are_not_on_the_gpu() -> None:
+    """Of eight layers at most two inputs at a time, in forward and in backward; on a CPU all, where nothing moves."""
+    found = {}
+    for offload in (False, True):
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(C, 2, C, dropout=0.0, batch_first=True) for _ in range(8)))
+        model.insert(0, nn.Linear(C, C))
+        assert ckptfused.convert(model, offload=offload).fused == 8
+        found[offload] = profile(model, torch.ones(4, 256, C), device="h200")
+        assert profile(model, torch.ones(4, 256, C), device="cpu").layers[0].saved == 4 * 256 * C * 4
+    x = 4 * 256 * C * 4
+    saved = [[layer.saved for layer in found[offload].layers] for offload in (False, True)]
+    assert [a - b for a, b in zip(*saved, strict=True)] == [x] * 7 + [0]
+    without, peaks = ({str(peak.phase): sum(peak.parts) for peak in found[offload].phases} for offload in (False, True))
+    for i in range(8):
+        more, phase = max(0, i - 1), f"forward of layer {i}"
+        assert without[phase] - peaks[phase] == more * x, phase
+        if i < 7:  # its own, on its way since the backward before it, and the next
+            phase = f"backward of layer {i}"
+            assert without[phase] - peaks[phase] == more * x, phase
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine_to_profile.py").write_text(
         "import torch\n"
