@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,14 +50,30 @@ class _Buffer:
     internal: bool = False  # freed by that op, too
 
 
+class _Op(NamedTuple):
+    name: str
+    inputs: Any
+    within: bool  # a product, a sum or attention of PyTorch's
+
+
+def _ops(events: Iterable[Any], within: bool) -> Iterator[_Op]:
+    """The ops among these events and below them."""
+    for event in events:
+        if event.name.startswith(("aten::", "ckptfused::")):
+            yield _Op(event.name, event.extra_fields.inputs, within)
+        yield from _ops(event.children, within or event.name in _LAUNCHING)
+
+
 class Events:
     """The PyTorch ops and the allocations of a call, in the order of time."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as prof:
             self.result = function()
-        self._ops = [event for event in prof.events() if event.name.startswith(("aten::", "ckptfused::"))]
-        self._changes = self._read_memory(prof.profiler.kineto_results.experimental_event_tree())
+        # Not prof.events(): what that makes of an event takes a hundred times as long as the event.
+        tree = prof.profiler.kineto_results.experimental_event_tree()
+        self._ops = list(_ops(tree, within=False))
+        self._changes = self._read_memory(tree)
 
     @staticmethod
     def _read_memory(tree: Iterable[Any]) -> list[tuple[_Buffer, int]]:
@@ -94,10 +110,10 @@ class Events:
     def products(self) -> Counter[tuple[int, int, int]]:
         """How many two-dimensional matrix products [n, c] x [c, k] of each n, k, c there were."""
         found: Counter[tuple[int, int, int]] = Counter()
-        for event in self._ops:
-            if event.name in PRODUCTS:
-                first = 0 if event.name == "aten::mm" else 1
-                (n, c), (_, k) = event.input_shapes[first : first + 2]
+        for op in self._ops:
+            if op.name in PRODUCTS:
+                first = 0 if op.name == "aten::mm" else 1
+                (n, c), (_, k) = (argument.sizes for argument in op.inputs[first : first + 2])
                 found[n, k, c] += 1
         return found
 
@@ -107,16 +123,11 @@ class Events:
 
     def launches(self, name: str) -> int:
         """How many calls of this op there were but within a product, a sum or attention of PyTorch's."""
-
-        def within(event: Any) -> bool:
-            parent = event.cpu_parent
-            return parent is not None and (parent.name in _LAUNCHING or within(parent))
-
-        return sum(event.name == name and not within(event) for event in self._ops)
+        return sum(op.name == name and not op.within for op in self._ops)
 
     def count(self, *names: str) -> int:
         """How many ops have one of these names."""
-        return sum(event.name in names for event in self._ops)
+        return sum(op.name in names for op in self._ops)
 
 
 def _allocations(events: Iterable[Any], op: int | None) -> Iterator[tuple[int | None, tuple[int, int, int]]]:

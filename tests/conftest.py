@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if marked and (reason := why_no_gpu()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish() -> None:
+    """What the imports and the collection made stays: a full collection of garbage in a test need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 SUMMARY = "printed at the end"  # a property of a test, by record_property: what people should see of one that passed

@@ -29,12 +29,12 @@ Results = Mapping[str, Tensor]
 Masks = Mapping[int, Tensor]
 
 
-def all_pairs_runs(cases: Sequence[Case] = CASES) -> list[Any]:
-    """Every case in both types on the CPU, one of them with one torch only. On a GPU, where most of a test's time goes
-    into compiling its kernels, in one of them, unless CKPTFUSED_GPU_TESTS=all."""
+def all_pairs_runs(cases: Sequence[Case] = CASES, other_type: pytest.MarkDecorator = pytest.mark.once) -> list[Any]:
+    """Every case in both types on the CPU, one of them marked, by default to run with one torch only. On a GPU, where
+    most of a test's time goes into compiling its kernels, in one of them, unless CKPTFUSED_GPU_TESTS=all."""
     both = os.environ.get("CKPTFUSED_GPU_TESTS") == "all"
     runs = [
-        pytest.param("cpu", case, dtype, marks=[pytest.mark.once] if (n + half) % 2 else [])
+        pytest.param("cpu", case, dtype, marks=[other_type] if (n + half) % 2 else [])
         for n, case in enumerate(cases)
         for half, dtype in enumerate(DTYPES)
     ]
@@ -101,9 +101,14 @@ def failures_in_one_draw(case: Case, expected: Expected, got: Results, inputs: I
 ON_THE_STEP = ("mask=pad-keep,relu,sandwich,rope=interleaved,", torch.bfloat16)
 
 
-@pytest.mark.parametrize(("device", "case", "dtype"), all_pairs_runs([case.large() for case in CASES]), ids=_id)
+@pytest.mark.parametrize(
+    ("device", "case", "dtype"), all_pairs_runs([case.large() for case in CASES], pytest.mark.extended), ids=_id
+)
 def test_single_draw(device: str, case: Case, dtype: torch.dtype) -> None:
-    """One draw of larger inputs, each tensor by itself, and nothing allowed for relu's step (but `ON_THE_STEP`)."""
+    """One draw of larger inputs, each tensor by itself, and nothing allowed for relu's step (but `ON_THE_STEP`).
+
+    Of a case's two types one by turns runs in `make test`: `test_all_pairs` holds both.
+    """
     kink = case.id.startswith(ON_THE_STEP[0]) and dtype == ON_THE_STEP[1]
     inputs, spec = make_inputs(case, dtype, device=device), case.spec()
     masks = masks_of(spec, inputs, rng_state(inputs.x), slow=False)

@@ -27,16 +27,25 @@ pytestmark = pytest.mark.once
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
 
-@pytest.fixture
-def gencode(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """nvcc's flags for the architectures that are built by default."""
-    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+# Of the two that are built by default the older one takes its turn in `make test-all`: launch bounds and the limit of
+# registers are the same for both, and an array with indices that are not known is in local memory on either.
+ARCHITECTURES = [pytest.param("8.0", marks=pytest.mark.extended), "9.0+PTX"]
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def gencode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """nvcc's flags for one architecture."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", request.param)
     return setup_cuda.architecture_flags()
 
 
 def processors(gencode: list[str]) -> set[str]:
     """Those that ptxas compiles for."""
     return {name for name in setup_cuda.architecture_names(gencode) if name.startswith("sm_")}
+
+
+def test_architectures_are_those_that_are_built() -> None:
+    assert ";".join(getattr(each, "values", [each])[0] for each in ARCHITECTURES) == setup_cuda.ARCHITECTURES
 
 
 @dataclass(frozen=True)
