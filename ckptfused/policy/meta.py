@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ckptfused.convert.stand_ins import flash_attention, grouped_mm
 from ckptfused.layer.sdpa import COUNTED
+from ckptfused.modules import rotary
 from ckptfused.policy.work import Work
 from ckptfused.spec import AttentionSpec
 from ckptfused.triton.attention_cost import attention_cost
@@ -44,7 +45,16 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
         return flash_attention(query, key, value, bias, scratch, work.attention(is_causal))
 
     setattr(attention, COUNTED, True)
+    tables: dict[Any, Any] = {}
+    computed = rotary._computed
+
+    def table(key: Any, length: int, like: Tensor) -> Any:  # blocks of a process share one on a device
+        if (key, length) not in tables:
+            tables[key, length] = computed(key, length, like)
+        return tables[key, length]
+
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(rotary, "_computed", table))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         stack.enter_context(mock.patch.object(F, "grouped_mm", partial(grouped_mm, noted=work.grouped), create=True))
         masking: Any = sys.modules.get("transformers.masking_utils")

@@ -18,7 +18,7 @@ from ckptfused.policy.meta import functions_for_meta
 from ckptfused.policy.parts import Phase
 from ckptfused.policy.recording import Change, Recording
 from ckptfused.policy.result import Profile
-from ckptfused.policy.step import Batch, Marks, run_step
+from ckptfused.policy.step import Batch, Marks, NoLossError, run_step
 from ckptfused.policy.work import Work
 
 
@@ -27,15 +27,17 @@ def predicted(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer |
 
     **Raises** `ValueError` where the model does not run without data, outside of its layers.
     """
-    optimizer = _with_state(optimizer, device) if optimizer is not None else None
-    notes: list[str] = []
+    notes = [] if optimizer is None else _take_step(optimizer, device)
+    at_once = bool(notes) or (optimizer is not None and bool(optimizer.defaults.get("fused")))
     opaque: dict[int, str] = {}
     while True:
         opened = OpenLedger(device.kind)
         marks = Marks(model, lambda: len(opened))  # noqa: B023
         try:
-            recording = _record(model, batch, optimizer, device, opened, marks)
+            recording = _record(model, batch, optimizer, at_once, device, opened, marks)
             break
+        except NoLossError:
+            raise
         except Exception as error:
             if marks.failed is None or marks.failed in opaque:
                 raise ValueError(f"model: expected one that runs on the meta device, got {_said(error)}") from error
@@ -54,10 +56,12 @@ def _record(
     model: nn.Module,
     batch: Batch,
     optimizer: torch.optim.Optimizer | None,
+    at_once: bool,
     device: Device,
     opened: OpenLedger,
     marks: Marks[int],
 ) -> Recording:
+    """at_once: whether the optimizer's step is one kernel that allocates nothing."""
     received: set[tuple[int, int]] = set()
     seconds: list[float] = []
 
@@ -70,7 +74,7 @@ def _record(
         seconds.extend([0.0] * (len(marks.found) - len(seconds)))
         seconds[-1] += took
 
-    def fused_step() -> None:  # one kernel reads and writes parameters and state, and reads gradients
+    def step_at_once() -> None:  # reads and writes parameters and state, and reads gradients
         trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         spend((3 * trained + 2 * state) / device.copy)
 
@@ -78,7 +82,7 @@ def _record(
     marks.received = given
     weights = stored_bytes([*model.parameters(), *model.buffers(), *tree_leaves(batch)])
     state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
-    step = None if optimizer is None else fused_step if optimizer.defaults.get("fused") else optimizer.step
+    step = None if optimizer is None else step_at_once if at_once else optimizer.step
     with functions_for_meta(device.kind, work), marks, opened, work:
         gradients = run_step(model, batch, step, marks)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
@@ -100,21 +104,29 @@ def _places(opened: OpenLedger, marks: list[tuple[int, Phase]]) -> tuple[list[Ch
     return changes, [(before[min(place, len(before) - 1)], phase) for place, phase in marks]
 
 
-def _with_state(optimizer: torch.optim.Optimizer, device: Device) -> torch.optim.Optimizer:
-    """An optimizer that has taken a step. Fused ones know no meta tensors, but keep what others of their class do; on a
-    GPU those that can take all parameters at once do so where they are not told."""
+def _take_step(optimizer: torch.optim.Optimizer, device: Device) -> list[str]:
+    """Has an optimizer take a step, so that it has its state; a note where it cannot without data.
+
+    Fused ones know no meta tensors, but keep what others of their class do; on a GPU those that can take all parameters
+    at once do so where they are not told.
+    """
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:
-        at_once = group.get("foreach", False) is None and not group.get("fused") and device.kind == "cuda"
+        together = group.get("foreach", False) is None and not group.get("fused") and device.kind == "cuda"
         group.update({name: False for name in ("fused", "foreach") if name in group})
-        if at_once:
+        if together:
             group["foreach"] = True
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    for parameter in trained:
-        parameter.grad = None
-    return optimizer
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        kind = type(optimizer).__name__
+        return [f"{kind} takes no step without data ({_said(error)}): its state counts, what its step holds does not"]
+    finally:
+        for parameter in trained:
+            parameter.grad = None
+    return []
 
 
 class _Opaque:

@@ -46,6 +46,10 @@ def called(model: nn.Module, batch: Batch) -> Any:
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
+class NoLossError(ValueError):
+    """A model's output has no loss."""
+
+
 def loss_of(output: Any) -> Tensor:
     """What a step differentiates: an output's `loss`, or the output itself, or the first of a tuple; the sum of its
     entries if it is no scalar. **Raises** `ValueError` where there is none."""
@@ -56,7 +60,7 @@ def loss_of(output: Any) -> Tensor:
     else:
         found = getattr(output, "loss", output[0] if isinstance(output, tuple) else None)
     if not isinstance(found, Tensor):
-        raise ValueError(
+        raise NoLossError(
             f"batch: expected one with labels, so that the model gives a loss, or a model that gives a tensor, got "
             f"{type(output).__name__} without a loss"
         )

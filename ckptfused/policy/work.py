@@ -58,7 +58,7 @@ class Work(TorchDispatchMode):
         elif packet in flop_registry:
             self._spend(self._of_product(packet, args, kwargs, out))
         elif packet not in _FREE and not _is_view(func):
-            self._spend(self._of_bytes(packet, args, kwargs, out))
+            self._spend(self._of_bytes(func, args, kwargs, out))
         return out
 
     def attention(self, causal: bool) -> Callable[[float, Tensor, Tensor], None]:
@@ -91,10 +91,13 @@ class Work(TorchDispatchMode):
         moved = _bytes((args, kwargs, out))
         return max(flops / self._device.product_rate(result.dtype), moved / self._device.copy) + self._device.launch
 
-    def _of_bytes(self, packet: Any, args: Any, kwargs: Any, out: Any) -> float:
+    def _of_bytes(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+        packet = func.overloadpacket
         given = args[1:] if packet in _PICK else args
         moved = _bytes((given, kwargs)) + _bytes(out) * (2 if packet in _PICK else 1)
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if not results and func._schema.is_mutable:  # of lists of tensors, which it reads and writes
+            return 2 * moved / self._device.copy + self._device.launch
         entries = results[0].numel() if results else 0
         rate = self._device.draws if packet in _DRAW else self._device.functions if packet in _FUNCTIONS else math.inf
         return max(moved / self._device.copy, entries / rate) + self._device.launch if results else 0.0

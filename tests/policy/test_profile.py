@@ -177,19 +177,34 @@ def test_batches_and_losses() -> None:
     assert two.weights == one.weights + X
     model = nn.Module()
     model.forward = lambda x: {"logits": x}  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="batch: expected one with labels.*got dict without a loss"):
+    with pytest.raises(ValueError, match="^batch: expected one with labels.*got dict without a loss"):
         profile(model, torch.ones(2), device="cpu")
     with pytest.raises(ValueError, match="device: expected one of h200, h100, .*cpu, got 'tpu'"):
         profile(layer, torch.ones(ROWS, C), device="tpu")
 
 
+def test_optimizers() -> None:
+    """On a GPU all parameters at once: what the step holds is as large as they are; fused it holds nothing. Adafactor
+    looks at numbers: its state is counted as measured."""
+    model, x = nn.Sequential(nn.Linear(C, C), nn.Linear(C, C)), torch.ones(2, C)
+    size = sum(p.nbytes for p in model.parameters())
+    alone = profile(model, x, torch.optim.AdamW, "cpu").optimizer_transient
+    together = profile(model, x, torch.optim.AdamW, "h200").optimizer_transient
+    assert 2 * 4 * C * C <= alone < together and size <= together < 3 * size
+    fused = profile(model, x, lambda p: torch.optim.AdamW(p, fused=True), "h200")
+    assert fused.optimizer_transient == 0 and fused.optimizer == 2 * size + 4 * 4 and fused.optimizer_seconds > 0
+    found, measured = (profile(model, x, torch.optim.Adafactor, device) for device in ("cpu", None))
+    assert found.optimizer == measured.optimizer > 0 and found.notes[0].startswith(
+        "Adafactor takes no step without data"
+    )
+
+
 def test_own_blocks_are_layers() -> None:
-    """Those of ckptfused itself, which `convert` leaves as they are."""
-    model = nn.Sequential(*(FusedCheckpointBlock(C, 4, 96, dropout=0.0) for _ in range(3)))
+    """Those of ckptfused itself, which `convert` leaves as they are; they share rotary tables."""
+    model = nn.Sequential(*(FusedCheckpointBlock.llama(C, 4, dim_feedforward=96) for _ in range(3)))
     found = profile(model, torch.ones(2, 16, C), device="cpu")
     assert [layer.name for layer in found.layers] == ["0", "1", "2"]
     assert [layer.saved for layer in found.layers[1:]] == [4 * 2 * 16 * C] * 2
-    ckptfused.convert(model)
 
 
 def test_time_by_the_roofline() -> None:
