@@ -83,7 +83,9 @@ class ConvertedForward:
         first = not goes_on(segment, x)
         if first:
             segment.warn(self.name)
-        if not (checkpoints_itself(self.layer) or lent_weights(self.layer) or under_foreign_mode()):
+        if lent_weights(self.layer, by_fsdp1=True):
+            segment.say(f"{self.name} has other weights in a replay (FSDP1, functional_call): it saves its own input")
+        elif not under_foreign_mode():
             with contextlib.suppress(NotChainedError), self._saving(args, kwargs) if first else _NOTHING:
                 function = self.alone if self.mode is not None else self._as_it_was
                 around = functools.partial(gathered, self.layer)
@@ -126,6 +128,7 @@ class ConvertedForward:
             FAMILIES[self.family].refuse_original(layer, reason.text)
         forward = self.before or functools.partial(type(layer).forward, layer)
         if checkpoints_itself(layer):
+            not_made_again()
             with self._saving(args, kwargs):
                 return as_it_would(layer, forward, args, kwargs)
         if reason.original or not torch.is_grad_enabled() or lent_weights(layer) or under_foreign_mode():

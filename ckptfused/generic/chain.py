@@ -27,6 +27,7 @@ from ckptfused.generic.copies import is_plain
 from ckptfused.generic.handed_out import HandedOut
 from ckptfused.generic.state import State
 from ckptfused.generic.views import entered
+from ckptfused.outer_checkpoint import captured
 
 _hooks: Any = torch._C._autograd  # what `torch.autograd.graph.saved_tensors_hooks` calls
 _OPTIONS: Any = (torch_checkpoint.noop_context_fn, "default", False, True)  # the check of metadata, and early stopping
@@ -45,14 +46,18 @@ class Segment:
         return {**vars(self), "last": _none}
 
     def warn(self, name: str) -> None:
-        """Says, once, that a chain ended before this layer, which saved something."""
-        if name != self.names[0] and not self.warned and self.last() is not None:
-            self.warned = True
-            warnings.warn(
-                f"ckptfused: the segment of layers {self.names[0]} … {self.names[-1]} is divided before {name}, whose "
-                "input is not what the layer before it returned, or which runs as it was: one more input is saved",
-                stacklevel=2,
+        """Says that a chain ended before this layer, which saved something."""
+        if name != self.names[0] and self.last() is not None:
+            self.say(
+                f"the segment of layers {self.names[0]} … {self.names[-1]} is divided before {name}, whose input is "
+                "not what the layer before it returned, or which runs as it was: one more input is saved"
             )
+
+    def say(self, text: str) -> None:
+        """Warns of one thing, once."""
+        if not self.warned:
+            self.warned = True
+            warnings.warn(f"ckptfused: {text}", stacklevel=2)
 
 
 def _none() -> None:
@@ -76,6 +81,8 @@ _chains: weakref.WeakValueDictionary[int, _Chain] = weakref.WeakValueDictionary(
 def may_be_chained(args: tuple[Any, ...], kwargs: dict[str, Any], x: Any) -> bool:
     """Whether a call may be a part of a chain, its first argument being x."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(x, Tensor) or not is_plain(x):
+        return False
+    if captured(x):  # the random state cannot be read
         return False
     return not any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in pytree.tree_leaves((args, kwargs)))
 

@@ -58,13 +58,14 @@ def hooked_everywhere() -> bool:
     return any(hook.__module__ != "torch.utils.module_tracker" for hooks in _EVERYWHERE for hook in hooks.values())
 
 
-def lent_weights(layer: nn.Module) -> bool:
+def lent_weights(layer: nn.Module, by_fsdp1: bool = False) -> bool:
     """Whether tensors stand in for parameters during this call, as `functional_call` does: a replay in backward would
-    find the parameters again. FSDP1's views of its flat parameter are there then.
+    find the parameters again. FSDP1's views of its flat parameter are there then, if its own hooks have run: they count
+    where asked for.
     """
     return any(
         weight is not None and not isinstance(weight, nn.Parameter)
         for module in layer.modules()
-        if not getattr(module, "_is_fsdp_managed_module", False)
+        if by_fsdp1 or not getattr(module, "_is_fsdp_managed_module", False)
         for weight in module._parameters.values()
     )

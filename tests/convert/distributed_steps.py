@@ -260,17 +260,17 @@ def fsdp2_checkpoint(rank: int, folder: str, p: float) -> None:
     all_close(resumed, train(plain, lambda one: alone(one, RANKS * next(order)), 4, adamw(plain))[2:], 1e-5)
 
 
-def fsdp1(rank: int, first: bool, original_parameters: bool, p: float = 0.0) -> None:
+def fsdp1(rank: int, first: bool, original_parameters: bool, p: float = 0.0, policy: Any = None) -> None:
     model = llama(p=p)
     plain = copy.deepcopy(model)
     if first:
-        assert ckptfused.convert(model).fused == 2
-    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+        assert ckptfused.convert(model, policy=policy).fused == 2
+    wrap = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
     wrapped = FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, use_orig_params=original_parameters, device_id=torch.device("cpu")
+        model, auto_wrap_policy=wrap, use_orig_params=original_parameters, device_id=torch.device("cpu")
     )
     if not first:
-        ckptfused.convert(wrapped)
+        ckptfused.convert(wrapped, policy=policy)
     if p > 0:
         ckptfused.convert(plain)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (wrapped, plain)]

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
+from ckptfused import CheckpointPolicy
 from tests.convert import distributed_models as models
 from tests.convert import distributed_steps as steps
 from tests.convert import segment_steps
@@ -141,6 +142,14 @@ def test_agreement_where_a_rank_fails(ranks: Ranks) -> None:
 )
 def test_segments_under_fsdp2(ranks: Ranks, first: bool, reshard: bool, keep: str | None) -> None:
     ranks.run(segment_steps.fsdp2_segments, first=first, reshard=reshard, keep=keep)
+
+
+@both_orders
+@pytest.mark.parametrize("original_parameters", [True, False])
+def test_segments_under_fsdp1_are_single_layers(ranks: Ranks, original_parameters: bool, first: bool) -> None:
+    """A replay would not find its views of the weights."""
+    policy = CheckpointPolicy.whole_model()
+    ranks.run(steps.fsdp1, first=first, original_parameters=original_parameters, policy=policy)
 
 
 def test_segments_under_ddp(ranks: Ranks) -> None:
