@@ -14,13 +14,14 @@ from ckptfused.modules import (
     FusedCheckpointFFN,
     FusedCheckpointSequential,
 )
-from ckptfused.policy import profile
+from ckptfused.policy import BudgetError, plan, profile
 from ckptfused.triton.register import register
 
 register()
 __version__ = str(build_info()["version"])
 
 __all__ = [
+    "BudgetError",
     "CheckpointPolicy",
     "Finding",
     "Findings",
@@ -39,6 +40,7 @@ __all__ = [
     "explain",
     "linear_cross_entropy",
     "original",
+    "plan",
     "profile",
     "revert",
     "rng",

@@ -1,4 +1,4 @@
-"""The command line: ``python -m ckptfused context|profile|doctor|demo|bench``."""
+"""The command line: ``python -m ckptfused context|profile|plan|doctor|demo|bench``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ckptfused.cli import bench, context, demo, doctor, profile
+from ckptfused.cli import bench, context, demo, doctor, plan, profile
 from ckptfused.cli.errors import CommandError
 
 
@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     parser = argparse.ArgumentParser(prog="ckptfused", description="Activation checkpointing with fused recompute.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for module in (context, profile, doctor, demo, bench):
+    for module in (context, profile, plan, doctor, demo, bench):
         name = module.__name__.rpartition(".")[2]
         doc = (module.__doc__ or "").strip()
         command = commands.add_parser(name, help=doc.splitlines()[0], description=doc)

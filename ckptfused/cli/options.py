@@ -51,12 +51,14 @@ def add_model(parser: argparse.ArgumentParser, factory: bool = True) -> None:
     add("--dtype", choices=DTYPES, default="bfloat16", help="of a configuration's weights (bfloat16)")
 
 
-def add_step(parser: argparse.ArgumentParser, seq: int = 2048) -> None:
-    """Of what size a step is, and who checkpoints it."""
+def add_step(parser: argparse.ArgumentParser, seq: int = 2048, checkpoint: bool = True) -> None:
+    """Of what size a step is, and who checkpoints it. checkpoint: whether one may say; else nobody does."""
     add = parser.add_argument
     add("--batch", type=positive, default=1, help="sequences a step (1)")
     add("--seq", type=positive, default=seq, help=f"tokens of each sequence ({seq})")
-    add("--checkpoint", choices=[*CHECKPOINTING], default="none", help="who checkpoints a configuration's model (none)")
+    parser.set_defaults(checkpoint="none")
+    if checkpoint:
+        add("--checkpoint", choices=[*CHECKPOINTING], help="who checkpoints a configuration's model (none)")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ckptfused.convert.apply import apply
+from ckptfused.convert.planned import planned
 from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import Report
+from ckptfused.policy.step import Batch, MakeOptimizer
 from ckptfused.spec import Keep
 
 
@@ -21,6 +25,11 @@ def convert(
     scratch: int | str | None = None,
     offload: bool = False,
     process_group: Any = None,
+    budget: int | str | None = None,
+    batch: Batch | None = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    device: str | None = None,
+    shards: int = 1,
 ) -> Report:
     """Turns an existing model into a fused-checkpoint model, in place.
 
@@ -40,6 +49,9 @@ def convert(
     chunked loss; more of them go in tiles. An int or "64MiB"; None: by device (docs/keep.md).
     offload: the input that each layer saves goes to host memory while the next layers run, and comes back a layer ahead
     of its use (docs/keep.md); the last layer's stays, and so does what is on the CPU.
+    budget: bytes, or a text such as "40GiB", which a step is to need no more of: the policy is the fastest that does,
+    as `ckptfused.plan` finds it for `batch`, `optimizer`, `device` and `shards` (docs/budget.md). With `process_group`
+    the first rank finds it for all.
     process_group: a `torch.distributed` group, or True for the default one; the call is then a collective which
     checks that all ranks convert alike. None: no communication.
 
@@ -47,22 +59,32 @@ def convert(
     **Recomputes** the rest in backward.
     **Raises** `ValueError` for an unknown `keep`, `loss` or `scratch`, for a policy with other options beside it or for
     another number of layers, for tensor-parallel weights and `nn.DataParallel`, and, with `process_group`, where ranks
-    differ; `TypeError` if `model` is no module. The model is then as it was.
+    differ; `BudgetError`, a `ValueError`, if nothing fits into the budget; `TypeError` if `model` is no module. The
+    model is then as it was.
     """
+    others = {"keep": keep, "loss": loss, "scratch": scratch, "offload": offload or None}
+    if budget is not None:
+        _check_alone("budget", others | {"policy": policy})
+        if batch is None:
+            raise ValueError("batch: expected the batch of a step beside the budget, got None")
+        step = {"batch": batch, "budget": budget, "optimizer": optimizer, "device": device, "shards": shards}
+        policy, note = planned(model, process_group, **step)
+        report = apply(model, policy, process_group)
+        return replace(report, notes=(note, *report.notes))
+    for name, value in {"batch": batch, "optimizer": optimizer, "device": device}.items():
+        if value is not None:
+            raise ValueError(f"{name}: expected a budget beside it, got None")
     if policy is None:
         limits = {"scratch": scratch} | ({} if loss is None else {"loss": loss, "loss_scratch": scratch})
         policy = CheckpointPolicy.uniform("inputs" if keep is None else keep, offload=offload, **limits)
     else:
-        _check_policy_alone(policy, {"keep": keep, "loss": loss, "scratch": scratch, "offload": offload or None})
+        if not isinstance(policy, CheckpointPolicy):
+            raise TypeError(f"policy: expected a CheckpointPolicy, got {policy!r}")
+        _check_alone("policy", others)
     return apply(model, policy, process_group)
 
 
-def _check_policy_alone(policy: CheckpointPolicy, others: dict[str, Any]) -> None:
-    if not isinstance(policy, CheckpointPolicy):
-        raise TypeError(f"policy: expected a CheckpointPolicy, got {policy!r}")
-    given = [f"{name}={value!r}" for name, value in others.items() if value is not None]
+def _check_alone(name: str, others: dict[str, Any]) -> None:
+    given = [f"{other}={value!r}" for other, value in others.items() if value is not None]
     if given:
-        raise ValueError(
-            f"convert: expected a policy alone, which says all of this, got {', '.join(given)} beside it. Make it part "
-            "of the policy"
-        )
+        raise ValueError(f"convert: expected a {name} alone, which says all of this, got {', '.join(given)} beside it")

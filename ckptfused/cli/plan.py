@@ -1,0 +1,76 @@
+"""Find the fastest way to train a model whose step fits into a budget of memory.
+
+Neither a GPU nor weights are needed: steps run on the meta device, what they would allocate is counted, and their time
+is estimated for the device named. Exit status 2: nothing fits; what would help is said. 1: the model could not be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ckptfused.cli.errors import CommandError
+from ckptfused.cli.options import add_device, add_model, add_step, checked, model_and_batch, optimizer, positive
+from ckptfused.policy import BudgetError, plan
+from ckptfused.sizes import parse_bytes
+
+NOTHING_FITS = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_step(parser, checkpoint=False)
+    add_device(parser)
+    add = parser.add_argument
+    budget = checked(lambda text: parse_bytes("budget", text))
+    add("--budget", required=True, type=budget, metavar="BYTES", help="80GiB, say: less than the card has")
+    add("--shards", type=positive, default=1, metavar="RANKS", help="ranks over which FSDP2 shards the model (1)")
+    add("--json", action="store_true", help="print JSON, in bytes and seconds, with the policy")
+    add("--policy", metavar="FILE", help="write the policy's JSON, for CheckpointPolicy.from_json")
+    add("--plot", metavar="FILE", help="write a PNG of memory against time; needs matplotlib")
+    parser.epilog = "Example: python -m ckptfused plan --config llama-3-8b --batch 2 --seq 8192 --budget 130GiB"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    model, batch = model_and_batch(arguments)
+    if batch is None:
+        raise CommandError(f"--config: expected {arguments.config} to return a model and a batch, got a model alone")
+    step = {"batch": batch, "optimizer": optimizer(arguments), "device": arguments.device, "shards": arguments.shards}
+    try:
+        with _progress(quiet=arguments.json) as said:
+            found = plan(model, budget=arguments.budget, said=said, **step)
+    except BudgetError as error:
+        if arguments.json:
+            print(json.dumps({"fits": False, "budget": arguments.budget, "least": error.least}))
+        print(f"ckptfused plan: {error}", file=sys.stderr)
+        return NOTHING_FITS
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    print(found.to_json() if arguments.json else found)
+    try:
+        if arguments.policy:
+            with open(arguments.policy, "w", encoding="utf-8") as file:
+                file.write(found.policy.to_json())
+        if arguments.plot:
+            found.plot(arguments.plot)
+    except ModuleNotFoundError as error:
+        raise CommandError(f"--plot needs {error.name}: pip install {error.name}") from error
+    except OSError as error:
+        raise CommandError(str(error)) from error
+    return 0
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Says on a terminal which policy a step is run with."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        yield lambda text: None
+        return
+    console = Console(stderr=True, quiet=quiet or not sys.stderr.isatty())
+    with console.status("running steps without data …") as status:
+        yield lambda text: status.update(f"a step without data: {text.partition(', loss=')[0]}")

@@ -1,0 +1,43 @@
+"""What is said where no plan fits."""
+
+from __future__ import annotations
+
+from ckptfused.convert.policy import CheckpointPolicy
+from ckptfused.policy.costs import Costs
+
+GIB = 2**30
+
+
+class BudgetError(ValueError):
+    """No plan fits into the budget."""
+
+    def __init__(self, text: str, least: int) -> None:
+        super().__init__(text)
+        self.least = least
+        """Bytes of the smallest plan that was found."""
+
+
+def not_enough(costs: Costs, budget: int, least: int, policy: CheckpointPolicy, kind: str) -> tuple[str, int]:
+    """What to say, and the least budget. Of each remedy the bytes that it would save, where they are known."""
+    base = costs.base
+    frozen = base.all_gradients + base.optimizer
+    steps_own = max(0, least - costs.state - base.all_gradients)
+    remedies = [
+        (frozen, "LoRA (gradients and optimizer state of all weights; adapters have some of their own)"),
+        ((base.weights + frozen) * 7 // 8, "FSDP2 over 8 ranks, shards=8 (parameters, gradients and optimizer state)"),
+        (steps_own // 2, "half as many sequences or tokens in the batch (activations)"),
+    ]
+    lines = [
+        f"budget: no plan needs as little as {_size(budget)}; the least that one was found to need is {_size(least)}, "
+        f"{least:,} bytes, with {policy}. What else would help:",
+        *(f"  - {text}: about {_size(saved)} less" for saved, text in remedies if saved > 0),
+    ]
+    if len(costs.heads) == 1:
+        lines.append('  - a loss without logits (loss="chunked"), which this model or batch does not allow as it is')
+    if kind == "cpu":
+        lines.append("  - on a GPU, inputs of layers in host memory (offload), of which plans make use there")
+    return "\n".join(lines), least
+
+
+def _size(size: int) -> str:
+    return f"{size / GIB:,.2f} GiB" if size >= GIB // 10 else f"{size / 2**20:,.2f} MiB"

@@ -1,0 +1,263 @@
+"""The policy with which a model's step fits into a budget of memory and is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import isqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptfused.convert.apply import apply
+from ckptfused.convert.policy import CheckpointPolicy
+from ckptfused.convert.report import Report
+from ckptfused.policy import chain
+from ckptfused.policy.budget import BudgetError, not_enough
+from ckptfused.policy.costs import Costs, Steps, costs
+from ckptfused.policy.devices import DEVICES, NAMES, device_named
+from ckptfused.policy.plan_view import picture, table, written
+from ckptfused.policy.result import Profile
+from ckptfused.policy.segments import Divided
+from ckptfused.policy.shards import sharded
+from ckptfused.policy.step import Batch, MakeOptimizer
+from ckptfused.policy.twin import meta_twin, without_data
+from ckptfused.sizes import parse_bytes
+from ckptfused.spec.checks import check_integer
+
+NEVER = 1 << 62
+"""Bytes that are in no budget."""
+MOST_STEPS = 12
+"""That are predicted to find the plan among those that were counted."""
+
+
+class Point(NamedTuple):
+    """A policy in the plane of memory and time."""
+
+    name: str
+    peak: int
+    """Bytes."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A policy, and what a step needs with it."""
+
+    policy: CheckpointPolicy
+    budget: int
+    peak: int
+    """Bytes of the whole step, predicted: never more than `budget`."""
+    seconds: float
+    """Of the whole step, predicted."""
+    profile: Profile
+    """The prediction. Of shards, that of the whole model on one device."""
+    front: tuple[Point, ...]
+    """Of all plans the ones that none beats in both, by memory."""
+    standard: tuple[Point, ...]
+    """Policies that are made by hand, with the loss of this plan."""
+    device: str
+    shards: int = 1
+    notes: tuple[str, ...] = ()
+
+    def apply(self, model: nn.Module) -> Report:
+        """`convert(model, policy=plan.policy)`."""
+        return apply(model, self.policy)
+
+    def summary(self) -> str:
+        """A table for a person."""
+        return table(self)
+
+    __str__ = summary
+
+    def plot(self, path: str) -> None:
+        """Draws memory against time: the front, the plan in it, the budget, and the policies that are made by hand.
+
+        **Raises** `ImportError` without matplotlib.
+        """
+        picture(self, path)
+
+    def to_json(self) -> str:
+        """All of it but the profile, in bytes and seconds."""
+        return written(self)
+
+
+def plan(
+    model: nn.Module,
+    batch: Batch,
+    budget: int | str = "40GiB",
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    device: str | None = None,
+    shards: int = 1,
+    *,
+    said: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """The fastest policy with which a training step of a model needs no more memory than `budget`.
+
+    Steps are predicted on the meta device (`profile`), in which each layer of a kind has each of its modes once: what
+    it keeps, the scratch of its FFN, its input offloaded, itself as it was; and the loss in each of its. The best of
+    all combinations is found exactly (`policy.chain`), and its whole step predicted: where that is not what was
+    counted, others are. If none fits, layers are joined to segments.
+
+    model: on any device, meta too; as it is if it trains, else as if it did. It is left as it was; what an earlier
+    `convert` did to it does not count. batch, optimizer, device: as in `profile`. device: None: the model's own.
+    budget: bytes, or a text such as "40GiB": less than the card has, by the CUDA context and fragmentation.
+    shards: over how many ranks FSDP2 shards the model: `fully_shard` of each layer and of the rest. Parameters,
+    gradients and optimizer state are divided; counted are a layer's whole parameters while it runs and the next one's
+    on their way, its whole gradients and the previous one's, and those of the rest of the model from begin to end.
+    said: is told of each policy that is tried.
+
+    The same on every rank where the device is named; on the "cpu" time depends on rates that are measured.
+    **Raises** `BudgetError`, a `ValueError`, if nothing fits; what `profile` raises.
+    """
+    limit = parse_bytes("budget", budget)
+    check_integer("shards", shards, 1)
+    target = device_named(_device_of(model) if device is None else device)
+    twin, keeper = meta_twin(model, optimizer if isinstance(optimizer, Optimizer) else None)
+    twin.zero_grad(set_to_none=True)
+    if not twin.training:
+        twin.train()
+    trained = [p for p in twin.parameters() if p.requires_grad]
+    if optimizer is not None and keeper is None and trained:
+        keeper = optimizer(trained)  # type: ignore[operator]
+    steps = Steps(twin, without_data(batch), target, said)
+    whole = costs(steps, keeper)
+    return _Planner(steps, whole, sharded(whole, twin, shards), shards).within(limit)
+
+
+def _device_of(model: nn.Module) -> str:
+    """The name of the device that a model is on."""
+
+    kinds = {p.device.type for p in model.parameters()}
+    if kinds <= {"cpu"}:
+        return "cpu"
+    if kinds == {"cuda"}:
+        own = torch.cuda.get_device_name(next(model.parameters()).device).lower().replace(" ", "")
+        for name in DEVICES:
+            if name.partition("-")[0] in own:
+                return name
+    raise ValueError(f"device: expected one of {', '.join(NAMES)}, got None for a model on {', '.join(sorted(kinds))}")
+
+
+class Counted(NamedTuple):
+    """Plans by memory, each faster than the ones before it."""
+
+    peaks: Sequence[int]
+    seconds: Sequence[float]
+    policy: Callable[[int], CheckpointPolicy]
+
+
+class _Planner:
+    """Finds the plan among those that were counted.
+
+    whole: on one device; own: on each of the shards.
+    """
+
+    def __init__(self, steps: Steps, whole: Costs, own: Costs, shards: int) -> None:
+        self._steps = steps
+        self._whole, self._costs, self._shards = whole, own, shards
+        self._front = chain.Front(own.units)
+        self._known: dict[CheckpointPolicy, int] = {}
+
+    def within(self, budget: int) -> Plan:
+        """**Raises** `BudgetError`."""
+        counted = self._counted()
+        found = self._search(counted, budget)
+        if found is None and len(self._costs.layers) > 1:
+            divided = self._divided()
+            place = self._search(divided, budget) if divided.peaks else None
+            counted, found = (divided, place) if place is not None else (counted, None)
+        if found is None:
+            least = min(self._known, key=lambda policy: (self._known[policy], policy.digest))
+            raise BudgetError(*not_enough(self._costs, budget, self._known[least], least, self._steps.device.kind))
+        policy = counted.policy(found)
+        profile = self._steps.of(policy)
+        head: dict[str, Any] = {"loss": policy.loss, "loss_scratch": policy.loss_scratch}
+        return Plan(
+            policy=policy,
+            budget=budget,
+            peak=self._peak(policy),
+            seconds=counted.seconds[found],
+            profile=replace(profile, optimizer=self._whole.base.optimizer, peak=self._one_device(profile)),
+            front=self._shown(counted),
+            standard=self._standard(head),
+            device=self._steps.device.name,
+            shards=self._shards,
+            notes=self._whole.base.notes,
+        )
+
+    def _counted(self) -> Counted:
+        costs, front = self._costs, self._front
+        seconds = [costs.rest_seconds + own for own in front.seconds]
+        return Counted([*map(costs.peak, front.peaks)], seconds, lambda i: costs.policy(front[i].parts))  # type: ignore[arg-type]
+
+    def _divided(self) -> Counted:
+        divided = Divided(self._costs)
+        return Counted(divided.peaks, divided.seconds, divided.policy)
+
+    def _search(self, counted: Counted, budget: int) -> int | None:
+        """The last of them that fits: what was counted says where to look, predictions of whole steps say whether."""
+        fits, exceeds, beyond = -1, len(counted.peaks), 0
+        for _ in range(MOST_STEPS):
+            guess = sum(1 for peak in counted.peaks if peak + beyond <= budget) - 1
+            if guess <= fits and fits >= 0:
+                break
+            guess = min(max(guess, fits + 1), exceeds - 1)
+            if guess <= fits:
+                break
+            needed = self._peak(counted.policy(guess))
+            beyond = needed - counted.peaks[guess]
+            fits, exceeds = (guess, exceeds) if needed <= budget else (fits, guess)
+        return fits if fits >= 0 else None
+
+    def _peak(self, policy: CheckpointPolicy) -> int:
+        """Of a whole step, predicted. Of shards, what was counted and what a step on one device was seen to need beyond
+        its count."""
+        if policy not in self._known:
+            needed = self._one_device(self._steps.of(policy))
+            chosen = None if self._shards == 1 else self._whole.indices(policy)
+            if chosen is not None:
+                one, each = (c.peak(chain.peak_of(c.units, chosen)) for c in (self._whole, self._costs))
+                needed = each + max(0, needed - one)
+            self._known[policy] = NEVER if policy in self._steps.broken else needed
+        return self._known[policy]
+
+    def _one_device(self, profile: Profile) -> int:
+        return max(profile.peak - profile.optimizer + self._whole.base.optimizer, self._whole.least)
+
+    def _shown(self, counted: Counted) -> tuple[Point, ...]:
+        pairs = dict(zip(counted.peaks, counted.seconds, strict=True))  # of equal peaks the last, which is fastest
+        return tuple(Point("", peak, seconds) for peak, seconds in pairs.items())
+
+    def _standard(self, head: dict[str, Any]) -> tuple[Point, ...]:
+        """What others choose by hand, as it was counted."""
+        count = sum(layer.modes != (None,) for layer in self._costs.layers)
+        make = CheckpointPolicy
+        named = {
+            "none": make.none(**head),
+            "per layer": make.uniform(**head),
+            "every 2": make.every(2, **head),
+            "every 4": make.every(4, **head),
+            "selective ffn": make.selective("ffn", **head),
+            "selective attention": make.selective("attention", **head),
+            f"{isqrt(count)} segments": make.segments(max(1, isqrt(count)), **head),
+            "whole model": make.whole_model(**head),
+        }
+        found = []
+        for name, policy in named.items() if count else ():
+            point = self._point(policy)
+            if point is not None:
+                found.append(Point(name, *point))
+        return tuple(found)
+
+    def _point(self, policy: CheckpointPolicy) -> tuple[int, float] | None:
+        costs = self._costs
+        if policy.segment_count is not None:
+            return Divided.of(costs, policy)
+        chosen = costs.indices(policy)
+        if chosen is None:
+            return None
+        peak, seconds = chain.peak_of(costs.units, chosen), chain.seconds_of(costs.units, chosen)
+        return costs.peak(peak), costs.rest_seconds + seconds
