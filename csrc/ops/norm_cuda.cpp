@@ -9,7 +9,7 @@ namespace {
 
 void run_fwd(NormFwd a, const RowCall& call) {
   const CudaLaunch cuda(call);
-  cuda.check(norm_fwd_cuda(a, call.rows, cuda.stream()));
+  cuda.check(norm_fwd_cuda(a, call.rows, cuda.multiprocessors(), cuda.stream()));
 }
 
 void run_bwd(NormBwd a, const RowCall& call) {

@@ -10,7 +10,8 @@ namespace {
 
 void run_fwd(ResidualFwd a, const RowCall& call) {
   const CudaLaunch cuda(call);
-  cuda.check(residual_fwd_cuda(a, call.state(a.dropout), call.rows, cuda.stream()));
+  cuda.check(residual_fwd_cuda(a, call.state(a.dropout), call.rows, cuda.multiprocessors(),
+                               cuda.stream()));
 }
 
 void run_bwd(ResidualBwd a, const RowCall& call) {

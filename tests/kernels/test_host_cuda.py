@@ -51,9 +51,9 @@ class Defect:
 MISSING_BARRIERS = (
     Defect(
         "between the sums of warps and their sum",
-        file="kernels/cuda/rows.cuh",
-        text="    __syncthreads();\n    for (int w = 0; w < kSteps * team.warps; ++w) {",
-        replacement="    for (int w = 0; w < kSteps * team.warps; ++w) {",
+        file="kernels/cuda/row_sums.cuh",
+        text="  __syncthreads();\n  A values[kCount];",
+        replacement="  A values[kCount];",
     ),
     Defect(
         "between the lanes of a column and their sum",
@@ -65,7 +65,7 @@ MISSING_BARRIERS = (
 WRONG_RESULTS = (
     Defect(
         "the last column left out of the statistics",
-        file="kernels/cuda/rows.cuh",
+        file="kernels/cuda/row_sums.cuh",
         text="const A d = i < count ? x[i] - mean : A(0);",
         replacement="const A d = i < count - 1 ? x[i] - mean : A(0);",
     ),
@@ -78,8 +78,8 @@ WRONG_RESULTS = (
     Defect(
         "a chunk that ends a row early",
         file="kernels/cuda/norm_grad.cuh",
-        text="end = a.rows * (chunk + 1) / a.chunks;",
-        replacement="end = a.rows * (chunk + 1) / a.chunks - (chunk == 1 ? 1 : 0);",
+        text="end = a.rows * (blockIdx.x + int64_t(1)) / a.chunks;",
+        replacement="end = a.rows * (blockIdx.x + int64_t(1)) / a.chunks - (blockIdx.x == 1 ? 1 : 0);",
     ),
 )
 

@@ -12,14 +12,20 @@ __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<T>>)
   using A = acc_t<T>;
   const Dropout dropout = with_state(a.dropout, rng_state);
   const A scale = dropout.template scale_as<A>();
-  for_groups(grid, [&](int64_t row, int64_t col, int count) {
-    Raw<T, kGroup> raw_g, raw_u;
-    raw_u.load(at<T>(a.u, row, col), count, vectors);
-    if constexpr (kGated) raw_g.load(at<T>(a.g, row, col), count, vectors);
+  struct Loaded {
+    Raw<T, kGroup> g, u;
+  };
+  const auto load = [&](int64_t row, int64_t col, int count) {
+    Loaded raw;
+    raw.u.load(at<T>(a.u, row, col), count, vectors);
+    if constexpr (kGated) raw.g.load(at<T>(a.g, row, col), count, vectors);
+    return raw;
+  };
+  for_loaded_groups(grid, load, [&](int64_t row, int64_t col, int count, const Loaded& raw) {
     const Philox4x32 draws = group_draws(a, dropout, row, col);
     A g[kGroup], u[kGroup], h[kGroup];
-    raw_u.unpack(u);
-    if constexpr (kGated) raw_g.unpack(g);
+    raw.u.unpack(u);
+    if constexpr (kGated) raw.g.unpack(g);
     CKPT_UNROLL
     for (int i = 0; i < kGroup; ++i) {
       if constexpr (kGated) {

@@ -10,16 +10,24 @@ template <typename R, typename P>
 __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<R>>)
     add_grad_kernel(NormBwd a, ElementGrid grid, bool vectors) {
   using A = acc_t<R>;
-  for_groups(grid, [&](int64_t row, int64_t col, int count) {
+  struct Loaded {
+    Raw<P, kGroup> dy;
+    Raw<R, kGroup> dres;
+  };
+  const auto load = [&](int64_t row, int64_t col, int count) {
     const int64_t at = row * a.cols + col;
+    Loaded raw;
+    raw.dy.load(static_cast<const P*>(a.dy) + at, count, vectors);
+    if (a.dres != nullptr) raw.dres.load(static_cast<const R*>(a.dres) + at, count, vectors);
+    return raw;
+  };
+  for_loaded_groups(grid, load, [&](int64_t row, int64_t col, int count, const Loaded& raw) {
     A dy[kGroup], dres[kGroup];
-    load_group(static_cast<const P*>(a.dy) + at, count, vectors, dy);
+    raw.dy.unpack(dy);
+    raw.dres.unpack(dres);
     CKPT_UNROLL
-    for (int i = 0; i < kGroup; ++i) dres[i] = A(-0.0);
-    if (a.dres != nullptr) load_group(static_cast<const R*>(a.dres) + at, count, vectors, dres);
-    CKPT_UNROLL
-    for (int i = 0; i < kGroup; ++i) dy[i] += dres[i];
-    store_group(dy, count, vectors, static_cast<R*>(a.dx) + at);
+    for (int i = 0; i < kGroup; ++i) dy[i] += a.dres != nullptr ? dres[i] : A(-0.0);
+    store_group(dy, count, vectors, static_cast<R*>(a.dx) + row * a.cols + col);
   });
 }
 

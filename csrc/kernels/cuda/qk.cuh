@@ -230,14 +230,14 @@ template <typename A>
 CKPT_HD void load_unit_gain(const QkShape& a, const HeadUnit& unit, A* out) {
   CKPT_UNROLL
   for (int k = 0; k < 2; ++k) {
-    load_gain<AnyParam>(a.norm, a.weight, unit.first[k], unit.count[k], out + k * kGroup);
+    load_gain(a.norm, a.weight, unit.first[k], unit.count[k], out + k * kGroup);
   }
 }
 template <typename A>
 CKPT_HD void load_unit_shift(const NormParam& bias, const HeadUnit& unit, A* out) {
   CKPT_UNROLL
   for (int k = 0; k < 2; ++k) {
-    load_shift<AnyParam>(bias, unit.first[k], unit.count[k], out + k * kGroup);
+    load_shift(bias, unit.first[k], unit.count[k], out + k * kGroup);
   }
 }
 

@@ -11,10 +11,12 @@ __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<R>>)
   using A = acc_t<R>;
   const Dropout dropout = with_state(a.dropout, rng_state);
   const A scale = A(a.m) * dropout.template scale_as<A>();
-  for_groups(grid, [&](int64_t row, int64_t col, int count) {
-    const int64_t at = row * a.cols + col;
+  const auto load = [&](int64_t row, int64_t col, int count) {
     Raw<R, kGroup> raw;
-    raw.load(static_cast<const R*>(a.ds) + at, count, vectors);
+    raw.load(static_cast<const R*>(a.ds) + row * a.cols + col, count, vectors);
+    return raw;
+  };
+  for_loaded_groups(grid, load, [&](int64_t row, int64_t col, int count, const auto& raw) {
     A ds[kGroup];
     if (dropout.active()) {
       const Philox4x32 draws = dropout.draw(logical_row_of(a.row_map, row), col / kGroup);
@@ -25,7 +27,7 @@ __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<R>>)
       CKPT_UNROLL
       for (int i = 0; i < kGroup; ++i) ds[i] *= scale;
     }
-    store_group(ds, count, vectors, static_cast<P*>(a.df) + at);
+    store_group(ds, count, vectors, static_cast<P*>(a.df) + row * a.cols + col);
   });
 }
 

@@ -7,87 +7,106 @@ namespace {
 
 // sum = x + drop(f) * scale, rounded to R.
 template <typename R, typename A>
-__device__ __forceinline__ void add_group(const Dropout& dropout, const Philox4x32& draws, A scale,
-                                          const A* x, const A* f, A* sum) {
-  CKPT_UNROLL
-  for (int i = 0; i < kGroup; ++i) {
-    const uint32_t draw = (draws.word[i >> 1] >> (16 * (i & 1))) & 0xffffu;
-    const bool keep = draw >= dropout.threshold;
-    sum[i] = round_to<R>(keep ? std::fma(f[i], scale, x[i]) : x[i] + A(0));
+__device__ __forceinline__ void add_group(const Dropout& dropout, int64_t logical_row, int64_t col,
+                                          A scale, const A* x, const A* f, A* sum) {
+  if (dropout.active()) {
+    const Philox4x32 draws = dropout.draw(logical_row, col / kGroup);
+    CKPT_UNROLL
+    for (int i = 0; i < kGroup; ++i) {
+      sum[i] = round_to<R>(kept(dropout, draws, i) ? std::fma(f[i], scale, x[i]) : x[i] + A(0));
+    }
+  } else {
+    CKPT_UNROLL
+    for (int i = 0; i < kGroup; ++i) sum[i] = round_to<R>(std::fma(f[i], scale, x[i]));
   }
 }
 
-template <typename R, typename P, int kSteps, typename W>
-__global__ void __launch_bounds__(kSteps > 0 ? kMaxTeam<R> : 256, 1)
+// kPost: there may be a norm of f. kPlain: all norms that there are have no mean and no bias.
+template <typename R, typename P, int kSteps, bool kPost, bool kPlain>
+__global__ void __launch_bounds__(kMaxTeam<R, kSteps, false>, 1)
     residual_fwd_kernel(ResidualFwd a, const int64_t* rng_state, RowLayout layout, int64_t rows,
                         bool vectors) {
   using A = acc_t<R>;
-  const int64_t row = row_of_thread(layout), first = row * a.cols;
-  RowTeam team(layout, row < rows, a.cols);
-  RowReader<R, kSteps> x_reader(static_cast<const R*>(a.x) + first, vectors);
-  RowReader<P, kSteps> f_reader(static_cast<const P*>(a.f) + first, vectors);
-  f_reader.load(team);
-  x_reader.load(team);
+  RowTeam team = row_team(layout, a.cols);
+  const A inv_n = A(1) / A(a.cols);
   const Dropout dropout = with_state(a.dropout, rng_state);
   const A scale = A(a.m) * dropout.template scale_as<A>();
-  const int64_t logical_row = dropout.active() ? logical_row_of(a.row_map, row) : 0;
-  const NormStats<A> post = row_stats<kSteps>(team, a.post, A(a.post_eps),
-                                              [&](int step, A* f) { f_reader.get(team, step, f); });
-
-  const auto make_sum = [&](int step, A* sum) {
-    A f[kGroup], x[kGroup];
-    f_reader.get(team, step, f);
-    x_reader.get(team, step, x);
-    if (a.post != NormKind::none) {
-      apply_norm<W>(team, step, a.post, post, a.post_weight, a.post_bias, f);
-    }
-    Philox4x32 draws = {};
-    if (dropout.active()) draws = dropout.draw(logical_row, team.col(step) / kGroup);
-    add_group<R>(dropout, draws, scale, x, f, sum);
+  constexpr bool kHeld = kSteps > 0;
+  const NormParams<A, kSteps, kHeld, kPlain> next_params(team, a.next, a.next_weight, a.next_bias);
+  const NormParams<A, kSteps, kPost && kHeld, kPlain> post_params(team, a.post, a.post_weight,
+                                                                  a.post_bias);
+  constexpr bool kAhead = sizeof(R) == 2;
+  RowLoad<R, kSteps> x_next(vectors);
+  RowLoad<P, kSteps> f_next(vectors);
+  const auto load_next = [&](int64_t at) {
+    if (!kAhead) x_next = RowLoad<R, kSteps>(vectors), f_next = RowLoad<P, kSteps>(vectors);
+    f_next.start(team, a.f, at);
+    x_next.start(team, a.x, at);
   };
-  // The sum takes the place of x in the registers, as it lies in memory. Where a row is not held,
-  // it is read again, or made again if it is not stored.
-  R* sum_row = a.sum == nullptr ? nullptr : static_cast<R*>(a.sum) + first;
-  if (kSteps > 0 || sum_row != nullptr) {
+  const int64_t rows_on = int64_t(gridDim.x) * layout.rows, on = rows_on * a.cols;
+  int64_t row = first_row(layout), at = row * a.cols + team.col(0);
+  if (kAhead && row < rows) load_next(at);
+  for (; row < rows; row += rows_on, at += on) {
+    if (!kAhead) load_next(at);
+    auto x_row = x_next.finish();
+    const auto f_row = f_next.finish();
+    if (kAhead && row + rows_on < rows) load_next(at + on);
+    const int64_t logical_row = dropout.active() ? logical_row_of(a.row_map, row) : 0;
+    NormStats<A> post{A(0), A(1)};
+    if constexpr (kPost) {
+      const auto get_f = [&](int step, A* f) { f_row.get(team, step, f); };
+      post = row_stats<kSteps, kPlain>(team, a.post, inv_n, A(a.post_eps), get_f);
+    }
+    const auto make_sum = [&](int step, A* sum) {
+      A f[kGroup], x[kGroup];
+      f_row.get(team, step, f);
+      x_row.get(team, step, x);
+      if (kPost && (kPlain || a.post != NormKind::none)) post_params.apply(team, step, post, f);
+      add_group<R>(dropout, logical_row, team.col(step), scale, x, f, sum);
+    };
+    // The sum takes the place of x in the registers, as it lies in memory. Where a row is not held,
+    // it is read again, or made again if it is not stored.
+    R* sum_row = a.sum == nullptr ? nullptr : static_cast<R*>(a.sum) + at;
+    if (kSteps > 0 || sum_row != nullptr) {
+      for_steps<kSteps>(team, [&](int step) {
+        A sum[kGroup];
+        make_sum(step, sum);
+        if (sum_row != nullptr) store_row_group<kSteps>(team, step, vectors, sum, sum_row);
+        if constexpr (kSteps > 0) x_row.hold(step, sum);
+      });
+    }
+    if (a.normed == nullptr) continue;
+
+    const auto get_sum = [&](int step, A* sum) {
+      if (kSteps > 0) {
+        x_row.get(team, step, sum);
+      } else if (sum_row != nullptr) {
+        load_group(sum_row + team.offset(step), team.count(step), vectors, sum);
+      } else {
+        make_sum(step, sum);
+        CKPT_UNROLL
+        for (int i = 0; i < kGroup; ++i) sum[i] = i < team.count(step) ? sum[i] : A(0);
+      }
+    };
+    const NormStats<A> next =
+        row_stats<kSteps, kPlain>(team, a.next, inv_n, A(a.next_eps), get_sum);
     for_steps<kSteps>(team, [&](int step) {
       A sum[kGroup];
-      make_sum(step, sum);
-      if (sum_row != nullptr) store_row_group<kSteps>(team, step, vectors, sum, sum_row);
-      if constexpr (kSteps > 0) {
-        if (team.count(step) > 0) x_reader.hold(step, sum);
+      get_sum(step, sum);
+      next_params.apply(team, step, next, sum);
+      if (a.normed_dtype == a.p) {
+        store_row_group<kSteps>(team, step, vectors, sum, static_cast<P*>(a.normed) + at);
+      } else {
+        store_row_group<kSteps>(team, step, vectors, sum, static_cast<R*>(a.normed) + at);
       }
     });
   }
-  if (a.normed == nullptr) return;
-
-  const auto get_sum = [&](int step, A* sum) {
-    if (kSteps > 0) {
-      x_reader.get(team, step, sum);
-    } else if (sum_row != nullptr) {
-      load_group(sum_row + team.col(step), team.count(step), vectors, sum);
-    } else {
-      make_sum(step, sum);
-      CKPT_UNROLL
-      for (int i = 0; i < kGroup; ++i) sum[i] = i < team.count(step) ? sum[i] : A(0);
-    }
-  };
-  const NormStats<A> next = row_stats<kSteps>(team, a.next, A(a.next_eps), get_sum);
-  for_steps<kSteps>(team, [&](int step) {
-    A sum[kGroup];
-    get_sum(step, sum);
-    apply_norm<W>(team, step, a.next, next, a.next_weight, a.next_bias, sum);
-    if (a.normed_dtype == a.p) {
-      store_row_group<kSteps>(team, step, vectors, sum, static_cast<P*>(a.normed) + first);
-    } else {
-      store_row_group<kSteps>(team, step, vectors, sum, static_cast<R*>(a.normed) + first);
-    }
-  });
 }
 
 }  // namespace
 
 const char* residual_fwd_cuda(const ResidualFwd& a, const int64_t* rng_state, int64_t rows,
-                              void* stream) {
+                              int64_t multiprocessors, void* stream) {
   return for_row_types(a.r, a.p, [&](auto r, auto p) -> const char* {
     using R = decltype(r);
     using P = decltype(p);
@@ -100,12 +119,29 @@ const char* residual_fwd_cuda(const ResidualFwd& a, const int64_t* rng_state, in
                          whole_vectors<R>(a.sum, a.cols) &&
                          (a.normed_dtype == a.p ? whole_vectors<P>(a.normed, a.cols)
                                                 : whole_vectors<R>(a.normed, a.cols));
-    return for_forward_layout<R, P>(
-        a.cols, vectors, {a.post_weight, a.post_bias, a.next_weight, a.next_bias},
-        [&](RowLayout layout, auto steps, auto /*threads*/, auto w) {
-          return launch(residual_fwd_kernel<R, P, decltype(steps)::value, decltype(w)>,
-                        grid_of(layout.blocks(rows)), dim3(layout.threads()), stream, a, rng_state,
-                        layout, rows, vectors);
+    const bool has_post = a.post != NormKind::none;
+    const bool plain = (!has_post || norm_is_plain(a.post, a.post_bias)) &&
+                       (a.normed == nullptr || norm_is_plain(a.next, a.next_bias));
+    // Registers do not hold weights and biases of two norms beside the rows.
+    return for_forward_layout<R>(
+        a.cols, vectors && (plain || !has_post), plain, kMaxTeam<R, 2, false>,
+        [&](RowLayout layout, auto steps, auto plain) {
+          constexpr int kSteps = decltype(steps)::value;
+          constexpr bool kPlain = decltype(plain)::value;
+          const auto run = [&](auto post) {
+            constexpr int kThreads = kRowThreads<R, kSteps, false>;
+            return launch(residual_fwd_kernel<R, P, kSteps, decltype(post)::value, kPlain>,
+                          row_grid(layout, rows, kThreads, multiprocessors), dim3(layout.threads()),
+                          stream, a, rng_state, layout, rows, vectors);
+          };
+          if constexpr (kSteps > 0) {
+            if (!has_post) return run(std::false_type{});
+          }
+          if constexpr (kSteps == 0 || kPlain) {
+            return run(std::true_type{});
+          } else {
+            return "two norms with means or biases are not held in registers";
+          }
         });
   });
 }

@@ -10,6 +10,9 @@
 
 namespace ckptfused {
 
+// Kernels that stay while there are rows: a block with several rows, and each row a block's last.
+constexpr int64_t kOneMultiprocessor = 1, kManyMultiprocessors = int64_t(1) << 31;
+
 // Elements at an address that is a multiple of 16 bytes, or one element behind it. What lies around
 // them must stay as it was.
 template <typename T>

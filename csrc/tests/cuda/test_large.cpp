@@ -127,13 +127,13 @@ TEST(LargeCuda, ResidualForward) {
     a.normed = normed.large.data();
     {
       const OnlyEnds few(1);
-      ASSERT_EQ(nullptr, residual_fwd_cuda(a, kState, size.rows, nullptr));
+      ASSERT_EQ(nullptr, residual_fwd_cuda(a, kState, size.rows, kManyMultiprocessors, nullptr));
     }
     sum.small = f.small;
     drop(size, 1, &x.small, sum.small);
     const NormFwd norm{a.next,           kEps, size.cols, DType::f32,         DType::f32,
                        sum.small.data(), {},   {},        normed.small.data()};
-    ASSERT_EQ(nullptr, norm_fwd_cuda(norm, 2 * size.ends, nullptr));
+    ASSERT_EQ(nullptr, norm_fwd_cuda(norm, 2 * size.ends, kManyMultiprocessors, nullptr));
     EXPECT_TRUE(sum.same() && normed.same()) << "width " << size.cols;
   }
 }

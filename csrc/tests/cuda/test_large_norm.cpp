@@ -10,11 +10,11 @@ void check_norm_fwd(const Size& size) {
   Ends<P> y(size.elements(), size.end_elements(), 2);
   NormFwd a{NormKind::layernorm, kEps, size.cols, dtype_of<R>(), dtype_of<P>(),
             x.small.data(),      {},   {},        y.small.data()};
-  ASSERT_EQ(nullptr, norm_fwd_cuda(a, 2 * size.ends, nullptr));
+  ASSERT_EQ(nullptr, norm_fwd_cuda(a, 2 * size.ends, kManyMultiprocessors, nullptr));
   a.x = x.large.data();
   a.y = y.large.data();
   const OnlyEnds few(1);
-  ASSERT_EQ(nullptr, norm_fwd_cuda(a, size.rows, nullptr));
+  ASSERT_EQ(nullptr, norm_fwd_cuda(a, size.rows, kManyMultiprocessors, nullptr));
   EXPECT_TRUE(y.same()) << "width " << size.cols;
 }
 

@@ -46,7 +46,8 @@ TYPED_TEST(CudaNorm, ForwardMatchesDefinition) {
                   weight ? w.param : NormParam{},
                   bias ? b.param : NormParam{},
                   y.data()};
-        ASSERT_EQ(nullptr, norm_fwd_cuda(a, rows, nullptr));
+        const int64_t multiprocessors = align ? kOneMultiprocessor : kManyMultiprocessors;
+        ASSERT_EQ(nullptr, norm_fwd_cuda(a, rows, multiprocessors, nullptr));
         EXPECT_TRUE(y.guards_untouched()) << what;
         const auto got = y.values();
         if (align) aligned = got;
@@ -193,9 +194,9 @@ TYPED_TEST(CudaNorm, InPlaceIsTheSame) {
         over_dy(dy.stored, true), x_at(x.stored, true), dy_at(dy.stored, true);
     NormFwd fwd{NormKind::layernorm, kEps, cols, dtype_of<R>(), dtype_of<R>(),
                 x_at.data(),         {},   {},   y.data()};
-    ASSERT_EQ(nullptr, norm_fwd_cuda(fwd, rows, nullptr));
+    ASSERT_EQ(nullptr, norm_fwd_cuda(fwd, rows, kOneMultiprocessor, nullptr));
     fwd.x = fwd.y = over_x.data();
-    ASSERT_EQ(nullptr, norm_fwd_cuda(fwd, rows, nullptr));
+    ASSERT_EQ(nullptr, norm_fwd_cuda(fwd, rows, kOneMultiprocessor, nullptr));
     EXPECT_TRUE(same_bits(y.values(), over_x.values()));
 
     NormBwd bwd{NormKind::layernorm, kEps,        cols,        dtype_of<R>(), dtype_of<R>(),
@@ -228,7 +229,7 @@ TEST(CudaNormRows, NoRowsGiveZeroGradients) {
     NormFwd fwd{};
     fwd.cols = cols;
     fwd.r = fwd.p = DType::bf16;
-    EXPECT_EQ(nullptr, norm_fwd_cuda(fwd, 0, nullptr));
+    EXPECT_EQ(nullptr, norm_fwd_cuda(fwd, 0, kOneMultiprocessor, nullptr));
   }
 }
 
@@ -261,7 +262,7 @@ TEST(CudaNormRows, NaNStaysInItsRow) {
     std::vector<bf16> y(size_t(rows * cols));
     const NormFwd a{
         NormKind::layernorm, kEps, cols, DType::f32, DType::bf16, x.data(), {}, {}, y.data()};
-    ASSERT_EQ(nullptr, norm_fwd_cuda(a, rows, nullptr));
+    ASSERT_EQ(nullptr, norm_fwd_cuda(a, rows, kOneMultiprocessor, nullptr));
     for (int64_t i = 0; i < rows * cols; ++i) {
       EXPECT_EQ(std::isnan(to_acc(y[i])), i / cols == 1) << i;
     }
@@ -274,7 +275,7 @@ TEST(CudaNormRows, KindNoneConverts) {
     std::vector<f16> y(cols);
     NormFwd fwd{NormKind::none,  kEps, cols, DType::f32, DType::f16,
                 x.stored.data(), {},   {},   y.data()};
-    ASSERT_EQ(nullptr, norm_fwd_cuda(fwd, 1, nullptr));
+    ASSERT_EQ(nullptr, norm_fwd_cuda(fwd, 1, kOneMultiprocessor, nullptr));
     for (int i = 0; i < cols; ++i) EXPECT_EQ(y[i].bits, store<f16>(x.exact[i]).bits);
 
     std::vector<float> dx(cols);
@@ -289,7 +290,7 @@ TEST(CudaNormRows, RefusesOtherPairs) {
   NormFwd a{};
   a.r = DType::bf16;
   a.p = DType::f32;
-  EXPECT_NE(nullptr, norm_fwd_cuda(a, 0, nullptr));
+  EXPECT_NE(nullptr, norm_fwd_cuda(a, 0, kOneMultiprocessor, nullptr));
 }
 
 TEST(CudaNormRows, ChunksFillTheChipAndStayFew) {

@@ -88,7 +88,7 @@ void check_forward(const Setting& s, int64_t cols, int turn) {
     a.f = f_at.data();
     a.sum = sum.data();
     a.normed = normed.data();
-    ASSERT_EQ(nullptr, residual_fwd_cuda(a, kState, kRows, nullptr));
+    ASSERT_EQ(nullptr, residual_fwd_cuda(a, kState, kRows, kOneMultiprocessor, nullptr));
     EXPECT_TRUE(sum.guards_untouched() && normed.guards_untouched()) << what;
     if (align) first_sum = sum.values(), first_normed = normed.values();
     EXPECT_TRUE(same_bits(first_sum, sum.values()) && same_bits(first_normed, normed.values()))
@@ -97,17 +97,17 @@ void check_forward(const Setting& s, int64_t cols, int turn) {
     // Without the sum the same normed rows; and those of a norm of the sum as it is stored.
     a.sum = nullptr;
     a.normed = alone.data();
-    ASSERT_EQ(nullptr, residual_fwd_cuda(a, kState, kRows, nullptr));
+    ASSERT_EQ(nullptr, residual_fwd_cuda(a, kState, kRows, kOneMultiprocessor, nullptr));
     EXPECT_TRUE(same_bits(first_normed, alone.values())) << what << ": without sum";
     const NormFwd norm{s.next,     kEps,          cols,        dtype_of<R>(), dtype_of<O>(),
                        sum.data(), a.next_weight, a.next_bias, by_norm.data()};
-    ASSERT_EQ(nullptr, norm_fwd_cuda(norm, kRows, nullptr));
+    ASSERT_EQ(nullptr, norm_fwd_cuda(norm, kRows, kOneMultiprocessor, nullptr));
     EXPECT_TRUE(same_bits(first_normed, by_norm.values())) << what << ": not norm_fwd's bits";
     // The sum alone.
     Placed<R> sum_alone(x.stored.size(), align);
     a.sum = sum_alone.data();
     a.normed = nullptr;
-    ASSERT_EQ(nullptr, residual_fwd_cuda(a, kState, kRows, nullptr));
+    ASSERT_EQ(nullptr, residual_fwd_cuda(a, kState, kRows, kOneMultiprocessor, nullptr));
     EXPECT_TRUE(same_bits(first_sum, sum_alone.values())) << what << ": without normed";
   }
   for (int64_t r = 0; r < kRows; ++r) {
@@ -245,7 +245,7 @@ TEST(CudaResidualRows, DroppedNaNIsNothing) {
     fwd.m = 1;
     fwd.dropout = make_dropout(0.5, 1, cols);
     fwd.sum = sum.data();
-    ASSERT_EQ(nullptr, residual_fwd_cuda(fwd, kState, 1, nullptr));
+    ASSERT_EQ(nullptr, residual_fwd_cuda(fwd, kState, 1, kOneMultiprocessor, nullptr));
     ResidualBwd bwd{};
     bwd.cols = cols;
     bwd.r = bwd.p = DType::f32;
@@ -268,9 +268,9 @@ TEST(CudaResidualRows, NoRowsAndOtherPairs) {
   ResidualFwd fwd{};
   fwd.cols = 8;
   fwd.r = fwd.p = DType::f32;
-  EXPECT_EQ(nullptr, residual_fwd_cuda(fwd, nullptr, 0, nullptr));
+  EXPECT_EQ(nullptr, residual_fwd_cuda(fwd, nullptr, 0, kOneMultiprocessor, nullptr));
   fwd.r = DType::f64;
-  EXPECT_NE(nullptr, residual_fwd_cuda(fwd, nullptr, 0, nullptr));
+  EXPECT_NE(nullptr, residual_fwd_cuda(fwd, nullptr, 0, kOneMultiprocessor, nullptr));
   ResidualBwd bwd{};
   bwd.cols = 8;
   bwd.r = bwd.p = DType::f32;
