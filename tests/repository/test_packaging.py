@@ -223,6 +223,9 @@ def test_kernels_that_do_not_run_on_the_gpu_say_what_to_build() -> None:
         for part in ("norm_fwd", "sm_80 sm_90", "NVIDIA Some GPU", "12.0", "TORCH_CUDA_ARCH_LIST=12.0 pip", status):
             assert part in message(status)
     assert message("out of memory") == "norm_fwd: CUDA says: out of memory"
+    for status in ("an illegal memory access was encountered", "device-side assert triggered"):
+        assert f"norm_fwd: CUDA says: {status}. " in message(status)
+        assert "an earlier kernel, also of another library" in message(status)
 
 
 def test_another_torch_gives_one_clear_error() -> None:
