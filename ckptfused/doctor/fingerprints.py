@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _ROW = 512
+_WORDS = (torch.int64, torch.int32, torch.uint8)
 
 
 @dataclass(eq=False)
@@ -56,7 +57,9 @@ class Fingerprints:
     def _elsewhere(self, t: Tensor) -> _Sum:
         """Without waiting for the device: sums over rows and over columns, each with its place as a factor."""
         flat = _integers(t)
-        rows = flat.new_zeros(-(-flat.numel() // _ROW), _ROW)
+        words = next(kind for kind in _WORDS if flat.numel() % kind.itemsize == 0)
+        flat = (flat.clone() if flat.storage_offset() % words.itemsize else flat).view(words)
+        rows = flat.new_zeros(-(-max(flat.numel(), 1) // _ROW), _ROW)
         rows.view(-1)[: flat.numel()] = flat
         sums = [_weighted(torch.hash_tensor(rows, dim=dim).view(torch.int64)) for dim in (0, 1)]
         found = _Sum(torch.stack(sums))

@@ -70,7 +70,7 @@ def differing(rank: int) -> None:
     model = model_of()
     ckptfused.convert(model, keep="inputs" if rank == 0 else "all")
     found = doctor(model)
-    assert [(f.severity, f.place) for f in found] == [("error", "model.layers.0")], found
+    assert [(f.severity, f.place) for f in found][:1] == [("error", "model.layers.0")], found
     assert "ranks differ: rank 0 has" in found[0].text and "rank 1 has" in found[0].text
     ckptfused.convert(model)
-    assert not len(doctor(model))
+    assert doctor(model).healthy

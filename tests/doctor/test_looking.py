@@ -249,6 +249,14 @@ def test_a_partitioner_that_may_undo_a_checkpoint() -> None:
     assert not len(doctor(model))
 
 
+def test_the_optimizer_that_is_given_counts() -> None:
+    """AdamW has twice the state of SGD with momentum."""
+    model, batch = plain(hidden_size=256), {k: v.to("meta") for k, v in long_batch(8).items()}
+    sgd = torch.optim.SGD(model.parameters(), momentum=0.9)
+    texts = [" ".join(f.text for f in doctor(model.to("meta"), batch, o)) for o in (None, sgd)]
+    assert all("of the predicted peak of" in text for text in texts) and texts[0] != texts[1]
+
+
 def test_looking_changes_nothing() -> None:
     """Neither attributes of modules, nor the generator."""
     model = around_layers(hugging_face())
