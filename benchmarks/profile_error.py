@@ -77,6 +77,11 @@ def markdown(result: dict[str, Any]) -> str:
     for name, found in result["ways"].items():
         seconds = found["seconds"]
         lines.append(f"| {name} | {seconds['measured'] * 1e3:,.1f} | {seconds['predicted'] * 1e3:,.1f} |")
+    orders = [
+        sorted(WAYS, key=lambda name: result["ways"][name]["seconds"][kind]) for kind in ("predicted", "measured")
+    ]
+    said = "that of the measured" if orders[0] == orders[1] else f"not that of the measured, {', '.join(orders[1])}"
+    lines += ["", f"Their order by predicted time, {', '.join(orders[0])}, is {said}."]
     return "\n".join([*lines, "", environment.footer(result["environment"]), ""])
 
 
