@@ -2,7 +2,7 @@
 #   make demo        train a small model four ways and compare them
 #   make test        every promise of the library, on the CPU at hand: Python's tests and the C++ ones (eight minutes)
 # What takes longer:
-#   make test-all    make test, and with it every tile of the tables of Triton kernels, compiled, and make mutants
+#   make test-all    make test, and with it more types, tiles and architectures of the same, and make mutants
 #   make mutants     plants each fault of tests/mutants and says which test noticed it
 # Each torch version has a virtual environment and a build folder of its own:
 #   make test TORCH=2.11.0 PYTHON=python3.12

@@ -311,6 +311,8 @@ TABLE = {  # preset: bytes per token; per cent of a training step's FLOPs replay
     "attention": (16512, 22.4, 20.7, 14.2),
     "attention+mid": (24704, 20.0, 18.5, 12.7),
     "attention+mid+qkv": (36992, 16.5, 15.2, 10.4),
+    "all but attention": (73728, 5.9, 7.6, 14.2),
+    "all but ffn": (36992, 16.5, 15.2, 10.4),
     "all": (94336, 0.0, 0.0, 0.0),
 }
 
