@@ -26,11 +26,28 @@ def nvcc() -> Path | None:
     return None if toolkit is None else toolkit / "bin" / "nvcc"
 
 
+@functools.cache
+def nvdisasm() -> Path | None:
+    """The disassembler of CUDA's machine code: of the toolkit, or of the package nvidia-cuda-nvdisasm."""
+    toolkit, on_path = setup_cuda.find_toolkit(), shutil.which("nvdisasm")
+    spec = importlib.util.find_spec("nvidia")
+    packages = list(spec.submodule_search_locations or []) if spec is not None else []
+    known = [Path(on_path)] if on_path else []
+    known += [toolkit / "bin" / "nvdisasm"] if toolkit is not None else []
+    known += [path for folder in packages for path in Path(folder).glob("*/bin/nvdisasm")]
+    return next((path for path in known if path.exists()), None)
+
+
 def missing() -> list[str]:
     """Names of what is required and not there."""
     if os.environ.get(VARIABLE) != "ON":
         return []
-    there: dict[str, object] = {"nvcc": nvcc(), "g++": shutil.which("g++"), "GoogleTest": GTEST.exists()}
+    there: dict[str, object] = {
+        "nvcc": nvcc(),
+        "nvdisasm": nvdisasm(),
+        "g++": shutil.which("g++"),
+        "GoogleTest": GTEST.exists(),
+    }
     if torch.version.cuda is not None:  # such a torch brings Triton
         there["triton"] = importlib.util.find_spec("triton")
     return [name for name, found in there.items() if not found]

@@ -12,7 +12,13 @@ import torch
 
 from tests import tools
 
-EVERYTHING = {"nvcc": Path("nvcc"), "g++": Path("g++"), "GoogleTest": Path(__file__), "triton": Path("triton")}
+EVERYTHING = {
+    "nvcc": Path("nvcc"),
+    "nvdisasm": Path("nvdisasm"),
+    "g++": Path("g++"),
+    "GoogleTest": Path(__file__),
+    "triton": Path("triton"),
+}
 
 
 @pytest.mark.parametrize("absent", [*EVERYTHING, None])
@@ -21,6 +27,7 @@ def test_what_is_missing(monkeypatch: pytest.MonkeyPatch, cuda: str | None, abse
     found = {name: None if name == absent else path for name, path in EVERYTHING.items()}
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(tools, "nvcc", lambda: found["nvcc"])
+    monkeypatch.setattr(tools, "nvdisasm", lambda: found["nvdisasm"])
     monkeypatch.setattr(tools.shutil, "which", found.get)
     monkeypatch.setattr(tools, "GTEST", found["GoogleTest"] or Path("/none"))
     monkeypatch.setattr(tools.importlib.util, "find_spec", lambda name: found[name])
