@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -177,6 +178,20 @@ def test_selective_checkpointing_is_certified() -> None:
 
     found = doctor(stack(lambda: nn.Dropout(0.5), torch_checkpoint(context_fn=contexts)), batch())
     assert not proved(found), found
+
+
+def called(kind: Any) -> Any:
+    """Counts the calls of a class's forward."""
+    return mock.patch.object(kind, "forward", autospec=True, side_effect=kind.forward)
+
+
+@pytest.mark.parametrize(("preserve", "steps"), [(True, 2), (False, 3)])
+def test_it_takes_three_steps_at_most(preserve: bool, steps: int) -> None:
+    """Two where all is well; each replays what one outside of the doctor would."""
+    model = wrapped(lambda: nn.Dropout(0.5), preserve_rng_state=preserve)
+    with called(Stack) as whole, called(models.Layer) as layers:
+        doctor(model, batch())
+    assert whole.call_count == steps and layers.call_count == 3 * (2 * steps - 1)
 
 
 def test_wrong_statistics_are_no_certificate() -> None:
