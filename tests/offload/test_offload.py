@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ckptfused
-from ckptfused import FusedCheckpointSequential
+from ckptfused import CheckpointPolicy, FusedCheckpointSequential
 from tests.offload.fake import Memory, faked
 from tests.offload.models import (
     B,
@@ -65,6 +65,19 @@ def test_segments(segments: int) -> None:
     with faked() as copies:
         assert same(step(model), want)
     assert copies.moved("out") == copies.moved("in")[::-1] == [*range(segments - 1)]
+
+
+@late_or_soon
+@pytest.mark.parametrize("segments", [1, 2, 3])
+@pytest.mark.parametrize("layer", [encoder_layer, Own])
+def test_segments_of_a_converted_model(layer: Callable[[], nn.Module], segments: int, late: bool) -> None:
+    model = Stack(layer)
+    ckptfused.convert(model, policy=CheckpointPolicy.segments(segments, offload=True))
+    want = on_the_cpu(model)
+    with faked(late) as copies:
+        assert same(step(model), want)
+    assert copies.moved("out") == copies.moved("in")[::-1] == [*range(segments - 1)]
+    assert copies.held() == 0
 
 
 def test_other_modules_of_a_sequential() -> None:
