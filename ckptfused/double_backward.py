@@ -103,7 +103,7 @@ def _differentiable(
         return op(dy, x, params, aux, kept, state, text, needs)
 
 
-def _one_by_one(op: Callable[..., list[Tensor]], info: Any, places: Any, *args: Any) -> tuple[list[Tensor], list[int]]:
+def one_by_one(op: Callable[..., list[Tensor]], info: Any, places: Any, *args: Any) -> tuple[list[Tensor], list[int]]:
     """The rule by which `torch.vmap` calls the op: once for each gradient."""
     leaves, structure = tree_flatten(args)
     dims = _broadcast_to_and_flatten(places, structure) or []
@@ -114,7 +114,7 @@ def _one_by_one(op: Callable[..., list[Tensor]], info: Any, places: Any, *args: 
     return [torch.stack(each) for each in zip(*results, strict=True)], [0] * len(results[0])
 
 
-def _batched_gradients(op: Callable[..., list[Tensor]], *args: Any) -> list[Tensor]:
+def batched_gradients(op: Callable[..., list[Tensor]], *args: Any) -> list[Tensor]:
     """The same for `is_grads_batched` and `vectorize=True`, which PyTorch maps by the forerunner of `torch.vmap`."""
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
@@ -126,7 +126,7 @@ def _batched_gradients(op: Callable[..., list[Tensor]], *args: Any) -> list[Tens
     ]
     size = next(leaf.size(0) for leaf, mapped in zip(leaves, batched, strict=True) if mapped)
     places = tree_unflatten([0 if mapped else None for mapped in batched], structure)
-    results, _ = _one_by_one(op, SimpleNamespace(batch_size=size), places, *tree_unflatten(leaves, structure))
+    results, _ = one_by_one(op, SimpleNamespace(batch_size=size), places, *tree_unflatten(leaves, structure))
     return [torch._add_batch_dim(result, 0, level) for result in results]
 
 
@@ -135,8 +135,8 @@ def _register() -> None:
         op = getattr(torch.ops.ckptfused, f"{family}_bwd").default
         for key in _KEYS:
             _library.impl(f"{family}_bwd", partial(_differentiable, op), key)
-        _library.impl(f"{family}_bwd", partial(_batched_gradients, op), "Batched")
-        torch.library.register_vmap(f"ckptfused::{family}_bwd", partial(_one_by_one, op), lib=_library)
+        _library.impl(f"{family}_bwd", partial(batched_gradients, op), "Batched")
+        torch.library.register_vmap(f"ckptfused::{family}_bwd", partial(one_by_one, op), lib=_library)
 
 
 _register()

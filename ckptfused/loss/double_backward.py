@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptfused import _extension, rng  # noqa: F401  (the first registers the ops)
+from ckptfused.double_backward import batched_gradients, one_by_one
 from ckptfused.eager.loss import eager_linear_cross_entropy
 from ckptfused.spec import FIRST_SITE, LossSpec, parse_loss
 
@@ -60,6 +61,8 @@ def _register() -> None:
     op = torch.ops.ckptfused.linear_cross_entropy_bwd.default
     for key in _KEYS:
         _library.impl("linear_cross_entropy_bwd", partial(_differentiable, op), key)
+    _library.impl("linear_cross_entropy_bwd", partial(batched_gradients, op), "Batched")
+    torch.library.register_vmap("ckptfused::linear_cross_entropy_bwd", partial(one_by_one, op), lib=_library)
 
 
 _register()

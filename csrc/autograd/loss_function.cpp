@@ -116,10 +116,13 @@ struct LossCall {
   bool per_token, keep_gradients;
 };
 
-// Whether a backward may use up the gradients that forward made: nobody asks for them again, and
-// they are memory, not a trace of it.
-bool may_use_up(const variable_list& grads) {
-  return !at::GradMode::is_enabled() && !torch::autograd::get_current_graph_task_keep_graph() &&
+// Whether a backward may use up the gradients that forward made: nobody asks for them again, by
+// another dloss of a batch either, and they are memory, not a trace of it.
+bool may_use_up(const variable_list& grads, const Tensor& dloss) {
+  constexpr c10::DispatchKeySet batched(
+      {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched});
+  return !dloss.key_set().has_any(batched) && !at::GradMode::is_enabled() &&
+         !torch::autograd::get_current_graph_task_keep_graph() &&
          std::none_of(grads.begin(), grads.end(), [](const Tensor& t) {
            return t.unsafeGetTensorImpl()->is_python_dispatch() ||
                   at::functionalization::impl::isFunctionalTensor(t);
@@ -166,7 +169,7 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     const SettingsGuard guard(ctx->saved_data["settings"].toIntVector());
     const variable_list kept = wanted(ctx, needs);
     variable_list results;
-    if (!kept.empty() && may_use_up(kept)) {
+    if (!kept.empty() && may_use_up(kept, dloss[0])) {
       for (const Tensor& t : kept) scale_gradient(t, dloss[0]);
       results = in_own_types(kept, tensors, as_bools(needs));
       ctx->saved_data.erase("kept");

@@ -300,6 +300,25 @@ def ddp(rank: int, first: bool, p: float = 0.0, **options: Any) -> None:
     all_close(fused_steps(wrapped, rank), train(plain, alone), 1e-5)
 
 
+def ddp_chunked_loss(rank: int) -> None:
+    """Micro-batches added up without a reduction, the last with one; of one of them no target counts."""
+    model = llama()
+    plain = copy.deepcopy(model)
+    ckptfused.convert(model, loss="chunked")
+    wrapped = DistributedDataParallel(model)
+    none = batch(rank) | {"labels": torch.full((3, 19), -100)}
+    with wrapped.no_sync():
+        wrapped(**none).loss.backward()
+        wrapped(**batch(rank)).loss.backward()
+    out = wrapped(**batch(rank))
+    assert out.logits is None
+    out.loss.backward()
+    want = alone(plain)
+    got = {name: p.grad / 2 for name, p in model.named_parameters() if p.grad is not None}
+    close(got, {name: want[name] for name in got}, 1e-5)
+    assert len(got) == len(want) - 1  # the loss
+
+
 def tensor_parallel(rank: int, first: bool, sharded: bool) -> None:
     model = llama()
     mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))

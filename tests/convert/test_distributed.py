@@ -113,6 +113,10 @@ def test_ddp(ranks: Ranks, p: float, first: bool) -> None:
     ranks.run(steps.ddp, first=first, p=p)
 
 
+def test_ddp_chunked_loss(ranks: Ranks) -> None:
+    ranks.run(steps.ddp_chunked_loss)
+
+
 @pytest.mark.parametrize("option", ["static_graph", "gradient_as_bucket_view", "find_unused_parameters"])
 def test_ddp_options(ranks: Ranks, option: str) -> None:
     ranks.run(steps.ddp, first=True, **{option: True})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,6 +123,20 @@ def test_function_transforms() -> None:
         lambda f: torch.autograd.functional.hessian(lambda x: f(x, weight, targets[0, :2]), x[:2]),
     ):
         torch.testing.assert_close(call(lce), call(stock))
+
+
+@pytest.mark.parametrize("keep", ["gradients", "inputs"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_batches_of_gradients(keep: str, reduction: str) -> None:
+    x, weight, target = normal(5, 8), normal(9, 8), torch.arange(5)
+    losses = [f(x, weight, target, reduction=reduction) for f in (partial(lce, keep=keep), stock)]
+    many = normal(3, *losses[0].shape, seed=1).detach()
+    got, expected = (
+        torch.autograd.grad(loss, (x, weight), many, is_grads_batched=True, retain_graph=True) for loss in losses
+    )
+    torch.testing.assert_close(got, expected)
+    got, expected = (torch.func.vmap(lambda d: torch.autograd.grad(loss, x, d)[0])(many) for loss in losses)  # noqa: B023
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("keep", ["gradients", "inputs"])
