@@ -35,7 +35,9 @@ def extrapolated(few: Profile, more: Profile, layers: tuple[int, int, int], peri
 
     def part(name: str) -> LayerProfile:
         a, b = getattr(few, name), getattr(more, name)
-        sizes = {f.name: line(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.name != "name"}
+        names = [f.name for f in fields(a) if f.name != "name"]
+        # The most at a time does not grow with the layers, once there are as many as `more` has.
+        sizes = {n: getattr(b, n) if n.endswith("_transient") else line(getattr(a, n), getattr(b, n)) for n in names}
         return LayerProfile(a.name, **sizes)
 
     ends, others = places(few, less), places(more, greater)
