@@ -62,6 +62,12 @@ def close(got: dict[str, Tensor], want: dict[str, Tensor], relative: float) -> N
         assert (g - w.double()).norm() <= bound, name
 
 
+def equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """To the bit."""
+    assert got.keys() == want.keys()
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+
+
 def no_worse(
     draws: Iterable[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]], dtype: torch.dtype
 ) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckptfused
+from ckptfused import CheckpointPolicy
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.layer.parts import Reason
 from tests.convert.zoo import randomize
@@ -33,6 +34,12 @@ def twins(implementation: str = "sdpa", p: float = 0.0, **options: Any) -> tuple
     report = ckptfused.convert(converted)
     assert report.fused == len(plain.model.layers), str(report)
     return plain, converted
+
+
+def segmented(model: Any, policy: CheckpointPolicy | None = None) -> Any:
+    """The model, converted: as one segment, if nothing else is said."""
+    ckptfused.convert(model, policy=policy or CheckpointPolicy.whole_model())
+    return model
 
 
 @contextlib.contextmanager

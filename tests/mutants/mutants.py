@@ -47,14 +47,14 @@ MUTANTS = (
         file="ckptfused/generic/chain.py",
         text="t.storage_offset(), t.shape, t.stride(), t.dtype, t._version",
         defect="t.storage_offset(), t.shape, t.stride(), t.dtype",
-        test="tests/convert/test_segments.py::test_a_segment_ends_where_the_model_does_something[in place]",
+        test="tests/convert/test_segment_chains.py::test_a_segment_ends_where_the_model_does_something[in place]",
     ),
     Mutant(
         "a replay of a segment that goes on drawing",
         file="ckptfused/generic/chain.py",
         text="        torch.set_rng_state(cpu)\n",
         defect="",
-        test="tests/convert/test_segments.py::test_others_draw_between_layers",
+        test="tests/convert/test_segment_chains.py::test_others_draw_between_layers",
     ),
     Mutant(
         "a segment that is held when its graph is gone",
