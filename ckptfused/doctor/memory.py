@@ -41,10 +41,12 @@ def memory_of_the_step(look: Look) -> Iterator[Finding]:
 
 def _other_means(memory: Profile, activations: int) -> Finding:
     state = memory.weights + memory.optimizer + memory.gradients
-    if memory.loss_head > state:
-        place, what = "loss head", 'ckptfused.convert(model, loss="chunked"), or ckptfused.linear_cross_entropy'
-    else:
-        place, what = "weights, gradients and optimizer", "sharding (FSDP2), LoRA, or an optimizer with a smaller state"
+    parts = [
+        (state, "weights, gradients and optimizer", "sharding (FSDP2), LoRA, or an optimizer with a smaller state"),
+        (memory.loss_head, "loss head", 'ckptfused.convert(model, loss="chunked"), or ckptfused.linear_cross_entropy'),
+    ]
+    (most, place, _), *_ = parts = sorted(parts, reverse=True)
+    what = "; ".join(mend for size, _, mend in parts if 2 * size > most)
     return Finding(
         "advice",
         "the model",

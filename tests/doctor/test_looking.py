@@ -257,6 +257,14 @@ def test_the_optimizer_that_is_given_counts() -> None:
     assert all("of the predicted peak of" in text for text in texts) and texts[0] != texts[1]
 
 
+def test_all_that_is_large_has_a_mend() -> None:
+    """Of state and logits alike, both; of one that outweighs the other, one."""
+    for size, mends in (({"hidden_size": 512}, (True, False)), ({"vocab_size": 60_000}, (True, True))):
+        found = looked((meta(plain(**size)), long_batch(100)))
+        mend = next(f.mend for f in found if "of the predicted peak of" in f.text)
+        assert ("sharding" in mend, "chunked" in mend) == mends, found
+
+
 def test_looking_changes_nothing() -> None:
     """Neither attributes of modules, nor the generator."""
     model = around_layers(hugging_face())
