@@ -63,6 +63,14 @@ def test_lora_through_trainer(run, capsys: pytest.CaptureFixture[str], tmp_path:
     assert (tmp_path / "trainer_lora/adapter_model.safetensors").exists()
 
 
+def test_plans_for_two_cards(run, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tools.need("transformers", "peft")
+    run("budget.py", "--tokens", "512", "--batch", "1")
+    out = capsys.readouterr().out
+    assert out.count("this plan") == 4 and "LoRA, one card of 80 GB" in out
+    assert (tmp_path / "plan-h100.png").exists()
+
+
 def test_fsdp2_on_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ran = subprocess.run(
@@ -81,6 +89,6 @@ def test_fsdp2_on_two_processes(tmp_path: Path) -> None:
 
 def test_every_example_is_tested_and_short() -> None:
     files = sorted(EXAMPLES.glob("*.py"))
-    assert [file.name for file in files] == ["fsdp2.py", "train.py", "trainer_lora.py"]
+    assert [file.name for file in files] == ["budget.py", "fsdp2.py", "train.py", "trainer_lora.py"]
     for file in files:
         assert len(file.read_text().splitlines()) < 80, file.name

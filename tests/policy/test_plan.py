@@ -93,8 +93,9 @@ def test_what_is_counted_is_what_is_predicted(device: str) -> None:
         policy = found.policy(front[index].parts)
         whole = steps.of(policy)
         offloads = any(mode.offload for mode in policy.layers)
+        needed = max(whole.weights + sum(peak.parts) for peak in whole.phases)
         x = 2 * 128 * 64 * 4 if offloads else 0
-        assert abs(found.peak(front.peaks[index]) - max(whole.peak, found.least)) <= x
+        assert abs(found.peak(front.peaks[index]) - max(needed, found.least)) <= x
         assert whole.seconds == pytest.approx(found.rest_seconds + front.seconds[index] - found.base.optimizer_seconds)
 
 
@@ -205,8 +206,8 @@ def test_the_allocator_agrees(name: str) -> None:
     front = planner._shown(planner._counted())
     try:
         found = planner.within((front[0].peak + front[-1].peak) // 2)
-    except BudgetError as error:  # a layer that is called twice needs more than was counted
-        assert name == "frozen"
+    except BudgetError as error:  # a layer is called twice; or there is one plan, and what is left free beside it
+        assert name == "frozen" or len(front) == 1
         found = planner.within(error.least)
     assert found.peak <= found.budget
     found.apply(model)

@@ -1,0 +1,181 @@
+"""Planned steps of a 12-layer Llama against policies made by hand, at five budgets of memory, on the CPU.
+
+For each budget the plan's peak, measured by PyTorch's allocator, and its time beside that of the fastest policy made by
+hand whose measured peak fits: each layer, every 2, every 4, selective FFN, selective attention, none, all with the
+plan's loss. Losses are compared first; all variants take turns within one run. Writes
+benchmarks/results/planned-steps-<layers>x<width>[-<label>].json and .md. Needs transformers.
+
+    python benchmarks/planned_steps.py
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor, nn
+
+import ckptfused
+from benchmarks import environment
+from benchmarks.commands import command_line, write
+from benchmarks.memory import memory_of
+from benchmarks.step_time import summary, take_turns
+from ckptfused import CheckpointPolicy
+
+SHARES = (0.02, 0.25, 0.5, 0.75, 0.95)
+"""Where each budget is between the least and the most that a plan needs."""
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The model and its batch."""
+
+    layers: int = 12
+    width: int = 384
+    hidden: int = 1024
+    heads: int = 6
+    vocabulary: int = 4096
+    batch: int = 4
+    tokens: int = 512
+
+
+def make(sizes: Sizes, seed: int) -> nn.Module:
+    """A Llama with random weights in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.width,
+        intermediate_size=sizes.hidden,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        max_position_embeddings=sizes.tokens,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def by_hand(loss: dict[str, Any]) -> dict[str, CheckpointPolicy]:
+    """What guides advise."""
+    return {
+        "each layer": CheckpointPolicy.uniform(**loss),
+        "every 2": CheckpointPolicy.every(2, **loss),
+        "every 4": CheckpointPolicy.every(4, **loss),
+        "selective ffn": CheckpointPolicy.selective("ffn", **loss),
+        "selective attention": CheckpointPolicy.selective("attention", **loss),
+        "none": CheckpointPolicy.none(**loss),
+    }
+
+
+def step_of(model: Any, batch: dict[str, Tensor]) -> Callable[[], None]:
+    """Forward and backward; the gradients are made anew."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(**batch).loss.backward()
+
+    return step
+
+
+def peak_of(model: Any, batch: dict[str, Tensor]) -> int:
+    """Bytes at the peak of a second step, weights and batch included."""
+    step = step_of(model, batch)
+    step()
+    model.zero_grad(set_to_none=True)
+    owned = {t.untyped_storage().data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    return sum(owned.values()) + batch["input_ids"].nbytes + memory_of(step).peak
+
+
+def measure(sizes: Sizes, arguments: Namespace) -> dict[str, Any]:
+    """Plans, checks, measures and times."""
+    generator = torch.Generator().manual_seed(arguments.seed)
+    ids = torch.randint(0, sizes.vocabulary, (sizes.batch, sizes.tokens), generator=generator)
+    batch = {"input_ids": ids, "labels": ids}
+    model = make(sizes, arguments.seed)
+    front = ckptfused.plan(model, batch, 1 << 50, device="cpu").front
+    least, most = front[0].peak, front[-1].peak
+    plans = {}
+    for share in SHARES:
+        budget = int(least + share * (most - least))
+        plans[f"{budget / MIB:,.1f} MiB"] = ckptfused.plan(model, batch, budget, device="cpu")
+    policies = {f"plan for {name}": found.policy for name, found in plans.items()}
+    for policy in dict.fromkeys(policies.values()):
+        policies |= by_hand({"loss": policy.loss, "loss_scratch": policy.loss_scratch})
+    models, peaks, losses = {}, {}, {}
+    for name, policy in policies.items():
+        models[name] = make(sizes, arguments.seed)
+        ckptfused.convert(models[name], policy=policy)
+        peaks[name] = peak_of(models[name], batch)
+        losses[name] = models[name](**batch).loss.item()
+    worst = max(abs(loss / losses["none"] - 1) for loss in losses.values())
+    if not worst <= 1e-5:  # sums in another order
+        raise SystemExit(f"loss check failed, no time reported: {losses}")
+    times = take_turns({name: step_of(one, batch) for name, one in models.items()}, arguments.budget)
+    seconds = {name: summary(taken) for name, taken in times.items()}
+    rows = []
+    for name, found in plans.items():
+        own = f"plan for {name}"
+        fitting = [other for other in by_hand({}) if peaks[other] <= found.budget]
+        best = min(fitting, key=lambda other: seconds[other]["median"], default=None)
+        rows.append(
+            {
+                "budget": found.budget,
+                "predicted": found.peak,
+                "measured": peaks[own],
+                "policy": str(found.policy),
+                "predicted_seconds": found.seconds,
+                "seconds": seconds[own],
+                "best_by_hand": best,
+                "by_hand_seconds": None if best is None else seconds[best],
+            }
+        )
+    hand = {name: {"peak": peaks[name], "seconds": seconds[name]} for name in by_hand({})}
+    return {"sizes": asdict(sizes), "rows": rows, "by_hand": hand, "largest_loss_difference": worst}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result as a page."""
+    sizes = result["sizes"]
+    lines = [
+        f"# Planned steps of a Llama with {sizes['layers']} layers, {sizes['width']} wide",
+        "",
+        f"Float32, {sizes['batch']} × {sizes['tokens']} tokens, forward and backward; MiB at the peak, seconds a step.",
+        "",
+        "| budget | predicted | measured | of the budget | plan, s | best by hand that fits | s | plan over it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        amounts = " | ".join(f"{row[name] / MIB:,.2f}" for name in ("budget", "predicted", "measured"))
+        own, other = row["seconds"]["median"], row["by_hand_seconds"]
+        beside = "none fits | – | –" if other is None else f"{row['best_by_hand']} | {other['median']:.3f} | "
+        beside += "" if other is None else f"{own / other['median']:.3f}"
+        lines.append(f"| {amounts} | {row['measured'] / row['budget']:.1%} | {own:.3f} | {beside} |")
+    lines += ["", "| by hand | peak | s |", "|---|---|---|"]
+    for name, found in result["by_hand"].items():
+        lines.append(f"| {name} | {found['peak'] / MIB:,.2f} | {found['seconds']['median']:.3f} |")
+    lines += ["", *(f"- {row['budget'] / MIB:,.1f} MiB: {row['policy']}" for row in result["rows"])]
+    return "\n".join([*lines, "", environment.footer(result["environment"]), ""])
+
+
+def main() -> None:
+    parser = command_line(__doc__, budget=240)
+    for name, value in asdict(Sizes()).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    sizes = Sizes(**{name: getattr(arguments, name) for name in asdict(Sizes())})
+    result = measure(sizes, arguments) | {"environment": environment.describe()}
+    write(result, markdown, arguments, f"planned-steps-{sizes.layers}x{sizes.width}")
+
+
+if __name__ == "__main__":
+    main()

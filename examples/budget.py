@@ -1,0 +1,35 @@
+"""Plans for training Llama-3-8B within the memory of one card, found without a GPU and without weights.
+
+python examples/budget.py
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import ckptfused
+from ckptfused.policy import adamw
+from ckptfused.policy.variants import MODELS, PLAIN, build
+
+# Less than the cards have, by the CUDA context and fragmentation.
+CARDS = {"h200": ("one H200", "130GiB"), "h100": ("one card of 80 GB", "74GiB")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=8192)
+    arguments = parser.parse_args()
+    ids = torch.empty(arguments.batch, arguments.tokens, dtype=torch.int64, device="meta")
+    for trained, lora in (("all weights", None), ("LoRA", 16)):
+        model = build(MODELS["llama-3-8b"], PLAIN, torch.bfloat16, lora)
+        for device, (card, budget) in CARDS.items():
+            plan = ckptfused.plan(model, {"input_ids": ids, "labels": ids}, budget, adamw, device)
+            print(f"{trained}, {card}\n{plan}\n")
+            plan.plot(f"plan-{device}.png" if lora is None else f"plan-{device}-lora.png")
+
+
+if __name__ == "__main__":
+    main()
