@@ -11,7 +11,19 @@ import triton.language as tl
 
 from . import problem
 from .philox import dropout_scale, keep_tile, load_state
-from .tiles import INF, LOG2E, key_ranges, load_rows, logits, place, query_ranges, row_products, scalar, store_rows
+from .tiles import (
+    INF,
+    LOG2E,
+    key_order,
+    key_ranges,
+    load_rows,
+    logits,
+    place,
+    query_ranges,
+    row_products,
+    scalar,
+    store_rows,
+)
 
 # shift and delta of a sequence are followed by this many rows without probabilities. A tile that reaches beyond the
 # last query reads those, without a mask (which would cost many registers in the layout of a product's columns).
@@ -27,7 +39,7 @@ def _rows_of(sequence, head, heads, begin, queries, sequences, PACKED: tl.conste
         return (tl.cast(sequence, tl.int64) * heads + head) * (queries + GAP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=problem.SIZES)
 def attention_delta_kernel(
     do, o, lse, shift, delta, cu_seqlens, do_b, do_h, do_t, o_b, o_h, o_t, tiles, heads, queries, sequences,
     PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -56,9 +68,10 @@ def attention_delta_kernel(
 
 
 @triton.jit
-def _dlogits(p, dp, delta, slope, SOFTCAP: tl.constexpr, HIDDEN: tl.constexpr):
-    """Gradient of the scaled products. HIDDEN: some p are 0 by a mask, and then it is 0 even where dp is not finite."""
-    ds = p * (dp - delta)
+def _dlogits(p, less, slope, SOFTCAP: tl.constexpr, HIDDEN: tl.constexpr):
+    """Gradient of the scaled products; less: dp - delta. HIDDEN: some p are 0 by a mask, and then it is 0 even where dp
+    is not finite."""
+    ds = p * less
     if HIDDEN:
         ds = tl.where(p == 0.0, 0.0, ds)
     if SOFTCAP:
@@ -69,17 +82,19 @@ def _dlogits(p, dp, delta, slope, SOFTCAP: tl.constexpr, HIDDEN: tl.constexpr):
 @triton.jit
 def _dkdv_queries(
     dk, dv, k, v, q, do, k_t, v_t, q_t, do_t, shift, delta, lo, hi, n, q_len, k_len, scale, softcap, window,
-    mask, mask_m, mask_n, padding, padding_n, row, calls, n0, k0, k1, c2, c3, threshold, drop_scale,
+    mask, mask_m, mask_n, padding, padding_n, row, row_calls, n0, k0, k1, c2, c3, threshold, drop_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PADDING: tl.constexpr,
     DROPOUT: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Adds the part of queries [lo, hi) of one head to dk and dv. Tiles are [BLOCK_N, BLOCK_M]: the probabilities then
     go into the second product from registers. k, v: the tiles, or with a PIECE where their rows begin."""
+    ORDER: tl.constexpr = 2 if DROPOUT and q.dtype.element_ty.primitive_bitwidth == 16 else 0
+    nothing = scale * 0.0  # as in forward
     for start in range(lo, hi, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         if DROPOUT:  # first: the draws need many registers for a while
-            keep = tl.trans(keep_tile((row + m) * calls, n0, k0, k1, c2, c3, threshold, BLOCK_N))
+            keep = tl.trans(keep_tile((row + m) * row_calls, n0, k0, k1, c2, c3, threshold, BLOCK_N, ORDER))
         if PIECE:
             products = row_products(
                 k, n0, k_len, k_t, q, start, q_len, q_t, dk.dtype, PRECISION,
@@ -104,17 +119,20 @@ def _dkdv_queries(
             dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
         dropped = p
         if DROPOUT:
-            dropped = tl.where(keep, p, 0.0)
-            dp = tl.where(keep, dp * drop_scale, 0.0)
+            dropped = tl.where(keep, p, nothing)
         dv = tl.dot(dropped.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION, out_dtype=dv.dtype)
-        ds = _dlogits(p, dp, tl.load(delta + m)[None, :], slope, SOFTCAP, BOUNDED or MASK or PADDING)
+        column_delta = tl.load(delta + m)[None, :]
+        less = dp - column_delta
+        if DROPOUT:  # written so that its multiplication is one with the subtraction
+            less = tl.where(keep, dp * drop_scale - column_delta, -column_delta)
+        ds = _dlogits(p, less, slope, SOFTCAP, BOUNDED or MASK or PADDING)
         if PIECE:
             q_tile = load_rows(q, start, q_len, q_t, BLOCK_M, HEAD_DIM, BLOCK_D, True)
         dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION, out_dtype=dk.dtype)
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=problem.SIZES)
 def attention_dkdv_kernel(
     do, q, k, v, shift, delta, dk, dv, mask, padding, cu_seqlens, rng_state,
     do_b, do_h, do_t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,
@@ -143,17 +161,18 @@ def attention_dkdv_kernel(
         padding += batch * padding_b + begin * tl.cast(padding_n, tl.int64)
     scale = scalar(scale)
     softcap = scalar(softcap)
-    k0, k1, c2, c3, drop_scale, calls = 0, 0, 0, 0, 1.0, 0
+    k0, k1, c2, c3, drop_scale, row_calls = 0, 0, 0, 0, 1.0, 0
     if DROPOUT:
         k0, k1, c2, c3 = load_state(rng_state, 0)
         drop_scale = dropout_scale(threshold, ACC)
-        calls = (longest_k + 7) // 8
+        row_calls = (longest_k + 7) // 8
 
     n0 = tile * BLOCK_N
-    n = n0 + tl.arange(0, BLOCK_N)
+    ORDER: tl.constexpr = 2 if DROPOUT and q.dtype.element_ty.primitive_bitwidth == 16 else 0
+    n = n0 + key_order(tl.arange(0, BLOCK_N), ORDER)
     if not PIECE:
-        k = load_rows(k, n0, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
-        v = load_rows(v, n0, k_len, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, True)
+        k = load_rows(k, n0, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, True, ORDER)
+        v = load_rows(v, n0, k_len, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, True, ORDER)
     dk_tile = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     dv_tile = tl.zeros((BLOCK_N, BLOCK_D), ACC)
     lo, full_lo, full_hi, hi = query_ranges(n0, q_len, k_len, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW)
@@ -175,13 +194,13 @@ def attention_dkdv_kernel(
                     lo if part == 0 or ONE_RANGE else (full_lo if part == 1 else full_hi),
                     tl.minimum(full_lo, hi) if part == 0 else (full_hi if part == 1 else hi),
                     n, q_len, k_len, scale, softcap, window, mask_head, mask_m, mask_n, padding, padding_n,
-                    row, calls, n0, k0, k1, c2, c3, threshold, drop_scale,
+                    row, row_calls, n0, k0, k1, c2, c3, threshold, drop_scale,
                     CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, DROPOUT, part != 1, PRECISION,
                     HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PIECE,
                 )  # fmt: skip
     stride = kv_heads * HEAD_DIM
-    store_rows(dk, n0, k_len, stride, dk_tile * scale, BLOCK_N, HEAD_DIM, BLOCK_D)
-    store_rows(dv, n0, k_len, stride, dv_tile * drop_scale, BLOCK_N, HEAD_DIM, BLOCK_D)
+    store_rows(dk, n0, k_len, stride, dk_tile * scale, BLOCK_N, HEAD_DIM, BLOCK_D, ORDER)
+    store_rows(dv, n0, k_len, stride, dv_tile * drop_scale, BLOCK_N, HEAD_DIM, BLOCK_D, ORDER)
 
 
 @triton.jit
@@ -194,10 +213,12 @@ def _dq_keys(
 ):  # fmt: skip
     """Adds the part of keys [lo, hi) to dq [BLOCK_M, BLOCK_D]. q, do: the tiles, or with a PIECE where their rows
     begin."""
+    HALF: tl.constexpr = k.dtype.element_ty.primitive_bitwidth == 16
+    ORDER: tl.constexpr = 1 if DROPOUT and HALF and BLOCK_N >= 32 else 0
     for start in range(lo, hi, BLOCK_N):
-        n = (start + tl.arange(0, BLOCK_N))[None, :]
+        n = (start + key_order(tl.arange(0, BLOCK_N), ORDER))[None, :]
         if DROPOUT:
-            keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N)
+            keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER)
         if PIECE:
             products = row_products(
                 q, m0, q_len, q_t, k, start, k_len, k_t, dq.dtype, PRECISION,
@@ -208,8 +229,8 @@ def _dq_keys(
                 BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, PIECE,
             )  # fmt: skip
         else:
-            k_tile = load_rows(k, start, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
-            v_tile = load_rows(v, start, k_len, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
+            k_tile = load_rows(k, start, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED, ORDER)
+            v_tile = load_rows(v, start, k_len, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED, ORDER)
             products = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
             dp = tl.dot(do, tl.trans(v_tile), input_precision=PRECISION)
         s, slope = logits(
@@ -218,16 +239,17 @@ def _dq_keys(
             CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, False, BOUNDED,
         )  # fmt: skip
         p = tl.exp2(s)
-        if DROPOUT:
-            dp = tl.where(keep, dp * drop_scale, 0.0)
-        ds = _dlogits(p, dp, row_delta[:, None], slope, SOFTCAP, BOUNDED or MASK or PADDING)
+        less = dp - row_delta[:, None]
+        if DROPOUT:  # written so that its multiplication is one with the subtraction
+            less = tl.where(keep, dp * drop_scale - row_delta[:, None], -row_delta[:, None])
+        ds = _dlogits(p, less, slope, SOFTCAP, BOUNDED or MASK or PADDING)
         if PIECE:
-            k_tile = load_rows(k, start, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
+            k_tile = load_rows(k, start, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED, ORDER)
         dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION, out_dtype=dq.dtype)
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=problem.SIZES)
 def attention_dq_kernel(
     do, q, k, v, shift, delta, dq, mask, padding, cu_seqlens, rng_state,
     do_b, do_h, do_t, q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import problem
 from .philox import dropout_scale, keep_tile, load_state
-from .tiles import INF, LN2, LOG2E, key_ranges, load_rows, logits, place, row_products, scalar, store_rows
+from .tiles import INF, LN2, LOG2E, key_order, key_ranges, load_rows, logits, place, row_products, scalar, store_rows
 
 
 @triton.jit
@@ -25,17 +26,20 @@ def _fwd_keys(
 
     q: the tile, or with a PIECE where the rows of q begin.
     """
+    HALF: tl.constexpr = k.dtype.element_ty.primitive_bitwidth == 16
+    ORDER: tl.constexpr = 1 if DROPOUT and HALF and BLOCK_N >= 32 else 0
+    nothing = scale * 0.0  # a 0 that the compiler does not know: else it chooses after rounding, half a word at a time
     for start in range(lo, hi, BLOCK_N):
-        n = (start + tl.arange(0, BLOCK_N))[None, :]
+        n = (start + key_order(tl.arange(0, BLOCK_N), ORDER))[None, :]
         if DROPOUT:  # before the product: the draws need many registers for a while
-            keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N)
+            keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER)
         if PIECE:
             products = row_products(
                 q, m0, q_len, q_t, k, start, k_len, k_t, out.dtype, PRECISION,
                 BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, PIECE,
             )  # fmt: skip
         else:
-            k_tile = load_rows(k, start, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
+            k_tile = load_rows(k, start, k_len, k_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED, ORDER)
             products = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
         s, _ = logits(
             products, None, m[:, None], n, n < k_len, q_len, k_len, scale, softcap, window,
@@ -55,13 +59,13 @@ def _fwd_keys(
         total = total * rescale + tl.sum(p, 1)
         out = out * rescale[:, None]
         if DROPOUT:
-            p = tl.where(keep, p, 0.0)
-        v_tile = load_rows(v, start, k_len, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED)
+            p = tl.where(keep, p, nothing)
+        v_tile = load_rows(v, start, k_len, v_t, BLOCK_N, HEAD_DIM, BLOCK_D, BOUNDED, ORDER)
         out = tl.dot(p.to(v_tile.dtype), v_tile, out, input_precision=PRECISION, out_dtype=out.dtype)
     return out, total, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=problem.SIZES)
 def attention_fwd_kernel(
     q, k, v, o, lse, mask, padding, cu_seqlens, rng_state,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t,

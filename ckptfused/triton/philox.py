@@ -34,19 +34,38 @@ def load_state(rng_state, SITE: tl.constexpr):
 
 
 @triton.jit
-def keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N: tl.constexpr):
+def keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N: tl.constexpr, ORDER: tl.constexpr):
     """bool [BLOCK_M, BLOCK_N]: which elements of columns [start, start + BLOCK_N) stay; start a multiple of 8.
 
-    first_calls: int64 [BLOCK_M], the number of each row's first Philox call: row · ⌈cols / 8⌉. One call decides eight
-    elements: the calls are made as [BLOCK_M, BLOCK_N / 8] and their words are laid side by side.
+    first_calls: int64 [BLOCK_M], the number of each row's first Philox call: row · ⌈cols / 8⌉. ORDER: of the columns,
+    as tiles.key_order says.
+
+    One call decides eight elements. As the columns come (ORDER 0) the calls' words are laid side by side, through
+    shared memory. In another order each element chooses among the words of its call, in a tile [row, .., word, call,
+    half of a word] or [row, .., half, call, word]: there the compiler gives each thread the calls of the elements that
+    it holds, and nothing moves.
     """
     BLOCK_M: tl.constexpr = first_calls.shape[0]
-    calls = first_calls[:, None] + (start // 8 + tl.arange(0, BLOCK_N // 8))[None, :]  # [BLOCK_M, BLOCK_N / 8]
+    CALLS: tl.constexpr = 4 if ORDER == 1 else 2 if ORDER == 2 else 1  # whose words alternate
+    column = tl.reshape(tl.arange(0, BLOCK_N // 8), (1, BLOCK_N // 8 // CALLS, CALLS))
+    calls = first_calls[:, None, None] + (start // 8 + column)
     w0, w1, w2, w3 = philox(calls.to(tl.uint32), (calls >> 32).to(tl.uint32), c2, c3, k0, k1)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [.., i, j] is word 2i + j
-    low = (words & 0xFFFF) >= threshold
-    high = (words >> 16) >= threshold
-    return tl.reshape(tl.join(low, high), (BLOCK_M, BLOCK_N))
+    if ORDER == 0:
+        words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [.., i, j] is word 2i + j
+        keep = tl.join((words & 0xFFFF) >= threshold, (words >> 16) >= threshold)
+    else:
+        word, half = tl.arange(0, 4), tl.arange(0, 2)
+        if ORDER == 1:
+            word, half = word[None, None, :, None, None], half[None, None, None, None, :]
+        else:
+            word, half = word[None, None, None, None, :], half[None, None, :, None, None]
+        w0, w1 = w0[:, :, None, :, None], w1[:, :, None, :, None]
+        w2, w3 = w2[:, :, None, :, None], w3[:, :, None, :, None]
+        words = tl.where(word < 2, tl.where(word == 0, w0, w1), tl.where(word == 2, w2, w3))
+        # 16 bits ≥ threshold, as one comparison of 32 bits with the number before it, which fits where all is dropped.
+        below = ((threshold.to(tl.uint64) << 16) - 1).to(tl.uint32)
+        keep = tl.where(half == 0, words << 16, words) > below
+    return tl.reshape(keep, (BLOCK_M, BLOCK_N))
 
 
 @triton.jit
@@ -65,6 +84,6 @@ def keep_tile_kernel(
     start = tl.program_id(1) * BLOCK_N
     col = start + tl.arange(0, BLOCK_N)
     k0, k1, c2, c3 = load_state(rng_state, SITE)
-    keep = keep_tile(row * ((cols + 7) // 8), start, k0, k1, c2, c3, threshold, BLOCK_N)
+    keep = keep_tile(row * ((cols + 7) // 8), start, k0, k1, c2, c3, threshold, BLOCK_N, 0)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     tl.store(out + row[:, None] * cols + col[None, :], keep.to(tl.uint8), mask=inside)

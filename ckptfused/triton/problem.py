@@ -13,6 +13,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rows of a tile are apart by 32-bit offsets: at most 256 rows of this stride.
 _MAX_ROW_STRIDE = 1 << 22
 _MAX_HEAD_DIM = 256
+# Arguments for whose values nothing is compiled anew: another number of tokens or heads runs the same kernel.
+SIZES = ("window", "threshold", "tiles", "heads", "kv_heads", "queries", "keys", "sequences")
 GAP = 128  # rows behind each sequence's in shift and delta, the scratch of backward; no tile has more queries
 
 

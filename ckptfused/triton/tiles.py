@@ -119,24 +119,44 @@ def query_ranges(
 
 
 @triton.jit
+def key_order(i, ORDER: tl.constexpr):
+    """Which key of a tile stands in column i of a product, or in its row i, where attention drops.
+
+    A thread holds columns 2q and 2q + 1 of each eight of a product of tensor cores, for a q of its own, and rows r and
+    r + 8 of sixteen. ORDER 1: each 32 columns are keys 8q to 8q + 7 for each thread, which one Philox call decides. 2:
+    each 16 rows are keys 2r and 2r + 1, which one word of a call decides. (A sum over keys does not mind.) 0: as they
+    come.
+    """
+    if ORDER == 1:
+        return (i & -32) | ((i & 6) << 2) | ((i & 24) >> 2) | (i & 1)
+    elif ORDER == 2:  # noqa: RET505
+        return (i & -16) | ((i & 7) << 1) | ((i & 8) >> 3)
+    else:
+        return i
+
+
+@triton.jit
 def load_rows(
     base, start, count, stride,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BOUNDED: tl.constexpr,
+    ORDER: tl.constexpr = 0,
 ):  # fmt: skip
-    """Rows [start, start + BLOCK) of a [count, HEAD_DIM] matrix as [BLOCK, BLOCK_D], 0 where there is nothing.
+    """Rows [start, start + BLOCK) of a [count, HEAD_DIM] matrix as [BLOCK, BLOCK_D], 0 where there is nothing, in
+    the ORDER of key_order.
 
     Only the tile's start is a 64-bit offset: the launcher sees to it that BLOCK · stride fits in 32 bits.
     """
-    return load_columns(base, start, count, stride, 0, BLOCK, HEAD_DIM, BLOCK_D, BOUNDED, HEAD_DIM != BLOCK_D)
+    return load_columns(base, start, count, stride, 0, BLOCK, HEAD_DIM, BLOCK_D, BOUNDED, HEAD_DIM != BLOCK_D, ORDER)
 
 
 @triton.jit
 def load_columns(
     base, start, count, stride, d0,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr, NARROW: tl.constexpr,
+    ORDER: tl.constexpr = 0,
 ):  # fmt: skip
     """Columns [d0, d0 + WIDTH) of those rows. NARROW: some may lie beyond HEAD_DIM."""
-    row = tl.arange(0, BLOCK)[:, None]
+    row = key_order(tl.arange(0, BLOCK), ORDER)[:, None]
     d = d0 + tl.arange(0, WIDTH)[None, :]
     at = base + start * tl.cast(stride, tl.int64) + (row * stride + d)
     if BOUNDED and NARROW:
@@ -168,9 +188,13 @@ def row_products(
 
 
 @triton.jit
-def store_rows(base, start, count, stride, value, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """value [BLOCK, BLOCK_D] into rows [start, start + BLOCK) of a [count, HEAD_DIM] matrix."""
-    row = tl.arange(0, BLOCK)[:, None]
+def store_rows(
+    base, start, count, stride, value,
+    BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ORDER: tl.constexpr = 0,
+):  # fmt: skip
+    """value [BLOCK, BLOCK_D], its rows in the ORDER of key_order, into rows [start, start + BLOCK) of a
+    [count, HEAD_DIM] matrix."""
+    row = key_order(tl.arange(0, BLOCK), ORDER)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     at = base + start * tl.cast(stride, tl.int64) + (row * stride + d)
     tl.store(at, value.to(base.dtype.element_ty), mask=(start + row < count) & (d < HEAD_DIM))

@@ -86,6 +86,7 @@ class Result:
     stack: int
     shared: int
     ptx: str
+    cubin: bytes
     seconds: float
 
 
@@ -151,7 +152,9 @@ def compile_kernel(k: Kernel) -> Result:
     )
     seconds = time.time() - start
     registers, spilled, stack = ptxas(compiled.asm["ptx"])
-    return Result(registers, spilled, stack, compiled.metadata.shared, compiled.asm["ptx"], seconds)
+    return Result(
+        registers, spilled, stack, compiled.metadata.shared, compiled.asm["ptx"], compiled.asm["cubin"], seconds
+    )
 
 
 def ptxas(ptx: str) -> tuple[int, int, int]:

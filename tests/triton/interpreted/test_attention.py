@@ -119,8 +119,8 @@ def test_a_wrong_mask_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_tile = attention_bwd.keep_tile
     assert not failures(call.case, run(call), call)
 
-    def one_bit_off(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N):  # type: ignore[no-untyped-def]
-        keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N)
+    def one_bit_off(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER):  # type: ignore[no-untyped-def]
+        keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER)
         keep.handle.data[0, 0] ^= True
         return keep
 
