@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .tiles import key_order
+
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
@@ -77,13 +79,14 @@ def dropout_scale(threshold, ACC: tl.constexpr):
 
 @triton.jit
 def keep_tile_kernel(
-    out, rng_state, rows, cols, threshold, SITE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    out, rng_state, rows, cols, threshold,
+    SITE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ORDER: tl.constexpr = 0,
+):  # fmt: skip
     """The keep mask of a [rows, cols] tensor as uint8: what tests compare with ``ckptfused.rng.dropout_mask``."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.program_id(1) * BLOCK_N
-    col = start + tl.arange(0, BLOCK_N)
+    col = start + key_order(tl.arange(0, BLOCK_N), ORDER)
     k0, k1, c2, c3 = load_state(rng_state, SITE)
-    keep = keep_tile(row * ((cols + 7) // 8), start, k0, k1, c2, c3, threshold, BLOCK_N, 0)
+    keep = keep_tile(row * ((cols + 7) // 8), start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     tl.store(out + row[:, None] * cols + col[None, :], keep.to(tl.uint8), mask=inside)

@@ -137,7 +137,7 @@ def exact_table() -> Iterator[Kernel]:
 def test_the_mask_alone(device: str) -> None:
     """In the tile of tests/gpu/test_masks.py."""
     numbers = {"out": "*u8", "rng_state": "*i64", "rows": "i32", "cols": "i32", "threshold": "i32"}
-    constants: dict[str, Any] = {"SITE": 1, "BLOCK_M": 32, "BLOCK_N": 64}
+    constants: dict[str, Any] = {"SITE": 1, "BLOCK_M": 32, "BLOCK_N": 64, "ORDER": 0}
     signature = numbers | dict.fromkeys(constants, "constexpr")
     major, minor = CAPABILITIES[device]
     compiled = triton.compile(

@@ -14,11 +14,13 @@ SEED, OFFSET = -0x1234567890ABCDEF, (7 << 40) + 5
 
 
 def triton_mask(
-    rows: int, cols: int, p: float, state: Tensor, site: int, block_m: int = 16, block_n: int = 32
+    rows: int, cols: int, p: float, state: Tensor, site: int, block_m: int = 16, block_n: int = 32, order: int = 0
 ) -> Tensor:
     keep = torch.full((rows, cols), 7, dtype=torch.uint8)
     grid = (-(-rows // block_m), -(-cols // block_n))
-    keep_tile_kernel[grid](keep, state, rows, cols, round(p * 65536), SITE=site, BLOCK_M=block_m, BLOCK_N=block_n)
+    keep_tile_kernel[grid](
+        keep, state, rows, cols, round(p * 65536), SITE=site, BLOCK_M=block_m, BLOCK_N=block_n, ORDER=order
+    )
     assert (keep <= 1).all()
     return keep.bool()
 
@@ -37,6 +39,16 @@ def test_bits(shape: tuple[int, int], p: float) -> None:
 def test_tiles_do_not_matter(block_m: int, block_n: int) -> None:
     state = torch.tensor([SEED, OFFSET])
     assert torch.equal(triton_mask(70, 111, 0.3, state, 0, block_m, block_n), triton_mask(70, 111, 0.3, state, 0))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("p", [0.1, 1.0, 1 / 65536])
+def test_the_order_of_keys_does_not_matter(order: int, p: float) -> None:
+    """The columns of a tile as attention reads them: each keeps its own bit."""
+    state = torch.tensor([SEED, OFFSET])
+    for block_n in (32, 128):
+        mask = triton_mask(70, 331, p, state, 0, 16, block_n, order)
+        assert torch.equal(mask, dropout_mask((70, 331), p, SEED, OFFSET, 0))
 
 
 def test_another_state_is_seen() -> None:
