@@ -534,6 +534,13 @@ MUTANTS = (
         test="tests/convert/test_loss_head.py::test_float32[gemma2]",
     ),
     Mutant(
+        "a plan that is given out though its whole step needs more than was counted",
+        file="ckptfused/policy/plan.py",
+        text="if needed <= budget else (fits, guess)",
+        defect="if counted.peaks[guess] <= budget else (fits, guess)",
+        test="tests/policy/test_plan.py::test_never_over_and_never_slower_with_more",
+    ),
+    Mutant(
         "a plan that forgets what backward holds beside what was saved",
         file="ckptfused/policy/chain.py",
         text="max(mode.forward, after + mode.backward)\n            need",
