@@ -71,7 +71,8 @@ def convert(
         policy, note = planned(model, process_group, **step)
         report = apply(model, policy, process_group)
         return replace(report, notes=(note, *report.notes))
-    for name, value in {"batch": batch, "optimizer": optimizer, "device": device}.items():
+    of_budget = {"batch": batch, "optimizer": optimizer, "device": device, "shards": None if shards == 1 else shards}
+    for name, value in of_budget.items():
         if value is not None:
             raise ValueError(f"{name}: expected a budget beside it, got None")
     if policy is None:

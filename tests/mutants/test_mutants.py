@@ -108,7 +108,9 @@ def _copy(tmp_path: Path) -> Path:
 
 
 # By an assertion of the test, or of opcheck, which has its own; not by a crash on the way.
-NOTICED = re.compile(r"tests/\S+\.py:\d+: (AssertionError|assert |Failed: DID NOT RAISE)|\.OpCheckError: opcheck\(")
+NOTICED = re.compile(
+    r"tests/\S+\.py:\d+: (AssertionError|assert |Failed: DID NOT (RAISE|WARN))|\.OpCheckError: opcheck\("
+)
 TESTS = sorted({mutant.test for mutant in MUTANTS})
 
 

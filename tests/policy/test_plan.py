@@ -272,6 +272,7 @@ def test_a_budget_given_to_convert() -> None:
     [
         ({"budget": "1GiB"}, "batch: expected the batch of a step beside the budget"),
         ({"batch": {}}, "batch: expected a budget beside it"),
+        ({"shards": 8}, "shards: expected a budget beside it"),
         ({"budget": "1GiB", "batch": {}, "keep": "all"}, "expected a budget alone, .* got keep='all'"),
         ({"budget": "1GiB", "batch": {}, "policy": CheckpointPolicy.none()}, "expected a budget alone"),
         ({"budget": "many", "batch": {}}, "budget: expected a number of bytes"),
