@@ -12,56 +12,23 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor, nn
 
 import ckptfused
 from benchmarks import environment
 from benchmarks.commands import command_line, write
-from benchmarks.memory import memory_of
+from benchmarks.llama import MIB, Sizes, batch_of, check_losses, make, peak_of, step_of
 from benchmarks.step_time import summary, take_turns
 from ckptfused import CheckpointPolicy
 
 SHARES = (0.02, 0.25, 0.5, 0.75, 0.95)
 """Where each budget is between the least and the most that a plan needs."""
-MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The model and its batch."""
-
-    layers: int = 12
-    width: int = 384
-    hidden: int = 1024
-    heads: int = 6
-    vocabulary: int = 4096
-    batch: int = 4
-    tokens: int = 512
-
-
-def make(sizes: Sizes, seed: int) -> nn.Module:
-    """A Llama with random weights in float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.width,
-        intermediate_size=sizes.hidden,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        max_position_embeddings=sizes.tokens,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
 
 
 def by_hand(loss: dict[str, Any]) -> dict[str, CheckpointPolicy]:
@@ -76,30 +43,9 @@ def by_hand(loss: dict[str, Any]) -> dict[str, CheckpointPolicy]:
     }
 
 
-def step_of(model: Any, batch: dict[str, Tensor]) -> Callable[[], None]:
-    """Forward and backward; the gradients are made anew."""
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        model(**batch).loss.backward()
-
-    return step
-
-
-def peak_of(model: Any, batch: dict[str, Tensor]) -> int:
-    """Bytes at the peak of a second step, weights and batch included."""
-    step = step_of(model, batch)
-    step()
-    model.zero_grad(set_to_none=True)
-    owned = {t.untyped_storage().data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    return sum(owned.values()) + batch["input_ids"].nbytes + memory_of(step).peak
-
-
 def measure(sizes: Sizes, arguments: Namespace) -> dict[str, Any]:
     """Plans, checks, measures and times."""
-    generator = torch.Generator().manual_seed(arguments.seed)
-    ids = torch.randint(0, sizes.vocabulary, (sizes.batch, sizes.tokens), generator=generator)
-    batch = {"input_ids": ids, "labels": ids}
+    batch = batch_of(sizes, arguments.seed)
     model = make(sizes, arguments.seed)
     front = ckptfused.plan(model, batch, 1 << 50, device="cpu").front
     least, most = front[0].peak, front[-1].peak
@@ -116,9 +62,7 @@ def measure(sizes: Sizes, arguments: Namespace) -> dict[str, Any]:
         ckptfused.convert(models[name], policy=policy)
         peaks[name] = peak_of(models[name], batch)
         losses[name] = models[name](**batch).loss.item()
-    worst = max(abs(loss / losses["none"] - 1) for loss in losses.values())
-    if not worst <= 1e-5:  # sums in another order
-        raise SystemExit(f"loss check failed, no time reported: {losses}")
+    worst = check_losses(losses, "none")
     times = take_turns({name: step_of(one, batch) for name, one in models.items()}, arguments.budget)
     seconds = {name: summary(taken) for name, taken in times.items()}
     rows = []

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ckptfused
-from benchmarks import environment
+from benchmarks import environment, llama
 from benchmarks.checks import worst_error
 from benchmarks.commands import command_line, times, write
 from benchmarks.memory import memory_of
@@ -42,16 +42,11 @@ GOAL = 0.20  # of CHECKPOINTED's peak above weights and gradients
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The model and its batch."""
+class Sizes(llama.Sizes):
+    """The model and its batch; the vocabulary is large, as real ones are."""
 
     layers: int = 8
-    width: int = 384
-    hidden: int = 1024
-    heads: int = 6
     vocabulary: int = 32768
-    batch: int = 4
-    tokens: int = 512
 
     @property
     def name(self) -> str:
@@ -60,20 +55,7 @@ class Sizes:
 
 def make(variant: str, sizes: Sizes, seed: int) -> Any:
     """A Llama with random weights, float32, as `variant` trains it."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    model: Any = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=sizes.vocabulary,
-            hidden_size=sizes.width,
-            intermediate_size=sizes.hidden,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.heads,
-            max_position_embeddings=sizes.tokens,
-            use_cache=False,
-        )
-    ).train()
+    model: Any = llama.make(sizes, seed)
     if variant in (CHECKPOINTED, CHUNKED):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of its new name, which older versions do not have
