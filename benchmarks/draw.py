@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 PICTURE, WHOLE_PICTURE = IMAGES / "encoder_step.svg", IMAGES / "whole_step.svg"
+POLICIES_PICTURE = IMAGES / "policies.svg"
+POLICIES = "policies-12x384"
+PLANNED = "planned-steps-12x384"
 ENCODER = "encoder-4x512x4096"
 ENCODER_ROWS = {
     "nn.TransformerEncoderLayer": "`nn.TransformerEncoderLayer`",
@@ -128,11 +131,54 @@ def scratch_table(page: Path) -> str:
     )
 
 
+def above_weights(found: dict[str, Any], name: str) -> float:
+    """MiB at the peak of a step under a policy, beside the weights."""
+    return (found["rows"][name]["peak"] - found["weights"]) / 2**20
+
+
+def policies_table(page: Path) -> str:
+    """Memory and step time of one model under the policies that guides compare, and the picture of them."""
+    found = result(POLICIES)
+    shape, rows = found["sizes"], found["rows"]
+    lines = ["| policy | peak above weights | time |", "|---|---|---|"]
+    for name, row in rows.items():
+        lines.append(f"| {name} | {above_weights(found, name):,.1f} MiB | {row['seconds']['median']:.3f} s |")
+    lines += [
+        "",
+        f"Llama of {shape['layers']} layers of width {shape['width']}, {shape['batch']} × {shape['tokens']} tokens, "
+        f"float32, forward and backward, chunked loss, {found['environment']['threads']} cores; what is on the CPU "
+        f"stays there, so offload changes nothing here. Measured as `benchmarks/results/{POLICIES}.md` says.",
+        "",
+        f"![Peak memory and step time of the policies]({POLICIES_PICTURE.relative_to(page.parent).as_posix()})",
+    ]
+    return "\n".join(lines)
+
+
+def planned_table(page: Path) -> str:
+    """What planned steps need and take, measured, beside the best policy made by hand that fits."""
+    found = result(PLANNED)
+    shape = found["sizes"]
+    lines = ["| budget | measured peak | plan | best by hand that fits | |", "|---|---|---|---|---|"]
+    for row in found["rows"]:
+        budget, peak, own = row["budget"] / 2**20, row["measured"] / 2**20, row["seconds"]["median"]
+        hand = "none fits | –" if row["best_by_hand"] is None else row["best_by_hand"]
+        hand += "" if row["by_hand_seconds"] is None else f" | {row['by_hand_seconds']['median']:.3f} s"
+        lines.append(f"| {budget:,.1f} MiB | {peak:,.1f} MiB ({peak / budget:.1%}) | {own:.3f} s | {hand} |")
+    lines += [
+        "",
+        f"Llama of {shape['layers']} layers of width {shape['width']}, {shape['batch']} × {shape['tokens']} tokens, "
+        f"float32, {found['environment']['threads']} cores, as `benchmarks/results/{PLANNED}.md` says.",
+    ]
+    return "\n".join(lines)
+
+
 # By name: the result files that a table is made from, what makes it, and the pages that have it.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Path], str], tuple[Path, ...]]] = {
     "encoder-step": ((ENCODER,), encoder_table, (ROOT / "README.md", ROOT / "docs" / "index.md")),
     "whole-step": ((WHOLE,), whole_table, (ROOT / "README.md", ROOT / "docs" / "loss.md")),
     "ffn-scratch": (tuple(SCRATCH.values()), scratch_table, (ROOT / "docs" / "keep.md",)),
+    "policies": ((POLICIES,), policies_table, (ROOT / "docs" / "policies.md",)),
+    "planned-steps": ((PLANNED,), planned_table, (ROOT / "docs" / "budget.md",)),
     "speed": (tuple(SPEED.values()), speed_table, (ROOT / "docs" / "keep.md",)),
 }
 
@@ -163,14 +209,43 @@ def draw_whole(path: Path, found: dict[str, Any]) -> None:
     draw_bars(path, seconds, ("peak above weights and gradients, MiB", peaks, "{:,.0f} MiB"))
 
 
-def draw_bars(path: Path, seconds: dict[str, float], memory: tuple[str, dict[str, float], str]) -> None:
-    """Two panels of bars: seconds of each variant, the last of which is ours, and (title, values, format) of memory."""
+def draw_policies(path: Path, found: dict[str, Any]) -> None:
+    """Memory against time, a point for each policy; those that leave layers as they were all in another colour."""
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained", facecolor="white")
+    rows = sorted(found["rows"], key=lambda name: found["rows"][name]["seconds"]["median"])
+    for place, name in enumerate(rows):  # labels of neighbours are below and above
+        x, y = above_weights(found, name), found["rows"][name]["seconds"]["median"]
+        axis.plot(x, y, "o", color="#5f7fb8" if name in ("none", "Hugging Face's checkpointing") else "#d1603d")
+        axis.annotate(name, (x, y), xytext=(5, (-9, 5)[place % 2]), textcoords="offset points", fontsize=8)
+    axis.set_xlabel("peak above weights, MiB")
+    axis.set_ylabel("seconds a step")
+    axis.margins(x=0.15)
+    axis.spines[["top", "right"]].set_visible(False)
+    saved(figure, path)
+
+
+def pyplot() -> Any:
+    """matplotlib, as documents have its pictures."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ckptfused", "font.family": "sans-serif"})
+    return plt
+
+
+def saved(figure: Any, path: Path) -> None:
+    """Writes a picture, the same bytes each time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot().close(figure)
+
+
+def draw_bars(path: Path, seconds: dict[str, float], memory: tuple[str, dict[str, float], str]) -> None:
+    """Two panels of bars: seconds of each variant, the last of which is ours, and (title, values, format) of memory."""
+    plt = pyplot()
     colours = ["#9aa4b2", *["#5f7fb8"] * (len(seconds) - 2), "#d1603d"]
     size = (9, 0.65 + 0.42 * len(seconds))
     figure, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained", facecolor="white")
@@ -182,9 +257,7 @@ def draw_bars(path: Path, seconds: dict[str, float], memory: tuple[str, dict[str
         axis.spines[["top", "right", "bottom"]].set_visible(False)
         axis.tick_params(bottom=False, labelbottom=False, left=False)
     axes[0].invert_yaxis()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
+    saved(figure, path)
 
 
 def main() -> None:
@@ -200,7 +273,12 @@ def main() -> None:
                 page.write_text(after)
     if check and stale:
         sys.exit("\n".join([*stale, "`make pictures` writes it anew"]))
-    for name, draw, picture in ((ENCODER, draw_encoder, PICTURE), (WHOLE, draw_whole, WHOLE_PICTURE)):
+    pictures = (
+        (ENCODER, draw_encoder, PICTURE),
+        (WHOLE, draw_whole, WHOLE_PICTURE),
+        (POLICIES, draw_policies, POLICIES_PICTURE),
+    )
+    for name, draw, picture in pictures:
         if not check and (RESULTS / f"{name}.json").exists():
             draw(picture, result(name))
 

@@ -3,9 +3,9 @@
 None, each layer, every 2, every 4, one half alone, segments, the whole model, offload, and each preset of what a fused
 layer keeps; Hugging Face's own checkpointing beside them; all with the chunked loss, so that the layers set the peak.
 Losses are compared first; all variants take turns within one run. Writes
-benchmarks/results/policies-<layers>x<width>[-<label>].json, .md and .svg. Needs transformers.
+benchmarks/results/policies-<layers>x<width>[-<label>].json and .md. Needs transformers.
 
-    python benchmarks/policies.py
+    python benchmarks/policies.py && make pictures
 """
 
 from __future__ import annotations
@@ -103,27 +103,6 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", environment.footer(result["environment"]), ""])
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Memory against time, a point for each policy; those of fused layers in another colour."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ckptfused", "font.family": "sans-serif"})
-    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained", facecolor="white")
-    for place, (name, row) in enumerate(result["rows"].items()):
-        x, y = above(result, name), row["seconds"]["median"]
-        axis.plot(x, y, "o", color="#5f7fb8" if name in (NONE, THEIRS) else "#d1603d")
-        axis.annotate(name, (x, y), xytext=(5, (-9, 5)[place % 2]), textcoords="offset points", fontsize=8)
-    axis.set_xlabel("peak above weights, MiB")
-    axis.set_ylabel("seconds a step")
-    axis.margins(x=0.15)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-
-
 def main() -> None:
     parser = command_line(__doc__, budget=120)
     for name, value in asdict(Sizes()).items():
@@ -132,9 +111,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     sizes = Sizes(**{name: getattr(arguments, name) for name in asdict(Sizes())})
     result = measure(sizes, arguments) | {"environment": environment.describe()}
-    stem = f"policies-{sizes.layers}x{sizes.width}"
-    write(result, markdown, arguments, stem)
-    draw(result, arguments.out / f"{'-'.join(filter(None, (stem, arguments.label)))}.svg")
+    write(result, markdown, arguments, f"policies-{sizes.layers}x{sizes.width}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import planned_steps, policies
+from benchmarks import draw, planned_steps, policies
 from benchmarks.llama import MIB, check_losses
 
 pytestmark = pytest.mark.once
@@ -39,7 +39,8 @@ def test_policies_of_guides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert peak["none"] > peak["every 2"] > peak['keep="inputs"'] == peak["inputs, offloaded"]
     assert peak['keep="all"'] > peak["selective ffn"] > peak['keep="inputs"']
     assert all(row["seconds"]["steps"] >= 3 for row in rows.values())
-    assert (tmp_path / "policies-4x64.svg").read_text().count("whole model") == 1
+    draw.draw_policies(tmp_path / "picture.svg", result)
+    assert (tmp_path / "picture.svg").read_text().count(">whole model<") == 1
 
 
 def test_plans_beside_policies_made_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
