@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import environment
+from benchmarks.commands import command_line, write
 from benchmarks.memory import memory_of
 
 MIB = 2**20
@@ -79,3 +82,21 @@ def check_losses(losses: Mapping[str, float], reference: str) -> float:
     if not all(difference <= 1e-5 for difference in differences):  # NaN is not
         raise SystemExit(f"loss check failed, no time reported: {dict(losses)}")
     return max(differences)
+
+
+def command(
+    doc: str | None,
+    budget: float,
+    stem: str,
+    measure: Callable[[Sizes, Namespace], dict[str, Any]],
+    markdown: Callable[[dict[str, Any]], str],
+) -> None:
+    """A measurement from the command line: of the sizes that are asked for, written as `stem`-<layers>x<width>."""
+    parser = command_line(doc, budget)
+    for name, value in asdict(Sizes()).items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    sizes = Sizes(**{name: getattr(arguments, name) for name in asdict(Sizes())})
+    result = measure(sizes, arguments) | {"environment": environment.describe()}
+    write(result, markdown, arguments, f"{stem}-{sizes.layers}x{sizes.width}")

@@ -18,12 +18,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 
 import ckptfused
 from benchmarks import environment
-from benchmarks.commands import command_line, write
-from benchmarks.llama import MIB, Sizes, batch_of, check_losses, make, peak_of, step_of
+from benchmarks.llama import MIB, Sizes, batch_of, check_losses, command, make, peak_of, step_of
 from benchmarks.step_time import summary, take_turns
 from ckptfused import CheckpointPolicy
 
@@ -111,14 +109,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = command_line(__doc__, budget=240)
-    for name, value in asdict(Sizes()).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    sizes = Sizes(**{name: getattr(arguments, name) for name in asdict(Sizes())})
-    result = measure(sizes, arguments) | {"environment": environment.describe()}
-    write(result, markdown, arguments, f"planned-steps-{sizes.layers}x{sizes.width}")
+    command(__doc__, 240, "planned-steps", measure, markdown)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 
 import ckptfused
 from benchmarks import environment
-from benchmarks.commands import command_line, times, write
-from benchmarks.llama import MIB, Sizes, batch_of, check_losses, make, peak_of, step_of
+from benchmarks.commands import times
+from benchmarks.llama import MIB, Sizes, batch_of, check_losses, command, make, peak_of, step_of
 from benchmarks.step_time import summary, take_turns
 from ckptfused import CheckpointPolicy
 from ckptfused.spec import KEEP_PRESETS
@@ -104,14 +103,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = command_line(__doc__, budget=120)
-    for name, value in asdict(Sizes()).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    sizes = Sizes(**{name: getattr(arguments, name) for name in asdict(Sizes())})
-    result = measure(sizes, arguments) | {"environment": environment.describe()}
-    write(result, markdown, arguments, f"policies-{sizes.layers}x{sizes.width}")
+    command(__doc__, 120, "policies", measure, markdown)
 
 
 if __name__ == "__main__":
