@@ -9,17 +9,20 @@ namespace ckptfused {
 //   loss = w_t (1 - s) (lse - l_t) + s/V (W lse - sum_c w_c l_c) + z lse^2
 // s: label smoothing; z: z-loss (de Brébisson & Vincent 2016; PaLM, Chowdhery et al. 2022).
 
-// From a product of the head to its logit: l = x * scale, or cap * tanh(x * scale / cap).
-template <typename A>
+// From a product of the head to its logit: l = x * scale, or cap * tanh(x * scale / cap). Where
+// kMayCap is false, softcap is 0: a loop then carries no tanh.
+template <typename A, bool kMayCap = true>
 struct LogitMap {
   A scale, softcap;  // softcap 0: none
 
   CKPT_HD A value(A x) const {
     const A scaled = x * scale;
+    if constexpr (!kMayCap) return scaled;
     return softcap != A(0) ? softcap * tanh_acc(scaled / softcap) : scaled;
   }
   // dl/dx, given l.
   CKPT_HD A slope(A l) const {
+    if constexpr (!kMayCap) return scale;
     const A t = softcap != A(0) ? l / softcap : A(0);
     return scale * (A(1) - t * t);
   }

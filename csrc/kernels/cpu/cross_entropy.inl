@@ -1,13 +1,14 @@
 CKPT_BEGIN_TARGET
 
 // A row is read from memory once: the passes after the first find it in the second-level cache.
-template <typename T>
+template <typename T, bool kMayCap>
 struct CrossEntropyKernel {
   using A = acc_t<T>;
+  using Map = LogitMap<A, kMayCap>;
 
   // The largest logit. Both the scale and the soft-cap keep or turn round the order of the
   // products, so that only the extreme one has to be mapped. NaN is passed over: the sum has it.
-  static A largest(const T* x, int64_t n, const LogitMap<A>& map) {
+  static A largest(const T* x, int64_t n, const Map& map) {
     const A sign = map.scale < A(0) ? A(-1) : A(1);
     constexpr int kLanes = 128 / int(sizeof(A));
     A lane[kLanes];
@@ -26,9 +27,7 @@ struct CrossEntropyKernel {
     return map.value(sign * most);
   }
 
-  CKPT_HD static A logit(const T* x, int64_t i, const LogitMap<A>& map) {
-    return map.value(to_acc(x[i]));
-  }
+  CKPT_HD static A logit(const T* x, int64_t i, const Map& map) { return map.value(to_acc(x[i])); }
 
   // The sum of term(0) .. term(n - 1): runs in the accumulation type, their sums in double, so that
   // its error does not grow with the vocabulary.
@@ -43,18 +42,35 @@ struct CrossEntropyKernel {
     return A(sum);
   }
 
-  // The first class with the largest logit; the first NaN where there is one.
-  static int64_t argmax(const T* x, int64_t n, const LogitMap<A>& map, A max, bool nan) {
-    for (int64_t i = 0; i < n; ++i) {
-      const A value = logit(x, i, map);
-      if (nan ? value != value : value == max) return i;
+  // The first i of n for which found(i), else 0: whole blocks without one are passed over.
+  template <typename Found>
+  CKPT_HD static int64_t first(int64_t n, Found found) {
+    constexpr int64_t kBlock = 512;
+    for (int64_t begin = 0; begin < n; begin += kBlock) {
+      const int64_t end = begin + kBlock < n ? begin + kBlock : n;
+      int32_t any = 0;
+      for (int64_t i = begin; i < end; ++i) any |= int32_t(found(i));
+      for (int64_t i = begin; any != 0 && i < end; ++i) {
+        if (found(i)) return i;
+      }
     }
     return 0;
   }
 
+  // The first class with the largest logit; the first NaN where there is one.
+  static int64_t argmax(const T* x, int64_t n, const Map& map, A max, bool nan) {
+    if (nan) {
+      return first(n, [&](int64_t i) {
+        const A value = logit(x, i, map);
+        return value != value;
+      });
+    }
+    return first(n, [&](int64_t i) { return logit(x, i, map) == max; });
+  }
+
   // dloss/dproduct over the products of a row.
-  static void write_gradient(const CrossEntropyShape& a, const LogitMap<A>& map, T* x,
-                             int64_t target, A lse, A factor) {
+  static void write_gradient(const CrossEntropyShape& a, const Map& map, T* x, int64_t target,
+                             A lse, A factor) {
     if (target == a.ignore_index) {
       for (int64_t i = 0; i < a.cols; ++i) from_acc(A(0), x[i]);
       return;
@@ -87,7 +103,7 @@ struct CrossEntropyKernel {
   }
 
   static void fwd(const CrossEntropyFwd& a, int64_t begin, int64_t end) {
-    const LogitMap<A> map{A(a.scale), A(a.softcap)};
+    const Map map{A(a.scale), A(a.softcap)};
     const A* weight = static_cast<const A*>(a.class_weight);
     for (int64_t row = begin; row < end; ++row) {
       T* x = static_cast<T*>(a.logits) + row * a.stride;
@@ -115,7 +131,7 @@ struct CrossEntropyKernel {
   }
 
   static void bwd(const CrossEntropyBwd& a, int64_t begin, int64_t end) {
-    const LogitMap<A> map{A(a.scale), A(a.softcap)};
+    const Map map{A(a.scale), A(a.softcap)};
     for (int64_t row = begin; row < end; ++row) {
       const A factor = a.factor == nullptr ? A(1) : static_cast<const A*>(a.factor)[row];
       write_gradient(a, map, static_cast<T*>(a.logits) + row * a.stride, a.target[row],
@@ -124,12 +140,24 @@ struct CrossEntropyKernel {
   }
 };
 
+// Calls f with the kernel of the logits' type and map.
+template <typename F>
+void for_kernel(const CrossEntropyShape& a, F f) {
+  for_type(a.dtype, [&](auto t) {
+    if (a.softcap != 0) {
+      f(CrossEntropyKernel<decltype(t), true>{});
+    } else {
+      f(CrossEntropyKernel<decltype(t), false>{});
+    }
+  });
+}
+
 void cross_entropy_fwd(const CrossEntropyFwd& a, int64_t begin, int64_t end) {
-  for_type(a.dtype, [&](auto t) { CrossEntropyKernel<decltype(t)>::fwd(a, begin, end); });
+  for_kernel(a, [&](auto kernel) { kernel.fwd(a, begin, end); });
 }
 
 void cross_entropy_bwd(const CrossEntropyBwd& a, int64_t begin, int64_t end) {
-  for_type(a.dtype, [&](auto t) { CrossEntropyKernel<decltype(t)>::bwd(a, begin, end); });
+  for_kernel(a, [&](auto kernel) { kernel.bwd(a, begin, end); });
 }
 
 CKPT_END_TARGET
