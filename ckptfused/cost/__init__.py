@@ -1,8 +1,8 @@
 """What a block costs: bytes saved for backward, matrix products made and replayed, FLOPs, peak scratch, launches.
 
 Two accounts, and tests hold each to the other and to PyTorch's own: closed forms of what is saved, made and replayed
-(`work`, and `replayed` here), and the ledger of a block that runs on meta tensors (`ledger`). Notation: B batch, T
-length, N = B·T tokens, C width.
+(`work`, and `replayed` here), and the ledger of a block that runs on meta tensors (`ledger`), of which `seconds` makes
+times. Notation: B batch, T length, N = B·T tokens, C width.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from ckptfused.cost.ledger import Ledger, count
 from ckptfused.cost.loss import loss_ledgers
 from ckptfused.cost.opened import OpenLedger
+from ckptfused.cost.seconds import Rates, Seconds, block_seconds, ledger_seconds
 from ckptfused.cost.tiles import ffn_tiles
 from ckptfused.cost.work import (
     AttentionWork,
@@ -37,11 +38,14 @@ __all__ = [
     "LowRank",
     "OpenLedger",
     "Product",
+    "Rates",
+    "Seconds",
     "accumulation_type",
     "backward_flops",
     "backward_ledger",
     "backward_scratch",
     "backward_work",
+    "block_seconds",
     "compute_type",
     "ffn_tiles",
     "forward_adapters",
@@ -52,6 +56,7 @@ __all__ = [
     "kept_bytes",
     "kept_values",
     "launches",
+    "ledger_seconds",
     "loss_ledgers",
     "replayed",
     "saved_bytes",

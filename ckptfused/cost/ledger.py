@@ -45,7 +45,7 @@ class Ledger:
         for event in self.events:
             kind, sizes = event[0], event[3]
             if kind == "product":
-                made.append(Product(self.name(event), *sizes[:3]))
+                made.append(Product(self.name(event), *sizes[:4]))
             elif kind == "attention":
                 batch, heads, length, head_dim, products = sizes
                 made.append(AttentionWork(batch, heads, length, head_dim, event[1], products))

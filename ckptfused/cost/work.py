@@ -30,6 +30,8 @@ class Product:
     n: int
     k: int
     c: int
+    sum_bytes: int = 0
+    """Read of a sum that it adds to, and written of a result that is wider than its operands."""
 
     @property
     def flops(self) -> int:

@@ -74,7 +74,7 @@ struct Arguments {
 // Cos and sin as kernels read them, where the caller's are not that: alive as long as the block.
 Tensor angle_copies(const CountedCall& call) {
   const Ledger::Name name("cos and sin");
-  if (call.angle_copies > 0) Ledger::current()->launched("aten::copy_", 2);
+  if (call.angle_copies > 0) Ledger::current()->launched("aten::copy_", 2, call.angle_copies);
   return at::empty({call.angle_copies}, at::device(at::kMeta).dtype(at::kByte));
 }
 

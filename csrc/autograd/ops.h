@@ -25,11 +25,13 @@ c10::TypedOperatorHandle<Signature> found(const char* name) {
 }
 
 // op: the op of that name, whose signature its counted form has.
-#define CKPT_OP(name)                                                                              \
-  static const auto handle =                                                                       \
-      found<std::remove_pointer_t<decltype(&*counted::name)>>("ckptfused::" #name);                \
-  const auto op = [](const auto&... arguments) {                                                   \
-    return Ledger::current() != nullptr ? counted::name(arguments...) : handle.call(arguments...); \
+#define CKPT_OP(name)                                                               \
+  static const auto handle =                                                        \
+      found<std::remove_pointer_t<decltype(&*counted::name)>>("ckptfused::" #name); \
+  const auto op = [](const auto&... arguments) {                                    \
+    if (Ledger::current() == nullptr) return handle.call(arguments...);             \
+    const Ledger::Given given(arguments...);                                        \
+    return counted::name(arguments...);                                             \
   }
 
 inline Tensor rng_state(const Tensor& like, int64_t call_id,

@@ -97,9 +97,19 @@ struct OperatorCalls {
     }
     const std::string_view name = function.name();
     if (std::find(std::begin(kLaunching), std::end(kLaunching), name) != std::end(kLaunching)) {
-      ledger->launched(function.name());
+      ledger->launched(function.name(), 1, bytes_of(function));
     }
     return std::make_unique<Within>();
+  }
+  // What it adds to is read and written.
+  static int64_t bytes_of(const at::RecordFunction& function) {
+    int64_t bytes = 0;
+    for (const c10::IValue& input : function.inputs()) {
+      if (input.isTensor() && input.toTensor().defined())
+        bytes += int64_t(input.toTensor().nbytes());
+    }
+    const bool adds = std::string_view(function.name()) == "aten::add_";
+    return adds ? bytes + int64_t(function.inputs()[0].toTensor().nbytes()) : bytes;
   }
   // Whether it is autograd itself, between the nodes of its graph, that adds two gradients.
   static bool adds_gradients(const Ledger& ledger, const at::RecordFunction& function) {
@@ -131,6 +141,7 @@ Ledger::Ledger(CountedDevice device)
   MetaMemory::install();
   operators_ = at::addThreadLocalCallback(
       at::RecordFunctionCallback(&OperatorCalls::begin, &OperatorCalls::end)
+          .needsInputs(true)
           .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
   current_ = this;
 }
@@ -152,8 +163,10 @@ void Ledger::add(Kind kind, std::array<int64_t, 5> sizes, at::ScalarType dtype) 
   events_.push_back({kind, name(), slot_, sizes, dtype});
 }
 
-void Ledger::launched(const char* name, int64_t times) {
-  for (int64_t i = 0; i < times; ++i) events_.push_back({launch, name, -1, {}});
+void Ledger::launched(const char* name, int64_t times, int64_t bytes) {
+  for (int64_t i = 0; i < times; ++i) {
+    events_.push_back({launch, name, -1, {bytes + std::exchange(given_, 0)}});
+  }
 }
 
 // What one of PyTorch's operators allocates and frees within itself is its own affair: meta kernels

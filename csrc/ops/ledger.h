@@ -33,8 +33,11 @@ class Ledger {
     Kind kind;
     const char* name;  // of static storage
     int64_t slot;      // the parameter that the name is about, or -1
-    // allocation, release: number of the buffer, bytes. product: rows, columns, depth. attention:
-    // batch, heads, length, head width, products a head. low_rank: rows, columns, depth, rank.
+    // allocation, release: number of the buffer, bytes. product: rows, columns, depth, bytes that
+    // its result is more than a product's in the type of its operands: of a wider one those
+    // written, of a sum those read. attention: batch, heads, length, head width, products a head.
+    // low_rank: rows, columns, depth, rank. launch: bytes of the tensors that it is given, each
+    // time.
     std::array<int64_t, 5> sizes;
     at::ScalarType dtype = at::ScalarType::Undefined;  // of a product's operands
   };
@@ -59,7 +62,29 @@ class Ledger {
   // Of the buffer that a tensor's storage is, if it began under this ledger.
   std::optional<int64_t> number_of(const at::Tensor& t) const;
   void add(Kind kind, std::array<int64_t, 5> sizes, at::ScalarType dtype = at::kFloat);
-  void launched(const char* name, int64_t times = 1);
+  void launched(const char* name, int64_t times = 1, int64_t bytes = 0);
+
+  // The first launch while one lives is given these bytes of tensors.
+  class Given {
+   public:
+    template <typename... Arguments>
+    explicit Given(const Arguments&... arguments) : ledger_(*current()) {
+      ledger_.given_ = (bytes(arguments) + ... + 0);
+    }
+    ~Given() { ledger_.given_ = 0; }
+    Given(const Given&) = delete;
+    Given& operator=(const Given&) = delete;
+
+   private:
+    template <typename T>
+    static int64_t bytes(const T&) {
+      return 0;
+    }
+    static int64_t bytes(const at::Tensor& t) { return t.defined() ? int64_t(t.nbytes()) : 0; }
+    static int64_t bytes(const std::optional<at::Tensor>& t) { return t ? bytes(*t) : 0; }
+
+    Ledger& ledger_;
+  };
 
   // What is written down while one lives has this name. Outside of a count it does nothing.
   class Name {
@@ -94,6 +119,7 @@ class Ledger {
   std::vector<Event> events_;
   const char* name_ = nullptr;
   int64_t slot_ = -1;
+  int64_t given_ = 0;
   const char* operator_ = "";      // PyTorch's that runs, the outermost
   int64_t depth_ = 0, first_ = 0;  // of operators within one another; its first buffer
   int64_t nodes_ = 0;              // of autograd's graph that run, within one another

@@ -112,9 +112,11 @@ void float_blocks_out(const at::Tensor& out, const at::Tensor& a, const at::Tens
 }
 
 void count_product(Ledger& ledger, const at::Tensor& out, const at::Tensor& a, bool bias,
-                   bool float_blocks) {
+                   bool float_blocks, bool accumulate) {
   const int64_t n = a.size(0), k = out.size(1), c = a.size(1);
-  ledger.add(Ledger::product, {n, k, c}, a.scalar_type());
+  const int64_t written = out.scalar_type() != a.scalar_type() ? int64_t(out.nbytes()) : 0;
+  const int64_t read = accumulate ? int64_t(out.nbytes()) : 0;
+  ledger.add(Ledger::product, {n, k, c, written + read}, a.scalar_type());
   if (out.numel() == 0) return;
   ledger.launched("product");
   if (float_blocks) FloatBuffers(a, n, k, c, bias, out.scalar_type() != at::kFloat);
@@ -130,7 +132,7 @@ void product_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
               dtype, " @ ", b.scalar_type(), " -> ", out.scalar_type());
   const bool float_blocks = on_cpu(a) && (widened || runs_as_float(dtype));
   if (Ledger* ledger = Ledger::current()) {
-    return count_product(*ledger, out, a, bias.has_value(), float_blocks);
+    return count_product(*ledger, out, a, bias.has_value(), float_blocks, accumulate);
   }
   if (out.numel() == 0) return;
   if (a.size(1) == 0) {
