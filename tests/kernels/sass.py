@@ -144,15 +144,26 @@ def hot_path(blocks: list[Block], without: str | None = None) -> HotPath | None:
     has narrower accesses or calls a function.
     """
     g = graph(blocks)
-
-    def wide(nodes: Iterable[int]) -> int:
-        return sum(opcode.startswith(("LDG.E.128", "STG.E.128")) for n in nodes for opcode in blocks[n].opcodes)
-
-    loops = [scc for scc in nx.strongly_connected_components(g) if _loops(g, scc) and wide(scc)]
+    loops = _wide_loops(blocks, g)
     if not loops:
         return _longest(blocks, g, set(g), 0, without)
-    loop = max(loops, key=wide)
+    loop = max(loops, key=lambda nodes: _wide(blocks, nodes))
     return _longest(blocks, g, loop, _header(g, loop), without)
+
+
+def hot_paths(blocks: list[Block]) -> list[HotPath]:
+    """The longest way round each loop that has accesses of 16 bytes: a kernel may visit its row more than once."""
+    g = graph(blocks)
+    found = (_longest(blocks, g, loop, _header(g, loop), None) for loop in _wide_loops(blocks, g))
+    return [path for path in found if path is not None and path.loads + path.stores]
+
+
+def _wide(blocks: list[Block], nodes: Iterable[int]) -> int:
+    return sum(opcode.startswith(("LDG.E.128", "STG.E.128")) for n in nodes for opcode in blocks[n].opcodes)
+
+
+def _wide_loops(blocks: list[Block], g: nx.DiGraph) -> list[Set[int]]:
+    return [scc for scc in nx.strongly_connected_components(g) if _loops(g, scc) and _wide(blocks, scc)]
 
 
 def _loops(g: nx.DiGraph, nodes: Set[int]) -> bool:

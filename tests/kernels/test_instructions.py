@@ -7,13 +7,15 @@ has to be at least 1.4 times the rate at which the GPU copies.
 
 `instructions.json` has each kernel's budget without dropout and, where it can drop, with it: 5 % above what nvcc 13.0
 makes for sm_90. Template arguments are the types, then kSteps of rows, or the activation (3 is silu) and whether it is
-gated; then the flags in the order of the kernel's declaration. The table of all is printed when pytest ends.
+gated; then the flags in the order of the kernel's declaration. The table of all is printed when pytest ends:
+`pytest tests/kernels/test_instructions.py`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +37,7 @@ ARCHITECTURE = "sm_90"
 BUDGETS: dict[str, list[int]] = json.loads((Path(__file__).parent / "instructions.json").read_text())
 # Those of rows and elements. What reads a row anew in each pass is for any width and alignment, doubles are for
 # gradcheck, and the sum of partial rows moves little.
-FILES = re.compile(r"(norm|residual|activation)_(fwd|bwd)")
+FILES = re.compile(r"(norm|residual|activation|cross_entropy)_(fwd|bwd)")
 SLOW = re.compile(r"double|, 0, |sum_partials")
 # With a team of 256 threads, as a row of 4096 columns has. All kernels' blocks of elements have as many.
 THREADS = 256
@@ -43,8 +45,11 @@ THREADS = 256
 CLOCK = 1.98  # GHz, of an H100's and an H200's multiprocessors
 H200_COPY = 32.6  # KB/µs and multiprocessor, measured
 MARGIN = 1.4
-# Bound by memory even on an H200. Exact gelu and the ungated activations take more arithmetic for a byte.
-AT_COPY_RATE = re.compile(r"norm_fwd|norm_grad|residual_fwd|drop_grad|add_grad|activation_\w+<\w+, 3, true>")
+# Bound by memory even on an H200. Exact gelu, the ungated activations and soft-capped logits (a loss's kernels that are
+# not "true") take more arithmetic for a byte.
+AT_COPY_RATE = re.compile(
+    r"norm_fwd|norm_grad|residual_fwd|drop_grad|add_grad|activation_\w+<\w+, 3, true>|cross_entropy_\w+<\w+, true>"
+)
 PHILOX = "0x2daee0ad"  # of a constant of the generator, negated: a block with it draws
 
 
@@ -56,6 +61,7 @@ class Count:
     registers: int
     plain: sass.HotPath
     dropped: sass.HotPath
+    revisited: int = 0  # reads of 16 bytes that another pass over the row has brought into the cache
 
     @property
     def instructions(self) -> list[int]:
@@ -68,10 +74,14 @@ class Count:
         warps = 65536 // (-(-self.registers * 32 // 256) * 256)
         return min(warps * 32 // THREADS, 2048 // THREADS) * THREADS
 
+    def accesses(self, path: sass.HotPath) -> int:
+        """Of 16 bytes of memory."""
+        return path.loads + path.stores - self.revisited
+
     def ceiling(self, path: sass.HotPath) -> float:
         """KB/µs and multiprocessor. Arithmetic takes four cycles, so four warps keep a scheduler busy."""
         share = min(1.0, self.threads / 32 / 4 / 4)
-        return 4 * 32 * 16 * (path.loads + path.stores) / path.cycles * CLOCK * share
+        return 4 * 32 * 16 * self.accesses(path) / path.cycles * CLOCK * share
 
 
 def counts(registers: dict[str, int], cubins: list[Path]) -> Iterator[Count]:
@@ -84,20 +94,35 @@ def counts(registers: dict[str, int], cubins: list[Path]) -> Iterator[Count]:
         for (mangled, blocks), name in zip(kernels.items(), demangled(list(kernels)), strict=True):
             if SLOW.search(name):
                 continue
+            if name.startswith("cross_entropy"):
+                yield _passes(name, registers[mangled], blocks)
+                continue
             dropped = sass.hot_path(blocks)
             assert dropped is not None, f"{name}: no way round its loop reads and writes 16 bytes at a time"
             assert dropped.loads and dropped.stores, f"{name}: no LDG.128 or no STG.128"
             yield Count(name, registers[mangled], sass.hot_path(blocks, without=PHILOX) or dropped, dropped)
 
 
+def _passes(name: str, registers: int, blocks: list[sass.Block]) -> Count:
+    """All passes over a row that take exponentials: not those that a rare option adds, zero it or look for NaN."""
+    passes = [path for path in sass.hot_paths(blocks) if path.opcodes["MUFU.EX2"]]
+    whole = sass.HotPath(sum((path.opcodes for path in passes), Counter()))
+    assert whole.loads and whole.stores, f"{name}: no LDG.128 or no STG.128"
+    return Count(name, registers, whole, whole, revisited=whole.loads - whole.stores)
+
+
 def table(found: list[Count]) -> str:
-    lines = ["instructions, KB/µs and multiprocessor at most, KB that its threads load at once; likewise with dropout"]
+    lines = [
+        "A multiprocessor's ceiling by instructions, KB/µs, and its share of 1.4 × an H200's copy rate; with dropout",
+        "   instr  bytes ceiling share    instr ceiling share  kernel",
+    ]
     for count in found:
-        numbers = ""
-        for path in (count.plain, count.dropped)[: len(count.instructions)]:
-            loaded = path.loads * 16 * count.threads / 1024
-            numbers += f"{path.count():5} {count.ceiling(path):6.1f} {loaded:5.0f}  "
-        lines.append(f"{numbers:40}{count.kernel}")
+        numbers = f"   {count.plain.count():5} {16 * count.accesses(count.plain):6} "
+        for n, path in enumerate((count.plain, count.dropped)[: len(count.instructions)]):
+            ceiling = count.ceiling(path)
+            executed = f"   {path.count():5} " if n else ""
+            numbers += f"{executed}{ceiling:7.1f} {ceiling / (MARGIN * H200_COPY):5.0%} "
+        lines.append(f"{numbers:55}  {count.kernel}")
     return "\n".join(lines)
 
 

@@ -48,6 +48,14 @@ def test_the_longest_way_round_the_loop() -> None:
     assert path.cycles == 10
 
 
+def test_each_pass_over_a_row() -> None:
+    listing = "\t.section\t.text.kernel\n"
+    for name, access in enumerate(("LDG.E.128 R4, [R2]", "FADD R4, R4, R4", "STG.E.128 [R2], R4")):
+        listing += f".L_{name}:\n /*0000*/ {access} ;\n /*0010*/ @P0 BRA `(.L_{name}) ;\n"
+    ((_, blocks),) = sass.parse(listing + " /*0020*/ EXIT ;\n")
+    assert sorted((path.loads, path.stores, path.count()) for path in sass.hot_paths(blocks)) == [(0, 1, 2), (1, 0, 2)]
+
+
 def test_a_way_without_some_operand() -> None:
     ((_, blocks),) = sass.parse(LISTING)
     path = sass.hot_path(blocks, without="0x2daee0ad")
