@@ -25,7 +25,7 @@ struct Values {
   at::Tensor mid;      // x + m * drop(post(proj)), R
   at::Tensor ffn_in;   // input of the FFN half: mid, or its closing norm, R
   at::Tensor n2;       // pre_norm(ffn_in), P
-  at::Tensor gu;       // [N, 2F] or [N, F]; whole only where it is kept
+  at::Tensor gu;       // N * 2F or N * F entries, tile after tile; only where it is kept
   at::Tensor down;     // FFN product [N, C], P
   at::Tensor out;      // sum before the closing norm of the FFN half, R
 };
@@ -35,6 +35,12 @@ struct Values {
 struct Part {
   int weight, bias;  // slots
   int64_t row0, width, col0;
+};
+
+// The parts of a tile as one matrix, so that each of its products is one.
+struct Joined {
+  at::Tensor weight, bias;  // copies side by side, where a product reads them
+  bool tile = false;        // whether the gradients of its weights are one product
 };
 
 // A block call: what it is given, its intermediates, and one idempotent producer per intermediate.
@@ -92,6 +98,12 @@ class Block {
   GateUp replayed_gu_;  // made on the way to the down product, and still whole
   GateUp gate_up(const at::Tensor& buffer, const Tile& tile) const;
   std::vector<Part> gu_parts(const Tile& tile) const;
+  // Of the tile at hand, whose gate and up weights lie apart where it is not the whole width.
+  Joined joined_;
+  void begin(const Tile& t) {
+    joined_ = {at::Tensor(), at::Tensor(), spec_.ffn.gated() && t.cols < spec_.ffn.hidden};
+  }
+  const Joined& join(const Tile& tile);  // with its weights, for a product
   GateUp make_gu(const Tile& tile);
   void activate(const GateUp& gu, const Tile& tile, const at::Tensor& h) const;
   // One kernel for the products and the activation, where there is one that was measured faster.
@@ -99,7 +111,7 @@ class Block {
   std::string up_kernel_ = "cublas";
   bool one_kernel() const { return up_kernel_ != "cublas"; }
   void choose_up_kernel();
-  GateUp kept_gu(const Tile& tile) const;
+  at::Tensor kept_gu(const Tile& tile) const;
   call::UpWeights up_weights(const Tile& tile);
   at::Tensor down_weight(const Tile& tile);
   call::HiddenMask hidden_mask(const Tile& tile) const;
@@ -116,16 +128,25 @@ class Block {
   // Also whether an adapter of a weight among them is trained.
   bool need_any(int begin, int end) const;
   at::Tensor grad_vector(int slot);  // where a kernel writes a vector's gradient; may be undefined
+  at::Tensor weight_grad(int slot, at::ScalarType type);
+  bool add_weight_grads(const std::vector<Part>& parts, bool transposed, const at::Tensor& dout,
+                        const at::Tensor& in);
   void add_weight_grad(int slot, bool transposed, int64_t row0, int64_t rows, int64_t col0,
                        int64_t cols, const at::Tensor& dout, const at::Tensor& in, bool add);
   void add_bias_grad(int slot, int64_t row0, const at::Tensor& dout, bool add);
-  // Products and adapters; row0: the first of the rows of in among those of the block.
+  at::Tensor part_weight(const Part& part, bool transposed);
+  std::optional<at::Tensor> part_bias(const Part& part);
+  at::Tensor side_by_side(const std::vector<at::Tensor>& pieces, int64_t dim,
+                          const char* name) const;
+  // Products and adapters; row0: the first of the rows of in among those of the block. joined: one
+  // product in place of one for each part.
   void project(const char* name, const at::Tensor& out, const at::Tensor& in,
-               const std::vector<Part>& parts, bool transposed, int64_t row0 = 0);
+               const std::vector<Part>& parts, bool transposed, int64_t row0 = 0,
+               const Joined& joined = {});
   // Gradients of a projection's weights, biases and adapters, and of its input into din if defined.
   void project_backward(const at::Tensor& dout, const at::Tensor& in,
                         const std::vector<Part>& parts, bool transposed, const at::Tensor& din,
-                        bool add_params, bool add_din, int64_t row0 = 0);
+                        bool add_params, bool add_din, int64_t row0 = 0, const Joined& joined = {});
 
   // adapters.cpp
   struct AdapterSlots {

@@ -41,35 +41,33 @@ std::vector<Part> Block::gu_parts(const Tile& t) const {
   return {{gate_w, gate_b, t.col0, t.cols, 0}, {gate_w, gate_b, f.hidden + t.col0, t.cols, t.cols}};
 }
 
-// A tile of the kept gu: views of its columns, all undefined where gu is not kept.
-Block::GateUp Block::kept_gu(const Tile& t) const {
+// The buffer of a tile of the kept gu: a tile's rows lie together, as in a buffer of its own, so
+// that the product may write there. Undefined where gu is not kept.
+Tensor Block::kept_gu(const Tile& t) const {
   if (!value_.gu.defined()) return {};
   const FFNSpec& f = spec_.ffn;
-  const Tensor rows = value_.gu.narrow(0, t.row0, t.rows);
-  if (!f.gated()) return {Tensor(), Tensor(), rows.narrow(1, t.col0, t.cols)};
-  return {Tensor(), rows.narrow(1, t.col0, t.cols), rows.narrow(1, f.hidden + t.col0, t.cols)};
+  const int64_t width = f.gated() ? 2 * t.cols : t.cols;
+  const int64_t first = f.gu_width() * t.row0 + (f.gated() ? 2 : 1) * N_ * t.col0;
+  return value_.gu.view({-1}).narrow(0, first, t.rows * width).view({t.rows, width});
 }
 
-// One tile of gu: views of the kept values, or the product. The product always goes to a buffer
-// of the same strides, kept or not, because those may choose the platform's kernel.
+// One tile of gu: the kept values, or the product. The product always goes to a buffer of the same
+// strides, kept or not, because those may choose the platform's kernel.
 Block::GateUp Block::make_gu(const Tile& t) {
   const FFNSpec& f = spec_.ffn;
-  const bool whole_rows = t.cols == f.hidden;
-  const Tensor kept = value_.gu.defined() ? value_.gu.narrow(0, t.row0, t.rows) : Tensor();
-  if (backward_ && kept.defined()) return kept_gu(t);
+  const Tensor kept = kept_gu(t);
+  if (backward_ && kept.defined()) {
+    GateUp gu = gate_up(kept, t);
+    gu.buffer.reset();  // not for writing
+    return gu;
+  }
   if (replayed_gu_.buffer.defined()) return std::exchange(replayed_gu_, {});
   ensure_n2();
-  const Tensor buffer = kept.defined() && whole_rows
-                            ? kept
-                            : empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_, "gu tile");
-  project("gu", buffer, value_.n2.narrow(0, t.row0, t.rows), gu_parts(t), f.transposed, t.row0);
-  const GateUp gu = gate_up(buffer, t);
-  if (kept.defined() && !whole_rows) {
-    const GateUp views = kept_gu(t);
-    if (f.gated()) views.gate.copy_(gu.gate);
-    views.up.copy_(gu.up);
-  }
-  return gu;
+  const Tensor buffer =
+      kept.defined() ? kept : empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_, "gu tile");
+  project("gu", buffer, value_.n2.narrow(0, t.row0, t.rows), gu_parts(t), f.transposed, t.row0,
+          join(t));
+  return gate_up(buffer, t);
 }
 
 void Block::activate(const GateUp& gu, const Tile& t, const Tensor& h) const {
@@ -132,11 +130,13 @@ void Block::ensure_down() {
     value_.n2.reset();
   };
   for (const Tile& t : tiles()) {
+    begin(t);
     Tensor h_tile;
     if (one_kernel()) {
       ensure_n2();
       h_tile = hidden_tile(t);
-      const GateUp kept = kept_gu(t);
+      const Tensor buffer = kept_gu(t);
+      const GateUp kept = buffer.defined() ? gate_up(buffer, t) : GateUp();
       call::ffn_up_fwd(value_.n2.narrow(0, t.row0, t.rows), up_weights(t), h_tile, kept.gate,
                        kept.up, f.act, f.transposed, hidden_mask(t), up_kernel_);
       release_input(t);
@@ -152,6 +152,7 @@ void Block::ensure_down() {
     if (!down.defined()) down = like_x(P_, "down");
     project("down", down.narrow(0, t.row0, t.rows), h_tile, part, f.transposed, t.row0);
   }
+  joined_ = {};
   if (cut_cols) {
     down = like_x(P_, "down");
     project("down", down, h, part, f.transposed);
@@ -180,11 +181,13 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
   Tensor dn2;
   bool first = true;
   for (const Tile& t : tiles()) {
+    begin(t);
     const Tensor ddown_tile = ddown.narrow(0, t.row0, t.rows);
     GateUp dgu;
     Tensor h;
     if (one_kernel()) {
-      const GateUp kept = kept_gu(t);
+      const Tensor buffer = kept_gu(t);
+      const GateUp kept = buffer.defined() ? gate_up(buffer, t) : GateUp();
       if (!kept.up.defined()) ensure_n2();
       if (need_h) h = empty({t.rows, t.cols}, P_, "h");
       if (need_gu)
@@ -224,9 +227,10 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
     project_backward(
         dgu.buffer, value_.n2.defined() ? value_.n2.narrow(0, t.row0, t.rows) : Tensor(),
         gu_parts(t), f.transposed, dn2.defined() ? dn2.narrow(0, t.row0, t.rows) : Tensor(),
-        add_rows, cut_cols && !first, t.row0);
+        add_rows, cut_cols && !first, t.row0, dn2.defined() ? join(t) : joined_);
     first = false;
   }
+  joined_ = {};
   // Sums over row tiles are done: attention's backward, which comes next, holds them narrow.
   for (const int slot : {ffn_slot(kGateW), ffn_slot(kUpW), down_w}) {
     const Ledger::Name name("d", slot);

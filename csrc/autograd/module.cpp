@@ -140,8 +140,9 @@ PYBIND11_MODULE(_C, m) {
         });
   m.def("ffn_scratch_limit", &ckptfused::ffn_scratch_limit);
   m.def("ffn_tiles", [](int64_t rows, int64_t width, int64_t hidden, bool gated, int64_t size,
-                        int64_t limit) {
-    const ckptfused::FFNTiles t = ckptfused::ffn_tiles(rows, width, hidden, gated, size, limit);
+                        int64_t limit, bool cuda) {
+    const ckptfused::FFNTiles t =
+        ckptfused::ffn_tiles(rows, width, hidden, gated, size, limit, cuda);
     return std::make_tuple(t.rows, t.cols);
   });
   m.def("runs_as_float",

@@ -1,6 +1,8 @@
 // What every part of a block call uses: its arguments, its projections and its gradients.
 #include "ops/torch.h"
 
+#include <algorithm>
+
 #include "autograd/block.h"
 #include "kernels/cpu/pages.h"
 #include "ops/checks.h"
@@ -96,7 +98,7 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
     tiles_ =
         whole ? FFNTiles{N_, spec.ffn.hidden}
               : ffn_tiles(N_, C_, spec.ffn.hidden, spec.ffn.gated(), int64_t(c10::elementSize(P_)),
-                          ffn_scratch_limit(spec.scratch, !on_cpu(x_)));
+                          ffn_scratch_limit(spec.scratch, !on_cpu(x_)), !on_cpu(x_));
     choose_up_kernel();
   }
   if (spec.has_dropout()) {
@@ -138,20 +140,45 @@ Tensor Block::grad_vector(int slot) {
   return grads_[slot];
 }
 
+Tensor Block::weight_grad(int slot, at::ScalarType type) {
+  if (!grads_[slot].defined()) grads_[slot] = empty(params_[slot].sizes(), type, "d", slot);
+  return grads_[slot];
+}
+
 void Block::add_weight_grad(int slot, bool transposed, int64_t row0, int64_t rows, int64_t col0,
                             int64_t cols, const Tensor& dout, const Tensor& in, bool add) {
   if (!need(slot)) return;
   // A sum over row tiles is held in the accumulation type.
   const bool cut_rows = spec_.has_ffn && tiles_.rows < N_ && slot >= ffn_slot(0);
-  if (!grads_[slot].defined())
-    grads_[slot] = empty(params_[slot].sizes(), cut_rows ? A_ : P_, "d", slot);
-  const Tensor& grad = grads_[slot];
+  const Tensor grad = weight_grad(slot, cut_rows ? A_ : P_);
   const Ledger::Name name("d", slot);
   if (transposed) {
     matmul_out(grad.narrow(0, col0, cols).narrow(1, row0, rows), in.t(), dout, add);
   } else {
     matmul_out(grad.narrow(0, row0, rows).narrow(1, col0, cols), dout.t(), in, add);
   }
+}
+
+// The gradients of parts of a tile by one product; false where not all are asked for.
+bool Block::add_weight_grads(const std::vector<Part>& parts, bool transposed, const Tensor& dout,
+                             const Tensor& in) {
+  if (!std::all_of(parts.begin(), parts.end(), [&](const Part& p) { return need(p.weight); })) {
+    return false;
+  }
+  const int64_t out_cols = dout.size(1), in_cols = in.size(1);
+  const std::vector<int64_t> sizes = transposed ? std::vector<int64_t>{in_cols, out_cols}
+                                                : std::vector<int64_t>{out_cols, in_cols};
+  const Tensor whole = empty(sizes, P_, "d weights of a tile");
+  {
+    const Ledger::Name name("d", parts[0].weight);
+    transposed ? matmul_out(whole, in.t(), dout, false) : matmul_out(whole, dout.t(), in, false);
+  }
+  const int64_t dim = transposed ? 1 : 0;
+  for (const Part& part : parts) {
+    const Tensor grad = weight_grad(part.weight, P_);
+    grad.narrow(dim, part.row0, part.width).copy_(whole.narrow(dim, part.col0, part.width));
+  }
+  return true;
 }
 
 void Block::add_bias_grad(int slot, int64_t row0, const Tensor& dout, bool add) {
@@ -170,32 +197,72 @@ void Block::add_bias_grad(int slot, int64_t row0, const Tensor& dout, bool add) 
   }
 }
 
-void Block::project(const char* name, const Tensor& out, const Tensor& in,
-                    const std::vector<Part>& parts, bool transposed, int64_t row0) {
+Tensor Block::part_weight(const Part& part, bool transposed) {
+  return weight(part.weight).narrow(transposed ? 1 : 0, part.row0, part.width);
+}
+
+std::optional<Tensor> Block::part_bias(const Part& part) {
+  const Tensor b = weight(part.bias);
+  return b.defined() ? std::optional<Tensor>(b.narrow(0, part.row0, part.width)) : std::nullopt;
+}
+
+// Tensors along a dimension in one buffer.
+Tensor Block::side_by_side(const std::vector<Tensor>& pieces, int64_t dim, const char* name) const {
+  std::vector<int64_t> sizes = pieces[0].sizes().vec();
+  sizes[dim] = 0;
+  for (const Tensor& piece : pieces) sizes[dim] += piece.size(dim);
+  const Tensor whole = empty(sizes, P_, name);
   const Ledger::Name named(name);
+  at::cat_out(const_cast<Tensor&>(whole), pieces, dim);
+  return whole;
+}
+
+const Joined& Block::join(const Tile& t) {
+  if (joined_.weight.defined() || !joined_.tile) return joined_;
+  const bool transposed = spec_.ffn.transposed;
+  const std::vector<Part> parts = gu_parts(t);
+  std::vector<Tensor> weights, biases;
   for (const Part& part : parts) {
-    const Tensor w = weight(part.weight), b = weight(part.bias);
+    weights.push_back(part_weight(part, transposed));
+    if (const auto b = part_bias(part)) biases.push_back(*b);
+  }
+  // Where only one of two projections has a bias, each keeps to itself.
+  if (!biases.empty() && biases.size() < parts.size()) return joined_;
+  joined_.weight = side_by_side(weights, transposed ? 1 : 0, "weights of a tile");
+  if (!biases.empty()) joined_.bias = side_by_side(biases, 0, "biases of a tile");
+  return joined_;
+}
+
+void Block::project(const char* name, const Tensor& out, const Tensor& in,
+                    const std::vector<Part>& parts, bool transposed, int64_t row0,
+                    const Joined& joined) {
+  const Ledger::Name named(name);
+  if (joined.weight.defined())
+    linear_out(out, in, joined.weight, call::opt(joined.bias), transposed);
+  for (const Part& part : parts) {
     const Tensor columns = out.narrow(1, part.col0, part.width);
-    linear_out(
-        columns, in, w.narrow(transposed ? 1 : 0, part.row0, part.width),
-        b.defined() ? std::optional<Tensor>(b.narrow(0, part.row0, part.width)) : std::nullopt,
-        transposed);
+    if (!joined.weight.defined()) {
+      linear_out(columns, in, part_weight(part, transposed), part_bias(part), transposed);
+    }
     add_adapters(columns, in, part, row0);
   }
 }
 
 void Block::project_backward(const Tensor& dout, const Tensor& in, const std::vector<Part>& parts,
                              bool transposed, const Tensor& din, bool add_params, bool add_din,
-                             int64_t row0) {
+                             int64_t row0, const Joined& joined) {
+  const auto input_grad = [&](const Tensor& d, const Tensor& w, int slot) {
+    const Ledger::Name name("d in of", slot);
+    matmul_out(din, d, transposed ? w.t() : w, add_din);
+    add_din = true;
+  };
+  const bool one_input = din.defined() && joined.weight.defined();
+  if (one_input) input_grad(dout, joined.weight, parts[0].weight);
+  const bool one_weight = joined.tile && add_weight_grads(parts, transposed, dout, in);
   for (const Part& part : parts) {
     const Tensor d = dout.narrow(1, part.col0, part.width);
-    if (din.defined()) {
-      const Tensor w = weight(part.weight).narrow(transposed ? 1 : 0, part.row0, part.width);
-      const Ledger::Name name("d in of", part.weight);
-      matmul_out(din, d, transposed ? w.t() : w, add_din);
-      add_din = true;
-    }
-    if (need(part.weight)) {
+    if (din.defined() && !one_input) input_grad(d, part_weight(part, transposed), part.weight);
+    if (need(part.weight) && !one_weight) {
       add_weight_grad(part.weight, transposed, part.row0, part.width, 0, in.size(1), d, in,
                       add_params);
     }

@@ -61,11 +61,12 @@ struct MetaMemory final : at::Allocator {
   at::Allocator* plain_;
 };
 
-// PyTorch's operators that launch a kernel; the others make views or memory, or call these.
+// PyTorch's operators that launch a kernel; the others make views or memory, or call these. On meta
+// tensors cat copies its parts one by one.
 struct OperatorCalls {
-  static constexpr std::string_view kLaunching[] = {"aten::copy_", "aten::fill_",  "aten::zero_",
-                                                    "aten::sum",   "aten::add_",   "aten::mul_",
-                                                    "aten::mm",    "aten::addmm_", "aten::addmm"};
+  static constexpr std::string_view kLaunching[] = {
+      "aten::copy_", "aten::fill_", "aten::zero_",  "aten::sum",   "aten::add_",
+      "aten::mul_",  "aten::mm",    "aten::addmm_", "aten::addmm", "aten::cat"};
 
   // Whether what it makes within itself is nobody else's affair: it is a kernel of PyTorch's, not
   // made of other operators, on which autograd works one by one.
@@ -96,7 +97,9 @@ struct OperatorCalls {
       ledger->first_ = ledger->buffers_;
     }
     const std::string_view name = function.name();
-    if (std::find(std::begin(kLaunching), std::end(kLaunching), name) != std::end(kLaunching)) {
+    const bool is_part = ledger->depth_ > 1 && std::string_view(ledger->operator_) == "aten::cat";
+    if (!is_part &&
+        std::find(std::begin(kLaunching), std::end(kLaunching), name) != std::end(kLaunching)) {
       ledger->launched(function.name(), 1, bytes_of(function));
     }
     return std::make_unique<Within>();
@@ -105,8 +108,11 @@ struct OperatorCalls {
   static int64_t bytes_of(const at::RecordFunction& function) {
     int64_t bytes = 0;
     for (const c10::IValue& input : function.inputs()) {
-      if (input.isTensor() && input.toTensor().defined())
-        bytes += int64_t(input.toTensor().nbytes());
+      const auto add = [&](const at::Tensor& t) { bytes += t.defined() ? int64_t(t.nbytes()) : 0; };
+      if (input.isTensor()) add(input.toTensor());
+      if (input.isTensorList()) {
+        for (const at::Tensor& t : input.toTensorVector()) add(t);
+      }
     }
     const bool adds = std::string_view(function.name()) == "aten::add_";
     return adds ? bytes + int64_t(function.inputs()[0].toTensor().nbytes()) : bytes;

@@ -224,7 +224,7 @@ def check_launches(ops: Ops, live: Events, ledger: cost.Ledger) -> None:
     if ops.spec.compute is None and ops.inputs.x.dtype == torch.float32:  # else products go through float32 blocks
         assert ledger.launches["product"] == live.products().total()
         bounds = attention if "cu_seqlens" in ops.inputs.aux else 0  # int32 here, converted at each use
-        for op in ("aten::copy_", "aten::sum", "aten::add_", "aten::mul_", "aten::zero_"):
+        for op in ("aten::copy_", "aten::cat", "aten::sum", "aten::add_", "aten::mul_", "aten::zero_"):
             assert ledger.launches[op] + bounds * (op == "aten::copy_") == live.launches(op), op
 
 
@@ -357,6 +357,9 @@ def test_peak_of_tiles(case: Case, dtype: torch.dtype) -> None:
     backward = Events(lambda: ops.backward(forward.result[1:], ops.names))
     assert backward.peak_bytes() == ops.backward_scratch(ops.names)
     assert backward.product_flops() == _flops(ops.backward_work(ops.names))
+    for live, ledger in zip((forward, backward), ops.ledgers(), strict=True):
+        if dtype == torch.float32:  # else products go through float32 blocks
+            check_launches(ops, live, ledger)
 
 
 def test_less_scratch_holds_no_more() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -89,3 +91,56 @@ def test_anything_on_meta_tensors_has_a_time() -> None:
     product = card.product_seconds(4096, 4096, 4096, torch.bfloat16)
     added = 3 * 2 * 4096 * 4096 / card.copy + card.launch
     assert step_seconds(lambda: a @ b + b, card) == pytest.approx(product + added)
+
+
+def waves_filled(product: cost.Product, multiprocessors: int = 132) -> float:
+    """The share of its waves that a product fills, in tiles of 128 x 256."""
+    tiles = -(-product.n // 128) * -(-product.k // 256)
+    return tiles / (-(-tiles // multiprocessors) * multiprocessors)
+
+
+def test_tiles_fill_their_waves() -> None:
+    """A Llama-3-8B block under 256 MiB: seven tiles of 2048, each product once a tile, and what they add up."""
+    spec, options = llama()
+    spec = replace(spec, scratch=256 << 20)
+    assert cost.ffn_tiles(N, C, F, True, 2, spec.scratch, "cuda") == (N, 2048)
+    assert cost.ffn_tiles(N, C, F, True, 2, spec.scratch) == (N, 2432), "a CPU has no waves"
+    forward, backward = (
+        Counter((w.name, w.n, w.k, w.c) for w in count(spec, *CALL, device="cuda", **options).work if is_ffn(w))
+        for count in (cost.forward_ledger, cost.backward_ledger)
+    )
+    assert forward == {("gu", N, 4096, C): 7, ("down", N, C, F): 1}
+    assert backward == {
+        ("gu", N, 4096, C): 7,
+        ("d h", N, 2048, C): 7,
+        ("d ffn.down_w", C, 2048, N): 7,
+        ("d in of ffn.gate", N, C, 4096): 7,
+        ("d ffn.gate_w", 4096, C, N): 7,
+    }
+    work = cost.backward_ledger(spec, *CALL, device="cuda", **options).work
+    assert min(waves_filled(w) for w in work if is_ffn(w)) > 0.96
+    assert sum(w.sum_bytes for w in work if is_ffn(w)) == (7 + 6) * 4 * N * C  # the first tile's share is written alone
+
+
+def is_ffn(work: object) -> bool:
+    names = ("gu", "down", "d h", "d ffn.down_w", "d in of ffn.gate", "d ffn.gate_w")
+    return isinstance(work, cost.Product) and work.name in names
+
+
+SHAPES = [(8192, 4096, 14336), (16384, 4096, 14336), (16384, 8192, 28672), (65536, 2048, 768)]
+
+
+@pytest.mark.parametrize("limit", [64, 256, 512, 1024])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tiles_fit_their_limit(shape: tuple[int, int, int], limit: int) -> None:
+    """A step is at most the even one (to whole vectors) and more than half of it; whole where cutting saves nothing."""
+    rows, width, hidden = shape
+    count = -(-3 * rows * hidden * 2 // (limit << 20))
+    found = cost.ffn_tiles(rows, width, hidden, True, 2, limit << 20, "cuda")
+    if count == 1 or (shape, limit) == (SHAPES[0], 512):
+        assert found == (rows, hidden)
+        return
+    assert (found[0] < rows) != (found[1] < hidden)
+    size, step = (rows, found[0]) if found[0] < rows else (hidden, found[1])
+    even = (math.ceil(size / count) + 63) // 64 * 64
+    assert even // 2 < step <= even and step % 64 == 0

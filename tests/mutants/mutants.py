@@ -116,8 +116,8 @@ MUTANTS = (
     Mutant(
         "an adapter's dropout that starts anew in each tile of rows",
         file="csrc/autograd/ffn.cpp",
-        text="gu_parts(t), f.transposed, t.row0);",
-        defect="gu_parts(t), f.transposed);",
+        text="gu_parts(t), f.transposed, t.row0,\n",
+        defect="gu_parts(t), f.transposed, 0,\n",
         test=_tiled(700),
     ),
     Mutant(
@@ -375,6 +375,13 @@ MUTANTS = (
         test="tests/autograd/test_tile_sums.py::test_the_input_gradient_is_summed_in_float32[False-relu]",
     ),
     Mutant(
+        "the gradient of a tile's up weight in the place of its gate's",
+        file="csrc/autograd/params.cpp",
+        text="copy_(whole.narrow(dim, part.col0, part.width));",
+        defect="copy_(whole.narrow(dim, 0, part.width));",
+        test=_tiled(20),
+    ),
+    Mutant(
         "a lone task with more threads than one among others",
         file="csrc/ops/tasks_cpu.h",
         text="    const ThreadsGuard serial(1);\n",
@@ -471,7 +478,7 @@ MUTANTS = (
     Mutant(
         "a product in the ledger with its depth for its columns",
         file="csrc/ops/linear.cpp",
-        text="ledger.add(Ledger::product, {n, k, c},",
+        text="ledger.add(Ledger::product, {n, k, c, written + read},",
         defect="ledger.add(Ledger::product, {n, c, k},",
         test="tests/cost/test_cost.py::test_launches_and_results[llama-float32-inputs]",
     ),
