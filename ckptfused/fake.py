@@ -124,10 +124,22 @@ def _dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) 
 
 
 def _lend(x: Tensor) -> tuple[Tensor, Tensor]:
-    if counting() is not None:  # its copy is made when it is first written, which is not foreseen
+    if counting() is not None:  # its copy is made when it is first written: see `gets_own_memory`
         alias = x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        alias.is_lent = True  # type: ignore[attr-defined]
         return alias, x.new_empty(0)
     return torch.empty_like(x), x.new_empty(0)
+
+
+def gets_own_memory(t: Tensor) -> None:
+    """Before a tensor on the meta device is written: if it is lent, or a view of one that is, as much as it spans."""
+    lent = t if t._base is None else t._base
+    if not vars(lent).pop("is_lent", False):
+        return
+    memory = torch.empty_like(lent).untyped_storage()
+    begin = lent.storage_offset()
+    for each in {id(lent): lent, id(t): t}.values():
+        each.set_(memory, each.storage_offset() - begin, each.shape, each.stride())  # type: ignore[call-overload]
 
 
 def _or_counted(fake: Callable[..., Any], op: Any, block: bool) -> Callable[..., Any]:

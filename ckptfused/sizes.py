@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 
-from ckptfused.spec.checks import check_integer
+from ckptfused.spec.checks import check_at_least, check_integer
 
 _UNITS = {"": 1, "b": 1, **{f"{k}{b}": n**i for n, b in ((1000, "b"), (1024, "ib")) for i, k in enumerate("kmgt", 1)}}
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-def parse_bytes(where: str, value: int | str) -> int:
-    """A number of bytes: an int of at least 1, or a text such as "256MiB" or "1.5 GB".
+def parse_bytes(where: str, value: float | str) -> int:
+    """A number of bytes: a number of at least 1, rounded down, or a text such as "256MiB" or "1.5 GB".
 
     **Raises** `ValueError` or `TypeError` naming `where`.
     """
     if not isinstance(value, str):
-        return check_integer(where, value, 1)
+        return int(check_at_least(where, value, 1)) if isinstance(value, float) else check_integer(where, value, 1)
     found = _TEXT.fullmatch(value)
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None or (count := int(float(found[1]) * unit)) < 1:

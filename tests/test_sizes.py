@@ -7,9 +7,18 @@ from ckptfused.sizes import parse_bytes
 
 @pytest.mark.parametrize(
     ("value", "count"),
-    [(5, 5), ("5", 5), ("256MiB", 256 << 20), ("1.5 GB", 1_500_000_000), ("2kib", 2048), ("1 TiB", 1 << 40), ("3b", 3)],
+    [
+        (5, 5),
+        ("5", 5),
+        ("256MiB", 256 << 20),
+        ("1.5 GB", 1_500_000_000),
+        ("2kib", 2048),
+        ("1 TiB", 1 << 40),
+        ("3b", 3),
+        (40e9, 40 * 10**9),
+    ],
 )
-def test_numbers_of_bytes(value: int | str, count: int) -> None:
+def test_numbers_of_bytes(value: float | str, count: int) -> None:
     assert parse_bytes("scratch", value) == count
 
 

@@ -64,7 +64,7 @@ def add_step(parser: argparse.ArgumentParser, seq: int = 2048, checkpoint: bool 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """For which device, and with which optimizer."""
     add = parser.add_argument
-    add("--device", choices=NAMES, default="h200", help="for which the step is predicted (h200)")
+    add("--device", type=str.lower, choices=NAMES, default="h200", help="for which the step is predicted (h200)")
     add(
         "--optimizer",
         choices=OPTIMIZERS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,10 +26,10 @@ def convert(
     scratch: int | str | None = None,
     offload: bool = False,
     process_group: Any = None,
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     batch: Batch | None = None,
     optimizer: Optimizer | MakeOptimizer | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     shards: int = 1,
 ) -> Report:
     """Turns an existing model into a fused-checkpoint model, in place.

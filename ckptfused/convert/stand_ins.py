@@ -26,7 +26,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scratch: int, noted: Noted) -> Tensor:
-        o = _by_token(q, v.size(-1))
+        o = torch.empty_like(q) if v.size(-1) == q.size(-1) else _by_token(q, v.size(-1))
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, o, lse, bias)
         ctx.scratch, ctx.noted = scratch, noted
@@ -43,7 +43,7 @@ class _Flash(torch.autograd.Function):
 
 
 def _by_token(like: Tensor, width: int) -> Tensor:
-    """Token by token in memory, as the kernels write it."""
+    """Token by token in memory, as kernels write gradients; a result has the layout of q."""
     return like.new_empty(*like.shape[:-3], like.size(-2), like.size(-3), width).transpose(-2, -3)
 
 

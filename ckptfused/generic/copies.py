@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from ckptfused import _extension  # noqa: F401  (registers the ops)
+from ckptfused.cost.opened import device_of
 from ckptfused.generic.arguments import Arguments
 
 _lend = torch.ops.ckptfused.lend.default
@@ -28,7 +29,7 @@ def is_plain(t: Tensor) -> bool:
 
 
 def _can_be_lent(t: Tensor) -> bool:
-    if not is_plain(t) or t.device.type not in _DEVICES or not t.numel():
+    if not is_plain(t) or device_of(t) not in _DEVICES or not t.numel():
         return False
     if t.is_conj() or t.is_neg() or t.is_quantized:
         return False
@@ -110,7 +111,7 @@ class _Lent:
 
     def is_untouched(self, value: Tensor) -> bool:
         is_cow: Callable[[Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
-        return self.copy() is value and is_cow(value) and _state(value) == self.state
+        return self.copy() is value and (value.is_meta or is_cow(value)) and _state(value) == self.state
 
 
 def _state(t: Tensor) -> tuple[Any, ...]:

@@ -10,12 +10,15 @@ from ckptfused.policy.devices import NAMES, device_named
 from ckptfused.policy.measure import measured
 from ckptfused.policy.predict import predicted
 from ckptfused.policy.result import Profile
-from ckptfused.policy.step import Batch, MakeOptimizer
-from ckptfused.policy.twin import meta_twin, without_data
+from ckptfused.policy.step import Batch, MakeOptimizer, made
+from ckptfused.policy.twin import meta_twin
 
 
 def profile(
-    model: nn.Module, batch: Batch, optimizer: Optimizer | MakeOptimizer | None = None, device: str | None = None
+    model: nn.Module,
+    batch: Batch,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    device: str | torch.device | None = None,
 ) -> Profile:
     """The memory and time of one training step, by layer: forward, loss, backward and the optimizer's step.
 
@@ -40,15 +43,7 @@ def profile(
     target = device_named(device)
     twin, keeper = meta_twin(model, optimizer if isinstance(optimizer, Optimizer) else None)
     twin.zero_grad(set_to_none=True)
-    return predicted(twin, without_data(batch), keeper or _made(optimizer, twin), target)
-
-
-def _made(optimizer: Optimizer | MakeOptimizer | None, model: nn.Module) -> Optimizer | None:
-    """The optimizer itself, or the one that is made of what the model trains."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if optimizer is None or isinstance(optimizer, Optimizer):
-        return optimizer
-    return optimizer(trained) if trained else None
+    return predicted(twin, batch, keeper or made(optimizer, twin), target)
 
 
 def _measured(model: nn.Module, batch: Batch, optimizer: Optimizer | MakeOptimizer | None) -> Profile:
@@ -58,4 +53,4 @@ def _measured(model: nn.Module, batch: Batch, optimizer: Optimizer | MakeOptimiz
         raise ValueError(
             f"device: expected one of {', '.join(NAMES)}, or a model on one device, got None and parameters on {places}"
         )
-    return measured(model, batch, _made(optimizer, model), devices.pop())
+    return measured(model, batch, made(optimizer, model), devices.pop())

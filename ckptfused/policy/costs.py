@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -140,11 +139,11 @@ class Steps:
             self._said(str(policy))
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                report = apply(self.twin, policy)
+                apply(self.twin, policy)
                 found = predicted(self.twin, self._batch, optimizer, self.device)
             if any("is divided before" in str(warning.message) for warning in said):
                 self.broken.add(policy)
-            unseen = _states(report) + found.above_state // UNSEEN if self.device.kind == "cpu" else 0
+            unseen = found.above_state // UNSEEN if self.device.kind == "cpu" else 0
             self._found[policy] = replace(found, peak=found.peak + unseen, transients=found.transients + unseen)
         return self._found[policy]
 
@@ -275,12 +274,6 @@ class _Table:
         """Seconds that the next layer waits for a copy of so many bytes, which it hides otherwise."""
         copied, beside = x / self._steps.device.link, self.kept[place + 1]
         return max(0.0, copied - beside.forward_seconds) + max(0.0, copied - beside.backward_seconds)
-
-
-def _states(report: Report) -> int:
-    """Bytes of the CPU generator's states that checkpoints keep, which a step on meta tensors does not show."""
-    checkpointed = sum(layer.path in ("generic", "part") and layer.mode.keep is not None for layer in report.layers)
-    return checkpointed * torch.get_rng_state().nbytes
 
 
 def measured(profile: Profile) -> list[Cost]:

@@ -118,17 +118,19 @@ CPU_TIME_ERROR = 0.40
 NAMES = (*DEVICES, "cpu")
 
 
-def device_named(name: str) -> Device:
-    """One of `NAMES`. **Raises** `ValueError` for another."""
-    if name == "cpu":
+def device_named(name: str | torch.device) -> Device:
+    """One of `NAMES`, in capitals too, or PyTorch's own "cpu". **Raises** `ValueError` for another."""
+    plain = str(name).strip().lower()
+    if plain == "cpu":
         return _cpu(torch.get_num_threads())
-    found = DEVICES.get(name)
+    found = DEVICES.get(plain)
     if found is None:
-        raise ValueError(f"device: expected one of {', '.join(NAMES)}, got {name!r}")
+        raise ValueError(f"device: expected one of {', '.join(NAMES)}, got {str(name)!r}")
     return found
 
 
 @lru_cache(maxsize=8)
+@torch.random.fork_rng(devices=())
 def _cpu(threads: int) -> Device:
     """This machine with so many threads, measured in a fraction of a second."""
     products = {dtype: _product_rate(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)}

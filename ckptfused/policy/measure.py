@@ -16,7 +16,7 @@ from ckptfused.policy.allocator import CPUAllocator, CUDAAllocator
 from ckptfused.policy.recording import Recording
 from ckptfused.policy.result import Profile
 from ckptfused.policy.step import Batch, Marks, run_step
-from ckptfused.policy.unchanged import Unchanged
+from ckptfused.policy.unchanged import Unchanged, drawn_alike
 
 TIMED = 3
 """Steps, of whose times the median counts."""
@@ -31,7 +31,8 @@ def measured(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer | 
         raise ValueError(f"device: expected a model on a CPU or a CUDA GPU, got one on {device}")
     step = None if optimizer is None else optimizer.step
     with Unchanged(model, batch, optimizer):
-        run_step(model, batch, step, Marks(model, lambda: None))
+        with drawn_alike(model):
+            run_step(model, batch, step, Marks(model, lambda: None))
         seconds = _seconds(model, batch, step, device)
         recording, fragmentation = _record(model, batch, optimizer, device, seconds)
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
@@ -43,7 +44,7 @@ def _seconds(model: nn.Module, batch: Batch, step: Callable[[], object] | None, 
     clock = _GPUClock(device) if device.type == "cuda" else _CPUClock()
     runs = []
     for _ in range(TIMED):
-        with Marks(model, clock.now) as marks:
+        with drawn_alike(model), Marks(model, clock.now) as marks:
             run_step(model, batch, step, marks)
         stamps = [*marks.found, (clock.now(), marks.found[-1][1])]
         runs.append([clock.between(a, b) for (a, _), (b, _) in zip(stamps, stamps[1:], strict=False)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -35,7 +35,7 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if device == "cpu" and dropout_p > 0:  # no flash kernel there draws
+        if device == "cpu" and not (dropout_p == 0 and _flash_on_cpu(query, key, value, attn_mask)):
             materialised = torch.ops.aten._scaled_dot_product_attention_math
             options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return materialised(query, key, value, attn_mask, **options)[0]
@@ -45,6 +45,13 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
         return flash_attention(query, key, value, bias, scratch, work.attention(is_causal))
 
     setattr(attention, COUNTED, True)
+    random_state = torch.get_rng_state
+
+    def counted_state() -> Tensor:  # those that checkpoints keep are in the host's memory
+        state = random_state()
+        state.counted = torch.empty_like(state, device="meta")  # type: ignore[attr-defined]
+        return state
+
     tables: dict[Any, Any] = {}
     computed = rotary._computed
 
@@ -56,12 +63,31 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(rotary, "_computed", table))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        if device == "cpu":
+            stack.enter_context(mock.patch.object(torch, "get_rng_state", counted_state))
         stack.enter_context(mock.patch.object(F, "grouped_mm", partial(grouped_mm, noted=work.grouped), create=True))
         masking: Any = sys.modules.get("transformers.masking_utils")
         if hasattr(masking, "find_packed_sequence_indices"):
-            # It looks at the positions, which are those of whole sequences.
-            stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", return_value=None))
+            looks = partial(_packed, masking.find_packed_sequence_indices)
+            stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", looks))
         yield
+
+
+def _packed(looks: Callable[[Tensor], Tensor | None], positions: Tensor) -> Tensor | None:
+    """Which sequence each position is of, as transformers finds it; of positions that are not known, one."""
+    try:
+        return looks(positions)
+    except RuntimeError:
+        return None
+
+
+def _flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether PyTorch's flash kernel there takes these; else the probabilities are in memory. It does not draw."""
+    if not query.dim() == key.dim() == value.dim() == 4 or not query.size(-1) == key.size(-1) == value.size(-1):
+        return False
+    if any(t.stride(-1) != 1 for t in (query, key, value)) or 0 in (query.size(-2), key.size(-2)):
+        return False
+    return mask is None or (mask.dim() in (2, 4) and not mask.requires_grad)
 
 
 def _scratch(query: Tensor, key: Tensor, causal: bool) -> int:

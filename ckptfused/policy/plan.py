@@ -22,8 +22,8 @@ from ckptfused.policy.plan_view import picture, table, written
 from ckptfused.policy.result import Profile
 from ckptfused.policy.segments import Divided
 from ckptfused.policy.shards import sharded
-from ckptfused.policy.step import Batch, MakeOptimizer
-from ckptfused.policy.twin import meta_twin, without_data
+from ckptfused.policy.step import Batch, MakeOptimizer, made
+from ckptfused.policy.twin import meta_twin
 from ckptfused.sizes import parse_bytes
 from ckptfused.spec.checks import check_integer
 
@@ -87,9 +87,9 @@ class Plan:
 def plan(
     model: nn.Module,
     batch: Batch,
-    budget: int | str = "40GiB",
+    budget: float | str = "40GiB",
     optimizer: Optimizer | MakeOptimizer | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     shards: int = 1,
     *,
     said: Callable[[str], None] = lambda text: None,
@@ -119,11 +119,8 @@ def plan(
     twin.zero_grad(set_to_none=True)
     if not twin.training:
         twin.train()
-    trained = [p for p in twin.parameters() if p.requires_grad]
-    if optimizer is not None and keeper is None and trained:
-        keeper = optimizer(trained)  # type: ignore[operator]
-    steps = Steps(twin, without_data(batch), target, said)
-    whole = costs(steps, keeper)
+    steps = Steps(twin, batch, target, said)
+    whole = costs(steps, keeper or made(optimizer, twin))
     return _Planner(steps, whole, sharded(whole, twin, shards), shards).within(limit)
 
 

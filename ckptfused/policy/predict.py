@@ -14,16 +14,20 @@ from torch.utils._pytree import tree_leaves
 from ckptfused.convert.measure import stored_bytes
 from ckptfused.cost import OpenLedger
 from ckptfused.policy.devices import Device
+from ckptfused.policy.known import Known, values_of
 from ckptfused.policy.meta import functions_for_meta
 from ckptfused.policy.parts import Phase
 from ckptfused.policy.recording import Change, Recording
 from ckptfused.policy.result import Profile
 from ckptfused.policy.step import Batch, Marks, NoLossError, run_step
+from ckptfused.policy.twin import without_data
+from ckptfused.policy.unchanged import drawn_alike
 from ckptfused.policy.work import Work
 
 
 def predicted(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer | None, device: Device) -> Profile:
-    """The profile of a step of a model, a batch and an optimizer on the meta device, of which the optimizer is changed.
+    """The profile of a step of a model and an optimizer on the meta device, of which the optimizer is changed. Of the
+    batch, on any device, what small tensors hold counts where the model looks at it.
 
     **Raises** `ValueError` where the model does not run without data, outside of its layers.
     """
@@ -34,7 +38,8 @@ def predicted(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer |
         opened = OpenLedger(device.kind)
         marks = Marks(model, lambda: len(opened))  # noqa: B023
         try:
-            recording = _record(model, batch, optimizer, at_once, device, opened, marks)
+            with drawn_alike(model):
+                recording = _record(model, batch, optimizer, at_once, device, opened, marks)
             break
         except NoLossError:
             raise
@@ -80,11 +85,13 @@ def _record(
 
     work = Work(device, opened, spend)
     marks.received = given
-    weights = stored_bytes([*model.parameters(), *model.buffers(), *tree_leaves(batch)])
+    twins = without_data(batch)
+    weights = stored_bytes([*model.parameters(), *model.buffers(), *tree_leaves(twins)])
     state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
     step = None if optimizer is None else step_at_once if at_once else optimizer.step
-    with functions_for_meta(device.kind, work), marks, opened, work:
-        gradients = run_step(model, batch, step, marks)
+    known = Known(values_of(batch, twins))
+    with functions_for_meta(device.kind, work), marks, opened, work, known:
+        gradients = run_step(model, twins, step, marks)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     changes, found = _places(opened, marks.found)
     return Recording(changes, found, received, seconds, marks.names, gradients, weights, state)
@@ -120,7 +127,7 @@ def _take_step(optimizer: torch.optim.Optimizer, device: Device) -> list[str]:
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     try:
         optimizer.step()
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # a closure is wanted, too
         kind = type(optimizer).__name__
         return [f"{kind} takes no step without data ({_said(error)}): its state counts, what its step holds does not"]
     finally:

@@ -46,6 +46,19 @@ def called(model: nn.Module, batch: Batch) -> Any:
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
+def made(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer | None:
+    """The optimizer itself, or the one that is made of what the model trains. **Raises** `TypeError` for neither."""
+    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if not callable(optimizer):
+        raise TypeError(
+            "optimizer: expected a torch.optim.Optimizer, or what makes one of a list of parameters, such as "
+            f"torch.optim.AdamW, got {optimizer!r}"
+        )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return optimizer(trained) if trained else None
+
+
 class NoLossError(ValueError):
     """A model's output has no loss."""
 

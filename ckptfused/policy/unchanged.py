@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ class Unchanged:
         self._leaves = [t for t in (*model.parameters(), *given) if t.is_leaf]
 
     def __enter__(self) -> Unchanged:
-        self._generators = [(g, state_of(g)) for g in _generators(self._model)]
+        self._drawn = drawn_alike(self._model)
+        self._drawn.__enter__()
         self._grads = [(t, t.grad) for t in self._leaves]
         for t in self._leaves:
             t.grad = None
@@ -44,7 +46,7 @@ class Unchanged:
         self._state = None if self._optimizer is None else _OptimizerState(self._optimizer)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
         for module, buffers, simple in self._modules:
             module._buffers.clear()
             module._buffers.update(buffers)
@@ -56,7 +58,17 @@ class Unchanged:
             self._state.put_back()
         for t, grad in self._grads:
             t.grad = grad
-        for generator, state in self._generators:
+        self._drawn.__exit__(*exception)
+
+
+@contextlib.contextmanager
+def drawn_alike(model: nn.Module) -> Iterator[None]:
+    """Afterwards all generators are as they were, so that what follows draws the same numbers."""
+    states = [(g, state_of(g)) for g in _generators(model)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
             restore(generator, state)
 
 

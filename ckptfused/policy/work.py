@@ -7,7 +7,7 @@ writes; each op a launch beside. Ops that make views or memory take nothing. Not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ckptfused.cost import OpenLedger
 from ckptfused.cost.work import AttentionWork, LowRank, Product
+from ckptfused.fake import gets_own_memory
 from ckptfused.policy.devices import Device
 from ckptfused.spec import parse
 
@@ -52,6 +53,8 @@ class Work(TorchDispatchMode):
         packet = func.overloadpacket
         own = func.namespace == "ckptfused"
         begin = len(self._opened) if own else 0
+        for t in written(func, args, kwargs):
+            gets_own_memory(t)
         out = func(*args, **kwargs)
         if own:
             self._spend(self._of_ledger(begin, args))
@@ -128,6 +131,14 @@ class Work(TorchDispatchMode):
 
 
 _TYPES = {"Float": torch.float32, "Double": torch.float64, "BFloat16": torch.bfloat16, "Half": torch.float16}
+
+
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """What an op writes of its arguments."""
+    for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
 def _causal(args: Iterable[Any]) -> bool:

@@ -660,6 +660,20 @@ MUTANTS = (
         test="tests/policy/test_measured.py::test_a_measured_step_leaves_no_trace[False]",
     ),
     Mutant(
+        "a copy on the meta device that is written in its original's memory",
+        file="ckptfused/policy/work.py",
+        text="gets_own_memory(t)",
+        defect="pass",
+        test="tests/policy/test_predicted.py::test_as_measured[in place-converted]",
+    ),
+    Mutant(
+        "an op on known values that forgets what they are",
+        file="ckptfused/policy/known.py",
+        text="self._values[twin] = value\n        return out",
+        defect="pass\n        return out",
+        test="tests/policy/test_predicted.py::test_as_measured[packed-plain]",
+    ),
+    Mutant(
         "an optimizer that keeps what a measured step gave it",
         file="ckptfused/policy/unchanged.py",
         text="        self._optimizer.state.clear()\n",

@@ -163,7 +163,7 @@ def test_an_opaque_layer_is_named() -> None:
     assert found.notes[0].startswith("layer layers.2 (Layer) is opaque: it does not run without data")
     assert found.layers[1].saved == X + HIDDEN
     assert profile(model, torch.ones(ROWS, C), device="cpu") == found  # what is put in its place is the twin's
-    model.embed = model.layers[2]
+    model.head = model.layers[2]
     del model.layers[2]
     with pytest.raises(ValueError, match="expected one that runs on the meta device, got RuntimeError"):
         profile(model, torch.ones(ROWS, C), device="cpu")
@@ -179,6 +179,10 @@ def test_batches_and_losses() -> None:
     model.forward = lambda x: {"logits": x}  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="^batch: expected one with labels.*got dict without a loss"):
         profile(model, torch.ones(2), device="cpu")
+    assert profile(layer, torch.ones(ROWS, C), device=torch.device("cpu")) == one
+    assert profile(layer, torch.ones(ROWS, C), device="H200").device == "h200"
+    with pytest.raises(TypeError, match="optimizer: expected a torch.optim.Optimizer, or what makes one.*got 'adamw'"):
+        profile(layer, torch.ones(ROWS, C), "adamw", device="cpu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="device: expected one of h200, h100, .*cpu, got 'tpu'"):
         profile(layer, torch.ones(ROWS, C), device="tpu")
 

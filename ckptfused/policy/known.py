@@ -1,0 +1,117 @@
+"""Values of tensors that are on the meta device, where they are known: those of the batch, and what follows of them.
+
+Models look at masks and positions to choose what to do: whether a mask hides anything, where packed sequences begin,
+which rows have a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ckptfused.policy.work import written
+
+MOST = 1 << 18
+"""Entries of a tensor whose values are kept."""
+aten = torch.ops.aten
+_INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
+"""These take booleans, whose number of results depends on values, beside tensors that need not be known."""
+_MAKE = {aten.arange, aten.full, aten.ones, aten.zeros, aten.scalar_tensor}
+_UNSET = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.set_}
+
+
+class Known(TorchDispatchMode):
+    """While it is active, ops on known tensors are computed, too, on the CPU; what asks for a value gets it.
+
+    pairs: a tensor on the meta device, and one with its values.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self._values = WeakTensorKeyDictionary()
+        self._spoiled: list[torch.UntypedStorage] = []
+        for twin, value in pairs:
+            if twin.is_meta and _is_small(value):
+                self._values[twin] = value.detach().to("cpu", copy=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket in _INDEXED:
+            args = (args[0], [place for index in args[1] for place in self._places(index)], *args[2:])
+        found = self._computed(func, args, kwargs)
+        if found is None:
+            self._forget(func, args, kwargs)
+            return func(*args, **kwargs)
+        if torch.Tag.data_dependent_output in func.tags or not any(isinstance(t, Tensor) for t in tree_leaves(found)):
+            return found
+        if torch.Tag.dynamic_output_shape in func.tags:
+            out = tree_map(lambda t: torch.empty_like(t, device="meta"), found)
+        else:
+            out = func(*args, **kwargs)
+        for twin, value in zip(tree_leaves(out), tree_leaves(found), strict=True):
+            if isinstance(twin, Tensor) and twin.is_meta and _is_small(value):
+                self._values[twin] = value
+        return out
+
+    def _value(self, t: Tensor) -> Tensor | None:
+        found = t if t.device.type == "cpu" else self._values.get(t)
+        if found is None or any(found.untyped_storage()._cdata == storage._cdata for storage in self._spoiled):
+            return None
+        return found
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an op all of whose operands are known, on the CPU; else None."""
+        if func.namespace != "aten" or func.overloadpacket in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if not any(t.is_meta for t in given) and not (not given and func.overloadpacket in _MAKE and _is_few(args)):
+            return None
+        values = [self._value(t) for t in given]
+        if not all(map(_is_small, values)):
+            return None
+        rest = iter(values)
+        args, kwargs = tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, (args, kwargs))
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": torch.device("cpu")}
+        with _disable_current_modes():
+            try:
+                return func(*args, **kwargs)
+            except (RuntimeError, NotImplementedError):  # such as of a kernel that the CPU does not have
+                return None
+
+    def _places(self, index: Tensor | None) -> list[Tensor | None]:
+        """An index by booleans as indices by numbers."""
+        if index is None or index.dtype not in (torch.bool, torch.uint8) or (value := self._value(index)) is None:
+            return [index]
+        found: list[Tensor | None] = []
+        for place in value.nonzero(as_tuple=True):
+            twin = torch.empty_like(place, device="meta")
+            self._values[twin] = place
+            found.append(twin)
+        return found
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What an op writes of others."""
+        self._spoiled += [self._values[t].untyped_storage() for t in written(func, args, kwargs) if t in self._values]
+
+
+def values_of(batch: Any, twins: Any) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of a batch that have values, behind their twins."""
+    pairs = zip(tree_leaves(twins), tree_leaves(batch), strict=True)
+    return [(twin, t) for twin, t in pairs if isinstance(t, Tensor) and not t.is_meta]
+
+
+def _is_few(args: Any) -> bool:
+    """Whether a tensor of these sizes, or with numbers up to this end, is small."""
+    return prod(abs(n) + 1 for n in tree_leaves(args[:2]) if isinstance(n, int | float)) <= MOST
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() <= MOST and value.layout == torch.strided
