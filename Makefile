@@ -8,10 +8,13 @@
 #   make test TORCH=2.11.0 PYTHON=python3.12
 # What convert does with another transformers than that environment's, in one on top of it:
 #   make test-transformers TRANSFORMERS=5.9.0
-# On a machine with a GPU, with the Python at hand (its torch and triton; nothing is installed):
+# On a machine with a GPU, with the Python at hand (its torch and triton; nothing is installed); benchmarks/GPU.md:
 #   make gpu         build for the GPU, test and measure there, in nine minutes at most
-#   make gpu PARTS="build tests micro block" OUT=folder
+#   make gpu PARTS="build smoke block" OUT=folder
 #   make gpu PARTS="build tune" OUT=folder    which FFN kernels are faster there: folder/ffn_tuned.json
+# Without one, for that day:
+#   make gpu-extension    a CUDA build for another machine's Python and PyTorch, which make gpu uses there
+#   make gpu-rehearsal    every measurement on the CPU in tiny sizes
 TORCH  ?= 2.13.0
 PYTHON ?= python3
 VENV   ?= .venv-$(TORCH)
@@ -24,6 +27,10 @@ TRANSFORMERS ?= 5.0.0
 TRANSFORMERS_VENV = $(VENV)-transformers-$(TRANSFORMERS)
 CXX_FILES = $(shell find csrc -name '*.h' -o -name '*.inl' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
+GPU_TORCH  ?= 2.11.0
+GPU_PYTHON ?= python3.12
+GPU_VENV   ?= .venv-gpu
+
 # Those of Python's tests that reach most of the C++ code in a few minutes.
 SANITIZED_TESTS ?= $(addprefix tests/autograd/test_,absent_memory.py adapters.py gradcheck.py inplace.py keep.py) tests/ops \
 	tests/modules tests/loss tests/cost tests/test_rng.py tests/test_settings.py tests/kernels/test_subnormals.py
@@ -34,8 +41,8 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p no:benchmark
 # Test processes share the cores: waiting threads sleep instead of spinning.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: demo test test-all mutants pytest test-transformers ctest sanitize gtest lint format bench gpu build wheel docs \
-	pictures spec-header clean
+.PHONY: demo test test-all mutants pytest test-transformers ctest sanitize gtest lint format bench gpu \
+	gpu-extension gpu-rehearsal build wheel docs pictures spec-header clean
 
 demo: build
 	$(BIN)/python -m ckptfused demo $(DEMO_ARGS)
@@ -83,7 +90,13 @@ bench: build
 	$(BIN)/python -m pytest benchmarks/test_kernels.py
 
 gpu:
-	$(PYTHON) benchmarks/gpu.py $(PARTS) $(if $(OUT),--out $(OUT)) $(if $(BUDGET),--budget $(BUDGET))
+	$(PYTHON) -m benchmarks.gpu $(PARTS) $(if $(OUT),--out $(OUT)) $(if $(BUDGET),--budget $(BUDGET))
+
+gpu-extension: $(GPU_VENV)/.ready
+	$(GPU_VENV)/bin/python -m benchmarks.gpu.extension
+
+gpu-rehearsal: build
+	$(BIN)/python -m benchmarks.gpu --rehearse $(PARTS)
 
 build: $(READY)
 	$(BIN)/python setup.py --quiet build_ext --inplace --build-temp build/torch-$(TORCH)
@@ -118,6 +131,12 @@ $(TRANSFORMERS_VENV)/.ready: $(READY)
 	$(PYTHON) -m venv $(TRANSFORMERS_VENV)
 	$(TRANSFORMERS_VENV)/bin/pip install --quiet transformers==$(TRANSFORMERS)
 	cd $(TRANSFORMERS_VENV)/lib/python*/site-packages && ls -d $(abspath $(VENV))/lib/python*/site-packages > below.pth
+	touch $@
+
+# Of the machine that the extension is for.
+$(GPU_VENV)/.ready:
+	$(GPU_PYTHON) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/pip install --quiet torch==$(GPU_TORCH) numpy setuptools wheel ninja pybind11
 	touch $@
 
 $(VENV)/.lint: $(READY)

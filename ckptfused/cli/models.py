@@ -139,8 +139,12 @@ class Decoder(nn.Module):
 
 
 def initialise(module: nn.Module, layers: int, seed: int) -> None:
-    """Normal weights, as for GPT-2: 0.02, and 0.02/√(2·layers) where a product joins the residual stream."""
-    generator = torch.Generator().manual_seed(seed)
+    """Normal weights, as for GPT-2: 0.02, and 0.02/√(2·layers) where a product joins the residual stream.
+
+    Drawn on the device that they are on.
+    """
+    device = next(module.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.dim() < 2:
@@ -150,9 +154,12 @@ def initialise(module: nn.Module, layers: int, seed: int) -> None:
                 parameter.normal_(0.0, 0.02 / (2 * layers) ** 0.5 if joins else 0.02, generator=generator)
 
 
-def plain_layers(shape: Shape, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.ModuleList:
+def plain_layers(
+    shape: Shape, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
+) -> nn.ModuleList:
     """The plain stack with its initial weights, from which every other variant is made."""
-    layers = nn.ModuleList(PlainBlock(shape) for _ in range(shape.layers))
+    with torch.device(device):
+        layers = nn.ModuleList(PlainBlock(shape) for _ in range(shape.layers))
     initialise(layers, shape.layers, seed)
     return layers.to(dtype)
 
@@ -167,6 +174,7 @@ def variant_layers(variant: Variant, plain: nn.ModuleList, shape: Shape) -> nn.M
 
     layers = nn.ModuleList()
     for block in plain:
+        weight = next(block.parameters())
         fused = FusedCheckpointBlock.llama(
             shape.d_model,
             shape.nhead,
@@ -176,7 +184,9 @@ def variant_layers(variant: Variant, plain: nn.ModuleList, shape: Shape) -> nn.M
             rope_theta=shape.rope_theta,
             norm_eps=shape.eps,
             keep=variant.removeprefix("ckptfused "),
-        ).to(next(block.parameters()).dtype)
+            device=weight.device,
+            dtype=weight.dtype,
+        )
         fused.load_state_dict(block.state_dict(), strict=True)
         layers.append(fused.train(block.training))
     return layers

@@ -1,28 +1,16 @@
-"""The row kernels on a GPU against the bandwidth of a copy of as many bytes and against eager PyTorch.
-
-    python benchmarks/gpu_micro.py --seconds 30
-
-bfloat16, 16,384 rows, C 4096, F 14336, 32 heads of 128 (8 of keys and values): a Llama-3-8B layer. Each result is
-compared with float32 first. The bytes are those that have to be read and written once.
-"""
+"""The row kernels at the sizes of a Llama-3-8B layer: each with eager PyTorch, what is right and the bytes to move."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import ckptfused  # noqa: F401  (registers the ops)
-from benchmarks.gpu_timing import Clock, Goal, arguments, expect_close, write
-from benchmarks.tables import goal_table, table
+from benchmarks.differences import expect_close
 from ckptfused.cli.models import rope_tables, rotate
 
 OPS = torch.ops.ckptfused
@@ -41,13 +29,18 @@ class Sizes:
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
+    chunk: int = 2048
+    """Rows of logits that a chunked loss holds at a time."""
+    vocabulary: int = 128_256
 
     @property
     def rows(self) -> int:
         return self.batch * self.tokens
 
 
-TINY = Sizes(2, 16, 64, 96, 4, 2, 16)
+TINY = Sizes(2, 16, 64, 96, 4, 2, 16, 8, 200)
+SMALL = Sizes(2, 197, 1024, 2816, 8, 2, 128, 150, 5003)
+"""Several tiles of everything, and something left over."""
 
 
 @dataclass(frozen=True)
@@ -264,64 +257,46 @@ class Make:
 
         return Op(ours, eager, results, 2 * size(q, k), goal=None)
 
+    def _cross_entropy(self, grad: bool) -> Op:
+        """The gradient over the logits: with the loss in one pass, or from the lse that a forward left."""
+        rows, classes = self.sizes.chunk, self.sizes.vocabulary
+        logits, target = self.normal(rows, classes), torch.randint(classes, (rows,), device=self.device)
+        given = logits.clone()
+        loss, lse = (torch.full((rows,), torch.nan, device=self.device) for _ in range(2))
+        how = (-100, 0.0, 1.0, 0.0, 0.0)
+
+        def forward(grad: bool) -> None:
+            OPS.cross_entropy_fwd(logits, target, None, loss, lse, None, grad, *how)
+
+        def eager() -> Tensor:
+            wide = given.float().requires_grad_()
+            return torch.autograd.grad(F.cross_entropy(wide, target, reduction="sum"), wide)[0].to(DTYPE)
+
+        def results() -> list[tuple[Tensor, Tensor]]:
+            right = F.cross_entropy(given.float(), target, reduction="none")
+            return [(loss, right), (logits, eager())]
+
+        if grad:
+            return Op(lambda: forward(True), eager, results, size(logits, logits))
+        forward(False)
+        backward = lambda: OPS.cross_entropy_bwd(logits, target, None, lse, None, classes, 0, *how)  # noqa: E731
+        return Op(backward, eager, results, size(logits, logits))
+
+    def cross_entropy_forward(self) -> Op:
+        return self._cross_entropy(True)
+
+    def cross_entropy_backward(self) -> Op:
+        return self._cross_entropy(False)
+
 
 OP_NAMES = (
     *("rms_norm_forward", "rms_norm_backward", "layer_norm_forward", "layer_norm_backward"),
     *("residual_dropout_norm", "residual_dropout_backward", "glu_forward", "glu_backward"),
-    *("rope_forward", "rope_backward", "qk_norm_rope_forward"),
+    *("rope_forward", "rope_backward", "qk_norm_rope_forward", "cross_entropy_forward", "cross_entropy_backward"),
 )
 
 
-def measure(name: str, make: Make, clock: Clock, seconds: float) -> dict[str, Any]:
-    op: Op = getattr(make, name)()
+def check(name: str, op: Op) -> float:
+    """Runs an op once; the largest error of its results. Raises where one is wrong."""
     op.ours()
-    errors = [expect_close(name, found, right, LIMIT) for found, right in op.results()]
-    source = torch.randn(op.moved // 4, device=make.device).to(DTYPE)  # half of the bytes: a copy reads and writes
-    target = torch.empty_like(source)
-    times = clock.compare(
-        {"ckptfused": op.ours, "copy": lambda: target.copy_(source), "eager": op.eager}, seconds
-    )  # fmt: skip
-    ours, copy, eager = (times[key].median for key in ("ckptfused", "copy", "eager"))
-    return {
-        "op": name,
-        "bytes": op.moved,
-        "milliseconds": {key: vars(value) for key, value in times.items()},
-        "GB/s": op.moved / ours / 1e6,
-        "copy GB/s": op.moved / copy / 1e6,
-        "of copy": copy / ours,
-        "eager of copy": copy / eager,
-        "goal": op.goal,
-        "error": max(errors),
-    }
-
-
-def main() -> None:
-    options = arguments(__doc__)
-    torch.manual_seed(0)
-    sizes = TINY if options.tiny else Sizes()
-    make, clock = Make(sizes, options.device), Clock(options.device)
-    found: list[dict[str, Any]] = []
-    failed: dict[str, str] = {}
-    for name in OP_NAMES:
-        try:
-            found.append(measure(name, make, clock, options.seconds / len(OP_NAMES)))
-        except (RuntimeError, SystemExit) as error:  # one op that fails does not hide the others
-            failed[name] = str(error)
-            print(f"{name}: {error}", flush=True)
-        goals = [Goal(f"{r['op']} of copy bandwidth", r["of copy"], r["goal"], True).row() for r in found if r["goal"]]
-        result = {"sizes": vars(sizes), "dtype": "bfloat16", "ops": found, "failed": failed, "goals": goals}
-        path = write(options, "micro", result)  # after each: if time runs out, what was measured stays
-    rows: list[list[object]] = [
-        [r["op"], f"{r['milliseconds']['ckptfused']['median']:.4f}", f"{r['GB/s']:.0f}", f"{r['copy GB/s']:.0f}",
-         f"{100 * r['of copy']:.1f} %", f"{100 * r['eager of copy']:.1f} %", f"{r['error']:.1e}"]
-        for r in found
-    ]  # fmt: skip
-    print(table(["kernel", "ms", "GB/s", "copy GB/s", "of copy", "eager of copy", "error"], rows))
-    print(goal_table(goals))
-    print(f"written: {path}")
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
-
-
-if __name__ == "__main__":
-    main()
+    return max(expect_close(name, found, right, LIMIT) for found, right in op.results())

@@ -1,6 +1,6 @@
 """Attention forward and backward on a GPU: ours against PyTorch's kernels, and the rate of cuBLAS.
 
-    python benchmarks/gpu_attention.py --seconds 30
+    python -m benchmarks.gpu.attention --seconds 30
 
 bfloat16, B 4, T 4096, 32 heads of 128, causal; dropout 0.1 and none. Two heads are compared with float32 first.
 PyTorch's dropout cannot be compared element by element with anything: it takes no seed.
@@ -8,25 +8,23 @@ PyTorch's dropout cannot be compared element by element with anything: it takes 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 
-import ckptfused  # noqa: F401  (registers the ops)
-from benchmarks.gpu_timing import Clock, Goal, arguments, expect_close, write
+from benchmarks.differences import expect_close
+from benchmarks.gpu.timing import Clock, Goal, Times, parser, path_of, write
 from benchmarks.tables import goal_table, table
+from ckptfused import cost
 
 OPS, ATEN = torch.ops.ckptfused, torch.ops.aten
 DTYPE, P = torch.bfloat16, 0.1
 LIMIT = 0.02  # of ||o|| and ||d||: probabilities and their gradients are rounded to bfloat16 between the products
-PRODUCTS = {"qkv": (4096, 6144), "o": (4096, 4096), "gate/up": (4096, 28672), "down": (14336, 4096)}
+TILED = 256 << 20  # bytes of scratch
+WEIGHTS = {"qkv": (4096, 6144), "o": (4096, 4096), "gate/up": (4096, 28672), "down": (14336, 4096)}
 
 
 @dataclass(frozen=True)
@@ -122,8 +120,10 @@ class Case:
         }
 
 
-def measure(case: Case, p: float, clock: Clock, seconds: float) -> dict[str, Any]:
-    """Forward, backward and both, of every kernel that runs here."""
+def measure(
+    case: Case, p: float, clock: Clock, seconds: float, after: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """Forward, backward and both, of every kernel that runs here; after each round, what there is so far."""
     errors = case.check(p)
     passes, missing = {"ckptfused": case.ours(p)}, {}
     for name in ("flash", "cudnn") if clock.device == "cuda" else ():
@@ -139,62 +139,113 @@ def measure(case: Case, p: float, clock: Clock, seconds: float) -> dict[str, Any
         calls[f"{name} forward"] = one.forward
         calls[f"{name} backward"] = lambda one=one, name=name: one.backward(kept[name])  # type: ignore[misc]
         calls[name] = one.both
-    times = clock.compare(calls, seconds, rounds=20)
-    rates = {
-        name: (1.0 if name.endswith("forward") else 2.5 if name.endswith("backward") else 3.5)
-        * case.sizes.flops / value.median / 1e9
-        for name, value in times.items()
-    }  # fmt: skip
-    return {
-        "p": p,
-        "errors": errors,
-        "milliseconds": {name: vars(value) for name, value in times.items()},
-        "TFLOP/s": rates,
-        "missing": missing,
-    }
+
+    def row(times: dict[str, Times]) -> dict[str, Any]:
+        rates = {
+            name: (1.0 if name.endswith("forward") else 2.5 if name.endswith("backward") else 3.5)
+            * case.sizes.flops / value.median / 1e9
+            for name, value in times.items()
+        }  # fmt: skip
+        milliseconds = {name: vars(value) for name, value in times.items()}
+        return {"p": p, "errors": errors, "milliseconds": milliseconds, "TFLOP/s": rates, "missing": missing}
+
+    return row(clock.compare(calls, seconds, rounds=20, after=lambda times: after(row(times))))
 
 
-def product_rates(device: str, clock: Clock, seconds: float, rows: int, shrink: int) -> dict[str, Any]:
-    """cuBLAS, on random numbers, for the products of a Llama-3-8B layer and a large square one."""
-    found = {}
-    shapes = {name: (rows, c // shrink, k // shrink) for name, (c, k) in PRODUCTS.items()}
-    shapes["8192 cubed"] = (8192 // shrink,) * 3
-    for name, (n, c, k) in shapes.items():
-        a, b = torch.randn(n, c, device=device).to(DTYPE), torch.randn(k, c, device=device).to(DTYPE)
+Product = tuple[int, int, int, torch.dtype]  # [n, c] x [c, k], and the type of the result
+
+
+def products(rows: int, shrink: int) -> dict[str, Product]:
+    """Of a Llama-3-8B layer, of its FFN's tiles under a scratch of 256 MiB, with float32 sums too, and a square one."""
+    found: dict[str, Product] = {name: (rows, c // shrink, k // shrink, DTYPE) for name, (c, k) in WEIGHTS.items()}
+    width, hidden = WEIGHTS["gate/up"][0], WEIGHTS["down"][0]
+    _, columns = cost.ffn_tiles(rows * shrink, width, hidden, True, DTYPE.itemsize, TILED, "cuda")
+    columns, width = columns // shrink, width // shrink
+    for name, dtype in (("", DTYPE), (", float32", torch.float32)):
+        found |= {
+            f"tile's gate/up{name}": (rows, width, 2 * columns, dtype),
+            f"tile's dx{name}": (rows, 2 * columns, width, dtype),
+            f"tile's dW{name}": (2 * columns, rows, width, dtype),
+        }
+    return found | {"8192 cubed": (8192 // shrink, 8192 // shrink, 8192 // shrink, DTYPE)}
+
+
+def multiplied(n: int, c: int, k: int, dtype: torch.dtype, device: str) -> Callable[[], Tensor]:
+    """A product of random bfloat16 matrices."""
+    a, b = torch.randn(n, c, device=device).to(DTYPE), torch.randn(k, c, device=device).to(DTYPE)
+    if dtype == DTYPE:
         out = torch.empty(n, k, dtype=DTYPE, device=device)
-        time = clock.compare({"mm": lambda a=a, b=b, out=out: torch.mm(a, b.t(), out=out)}, seconds / len(shapes), 20)  # type: ignore[misc]
-        found[name] = {"shape": [n, c, k], **vars(time["mm"]), "TFLOP/s": 2 * n * c * k / time["mm"].median / 1e9}
+        return lambda: torch.mm(a, b.t(), out=out)
+    if device == "cpu":  # where no product of PyTorch's has a wider result than operands
+        return lambda: torch.mm(a.to(dtype), b.t().to(dtype))
+    return lambda: torch.mm(a, b.t(), out_dtype=dtype)
+
+
+def product_rates(
+    device: str, clock: Clock, seconds: float, shapes: dict[str, Product], after: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """cuBLAS on random numbers; after each, what there is so far."""
+    found: dict[str, Any] = {}
+    for name, (n, c, k, dtype) in shapes.items():
+        time = clock.compare({"mm": multiplied(n, c, k, dtype, device)}, seconds / len(shapes), 20)["mm"]
+        found[name] = {"shape": [n, c, k], **vars(time), "TFLOP/s": 2 * n * c * k / time.median / 1e9}
+        after(found)
     return found
 
 
-def goals_of(result: dict[str, Any]) -> list[dict[str, Any]]:
-    times = {name: value["median"] for name, value in result["milliseconds"].items()}
-    if not result["p"] or "flash" not in times:
-        return []
-    speed = times["flash"] / times["ckptfused"]
-    return [Goal("attention with dropout, flash's time over ours", speed, 1.0, True).row()]
+def goals_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """With dropout, ours against PyTorch's flash kernel without; its own with dropout beside."""
+    medians = {r["p"]: {name: t["median"] for name, t in r["milliseconds"].items()} for r in found}
+    ours, calm = medians.get(P, {}).get("ckptfused"), medians.get(0.0, {}).get("flash")
+    goals = [Goal("attention: flash without dropout over ours with", calm / ours, 0.85, True)] if ours and calm else []
+    if ours and "flash" in medians[P]:
+        goals.append(Goal("attention with dropout: flash over ours", medians[P]["flash"] / ours, 1.0, True))
+    return [goal.row() for goal in goals]
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    words = parser(__doc__)
+    words.add_argument("--once", action="store_true", help="ours with dropout once, for a profiler")
+    options = words.parse_args()
     torch.manual_seed(0)
-    clock = Clock(options.device)
     sizes, shrink = (TINY, 64) if options.tiny else (Sizes(), 1)
-    products = product_rates(options.device, clock, options.seconds / 6, 16384 // shrink, shrink)
-    case = Case(sizes, options.device)
+    if options.once:
+        Case(sizes, options.device).ours(P).both()
+        return
+    clock = Clock(options.device)
     found: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
-    goals: list[dict[str, Any]] = []
+    rates: dict[str, Any] = {}
+
+    def save(*more: dict[str, Any]) -> None:
+        """After every round: if time runs out, what was measured stays."""
+        now = [*found, *more]
+        result = {"sizes": vars(sizes), "dtype": "bfloat16", "attention": now, "cublas": rates}
+        write(options, "attention", {**result, "failed": failed, "goals": goals_of(now)})
+
+    case = Case(sizes, options.device)
     for p in (P, 0.0):
         try:
-            found.append(measure(case, p, clock, options.seconds * 5 / 12))
+            found.append(measure(case, p, clock, options.seconds / 3, save))
         except (RuntimeError, SystemExit) as error:
             failed[f"p {p}"] = str(error)
             print(f"p {p}: {error}", flush=True)
-        else:
-            goals += goals_of(found[-1])
-        result = {"sizes": vars(sizes), "dtype": "bfloat16", "attention": found, "cublas": products}
-        path = write(options, "attention", {**result, "failed": failed, "goals": goals})
+    shapes = products(16384 // shrink, shrink)
+
+    def save_rates(now: dict[str, Any]) -> None:
+        rates.update(now)
+        save()
+
+    product_rates(options.device, clock, options.seconds / 3, shapes, save_rates)
+    save()
+    show(found, rates)
+    print(goal_table(goals_of(found)))
+    print(f"written: {path_of(options, 'attention')}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def show(found: list[dict[str, Any]], rates: dict[str, Any]) -> None:
     rows: list[list[object]] = [
         [f"dropout {r['p']}", name, *(f"{t[key]:.3f}" for key in ("median", "p20", "p80")), f"{r['TFLOP/s'][name]:.0f}"]
         for r in found
@@ -204,15 +255,8 @@ def main() -> None:
     for r in found:
         for name, why in r["missing"].items():
             print(f"dropout {r['p']}: {name} was not measured: {why}")
-    print(
-        table(
-            ["cuBLAS", "ms", "TFLOP/s"], [[n, f"{r['median']:.3f}", f"{r['TFLOP/s']:.0f}"] for n, r in products.items()]
-        )
-    )
-    print(goal_table(goals))
-    print(f"written: {path}")
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    rows = [[name, r["shape"], f"{r['median']:.3f}", f"{r['TFLOP/s']:.0f}"] for name, r in rates.items()]
+    print(table(["cuBLAS", "n, c, k", "ms", "TFLOP/s"], rows))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_tune
+from benchmarks.gpu import tune as gpu_tune
+from benchmarks.gpu.parts import Outcome
+from benchmarks.gpu.summary import results, summary
 from ckptfused.triton import tune, tuning
 
 
@@ -32,15 +34,15 @@ def test_what_tuning_finds_is_in_a_table_and_on_the_page(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(tune, "tune_ffn", measured)
     monkeypatch.setenv("CKPTFUSED_CACHE", str(tmp_path / "mine"))
-    options = ["gpu_tune.py", "--tiny", "--device", "cpu", "--out", str(tmp_path / "out"), "--stem", "day_chip"]
+    options = ["tune", "--tiny", "--device", "cpu", "--out", str(tmp_path / "out"), "--stem", "day_chip"]
     monkeypatch.setattr(sys, "argv", options)
     with pytest.raises(SystemExit, match="failed: 32 x 64 x 96, swiglu"):
         gpu_tune.main()
     entries = json.loads((tmp_path / "out" / "ffn_tuned.json").read_text())["entries"]
     assert list(entries) == ["chip | bfloat16 | swiglu | n 64 | c 64 | f 96"]
     assert not (tmp_path / "mine").exists()
-    found = gpu.results("day_chip", tmp_path / "out", ["tune"])
-    page = gpu.summary("a chip", {"tune": gpu.Outcome("failed", 3.0, "")}, found)
+    found = results("day_chip", tmp_path / "out", ["tune"])
+    page = summary("a chip", {"tune": Outcome("failed", 3.0, "")}, found)
     assert "| FFN | kernel | forward, ms | kept, ms | chosen |" in page
     assert "| 64 x 64 x 96, swiglu | m1 | 0.600 | 0.900 | yes |" in page
     assert "| 64 x 64 x 96, swiglu | cublas | 0.800 | 1.200 |  |" in page

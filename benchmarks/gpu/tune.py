@@ -1,6 +1,6 @@
 """The FFN's gate and up products on a GPU, by cuBLAS and by every Triton tile, for the shapes of the block's benchmark.
 
-    python benchmarks/gpu_tune.py --out FOLDER
+    python -m benchmarks.gpu.tune --out FOLDER
 
 Writes <out>/ffn_tuned.json beside the result file: with CKPTFUSED_CACHE=<out> blocks choose by it. Entries of other
 shapes and GPUs stay in it. Every shape is measured in full, however many --seconds.
@@ -9,18 +9,14 @@ shapes and GPUs stay in it. Every shape is measured in full, however many --seco
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
 from benchmarks.cases import Case
-from benchmarks.gpu_block import LLAMA, TINY
-from benchmarks.gpu_timing import arguments, write
+from benchmarks.gpu.block import LLAMA, TINY
+from benchmarks.gpu.timing import arguments, write
 from benchmarks.tables import tuned_table
 from ckptfused.triton import tune, tuning
 

@@ -1,0 +1,79 @@
+"""Processes of their own: what comes back of one that works, fails, crashes or hangs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import isolated
+
+MODULE = """
+import os, sys, time
+name = sys.argv[sys.argv.index("--only") + 1]
+blocking, checked = os.environ.get("CUDA_LAUNCH_BLOCKING"), os.environ.get("UNDER_MEMCHECK")
+if name == "good":
+    print("words")
+    print('RESULT {"value": 3}')
+elif name == "wrong":
+    sys.exit("x: wrong result: worst at row 2")
+elif name == "crash":
+    print("=== out of bounds at thread 5" if checked else "sync error in kernel k" if blocking else "async error")
+    sys.stdout.flush()
+    os._exit(9)
+elif name == "silent":
+    pass
+else:
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "checks_of_a_test.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "checks_of_a_test"
+
+
+def test_what_comes_back(module: str) -> None:
+    ended = {one.name: one for one in isolated.run_each(module, ["good", "wrong", "crash", "silent"], [], 2, 30)}
+    assert ended["good"] == isolated.Ended("good", {"value": 3})
+    assert ended["wrong"].error == "x: wrong result: worst at row 2"
+    assert ended["crash"].error == "async error"
+    assert ended["silent"].error == "exit status 0"  # without a result nothing was shown
+    hung = isolated.run("hang", isolated.command(module, "hang", []), 1)
+    assert hung.error.startswith("not done in 1 s")
+
+
+def test_one_that_fails_is_run_again(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each kernel waited for, and under a compute-sanitizer, here one that only starts what it is given."""
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(f'#!/bin/sh\nshift {len(isolated.MEMCHECK)}\nUNDER_MEMCHECK=1 exec "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(isolated, "sanitizer", lambda: str(program))
+    ended = list(isolated.run_each(module, ["good", "crash"], [], 1, 30))
+    isolated.examine(module, ended, [], 30)
+    assert isolated.failures(ended) == {
+        "crash": {
+            "error": "async error",
+            "each kernel waited for": "sync error in kernel k",
+            "memcheck": "=== out of bounds at thread 5",
+        }
+    }
+    text = isolated.shown(ended)
+    assert text.startswith("FAILED crash\n  error: async error")
+    assert "memcheck: === out of bounds at thread 5" in text
+
+
+def test_one_at_a_time_holds_the_gpu(tmp_path: Path) -> None:
+    """A process that finds the file held waits until it is let go."""
+    lock = tmp_path / "lock"
+    code = (
+        "import sys; from pathlib import Path; from benchmarks.gpu.isolated import alone\n"
+        "with alone(Path(sys.argv[1])): print('mine')"
+    )
+    words = [sys.executable, "-c", code, str(lock)]
+    with isolated.alone(lock):
+        assert isolated.run("waits", words, 3).error.startswith("not done in 3 s")
+    assert isolated.run("goes", words, 60).error == "mine"
