@@ -19,22 +19,25 @@ from tests.triton.test_compile import THIS_TRITON
 
 pytestmark = pytest.mark.skipif(not THIS_TRITON, reason="the budgets are those of Triton 3.6's compiler")
 
-# Instructions of a thread's loop for each element of the tile that it holds, rounded up, and stores to shared memory.
-# Every loop has the two barriers of its pipeline, and no more. benchmarks/NOTES.md has the counts and the floor.
+# Instructions of a thread's loop for each element of the tile that it holds, rounded up, barriers, and stores to shared
+# memory. A loop has the two barriers of its pipeline, and no more unless warps exchange probabilities, as where several
+# of them share 32 keys. benchmarks/NOTES.md has the counts and the floor.
 BUDGETS = {
-    "sm_90-fwd-D64-bf16": (9.6, 0),
-    "sm_90-fwd-D64-bf16-dropout": (16.5, 0),
-    "sm_90-fwd-D128-bf16": (11.4, 0),
-    "sm_90-fwd-D128-bf16-dropout": (18.3, 0),
-    "sm_90-dq-D64-bf16-dropout": (14.7, 0),
-    "sm_90-dq-D128-bf16": (9.0, 0),
-    "sm_90-dq-D128-bf16-dropout": (15.8, 0),
-    "sm_90-dkdv-D64-bf16-dropout": (41.5, 0),
-    "sm_90-dkdv-D128-bf16": (18.2, 0),
-    "sm_90-dkdv-D128-bf16-dropout": (52.8, 0),
-    "sm_80-fwd-D64-bf16-dropout": (18.6, 0),
-    "sm_80-fwd-D128-bf16-dropout": (28.4, 0),
-    "sm_80-dq-D64-bf16-dropout": (17.8, 0),
+    "sm_90-fwd-D64-bf16": (9.6, 2, 0),
+    "sm_90-fwd-D64-bf16-dropout": (16.5, 2, 0),
+    "sm_90-fwd-D128-bf16": (11.4, 2, 0),
+    "sm_90-fwd-D128-bf16-dropout": (18.3, 2, 0),
+    "sm_90-dq-D64-bf16-dropout": (14.7, 2, 0),
+    "sm_90-dq-D128-bf16": (9.0, 2, 0),
+    "sm_90-dq-D128-bf16-dropout": (15.8, 2, 0),
+    "sm_90-dkdv-D64-bf16-dropout": (41.5, 2, 0),
+    "sm_90-dkdv-D128-bf16": (18.2, 2, 0),
+    "sm_90-dkdv-D128-bf16-dropout": (52.8, 2, 0),
+    "sm_80-fwd-D64-bf16-dropout": (18.6, 2, 0),
+    "sm_80-fwd-D128-bf16-dropout": (28.4, 2, 0),
+    "sm_80-dq-D64-bf16-dropout": (17.8, 2, 0),
+    "sm_80-dkdv-D64-bf16-dropout": (50.4, 5, 8),
+    "sm_80-dkdv-D128-bf16-dropout": (59.6, 5, 8),
 }
 ALWAYS = {f"sm_90-{stage}-D128-bf16-dropout" for stage in configs.STAGES} | {"sm_80-fwd-D128-bf16-dropout"}
 
@@ -54,9 +57,9 @@ def check(name: str) -> None:
     assert k.id == name
     loop = main_loop(compile_kernel(k).cubin)
     each = loop.count() * 32 * k.config.warps / (k.config.block_m * k.config.block_n)
-    budget, stores = BUDGETS[name]
+    budget, barriers, stores = BUDGETS[name]
     assert each <= budget, f"{each:.1f} instructions an element, budget {budget}: {loop.opcodes.most_common()}"
-    assert loop.count("BAR") <= 2 and loop.count("STS", "STSM") <= stores, loop.opcodes.most_common()
+    assert loop.count("BAR") <= barriers and loop.count("STS", "STSM") <= stores, loop.opcodes.most_common()
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.extended) for n in BUDGETS])
