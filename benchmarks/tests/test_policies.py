@@ -1,4 +1,4 @@
-"""The measurements of policies and of plans: they check first, and write what they found."""
+"""The measurements of policies, plans and certificates: they check first, and write what they found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import draw, planned_steps, policies
+from benchmarks import certificate, draw, planned_steps, policies
 from benchmarks.llama import MIB, check_losses
 
 pytestmark = pytest.mark.once
@@ -27,7 +27,7 @@ def small_run(command: ModuleType, stem: str, monkeypatch: pytest.MonkeyPatch, f
         command.main()
     finally:
         torch.set_num_threads(before)
-    assert (folder / f"{stem}-4x64.md").read_text().startswith("# P")
+    assert (folder / f"{stem}-4x64.md").read_text().startswith("# ")
     return json.loads((folder / f"{stem}-4x64.json").read_text())
 
 
@@ -50,6 +50,18 @@ def test_plans_beside_policies_made_by_hand(monkeypatch: pytest.MonkeyPatch, tmp
         assert row["predicted"] <= row["budget"]
         # What PyTorch's operators allocate within themselves on the CPU; it does not grow with the layers.
         assert abs(row["measured"] - row["predicted"]) < MIB / 8
+
+
+def test_a_certificate_beside_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of its memory: the step that saves everything, and with it a copy of the weights and one of the gradients."""
+    kinds = {name: certificate.MODELS[name] for name in ("ckptfused", "PyTorch, without random states")}
+    monkeypatch.setattr(certificate, "MODELS", kinds)
+    result = small_run(certificate, "certificate", monkeypatch, tmp_path)
+    assert result["rows"].keys() == kinds.keys()
+    for row in result["rows"].values():
+        saving, proof = row["bytes"][certificate.SAVING], row["bytes"][certificate.CERTIFICATE]
+        assert saving < proof <= saving + 2 * result["weights"] + MIB / 8
+        assert row["seconds"][certificate.STEP]["steps"] >= 3
 
 
 def test_another_loss_is_refused() -> None:

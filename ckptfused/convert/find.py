@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from ckptfused.convert.family import Family, family_of
@@ -88,7 +89,8 @@ def _checkpointing_layer(module: nn.Module) -> bool:
 
 
 def _is_large(module: nn.Module) -> bool:
-    """Worth a checkpoint: it is called (lists of modules are not), has parts, and parameters."""
-    if type(module).forward is nn.Module.forward:
+    """Worth a checkpoint: it is called (lists of modules are not), has parts, and parameters. Compiled by
+    `torch.jit`, it stays as it is."""
+    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
         return False
     return next(module.children(), None) is not None and next(module.parameters(), None) is not None

@@ -20,13 +20,14 @@ def doctor(model: nn.Module, batch: Any = None, optimizer: torch.optim.Optimizer
     By looking alone, settings that give wrong gradients, replay twice, or cost more than they save. With a batch, by
     proof: one step (forward and backward) as configured and one that saves everything, from the same weights, batch and
     random states, whose loss, gradients and buffers have to agree in every bit; where they do not, the layer in which a
-    replay first computed something else, and why. At most three steps. docs/doctor.md lists all findings.
+    replay first computed something else, and why. At most three steps, more only where a step that saves everything
+    does not fit in memory. docs/doctor.md lists all findings.
 
     batch: a dict for `model(**batch)`, a tuple for `model(*batch)`, or the one argument; the loss is the output's
     `loss`, or the output itself. optimizer: it takes no step, and is for the memory that its state needs.
     Compiled modules run as they were written. Where processes are joined (torch.distributed) it is a collective.
 
-    **Saves** a copy of the parameters and of two steps' gradients in host memory, for as long as it runs. The model,
+    **Saves** a copy of the parameters and of one step's gradients in host memory, for as long as it runs. The model,
     its buffers, gradients and attributes, the optimizer, and all generators (PyTorch's, Python's, NumPy's) are
     afterwards what they were, to the bit, also where something raises.
     **Raises** `TypeError` if `model` is no module; what the model raises for this batch without any checkpointing.

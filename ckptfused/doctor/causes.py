@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from torch import nn
@@ -18,6 +18,7 @@ _CAST = (
     "enter autocast, or what else casts, inside what is checkpointed; PyTorch's checkpoint and ckptfused.checkpoint "
     "replay autocast alone"
 )
+_AROUND = ("mode", "autocast")
 _SAME_STATE = "from the same state of the global generators"
 _INTEGERS = ("torch.int64", "torch.int32", "torch.int16", "torch.uint8")
 
@@ -33,12 +34,27 @@ class Cause:
     """Whether no operation that is not deterministic could have made the difference."""
 
 
-def cause_of(region: Region, name: Name) -> Cause | None:
-    """Of the first difference between a region's forward and its replays; None where all is the same."""
+def cause_of(region: Region, name: Name, written: Container[int] = ()) -> Cause | None:
+    """Of the first difference between a region's forward and its replays; None where all is the same.
+
+    written: the parameters, by `id`, that the step wrote.
+    """
     for replay in region.replays:
-        found = difference(region.forward, _aligned(region, replay), name, region)
+        found = difference(region.forward, _aligned(region, replay), name, region, written)
         if found is not None:
             return found
+    return None
+
+
+def surroundings(region: Region, name: Name) -> Cause | None:
+    """The first module that a replay found in another mode, or under another autocast; None where there is none."""
+    for replay in region.replays:
+        for a, b in zip(region.forward, _aligned(region, replay), strict=False):
+            if a.module is not b.module or a.begins is not b.begins:
+                break
+            found = _state(a, b, name(a.module), "its replay", _AROUND) if a.begins else None
+            if found is not None:
+                return found
     return None
 
 
@@ -50,7 +66,13 @@ def _aligned(region: Region, replay: list[Event]) -> list[Event]:
     return replay
 
 
-def difference(before: list[Event], after: list[Event], name: Name, region: Region | None = None) -> Cause | None:
+def difference(
+    before: list[Event],
+    after: list[Event],
+    name: Name,
+    region: Region | None = None,
+    written: Container[int] = (),
+) -> Cause | None:
     """The cause of the first difference between two lists of calls.
 
     The shorter one ends it: a replay stops as soon as it has what backward needs.
@@ -73,7 +95,7 @@ def difference(before: list[Event], after: list[Event], name: Name, region: Regi
             continue
         begun = running.pop()
         if a.values != b.values:
-            return _of_module(begun, i, before, after, name, when)
+            return _of_module(begun, i, before, after, name, when, written)
     return None
 
 
@@ -92,7 +114,7 @@ def _changed_before(
     outer = before[running[-1]].module if running else (region.owner if region else None)
     place = name(outer)
     if i > 0 and before[i - 1].random != before[i].random:
-        return _drawn(place, f"its own code before {name(called)}", before[i - 1], after[i - 1], when)
+        return _drawn(place, f"its own code before {name(called)}", before[i - 1 : i + 1], after[i - 1], when)
     if running:
         state = _state(before[running[-1]], after[running[-1]], place, when)
         if state is not None:
@@ -105,21 +127,25 @@ def _changed_before(
     )
 
 
-def _of_module(begun: int, i: int, before: list[Event], after: list[Event], name: Name, when: str) -> Cause:
+def _of_module(
+    begun: int, i: int, before: list[Event], after: list[Event], name: Name, when: str, written: Container[int]
+) -> Cause:
     """A module made something else of the same arguments."""
     module, place = before[begun].module, name(before[begun].module)
     first, second = before[begun], after[begun]
-    state = _state(first, second, place, when, ("mode", "autocast"))
+    state = _state(first, second, place, when, _AROUND)
     if state is None:
         drawn = [j for j in range(begun, i) if before[j].random != before[j + 1].random]
         if drawn:
-            state = _drawn(place, type(module).__name__, before[drawn[0]], after[drawn[0]], when)
+            state = _drawn(place, type(module).__name__, before[drawn[0] : drawn[0] + 2], after[drawn[0]], when)
     if state is None or state.text.endswith(_SAME_STATE):
         state = _state(first, second, place, when) or state
     if state is None:
         old, new = _types(before[i]), _types(after[i])
         if old != new:
             state = Cause(place, f"a cast: its results are {old} in forward and {new} in {when}", _CAST)
+    if state is None:
+        state = _of_parameters(module, place, when, written)
     if state is None:
         state = Cause(
             place,
@@ -132,6 +158,18 @@ def _of_module(begun: int, i: int, before: list[Event], after: list[Event], name
     return state
 
 
+def _of_parameters(module: nn.Module, place: str, when: str, written: Container[int]) -> Cause | None:
+    names = [name for name, p in module.named_parameters() if id(p) in written]
+    if not names:
+        return None
+    return Cause(
+        place,
+        f"its parameters were written between its forward and {when}, which computed with the new values: "
+        f"{joined_words(names)}",
+        "write to parameters after backward; keep averages and codebooks in buffers, and use ckptfused.checkpoint",
+    )
+
+
 def _routes(a: Event, b: Event, module: nn.Module) -> bool:
     """Whether a module's results are choices: whole numbers that differ, or its name says so."""
     if _ROUTER.search(type(module).__name__):
@@ -140,13 +178,16 @@ def _routes(a: Event, b: Event, module: nn.Module) -> bool:
     return any(isinstance(x, tuple) and str(x[1]) in _INTEGERS and x != y for x, y in pairs)
 
 
-def _drawn(place: str, who: str, before: Event, after: Event, when: str) -> Cause:
-    if before.random != after.random:
+def _drawn(place: str, who: str, before: list[Event], after: Event, when: str) -> Cause:
+    """before: the events of the forward between which it drew."""
+    states = zip(before[0].random, before[1].random, after.random, strict=False)
+    if any(a != b and a != replayed for a, b, replayed in states):
         return Cause(
             place,
             f"{who} drew its random numbers anew in {when}: dropout has another mask there",
             "replay random states: preserve_rng_state=True; generators other than PyTorch's default ones are replayed "
             "by ckptfused.checkpoint",
+            certain=True,
         )
     return Cause(
         place,
@@ -160,7 +201,7 @@ def _state(before: Event, after: Event, place: str, when: str, facts: tuple[str,
     a, b = before.facts, after.facts
     for fact in sorted(a.keys() | b.keys(), reverse=True) if facts is None else facts:  # mode first, then buffers
         old, new = a.get(fact), b.get(fact)
-        if old == new:
+        if old == new or repr(old) == repr(new):  # no number at all is no other
             continue
         if fact == "mode":
             return Cause(

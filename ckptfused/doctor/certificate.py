@@ -2,291 +2,72 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ckptfused.doctor.causes import Cause, cause_of, difference
-from ckptfused.doctor.findings import Finding, joined
-from ckptfused.doctor.saving import everything_saved, fused
-from ckptfused.doctor.snapshot import Snapshot
+from ckptfused.doctor.causes import cause_of
+from ckptfused.doctor.comparison import OUT_OF_MEMORY, Compared, Name, grouped, unlike
+from ckptfused.doctor.findings import Finding
+from ckptfused.doctor.saving import Share, everything_saved, fused, units
 from ckptfused.doctor.steps import Step, eager, run
+from ckptfused.policy.unchanged import Unchanged
 
-Name = Callable[[Any], str]
-NOISE = 4.0
-"""How often the difference of two equal steps a difference has to be that is no accident of operations that are not
-deterministic: of four draws of the same size none is so far off by chance."""
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
+MOST_PARTS = 8
+"""Into how many a step that saves everything is divided where it does not fit."""
 
 
 def certify(model: nn.Module, batch: Any, name: Name) -> tuple[list[Finding], str]:
     """What a step proves: findings, and the certificate's text.
 
-    At most three steps: as configured; saving everything; and where these differ, as configured once more, which tells
-    a wrong replay from operations that are not deterministic. The model and all generators are afterwards as before.
+    At most three steps: as configured; saving everything; and where these differ for a reason that is not certain, as
+    configured once more, which tells a wrong replay from operations that are not deterministic. Where everything does
+    not fit, a half of it is saved at a time, or less, down to an eighth, in as many steps. The model and all generators
+    are afterwards as before.
     **Raises** what the model raises where it fails without any checkpointing, too.
     """
-    snapshot = Snapshot(model)
-    try:
-        snapshot.begin()
-        with eager():
-            configured = run(model, batch, regions=True)
-            snapshot.restore()
-            with everything_saved(model):
-                reference = run(model, batch, regions=False, guarded=not _distributed())
-            snapshot.restore()
-            again = None
-            if reference.error is None and configured.error is None and _unlike(configured, reference):
-                again = run(model, batch, regions=False)
-    finally:
-        snapshot.finish()
-    compared = _Compared(name, configured, reference, again, fused(model))
+    with torch.inference_mode(False), Unchanged(model, hooks=False) as unchanged, eager():
+        configured = run(model, batch)
+        unchanged.restore()
+        regions = [region for region in configured.recorder.regions if not region.foreign]
+        causes = grouped(filter(None, (cause_of(region, name, unchanged.written) for region in regions)))
+        reference, parts = _reference(model, batch, configured, unchanged)
+        again = None
+        certain = any(cause.certain for cause in causes)
+        if reference.error is None and configured.error is None and unlike(configured, reference) and not certain:
+            unchanged.restore()
+            again = run(model, batch, configured)
+    compared = Compared(name, causes, configured, reference, again)
+    compared.parts, compared.fused, compared.exact = parts, fused(model), _exact(model)
     return compared.findings(), compared.text()
+
+
+def _reference(model: nn.Module, batch: Any, configured: Step, unchanged: Unchanged) -> tuple[Step, int]:
+    """A step that saves everything, or, in so many parts as it has to be for memory's sake, the first one that differs
+    from the step as configured.
+
+    One that saves a part, and has the gradients of the step as configured, says that the replays of that part are
+    right; so all of them together say what a step that saves everything does.
+    """
+    calls, parts = len(configured.recorder.regions), 1
+    most = min(MOST_PARTS, max(calls, units(model), 1))
+    while True:
+        for number in range(parts):
+            unchanged.restore()
+            with everything_saved(model, Share(number, parts, calls)):
+                found = run(model, batch, configured, guarded=not _distributed())
+            if found.error is not None or unlike(configured, found):
+                break
+        if not isinstance(found.error, OUT_OF_MEMORY) or parts == most or _distributed():
+            return found, parts
+        parts = min(2 * parts, most)
 
 
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _unlike(a: Step, b: Step) -> bool:
-    return (a.loss, a.gradients, a.buffers) != (b.loss, b.gradients, b.buffers)
-
-
-class _Compared:
-    """Two steps, and a third where these differ."""
-
-    def __init__(
-        self, name: Name, configured: Step, reference: Step, again: Step | None, fused_layers: int = 0
-    ) -> None:
-        self.name, self.fused = name, fused_layers
-        self.configured, self.reference, self.again = configured, reference, again
-        self.regions = configured.recorder.regions
-        known = [region for region in self.regions if not region.foreign]
-        self.foreign = [region for region in self.regions if region.foreign]
-        self.causes = _grouped(filter(None, (cause_of(region, name) for region in known)))
-        self.rounded = False
-        """Whether gradients are the same but for the order in which they were summed."""
-        self.noise = again is not None and _unlike(configured, again)
-
-    def findings(self) -> list[Finding]:
-        configured, reference = self.configured, self.reference
-        if reference.error is not None:
-            return self._without_reference()
-        if configured.error is not None:
-            return self._failed(configured.error)
-        if reference.nothing_trained:
-            return []
-        missing = reference.gradients.keys() - configured.gradients.keys()
-        wrong = [n for n, g in configured.gradients.items() if reference.gradients.get(n) != g]
-        found = [*self._missing(missing), *self._of_foreign()]
-        if wrong or configured.loss != reference.loss:
-            found += self._wrong(wrong)
-        if not self.noise:
-            found += self._buffers()
-        return [*found, *self._attributes()]
-
-    def text(self) -> str:
-        """What was proved."""
-        configured, reference = self.configured, self.reference
-        modules = sum(event.begins for region in self.regions for replay in region.replays for event in replay)
-        seen = f"{len(self.regions)} checkpointed calls with {modules} calls of modules replayed"
-        seen += f", {self.fused} fused layers" if self.fused else ""
-        if isinstance(reference.error, OUT_OF_MEMORY):
-            done, calls = len(reference.recorder.calls), len(configured.recorder.calls)
-            return (
-                f"No certificate: a step that saves everything ran out of memory ({_first_line(reference.error)}) "
-                f"after {done / max(calls, 1):.0%} of its forward. What was compared instead is every module's "
-                f"results in forward and replay: {seen}. For gradients, give a smaller batch."
-            )
-        if reference.error is not None or configured.error is not None:
-            return "No certificate: a step failed."
-        if reference.nothing_trained:
-            return "No certificate: the loss requires no gradient."
-        if self.foreign:
-            return (
-                f"No certificate: {len(self.foreign)} calls are replayed by a checkpoint that is neither PyTorch's nor "
-                "ckptfused's, which cannot be taken out. Their modules' results were compared in forward and replay."
-            )
-        if self.again is not None and not self.rounded:
-            return "No certificate: a step as configured and one that saves everything differ."
-        count = len(reference.gradients)
-        return (
-            f"Certificate: loss, {count} gradients and {len(reference.buffers)} buffers of a step are, "
-            f"{'but for the order of sums' if self.rounded else 'bit for bit'}, those of one that saves everything "
-            f"({seen})."
-        )
-
-    def _without_reference(self) -> list[Finding]:
-        error = self.reference.error
-        assert error is not None
-        if isinstance(error, OUT_OF_MEMORY):
-            return self._of_causes("error", "")
-        if self.configured.error is not None:
-            raise self.configured.error
-        text = f"a step that saves everything fails: {type(error).__name__}: {_first_line(error)}"
-        return [Finding("warning", "the model", text, "nothing could be proved; run the model without checkpointing")]
-
-    def _failed(self, error: Exception) -> list[Finding]:
-        recorder = self.configured.recorder
-        during = "backward" if recorder.in_backward else "forward"
-        text = f"its {during} fails under checkpointing only: {type(error).__name__}: {_first_line(error)}"
-        if self.causes:
-            return [Finding("error", c.place, f"{c.text}; {text}", c.mend) for c in self.causes]
-        changed = {self.name(region.owner): region.changed for region in self.regions if region.changed}
-        place = joined(changed) if changed else self.name(recorder.last_begun[-1] if recorder.last_begun else None)
-        if "inplace operation" in str(error) or "in place" in str(error) or changed:
-            mend = "an argument of the checkpoint is changed in place: use ckptfused.checkpoint, or inplace=False"
-        else:
-            mend = "let what is checkpointed depend on its inputs alone, or use ckptfused.checkpoint"
-        return [Finding("error", place, text, mend)]
-
-    def _of_foreign(self) -> list[Finding]:
-        """What other libraries' checkpoints replay, in the reference, too: judged by their modules' results alone."""
-        causes = _grouped(filter(None, (cause_of(region, self.name) for region in self.foreign)))
-        found = [
-            Finding("error", c.place, f"{c.text}, under a checkpoint of another library's", c.mend) for c in causes
-        ]
-        unknown = [self.name(region.owner) for region in self.foreign if not region.forward]
-        if unknown:
-            text = "another library's checkpoint calls it in backward with arguments that no call in forward had"
-            found.append(Finding("warning", joined(unknown), text, "look for what writes to its arguments"))
-        return found
-
-    def _missing(self, names: Iterable[str]) -> list[Finding]:
-        lost = sorted(names)
-        if not lost:
-            return []
-        cut = [region for region in self.regions if region.reentrant and not region.needs_grad]
-        places = joined(self.name(region.owner) for region in cut) if cut else joined(map(_module, lost))
-        why = "its inputs are frozen and the checkpoint is reentrant: " if cut else ""
-        return [
-            Finding(
-                "error",
-                places,
-                f"{why}{len(lost)} parameters get no gradient, though they should ({joined(lost, 2)})",
-                "use_reentrant=False, or model.enable_input_require_grads()",
-            )
-        ]
-
-    def _wrong(self, names: list[str]) -> list[Finding]:
-        worst, overall = self._off(names, self.configured.values)
-        by = f"{overall:.2g} of their norm" if overall < 0.01 else f"{overall:.0%}"
-        off = f"the gradients are off by {by}" + (f", most that of {worst}" if worst else "")
-        if self.noise:
-            return self._noise(names, overall, off)
-        if self.causes:
-            return self._of_causes("error", f"; {off}")
-        if self.configured.loss != self.reference.loss:
-            cause = difference(self.configured.recorder.calls, self.reference.recorder.calls, self.name)
-            if cause is not None:
-                return [Finding("error", cause.place, f"{cause.text}; {off}", cause.mend)]
-        dtypes = {self.reference.values[n].dtype for n in names if n in self.reference.values}
-        sums = max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0) * (len(self.regions) + 1)
-        if overall <= sums and any(region.reentrant for region in self.regions):
-            self.rounded = True
-            text = f"{off}: the reentrant checkpoint adds the same terms in another order, all replays are exact"
-            return [Finding("advice", "the model", text, "use_reentrant=False gives the bits of a step without")]
-        text = f"{off}, though each module gave in its replay what its forward had; this is the last with a wrong one"
-        mend = (
-            "look there for what writes to weights between forward and backward, and between modules for dropout, "
-            "in-place operations and state, which ckptfused.checkpoint replays"
-        )
-        return [Finding("error", self._last(names), text, mend)]
-
-    def _last(self, names: list[str]) -> str:
-        """Of the modules that were called and hold one of these parameters, the one that forward called last.
-
-        Whatever comes before a wrong replay gets a wrong gradient, too.
-        """
-        calls = self.configured.recorder.calls
-        called = {self.name(event.module): i for i, event in enumerate(calls) if event.begins}
-        found: dict[str, int] = {}
-        for name in names:
-            place = _module(self.name(name))
-            while place not in called and "." in place:
-                place = place.rpartition(".")[0]
-            found[place] = called.get(place, -1)
-        return max(found, key=found.__getitem__, default="the model")
-
-    def _noise(self, names: list[str], overall: float, off: str) -> list[Finding]:
-        """Of a step that gives other bits each time."""
-        assert self.again is not None
-        first = self.configured
-        own = _Compared(self.name, first, self.again, None)._off([*first.values], first.values)[1]
-        cause = difference(first.recorder.calls, self.again.recorder.calls, self.name)
-        place = cause.place if cause is not None else "the model"
-        text = f"two equal steps give other bits: its operations are not deterministic; {off}"
-        mend = "torch.use_deterministic_algorithms(True) makes the certificate exact"
-        found = [Finding("warning", place, text, mend)]
-        causes = self._of_causes("warning", "") if overall > NOISE * own else []
-        return [*found, *(self._of_causes("error", f"; {off}", certain=True) or causes)]
-
-    def _of_causes(self, severity: str, end: str, certain: bool = False) -> list[Finding]:
-        causes = [cause for cause in self.causes if cause.certain or not certain]
-        return [Finding(severity, c.place, c.text + end, c.mend) for c in causes]
-
-    def _off(self, names: list[str], values: dict[str, Tensor]) -> tuple[str, float]:
-        """The parameter whose gradient is off most, and the norm of all differences over that of all gradients."""
-        wrong: dict[str, float] = {}
-        differences = norms = 0.0
-        for n, reference in self.reference.values.items():
-            truth = reference.double()
-            norm = truth.square().sum().item()
-            norms += norm
-            if n in names and n in values:
-                off = (values[n].double() - truth).square().sum().item()
-                differences += off
-                wrong[n] = off / norm if norm else float("inf") if off else 0.0
-        worst = max(wrong, key=wrong.__getitem__, default="")
-        return worst, (differences / norms) ** 0.5 if norms else 0.0
-
-    def _buffers(self) -> list[Finding]:
-        replayed = {self.name(event.module) for region in self.regions for replay in region.replays for event in replay}
-        wrong: dict[str, list[str]] = defaultdict(list)
-        for name, value in self.configured.buffers.items():
-            if self.reference.buffers.get(name, value) != value:
-                place, _, last = self.name(name).rpartition(".")
-                wrong[place].append(last)
-        for_all: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for place, names in wrong.items():
-            twice = "updated twice, in forward and again in its replay" if place in replayed else "another value"
-            for_all[", ".join(names), twice].append(place)
-        mend = "use ckptfused.checkpoint or ckptfused.convert, which update buffers once; or momentum=0 in the replay"
-        return [
-            Finding("error", joined(places), f"after a step, its buffers have a wrong value ({twice}): {names}", mend)
-            for (names, twice), places in for_all.items()
-        ]
-
-    def _attributes(self) -> list[Finding]:
-        a, b = self.configured.attributes, self.reference.attributes
-        wrong = [name for name in a if a[name] != b.get(name)]
-        return [
-            Finding(
-                "warning",
-                self.name(name).rpartition(".")[0] or "the model",
-                f"its attribute {name.rpartition('.')[2]!r} is {a[name]!r} after a step, {b.get(name, 'as it was')!r} "
-                "where everything is saved: a replay changes it again",
-                "use ckptfused.checkpoint, which leaves attributes as the forward left them",
-            )
-            for name in wrong
-        ]
-
-
-def _grouped(causes: Iterable[Cause]) -> list[Cause]:
-    """Equal ones of several layers as one."""
-    places: dict[Cause, list[str]] = defaultdict(list)
-    for cause in causes:
-        places[replace(cause, place="")].append(cause.place)
-    return [replace(cause, place=joined(where)) for cause, where in places.items()]
-
-
-def _module(parameter: str) -> str:
-    return parameter.rpartition(".")[0] or "the model"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:300]
+def _exact(model: nn.Module) -> bool:
+    """Whether equal operations have equal bits."""
+    return torch.are_deterministic_algorithms_enabled() or all(p.is_cpu for p in model.parameters())

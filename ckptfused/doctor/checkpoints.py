@@ -62,7 +62,7 @@ def reentrant_with_frozen_inputs(look: Look) -> Iterator[Finding]:
 
 
 def _batch_tensors(look: Look) -> list[Any]:
-    from ckptfused.doctor.fingerprints import leaves
+    from ckptfused.policy.fingerprints import leaves
 
     return [] if look.batch is None else leaves(look.batch)
 

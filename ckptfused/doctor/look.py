@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ckptfused.convert import find
 from ckptfused.convert.forward import ConvertedForward
-from ckptfused.doctor.fingerprints import leaves
 from ckptfused.modules import FusedCheckpointSequential
 from ckptfused.modules.fused import FusedModule
+from ckptfused.policy.fingerprints import leaves
 
 OURS, WRAPPER, HUGGING_FACE, COMPOSABLE = (
     "ckptfused",

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
-from ckptfused.doctor.fingerprints import Fingerprints, tensors
 from ckptfused.doctor.regions import Event, Region, keywords_of, owner_of
-from ckptfused.doctor.snapshot import generator_states, holds_state, number
+from ckptfused.generic.draws import global_generators, is_generator, state_of
+from ckptfused.policy.fingerprints import Fingerprints, tensors
 
 GENERATOR, REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 _PLAIN = (bool, int, float, str, type(None))
-_LARGE = 1 << 20  # bytes of a buffer that is not read at each call
+_LARGE = 1 << 18  # entries of a buffer that is not read at each call
 
 
 class Recorder:
@@ -43,6 +43,7 @@ class Recorder:
         self.calls: list[Event] = []
         """Of the whole forward."""
         self.in_backward = False
+        self.last_replayed: Region | None = None
         self.last_begun: list[nn.Module] = []
         """The modules that run, the outermost first; after an exception, those that it went through."""
 
@@ -78,13 +79,13 @@ class Recorder:
         lists = [*self._open, *([] if self.in_backward else [self.calls])]
         if self._guard is not None:
             self._guard()
-        begun = Event(module, True, self._prints.of((args, kwargs)), generator_states(), self._facts(module))
+        begun = Event(module, True, self._prints.of((args, kwargs)), _generator_states(), self._facts(module))
         for events in lists:
             events.append(begun)
         running = self.last_begun = [*self.last_begun, module]
         result = plain(module, *args, **kwargs)
         self.last_begun = running[:-1]
-        ended = Event(module, False, self._prints.of(result), generator_states())
+        ended = Event(module, False, self._prints.of(result), _generator_states())
         for events in lists:
             events.append(ended)
         return result
@@ -115,12 +116,13 @@ class Recorder:
             str(torch.get_autocast_dtype(d))[6:] if torch.is_autocast_enabled(d) else "off" for d in devices
         )
         for name, value in held.items():
+            kind: Any = type(value)
             if isinstance(value, _PLAIN) and name != "training":
                 facts[f"attribute {name}"] = value
-            elif holds_state(value):
-                facts[f"generator {name}"] = number(value)
+            elif is_generator(kind):
+                facts[f"generator {name}"] = _number(state_of(value))
         for name, buffer in held.get("_buffers", {}).items():
-            if buffer is not None and buffer.nbytes <= _LARGE:
+            if buffer is not None and buffer.numel() <= _LARGE:
                 facts[f"buffer {name}"] = self._prints.of(buffer)
         return facts
 
@@ -131,7 +133,7 @@ class Recorder:
         held = [(f"argument {i}", t) for i, arg in enumerate(args) for t in tensors(arg)]
         held += [(f"argument {name!r}", t) for name, arg in keywords.items() for t in tensors(arg)]
         found = Region(
-            owner_of(function) or inside,
+            inside if (owner := owner_of(function)) is None else owner,
             inside,
             reentrant,
             preserves,
@@ -147,6 +149,7 @@ class Recorder:
         """Within, what the region's function calls is noted: its forward, or a replay."""
         if replay:
             region.replays.append([])
+            self.last_replayed = region
             self.look_again(region)
         events = region.replays[-1] if replay else region.forward
         self._open.append(events)
@@ -234,3 +237,17 @@ def replaced_checkpoints(generator: Callable[[Any], Any], reentrant: Callable[[A
         if _COMPOSABLE in sys.modules:
             stack.enter_context(mock.patch.object(sys.modules[_COMPOSABLE], GENERATOR, ours))
         yield
+
+
+def _generator_states() -> tuple[int, ...]:
+    """A number for each global generator, the same where it is in the same state."""
+    return tuple(_number(state_of(g)) for g in global_generators())
+
+
+def _number(state: Any) -> int:
+    """A number for a generator's state."""
+    if isinstance(state, dict):
+        return hash(tuple(_number(value) for value in state.values()))
+    if hasattr(state, "tobytes"):
+        return hash(state.tobytes())
+    return hash(state.numpy().tobytes() if isinstance(state, torch.Tensor) else state)

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ckptfused.doctor.fingerprints import Fingerprints, leaves, local
 from ckptfused.doctor.recorder import Recorder
-from ckptfused.doctor.snapshot import keeps_books
+from ckptfused.policy.fingerprints import Fingerprints, leaves, values_of
+from ckptfused.policy.unchanged import keeps_books
 
 _PLAIN = (bool, int, float, str)
+_FEW = 64  # values at most of a list that is compared
+_OF_MODULES = ("_parameters", "_buffers", "_modules")
 LEAST_FREE = 0.04  # of the host's memory, below which a step ends that saves everything
 
 
@@ -30,7 +32,9 @@ class Step:
     gradients: dict[str, Any] = field(default_factory=dict)
     """Fingerprints, by parameter; those of arguments by `argument i`."""
     values: dict[str, Tensor] = field(default_factory=dict)
-    """The gradients themselves, on the host."""
+    """The gradients themselves, on the host, of a step that others are compared with."""
+    norms: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Of a step that is compared with another: the squared norm of each gradient, and that of its difference."""
     buffers: dict[str, Any] = field(default_factory=dict)
     attributes: dict[str, Any] = field(default_factory=dict)
     """Those that it changed."""
@@ -38,12 +42,13 @@ class Step:
     nothing_trained: bool = False
 
 
-def run(model: nn.Module, batch: Any, regions: bool, guarded: bool = False) -> Step:
-    """A step of the model as it is. regions: note what checkpoints replay.
+def run(model: nn.Module, batch: Any, first: Step | None = None, guarded: bool = False) -> Step:
+    """A step of the model as it is, whose gradients are gone afterwards. Errors are in the result.
 
-    guarded: raise `MemoryError` before the host's memory is spent. Errors are in the result.
+    first: the step that it is compared with; without one, what checkpoints replay is noted, and gradients are kept.
+    guarded: raise `MemoryError` before the host's memory is spent.
     """
-    recorder = Recorder(model, regions, _refuse_to_fill_memory if guarded else None)
+    recorder = Recorder(model, first is None, _refuse_to_fill_memory if guarded else None)
     step, given, before = Step(recorder), copied(batch, device_of(model)), plain_attributes(model)
     try:
         with recorder.recording(), warnings.catch_warnings(), torch.enable_grad():
@@ -63,35 +68,70 @@ def run(model: nn.Module, batch: Any, regions: bool, guarded: bool = False) -> S
             recorder.look_again(region)
         step.error = error.with_traceback(None)
         return step
-    _read(model, given, step, before)
+    _read(model, given, step, before, first)
     return step
 
 
-def _read(model: nn.Module, given: Any, step: Step, before: dict[str, Any]) -> None:
+def _read(model: nn.Module, given: Any, step: Step, before: dict[str, Any], first: Step | None) -> None:
     prints = Fingerprints()
     named: list[tuple[str, Tensor]] = list(model.named_parameters())
     named += [(f"argument {i}", t) for i, t in enumerate(leaves(given)) if isinstance(t, Tensor) and t.is_leaf]
     for name, t in named:
         if t.grad is not None:
             step.gradients[name] = prints.of(t.grad)
-            own = local(t.grad)
-            if own is not None:
-                step.values[name] = own.to("cpu", copy=True)
     for name, buffer in model.named_buffers():
         step.buffers[name] = prints.of(buffer)
     prints.settle()
+    other = first is not None and first.gradients != step.gradients
+    for name, t in named:
+        grad, t.grad = t.grad, None  # one at a time, so that there are never two sets of all
+        own = None if grad is None else values_of(grad)
+        if own is not None and first is None:
+            step.values[name] = own.to("cpu", copy=True)
+        elif own is not None and other:
+            assert first is not None
+            step.norms[name] = _norms(own, first.values.get(name))
     now = plain_attributes(model)
-    step.attributes = {name: now.get(name) for name in now | before if now.get(name) != before.get(name)}
+    step.attributes = {name: now.get(name) for name in now | before if not alike(now.get(name), before.get(name))}
+
+
+def _norms(t: Tensor, other: Tensor | None) -> tuple[float, float]:
+    """The squared norms of a gradient, and of the difference of another one of it; infinite where there is none."""
+    if other is None:
+        return _squared(t), float("inf")
+    return _squared(t), _squared(other.to(t.device).to(torch.promote_types(t.dtype, torch.float64)) - t)
+
+
+def _squared(t: Tensor) -> float:
+    return torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float64)).item() ** 2
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two attributes are equal, those that are no number at all included."""
+    return a == b or repr(a) == repr(b)
 
 
 def plain_attributes(model: nn.Module) -> dict[str, Any]:
-    """Numbers, texts and truth values that modules hold."""
+    """Numbers, texts and truth values that modules hold, lists, tuples and dicts of such included."""
     return {
-        f"{place}.{name}".lstrip("."): value
+        f"{place}.{name}".lstrip("."): _copied_plain(value)
         for place, module in model.named_modules()
+        if not keeps_books(module)
         for name, value in vars(module).items()
-        if isinstance(value, _PLAIN) and not keeps_books(module)
+        if _is_plain(value) and name not in _OF_MODULES
     }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= _FEW and all(isinstance(v, _PLAIN) for v in value)
+    if type(value) is dict:
+        return len(value) <= _FEW and all(isinstance(v, _PLAIN) for v in (*value, *value.values()))
+    return isinstance(value, _PLAIN)
+
+
+def _copied_plain(value: Any) -> Any:
+    return type(value)(value) if type(value) in (list, dict) else value
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -104,10 +144,12 @@ def call(model: nn.Module, batch: Any) -> Any:
 def loss_of(output: Any) -> Tensor | None:
     """The output's loss, or the output itself; what is no scalar is summed with weights that differ."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
+    if isinstance(loss, Tensor) and not loss.is_complex():
         return loss.sum()
-    floats = [t for t in leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-    t = next((t for t in floats if t.requires_grad), floats[0] if floats else None)
+    found = [t for t in leaves(output) if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+    t = next((t for t in found if t.requires_grad), found[0] if found else None)
+    if t is not None and t.is_complex():
+        t = torch.view_as_real(t)
     if t is None or t.dim() == 0:
         return t
     weights = torch.linspace(0.5, 1.5, t.numel(), device=t.device, dtype=torch.float32).view(t.shape)

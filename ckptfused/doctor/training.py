@@ -24,8 +24,7 @@ def cache_in_training(look: Look) -> Iterator[Finding]:
     if isinstance(look.batch, Mapping) and look.batch.get("use_cache") is False:
         return
     asked = isinstance(look.batch, Mapping) and look.batch.get("use_cache")
-    configs = [(m, getattr(m, "config", None)) for m in look.model.modules()]
-    first = next((m for m, config in configs if getattr(config, "use_cache", False) is True), None)
+    first = next((m for m in _outermost_with_cache(look.model) if m.config.use_cache is True), None)
     if first is not None or asked:
         yield Finding(
             "warning",
@@ -33,6 +32,15 @@ def cache_in_training(look: Look) -> Iterator[Finding]:
             "use_cache=True in training: keys and values of each layer are collected and kept, and nobody reads them",
             "model.config.use_cache = False",
         )
+
+
+def _outermost_with_cache(module: nn.Module) -> Iterator[Any]:
+    """The modules whose configuration says whether caches are made, to themselves and to the modules in them."""
+    if hasattr(getattr(module, "config", None), "use_cache"):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost_with_cache(child)
 
 
 def checkpoint_in_eval(look: Look) -> Iterator[Finding]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import random
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +34,28 @@ def behind(value: Any, code_names_random: bool) -> Any:
     owner = getattr(value, "__self__", None)
     kind: Any = type(owner)
     return owner if is_generator(kind) else None
+
+
+def global_generators() -> Iterator[Any]:
+    """PyTorch's default ones, Python's, and NumPy's where it is in use."""
+    yield torch.default_generator
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        yield from torch.cuda.default_generators
+    yield random._inst  # type: ignore[attr-defined]
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        yield numpy.random.__self__
+
+
+@contextmanager
+def undrawn(others: Iterable[Any] = ()) -> Iterator[None]:
+    """Within, the global generators and others may be drawn from; afterwards they are where they were."""
+    states = [(g, state_of(g)) for g in (*global_generators(), *others)]
+    try:
+        yield
+    finally:
+        for g, state in states:
+            restore(g, state)
 
 
 def is_default(g: Any) -> bool:

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ckptfused.generic.draws import undrawn
+
 PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
 GIB = 2**30
 
@@ -118,6 +120,7 @@ CPU_TIME_ERROR = 0.40
 NAMES = (*DEVICES, "cpu")
 
 
+@undrawn()  # a processor's rates are measured with random numbers, too
 def device_named(name: str | torch.device) -> Device:
     """One of `NAMES`, in capitals too, or PyTorch's own "cpu". **Raises** `ValueError` for another."""
     plain = str(name).strip().lower()

@@ -1,120 +1,249 @@
-"""Steps that leave no trace: what they change of a model, its optimizer and the generators is put back."""
+"""Steps that leave no trace: what they change of a model, its batch, its optimizer and the generators is put back."""
 
 from __future__ import annotations
 
-import contextlib
-import random
-import sys
-from collections.abc import Iterator
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends import cudnn
 from torch.utils._pytree import tree_leaves
 
-from ckptfused.generic.draws import restore, state_of
+from ckptfused.generic.draws import global_generators, is_generator, restore, state_of, undrawn
+from ckptfused.generic.reach import reach
+from ckptfused.policy.fingerprints import Fingerprints, bits_equal, local, unrecorded
 
-Simple = int | float | str | bool | None
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
+# Modules of these keep their own books of what they sharded and reduced.
+_THEIR_OWN = ("torch.distributed", "torch.nn.parallel", "deepspeed")
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    *((partial(getattr, cudnn, name), partial(setattr, cudnn, name)) for name in ("benchmark", "deterministic")),
+)
 
 
 class Unchanged:
     """Within it steps may run; afterwards everything is to the bit what it was, and gradients are the same tensors.
 
-    Those are parameters, buffers, gradients, plain numbers that modules hold, the optimizer's state, and the states of
-    PyTorch's generators, Python's, NumPy's and those that modules hold. Copies of what a GPU holds are on the host.
-    Within it there are no gradients.
+    Those are parameters (the objects, their values, storages, hooks, and whether they require a gradient), buffers,
+    gradients, attributes of modules with lists, dicts and sets in them, hooks, tensors of the batch, the optimizer's
+    state, the states of PyTorch's generators, Python's, NumPy's and those that modules and closures of their hooks
+    hold, and settings such as the default type. `restore` puts them back in between, any number of times. Within it
+    there are no gradients at first.
+
+    hooks: whether those stay that run as soon as a parameter's gradient is there, as an optimizer's in backward.
+
+    **Saves** a copy of parameters, buffers, tensors that modules hold, the batch and the optimizer's state on the host.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        given = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
-        self._leaves = [t for t in (*model.parameters(), *given) if t.is_leaf]
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        hooks: bool = True,
+    ) -> None:
+        self._model, self._batch, self._optimizer = model, batch, optimizer
+        self._stay = hooks
+        self.written: set[int] = set()
+        """The tensors, by `id`, that steps so far left with other values."""
 
     def __enter__(self) -> Unchanged:
-        self._drawn = drawn_alike(self._model)
-        self._drawn.__enter__()
-        self._grads = [(t, t.grad) for t in self._leaves]
-        for t in self._leaves:
-            t.grad = None
-        self._modules = [
-            (m, dict(m._buffers), {k: v for k, v in vars(m).items() if isinstance(v, Simple)})
-            for m in self._model.modules()
-        ]
-        owned = [*self._model.parameters(), *self._model.buffers()]
-        self._values = [(t, _copy(t)) for t in {id(t): t for t in owned}.values()]
-        self._state = None if self._optimizer is None else _OptimizerState(self._optimizer)
+        self._seen: set[int] = set()
+        self._containers: list[tuple[Any, Any]] = []
+        self._values: list[_Value] = []
+        self._hooks: list[tuple[Any, Any]] = []
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._flags: list[tuple[Any, bool, Any]] = []
+        generators = list(global_generators())
+        managed = {
+            id(p) for module in self._model.modules() if _managed(module) for p in module.parameters(recurse=False)
+        }
+        for p in self._model.parameters():
+            self._keep(p, own_storage=id(p) not in managed and type(p) is nn.Parameter)
+            self._leaf(p)
+            backward: Any = p._backward_hooks
+            self._flags.append((p, p.requires_grad, backward))
+            if backward is not None:
+                self._containers.append((backward, dict(backward)))
+            hooks = getattr(p, "_post_accumulate_grad_hooks", None)
+            if hooks and not self._stay:
+                self._hooks.append((hooks, dict(hooks)))
+        for module in self._model.modules():
+            self._module(module, generators)
+        for t in tree_leaves(self._batch):
+            if isinstance(t, Tensor):
+                self._keep(t)
+                self._leaf(t)
+        if self._optimizer is not None:
+            self._look_at(vars(self._optimizer), generators)
+        self._settings = [read() for read, _ in _SETTINGS]
+        self._states = [(g, state_of(g)) for g in {id(g): g for g in generators}.values()]
+        self._begin()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        for module, buffers, simple in self._modules:
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            vars(module).update(simple)
-        with torch.no_grad():
-            for t, value in self._values:
-                t.copy_(value)
-        if self._state is not None:
-            self._state.put_back()
-        for t, grad in self._grads:
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+        for t, grad in self._gradients:
             t.grad = grad
-        self._drawn.__exit__(*exception)
+        for hooks, held in self._hooks:
+            hooks.update(held)
+
+    def _begin(self) -> None:
+        for t, _ in self._gradients:
+            t.grad = None
+        for hooks, _ in self._hooks:
+            hooks.clear()
+
+    def restore(self) -> None:
+        """Puts everything back, ready for another step."""
+        self._begin()
+        for held, content in self._containers:
+            _put(held, content)
+        for t, flag, backward in self._flags:
+            if t.requires_grad is not flag:
+                t.requires_grad_(flag)
+            if t._backward_hooks is not backward:
+                t._backward_hooks = backward
+        for (read, put), value in zip(_SETTINGS, self._settings, strict=True):
+            if read() != value:
+                put(value)
+        with unrecorded():
+            self.written.update(id(value.of) for value in self._values if value.put_back())
+        for g, state in self._states:
+            restore(g, state)
+
+    def _leaf(self, t: Tensor) -> None:
+        if not t.is_leaf:
+            return
+        self._gradients.append((t, t.grad))
+        if t.grad is not None and _shares(t.grad):  # a reducer's bucket, which it writes to
+            self._keep(t.grad)
+
+    def _module(self, module: nn.Module, generators: list[Any]) -> None:
+        held = vars(module)
+        theirs = keeps_books(module)
+        if not _managed(module):
+            self._containers.append((held, dict(held)))
+            if isinstance(held["_parameters"], dict):  # torch.jit has its own
+                self._containers.append((held["_parameters"], dict(held["_parameters"])))
+        for name, value in held.items():
+            if name != "_parameters" and not (theirs and name != "_buffers"):
+                self._look_at(value, generators)
+
+    def _look_at(self, value: Any, generators: list[Any], depth: int = 1) -> None:
+        if id(value) in self._seen:
+            return
+        if isinstance(value, Tensor):
+            self._keep(value)
+        elif is_generator(_kind(value)):
+            generators.append(value)
+        elif isinstance(value, types.FunctionType | partial):  # a forward or a hook
+            generators += reach([value]).generators
+        elif isinstance(value, (*_CONTAINERS, tuple)) and depth < 6:
+            self._seen.add(id(value))
+            if not isinstance(value, tuple):
+                self._containers.append((value, _content(value)))
+            values: Any = value.values() if isinstance(value, dict) else value
+            for inner in list(values):
+                self._look_at(inner, generators, depth + 1)
+
+    def _keep(self, t: Tensor, own_storage: bool = False) -> None:
+        own = local(t)
+        if id(t) in self._seen or own is None or own.is_meta:
+            return
+        self._seen.add(id(t))
+        self._values.append(_Value(t, own if own_storage else None))
 
 
-@contextlib.contextmanager
-def drawn_alike(model: nn.Module) -> Iterator[None]:
+class _Value:
+    """A tensor with its values, which are copied to the host.
+
+    storage: what shares the tensor's storage, which it has again afterwards.
+    """
+
+    def __init__(self, of: Tensor, storage: Tensor | None = None) -> None:
+        self.of, self._storage = of, storage
+        own = local(of)
+        assert own is not None
+        with unrecorded():
+            self._copy = own.to("cpu", copy=True)
+            self._print = None if own.is_cpu else _printed(own)
+
+    def put_back(self) -> bool:
+        """Whether it had to be."""
+        moved = False
+        if self._storage is not None:
+            now = local(self.of)
+            moved = now is None or now.data_ptr() != self._storage.data_ptr() or now.shape != self._storage.shape
+            if moved:
+                self.of.data = self._storage
+        now = local(self.of)
+        if now is None or now.shape != self._copy.shape or now.dtype != self._copy.dtype:
+            return moved
+        same = bits_equal(now, self._copy) if self._print is None else _printed(now) == self._print
+        if not same:
+            now.copy_(self._copy)
+        return moved or not same
+
+
+def _printed(t: Tensor) -> Any:
+    """A checksum that is made where the tensor is, instead of a copy of it."""
+    prints = Fingerprints()
+    found = prints.of(t)
+    prints.settle()
+    return found
+
+
+def drawn_alike(model: nn.Module) -> AbstractContextManager[None]:
     """Afterwards all generators are as they were, so that what follows draws the same numbers."""
-    states = [(g, state_of(g)) for g in _generators(model)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            restore(generator, state)
+    held: list[Any] = [value for module in model.modules() for value in vars(module).values()]
+    return undrawn(value for value in held if is_generator(_kind(value)))
 
 
-class _OptimizerState:
-    """What an optimizer holds, tensors with their values."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._state = {p: _held(values) for p, values in optimizer.state.items()}
-        self._groups = [_held(group) for group in optimizer.param_groups]
-        self._rest = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
-
-    def put_back(self) -> None:
-        self._optimizer.state.clear()
-        self._optimizer.state.update({p: _given_back(values) for p, values in self._state.items()})
-        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
-            group.clear()
-            group.update(_given_back(values))
-        for name in vars(self._optimizer).keys() - self._rest.keys() - {"state", "param_groups"}:
-            delattr(self._optimizer, name)
-        vars(self._optimizer).update(self._rest)
+def _kind(value: Any) -> Any:
+    return type(value)
 
 
-def _held(values: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each value, and a copy of a tensor's."""
-    return {k: (v, _copy(v) if isinstance(v, Tensor) else None) for k, v in values.items()}
+def keeps_books(module: nn.Module) -> bool:
+    """Whether a module's attributes are its library's own affair."""
+    return type(module).__module__.startswith(_THEIR_OWN)
 
 
-def _given_back(values: dict[str, tuple[Any, Any]]) -> dict[str, Any]:
-    with torch.no_grad():
-        for value, copy in values.values():
-            if copy is not None:
-                value.copy_(copy)
-    return {name: value for name, (value, _) in values.items()}
+def _managed(module: nn.Module) -> bool:
+    return bool(vars(module).get("_is_fsdp_managed_module")) or keeps_books(module)
 
 
-def _copy(t: Tensor) -> Tensor:
-    return t.detach().to("cpu", copy=True)
+def _shares(t: Tensor) -> bool:
+    own = local(t)
+    return own is not None and own.untyped_storage().nbytes() != own.nbytes
 
 
-def _generators(model: nn.Module) -> Iterator[Any]:
-    yield torch.default_generator
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        yield from torch.cuda.default_generators
-    yield random._inst  # type: ignore[attr-defined]
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        yield numpy.random.__self__
-    for module in model.modules():
-        yield from (v for v in vars(module).values() if isinstance(v, torch.Generator | random.Random))
+def _content(held: Any) -> Any:
+    return dict(dict.items(held)) if isinstance(held, dict) else list(held)
+
+
+def _put(held: Any, content: Any) -> None:
+    """Has a container hold what it held, touching nothing where that is so."""
+    base: Any = next(base for base in _CONTAINERS if isinstance(held, base))
+    now = _content(held)
+    if isinstance(content, dict):
+        same = list(now) == list(content) and all(now[key] is content[key] for key in content)
+        if same:
+            return
+        for key in now.keys() - content.keys():
+            base.__delitem__(held, key)
+        if list(base.keys(held)) != [key for key in content if key in now]:
+            base.clear(held)
+        for key, value in content.items():
+            base.__setitem__(held, key, value)
+    elif len(now) != len(content) or not all(a is b for a, b in zip(now, content, strict=True)):
+        base.clear(held)
+        (base.update if base is set else base.extend)(held, content)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -191,6 +192,51 @@ class ChangesArgument(nn.Module):
         x = checkpoint(self.a, x, scale=scale, use_reentrant=False)
         scale.mul_(3)
         return checkpoint(self.b, x, scale=scale, use_reentrant=False).square().mean()
+
+
+def counted(model: Stack) -> Stack:
+    """With a hook on a module of the second layer that multiplies by how often it ran."""
+    calls = itertools.count(1)
+    model.layers[1].up.register_forward_hook(lambda module, args, result: result * next(calls))
+    return model
+
+
+class Codebook(nn.Module):
+    """A parameter that the forward moves, behind PyTorch's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x * self.code
+        self.code.data.lerp_(x.detach().mean(0), 0.5)
+        return made
+
+
+def single_replay() -> tuple[Any, Any]:
+    """Of a checkpoint: half precision in forward, and none in the replay."""
+    return torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False)
+
+
+class ScaledByType(Layer):
+    """Its last operation depends on the default type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * (torch.get_default_dtype().itemsize / 4)).sin()
+
+
+class ChangesDefaultType(Stack):
+    """Its replays run under another default type than its forward."""
+
+    def __init__(self) -> None:
+        super().__init__([ScaledByType() for _ in range(3)], torch_checkpoint())
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float32)
+        loss = super().forward(x)
+        torch.set_default_dtype(torch.float64)
+        return loss
 
 
 class Branches(nn.Module):

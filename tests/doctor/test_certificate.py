@@ -78,6 +78,30 @@ FAULTS = {
         "its attribute 'calls' is 2 after a step, 1 where everything is saved",
         "warning",
     ),
+    "a hook that counts": Fault(
+        lambda: models.counted(stack(nn.Identity)), "layers.1.up", "Linear gave other results in its replay"
+    ),
+    "a parameter that forward writes": Fault(
+        lambda: stack(models.Codebook),
+        "layers.1.piece",
+        "its parameters were written between its forward and its replay, which computed with the new values: code",
+    ),
+    "autocast that ends before the replay": Fault(
+        lambda: stack(nn.Identity, torch_checkpoint(context_fn=models.single_replay)),
+        "layers.2.up",  # backward fails at the last layer, whose replay is the first
+        "a cast: it computed under autocast bfloat16 in forward and off in its replay",
+    ),
+    "dropout with a small probability": Fault(
+        lambda: stack(lambda: nn.Dropout(0.03), torch_checkpoint(preserve_rng_state=False), place=2),
+        "layers.2.piece",
+        "Dropout drew its random numbers anew in its replay",
+    ),
+    "statistics that hardly move": Fault(
+        lambda: stack(lambda: nn.BatchNorm1d(models.WIDTH, momentum=1e-6)),
+        "layers.1.piece",
+        "after a step, its buffers have a wrong value",
+    ),
+    "a default type that changes": Fault(models.ChangesDefaultType, "layers.2.down", "the gradients are off by"),
     "an argument that is changed": Fault(
         models.ChangesArgument, "a", "argument 'scale' was changed in place between its forward and its replay"
     ),
@@ -185,10 +209,18 @@ def called(kind: Any) -> Any:
     return mock.patch.object(kind, "forward", autospec=True, side_effect=kind.forward)
 
 
-@pytest.mark.parametrize(("preserve", "steps"), [(True, 2), (False, 3)])
-def test_it_takes_three_steps_at_most(preserve: bool, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("piece", "preserve", "steps"),
+    [
+        (lambda: nn.Dropout(0.5), True, 2),
+        (lambda: nn.Dropout(0.5), False, 2),
+        (lambda: nn.BatchNorm1d(models.WIDTH), True, 3),
+    ],
+    ids=["right", "a cause that is certain", "another"],
+)
+def test_it_takes_three_steps_at_most(piece: Callable[[], nn.Module], preserve: bool, steps: int) -> None:
     """Two where all is well; each replays what one outside of the doctor would."""
-    model = wrapped(lambda: nn.Dropout(0.5), preserve_rng_state=preserve)
+    model = wrapped(piece, preserve_rng_state=preserve)
     with called(Stack) as whole, called(models.Layer) as layers:
         doctor(model, batch())
     assert whole.call_count == steps and layers.call_count == 3 * (2 * steps - 1)
@@ -346,18 +378,6 @@ def test_a_batch_is_neither_changed_nor_kept() -> None:
     assert x.grad is None and torch.equal(y, batch()) and given.keys() == {"x", "names"}
 
 
-def test_a_step_that_does_not_fit_is_compared_by_its_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptfused.doctor import steps
-
-    monkeypatch.setattr(steps, "_host_memory", lambda: (1, 1000))
-    good = doctor(stack(lambda: nn.Dropout(0.5)), batch())
-    assert good.healthy and good.certificate.startswith(
-        "No certificate: a step that saves everything ran out of memory"
-    )
-    wrong = doctor(stack(models.PythonDropout), batch())
-    assert [(f.severity, f.place) for f in wrong] == [("error", "layers.1.piece")]
-
-
 def test_a_checkpoint_of_another_library_is_compared_by_its_replays() -> None:
     wrong = doctor(stack(lambda: nn.Dropout(0.5), models.Foreign.apply), batch())
     assert [(f.severity, f.place) for f in wrong] == [("error", "layers.1.piece")], wrong
@@ -389,9 +409,13 @@ def state(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {"rng": torch.get_rng_state(), "python": hash(random.getstate())}
     for name, module in model.named_modules():
         for kind, held in (("parameter", module._parameters), ("buffer", module._buffers)):
-            found |= {f"{name}.{kind}.{key}": None if t is None else t.detach().clone() for key, t in held.items()}
+            found |= {
+                f"{name}.{kind}.{key}": None if t is None else t.detach().to_dense().clone() for key, t in held.items()
+            }
         found[f"{name}.names"] = sorted(vars(module))
-        found |= {f"{name}.{key}": v for key, v in vars(module).items() if isinstance(v, bool | int | float | str)}
+        found |= {
+            f"{name}.{key}": repr(v) for key, v in vars(module).items() if isinstance(v, bool | int | float | str)
+        }
         for key, v in vars(module).items():
             if isinstance(v, torch.Generator):
                 found[f"{name}.{key}"] = v.get_state()

@@ -309,3 +309,15 @@ def test_models_without_values_are_looked_at() -> None:
     assert "its first call will make" in doctor(lazy, torch.ones(2, 4)).certificate
     assert "on the meta device" in doctor(llama().to("meta"), long_batch()).certificate
     assert "no parameter requires" in doctor(stack(nn.Identity).requires_grad_(False), models.batch()).certificate
+
+
+def test_use_cache_of_an_inner_configuration_does_not_count() -> None:
+    """T5's decoder has a copy of the configuration, and is told what the model's says."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).train()
+    model.gradient_checkpointing_enable()
+    for cache in (True, False):
+        model.config.use_cache = cache
+        assert any("use_cache" in f.text for f in doctor(model)) == cache and model.decoder.config.use_cache

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckptfused.doctor.fingerprints import Fingerprints, bits_equal
+from ckptfused.policy.fingerprints import Fingerprints, bits_equal
 
 pytestmark = pytest.mark.once
 WAYS = ("_of_cpu", "_elsewhere")

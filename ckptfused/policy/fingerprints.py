@@ -42,9 +42,13 @@ class Fingerprints:
 
     def _leaf(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
-            return value if isinstance(value, _VALUES) else type(value).__name__
+            if not isinstance(value, _VALUES):
+                return type(value).__name__
+            return value if value == value else repr(value)  # no number at all equals not even itself
         t = local(value)
-        if t is None or t.is_meta:
+        if t is None:
+            return tuple(value.shape), value.dtype, *map(self._leaf, _parts(value))
+        if t.is_meta:
             return tuple(value.shape), value.dtype
         return tuple(t.shape), t.dtype, self._of_cpu(t) if t.is_cpu else self._elsewhere(t)
 
@@ -90,6 +94,23 @@ def local(t: Tensor) -> Tensor | None:
     except NotImplementedError:  # under torch.func
         return None
     return t.detach()
+
+
+def values_of(t: Tensor) -> Tensor | None:
+    """The values of a tensor that lie here, of a sparse one those of the dense one; None of a kind that has no such."""
+    return local(t.detach().to_dense() if t.layout != torch.strided and not t.is_nested else t)
+
+
+def _parts(t: Tensor) -> list[Tensor]:
+    """The tensors that hold the values of one that is no plain one; none where they cannot be had."""
+    if t.layout == torch.sparse_coo:
+        t = t.detach().coalesce()
+        return [t.indices(), t.values()]
+    if t.layout == torch.sparse_csr:
+        return [t.crow_indices(), t.col_indices(), t.values().detach()]
+    if hasattr(t, "__tensor_flatten__"):  # jagged tensors, and weights that libraries quantise
+        return [getattr(t, name) for name in t.__tensor_flatten__()[0]]
+    return [t.int_repr()] if t.is_quantized else []
 
 
 def _integers(t: Tensor) -> Tensor:
