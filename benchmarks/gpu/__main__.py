@@ -93,18 +93,16 @@ def run_parts(
     log_path.unlink(missing_ok=True)
     with open(log_path, "a") as log:  # to append: the parts write to it, too
         for index, part in enumerate(chosen):
+            if part.name == "build":
+                ready = Outcome("not run", detail="a rehearsal builds nothing") if rehearsal else prebuilt(capability)
+                if ready is not None:
+                    outcomes[part.name] = ready
+                    continue
             left = end - time.monotonic() - sum(later.least for later in chosen[index + 1 :])
             if left < 5:
                 outcomes[part.name] = Outcome("not run", detail="no time left")
                 continue
-            if part.name == "build":
-                if rehearsal:
-                    outcomes[part.name] = Outcome("not run", detail="a rehearsal builds nothing")
-                    continue
-                if (ready := prebuilt(capability)) is not None:
-                    outcomes[part.name] = ready
-                    continue
-            else:
+            if part.name != "build":
                 unusable = built_for(capability) if unusable is None else unusable
                 if unusable:
                     outcomes[part.name] = Outcome("not run", detail=unusable)

@@ -32,7 +32,8 @@ UNHURRIED = 600.0
 
 @dataclass
 class Ended:
-    """How one ended. error: the last lines of its output; empty where all is well."""
+    """How one ended. result: the last that it gave, also where it did not end well. error: the last lines of its
+    output; empty where all is well."""
 
     name: str
     result: dict[str, Any]
@@ -79,12 +80,17 @@ def run(name: str, words: Sequence[str], seconds: float, more: dict[str, str] | 
     except subprocess.TimeoutExpired as expired:
         said = expired.stdout or b""
         text = said if isinstance(said, str) else said.decode(errors="replace")
-        return Ended(name, {}, f"not done in {seconds:.0f} s: {_last(text)}")
-    lines = done.stdout.splitlines()
-    found = next((json.loads(line.removeprefix(MARK)) for line in reversed(lines) if line.startswith(MARK)), None)
+        return Ended(name, _given(text) or {}, f"not done in {seconds:.0f} s: {_last(text)}")
+    found = _given(done.stdout)
     if done.returncode == 0 and found is not None:
         return Ended(name, found)
     return Ended(name, found or {}, _last(done.stdout) or f"exit status {done.returncode}")
+
+
+def _given(text: str) -> dict[str, Any] | None:
+    """The last result in an output, whole lines alone."""
+    lines = [line for line in text.splitlines(keepends=True) if line.startswith(MARK) and line.endswith("\n")]
+    return json.loads(lines[-1].removeprefix(MARK)) if lines else None
 
 
 def _last(text: str) -> str:

@@ -37,7 +37,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_what_comes_back(module: str) -> None:
-    ended = {one.name: one for one in isolated.run_each(module, ["good", "wrong", "crash", "silent"], [], 2, 30)}
+    ended = {one.name: one for one in isolated.run_each(module, ["good", "wrong", "crash", "silent"], [], 2, 600)}
     assert ended["good"] == isolated.Ended("good", {"value": 3})
     assert ended["wrong"].error == "x: wrong result: worst at row 2"
     assert ended["crash"].error == "async error"
@@ -46,14 +46,20 @@ def test_what_comes_back(module: str) -> None:
     assert hung.error.startswith("not done in 1 s")
 
 
+def test_the_last_whole_result_counts() -> None:
+    """Of a process that was ended while it wrote another."""
+    assert isolated._given('RESULT {"value": 1}\nwords\nRESULT {"value": 2}\nRESULT {"val') == {"value": 2}
+    assert isolated._given("words\n") is None
+
+
 def test_one_that_fails_is_run_again(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With each kernel waited for, and under a compute-sanitizer, here one that only starts what it is given."""
     program = tmp_path / "compute-sanitizer"
     program.write_text(f'#!/bin/sh\nshift {len(isolated.MEMCHECK)}\nUNDER_MEMCHECK=1 exec "$@"\n')
     program.chmod(0o755)
     monkeypatch.setattr(isolated, "sanitizer", lambda: str(program))
-    ended = list(isolated.run_each(module, ["good", "crash"], [], 1, 30))
-    isolated.examine(module, ended, [], 30)
+    ended = list(isolated.run_each(module, ["good", "crash"], [], 1, 600))
+    isolated.examine(module, ended, [], 600)
     assert isolated.failures(ended) == {
         "crash": {
             "error": "async error",
@@ -76,4 +82,4 @@ def test_one_at_a_time_holds_the_gpu(tmp_path: Path) -> None:
     words = [sys.executable, "-c", code, str(lock)]
     with isolated.alone(lock):
         assert isolated.run("waits", words, 3).error.startswith("not done in 3 s")
-    assert isolated.run("goes", words, 60).error == "mine"
+    assert isolated.run("goes", words, 600).error == "mine"

@@ -37,7 +37,7 @@ def in_this_process(name: str, words: Sequence[str], seconds: float, more: dict[
             importlib.import_module(words[2]).main()
         except SystemExit as error:
             return isolated.Ended(name, {}, str(error))
-    return isolated.Ended(name, json.loads(said.getvalue().split(isolated.MARK)[1]))
+    return isolated.Ended(name, json.loads(said.getvalue().split(isolated.MARK)[-1]))
 
 
 def each_in_this_process(module: str, names: Any, options: Any, at_once: int, seconds: float) -> Iterator[Any]:
@@ -83,6 +83,39 @@ def test_a_result_file(out: Path, case: str) -> None:
     assert not result["failed"]
     assert {"commit", "torch", "ckptfused", "cpu", "command"} <= result["environment"].keys()
     assert all({"name", "value", "goal", "met", "ideal"} <= goal.keys() for goal in result["goals"])
+
+
+def shape_of(value: Any) -> Any:
+    """What a file consists of: names of fields, and of the first of each list."""
+    if isinstance(value, dict):
+        return {name: shape_of(one) for name, one in value.items()}
+    return [shape_of(one) for one in value[:1]] if isinstance(value, list) else None
+
+
+@pytest.mark.parametrize("case", ["smoke", "block", "micro", "attention", "profile"])
+def test_the_canned_day_is_what_scripts_write(out: Path, case: str) -> None:
+    """Field by field, but for what only a GPU leaves, or what is named after what was measured."""
+    canned, found = (
+        json.loads(path.read_text())
+        for path in (Path(__file__).parent / "canned" / f"canned_{case}.json", out / f"{STEM}_{case}.json")
+    )
+    assert canned.keys() == found.keys()
+    assert canned["environment"].keys() == found["environment"].keys() | {"gpu"}
+    if case == "block":
+        assert [*canned["milliseconds"], canned["goals"][0].keys()] == [
+            *found["milliseconds"],
+            found["goals"][0].keys(),
+        ]
+        assert {goal["name"] for goal in canned["goals"]} == {goal["name"] for goal in found["goals"]}
+        assert canned["saved bytes predicted"].keys() == found["saved bytes predicted"].keys()
+    if case == "micro":
+        assert shape_of(canned["ops"]) == shape_of(found["ops"])
+    if case == "attention":
+        assert canned["attention"][0].keys() == found["attention"][0].keys()
+        assert canned["cublas"].keys() == found["cublas"].keys()
+    if case == "profile":
+        assert canned["variants"].keys() == found["variants"].keys()
+        assert shape_of(canned["variants"]["eager"]) == shape_of(found["variants"]["eager"])
 
 
 def test_the_page_has_every_time(out: Path) -> None:
@@ -165,9 +198,10 @@ def test_a_model(setting: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     words = ["--only", f"llama-3-8b, 4 layers, {setting}", "--tiny", "--device", "cpu", "--seconds", "0"]
     monkeypatch.setattr(sys, "argv", ["models", *words])
     models.main()
-    result = json.loads(capsys.readouterr().out.split(isolated.MARK)[1])
+    result = json.loads(capsys.readouterr().out.split(isolated.MARK)[-1])
     assert not result["failed"]
-    assert list(result["variants"]) == list(models.VARIANTS)
+    graph = setting == "CUDA graph"
+    assert list(result["variants"]) == [name for name in models.VARIANTS if not graph or name != models.CHECKPOINTED]
     assert {row["said"] for row in result["variants"].values()} == {"", "2 of 2 layers fused"}
 
 
@@ -183,7 +217,7 @@ def test_a_wrong_converted_model_is_refused(monkeypatch: pytest.MonkeyPatch, cap
     words = ["--only", "qwen3-0.6b, as it is", "--tiny", "--device", "cpu", "--seconds", "0"]
     monkeypatch.setattr(sys, "argv", ["models", *words])
     models.main()
-    failed = json.loads(capsys.readouterr().out.split(isolated.MARK)[1])["failed"]
+    failed = json.loads(capsys.readouterr().out.split(isolated.MARK)[-1])["failed"]
     assert failed["convert, inputs"].startswith("wrong: loss and gradients' norm")
 
 
