@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from ckptfused.cli.options import add_model, add_step, model_and_batch
+from ckptfused.cli.options import add_model, add_step, model_and_batch, ran
 from ckptfused.doctor import doctor
 
 
@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = doctor(*model_and_batch(arguments))
+    model, batch = model_and_batch(arguments)
+    found = ran(arguments, lambda: doctor(model, batch))
     print(found.to_json() if arguments.json else found)
     return 0 if found.healthy else 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from ckptfused.cli.errors import CommandError
+from ckptfused.policy import BudgetError
 from ckptfused.policy.devices import NAMES
 from ckptfused.policy.step import MakeOptimizer, adamw
 from ckptfused.policy.variants import CHECKPOINTED, CHUNKED, CONVERTED, MODELS, PLAIN, build, read_config
@@ -93,8 +96,34 @@ def built(make: Callable[[], T]) -> T:
         return make()
     except ModuleNotFoundError as error:
         raise CommandError(f"needs {error.name}: pip install {error.name}") from error
-    except ValueError as error:  # transformers' own words, the first of them
-        raise CommandError(f"--config: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # transformers' own words
+        raise CommandError(f"--config: {said(error)}") from error
+
+
+def said(error: Exception) -> str:
+    """An error's words on one line: the first, and where that ends in a colon the next."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:400]
+
+
+def ran(arguments: argparse.Namespace, run: Callable[[], T]) -> T:
+    """The result of a run of the user's own code or model, which may print: on stderr, where it is not the answer.
+
+    **Raises** `CommandError` for what it raises; where a function of the user's did, with the place.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return run()
+    except (CommandError, BudgetError):
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and not is_factory(arguments.config):
+            raise CommandError(said(error)) from error
+        if not is_factory(arguments.config):
+            raise
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(last.filename).name}, line {last.lineno}"
+        raise CommandError(f"{arguments.config}: {type(error).__name__}: {said(error)} ({where})") from error
 
 
 def model_and_batch(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
@@ -103,7 +132,7 @@ def model_and_batch(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
     **Raises** `CommandError` where there is neither.
     """
     if is_factory(arguments.config):
-        return _own(arguments)
+        return ran(arguments, lambda: _own(arguments))
     config, variant = configuration(arguments), CHECKPOINTING[arguments.checkpoint]
     model = built(lambda: build(config, variant, getattr(torch, arguments.dtype), arguments.lora))
     ids = torch.empty(arguments.batch, arguments.seq, dtype=torch.int64, device="meta")
@@ -121,14 +150,17 @@ def _own(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
     here = str(Path.cwd())
     sys.path.insert(0, here)  # as `python -m` has it
     try:
-        made = getattr(importlib.import_module(module), name)()
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise CommandError(f"--config: expected module:factory, got {arguments.config!r} ({error})") from error
+        try:
+            factory = getattr(importlib.import_module(module), name)
+        except (ModuleNotFoundError, AttributeError) as error:
+            raise CommandError(f"--config: expected module:factory, got {arguments.config!r} ({error})") from error
+        made = factory()
     finally:
         sys.path.remove(here)
-    model, batch = made if isinstance(made, tuple) else (made, None)
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise CommandError(f"--config: expected an nn.Module of {arguments.config}, got {type(model).__name__}")
+        came = f"a tuple of {len(made)}" if isinstance(made, tuple) and len(made) != 2 else type(model).__name__
+        raise CommandError(f"--config: expected {arguments.config} to return a model, or (model, batch), got {came}")
     classes = getattr(getattr(model, "config", None), "vocab_size", None)
     if batch is None and isinstance(classes, int):
         ids = torch.arange(arguments.batch * arguments.seq).view(arguments.batch, arguments.seq) % classes

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ckptfused.cli.errors import CommandError
-from ckptfused.cli.options import add_device, add_model, add_step, checked, model_and_batch, optimizer, positive
+from ckptfused.cli.options import (
+    add_device,
+    add_model,
+    add_step,
+    checked,
+    model_and_batch,
+    optimizer,
+    positive,
+    ran,
+)
 from ckptfused.policy import BudgetError, plan
 from ckptfused.sizes import parse_bytes
 
@@ -41,14 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     step = {"batch": batch, "optimizer": optimizer(arguments), "device": arguments.device, "shards": arguments.shards}
     try:
         with _progress(quiet=arguments.json) as said:
-            found = plan(model, budget=arguments.budget, said=said, **step)
+            found = ran(arguments, lambda: plan(model, budget=arguments.budget, said=said, **step))
     except BudgetError as error:
         if arguments.json:
             print(json.dumps({"fits": False, "budget": arguments.budget, "least": error.least}))
         print(f"ckptfused plan: {error}", file=sys.stderr)
         return NOTHING_FITS
-    except ValueError as error:
-        raise CommandError(str(error)) from error
     print(found.to_json() if arguments.json else found)
     try:
         if arguments.policy:

@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from ckptfused.cli.errors import CommandError
-from ckptfused.cli.options import add_device, add_model, add_step, model_and_batch, optimizer
+from ckptfused.cli.options import add_device, add_model, add_step, model_and_batch, optimizer, ran
 from ckptfused.policy import profile
 
 
@@ -29,10 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     model, batch = model_and_batch(arguments)
     if batch is None:
         raise CommandError(f"--config: expected {arguments.config} to return a model and a batch, got a model alone")
-    try:
-        found = profile(model, batch, optimizer(arguments), arguments.device)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    found = ran(arguments, lambda: profile(model, batch, optimizer(arguments), arguments.device))
     print(found.to_json() if arguments.json else found)
     if arguments.plot:
         try:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.policy.costs import Costs
-
-GIB = 2**30
+from ckptfused.policy.table import size
 
 
 class BudgetError(ValueError):
@@ -28,16 +27,12 @@ def not_enough(costs: Costs, budget: int, least: int, policy: CheckpointPolicy, 
         (steps_own // 2, "half as many sequences or tokens in the batch (activations)"),
     ]
     lines = [
-        f"budget: no plan needs as little as {_size(budget)}; the least that one was found to need is {_size(least)}, "
+        f"budget: no plan needs as little as {size(budget)}; the least that one was found to need is {size(least)}, "
         f"{least:,} bytes, with {policy}. What else would help:",
-        *(f"  - {text}: about {_size(saved)} less" for saved, text in remedies if saved > 0),
+        *(f"  - {text}: about {size(saved)} less" for saved, text in remedies if saved > 0),
     ]
     if len(costs.heads) == 1:
         lines.append('  - a loss without logits (loss="chunked"), which this model or batch does not allow as it is')
     if kind == "cpu":
         lines.append("  - on a GPU, inputs of layers in host memory (offload), of which plans make use there")
     return "\n".join(lines), least
-
-
-def _size(size: int) -> str:
-    return f"{size / GIB:,.2f} GiB" if size >= GIB // 10 else f"{size / 2**20:,.2f} MiB"

@@ -160,7 +160,8 @@ def costs(steps: Steps, optimizer: Optimizer | None) -> Costs:
     found = zip_longest(heads[1:], SCRATCHES)
     differ = [scratch for head, scratch in found if table.differs(head or heads[-1], scratch)]
     table.read((None, *filter(None, differ)))
-    own = base.weights + base.optimizer
+    own, at_end = base.weights + base.optimizer, base.all_gradients + base.optimizer_transient
+    at_end += at_end // UNSEEN if steps.device.kind == "cpu" else 0
     spent = sum(cost.forward_seconds + cost.backward_seconds for cost in table.kept)
     return Costs(
         layers=table.layers(),
@@ -168,7 +169,7 @@ def costs(steps: Steps, optimizer: Optimizer | None) -> Costs:
         head=Unit(tuple(table.heads[head].mode() for head in heads)),
         state=own,
         constant=table.constant,
-        least=max(own + base.all_gradients + base.optimizer_transient, 0 if base.layers else base.peak),
+        least=max(own + at_end, 0 if base.layers else base.peak),
         rest_seconds=base.seconds - spent,
         base=base,
     )

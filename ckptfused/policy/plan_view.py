@@ -7,6 +7,8 @@ import json
 from itertools import groupby
 from typing import Any
 
+from ckptfused.policy.table import duration, size
+
 GIB = 2**30
 
 
@@ -18,8 +20,8 @@ def rich_table(plan: Any) -> Any:
 
     shards = f", each of {plan.shards} ranks" if plan.shards > 1 else ""
     head = Text(
-        f"{plan.peak / GIB:,.2f} of {plan.budget / GIB:,.2f} GiB, {plan.seconds:,.3f} s a step, predicted for "
-        f"{plan.device}{shards}\n{policy_line(plan.policy)}"
+        f"{size(plan.peak)} of {size(plan.budget)}, {duration(plan.seconds)} a step, predicted for {plan.device}"
+        f"{shards}\n{policy_line(plan.policy)}"
     )
     layers = Table("layers", "count", "mode")
     place = 0
@@ -27,12 +29,12 @@ def rich_table(plan: Any) -> Any:
         count = len(list(run))
         layers.add_row(str(place) if count == 1 else f"{place} … {place + count - 1}", str(count), str(mode))
         place += count
-    others = Table("policy", "GiB", "s a step", "fits")
+    others = Table("policy", "peak", "a step", "fits")
     for column in others.columns[1:3]:
         column.justify = "right"
     for point in (*plan.standard, ("this plan", plan.peak, plan.seconds)):
         name, peak, seconds = point
-        others.add_row(name, f"{peak / GIB:,.2f}", f"{seconds:,.3f}", "yes" if peak <= plan.budget else "no")
+        others.add_row(name, size(peak), duration(seconds), "yes" if peak <= plan.budget else "no")
     return Group(head, layers, others, *map(Text, plan.notes))
 
 
@@ -51,8 +53,8 @@ def table(plan: Any) -> str:
         from rich.console import Console
     except ImportError:
         return (
-            f"{plan.peak / GIB:,.2f} of {plan.budget / GIB:,.2f} GiB, {plan.seconds:,.3f} s a step, predicted for "
-            f"{plan.device}\n{plan.policy}"
+            f"{size(plan.peak)} of {size(plan.budget)}, {duration(plan.seconds)} a step, predicted for {plan.device}\n"
+            f"{plan.policy}"
         )
     out = io.StringIO()
     Console(file=out, width=110, color_system=None).print(rich_table(plan))

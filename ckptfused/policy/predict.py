@@ -5,6 +5,7 @@ The ledger sees every storage of the meta device begin and end, PyTorch's and ck
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def predicted(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer |
         except NoLossError:
             raise
         except Exception as error:
-            if marks.failed is None or marks.failed in opaque:
+            if marks.failed is None or marks.failed in opaque or _is_wrong(error):
                 raise ValueError(f"model: expected one that runs on the meta device, got {_said(error)}") from error
             name, layer = marks.layers[marks.failed]
             opaque[marks.failed] = name
@@ -134,6 +135,16 @@ def _take_step(optimizer: torch.optim.Optimizer, device: Device) -> list[str]:
         for parameter in trained:
             parameter.grad = None
     return []
+
+
+def _is_wrong(error: Exception) -> bool:
+    """Whether a layer would fail with data, too: of a batch or a model whose parts do not fit together."""
+    text = str(error)
+    if "meta" in text.lower():
+        return False
+    return bool(re.search(r"\b(shapes?|sizes?|dim|dimensions?)\b", text)) or (
+        isinstance(error, TypeError) and "argument" in text
+    )
 
 
 class _Opaque:

@@ -49,6 +49,8 @@ def size(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:,.3f} s"
     return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:,.0f} µs"
 
 

@@ -129,6 +129,26 @@ def _config(config: dict[str, Any]) -> Any:
     return AutoConfig.for_model(config["model_type"], **options | {"use_cache": False})
 
 
+def _kind(config: Any) -> Any:
+    """The class that learns tokens from tokens: a decoder's, else an encoder and decoder's, else an encoder's."""
+    import transformers as hf
+
+    kinds: list[Any] = [hf.AutoModelForCausalLM, hf.AutoModelForSeq2SeqLM, hf.AutoModelForMaskedLM]
+    if "bert" in str(config.model_type):
+        kinds.reverse()
+    if config.is_encoder_decoder:
+        kinds.remove(hf.AutoModelForCausalLM)
+        if getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 0
+    for kind in kinds:
+        if type(config) in kind._model_mapping:
+            return kind
+    raise ValueError(
+        f"expected a model of language, which learns tokens from tokens, got {config.model_type!r}; of others "
+        "give module:factory, a function that returns a model and its batch"
+    )
+
+
 def build(config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | None = None) -> nn.Module:
     """The language model of a configuration without its weights, in training, as one of `VARIANTS`.
 
@@ -136,15 +156,14 @@ def build(config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | 
     None: all weights are. **Raises** `ImportError` without transformers, or PEFT where it is asked for; `ValueError`
     for a model that transformers does not know.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of gradient checkpointing's new name
-        model: Any = AutoModelForCausalLM.from_config(_config(config)).to(dtype)
+        own = _config(config)
+        model: Any = _kind(own).from_config(own).to(dtype)
         if lora is not None:
             from peft import LoraConfig, get_peft_model
 
-            model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+            model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
         if variant == CHECKPOINTED:
             if lora is not None:
                 model.enable_input_require_grads()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,14 @@ class Model(nn.Module):
             x = x + layer(x)
         return x.mean()
 def make():
+    print("of the factory")
     return Model(), torch.empty(512, 64)
+def fails():
+    raise RuntimeError("no weights here")
+def three():
+    return Model(), 1, 2
+def narrow():
+    return Model(), torch.empty(512, 63)
 """
 
 
@@ -74,6 +82,57 @@ def test_a_model_of_ones_own(
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--config", "own_model_to_plan:make", "--budget", "1GiB", "--optimizer", "none"]) == 0
     assert "as it was" in capsys.readouterr().out
+    assert main(["plan", "--config", "own_model_to_plan:make", "--budget", "1GiB", "--json", "--device", "H100"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["device"] == "h100" and "of the factory" in said.err
+
+
+@pytest.mark.parametrize("command", ["plan", "profile", "doctor"])
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("fails", r"RuntimeError: no weights here \(own_model_that_fails.py, line [0-9]+\)$"),
+        ("three", r"to return a model, or \(model, batch\), got a tuple of 3$"),
+        ("narrow", r"(reduction dim|cannot be multiplied)"),
+        ("Model.nothing", "got 'own_model_that_fails:Model.nothing'"),
+    ],
+)
+def test_what_goes_wrong_is_one_line(
+    command: str,
+    factory: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "own_model_that_fails.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    budget = ["--budget", "1GiB"] if command == "plan" else []
+    assert main([command, "--config", f"own_model_that_fails:{factory}", *budget]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and re.search(message, said.err.strip()) and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "of"),
+    [
+        ({"model_type": "t5", "d_model": 64, "num_layers": 1, "vocab_size": 300}, "encoder.block.0"),
+        ({"model_type": "bart", "d_model": 64, "encoder_layers": 1, "decoder_layers": 1}, "model.decoder.layers.0"),
+        ({"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}, "bert.encoder"),
+    ],
+)
+def test_configurations_of_other_kinds(
+    config: dict[str, object], of: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["profile", "--config", str(tmp_path / "config.json"), "--seq", "32"]) == 0
+    assert of in capsys.readouterr().out
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 65}))
+    assert main(["profile", "--config", str(tmp_path / "config.json"), "--seq", "32"]) == 1
+    assert re.search("--config: .*hidden size .65. is not a multiple", capsys.readouterr().err)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    assert main(["profile", "--config", str(tmp_path / "config.json")]) == 1
+    assert "expected a model of language" in capsys.readouterr().err
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

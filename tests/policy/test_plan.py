@@ -267,6 +267,20 @@ def test_a_budget_given_to_convert() -> None:
     assert before == [layer.forward for layer in model.model.layers]
 
 
+def test_the_least_budget_counts_the_optimizer() -> None:
+    """Where its step needs most: what it holds for itself beside what a step without data shows is left free."""
+    torch.manual_seed(0)
+    model, batch = Mlp(), torch.randn(2, 64)
+    optimizer = ADAMW(model.parameters())
+    with pytest.raises(BudgetError) as refused:
+        plan(model, batch, 1, optimizer, "cpu")
+    found = plan(model, batch, refused.value.least, optimizer, "cpu")
+    found.apply(model)
+    step = profile(model, batch, optimizer)
+    assert step.moment.startswith("optimizer") and step.peak <= found.budget
+    assert found.peak == pytest.approx(step.peak, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
