@@ -112,7 +112,7 @@ def command_of(part: Part, seconds: float, stem: str, out: Path, rehearsal: bool
     if part.name == "suite":
         return pytest_command(*suite(), "--ignore=tests/triton/interpreted", workers=workers)
     # Half of the time is for starting, making inputs and checking.
-    options = ["--out", str(out), "--stem", stem, "--seconds", f"{max(seconds / 2, 2):.0f}"]
+    options = ["--out", str(out), "--stem", stem, "--seconds", "1" if rehearsal else f"{max(seconds / 2, 2):.0f}"]
     options += ["--device", "cpu", "--tiny"] if rehearsal else []
     return [sys.executable, "-m", f"benchmarks.gpu.{part.name}", *options]
 
