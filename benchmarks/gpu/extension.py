@@ -79,14 +79,17 @@ def main() -> None:
     temporary = f"build/gpu-{sys.implementation.cache_tag}"
     command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-temp", temporary]
     shutil.rmtree(FOLDER, ignore_errors=True)
+    made_for = here()
     subprocess.run([*command, "--build-lib", str(FOLDER.parent)], cwd=ROOT, env=environment, check=True)
     size = (FOLDER / name()).stat().st_size
     if size > MOST:
         raise SystemExit(
             f"{name()} has {size / 2**20:.1f} MiB, more than {MOST >> 20}: fewer architectures make it less"
         )
-    made_for = here() | {"architectures": environment["TORCH_CUDA_ARCH_LIST"], "bytes": size}
-    (FOLDER / "_C.json").write_text(json.dumps(made_for, indent=2) + "\n")
+    if here() != made_for:
+        raise SystemExit("the sources changed while they were compiled: make it again")
+    record = made_for | {"architectures": environment["TORCH_CUDA_ARCH_LIST"], "bytes": size}
+    (FOLDER / "_C.json").write_text(json.dumps(record, indent=2) + "\n")
     print(
         f"{FOLDER.relative_to(ROOT) / name()}: {size / 2**20:.1f} MiB for {made_for['Python']}, {made_for['PyTorch']}"
     )

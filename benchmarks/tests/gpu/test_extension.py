@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,3 +69,32 @@ def test_any_source_changes_the_digest(tmp_path: Path) -> None:
     header = tmp_path / "csrc" / "math" / "norm.h"
     header.write_text(header.read_text() + "// more")
     assert extension.digest(tmp_path) != before
+
+
+@pytest.mark.parametrize("fault", ["", "changed", "large"])
+def test_what_a_build_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """With a compiler that only writes a file: a record of the sources as they were when it began, or none."""
+    folder = tmp_path / "ckptfused"
+
+    def build(command: list[str], **options: Any) -> None:
+        assert command[-2:] == ["--build-lib", str(tmp_path)]
+        assert options["env"]["TORCH_CUDA_ARCH_LIST"] == "9.0" and options["env"]["CKPTFUSED_CUDA"] == "1"
+        folder.mkdir()
+        (folder / extension.name()).write_bytes(b"code")
+        if fault == "changed":
+            monkeypatch.setattr(extension, "digest", lambda: "another")
+
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    monkeypatch.setattr(extension, "ROOT", tmp_path)
+    monkeypatch.setattr(extension, "FOLDER", folder)
+    monkeypatch.setattr(extension, "digest", lambda: "these")
+    monkeypatch.setattr(extension, "MOST", 3 if fault == "large" else 40)
+    monkeypatch.setattr(extension.subprocess, "run", build)
+    if fault:
+        with pytest.raises(SystemExit, match="changed while" if fault == "changed" else "fewer architectures"):
+            extension.main()
+        assert not (folder / "_C.json").exists()
+    else:
+        extension.main()
+        assert json.loads((folder / "_C.json").read_text())["bytes"] == 4
+        assert extension.unfit(folder) == ""
