@@ -36,8 +36,10 @@ void Block::ensure_n1() {
   value_.n1 = pre_norm(x_, spec_.attn.pre, attn_slot(kAttnPreW), attn_slot(kAttnPreB), P_, "n1");
 }
 
+// Backward reads it once more, for the gradients of q, k and v's weights.
 void Block::release_n1() {
-  if (spec_.parallel != Parallel::shared_norm) value_.n1.reset();
+  const bool read_again = backward_ && need_any(attn_slot(kQW), attn_slot(kVB) + 1);
+  if (spec_.parallel != Parallel::shared_norm && !read_again) value_.n1.reset();
 }
 
 void Block::ensure_qkv() {
@@ -77,8 +79,13 @@ void Block::ensure_qk() {
                  param(attn_slot(slot_b)), cos_, sin_, to.transpose(1, 2), a.qk.kind, a.qk.eps,
                  a.rope, a.rotary_dim);
   };
-  turn(a.q_columns(), kQNormW, kQNormB, value_.q);
-  turn(a.k_columns(), kKNormW, kKNormB, value_.k);
+  if (a.qk.on() || a.interleaved) {
+    turn(a.q_columns(), kQNormW, kQNormB, value_.q);
+    turn(a.k_columns(), kKNormW, kKNormB, value_.k);
+  } else {  // without weights of their own they are turned alike
+    const HeadColumns both{a.heads + a.kv_heads, 0, a.q_columns().stride};
+    turn(both, kQNormW, kQNormB, heads_view(target, both));
+  }
 }
 
 void Block::ensure_attn() {
@@ -155,12 +162,20 @@ Tensor Block::attention_backward(const Tensor& ds) {
                  grad_vector(attn_slot(slot_w)), grad_vector(attn_slot(slot_b)), a.qk.kind,
                  a.qk.eps, a.rope, a.rotary_dim);
   };
-  turn_back(dq, a.q_columns(), kQNormW, kQNormB);
-  dq.reset();
-  turn_back(dk, a.k_columns(), kKNormW, kKNormB);
-  dk.reset();
-  raw.reset();
-  heads_view(dqkv, a.v_columns()).copy_(dv);
+  if (!a.qk.on() && a.rope == "none" && !a.interleaved && !spec_.seq_first) {
+    Tensor heads = dqkv.view({B_, T_, a.heads + 2 * a.kv_heads, a.head_dim});
+    const Ledger::Name name("d qkv");
+    at::cat_out(heads, {dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)}, 2);
+    dq.reset();
+    dk.reset();
+  } else {
+    turn_back(dq, a.q_columns(), kQNormW, kQNormB);
+    dq.reset();
+    turn_back(dk, a.k_columns(), kKNormW, kKNormB);
+    dk.reset();
+    raw.reset();
+    heads_view(dqkv, a.v_columns()).copy_(dv);
+  }
   dv.reset();
 
   Tensor dn1 = need_n1 ? like_x(P_, "d n1") : Tensor();

@@ -141,6 +141,20 @@ void Block::restore(at::TensorList kept) {
               kept.size());
 }
 
+// The gradients of vectors, summed wide, in their parameters' type: on a GPU by one kernel.
+void Block::narrow_vectors() {
+  std::vector<Tensor> wide, narrow;
+  for (size_t slot = 0; slot < params_.size(); ++slot) {
+    Tensor& grad = grads_[slot];
+    if (!grad.defined() || grad.dim() != 1) continue;
+    if (grad.scalar_type() == params_[slot].scalar_type()) continue;
+    wide.push_back(grad);
+    grad = empty(grad.sizes(), params_[slot].scalar_type(), "d", int64_t(slot));
+    narrow.push_back(grad);
+  }
+  if (!wide.empty()) at::_foreach_copy_(narrow, wide);
+}
+
 std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
                                     const std::vector<bool>& needs) {
   TORCH_CHECK(dy.sizes() == at::IntArrayRef(x_sizes_) && dy.scalar_type() == R_,
@@ -225,6 +239,7 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
     if (dx.is_alias_of(dy)) dx = dx.clone();
     result.push_back(dx.view(x_sizes_));
   }
+  narrow_vectors();
   for (size_t slot = 0; slot < params_.size(); ++slot) {
     if (!needs_[1 + slot]) continue;
     const Tensor grad = std::exchange(grads_[slot], Tensor());

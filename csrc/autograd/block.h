@@ -127,6 +127,7 @@ class Block {
   bool need(int slot) const { return backward_ && needs_[1 + slot]; }
   // Also whether an adapter of a weight among them is trained.
   bool need_any(int begin, int end) const;
+  void narrow_vectors();
   at::Tensor grad_vector(int slot);  // where a kernel writes a vector's gradient; may be undefined
   at::Tensor weight_grad(int slot, at::ScalarType type);
   bool add_weight_grads(const std::vector<Part>& parts, bool transposed, const at::Tensor& dout,

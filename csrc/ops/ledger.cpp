@@ -61,12 +61,11 @@ struct MetaMemory final : at::Allocator {
   at::Allocator* plain_;
 };
 
-// PyTorch's operators that launch a kernel; the others make views or memory, or call these. On meta
-// tensors cat copies its parts one by one.
+// PyTorch's operators that launch a kernel; the others make views or memory, or call these.
 struct OperatorCalls {
-  static constexpr std::string_view kLaunching[] = {
-      "aten::copy_", "aten::fill_", "aten::zero_",  "aten::sum",   "aten::add_",
-      "aten::mul_",  "aten::mm",    "aten::addmm_", "aten::addmm", "aten::cat"};
+  static constexpr std::string_view kLaunching[] = {"aten::copy_", "aten::fill_",  "aten::zero_",
+                                                    "aten::sum",   "aten::add_",   "aten::mul_",
+                                                    "aten::mm",    "aten::addmm_", "aten::addmm"};
 
   // Whether what it makes within itself is nobody else's affair: it is a kernel of PyTorch's, not
   // made of other operators, on which autograd works one by one.
@@ -96,13 +95,17 @@ struct OperatorCalls {
       ledger->operator_ = adds_gradients(*ledger, function) ? kAccumulation : function.name();
       ledger->first_ = ledger->buffers_;
     }
-    const std::string_view name = function.name();
-    const bool is_part = ledger->depth_ > 1 && std::string_view(ledger->operator_) == "aten::cat";
-    if (!is_part &&
-        std::find(std::begin(kLaunching), std::end(kLaunching), name) != std::end(kLaunching)) {
-      ledger->launched(function.name(), 1, bytes_of(function));
-    }
+    if (counts(*ledger, function.name())) ledger->launched(function.name(), 1, bytes_of(function));
     return std::make_unique<Within>();
+  }
+  // On meta tensors cat and _foreach_copy_ copy their parts one by one; so does the latter on a
+  // CPU.
+  static bool counts(const Ledger& ledger, std::string_view name) {
+    const std::string_view outer = ledger.operator_;
+    const bool is_part = ledger.depth_ > 1;
+    if (outer == "aten::cat") return !is_part;
+    if (outer == "aten::_foreach_copy_") return ledger.device_.cuda != is_part;
+    return std::find(std::begin(kLaunching), std::end(kLaunching), name) != std::end(kLaunching);
   }
   // What it adds to is read and written.
   static int64_t bytes_of(const at::RecordFunction& function) {

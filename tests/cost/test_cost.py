@@ -433,12 +433,48 @@ def test_launches_on_a_gpu() -> None:
     options: dict[str, Any] = {"params": params, "device": "cuda"}
     forward, backward = cost.forward_ledger(spec, *dims, **options), cost.backward_ledger(spec, *dims, **options)
     assert list(forward.launches.elements()) == [
-        *("norm_fwd", *("product",) * 7, "qk_fwd", "qk_fwd", "attention_fwd", "residual_fwd", "residual_fwd"),
+        *("norm_fwd", *("product",) * 7, "qk_fwd", "attention_fwd", "residual_fwd", "residual_fwd"),
         "activation_fwd",
     ]
     assert backward.launches["norm_bwd"] == 4 and backward.launches["product"] == 20
     sums = [event[3][1] for event in backward.events if event[1] == "partial sums of a norm's gradients"]
     assert sums == [4 * 512 * 512] * 2  # 4096 rows in chunks of eight; 132 multiprocessors have room for more
+
+
+LLAMA_FORWARD = {
+    "norm_fwd": 1,  # n1
+    "product": 4,  # qkv, proj, gate and up, down
+    "qk_fwd": 1,  # q's and k's heads together
+    "attention_fwd": 1,
+    "residual_fwd": 2,  # mid with n2, y
+    "activation_fwd": 1,
+}
+LLAMA_BACKWARD = {
+    "norm_fwd": 1,  # n1, for the replay and for the gradient of qkv's weight
+    "product": 3 + 2 * 4,  # of the replay, all but down; an input's and a weight's gradient of each
+    "qk_fwd": 1,
+    "attention_fwd": 1,
+    "residual_fwd": 1,  # mid with n2
+    "activation_bwd": 1,
+    "qk_bwd": 2,
+    "aten::copy_": 1,  # dv to its place beside dq and dk
+    "norm_bwd": 4,  # each with the sum of what its blocks leave
+    "aten::_foreach_copy_": 1,  # both norms' gradients in their type
+}
+
+
+def test_launches_of_a_llama_block_on_a_gpu() -> None:
+    """Every kernel of a forward and a backward that saved its input, in one piece and with joint weights, by hand."""
+    size: dict[str, Any] = {"dim_feedforward": 14336, "num_kv_heads": 8, "keep": "inputs"}
+    block = ckptfused.FusedCheckpointBlock.llama(4096, 32, **size, device="meta", dtype=torch.bfloat16)
+    spec, call = block.spec(torch.bfloat16), (2, 8192, 4096, torch.bfloat16)
+    assert spec.attn is not None
+    attention = attention_cost.attention_cost(spec.attn, torch.bfloat16, 2, 8192, None, backward=True)[1]
+    params = {name: torch.bfloat16 for name in param_shapes(spec, 4096) if not name.endswith("_b")}
+    options: dict[str, Any] = {"params": params, "device": "cuda"}
+    assert cost.forward_ledger(spec, *call, **options).launches == LLAMA_FORWARD
+    assert cost.backward_ledger(spec, *call, **options).launches == LLAMA_BACKWARD | {"attention_bwd": attention}
+    assert cost.launches(spec, *call, **options) == (10, 24 + attention)
 
 
 AS_ELSEWHERE = """

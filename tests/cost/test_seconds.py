@@ -53,8 +53,7 @@ def test_small_ops_move_what_they_are_given() -> None:
     assert moved["norm_fwd"] == 2 * (N * 2 * C + C)  # and its weight
     assert moved["residual_fwd"] == 2 * (N * 7 * C + C)  # x, proj -> mid, n2; mid, down -> y
     assert moved["activation_fwd"] == 2 * N * 3 * F
-    angles = 2 * 2 * 4 * 8192 * 64  # cos and sin for q and for k
-    assert moved["qk_fwd"] == 2 * N * 2 * (C + 1024) + angles
+    assert moved["qk_fwd"] == 2 * N * 2 * (C + 1024) + 2 * 4 * 8192 * 64  # q and k in place; cos and sin
 
 
 def test_rates_are_the_devices() -> None:
