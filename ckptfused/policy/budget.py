@@ -15,6 +15,9 @@ class BudgetError(ValueError):
         self.least = least
         """Bytes of the smallest plan that was found."""
 
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int]]:  # to other ranks
+        return type(self), (str(self), self.least)
+
 
 def not_enough(costs: Costs, budget: int, least: int, policy: CheckpointPolicy, kind: str) -> tuple[str, int]:
     """What to say, and the least budget. Of each remedy the bytes that it would save, where they are known."""

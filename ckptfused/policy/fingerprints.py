@@ -84,16 +84,18 @@ def leaves(value: Any) -> list[Any]:
 
 
 def local(t: Tensor) -> Tensor | None:
-    """The values of a tensor that lie here; None of a kind that has no such."""
+    """The values of a tensor that lie here; None of a kind that has no such, or whose memory was given back (FSDP1's
+    views of weights that are in shards just now)."""
     if hasattr(t, "_local_tensor"):  # a DTensor
         return local(t._local_tensor)
     if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_nested or t.is_quantized:
         return local(t.data) if isinstance(t, nn.Parameter) and type(t.data) is Tensor else None
     try:
-        t.untyped_storage()
+        storage = t.untyped_storage()
     except NotImplementedError:  # under torch.func
         return None
-    return t.detach()
+    given_back = t.numel() > 0 and storage.nbytes() < (t.storage_offset() + 1) * t.element_size()
+    return None if given_back else t.detach()
 
 
 def values_of(t: Tensor) -> Tensor | None:

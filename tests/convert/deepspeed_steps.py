@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ckptfused
 from tests.convert.compare import close
-from tests.convert.distributed_steps import batch
+from tests.convert.distributed_runs import batch
 from tests.convert.small import llama, unfused
 
 

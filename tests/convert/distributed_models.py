@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import ckptfused
 from tests.convert import zoo_moe, zoo_seq2seq  # noqa: F401
 from tests.convert.compare import all_close, close, run, train
-from tests.convert.distributed_steps import alone, batch, full, fused_steps, shard
+from tests.convert.distributed_runs import alone, batch, full, fused_steps, shard
 from tests.convert.ranks import RANKS
 from tests.convert.small import llama, unfused
 from tests.convert.zoo import VOCABULARY, ZOO, randomize

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 
 import ckptfused
 from ckptfused import CheckpointPolicy
 from tests.convert.compare import close, run
-from tests.convert.distributed_steps import alone, batch, full, shard
+from tests.convert.distributed_runs import alone, batch, full, shard
 from tests.convert.small import llama
 
 
@@ -41,14 +40,3 @@ def ddp_segments(rank: int) -> None:
     both = torch.nn.parallel.DistributedDataParallel(model)
     torch.manual_seed(rank)
     close(full(run(both, batch(rank))), alone(plain), 1e-5)
-
-
-def agreement_on_the_policy(rank: int, what: str) -> None:
-    """Ranks whose layers are alike and whose segments, or other modes, are not."""
-    theirs = {"segments": CheckpointPolicy.segments(2), "modes": CheckpointPolicy.per_layer(["inputs", None])}[what]
-    ours = {"segments": CheckpointPolicy.segments(1), "modes": CheckpointPolicy.per_layer(["inputs", "inputs"])}[what]
-    model = llama()
-    words = {"segments": "the policy: rank 0 has policy .*segment_count=1, rank 1 has .*=2", "modes": r"model.layers.1"}
-    with pytest.raises(ValueError, match=f"ranks differ at.*{words[what]}"):
-        ckptfused.convert(model, policy=theirs if rank else ours, process_group=True)
-    assert not any("forward" in vars(module) for module in model.modules())

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ckptfused
 from ckptfused.doctor import doctor
-from tests.convert.distributed_steps import batch, shard
+from tests.convert.distributed_runs import batch, shard
 from tests.convert.small import llama
 
 
@@ -41,6 +48,35 @@ def as_accelerate(rank: int, right: bool) -> None:
     assert any("Dropout drew its random numbers anew" in text and "gradients are off by" in text for _, text in errors)
 
 
+def fsdp1(model: Any, original_parameters: bool = True) -> Any:
+    """Each layer in a unit of its own; parameters in the optimizer are the model's or flat ones."""
+    wrap = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=wrap, use_orig_params=original_parameters, device_id=torch.device("cpu")
+    )
+
+
+def under_fsdp1(rank: int, right: bool, original_parameters: bool) -> None:
+    """Wrappers in FSDP1's units, as Trainer's `fsdp` with activation checkpointing sets them."""
+    model = model_of()
+    dropout_in(model.model.layers[1])
+    whole = fsdp1(model, original_parameters)
+    wrap = functools.partial(checkpoint_wrapper, preserve_rng_state=right)
+    apply_activation_checkpointing(whole, wrap, lambda module: isinstance(module, LlamaDecoderLayer))
+    torch.manual_seed(7 + rank)
+    first = step(whole, rank)
+    torch.manual_seed(7 + rank)
+    found = doctor(whole, batch(rank))
+    if right:
+        assert not [f for f in found if f.severity != "advice"], found
+        assert found.certificate.startswith("Certificate"), found
+        assert all(map(torch.equal, first, step(whole, rank)))
+    else:
+        errors = found.of("error")
+        assert {f.place for f in errors} == {"model.layers.1.mlp.act_fn.1"}, found
+        assert any("gradients are off by" in f.text for f in errors)
+
+
 def certified(rank: int, how: str, around: str) -> None:
     """A step of sharded and replicated models, after which training goes on as without the doctor."""
     model = model_of(0.25)
@@ -48,7 +84,7 @@ def certified(rank: int, how: str, around: str) -> None:
         ckptfused.convert(model)
     else:
         model.gradient_checkpointing_enable()
-    whole = shard(model) if around == "fsdp2" else DistributedDataParallel(model)
+    whole = {"fsdp2": shard, "ddp": DistributedDataParallel, "fsdp1": fsdp1}[around](model)
     torch.manual_seed(7 + rank)
     first = step(whole, rank)
     torch.manual_seed(7 + rank)
@@ -62,7 +98,7 @@ def certified(rank: int, how: str, around: str) -> None:
 def step(model: Any, rank: int) -> list[torch.Tensor]:
     model.zero_grad()
     model(**batch(rank)).loss.backward()
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    grads = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
     return [(g.to_local() if hasattr(g, "to_local") else g).clone() for g in grads]
 
 

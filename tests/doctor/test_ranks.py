@@ -1,4 +1,4 @@
-"""The doctor where processes are joined: FSDP2, DDP, and policies that differ."""
+"""The doctor where processes are joined: FSDP2, FSDP1, DDP, and policies that differ."""
 
 from __future__ import annotations
 
@@ -30,7 +30,13 @@ def test_the_wrapper_of_accelerate_under_fsdp2(ranks: Ranks, right: bool) -> Non
     ranks.run(steps.as_accelerate, right=right)
 
 
-@pytest.mark.parametrize("around", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("original_parameters", [False, True])
+def test_wrappers_under_fsdp1(ranks: Ranks, right: bool, original_parameters: bool) -> None:
+    ranks.run(steps.under_fsdp1, right=right, original_parameters=original_parameters)
+
+
+@pytest.mark.parametrize("around", ["fsdp2", "ddp", "fsdp1"])
 @pytest.mark.parametrize("how", ["converted", "hugging face"])
 def test_what_is_right_is_certified(ranks: Ranks, how: str, around: str) -> None:
     ranks.run(steps.certified, how=how, around=around)

@@ -1,91 +1,28 @@
-"""What each of two ranks does in the tests of sharded and replicated models."""
+"""What each of two ranks does with models in FSDP2's shards."""
 
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
-from unittest import mock
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ckptfused
 from tests.convert import zoo_decoders, zoo_encoders, zoo_llama  # noqa: F401
 from tests.convert.compare import all_close, close, no_worse, run, train
+from tests.convert.distributed_runs import alone, batch, full, fused_step, fused_steps, shard
 from tests.convert.ranks import RANKS
 from tests.convert.small import llama, unfused
-from tests.convert.zoo import VOCABULARY, ZOO, randomize, text_batch
-
-
-def batch(rank: int) -> dict[str, Any]:
-    found = text_batch()
-    found["labels"] = torch.where(found["labels"] < 0, found["labels"], (found["labels"] + 3 * rank) % VOCABULARY)
-    return {**found, "input_ids": (found["input_ids"] + 7 * rank) % VOCABULARY, "use_cache": False}
-
-
-def full(results: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients put together, under the names of the plain model; the loss averaged over the ranks."""
-    found = {
-        name.removeprefix("module."): t.full_tensor() if isinstance(t, DTensor) else t for name, t in results.items()
-    }
-    torch.distributed.all_reduce(found["loss"])
-    found["loss"] /= RANKS
-    return {name: t.float() for name, t in found.items()}
-
-
-def alone(model: Any, seed: int = 0) -> dict[str, Tensor]:
-    """The mean over the ranks' batches, without any distribution; the model has it as its gradients."""
-    results = []
-    for rank in range(RANKS):
-        torch.manual_seed(seed + rank)
-        results.append(run(model, batch(rank)))
-    found: Any = {name: sum(r[name] for r in results) / RANKS for name in results[0]}
-    for name, parameter in model.named_parameters():
-        parameter.grad = found.get(name)
-    return found
-
-
-def shard(model: Any, reshard: bool = True, policy: MixedPrecisionPolicy | None = None, offload: bool = False) -> Any:
-    mesh = init_device_mesh("cpu", (RANKS,))
-    options: Any = {
-        "mesh": mesh,
-        "reshard_after_forward": reshard,
-        "mp_policy": policy or MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy(),
-    }
-    for layer in model.model.layers:
-        fully_shard(layer, **options)
-    return fully_shard(model, **options)
-
-
-def fused_step(model: Any, rank: int, seed: int = 0) -> dict[str, Tensor]:
-    torch.manual_seed(seed + rank)
-    with unfused() as reasons:
-        found = run(model, batch(rank))
-    assert not reasons, reasons
-    return full(found)
-
-
-def fused_steps(model: Any, rank: int) -> list[dict[str, Tensor]]:
-    """A few steps of training."""
-    return train(model, lambda one: fused_step(one, rank))
+from tests.convert.zoo import ZOO, randomize
 
 
 def fsdp2(rank: int, first: bool, reshard: bool, p: float = 0.0, offload: bool = False) -> None:
@@ -258,120 +195,3 @@ def fsdp2_checkpoint(rank: int, folder: str, p: float) -> None:
         ckptfused.convert(plain)  # the same masks
     order = iter(range(4))
     all_close(resumed, train(plain, lambda one: alone(one, RANKS * next(order)), 4, adamw(plain))[2:], 1e-5)
-
-
-def fsdp1(rank: int, first: bool, original_parameters: bool, p: float = 0.0, policy: Any = None) -> None:
-    model = llama(p=p)
-    plain = copy.deepcopy(model)
-    if first:
-        assert ckptfused.convert(model, policy=policy).fused == 2
-    wrap = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
-    wrapped = FullyShardedDataParallel(
-        model, auto_wrap_policy=wrap, use_orig_params=original_parameters, device_id=torch.device("cpu")
-    )
-    if not first:
-        ckptfused.convert(wrapped, policy=policy)
-    if p > 0:
-        ckptfused.convert(plain)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (wrapped, plain)]
-    for _ in range(2):
-        torch.manual_seed(rank)
-        with unfused() as reasons:
-            run(wrapped, batch(rank))
-        assert not reasons, reasons
-        optimizers[0].step()
-        alone(plain)
-        optimizers[1].step()
-    with FullyShardedDataParallel.summon_full_params(wrapped):
-        got = {name.replace("_fsdp_wrapped_module.", ""): t.detach() for name, t in wrapped.named_parameters()}
-        close(got, {name: t.detach() for name, t in plain.named_parameters()}, 1e-5)
-
-
-def ddp(rank: int, first: bool, p: float = 0.0, **options: Any) -> None:
-    model = llama(p=p)
-    plain = copy.deepcopy(model)
-    if first:
-        ckptfused.convert(model)
-    wrapped = DistributedDataParallel(model, **options)
-    if not first:
-        ckptfused.convert(wrapped)
-    if p > 0:
-        ckptfused.convert(plain)
-    all_close(fused_steps(wrapped, rank), train(plain, alone), 1e-5)
-
-
-def ddp_chunked_loss(rank: int) -> None:
-    """Micro-batches added up without a reduction, the last with one; of one of them no target counts."""
-    model = llama()
-    plain = copy.deepcopy(model)
-    ckptfused.convert(model, loss="chunked")
-    wrapped = DistributedDataParallel(model)
-    none = batch(rank) | {"labels": torch.full((3, 19), -100)}
-    with wrapped.no_sync():
-        wrapped(**none).loss.backward()
-        wrapped(**batch(rank)).loss.backward()
-    out = wrapped(**batch(rank))
-    assert out.logits is None
-    out.loss.backward()
-    want = alone(plain)
-    got = {name: p.grad / 2 for name, p in model.named_parameters() if p.grad is not None}
-    close(got, {name: want[name] for name in got}, 1e-5)
-    assert len(got) == len(want) - 1  # the loss
-
-
-def tensor_parallel(rank: int, first: bool, sharded: bool) -> None:
-    model = llama()
-    mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
-    plan: Any = {name: ColwiseParallel() for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")}
-    plan["self_attn.o_proj"] = RowwiseParallel()
-
-    def parallelize() -> None:
-        for layer in model.model.layers:
-            parallelize_module(layer, mesh["tp"], plan)
-            if sharded:
-                fully_shard(layer, mesh=mesh["dp"])
-        if sharded:
-            fully_shard(model, mesh=mesh["dp"])
-
-    if first:
-        ckptfused.convert(model)
-    parallelize()
-    with pytest.raises(ValueError, match=r"q_proj.*ckptfused runs no tensor-parallel layers"):
-        run(model, batch(rank)) if first else ckptfused.convert(model)
-    assert first or not any("forward" in vars(module) for module in model.modules())
-
-
-def agreement(rank: int, change: str) -> None:
-    model = llama(num_hidden_layers=3 if change == "layers" and rank == 1 else 2)
-    if change == "patch" and rank == 1:
-        model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
-    policy = "mid" if change == "policy" and rank == 1 else "inputs"
-    if change == "none":
-        assert ckptfused.convert(model, policy, process_group=True).fused == 2
-        assert ckptfused.convert(model, policy, process_group=torch.distributed.group.WORLD).fused == 2
-        return
-    layer = {"layers": "model.layers.2", "patch": "model.layers.1", "policy": "model.layers.0"}[change]
-    with pytest.raises(ValueError, match=rf"{layer}.*rank 1 has"):
-        ckptfused.convert(model, policy, process_group=True)
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
-def agreement_on_the_loss(rank: int) -> None:
-    model = llama()
-    if rank == 1:
-        model.lm_head.register_forward_hook(lambda *args: None)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM: chunked, rank 1 has LlamaForCausalLM: original"):
-        ckptfused.convert(model, loss="chunked", process_group=True)
-    assert "forward" not in vars(model)
-
-
-def agreement_with_a_failure(rank: int) -> None:
-    model = llama()
-    failing = mock.patch("ckptfused.convert.apply.describe", side_effect=RuntimeError("no memory"))
-    if rank == 1:
-        with failing, pytest.raises(RuntimeError, match="no memory"):
-            ckptfused.convert(model, process_group=True)
-    else:
-        with pytest.raises(ValueError, match="failed on rank 1: RuntimeError: no memory"):
-            ckptfused.convert(model, process_group=True)
-    assert not any("forward" in vars(module) for module in model.modules())
