@@ -129,6 +129,15 @@ def tried(variants: Variants) -> dict[str, str]:
     return failed
 
 
+def predicted(case: Case, device: str) -> goals.Ideals:
+    """The ideal times; none, and why, where they cannot be computed: that is no reason to measure nothing."""
+    try:
+        return goals.ideals(case, goals.device_at_hand(device))
+    except (RuntimeError, ValueError) as error:
+        print(f"no ideal times: {error}", flush=True)
+        return goals.Ideals("not known", {})
+
+
 def result_of(
     case: Case, variants: Variants, ideal: goals.Ideals, times: dict[str, Times], memory: dict[str, dict[str, int]]
 ) -> dict[str, Any]:
@@ -172,7 +181,7 @@ def main() -> None:
     variants, clock = Variants(case, options.device), Clock(options.device)
     failed = tried(variants)
     names = [name for name in variants.forwards if name not in failed]
-    ideal = goals.ideals(case, goals.device_at_hand(options.device))
+    ideal = predicted(case, options.device)
     memory = {name: variants.memory(name) for name in names} if options.device == "cuda" else {}
 
     def save(times: dict[str, Times]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ import torch
 
 from benchmarks.differences import expect_close, worst
 
+pytestmark = pytest.mark.once
+
 
 def test_the_worst_element_is_named() -> None:
     right = torch.linspace(-1, 1, 2 * 300 * 200).view(2, 300, 200)

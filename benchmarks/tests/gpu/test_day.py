@@ -18,6 +18,8 @@ from benchmarks.gpu.parts import Outcome, Part
 CANNED = Path(__file__).parent / "canned"
 MEASURED = ("smoke", "block", "micro", "attention", "profile")
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def day(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:

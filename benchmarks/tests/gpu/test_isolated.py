@@ -28,6 +28,8 @@ else:
     time.sleep(60)
 """
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -118,6 +118,15 @@ def test_the_canned_day_is_what_scripts_write(out: Path, case: str) -> None:
         assert shape_of(canned["variants"]["eager"]) == shape_of(found["variants"]["eager"])
 
 
+def test_times_are_measured_where_no_ideal_is_known(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def fails(*call: Any) -> Any:
+        raise RuntimeError("no kernel for meta tensors")
+
+    monkeypatch.setattr(block.goals, "ideals", fails)
+    assert block.predicted(block.TINY, "cpu").milliseconds == {}
+    assert "no ideal times: no kernel for meta tensors" in capsys.readouterr().out
+
+
 def test_the_page_has_every_time(out: Path) -> None:
     found = results(STEM, out, MEASURED)
     assert found.keys() == set(NAMES)
