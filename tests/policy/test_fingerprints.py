@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ckptfused.policy.fingerprints import Fingerprints, bits_equal
+from ckptfused.policy.fingerprints import Fingerprints, bits_equal, local
 
 pytestmark = pytest.mark.once
 WAYS = ("_of_cpu", "_elsewhere")
@@ -67,3 +67,13 @@ def test_shapes_types_and_plain_values_count() -> None:
     lent: Any = torch._lazy_clone(t)
     prints.of(lent)
     assert torch._C._is_cow_tensor(lent)  # type: ignore[attr-defined]
+
+
+def test_memory_that_was_given_back_is_not_read() -> None:
+    """FSDP1's modules hold views of it between steps."""
+    whole = torch.ones(8)
+    view = whole[4:]
+    whole.untyped_storage().resize_(0)
+    assert local(whole) is None and local(view) is None
+    assert Fingerprints().of([whole, view]) == (((8,), torch.float32), ((4,), torch.float32))
+    assert local(torch.empty(0)) is not None
