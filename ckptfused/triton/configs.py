@@ -1,23 +1,29 @@
 """Tile sizes of the attention kernels: a pure function of shape, options and device, so that forward and its replay
 agree.
 
-Nothing is timed at run time. tests/triton/test_compile.py compiles the entries for the devices below and holds them to
-their limits (no spilled registers, shared memory, tensor-core instructions).
+The table is tiles.json: for sm_90, for sm_80, and one tile a kernel and width for every other device. Nothing is timed
+at run time. tests/triton/test_compile.py compiles the entries for the devices below and holds them to their limits (no
+spilled registers, shared memory, tensor-core instructions).
 """
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
 STAGES = ("fwd", "dkdv", "dq")
 OPTION_CLASSES = ("none", "some", "mask")
 BLOCK_D = (16, 32, 64, 128, 256)
+GENERIC = "generic"
+TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("tiles.json").read_text(encoding="utf-8"))
 # Bytes of shared memory that one block may use, by class of device.
-SHARED = {"sm_90": 227 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10}
+SHARED = {device: entry["shared_kib"] << 10 for device, entry in TABLE.items()}
 _ALL_REGISTERS = 255
 
 
@@ -32,10 +38,10 @@ class Config:
 
 
 def device_class(capability: tuple[int, int]) -> str:
-    """sm_90: 227 KiB of shared memory (data-centre chips since Hopper); sm_80: 163 KiB; sm_86: 99 KiB (the others)."""
+    """sm_90: data-centre chips since Hopper; sm_80: A100 and Orin; generic: every other."""
     if capability[0] in (9, 10):
         return "sm_90"
-    return "sm_80" if capability in ((8, 0), (8, 7)) else "sm_86"
+    return "sm_80" if capability in ((8, 0), (8, 7)) else GENERIC
 
 
 def block_d(head_dim: int) -> int:
@@ -49,44 +55,15 @@ def delta_config(head_dim: int) -> Config:
     return Config(min(64, 4096 // block_d(head_dim)), 0, warps=4, stages=1)
 
 
-# Half precision, by class of device, stage and class of options, a cell for each padded D: queries x keys of a tile /
-# tiles in flight, "w4" where four warps make it, else eight (two warp groups of 64 rows each on sm_90), "r" with all
-# registers; behind a bar the tile with dropout, where it is another; "-" is the cell of "none". Each is the largest of
-# those tried that spills no register, with a pipeline that fits in shared memory. dkdv holds dk, dv and two tiles of
+# Of half precision the table has, by class of device, stage and class of options, a cell for each padded D: queries x
+# keys of a tile / tiles in flight, "w4" where four warps make it, else eight (two warp groups of 64 rows each on
+# sm_90), "r" with all registers; behind a bar the tile with dropout, where it is another. Where there is no cell, that
+# of "none" serves. For sm_90 and sm_80 each is the largest of those tried that spills no register, with a pipeline that
+# fits in shared memory; generic ones are those that fit the most demanding kernel. dkdv holds dk, dv and two tiles of
 # scores at once, so its tiles are smaller than forward's; the draws of a dropout tile (four words a call, 64-bit
 # products) take up to a hundred registers more. A mask tensor that is not aligned (packed sequences begin anywhere) is
 # read an element at a time, and costs forward the most. "mask" are also the tiles of a head narrower than its padded D,
-# whose loads have masks of their own; on sm_80 with all registers. No GPU has timed them.
-_HALF = """
-device stage options D16                  D32                 D64                  D128              D256
-sm_90  fwd   none    128x128/3            128x128/3           128x64/3             128x64/3          64x32/2|128x32/2
-sm_90  fwd   some    128x128/3|64x64/3    64x128/3|64x64/3    -                    -                 -
-sm_90  fwd   mask    64x64/3|128x32/3     64x64/3|128x32/3    128x64/3|64x64/3     64x32/3           128x16/2
-sm_90  dkdv  none    64x128/2|32x128/2   64x128/2|32x128/2   32x128/2             32x128/2|16x128/2 32x32/2|64x32/1
-sm_90  dkdv  some    -                    64x128/2|64x64/2    -                    32x64/2|16x128/2  -
-sm_90  dkdv  mask    64x128/2|32x128/2    32x128/2            32x128/2|32x64/2     64x16/2|16x64/2   16x32/2r|16x32/1
-sm_90  dq    none    128x64/2             128x64/2            128x64/2             128x64/2          128x32/2|128x16/2
-sm_90  dq    some    -                    -                   -                    128x32/2|64x64/2  128x16/2
-sm_90  dq    mask    128x64/2|64x64/2     128x64/2|64x64/2    128x64/2|128x32/2    128x32/2          128x16/2
-sm_80  fwd   none    128x64/3w4          128x64/3w4|128x64/3 128x64/3w4|128x64/3  128x64/3|128x32/3 64x64/2|64x32/2
-sm_80  fwd   some    64x32/3w4|128x64/3w4 128x32/3|128x64/3   128x64/3|64x64/3     64x32/3w4|64x64/3 64x32/2
-sm_80  fwd   mask    64x64/3|128x32/3     64x32/3|128x16/3    64x64/3              32x64/3           32x32/2|32x32/2
-sm_80  dkdv  none    64x128/2|32x128/2r  64x128/2|16x128/2r  32x64/2|64x32/2      64x64/2|64x32/2   32x32/2
-sm_80  dkdv  some    32x128/2            64x32/2|16x128/2r   32x64/1|64x32/2      -                 -
-sm_80  dkdv  mask    32x128/2|16x128/2    128x16/2|16x128/2   32x16/2w4|16x64/2    64x32/2|16x32/2   32x32/2|16x16/2
-sm_80  dq    none    128x64/2            128x32/2|128x64/2   128x64/2             64x64/2           64x32/2|64x32/1
-sm_80  dq    some    64x32/2w4|128x64/2   128x64/2            64x64/2|64x32/2      -                 64x32/2|64x16/2
-sm_80  dq    mask    32x64/2|128x32/2     128x32/2            128x16/2|64x32/2     32x32/2           16x16/2|32x16/2
-sm_86  fwd   none    128x64/2             128x64/2            128x64/2             128x64/2|64x64/2  64x32/2
-sm_86  fwd   some    -                    -                   128x64/2|64x64/2     64x64/2           -
-sm_86  fwd   mask    64x64/2|128x32/2     128x32/2            128x64/2|64x64/2     64x32/2           32x64/2|64x16/2
-sm_86  dkdv  none    64x64/2             64x64/2|16x128/2r   32x64/2|32x32/2      32x64/2           32x32/2|16x16/2
-sm_86  dkdv  some    64x64/2|32x128/2    32x128/2            -                    32x64/2|32x32/2   -
-sm_86  dkdv  mask    32x128/2             32x128/2            32x64/2|16x64/2      64x32/2|16x32/2   32x32/2|16x32/2
-sm_86  dq    none    128x64/2            128x64/2            128x64/2|64x64/2     64x64/1           64x16/2|64x16/1
-sm_86  dq    some    -                    -                   64x64/2              -                 -
-sm_86  dq    mask    64x64/2|128x32/2     128x32/2            128x32/2|64x32/2     64x16/1|64x32/1   32x16/2|64x16/2
-"""
+# whose loads have masks of their own. No GPU has timed them.
 
 
 def _config(cell: str) -> Config:
@@ -100,24 +77,20 @@ def _config(cell: str) -> Config:
 @cache
 def _half(device: str, stage: str, options: str, d: int, dropout: bool) -> Config:
     """The tile of half precision."""
-    rows = {tuple(row[:3]): row[3:] for row in map(str.split, _HALF.strip().splitlines())}
-    cell = rows[device, stage, options][BLOCK_D.index(d)]
-    if cell == "-":
-        return _half(device, stage, "none", d, dropout)
-    return _config(cell.split("|")[-1 if dropout else 0])
+    rows = TABLE[device]["attention"][stage]
+    column = BLOCK_D.index(d)
+    cell = rows[options][column] if options in rows else None
+    return _config((cell or rows["none"][column]).split("|")[-1 if dropout else 0])
 
 
-# float32 and float64 are multiplied exactly. Without tensor cores, which have no float32 and on sm_86 no float64, a
-# thread holds the rows that it multiplies, of a wide head a piece at a time. (Left: in float64 on sm_86, dk and dv of
-# heads 256 wide, with options but no dropout, spill 24 to 424 bytes, whatever the piece.)
+# float32 and float64 are multiplied exactly. Without tensor cores, which have no float32 and on most devices no
+# float64, a thread holds the rows that it multiplies, of a wide head a piece at a time. (Left: in float64 on generic
+# devices, dk and dv of heads 256 wide, with options but no dropout, spill some bytes, whatever the piece.)
 def _piece(stage: str, dtype: torch.dtype, d: int, dropout: bool, device: str) -> int:
     if d <= 64:
         return 0
-    if dtype == torch.float64 and d == 256:
-        if device == "sm_80":
-            return 32 if stage == "dkdv" and dropout else 128
-        if device == "sm_86" and stage == "dkdv":
-            return 128
+    if dtype == torch.float64 and d == 256 and device == "sm_80":
+        return 32 if stage == "dkdv" and dropout else 128
     return 64
 
 
@@ -135,8 +108,7 @@ def attention_config(
     if dtype in (torch.bfloat16, torch.float16):
         if head_dim < d:
             options = "mask"
-        config = _half(device, stage, options, d, dropout)
-        return replace(config, registers=_ALL_REGISTERS) if options == "mask" and device == "sm_80" else config
+        return _half(device, stage, options, d, dropout)
     if dtype == torch.float64 or d > 64 or options != "none":
         return Config(16, 16, 8, 1, _piece(stage, dtype, d, dropout, device), _ALL_REGISTERS)
     if stage == "dkdv" and d <= 32:

@@ -6,11 +6,12 @@ tests/triton/test_ffn_compile.py compiles every entry for the devices below and 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
 
-from .configs import device_class
+from .configs import TABLE, device_class
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -29,25 +30,17 @@ class FFNConfig:
         return f"m{self.block_m}n{self.block_n}k{self.block_k}w{self.warps}s{self.stages}"
 
 
-# The first of a list is what CKPTFUSED_FFN=triton takes for a shape that nobody has measured. No GPU has ordered these.
-CANDIDATES: dict[str, tuple[FFNConfig, ...]] = {
-    "sm_90": (
-        FFNConfig(128, 128, 64, 8, 4),
-        FFNConfig(128, 128, 64, 8, 3),
-        FFNConfig(128, 64, 64, 4, 3),  # two blocks an SM: one's epilogue runs beside the other's products
-        FFNConfig(64, 128, 64, 4, 2),  # likewise
-    ),
-    "sm_80": (
-        FFNConfig(128, 64, 32, 8, 4),
-        FFNConfig(128, 64, 64, 8, 3),
-        FFNConfig(128, 64, 32, 4, 3),
-        FFNConfig(64, 64, 32, 4, 4),
-    ),
-    "sm_86": (
-        FFNConfig(128, 64, 32, 8, 3),
-        FFNConfig(64, 64, 32, 4, 3),
-    ),
-}
+def _config(name: str) -> FFNConfig:
+    """The tile of that name."""
+    found = re.fullmatch(r"m(\d+)n(\d+)k(\d+)w(\d+)s(\d+)", name)
+    assert found is not None, name
+    return FFNConfig(*map(int, found.groups()))
+
+
+# In tiles.json, by name. The first of a list is what CKPTFUSED_FFN=triton takes for a shape that nobody has measured;
+# those of four warps leave room for two blocks an SM: one's epilogue runs beside the other's products. No GPU has
+# ordered them. Whether these kernels stay at all is decided where the first GPU has timed them (docs/gpu.md).
+CANDIDATES = {device: tuple(map(_config, entry["ffn"])) for device, entry in TABLE.items()}
 
 # Of CPU tensors: large enough for the interpreter, small enough for tests to see several of them.
 INTERPRETED = FFNConfig(32, 32, 32, 4, 1, 2)

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from ckptfused.triton import attention_bwd, attention_fwd, configs
 
-CAPABILITIES = {"sm_90": (9, 0), "sm_80": (8, 0), "sm_86": (8, 6)}
+CAPABILITIES = {"sm_90": (9, 0), "sm_80": (8, 0), "generic": (8, 6)}
 KERNELS = {
     "delta": attention_bwd.attention_delta_kernel,
     "fwd": attention_fwd.attention_fwd_kernel,

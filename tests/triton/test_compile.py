@@ -53,9 +53,9 @@ def check(k: Kernel) -> None:
 ALWAYS = {
     *(f"sm_90-{stage}-D256-bf16-dropout" for stage in configs.STAGES),
     *(f"sm_80-{stage}-D256-bf16-dropout-full" for stage in configs.STAGES),
-    "sm_86-fwd-D64-bf16-dropout-everything",
-    "sm_86-dkdv-D64-bf16-everything",
-    "sm_86-dq-D256-bf16-dropout-everything",
+    "generic-fwd-D64-bf16-dropout-everything",
+    "generic-dkdv-D64-bf16-everything",
+    "generic-dq-D256-bf16-dropout-everything",
     "sm_90-fwd-D192-bf16-dropout-window-mask-packed",
     "sm_90-dkdv-D96-bf16-dropout-everything-mask=drop-padding=drop",
     "sm_90-dq-D192-bf16-dropout-window-softcap-padding-packed-padding=drop",
@@ -77,7 +77,7 @@ TABLE = [
     for stage in configs.STAGES
     for d in configs.BLOCK_D
     for dropout in (False, True)
-    for causal in (True, False)[: 1 if device == "sm_86" else 2]
+    for causal in (True, False)[: 1 if device == "generic" else 2]
 ]
 
 
@@ -121,7 +121,7 @@ def options_table() -> Iterator[Kernel]:
             options = tuple(name for name in OPTIONS if name in options)
             yield Kernel(device, stage, width, dropout=dropout, causal=causal, options=options, mask=kind, padding=kind)
     for i, (stage, d) in enumerate(product(configs.STAGES, configs.BLOCK_D)):
-        yield Kernel("sm_86", stage, d, dropout=i % 2 == 0, options=SOME if i % 4 < 2 else OPTIONS)
+        yield Kernel("generic", stage, d, dropout=i % 2 == 0, options=SOME if i % 4 < 2 else OPTIONS)
 
 
 def exact_table() -> Iterator[Kernel]:
