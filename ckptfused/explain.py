@@ -277,13 +277,12 @@ def _notes(s: _Setting, replayed: dict[str, int]) -> list[str]:
     names = {"qkv": "QKV", "attention": "attention", "proj": "output projection", "gu": "gate/up", "down": "down"}
     made = ", ".join(names[name] for name in replayed) or "no product"
     notes = [f"Made again in backward: {made}; {100 * share:.0f} % of the step's FLOPs."]
-    if s.cuda and s.spec.attn is not None:
-        name = s.attention(s.spec.attn)[0]
-        if (other := backend.backward_backend(name)) != name:
-            notes.append(
-                f"Gradient of attention: {_ATTENTION[other]}, for {_ATTENTION[name]} has no repeatable one and "
-                "deterministic algorithms are enabled."
-            )
+    if s.cuda and s.spec.attn is not None and s.attention(s.spec.attn)[0] == "cudnn":
+        own = "its own and, for the replay, that of forward" if "attention" in replayed else "its own"
+        notes.append(
+            "cuDNN's plans are built on the host at a shape's first forward and first backward, once a thread: "
+            f"backward's thread builds {own}."
+        )
     packed = s.spec.attn is not None and s.spec.attn.packed
     if not packed:
         device = "cuda" if s.cuda else "cpu"

@@ -63,7 +63,7 @@ def test_every_step_of_a_block() -> None:
         "QKV product": "cuBLAS",
         "adapters of q": "PyTorch's products",
         "q, k": "CUDA C++",
-        "attention": "PyTorch's flash kernel",
+        "attention": "cuDNN through PyTorch",
         "output projection": "cuBLAS",
         "residual of attention": "CUDA C++",
         "norm before FFN": "(residual of attention)",
@@ -139,19 +139,24 @@ def test_what_pytorchs_kernels_lack_is_named(
     if special:
         assert (step.kernel, step.reason) == ("Triton" if device == "cuda" else "our tiles", f"{name} no {special}")
     else:
-        assert step.kernel == "PyTorch's flash kernel"
+        assert step.kernel == ("cuDNN through PyTorch" if device == "cuda" else "PyTorch's flash kernel")
 
 
 @pytest.mark.parametrize("chosen", [None, "flash", "cudnn", "triton"])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_gradient_of_attention(monkeypatch: pytest.MonkeyPatch, deterministic: bool, chosen: str | None) -> None:
+@pytest.mark.parametrize("keep", ["inputs", "attention"])
+def test_the_kernel_of_attention(
+    monkeypatch: pytest.MonkeyPatch, keep: str, deterministic: bool, chosen: str | None
+) -> None:
+    """cuDNN's where its gradient may differ from run to run; its plans' cost is told."""
     choose(monkeypatch, attention=chosen, ffn=None)
     torch.use_deterministic_algorithms(deterministic)
-    found = on_cuda(llama())
-    names = {None: "PyTorch's flash kernel", "cudnn": "cuDNN through PyTorch", "triton": "Triton"}
-    assert found.step("attention").kernel == names.get(chosen, names[None])
-    said = any(note.startswith("Gradient of attention: PyTorch's flash kernel") for note in found.notes)
-    assert said == (deterministic and chosen == "cudnn")
+    found = on_cuda(llama(keep=keep))
+    cudnn = chosen in (None, "cudnn") and not deterministic
+    names = {"triton": "Triton"} | ({chosen: "cuDNN through PyTorch"} if cudnn else {})
+    assert found.step("attention").kernel == names.get(chosen, "PyTorch's flash kernel")
+    plans = [note for note in found.notes if "plans" in note]
+    assert len(plans) == cudnn and all(("that of forward" in note) == (keep == "inputs") for note in plans)
 
 
 @pytest.mark.parametrize("there", [True, False])

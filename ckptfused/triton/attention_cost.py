@@ -8,7 +8,7 @@ import torch
 
 from ckptfused.spec import AttentionSpec
 
-from .backend import Shape, attention_backend, backward_backend
+from .backend import Shape, attention_backend, capability_at_hand
 from .problem import accumulation_type, backward_rows
 
 
@@ -20,21 +20,27 @@ def multiprocessors() -> int:
 def attention_cost(
     a: AttentionSpec, dtype: torch.dtype, batch: int, length: int, lengths: Sequence[int] | None, backward: bool
 ) -> tuple[int, int]:
-    """Bytes of scratch, and launches, of a block's call in this compute type.
+    """Bytes of scratch, and launches, of a block's call in this compute type on the GPU at hand (without one: a H100).
 
-    The kernels of PyTorch's flash attention are counted as in flash_api.cpp, cuDNN's as if they were those.
+    The kernels of PyTorch's flash attention are counted as in flash_api.cpp, cuDNN's launches as if they were those.
     """
-    name = attention_backend(Shape.of_spec(a, dtype, batch, length), (9, 0))[0]
+    name = attention_backend(Shape.of_spec(a, dtype, batch, length), capability_at_hand())[0]
     if not backward:
         return 0, 3 if name == "triton" and a.packed else 1  # o and lse are filled first
-    name = backward_backend(name)
     if name == "triton":
         sequences = len(lengths or (length,) * batch)
         scratch = 2 * accumulation_type(dtype).itemsize * backward_rows(a.heads, batch * length, sequences)
         return scratch, 6 if a.packed else 3  # delta, dk with dv, dq; the three are zeroed first
     groups = a.kv_heads != a.heads
-    scratch = _flash_scratch(a, batch, length) if name == "flash" else 0
-    return scratch, 4 + 2 * groups  # a zeroed state, do·o, the gradients, dq; sums over query heads
+    scratch = (_flash_scratch if name == "flash" else _cudnn_scratch)(a, batch, length)
+    return scratch, 3 + 2 * groups  # do·o, the gradients, dq; sums over query heads
+
+
+def _cudnn_scratch(a: AttentionSpec, batch: int, length: int) -> int:
+    """Of cuDNN's backward, as its frontend asks for it (scaled_dot_product_flash_attention.h): dq and the sums of do·o
+    in float32, and under GQA the gradients of k and v by query head. What its plan adds nobody publishes."""
+    by_query_head = 2 * 2 * batch * length * a.q_width  # half precision
+    return 4 * batch * a.heads * length * (a.head_dim + 1) + (by_query_head if a.kv_heads != a.heads else 0)
 
 
 def _flash_scratch(a: AttentionSpec, batch: int, length: int) -> int:

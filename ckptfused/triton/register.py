@@ -32,13 +32,13 @@ def _ffn_up_bwd(*args: Any, **options: Any) -> None:
 def register() -> bool:
     """Register them, once; False where PyTorch has no CUDA.
 
-    Without Triton the attention ops still reach PyTorch's kernels, and say so when they need Triton.
+    Without Triton the attention ops say that they need it.
     """
     global _library
     if _library is None and torch.version.cuda is not None:
         _library = torch.library.Library("ckptfused", "IMPL")
-        _library.impl("attention_fwd", attention_fwd, "CUDA")
-        _library.impl("attention_bwd", attention_bwd, "CUDA")
+        _library.impl("attention_triton_fwd", attention_fwd, "CUDA")
+        _library.impl("attention_triton_bwd", attention_bwd, "CUDA")
         _library.impl("ffn_choice", _ffn_choice, "CUDA")  # cuBLAS where there is no Triton
         _library.impl("ffn_up_fwd", _ffn_up_fwd, "CUDA")
         _library.impl("ffn_up_bwd", _ffn_up_bwd, "CUDA")

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from ckptfused._extension import _C
+
 from .backend import has_triton as _has_triton
 from .ffn_configs import DTYPES, FFNConfig, candidates, find_config
 
@@ -92,16 +94,19 @@ _asked: list[str] = []
 def going(way: str) -> Iterator[None]:
     """Within, every shape goes this way: what a measurement compares. Not between a forward and its backward."""
     _asked.append(way)
+    _C.forget_ffn_choices()
     try:
         yield
     finally:
         _asked.pop()
+        _C.forget_ffn_choices()
 
 
 def reload() -> None:
     """Forgets the table and the environment variable. Not between a forward and its backward."""
     _table.cache_clear()
     override.cache_clear()
+    _C.forget_ffn_choices()
 
 
 def shape_key(n: int, c: int, f: int, act: str, dtype: torch.dtype, device: Device) -> str:

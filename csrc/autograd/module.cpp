@@ -10,9 +10,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "autograd/count.h"
+#include "autograd/ops.h"
 #include "autograd/settings.h"
 #include "autograd/tiles.h"
 #include "kernels/cpu/target.h"
+#include "ops/attention_gpu.h"
 #include "ops/cuda_build.h"
 #include "ops/linear.h"
 
@@ -109,6 +111,24 @@ std::vector<Event> count(const std::string& spec, std::vector<int64_t> sizes,
                          : ckptfused::count_forward(call, counted, save));
 }
 
+// As attention_kernel: the kernel's name and the reason. gpu: compute capability, cuDNN's version.
+std::pair<std::string, std::string> attention_choice(unsigned special, const std::string& dtype,
+                                                     std::array<int64_t, 5> sizes,
+                                                     std::array<int64_t, 3> gpu,
+                                                     const std::string& wanted) {
+  const auto [batch, heads, queries, keys, head_dim] = sizes;
+  std::string reason;
+  const ckptfused::AttentionKernel kernel = ckptfused::attention_kernel(
+      {special, dtype_named(dtype), batch, heads, queries, keys, head_dim},
+      {gpu[0], gpu[1], gpu[2]}, wanted, &reason);
+  return {ckptfused::attention_kernel_name(kernel), reason};
+}
+
+ckptfused::AttentionKernel aten_kernel(const std::string& name) {
+  TORCH_CHECK(name == "flash" || name == "cudnn", "expected flash or cudnn, got ", name);
+  return name == "flash" ? ckptfused::AttentionKernel::flash : ckptfused::AttentionKernel::cudnn;
+}
+
 // A Python context manager.
 class UnderSettings {
  public:
@@ -138,6 +158,7 @@ PYBIND11_MODULE(_C, m) {
            const std::string& gpu, int major, int minor) {
           return ckptfused::launch_error(op, status, built_for, {gpu, major, minor});
         });
+  m.def("forget_ffn_choices", &ckptfused::call::forget_ffn_choices);
   m.def("ffn_scratch_limit", &ckptfused::ffn_scratch_limit);
   m.def("ffn_tiles", [](int64_t rows, int64_t width, int64_t hidden, bool gated, int64_t size,
                         int64_t limit, bool cuda) {
@@ -145,8 +166,24 @@ PYBIND11_MODULE(_C, m) {
         ckptfused::ffn_tiles(rows, width, hidden, gated, size, limit, cuda);
     return std::make_tuple(t.rows, t.cols);
   });
+  m.def("widened_out", &ckptfused::widened_out);
   m.def("runs_as_float",
         [](const std::string& dtype) { return ckptfused::runs_as_float(dtype_named(dtype)); });
+  m.attr("attention_override") = std::string(ckptfused::attention_override());
+  m.attr("attention_special") = std::vector<std::string>(std::begin(ckptfused::kAttentionSpecial),
+                                                         std::end(ckptfused::kAttentionSpecial));
+  m.def("attention_choice", &attention_choice);
+  m.def("attention_aten_fwd",
+        [](const std::string& kernel, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+           double scale, bool causal) {
+          return ckptfused::attention_aten_fwd(aten_kernel(kernel), q, k, v, scale, causal);
+        });
+  m.def("attention_aten_bwd", [](const std::string& kernel, const at::Tensor& dout,
+                                 const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                 const at::Tensor& o, const at::Tensor& lse, double scale,
+                                 bool causal) {
+    return ckptfused::attention_aten_bwd(aten_kernel(kernel), dout, q, k, v, o, lse, scale, causal);
+  });
   m.def("count", &count);
   pybind11::class_<OpenLedger>(m, "OpenLedger")
       .def(pybind11::init<Device, std::optional<std::string>>())

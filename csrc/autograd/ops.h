@@ -88,21 +88,11 @@ inline void activation_bwd(const Tensor& g, const Tensor& u, const Tensor& dh, c
   op(g, u, dh, opt(rng), opt(h), opt(dg), opt(du), act, p, site, cols, row0, col0, rows);
 }
 
-// The platform's products where no kernel of ours is registered for the device.
-inline std::string ffn_choice(const Tensor& like, at::ScalarType dtype, int64_t n, int64_t c,
-                              int64_t f, std::string_view act) {
-  static const auto handle =
-      c10::Dispatcher::singleton().findSchemaOrThrow("ckptfused::ffn_choice", "");
-  // A count asks for the device that it is for; where there is none, it is the platform's products.
-  const Ledger* ledger = Ledger::current();
-  const OptTensor there = ledger != nullptr ? ledger->device().like : like;
-  if (!there.has_value()) return "cublas";
-  const auto key = there->is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
-  if (!handle.hasKernelForDispatchKey(key)) return "cublas";
-  static const auto op = handle.typed<std::string(const Tensor&, at::ScalarType, int64_t, int64_t,
-                                                  int64_t, std::string_view)>();
-  return op.call(*there, dtype, n, c, f, act);
-}
+// The platform's products where no kernel of ours is registered for the device. Python is asked
+// once for a shape, until forget_ffn_choices.
+std::string ffn_choice(const Tensor& like, at::ScalarType dtype, int64_t n, int64_t c, int64_t f,
+                       std::string_view act);
+void forget_ffn_choices();
 
 // The gate and up projections of some hidden columns; those that do not exist are undefined.
 struct UpWeights {

@@ -4,6 +4,8 @@
 
 #include <ATen/Context.h>
 
+#include "ops/attention_gpu.h"
+
 namespace ckptfused {
 namespace {
 
@@ -56,6 +58,27 @@ constexpr Setting kBlas = {
     [](Context& c) { return int64_t(c.blasPreferredBackend()); },
     [](Context& c, int64_t value) { c.setBlasPreferredBackend(at::BlasBackend(value)); }};
 
+// The order in which scaled_dot_product_attention tries its kernels, a digit each; none before it
+// is anybody's.
+constexpr int64_t kNoOrder = -1, kFirstOrder = 12034;
+constexpr Setting kAttentionOrder = {[](Context& c) {
+                                       if (attention_order_is_the_first()) return kNoOrder;
+                                       int64_t digits = 0;
+                                       for (const at::SDPBackend backend : c.sDPPriorityOrder()) {
+                                         digits = digits * 10 + int64_t(backend);
+                                       }
+                                       return digits;
+                                     },
+                                     [](Context& c, int64_t digits) {
+                                       if (digits == kNoOrder) digits = kFirstOrder;
+                                       std::vector<int64_t> order(at::num_sdp_backends);
+                                       for (auto place = order.rbegin(); place != order.rend();
+                                            ++place, digits /= 10) {
+                                         *place = digits % 10;
+                                       }
+                                       c.setSDPPriorityOrder(order);
+                                     }};
+
 constexpr Setting kProcess[] = {
     kPrecision<Float32Backend::MKLDNN>,
     kPrecision<Float32Backend::CUDA>,
@@ -71,11 +94,13 @@ constexpr Setting kProcess[] = {
     kFlag<&Context::userEnabledMemEfficientSDP, &Context::setSDPUseMemEfficient>,
     kFlag<&Context::userEnabledMathSDP, &Context::setSDPUseMath>,
     kFlag<&Context::userEnabledCuDNNSDP, &Context::setSDPUseCuDNN>,
+    kAttentionOrder,
 };
 constexpr size_t kPrecisions = 2;  // the first of them
 
 // Those of the calling thread come first.
 enum : size_t { kThreads, kSubnormals, kProcessBegin };
+constexpr size_t kOrder = kProcessBegin + std::size(kProcess) - 1;  // kAttentionOrder
 
 bool precision_differs(const Settings& a, const Settings& b) {
   return !std::equal(&a[kProcessBegin], &a[kProcessBegin] + kPrecisions, &b[kProcessBegin]);
@@ -131,20 +156,22 @@ SettingsGuard::SettingsGuard(const Settings& wanted)
     : previous_(current_settings()), wanted_(wanted) {
   TORCH_CHECK(wanted.size() == previous_.size(), "ckptfused: expected ", previous_.size(),
               " settings, got ", wanted.size());
-  if (wanted == previous_) return;
-  if (wanted[kThreads] != previous_[kThreads]) {
-    threads_ = std::make_unique<ThreadsGuard>(int(wanted[kThreads]));
+  // No order is none that differs: PyTorch may have put its own in place since.
+  if (wanted_[kOrder] == kNoOrder) wanted_[kOrder] = previous_[kOrder];
+  if (wanted_ == previous_) return;
+  if (wanted_[kThreads] != previous_[kThreads]) {
+    threads_ = std::make_unique<ThreadsGuard>(int(wanted_[kThreads]));
   }
-  if (wanted[kSubnormals] != previous_[kSubnormals]) {
+  if (wanted_[kSubnormals] != previous_[kSubnormals]) {
     subnormals_ =
-        std::make_unique<SubnormalModeGuard>(SubnormalMode{uint64_t(wanted[kSubnormals])});
+        std::make_unique<SubnormalModeGuard>(SubnormalMode{uint64_t(wanted_[kSubnormals])});
   }
-  if (precision_differs(wanted, previous_)) {
+  if (precision_differs(wanted_, previous_)) {
     matmul_precision_ = matmul_precision();
-    set_precision(wanted,
-                  matmul_precision_ ? std::optional(matmul_precision_of(wanted)) : std::nullopt);
+    set_precision(wanted_,
+                  matmul_precision_ ? std::optional(matmul_precision_of(wanted_)) : std::nullopt);
   }
-  set_others(previous_, wanted);
+  set_others(previous_, wanted_);
 }
 
 SettingsGuard::~SettingsGuard() {

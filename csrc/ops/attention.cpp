@@ -134,6 +134,22 @@ AttentionProblem attention_problem(const char* op, const at::Tensor& q, const at
   return a;
 }
 
+AttentionResult attention_result(const char* op, const AttentionProblem& a, const at::Tensor& dout,
+                                 const at::Tensor& o, const at::Tensor& lse) {
+  const at::Tensor& q = a.q;
+  for (const auto& [name, t] : {std::pair("do", dout), std::pair("o", o)}) {
+    TORCH_CHECK(
+        t.sizes() == q.sizes() && t.scalar_type() == q.scalar_type() && t.device() == q.device(),
+        op, ": ", name, ": expected one like q, ", q.scalar_type(), " ", q.sizes(), " on ",
+        q.device(), ", got ", t.scalar_type(), " ", t.sizes(), " on ", t.device());
+    check_memory(op, name, t);
+  }
+  check_memory(op, "lse", lse);
+  const at::Tensor rows = lse.contiguous();
+  check_tensor(op, "lse", rows, q.sizes().slice(0, 3), acc_dtype(q.scalar_type()), q.device());
+  return {attention_operand(dout), attention_operand(o), rows};
+}
+
 at::Tensor attention_operand(const at::Tensor& t) {
   const bool rows = t.size(3) <= 1 || t.stride(3) == 1;
   const bool apart = t.size(2) <= 1 || t.stride(2) >= t.size(3);

@@ -53,6 +53,14 @@ AttentionProblem attention_problem(const char* op, const at::Tensor& q, const at
                                    std::string_view padding_kind, double scale, bool causal,
                                    int64_t window, double softcap, double p);
 
+// What backward is given of forward's results, checked: do and o as attention_operand has them, lse
+// contiguous.
+struct AttentionResult {
+  at::Tensor dout, o, lse;
+};
+AttentionResult attention_result(const char* op, const AttentionProblem& a, const at::Tensor& dout,
+                                 const at::Tensor& o, const at::Tensor& lse);
+
 // The ops on the CPU. While a ledger is open they take meta tensors and stop short of the work.
 std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,

@@ -67,21 +67,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
   const AttentionProblem a =
       attention_problem(op, q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind, padding_kind,
                         scale, causal, window, softcap, p);
-  for (const auto& [name, t] : {std::pair("do", dout), std::pair("o", o)}) {
-    TORCH_CHECK(t.sizes() == q.sizes() && t.scalar_type() == q.scalar_type() && on_cpu(t), op, ": ",
-                name, ": expected one like q, ", q.scalar_type(), " ", q.sizes(), " on cpu, got ",
-                t.scalar_type(), " ", t.sizes(), " on ", t.device());
-    check_memory(op, name, t);
-  }
-  check_memory(op, "lse", lse);
-  const at::Tensor rows = lse.contiguous();
-  check_tensor(op, "lse", rows, q.sizes().slice(0, 3), acc_dtype(q.scalar_type()), q.device());
-  const at::Tensor dout_rows = attention_operand(dout), o_rows = attention_operand(o);
-  if (!use_flash(a)) return attention_tiled_bwd(a, dout_rows, o_rows, rows);
+  const AttentionResult result = attention_result(op, a, dout, o, lse);
+  if (!use_flash(a)) return attention_tiled_bwd(a, result.dout, result.o, result.lse);
   if (Ledger::current() != nullptr)
     return {at::empty_like(q), at::empty_like(k), at::empty_like(v)};
   return at::_scaled_dot_product_flash_attention_for_cpu_backward(
-      dout_rows, a.q, a.k, a.v, o_rows, rows, 0.0, causal, std::nullopt, scale);
+      result.dout, a.q, a.k, a.v, result.o, result.lse, 0.0, causal, std::nullopt, scale);
 }
 
 TORCH_LIBRARY_IMPL(ckptfused, CPU, m) {

@@ -3,6 +3,9 @@
 #include "ops/linear.h"
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #include "kernels/cpu/target.h"
 #include "ops/ledger.h"
@@ -111,6 +114,35 @@ void float_blocks_out(const at::Tensor& out, const at::Tensor& a, const at::Tens
   }
 }
 
+// Whether this PyTorch has products of a half-precision type with a float32 result on this kind of
+// device: where it has not, it refuses before anything runs. Asked once, so that a product made
+// again is made the same way.
+bool widens(const at::Tensor& like) {
+  static std::mutex mutex;
+  static std::map<std::pair<at::DeviceType, at::ScalarType>, bool> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [entry, is_new] =
+      known.emplace(std::pair(like.device().type(), like.scalar_type()), true);
+  if (!is_new) return entry->second;
+  const at::Tensor a = at::empty({8, 8}, like.options());
+  at::Tensor sum = at::empty({8, 8}, like.options().dtype(at::kFloat));
+  try {
+    at::addmm_out(sum, sum, a, a, at::kFloat);
+  } catch (const c10::Error&) {
+    entry->second = false;
+    try {
+      at::mm(a, a);
+    } catch (...) {  // no product works now: that is another error, and says nothing
+      known.erase(entry);
+      throw;
+    }
+    TORCH_WARN("ckptfused: this PyTorch has no products of ", like.scalar_type(),
+               " with a float32 result on ", like.device().type(),
+               ": sums over tiles go through float32 copies there, which takes more time");
+  }
+  return entry->second;
+}
+
 void count_product(Ledger& ledger, const at::Tensor& out, const at::Tensor& a, bool bias,
                    bool float_blocks, bool accumulate) {
   const int64_t n = a.size(0), k = out.size(1), c = a.size(1);
@@ -140,7 +172,7 @@ void product_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
   } else if (float_blocks) {
     float_blocks_out(out, a, b, bias, accumulate);
   } else if (widened) {
-    accumulate ? at::addmm_out(out, out, a, b, at::kFloat) : at::mm_out(out, a, b, at::kFloat);
+    widened_out(out, a, b, accumulate);
   } else if (accumulate) {
     at::addmm_out(out, out, a, b);
   } else {
@@ -149,6 +181,11 @@ void product_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
 }
 
 }  // namespace
+
+void widened_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool accumulate) {
+  if (!widens(a)) return float_blocks_out(out, a, b, std::nullopt, accumulate);
+  accumulate ? at::addmm_out(out, out, a, b, at::kFloat) : at::mm_out(out, a, b, at::kFloat);
+}
 
 void linear_out(const at::Tensor& out, const at::Tensor& in, const at::Tensor& w,
                 const std::optional<at::Tensor>& bias, bool transposed) {

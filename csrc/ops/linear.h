@@ -23,6 +23,10 @@ void linear_out(const at::Tensor& out, const at::Tensor& in, const at::Tensor& w
 // accumulator; one over the few parts of a projection may be rounded to out's type each time.
 void matmul_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool accumulate);
 
+// The same of half-precision operands into float32, as devices other than the CPU make it: by
+// PyTorch's product with a float32 result or, where PyTorch refuses that, through float32 blocks.
+void widened_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool accumulate);
+
 // Whether the CPU's products of this dtype go through float32 blocks.
 bool runs_as_float(at::ScalarType dtype);
 

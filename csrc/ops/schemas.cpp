@@ -104,15 +104,17 @@ TORCH_LIBRARY(ckptfused, m) {
       "cross_entropy_bwd(Tensor(a!) logits, Tensor target, Tensor? class_weight, Tensor lse, "
       "Tensor? factor, int classes, int col0, int ignore_index, float smoothing, float scale, "
       "float softcap, float z_loss) -> ()");
-  m.def(
-      "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? padding, "
-      "Tensor? cu_seqlens, Tensor? rng_state, str mask_kind, str padding_kind, float scale, "
-      "bool causal, int window, float softcap, float p) -> (Tensor o, Tensor lse)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "attention_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-      "Tensor? mask, Tensor? padding, Tensor? cu_seqlens, Tensor? rng_state, str mask_kind, "
-      "str padding_kind, float scale, bool causal, int window, float softcap, float p) "
-      "-> (Tensor dq, Tensor dk, Tensor dv)",
-      {at::Tag::pt2_compliant_tag});
+  // attention_triton_*: of a GPU's calls those that PyTorch's kernels do not do (attention_gpu.h).
+  for (const std::string name : {"attention", "attention_triton"}) {
+    const std::string options =
+        "Tensor? mask, Tensor? padding, Tensor? cu_seqlens, Tensor? rng_state, str mask_kind, "
+        "str padding_kind, float scale, bool causal, int window, float softcap, float p";
+    m.def((name + "_fwd(Tensor q, Tensor k, Tensor v, " + options + ") -> (Tensor o, Tensor lse)")
+              .c_str(),
+          {at::Tag::pt2_compliant_tag});
+    m.def((name + "_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, " + options +
+           ") -> (Tensor dq, Tensor dk, Tensor dv)")
+              .c_str(),
+          {at::Tag::pt2_compliant_tag});
+  }
 }

@@ -1,36 +1,31 @@
-"""A block's attention through cuDNN's kernels: they are used where CKPTFUSED_ATTENTION asks for them alone."""
+"""A block's attention through cuDNN's kernels, which are PyTorch's own choice on data-centre chips since Hopper."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-from unittest import mock
-
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ckptfused.triton import attention
+from ckptfused import FusedCheckpointBlock
+from ckptfused.triton.backend import OVERRIDE
 from tests.cases import Case
 from tests.oracle import expect, fused, make_inputs, rng_state, run
 
-ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(
     mask="causal", heads="4/2", head_dim=64, tokens=150, batch=2, width=96, hidden=130, norm="rmsnorm", rope="half",
     drop="res",
 )  # fmt: skip
-KERNELS = ("_cudnn_fwd", "_cudnn_bwd")
+KERNELS = ("aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_cudnn_attention_backward")
 
 
 def compare(device: str) -> list[int]:
-    """The block against the oracle; how often it called cuDNN forward and backward."""
+    """The block against the oracle; how often it called cuDNN forward and backward, on whatever thread."""
     inputs, spec = make_inputs(CASE, torch.bfloat16, device=device), CASE.spec()
-    spies = {name: mock.Mock(wraps=getattr(attention, name)) for name in KERNELS}
-    with mock.patch.multiple(attention, **spies):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         got = run(fused(spec), inputs)
     expect(spec, inputs, rng_state(inputs.x)).check(got)
-    return [spies[name].call_count for name in KERNELS]
+    counts = {event.key: event.count for event in profile.key_averages()}
+    return [counts.get(name, 0) for name in KERNELS]
 
 
 def test_the_comparison() -> None:
@@ -40,12 +35,23 @@ def test_the_comparison() -> None:
 
 @pytest.mark.gpu
 def test_a_block_against_the_oracle() -> None:
-    """Keeping nothing of attention: forward, its replay and backward. In a process of its own: the choice is read on
-    import."""
-    code = "from tests.gpu.test_cudnn import compare; print('cuDNN calls:', *compare('cuda'))"
-    environment = os.environ | {"CKPTFUSED_ATTENTION": "cudnn", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "cuDNN calls: 2 1" in done.stdout
+    """Keeping nothing of attention: forward, its replay and backward."""
+    if OVERRIDE or torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("cuDNN is not the choice here")
+    assert compare("cuda") == [2, 1]
+
+
+@pytest.mark.gpu
+def test_a_replay_makes_its_forwards_choice() -> None:
+    """Whatever scaled_dot_product_attention may use by then."""
+    if OVERRIDE or torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("cuDNN is not the choice here")
+    block = FusedCheckpointBlock.llama(128, 2).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 64, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+            y = block(x)
+        y.sum().backward()
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert [counts.get(name, 0) for name in KERNELS] == [0, 0]
+    assert counts["aten::_scaled_dot_product_flash_attention_backward"] == 1

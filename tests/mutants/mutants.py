@@ -36,6 +36,34 @@ _CERTIFICATE = "tests/doctor/test_certificate.py"
 
 MUTANTS = (
     Mutant(
+        "cuDNN's attention given layouts that its plan was not built for",
+        file="csrc/ops/attention_gpu.cpp",
+        text="return fits ? t :",
+        defect="return true ? t :",
+        test="tests/triton/test_attention_aten.py::test_cudnn_gets_layouts_that_follow_from_qs[sequence first]",
+    ),
+    Mutant(
+        "a gradient that is not repeatable where deterministic algorithms are asked for",
+        file="csrc/ops/attention_gpu.cpp",
+        text="if (context.deterministicAlgorithms() && !context.deterministicAlgorithmsWarnOnly()) {",
+        defect="if (context.deterministicAlgorithms() && context.deterministicAlgorithmsWarnOnly()) {",
+        test="tests/triton/test_backend.py::test_deterministic_algorithms[None]",
+    ),
+    Mutant(
+        "a replay that asks anew in which order attention's kernels are tried",
+        file="csrc/autograd/settings.cpp",
+        text="    kAttentionOrder,\n",
+        defect="",
+        test="tests/triton/test_backend.py::test_what_scaled_dot_product_attention_may_use[backends3-True-flash-flash]",
+    ),
+    Mutant(
+        "a refused product that overwrites what it should add to",
+        file="csrc/ops/linear.cpp",
+        text="return float_blocks_out(out, a, b, std::nullopt, accumulate);",
+        defect="return float_blocks_out(out, a, b, std::nullopt, false);",
+        test="tests/ops/test_widened_products.py::test_a_refused_product_is_made_otherwise[True-torch.bfloat16]",
+    ),
+    Mutant(
         "a segment replayed with the arguments of its first layer",
         file="ckptfused/generic/chain.py",
         text="step = _Step(self, function, module, args, kwargs, around)",

@@ -128,6 +128,12 @@ def test_every_op_is_checked() -> None:
         if name.startswith("ckptfused::")
     }
     blocks = {f"{family}{way}" for family in ("block", "attention_block", "ffn_block") for way in ("", "_fwd", "_bwd")}
-    of_triton = {"ffn_choice", "ffn_up_fwd", "ffn_up_bwd"}  # no kernel for the CPU: tests/triton/interpreted
+    of_triton = {
+        "ffn_choice",
+        "ffn_up_fwd",
+        "ffn_up_bwd",
+        "attention_triton_fwd",
+        "attention_triton_bwd",
+    }  # no kernel for the CPU: tests/triton/interpreted
     of_loss = {f"linear_cross_entropy{way}" for way in ("", "_fwd", "_bwd")}  # tests/loss
     assert names == blocks | set(small_op_args()) | of_triton | of_loss

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ckptfused._extension import _C
 from ckptfused.spec import keepable
 from ckptfused.triton.ffn_launch import ffn_up_bwd, ffn_up_fwd
 from tests.cases import Case
@@ -24,6 +25,7 @@ arguments: list[tuple[object, ...]] = []  # of the calls
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels_on_the_cpu() -> Iterator[None]:
+    _C.forget_ffn_choices()
     library = torch.library.Library("ckptfused", "IMPL")
     library.impl("ffn_choice", lambda *_: "interpreted", "CPU")
     for name, kernel in (("ffn_up_fwd", ffn_up_fwd), ("ffn_up_bwd", ffn_up_bwd)):
@@ -36,6 +38,7 @@ def kernels_on_the_cpu() -> Iterator[None]:
         library.impl(name, count, "CPU")
     yield
     library._destroy()
+    _C.forget_ffn_choices()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

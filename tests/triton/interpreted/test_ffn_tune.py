@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ckptfused._extension import _C
 from ckptfused.triton import ffn_tune, register
 from ckptfused.triton.ffn_configs import INTERPRETED
 from ckptfused.triton.ffn_launch import ffn_up_bwd, ffn_up_fwd
@@ -22,6 +23,7 @@ SHAPE = (40, 32, 48)
 def kernels_on_the_cpu() -> Iterator[list[str]]:
     """The names of those that are called."""
     calls: list[str] = []
+    _C.forget_ffn_choices()
     library = torch.library.Library("ckptfused", "IMPL")
     library.impl("ffn_choice", register._ffn_choice, "CPU")
     for name, kernel in (("ffn_up_fwd", ffn_up_fwd), ("ffn_up_bwd", ffn_up_bwd)):
@@ -33,6 +35,7 @@ def kernels_on_the_cpu() -> Iterator[list[str]]:
         library.impl(name, count, "CPU")
     yield calls
     library._destroy()
+    _C.forget_ffn_choices()
 
 
 @pytest.fixture(autouse=True)

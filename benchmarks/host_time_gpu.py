@@ -1,0 +1,107 @@
+"""Times a training step of one tiny block along a GPU's path: how much of it is host time, and the calls into Python.
+
+x is [1, 8, 32] bfloat16 on the CPU, on one thread. The FFN's choice is asked of Python as on a GPU. Attention without
+dropout is PyTorch's, called from C++; with dropout it goes through the Triton launchers, whose kernels do nothing here
+(what Triton's own launch takes is not in the figure). Prints the least and the median processor time.
+
+    python benchmarks/host_time_gpu.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch._dynamo  # before what may stand for Triton
+
+try:
+    import triton  # noqa: F401
+except ImportError:  # nothing of it runs here
+    stand_in = mock.MagicMock()
+    stand_in.jit = lambda function=None, **_: function or (lambda decorated: decorated)
+    sys.modules.update({"triton": stand_in, "triton.language": stand_in.language})
+
+from ckptfused import FusedCheckpointBlock
+from ckptfused.triton import attention, launch, tuning
+
+H200 = tuning.Device("NVIDIA H200", (9, 0))
+PLAIN: dict[str, dict[str, Any]] = {"no dropout": {}, "no dropout, attention kept": {"keep": "attention"}}
+DROPPED: dict[str, dict[str, Any]] = {
+    "dropout in attention": {"attention_dropout": 0.1},
+    "dropout everywhere": {"dropout": 0.1},
+}
+calls: list[str] = []  # from C++ into Python
+
+
+class Idle:
+    """A Triton kernel that does nothing."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **options: None
+
+
+def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        calls.append(function.__name__)
+        return function(*args)
+
+    return call
+
+
+def ffn_choice(like: torch.Tensor, dtype: torch.dtype, n: int, c: int, f: int, act: str) -> str:
+    return tuning.ffn_choice(n, c, f, act, dtype, H200)[0]
+
+
+def measure(name: str, options: dict[str, Any], rounds: int) -> str:
+    block = FusedCheckpointBlock.llama(32, 4, dim_feedforward=64, **options).bfloat16()
+    x, dy = torch.randn(2, 1, 8, 32).bfloat16()
+    x.requires_grad_()
+    times = []
+    for turn in range(rounds + rounds // 10):
+        x.grad = None
+        calls.clear()
+        before = time.process_time_ns()
+        block(x).backward(dy)
+        if turn >= rounds // 10:
+            times.append((time.process_time_ns() - before) / 1e3)
+    said = f"least {min(times):5.0f} µs, median {statistics.median(times):5.0f} µs"
+    return f"{name:28} {said}, {len(calls)} calls into Python: {' '.join(calls) or '-'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=2000)
+    rounds = parser.parse_args().rounds
+    warnings.simplefilter("ignore")  # a library that replaces a kernel says so
+    torch.set_num_threads(1)
+    library = torch.library.Library("ckptfused", "IMPL")
+    library.impl("ffn_choice", noted(ffn_choice), "CPU")
+    names = ("attention_fwd_kernel", "attention_delta_kernel", "attention_dkdv_kernel", "attention_dq_kernel")
+    kernels: dict[str, Any] = dict.fromkeys(names, Idle())
+    with (
+        mock.patch.multiple(launch, **kernels),
+        mock.patch.object(launch, "_config", lambda stage, a: launch._tile(stage, a, H200.capability)),
+        mock.patch.object(launch, "_number", lambda value, a: value),
+        mock.patch.object(attention, "has_triton", return_value=True),
+        mock.patch.object(tuning, "_has_triton", return_value=True),
+    ):
+        for name in PLAIN:
+            print(measure(name, PLAIN[name], rounds), flush=True)
+        library.impl("attention_fwd", noted(attention.attention_fwd), "CPU")
+        library.impl("attention_bwd", noted(attention.attention_bwd), "CPU")
+        for name in DROPPED:
+            print(measure(name, DROPPED[name], rounds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

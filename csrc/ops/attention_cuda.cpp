@@ -1,0 +1,96 @@
+#include "ops/torch.h"
+
+#include <ATen/cuda/CUDAContextLight.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include <cmath>
+
+#include "ops/attention.h"
+#include "ops/attention_gpu.h"
+
+namespace ckptfused {
+namespace {
+
+using at::Tensor;
+
+AttentionGpu gpu_of(at::Device device) {
+  static const int64_t cudnn =
+      at::detail::getCUDAHooks().hasCuDNN() ? at::detail::getCUDAHooks().versionRuntimeCuDNN() : 0;
+  const cudaDeviceProp* properties = at::cuda::getDeviceProperties(device.index());
+  return {properties->major, properties->minor, cudnn};
+}
+
+// The kernel of a call. Only sizes are read here: the arguments are checked where it is made.
+AttentionKernel kernel_of(const Tensor& q, const Tensor& k, const OptionalTensor& mask,
+                          const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
+                          int64_t window, double softcap, double p) {
+  if (q.dim() != 4 || k.dim() != 4) return AttentionKernel::triton;
+  const int64_t queries = q.size(2), keys = k.size(2);
+  unsigned special = 0;
+  if (given(mask)) special |= kMasks;
+  if (given(padding)) special |= kPadding;
+  if (given(cu_seqlens)) special |= kPacked;
+  if (window != 0 && window < std::max(queries, keys)) special |= kWindow;
+  if (softcap != 0.0) special |= kSoftcap;
+  if (std::nearbyint(p * 65536) != 0) special |= kDropout;
+  const AttentionShape shape = {special, q.scalar_type(), q.size(0), q.size(1), queries,
+                                keys,    q.size(3)};
+  return attention_kernel(shape, gpu_of(q.device()), attention_override());
+}
+
+std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
+                                         const OptionalTensor& mask, const OptionalTensor& padding,
+                                         const OptionalTensor& cu_seqlens,
+                                         const OptionalTensor& rng_state,
+                                         std::string_view mask_kind, std::string_view padding_kind,
+                                         double scale, bool causal, int64_t window, double softcap,
+                                         double p) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::cuda::CUDAGuard device(q.device());
+  const AttentionKernel kernel = kernel_of(q, k, mask, padding, cu_seqlens, window, softcap, p);
+  if (kernel == AttentionKernel::triton) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("ckptfused::attention_triton_fwd", "")
+                               .typed<decltype(attention_fwd)>();
+    return op.call(q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind, padding_kind, scale,
+                   causal, window, softcap, p);
+  }
+  const AttentionProblem a =
+      attention_problem("attention_fwd", q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind,
+                        padding_kind, scale, causal, window, softcap, /*p=*/0.0);
+  return attention_aten_fwd(kernel, a.q, a.k, a.v, scale, causal);
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_bwd(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
+    const Tensor& lse, const OptionalTensor& mask, const OptionalTensor& padding,
+    const OptionalTensor& cu_seqlens, const OptionalTensor& rng_state, std::string_view mask_kind,
+    std::string_view padding_kind, double scale, bool causal, int64_t window, double softcap,
+    double p) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::cuda::CUDAGuard device(q.device());
+  const AttentionKernel kernel = kernel_of(q, k, mask, padding, cu_seqlens, window, softcap, p);
+  if (kernel == AttentionKernel::triton) {
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("ckptfused::attention_triton_bwd", "")
+                               .typed<decltype(attention_bwd)>();
+    return op.call(dout, q, k, v, o, lse, mask, padding, cu_seqlens, rng_state, mask_kind,
+                   padding_kind, scale, causal, window, softcap, p);
+  }
+  const char* name = "attention_bwd";
+  const AttentionProblem a =
+      attention_problem(name, q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind,
+                        padding_kind, scale, causal, window, softcap, /*p=*/0.0);
+  const AttentionResult result = attention_result(name, a, dout, o, lse);
+  return attention_aten_bwd(kernel, result.dout, a.q, a.k, a.v, result.o, result.lse, scale,
+                            causal);
+}
+
+TORCH_LIBRARY_IMPL(ckptfused, CUDA, m) {
+  m.impl("attention_fwd", &attention_fwd);
+  m.impl("attention_bwd", &attention_bwd);
+}
+
+}  // namespace
+}  // namespace ckptfused

@@ -1,0 +1,67 @@
+#pragma once
+
+#include "ops/torch.h"
+
+#include <string>
+#include <string_view>
+#include <tuple>
+
+// Attention on a GPU: which kernel makes a call, and PyTorch's own. Neither needs CUDA to be
+// compiled, so that a machine without a GPU can ask for the choice and run the calls on meta
+// tensors.
+
+namespace ckptfused {
+
+enum class AttentionKernel { triton, flash, cudnn };
+const char* attention_kernel_name(AttentionKernel kernel);
+
+// What PyTorch's kernels do not do, as bits; unequal lengths of queries and keys are one more.
+enum AttentionSpecial : unsigned {
+  kMasks = 1,
+  kPadding = 2,
+  kPacked = 4,
+  kWindow = 8,
+  kSoftcap = 16,
+  kDropout = 32,
+};
+inline constexpr const char* kAttentionSpecial[] = {"masks",  "padding",  "packed sequences",
+                                                    "window", "soft cap", "dropout"};
+
+// What the choice depends on, beside PyTorch's settings.
+struct AttentionShape {
+  unsigned special;
+  at::ScalarType dtype;
+  int64_t batch, heads, queries, keys, head_dim;
+};
+struct AttentionGpu {
+  int64_t major, minor;
+  int64_t cudnn;  // the library's version as it numbers itself; 0: none
+};
+
+// CKPTFUSED_ATTENTION as it was when the library was loaded: forward and backward must agree.
+std::string_view attention_override();
+
+// Whether PyTorch's kernels are tried in the order that it starts with, which nobody wished: at the
+// first call of scaled_dot_product_attention on a GPU PyTorch replaces it.
+bool attention_order_is_the_first();
+
+// The kernel of a call: cuDNN's where PyTorch 2.11 prefers it, its flash kernel elsewhere, ours for
+// what neither does. A function of its arguments and of PyTorch's settings (deterministic
+// algorithms; which kernels scaled_dot_product_attention may use, and their order), under which a
+// replay runs as its forward did. wanted: a kernel's name, taken where it can do the job, or "".
+// reason: for a person; null where nobody asks.
+AttentionKernel attention_kernel(const AttentionShape& shape, const AttentionGpu& gpu,
+                                 std::string_view wanted, std::string* reason = nullptr);
+
+// PyTorch's flash or cuDNN kernel over all keys or the causal ones. q [B, H, T, D], k and v
+// [B, G, T, D], the entries of a row side by side, half precision. Result: o like q with memory
+// [B, T, H, D]; lse [B, H, T], float32, contiguous.
+std::tuple<at::Tensor, at::Tensor> attention_aten_fwd(AttentionKernel kernel, const at::Tensor& q,
+                                                      const at::Tensor& k, const at::Tensor& v,
+                                                      double scale, bool causal);
+// The gradients of q, k and v, with memory [B, T, heads, D].
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_aten_bwd(
+    AttentionKernel kernel, const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
+    const at::Tensor& v, const at::Tensor& o, const at::Tensor& lse, double scale, bool causal);
+
+}  // namespace ckptfused
