@@ -39,7 +39,7 @@ const char* norm_fwd_cuda(const NormFwd& a, int64_t rows, int64_t multiprocessor
     if (a.cols > kMaxCols) return kTooWide;
     const bool vectors = whole_vectors<R>(a.x, a.cols) && whole_vectors<P>(a.y, a.cols);
     const bool plain = norm_is_plain(a.kind, a.bias);
-    return for_forward_layout<R>(
+    return for_forward_layout<R, false>(
         a.cols, vectors, plain, plain ? kMaxTeam<R, 2, true> : kMaxTeam<R, 2, false>,
         [&](RowLayout layout, auto steps, auto plain) {
           constexpr int kSteps = decltype(steps)::value;

@@ -95,7 +95,14 @@ __global__ void __launch_bounds__(kSteps > 0 ? kGradThreads : 256, 1)
     if (!kAhead) load_next(at);
     const auto x_row = x_next.finish();
     auto dy_row = dy_next.finish();
-    if (kAhead && left > 1) load_next(at + a.cols);
+    if (left > 1) {
+      if (kAhead) {
+        load_next(at + a.cols);
+      } else {
+        x_next.expect(team, a.x, at + a.cols);
+        dy_next.expect(team, a.dy, at + a.cols);
+      }
+    }
     RowLoad<D, kSteps> dres(a.vectors);
     const bool add_dres = !kDrop && a.dres != nullptr;
     if (kPlain && add_dres) dres.start(team, a.dres, at);

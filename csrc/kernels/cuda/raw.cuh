@@ -10,6 +10,15 @@
 
 namespace ckptfused {
 
+// Brings what lies at an address of global memory into the second-level cache.
+CKPT_HD void prefetch(const void* at) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#else
+  (void)at;
+#endif
+}
+
 // kCount elements of T as they were loaded, in 32-bit words. Loading and converting are two steps,
 // so that several loads are under way before the first result is waited for: what a branch does
 // with a loaded value it must wait for, and whether 16 bytes are read at once is a branch.
@@ -44,6 +53,16 @@ struct Raw {
   CKPT_HD void unpack(acc_t<T>* out) const {
     CKPT_UNROLL
     for (int i = 0; i < kCount; ++i) out[i] = to_acc(get(i));
+  }
+  CKPT_HD void pack(const acc_t<T>* in) {
+    CKPT_UNROLL
+    for (int i = 0; i < kWords; ++i) word[i] = 0;
+    CKPT_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      T x;
+      from_acc(in[i], x);
+      put(i, x);
+    }
   }
 
  private:

@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kMaxTeam<R, kSteps, false>, 1)
   const NormParams<A, kSteps, kHeld, kPlain> next_params(team, a.next, a.next_weight, a.next_bias);
   const NormParams<A, kSteps, kPost && kHeld, kPlain> post_params(team, a.post, a.post_weight,
                                                                   a.post_bias);
-  constexpr bool kAhead = sizeof(R) == 2;
+  constexpr bool kAhead = sizeof(R) == 2 && kSteps != kWideSteps;
   RowLoad<R, kSteps> x_next(vectors);
   RowLoad<P, kSteps> f_next(vectors);
   const auto load_next = [&](int64_t at) {
@@ -50,7 +50,14 @@ __global__ void __launch_bounds__(kMaxTeam<R, kSteps, false>, 1)
     if (!kAhead) load_next(at);
     auto x_row = x_next.finish();
     const auto f_row = f_next.finish();
-    if (kAhead && row + rows_on < rows) load_next(at + on);
+    if (row + rows_on < rows) {
+      if (kAhead) {
+        load_next(at + on);
+      } else {
+        f_next.expect(team, a.f, at + on);
+        x_next.expect(team, a.x, at + on);
+      }
+    }
     const int64_t logical_row = dropout.active() ? logical_row_of(a.row_map, row) : 0;
     NormStats<A> post{A(0), A(1)};
     if constexpr (kPost) {
@@ -123,25 +130,29 @@ const char* residual_fwd_cuda(const ResidualFwd& a, const int64_t* rng_state, in
     const bool plain = (!has_post || norm_is_plain(a.post, a.post_bias)) &&
                        (a.normed == nullptr || norm_is_plain(a.next, a.next_bias));
     // Registers do not hold weights and biases of two norms beside the rows.
-    return for_forward_layout<R>(
-        a.cols, vectors && (plain || !has_post), plain, kMaxTeam<R, 2, false>,
-        [&](RowLayout layout, auto steps, auto plain) {
-          constexpr int kSteps = decltype(steps)::value;
-          constexpr bool kPlain = decltype(plain)::value;
-          const auto run = [&](auto post) {
-            constexpr int kThreads = kRowThreads<R, kSteps, false>;
-            return launch(residual_fwd_kernel<R, P, kSteps, decltype(post)::value, kPlain>,
-                          row_grid(layout, rows, kThreads, multiprocessors), dim3(layout.threads()),
-                          stream, a, rng_state, layout, rows, vectors);
-          };
-          if constexpr (kSteps > 0) {
-            if (!has_post) return run(std::false_type{});
-          }
-          if constexpr (kSteps == 0 || kPlain) {
-            return run(std::true_type{});
-          } else {
-            return "two norms with means or biases are not held in registers";
-          }
+    const auto run = [&](RowLayout layout, auto steps, auto plain, auto post) -> const char* {
+      constexpr int kSteps = decltype(steps)::value;
+      constexpr bool kPlain = decltype(plain)::value, kPost = decltype(post)::value;
+      if constexpr (kPost && kSteps > 0 && !kPlain) {
+        return "two norms with means or biases are not held in registers";
+      } else {
+        constexpr int kThreads = kRowThreads<R, kSteps, false>;
+        return launch(residual_fwd_kernel<R, P, kSteps, kPost, kPlain>,
+                      row_grid(layout, rows, kThreads, multiprocessors), dim3(layout.threads()),
+                      stream, a, rng_state, layout, rows, vectors);
+      }
+    };
+    constexpr int kMost = kMaxTeam<R, 2, false>;
+    if (has_post) {
+      return for_forward_layout<R, false>(a.cols, vectors && plain, plain, kMost,
+                                          [&](RowLayout layout, auto steps, auto plain) {
+                                            return run(layout, steps, plain, std::true_type{});
+                                          });
+    }
+    return for_forward_layout<R, true>(
+        a.cols, vectors, plain, kMost, [&](RowLayout layout, auto steps, auto plain) {
+          // One kernel for rows that are not held.
+          return run(layout, steps, plain, std::bool_constant < decltype(steps)::value == 0 > {});
         });
   });
 }

@@ -10,8 +10,9 @@
 //
 // Blocks stay while there are rows: a team of threads reads the next row while it works on one, and
 // keeps what belongs to columns, such as the norm's weights, in registers. Where all groups are
-// whole and aligned, a thread holds kSteps groups of a row in registers, too. For kSteps = 0 each
-// pass reads the row anew, which is right at any width and alignment.
+// whole and aligned, a thread holds kSteps groups of a row in registers, too: two or, of wide rows
+// of 16 bits, four, as they were loaded and without the next row. For kSteps = 0 each pass reads
+// the row anew, which is right at any width and alignment.
 
 namespace ckptfused {
 
@@ -52,25 +53,34 @@ __device__ __forceinline__ void for_steps(const RowTeam& team, F f) {
   }
 }
 
+constexpr int kWideSteps = 4;
+
 // A thread's groups of a row of T: in registers, or in memory where kSteps is 0.
 template <typename T, int kSteps>
 struct Row {
-  acc_t<T> held[kSteps > 0 ? kSteps : 1][kGroup];
+  static constexpr bool kPacked = kSteps == kWideSteps;
+  std::conditional_t<kPacked, Raw<T, kGroup>, acc_t<T>[kGroup]> held[kSteps > 0 ? kSteps : 1];
   const T* from;  // the thread's first column
   bool vectors;
 
   __device__ __forceinline__ void get(const RowTeam& team, int step, acc_t<T>* x) const {
-    if constexpr (kSteps > 0) {
+    if constexpr (kPacked) {
+      held[step].unpack(x);
+    } else if constexpr (kSteps > 0) {
       CKPT_UNROLL
       for (int i = 0; i < kGroup; ++i) x[i] = held[step][i];
     } else {
       load_group(from + team.offset(step), team.count(step), vectors, x);
     }
   }
-  // Other values in place of those read.
+  // Other values, of T, in place of those read.
   __device__ __forceinline__ void hold(int step, const acc_t<T>* x) {
-    CKPT_UNROLL
-    for (int i = 0; i < kGroup; ++i) held[step][i] = x[i];
+    if constexpr (kPacked) {
+      held[step].pack(x);
+    } else {
+      CKPT_UNROLL
+      for (int i = 0; i < kGroup; ++i) held[step][i] = x[i];
+    }
   }
 };
 
@@ -90,6 +100,15 @@ struct RowLoad {
       if (team.live(step)) raw[step].load(from + team.offset(step), kGroup, true);
     }
   }
+  // Asks for it where there are no registers yet: the next start() finds it in the second-level
+  // cache.
+  __device__ __forceinline__ void expect(const RowTeam& team, const void* tensor,
+                                         int64_t at) const {
+    CKPT_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      if (team.live(step)) prefetch(static_cast<const T*>(tensor) + at + team.offset(step));
+    }
+  }
   __device__ __forceinline__ void get(const RowTeam& team, int step, acc_t<T>* x) const {
     if constexpr (kSteps > 0) {
       raw[step].unpack(x);
@@ -103,7 +122,13 @@ struct RowLoad {
     taken.from = from;
     taken.vectors = vectors;
     CKPT_UNROLL
-    for (int step = 0; step < kSteps; ++step) raw[step].unpack(taken.held[step]);
+    for (int step = 0; step < kSteps; ++step) {
+      if constexpr (Row<T, kSteps>::kPacked) {
+        taken.held[step] = raw[step];
+      } else {
+        raw[step].unpack(taken.held[step]);
+      }
+    }
     return taken;
   }
 };
@@ -204,14 +229,15 @@ inline bool norm_is_plain(NormKind kind, const NormParam& bias) {
 // of a row and what belongs to their columns take more than 64 registers in float32, or where there
 // is a bias.
 template <typename R, int kSteps, bool kPlain>
-constexpr int kRowThreads = kSteps > 0 && sizeof(R) == 2 && kPlain ? 1024 : 512;
+constexpr int kRowThreads = kSteps == 2 && sizeof(R) == 2 && kPlain ? 1024 : 512;
 template <typename R, int kSteps, bool kPlain>
 constexpr int kMaxTeam = kSteps > 0 ? kRowThreads<R, kSteps, kPlain> : 256;
 
 // Calls f(layout, steps, plain) with what a kernel that takes a row at a time is compiled for:
 // kSteps and whether its norms are plain, both std::integral_constants. vectors: all rows consist
-// of whole, aligned groups. most: threads of a team.
-template <typename R, typename F>
+// of whole, aligned groups. most: threads of a team. kWide: there are registers for kWideSteps
+// groups and the weights of plain norms.
+template <typename R, bool kWide, typename F>
 const char* for_forward_layout(int64_t cols, bool vectors, bool plain, int most, F f) {
   const int64_t warps = (cols + kWarpColumns - 1) / kWarpColumns;
   if constexpr (sizeof(R) < sizeof(double)) {
@@ -220,6 +246,13 @@ const char* for_forward_layout(int64_t cols, bool vectors, bool plain, int most,
       const RowLayout layout =
           warps <= 2 ? RowLayout{2, kLanes, 4} : RowLayout{2, kLanes * int((warps + 1) / 2), 1};
       return plain ? f(layout, two, std::true_type{}) : f(layout, two, std::false_type{});
+    }
+    if constexpr (sizeof(R) == 2 && kWide) {
+      constexpr int kWarps = kMaxTeam<R, kWideSteps, true> / kLanes;
+      if (vectors && plain && cols % kGroup == 0 && warps <= kWideSteps * kWarps) {
+        return f(RowLayout{kWideSteps, kLanes * int((warps + kWideSteps - 1) / kWideSteps), 1},
+                 std::integral_constant<int, kWideSteps>{}, std::true_type{});
+      }
     }
   }
   const RowLayout layout{0, kLanes * int(warps < 8 ? warps : 8), 1};

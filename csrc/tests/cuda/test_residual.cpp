@@ -141,6 +141,19 @@ TYPED_TEST(CudaResidual, ForwardMatchesCpu) {
   }
 }
 
+// Of 16 bits these are held in registers, in four groups a thread: the same bits as where they are
+// read anew, since rows that are not aligned are.
+TYPED_TEST(CudaResidual, WideRows) {
+  if (kThreadSanitizer) return;
+  using P = typename TypeParam::P;
+  for (const int64_t cols : {12296, 16384}) {
+    for (const int turn : {5, 8}) {  // a weight, and no bias
+      check_forward<typename TypeParam::R, P, P>(
+          {NormKind::none, NormKind::rmsnorm, 0.5, 0.1, true}, cols, turn);
+    }
+  }
+}
+
 TYPED_TEST(CudaResidual, BackwardMatchesCpu) {
   using R = typename TypeParam::R;
   using P = typename TypeParam::P;
