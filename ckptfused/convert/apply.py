@@ -92,7 +92,7 @@ def _layers(model: nn.Module, found: list[Found], policy: CheckpointPolicy) -> R
 
 def _segments(found: list[Found], count: int | None) -> tuple[list[Segment | None], tuple[str, ...]]:
     """The segment of each layer, and what the report says of them."""
-    if count is None:
+    if count is None or not found:
         return [None] * len(found), ()
     if any(is_flattened(layer) for _, layer, _ in found):
         said = "segments: each layer saves its own input, since FSDP1 or ZeRO-3 holds the weights; use FSDP2"

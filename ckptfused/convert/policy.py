@@ -209,6 +209,8 @@ class CheckpointPolicy:
     @classmethod
     def from_json(cls, text: str) -> CheckpointPolicy:
         """The inverse of `to_json`. **Raises** as `from_dict`, and `ValueError` for what is no JSON."""
+        if not isinstance(text, str | bytes):
+            raise TypeError(f"policy: expected a text of JSON, got {type(text).__name__}")
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:

@@ -10,7 +10,7 @@ from ckptfused.policy.devices import NAMES, device_named
 from ckptfused.policy.measure import measured
 from ckptfused.policy.predict import predicted
 from ckptfused.policy.result import Profile
-from ckptfused.policy.step import Batch, MakeOptimizer, made
+from ckptfused.policy.step import Batch, MakeOptimizer, check_model, made
 from ckptfused.policy.twin import meta_twin
 
 
@@ -23,9 +23,9 @@ def profile(
     """The memory and time of one training step, by layer: forward, loss, backward and the optimizer's step.
 
     model: as it trains: converted, checkpointed or plain, with adapters or without; on any device, for a prediction on
-    the meta device too. batch: a dict for `model(**batch)`, with labels; a tuple for `model(*batch)`; or the one tensor
-    that the model takes. Of a prediction only its shapes and types count. The loss is the output's `loss`, or the
-    output itself, or its sum.
+    the meta device too. batch: a dict for `model(**batch)`, with labels; a tuple or list for `model(*batch)`; or the
+    one tensor that the model takes. Of a prediction its shapes and types count, and what small tensors hold. The loss
+    is the output's `loss`, or the output itself, or its sum.
     optimizer: the one that trains the model; or what makes one of a list of parameters, such as `torch.optim.AdamW`;
     None: there is none. It is a step in the midst of training: the optimizer has its state, gradients are made anew.
     device: `"h200"`, `"h100"`, `"a100-80"`, `"l40s"`, `"rtx4090"` or `"cpu"`: the step is predicted for it on meta
@@ -35,9 +35,11 @@ def profile(
     within itself, and for workspaces and fragmentation. Attention by `F.scaled_dot_product_attention` is a flash
     kernel's. Time is a roofline's (`policy.devices`). Model and optimizer are left as they were.
 
-    **Raises** `ValueError` for a batch without labels, and of a prediction for a model that cannot be copied, or that
+    **Raises** `TypeError` for what is no module, `ValueError` for a batch without labels or a model of which nothing is
+    trained, and of a prediction for a model that cannot be copied, or that
     does not run without data outside of its layers. A layer that does not is named in `notes`.
     """
+    check_model(model)
     if device is None:
         return _measured(model, batch, optimizer)
     target = device_named(device)

@@ -73,6 +73,19 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def autocasts(seen: list[bool]) -> Iterator[None]:
+    """Within it, whether each context of autocast that is entered is on is added to `seen`."""
+    enter = torch.autocast.__enter__
+
+    def entered(self: torch.autocast) -> Any:
+        seen.append(bool(self._enabled))
+        return enter(self)
+
+    with mock.patch.object(torch.autocast, "__enter__", entered):
+        yield
+
+
 def _packed(looks: Callable[[Tensor], Tensor | None], positions: Tensor) -> Tensor | None:
     """Which sequence each position is of, as transformers finds it; of positions that are not known, one."""
     try:

@@ -22,7 +22,7 @@ from ckptfused.policy.plan_view import picture, table, written
 from ckptfused.policy.result import Profile
 from ckptfused.policy.segments import Divided
 from ckptfused.policy.shards import sharded
-from ckptfused.policy.step import Batch, MakeOptimizer, made
+from ckptfused.policy.step import Batch, MakeOptimizer, check_model, made
 from ckptfused.policy.twin import meta_twin
 from ckptfused.sizes import parse_bytes
 from ckptfused.spec.checks import check_integer
@@ -112,6 +112,7 @@ def plan(
     The same on every rank where the device is named; on the "cpu" time depends on rates that are measured.
     **Raises** `BudgetError`, a `ValueError`, if nothing fits; what `profile` raises.
     """
+    check_model(model)
     limit = parse_bytes("budget", budget)
     check_integer("shards", shards, 1)
     target = device_named(_device_of(model) if device is None else device)

@@ -16,7 +16,7 @@ from ckptfused.convert.measure import stored_bytes
 from ckptfused.cost import OpenLedger
 from ckptfused.policy.devices import Device
 from ckptfused.policy.known import Known, values_of
-from ckptfused.policy.meta import functions_for_meta
+from ckptfused.policy.meta import autocasts, functions_for_meta
 from ckptfused.policy.parts import Phase
 from ckptfused.policy.recording import Change, Recording
 from ckptfused.policy.result import Profile
@@ -36,14 +36,16 @@ def predicted(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer |
     at_once = bool(notes) or (optimizer is not None and bool(optimizer.defaults.get("fused")))
     opaque: dict[int, str] = {}
     while True:
-        opened = OpenLedger(device.kind)
+        opened, cast = OpenLedger(device.kind), [torch.is_autocast_enabled(device.kind)]
         marks = Marks(model, lambda: len(opened))  # noqa: B023
         try:
-            with drawn_alike(model):
+            with drawn_alike(model), autocasts(cast):
                 recording = _record(model, batch, optimizer, at_once, device, opened, marks)
             break
-        except NoLossError:
-            raise
+        except NoLossError as error:
+            if not opaque:
+                raise
+            raise ValueError(f"model: expected one that runs on the meta device, got {'; '.join(notes)}") from error
         except Exception as error:
             if marks.failed is None or marks.failed in opaque or _is_wrong(error):
                 raise ValueError(f"model: expected one that runs on the meta device, got {_said(error)}") from error
@@ -55,6 +57,8 @@ def predicted(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer |
             layer.forward = _Opaque()
         finally:
             model.zero_grad(set_to_none=True)
+    if any(cast):
+        notes.append("autocast does not act on tensors without data: predicted as without it")
     return recording.profile(device.name, "predicted", tuple(notes), time_error=device.time_error)
 
 

@@ -15,7 +15,7 @@ from ckptfused.modules.fused import FusedModule
 from ckptfused.policy.parts import BACKWARD, END, FORWARD, HEAD_BACKWARD, OPTIMIZER, REPLAY, Phase
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Batch = Mapping[str, Any] | tuple[Any, ...] | Tensor
+Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
 Position = TypeVar("Position")
 
 
@@ -39,11 +39,17 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return sorted(layers + own, key=lambda found: order[found[1]])
 
 
+def check_model(model: object) -> None:
+    """**Raises** `TypeError` for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+
+
 def called(model: nn.Module, batch: Batch) -> Any:
     """The model's output of a batch."""
     if isinstance(batch, Mapping):
         return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 def made(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer | None:
@@ -60,7 +66,7 @@ def made(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer | None:
 
 
 class NoLossError(ValueError):
-    """A model's output has no loss."""
+    """A model's output has no loss, or none that can be differentiated."""
 
 
 def loss_of(output: Any) -> Tensor:
@@ -76,6 +82,10 @@ def loss_of(output: Any) -> Tensor:
         raise NoLossError(
             f"batch: expected one with labels, so that the model gives a loss, or a model that gives a tensor, got "
             f"{type(output).__name__} without a loss"
+        )
+    if not found.requires_grad:
+        raise NoLossError(
+            "model: expected one whose loss requires a gradient, got one that trains no parameter, or under no_grad"
         )
     return found if found.dim() == 0 else found.sum()
 

@@ -35,6 +35,11 @@ class Layer(nn.Module):
         return h if scale is None else h * scale
 
 
+class Looking(Layer):
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x) if self.up.weight.sum().item() < 1e9 else x
+
+
 class Stack(nn.Module):
     def __init__(self, how: str = "plain", layers: int = 4) -> None:
         super().__init__()
@@ -167,12 +172,18 @@ def test_an_opaque_layer_is_named() -> None:
     del model.layers[2]
     with pytest.raises(ValueError, match="expected one that runs on the meta device, got RuntimeError"):
         profile(model, torch.ones(ROWS, C), device="cpu")
+    alone = Stack()
+    alone.embed, alone.head = nn.Identity(), nn.Flatten()  # type: ignore[assignment]
+    alone.layers = nn.ModuleList(Looking() for _ in range(2))
+    with pytest.raises(ValueError, match="expected one that runs on the meta device, got layer layers.0 .* is opaque"):
+        profile(alone, torch.ones(ROWS, C), device="cpu")
 
 
 def test_batches_and_losses() -> None:
     layer = Layer()
     one = profile(layer, torch.ones(ROWS, C), device="cpu")
     assert profile(layer, {"x": torch.ones(ROWS, C)}, device="cpu") == one
+    assert profile(layer, [torch.ones(ROWS, C)], device="cpu") == one
     two = profile(layer, (torch.ones(ROWS, C), torch.ones(ROWS, C)), device="cpu")
     assert two.weights == one.weights + X
     model = nn.Module()
@@ -185,6 +196,31 @@ def test_batches_and_losses() -> None:
         profile(layer, torch.ones(ROWS, C), "adamw", device="cpu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="device: expected one of h200, h100, .*cpu, got 'tpu'"):
         profile(layer, torch.ones(ROWS, C), device="tpu")
+
+
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_what_cannot_be_trained(device: str | None) -> None:
+    with pytest.raises(TypeError, match="model: expected an nn.Module, got function"):
+        profile(lambda x: x, torch.ones(2), device=device)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected one whose loss requires a gradient, got one that trains no param"):
+        profile(Stack().requires_grad_(False), torch.ones(ROWS, C), device=device)
+    with torch.no_grad(), pytest.raises(ValueError, match="requires a gradient, .* or under no_grad"):
+        profile(Stack(), torch.ones(ROWS, C), device=device)
+
+
+class Cast(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.how != "plain"):
+            return super().forward(x)
+
+
+def test_autocast_is_told_of() -> None:
+    """It does not act on tensors without data, in the model or around it."""
+    x, said = torch.ones(ROWS, C), ("autocast does not act on tensors without data: predicted as without it",)
+    assert profile(Cast(), x, device="cpu").notes == ()
+    assert profile(Cast("cast"), x, device="cpu").notes == said
+    with torch.autocast("cpu", torch.bfloat16):
+        assert profile(Stack(), x, device="cpu").notes == said
 
 
 def test_optimizers() -> None:
