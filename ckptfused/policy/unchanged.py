@@ -132,8 +132,9 @@ class Unchanged:
         theirs = keeps_books(module)
         if not _managed(module):
             self._containers.append((held, dict(held)))
-            if isinstance(held["_parameters"], dict):  # torch.jit has its own
-                self._containers.append((held["_parameters"], dict(held["_parameters"])))
+            parameters = held.get("_parameters")
+            if isinstance(parameters, dict):  # torch.jit has its own
+                self._containers.append((parameters, dict(parameters)))
         for name, value in held.items():
             if name != "_parameters" and not (theirs and name != "_buffers"):
                 self._look_at(value, generators)

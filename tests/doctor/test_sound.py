@@ -219,9 +219,10 @@ def test_a_model_in_inference_mode_is_left_alone() -> None:
         assert doctor(model, batch()).certificate.startswith("Certificate")
 
 
-def test_scripted_layers_are_no_layers_of_convert() -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_scripted_layers_are_no_layers_of_convert(traced: bool) -> None:
     """TorchScript makes another exception of the one that ends a replay: that fails without the doctor, too."""
-    scripted = torch.jit.script(linear())
+    scripted = torch.jit.trace(linear(), batch()) if traced else torch.jit.script(linear())
     right = doctor(Stack([scripted, scripted], None), batch())
     assert not len(right) and right.certificate.startswith("Certificate"), right
     wrong = doctor(Stack([scripted, scripted], torch_checkpoint()), batch())
