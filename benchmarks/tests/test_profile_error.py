@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.profile_error import compared
+from benchmarks.profile_error import compared, order
 from benchmarks.profiled_models import models
 
 pytestmark = [
@@ -40,3 +40,13 @@ def test_predicted_as_measured(name: str) -> None:
         for a, b in zip(predicted.layers, measured.layers, strict=True):
             assert a.forward_transient == pytest.approx(b.forward_transient, rel=0.03)
             assert a.backward_transient == pytest.approx(b.backward_transient, rel=0.03)
+
+
+def test_orders_are_compared_where_measured_times_differ() -> None:
+    """A pair within its noise is no error, whichever way it is predicted."""
+    ways = {
+        name: {"median": median, "p20": median - 1, "p80": median + 1, "predicted": predicted}
+        for name, median, predicted in (("a", 10.0, 9.0), ("b", 11.0, 8.0), ("c", 20.0, 30.0), ("d", 30.0, 20.0))
+    }
+    found = order(ways)
+    assert found == {"tau": pytest.approx(1 / 3), "apart": 5, "wrong": [("c", "d")]}

@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from ckptfused.generic.draws import undrawn
+from ckptfused.policy.machine import LARGEST, LONGEST, Like, Machine
 
 PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
 GIB = 2**30
@@ -54,6 +55,8 @@ class Device:
     """Entries/s of an elementary function (exp, erf), where memory does not hold it up first."""
     draws: float = math.inf
     """Random numbers/s."""
+    machine: Machine | None = None
+    """The one at hand, if the device is it."""
 
     def product_rate(self, dtype: torch.dtype) -> float:
         """FLOP/s of products of this type; of one that is not known, of float32."""
@@ -64,14 +67,28 @@ class Device:
         return self.attention * min(1.0, self.product_rate(dtype) / half)
 
     def product_seconds(self, rows: int, columns: int, depth: int, dtype: torch.dtype, batch: int = 1) -> float:
-        """Of [batch, rows, depth] x [batch, depth, columns], by waves: tiles of the output are dealt out to the
-        multiprocessors, and the last round takes as long as any. Where the output is small the depth is split.
+        """Of [batch, rows, depth] x [batch, depth, columns]."""
+        rated = self.product_rated(rows, columns, depth, dtype, batch)
+        if batch > 1:
+            return rated
+        return self.alone(rated, torch.mm, (Like.matrix(rows, depth, dtype), Like.matrix(columns, depth, dtype).t()))
+
+    def product_rated(self, rows: int, columns: int, depth: int, dtype: torch.dtype, batch: int = 1) -> float:
+        """By waves: tiles of the output are dealt out to the multiprocessors, and the last round takes as long as any.
+        Where the output is small the depth is split.
         """
         moved = batch * (rows * columns + depth * (rows + columns)) * dtype.itemsize
         flops: float = 2 * batch * rows * columns * depth
         if self.multiprocessors > 1:
             flops = min(_wave_flops(rows, columns, depth, batch, self.multiprocessors, tile) for tile in _TILES)
         return max(flops / self.product_rate(dtype), moved / self.copy) + self.launch
+
+    def alone(self, rated: float, function: Any, args: Any, kwargs: Any = None, size: int = 0) -> float:
+        """What an op takes on the machine at hand, or what it is rated at. size: in bytes, of operands and results."""
+        if self.machine is None or rated > LONGEST or size > LARGEST:
+            return rated
+        found = self.machine.seconds(function, args, kwargs)
+        return rated if found is None else found
 
 
 _TILES = ((128, 256), (128, 128), (128, 64), (64, 64), (128, 16), (16, 128))
@@ -116,7 +133,8 @@ DEVICES: dict[str, Device] = {
     )
 }
 CPU_TIME_ERROR = 0.40
-"""The largest of benchmarks/profile_error.py's models: 0.60 to 1.38 times what was measured on two quiet cores."""
+"""The largest of benchmarks/profile_error.py's models when it last ran on two quiet cores, by rates alone: 0.60 to 1.38
+times what was measured."""
 NAMES = (*DEVICES, "cpu")
 
 
@@ -146,7 +164,8 @@ def _cpu(threads: int) -> Device:
     q = torch.ones(1, 4, 256, 64)
     attention = 4 * 4 * 256 * 256 * 64 / _seconds(lambda: F.scaled_dot_product_attention(q, q, q))
     half = attention * max(1.0, products[torch.bfloat16] / products[torch.float32])
-    return Device("cpu", "cpu", 0, products, half, copy, 1, _launch(), copy / 2, CPU_TIME_ERROR, functions, draws)
+    link, here = copy / 2, Machine(threads)
+    return Device("cpu", "cpu", 0, products, half, copy, 1, _launch(), link, CPU_TIME_ERROR, functions, draws, here)
 
 
 def _product_rate(dtype: torch.dtype) -> float:
@@ -155,11 +174,9 @@ def _product_rate(dtype: torch.dtype) -> float:
 
 
 def _launch() -> float:
-    """Of an op on next to nothing, as a small model calls it: through a module, with its backward, which has two."""
-    links = 20
-    chain = nn.Sequential(*(nn.Tanh() for _ in range(links)), *(nn.Linear(1, 1, bias=False) for _ in range(links)))
-    one = torch.ones(1, 1)
-    return _seconds(lambda: chain(one).backward()) / (2 * links + 3 * links)
+    """Of an op on next to nothing."""
+    one = torch.ones(1)
+    return _seconds(lambda: [one.add_(1) for _ in range(100)]) / 100
 
 
 def _seconds(function: Callable[[], object]) -> float:

@@ -10,11 +10,11 @@ from ckptfused.policy.result import Profile
 
 
 def extrapolated(few: Profile, more: Profile, layers: tuple[int, int, int], period: int = 1) -> Profile:
-    """The memory of a step of a model with more layers, from two predictions of it with fewer.
+    """A step of a model with more layers, from two predictions of it with fewer.
 
     layers: of `few`, of `more`, and of the model: at least 2, at least one more, any, in steps of `period`, after which
     layers repeat. In each phase at the ends of the stack every part is a line in the number of layers; between the ends
-    phases need no more than at one of them.
+    phases need no more than at one of them. Time is one too, but on a CPU whose cache holds what a few layers need.
     """
     less, greater, all_ = layers
 

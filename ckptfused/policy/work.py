@@ -2,6 +2,9 @@
 
 A product takes the longer of its FLOPs and its bytes, attention its FLOPs, everything else the bytes that it reads and
 writes; each op a launch beside. Ops that make views or memory take nothing. Nothing runs beside anything else.
+
+On the CPU at hand (`policy.machine`) an op of PyTorch's takes what it takes alone, and so do the products and the
+attention of a block of ckptfused's; beside that what it waits for operands, and for being called.
 """
 
 from __future__ import annotations
@@ -18,10 +21,20 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ckptfused.cost import OpenLedger
-from ckptfused.cost.work import AttentionWork, LowRank, Product
+from ckptfused.cost.seconds import TYPES, ledger_seconds
+from ckptfused.cost.work import AttentionWork
 from ckptfused.fake import gets_own_memory
 from ckptfused.policy.devices import Device
-from ckptfused.spec import parse
+from ckptfused.policy.machine import (
+    Cache,
+    Like,
+    attention_backward,
+    attention_forward,
+    block_attention_backward,
+    block_attention_forward,
+    grouped_products,
+)
+from ckptfused.spec import AttentionSpec, parse
 
 aten = torch.ops.aten
 _FREE = {
@@ -35,8 +48,6 @@ _FUNCTIONS = {
     *(aten.exp, aten.log, aten.tanh, aten.erf, aten.sigmoid, aten.silu, aten.gelu, aten.pow, aten.cos, aten.sin),
     *(aten._softmax, aten._log_softmax, aten.silu_backward, aten.gelu_backward, aten._log_softmax_backward_data),
 }
-_WIDE = ("norm_", "residual_")
-"""Small ops of ckptfused's that read x's rows beside what they write."""
 
 
 class Work(TorchDispatchMode):
@@ -47,21 +58,23 @@ class Work(TorchDispatchMode):
         self._device = device
         self._opened = opened
         self._spend = spend
+        self._machine = device.machine
+        self._cache = None if device.machine is None else Cache(device.machine.cache)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packet = func.overloadpacket
         own = func.namespace == "ckptfused"
         begin = len(self._opened) if own else 0
         for t in written(func, args, kwargs):
             gets_own_memory(t)
         out = func(*args, **kwargs)
         if own:
-            self._spend(self._of_ledger(begin, args))
-        elif packet in flop_registry:
-            self._spend(self._of_product(packet, args, kwargs, out))
-        elif packet not in _FREE and not _is_view(func):
-            self._spend(self._of_bytes(func, args, kwargs, out))
+            seconds = self._of_ledger(begin, args)
+        else:
+            seconds = self._rated(func, args, kwargs, out)
+            if func.namespace == "aten":
+                seconds = self._device.alone(seconds, func, args, kwargs, _bytes((args, kwargs, out)))
+        self._spend(seconds + self._waits((args, kwargs), out))
         return out
 
     def attention(self, causal: bool) -> Callable[[float, Tensor, Tensor], None]:
@@ -69,7 +82,9 @@ class Work(TorchDispatchMode):
 
         def noted(share: float, q: Tensor, k: Tensor) -> None:
             flops = share * 4 * prod(q.shape) * k.size(-2) * (0.5 if causal else 1.0)
-            self._spend(flops / self._device.attention_rate(q.dtype) + self._device.launch)
+            rated = flops / self._device.attention_rate(q.dtype) + self._device.launch
+            run = attention_forward if share == 1.0 else attention_backward
+            self._spend(self._device.alone(rated, run, (Like.of(q), Like.of(k), causal)) + self._waits((q, k), ()))
 
         return noted
 
@@ -77,7 +92,31 @@ class Work(TorchDispatchMode):
         """The same of products of groups of rows [N, C] with matrices [E, C, K]."""
         groups, depth, columns = weights.shape
         each = -(-rows.size(0) // groups)
-        self._spend(share * self._device.product_seconds(each, columns, depth, rows.dtype, groups))
+        rated = self._device.product_rated(each, columns, depth, rows.dtype, groups)
+        alone = self._device.alone(rated, grouped_products, (Like.of(rows), Like.of(weights)))
+        self._spend(share * alone + self._waits((rows, weights), ()))
+
+    def _waits(self, given: Any, made: Any) -> float:
+        """Beside the op itself."""
+        if self._machine is None or self._cache is None:
+            return 0.0
+        read, written = (
+            {self._storage(t): min(t.nbytes, t.untyped_storage().nbytes()) for t in tree_leaves(x) if _is_meta(t)}
+            for x in (given, made)
+        )
+        called = self._machine.calls[0 if torch.is_grad_enabled() else 1]
+        return self._cache.missed(read, written) / self._machine.memory + called
+
+    def _storage(self, t: Tensor) -> Any:
+        number = self._opened.number_of(t)
+        return ("before", t.untyped_storage()._cdata) if number is None else number
+
+    def _rated(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+        """By the roofline."""
+        packet = func.overloadpacket
+        if packet in flop_registry:
+            return self._of_product(packet, args, kwargs, out)
+        return 0.0 if packet in _FREE or _is_view(func) else self._of_bytes(func, args, kwargs, out)
 
     def _of_product(self, packet: Any, args: Any, kwargs: Any, out: Any) -> float:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
@@ -90,7 +129,7 @@ class Work(TorchDispatchMode):
             batch = result.size(0) if result.dim() == 3 else 1
             rows, columns = result.shape[-2:]
             depth = flops // (2 * batch * rows * columns)
-            return self._device.product_seconds(rows, columns, depth, result.dtype, batch)
+            return self._device.product_rated(rows, columns, depth, result.dtype, batch)
         moved = _bytes((args, kwargs, out))
         return max(flops / self._device.product_rate(result.dtype), moved / self._device.copy) + self._device.launch
 
@@ -106,31 +145,23 @@ class Work(TorchDispatchMode):
         return max(moved / self._device.copy, entries / rate) + self._device.launch if results else 0.0
 
     def _of_ledger(self, begin: int, args: Any) -> float:
-        """Of one op of ckptfused's. What its small ops move is not in the ledger: a buffer is written by a product and
-        read by a small op, or the other way round, so that small ops move each once; norms and residual sums read x,
-        or what is as wide, beside."""
+        """Of one op of ckptfused's."""
         ledger = self._opened.since(begin)
-        device, x = self._device, next((t for t in tree_leaves(args) if isinstance(t, Tensor)), None)
+        x = next((t for t in tree_leaves(args) if isinstance(t, Tensor)), None)
         if x is None:
             return 0.0
-        causal = _causal(args)
-        seconds = 0.0
         types = {event[4] for event in ledger.events if event[0] == "product"} - {"Undefined"}
-        dtype = _TYPES.get(next(iter(types), ""), x.dtype)
+        dtype = TYPES.get(next(iter(types), ""), x.dtype)
+        spec = _attention_of(args)
+        rated = ledger_seconds(ledger, self._device, dtype, spec is not None and spec.causal)
+        if spec is None or self._device.machine is None:
+            return rated.total
+        alone = 0.0
         for work in ledger.work:
-            if isinstance(work, Product):
-                seconds += device.product_seconds(work.n, work.k, work.c, dtype)
-            elif isinstance(work, AttentionWork):
-                seconds += work.flops * (0.5 if causal else 1.0) / device.attention_rate(dtype)
-            elif isinstance(work, LowRank):
-                seconds += max(work.flops / device.product_rate(dtype), work.n * work.k * dtype.itemsize / device.copy)
-        small = {name: times for name, times in ledger.launches.items() if name != "product"}
-        moved = sum(event[3][1] for event in ledger.events if event[0] == "allocation")
-        moved += sum(times for name, times in small.items() if name.startswith(_WIDE)) * x.nbytes
-        return seconds + moved / device.copy + sum(small.values()) * device.launch
-
-
-_TYPES = {"Float": torch.float32, "Double": torch.float64, "BFloat16": torch.bfloat16, "Half": torch.float16}
+            if isinstance(work, AttentionWork):
+                flops = work.flops * (0.5 if spec.causal else 1.0)
+                alone += self._device.alone(flops / self._device.attention_rate(dtype), *_attention(work, spec, dtype))
+        return rated._replace(attention=alone).total
 
 
 def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
@@ -141,13 +172,30 @@ def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
             yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
 
 
-def _causal(args: Iterable[Any]) -> bool:
-    """Whether a block's attention is, of the arguments of its op."""
+def _attention_of(args: Iterable[Any]) -> AttentionSpec | None:
+    """A block's attention, of the arguments of its op."""
     for text in args:
         if isinstance(text, str) and "attn" in text:
-            spec = parse(text)
-            return spec.attn is not None and spec.attn.causal
-    return False
+            return parse(text).attn
+    return None
+
+
+def _attention(work: AttentionWork, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A block's attention, and what it is called with."""
+    q, k = (_rows(work, heads, dtype) for heads in (spec.heads, spec.kv_heads))
+    run = block_attention_forward if work.products == 2 else block_attention_backward
+    return run, (q, k, spec.causal, spec.window, spec.softcap > 0, spec.p_attn > 0)
+
+
+def _rows(work: AttentionWork, heads: int, dtype: torch.dtype) -> Like:
+    """[B, heads, T, D], token by token in memory."""
+    row = heads * work.head_dim
+    strides = (work.length * row, work.head_dim, row, 1)
+    return Like((work.batch, heads, work.length, work.head_dim), strides, dtype)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _is_view(func: Any) -> bool:
