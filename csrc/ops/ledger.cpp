@@ -120,10 +120,13 @@ struct OperatorCalls {
     const bool adds = std::string_view(function.name()) == "aten::add_";
     return adds ? bytes + int64_t(function.inputs()[0].toTensor().nbytes()) : bytes;
   }
-  // Whether it is autograd itself, between the nodes of its graph, that adds two gradients.
+  // Whether it is autograd itself, between the nodes of its graph, that adds a gradient to one of
+  // which nobody else holds the memory. Of a view the tensor that it is a view of does: that of a
+  // head's weight, which is the transpose of a product.
   static bool adds_gradients(const Ledger& ledger, const at::RecordFunction& function) {
     return ledger.nodes_ == 0 && torch::autograd::get_current_graph_task_id() != -1 &&
-           std::string_view(function.name()) == "aten::add";
+           std::string_view(function.name()) == "aten::add" &&
+           !function.inputs()[0].toTensor().is_view();
   }
   static void end(const at::RecordFunction& function, at::ObserverContext* within) {
     Ledger* ledger = Ledger::current();

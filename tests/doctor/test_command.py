@@ -86,7 +86,7 @@ def test_a_configuration(here: Path, who: str, lora: int | None, capsys: pytest.
         ("nowhere", "--config: expected llama-3-8b"),
         ("nowhere_at_all:model", "--config: expected module:factory, got 'nowhere_at_all:model'"),
         ("factories_of_the_doctor:nothing", "has no attribute 'nothing'"),
-        ("factories_of_the_doctor:text", "expected an nn.Module of factories_of_the_doctor:text, got str"),
+        ("factories_of_the_doctor:text", "expected factories_of_the_doctor:text to return a model"),
     ],
 )
 def test_mistakes_are_said(here: Path, config: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

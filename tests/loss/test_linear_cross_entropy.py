@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -300,6 +301,16 @@ def test_without_gradients_nothing_is_made_for_them() -> None:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         assert not problem.loss(tensors).requires_grad
     assert counter.get_total_flops() == 2 * 18 * problem.width * problem.classes
+
+
+def test_an_infinite_logit_is_the_largest_and_a_nan_comes_first() -> None:
+    weight = torch.zeros(1100, 1)
+    weight[700], weight[900] = math.inf, math.nan
+    x, target = torch.ones(1, 1), torch.zeros(1, dtype=torch.long)
+    for rows, expected in ((900, 700), (1100, 900)):
+        made = ckptfused.linear_cross_entropy(x, weight[:rows], target, return_tokens=True)
+        assert isinstance(made, LossOutput)
+        assert made.predicted.item() == F.linear(x, weight[:rows]).argmax(-1).item() == expected
 
 
 def test_tokens_come_from_the_same_pass() -> None:

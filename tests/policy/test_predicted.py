@@ -47,6 +47,11 @@ def llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
 
 
+def tied() -> Any:
+    """Of which the two gradients of the embedding are the peak: few tokens, many words."""
+    return LlamaForCausalLM(LlamaConfig(**(SIZES | {"vocab_size": 8 * VOCABULARY}), tie_word_embeddings=True))
+
+
 def bart() -> Any:
     heads = {f"{half}_attention_heads": HEADS for half in ("encoder", "decoder")}
     sizes = {f"{half}_{name}": n for half in ("encoder", "decoder") for name, n in (("layers", 2), ("ffn_dim", 128))}
@@ -134,6 +139,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "packed": (llama, packed),
     "o as q lies": (lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)), tokens),
     "LayerDrop": (bart, tokens),
+    "tied embeddings": (tied, lambda: tokens(1, 8)),
     "bias with a gradient": (t5, lambda: tokens(1, 31)),
     "in place": (lambda: stack(Changing), rows),
     "in place, of a view": (lambda: stack(lambda: Changing(True)), rows),

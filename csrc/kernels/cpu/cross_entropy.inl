@@ -42,7 +42,7 @@ struct CrossEntropyKernel {
     return A(sum);
   }
 
-  // The first i of n for which found(i), else 0: whole blocks without one are passed over.
+  // The first i of n for which found(i), else n: whole blocks without one are passed over.
   template <typename Found>
   CKPT_HD static int64_t first(int64_t n, Found found) {
     constexpr int64_t kBlock = 512;
@@ -54,18 +54,20 @@ struct CrossEntropyKernel {
         if (found(i)) return i;
       }
     }
-    return 0;
+    return n;
   }
 
-  // The first class with the largest logit; the first NaN where there is one.
-  static int64_t argmax(const T* x, int64_t n, const Map& map, A max, bool nan) {
-    if (nan) {
-      return first(n, [&](int64_t i) {
+  // The first class with the largest logit; the first NaN where there is one. The sum is NaN, too,
+  // where the largest is infinite.
+  static int64_t argmax(const T* x, int64_t n, const Map& map, A max, A sum) {
+    int64_t at = n;
+    if (sum != sum) {
+      at = first(n, [&](int64_t i) {
         const A value = logit(x, i, map);
         return value != value;
       });
     }
-    return first(n, [&](int64_t i) { return logit(x, i, map) == max; });
+    return at < n ? at : first(n, [&](int64_t i) { return logit(x, i, map) == max; });
   }
 
   // dloss/dproduct over the products of a row.
@@ -125,7 +127,7 @@ struct CrossEntropyKernel {
       }
       static_cast<A*>(a.loss)[row] = loss;
       static_cast<A*>(a.lse)[row] = lse;
-      if (a.predicted != nullptr) a.predicted[row] = argmax(x, a.cols, map, max, sum != sum);
+      if (a.predicted != nullptr) a.predicted[row] = argmax(x, a.cols, map, max, sum);
       if (a.grad) write_gradient(a, map, x, target, lse, A(1));
     }
   }
