@@ -407,7 +407,7 @@ MUTANTS = (
         file="csrc/autograd/params.cpp",
         text="copy_(whole.narrow(dim, part.col0, part.width));",
         defect="copy_(whole.narrow(dim, 0, part.width));",
-        test=_tiled(20),
+        test=_tiled(61),
     ),
     Mutant(
         "a lone task with more threads than one among others",
