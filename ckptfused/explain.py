@@ -137,6 +137,8 @@ class _Setting:
             return "cuBLAS", ""
         if _C.runs_as_float(_name(self.dtype)):
             return "float32 blocks", f"this processor has no matrix instructions for {_name(self.dtype)}"
+        if self.dtype == torch.float32 and _C.mkl_is_slow():
+            return "PyTorch's product", "large ones by oneDNN: MKL leaves this processor's AVX-512 alone"
         return "PyTorch's product", ""
 
     def attention(self, a: AttentionSpec) -> tuple[str, str]:

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptfused.modules import rotary
 
-PRODUCTS = ("aten::mm", "aten::addmm")  # outputs given or not; tiled attention's own do not go through the dispatcher
+# Outputs given or not; "product" is the record of ours in oneDNN, and tiled attention's own leave none.
+PRODUCTS = ("aten::mm", "aten::addmm", "ckptfused::product")
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 _LAUNCHING = (*PRODUCTS, "aten::sum", ATTENTION, f"{ATTENTION}_backward")
 
@@ -46,8 +47,12 @@ def saved_bytes(
 @dataclass
 class _Buffer:
     nbytes: int
-    op: int | None  # the outermost PyTorch op that allocated it
+    op: tuple[int, str] | None  # number and name of the outermost op of PyTorch's or product that allocated it
     internal: bool = False  # freed by that op, too
+
+    @property
+    def of_product(self) -> bool:
+        return self.op is not None and self.op[1] in PRODUCTS
 
 
 class _Op(NamedTuple):
@@ -98,11 +103,12 @@ class Events:
     def peak_bytes(self, internal: bool = False) -> int:
         """The most bytes that were allocated at a time, above what was there before.
 
-        internal: with what a PyTorch op allocated and freed within itself.
+        internal: with what a PyTorch op other than a product allocated and freed within itself. A product's workspace
+        is its library's: oneDNN has it from PyTorch's allocator, MKL from its own.
         """
         total = peak = 0
         for buffer, sign in self._changes:
-            if internal or not buffer.internal:
+            if not buffer.internal or (internal and not buffer.of_product):
                 total += sign * buffer.nbytes
                 peak = max(peak, total)
         return peak
@@ -112,7 +118,7 @@ class Events:
         found: Counter[tuple[int, int, int]] = Counter()
         for op in self._ops:
             if op.name in PRODUCTS:
-                first = 0 if op.name == "aten::mm" else 1
+                first = 1 if op.name == "aten::addmm" else 0
                 (n, c), (_, k) = (argument.sizes for argument in op.inputs[first : first + 2])
                 found[n, k, c] += 1
         return found
@@ -130,14 +136,16 @@ class Events:
         return sum(op.name in names for op in self._ops)
 
 
-def _allocations(events: Iterable[Any], op: int | None) -> Iterator[tuple[int | None, tuple[int, int, int]]]:
-    """Allocations below these events as (time, address, bytes), each with its outermost aten op."""
+def _allocations(
+    events: Iterable[Any], op: tuple[int, str] | None
+) -> Iterator[tuple[tuple[int, str] | None, tuple[int, int, int]]]:
+    """Allocations below these events as (time, address, bytes), each with its outermost op of PyTorch's or product."""
     for event in events:
         fields = event.extra_fields
         if type(fields).__name__ == "_ExtraFields_Allocation":
             yield op, (event.start_time_ns, fields.ptr, fields.alloc_size)
-        elif op is None and event.name.startswith("aten::"):
-            yield from _allocations(event.children, event.id)
+        elif op is None and (event.name.startswith("aten::") or event.name in PRODUCTS):
+            yield from _allocations(event.children, (event.id, event.name))
         else:
             yield from _allocations(event.children, op)
 

@@ -167,6 +167,9 @@ PYBIND11_MODULE(_C, m) {
     return std::make_tuple(t.rows, t.cols);
   });
   m.def("widened_out", &ckptfused::widened_out);
+  m.def("linear_out", &ckptfused::linear_out);
+  m.def("matmul_out", &ckptfused::matmul_out);
+  m.def("mkl_is_slow", &ckptfused::mkl_is_slow);
   m.def("runs_as_float",
         [](const std::string& dtype) { return ckptfused::runs_as_float(dtype_named(dtype)); });
   m.attr("attention_override") = std::string(ckptfused::attention_override());

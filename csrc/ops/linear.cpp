@@ -2,10 +2,13 @@
 
 #include "ops/linear.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <map>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "kernels/cpu/target.h"
 #include "ops/ledger.h"
@@ -13,6 +16,13 @@
 #if CKPT_HAS_X86_TARGETS
 #include <cpuid.h>
 #endif
+
+// oneDNN's product in PyTorch, which PyTorch itself calls for half precision only: no header of it
+// is installed. Null where PyTorch was built without it.
+namespace at::native {
+void mkldnn_matmul(const Tensor& a, const Tensor& b, const Tensor& out, float beta, float alpha)
+    __attribute__((weak));
+}
 
 namespace ckptfused {
 namespace {
@@ -25,13 +35,15 @@ bool is_half(at::ScalarType dtype) {
   return dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-struct MatrixInstructions {
-  bool bfloat16 = true, half = true;
+// What decides between the ways to a product on this processor.
+struct Processor {
+  bool bfloat16 = true, half = true;  // it has matrix instructions for them
+  bool mkl_is_slow = false;  // it has AVX-512 that MKL, which asks for Intel's, leaves alone
 };
 
 // Elsewhere than on x86 the platform's library is trusted.
-MatrixInstructions detect() {
-  MatrixInstructions found;
+Processor detect() {
+  Processor found;
 #if CKPT_HAS_X86_TARGETS
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0, eax1 = 0, ebx1 = 0, ecx1 = 0, edx1 = 0;
   const bool avx512 =
@@ -41,8 +53,41 @@ MatrixInstructions detect() {
   const bool avx512_bf16 = (eax1 >> 5) & 1, amx_fp16 = (eax1 >> 21) & 1;
   found.bfloat16 = avx512 && (avx512_bf16 || amx_bf16);
   found.half = avx512 && (avx512_fp16 || amx_fp16);
+  found.mkl_is_slow = at::hasMKL() && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      !__builtin_cpu_is("intel");
 #endif
   return found;
+}
+
+const Processor& processor() {
+  static const Processor detected = detect();
+  return detected;
+}
+
+// Multiplications, and rows and columns, from which oneDNN was as fast as MKL on one thread and on
+// two.
+constexpr int64_t kOneDnnProduct = int64_t(1) << 21, kOneDnnSide = 8;
+
+// A matrix, or the transpose of one, whose rows lie together: oneDNN copies every other operand.
+bool is_dense(const at::Tensor& t) {
+  return t.is_contiguous() || t.t().is_contiguous();
+}
+
+// Whether a float32 product is oneDNN's: decided by processor, shape and strides alone.
+bool runs_in_onednn(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == at::kFloat && mkl_is_slow() &&
+         at::globalContext().userEnabledMkldnn() && a.numel() * b.size(1) >= kOneDnnProduct &&
+         std::min(a.size(0), b.size(1)) >= kOneDnnSide && out.stride(1) == 1 && is_dense(a) &&
+         is_dense(b);
+}
+
+void onednn_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                const std::optional<at::Tensor>& bias, bool accumulate) {
+  if (bias) out.copy_(bias->expand_as(out));
+  // In a profile it is an op, as PyTorch's products are.
+  RECORD_FUNCTION("ckptfused::product", std::vector<c10::IValue>({a, b}));
+  at::native::mkldnn_matmul(a, b, out, bias || accumulate ? 1.0f : 0.0f, 1.0f);
 }
 
 // What float32 blocks are made in. bias and sum: undefined where they are not needed.
@@ -173,6 +218,8 @@ void product_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
     float_blocks_out(out, a, b, bias, accumulate);
   } else if (widened) {
     widened_out(out, a, b, accumulate);
+  } else if (on_cpu(a) && runs_in_onednn(out, a, b)) {
+    onednn_out(out, a, b, bias, accumulate);
   } else if (accumulate) {
     at::addmm_out(out, out, a, b);
   } else {
@@ -205,10 +252,13 @@ void matmul_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
   product_out(out, a, b, std::nullopt, accumulate);
 }
 
+bool mkl_is_slow() {
+  return processor().mkl_is_slow && &at::native::mkldnn_matmul != nullptr;
+}
+
 bool runs_as_float(at::ScalarType dtype) {
-  static const MatrixInstructions instructions = detect();
-  return (dtype == at::kBFloat16 && !instructions.bfloat16) ||
-         (dtype == at::kHalf && !instructions.half);
+  return (dtype == at::kBFloat16 && !processor().bfloat16) ||
+         (dtype == at::kHalf && !processor().half);
 }
 
 }  // namespace ckptfused

@@ -9,6 +9,8 @@
 //
 // Half-precision products on a processor without matrix instructions for the type (oneDNN is
 // several times slower there than sgemm) run as float32, block by block, and are rounded once.
+// Float32 products on an x86 processor with AVX-512 that is not Intel's, where MKL makes them at
+// half the rate that oneDNN does, are oneDNN's.
 
 namespace ckptfused {
 
@@ -29,5 +31,9 @@ void widened_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool 
 
 // Whether the CPU's products of this dtype go through float32 blocks.
 bool runs_as_float(at::ScalarType dtype);
+
+// Whether large float32 products of dense matrices are oneDNN's here, where PyTorch's are MKL's.
+// Not those that `torch.backends.mkldnn.enabled = False` or a lower float32 precision decides.
+bool mkl_is_slow();
 
 }  // namespace ckptfused
