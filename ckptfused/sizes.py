@@ -20,5 +20,8 @@ def parse_bytes(where: str, value: float | str) -> int:
     found = _TEXT.fullmatch(value)
     unit = _UNITS.get(found[2].lower()) if found else None
     if found is None or unit is None or (count := int(float(found[1]) * unit)) < 1:
-        raise ValueError(f'{where}: expected a number of bytes such as 268435456 or "256MiB", got {value!r}')
+        raise ValueError(
+            f'{where}: expected a number of bytes such as 268435456 or "256MiB" (KB, MB, GB, TB: powers of 1000; KiB, '
+            f"MiB, GiB, TiB: of 1024), got {value!r}"
+        )
     return count

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Sequence
 
 from ckptfused.cli import bench, context, demo, doctor, plan, profile
-from ckptfused.cli.errors import CommandError
+from ckptfused.cli.errors import FAILED, STATUSES, CommandError
+
+DESCRIPTION = "Activation checkpointing with fused recompute."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="ckptfused", description="Activation checkpointing with fused recompute.")
+    parser = argparse.ArgumentParser(prog="ckptfused", description=DESCRIPTION, epilog=STATUSES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for module in (context, profile, plan, doctor, demo, bench):
         name = module.__name__.rpartition(".")[2]
@@ -29,4 +31,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except CommandError as error:
         print(f"ckptfused {arguments.command}: {error}", file=sys.stderr)
-        return 1
+        return FAILED

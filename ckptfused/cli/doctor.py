@@ -2,13 +2,15 @@
 
 Of a configuration of Hugging Face's the language model is built without weights, and looked at. A function of yours
 (module:factory) returns a model with weights, and a batch if it has one: then a training step as configured is
-compared, bit for bit, with one that saves everything. Exit status 1: something is an error.
+compared, bit for bit, with one that saves everything. Exit status 3: something is an error; 1: the
+doctor could not run.
 """
 
 from __future__ import annotations
 
 import argparse
 
+from ckptfused.cli.errors import NO
 from ckptfused.cli.options import add_model, add_step, model_and_batch, ran
 from ckptfused.doctor import doctor
 
@@ -23,4 +25,4 @@ def run(arguments: argparse.Namespace) -> int:
     model, batch = model_and_batch(arguments)
     found = ran(arguments, lambda: doctor(model, batch))
     print(found.to_json() if arguments.json else found)
-    return 0 if found.healthy else 1
+    return 0 if found.healthy else NO

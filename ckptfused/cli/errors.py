@@ -1,5 +1,11 @@
-"""The error a command reports to a person: one message, no traceback."""
+"""How commands end: exit statuses, and the error that a command reports to a person."""
+
+STATUSES = """exit status: 0, all is well; 1, the command failed, and says why; 2, its options are wrong;
+3, it ran, and the answer is no: nothing fits into the budget (plan), or something is an error (doctor)"""
+FAILED, NO = 1, 3
+"""2 is argparse's own."""
 
 
 class CommandError(RuntimeError):
-    """Ends a command with exit status 1; the message says what was expected, what came, what to do."""
+    """Ends a command with exit status `FAILED`: one message, no traceback, which says what was expected, what came,
+    what to do."""

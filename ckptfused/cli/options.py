@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+import ckptfused
 from ckptfused.cli.errors import CommandError
 from ckptfused.policy import BudgetError
 from ckptfused.policy.devices import NAMES
@@ -23,6 +24,7 @@ from ckptfused.policy.variants import CHECKPOINTED, CHUNKED, CONVERTED, MODELS, 
 T = TypeVar("T")
 DTYPES = ("bfloat16", "float16", "float32")
 CHECKPOINTING = {"none": PLAIN, "hugging-face": CHECKPOINTED, "ckptfused": CONVERTED, "ckptfused-and-loss": CHUNKED}
+_LIBRARIES = tuple(str(Path(file).parent) for file in (ckptfused.__file__, torch.__file__))
 OPTIMIZERS = ("adamw", "sgd", "none")
 
 
@@ -121,9 +123,18 @@ def ran(arguments: argparse.Namespace, run: Callable[[], T]) -> T:
             raise CommandError(said(error)) from error
         if not is_factory(arguments.config):
             raise
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(last.filename).name}, line {last.lineno}"
-        raise CommandError(f"{arguments.config}: {type(error).__name__}: {said(error)} ({where})") from error
+        raise CommandError(f"{arguments.config}: {type(error).__name__}: {said(error)}{_where(error)}") from error
+
+
+def _where(error: BaseException | None) -> str:
+    """The last line of an error's, and of its causes', that is neither ckptfused's nor PyTorch's."""
+    found = ""
+    while error is not None:
+        for frame in traceback.extract_tb(error.__traceback__):
+            if not frame.filename.startswith(_LIBRARIES) and Path(frame.filename).exists():
+                found = f" ({Path(frame.filename).name}, line {frame.lineno})"
+        error = error.__cause__
+    return found
 
 
 def model_and_batch(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:

@@ -1,7 +1,8 @@
 """Find the fastest way to train a model whose step fits into a budget of memory.
 
 Neither a GPU nor weights are needed: steps run on the meta device, what they would allocate is counted, and their time
-is estimated for the device named. Exit status 2: nothing fits; what would help is said. 1: the model could not be had.
+is estimated for the device named. Exit status 3: nothing fits, and what would help is said; 1: the model could not be
+had, or does not run without data.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckptfused.cli.errors import CommandError
+from ckptfused.cli.errors import NO, CommandError
 from ckptfused.cli.options import (
     add_device,
     add_model,
@@ -25,8 +26,6 @@ from ckptfused.cli.options import (
 )
 from ckptfused.policy import BudgetError, plan
 from ckptfused.sizes import parse_bytes
-
-NOTHING_FITS = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print(json.dumps({"fits": False, "budget": arguments.budget, "least": error.least}))
         print(f"ckptfused plan: {error}", file=sys.stderr)
-        return NOTHING_FITS
+        return NO
     print(found.to_json() if arguments.json else found)
     try:
         if arguments.policy:

@@ -10,7 +10,7 @@ from itertools import cycle, groupby, islice
 from typing import Any
 
 from ckptfused.sizes import parse_bytes
-from ckptfused.spec import KEEP_NAMES, Keep, check_names
+from ckptfused.spec import KEEP_NAMES, KEEP_PRESETS, Keep, check_names
 from ckptfused.spec.checks import check_bool, check_choice, check_flag, check_integer
 
 LOSSES = ("chunked",)
@@ -18,6 +18,7 @@ PLACE = "ckptfused_policy"
 """The name under which a policy is recorded."""
 MOST_RUNS = 6  # of equal layers, that a line names
 _VERSION = 1
+_PRESETS = {names: preset for preset, names in KEEP_PRESETS.items()}
 _HALVES = {"ffn": "all but ffn", "attention": "all but attention"}
 
 
@@ -26,8 +27,8 @@ class LayerMode:
     """What is decided of one layer."""
 
     keep: str | tuple[str, ...] | None = "inputs"
-    """What it keeps for backward beside its input, a preset or names (`ckptfused.spec.KEEP_PRESETS`); None: the layer
-    runs as it was, and saves what its own forward saves."""
+    """What it keeps for backward beside its input, a preset or names (`ckptfused.spec.KEEP_PRESETS`), where a preset's
+    names are that preset; None: the layer runs as it was, and saves what its own forward saves."""
     scratch: int | None = None
     """Bytes that the hidden-wide values of its FFN may take at a time in backward, an int or "64MiB"; None: by
     device."""
@@ -41,7 +42,8 @@ class LayerMode:
             except TypeError as error:
                 raise TypeError(f"keep: expected a preset, names or None, got {self.keep!r}") from error
             check_names(names)
-            object.__setattr__(self, "keep", tuple(name for name in KEEP_NAMES if name in names))
+            names = tuple(name for name in KEEP_NAMES if name in names)
+            object.__setattr__(self, "keep", _PRESETS.get(names, names))
         elif self.keep is not None:
             check_names(self.keep)
         if self.scratch is not None:
@@ -152,13 +154,17 @@ class CheckpointPolicy:
         **Raises** `ValueError` if the policy is for another number of layers, or divides into more segments than there
         are layers.
         """
+        check_integer("count", count, 0)
         if not self.repeat and len(self.layers) != count:
             raise ValueError(
                 f"policy: expected modes of {count} layers, which the model has, got {len(self.layers)} "
                 f"(policy {self.digest}). The layers are those that ckptfused.convert(model) reports, in that order"
             )
         if self.segment_count is not None and self.segment_count > max(count, 1):
-            raise ValueError(f"policy: expected 1 to {count} segments, the model's layers, got {self.segment_count}")
+            raise ValueError(
+                f"policy: expected no more segments than layers, of which the model has {count}, got "
+                f"{self.segment_count}"
+            )
         return tuple(islice(cycle(self.layers), count)) if self.layers else ()
 
     # As text and plain data.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -32,6 +32,8 @@ class Cause:
     mend: str
     certain: bool = False
     """Whether no operation that is not deterministic could have made the difference."""
+    seen: bool = True
+    """Whether other results were seen; else the replay ended within the module, which was found with something else."""
 
 
 def cause_of(region: Region, name: Name, written: Container[int] = ()) -> Cause | None:
@@ -75,7 +77,7 @@ def difference(
 ) -> Cause | None:
     """The cause of the first difference between two lists of calls.
 
-    The shorter one ends it: a replay stops as soon as it has what backward needs.
+    The shorter one ends it: a replay stops as soon as it has what backward needs, mostly within a module.
     """
     when = "its replay" if region is not None else "a step that saves everything"
     running: list[int] = []
@@ -96,7 +98,23 @@ def difference(
         begun = running.pop()
         if a.values != b.values:
             return _of_module(begun, i, before, after, name, when, written)
-    return None
+    if region is None or not 0 < len(after) < len(before):
+        return None
+    found = _unfinished(running[-1] if running else None, before, after, name, when, region)
+    return None if found is None else replace(found, seen=False)
+
+
+def _unfinished(
+    begun: int | None, before: list[Event], after: list[Event], name: Name, when: str, region: Region
+) -> Cause | None:
+    """A replay ended within a module: what that had which its forward had not."""
+    last, module = len(after) - 1, region.owner if begun is None else before[begun].module
+    place = name(module)
+    found = None if begun is None else _state(before[begun], after[begun], place, when, _AROUND)
+    if found is None and before[last].random != before[last + 1].random:
+        drawn = _drawn(place, type(module).__name__, before[last : last + 2], after[last], when)
+        found = drawn if drawn.certain else None
+    return _state(before[begun], after[begun], place, when) if found is None and begun is not None else found
 
 
 def _changed_before(

@@ -155,7 +155,7 @@ class Compared:
     def _wrong(self, names: list[str]) -> list[Finding]:
         worst, overall = _off(self.reference, names)
         by = f"{overall:.2g} of their norm" if overall < 0.01 else f"{overall:.0%}"
-        off = f"the gradients are off by {by}" + (f", most that of {worst}" if worst else "")
+        off = f"the gradients are off by {by}" + (f", most that of {self.name(worst)}" if worst else "")
         if self.noise:
             return self._noise(names, overall, off)
         if self.causes:
@@ -210,7 +210,8 @@ class Compared:
         return [*found, *(self._of_causes("error", f"; {off}", certain=not self.exact) or causes)]
 
     def _of_causes(self, severity: str, end: str, certain: bool = False) -> list[Finding]:
-        causes = [cause for cause in self.causes if cause.certain or not certain]
+        seen = any(cause.seen for cause in self.causes)
+        causes = [cause for cause in self.causes if (cause.certain or not certain) and cause.seen >= seen]
         return [Finding(severity, c.place, c.text + end, c.mend) for c in causes]
 
     def _buffers(self) -> list[Finding]:

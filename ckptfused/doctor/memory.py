@@ -61,7 +61,7 @@ def _size(count: int) -> str:
 
 
 def predicted(look: Look) -> tuple[Profile, Profile] | None:
-    """A step as configured and one that saves everything; None where that cannot be predicted."""
+    """A step as configured and one that saves everything; None where that cannot be predicted, or not all of it."""
     devices = {p.device.type for p in look.model.parameters()}
     device = "cpu" if devices == {"cpu"} else "h200"  # the same memory on all GPUs
     optimizer = adamw if look.optimizer is None else look.optimizer
@@ -70,5 +70,7 @@ def predicted(look: Look) -> tuple[Profile, Profile] | None:
         with contextlib.suppress(ValueError):  # not every model runs on the meta device
             configured = profile(look.model, batch, optimizer, device)
             with everything_saved(look.model):
-                return configured, profile(look.model, batch, optimizer, device)
+                saving = profile(look.model, batch, optimizer, device)
+            notes = (*configured.notes, *saving.notes)
+            return None if any("is opaque" in note for note in notes) else (configured, saving)
     return None

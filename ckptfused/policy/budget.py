@@ -22,11 +22,12 @@ class BudgetError(ValueError):
 def not_enough(costs: Costs, budget: int, least: int, policy: CheckpointPolicy, kind: str) -> tuple[str, int]:
     """What to say, and the least budget. Of each remedy the bytes that it would save, where they are known."""
     base = costs.base
-    frozen = base.all_gradients + base.optimizer
+    trained = base.all_gradients + base.optimizer
+    frozen = trained if 2 * base.all_gradients > base.weights else 0  # adapters are none of all weights already
     steps_own = max(0, least - costs.state - base.all_gradients)
     remedies = [
         (frozen, "LoRA (gradients and optimizer state of all weights; adapters have some of their own)"),
-        ((base.weights + frozen) * 7 // 8, "FSDP2 over 8 ranks, shards=8 (parameters, gradients and optimizer state)"),
+        ((base.weights + trained) * 7 // 8, "FSDP2 over 8 ranks, shards=8 (parameters, gradients and optimizer state)"),
         (steps_own // 2, "half as many sequences or tokens in the batch (activations)"),
     ]
     lines = [

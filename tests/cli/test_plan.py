@@ -64,13 +64,16 @@ def test_a_plan(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_nothing_fits(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--budget", "1MiB", "--json"]) == 2
+    assert main([*command, "--budget", "1MiB", "--json"]) == 3
     said = capsys.readouterr()
     assert "least" in said.err and "shards=8" in said.err
     found = json.loads(said.out)
     assert found["fits"] is False
     assert main([*command, "--budget", str(found["least"])]) == 0
-    assert main([*command, "--budget", str(found["least"] - 1)]) == 2
+    assert main([*command, "--budget", str(found["least"] - 1)]) == 3
+    adapted = [*command, "--lora", "4", "--budget", "1MiB"]
+    capsys.readouterr()
+    assert main(adapted) == 3 and "LoRA" not in capsys.readouterr().err  # it is there
     shared = [*command, "--budget", str(found["least"] - 1), "--shards", "8", "--lora", "4"]
     assert main(shared) == 0
 
@@ -113,6 +116,15 @@ def test_what_goes_wrong_is_one_line(
     assert said.out == "" and re.search(message, said.err.strip()) and said.err.count("\n") == 1
 
 
+def test_the_place_of_a_fault_is_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_model_that_is_narrow.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", "--config", "own_model_that_is_narrow:narrow"]) == 1
+    assert capsys.readouterr().err.endswith("(own_model_that_is_narrow.py, line 10)\n")
+
+
 @pytest.mark.parametrize(
     ("config", "of"),
     [
@@ -136,10 +148,14 @@ def test_configurations_of_other_kinds(
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1, the command failed" in said and "2, its options are wrong; 3, it ran, and the answer is no" in said
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "--help"])
     said = capsys.readouterr().out
-    assert stopped.value.code == 0 and "Exit status 2" in said and "Example: python -m ckptfused plan" in said
+    assert stopped.value.code == 0 and "Exit status 3" in said and "Example: python -m ckptfused plan" in said
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "--config", "llama-3-8b", "--budget", "much"])
     assert stopped.value.code == 2 and "expected a number of bytes" in capsys.readouterr().err

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 import ckptfused
 from ckptfused import CheckpointPolicy, LayerMode
+from ckptfused.spec import KEEP_PRESETS
 from tests.convert.compare import run
 from tests.convert.small import llama
 from tests.convert.zoo import text_batch
@@ -52,6 +53,14 @@ def test_all_differ() -> None:
         CheckpointPolicy.segments(3, "all").digest,
     }
     assert len(digests) == len(POLICIES) + 5
+
+
+def test_the_names_of_a_preset_are_the_preset() -> None:
+    for preset, names in KEEP_PRESETS.items():
+        own = LayerMode(tuple(reversed(names)))
+        assert own == LayerMode(preset) and hash(own) == hash(LayerMode(preset)) and own.keep == preset
+        assert CheckpointPolicy.uniform(set(names)).digest == CheckpointPolicy.uniform(preset).digest
+    assert LayerMode(("gu", "attn")).keep == ("attn", "gu")  # nobody's
 
 
 def test_a_digest_is_the_same_everywhere() -> None:
@@ -98,7 +107,11 @@ def test_modes() -> None:
         (lambda: CheckpointPolicy(()), ValueError, "layers: expected one or more"),
         (lambda: CheckpointPolicy(("all",)), TypeError, "layers: expected values of LayerMode"),  # type: ignore[arg-type]
         (lambda: CheckpointPolicy.per_layer(["all"] * 3).modes(4), ValueError, "4 layers, which the model has, got 3"),
-        (lambda: CheckpointPolicy.segments(5).modes(4), ValueError, "1 to 4 segments"),
+        (
+            lambda: CheckpointPolicy.segments(5).modes(4),
+            ValueError,
+            "no more segments than layers, of which the model has 4",
+        ),
         (lambda: CheckpointPolicy.from_json("{"), ValueError, "expected JSON"),
         (lambda: CheckpointPolicy.from_json("[]"), TypeError, "expected a dict"),
         (lambda: CheckpointPolicy.from_dict({"layers": []}), ValueError, "expected version 1.*got None"),

@@ -249,7 +249,7 @@ def test_beside_hugging_face_checkpointing(reentrant: bool) -> None:
 
 
 def test_as_many_as_there_are_layers_at_most() -> None:
-    with pytest.raises(ValueError, match="1 to 2 segments, the model's layers, got 3"):
+    with pytest.raises(ValueError, match="expected no more segments than layers, of which the model has 2, got 3"):
         ckptfused.convert(llama(), policy=CheckpointPolicy.segments(3))
 
 

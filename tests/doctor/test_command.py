@@ -57,9 +57,9 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_a_model_of_ones_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--config", "factories_of_the_doctor:wrong"]) == 1
+    assert main(["doctor", "--config", "factories_of_the_doctor:wrong"]) == 3
     assert "layers.1.piece" in capsys.readouterr().out
-    assert main(["doctor", "--config", "factories_of_the_doctor:wrong", "--json"]) == 1
+    assert main(["doctor", "--config", "factories_of_the_doctor:wrong", "--json"]) == 3
     found = printed(capsys)["findings"]
     assert {(f["severity"], f["place"]) for f in found} == {("error", "layers.1.piece")}
     assert main(["doctor", "--config", "factories_of_the_doctor:right", "--json"]) == 0
@@ -100,5 +100,5 @@ def test_the_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None
         main(["doctor", "--help"])
     assert end.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for words in ("module:factory", "--seq", "--lora", "--json", "Exit status 1: something is an error."):
+    for words in ("module:factory", "--seq", "--lora", "--json", "Exit status 3: something is an error"):
         assert words in text

@@ -257,6 +257,30 @@ def test_the_optimizer_that_is_given_counts() -> None:
     assert all("of the predicted peak of" in text for text in texts) and texts[0] != texts[1]
 
 
+def test_memory_of_a_model_that_is_partly_unknown_is_not_judged() -> None:
+    """Layers that do not run without data save nothing in a prediction."""
+
+    class Opaque(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1.0 if x.sum().item() > 0 else 2.0)
+
+    class Model(nn.Module):
+        def __init__(self, layer: type[nn.Linear]) -> None:
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.layers = nn.ModuleList(nn.Sequential(layer(64, 64), nn.Tanh()) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for layer in self.layers:
+                x = x + layer(x)
+            return x
+
+    batch = {"x": torch.randn(2, 64)}
+    assert "activations" in str(doctor(Model(nn.Linear), batch))
+    assert "activations" not in str(doctor(Model(Opaque), batch))
+
+
 def test_all_that_is_large_has_a_mend() -> None:
     """Of state and logits alike, both; of one that outweighs the other, one."""
     for size, mends in (({"hidden_size": 512}, (True, False)), ({"vocab_size": 60_000}, (True, True))):

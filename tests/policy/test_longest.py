@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--memory", "80Gigs"], "memory: expected a number of bytes such as 268435456 or \"256MiB\", got '80Gigs'"),
+        (["--memory", "80Gigs"], "MiB, GiB, TiB: of 1024), got '80Gigs'"),
         (["--memory", "8GB", "--lora", "0"], "argument --lora: expected a number from 1 on, got '0'"),
         (["--memory", "8GB", "--dtype", "int8"], "invalid choice: 'int8'"),
     ],
