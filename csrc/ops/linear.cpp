@@ -69,43 +69,38 @@ const Processor& processor() {
 // two.
 constexpr int64_t kOneDnnProduct = int64_t(1) << 21, kOneDnnSide = 8;
 
-// A matrix, or the transpose of one, whose rows lie together: oneDNN copies every other operand.
-bool is_dense(const at::Tensor& t) {
-  return t.is_contiguous() || t.t().is_contiguous();
-}
-
-// Whether a float32 product is oneDNN's: decided by processor, shape and strides alone.
-bool runs_in_onednn(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
+// Whether a float32 product is oneDNN's: decided by processor and shape alone.
+bool runs_in_onednn(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == at::kFloat && mkl_is_slow() &&
          at::globalContext().userEnabledMkldnn() && a.numel() * b.size(1) >= kOneDnnProduct &&
-         std::min(a.size(0), b.size(1)) >= kOneDnnSide && out.stride(1) == 1 && is_dense(a) &&
-         is_dense(b);
+         std::min(a.size(0), b.size(1)) >= kOneDnnSide;
 }
 
-void onednn_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                const std::optional<at::Tensor>& bias, bool accumulate) {
-  if (bias) out.copy_(bias->expand_as(out));
-  // In a profile it is an op, as PyTorch's products are.
-  RECORD_FUNCTION("ckptfused::product", std::vector<c10::IValue>({a, b}));
-  at::native::mkldnn_matmul(a, b, out, bias || accumulate ? 1.0f : 0.0f, 1.0f);
+// Whether every block of so many rows and columns of a matrix, or of one whose transpose lies in
+// memory, is one piece of memory: others are copied, by oneDNN if not here.
+bool blocks_are_dense(const at::Tensor& t, int64_t rows, int64_t cols) {
+  return (t.is_contiguous() && cols >= t.size(1)) || (t.t().is_contiguous() && rows >= t.size(0));
 }
 
-// What float32 blocks are made in. bias and sum: undefined where they are not needed.
+// What float32 blocks are made in. Undefined where they are not needed: a and b, of which every
+// block can be used where it lies; bias and sum.
 struct FloatBuffers {
   int64_t n, k, c;  // of a block
   at::Tensor a, b, bias, sum;
 
-  FloatBuffers(const at::Tensor& like, int64_t rows, int64_t cols, int64_t depth, bool with_bias,
-               bool with_sum)
-      : n(std::min(rows, kBlock)), k(std::min(cols, kBlock)), c(std::min(depth, kBlock)) {
+  FloatBuffers(const at::Tensor& out, const at::Tensor& a_, const at::Tensor& b_, bool with_bias)
+      : n(std::min(a_.size(0), kBlock)),
+        k(std::min(b_.size(1), kBlock)),
+        c(std::min(a_.size(1), kBlock)) {
     const Ledger::Name name("float32 blocks");
+    const bool cast = a_.scalar_type() != at::kFloat;
     const auto make = [&](int64_t size) {
-      return at::empty({size}, like.options().dtype(at::kFloat));
+      return at::empty({size}, a_.options().dtype(at::kFloat));
     };
-    a = make(n * c);
-    b = make(c * k);
-    if (with_bias) bias = make(k);
-    if (with_sum) sum = make(n * k);
+    if (cast || !blocks_are_dense(a_, n, c)) a = make(n * c);
+    if (cast || !blocks_are_dense(b_, c, k)) b = make(c * k);
+    if (cast && with_bias) bias = make(k);
+    if (out.scalar_type() != at::kFloat) sum = make(n * k);
   }
 };
 
@@ -114,8 +109,9 @@ at::Tensor block_of(const at::Tensor& t, int64_t row, int64_t rows, int64_t col,
       .slice(1, col, std::min(col + cols, t.size(1)));
 }
 
-// A float32 copy of a block in its own memory order, at the start of the buffer.
+// A block, or its float32 copy in its own memory order at the start of the buffer.
 at::Tensor to_float(const at::Tensor& block, const at::Tensor& buffer) {
+  if (!buffer.defined()) return block;
   const bool by_columns = block.stride(1) != 1 && block.stride(0) == 1;
   const at::Tensor memory = by_columns ? block.t() : block;
   at::Tensor copy = buffer.narrow(0, 0, block.numel()).view(memory.sizes());
@@ -123,36 +119,44 @@ at::Tensor to_float(const at::Tensor& block, const at::Tensor& buffer) {
   return by_columns ? copy.t() : copy;
 }
 
-// out (+)= a @ b + bias through float32 blocks: one product after the other, in a fixed order.
+// sum (+)= a @ b of float32 blocks.
+void block_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool add,
+                   bool onednn) {
+  if (onednn) {
+    // In a profile it is an op, as PyTorch's products are.
+    RECORD_FUNCTION("ckptfused::product", std::vector<c10::IValue>({a, b}));
+    at::native::mkldnn_matmul(a, b, sum, add ? 1.0f : 0.0f, 1.0f);
+  } else {
+    add ? at::addmm_out(sum, sum, a, b) : at::mm_out(sum, a, b);
+  }
+}
+
+// out (+)= a @ b + bias through float32 blocks: one product after the other, in a fixed order. Sums
+// of at most a block's depth keep the error of oneDNN's products within twice that of MKL's.
 void float_blocks_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                      const std::optional<at::Tensor>& bias, bool accumulate) {
+                      const std::optional<at::Tensor>& bias, bool accumulate, bool onednn = false) {
   const int64_t n = a.size(0), c = a.size(1), k = b.size(1);
   const bool in_place = out.scalar_type() == at::kFloat;
-  const FloatBuffers buffers(a, n, k, c, bias.has_value(), !in_place);
+  const FloatBuffers buffers(out, a, b, bias.has_value());
 
   for (int64_t k0 = 0; k0 < k; k0 += buffers.k) {
     at::Tensor bias_block, b_block;
     if (bias) {
-      bias_block = buffers.bias.narrow(0, 0, std::min(buffers.k, k - k0));
-      bias_block.copy_(bias->narrow(0, k0, bias_block.size(0)));
+      bias_block =
+          to_float(bias->slice(0, k0, std::min(k0 + buffers.k, k)).unsqueeze(0), buffers.bias);
     }
     for (int64_t n0 = 0; n0 < n; n0 += buffers.n) {
       const at::Tensor out_block = block_of(out, n0, buffers.n, k0, buffers.k);
       at::Tensor sum = out_block;
       if (!in_place) sum = buffers.sum.narrow(0, 0, sum.numel()).view(sum.sizes());
       if (accumulate && !in_place) sum.copy_(out_block);
+      if (bias) sum.copy_(bias_block.expand_as(sum));
       for (int64_t c0 = 0; c0 < c; c0 += buffers.c) {
         const at::Tensor a_block = to_float(block_of(a, n0, buffers.n, c0, buffers.c), buffers.a);
         if (n0 == 0 || buffers.c < c) {  // a b block of full depth serves every block of rows
           b_block = to_float(block_of(b, c0, buffers.c, k0, buffers.k), buffers.b);
         }
-        if (accumulate || c0 > 0) {
-          at::addmm_out(sum, sum, a_block, b_block);
-        } else if (bias) {
-          at::addmm_out(sum, bias_block, a_block, b_block);
-        } else {
-          at::mm_out(sum, a_block, b_block);
-        }
+        block_product(sum, a_block, b_block, accumulate || bias || c0 > 0, onednn);
       }
       if (!in_place) out_block.copy_(sum);
     }
@@ -188,15 +192,15 @@ bool widens(const at::Tensor& like) {
   return entry->second;
 }
 
-void count_product(Ledger& ledger, const at::Tensor& out, const at::Tensor& a, bool bias,
-                   bool float_blocks, bool accumulate) {
+void count_product(Ledger& ledger, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
+                   bool bias, bool float_blocks, bool accumulate) {
   const int64_t n = a.size(0), k = out.size(1), c = a.size(1);
   const int64_t written = out.scalar_type() != a.scalar_type() ? int64_t(out.nbytes()) : 0;
   const int64_t read = accumulate ? int64_t(out.nbytes()) : 0;
   ledger.add(Ledger::product, {n, k, c, written + read}, a.scalar_type());
   if (out.numel() == 0) return;
   ledger.launched("product");
-  if (float_blocks) FloatBuffers(a, n, k, c, bias, out.scalar_type() != at::kFloat);
+  if (float_blocks) FloatBuffers(out, a, b, bias);
 }
 
 void product_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
@@ -207,19 +211,18 @@ void product_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
               "matrix product: expected operands of one dtype and an output of it (or float32 for "
               "half precision), got ",
               dtype, " @ ", b.scalar_type(), " -> ", out.scalar_type());
-  const bool float_blocks = on_cpu(a) && (widened || runs_as_float(dtype));
+  const bool onednn = on_cpu(a) && runs_in_onednn(a, b);
+  const bool float_blocks = onednn || (on_cpu(a) && (widened || runs_as_float(dtype)));
   if (Ledger* ledger = Ledger::current()) {
-    return count_product(*ledger, out, a, bias.has_value(), float_blocks, accumulate);
+    return count_product(*ledger, out, a, b, bias.has_value(), float_blocks, accumulate);
   }
   if (out.numel() == 0) return;
   if (a.size(1) == 0) {
     if (!accumulate) bias ? out.copy_(bias->expand_as(out)) : out.zero_();
   } else if (float_blocks) {
-    float_blocks_out(out, a, b, bias, accumulate);
+    float_blocks_out(out, a, b, bias, accumulate, onednn);
   } else if (widened) {
     widened_out(out, a, b, accumulate);
-  } else if (on_cpu(a) && runs_in_onednn(out, a, b)) {
-    onednn_out(out, a, b, bias, accumulate);
   } else if (accumulate) {
     at::addmm_out(out, out, a, b);
   } else {

@@ -9,8 +9,8 @@
 //
 // Half-precision products on a processor without matrix instructions for the type (oneDNN is
 // several times slower there than sgemm) run as float32, block by block, and are rounded once.
-// Float32 products on an x86 processor with AVX-512 that is not Intel's, where MKL makes them at
-// half the rate that oneDNN does, are oneDNN's.
+// Large float32 products on an x86 processor with AVX-512 that is not Intel's, where MKL makes them
+// at half the rate that oneDNN does, are oneDNN's, block by block too.
 
 namespace ckptfused {
 
