@@ -67,8 +67,11 @@ def check_param(name: str, value: Tensor, shape: tuple[int, ...], x: Tensor) -> 
 
 
 def autocast_enabled(x: Tensor) -> bool:
-    """Whether autocast is on where x lies; the meta device, which torch.is_autocast_enabled refuses, has none."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    """Whether autocast is on where x lies. The meta device, which torch.is_autocast_enabled refuses, has it while it
+    stands for another (`policy.autocast`)."""
+    if x.is_meta and not torch.amp.is_autocast_available("meta"):
+        return False
+    return torch.is_autocast_enabled(x.device.type)
 
 
 def compute_word(x: Tensor) -> str:

@@ -17,6 +17,7 @@ from torch import nn
 import ckptfused
 from ckptfused.cli.errors import CommandError
 from ckptfused.policy import BudgetError
+from ckptfused.policy.autocast import TYPES
 from ckptfused.policy.devices import NAMES
 from ckptfused.policy.step import MakeOptimizer, adamw
 from ckptfused.policy.variants import CHECKPOINTED, CHUNKED, CONVERTED, MODELS, PLAIN, build, read_config
@@ -64,6 +65,15 @@ def add_step(parser: argparse.ArgumentParser, seq: int = 2048, checkpoint: bool 
     parser.set_defaults(checkpoint="none")
     if checkpoint:
         add("--checkpoint", choices=[*CHECKPOINTING], help="who checkpoints a configuration's model (none)")
+
+
+def add_autocast(parser: argparse.ArgumentParser) -> None:
+    """Whether forward computes in a lower precision than the weights have."""
+    parser.add_argument(
+        "--autocast",
+        choices=[*TYPES],
+        help="forward runs under torch.autocast, as by the Trainer's bf16 and fp16; --dtype float32 goes with it",
+    )
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

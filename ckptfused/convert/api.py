@@ -13,6 +13,7 @@ from ckptfused.convert.apply import apply
 from ckptfused.convert.planned import planned
 from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import Report
+from ckptfused.policy.autocast import Autocast
 from ckptfused.policy.step import Batch, MakeOptimizer
 from ckptfused.spec import Keep
 
@@ -31,6 +32,7 @@ def convert(
     optimizer: Optimizer | MakeOptimizer | None = None,
     device: str | torch.device | None = None,
     shards: int = 1,
+    autocast: Autocast = None,
 ) -> Report:
     """Turns an existing model into a fused-checkpoint model, in place.
 
@@ -51,8 +53,8 @@ def convert(
     offload: the input that each layer saves goes to host memory while the next layers run, and comes back a layer ahead
     of its use (docs/keep.md); the last layer's stays, and so does what is on the CPU.
     budget: bytes, or a text such as "40GiB", which a step is to need no more of: the policy is the fastest that does,
-    as `ckptfused.plan` finds it for `batch`, `optimizer`, `device` and `shards` (docs/budget.md). With `process_group`
-    the first rank finds it for all.
+    as `ckptfused.plan` finds it for `batch`, `optimizer`, `device`, `shards`, `autocast` (docs/budget.md). With
+    `process_group` the first rank finds it for all.
     process_group: a `torch.distributed` group, or True for the default one; the call is then a collective which
     checks that all ranks convert alike. None: no communication.
 
@@ -69,10 +71,11 @@ def convert(
         if batch is None:
             raise ValueError("batch: expected the batch of a step beside the budget, got None")
         step = {"batch": batch, "budget": budget, "optimizer": optimizer, "device": device, "shards": shards}
-        policy, note = planned(model, process_group, **step)
+        policy, note = planned(model, process_group, autocast=autocast, **step)
         report = apply(model, policy, process_group)
         return replace(report, notes=(note, *report.notes))
-    of_budget = {"batch": batch, "optimizer": optimizer, "device": device, "shards": None if shards == 1 else shards}
+    of_budget: dict[str, Any] = {"batch": batch, "optimizer": optimizer, "device": device, "autocast": autocast}
+    of_budget["shards"] = None if shards == 1 else shards
     for name, value in of_budget.items():
         if value is not None:
             raise ValueError(f"{name}: expected a budget beside it, got None")

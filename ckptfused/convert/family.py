@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptfused.call import Call
 from ckptfused.checkpoint import checkpoint
+from ckptfused.checks import autocast_enabled
+from ckptfused.cost.opened import device_of
 from ckptfused.generic.views import entered
 from ckptfused.layer.call import build_call, learned
 from ckptfused.layer.hooks import LENT, lent_weights
@@ -191,10 +193,10 @@ def fused_call(parts: Parts, inputs: Inputs, mode: Mode, sharded: bool = False) 
 
 def _closing_norm_fits(parts: Parts, x: Tensor) -> Reason | None:
     """Autocast, but for the CPU's, gives the result of a LayerNorm in float32; a block's has the type of x."""
-    if x.device.type in ("cpu", "meta") or x.dtype not in (torch.bfloat16, torch.float16):
+    if device_of(x) == "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
         return None
     closing = any(half is not None and half.out is not None for half in (parts.attn, parts.ffn))
-    if closing and torch.is_autocast_enabled(x.device.type):
+    if closing and autocast_enabled(x):
         return Reason(f"autocast makes float32 of the layer's {x.dtype} input in its closing norm")
     return None
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckptfused.policy.autocast import Autocast, autocast_type, outside
 from ckptfused.policy.devices import NAMES, device_named
 from ckptfused.policy.measure import measured
 from ckptfused.policy.predict import predicted
@@ -19,6 +20,7 @@ def profile(
     batch: Batch,
     optimizer: Optimizer | MakeOptimizer | None = None,
     device: str | torch.device | None = None,
+    autocast: Autocast = None,
 ) -> Profile:
     """The memory and time of one training step, by layer: forward, loss, backward and the optimizer's step.
 
@@ -30,6 +32,9 @@ def profile(
     None: there is none. It is a step in the midst of training: the optimizer has its state, gradients are made anew.
     device: `"h200"`, `"h100"`, `"a100-80"`, `"l40s"`, `"rtx4090"` or `"cpu"`: the step is predicted for it on meta
     tensors. None: it is measured, where the model's parameters are, a CPU or a CUDA GPU, in five steps.
+    autocast: the type of `torch.autocast` around the forward pass, `torch.bfloat16` or `torch.float16`, or its name, as
+    the Trainer's `bf16=True` has it; None: that of an autocast that is on around the call, else only what the model
+    itself turns on. (`torch.autocast("cuda")` around the call turns itself off where there is no CUDA.)
 
     Memory is predicted exactly to what the allocator is asked for, but for what an op of PyTorch's allocates and frees
     within itself, and for workspaces and fragmentation. Attention by `F.scaled_dot_product_attention` is a flash
@@ -42,18 +47,25 @@ def profile(
     """
     check_model(model)
     if device is None:
-        return _measured(model, batch, optimizer)
+        return _measured(model, batch, optimizer, autocast)
     target = device_named(device)
+    lower = autocast_type(autocast, target.kind)
     twin, keeper = meta_twin(model, optimizer if isinstance(optimizer, Optimizer) else None)
     twin.zero_grad(set_to_none=True)
-    return predicted(twin, batch, keeper or made(optimizer, twin), target)
+    with outside(target.kind):
+        return predicted(twin, batch, keeper or made(optimizer, twin), target, lower)
 
 
-def _measured(model: nn.Module, batch: Batch, optimizer: Optimizer | MakeOptimizer | None) -> Profile:
+def _measured(
+    model: nn.Module, batch: Batch, optimizer: Optimizer | MakeOptimizer | None, autocast: Autocast
+) -> Profile:
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     if len(devices) != 1 or torch.device("meta") in devices:
         places = ", ".join(sorted(map(str, devices))) or "none"
         raise ValueError(
             f"device: expected one of {', '.join(NAMES)}, or a model on one device, got None and parameters on {places}"
         )
-    return measured(model, batch, made(optimizer, model), devices.pop())
+    device = devices.pop()
+    lower = autocast_type(autocast, device.type)
+    with outside(device.type):
+        return measured(model, batch, made(optimizer, model), device, lower)

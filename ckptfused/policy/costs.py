@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -124,9 +125,17 @@ class Costs:
 class Steps:
     """Predicted steps of one model under policies. The model is a copy without data, which they change."""
 
-    def __init__(self, twin: nn.Module, batch: Batch, device: Device, said: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        twin: nn.Module,
+        batch: Batch,
+        device: Device,
+        said: Callable[[str], None],
+        autocast: torch.dtype | None = None,
+    ) -> None:
         self.twin = twin
         self.device = device
+        self._autocast = autocast
         self._batch = batch
         self._said = said
         self._found: dict[CheckpointPolicy, Profile] = {}
@@ -140,7 +149,7 @@ class Steps:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 apply(self.twin, policy)
-                found = predicted(self.twin, self._batch, optimizer, self.device)
+                found = predicted(self.twin, self._batch, optimizer, self.device, self._autocast)
             if any("is divided before" in str(warning.message) for warning in said):
                 self.broken.add(policy)
             unseen = found.above_state // UNSEEN if self.device.kind == "cpu" else 0

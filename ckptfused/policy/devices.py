@@ -152,6 +152,7 @@ def device_named(name: str | torch.device) -> Device:
 
 @lru_cache(maxsize=8)
 @torch.random.fork_rng(devices=())
+@torch.autocast("cpu", enabled=False)
 def _cpu(threads: int) -> Device:
     """This machine with so many threads, measured in a fraction of a second."""
     products = {dtype: _product_rate(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)}

@@ -52,6 +52,7 @@ def extrapolated(few: Profile, more: Profile, layers: tuple[int, int, int], peri
         line(few.optimizer, more.optimizer),
         phases,
         device=few.device,
+        autocast=few.autocast,
         layers=tuple(replace(layer, name=_renumbered(layer.name, index)) for index, layer in enumerate(found)),
         embeddings=part("embeddings"),
         head=part("head"),

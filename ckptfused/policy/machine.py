@@ -60,7 +60,8 @@ class Machine:
             if isinstance(leaf, Tensor | Like)
         }
         times = []
-        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        alone = torch.autocast("cpu", enabled=False)
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]), alone:
             try:
                 made = {key: _made(like) for key, like in likes.items()}
                 args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)

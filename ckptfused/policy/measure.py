@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ckptfused.convert.measure import stored_bytes
 from ckptfused.policy.allocator import CPUAllocator, CUDAAllocator
+from ckptfused.policy.autocast import named, region
 from ckptfused.policy.recording import Recording
 from ckptfused.policy.result import Profile
 from ckptfused.policy.step import Batch, Marks, run_step
@@ -22,7 +23,13 @@ TIMED = 3
 """Steps, of whose times the median counts."""
 
 
-def measured(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer | None, device: torch.device) -> Profile:
+def measured(
+    model: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    autocast: torch.dtype | None = None,
+) -> Profile:
     """The profile of steps that run: one before anything is measured, `TIMED` for their time, one for its memory.
 
     **Raises** `ValueError` for a device that is neither a CPU nor a CUDA GPU.
@@ -30,22 +37,29 @@ def measured(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer | 
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected a model on a CPU or a CUDA GPU, got one on {device}")
     step = None if optimizer is None else optimizer.step
+
+    def run(marks: Marks[Any]) -> list[int]:
+        return run_step(model, batch, step, marks, region(device.type, autocast))
+
     with Unchanged(model, batch, optimizer):
         with drawn_alike(model):
-            run_step(model, batch, step, Marks(model, lambda: None))
-        seconds = _seconds(model, batch, step, device)
-        recording, fragmentation = _record(model, batch, optimizer, device, seconds)
+            run(Marks(model, lambda: None))
+        seconds = _seconds(model, run, device)
+        recording, fragmentation = _record(model, batch, optimizer, device, run, seconds)
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return recording.profile(name, "measured", fragmentation=fragmentation)
+    return recording.profile(name, "measured", fragmentation=fragmentation, autocast=named(autocast))
 
 
-def _seconds(model: nn.Module, batch: Batch, step: Callable[[], object] | None, device: torch.device) -> list[float]:
+Run = Callable[[Marks[Any]], list[int]]
+
+
+def _seconds(model: nn.Module, run: Run, device: torch.device) -> list[float]:
     """Of each stretch of a step."""
     clock = _GPUClock(device) if device.type == "cuda" else _CPUClock()
     runs = []
     for _ in range(TIMED):
         with drawn_alike(model), Marks(model, clock.now) as marks:
-            run_step(model, batch, step, marks)
+            run(marks)
         stamps = [*marks.found, (clock.now(), marks.found[-1][1])]
         runs.append([clock.between(a, b) for (a, _), (b, _) in zip(stamps, stamps[1:], strict=False)])
     return [median(times) for times in zip(*runs, strict=True)]
@@ -78,6 +92,7 @@ def _record(
     batch: Batch,
     optimizer: torch.optim.Optimizer | None,
     device: torch.device,
+    step: Run,
     seconds: list[float],
 ) -> tuple[Recording, int]:
     """With the fragmentation."""
@@ -93,7 +108,7 @@ def _record(
 
     def run() -> None:
         with marks:
-            gradients.extend(run_step(model, batch, None if optimizer is None else optimizer.step, marks))
+            gradients.extend(step(marks))
         for _, place, address in given:
             allocator.asked[place].append(address)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ckptfused.convert.stand_ins import flash_attention, grouped_mm
 from ckptfused.layer.sdpa import COUNTED
 from ckptfused.modules import rotary
+from ckptfused.policy.meta_autocast import autocast_on_meta, lower
 from ckptfused.policy.work import Work
 from ckptfused.spec import AttentionSpec
 from ckptfused.triton.attention_cost import attention_cost
@@ -44,6 +45,7 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
         scratch = _scratch(query, key, is_causal) if device == "cuda" else 0
         return flash_attention(query, key, value, bias, scratch, work.attention(is_causal))
 
+    attention = lower(attention)
     setattr(attention, COUNTED, True)
     random_state = torch.get_rng_state
 
@@ -61,6 +63,7 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
         return tables[key, length]
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(autocast_on_meta(device))
         stack.enter_context(mock.patch.object(rotary, "_computed", table))
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         if device == "cpu":
@@ -70,19 +73,6 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
         if hasattr(masking, "find_packed_sequence_indices"):
             looks = partial(_packed, masking.find_packed_sequence_indices)
             stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", looks))
-        yield
-
-
-@contextlib.contextmanager
-def autocasts(seen: list[bool]) -> Iterator[None]:
-    """Within it, whether each context of autocast that is entered is on is added to `seen`."""
-    enter = torch.autocast.__enter__
-
-    def entered(self: torch.autocast) -> Any:
-        seen.append(bool(self._enabled))
-        return enter(self)
-
-    with mock.patch.object(torch.autocast, "__enter__", entered):
         yield
 
 

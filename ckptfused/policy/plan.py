@@ -15,6 +15,7 @@ from ckptfused.convert.apply import apply
 from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import Report
 from ckptfused.policy import chain
+from ckptfused.policy.autocast import Autocast, autocast_type, outside
 from ckptfused.policy.budget import BudgetError, not_enough
 from ckptfused.policy.costs import Costs, Steps, costs
 from ckptfused.policy.devices import DEVICES, NAMES, device_named
@@ -91,6 +92,7 @@ def plan(
     optimizer: Optimizer | MakeOptimizer | None = None,
     device: str | torch.device | None = None,
     shards: int = 1,
+    autocast: Autocast = None,
     *,
     said: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -102,7 +104,8 @@ def plan(
     counted, others are. If none fits, layers are joined to segments.
 
     model: on any device, meta too; as it is if it trains, else as if it did. It is left as it was; what an earlier
-    `convert` did to it does not count. batch, optimizer, device: as in `profile`. device: None: the model's own.
+    `convert` did to it does not count. batch, optimizer, device, autocast: as in `profile`. device: None: the model's
+    own.
     budget: bytes, or a text such as "40GiB": less than the card has, by the CUDA context and fragmentation.
     shards: over how many ranks FSDP2 shards the model: `fully_shard` of each layer and of the rest. Parameters,
     gradients and optimizer state are divided; counted are a layer's whole parameters while it runs and the next one's
@@ -120,9 +123,10 @@ def plan(
     twin.zero_grad(set_to_none=True)
     if not twin.training:
         twin.train()
-    steps = Steps(twin, batch, target, said)
-    whole = costs(steps, keeper or made(optimizer, twin))
-    return _Planner(steps, whole, sharded(whole, twin, shards), shards).within(limit)
+    steps = Steps(twin, batch, target, said, autocast_type(autocast, target.kind))
+    with outside(target.kind):
+        whole = costs(steps, keeper or made(optimizer, twin))
+        return _Planner(steps, whole, sharded(whole, twin, shards), shards).within(limit)
 
 
 def _device_of(model: nn.Module) -> str:

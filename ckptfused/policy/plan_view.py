@@ -19,10 +19,7 @@ def rich_table(plan: Any) -> Any:
     from rich.text import Text
 
     shards = f", each of {plan.shards} ranks" if plan.shards > 1 else ""
-    head = Text(
-        f"{size(plan.peak)} of {size(plan.budget)}, {duration(plan.seconds)} a step, predicted for {plan.device}"
-        f"{shards}\n{policy_line(plan.policy)}"
-    )
+    head = Text(f"{_first(plan)}{shards}\n{policy_line(plan.policy)}")
     layers = Table("layers", "count", "mode")
     place = 0
     for mode, run in groupby(plan.policy.layers):
@@ -36,6 +33,12 @@ def rich_table(plan: Any) -> Any:
         name, peak, seconds = point
         others.add_row(name, size(peak), duration(seconds), "yes" if peak <= plan.budget else "no")
     return Group(head, layers, others, *map(Text, plan.notes))
+
+
+def _first(plan: Any) -> str:
+    under = f", forward under autocast to {plan.profile.autocast}" if plan.profile.autocast else ""
+    needs = f"{size(plan.peak)} of {size(plan.budget)}, {duration(plan.seconds)} a step"
+    return f"{needs}, predicted for {plan.device}{under}"
 
 
 def policy_line(policy: Any) -> str:
@@ -52,10 +55,7 @@ def table(plan: Any) -> str:
     try:
         from rich.console import Console
     except ImportError:
-        return (
-            f"{size(plan.peak)} of {size(plan.budget)}, {duration(plan.seconds)} a step, predicted for {plan.device}\n"
-            f"{plan.policy}"
-        )
+        return f"{_first(plan)}\n{plan.policy}"
     out = io.StringIO()
     Console(file=out, width=110, color_system=None).print(rich_table(plan))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
@@ -67,7 +67,7 @@ def written(plan: Any) -> str:
     for point in points["front"]:
         del point["name"]
     sizes = {name: getattr(plan, name) for name in ("budget", "peak", "seconds", "device", "shards")}
-    policy = {"digest": plan.policy.digest, "policy": plan.policy.to_dict()}
+    policy = {"autocast": plan.profile.autocast, "digest": plan.policy.digest, "policy": plan.policy.to_dict()}
     return json.dumps(sizes | policy | points | {"notes": list(plan.notes)}, indent=2)
 
 

@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from ckptfused.convert.measure import stored_bytes
 from ckptfused.cost import OpenLedger
+from ckptfused.policy.autocast import named, region
 from ckptfused.policy.devices import Device
 from ckptfused.policy.known import Known, values_of
-from ckptfused.policy.meta import autocasts, functions_for_meta
+from ckptfused.policy.meta import functions_for_meta
 from ckptfused.policy.parts import Phase
 from ckptfused.policy.recording import Change, Recording
 from ckptfused.policy.result import Profile
@@ -26,7 +27,13 @@ from ckptfused.policy.unchanged import drawn_alike
 from ckptfused.policy.work import Work
 
 
-def predicted(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer | None, device: Device) -> Profile:
+def predicted(
+    model: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer | None,
+    device: Device,
+    autocast: torch.dtype | None = None,
+) -> Profile:
     """The profile of a step of a model and an optimizer on the meta device, of which the optimizer is changed. Of the
     batch, on any device, what small tensors hold counts where the model looks at it.
 
@@ -36,11 +43,11 @@ def predicted(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer |
     at_once = bool(notes) or (optimizer is not None and bool(optimizer.defaults.get("fused")))
     opaque: dict[int, str] = {}
     while True:
-        opened, cast = OpenLedger(device.kind), [torch.is_autocast_enabled(device.kind)]
+        opened = OpenLedger(device.kind)
         marks = Marks(model, lambda: len(opened))  # noqa: B023
         try:
-            with drawn_alike(model), autocasts(cast):
-                recording = _record(model, batch, optimizer, at_once, device, opened, marks)
+            with drawn_alike(model):
+                recording = _record(model, batch, optimizer, at_once, device, opened, marks, autocast)
             break
         except NoLossError as error:
             if not opaque:
@@ -57,9 +64,9 @@ def predicted(model: nn.Module, batch: Batch, optimizer: torch.optim.Optimizer |
             layer.forward = _Opaque()
         finally:
             model.zero_grad(set_to_none=True)
-    if any(cast):
-        notes.append("autocast does not act on tensors without data: predicted as without it")
-    return recording.profile(device.name, "predicted", tuple(notes), time_error=device.time_error)
+    return recording.profile(
+        device.name, "predicted", tuple(notes), time_error=device.time_error, autocast=named(autocast)
+    )
 
 
 def _record(
@@ -70,6 +77,7 @@ def _record(
     device: Device,
     opened: OpenLedger,
     marks: Marks[int],
+    autocast: torch.dtype | None,
 ) -> Recording:
     """at_once: whether the optimizer's step is one kernel that allocates nothing."""
     received: set[tuple[int, int]] = set()
@@ -96,7 +104,7 @@ def _record(
     step = None if optimizer is None else step_at_once if at_once else optimizer.step
     known = Known(values_of(batch, twins))
     with functions_for_meta(device.kind, work), marks, opened, work, known:
-        gradients = run_step(model, twins, step, marks)
+        gradients = run_step(model, twins, step, marks, region(device.kind, autocast))
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     changes, found = _places(opened, marks.found)
     return Recording(changes, found, received, seconds, marks.names, gradients, weights, state)

@@ -38,6 +38,8 @@ class Profile:
     """The most in each phase of the step."""
     device: str = ""
     """One of `devices.NAMES`; of a measured step on a GPU, the GPU's own name."""
+    autocast: str = ""
+    """`"bfloat16"` or `"float16"`: forward ran in a region of `torch.autocast`; "": only what the model turns on."""
     way: str = "predicted"
     """`"predicted"` on meta tensors, or `"measured"` by the device's allocator."""
     layers: tuple[LayerProfile, ...] = ()

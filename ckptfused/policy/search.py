@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ckptfused.policy.api import profile
+from ckptfused.policy.autocast import Autocast
 from ckptfused.policy.result import Profile
 from ckptfused.policy.step import MakeOptimizer, adamw
 
@@ -21,11 +22,16 @@ class Longest(NamedTuple):
 
 
 def language_step(
-    model: nn.Module, tokens: int, batch: int = 1, optimizer: MakeOptimizer | None = adamw, device: str = "h200"
+    model: nn.Module,
+    tokens: int,
+    batch: int = 1,
+    optimizer: MakeOptimizer | None = adamw,
+    device: str = "h200",
+    autocast: Autocast = None,
 ) -> Profile:
     """The predicted profile of a language model that learns `batch` sequences of this many tokens."""
     ids = torch.empty(batch, tokens, dtype=torch.int64, device="meta")
-    return profile(model, {"input_ids": ids, "labels": ids}, optimizer, device)
+    return profile(model, {"input_ids": ids, "labels": ids}, optimizer, device, autocast)
 
 
 def longest(step_of: Callable[[int], Profile], budget: int, step: int = 256, most: int = 1 << 22) -> Longest:

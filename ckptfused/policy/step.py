@@ -169,10 +169,18 @@ class Marks(Generic[Position]):
             self.add(BACKWARD)
 
 
-def run_step(model: nn.Module, batch: Batch, optimizer: Callable[[], object] | None, marks: Marks[Any]) -> list[int]:
-    """One step under marks, at whose end the gradients are released; the bytes of them by layer."""
+def run_step(
+    model: nn.Module,
+    batch: Batch,
+    optimizer: Callable[[], object] | None,
+    marks: Marks[Any],
+    forward: contextlib.AbstractContextManager[object],
+) -> list[int]:
+    """One step under marks, at whose end the gradients are released; the bytes of them by layer. forward: what is
+    around the forward pass."""
     marks.add(FORWARD)
-    loss = loss_of(called(model, batch))
+    with forward:
+        loss = loss_of(called(model, batch))
     marks.add(HEAD_BACKWARD)
     loss.backward()
     del loss

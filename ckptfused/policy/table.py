@@ -55,7 +55,8 @@ def duration(seconds: float) -> str:
 
 
 def _begin(profile: Any) -> Iterator[str]:
-    yield f"A step {profile.way} for {profile.device}: peak {size(profile.peak)}, at {profile.moment}"
+    under = f", forward under autocast to {profile.autocast}" if profile.autocast else ""
+    yield f"A step {profile.way} for {profile.device}{under}: peak {size(profile.peak)}, at {profile.moment}"
     names = ("weights", "optimizer", "gradients", "activations", "loss_head", "transients")
     yield "of which " + ", ".join(f"{name.replace('_', ' ')} {size(getattr(profile, name))}" for name in names)
     spans = [("forward", profile.forward_seconds), ("backward", profile.backward_seconds)]

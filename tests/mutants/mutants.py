@@ -702,6 +702,13 @@ MUTANTS = (
         test="tests/policy/test_profile.py::test_a_replay_belongs_to_the_layer_that_runs_again",
     ),
     Mutant(
+        "casts of weights that a prediction keeps after the region of autocast",
+        file="ckptfused/policy/meta_autocast.py",
+        text="        _cached.casts.clear()\n        clear()\n",
+        defect="        clear()\n",
+        test="tests/policy/test_autocast.py::test_as_measured[llama-checkpointed]",
+    ),
+    Mutant(
         "a twin whose views of one storage have a storage each",
         file="ckptfused/policy/twin.py",
         text="twin = self._storages.get(storage._cdata)",

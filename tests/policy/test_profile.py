@@ -217,21 +217,6 @@ def test_what_cannot_be_trained(device: str | None) -> None:
         profile(Stack(), torch.ones(ROWS, C), device=device)
 
 
-class Cast(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.how != "plain"):
-            return super().forward(x)
-
-
-def test_autocast_is_told_of() -> None:
-    """It does not act on tensors without data, in the model or around it."""
-    x, said = torch.ones(ROWS, C), ("autocast does not act on tensors without data: predicted as without it",)
-    assert profile(Cast(), x, device="cpu").notes == ()
-    assert profile(Cast("cast"), x, device="cpu").notes == said
-    with torch.autocast("cpu", torch.bfloat16):
-        assert profile(Stack(), x, device="cpu").notes == said
-
-
 def test_optimizers() -> None:
     """On a GPU all parameters at once: what the step holds is as large as they are; fused it holds nothing. Adafactor
     looks at numbers: its state is counted as measured."""
