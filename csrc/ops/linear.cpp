@@ -69,11 +69,11 @@ const Processor& processor() {
 // two.
 constexpr int64_t kOneDnnProduct = int64_t(1) << 21, kOneDnnSide = 8;
 
-// Whether a float32 product is oneDNN's: decided by processor and shape alone.
+// Whether float32 blocks of a product are multiplied by oneDNN: decided by processor and shape
+// alone.
 bool runs_in_onednn(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == at::kFloat && mkl_is_slow() &&
-         at::globalContext().userEnabledMkldnn() && a.numel() * b.size(1) >= kOneDnnProduct &&
-         std::min(a.size(0), b.size(1)) >= kOneDnnSide;
+  return on_cpu(a) && mkl_is_slow() && at::globalContext().userEnabledMkldnn() &&
+         a.numel() * b.size(1) >= kOneDnnProduct && std::min(a.size(0), b.size(1)) >= kOneDnnSide;
 }
 
 // Whether every block of so many rows and columns of a matrix, or of one whose transpose lies in
@@ -134,9 +134,9 @@ void block_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, boo
 // out (+)= a @ b + bias through float32 blocks: one product after the other, in a fixed order. Sums
 // of at most a block's depth keep the error of oneDNN's products within twice that of MKL's.
 void float_blocks_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                      const std::optional<at::Tensor>& bias, bool accumulate, bool onednn = false) {
+                      const std::optional<at::Tensor>& bias, bool accumulate) {
   const int64_t n = a.size(0), c = a.size(1), k = b.size(1);
-  const bool in_place = out.scalar_type() == at::kFloat;
+  const bool in_place = out.scalar_type() == at::kFloat, onednn = runs_in_onednn(a, b);
   const FloatBuffers buffers(out, a, b, bias.has_value());
 
   for (int64_t k0 = 0; k0 < k; k0 += buffers.k) {
@@ -211,8 +211,8 @@ void product_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
               "matrix product: expected operands of one dtype and an output of it (or float32 for "
               "half precision), got ",
               dtype, " @ ", b.scalar_type(), " -> ", out.scalar_type());
-  const bool onednn = on_cpu(a) && runs_in_onednn(a, b);
-  const bool float_blocks = onednn || (on_cpu(a) && (widened || runs_as_float(dtype)));
+  const bool float_blocks = (on_cpu(a) && (widened || runs_as_float(dtype))) ||
+                            (dtype == at::kFloat && runs_in_onednn(a, b));
   if (Ledger* ledger = Ledger::current()) {
     return count_product(*ledger, out, a, b, bias.has_value(), float_blocks, accumulate);
   }
@@ -220,7 +220,7 @@ void product_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
   if (a.size(1) == 0) {
     if (!accumulate) bias ? out.copy_(bias->expand_as(out)) : out.zero_();
   } else if (float_blocks) {
-    float_blocks_out(out, a, b, bias, accumulate, onednn);
+    float_blocks_out(out, a, b, bias, accumulate);
   } else if (widened) {
     widened_out(out, a, b, accumulate);
   } else if (accumulate) {

@@ -32,8 +32,8 @@ void widened_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool 
 // Whether the CPU's products of this dtype go through float32 blocks.
 bool runs_as_float(at::ScalarType dtype);
 
-// Whether large float32 products of dense matrices are oneDNN's here, where PyTorch's are MKL's.
-// Not those that `torch.backends.mkldnn.enabled = False` or a lower float32 precision decides.
+// Whether large float32 products are oneDNN's on this processor, where PyTorch's are MKL's (all of
+// them are while `torch.backends.mkldnn.enabled` is False).
 bool mkl_is_slow();
 
 }  // namespace ckptfused
