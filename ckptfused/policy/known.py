@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ckptfused.policy.work import written
 
 MOST = 1 << 18
-"""Entries of a tensor whose values are kept."""
+"""Entries of a tensor whose values are kept, or as many as the largest mask or positions of the batch have."""
 aten = torch.ops.aten
 _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 """These take booleans, whose number of results depends on values, beside tensors that need not be known."""
@@ -37,8 +37,10 @@ class Known(TorchDispatchMode):
         super().__init__()
         self._values = WeakTensorKeyDictionary()
         self._spoiled: list[torch.UntypedStorage] = []
+        pairs = list(pairs)
+        self._most = max([MOST, *(value.numel() for _, value in pairs if not value.is_floating_point())])
         for twin, value in pairs:
-            if twin.is_meta and _is_small(value):
+            if twin.is_meta and self._is_small(value):
                 self._values[twin] = value.detach().to("cpu", copy=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,7 +58,7 @@ class Known(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         for twin, value in zip(tree_leaves(out), tree_leaves(found), strict=True):
-            if isinstance(twin, Tensor) and twin.is_meta and _is_small(value):
+            if isinstance(twin, Tensor) and twin.is_meta and self._is_small(value):
                 self._values[twin] = value
         return out
 
@@ -74,7 +76,7 @@ class Known(TorchDispatchMode):
         if not any(t.is_meta for t in given) and not (not given and func.overloadpacket in _MAKE and _is_few(args)):
             return None
         values = [self._value(t) for t in given]
-        if not all(map(_is_small, values)):
+        if not all(map(self._is_small, values)):
             return None
         rest = iter(values)
         args, kwargs = tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, (args, kwargs))
@@ -97,6 +99,9 @@ class Known(TorchDispatchMode):
             found.append(twin)
         return found
 
+    def _is_small(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.numel() <= self._most and value.layout == torch.strided
+
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         """What an op writes of others."""
         self._spoiled += [self._values[t].untyped_storage() for t in written(func, args, kwargs) if t in self._values]
@@ -111,7 +116,3 @@ def values_of(batch: Any, twins: Any) -> list[tuple[Tensor, Tensor]]:
 def _is_few(args: Any) -> bool:
     """Whether a tensor of these sizes, or with numbers up to this end, is small."""
     return prod(abs(n) + 1 for n in tree_leaves(args[:2]) if isinstance(n, int | float)) <= MOST
-
-
-def _is_small(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() <= MOST and value.layout == torch.strided

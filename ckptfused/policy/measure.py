@@ -17,6 +17,7 @@ from ckptfused.policy.autocast import named, region
 from ckptfused.policy.recording import Recording
 from ckptfused.policy.result import Profile
 from ckptfused.policy.step import Batch, Marks, run_step
+from ckptfused.policy.twin import buckets, held
 from ckptfused.policy.unchanged import Unchanged, drawn_alike
 
 TIMED = 3
@@ -123,7 +124,7 @@ def _record(
         seconds,
         marks.names,
         gradients,
-        stored_bytes([*model.parameters(), *model.buffers(), *tree_leaves(batch)]),
+        stored_bytes([*held(model), *tree_leaves(batch)]) + buckets(model),
         stored_bytes(state),
     )
     return recording, trace.fragmentation

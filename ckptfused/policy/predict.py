@@ -6,6 +6,7 @@ The ledger sees every storage of the meta device begin and end, PyTorch's and ck
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ckptfused.policy.parts import Phase
 from ckptfused.policy.recording import Change, Recording
 from ckptfused.policy.result import Profile
 from ckptfused.policy.step import Batch, Marks, NoLossError, run_step
-from ckptfused.policy.twin import without_data
+from ckptfused.policy.twin import held, without_data
 from ckptfused.policy.unchanged import drawn_alike
 from ckptfused.policy.work import Work
 
@@ -55,7 +56,9 @@ def predicted(
             raise ValueError(f"model: expected one that runs on the meta device, got {'; '.join(notes)}") from error
         except Exception as error:
             if marks.failed is None or marks.failed in opaque or _is_wrong(error):
-                raise ValueError(f"model: expected one that runs on the meta device, got {_said(error)}") from error
+                raise ValueError(
+                    f"model: expected one that runs on the meta device, got {_said(error)}{_hint(batch, error)}"
+                ) from error
             name, layer = marks.layers[marks.failed]
             opaque[marks.failed] = name
             notes.append(
@@ -64,6 +67,8 @@ def predicted(
             layer.forward = _Opaque()
         finally:
             model.zero_grad(set_to_none=True)
+    if names := _unknown(batch):
+        notes.append(f"{', '.join(names)} without data: what the model chooses by their values is as if they were not")
     return recording.profile(
         device.name, "predicted", tuple(notes), time_error=device.time_error, autocast=named(autocast)
     )
@@ -99,7 +104,7 @@ def _record(
     work = Work(device, opened, spend)
     marks.received = given
     twins = without_data(batch)
-    weights = stored_bytes([*model.parameters(), *model.buffers(), *tree_leaves(twins)])
+    weights = stored_bytes([*held(model), *tree_leaves(twins)])
     state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
     step = None if optimizer is None else step_at_once if at_once else optimizer.step
     known = Known(values_of(batch, twins))
@@ -157,6 +162,21 @@ def _is_wrong(error: Exception) -> bool:
     return bool(re.search(r"\b(shapes?|sizes?|dim|dimensions?)\b", text)) or (
         isinstance(error, TypeError) and "argument" in text
     )
+
+
+def _unknown(batch: Batch) -> list[str]:
+    """Masks, positions and the like whose values are not there."""
+    named = batch.items() if isinstance(batch, Mapping) else ()
+    found = [name for name, t in named if isinstance(t, Tensor) and t.is_meta and not t.is_floating_point()]
+    return [name for name in found if name not in ("input_ids", "labels")]
+
+
+def _hint(batch: Batch, error: Exception) -> str:
+    """What to do where a model asks for values that the batch could have given."""
+    if "meta" not in str(error) or not any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves(batch)):
+        return ""
+    names = ", ".join(_unknown(batch)) or "the batch"
+    return f". It looks at values: give {names} with data, on the CPU, say; the model may stay on the meta device"
 
 
 class _Opaque:

@@ -21,7 +21,7 @@ class Profile:
     peak: int
     """Of what the allocator is asked for, weights and optimizer state included."""
     weights: int
-    """Parameters and buffers, and the batch."""
+    """Parameters and buffers, the batch, and what `DistributedDataParallel` reduces gradients in."""
     optimizer: int
     """What the optimizer keeps between steps."""
     gradients: int

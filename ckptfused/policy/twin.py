@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -17,7 +20,8 @@ def meta_twin(model: nn.Module, optimizer: T) -> tuple[nn.Module, T]:
     """A copy of a model, and of what holds its parameters, on the meta device.
 
     Tensors that share a storage share one there; hooks, converted layers, adapters and checkpoints are those of the
-    model. A number on the CPU that is neither parameter nor buffer stays one, for code that looks at it.
+    model. A number on the CPU that is neither parameter nor buffer stays one, for code that looks at it. Of a
+    `DistributedDataParallel` it is the module within, with its buckets as a buffer.
     **Raises** `ValueError` where a model cannot be copied, or its tensors are parts of distributed ones.
     """
     for name, t in (*model.named_parameters(), *model.named_buffers()):
@@ -25,10 +29,17 @@ def meta_twin(model: nn.Module, optimizer: T) -> tuple[nn.Module, T]:
             raise ValueError(
                 f"model: expected whole tensors, got {name}, a DTensor: predict the model before it is sharded"
             )
-    owned = {id(t) for t in (*model.parameters(), *model.buffers())}
+    owned = [*model.parameters(), *model.buffers()]
+    memo: dict[int, Any] = {}
     try:
-        with _WithoutData(owned):
-            return copy.deepcopy((model, optimizer))
+        with _WithoutData({id(t) for t in owned}) as copies:
+            for t in owned:
+                if not is_lazy(t) and type(t).__deepcopy__ not in (Tensor.__deepcopy__, nn.Parameter.__deepcopy__):
+                    copies.copy(t, memo)  # as bitsandbytes' quantised weights, which make a copy of data of their own
+            for module in model.modules():
+                if isinstance(module, DistributedDataParallel):
+                    memo[id(module)] = _replica(module, memo)
+            return copy.deepcopy((model, optimizer), memo)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError, SystemError) as error:
         raise ValueError(f"model: expected one that copy.deepcopy copies, got {error}") from error
 
@@ -47,6 +58,34 @@ def without_data(batch: T) -> T:
     return tree_map(twin, batch)
 
 
+def held(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, and what quantised parameters hold beside their values, such as scales."""
+    for t in (*model.parameters(), *model.buffers()):
+        yield t
+        if type(t) not in (Tensor, nn.Parameter):
+            yield from _within(vars(t), 3)
+
+
+def _within(value: Any, depth: int) -> Iterator[Tensor]:
+    for inner in value.values():
+        if isinstance(inner, Tensor):
+            yield inner
+        elif depth and hasattr(inner, "__dict__") and not isinstance(inner, type | nn.Module):
+            yield from _within(vars(inner), depth - 1)
+
+
+def buckets(model: nn.Module) -> int:
+    """Bytes that `DistributedDataParallel` holds to reduce gradients in, from step to step."""
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return sum(p.nbytes for wrapper in wrappers for p in wrapper.module.parameters() if p.requires_grad)
+
+
+def _replica(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    inner: nn.Module = copy.deepcopy(wrapper.module, memo)  # type: ignore[assignment, arg-type]
+    inner.register_buffer("_buckets", torch.empty(buckets(wrapper), dtype=torch.uint8, device="meta"), persistent=False)
+    return inner
+
+
 class _WithoutData(TorchFunctionMode):
     """Copies of tensors are on the meta device."""
 
@@ -57,19 +96,20 @@ class _WithoutData(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
-            t, memo = args
-            if id(t) not in memo:
-                kept = t.dim() == 0 and t.device.type == "cpu" and id(t) not in self._owned
-                found = t.detach().clone() if kept else self._twin(t)
-                found = found.requires_grad_() if t.requires_grad else found
-                found.__dict__.update(copy.deepcopy(t.__dict__, memo))
-                if type(t) is not Tensor:
-                    found = found.as_subclass(type(t))
-                memo[id(t)] = found
-            return memo[id(t)]
+            return self.copy(*args)
         if func is Tensor.clone:  # what a parameter's copy is made of
             return self._twin(args[0])
         return func(*args, **(kwargs or {}))
+
+    def copy(self, t: Tensor, memo: dict[int, Any]) -> Any:
+        """What `copy.deepcopy` gives of a tensor."""
+        if id(t) not in memo:
+            kept = t.dim() == 0 and t.device.type == "cpu" and id(t) not in self._owned
+            found = t.detach().clone() if kept else self._twin(t)
+            found = found.requires_grad_() if t.requires_grad else found
+            memo[id(t)] = found if type(t) is Tensor else found.as_subclass(type(t))
+            memo[id(t)].__dict__.update(copy.deepcopy(t.__dict__, memo))  # which may lead back to it
+        return memo[id(t)]
 
     def _twin(self, t: Tensor) -> Tensor:
         if t.layout != torch.strided:
