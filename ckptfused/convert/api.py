@@ -71,9 +71,9 @@ def convert(
         if batch is None:
             raise ValueError("batch: expected the batch of a step beside the budget, got None")
         step = {"batch": batch, "budget": budget, "optimizer": optimizer, "device": device, "shards": shards}
-        policy, note = planned(model, process_group, autocast=autocast, **step)
+        policy, notes = planned(model, process_group, autocast=autocast, **step)
         report = apply(model, policy, process_group)
-        return replace(report, notes=(note, *report.notes))
+        return replace(report, notes=(*notes, *report.notes))
     of_budget: dict[str, Any] = {"batch": batch, "optimizer": optimizer, "device": device, "autocast": autocast}
     of_budget["shards"] = None if shards == 1 else shards
     for name, value in of_budget.items():

@@ -9,12 +9,12 @@ from torch import nn
 from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.policy.plan import plan
 
-Found = tuple[CheckpointPolicy, str]
+Found = tuple[CheckpointPolicy, tuple[str, ...]]
 
 
 def planned(model: nn.Module, process_group: Any, **asked: Any) -> Found:
-    """The policy of `plan(model, **asked)`, and a line about it. With a process group a collective: the first rank
-    plans for all.
+    """The policy of `plan(model, **asked)`, and what is to be said of it. With a process group a collective: the first
+    rank plans for all.
 
     **Raises** what `plan` raises, on every rank.
     """
@@ -38,8 +38,9 @@ def planned(model: nn.Module, process_group: Any, **asked: Any) -> Found:
 
 def _found(model: nn.Module, asked: dict[str, Any]) -> Found:
     found = plan(model, **asked)
-    return found.policy, (
+    line = (
         f"plan {found.policy.digest}: {found.peak:,} of {found.budget:,} bytes at the peak of a step, "
         f"{found.seconds:,.4f} s, predicted for {found.device}"
         + (f" and each of {found.shards} ranks" if found.shards > 1 else "")
     )
+    return found.policy, (line, *found.notes)

@@ -24,6 +24,7 @@ from ckptfused.policy.result import Profile
 from ckptfused.policy.segments import Divided
 from ckptfused.policy.shards import sharded
 from ckptfused.policy.step import Batch, MakeOptimizer, check_model, made
+from ckptfused.policy.table import size
 from ckptfused.policy.twin import meta_twin
 from ckptfused.sizes import parse_bytes
 from ckptfused.spec.checks import check_integer
@@ -126,7 +127,13 @@ def plan(
     steps = Steps(twin, batch, target, said, autocast_type(autocast, target.kind))
     with outside(target.kind):
         whole = costs(steps, keeper or made(optimizer, twin))
-        return _Planner(steps, whole, sharded(whole, twin, shards), shards).within(limit)
+        found = _Planner(steps, whole, sharded(whole, twin, shards), shards).within(limit)
+    return found if optimizer is not None else replace(found, notes=(*found.notes, _no_optimizer(twin, shards)))
+
+
+def _no_optimizer(model: nn.Module, shards: int) -> str:
+    state = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad) // shards
+    return f"no optimizer was given: none of its state counts (AdamW's has {size(state)})"
 
 
 def _device_of(model: nn.Module) -> str:

@@ -55,7 +55,7 @@ def table(plan: Any) -> str:
     try:
         from rich.console import Console
     except ImportError:
-        return f"{_first(plan)}\n{plan.policy}"
+        return "\n".join((_first(plan), str(plan.policy), *plan.notes))
     out = io.StringIO()
     Console(file=out, width=110, color_system=None).print(rich_table(plan))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

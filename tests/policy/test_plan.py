@@ -259,6 +259,8 @@ def test_a_budget_given_to_convert() -> None:
     assert report.policy == expected.policy
     note = report.notes[0]
     assert expected.policy.digest in note and f"{expected.peak:,} of {bound:,} bytes" in note
+    assert any(said.startswith("no optimizer was given: none of its state counts") for said in report.notes)
+    assert plan(model, batch, "1GiB", torch.optim.SGD, "h200").notes == ()
     again = convert(model, budget=bound, batch=batch, device="cpu")  # what it was converted to does not count
     assert again.policy == expected.policy
     before = [layer.forward for layer in model.model.layers]

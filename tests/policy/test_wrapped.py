@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckptfused
 from ckptfused import plan, profile
 from ckptfused.policy import known
+from ckptfused.policy.allocator import CPUAllocator
 from tests.policy.test_predicted import llama, tokens
 
 pytestmark = pytest.mark.once
@@ -104,6 +106,19 @@ def test_bitsandbytes(tmp_path: Path) -> None:
     measured, found = (profile(model, tokens(), torch.optim.SGD, device=device) for device in (None, "cpu"))
     assert found.weights == measured.weights and abs(found.saved / measured.saved - 1) < 0.01
     assert abs(found.peak / measured.peak - 1) < 0.03
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_step_that_adds_to_gradients(converted: bool) -> None:
+    """It needs more than one that makes them, by no more than all of them."""
+    model, batch = llama(), tokens()
+    if converted:
+        ckptfused.convert(model)
+    made = profile(model, batch)
+    model(**batch).loss.backward()
+    trace = CPUAllocator().record(lambda: model(**batch).loss.backward())
+    most = max(accumulate(change.size for change in trace.changes))
+    assert made.peak < made.weights + made.all_gradients + most <= made.peak + made.all_gradients
 
 
 def without_data(batch: dict[str, Tensor]) -> dict[str, Tensor]:
