@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from ckptfused.generic.draws import undrawn
-from ckptfused.policy.machine import LARGEST, LONGEST, Like, Machine
+from ckptfused.policy.machine import LARGEST, LONGEST, Like, Machine, product
 
 PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
 GIB = 2**30
@@ -67,11 +67,11 @@ class Device:
         return self.attention * min(1.0, self.product_rate(dtype) / half)
 
     def product_seconds(self, rows: int, columns: int, depth: int, dtype: torch.dtype, batch: int = 1) -> float:
-        """Of [batch, rows, depth] x [batch, depth, columns]."""
+        """Of a block of ckptfused, of [batch, rows, depth] x [batch, depth, columns]."""
         rated = self.product_rated(rows, columns, depth, dtype, batch)
         if batch > 1:
             return rated
-        return self.alone(rated, torch.mm, (Like.matrix(rows, depth, dtype), Like.matrix(columns, depth, dtype).t()))
+        return self.alone(rated, product, (Like.matrix(rows, depth, dtype), Like.matrix(columns, depth, dtype).t()))
 
     def product_rated(self, rows: int, columns: int, depth: int, dtype: torch.dtype, batch: int = 1) -> float:
         """By waves: tiles of the output are dealt out to the multiprocessors, and the last round takes as long as any.

@@ -7,6 +7,7 @@ it. Both are rates that are measured, of memory and of a small model.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -15,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ckptfused._extension import _C
 from ckptfused.cost.work import accumulation_type
 
 _ATEN: Any = torch.ops.aten
@@ -50,18 +52,21 @@ class Machine:
         leaves, structure = tree_flatten((args, kwargs or {}))
         key = (function, str(structure), tuple(map(_kind, leaves)))
         if key not in self._known:
-            self._known[key] = self._run(function, leaves, structure)
+            # In a thread of its own, where no ledger, mode or autocast of the caller's is at work.
+            thread = threading.Thread(target=self._run, args=(key, function, leaves, structure))
+            thread.start()
+            thread.join()
         return self._known[key]
 
-    def _run(self, function: Callable[..., Any], leaves: list[Any], structure: Any) -> float | None:
+    def _run(self, key: Hashable, function: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
+        self._known[key] = None
         likes = {
             id(leaf): Like.of(leaf) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
             if isinstance(leaf, Tensor | Like)
         }
         times = []
-        alone = torch.autocast("cpu", enabled=False)
-        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]), alone:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
                 made = {key: _made(like) for key, like in likes.items()}
                 args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
@@ -71,8 +76,8 @@ class Machine:
                     function(*args, **kwargs)
                     times.append(time.perf_counter() - begin)
             except Exception:  # of whatever an op has against such arguments
-                return None
-        return min(times[1:])
+                return
+        self._known[key] = min(times[1:])
 
     def _memory(self) -> float:
         """Of an op in place on what is far larger than the cache, less its time within the cache."""
@@ -158,6 +163,13 @@ class Like:
 
     def t(self) -> Like:
         return Like(self.shape[::-1], self.strides[::-1], self.dtype)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """A block's, which is not by PyTorch's library everywhere."""
+    out = a.new_empty(a.size(0), b.size(1))
+    _C.matmul_out(out, a, b, False)
+    return out
 
 
 def attention_forward(q: Tensor, k: Tensor, causal: bool) -> Any:

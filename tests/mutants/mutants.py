@@ -702,6 +702,13 @@ MUTANTS = (
         test="tests/policy/test_profile.py::test_a_replay_belongs_to_the_layer_that_runs_again",
     ),
     Mutant(
+        "an op that is timed where a ledger is open, in which it counts itself and does not run",
+        file="ckptfused/policy/machine.py",
+        text="            thread.start()\n            thread.join()\n",
+        defect="            thread.run()\n",
+        test="tests/policy/test_machine.py::test_no_ledger_sees_an_op_that_runs_alone",
+    ),
+    Mutant(
         "casts of weights that a prediction keeps after the region of autocast",
         file="ckptfused/policy/meta_autocast.py",
         text="        _cached.casts.clear()\n        clear()\n",

@@ -50,6 +50,23 @@ def test_an_op_runs_once_for_all_of_its_kind() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_no_ledger_sees_an_op_that_runs_alone() -> None:
+    """A ledger that is open would have the code of blocks count itself, not run."""
+    results = []
+
+    def ran(a: Tensor, b: Tensor) -> None:
+        results.append((machine.product(a, b), torch.get_num_threads()))
+
+    like = Like.matrix(5, 3, torch.float32)
+    q, state = Like((2, 4, 16, 8), (512, 8, 32, 1), torch.float32), (True, 5, False, True)
+    with cost.OpenLedger("cpu") as opened, torch.autocast("cpu", torch.bfloat16):
+        assert here().seconds(ran, (like, like.t())) is not None
+        assert here().seconds(machine.block_attention_forward, (q, q, *state)) is not None
+        assert len(opened) == 0
+    assert all(torch.equal(out, torch.full((5, 5), 3.0)) for out, _ in results)
+    assert {threads for _, threads in results} == {torch.get_num_threads()}
+
+
 def test_an_op_that_refuses_its_arguments_is_rated() -> None:
     def refuses(a: Tensor) -> None:
         raise RuntimeError("a singular matrix")
