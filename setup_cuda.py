@@ -30,6 +30,12 @@ def find_toolkit() -> Path | None:
     return toolkit if (toolkit / "bin" / "nvcc").exists() else None
 
 
+def sanitizer() -> str:
+    """Where compute-sanitizer is; empty where it is not."""
+    beside = (find_toolkit() or Path("/usr/local/cuda")) / "bin" / "compute-sanitizer"
+    return shutil.which("compute-sanitizer") or (str(beside) if beside.exists() else "")
+
+
 def toolkit_to_use() -> Path | None:
     """The toolkit to compile the CUDA kernels with; None: build for the CPU alone.
 

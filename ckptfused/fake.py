@@ -20,7 +20,7 @@ _FAMILIES = ("block", "attention_block", "ffn_block")
 _DESTINATION_PASSING = (
     *("norm_fwd", "norm_bwd", "residual_fwd", "residual_bwd"),
     *("activation_fwd", "activation_bwd", "qk_fwd", "qk_bwd", "ffn_up_fwd", "ffn_up_bwd"),
-    *("cross_entropy_fwd", "cross_entropy_bwd"),
+    *("cross_entropy_fwd", "cross_entropy_bwd", "sum_grads"),
 )
 
 

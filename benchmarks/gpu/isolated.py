@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from setup_cuda import sanitizer
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "RESULT "
@@ -40,14 +41,6 @@ class Ended:
     error: str = ""
     again: dict[str, str] = field(default_factory=dict)
     """The last lines of the runs after an error, by how they were made."""
-
-
-def sanitizer() -> str:
-    """Where compute-sanitizer is; empty where it is not."""
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    beside = Path(CUDA_HOME or "/usr/local/cuda") / "bin" / "compute-sanitizer"
-    return shutil.which("compute-sanitizer") or (str(beside) if beside.exists() else "")
 
 
 def give(result: dict[str, Any]) -> None:

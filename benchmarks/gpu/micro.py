@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import isolated
-from benchmarks.gpu.row_ops import DTYPE, OP_NAMES, SMALL, TINY, Make, Op, Sizes, check
+from benchmarks.gpu.ops import SMALL, TINY, Op, Sizes
+from benchmarks.gpu.row_ops import DTYPE, OP_NAMES, Make, check
 from benchmarks.gpu.timing import Clock, Goal, parser, write
 from benchmarks.tables import goal_table, table
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import ckptfused  # noqa: F401  (registers the ops)
 from benchmarks.differences import expect_close
+from benchmarks.gpu.ops import Op, Sizes, size, unset
 from ckptfused.cli.models import rope_tables, rotate
 
 OPS = torch.ops.ckptfused
@@ -18,49 +16,6 @@ DTYPE, P = torch.bfloat16, 0.1
 SCALE = 65536 / (65536 - round(P * 65536))
 EPS = 1e-5
 LIMIT = 4 * torch.finfo(DTYPE).eps  # an ulp each for two roundings, and the sums inside
-
-
-@dataclass(frozen=True)
-class Sizes:
-    batch: int = 2
-    tokens: int = 8192
-    width: int = 4096
-    hidden: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    dim: int = 128
-    chunk: int = 2048
-    """Rows of logits that a chunked loss holds at a time."""
-    vocabulary: int = 128_256
-
-    @property
-    def rows(self) -> int:
-        return self.batch * self.tokens
-
-
-TINY = Sizes(2, 16, 64, 96, 4, 2, 16, 8, 200)
-SMALL = Sizes(2, 197, 1024, 2816, 8, 2, 128, 150, 5003)
-"""Several tiles of everything, and something left over."""
-
-
-@dataclass(frozen=True)
-class Op:
-    """Our call, the eager one, pairs of what we found and what is right, and the bytes moved at least."""
-
-    ours: Callable[[], object]
-    eager: Callable[[], object]
-    results: Callable[[], list[tuple[Tensor, Tensor]]]
-    moved: int
-    goal: float | None = 0.85
-
-
-def size(*tensors: Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def unset(like: Tensor) -> Tensor:
-    """Outputs start as NaN: what nobody writes shows."""
-    return torch.full_like(like, torch.nan)
 
 
 class Make:
@@ -94,8 +49,9 @@ class Make:
         leaves = [x, w] if b is None else [x, w, b]
         plain, weight, shape = x.detach(), w.detach(), (self.sizes.width,)
         dx = unset(plain)
-        dw = torch.full((self.sizes.width,), torch.nan, device=self.device)
-        db = None if b is None else torch.full_like(dw, torch.nan)
+        grads = [torch.full((self.sizes.width,), torch.nan, device=self.device) for _ in leaves[1:]]
+        chunks = OPS.grad_chunks(plain, *plain.shape, 0)
+        partials = [grad.new_empty(chunks, self.sizes.width) for grad in grads]
 
         def forward(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
             return F.rms_norm(x, shape, w, EPS) if b is None else F.layer_norm(x, shape, w, b, EPS)
@@ -108,10 +64,12 @@ class Make:
         def results() -> list[tuple[Tensor, Tensor]]:
             wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
             right = torch.autograd.grad(forward(wide[0], wide[1], wide[2] if b is not None else None), wide, dy.float())
-            found = [dx, dw] if db is None else [dx, dw, db]
-            return list(zip(found, right, strict=True))
+            return list(zip([dx, *grads], right, strict=True))
 
-        ours = lambda: OPS.norm_bwd(dy, plain, weight, None, dx, dw, db, kind, EPS)  # noqa: E731
+        def ours() -> None:
+            OPS.norm_bwd(dy, plain, weight, None, dx, partials[0], partials[1] if b is not None else None, kind, EPS)
+            OPS.sum_grads(partials, grads)
+
         return Op(ours, eager, results, size(dy, x, dx))
 
     def rms_norm_forward(self) -> Op:
@@ -216,12 +174,13 @@ class Make:
         given = [q.clone(), k.clone()]
         tables = cos.to(DTYPE), sin.to(DTYPE)
 
+        angles, how = (cos[None], sin[None]), ("none", EPS, "half", 0)
+
         def ours() -> None:
-            for t in (q, k):
-                if sign > 0:
-                    OPS.qk_fwd(t, None, None, cos[None], sin[None], t, "none", EPS, "half", 0)
-                else:
-                    OPS.qk_bwd(t, t, None, cos[None], sin[None], t, None, None, "none", EPS, "half", 0)
+            if sign > 0:
+                OPS.qk_fwd(q, None, None, *angles, q, *how, k, None, None, k)
+            else:
+                OPS.qk_bwd(q, q, None, *angles, q, None, None, *how, k, None, None, k)
 
         def eager() -> object:
             return [rotate(t.transpose(1, 2), tables[0], sign * tables[1]) for t in given]
@@ -241,12 +200,11 @@ class Make:
     def qk_norm_rope_forward(self) -> Op:
         """RMSNorm of every head, then RoPE, into a new tensor."""
         (q, k), (cos, sin), dim = self._heads(0), self._tables(), self.sizes.dim
-        w, tables = self.normal(dim), [t.to(DTYPE) for t in self._tables()]
+        w, tables, how = self.normal(dim), [t.to(DTYPE) for t in self._tables()], ("rmsnorm", EPS, "half", 0)
         out = [torch.full(t.shape, torch.nan, dtype=DTYPE, device=self.device) for t in (q, k)]
 
         def ours() -> None:
-            for t, y in zip((q, k), out, strict=True):
-                OPS.qk_fwd(t, w, None, cos[None], sin[None], y, "rmsnorm", EPS, "half", 0)
+            OPS.qk_fwd(q, w, None, cos[None], sin[None], out[0], *how, k, w, None, out[1])
 
         def eager() -> object:
             return [rotate(F.rms_norm(t, (dim,), w, EPS).transpose(1, 2), *tables) for t in (q, k)]
@@ -272,15 +230,18 @@ class Make:
             wide = given.float().requires_grad_()
             return torch.autograd.grad(F.cross_entropy(wide, target, reduction="sum"), wide)[0].to(DTYPE)
 
-        def results() -> list[tuple[Tensor, Tensor]]:
-            right = F.cross_entropy(given.float(), target, reduction="none")
-            return [(loss, right), (logits, eager())]
+        def ours() -> None:
+            if grad:
+                forward(True)
+            else:
+                OPS.cross_entropy_bwd(logits, target, None, lse, None, classes, 0, *how)
 
-        if grad:
-            return Op(lambda: forward(True), eager, results, size(logits, logits))
-        forward(False)
-        backward = lambda: OPS.cross_entropy_bwd(logits, target, None, lse, None, classes, 0, *how)  # noqa: E731
-        return Op(backward, eager, results, size(logits, logits))
+        def results() -> list[tuple[Tensor, Tensor]]:
+            return [(loss, F.cross_entropy(given.float(), target, reduction="none")), (logits, eager())]
+
+        if not grad:
+            forward(False)
+        return Op(ours, eager, results, size(logits, logits))
 
     def cross_entropy_forward(self) -> Op:
         return self._cross_entropy(True)

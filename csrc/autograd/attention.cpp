@@ -31,6 +31,11 @@ call::AttentionArgs Block::attention_args() const {
           a.scale, a.causal, a.window,    a.softcap, a.p_attn};
 }
 
+call::QkArgs Block::qk_args() const {
+  const AttentionSpec& a = spec_.attn;
+  return {cos_, sin_, a.qk.kind, a.qk.eps, a.rope, a.rotary_dim};
+}
+
 void Block::ensure_n1() {
   if (value_.n1.defined()) return;
   value_.n1 = pre_norm(x_, spec_.attn.pre, attn_slot(kAttnPreW), attn_slot(kAttnPreB), P_, "n1");
@@ -74,17 +79,16 @@ void Block::ensure_qk() {
   value_.v = heads_view(value_.qkv, a.v_columns());
   if (plain) return;
   qk_in_place_ = target.is_same(value_.qkv);
-  const auto turn = [&](const HeadColumns& columns, int slot_w, int slot_b, const Tensor& to) {
-    call::qk_fwd(heads_view(value_.qkv, columns).transpose(1, 2), param(attn_slot(slot_w)),
-                 param(attn_slot(slot_b)), cos_, sin_, to.transpose(1, 2), a.qk.kind, a.qk.eps,
-                 a.rope, a.rotary_dim);
+  const auto heads = [&](const HeadColumns& columns, int slot) -> call::QkHeads {
+    return {heads_view(value_.qkv, columns).transpose(1, 2),
+            heads_view(target, columns).transpose(1, 2), param(attn_slot(slot)),
+            param(attn_slot(slot + 1))};
   };
   if (a.qk.on() || a.interleaved) {
-    turn(a.q_columns(), kQNormW, kQNormB, value_.q);
-    turn(a.k_columns(), kKNormW, kKNormB, value_.k);
+    call::qk_fwd(heads(a.q_columns(), kQNormW), heads(a.k_columns(), kKNormW), qk_args());
   } else {  // without weights of their own they are turned alike
     const HeadColumns both{a.heads + a.kv_heads, 0, a.q_columns().stride};
-    turn(both, kQNormW, kQNormB, heads_view(target, both));
+    call::qk_fwd(heads(both, kQNormW), {}, qk_args());
   }
 }
 
@@ -149,33 +153,35 @@ Tensor Block::attention_backward(const Tensor& ds) {
   value_.qkv.reset();
 
   Tensor dqkv = empty({N_, a.qkv_width()}, P_, "d qkv");
-  const auto turn_back = [&](const Tensor& d, const HeadColumns& columns, int slot_w, int slot_b) {
-    const Tensor to = heads_view(dqkv, columns).transpose(1, 2);
-    if (!a.qk.on() && a.rope == "none") {
-      to.copy_(d.transpose(1, 2));
-      return;
-    }
-    // Without a norm the kernel reads no x; the gradient stands in for it.
-    const Tensor from =
-        raw.defined() ? heads_view(raw, columns).transpose(1, 2) : d.transpose(1, 2);
-    call::qk_bwd(d.transpose(1, 2), from, param(attn_slot(slot_w)), cos_, sin_, to,
-                 grad_vector(attn_slot(slot_w)), grad_vector(attn_slot(slot_b)), a.qk.kind,
-                 a.qk.eps, a.rope, a.rotary_dim);
+  const auto place = [&](const HeadColumns& columns) {
+    return heads_view(dqkv, columns).transpose(1, 2);
   };
-  if (!a.qk.on() && a.rope == "none" && !a.interleaved && !spec_.seq_first) {
+  if (a.qk.on() || a.rope != "none") {
+    const auto turned_back = [&](const Tensor& d, const HeadColumns& columns,
+                                 int slot) -> call::QkGradHeads {
+      const Tensor from = raw.defined() ? heads_view(raw, columns).transpose(1, 2) : Tensor();
+      const int64_t rows[] = {N_, a.head_dim, columns.count};
+      return {d.transpose(1, 2),
+              from,
+              place(columns),
+              param(attn_slot(slot)),
+              grad_partials(attn_slot(slot), rows),
+              grad_partials(attn_slot(slot + 1), rows)};
+    };
+    call::qk_bwd(turned_back(dq, a.q_columns(), kQNormW), turned_back(dk, a.k_columns(), kKNormW),
+                 dv.transpose(1, 2), place(a.v_columns()), qk_args());
+  } else if (!a.interleaved && !spec_.seq_first) {
     Tensor heads = dqkv.view({B_, T_, a.heads + 2 * a.kv_heads, a.head_dim});
     const Ledger::Name name("d qkv");
     at::cat_out(heads, {dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)}, 2);
-    dq.reset();
-    dk.reset();
   } else {
-    turn_back(dq, a.q_columns(), kQNormW, kQNormB);
-    dq.reset();
-    turn_back(dk, a.k_columns(), kKNormW, kKNormB);
-    dk.reset();
-    raw.reset();
-    heads_view(dqkv, a.v_columns()).copy_(dv);
+    place(a.q_columns()).copy_(dq.transpose(1, 2));
+    place(a.k_columns()).copy_(dk.transpose(1, 2));
+    place(a.v_columns()).copy_(dv.transpose(1, 2));
   }
+  raw.reset();
+  dq.reset();
+  dk.reset();
   dv.reset();
 
   Tensor dn1 = need_n1 ? like_x(P_, "d n1") : Tensor();

@@ -80,22 +80,30 @@ std::vector<Tensor> Block::forward(bool save) {
   if (spec_.has_attn) ensure_mid();
   if (!spec_.has_ffn) {
     value_.n1.reset();
-    const Tensor y = spec_.attn.out.on() ? value_.ffn_in : value_.mid;
-    std::vector<Tensor> result = {y.view(x_sizes_)};
-    for (const Tensor& t : kept_values()) result.push_back(t);
-    return result;
+    return with_kept(spec_.attn.out.on() ? value_.ffn_in : value_.mid);
   }
   if (save && spec_.keep.gu) value_.gu = empty({N_, f.gu_width()}, P_, "gu");
   ensure_ffn_in();
+  const Tensor base = spec_.parallel == Parallel::no ? value_.ffn_in : value_.mid;
+  if (down_adds()) {
+    ensure_n2();
+    Tensor y = base;
+    if (save && spec_.keep.mid && base.is_same(value_.mid)) y = like_x(R_, "y").copy_(base);
+    ensure_down(y);
+    return with_kept(y);
+  }
   ensure_down();
   value_.n1.reset();
   value_.n2.reset();
-  const Tensor base = spec_.parallel == Parallel::no ? value_.ffn_in : value_.mid;
   const Tensor y = like_x(R_, "y");
   const bool keep_sum = save && spec_.keep.out && f.out.on();
   if (keep_sum) value_.out = like_x(R_, "out");
   close(base, value_.down, f, ffn_slot(kFFNPostW), int(DropoutSite::ffn_residual), f.out,
         ffn_slot(kFFNOutW), f.out.on() ? value_.out : y, f.out.on() ? y : Tensor());
+  return with_kept(y);
+}
+
+std::vector<Tensor> Block::with_kept(const Tensor& y) const {
   std::vector<Tensor> result = {y.view(x_sizes_)};
   for (const Tensor& t : kept_values()) result.push_back(t);
   return result;
@@ -139,6 +147,19 @@ void Block::restore(at::TensorList kept) {
   if (keep.out) (spec_.ffn.out.on() ? value_.out : value_.down) = rows_view(take());
   TORCH_CHECK(next == kept.size(), "ckptfused: expected ", next, " kept tensors, got ",
               kept.size());
+}
+
+// The gradients of norms' parameters, by one kernel on a GPU.
+void Block::sum_partials() {
+  std::vector<Tensor> partials, sums;
+  for (const auto& [slot, partial] : partials_) {
+    const Tensor& p = params_[slot];
+    grads_[slot] = empty(p.sizes(), p.scalar_type(), "d", slot);
+    partials.push_back(partial);
+    sums.push_back(grads_[slot]);
+  }
+  if (!partials.empty()) call::sum_grads(partials, sums);
+  partials_.clear();
 }
 
 // The gradients of vectors, summed wide, in their parameters' type: on a GPU by one kernel.
@@ -239,6 +260,7 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
     if (dx.is_alias_of(dy)) dx = dx.clone();
     result.push_back(dx.view(x_sizes_));
   }
+  sum_partials();
   narrow_vectors();
   for (size_t slot = 0; slot < params_.size(); ++slot) {
     if (!needs_[1 + slot]) continue;

@@ -66,6 +66,7 @@ class Block {
   void ensure_n2();
   void ensure_out();
   std::vector<at::Tensor> kept_values() const;
+  std::vector<at::Tensor> with_kept(const at::Tensor& y) const;
   void restore(at::TensorList kept);
 
   // attention.cpp
@@ -80,6 +81,7 @@ class Block {
   at::Tensor heads_view(const at::Tensor& buffer, const HeadColumns& columns) const;
   HeadColumns o_columns() const { return {spec_.attn.heads, 0, spec_.attn.head_dim}; }
   call::AttentionArgs attention_args() const;
+  call::QkArgs qk_args() const;
   std::vector<Part> qkv_parts() const;
   // ds: gradient of the half's sum. Returns the gradient of n1 (undefined where not needed).
   at::Tensor attention_backward(const at::Tensor& ds);
@@ -115,7 +117,9 @@ class Block {
   call::UpWeights up_weights(const Tile& tile);
   at::Tensor down_weight(const Tile& tile);
   call::HiddenMask hidden_mask(const Tile& tile) const;
-  void ensure_down();
+  // onto: a sum that the product adds to in place of making a value.
+  void ensure_down(const at::Tensor& onto = {});
+  bool down_adds() const;
   // ds: gradient of the half's sum. Returns the gradient of n2 (undefined where not needed).
   at::Tensor ffn_backward(const at::Tensor& ds, bool need_n2);
 
@@ -128,7 +132,11 @@ class Block {
   // Also whether an adapter of a weight among them is trained.
   bool need_any(int begin, int end) const;
   void narrow_vectors();
-  at::Tensor grad_vector(int slot);  // where a kernel writes a vector's gradient; may be undefined
+  at::Tensor grad_vector(int slot);  // where a sum over rows writes; may be undefined
+  // Where a kernel leaves the sums of a norm's gradient over chunks of those rows, columns and
+  // heads of a row (0: no heads), which sum_partials adds up; may be undefined.
+  at::Tensor grad_partials(int slot, const int64_t (&rows)[3]);
+  void sum_partials();
   at::Tensor weight_grad(int slot, at::ScalarType type);
   bool add_weight_grads(const std::vector<Part>& parts, bool transposed, const at::Tensor& dout,
                         const at::Tensor& in);
@@ -210,6 +218,7 @@ class Block {
   bool qk_in_place_ = false;  // qkv no longer holds the raw product
   std::vector<bool> needs_;
   std::vector<at::Tensor> grads_;
+  std::vector<std::pair<int, at::Tensor>> partials_;  // of the gradients of slots
 };
 
 }  // namespace ckptfused

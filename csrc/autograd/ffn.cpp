@@ -113,7 +113,16 @@ call::HiddenMask Block::hidden_mask(const Tile& t) const {
           row_map()};
 }
 
-void Block::ensure_down() {
+// Half-precision products add up wide and round once, so that one may add to the residual stream
+// itself, where nothing comes between.
+bool Block::down_adds() const {
+  const FFNSpec& f = spec_.ffn;
+  const bool half = P_ == at::kBFloat16 || P_ == at::kHalf;
+  return half && R_ == P_ && spec_.has_attn && !f.post.on() && !f.out.on() && f.p_res == 0 &&
+         f.m == 1.0 && f.lora.empty() && !param(ffn_slot(kDownB)).defined();
+}
+
+void Block::ensure_down(const Tensor& onto) {
   if (value_.down.defined()) return;
   const FFNSpec& f = spec_.ffn;
   const std::vector<Part> part = {{ffn_slot(kDownW), ffn_slot(kDownB), 0, C_, 0}};
@@ -122,6 +131,12 @@ void Block::ensure_down() {
   const Tensor h = cut_cols ? empty({N_, f.hidden}, P_, "h") : Tensor();
   const auto hidden_tile = [&](const Tile& t) {
     return cut_cols ? h.narrow(1, t.col0, t.cols) : empty({t.rows, f.hidden}, P_, "h");
+  };
+  const auto product = [&](const Tensor& out, const Tensor& in, int64_t row0) {
+    if (!onto.defined()) return project("down", out, in, part, f.transposed, row0);
+    const Ledger::Name name("down");
+    const Tensor w = weight(ffn_slot(kDownW));
+    matmul_out(out, in, f.transposed ? w : w.t(), true);
   };
   const auto release_input = [&](const Tile& t) {
     const bool last = t.row0 + t.rows == N_ && t.col0 + t.cols == f.hidden;
@@ -149,15 +164,15 @@ void Block::ensure_down() {
       if (backward_ && !tiled()) replayed_gu_ = std::move(gu);
     }
     if (cut_cols) continue;
-    if (!down.defined()) down = like_x(P_, "down");
-    project("down", down.narrow(0, t.row0, t.rows), h_tile, part, f.transposed, t.row0);
+    if (!down.defined()) down = onto.defined() ? onto : like_x(P_, "down");
+    product(down.narrow(0, t.row0, t.rows), h_tile, t.row0);
   }
   joined_ = {};
   if (cut_cols) {
-    down = like_x(P_, "down");
-    project("down", down, h, part, f.transposed);
+    down = onto.defined() ? onto : like_x(P_, "down");
+    product(down, h, 0);
   }
-  value_.down = down;
+  if (!onto.defined()) value_.down = down;
 }
 
 Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {

@@ -54,6 +54,18 @@ inline void norm_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight, co
   op(dy, x, opt(weight), opt(dres), opt(dx), opt(dw), opt(db), kind, eps);
 }
 
+// In how many chunks of rows, or of the heads of each row, an op leaves a norm's gradients.
+inline int64_t grad_chunks(const Tensor& like, int64_t rows, int64_t cols, int64_t heads) {
+  CKPT_OP(grad_chunks);
+  return op(like, rows, cols, heads);
+}
+
+// grads[i] = the sum over chunks of partials[i].
+inline void sum_grads(const std::vector<Tensor>& partials, const std::vector<Tensor>& grads) {
+  CKPT_OP(sum_grads);
+  op(at::TensorList(partials), at::TensorList(grads));
+}
+
 inline void residual_fwd(const Tensor& x, const Tensor& f, const Tensor& rng, const Tensor& post_w,
                          const Tensor& post_b, const Tensor& next_w, const Tensor& next_b,
                          const Tensor& sum, const Tensor& normed, std::string_view post,
@@ -125,18 +137,37 @@ inline void ffn_up_bwd(const Tensor& x, const UpWeights& w, const Tensor& g, con
      mask.row0, mask.col0, mask.rows, config);
 }
 
-inline void qk_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& cos,
-                   const Tensor& sin, const Tensor& y, std::string_view norm, double eps,
-                   std::string_view rope, int64_t rotary_dim) {
+// Norm and rotation of heads [B, T, heads, D].
+struct QkArgs {
+  Tensor cos, sin;
+  std::string_view norm;
+  double eps;
+  std::string_view rope;
+  int64_t rotary_dim;
+};
+struct QkHeads {
+  Tensor from, to, weight, bias;
+};
+
+// k: undefined where q's are all heads.
+inline void qk_fwd(const QkHeads& q, const QkHeads& k, const QkArgs& a) {
   CKPT_OP(qk_fwd);
-  op(x, opt(weight), opt(bias), opt(cos), opt(sin), y, norm, eps, rope, rotary_dim);
+  op(q.from, opt(q.weight), opt(q.bias), opt(a.cos), opt(a.sin), q.to, a.norm, a.eps, a.rope,
+     a.rotary_dim, opt(k.from), opt(k.weight), opt(k.bias), opt(k.to));
 }
 
-inline void qk_bwd(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& cos,
-                   const Tensor& sin, const Tensor& dx, const Tensor& dw, const Tensor& db,
-                   std::string_view norm, double eps, std::string_view rope, int64_t rotary_dim) {
+// raw: what was normalised; dw and db: the sums of each chunk; undefined where there is no norm.
+struct QkGradHeads {
+  Tensor from, raw, to, weight, dw, db;
+};
+
+inline void qk_bwd(const QkGradHeads& q, const QkGradHeads& k, const Tensor& dv,
+                   const Tensor& dv_to, const QkArgs& a) {
   CKPT_OP(qk_bwd);
-  op(dy, x, opt(weight), opt(cos), opt(sin), dx, opt(dw), opt(db), norm, eps, rope, rotary_dim);
+  // Without a norm the kernel reads no x; the gradient stands in for it.
+  op(q.from, q.raw.defined() ? q.raw : q.from, opt(q.weight), opt(a.cos), opt(a.sin), q.to,
+     opt(q.dw), opt(q.db), a.norm, a.eps, a.rope, a.rotary_dim, opt(k.from), opt(k.raw),
+     opt(k.weight), opt(k.to), opt(k.dw), opt(k.db), opt(dv), opt(dv_to));
 }
 
 // How a loss is made of logits.

@@ -140,6 +140,13 @@ Tensor Block::grad_vector(int slot) {
   return grads_[slot];
 }
 
+Tensor Block::grad_partials(int slot, const int64_t (&rows)[3]) {
+  if (!need(slot)) return {};
+  const int64_t chunks = call::grad_chunks(x_, rows[0], rows[1], rows[2]);
+  partials_.emplace_back(slot, empty({chunks, rows[1]}, A_, "partial sums of a norm's gradients"));
+  return partials_.back().second;
+}
+
 Tensor Block::weight_grad(int slot, at::ScalarType type) {
   if (!grads_[slot].defined()) grads_[slot] = empty(params_[slot].sizes(), type, "d", slot);
   return grads_[slot];
@@ -298,16 +305,17 @@ Tensor Block::residual_backward(const Tensor& ds, const Tensor& f, const HalfSpe
   if (!half.post.on() && half.p_res == 0 && half.m == 1.0 && R_ == P_) return ds;
   Tensor df = like_x(P_, "d f");
   call::residual_bwd(ds, half.post.on() ? f : Tensor(), half.p_res > 0 ? rng_ : Tensor(),
-                     param(post_weight), df, grad_vector(post_weight), grad_vector(post_weight + 1),
-                     half.post.kind, half.post.eps, half.m, half.p_res, site, row_map());
+                     param(post_weight), df, grad_partials(post_weight, {N_, C_, 0}),
+                     grad_partials(post_weight + 1, {N_, C_, 0}), half.post.kind, half.post.eps,
+                     half.m, half.p_res, site, row_map());
   return df;
 }
 
 Tensor Block::norm_backward(const Tensor& dn, const Tensor& x, const NormSpec& norm, int weight,
                             const Tensor& dres, bool dres_owned, bool need_dx, const char* name) {
   if (!dn.defined()) return dres;
-  const Tensor dw = norm.on() ? grad_vector(weight) : Tensor();
-  const Tensor db = norm.on() ? grad_vector(weight + 1) : Tensor();
+  const Tensor dw = norm.on() ? grad_partials(weight, {N_, C_, 0}) : Tensor();
+  const Tensor db = norm.on() ? grad_partials(weight + 1, {N_, C_, 0}) : Tensor();
   if (!need_dx && !dw.defined() && !db.defined()) return {};
   const Tensor dx = !need_dx ? Tensor() : dres_owned ? dres : like_x(R_, name);
   call::norm_bwd(dn, x, norm.on() ? param(weight) : Tensor(), need_dx ? dres : Tensor(), dx, dw, db,

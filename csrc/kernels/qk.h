@@ -43,11 +43,28 @@ struct QkBwd : QkShape {
   HeadsView<void*> dx;
 };
 
-// In how many chunks of consecutive heads a GPU sums the gradients of a norm's parameters: as many
-// blocks as it holds at once, but no more than have 64 heads each.
-inline int64_t qk_grad_chunks(int64_t tokens, int64_t heads, int64_t /*head_dim*/,
-                              int64_t multiprocessors) {
-  const int64_t most = 4 * multiprocessors, wanted = (tokens * heads + 63) / 64;
+// What one launch takes: heads of one kind, or those of q, of k and, of gradients, of v. They are
+// of the same tokens and width.
+template <typename Heads>
+struct QkParts {
+  Heads part[3];
+  int count;
+
+  QkParts() : part{}, count(0) {}
+  QkParts(const Heads& only) : part{only}, count(1) {}  // NOLINT: implicit
+};
+
+// Where a GPU leaves the gradients of a norm's parameters: acc [chunks, head_dim] each, or null.
+struct QkGrads {
+  void *dweight = nullptr, *dbias = nullptr;
+  int64_t chunks = 1;
+};
+
+// In how many chunks of rows of cols or, where heads is not 0, of consecutive heads of each row.
+inline int64_t gpu_grad_chunks(int64_t rows, int64_t cols, int64_t heads, int64_t multiprocessors) {
+  if (heads == 0) return row_grad_chunks(rows, cols, multiprocessors);
+  // As many blocks as it holds at once, but no more than have 64 heads each.
+  const int64_t most = 4 * multiprocessors, wanted = (rows * heads + 63) / 64;
   return wanted < 1 ? 1 : (wanted < most ? wanted : most);
 }
 

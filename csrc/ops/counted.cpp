@@ -12,19 +12,6 @@ void launch(const RowCall& call) {
   if (call.rows > 0) Ledger::current()->launched(call.op);
 }
 
-// A kernel that leaves partial sums of a norm's gradients, and on a GPU the one that adds them up.
-// gpu_chunks: for the number of multiprocessors.
-template <typename Chunks>
-void launch_with_grads(const RowCall& call, int64_t cols, Chunks gpu_chunks) {
-  Ledger& ledger = *Ledger::current();
-  const CountedDevice& device = ledger.device();
-  const Ledger::Name name("partial sums of a norm's gradients");
-  const GradPartials partials(
-      call, device.cuda ? gpu_chunks(device.multiprocessors) : RowChunks(call.rows).count(), cols);
-  launch(call);
-  if (device.cuda && (given(call.dweight) || given(call.dbias))) ledger.launched(call.op);
-}
-
 void count_attention(const char* op, const at::Tensor& q, int64_t products) {
   Ledger& ledger = *Ledger::current();
   const Ledger::Name name(products == 2 ? "attention" : "attention backward");
@@ -59,7 +46,13 @@ void run(ActivationFwd, const RowCall& call) {
 void run(ActivationBwd, const RowCall& call) {
   launch(call);
 }
-void run(QkFwd, const RowCall& call) {
+void run(const QkPartList<QkFwd>& parts) {
+  launch(parts[0].call);
+}
+void run(const QkPartList<QkBwd>& parts) {
+  launch(parts[0].call);
+}
+void run(const std::vector<GradSum>&, DType, const RowCall& call) {
   launch(call);
 }
 void run(CrossEntropyFwd, const RowCall& call) {
@@ -68,18 +61,17 @@ void run(CrossEntropyFwd, const RowCall& call) {
 void run(CrossEntropyBwd, const RowCall& call) {
   launch(call);
 }
-void run(NormBwd a, const RowCall& call) {
-  launch_with_grads(call, a.cols,
-                    [&](int64_t count) { return row_grad_chunks(call.rows, a.cols, count); });
+void run(NormBwd, const RowCall& call) {
+  launch(call);
 }
-void run(ResidualBwd a, const RowCall& call) {
-  launch_with_grads(call, a.cols,
-                    [&](int64_t count) { return row_grad_chunks(call.rows, a.cols, count); });
+void run(ResidualBwd, const RowCall& call) {
+  launch(call);
 }
-void run(QkBwd a, const RowCall& call) {
-  launch_with_grads(call, a.head_dim, [&](int64_t count) {
-    return qk_grad_chunks(call.rows, a.heads, a.head_dim, count);
-  });
+
+int64_t grad_chunks(const at::Tensor&, int64_t rows, int64_t cols, int64_t heads) {
+  const CountedDevice& device = Ledger::current()->device();
+  return device.cuda ? gpu_grad_chunks(rows, cols, heads, device.multiprocessors)
+                     : cpu_grad_chunks(rows);
 }
 
 std::tuple<at::Tensor, at::Tensor> attention_fwd(

@@ -7,6 +7,7 @@
 #include "ops/norm.h"
 #include "ops/qk.h"
 #include "ops/residual.h"
+#include "ops/sum_grads.h"
 
 // The small ops while a ledger is open: the checks of every device, then scratch and launches as
 // the named device's kernels have them.
@@ -19,8 +20,9 @@ void run(ResidualFwd a, const RowCall& call);
 void run(ResidualBwd a, const RowCall& call);
 void run(ActivationFwd a, const RowCall& call);
 void run(ActivationBwd a, const RowCall& call);
-void run(QkFwd a, const RowCall& call);
-void run(QkBwd a, const RowCall& call);
+void run(const QkPartList<QkFwd>& parts);
+void run(const QkPartList<QkBwd>& parts);
+void run(const std::vector<GradSum>& sums, DType acc, const RowCall& call);
 void run(CrossEntropyFwd a, const RowCall& call);
 void run(CrossEntropyBwd a, const RowCall& call);
 
@@ -32,6 +34,8 @@ inline constexpr auto activation_fwd = &ckptfused::activation_fwd<run>;
 inline constexpr auto activation_bwd = &ckptfused::activation_bwd<run>;
 inline constexpr auto qk_fwd = &ckptfused::qk_fwd<run>;
 inline constexpr auto qk_bwd = &ckptfused::qk_bwd<run>;
+inline constexpr auto sum_grads = &ckptfused::sum_grads<run>;
+int64_t grad_chunks(const at::Tensor& like, int64_t rows, int64_t cols, int64_t heads);
 inline constexpr auto cross_entropy_fwd = &ckptfused::cross_entropy_fwd<run>;
 inline constexpr auto cross_entropy_bwd = &ckptfused::cross_entropy_bwd<run>;
 

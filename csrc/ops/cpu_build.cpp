@@ -17,8 +17,9 @@ void built_without_cuda(const c10::OperatorHandle& op, torch::jit::Stack*) {
 
 TORCH_LIBRARY_IMPL(ckptfused, CUDA, m) {
   if (*kCudaArchitectures != '\0') return;
-  for (const char* op : {"rng_state", "dropout_mask", "norm_fwd", "norm_bwd", "residual_fwd",
-                         "residual_bwd", "activation_fwd", "activation_bwd", "qk_fwd", "qk_bwd"}) {
+  for (const char* op :
+       {"rng_state", "dropout_mask", "norm_fwd", "norm_bwd", "residual_fwd", "residual_bwd",
+        "activation_fwd", "activation_bwd", "qk_fwd", "qk_bwd", "grad_chunks", "sum_grads"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
   }
 }

@@ -81,6 +81,11 @@ class Ledger {
       return 0;
     }
     static int64_t bytes(const at::Tensor& t) { return t.defined() ? int64_t(t.nbytes()) : 0; }
+    static int64_t bytes(at::TensorList list) {
+      int64_t all = 0;
+      for (const at::Tensor& t : list) all += bytes(t);
+      return all;
+    }
     static int64_t bytes(const std::optional<at::Tensor>& t) { return t ? bytes(*t) : 0; }
 
     Ledger& ledger_;

@@ -44,8 +44,7 @@ void norm_bwd(const at::Tensor& dy, const at::Tensor& x, const OptionalTensor& w
   check_tensor(op, "dy", dy, x.sizes(), dy.scalar_type(), device);
   check_tensor(op, "dres", dres, x.sizes(), stream, device);
   check_tensor(op, "dx", dx, x.sizes(), stream, device);
-  check_tensor(op, "dw", dw, {cols}, acc, device);
-  check_tensor(op, "db", db, {cols}, acc, device);
+  check_grads(op, "dw", dw, "db", db, cols, acc, device);
 
   NormBwd a{};
   a.kind = norm_kind(op, kind);

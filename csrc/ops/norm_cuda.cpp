@@ -14,10 +14,9 @@ void run_fwd(NormFwd a, const RowCall& call) {
 
 void run_bwd(NormBwd a, const RowCall& call) {
   const CudaLaunch cuda(call);
-  const int64_t chunks = row_grad_chunks(call.rows, a.cols, cuda.multiprocessors());
-  const GradPartials partials(call, chunks, a.cols);
-  cuda.check(norm_bwd_cuda(a, call.rows, chunks, partials.dweight, partials.dbias,
-                           mutable_data(call.dweight), mutable_data(call.dbias), cuda.stream()));
+  const int64_t chunks = call.chunks(row_grad_chunks(call.rows, a.cols, cuda.multiprocessors()));
+  cuda.check(norm_bwd_cuda(a, call.rows, chunks, mutable_data(call.dweight),
+                           mutable_data(call.dbias), cuda.stream()));
 }
 
 }  // namespace

@@ -24,6 +24,16 @@ void check_heads(const char* op, const char* name, const at::Tensor& t, const at
 
 }  // namespace
 
+void check_same_tokens(const char* op, const char* name, const at::Tensor& t,
+                       const at::Tensor& like) {
+  TORCH_CHECK(t.dim() == 4 && like.dim() == 4 && t.size(0) == like.size(0) &&
+                  t.size(1) == like.size(1) && t.size(3) == like.size(3) &&
+                  t.scalar_type() == like.scalar_type() && t.device() == like.device(),
+              op, ": ", name, ": expected ", like.scalar_type(), " [B, T, heads, D] as of ",
+              like.sizes(), " on ", like.device(), ", got ", t.scalar_type(), " ", t.sizes(),
+              " on ", t.device());
+}
+
 HeadsView<const void*> heads_input(const char* op, const char* name, const at::Tensor& t,
                                    const at::Tensor& like) {
   check_heads(op, name, t, like);

@@ -7,17 +7,22 @@
 namespace ckptfused {
 namespace {
 
-void run_fwd(QkFwd a, const RowCall& call) {
-  const CudaLaunch cuda(call);
-  cuda.check(qk_fwd_cuda(a, call.rows, cuda.stream()));
+void run_fwd(const QkPartList<QkFwd>& list) {
+  const CudaLaunch cuda(list[0].call);
+  QkParts<QkFwd> parts;
+  for (const auto& part : list) parts.part[parts.count++] = part.heads;
+  cuda.check(qk_fwd_cuda(parts, list[0].call.rows, cuda.stream()));
 }
 
-void run_bwd(QkBwd a, const RowCall& call) {
-  const CudaLaunch cuda(call);
-  const int64_t chunks = qk_grad_chunks(call.rows, a.heads, a.head_dim, cuda.multiprocessors());
-  const GradPartials partials(call, chunks, a.head_dim);
-  cuda.check(qk_bwd_cuda(a, call.rows, chunks, partials.dweight, partials.dbias,
-                         mutable_data(call.dweight), mutable_data(call.dbias), cuda.stream()));
+void run_bwd(const QkPartList<QkBwd>& list) {
+  const CudaLaunch cuda(list[0].call);
+  QkParts<QkBwd> parts;
+  QkGrads grads[3];
+  for (const auto& [heads, call] : list) {
+    grads[parts.count] = {mutable_data(call.dweight), mutable_data(call.dbias), call.chunks(1)};
+    parts.part[parts.count++] = heads;
+  }
+  cuda.check(qk_bwd_cuda(parts, grads, list[0].call.rows, cuda.stream()));
 }
 
 }  // namespace

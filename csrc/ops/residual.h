@@ -67,8 +67,7 @@ void residual_bwd(const at::Tensor& ds, const OptionalTensor& f, const OptionalT
   check_dtype_pair(op, "df", df.scalar_type(), stream);
   check_tensor(op, "df", df, ds.sizes(), df.scalar_type(), device);
   check_tensor(op, "f", f, ds.sizes(), df.scalar_type(), device);
-  check_tensor(op, "dpost_w", dpost_w, {cols}, acc, device);
-  check_tensor(op, "dpost_b", dpost_b, {cols}, acc, device);
+  check_grads(op, "dpost_w", dpost_w, "dpost_b", dpost_b, cols, acc, device);
 
   ResidualBwd a{};
   a.cols = cols;

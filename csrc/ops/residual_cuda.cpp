@@ -16,10 +16,9 @@ void run_fwd(ResidualFwd a, const RowCall& call) {
 
 void run_bwd(ResidualBwd a, const RowCall& call) {
   const CudaLaunch cuda(call);
-  const int64_t chunks = row_grad_chunks(call.rows, a.cols, cuda.multiprocessors());
-  const GradPartials partials(call, chunks, a.cols);
-  cuda.check(residual_bwd_cuda(a, call.state(a.dropout), call.rows, chunks, partials.dweight,
-                               partials.dbias, mutable_data(call.dweight), mutable_data(call.dbias),
+  const int64_t chunks = call.chunks(row_grad_chunks(call.rows, a.cols, cuda.multiprocessors()));
+  cuda.check(residual_bwd_cuda(a, call.state(a.dropout), call.rows, chunks,
+                               mutable_data(call.dweight), mutable_data(call.dbias),
                                cuda.stream()));
 }
 

@@ -18,30 +18,33 @@ struct RowCall {
   at::Device device;
   int64_t rows;
   OptionalTensor rng_state{};  // (seed, offset); there where the dropout is active
-  // The sums over all rows of a norm's parameter gradients are written here: [cols] acc, or absent.
+  // Of a norm's parameters the gradients of each chunk of rows: [chunks, cols] acc, or absent.
   OptionalTensor dweight{}, dbias{};
 
   // The state as kernels take it, on the device; null where nothing is dropped.
   const int64_t* state(const Dropout& dropout) const {
     return dropout.active() ? rng_state->const_data_ptr<int64_t>() : nullptr;
   }
-};
-
-// Scratch for the partial sums of those gradients that a call asks for: acc [chunks, cols] each.
-struct GradPartials {
-  GradPartials(const RowCall& call, int64_t chunks, int64_t cols) {
-    const auto make = [&](const OptionalTensor& grad, at::Tensor& buffer) -> void* {
-      if (!given(grad)) return nullptr;
-      buffer = at::empty({chunks, cols}, grad->options());
-      return buffer.mutable_data_ptr();
-    };
-    dweight = make(call.dweight, dweight_buffer);
-    dbias = make(call.dbias, dbias_buffer);
+  // otherwise: where no gradient is asked for.
+  int64_t chunks(int64_t otherwise) const {
+    return given(dweight) ? dweight->size(0) : given(dbias) ? dbias->size(0) : otherwise;
   }
-
-  at::Tensor dweight_buffer, dbias_buffer;
-  void *dweight = nullptr, *dbias = nullptr;
 };
+
+// Where the gradients of a norm's parameters go, a sum over each of as many runs of consecutive
+// rows as they have rows themselves.
+inline void check_grads(const char* op, const char* dw_name, const OptionalTensor& dw,
+                        const char* db_name, const OptionalTensor& db, int64_t cols,
+                        at::ScalarType acc, at::Device device) {
+  const auto check = [&](const char* name, const OptionalTensor& grad, int64_t chunks) {
+    check_tensor(op, name, grad, {chunks, cols}, acc, device);
+  };
+  const auto chunks = [](const OptionalTensor& grad) {
+    return given(grad) && grad->dim() == 2 ? grad->size(0) : int64_t(1);
+  };
+  check(dw_name, dw, chunks(dw));
+  check(db_name, db, chunks(given(dw) ? dw : db));
+}
 
 inline NormKind norm_kind(const char* op, std::string_view kind) {
   if (kind == "none") return NormKind::none;

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
-#include "kernels/cpu/norm.h"
 #include "kernels/cpu/rows.h"
 #include "ops/parallel_cpu.h"
 #include "ops/row_args.h"
@@ -20,10 +18,9 @@ void parallel_rows(int64_t n, int64_t cols, Rows rows) {
   parallel_for(0, n, std::max<int64_t>(1, kElements / std::max<int64_t>(1, cols)), rows);
 }
 
-// Calls rows(begin, end, dweight, dbias) over the call's rows in parallel, where each call adds to
-// [cols] buffers of its own, and overwrites the call's dweight and dbias with their sum. Either may
-// be absent; the sum's order depends on the number of rows alone. width: what a row costs, where
-// that is not cols.
+// Calls rows(begin, end, dweight, dbias) over the call's rows in parallel, a chunk at a time, where
+// each call adds to the chunk's own [cols] zeros in the call's dweight and dbias. Either may be
+// absent. width: what a row costs, where that is not cols.
 template <typename Rows>
 void parallel_rows_with_grads(const RowCall& call, int64_t cols, int64_t width, Rows rows) {
   if (!given(call.dweight) && !given(call.dbias)) {
@@ -31,30 +28,18 @@ void parallel_rows_with_grads(const RowCall& call, int64_t cols, int64_t width, 
                   [&](int64_t begin, int64_t end) { rows(begin, end, nullptr, nullptr); });
     return;
   }
-  const RowChunks chunks(call.rows);
-  const GradPartials partials(call, chunks.count(), cols);
-  parallel_for(0, chunks.count(), 1, [&](int64_t chunk_begin, int64_t chunk_end) {
+  const RowChunks chunks{call.rows, call.chunks(0)};
+  parallel_for(0, chunks.count, 1, [&](int64_t chunk_begin, int64_t chunk_end) {
     for (int64_t chunk = chunk_begin; chunk < chunk_end; ++chunk) {
-      const auto zeroed = [&](const at::Tensor& all) -> void* {
-        if (!all.defined()) return nullptr;
-        const int64_t bytes = cols * int64_t(all.element_size());
-        void* partial = static_cast<char*>(all.mutable_data_ptr()) + chunk * bytes;
+      const auto zeroed = [&](const OptionalTensor& all) -> void* {
+        if (!given(all)) return nullptr;
+        const int64_t bytes = cols * int64_t(all->element_size());
+        void* partial = static_cast<char*>(all->mutable_data_ptr()) + chunk * bytes;
         return std::memset(partial, 0, size_t(bytes));
       };
-      rows(chunks.begin(chunk), chunks.end(chunk), zeroed(partials.dweight_buffer),
-           zeroed(partials.dbias_buffer));
+      rows(chunks.begin(chunk), chunks.end(chunk), zeroed(call.dweight), zeroed(call.dbias));
     }
   });
-  for (const auto& [sums, grad] : {std::pair(partials.dweight_buffer, call.dweight),
-                                   std::pair(partials.dbias_buffer, call.dbias)}) {
-    if (!sums.defined()) continue;
-    const bool wide = sums.scalar_type() == at::kDouble;
-    parallel_for(0, cols, 512,
-                 [&, from = sums.const_data_ptr(), to = grad->mutable_data_ptr()](int64_t begin,
-                                                                                  int64_t end) {
-                   sum_partials(wide, from, chunks.count(), cols, to, begin, end);
-                 });
-  }
 }
 
 }  // namespace ckptfused

@@ -58,6 +58,10 @@ TORCH_LIBRARY(ckptfused, m) {
   // Small ops write where they are told: the block owns all scratch.
   m.def(
       "norm_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) y, str kind, float eps) -> ()");
+  // Gradients of a norm's parameters are sums over chunks of rows, [chunks, C]: grad_chunks says
+  // how many suit the device (heads: of a row of heads; else 0), sum_grads adds them up.
+  m.def("grad_chunks(Tensor like, int rows, int cols, int heads) -> int");
+  m.def("sum_grads(Tensor[] partials, Tensor(a!)[] grads) -> ()");
   m.def(
       "norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? dres, Tensor(a!)? dx, "
       "Tensor(b!)? dw, Tensor(c!)? db, str kind, float eps) -> ()");
@@ -91,10 +95,14 @@ TORCH_LIBRARY(ckptfused, m) {
       "int row0, int col0, int[] rows, str config='') -> ()");
   m.def(
       "qk_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor? cos, Tensor? sin, Tensor(a!) y, "
-      "str norm, float eps, str rope, int rotary_dim) -> ()");
+      "str norm, float eps, str rope, int rotary_dim, Tensor? k=None, Tensor? k_weight=None, "
+      "Tensor? k_bias=None, Tensor(b!)? k_out=None) -> ()");
   m.def(
       "qk_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? cos, Tensor? sin, Tensor(a!) dx, "
-      "Tensor(b!)? dw, Tensor(c!)? db, str norm, float eps, str rope, int rotary_dim) -> ()");
+      "Tensor(b!)? dw, Tensor(c!)? db, str norm, float eps, str rope, int rotary_dim, "
+      "Tensor? dk=None, Tensor? k=None, Tensor? k_weight=None, Tensor(d!)? dk_out=None, "
+      "Tensor(e!)? dk_w=None, Tensor(f!)? dk_b=None, Tensor? dv=None, Tensor(g!)? dv_out=None) "
+      "-> ()");
   // A row of logits to its loss, and to the gradient in its place.
   m.def(
       "cross_entropy_fwd(Tensor(a!) logits, Tensor target, Tensor? class_weight, Tensor(b!) loss, "

@@ -29,6 +29,7 @@
 #define __shared__ static
 #define __restrict__
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 // As on the device: in the global namespace.
 

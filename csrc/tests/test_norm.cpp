@@ -227,10 +227,10 @@ TEST(NormRows, RefusesOtherPairs) {
 
 TEST(RowChunks, CoverRowsAndStayFew) {
   for (const int64_t rows : {0, 1, 15, 16, 17, 1023, 1024, 1025, 5000, 1000003}) {
-    const RowChunks chunks(rows);
-    EXPECT_LE(chunks.count(), 64);
+    const RowChunks chunks{rows, cpu_grad_chunks(rows)};
+    EXPECT_LE(chunks.count, 64);
     int64_t next = 0;
-    for (int64_t c = 0; c < chunks.count(); ++c) {
+    for (int64_t c = 0; c < chunks.count; ++c) {
       EXPECT_EQ(chunks.begin(c), next);
       EXPECT_GT(chunks.end(c), next);
       next = chunks.end(c);
@@ -239,16 +239,30 @@ TEST(RowChunks, CoverRowsAndStayFew) {
   }
 }
 
-TEST(SumPartials, AddsInOrder) {
-  const int64_t count = 5, cols = 37;
-  const auto parts = random_values<float>(count * cols, 1);
-  std::vector<float> out(size_t(cols), -1.0f);
-  sum_partials(false, parts.stored.data(), count, cols, out.data(), 3, 30);
+// Each sum in its chunks' order, rounded once to the parameter's type.
+template <typename A, typename T>
+void check_sum_grads() {
+  const int64_t count = 5, cols = 1100, begin = 3, end = 1090;
+  const auto parts = random_values<A>(count * cols, 1);
+  const std::vector<T> before(size_t(cols), store<T>(-1.0));
+  std::vector<T> out = before;
+  const GradSum sum{parts.stored.data(), out.data(), count, cols, dtype_of<T>()};
+  sum_grads_cols(sum, dtype_of<A>(), begin, end);
   for (int64_t c = 0; c < cols; ++c) {
-    float want = 0;
-    for (int64_t k = 0; k < count; ++k) want += parts.stored[k * cols + c];
-    EXPECT_EQ(out[c], c >= 3 && c < 30 ? want : -1.0f);
+    A total = 0;
+    for (int64_t k = 0; k < count; ++k) total += parts.stored[k * cols + c];
+    T want = before[0];
+    if (c >= begin && c < end) from_acc(acc_t<T>(total), want);
+    EXPECT_EQ(0, std::memcmp(&want, &out[c], sizeof want)) << c;
   }
+}
+
+TEST(SumGrads, AddsInOrder) {
+  check_sum_grads<float, float>();
+  check_sum_grads<float, bf16>();
+  check_sum_grads<float, f16>();
+  check_sum_grads<float, double>();
+  check_sum_grads<double, double>();
 }
 
 }  // namespace

@@ -56,7 +56,7 @@ def rows(make: Make, cols: int, types: Types) -> None:
     w, b, state = make(cols, kind=weights), make(cols, kind=weights), make.state()
     for norm in ("layernorm", "rmsnorm", "gemma"):
         bias = b if norm == "layernorm" else None
-        dw, db = make(cols, kind=acc), make(cols, kind=acc) if bias is not None else None
+        dw, db = make(3, cols, kind=acc), make(3, cols, kind=acc) if bias is not None else None
         OPS.norm_fwd(wide(), w, bias, narrow(), norm, 1e-5)
         OPS.norm_bwd(narrow(), wide(), w, wide(), wide(), dw, db, norm, 1e-5)
         OPS.residual_fwd(
@@ -64,6 +64,7 @@ def rows(make: Make, cols: int, types: Types) -> None:
             *(norm, 1e-5, norm, 1e-5, 0.5, 0.1, 1, []),
         )
         OPS.residual_bwd(*(wide(), narrow(), state, w, narrow(), dw, db, norm, 1e-5, 0.5, 0.1, 1, []))
+        OPS.sum_grads([dw], [make(cols, kind=weights)])
     # Without a norm: kernels of their own.
     OPS.norm_bwd(narrow(), wide(), None, wide(), wide(), None, None, "none", 1e-5)
     OPS.residual_bwd(wide(), None, state, None, narrow(), None, None, "none", 1e-5, 0.5, 0.1, 1, [])
@@ -82,6 +83,17 @@ def hidden(make: Make, cols: int, dtype: torch.dtype) -> None:
         OPS.activation_bwd(gate, new(), new(), state, new(), dg, new(), act, *tail)
 
 
+def losses(make: Make, cols: int, dtype: torch.dtype) -> None:
+    """A loss with the gradient over its logits, and the gradient alone, of 5 tokens."""
+    acc = torch.float64 if dtype == F64 else F32
+    loss, lse, logits = make(5, kind=acc), make(5, kind=acc), make(5, cols, kind=dtype)
+    target = torch.zeros_like(loss, dtype=torch.int64)
+    for softcap in (0.0, 30.0):
+        how = (-100, 0.1, 1.0, softcap, 0.01)
+        OPS.cross_entropy_fwd(logits, target, None, loss, lse, None, True, *how)
+        OPS.cross_entropy_bwd(logits, target, None, lse, make(5, kind=acc), cols, 0, *how)
+
+
 def heads(make: Make, dim: int, rope: str, dtype: torch.dtype) -> None:
     """q/k norm and RoPE of 2 sequences of 3 tokens with 3 heads."""
     acc = torch.float64 if dtype == F64 else F32
@@ -89,12 +101,20 @@ def heads(make: Make, dim: int, rope: str, dtype: torch.dtype) -> None:
     def new() -> Tensor:
         return make(2, 3, 3, dim, kind=dtype)
 
-    w, dw, db = make(dim, kind=dtype), make(dim, kind=acc), make(dim, kind=acc)
+    w, dw, db = make(dim, kind=dtype), make(2, dim, kind=acc), make(2, dim, kind=acc)
     cos, sin = (make(1, 3, dim // 2, kind=acc) for _ in range(2))
     for norm, weight, bias in (("none", None, None), ("rmsnorm", w, None), ("layernorm", w, w)):
         grads = (dw if weight is not None else None, db if bias is not None else None)
         OPS.qk_fwd(new(), weight, bias, cos, sin, new(), norm, 1e-5, rope, dim)
         OPS.qk_bwd(new(), new(), weight, cos, sin, new(), *grads, norm, 1e-5, rope, dim)
+        # In one launch with k's heads, and v's.
+        how = (norm, 1e-5, rope, dim)
+        OPS.qk_fwd(new(), weight, bias, cos, sin, new(), *how, new(), weight, bias, new())
+        OPS.qk_bwd(
+            *(new(), new(), weight, cos, sin, new(), *grads, *how),
+            *(new(), new(), weight, new(), *(torch.empty_like(g) if g is not None else None for g in grads)),
+            *(new(), new()),
+        )
 
 
 def run(device: str) -> None:
@@ -105,6 +125,7 @@ def run(device: str) -> None:
                 rows(make, cols, types)
             for dtype in dict.fromkeys(compute for _, compute, _ in kinds):
                 hidden(make, cols, dtype)
+                losses(make, cols, dtype)
         for dim in (2, 20, 64, 128):
             for rope in ("half", "interleaved"):
                 for dtype in (BF16, F32, F64) if dim == 64 else (BF16,):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import setup_cuda
 from tests.gpu import sanitized
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,14 +23,6 @@ KERNELS = {
 }  # fmt: skip
 
 
-def sanitizer() -> str:
-    """Where compute-sanitizer is; empty where it is not."""
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    beside = Path(CUDA_HOME or "/usr/local/cuda") / "bin" / "compute-sanitizer"
-    return shutil.which("compute-sanitizer") or (str(beside) if beside.exists() else "")
-
-
 def test_the_calls_are_right() -> None:
     """All of them, on the CPU."""
     sanitized.run("cpu")
@@ -38,7 +30,7 @@ def test_the_calls_are_right() -> None:
 
 @pytest.mark.gpu
 def test_every_kernel_is_launched() -> None:
-    assert len(KERNELS) == 12
+    assert len(KERNELS) == 14
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         sanitized.run("cuda")
@@ -52,7 +44,7 @@ def test_every_kernel_is_launched() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_nothing_is_found(tool: str) -> None:
-    program = sanitizer()
+    program = setup_cuda.sanitizer()
     if not program:
         pytest.skip("no compute-sanitizer")
     script = Path(__file__).with_name("sanitized.py")

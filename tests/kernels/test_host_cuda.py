@@ -57,7 +57,7 @@ MISSING_BARRIERS = (
     ),
     Defect(
         "between the lanes of a column and their sum",
-        file="kernels/cuda/partials.cuh",
+        file="kernels/cuda/sum_grads.cu",
         text="  __syncthreads();\n",
         replacement="",
     ),
@@ -71,9 +71,9 @@ WRONG_RESULTS = (
     ),
     Defect(
         "the last partial row left out",
-        file="kernels/cuda/partials.cuh",
-        text="row < count; row +=",
-        replacement="row < count - 1; row +=",
+        file="kernels/cuda/sum_grads.cu",
+        text="row < job.count; row +=",
+        replacement="row < job.count - 1; row +=",
     ),
     Defect(
         "a chunk that ends a row early",
@@ -94,9 +94,9 @@ NARROW_INDICES = (
     ),
     Defect(
         "the element of a partial sum, in 32 bits",
-        file="kernels/cuda/partials.cuh",
-        text="from[row * cols + col]",
-        replacement="from[uint32_t(row * cols + col)]",
+        file="kernels/cuda/sum_grads.cu",
+        text="from[row * job.cols + col]",
+        replacement="from[uint32_t(row * job.cols + col)]",
     ),
 )
 
@@ -144,6 +144,7 @@ def _run(
     _compile(
         [
             *[*flags, "-I", str(csrc), "-x", "c++", str(kernels / "norm_fwd.cu"), str(kernels / "norm_bwd.cu")],
+            str(kernels / "sum_grads.cu"),
             *["-x", "none", tests, *objects.cpu_kernels, "-lgtest", "-lgtest_main", "-lpthread", "-o", program],
         ]
     )

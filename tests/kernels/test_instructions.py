@@ -6,8 +6,9 @@ cycle, times the share of a scheduler's cycles that the resident warps can fill.
 has to be at least 1.4 times the rate at which the GPU copies.
 
 `instructions.json` has each kernel's budget without dropout and, where it can drop, with it: 5 % above what nvcc 13.0
-makes for sm_90. Template arguments are the types, then kSteps of rows, or the activation (3 is silu) and whether it is
-gated; then the flags in the order of the kernel's declaration. The table of all is printed when pytest ends:
+makes for sm_90. Template arguments are the types, then kSteps of rows, the activation (3 is silu) and whether it is
+gated, or the norm of heads (0 none, 1 without mean and bias, 2 any); then the flags as the kernel declares them. The
+table of all is printed when pytest ends:
 `pytest tests/kernels/test_instructions.py`.
 """
 
@@ -36,19 +37,20 @@ pytestmark = [
 ARCHITECTURE = "sm_90"
 BUDGETS: dict[str, list[int]] = json.loads((Path(__file__).parent / "instructions.json").read_text())
 # Those of rows and elements. What reads a row anew in each pass is for any width and alignment, doubles are for
-# gradcheck, and the sum of partial rows moves little.
-FILES = re.compile(r"(norm|residual|activation|cross_entropy)_(fwd|bwd)")
-SLOW = re.compile(r"double|, 0, |sum_partials")
+# gradcheck, and heads in another order than 16 bytes at a time are those of odd widths.
+FILES = re.compile(r"(norm|residual|activation|cross_entropy|qk)_(fwd|bwd)")
+SLOW = re.compile(r"double|^(?!qk).*, 0, |^qk.*false>")
 # With a team of 256 threads, as a row of 4096 columns has. All kernels' blocks of elements have as many.
 THREADS = 256
 
 CLOCK = 1.98  # GHz, of an H100's and an H200's multiprocessors
 H200_COPY = 32.6  # KB/µs and multiprocessor, measured
 MARGIN = 1.4
-# Bound by memory even on an H200. Exact gelu, the ungated activations and soft-capped logits (a loss's kernels that are
-# not "true") take more arithmetic for a byte.
+# Bound by memory even on an H200. Exact gelu, the ungated activations, soft-capped logits (a loss's kernels that are
+# not "true") and the gradient of heads' LayerNorm take more arithmetic for a byte.
 AT_COPY_RATE = re.compile(
-    r"norm_fwd|norm_grad|residual_fwd|drop_grad|add_grad|activation_\w+<\w+, 3, true>|cross_entropy_\w+<\w+, true>"
+    r"qk_fwd|qk_bwd_kernel<\w+, [01]|norm_fwd|norm_grad|residual_fwd|drop_grad|add_grad"
+    r"|activation_\w+<\w+, 3, true>|cross_entropy_\w+<\w+, true>"
 )
 PHILOX = "0x2daee0ad"  # of a constant of the generator, negated: a block with it draws
 
@@ -97,6 +99,9 @@ def counts(registers: dict[str, int], cubins: list[Path]) -> Iterator[Count]:
             if name.startswith("cross_entropy"):
                 yield _passes(name, registers[mangled], blocks)
                 continue
+            if name.startswith("qk"):
+                yield _heads(name, registers[mangled], blocks)
+                continue
             dropped = sass.hot_path(blocks)
             assert dropped is not None, f"{name}: no way round its loop reads and writes 16 bytes at a time"
             assert dropped.loads and dropped.stores, f"{name}: no LDG.128 or no STG.128"
@@ -109,6 +114,14 @@ def _passes(name: str, registers: int, blocks: list[sass.Block]) -> Count:
     whole = sass.HotPath(sum((path.opcodes for path in passes), Counter()))
     assert whole.loads and whole.stores, f"{name}: no LDG.128 or no STG.128"
     return Count(name, registers, whole, whole, revisited=whole.loads - whole.stores)
+
+
+def _heads(name: str, registers: int, blocks: list[sass.Block]) -> Count:
+    """The longest of the loops: that of a norm, where a gradient's kernel copies v's heads, too. The four reads of
+    cos and sin are those of all heads of a token."""
+    path = max(sass.hot_paths(blocks), key=sass.HotPath.count)
+    assert path.loads and path.stores, f"{name}: no LDG.128 or no STG.128"
+    return Count(name, registers, path, path, revisited=4)
 
 
 def table(found: list[Count]) -> str:

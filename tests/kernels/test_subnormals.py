@@ -39,7 +39,7 @@ def _tiny(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def _norm(dtype: torch.dtype) -> list[Tensor]:
-    x, y, dx, dw = _tiny(dtype, N, C), *(torch.empty(N, C, dtype=dtype) for _ in range(2)), torch.empty(C)
+    x, y, dx, dw = _tiny(dtype, N, C), *(torch.empty(N, C, dtype=dtype) for _ in range(2)), torch.empty(1, C)
     OPS.norm_fwd(x, None, None, y, "rmsnorm", 1e-12)
     OPS.norm_bwd(x, x, torch.ones(C), None, dx, dw, None, "rmsnorm", 1e-12)
     return [y, dx, dw]

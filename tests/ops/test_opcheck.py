@@ -75,12 +75,13 @@ def small_op_args() -> dict[str, tuple[Any, ...]]:
     rows = torch.randn(b, t, h, d)
     return {
         "norm_fwd": (x, w, w, empty(n, c), "layernorm", 1e-5),
-        "norm_bwd": (x, x + 1, w, x - 1, empty(n, c), empty(c), empty(c), "layernorm", 1e-5),
+        "norm_bwd": (x, x + 1, w, x - 1, empty(n, c), empty(2, c), empty(2, c), "layernorm", 1e-5),
+        "sum_grads": ([x, x + 1], [w.clone(), w.bfloat16()]),
         "residual_fwd": (
             *(x, x + 1, state, w, None, w, None, empty(n, c), empty(n, c)),
             *("rmsnorm", 1e-5, "gemma", 1e-5, 0.5, 0.1, 1, []),
         ),
-        "residual_bwd": (x, x + 1, state, w, empty(n, c), empty(c), None, "rmsnorm", 1e-5, 0.5, 0.1, 1, []),
+        "residual_bwd": (x, x + 1, state, w, empty(n, c), empty(3, c), None, "rmsnorm", 1e-5, 0.5, 0.1, 1, []),
         "activation_fwd": (
             *(torch.randn(n, f), torch.randn(n, f), state, empty(n, f)),
             *("swiglu", 0.1, 2, f, 0, 0, []),
@@ -89,10 +90,15 @@ def small_op_args() -> dict[str, tuple[Any, ...]]:
             *(torch.randn(n, f), torch.randn(n, f), torch.randn(n, f), state, empty(n, f), empty(n, f), empty(n, f)),
             *("swiglu", 0.1, 2, f, 0, 0, []),
         ),
-        "qk_fwd": (rows, w[:d], None, angles.cos(), angles.sin(), empty(b, t, h, d), "rmsnorm", 1e-5, "half", d),
+        "qk_fwd": (
+            *(rows, w[:d], None, angles.cos(), angles.sin(), empty(b, t, h, d), "rmsnorm", 1e-5, "half", d),
+            *(rows[:, :, :1] - 1, w[:d] + 1, None, empty(b, t, 1, d)),
+        ),
         "qk_bwd": (
-            *(rows + 1, rows, w[:d], angles.cos(), angles.sin(), empty(b, t, h, d), empty(d), None),
+            *(rows + 1, rows, w[:d], angles.cos(), angles.sin(), empty(b, t, h, d), empty(1, d), None),
             *("rmsnorm", 1e-5, "half", d),
+            *(rows[:, :, :1] - 1, rows[:, :, 1:2], w[:d] + 1, empty(b, t, 1, d), empty(2, d), None),
+            *(rows[:, :, :1] + 3, empty(b, t, 1, d)),
         ),
         "attention_fwd": (q, k, k, *how),
         "attention_bwd": (torch.randn(b, h, t, d), q, k, k, o, lse, *how),
@@ -136,4 +142,4 @@ def test_every_op_is_checked() -> None:
         "attention_triton_bwd",
     }  # no kernel for the CPU: tests/triton/interpreted
     of_loss = {f"linear_cross_entropy{way}" for way in ("", "_fwd", "_bwd")}  # tests/loss
-    assert names == blocks | set(small_op_args()) | of_triton | of_loss
+    assert names == blocks | set(small_op_args()) | of_triton | of_loss | {"grad_chunks"}  # which makes a number

@@ -17,9 +17,8 @@ bool norm_bwd_rows(const NormBwd& a, int64_t begin, int64_t end, void* dweight, 
   return CKPT_DISPATCH(norm_bwd)(a, begin, end, dweight, dbias, scratch);
 }
 
-void sum_partials(bool wide, const void* partials, int64_t count, int64_t cols, void* out,
-                  int64_t begin, int64_t end) {
-  CKPT_DISPATCH(sum_partials)(wide, partials, count, cols, out, begin, end);
+void sum_grads_cols(const GradSum& s, DType acc, int64_t begin, int64_t end) {
+  CKPT_DISPATCH(sum_grads)(s, acc, begin, end);
 }
 
 }  // namespace ckptfused

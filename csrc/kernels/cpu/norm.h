@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "kernels/norm.h"
+#include "kernels/sum_grads.h"
 
 namespace ckptfused {
 
@@ -15,9 +16,7 @@ bool norm_fwd_rows(const NormFwd& a, int64_t begin, int64_t end);
 // null.
 bool norm_bwd_rows(const NormBwd& a, int64_t begin, int64_t end, void* dweight, void* dbias);
 
-// out[c] = partials[0][c] + partials[1][c] + ... for c in [begin, end); partials [count, cols] and
-// out [cols] are acc, double if wide.
-void sum_partials(bool wide, const void* partials, int64_t count, int64_t cols, void* out,
-                  int64_t begin, int64_t end);
+// Columns [begin, end) of a sum over chunks of type acc, f64 or f32.
+void sum_grads_cols(const GradSum& s, DType acc, int64_t begin, int64_t end);
 
 }  // namespace ckptfused

@@ -51,25 +51,28 @@ bool norm_bwd(const NormBwd& a, int64_t begin, int64_t end, void* dweight, void*
 }
 
 template <typename A>
-void sum_partials_typed(const A* partials, int64_t count, int64_t cols, A* out, int64_t begin,
-                        int64_t end) {
-  for (int64_t c = begin; c < end; ++c) out[c] = 0;
-  for (int64_t k = 0; k < count; ++k) {
-    const A* partial = partials + k * cols;
-    CKPT_IVDEP
-    for (int64_t c = begin; c < end; ++c) out[c] += partial[c];
+void sum_grads_typed(const GradSum& s, int64_t begin, int64_t end) {
+  constexpr int64_t kColumns = 512;
+  A sums[kColumns];
+  for (int64_t col = begin; col < end; col += kColumns) {
+    const int64_t n = end - col < kColumns ? end - col : kColumns;
+    for (int64_t c = 0; c < n; ++c) sums[c] = 0;
+    for (int64_t k = 0; k < s.count; ++k) {
+      const A* partial = static_cast<const A*>(s.from) + k * s.cols + col;
+      CKPT_IVDEP
+      for (int64_t c = 0; c < n; ++c) sums[c] += partial[c];
+    }
+    for_type(s.type, [&](auto t) {
+      auto* to = static_cast<decltype(t)*>(s.to) + col;
+      CKPT_IVDEP
+      for (int64_t c = 0; c < n; ++c) from_acc(acc_t<decltype(t)>(sums[c]), to[c]);
+    });
   }
 }
 
-void sum_partials(bool wide, const void* partials, int64_t count, int64_t cols, void* out,
-                  int64_t begin, int64_t end) {
-  if (wide) {
-    sum_partials_typed(static_cast<const double*>(partials), count, cols, static_cast<double*>(out),
-                       begin, end);
-  } else {
-    sum_partials_typed(static_cast<const float*>(partials), count, cols, static_cast<float*>(out),
-                       begin, end);
-  }
+void sum_grads(const GradSum& s, DType acc, int64_t begin, int64_t end) {
+  acc == DType::f64 ? sum_grads_typed<double>(s, begin, end)
+                    : sum_grads_typed<float>(s, begin, end);
 }
 
 CKPT_END_TARGET

@@ -84,17 +84,18 @@ CKPT_HD bool for_row_types(DType r, DType p, F f) {
   return false;
 }
 
-// Rows in at most 64 chunks, a function of their number alone: sums over rows are made a chunk at a
-// time and the partial sums added in order, so they are the same for every thread count.
+// Rows in chunks of which each may be some thread's: sums over rows are made a chunk at a time and
+// the partial sums added in order, so they are the same for every thread count.
 struct RowChunks {
-  explicit RowChunks(int64_t n) : rows(n), size(n > 64 * 16 ? (n + 63) / 64 : 16) {}
-  int64_t count() const { return (rows + size - 1) / size; }
-  int64_t begin(int64_t chunk) const { return chunk * size; }
-  int64_t end(int64_t chunk) const {
-    return begin(chunk) + size < rows ? begin(chunk) + size : rows;
-  }
-  int64_t rows, size;
+  int64_t rows, count;
+  int64_t begin(int64_t chunk) const { return rows * chunk / count; }
+  int64_t end(int64_t chunk) const { return begin(chunk + 1); }
 };
+
+// How many suit a CPU: at most 64, a function of the number of rows alone.
+inline int64_t cpu_grad_chunks(int64_t rows) {
+  return rows > 64 * 16 ? 64 : (rows + 15) / 16;
+}
 
 // out = in, converted to the accumulation type.
 template <typename T>

@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<R>>)
 
 }  // namespace
 
-const char* norm_bwd_cuda(const NormBwd& a, int64_t rows, int64_t chunks, void* dweight_partials,
-                          void* dbias_partials, void* dweight, void* dbias, void* stream) {
+const char* norm_bwd_cuda(const NormBwd& a, int64_t rows, int64_t chunks, void* dweight,
+                          void* dbias, void* stream) {
   return for_row_types(a.r, a.p, [&](auto r, auto p) -> const char* {
     using R = decltype(r);
     using P = decltype(p);
@@ -59,9 +59,9 @@ const char* norm_bwd_cuda(const NormBwd& a, int64_t rows, int64_t chunks, void* 
     grad.dres = a.dres;
     grad.dx = a.dx;
     grad.weight = a.weight;
-    grad.dweight = dweight == nullptr ? nullptr : dweight_partials;
-    grad.dbias = dbias == nullptr ? nullptr : dbias_partials;
-    return norm_grad_cuda<R, P, R, false>(grad, nullptr, dweight, dbias, stream);
+    grad.dweight = dweight;
+    grad.dbias = dbias;
+    return norm_grad_cuda<R, P, R, false>(grad, nullptr, stream);
   });
 }
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include "kernels/cuda/elements.cuh"
-#include "kernels/cuda/partials.cuh"
 #include "kernels/cuda/rows.cuh"
 
 // The gradient of a norm, which norm_bwd and residual_bwd share.
@@ -181,13 +180,11 @@ __global__ void __launch_bounds__(kSteps > 0 ? kGradThreads : 256, 1)
   if constexpr (!kPlain) dbias.finish(team, a.dbias, a.cols, begin == end);
 }
 
-// Launches the kernel and the sum of what its blocks leave. dweight, dbias: [cols] acc or null.
 template <typename X, typename G, typename D, bool kDrop>
-const char* norm_grad_cuda(const NormGrad& a, const int64_t* rng_state, void* dweight, void* dbias,
-                           void* stream) {
+const char* norm_grad_cuda(const NormGrad& a, const int64_t* rng_state, void* stream) {
   using A = acc_t<X>;
   if (a.chunks < 1) return "a gradient needs at least one chunk of rows";
-  const bool no_params = dweight == nullptr && dbias == nullptr;
+  const bool no_params = a.dweight == nullptr && a.dbias == nullptr;
   if (a.cols == 0 || (no_params && (a.rows == 0 || a.dx == nullptr))) return nullptr;
   if (a.cols > kMaxCols) return kTooWide;
   const int64_t warps = (a.cols + kWarpColumns - 1) / kWarpColumns;
@@ -199,20 +196,16 @@ const char* norm_grad_cuda(const NormGrad& a, const int64_t* rng_state, void* dw
     return launch(norm_grad_kernel<X, G, D, kSteps, decltype(plain)::value, kDrop>,
                   grid_of(a.chunks), dim3(layout.threads()), stream, a, rng_state, layout);
   };
-  const auto run_any = [&]() -> const char* {
-    if constexpr (sizeof(A) == sizeof(float)) {
-      constexpr int kMostWarps = kGradThreads / kLanes;
-      if (a.vectors && a.cols % kGroup == 0 && warps <= 2 * kMostWarps) {
-        const bool plain = dbias == nullptr && norm_is_plain(a.kind, {});
-        const std::integral_constant<int, 2> two;
-        return plain ? run(kMostWarps, two, std::true_type{})
-                     : run(kMostWarps, two, std::false_type{});
-      }
+  if constexpr (sizeof(A) == sizeof(float)) {
+    constexpr int kMostWarps = kGradThreads / kLanes;
+    if (a.vectors && a.cols % kGroup == 0 && warps <= 2 * kMostWarps) {
+      const bool plain = a.dbias == nullptr && norm_is_plain(a.kind, {});
+      const std::integral_constant<int, 2> two;
+      return plain ? run(kMostWarps, two, std::true_type{})
+                   : run(kMostWarps, two, std::false_type{});
     }
-    return run(8, std::integral_constant<int, 0>{}, std::false_type{});
-  };
-  if (const char* error = run_any()) return error;
-  return sum_partials_cuda<A>(a.dweight, a.dbias, a.chunks, a.cols, dweight, dbias, stream);
+  }
+  return run(8, std::integral_constant<int, 0>{}, std::false_type{});
 }
 
 }  // namespace ckptfused

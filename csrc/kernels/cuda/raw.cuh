@@ -50,6 +50,22 @@ struct Raw {
     }
   }
 
+  // Likewise all of them or, where they are not wanted, zeros. The address is a multiple of 16
+  // bytes.
+  CKPT_HD void load_whole(const T* from, bool wanted) {
+    CKPT_UNROLL
+    for (int i = 0; i < kWords; ++i) word[i] = 0;
+    if (!wanted) return;
+    CKPT_UNROLL
+    for (int i = 0; i < kWords / 4; ++i) {
+      const uint4 words = reinterpret_cast<const uint4*>(from)[i];
+      word[4 * i] = words.x;
+      word[4 * i + 1] = words.y;
+      word[4 * i + 2] = words.z;
+      word[4 * i + 3] = words.w;
+    }
+  }
+
   CKPT_HD void unpack(acc_t<T>* out) const {
     CKPT_UNROLL
     for (int i = 0; i < kCount; ++i) out[i] = to_acc(get(i));
@@ -62,6 +78,21 @@ struct Raw {
       T x;
       from_acc(in[i], x);
       put(i, x);
+    }
+  }
+
+  // 16 bytes at a time: the address is a multiple of that. (Of a store through a union of types
+  // nvcc makes four sometimes.)
+  CKPT_HD void store_whole(T* to) const {
+    CKPT_UNROLL
+    for (int i = 0; i < kWords / 4; ++i) {
+#if defined(__CUDA_ARCH__)
+      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 16 / int(sizeof(T))),
+                   "r"(word[4 * i]), "r"(word[4 * i + 1]), "r"(word[4 * i + 2]),
+                   "r"(word[4 * i + 3]));
+#else
+      memcpy(to + i * 16 / int(sizeof(T)), word + 4 * i, 16);
+#endif
     }
   }
 

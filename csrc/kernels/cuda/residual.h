@@ -14,7 +14,6 @@ const char* residual_fwd_cuda(const ResidualFwd& a, const int64_t* rng_state, in
 
 // The gradients of the post norm's parameters as in norm_bwd_cuda (kernels/cuda/norm.h).
 const char* residual_bwd_cuda(const ResidualBwd& a, const int64_t* rng_state, int64_t rows,
-                              int64_t chunks, void* dweight_partials, void* dbias_partials,
-                              void* dweight, void* dbias, void* stream);
+                              int64_t chunks, void* dweight, void* dbias, void* stream);
 
 }  // namespace ckptfused

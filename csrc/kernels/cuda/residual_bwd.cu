@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<R>>)
 }  // namespace
 
 const char* residual_bwd_cuda(const ResidualBwd& a, const int64_t* rng_state, int64_t rows,
-                              int64_t chunks, void* dweight_partials, void* dbias_partials,
-                              void* dweight, void* dbias, void* stream) {
+                              int64_t chunks, void* dweight, void* dbias, void* stream) {
   return for_row_types(a.r, a.p, [&](auto r, auto p) -> const char* {
     using R = decltype(r);
     using P = decltype(p);
@@ -60,12 +59,12 @@ const char* residual_bwd_cuda(const ResidualBwd& a, const int64_t* rng_state, in
     grad.dy = a.ds;
     grad.dx = a.df;
     grad.weight = a.post_weight;
-    grad.dweight = dweight == nullptr ? nullptr : dweight_partials;
-    grad.dbias = dbias == nullptr ? nullptr : dbias_partials;
+    grad.dweight = dweight;
+    grad.dbias = dbias;
     grad.m = a.m;
     grad.dropout = a.dropout;
     grad.row_map = a.row_map;
-    return norm_grad_cuda<P, R, P, true>(grad, rng_state, dweight, dbias, stream);
+    return norm_grad_cuda<P, R, P, true>(grad, rng_state, stream);
   });
 }
 

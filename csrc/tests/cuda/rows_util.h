@@ -3,7 +3,10 @@
 #include <cstring>
 #include <memory>
 
-#include "kernels/norm.h"
+#include "kernels/cuda/norm.h"
+#include "kernels/cuda/qk.h"
+#include "kernels/cuda/residual.h"
+#include "kernels/cuda/sum_grads.h"
 #include "tests/util.h"
 
 // What the tests of the row kernels share.
@@ -12,6 +15,41 @@ namespace ckptfused {
 
 // Kernels that stay while there are rows: a block with several rows, and each row a block's last.
 constexpr int64_t kOneMultiprocessor = 1, kManyMultiprocessors = int64_t(1) << 31;
+
+// Both steps of a gradient whose parameters' sums are asked for: their partial sums and dweight and
+// dbias are both given, or both null.
+inline const char* summed(const char* error, DType row, int64_t chunks, int64_t cols,
+                          void* dweight_partials, void* dbias_partials, void* dweight,
+                          void* dbias) {
+  if (error != nullptr) return error;
+  std::vector<GradSum> sums;
+  const DType acc = row == DType::f64 ? DType::f64 : DType::f32;
+  for (const auto& [from, to] :
+       {std::pair(dweight_partials, dweight), std::pair(dbias_partials, dbias)}) {
+    if (to != nullptr) sums.push_back({from, to, chunks, cols, acc});
+  }
+  return sum_grads_cuda(sums.data(), int64_t(sums.size()), acc, nullptr);
+}
+inline const char* norm_bwd_summed(const NormBwd& a, int64_t rows, int64_t chunks,
+                                   void* dweight_partials, void* dbias_partials, void* dweight,
+                                   void* dbias, void* stream) {
+  return summed(norm_bwd_cuda(a, rows, chunks, dweight_partials, dbias_partials, stream), a.r,
+                chunks, a.cols, dweight_partials, dbias_partials, dweight, dbias);
+}
+inline const char* residual_bwd_summed(const ResidualBwd& a, const int64_t* rng_state, int64_t rows,
+                                       int64_t chunks, void* dweight_partials, void* dbias_partials,
+                                       void* dweight, void* dbias, void* stream) {
+  return summed(
+      residual_bwd_cuda(a, rng_state, rows, chunks, dweight_partials, dbias_partials, stream), a.r,
+      chunks, a.cols, dweight_partials, dbias_partials, dweight, dbias);
+}
+inline const char* qk_bwd_summed(const QkBwd& a, int64_t tokens, int64_t chunks,
+                                 void* dweight_partials, void* dbias_partials, void* dweight,
+                                 void* dbias, void* stream) {
+  const QkGrads grads{dweight_partials, dbias_partials, chunks};
+  return summed(qk_bwd_cuda(a, &grads, tokens, stream), a.dtype, chunks, a.head_dim,
+                dweight_partials, dbias_partials, dweight, dbias);
+}
 
 // Elements at an address that is a multiple of 16 bytes, or one element behind it. What lies around
 // them must stay as it was.

@@ -159,15 +159,15 @@ TEST(LargeCuda, ResidualBackward) {
       a.df = df.large.data();
       {
         const OnlyEnds few(1);
-        ASSERT_EQ(nullptr, residual_bwd_cuda(a, kState, size.rows, size.rows / size.ends, nullptr,
-                                             nullptr, nullptr, nullptr, nullptr));
+        ASSERT_EQ(nullptr, residual_bwd_summed(a, kState, size.rows, size.rows / size.ends, nullptr,
+                                               nullptr, nullptr, nullptr, nullptr));
       }
       drop(size, 3, nullptr, ds.small);
       const NormBwd norm{
           post,           kEps, size.cols, DType::f32,     DType::f32, ds.small.data(),
           f.small.data(), {},   nullptr,   df.small.data()};
-      ASSERT_EQ(nullptr,
-                norm_bwd_cuda(norm, 2 * size.ends, 2, nullptr, nullptr, nullptr, nullptr, nullptr));
+      ASSERT_EQ(nullptr, norm_bwd_summed(norm, 2 * size.ends, 2, nullptr, nullptr, nullptr, nullptr,
+                                         nullptr));
       EXPECT_TRUE(df.same()) << "width " << size.cols << ", post " << int(post);
     }
   }
@@ -207,8 +207,8 @@ void check_qk(const Heads& small, const Heads& large, int64_t count, int64_t str
     const auto out = [&](auto& t) { return view_of<void*>(size, at(t)); };
     const int64_t tokens = size.batch * size.time;
     ASSERT_EQ(nullptr, qk_fwd_cuda({shape, {}, in(x), out(y)}, tokens, nullptr));
-    ASSERT_EQ(nullptr, qk_bwd_cuda({shape, in(dy), in(x), out(dx)}, tokens, 1, nullptr, nullptr,
-                                   nullptr, nullptr, nullptr));
+    ASSERT_EQ(nullptr, qk_bwd_summed({shape, in(dy), in(x), out(dx)}, tokens, 1, nullptr, nullptr,
+                                     nullptr, nullptr, nullptr));
   };
   for (const NormKind norm : {NormKind::none, NormKind::layernorm}) {
     run(small, norm, [](auto& t) { return t.small.data(); });

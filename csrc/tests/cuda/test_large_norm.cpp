@@ -37,7 +37,8 @@ void check_norm_bwd(const Size& size) {
             dy.small.data(),     x.small.data(), {},        dres.small.data(), dx.small.data()};
   const auto run = [&](int64_t rows) {
     const int64_t chunks = rows / size.ends;
-    ASSERT_EQ(nullptr, norm_bwd_cuda(a, rows, chunks, nullptr, nullptr, nullptr, nullptr, nullptr));
+    ASSERT_EQ(nullptr,
+              norm_bwd_summed(a, rows, chunks, nullptr, nullptr, nullptr, nullptr, nullptr));
   };
   run(2 * size.ends);
   a.dy = dy.large.data();
@@ -68,16 +69,16 @@ TEST(LargeCuda, NormBackwardOfParameters) {
   NormBwd a{NormKind::rmsnorm, kEps,           kCols, DType::f32, DType::f32,
             dy.small.data(),   x.small.data(), {},    nullptr,    nullptr};
   const OnlyEnds few(1);
-  ASSERT_EQ(nullptr,
-            norm_bwd_cuda(a, 2, 2, small_partials.data(), nullptr, want.data(), nullptr, nullptr));
+  ASSERT_EQ(nullptr, norm_bwd_summed(a, 2, 2, small_partials.data(), nullptr, want.data(), nullptr,
+                                     nullptr));
   Sparse<float> partials(kChunks * kCols);
   partials.open_to_read();
   partials.open(0, kCols);
   partials.open((kChunks - 1) * kCols, kCols);
   a.dy = dy.large.data();
   a.x = x.large.data();
-  ASSERT_EQ(nullptr, norm_bwd_cuda(a, size.rows, kChunks, partials.data(), nullptr, got.data(),
-                                   nullptr, nullptr));
+  ASSERT_EQ(nullptr, norm_bwd_summed(a, size.rows, kChunks, partials.data(), nullptr, got.data(),
+                                     nullptr, nullptr));
   for (int64_t i = 0; i < kSummed; ++i) {
     ASSERT_EQ(want[i], got[i]) << i;
     ASSERT_EQ(want[kCols - 1 - i], got[kCols - 1 - i]) << i;
@@ -92,11 +93,12 @@ TEST(LargeCuda, NormBackwardOfNone) {
     NormBwd a{NormKind::none,  kEps,    size.cols, DType::f32,      DType::bf16,
               dy.small.data(), nullptr, {},        dx.small.data(), dx.small.data()};
     ASSERT_EQ(nullptr,
-              norm_bwd_cuda(a, 2 * size.ends, 1, nullptr, nullptr, nullptr, nullptr, nullptr));
+              norm_bwd_summed(a, 2 * size.ends, 1, nullptr, nullptr, nullptr, nullptr, nullptr));
     a.dy = dy.large.data();
     a.dres = a.dx = dx.large.data();
     const OnlyEnds few(1);
-    ASSERT_EQ(nullptr, norm_bwd_cuda(a, size.rows, 1, nullptr, nullptr, nullptr, nullptr, nullptr));
+    ASSERT_EQ(nullptr,
+              norm_bwd_summed(a, size.rows, 1, nullptr, nullptr, nullptr, nullptr, nullptr));
     EXPECT_TRUE(dx.same()) << "width " << size.cols;
   }
 }

@@ -148,10 +148,10 @@ TYPED_TEST(CudaNorm, BackwardMatchesJacobian) {
                   cpu.data()};
         ASSERT_TRUE(norm_bwd_rows(a, 0, rows, cpu_dw.data(), cpu_db.data()));
         a.dx = out.data();
-        ASSERT_EQ(nullptr, norm_bwd_cuda(a, rows, chunks, need_dw ? scratch.data() : nullptr,
-                                         need_db ? scratch.data() + chunks * cols : nullptr,
-                                         need_dw ? dw.data() : nullptr,
-                                         need_db ? db.data() : nullptr, nullptr));
+        ASSERT_EQ(nullptr, norm_bwd_summed(a, rows, chunks, need_dw ? scratch.data() : nullptr,
+                                           need_db ? scratch.data() + chunks * cols : nullptr,
+                                           need_dw ? dw.data() : nullptr,
+                                           need_db ? db.data() : nullptr, nullptr));
         EXPECT_TRUE(out.guards_untouched() && dw.guards_untouched() && db.guards_untouched())
             << what;
         const auto got = out.values();
@@ -201,9 +201,9 @@ TYPED_TEST(CudaNorm, InPlaceIsTheSame) {
 
     NormBwd bwd{NormKind::layernorm, kEps,        cols,        dtype_of<R>(), dtype_of<R>(),
                 dy_at.data(),        x_at.data(), NormParam{}, nullptr,       dx.data()};
-    ASSERT_EQ(nullptr, norm_bwd_cuda(bwd, rows, 2, nullptr, nullptr, nullptr, nullptr, nullptr));
+    ASSERT_EQ(nullptr, norm_bwd_summed(bwd, rows, 2, nullptr, nullptr, nullptr, nullptr, nullptr));
     bwd.dy = bwd.dx = over_dy.data();
-    ASSERT_EQ(nullptr, norm_bwd_cuda(bwd, rows, 2, nullptr, nullptr, nullptr, nullptr, nullptr));
+    ASSERT_EQ(nullptr, norm_bwd_summed(bwd, rows, 2, nullptr, nullptr, nullptr, nullptr, nullptr));
     EXPECT_TRUE(same_bits(dx.values(), over_dy.values()));
   }
 }
@@ -220,8 +220,8 @@ TEST(CudaNormRows, NoRowsGiveZeroGradients) {
     ASSERT_EQ(1, chunks);
     scratch.assign(scratch.size(), std::numeric_limits<float>::quiet_NaN());
     ASSERT_EQ(nullptr,
-              norm_bwd_cuda(a, 0, chunks, scratch.data(), bias ? scratch.data() + cols : nullptr,
-                            dw.data(), bias ? db.data() : nullptr, nullptr));
+              norm_bwd_summed(a, 0, chunks, scratch.data(), bias ? scratch.data() + cols : nullptr,
+                              dw.data(), bias ? db.data() : nullptr, nullptr));
     for (int64_t c = 0; c < cols; ++c) {
       EXPECT_EQ(0.0f, dw[c]);
       EXPECT_EQ(bias ? 0.0f : -1.0f, db[c]);
@@ -246,8 +246,8 @@ TEST(CudaNormRows, OneChunkOrManyOneRowOrMany) {
       NormBwd a{NormKind::layernorm, kEps,        cols,    DType::f32, DType::f32, dy.stored.data(),
                 x.stored.data(),     NormParam{}, nullptr, nullptr};
       ASSERT_EQ(nullptr,
-                norm_bwd_cuda(a, rows, chunks, scratch.data(), scratch.data() + chunks * cols,
-                              dw.data(), db.data(), nullptr));
+                norm_bwd_summed(a, rows, chunks, scratch.data(), scratch.data() + chunks * cols,
+                                dw.data(), db.data(), nullptr));
       expect_close(dw.data(), want.dw, 30 * double(rows), 24, "dw");
       expect_close(db.data(), want.db, 10 * double(rows), 24, "db");
     }
@@ -281,7 +281,7 @@ TEST(CudaNormRows, KindNoneConverts) {
     std::vector<float> dx(cols);
     NormBwd bwd{NormKind::none, kEps,    cols, DType::f32,         DType::f16,
                 y.data(),       nullptr, {},   dres.stored.data(), dx.data()};
-    ASSERT_EQ(nullptr, norm_bwd_cuda(bwd, 1, 1, nullptr, nullptr, nullptr, nullptr, nullptr));
+    ASSERT_EQ(nullptr, norm_bwd_summed(bwd, 1, 1, nullptr, nullptr, nullptr, nullptr, nullptr));
     for (int i = 0; i < cols; ++i) EXPECT_EQ(dx[i], dres.stored[i] + to_acc(y[i]));
   }
 }

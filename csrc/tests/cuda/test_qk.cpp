@@ -153,7 +153,7 @@ struct Problem : Case {
 
   // dx elsewhere, over x and over dy.
   void check_backward(int multiprocessors = 1) const {
-    const int64_t chunks = qk_grad_chunks(tokens, heads, dim, multiprocessors);
+    const int64_t chunks = gpu_grad_chunks(tokens, dim, heads, multiprocessors);
     std::vector<A> dw(size_t(dim), A(-1)), db = dw, dw_parts(size_t(chunks * dim), A(-1)),
                                            db_parts = dw_parts;
     std::vector<T> in = x.stored, grad = dy.stored, apart = x.stored;
@@ -162,9 +162,9 @@ struct Problem : Case {
       const auto if_wanted = [](bool wanted, std::vector<A>& v) {
         return wanted ? v.data() : nullptr;
       };
-      ASSERT_EQ(nullptr, qk_bwd_cuda(a, tokens, chunks, if_wanted(want_dw, dw_parts),
-                                     if_wanted(want_db, db_parts), if_wanted(want_dw, dw),
-                                     if_wanted(want_db, db), nullptr));
+      ASSERT_EQ(nullptr, qk_bwd_summed(a, tokens, chunks, if_wanted(want_dw, dw_parts),
+                                       if_wanted(want_db, db_parts), if_wanted(want_dw, dw),
+                                       if_wanted(want_db, db), nullptr));
     };
     run(in, apart, true, true);
     const std::vector<A> first_dw = dw, first_db = db;
@@ -248,6 +248,56 @@ TYPED_TEST(QkCuda, EveryHeadWidth) {
   }
 }
 
+// q, k and v in one launch: the bits of each alone.
+TYPED_TEST(QkCuda, SeveralPartsAreTheSame) {
+  using T = TypeParam;
+  using A = acc_t<T>;
+  for (const NormKind norm : {NormKind::none, NormKind::layernorm}) {
+    const Problem<T> q({2, 9, 5, 40, 24, norm, RopeKind::half}),
+        k({2, 9, 2, 40, 24, norm, RopeKind::half}),
+        v({2, 9, 2, 40, 0, NormKind::none, RopeKind::none});
+    const Problem<T>* problems[] = {&q, &k, &v};
+    const int64_t chunks[] = {3, 2, 1};
+    std::vector<T> x[3], dy[3], alone[3], together[3];
+    std::vector<A> sums[3], joint_sums[3];
+    QkParts<QkFwd> fwd;
+    QkParts<QkBwd> bwd;
+    QkGrads grads[3], joint_grads[3];
+    for (int n = 0; n < 3; ++n) {
+      const Problem<T>& p = *problems[n];
+      x[n] = p.x.stored, dy[n] = p.dy.stored, alone[n] = together[n] = x[n];
+      const QkFwd a{
+          p.shape, {}, p.template view<const void*>(x[n]), p.template view<void*>(alone[n])};
+      ASSERT_EQ(nullptr, qk_fwd_cuda(a, p.tokens, nullptr));
+      if (n == 2) continue;
+      fwd.part[fwd.count] = a;
+      fwd.part[fwd.count++].y = p.template view<void*>(together[n]);
+    }
+    ASSERT_EQ(nullptr, qk_fwd_cuda(fwd, q.tokens, nullptr));
+    for (int n = 0; n < 2; ++n) problems[n]->expect_same_heads(alone[n], together[n]);
+    for (int n = 0; n < 3; ++n) {
+      const Problem<T>& p = *problems[n];
+      sums[n].assign(size_t(2 * chunks[n] * 40), A(-1)), joint_sums[n] = sums[n];
+      const auto grads_in = [&](std::vector<A>& to) {
+        return p.norm == NormKind::none ? QkGrads{}
+                                        : QkGrads{to.data(), to.data() + chunks[n] * 40, chunks[n]};
+      };
+      grads[n] = grads_in(sums[n]), joint_grads[n] = grads_in(joint_sums[n]);
+      QkBwd a{p.shape, p.template view<const void*>(dy[n]), p.template view<const void*>(x[n]),
+              p.template view<void*>(alone[n])};
+      ASSERT_EQ(nullptr, qk_bwd_cuda(a, &grads[n], p.tokens, nullptr));
+      a.dx = p.template view<void*>(together[n]);
+      bwd.part[bwd.count++] = a;
+    }
+    ASSERT_EQ(nullptr, qk_bwd_cuda(bwd, joint_grads, q.tokens, nullptr));
+    for (int n = 0; n < 3; ++n) {
+      problems[n]->expect_same_heads(alone[n], together[n]);
+      EXPECT_EQ(sums[n], joint_sums[n]);
+    }
+    v.expect_same_heads(together[2], dy[2]);  // copied
+  }
+}
+
 // Many tokens, few heads and many: teams that cross tokens and sequences from one item to the next.
 TYPED_TEST(QkCuda, Shapes) {
   const int64_t shapes[][3] = {{70, 1, 1}, {1, 90, 1}, {3, 7, 2}, {2, 5, 13}, {1, 1, 32}};
@@ -317,9 +367,10 @@ TYPED_TEST(QkCuda, NanStaysInItsHead) {
   const Problem<T> p({1, 2, 4, 20, 12, NormKind::rmsnorm, RopeKind::half});
   std::vector<T> x = p.x.stored, y = x;
   x[p.offset(x, 1, 2) + 19] = store<T>(NAN);
-  ASSERT_EQ(nullptr,
-            qk_fwd_cuda({p.shape, {}, p.template view<const void*>(x), p.template view<void*>(y)},
-                        p.tokens, nullptr));
+  ASSERT_EQ(
+      nullptr,
+      qk_fwd_cuda(QkFwd{p.shape, {}, p.template view<const void*>(x), p.template view<void*>(y)},
+                  p.tokens, nullptr));
   for (int64_t token = 0; token < 2; ++token) {
     for (int64_t h = 0; h < 4; ++h) {
       for (int64_t i = 0; i < 20; ++i) {
@@ -337,9 +388,10 @@ TYPED_TEST(QkCuda, InfinityPastTheRotaryEntries) {
     std::vector<T> x = p.x.stored;
     const int64_t at = p.offset(x, 0, 0);
     for (int i = 12; i < 20; ++i) x[at + i] = store<T>(INFINITY);
-    ASSERT_EQ(nullptr,
-              qk_fwd_cuda({p.shape, {}, p.template view<const void*>(x), p.template view<void*>(x)},
-                          p.tokens, nullptr));
+    ASSERT_EQ(
+        nullptr,
+        qk_fwd_cuda(QkFwd{p.shape, {}, p.template view<const void*>(x), p.template view<void*>(x)},
+                    p.tokens, nullptr));
     for (int i = 0; i < 20; ++i) EXPECT_EQ(i >= 12, std::isinf(double(to_acc(x[at + i]))));
   }
 }
@@ -348,11 +400,11 @@ TEST(QkCuda, NoTokens) {
   const Problem<float> p({1, 2, 2, 16, 16, NormKind::layernorm, RopeKind::half});
   std::vector<float> x = p.x.stored, dw(16, -1.0f), parts(16, -1.0f);
   EXPECT_EQ(nullptr,
-            qk_fwd_cuda({p.shape, {}, p.view<const void*>(x), p.view<void*>(x)}, 0, nullptr));
+            qk_fwd_cuda(QkFwd{p.shape, {}, p.view<const void*>(x), p.view<void*>(x)}, 0, nullptr));
   const QkBwd a{p.shape, p.view<const void*>(x), p.view<const void*>(x), p.view<void*>(x)};
-  EXPECT_EQ(nullptr, qk_bwd_cuda(a, 0, 1, nullptr, nullptr, nullptr, nullptr, nullptr));
-  ASSERT_EQ(1, qk_grad_chunks(0, 2, 16, 132));
-  EXPECT_EQ(nullptr, qk_bwd_cuda(a, 0, 1, parts.data(), nullptr, dw.data(), nullptr, nullptr));
+  EXPECT_EQ(nullptr, qk_bwd_summed(a, 0, 1, nullptr, nullptr, nullptr, nullptr, nullptr));
+  ASSERT_EQ(1, gpu_grad_chunks(0, 16, 2, 132));
+  EXPECT_EQ(nullptr, qk_bwd_summed(a, 0, 1, parts.data(), nullptr, dw.data(), nullptr, nullptr));
   EXPECT_EQ(dw, std::vector<float>(16, 0.0f));
   EXPECT_EQ(x, p.x.stored);
 }
@@ -361,13 +413,13 @@ TEST(QkCuda, RefusesHeadsTooWide) {
   const Problem<float> p({1, 1, 1, 600, 600, NormKind::none, RopeKind::half});
   std::vector<float> x = p.x.stored;
   EXPECT_NE(nullptr,
-            qk_fwd_cuda({p.shape, {}, p.view<const void*>(x), p.view<void*>(x)}, 1, nullptr));
+            qk_fwd_cuda(QkFwd{p.shape, {}, p.view<const void*>(x), p.view<void*>(x)}, 1, nullptr));
 }
 
 TEST(QkCuda, GradChunks) {
-  EXPECT_EQ(1, qk_grad_chunks(1, 1, 128, 132));
-  EXPECT_EQ(2, qk_grad_chunks(5, 13, 128, 132));
-  EXPECT_EQ(528, qk_grad_chunks(16384, 32, 128, 132));
+  EXPECT_EQ(1, gpu_grad_chunks(1, 128, 1, 132));
+  EXPECT_EQ(2, gpu_grad_chunks(5, 128, 13, 132));
+  EXPECT_EQ(528, gpu_grad_chunks(16384, 128, 32, 132));
 }
 
 }  // namespace

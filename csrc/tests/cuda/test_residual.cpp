@@ -203,10 +203,10 @@ TYPED_TEST(CudaResidual, BackwardMatchesCpu) {
         a.f = post ? df.data() : nullptr;
         a.df = df.data();
         ASSERT_EQ(nullptr,
-                  residual_bwd_cuda(a, kState, kRows, chunks, need_dw ? scratch.data() : nullptr,
-                                    need_db ? scratch.data() + chunks * cols : nullptr,
-                                    need_dw ? dw.data() : nullptr, need_db ? db.data() : nullptr,
-                                    nullptr));
+                  residual_bwd_summed(a, kState, kRows, chunks, need_dw ? scratch.data() : nullptr,
+                                      need_db ? scratch.data() + chunks * cols : nullptr,
+                                      need_dw ? dw.data() : nullptr, need_db ? db.data() : nullptr,
+                                      nullptr));
         EXPECT_TRUE(df.guards_untouched() && dw.guards_untouched() && db.guards_untouched());
         if (align) first = df.values(), first_dw = dw.values(), first_db = db.values();
         EXPECT_TRUE(same_bits(first, df.values()) && same_bits(first_dw, dw.values()) &&
@@ -215,8 +215,8 @@ TYPED_TEST(CudaResidual, BackwardMatchesCpu) {
         if constexpr (std::is_same_v<R, P>) {  // in place over ds
           a.f = post ? f.stored.data() : nullptr;
           a.df = ds_at.data();
-          ASSERT_EQ(nullptr, residual_bwd_cuda(a, kState, kRows, chunks, nullptr, nullptr, nullptr,
-                                               nullptr, nullptr));
+          ASSERT_EQ(nullptr, residual_bwd_summed(a, kState, kRows, chunks, nullptr, nullptr,
+                                                 nullptr, nullptr, nullptr));
           EXPECT_TRUE(same_bits(first, ds_at.values())) << what << ": in place";
         }
       }
@@ -267,7 +267,7 @@ TEST(CudaResidualRows, DroppedNaNIsNothing) {
     bwd.dropout = fwd.dropout;
     bwd.df = df.data();
     ASSERT_EQ(nullptr,
-              residual_bwd_cuda(bwd, kState, 1, 1, nullptr, nullptr, nullptr, nullptr, nullptr));
+              residual_bwd_summed(bwd, kState, 1, 1, nullptr, nullptr, nullptr, nullptr, nullptr));
     const Dropout mask = make_dropout(kState, 0.5, 1, cols);
     for (int64_t c = 0; c < cols; ++c) {
       EXPECT_EQ(mask.keep(0, c), std::isnan(sum[c]));
@@ -288,7 +288,7 @@ TEST(CudaResidualRows, NoRowsAndOtherPairs) {
   bwd.cols = 8;
   bwd.r = bwd.p = DType::f32;
   EXPECT_EQ(nullptr,
-            residual_bwd_cuda(bwd, nullptr, 0, 1, nullptr, nullptr, nullptr, nullptr, nullptr));
+            residual_bwd_summed(bwd, nullptr, 0, 1, nullptr, nullptr, nullptr, nullptr, nullptr));
 }
 
 }  // namespace
