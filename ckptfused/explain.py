@@ -14,6 +14,7 @@ from ckptfused.call import Call
 from ckptfused.checks import autocast_enabled, check_plain
 from ckptfused.layer.parts import Reason
 from ckptfused.modules.fused import FusedModule
+from ckptfused.sizes import size
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
 from ckptfused.triton import backend, tuning
 
@@ -62,8 +63,8 @@ class Explanation:
                 "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3]]).rstrip()
             )
         if self.saved:
-            parts = ", ".join(f"{name} {_size(count)}" for name, count in self.saved.items())
-            lines += ["", f"Saved for backward: {_size(sum(self.saved.values()))} ({parts})."]
+            parts = ", ".join(f"{name} {size(count, 1)}" for name, count in self.saved.items())
+            lines += ["", f"Saved for backward: {size(sum(self.saved.values()), 1)} ({parts})."]
         lines += [*([] if self.saved else [""]), *self.notes]
         return "\n".join(lines)
 
@@ -103,13 +104,6 @@ def explain(block: FusedModule, x: Tensor, *args: Any, show: bool = True, **kwar
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _size(count: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count} B"
 
 
 class _Setting:
@@ -168,10 +162,10 @@ class _Setting:
 
     def tiles(self, f: FFNSpec) -> tuple[int, int, str]:
         """Rows and columns of a tile, and the reason."""
-        n, size = self.batch * self.length, self.dtype.itemsize
+        n, width = self.batch * self.length, self.dtype.itemsize
         device = "cuda" if self.cuda else "cpu"
-        rows, cols = cost.ffn_tiles(n, self.width, f.hidden, f.gated, size, self.spec.scratch, device)
-        scratch = f"{_size((3 if f.gated else 2) * n * f.hidden * size)} of hidden-wide scratch in one piece"
+        rows, cols = cost.ffn_tiles(n, self.width, f.hidden, f.gated, width, self.spec.scratch, device)
+        scratch = f"{size((3 if f.gated else 2) * n * f.hidden * width, 1)} of hidden-wide scratch in one piece"
         if (rows, cols) == (n, f.hidden):
             return rows, cols, scratch
         cut = f"{-(-n // rows)} tiles of {rows} rows" if rows < n else f"{-(-f.hidden // cols)} tiles of {cols} columns"
@@ -290,7 +284,9 @@ def _notes(s: _Setting, replayed: dict[str, int]) -> list[str]:
         device = "cuda" if s.cuda else "cpu"
         forward = cost.forward_scratch(s.spec, *s.dims, s.x.dtype, device=device)
         backward = cost.backward_scratch(s.spec, *s.dims, s.x.dtype, device=device)
-        notes.append(f"Most memory at a time: forward {_size(forward)}, backward {_size(backward)}, results included.")
+        notes.append(
+            f"Most memory at a time: forward {size(forward, 1)}, backward {size(backward, 1)}, results included."
+        )
     return notes
 
 

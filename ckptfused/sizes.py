@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Numbers of bytes as people write and read them."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ def parse_bytes(where: str, value: float | str) -> int:
             f"MiB, GiB, TiB: of 1024), got {value!r}"
         )
     return count
+
+
+def size(count: int, digits: int = 2) -> str:
+    """Bytes in the largest unit of which there is one: "1.50 GiB"."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:,.{digits}f} {name}"
+    return f"{count} B"

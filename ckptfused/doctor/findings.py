@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, overload
+
+from ckptfused.policy.table import printed
 
 SEVERITIES = ("error", "warning", "advice")
 _STYLES = {"error": "bold red", "warning": "yellow", "advice": "cyan"}
@@ -79,14 +79,8 @@ class Findings(Sequence[Finding]):
         return Group(*([table] if len(self) else []), *map(Text, self._ends()))
 
     def __str__(self) -> str:
-        try:
-            from rich.console import Console
-        except ModuleNotFoundError:
-            lines = [f"{f.severity}: {f.place}: {f.text}. {f.mend}" for f in self]
-            return "\n".join([*lines, *self._ends()])
-        out = io.StringIO()
-        Console(file=out, width=int(os.environ.get("COLUMNS", 120)), color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        lines = [f"{f.severity}: {f.place}: {f.text}. {f.mend}" for f in self]
+        return printed(self.__rich__, lambda: "\n".join([*lines, *self._ends()]))
 
     __repr__ = __str__
 

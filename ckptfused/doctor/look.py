@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ckptfused.convert import find
 from ckptfused.convert.forward import ConvertedForward
+from ckptfused.doctor.regions import keywords_of
 from ckptfused.modules import FusedCheckpointSequential
 from ckptfused.modules.fused import FusedModule
 from ckptfused.policy.fingerprints import leaves
@@ -98,7 +99,7 @@ def _checkpoints(module: nn.Module) -> Iterator[Checkpoint]:
     if isinstance(forward, ConvertedForward) or isinstance(module, FusedModule | FusedCheckpointSequential):
         yield Checkpoint(module, OURS)
     if _flagged(module):
-        options = _keywords(module._gradient_checkpointing_func)
+        options = keywords_of(module._gradient_checkpointing_func)
         reentrant = options.get("use_reentrant") is not False and "use_reentrant" in options
         yield Checkpoint(module, HUGGING_FACE, reentrant, options.get("preserve_rng_state", True), module.training)
     contract: Any = sys.modules.get("torch.distributed._composable.contract")
@@ -117,16 +118,3 @@ def _flagged(module: nn.Module) -> bool:
             getattr(module, "_gradient_checkpointing_func", None)
         )
     )
-
-
-def _keywords(function: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    while isinstance(function, functools.partial):
-        found = {**function.keywords, **found}
-        function = function.func
-    return found
-
-
-def covered_by_others(look: Look, module: nn.Module) -> bool:
-    """Whether a checkpoint that is not ckptfused's runs this module."""
-    return any(c.by != OURS and c.module is module for c in look.checkpoints)

@@ -9,12 +9,12 @@ from ckptfused.doctor.findings import Finding
 from ckptfused.doctor.look import Look
 from ckptfused.doctor.saving import everything_saved
 from ckptfused.policy import Profile, adamw, profile
+from ckptfused.sizes import size
 
 SHARE = 0.4
 """Of the peak: below it, other means save more than checkpointing can."""
 COSTS = 1.05
 """The peak without checkpointing over the one with it, below which it does not pay."""
-GIB = 2**30
 
 
 def memory_of_the_step(look: Look) -> Iterator[Finding]:
@@ -33,8 +33,8 @@ def memory_of_the_step(look: Look) -> Iterator[Finding]:
         yield Finding(
             "advice",
             "the model",
-            f"with sequences{length} checkpointing only costs time: the predicted peak is {_size(configured.peak)}, "
-            f"and {_size(saving.peak)} where everything is saved",
+            f"with sequences{length} checkpointing only costs time: the predicted peak is {size(configured.peak, 1)}, "
+            f"and {size(saving.peak, 1)} where everything is saved",
             "switch it off, or train with longer sequences or larger batches",
         )
 
@@ -46,18 +46,14 @@ def _other_means(memory: Profile, activations: int) -> Finding:
         (memory.loss_head, "loss head", 'ckptfused.convert(model, loss="chunked"), or ckptfused.linear_cross_entropy'),
     ]
     (most, place, _), *_ = parts = sorted(parts, reverse=True)
-    what = "; ".join(mend for size, _, mend in parts if 2 * size > most)
+    what = "; ".join(mend for held, _, mend in parts if 2 * held > most)
     return Finding(
         "advice",
         "the model",
-        f"activations are {activations / memory.peak:.0%} of the predicted peak of {_size(memory.peak)}, at "
-        f"{memory.moment}; most of the rest is {place} (state {_size(state)}, loss head {_size(memory.loss_head)})",
+        f"activations are {activations / memory.peak:.0%} of the predicted peak of {size(memory.peak, 1)}, at "
+        f"{memory.moment}; most of the rest is {place} (state {size(state, 1)}, loss head {size(memory.loss_head, 1)})",
         what,
     )
-
-
-def _size(count: int) -> str:
-    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / 2**20:,.1f} MiB"
 
 
 def predicted(look: Look) -> tuple[Profile, Profile] | None:

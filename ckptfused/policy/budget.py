@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.policy.costs import Costs
-from ckptfused.policy.table import size
+from ckptfused.sizes import size
 
 
 class BudgetError(ValueError):

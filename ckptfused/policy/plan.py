@@ -24,9 +24,8 @@ from ckptfused.policy.result import Profile
 from ckptfused.policy.segments import Divided
 from ckptfused.policy.shards import sharded
 from ckptfused.policy.step import Batch, MakeOptimizer, check_model, made
-from ckptfused.policy.table import size
 from ckptfused.policy.twin import meta_twin
-from ckptfused.sizes import parse_bytes
+from ckptfused.sizes import parse_bytes, size
 from ckptfused.spec.checks import check_integer
 
 NEVER = 1 << 62

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from itertools import groupby
 from typing import Any
 
-from ckptfused.policy.table import duration, size
+from ckptfused.policy.table import duration, printed
+from ckptfused.sizes import size
 
 GIB = 2**30
 
@@ -52,13 +52,7 @@ def policy_line(policy: Any) -> str:
 
 def table(plan: Any) -> str:
     """The same as text; without rich, fewer words."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        return "\n".join((_first(plan), str(plan.policy), *plan.notes))
-    out = io.StringIO()
-    Console(file=out, width=110, color_system=None).print(rich_table(plan))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return printed(lambda: rich_table(plan), lambda: "\n".join((_first(plan), str(plan.policy), *plan.notes)))
 
 
 def written(plan: Any) -> str:

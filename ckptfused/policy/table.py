@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
 from ckptfused.policy.parts import LayerProfile
+from ckptfused.sizes import size
 
 MOST_ALIVE = 6
 _COLUMNS = ("", "saved", "forward +", "backward +", "gradients", "forward", "backward")
@@ -30,22 +31,23 @@ def rich_table(profile: Any) -> Any:
 
 def text(profile: Any) -> str:
     """The table as text, by rich where that is installed."""
+
+    def plain() -> str:
+        rows = ["  ".join(row) for row in (_COLUMNS, *_rows(profile))]
+        return "\n".join([*_begin(profile), "", *rows, "", *_end(profile)])
+
+    return printed(lambda: rich_table(profile), plain)
+
+
+def printed(rich: Callable[[], Any], plain: Callable[[], str]) -> str:
+    """What rich prints, as text, as wide as `COLUMNS` says; without rich, a plainer text."""
     try:
         from rich.console import Console
     except ModuleNotFoundError:
-        rows = ["  ".join(row) for row in (_COLUMNS, *_rows(profile))]
-        return "\n".join([*_begin(profile), "", *rows, "", *_end(profile)])
+        return plain()
     out = io.StringIO()
-    Console(file=out, width=int(os.environ.get("COLUMNS", 120)), color_system=None).print(rich_table(profile))
+    Console(file=out, width=int(os.environ.get("COLUMNS", 120)), color_system=None).print(rich())
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def size(count: int) -> str:
-    """Bytes in the largest unit of which there is one."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:,.2f} {name}"
-    return f"{count} B"
 
 
 def duration(seconds: float) -> str:
