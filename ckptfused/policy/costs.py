@@ -24,7 +24,7 @@ from ckptfused.convert.report import Report
 from ckptfused.policy import chain
 from ckptfused.policy.chain import Passing, Unit
 from ckptfused.policy.devices import Device
-from ckptfused.policy.parts import BACKWARD, FORWARD, HEAD, HEAD_BACKWARD, REPLAY, Phase
+from ckptfused.policy.layer_costs import Cost, held_beside, measured
 from ckptfused.policy.predict import predicted
 from ckptfused.policy.result import Profile
 from ckptfused.policy.step import Batch
@@ -40,27 +40,6 @@ CHUNKED_SCRATCHES = (None, 64 << 20)
 UNSEEN = 100
 """Of what a step on the CPU needs beside weights, this part is left for what ops allocate within themselves, which a
 step on meta tensors does not show (docs/memory.md)."""
-
-
-class Cost(NamedTuple):
-    """Of one layer or the loss head. Bytes are above what layers before it hold, and gradients of those after it."""
-
-    saved: int
-    forward: int
-    """The most during its forward, `saved` included."""
-    backward: int
-    """The most during its backward, `saved` and the gradients of its own parameters included."""
-    forward_seconds: float
-    backward_seconds: float
-
-    def shifted(self, here: Cost, there: Cost) -> Cost:
-        """What it would be of a layer that costs `here` what this one costs `there`."""
-        return Cost(*(max(0, x + a - b) for x, a, b in zip(self, here, there, strict=True)))  # type: ignore[arg-type]
-
-    def mode(self, lingers: int = 0, waits: float = 0.0) -> chain.Mode:
-        """For the programme. lingers: bytes of `saved` that are on the host; waits: seconds for them to come."""
-        seconds = self.forward_seconds + self.backward_seconds + waits
-        return chain.Mode(seconds, self.saved - lingers, self.forward, self.backward, lingers)
 
 
 class HeadMode(NamedTuple):
@@ -193,7 +172,7 @@ class _Table:
         self._described = {layer.name: layer for layer in report.layers}
         self.kept = measured(base)
         """Of all layers and the head, all in the mode `"inputs"`."""
-        self.constant = _held(base)
+        self.constant = held_beside(base)
         self.heads = {HeadMode(): self.kept[-1]}
         self._names = [layer.name for layer in base.layers]
         self._places = [place for place, name in enumerate(self._names) if name in self._described]
@@ -203,7 +182,7 @@ class _Table:
 
     def _measured(self, policy: CheckpointPolicy) -> list[Cost]:
         profile = self._steps.of(policy)
-        self.constant = max(self.constant, _held(profile))
+        self.constant = max(self.constant, held_beside(profile))
         return measured(profile)
 
     def differs(self, head: HeadMode, scratch: int | None) -> bool:
@@ -284,29 +263,6 @@ class _Table:
         """Seconds that the next layer waits for a copy of so many bytes, which it hides otherwise."""
         copied, beside = x / self._steps.device.link, self.kept[place + 1]
         return max(0.0, copied - beside.forward_seconds) + max(0.0, copied - beside.backward_seconds)
-
-
-def measured(profile: Profile) -> list[Cost]:
-    """What each layer cost in a step, and the loss head after them."""
-    most: defaultdict[Phase, int] = defaultdict(int)
-    for (name, index), parts, _ in profile.phases:
-        phase = Phase(BACKWARD.name if name == REPLAY else name, index)
-        most[phase] = max(most[phase], sum(parts))
-    held, after, found = _held(profile), sum(layer.gradients for layer in profile.layers), []
-    for index, layer in enumerate(profile.layers):
-        after -= layer.gradients
-        forward = max(layer.saved, most[Phase(FORWARD.name, index)] - held)
-        backward = max(layer.saved, most[Phase(BACKWARD.name, index)] - held - after)
-        found.append(Cost(layer.saved, forward, backward, layer.forward_seconds, layer.backward_seconds))
-        held += layer.saved
-    head = profile.head
-    forward, backward = (max(0, most[phase] - held) for phase in (HEAD, HEAD_BACKWARD))
-    return [*found, Cost(0, forward, backward, head.forward_seconds, head.backward_seconds)]
-
-
-def _held(profile: Profile) -> int:
-    """From forward to backward, beside the layers' own."""
-    return profile.embeddings.saved + profile.between.saved
 
 
 def _loss(head: HeadMode) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from ckptfused.convert.measure import stored_bytes
 from ckptfused.policy.allocator import CPUAllocator, CUDAAllocator
 from ckptfused.policy.autocast import named, region
+from ckptfused.policy.recorded import profile_of
 from ckptfused.policy.recording import Recording
 from ckptfused.policy.result import Profile
 from ckptfused.policy.step import Batch, Marks, run_step
@@ -48,7 +49,7 @@ def measured(
         seconds = _seconds(model, run, device)
         recording, fragmentation = _record(model, batch, optimizer, device, run, seconds)
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return recording.profile(name, "measured", fragmentation=fragmentation, autocast=named(autocast))
+    return profile_of(recording, name, "measured", fragmentation=fragmentation, autocast=named(autocast))
 
 
 Run = Callable[[Marks[Any]], list[int]]

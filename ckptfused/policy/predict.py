@@ -20,6 +20,7 @@ from ckptfused.policy.devices import Device
 from ckptfused.policy.known import Known, values_of
 from ckptfused.policy.meta import functions_for_meta
 from ckptfused.policy.parts import Phase
+from ckptfused.policy.recorded import profile_of
 from ckptfused.policy.recording import Change, Recording
 from ckptfused.policy.result import Profile
 from ckptfused.policy.step import Batch, Marks, NoLossError, run_step
@@ -69,8 +70,8 @@ def predicted(
             model.zero_grad(set_to_none=True)
     if names := _unknown(batch):
         notes.append(f"{', '.join(names)} without data: what the model chooses by their values is as if they were not")
-    return recording.profile(
-        device.name, "predicted", tuple(notes), time_error=device.time_error, autocast=named(autocast)
+    return profile_of(
+        recording, device.name, "predicted", tuple(notes), time_error=device.time_error, autocast=named(autocast)
     )
 
 

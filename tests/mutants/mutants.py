@@ -689,7 +689,7 @@ MUTANTS = (
     ),
     Mutant(
         "a layer's input taken twice from its forward's transients",
-        file="ckptfused/policy/recording.py",
+        file="ckptfused/policy/recorded.py",
         text="(held[place] if forward else 0)",
         defect="0",
         test="tests/policy/test_profile.py::test_the_peak_follows_from_the_layers[plain]",

@@ -1,0 +1,54 @@
+"""What each layer costs in one step, as its profile shows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from ckptfused.policy import chain
+from ckptfused.policy.parts import BACKWARD, FORWARD, HEAD, HEAD_BACKWARD, REPLAY, Phase
+from ckptfused.policy.result import Profile
+
+
+class Cost(NamedTuple):
+    """Of one layer or the loss head. Bytes are above what layers before it hold, and gradients of those after it."""
+
+    saved: int
+    forward: int
+    """The most during its forward, `saved` included."""
+    backward: int
+    """The most during its backward, `saved` and the gradients of its own parameters included."""
+    forward_seconds: float
+    backward_seconds: float
+
+    def shifted(self, here: Cost, there: Cost) -> Cost:
+        """What it would be of a layer that costs `here` what this one costs `there`."""
+        return Cost(*(max(0, x + a - b) for x, a, b in zip(self, here, there, strict=True)))  # type: ignore[arg-type]
+
+    def mode(self, lingers: int = 0, waits: float = 0.0) -> chain.Mode:
+        """For the programme. lingers: bytes of `saved` that are on the host; waits: seconds for them to come."""
+        seconds = self.forward_seconds + self.backward_seconds + waits
+        return chain.Mode(seconds, self.saved - lingers, self.forward, self.backward, lingers)
+
+
+def measured(profile: Profile) -> list[Cost]:
+    """What each layer cost in a step, and the loss head after them."""
+    most: defaultdict[Phase, int] = defaultdict(int)
+    for (name, index), parts, _ in profile.phases:
+        phase = Phase(BACKWARD.name if name == REPLAY else name, index)
+        most[phase] = max(most[phase], sum(parts))
+    held, after, found = held_beside(profile), sum(layer.gradients for layer in profile.layers), []
+    for index, layer in enumerate(profile.layers):
+        after -= layer.gradients
+        forward = max(layer.saved, most[Phase(FORWARD.name, index)] - held)
+        backward = max(layer.saved, most[Phase(BACKWARD.name, index)] - held - after)
+        found.append(Cost(layer.saved, forward, backward, layer.forward_seconds, layer.backward_seconds))
+        held += layer.saved
+    head = profile.head
+    forward, backward = (max(0, most[phase] - held) for phase in (HEAD, HEAD_BACKWARD))
+    return [*found, Cost(0, forward, backward, head.forward_seconds, head.backward_seconds)]
+
+
+def held_beside(profile: Profile) -> int:
+    """From forward to backward, beside the layers' own."""
+    return profile.embeddings.saved + profile.between.saved
