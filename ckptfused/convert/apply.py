@@ -79,7 +79,7 @@ def _layers(model: nn.Module, found: list[Found], policy: CheckpointPolicy) -> R
         refuse_tensor_parallel(layer, name, sharded)
     modes = policy.modes(len(found))
     offloader = Offloader() if any(mode.offload for mode in modes) else None
-    segments, divided = _segments(found, policy.segment_count)
+    segments, divided = _segments(found, policy)
     reports, counts, cached = [], Counts(), set(given_caches(model))
     for one, mode, segment in zip(found, modes, segments, strict=True):
         _take_out(one[1])
@@ -90,18 +90,18 @@ def _layers(model: nn.Module, found: list[Found], policy: CheckpointPolicy) -> R
     return Report(tuple(reports), policy, notes)
 
 
-def _segments(found: list[Found], count: int | None) -> tuple[list[Segment | None], tuple[str, ...]]:
+def _segments(found: list[Found], policy: CheckpointPolicy) -> tuple[list[Segment | None], tuple[str, ...]]:
     """The segment of each layer, and what the report says of them."""
-    if count is None or not found:
+    if not policy.is_divided or not found:
         return [None] * len(found), ()
     if any(is_flattened(layer) for _, layer, _ in found):
         said = "segments: each layer saves its own input, since FSDP1 or ZeRO-3 holds the weights; use FSDP2"
         return [None] * len(found), (said,)
     segments: list[Segment | None] = []
-    for i in range(count):
-        length = (len(found) - len(segments)) // (count - i)
+    for length in policy.lengths(len(found)):
         names = [name for name, _, _ in found[len(segments) : len(segments) + length]]
-        segments += [Segment(names)] * length
+        alone = length == 1 and policy.segment_lengths is not None
+        segments += [None if alone else Segment(names)] * length
     starts = dict.fromkeys(segment.names[0] for segment in segments if segment is not None)
     return segments, (f"segments, which save one input each, begin at {', '.join(starts)}",)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import cycle, groupby, islice
+from itertools import cycle, groupby, islice, pairwise
 from typing import Any
 
 from ckptfused.sizes import parse_bytes
@@ -73,11 +73,14 @@ class CheckpointPolicy:
     """Whether `layers` are for a model of any length, again and again; else for one of so many layers."""
     segment_count: int | None = None
     """Into how many segments, runs of layers that save their first input alone, the model is divided; what the layers
-    keep they keep while their segment is replayed. None: each layer for itself."""
+    keep they keep while their segment is replayed. None: each layer for itself, or what `segment_lengths` says."""
     loss: str | None = None
     """"chunked": language models make their loss without holding the logits; None: as it was."""
     loss_scratch: int | None = None
     """Bytes that the logits of a chunked loss may take at a time; None: by device."""
+    segment_lengths: tuple[int, ...] | None = None
+    """How many layers each segment has, where they are not as equal as can be. One alone is no segment: it runs in its
+    own mode."""
 
     def __post_init__(self) -> None:
         layers = tuple(self.layers)
@@ -91,6 +94,11 @@ class CheckpointPolicy:
         object.__setattr__(self, "layers", layers)
         if self.segment_count is not None:
             object.__setattr__(self, "segment_count", check_integer("segment_count", self.segment_count, 1))
+        if self.segment_lengths is not None:
+            if self.segment_count is not None:
+                raise ValueError("segment_lengths: expected no segment_count beside it, which says the same")
+            lengths = tuple(check_integer("segment_lengths", n, 1) for n in self.segment_lengths)
+            object.__setattr__(self, "segment_lengths", lengths)
         if self.loss is not None:
             check_choice("loss", self.loss, LOSSES)
         if self.loss_scratch is not None:
@@ -125,13 +133,15 @@ class CheckpointPolicy:
         return cls.uniform(_HALVES[half], **options)
 
     @classmethod
-    def segments(cls, n: int, keep: Keep | None = "inputs", **options: Any) -> CheckpointPolicy:
-        """n runs of layers, as equal in length as can be, each with one saved input.
+    def segments(cls, n: int | Sequence[int], keep: Keep | None = "inputs", **options: Any) -> CheckpointPolicy:
+        """n runs of layers, as equal in length as can be, each with one saved input; or runs of these lengths, of which
+        one of a single layer is no segment.
 
         keep: what each layer keeps while its segment is replayed; None: it runs as it was, in the replay, too.
         """
         mode, rest = _split(options)
-        return cls((LayerMode(keep, **mode),), segment_count=n, **rest)  # type: ignore[arg-type]
+        divided = {"segment_count": n} if isinstance(n, int) else {"segment_lengths": tuple(n)}
+        return cls((LayerMode(keep, **mode),), **divided, **rest)  # type: ignore[arg-type]
 
     @classmethod
     def whole_model(cls, keep: Keep | None = "inputs", **options: Any) -> CheckpointPolicy:
@@ -152,7 +162,7 @@ class CheckpointPolicy:
         """The modes of a model's layers, of which there are `count`.
 
         **Raises** `ValueError` if the policy is for another number of layers, or divides into more segments than there
-        are layers.
+        are layers, or into segments of more or fewer.
         """
         check_integer("count", count, 0)
         if not self.repeat and len(self.layers) != count:
@@ -165,7 +175,26 @@ class CheckpointPolicy:
                 f"policy: expected no more segments than layers, of which the model has {count}, got "
                 f"{self.segment_count}"
             )
+        if self.segment_lengths is not None and sum(self.segment_lengths) != count:
+            raise ValueError(
+                f"policy: expected segments of the {count} layers that the model has, got {sum(self.segment_lengths)} "
+                f"in segment_lengths={list(self.segment_lengths)}"
+            )
         return tuple(islice(cycle(self.layers), count)) if self.layers else ()
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether it joins layers to segments."""
+        return self.segment_count is not None or self.segment_lengths is not None
+
+    def lengths(self, count: int) -> tuple[int, ...]:
+        """Of the segments of so many layers; where there are none, all 1."""
+        if self.segment_lengths is not None:
+            return self.segment_lengths
+        segments, ends = count if self.segment_count is None else self.segment_count, [0]
+        for left in range(segments, 0, -1):
+            ends.append(ends[-1] + (count - ends[-1]) // left)
+        return tuple(end - begin for begin, end in pairwise(ends))
 
     # As text and plain data.
 

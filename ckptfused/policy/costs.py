@@ -96,7 +96,7 @@ class Costs:
         head = HeadMode(policy.loss, policy.loss_scratch)
         try:
             found = (0 if layer.modes == (None,) else layer.modes.index(next(wanted)) for layer in self.layers)
-            return None if policy.segment_count is not None else (*found, self.heads.index(head))
+            return None if policy.is_divided else (*found, self.heads.index(head))
         except ValueError:
             return None
 

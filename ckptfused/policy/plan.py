@@ -262,7 +262,7 @@ class _Planner:
 
     def _point(self, policy: CheckpointPolicy) -> tuple[int, float] | None:
         costs = self._costs
-        if policy.segment_count is not None:
+        if policy.is_divided:
             return Divided.of(costs, policy)
         chosen = costs.indices(policy)
         if chosen is None:

@@ -45,6 +45,7 @@ def policy_line(policy: Any) -> str:
     """What a policy says beside its layers."""
     said = [f"policy {policy.digest}"]
     said += [f"{policy.segment_count} segments"] if policy.segment_count is not None else []
+    said += [f"segments of {', '.join(map(str, policy.segment_lengths))}"] if policy.segment_lengths else []
     said += [f"loss={policy.loss!r}"] if policy.loss is not None else ["loss as it was"]
     said += [f"loss_scratch={policy.loss_scratch:,} bytes"] if policy.loss_scratch is not None else []
     return ", ".join(said)

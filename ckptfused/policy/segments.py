@@ -2,62 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from ckptfused.convert.policy import CheckpointPolicy
-from ckptfused.policy.chain import Front, Mode, Unit
+from ckptfused.policy.chain import Front, Mode, Unit, peak_of, seconds_of
 from ckptfused.policy.costs import Costs
 
 
 class Divided:
-    """The front of all ways to divide the layers evenly, with what they keep while their segment is replayed."""
+    """The front of all ways to join layers to segments, and of what the others, and those in a replay, keep."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        points = []
-        for count in _counts(costs):
-            runs = _Runs(costs, count)
-            points += [
-                (costs.peak(peak), seconds, -count, index, runs)
-                for index, (peak, seconds) in enumerate(zip(runs.front.peaks, runs.front.seconds, strict=True))
-            ]
-        self._points: list[tuple[int, float, int, int, _Runs]] = []
-        for point in sorted(points, key=lambda point: point[:4]):
-            if not self._points or point[1] < self._points[-1][1]:
-                self._points.append(point)
+        self._stays = [_staying(layer.unit) for layer in costs.layers]
+        units = [_only(layer.unit, stays) for layer, stays in zip(costs.layers, self._stays, strict=True)]
+        self._front = Front([*units, costs.head], depth=1) if _together(costs) else None
 
     @property
     def peaks(self) -> list[int]:
-        return [peak for peak, *_ in self._points]
+        return [] if self._front is None else [self._costs.peak(peak) for peak in self._front.peaks]
 
     @property
     def seconds(self) -> list[float]:
-        return [self._costs.rest_seconds + seconds for _, seconds, *_ in self._points]
+        return [] if self._front is None else [self._costs.rest_seconds + own for own in self._front.seconds]
 
     def policy(self, place: int) -> CheckpointPolicy:
         """The policy of a point."""
-        *_, index, runs = self._points[place]
-        return runs.policy(index)
+        assert self._front is not None
+        *parts, head = self._front[place].parts
+        runs = [(part,) if isinstance(part, int) else part for part in parts]
+        chosen = [mode for run in runs for mode in run]
+        modes = [
+            layer.modes[stays[mode]]  # type: ignore[index]
+            for layer, stays, mode in zip(self._costs.layers, self._stays, chosen, strict=True)
+        ]
+        loss, scratch = self._costs.heads[head]  # type: ignore[index]
+        alone = all(isinstance(part, int) for part in parts)
+        lengths = None if alone else tuple(map(len, runs))
+        return CheckpointPolicy(tuple(modes), False, None, loss, scratch, lengths)  # type: ignore[arg-type]
 
     @staticmethod
     def of(costs: Costs, policy: CheckpointPolicy) -> tuple[int, float] | None:
         """Peak and seconds of one such policy; None where one of its modes was not counted."""
-        assert policy.segment_count is not None
-        plain = CheckpointPolicy(policy.layers, policy.repeat, None, policy.loss, policy.loss_scratch)
+        plain = CheckpointPolicy(policy.layers, policy.repeat, loss=policy.loss, loss_scratch=policy.loss_scratch)
         chosen = costs.indices(plain)
         if chosen is None or not _together(costs):
             return None
-        fixed = tuple(
-            layer._replace(modes=(layer.modes[index],), unit=layer.unit._replace(modes=(layer.unit.modes[index],)))
-            for layer, index in zip(costs.layers, chosen, strict=False)
-        )
-        head = costs.head._replace(modes=(costs.head.modes[chosen[-1]],))
-        runs = _Runs(_with(costs, fixed, head), policy.segment_count)
-        return costs.peak(runs.front.peaks[0]), costs.rest_seconds + runs.front.seconds[0]
+        *modes, head = chosen
+        fixed = [_only(layer.unit, [mode]) for layer, mode in zip(costs.layers, modes, strict=True)]
+        ends = accumulate(policy.lengths(len(fixed)), initial=0)
+        units = [_joined(fixed[begin:end]) for begin, end in pairwise(ends)] + [_only(costs.head, [head])]
+        first = [0] * len(units)
+        return costs.peak(peak_of(units, first)), costs.rest_seconds + seconds_of(units, first)
 
 
-def _with(costs: Costs, layers: tuple, head: Unit) -> Costs:  # type: ignore[type-arg]
-    return replace(costs, layers=layers, head=head)
+def _staying(unit: Unit) -> list[int]:
+    """The modes in which nothing lingers: a segment is replayed in no other."""
+    return [place for place, mode in enumerate(unit.modes) if mode.lingers == 0]
+
+
+def _only(unit: Unit, modes: list[int]) -> Unit:
+    return unit._replace(modes=tuple(unit.modes[place] for place in modes))
 
 
 def _together(costs: Costs) -> bool:
@@ -65,50 +70,13 @@ def _together(costs: Costs) -> bool:
     return bool(costs.layers) and all(layer.modes != (None,) for layer in costs.layers)
 
 
-def _counts(costs: Costs) -> list[int]:
-    """Numbers of segments that differ in the length of the longest."""
-    layers = len(costs.layers)
-    return sorted({-(-layers // length) for length in range(2, layers + 1)}) if _together(costs) else []
-
-
-class _Runs:
-    """The layers divided into so many segments, as equal in length as can be."""
-
-    def __init__(self, costs: Costs, count: int) -> None:
-        self._costs, self._count = costs, count
-        ends = [0]
-        for place in range(count):  # as `convert` divides them
-            ends.append(ends[-1] + (len(costs.layers) - ends[-1]) // (count - place))
-        self._modes, self._inner, units = [], [], []
-        for begin, end in zip(ends, ends[1:], strict=False):
-            joined, modes, inner = _joined(costs, begin, end)
-            units.append(joined)
-            self._modes.append(modes)
-            self._inner.append(inner)
-        self.front = Front([*units, costs.head])
-
-    def policy(self, index: int) -> CheckpointPolicy:
-        *chosen, head = self.front[index].parts
-        modes = []
-        for place, inner, own in zip(chosen, self._inner, self._modes, strict=True):
-            assert isinstance(place, int)
-            modes += [of[mode] for of, mode in zip(own, inner[place].parts, strict=True)]
-        loss, scratch = self._costs.heads[head]  # type: ignore[index]
-        return CheckpointPolicy(tuple(modes), False, self._count, loss, scratch)
-
-
-def _joined(costs: Costs, begin: int, end: int) -> tuple[Unit, list, Front]:  # type: ignore[type-arg]
-    """A segment as a unit, of which a mode is a way to replay it; the modes of its layers; and the ways."""
-    units, modes = [], []
-    for layer in costs.layers[begin:end]:
-        stays = [place for place, mode in enumerate(layer.unit.modes) if mode.lingers == 0]
-        units.append(layer.unit._replace(modes=tuple(layer.unit.modes[place] for place in stays)))
-        modes.append([layer.modes[place] for place in stays])
-    inner = Front(units)
+def _joined(units: list[Unit]) -> Unit:
+    """A segment of units with one mode each, as a unit whose mode is its replay."""
     held, passing, seconds = units[0].input, 0, 0.0
     for place, unit in enumerate(units):
         assert unit.passing is not None
         passing = max(passing, held + unit.passing.peak + (unit.input if place else 0))
         seconds += unit.passing.seconds
-    ways = tuple(Mode(seconds + own, held, passing, peak) for peak, own in zip(inner.peaks, inner.seconds, strict=True))
-    return Unit(ways, sum(unit.gradients for unit in units)), modes, inner
+    first = [0] * len(units)
+    mode = Mode(seconds + seconds_of(units, first), held, passing, peak_of(units, first))
+    return Unit((mode,), sum(unit.gradients for unit in units))

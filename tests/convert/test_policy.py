@@ -28,6 +28,7 @@ POLICIES = {
     "ffn": CheckpointPolicy.selective("ffn"),
     "attention": CheckpointPolicy.selective("attention"),
     "segments": CheckpointPolicy.segments(4, "all"),
+    "lengths": CheckpointPolicy.segments((3, 1, 2), "all"),
     "whole": CheckpointPolicy.whole_model(None),
     "layers": CheckpointPolicy.per_layer(["inputs", "inputs", None, LayerMode("all", offload=True)], scratch=1024),
     "loss": CheckpointPolicy.uniform(loss="chunked", loss_scratch="1MiB"),
@@ -51,8 +52,9 @@ def test_all_differ() -> None:
         CheckpointPolicy((LayerMode(),), repeat=False).digest,
         CheckpointPolicy.uniform(loss="chunked").digest,
         CheckpointPolicy.segments(3, "all").digest,
+        CheckpointPolicy.segments([1, 3, 2], "all").digest,
     }
-    assert len(digests) == len(POLICIES) + 5
+    assert len(digests) == len(POLICIES) + 6
 
 
 def test_the_names_of_a_preset_are_the_preset() -> None:
@@ -102,6 +104,9 @@ def test_modes() -> None:
         (lambda: CheckpointPolicy.every(0), ValueError, "k: expected"),
         (lambda: CheckpointPolicy.selective("head"), ValueError, "half: expected one of ffn, attention"),
         (lambda: CheckpointPolicy.segments(0), ValueError, "segment_count: expected"),
+        (lambda: CheckpointPolicy.segments((2, 0)), ValueError, "segment_lengths: expected"),
+        (lambda: CheckpointPolicy.segments((2, 1)).modes(4), ValueError, r"the 4 layers .* got 3 in .*=\[2, 1\]"),
+        (lambda: CheckpointPolicy(segment_count=1, segment_lengths=(1,)), ValueError, "no segment_count beside it"),
         (lambda: CheckpointPolicy.uniform(loss="small"), ValueError, "loss: expected"),
         (lambda: CheckpointPolicy.uniform(loss_scratch=1), ValueError, "loss_scratch: expected"),
         (lambda: CheckpointPolicy(()), ValueError, "layers: expected one or more"),

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,13 +63,28 @@ def test_gradients_are_those_without_segments(name: str) -> None:
     model, batch = specimen.make(0.1, specimen.implementations[0]).train(), specimen.batch()
     plain = step(model, batch)
     equal(step(segmented(model, CheckpointPolicy.segments(2, None)), batch), plain)
-    ckptfused.convert(model)
+    report = ckptfused.convert(model)
     wanted = step(model, batch)
     assert not torch.equal(wanted["loss"], plain["loss"])
-    for policy in (WHOLE, CheckpointPolicy.segments(2, "all")):
+    uneven = CheckpointPolicy.segments((1, len(report.layers) - 1))
+    for policy in (WHOLE, CheckpointPolicy.segments(2, "all"), uneven):
         equal(step(segmented(model, policy), batch), wanted)
     ckptfused.revert(model)
     equal(step(model, batch), plain)
+
+
+def test_one_alone_is_no_segment() -> None:
+    """It runs in its own mode; the others save one input together."""
+    model, batch = llama(num_hidden_layers=4), text_batch()
+    each = CheckpointPolicy.per_layer(["all", "inputs", None, "inputs"])
+    alone, joined = (replace(each, segment_lengths=lengths) for lengths in ((1, 1, 1, 1), (1, 2, 1)))
+    wanted = step(segmented(model, each), batch)
+    held = [saved(segmented(model, policy), batch) for policy in (each, alone)]
+    assert held[0] == held[1]
+    own = saved(segmented(model, CheckpointPolicy.per_layer(["all", "inputs", "inputs", "inputs"])), batch)
+    x = 4 * batch["input_ids"].numel() * model.config.hidden_size
+    equal(step(segmented(model, joined), batch), wanted)
+    assert saved(model, batch) == own - x
 
 
 @pytest.mark.parametrize("keep", ["inputs", "all", None])

@@ -30,6 +30,7 @@ from ckptfused.policy import chain, profile
 from ckptfused.policy.costs import Costs, Steps, costs
 from ckptfused.policy.devices import device_named
 from ckptfused.policy.plan import _Planner
+from ckptfused.policy.segments import Divided
 from ckptfused.policy.shards import sharded
 from ckptfused.policy.step import called, loss_of
 from ckptfused.policy.twin import meta_twin, without_data
@@ -241,11 +242,17 @@ def test_segments_where_layers_alone_do_not_fit() -> None:
     planner = planner_of(model, rows)
     alone = planner._peak(CheckpointPolicy.uniform())
     found = planner.within(alone * 3 // 4)
-    assert found.policy.segment_count is not None and found.peak <= found.budget < alone
+    assert found.policy.is_divided and found.peak <= found.budget < alone
+    even = min(
+        s
+        for peak, s in (Divided.of(planner._costs, CheckpointPolicy.segments(n)) for n in range(1, 9))
+        if peak <= found.budget
+    )  # type: ignore[misc]
+    assert found.seconds < even
     with pytest.raises(BudgetError) as refused:
         planner.within(1)
     found = planner.within(refused.value.least)
-    assert found.policy.segment_count is not None and found.peak == refused.value.least
+    assert found.policy.is_divided and found.peak == refused.value.least
     found.apply(model)
     assert measured(model, rows) == pytest.approx(found.peak, rel=0.03)
     assert {"4 segments", "whole model"} <= {point.name for point in found.standard}
