@@ -159,3 +159,17 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "--config", "llama-3-8b", "--budget", "much"])
     assert stopped.value.code == 2 and "expected a number of bytes" in capsys.readouterr().err
+
+
+def test_autocast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every command that predicts a step takes it, and says it."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 2}))
+    rest = ["--config", str(tmp_path / "config.json"), "--dtype", "float32", "--autocast", "float16", "--json"]
+    saved = []
+    for command in (["profile"], ["plan", "--budget", "1GiB"], ["context", "--memory", "64MB"]):
+        assert main([*command, *rest]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["autocast"] == "float16"
+        saved.append(sum(layer["saved"] for layer in found.get("layers", ())))
+    assert main(["profile", *rest[:4], "--json"]) == 0
+    assert saved[0] < sum(layer["saved"] for layer in json.loads(capsys.readouterr().out)["layers"])
