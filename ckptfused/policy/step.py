@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from ckptfused.convert import find
@@ -40,9 +41,12 @@ def layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def check_model(model: object) -> None:
-    """**Raises** `TypeError` for what is no module."""
+    """**Raises** `TypeError` for what is no module, `ValueError` for one whose parameters its first call will make."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(t):
+            raise ValueError(f"model: expected parameters with a shape, got {name} of a lazy module: call it once")
 
 
 def called(model: nn.Module, batch: Batch) -> Any:
@@ -70,14 +74,14 @@ class NoLossError(ValueError):
 
 
 def loss_of(output: Any) -> Tensor:
-    """What a step differentiates: an output's `loss`, or the output itself, or the first of a tuple; the sum of its
-    entries if it is no scalar. **Raises** `ValueError` where there is none."""
+    """What a step differentiates: an output's `loss`, or the output itself, or the first of a tuple or list; the sum of
+    its entries if it is no scalar. **Raises** `ValueError` where there is none."""
     if isinstance(output, Tensor):
         found: Any = output
     elif isinstance(output, Mapping):
         found = output.get("loss")
     else:
-        found = getattr(output, "loss", output[0] if isinstance(output, tuple) else None)
+        found = getattr(output, "loss", output[0] if isinstance(output, tuple | list) and output else None)
     if not isinstance(found, Tensor):
         raise NoLossError(
             f"batch: expected one with labels, so that the model gives a loss, or a model that gives a tensor, got "
@@ -88,6 +92,12 @@ def loss_of(output: Any) -> Tensor:
             "model: expected one whose loss requires a gradient, got one that trains no parameter, or under no_grad"
         )
     return found if found.dim() == 0 else found.sum()
+
+
+def _bytes(t: Tensor) -> int:
+    if t.layout == torch.sparse_coo:  # the gradient of an embedding, say
+        return t._indices().nbytes + t._values().nbytes
+    return t.nbytes
 
 
 class Marks(Generic[Position]):
@@ -120,7 +130,7 @@ class Marks(Generic[Position]):
         for _, layer in self.layers:
             own = [p for p in layer.parameters() if p not in seen]
             seen.update(own)
-            sizes.append(sum(p.grad.nbytes for p in own if p.grad is not None))
+            sizes.append(sum(_bytes(p.grad) for p in own if p.grad is not None))
         return sizes
 
     def __enter__(self) -> Marks[Position]:

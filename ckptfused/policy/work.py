@@ -195,7 +195,7 @@ def _rows(work: AttentionWork, heads: int, dtype: torch.dtype) -> Like:
 
 
 def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
+    return isinstance(value, Tensor) and value.is_meta and value.layout == torch.strided
 
 
 def _is_view(func: Any) -> bool:
@@ -206,5 +206,5 @@ def _is_view(func: Any) -> bool:
 
 def _bytes(values: Any) -> int:
     """That are read or written of tensors; of expanded ones, those that there are."""
-    found = (t for t in tree_leaves(values) if isinstance(t, Tensor))
+    found = (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout == torch.strided)
     return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in found)

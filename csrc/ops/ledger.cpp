@@ -107,18 +107,21 @@ struct OperatorCalls {
     if (outer == "aten::_foreach_copy_") return ledger.device_.cuda != is_part;
     return std::find(std::begin(kLaunching), std::end(kLaunching), name) != std::end(kLaunching);
   }
+  // Of a sparse tensor its parts count, in operations of their own.
+  static int64_t bytes_of(const at::Tensor& t) {
+    return t.defined() && t.layout() == at::kStrided ? int64_t(t.nbytes()) : 0;
+  }
   // What it adds to is read and written.
   static int64_t bytes_of(const at::RecordFunction& function) {
     int64_t bytes = 0;
     for (const c10::IValue& input : function.inputs()) {
-      const auto add = [&](const at::Tensor& t) { bytes += t.defined() ? int64_t(t.nbytes()) : 0; };
-      if (input.isTensor()) add(input.toTensor());
+      if (input.isTensor()) bytes += bytes_of(input.toTensor());
       if (input.isTensorList()) {
-        for (const at::Tensor& t : input.toTensorVector()) add(t);
+        for (const at::Tensor& t : input.toTensorVector()) bytes += bytes_of(t);
       }
     }
     const bool adds = std::string_view(function.name()) == "aten::add_";
-    return adds ? bytes + int64_t(function.inputs()[0].toTensor().nbytes()) : bytes;
+    return adds ? bytes + bytes_of(function.inputs()[0].toTensor()) : bytes;
   }
   // Whether it is autograd itself, between the nodes of its graph, that adds a gradient to one of
   // which nobody else holds the memory. Of a view the tensor that it is a view of does: that of a

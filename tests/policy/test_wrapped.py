@@ -150,3 +150,32 @@ def test_a_mask_of_more_entries_than_are_kept_of_other_tensors(monkeypatch: pyte
     monkeypatch.setattr(known, "MOST", 50)
     assert batch["attention_mask"].numel() > 50
     assert profile(llama(), batch, device="h200").peak == expected
+
+
+def test_gradients_that_are_sparse(capfd: pytest.CaptureFixture[str]) -> None:
+    """Of an embedding, as many rows as tokens."""
+    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
+    model = nn.Sequential(nn.Embedding(1000, 64, sparse=True), layers)
+    ids = torch.randint(1000, (3, 17))
+    measured, found = (profile(model, ids, torch.optim.SGD, device=device) for device in (None, "cpu"))
+    assert measured.saved == found.saved and abs(found.peak / measured.peak - 1) < 0.03
+    assert plan(model, ids, "1GiB", torch.optim.SGD, "h200").peak < 2**30
+    assert "Exception" not in capfd.readouterr().err
+
+
+def test_a_model_that_is_not_whole_yet() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(4))
+    for call in (profile, plan):
+        with pytest.raises(ValueError, match="got 1.weight of a lazy module: call it once"):
+            call(model, torch.randn(2, 3), device="h200")
+    with pytest.raises(ValueError, match="of a lazy module"):
+        profile(model, torch.randn(2, 3))
+
+
+def test_a_list_of_results() -> None:
+    class Listed(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return [super().forward(x), x]
+
+    peaks = [profile(kind(8, 8), torch.randn(2, 8), device="h200").peak for kind in (nn.Linear, Listed)]
+    assert peaks[0] == peaks[1]
