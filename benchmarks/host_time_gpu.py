@@ -1,8 +1,9 @@
 """Times a training step of one tiny block along a GPU's path: how much of it is host time, and the calls into Python.
 
-x is [1, 8, 32] bfloat16 on the CPU, on one thread. The FFN's choice is asked of Python as on a GPU. Attention without
-dropout is PyTorch's, called from C++; with dropout it goes through the Triton launchers, whose kernels do nothing here
-(what Triton's own launch takes is not in the figure). Prints the least and the median processor time.
+x is [1, 8, 32] on the CPU, on one thread; float32 takes oneDNN's half-precision products out of the figure. The FFN's
+choice is asked of Python as on a GPU. Attention without dropout is PyTorch's, called from C++; with dropout it goes
+through the Triton launchers, whose kernels do nothing here (what Triton's own launch takes is not in the figure).
+Prints the least and the median processor time.
 
     python benchmarks/host_time_gpu.py
 """
@@ -62,9 +63,9 @@ def ffn_choice(like: torch.Tensor, dtype: torch.dtype, n: int, c: int, f: int, a
     return tuning.ffn_choice(n, c, f, act, dtype, H200)[0]
 
 
-def measure(name: str, options: dict[str, Any], rounds: int) -> str:
-    block = FusedCheckpointBlock.llama(32, 4, dim_feedforward=64, **options).bfloat16()
-    x, dy = torch.randn(2, 1, 8, 32).bfloat16()
+def measure(name: str, options: dict[str, Any], dtype: torch.dtype, rounds: int) -> str:
+    block = FusedCheckpointBlock.llama(32, 4, dim_feedforward=64, **options).to(dtype)
+    x, dy = torch.randn(2, 1, 8, 32).to(dtype)
     x.requires_grad_()
     times = []
     for turn in range(rounds + rounds // 10):
@@ -81,7 +82,9 @@ def measure(name: str, options: dict[str, Any], rounds: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=2000)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    arguments = parser.parse_args()
+    call = getattr(torch, arguments.dtype), arguments.rounds
     warnings.simplefilter("ignore")  # a library that replaces a kernel says so
     torch.set_num_threads(1)
     library = torch.library.Library("ckptfused", "IMPL")
@@ -96,11 +99,11 @@ def main() -> None:
         mock.patch.object(tuning, "_has_triton", return_value=True),
     ):
         for name in PLAIN:
-            print(measure(name, PLAIN[name], rounds), flush=True)
+            print(measure(name, PLAIN[name], *call), flush=True)
         library.impl("attention_fwd", noted(attention.attention_fwd), "CPU")
         library.impl("attention_bwd", noted(attention.attention_bwd), "CPU")
         for name in DROPPED:
-            print(measure(name, DROPPED[name], rounds), flush=True)
+            print(measure(name, DROPPED[name], *call), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ from typing import Any
 from torch import Tensor
 
 from .backend import has_triton
-from .problem import Problem, accumulation_type, expect, make_problem, operand
+from .problem import Problem, accumulation_type, make_problem, operand, wrong
 
 
 def _problem(op: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Problem:
     problem = make_problem(op, q, k, v, *rest)
-    said = "this call needs Triton, which is not installed: PyTorch's kernels do not do it (ckptfused.explain says why)"
-    expect(has_triton(), op, said)
+    if not has_triton():
+        said = "this call needs Triton, which is not installed: PyTorch's kernels do not do it"
+        raise wrong(op, f"{said} (ckptfused.explain says why)")
     return problem
 
 
@@ -40,18 +41,18 @@ def attention_bwd(
     op = "attention_bwd"
     a = _problem(op, q, k, v, *rest)
     for t in (do, o):
-        expect(
-            t.shape == q.shape and t.dtype == q.dtype and t.device == q.device,
-            op,
-            f"expected do and o like q, {q.dtype} {list(q.shape)} on {q.device}, got {t.dtype} {list(t.shape)} "
-            f"on {t.device}",
-        )
+        if t.shape != q.shape or t.dtype != q.dtype or t.device != q.device:
+            raise wrong(
+                op,
+                f"expected do and o like q, {q.dtype} {list(q.shape)} on {q.device}, got {t.dtype} {list(t.shape)} "
+                f"on {t.device}",
+            )
     acc = accumulation_type(q.dtype)
-    expect(
-        lse.shape == q.shape[:3] and lse.dtype == acc and lse.device == q.device,
-        op,
-        f"lse: expected {acc} {list(q.shape[:3])} on {q.device}, got {lse.dtype} {list(lse.shape)} on {lse.device}",
-    )
+    if lse.shape != q.shape[:3] or lse.dtype != acc or lse.device != q.device:
+        raise wrong(
+            op,
+            f"lse: expected {acc} {list(q.shape[:3])} on {q.device}, got {lse.dtype} {list(lse.shape)} on {lse.device}",
+        )
     from .launch import launch_backward
 
     return launch_backward(a, operand(do), operand(o), lse.contiguous())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,21 +49,25 @@ def _mask_strides(a: Problem) -> tuple[int, ...]:
     )
 
 
-def _options(a: Problem, config: Config) -> dict[str, Any]:
+@lru_cache(maxsize=256)
+def _options_of(
+    group: int, causal: bool, windowed: bool, capped: bool, mask: int, padding: int, dropout: bool, packed: bool,
+    head_dim: int, config: Config,
+) -> dict[str, Any]:  # fmt: skip
     return {
-        "GROUP": a.group,
-        "CAUSAL": a.causal,
-        "WINDOW": a.window > 0,
-        "SOFTCAP": a.softcap > 0.0,
-        "MASK": a.mask_kind,
-        "PADDING": a.padding_kind,
-        "DROPOUT": a.threshold > 0,
-        "PACKED": a.cu_seqlens is not None,
+        "GROUP": group,
+        "CAUSAL": causal,
+        "WINDOW": windowed,
+        "SOFTCAP": capped,
+        "MASK": mask,
+        "PADDING": padding,
+        "DROPOUT": dropout,
+        "PACKED": packed,
         "PRECISION": "ieee",  # of float32: exact over fast
-        "HEAD_DIM": a.q.shape[3],
+        "HEAD_DIM": head_dim,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_D": block_d(a.q.shape[3]),
+        "BLOCK_D": block_d(head_dim),
         "PIECE": config.piece,
         "num_warps": config.warps,
         "num_stages": config.stages,
@@ -70,12 +75,25 @@ def _options(a: Problem, config: Config) -> dict[str, Any]:
     }
 
 
+def _options(a: Problem, config: Config) -> dict[str, Any]:
+    """Made once for a kind of call: nobody writes in them."""
+    return _options_of(
+        a.group, a.causal, a.window > 0, a.softcap > 0.0, a.mask_kind, a.padding_kind, a.threshold > 0,
+        a.cu_seqlens is not None, a.q.shape[3], config,
+    )  # fmt: skip
+
+
 def _tile(stage: str, a: Problem, capability: tuple[int, int]) -> Config:
     """Of what was asked for and of the device alone, so that forward and its replay in backward agree."""
-    options = option_class(
-        a.window > 0, a.softcap > 0.0, a.mask is not None, a.padding is not None, a.cu_seqlens is not None
-    )
-    return attention_config(stage, a.q.dtype, a.q.shape[3], a.threshold > 0, capability, options)
+    special = (a.window > 0, a.softcap > 0.0, a.mask is not None, a.padding is not None, a.cu_seqlens is not None)
+    return _tile_of(stage, a.q.dtype, a.q.shape[3], a.threshold > 0, capability, special)
+
+
+@lru_cache(maxsize=256)
+def _tile_of(
+    stage: str, dtype: torch.dtype, head_dim: int, dropout: bool, capability: tuple[int, int], special: tuple[bool, ...]
+) -> Config:
+    return attention_config(stage, dtype, head_dim, dropout, capability, option_class(*special))
 
 
 def _config(stage: str, a: Problem) -> Config:

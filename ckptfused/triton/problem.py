@@ -27,9 +27,14 @@ def accumulation_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def wrong(op: str, message: str) -> RuntimeError:
+    """To be raised. Its text is made only where it is: a call's checks take much of its host time."""
+    return RuntimeError(f"{op}: {message}")
+
+
 def expect(fine: bool, op: str, message: str) -> None:
     if not fine:
-        raise RuntimeError(f"{op}: {message}")
+        raise wrong(op, message)
 
 
 @dataclass(frozen=True)
@@ -69,59 +74,64 @@ def _mask(
 ) -> tuple[Tensor | None, int]:
     device = q.device
     if mask is None:
-        expect(kind == "none", op, f"{name}: expected a tensor for kind {kind}, got none")
+        if kind != "none":
+            raise wrong(op, f"{name}: expected a tensor for kind {kind}, got none")
         return None, 0
-    expect(kind in ("keep", "drop", "add"), op, f"{name}_kind: expected keep, drop or add, got {kind}")
-    expect(mask.device == device, op, f"{name}: expected a tensor on {device}, got one on {mask.device}")
+    if kind not in ("keep", "drop", "add"):
+        raise wrong(op, f"{name}_kind: expected keep, drop or add, got {kind}")
+    if mask.device != device:
+        raise wrong(op, f"{name}: expected a tensor on {device}, got one on {mask.device}")
     if kind == "add":
-        expect(mask.dtype in DTYPES, op, f"{name}: expected Double, Float, BFloat16 or Half, got {mask.dtype}")
+        if mask.dtype not in DTYPES:
+            raise wrong(op, f"{name}: expected Double, Float, BFloat16 or Half, got {mask.dtype}")
     else:
-        expect(mask.dtype == torch.bool, op, f"{name}: expected Bool for kind {kind}, got {mask.dtype}")
+        if mask.dtype != torch.bool:
+            raise wrong(op, f"{name}: expected Bool for kind {kind}, got {mask.dtype}")
         mask = mask.view(torch.uint8)
     if q.dtype == torch.float64 and mask.dtype.itemsize < 8:
         # Triton 3.6 compiles no float64 product that reads beside a narrower load.
         mask = mask.to(torch.float64 if mask.is_floating_point() else torch.int64)
     ends = list(zip(reversed(mask.shape), reversed(sizes), strict=False))
-    fits = mask.dim() <= len(sizes) and all(have in (1, want) for have, want in ends)
-    expect(fits, op, f"{name}: expected a shape that broadcasts to {list(sizes)}, got {list(mask.shape)}")
+    if mask.dim() > len(sizes) or any(have not in (1, want) for have, want in ends):
+        raise wrong(op, f"{name}: expected a shape that broadcasts to {list(sizes)}, got {list(mask.shape)}")
     return mask.expand(sizes), MASK_KINDS[kind]
 
 
 def _check_operands(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    shape, keys = q.shape, k.shape
     fits = (
-        q.dim() == k.dim() == 4
-        and q.shape[0] == k.shape[0]
-        and q.shape[3] == k.shape[3]
-        and k.shape[1] > 0
-        and q.shape[1] % k.shape[1] == 0
-        and k.shape == v.shape
+        len(shape) == len(keys) == 4
+        and shape[0] == keys[0]
+        and shape[3] == keys[3]
+        and keys[1] > 0
+        and shape[1] % keys[1] == 0
+        and keys == v.shape
     )
-    expect(
-        fits,
-        op,
-        "expected q [B, H, T, D] and k, v [B, G, T, D] with H a multiple of G, got "
-        f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}",
-    )
-    expect(q.dtype in DTYPES, op, f"q: expected Double, Float, BFloat16 or Half, got {q.dtype}")
-    same = q.dtype == k.dtype == v.dtype
-    expect(same, op, f"expected q, k and v of one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    same = q.device == k.device == v.device
-    expect(same, op, f"expected q, k and v on one device, got {q.device}, {k.device}, {v.device}")
-    expect(q.shape[3] <= _MAX_HEAD_DIM, op, f"expected head widths up to {_MAX_HEAD_DIM}, got {q.shape[3]}")
+    if not fits:
+        raise wrong(
+            op,
+            "expected q [B, H, T, D] and k, v [B, G, T, D] with H a multiple of G, got "
+            f"q {list(shape)}, k {list(keys)}, v {list(v.shape)}",
+        )
+    if q.dtype not in DTYPES:
+        raise wrong(op, f"q: expected Double, Float, BFloat16 or Half, got {q.dtype}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise wrong(op, f"expected q, k and v of one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise wrong(op, f"expected q, k and v on one device, got {q.device}, {k.device}, {v.device}")
+    if shape[3] > _MAX_HEAD_DIM:
+        raise wrong(op, f"expected head widths up to {_MAX_HEAD_DIM}, got {shape[3]}")
 
 
 def _check_packed(op: str, q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:
-    expect(
-        cu_seqlens.dim() == 1 and cu_seqlens.numel() >= 1 and cu_seqlens.dtype in (torch.int32, torch.int64),
-        op,
-        f"cu_seqlens: expected Int or Long [S + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}",
-    )
-    expect(
-        q.shape[0] == 1 and k.shape[2] == q.shape[2],
-        op,
-        "cu_seqlens: expected q, k and v of one packed batch [1, heads, N, D], got "
-        f"q {list(q.shape)} and k {list(k.shape)}",
-    )
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise wrong(op, f"cu_seqlens: expected Int or Long [S + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    if q.shape[0] != 1 or k.shape[2] != q.shape[2]:
+        raise wrong(
+            op,
+            "cu_seqlens: expected q, k and v of one packed batch [1, heads, N, D], got "
+            f"q {list(q.shape)} and k {list(k.shape)}",
+        )
 
 
 def make_problem(
@@ -134,23 +144,27 @@ def make_problem(
     Tokens outside of all sequences attend to nothing; numbers that fall, or lie outside, read other memory.
     """
     _check_operands(op, q, k, v)
-    expect(window >= 0, op, f"window: expected 0 (none) or more, got {window}")
-    expect(softcap >= 0.0, op, f"softcap: expected 0 (none) or more, got {softcap}")
-    expect(0.0 <= p <= 1.0, op, f"p: expected a probability in [0, 1], got {p}")
+    if window < 0:
+        raise wrong(op, f"window: expected 0 (none) or more, got {window}")
+    if softcap < 0.0:
+        raise wrong(op, f"softcap: expected 0 (none) or more, got {softcap}")
+    if not 0.0 <= p <= 1.0:
+        raise wrong(op, f"p: expected a probability in [0, 1], got {p}")
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     mask, kind = _mask(op, "mask", mask, mask_kind, (batch, heads, queries, keys), q)
     padding, pad_kind = _mask(op, "padding", padding, padding_kind, (batch, keys), q)
     if cu_seqlens is not None:
         _check_packed(op, q, k, cu_seqlens)
-        expect(
-            kind == pad_kind == 0,
-            op,
-            "mask, padding: expected none beside cu_seqlens, which bounds the sequences itself, "
-            f"got kinds {mask_kind} and {padding_kind}",
-        )
+        if kind or pad_kind:
+            raise wrong(
+                op,
+                "mask, padding: expected none beside cu_seqlens, which bounds the sequences itself, "
+                f"got kinds {mask_kind} and {padding_kind}",
+            )
         place = cu_seqlens.device  # a copy from the host would wait, and could not be captured in a graph
-        expect(place == q.device, op, f"cu_seqlens: expected a tensor on {q.device}, got one on {place}")
+        if place != q.device:
+            raise wrong(op, f"cu_seqlens: expected a tensor on {q.device}, got one on {place}")
         cu_seqlens = cu_seqlens.contiguous()
     if p > 0.0:
         fits = (
@@ -159,8 +173,9 @@ def make_problem(
             and rng_state.dtype == torch.int64
             and rng_state.device == q.device
         )
-        came = "none" if rng_state is None else f"{rng_state.dtype} {list(rng_state.shape)} on {rng_state.device}"
-        expect(fits, op, f"rng_state: expected Long [2] on {q.device}, got {came}")
+        if not fits:
+            came = "none" if rng_state is None else f"{rng_state.dtype} {list(rng_state.shape)} on {rng_state.device}"
+            raise wrong(op, f"rng_state: expected Long [2] on {q.device}, got {came}")
     threshold = round(p * 65536)
     return Problem(
         operand(q), operand(k), operand(v), mask, padding, cu_seqlens, rng_state if threshold else None, kind, pad_kind,
