@@ -48,7 +48,7 @@ Tensor in_type(const Tensor& t, at::ScalarType type) {
 
 int64_t LossHead::row_step(bool sums) const {
   const int64_t held = sums && tensors_.weight.element_size() < 4 ? V_ * C_ * 4 : 0;
-  return piece(N_, V_ * logit_size(), scratch(V_), 16, held);
+  return piece(N_, row_stride(V_) * logit_size(), scratch(V_), 16, held);
 }
 
 int64_t LossHead::col_step(bool sums) const {
@@ -117,9 +117,19 @@ call::LossArgs LossHead::args() const {
           spec_.z_loss};
 }
 
-Tensor LossHead::logits_buffer(int64_t count) const {
+Tensor LossHead::logits_buffer(int64_t rows, int64_t cols) const {
   const Ledger::Name name("logits");
-  return empty({count}, P_);
+  return empty({rows * row_stride(cols)}, P_);
+}
+
+// On a GPU rows begin at multiples of 16 bytes: an odd vocabulary's, too, are read so many at once.
+int64_t LossHead::row_stride(int64_t cols) const {
+  return on_cpu(x_) ? cols : round_up(cols, 16 / logit_size());
+}
+
+// The first of a buffer's logits as a matrix.
+Tensor LossHead::matrix(const Tensor& buffer, int64_t rows, int64_t cols) const {
+  return buffer.as_strided({rows, cols}, {row_stride(cols), 1});
 }
 
 // The adapters on classes [col0, col0 + cols).
@@ -224,10 +234,10 @@ std::vector<Tensor> LossHead::forward() {
   const bool grad = std::any_of(needs_.begin(), needs_.end(), [](bool need) { return need; });
   const int64_t step = row_step(grad && need(kLossWeight));
   if (grad) make_gradients(/*whole_x=*/true, /*whole_weight=*/step >= N_);
-  const Tensor buffer = logits_buffer(step * V_);
+  const Tensor buffer = logits_buffer(step, V_);
   for (int64_t row = 0; row < N_; row += step) {
     const int64_t rows = std::min(step, N_ - row);
-    const Tensor out = buffer.narrow(0, 0, rows * V_).view({rows, V_});
+    const Tensor out = matrix(buffer, rows, V_);
     const Tensor x = in_type(x_.narrow(0, row, rows), P_);
     logits(out, x, row, 0);
     call::cross_entropy_fwd(out, tensors_.target.narrow(0, row, rows), class_weight_,
@@ -262,13 +272,13 @@ std::vector<Tensor> LossHead::backward(const Tensor& dloss, const Tensor& lse) {
   const int64_t cols = by_class ? col_step(need(kLossX)) : V_;
   make_gradients(/*whole_x=*/cols >= V_, /*whole_weight=*/true);
   if (N_ == 0) zero_products();
-  const Tensor row_lse = lse.contiguous().view({N_}), buffer = logits_buffer(rows * cols);
+  const Tensor row_lse = lse.contiguous().view({N_}), buffer = logits_buffer(rows, cols);
   for (int64_t row = 0; row < N_; row += rows) {
     const int64_t n = std::min(rows, N_ - row);
     const Tensor x = in_type(x_.narrow(0, row, n), P_), target = tensors_.target.narrow(0, row, n);
     for (int64_t col = 0; col < V_; col += cols) {
       const int64_t k = std::min(cols, V_ - col);
-      const Tensor out = buffer.narrow(0, 0, n * k).view({n, k});
+      const Tensor out = matrix(buffer, n, k);
       logits(out, x, row, col);
       call::cross_entropy_bwd(out, target, class_weight_, row_lse.narrow(0, row, n),
                               each ? factor.narrow(0, row, n) : factor, V_, col, args());

@@ -49,7 +49,9 @@ class LossHead {
   void add_gradients(const at::Tensor& dlogits, const at::Tensor& x, int64_t row0, int64_t col0,
                      bool first_of_x, bool first_of_weight);
   void zero_products();
-  at::Tensor logits_buffer(int64_t count) const;
+  at::Tensor logits_buffer(int64_t rows, int64_t cols) const;
+  int64_t row_stride(int64_t cols) const;
+  at::Tensor matrix(const at::Tensor& buffer, int64_t rows, int64_t cols) const;
   Adapters adapters(int64_t col0, int64_t cols, bool gradients);
   std::vector<at::Tensor> gradients();
   call::LossArgs args() const;

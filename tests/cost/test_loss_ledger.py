@@ -128,3 +128,15 @@ def test_pieces_lower_the_peak_on_a_gpu() -> None:
     )
     rows = 8192 // 8 * 2 * 128256  # 2.1 GB of logits in eight pieces
     assert whole - pieces == 7 * rows
+
+
+@pytest.mark.parametrize(("device", "stride"), [("cpu", 1001), ("cuda", 1008)])
+def test_rows_of_logits_are_aligned_on_a_gpu(device: str, stride: int) -> None:
+    """Sixteen bytes at a time, whatever the vocabulary."""
+    x, weight = (torch.empty(n, 32, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in (64, 1001))
+    for spec, again in ((LossSpec(), 0), (LossSpec(keep="inputs"), 1)):
+        held = [
+            [event[3][1] for event in ledger.events if event[:2] == ("allocation", "logits")]
+            for ledger in loss_ledgers(spec, x, weight, device=device)
+        ]
+        assert held == [[2 * 64 * stride], [2 * 64 * stride] * again]
