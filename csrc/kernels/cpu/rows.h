@@ -88,13 +88,20 @@ CKPT_HD bool for_row_types(DType r, DType p, F f) {
 // the partial sums added in order, so they are the same for every thread count.
 struct RowChunks {
   int64_t rows, count;
-  int64_t begin(int64_t chunk) const { return rows * chunk / count; }
+  // Of 16 rows, or of more where those would be more than 64 or than count. The last may be empty.
+  int64_t size() const {
+    const int64_t least = rows > 64 * 16 ? (rows + 63) / 64 : 16;
+    const int64_t even = count > 0 ? (rows + count - 1) / count : 0;
+    return even > least ? even : least;
+  }
+  int64_t begin(int64_t chunk) const { return chunk * size() < rows ? chunk * size() : rows; }
   int64_t end(int64_t chunk) const { return begin(chunk + 1); }
 };
 
 // How many suit a CPU: at most 64, a function of the number of rows alone.
 inline int64_t cpu_grad_chunks(int64_t rows) {
-  return rows > 64 * 16 ? 64 : (rows + 15) / 16;
+  const int64_t size = RowChunks{rows, 0}.size();
+  return (rows + size - 1) / size;
 }
 
 // out = in, converted to the accumulation type.
