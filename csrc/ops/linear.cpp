@@ -65,9 +65,13 @@ const Processor& processor() {
   return detected;
 }
 
-// Multiplications, and rows and columns, from which oneDNN was as fast as MKL on one thread and on
-// two.
-constexpr int64_t kOneDnnProduct = int64_t(1) << 21, kOneDnnSide = 8;
+// oneDNN is as fast as MKL from 2 million multiplications and 8 rows and columns on. Its workspace,
+// at most 0.33 MiB a thread, is PyTorch's memory and no ledger's: of steps with smaller products
+// than these it would be a part that matters.
+constexpr int64_t kOneDnnProduct = int64_t(1) << 24, kOneDnnSide = 8;
+// Depth of its blocks: its error, which has grown to 2.5 times MKL's at 512, is 1.2 times MKL's
+// here.
+constexpr int64_t kOneDnnDepth = 256;
 
 // Whether float32 blocks of a product are multiplied by oneDNN: decided by processor and shape
 // alone.
@@ -91,7 +95,7 @@ struct FloatBuffers {
   FloatBuffers(const at::Tensor& out, const at::Tensor& a_, const at::Tensor& b_, bool with_bias)
       : n(std::min(a_.size(0), kBlock)),
         k(std::min(b_.size(1), kBlock)),
-        c(std::min(a_.size(1), kBlock)) {
+        c(std::min(a_.size(1), runs_in_onednn(a_, b_) ? kOneDnnDepth : kBlock)) {
     const Ledger::Name name("float32 blocks");
     const bool cast = a_.scalar_type() != at::kFloat;
     const auto make = [&](int64_t size) {
@@ -132,7 +136,7 @@ void block_product(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, boo
 }
 
 // out (+)= a @ b + bias through float32 blocks: one product after the other, in a fixed order. Sums
-// of at most a block's depth keep the error of oneDNN's products within twice that of MKL's.
+// of at most a block's depth keep the error of oneDNN's products near that of MKL's.
 void float_blocks_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                       const std::optional<at::Tensor>& bias, bool accumulate) {
   const int64_t n = a.size(0), c = a.size(1), k = b.size(1);

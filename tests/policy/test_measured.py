@@ -26,8 +26,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": "all"}, {"loss": "chunked"}])
-def test_converted(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # its products' workspaces are PyTorch's memory
+def test_converted(options: dict[str, Any]) -> None:
     sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False)).train()
     ckptfused.convert(model, **options)
