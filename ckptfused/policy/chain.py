@@ -86,15 +86,19 @@ class Choice(NamedTuple):
 class Labels:
     """The Pareto front of a run of units: `need` increases, `ticks` decrease."""
 
-    def __init__(self, need: Ints, ticks: Ints, way: Ints, first: Ints, second: Ints) -> None:
+    def __init__(self, limit: int | None, need: Ints, ticks: Ints, way: Ints, first: Ints, second: Ints) -> None:
+        """limit: labels that need more are dropped."""
         rule = np.lexsort((np.arange(len(need)), ticks, need))
+        if limit is not None:
+            rule = rule[need[rule] <= limit]
         need, ticks = need[rule], ticks[rule]
         stays = np.ones(len(need), dtype=bool)
         stays[1:] = ticks[1:] < np.minimum.accumulate(ticks)[:-1]
         kept = np.flatnonzero(stays)
-        if len(kept) > MOST_LABELS:
+        most = MOST_LABELS if limit is None else MOST_LABELS // 4  # of a part of the memory
+        if len(kept) > most:
             low, high = int(need[kept[0]]), int(need[kept[-1]])
-            step = -(-(high - low + 1) // MOST_LABELS)
+            step = -(-(high - low + 1) // most)
             range_of = (need[kept] - low) // step
             last = np.append(range_of[1:] != range_of[:-1], True)
             last[0] = True
@@ -107,21 +111,23 @@ class Labels:
         return len(self.need)
 
 
-_NOTHING = Labels(*(np.zeros(1, np.int64) for _ in range(5)))
+_NOTHING = Labels(None, *(np.zeros(1, np.int64) for _ in range(5)))
 
 
 class Front:
     """All choices of which none needs less memory and is as fast: `peaks` increase, `seconds` decrease."""
 
-    def __init__(self, units: Sequence[Unit], depth: int | None = 0) -> None:
-        """depth: how deep segments may nest; 0: there are none, None: as deep as pays."""
+    def __init__(self, units: Sequence[Unit], depth: int | None = 0, limit: int | None = None) -> None:
+        """depth: how deep segments may nest; 0: there are none, None: as deep as pays. limit: choices that need more
+        memory are not looked for.
+        """
         if not all(unit.modes for unit in units):
             raise ValueError("units: expected at least one mode of each")
         self._units = tuple(units)
         known: dict[Unit, int] = {}
         self._kinds = tuple(known.setdefault(unit, len(known)) for unit in self._units)
         self._sums = np.cumsum([0, *(unit.gradients for unit in self._units)]).tolist()
-        self._depth = depth
+        self._depth, self._limit = depth, limit
         self._found: dict[tuple[tuple[int, ...], int, int | None], Labels] = {}
         for begin in reversed(range(len(self._units))):  # no deep recursion
             for lingers in self._lingering(begin):
@@ -178,7 +184,7 @@ class Front:
             columns.append((need, rest.ticks + _ticks(mode.seconds), index, np.arange(len(rest)), 0))
         columns += self._segments(begin, end, lingers, depth)
         parts = ([np.broadcast_to(column, len(row[0])) for column in row] for row in columns)
-        return Labels(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        return Labels(self._limit, *(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def _segments(self, begin: int, end: int, lingers: int, depth: int | None) -> list[tuple]:  # type: ignore[type-arg]
         """Forward to each later unit that saves nothing, then the units from it on, then those before it again."""

@@ -202,7 +202,7 @@ class _Planner:
         return Counted([*map(costs.peak, front.peaks)], seconds, lambda i: costs.policy(front[i].parts))  # type: ignore[arg-type]
 
     def _divided(self) -> Counted:
-        divided = Divided(self._costs)
+        divided = Divided(self._costs, self._front.peaks[0])  # with more than that, layers need not be joined
         return Counted(divided.peaks, divided.seconds, divided.policy)
 
     def _search(self, counted: Counted, budget: int) -> int | None:
@@ -236,8 +236,13 @@ class _Planner:
         return max(profile.peak - profile.optimizer + self._whole.base.optimizer, self._whole.least)
 
     def _shown(self, counted: Counted) -> tuple[Point, ...]:
-        pairs = dict(zip(counted.peaks, counted.seconds, strict=True))  # of equal peaks the last, which is fastest
-        return tuple(Point("", peak, seconds) for peak, seconds in pairs.items())
+        """With what was counted layer by layer, the front."""
+        layers, front = self._counted(), [Point("", NEVER, float("inf"))]
+        rows = [*zip(counted.peaks, counted.seconds, strict=True), *zip(layers.peaks, layers.seconds, strict=True)]
+        for peak, seconds in sorted(set(rows)):
+            if seconds < front[-1].seconds:
+                front.append(Point("", peak, seconds))
+        return tuple(front[1:])
 
     def _standard(self, head: dict[str, Any]) -> tuple[Point, ...]:
         """What others choose by hand, as it was counted."""

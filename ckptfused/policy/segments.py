@@ -12,11 +12,12 @@ from ckptfused.policy.costs import Costs
 class Divided:
     """The front of all ways to join layers to segments, and of what the others, and those in a replay, keep."""
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, limit: int) -> None:
+        """limit: bytes of layers and head above which there is nothing to look for."""
         self._costs = costs
         self._stays = [_staying(layer.unit) for layer in costs.layers]
         units = [_only(layer.unit, stays) for layer, stays in zip(costs.layers, self._stays, strict=True)]
-        self._front = Front([*units, costs.head], depth=1) if _together(costs) else None
+        self._front = Front([*units, costs.head], 1, limit) if _together(costs) else None
 
     @property
     def peaks(self) -> list[int]:

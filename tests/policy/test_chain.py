@@ -141,6 +141,19 @@ def test_segments_against_exhaustive_search(depth: int | None) -> None:
             assert walked(units, choice.parts) == (choice.peak, choice.seconds)
 
 
+@pytest.mark.parametrize("depth", [0, 1, None])
+def test_a_limit_leaves_out_what_needs_more(depth: int | None) -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        units = drawn(rng, 6, 3, rng.choice((1, 9)))
+        whole = front_of(Front(units, depth))
+        for limit in (whole[0][0] - 1, whole[0][0], whole[len(whole) // 2][0], whole[-1][0]):
+            limited = Front(units, depth, limit)
+            assert front_of(limited) == [point for point in whole if point[0] <= limit]
+            for choice in map(limited.__getitem__, range(len(limited))):
+                assert walked(units, choice.parts) == (choice.peak, choice.seconds)
+
+
 def test_segments_need_less_than_any_mode() -> None:
     """Sixteen units that save their input, of 100 bytes: segments of them hold the square root."""
     unit = Unit((Mode(3.0, 100, 200, 200), Mode(2.0, 500, 500, 500)), 0, 100, Passing(1.0, 100))

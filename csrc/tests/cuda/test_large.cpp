@@ -206,7 +206,7 @@ void check_qk(const Heads& small, const Heads& large, int64_t count, int64_t str
     const auto in = [&](auto& t) { return view_of<const void*>(size, at(t)); };
     const auto out = [&](auto& t) { return view_of<void*>(size, at(t)); };
     const int64_t tokens = size.batch * size.time;
-    ASSERT_EQ(nullptr, qk_fwd_cuda({shape, {}, in(x), out(y)}, tokens, nullptr));
+    ASSERT_EQ(nullptr, qk_fwd_cuda(QkFwd{shape, {}, in(x), out(y)}, tokens, nullptr));
     ASSERT_EQ(nullptr, qk_bwd_summed({shape, in(dy), in(x), out(dx)}, tokens, 1, nullptr, nullptr,
                                      nullptr, nullptr, nullptr));
   };
