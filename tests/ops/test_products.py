@@ -16,7 +16,7 @@ from tests.accounting import Events
 
 LARGE = ((256, 256, 256), (300, 1001, 77), (1024, 2048, 8), (9, 2048, 1000), (1030, 550, 1100))
 """Rows, depth and columns of products that are large enough for oneDNN: the last in twelve blocks."""
-SMALL = ((128, 128, 128), (1, 5000, 5000), (2048, 2048, 4))
+SMALL = ((128, 128, 128), (7, 2000, 1200), (2000, 1200, 7))
 BLOCK = (1024, 256, 1024)
 
 
