@@ -20,7 +20,8 @@ file(GLOB_RECURSE EXTENSION_SOURCES CONFIGURE_DEPENDS csrc/ops/*.cpp csrc/autogr
 list(FILTER EXTENSION_SOURCES EXCLUDE REGEX "_cuda\\.cpp$")
 Python_add_library(_C MODULE WITH_SOABI ${EXTENSION_SOURCES})
 target_compile_features(_C PRIVATE cxx_std_20)
-target_compile_definitions(_C PRIVATE TORCH_EXTENSION_NAME=_C TORCH_API_INCLUDE_EXTENSION_H
+# NDEBUG as in PyTorch's own build: without it its classes have other members.
+target_compile_definitions(_C PRIVATE NDEBUG TORCH_EXTENSION_NAME=_C TORCH_API_INCLUDE_EXTENSION_H
   CKPTFUSED_VERSION="${version}" CKPTFUSED_TORCH_VERSION="${torch_version}")
 target_include_directories(_C SYSTEM PRIVATE ${torch_include})
 target_link_directories(_C PRIVATE ${torch_libraries})
