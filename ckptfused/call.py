@@ -18,6 +18,18 @@ from ckptfused.spec import parse
 Slots = list[Tensor | None]
 
 
+def end_replay(x: Tensor, beside: Slots, state: Callable[[], Tensor] | None = None) -> None:
+    """Ends a replay that waits for these inputs alone, before the call that saves them and its random state:
+    nobody would use what it returns."""
+    inputs = [t for t in beside if t is not None]
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *inputs)):
+        return
+    save = outer_checkpoint.ends_with(1 + len(inputs) + (state is not None))
+    if save is not None:
+        for t in (x, *([] if state is None else [state()]), *inputs):
+            save(t)
+
+
 class Call(NamedTuple):
     """The arguments of one block op, checked. **Shapes** as `functional.block`, x with three dimensions."""
 
@@ -48,8 +60,12 @@ class Call(NamedTuple):
         if transformed():
             text += compute_word(x)
             return plain_block(x, slots, aux, text, torch_masks(x, aux, text, generator))
-        if not torch.compiler.is_compiling() and parse(text).has_dropout:
-            generator = outer_checkpoint.source(x, generator)
+        if not torch.compiler.is_compiling():
+            draws = parse(text).has_dropout
+            if draws:
+                generator = outer_checkpoint.source(x, generator)
+            if "keep=" not in text:
+                end_replay(x, [*slots, *aux], (lambda: rng.state(x, generator)) if draws else None)
         return getattr(torch.ops.ckptfused, self.op)(x, slots, aux, text, generator=generator)
 
     def _handing_keys_on(

@@ -1,5 +1,6 @@
-"""What a fused call does inside a `torch.utils.checkpoint`: replays draw the masks that the forward drew, and where the
-checkpoint is around nothing but a layer that checkpoints itself, that layer is not checkpointed twice.
+"""What a fused call does inside a `torch.utils.checkpoint`: a replay draws the masks that the forward drew, and ends
+before a call whose inputs are all that it waits for; where the checkpoint is around nothing but a layer that
+checkpoints itself, that layer is not checkpointed twice.
 
 PyTorch says nothing of a checkpoint to what runs inside. But a non-reentrant one is, while it runs, among the hooks for
 saved tensors of this thread, and those hooks' closures hold its frame, of which forward and replays share one. A hook
@@ -70,6 +71,22 @@ def source(x: Tensor, generator: torch.Generator | None) -> torch.Generator | No
 def _same_state(a: torch.Generator, b: torch.Generator) -> bool:
     with _disable_current_modes():  # selective checkpointing counts operations, and fake tensors are no states
         return a.get_state().equal(b.get_state())
+
+
+def ends_with(count: int) -> Callable[[Tensor], Any] | None:
+    """What takes the saved tensors of a replay that waits for so many more; None: this is no such replay.
+
+    It ends, by an exception, once it has the last of them. A call that saves so many of its inputs, and nothing else,
+    need not compute what it would return.
+    """
+    hooks = None if torch.compiler.is_compiling() else _top()
+    if hooks is None:
+        return None
+    around = _checkpoint((getattr(hooks[0], "hands_on_to", hooks[0]), hooks[1]))
+    if around is None or around.replay is None or not around.frame.early_stop:
+        return None
+    taken = around.frame.recomp_counter[_held(inspect.unwrap(around.replay), "gid")]
+    return hooks[0] if len(around.frame.weak_holders) - taken == count else None
 
 
 def default_generator(x: Tensor) -> torch.Generator:

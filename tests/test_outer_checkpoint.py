@@ -191,7 +191,7 @@ def test_a_checkpoint_around_one_module_replays_nothing(name: str, generic: bool
         assert got[1:] == want[1:]
     replayed = counted(lambda x: restored(lambda x: module(x), x))
     assert same(replayed[0], want[0])
-    assert replayed[1:] == (2, 0 if generic else 2)
+    assert replayed[1:] == (2, 0 if generic else 1)  # called again, up to the operation that saves its inputs alone
 
 
 def test_a_changed_input_still_raises(module: FusedModule) -> None:

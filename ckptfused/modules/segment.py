@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptfused import outer_checkpoint, settings
-from ckptfused.call import Call, Slots
+from ckptfused.call import Call, Slots, end_replay
 from ckptfused.checks import compute_word
 from ckptfused.double_backward import apart
 from ckptfused.spec import AUX_NAMES
@@ -156,4 +156,5 @@ def run_segment(calls: list[Call], generator: torch.Generator | None) -> Tensor:
             source = outer_checkpoint.source(x, generator)
             state = torch.ops.ckptfused.rng_state(x, _fresh_id(), generator=source)
         tensors += [*call.slots, *call.aux, state]
+    end_replay(x, tensors)
     return _segment(tuple(steps), x, *tensors)

@@ -47,6 +47,8 @@ class Mode(NamedTuple):
     """The most during its backward, `saved` and the gradients of its own parameters included."""
     lingers: int = 0
     """What stays beside `saved` while the next unit runs, forward and backward: a copy to host memory on its way."""
+    unended: float = 0.0
+    """Seconds of its forward that a replay leaves out which ends with it: what nothing saved depends on."""
 
 
 class Passing(NamedTuple):
@@ -128,7 +130,7 @@ class Front:
         self._kinds = tuple(known.setdefault(unit, len(known)) for unit in self._units)
         self._sums = np.cumsum([0, *(unit.gradients for unit in self._units)]).tolist()
         self._depth, self._limit = depth, limit
-        self._found: dict[tuple[tuple[int, ...], int, int | None], Labels] = {}
+        self._found: dict[tuple[tuple[int, ...], bool, int, int | None], Labels] = {}
         for begin in reversed(range(len(self._units))):  # no deep recursion
             for lingers in self._lingering(begin):
                 self._of(begin, len(self._units), lingers, depth)
@@ -169,19 +171,21 @@ class Front:
         """Of these units, with `lingers` of the one before them; gradients count from the last of them on."""
         if begin == end:
             return _NOTHING
-        key = (self._kinds[begin:end], lingers, depth)
+        key = (self._kinds[begin:end], end < len(self._units), lingers, depth)
         if key not in self._found:
             self._found[key] = self._solve(begin, end, lingers, depth)
         return self._found[key]
 
     def _solve(self, begin: int, end: int, lingers: int, depth: int | None) -> Labels:
         unit, after = self._units[begin], self._gradients(begin + 1, end)
+        ends_replay = begin + 1 == end < len(self._units)
         columns = []
         for index, mode in enumerate(unit.modes):
             rest = self._of(begin + 1, end, mode.lingers if begin + 1 < end else 0, depth)
             least = lingers + max(mode.forward, after + mode.backward)
             need = np.maximum(mode.saved + rest.need, least)
-            columns.append((need, rest.ticks + _ticks(mode.seconds), index, np.arange(len(rest)), 0))
+            ticks = _ticks(mode.seconds) - (_ticks(mode.unended) if ends_replay else 0)
+            columns.append((need, rest.ticks + ticks, index, np.arange(len(rest)), 0))
         columns += self._segments(begin, end, lingers, depth)
         parts = ([np.broadcast_to(column, len(row[0])) for column in row] for row in columns)
         return Labels(self._limit, *(np.concatenate(column) for column in zip(*parts, strict=True)))

@@ -238,7 +238,8 @@ class _Table:
             own: list[tuple[LayerMode | None, chain.Mode]] = [(None, cost.mode())]
             if place in self._kinds:
                 costs = [(mode, self._cost(place, mode)) for mode in self._modes_of(place, self._limits)]
-                own = [(mode, cost.mode()) for mode, cost in costs]
+                fused = self._described[name].path == "fused"
+                own = [(mode, cost.mode(saves_input=fused and mode.keep == "inputs")) for mode, cost in costs]
                 if (x := inputs[place]) > 0:
                     waits = self._waits(x, place)
                     kept = [(mode, cost) for mode, cost in costs if mode.keep is not None]

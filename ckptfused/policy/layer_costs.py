@@ -25,10 +25,13 @@ class Cost(NamedTuple):
         """What it would be of a layer that costs `here` what this one costs `there`."""
         return Cost(*(max(0, x + a - b) for x, a, b in zip(self, here, there, strict=True)))  # type: ignore[arg-type]
 
-    def mode(self, lingers: int = 0, waits: float = 0.0) -> chain.Mode:
-        """For the programme. lingers: bytes of `saved` that are on the host; waits: seconds for them to come."""
+    def mode(self, lingers: int = 0, waits: float = 0.0, saves_input: bool = False) -> chain.Mode:
+        """For the programme. lingers: bytes of `saved` that are on the host; waits: seconds for them to come;
+        saves_input: it is one op, which saves nothing that it computes.
+        """
         seconds = self.forward_seconds + self.backward_seconds + waits
-        return chain.Mode(seconds, self.saved - lingers, self.forward, self.backward, lingers)
+        unended = self.forward_seconds if saves_input else 0.0
+        return chain.Mode(seconds, self.saved - lingers, self.forward, self.backward, lingers, unended)
 
 
 def measured(profile: Profile) -> list[Cost]:

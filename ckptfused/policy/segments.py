@@ -51,8 +51,9 @@ class Divided:
             return None
         *modes, head = chosen
         fixed = [_only(layer.unit, [mode]) for layer, mode in zip(costs.layers, modes, strict=True)]
-        ends = accumulate(policy.lengths(len(fixed)), initial=0)
-        units = [_joined(fixed[begin:end]) for begin, end in pairwise(ends)] + [_only(costs.head, [head])]
+        runs = [fixed[begin:end] for begin, end in pairwise(accumulate(policy.lengths(len(fixed)), initial=0))]
+        alone = policy.segment_lengths is not None  # where a run of one layer is no segment
+        units = [run[0] if alone and len(run) == 1 else _joined(run) for run in runs] + [_only(costs.head, [head])]
         first = [0] * len(units)
         return costs.peak(peak_of(units, first)), costs.rest_seconds + seconds_of(units, first)
 
@@ -79,5 +80,6 @@ def _joined(units: list[Unit]) -> Unit:
         passing = max(passing, held + unit.passing.peak + (unit.input if place else 0))
         seconds += unit.passing.seconds
     first = [0] * len(units)
-    mode = Mode(seconds + seconds_of(units, first), held, passing, peak_of(units, first))
+    again = seconds_of(units, first) - units[-1].modes[0].unended
+    mode = Mode(seconds + again, held, passing, peak_of(units, first))
     return Unit((mode,), sum(unit.gradients for unit in units))

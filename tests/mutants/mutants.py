@@ -331,6 +331,13 @@ MUTANTS = (
         test="tests/test_outer_checkpoint.py::test_a_checkpoint_around_one_module_replays_nothing",
     ),
     Mutant(
+        "a replay that ends before a call which is not its last",
+        file="ckptfused/outer_checkpoint.py",
+        text="len(around.frame.weak_holders) - taken == count",
+        defect="len(around.frame.weak_holders) - taken >= count",
+        test="tests/modules/test_end_of_replay.py::test_the_last_forward_is_left_out",
+    ),
+    Mutant(
         "tensor-parallel weights taken for whole ones",
         file="ckptfused/modules/fused.py",
         text="    refuse_tensor_parallel(module)\n",

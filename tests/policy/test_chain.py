@@ -30,7 +30,7 @@ class Step:
     def reach(self, above: int) -> None:
         self.most = max(self.most, self.held + above)
 
-    def run(self, begin: int, parts: Sequence[Part], lingers: int = 0) -> None:
+    def run(self, begin: int, parts: Sequence[Part], lingers: int = 0, replay: bool = False) -> None:
         """Forward and backward of the units from `begin` on, in these parts."""
         if not parts:
             return
@@ -39,11 +39,11 @@ class Step:
             mode = unit.modes[part]
             self.reach(lingers + mode.forward)
             self.held += mode.saved
-            self.run(begin + 1, parts[1:], mode.lingers if len(parts) > 1 else 0)
+            self.run(begin + 1, parts[1:], mode.lingers if len(parts) > 1 else 0, replay)
             self.held -= mode.saved
             self.reach(lingers + mode.backward)
             self.held += unit.gradients
-            self.seconds += mode.seconds
+            self.seconds += mode.seconds - (mode.unended if replay and len(parts) == 1 else 0)
             return
         inside = range(begin, begin + length(part))
         self.held += unit.input
@@ -52,9 +52,9 @@ class Step:
             assert passing is not None
             self.reach(lingers + passing.peak + (self.units[index].input if index > begin else 0))
             self.seconds += passing.seconds
-        self.run(begin + len(inside), parts[1:])
+        self.run(begin + len(inside), parts[1:], replay=replay)
         self.held -= unit.input  # the replay's first unit counts it
-        self.run(begin, part, lingers)
+        self.run(begin, part, lingers, replay=True)
 
 
 def walked(units: Sequence[Unit], parts: Sequence[Part]) -> tuple[int, float]:
@@ -76,7 +76,8 @@ def drawn(rng: random.Random, most_units: int, most_modes: int, kinds: int = 9, 
         for _ in range(rng.randint(1, most_modes)):
             saved = rng.randint(0, 12)
             forward, backward = saved + rng.randint(0, 12), saved + rng.randint(0, 12)
-            modes.append(Mode(rng.randint(1, 9), saved, forward, backward, rng.choice((0, 0, 3)) if lingers else 0))
+            seconds, copying = rng.randint(1, 9), rng.choice((0, 0, 3)) if lingers else 0
+            modes.append(Mode(seconds, saved, forward, backward, copying, rng.choice((0, rng.randint(0, seconds)))))
         return Unit(tuple(modes), rng.randint(0, 6), rng.randint(0, 4), Passing(rng.randint(1, 4), rng.randint(0, 6)))
 
     of = [unit() for _ in range(kinds)]
