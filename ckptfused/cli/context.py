@@ -14,17 +14,19 @@ from typing import Any
 
 import torch
 
-from ckptfused.cli.options import add_autocast, add_model, built, checked, configuration, positive
+from ckptfused.cli.options import add_model, add_training, built, checked, configuration, positive
 from ckptfused.policy.search import Longest, longest
+from ckptfused.policy.table import conditions
 from ckptfused.policy.variants import VARIANTS, Trained
 from ckptfused.sizes import parse_bytes
 
 GIB = 2**30
+STEP = ("autocast", "gradient_accumulation_steps")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, factory=False)
-    add_autocast(parser)
+    add_training(parser)
     add = parser.add_argument
     add("--memory", required=True, type=checked(lambda text: parse_bytes("memory", text)), help="80GiB, say")
     add("--batch", type=positive, default=1, help="sequences a step (1)")
@@ -46,14 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _longest(config: dict[str, Any], variant: str, arguments: argparse.Namespace) -> Longest:
     model = built(lambda: Trained(config, variant, getattr(torch, arguments.dtype), arguments.lora))
     return longest(
-        lambda tokens: model.step(tokens, arguments.batch, autocast=arguments.autocast),
+        lambda tokens: model.step(tokens, arguments.batch, **{name: getattr(arguments, name) for name in STEP}),
         arguments.memory,
         arguments.step,
     )
 
 
 def as_json(found: dict[str, Longest], arguments: argparse.Namespace) -> dict[str, Any]:
-    asked = {name: getattr(arguments, name) for name in ("config", "memory", "lora", "dtype", "autocast", "batch")}
+    asked = {name: getattr(arguments, name) for name in ("config", "memory", "lora", "dtype", "batch", *STEP)}
     rows = {name: {"tokens": best.tokens, **best.profile.sizes()} for name, best in found.items()}
     return asked | {"optimizer": "fused AdamW", "variants": rows}
 
@@ -61,10 +63,9 @@ def as_json(found: dict[str, Longest], arguments: argparse.Namespace) -> dict[st
 def table(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
     """What a person reads."""
     trained = "all weights" if arguments.lora is None else f"LoRA of rank {arguments.lora}"
-    under = "" if arguments.autocast is None else f" under autocast to {arguments.autocast}"
-    width = max(map(len, found))
+    width, step = max(map(len, found)), next(iter(found.values())).profile
     lines = [
-        f"{arguments.config}, {arguments.dtype}{under}, {trained}, fused AdamW, batch {arguments.batch}, "
+        f"{arguments.config}, {arguments.dtype}{conditions(step)}, {trained}, fused AdamW, batch {arguments.batch}, "
         f"{arguments.memory / GIB:,.1f} GiB",
         "",
         f"{'':{width}}  longest sequence",

@@ -11,18 +11,20 @@ from __future__ import annotations
 import argparse
 
 from ckptfused.cli.errors import NO
-from ckptfused.cli.options import add_model, add_step, model_and_batch, ran
+from ckptfused.cli.options import add_accumulation, add_model, add_step, model_and_batch, ran
 from ckptfused.doctor import doctor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_step(parser)
+    add_accumulation(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     model, batch = model_and_batch(arguments)
-    found = ran(arguments, lambda: doctor(model, batch))
+    steps = arguments.gradient_accumulation_steps
+    found = ran(arguments, lambda: doctor(model, batch, gradient_accumulation_steps=steps))
     print(found.to_json() if arguments.json else found)
     return 0 if found.healthy else NO

@@ -67,12 +67,25 @@ def add_step(parser: argparse.ArgumentParser, seq: int = 2048, checkpoint: bool 
         add("--checkpoint", choices=[*CHECKPOINTING], help="who checkpoints a configuration's model (none)")
 
 
-def add_autocast(parser: argparse.ArgumentParser) -> None:
-    """Whether forward computes in a lower precision than the weights have."""
-    parser.add_argument(
+def add_training(parser: argparse.ArgumentParser) -> None:
+    """How it is trained: whether forward computes in a lower precision, over how many batches gradients add up."""
+    add = parser.add_argument
+    add(
         "--autocast",
         choices=[*TYPES],
         help="forward runs under torch.autocast, as by the Trainer's bf16 and fp16; --dtype float32 goes with it",
+    )
+    add_accumulation(parser)
+
+
+def add_accumulation(parser: argparse.ArgumentParser) -> None:
+    """Over how many batches gradients add up."""
+    parser.add_argument(
+        "--gradient-accumulation-steps",
+        type=positive,
+        default=1,
+        metavar="BATCHES",
+        help="batches whose gradients add up before the optimizer steps; from the second on all of them are there (1)",
     )
 
 

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 
 from ckptfused.cli.errors import NO, CommandError
 from ckptfused.cli.options import (
-    add_autocast,
     add_device,
     add_model,
     add_step,
+    add_training,
     checked,
     model_and_batch,
     optimizer,
@@ -32,7 +32,7 @@ from ckptfused.sizes import parse_bytes
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_step(parser, checkpoint=False)
-    add_autocast(parser)
+    add_training(parser)
     add_device(parser)
     add = parser.add_argument
     budget = checked(lambda text: parse_bytes("budget", text))
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if batch is None:
         raise CommandError(f"--config: expected {arguments.config} to return a model and a batch, got a model alone")
     step = {"batch": batch, "optimizer": optimizer(arguments)}
-    step |= {name: getattr(arguments, name) for name in ("device", "shards", "autocast")}
+    step |= {name: getattr(arguments, name) for name in ("device", "shards", "autocast", "gradient_accumulation_steps")}
     try:
         with _progress(quiet=arguments.json) as said:
             found = ran(arguments, lambda: plan(model, budget=arguments.budget, said=said, **step))

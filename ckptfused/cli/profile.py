@@ -10,14 +10,14 @@ import argparse
 import sys
 
 from ckptfused.cli.errors import CommandError
-from ckptfused.cli.options import add_autocast, add_device, add_model, add_step, model_and_batch, optimizer, ran
+from ckptfused.cli.options import add_device, add_model, add_step, add_training, model_and_batch, optimizer, ran
 from ckptfused.policy import profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_step(parser)
-    add_autocast(parser)
+    add_training(parser)
     add_device(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.add_argument("--plot", metavar="FILE", help="write a PNG of the step's timeline; needs matplotlib")
@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     model, batch = model_and_batch(arguments)
     if batch is None:
         raise CommandError(f"--config: expected {arguments.config} to return a model and a batch, got a model alone")
-    found = ran(arguments, lambda: profile(model, batch, optimizer(arguments), arguments.device, arguments.autocast))
+    step = {name: getattr(arguments, name) for name in ("device", "autocast", "gradient_accumulation_steps")}
+    found = ran(arguments, lambda: profile(model, batch, optimizer(arguments), **step))
     print(found.to_json() if arguments.json else found)
     if arguments.plot:
         try:

@@ -33,6 +33,7 @@ def convert(
     device: str | torch.device | None = None,
     shards: int = 1,
     autocast: Autocast = None,
+    gradient_accumulation_steps: int = 1,
 ) -> Report:
     """Turns an existing model into a fused-checkpoint model, in place.
 
@@ -53,8 +54,8 @@ def convert(
     offload: the input that each layer saves goes to host memory while the next layers run, and comes back a layer ahead
     of its use (docs/keep.md); the last layer's stays, and so does what is on the CPU.
     budget: bytes, or a text such as "40GiB", which a step is to need no more of: the policy is the fastest that does,
-    as `ckptfused.plan` finds it for `batch`, `optimizer`, `device`, `shards`, `autocast` (docs/budget.md). With
-    `process_group` the first rank finds it for all.
+    as `ckptfused.plan` finds it for `batch`, `optimizer`, `device`, `shards`, `autocast`, `gradient_accumulation_steps`
+    (docs/budget.md). With `process_group` the first rank finds it for all.
     process_group: a `torch.distributed` group, or True for the default one; the call is then a collective which
     checks that all ranks convert alike. None: no communication.
 
@@ -70,12 +71,20 @@ def convert(
         _check_alone("budget", others | {"policy": policy})
         if batch is None:
             raise ValueError("batch: expected the batch of a step beside the budget, got None")
-        step = {"batch": batch, "budget": budget, "optimizer": optimizer, "device": device, "shards": shards}
-        policy, notes = planned(model, process_group, autocast=autocast, **step)
+        step: dict[str, Any] = {
+            "batch": batch,
+            "budget": budget,
+            "optimizer": optimizer,
+            "device": device,
+            "shards": shards,
+        }
+        step |= {"autocast": autocast, "gradient_accumulation_steps": gradient_accumulation_steps}
+        policy, notes = planned(model, process_group, **step)
         report = apply(model, policy, process_group)
         return replace(report, notes=(*notes, *report.notes))
     of_budget: dict[str, Any] = {"batch": batch, "optimizer": optimizer, "device": device, "autocast": autocast}
     of_budget["shards"] = None if shards == 1 else shards
+    of_budget["gradient_accumulation_steps"] = None if gradient_accumulation_steps == 1 else gradient_accumulation_steps
     for name, value in of_budget.items():
         if value is not None:
             raise ValueError(f"{name}: expected a budget beside it, got None")

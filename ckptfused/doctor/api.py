@@ -12,9 +12,15 @@ from ckptfused.doctor.certificate import certify
 from ckptfused.doctor.checks import CHECKS
 from ckptfused.doctor.findings import Finding, Findings
 from ckptfused.doctor.look import Look
+from ckptfused.spec.checks import check_integer
 
 
-def doctor(model: nn.Module, batch: Any = None, optimizer: torch.optim.Optimizer | None = None) -> Findings:
+def doctor(
+    model: nn.Module,
+    batch: Any = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    gradient_accumulation_steps: int = 1,
+) -> Findings:
     """What is wrong with a model's activation checkpointing, whoever does it, and what could be better.
 
     By looking alone, settings that give wrong gradients, replay twice, or cost more than they save. With a batch, by
@@ -25,6 +31,7 @@ def doctor(model: nn.Module, batch: Any = None, optimizer: torch.optim.Optimizer
 
     batch: a dict for `model(**batch)`, a tuple for `model(*batch)`, or the one argument; the loss is the output's
     `loss`, or the output itself. optimizer: it takes no step, and is for the memory that its state needs.
+    gradient_accumulation_steps: as in `ckptfused.profile`, for the memory that gradients need.
     Compiled modules run as they were written. Where processes are joined (torch.distributed) it is a collective.
 
     **Saves** a copy of the parameters and of one step's gradients in host memory, for as long as it runs. The model,
@@ -34,7 +41,8 @@ def doctor(model: nn.Module, batch: Any = None, optimizer: torch.optim.Optimizer
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    look = Look(model, batch, optimizer)
+    check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+    look = Look(model, batch, optimizer, gradient_accumulation_steps)
     found: list[Finding] = [finding for check in CHECKS for finding in check(look)]
     why = _why_no_proof(look)
     if why is not None:

@@ -48,6 +48,7 @@ class Look:
     model: nn.Module
     batch: Any
     optimizer: Any
+    gradient_accumulation_steps: int = 1
     names: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ckptfused.doctor.findings import Finding
 from ckptfused.doctor.look import Look
@@ -61,12 +62,13 @@ def predicted(look: Look) -> tuple[Profile, Profile] | None:
     devices = {p.device.type for p in look.model.parameters()}
     device = "cpu" if devices == {"cpu"} else "h200"  # the same memory on all GPUs
     optimizer = adamw if look.optimizer is None else look.optimizer
+    options: dict[str, Any] = {"gradient_accumulation_steps": look.gradient_accumulation_steps}
     unmasked = {name: value for name, value in look.batch.items() if name != "attention_mask"}
     for batch in (look.batch, unmasked):  # what looks into a mask cannot run without values
         with contextlib.suppress(ValueError):  # not every model runs on the meta device
-            configured = profile(look.model, batch, optimizer, device)
+            configured = profile(look.model, batch, optimizer, device, **options)
             with everything_saved(look.model):
-                saving = profile(look.model, batch, optimizer, device)
+                saving = profile(look.model, batch, optimizer, device, **options)
             notes = (*configured.notes, *saving.notes)
             return None if any("is opaque" in note for note in notes) else (configured, saving)
     return None

@@ -13,6 +13,7 @@ from ckptfused.policy.predict import predicted
 from ckptfused.policy.result import Profile
 from ckptfused.policy.step import Batch, MakeOptimizer, check_model, made
 from ckptfused.policy.twin import meta_twin
+from ckptfused.spec.checks import check_integer
 
 
 def profile(
@@ -21,6 +22,7 @@ def profile(
     optimizer: Optimizer | MakeOptimizer | None = None,
     device: str | torch.device | None = None,
     autocast: Autocast = None,
+    gradient_accumulation_steps: int = 1,
 ) -> Profile:
     """The memory and time of one training step, by layer: forward, loss, backward and the optimizer's step.
 
@@ -35,6 +37,9 @@ def profile(
     autocast: the type of `torch.autocast` around the forward pass, `torch.bfloat16` or `torch.float16`, or its name, as
     the Trainer's `bf16=True` has it; None: that of an autocast that is on around the call, else only what the model
     itself turns on. (`torch.autocast("cuda")` around the call turns itself off where there is no CUDA.)
+    gradient_accumulation_steps: batches, each like `batch`, whose gradients add up before the optimizer's step, as the
+    Trainer has it. From the second on all gradients are there when forward begins: that batch is profiled, and with any
+    number above 1 needs the same memory. So does each step after `optimizer.zero_grad(set_to_none=False)`.
 
     Memory is predicted exactly to what the allocator is asked for, but for what an op of PyTorch's allocates and frees
     within itself, and for workspaces and fragmentation. Attention by `F.scaled_dot_product_attention` is a flash
@@ -46,18 +51,24 @@ def profile(
     does not run without data outside of its layers. A layer that does not is named in `notes`.
     """
     check_model(model)
+    check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     if device is None:
-        return _measured(model, batch, optimizer, autocast)
+        return _measured(model, batch, optimizer, autocast, gradient_accumulation_steps)
     target = device_named(device)
     lower = autocast_type(autocast, target.kind)
     twin, keeper = meta_twin(model, optimizer if isinstance(optimizer, Optimizer) else None)
     twin.zero_grad(set_to_none=True)
     with outside(target.kind):
-        return predicted(twin, batch, keeper or made(optimizer, twin), target, lower)
+        step = keeper or made(optimizer, twin)
+        return predicted(twin, batch, step, target, lower, gradient_accumulation_steps)
 
 
 def _measured(
-    model: nn.Module, batch: Batch, optimizer: Optimizer | MakeOptimizer | None, autocast: Autocast
+    model: nn.Module,
+    batch: Batch,
+    optimizer: Optimizer | MakeOptimizer | None,
+    autocast: Autocast,
+    gradient_accumulation_steps: int,
 ) -> Profile:
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     if len(devices) != 1 or torch.device("meta") in devices:
@@ -68,4 +79,4 @@ def _measured(
     device = devices.pop()
     lower = autocast_type(autocast, device.type)
     with outside(device.type):
-        return measured(model, batch, made(optimizer, model), device, lower)
+        return measured(model, batch, made(optimizer, model), device, lower, gradient_accumulation_steps)

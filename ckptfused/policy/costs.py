@@ -66,12 +66,13 @@ class Costs:
     heads: tuple[HeadMode, ...]
     head: Unit
     state: int
-    """Weights, the batch and what the optimizer keeps."""
+    """Weights, the batch, what the optimizer keeps, and gradients that are accumulated."""
     constant: int
     """What is held beside the layers' own, from forward to backward."""
     least: int
     """The least that a step needs whatever the plan: that of the optimizer's step."""
     rest_seconds: float
+    """Of each batch."""
     base: Profile
     """Of the model with all layers in the mode `"inputs"`."""
 
@@ -82,6 +83,11 @@ class Costs:
     def peak(self, above: int) -> int:
         """Of a step of which layers and head need so much."""
         return max(self.state + self.constant + above, self.least)
+
+    def seconds(self, own: float) -> float:
+        """Of a step of which layers and head take so much for a batch."""
+        base = self.base
+        return base.gradient_accumulation_steps * (self.rest_seconds + own) + base.optimizer_seconds
 
     def policy(self, chosen: Iterable[int]) -> CheckpointPolicy:
         """Of the modes of layers and head, by index."""
@@ -111,10 +117,11 @@ class Steps:
         device: Device,
         said: Callable[[str], None],
         autocast: torch.dtype | None = None,
+        gradient_accumulation_steps: int = 1,
     ) -> None:
         self.twin = twin
         self.device = device
-        self._autocast = autocast
+        self._options = autocast, gradient_accumulation_steps
         self._batch = batch
         self._said = said
         self._found: dict[CheckpointPolicy, Profile] = {}
@@ -128,7 +135,7 @@ class Steps:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 apply(self.twin, policy)
-                found = predicted(self.twin, self._batch, optimizer, self.device, self._autocast)
+                found = predicted(self.twin, self._batch, optimizer, self.device, *self._options)
             if any("is divided before" in str(warning.message) for warning in said):
                 self.broken.add(policy)
             unseen = found.above_state // UNSEEN if self.device.kind == "cpu" else 0
@@ -150,15 +157,16 @@ def costs(steps: Steps, optimizer: Optimizer | None) -> Costs:
     table.read((None, *filter(None, differ)))
     own, at_end = base.weights + base.optimizer, base.all_gradients + base.optimizer_transient
     at_end += at_end // UNSEEN if steps.device.kind == "cpu" else 0
+    batch_seconds = base.forward_seconds + base.backward_seconds
     spent = sum(cost.forward_seconds + cost.backward_seconds for cost in table.kept)
     return Costs(
         layers=table.layers(),
         heads=tuple(heads),
         head=Unit(tuple(table.heads[head].mode() for head in heads)),
-        state=own,
+        state=own + base.accumulated,
         constant=table.constant,
         least=max(own + at_end, 0 if base.layers else base.peak),
-        rest_seconds=base.seconds - spent,
+        rest_seconds=batch_seconds - spent,
         base=base,
     )
 
@@ -245,7 +253,8 @@ class _Table:
                     kept = [(mode, cost) for mode, cost in costs if mode.keep is not None]
                     own += [(replace(mode, offload=True), cost.mode(x, waits)) for mode, cost in kept]
             passing = Passing(cost.forward_seconds, max(0, cost.forward - cost.saved))
-            unit = Unit(tuple(mode for _, mode in own), profile.gradients, cost.saved, passing)
+            gradients = 0 if self._base.accumulated else profile.gradients
+            unit = Unit(tuple(mode for _, mode in own), gradients, cost.saved, passing)
             found.append(Layer(name, tuple(mode for mode, _ in own), unit))
         return tuple(found)
 

@@ -40,9 +40,10 @@ def measured(profile: Profile) -> list[Cost]:
     for (name, index), parts, _ in profile.phases:
         phase = Phase(BACKWARD.name if name == REPLAY else name, index)
         most[phase] = max(most[phase], sum(parts))
-    held, after, found = held_beside(profile), sum(layer.gradients for layer in profile.layers), []
+    made = [0 if profile.accumulated else layer.gradients for layer in profile.layers]
+    held, after, found = held_beside(profile) + profile.accumulated, sum(made), []
     for index, layer in enumerate(profile.layers):
-        after -= layer.gradients
+        after -= made[index]
         forward = max(layer.saved, most[Phase(FORWARD.name, index)] - held)
         backward = max(layer.saved, most[Phase(BACKWARD.name, index)] - held - after)
         found.append(Cost(layer.saved, forward, backward, layer.forward_seconds, layer.backward_seconds))

@@ -31,6 +31,7 @@ def measured(
     optimizer: torch.optim.Optimizer | None,
     device: torch.device,
     autocast: torch.dtype | None = None,
+    gradient_accumulation_steps: int = 1,
 ) -> Profile:
     """The profile of steps that run: one before anything is measured, `TIMED` for their time, one for its memory.
 
@@ -41,7 +42,7 @@ def measured(
     step = None if optimizer is None else optimizer.step
 
     def run(marks: Marks[Any]) -> list[int]:
-        return run_step(model, batch, step, marks, region(device.type, autocast))
+        return run_step(model, batch, step, marks, region(device.type, autocast), gradient_accumulation_steps)
 
     with Unchanged(model, batch, optimizer):
         with drawn_alike(model):
@@ -49,7 +50,14 @@ def measured(
         seconds = _seconds(model, run, device)
         recording, fragmentation = _record(model, batch, optimizer, device, run, seconds)
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return profile_of(recording, name, "measured", fragmentation=fragmentation, autocast=named(autocast))
+    return profile_of(
+        recording,
+        name,
+        "measured",
+        fragmentation=fragmentation,
+        autocast=named(autocast),
+        gradient_accumulation_steps=gradient_accumulation_steps,
+    )
 
 
 Run = Callable[[Marks[Any]], list[int]]

@@ -93,6 +93,7 @@ def plan(
     device: str | torch.device | None = None,
     shards: int = 1,
     autocast: Autocast = None,
+    gradient_accumulation_steps: int = 1,
     *,
     said: Callable[[str], None] = lambda text: None,
 ) -> Plan:
@@ -104,8 +105,8 @@ def plan(
     counted, others are. If none fits, layers are joined to segments.
 
     model: on any device, meta too; as it is if it trains, else as if it did. It is left as it was; what an earlier
-    `convert` did to it does not count. batch, optimizer, device, autocast: as in `profile`. device: None: the model's
-    own.
+    `convert` did to it does not count. batch, optimizer, device, autocast, gradient_accumulation_steps: as in
+    `profile`. device: None: the model's own.
     budget: bytes, or a text such as "40GiB": less than the card has, by the CUDA context and fragmentation.
     shards: over how many ranks FSDP2 shards the model: `fully_shard` of each layer and of the rest. Parameters,
     gradients and optimizer state are divided; counted are a layer's whole parameters while it runs and the next one's
@@ -118,12 +119,14 @@ def plan(
     check_model(model)
     limit = parse_bytes("budget", budget)
     check_integer("shards", shards, 1)
+    check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     target = device_named(_device_of(model) if device is None else device)
     twin, keeper = meta_twin(model, optimizer if isinstance(optimizer, Optimizer) else None)
     twin.zero_grad(set_to_none=True)
     if not twin.training:
         twin.train()
-    steps = Steps(twin, batch, target, said, autocast_type(autocast, target.kind))
+    lower = autocast_type(autocast, target.kind)
+    steps = Steps(twin, batch, target, said, lower, gradient_accumulation_steps)
     with outside(target.kind):
         whole = costs(steps, keeper or made(optimizer, twin))
         found = _Planner(steps, whole, sharded(whole, twin, shards), shards).within(limit)
@@ -198,7 +201,7 @@ class _Planner:
 
     def _counted(self) -> Counted:
         costs, front = self._costs, self._front
-        seconds = [costs.rest_seconds + own for own in front.seconds]
+        seconds = [*map(costs.seconds, front.seconds)]
         return Counted([*map(costs.peak, front.peaks)], seconds, lambda i: costs.policy(front[i].parts))  # type: ignore[arg-type]
 
     def _divided(self) -> Counted:
@@ -273,4 +276,4 @@ class _Planner:
         if chosen is None:
             return None
         peak, seconds = chain.peak_of(costs.units, chosen), chain.seconds_of(costs.units, chosen)
-        return costs.peak(peak), costs.rest_seconds + seconds
+        return costs.peak(peak), costs.seconds(seconds)

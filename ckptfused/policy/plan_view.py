@@ -6,7 +6,7 @@ import json
 from itertools import groupby
 from typing import Any
 
-from ckptfused.policy.table import duration, printed
+from ckptfused.policy.table import conditions, duration, printed
 from ckptfused.sizes import size
 
 GIB = 2**30
@@ -36,9 +36,8 @@ def rich_table(plan: Any) -> Any:
 
 
 def _first(plan: Any) -> str:
-    under = f", forward under autocast to {plan.profile.autocast}" if plan.profile.autocast else ""
     needs = f"{size(plan.peak)} of {size(plan.budget)}, {duration(plan.seconds)} a step"
-    return f"{needs}, predicted for {plan.device}{under}"
+    return f"{needs}, predicted for {plan.device}{conditions(plan.profile)}"
 
 
 def policy_line(policy: Any) -> str:
@@ -62,8 +61,9 @@ def written(plan: Any) -> str:
     for point in points["front"]:
         del point["name"]
     sizes = {name: getattr(plan, name) for name in ("budget", "peak", "seconds", "device", "shards")}
-    policy = {"autocast": plan.profile.autocast, "digest": plan.policy.digest, "policy": plan.policy.to_dict()}
-    return json.dumps(sizes | policy | points | {"notes": list(plan.notes)}, indent=2)
+    step = {name: getattr(plan.profile, name) for name in ("autocast", "gradient_accumulation_steps")}
+    policy = {"digest": plan.policy.digest, "policy": plan.policy.to_dict()}
+    return json.dumps(sizes | step | policy | points | {"notes": list(plan.notes)}, indent=2)
 
 
 def picture(plan: Any, path: str) -> None:

@@ -35,6 +35,7 @@ def predicted(
     optimizer: torch.optim.Optimizer | None,
     device: Device,
     autocast: torch.dtype | None = None,
+    gradient_accumulation_steps: int = 1,
 ) -> Profile:
     """The profile of a step of a model and an optimizer on the meta device, of which the optimizer is changed. Of the
     batch, on any device, what small tensors hold counts where the model looks at it.
@@ -49,7 +50,8 @@ def predicted(
         marks = Marks(model, lambda: len(opened))  # noqa: B023
         try:
             with drawn_alike(model):
-                recording = _record(model, batch, optimizer, at_once, device, opened, marks, autocast)
+                options = autocast, gradient_accumulation_steps
+                recording = _record(model, batch, optimizer, at_once, device, opened, marks, *options)
             break
         except NoLossError as error:
             if not opaque:
@@ -70,8 +72,16 @@ def predicted(
             model.zero_grad(set_to_none=True)
     if names := _unknown(batch):
         notes.append(f"{', '.join(names)} without data: what the model chooses by their values is as if they were not")
+    if gradient_accumulation_steps > 1 and any(getattr(module, "sparse", False) is True for module in model.modules()):
+        notes.append("sparse gradients count as those of one batch: each further batch adds its rows to them")
     return profile_of(
-        recording, device.name, "predicted", tuple(notes), time_error=device.time_error, autocast=named(autocast)
+        recording,
+        device.name,
+        "predicted",
+        tuple(notes),
+        time_error=device.time_error,
+        autocast=named(autocast),
+        gradient_accumulation_steps=gradient_accumulation_steps,
     )
 
 
@@ -84,6 +94,7 @@ def _record(
     opened: OpenLedger,
     marks: Marks[int],
     autocast: torch.dtype | None,
+    gradient_accumulation_steps: int,
 ) -> Recording:
     """at_once: whether the optimizer's step is one kernel that allocates nothing."""
     received: set[tuple[int, int]] = set()
@@ -110,7 +121,8 @@ def _record(
     step = None if optimizer is None else step_at_once if at_once else optimizer.step
     known = Known(values_of(batch, twins))
     with functions_for_meta(device.kind, work), marks, opened, work, known:
-        gradients = run_step(model, twins, step, marks, region(device.kind, autocast))
+        forward = region(device.kind, autocast)
+        gradients = run_step(model, twins, step, marks, forward, gradient_accumulation_steps)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     changes, found = _places(opened, marks.found)
     return Recording(changes, found, received, seconds, marks.names, gradients, weights, state)

@@ -27,9 +27,8 @@ def profile_of(recording: Recording, device: str, way: str, notes: tuple[str, ..
     """What the step needs. more: further fields of the profile."""
     buffers = Buffers(recording)
     layers = _layers(recording, buffers)
-    gradients = sum(
-        change.size for change in recording.changes if change.number in buffers.gradients and change.size > 0
-    )
+    at_end = recording.changes[: recording.begin(END)]
+    gradients = sum(change.size for change in at_end if change.number in buffers.gradients)
     optimizer = [s for s in recording.stretches if s.phase == OPTIMIZER]
     return Profile.of_phases(
         recording.weights,
@@ -55,7 +54,7 @@ def profile_of(recording: Recording, device: str, way: str, notes: tuple[str, ..
 def _peaks(recording: Recording, buffers: Buffers) -> list[Peak]:
     """Of each phase but the end, in which the gradients are released."""
     found: dict[Phase, Peak] = {}
-    now = [0, 0, 0, 0]
+    now = recording.begins_with
     for stretch in recording.stretches:
         if stretch.phase == END:
             break
@@ -64,7 +63,7 @@ def _peaks(recording: Recording, buffers: Buffers) -> list[Peak]:
             if size > 0 and (stretch.phase not in found or sum(now) > sum(found[stretch.phase].parts)):
                 parts: Parts = (now[0], now[1], now[2], now[3])
                 found[stretch.phase] = Peak(stretch.phase, parts, op)
-    return list(found.values()) or [Peak(FORWARD, (0, 0, 0, 0), "nothing")]
+    return list(found.values()) or [Peak(FORWARD, (now[0], now[1], now[2], now[3]), "nothing")]
 
 
 def _most(recording: Recording, stretch: Stretch) -> int:
@@ -114,9 +113,9 @@ def _layers(recording: Recording, buffers: Buffers) -> dict[int, LayerProfile]:
                 total += size
                 level.most = max(level.most, total)
     gradients: Counter[int] = Counter(dict(enumerate(recording.layer_gradients)))
-    for number in buffers.gradients:
-        if buffers.places[number] < 0:
-            gradients[buffers.places[number]] += sizes[number]
+    for number, size, _ in recording.changes[: recording.begin(END)]:
+        if number in buffers.gradients and buffers.places[number] < 0:
+            gradients[buffers.places[number]] += size
 
     def above(place: int, way: bool) -> int:
         found = [level.most - level.base for (*key, _), level in levels.items() if key == [place, way]]
@@ -176,7 +175,7 @@ def _timeline(recording: Recording, buffers: Buffers) -> Iterator[Moment]:
     """The levels of all kinds, each stretch's changes spread evenly over its time. Where they are many, of each few the
     highest."""
     few = max(1, len(recording.changes) // POINTS)
-    now, clock, state = [0, 0, 0, 0], 0.0, (recording.weights, recording.optimizer)
+    now, clock, state = recording.begins_with, 0.0, (recording.weights, recording.optimizer)
     best: Moment | None = None
     count = 0
     yield Moment(0.0, (*state, *now))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckptfused.policy.parts import (
@@ -42,7 +42,11 @@ class Stretch(NamedTuple):
 
 @dataclass
 class Recording:
-    """What happened in one step, in order."""
+    """What happened in one step, in order.
+
+    Of two batches one after the other, each with an `END`, it is the second, before whose changes are the allocations
+    of what the first left: its gradients.
+    """
 
     changes: list[Change]
     marks: list[tuple[int, Phase]]
@@ -57,13 +61,45 @@ class Recording:
     weights: int
     optimizer: int
     stretches: list[Stretch] = field(init=False)
+    left: dict[int, tuple[int, int]] = field(init=False, default_factory=dict)
+    """What was there before the step, by number: its place in `Parts`, and that of the layer which made it."""
 
     def __post_init__(self) -> None:
+        ends = [place for place, (_, phase) in enumerate(self.marks) if phase == END]
+        if len(ends) > 1:
+            self._leave(ends[0])
         ends = [begin for begin, _ in self.marks[1:]] + [len(self.changes)]
         self.stretches = [
             Stretch(phase, begin, end, seconds)
             for (begin, _), phase, end, seconds in zip(self.marks, _named(self.marks), ends, self.seconds, strict=True)
         ]
+
+    def _leave(self, end: int) -> None:
+        """Keeps what follows the mark at this place, and what is there then."""
+        split, after = self.marks[end][0], end + 1
+        earlier = replace(self, changes=self.changes[:split], marks=self.marks[:after], seconds=self.seconds[:after])
+        buffers, live = Buffers(earlier), {}
+        for change in earlier.changes:
+            if change.size > 0:
+                live[change.number] = change
+            else:
+                del live[change.number]
+        released = {change.number for change in self.changes[self.marks[-1][0] :]}
+        for number in live:
+            kept = number in buffers.owners and number not in released  # made in forward, by the model, for itself
+            kind = buffers.kinds[number] if kept else GRADIENTS
+            self.left[number] = kind, buffers.places[number]
+        self.changes = [*live.values(), *self.changes[split:]]
+        self.marks = [(place - split + len(live), phase) for place, phase in self.marks[after:]]
+        self.seconds = self.seconds[after:]
+
+    @property
+    def begins_with(self) -> list[int]:
+        """Bytes as the step begins, by kind."""
+        now = [0, 0, 0, 0]
+        for number, size, _ in self.changes[: len(self.left)]:
+            now[self.left[number][0]] += size
+        return now
 
     def begin(self, *phases: Phase) -> int:
         """Where the first of these phases begins that there is."""
@@ -102,6 +138,10 @@ class Buffers:
         released = {c.number for c in recording.changes[after_end:] if c.size < 0}
         first = {c.number for c in recording.changes[:after_end] if c.size > 0}
         self.gradients = released & first
+        for number, (kind, place) in recording.left.items():
+            self.kinds[number], self.places[number] = kind, place
+            if kind == GRADIENTS:
+                self.gradients.add(number)
         self._read(recording, _shared(recording))
 
     def _read(self, recording: Recording, shared: set[int]) -> None:

@@ -40,6 +40,9 @@ class Profile:
     """One of `devices.NAMES`; of a measured step on a GPU, the GPU's own name."""
     autocast: str = ""
     """`"bfloat16"` or `"float16"`: forward ran in a region of `torch.autocast`; "": only what the model turns on."""
+    gradient_accumulation_steps: int = 1
+    """More than 1: over so many batches gradients add up before the optimizer's step. Bytes, and times of parts, are
+    those of the last of them, which begins with all gradients."""
     way: str = "predicted"
     """`"predicted"` on meta tensors, or `"measured"` by the device's allocator."""
     layers: tuple[LayerProfile, ...] = ()
@@ -93,8 +96,14 @@ class Profile:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
-        return self.forward_seconds + self.backward_seconds + self.optimizer_seconds
+        """Of the whole step: of all batches, and the optimizer."""
+        batch = self.forward_seconds + self.backward_seconds
+        return self.gradient_accumulation_steps * batch + self.optimizer_seconds
+
+    @property
+    def accumulated(self) -> int:
+        """Bytes of gradients that are there as forward begins."""
+        return self.all_gradients if self.gradient_accumulation_steps > 1 else 0
 
     @classmethod
     def of_phases(cls, weights: int, optimizer: int, phases: Iterable[Peak], **more: Any) -> Profile:

@@ -28,10 +28,11 @@ def language_step(
     optimizer: MakeOptimizer | None = adamw,
     device: str = "h200",
     autocast: Autocast = None,
+    gradient_accumulation_steps: int = 1,
 ) -> Profile:
     """The predicted profile of a language model that learns `batch` sequences of this many tokens."""
     ids = torch.empty(batch, tokens, dtype=torch.int64, device="meta")
-    return profile(model, {"input_ids": ids, "labels": ids}, optimizer, device, autocast)
+    return profile(model, {"input_ids": ids, "labels": ids}, optimizer, device, autocast, gradient_accumulation_steps)
 
 
 def longest(step_of: Callable[[int], Profile], budget: int, step: int = 256, most: int = 1 << 22) -> Longest:

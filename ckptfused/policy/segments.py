@@ -25,7 +25,7 @@ class Divided:
 
     @property
     def seconds(self) -> list[float]:
-        return [] if self._front is None else [self._costs.rest_seconds + own for own in self._front.seconds]
+        return [] if self._front is None else [*map(self._costs.seconds, self._front.seconds)]
 
     def policy(self, place: int) -> CheckpointPolicy:
         """The policy of a point."""
@@ -55,7 +55,7 @@ class Divided:
         alone = policy.segment_lengths is not None  # where a run of one layer is no segment
         units = [run[0] if alone and len(run) == 1 else _joined(run) for run in runs] + [_only(costs.head, [head])]
         first = [0] * len(units)
-        return costs.peak(peak_of(units, first)), costs.rest_seconds + seconds_of(units, first)
+        return costs.peak(peak_of(units, first)), costs.seconds(seconds_of(units, first))
 
 
 def _staying(unit: Unit) -> list[int]:

@@ -16,7 +16,8 @@ def sharded(costs: Costs, model: nn.Module, shards: int) -> Costs:
 
     While a layer runs its parameters are whole, and those of the one that runs next are being gathered; in backward its
     gradients are whole, and those of the layer that ran before are being reduced. The rest of the model, embeddings and
-    the head, is whole from begin to end, with its gradients. Each size that is divided is rounded up.
+    the head, is whole from begin to end, with its gradients. Gradients that are accumulated are divided, and whole ones
+    come beside them. Each size that is divided is rounded up.
     """
     if shards == 1:
         return costs
@@ -25,13 +26,17 @@ def sharded(costs: Costs, model: nn.Module, shards: int) -> Costs:
         return -(-size // shards)
 
     sizes = [_bytes(layer.parameters()) for _, layer in layers_of(model)]
-    gradients = [layer.unit.gradients for layer in costs.layers]
+    base = costs.base
+    gradients = [layer.gradients for layer in base.layers]
+    others = base.all_gradients - sum(gradients)
     total = _bytes(model.parameters())
     rest = total - sum(sizes)
     layers = []
     for place, layer in enumerate(costs.layers):
         own, later, earlier = sizes[place], (*sizes, 0)[place + 1], (0, *sizes)[place]
         forward, backward = own + later, own + earlier + share(gradients[place]) + (*gradients, 0)[place + 1]
+        if base.accumulated:  # of which a step on one device does not hold all at a time
+            backward += gradients[place] + others
         modes = tuple(
             mode._replace(forward=mode.forward + forward, backward=mode.backward + backward)
             for mode in layer.unit.modes
@@ -39,13 +44,12 @@ def sharded(costs: Costs, model: nn.Module, shards: int) -> Costs:
         passing = layer.unit.passing
         assert passing is not None
         unit = layer.unit._replace(
-            modes=modes, gradients=share(gradients[place]), passing=passing._replace(peak=passing.peak + forward)
+            modes=modes, gradients=share(layer.unit.gradients), passing=passing._replace(peak=passing.peak + forward)
         )
         layers.append(layer._replace(unit=unit))
-    base = costs.base
     divided = base.weights - total + share(total) + share(base.optimizer)
     least = divided + share(base.all_gradients) + share(base.optimizer_transient)
-    return replace(costs, layers=tuple(layers), state=divided + rest, least=least)
+    return replace(costs, layers=tuple(layers), state=divided + rest + share(base.accumulated), least=least)
 
 
 def _bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -142,7 +142,7 @@ class Marks(Generic[Position]):
         self._stack.close()
 
     def add(self, phase: Phase) -> None:
-        self._in_backward = self._in_backward or phase == HEAD_BACKWARD
+        self._in_backward = phase == HEAD_BACKWARD or (self._in_backward and phase != END)
         self.found.append((self._stamp(), phase))
 
     @property
@@ -185,19 +185,22 @@ def run_step(
     optimizer: Callable[[], object] | None,
     marks: Marks[Any],
     forward: contextlib.AbstractContextManager[object],
+    gradient_accumulation_steps: int = 1,
 ) -> list[int]:
     """One step under marks, at whose end the gradients are released; the bytes of them by layer. forward: what is
-    around the forward pass."""
-    marks.add(FORWARD)
-    with forward:
-        loss = loss_of(called(model, batch))
-    marks.add(HEAD_BACKWARD)
-    loss.backward()
-    del loss
-    if optimizer is not None:
-        marks.add(OPTIMIZER)
-        optimizer()
-    marks.add(END)
+    around the forward pass. Where gradients add up over several batches, two run, each up to `END`: from the second on
+    all need the same."""
+    for last in (False, True)[gradient_accumulation_steps == 1 :]:
+        marks.add(FORWARD)
+        with forward:
+            loss = loss_of(called(model, batch))
+        marks.add(HEAD_BACKWARD)
+        loss.backward()
+        del loss
+        if last and optimizer is not None:
+            marks.add(OPTIMIZER)
+            optimizer()
+        marks.add(END)
     sizes = marks.layer_gradients()
     model.zero_grad(set_to_none=True)
     return sizes

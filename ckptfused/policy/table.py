@@ -56,12 +56,21 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-3 or seconds == 0 else f"{seconds * 1e6:,.0f} µs"
 
 
-def _begin(profile: Any) -> Iterator[str]:
+def conditions(profile: Any) -> str:
+    """What is not as in the simplest step."""
     under = f", forward under autocast to {profile.autocast}" if profile.autocast else ""
-    yield f"A step {profile.way} for {profile.device}{under}: peak {size(profile.peak)}, at {profile.moment}"
+    batches = profile.gradient_accumulation_steps
+    return under + (f", gradients accumulated over {batches} batches" if batches > 1 else "")
+
+
+def _begin(profile: Any) -> Iterator[str]:
+    way = f"{profile.way} for {profile.device}{conditions(profile)}"
+    yield f"A step {way}: peak {size(profile.peak)}, at {profile.moment}"
     names = ("weights", "optimizer", "gradients", "activations", "loss_head", "transients")
     yield "of which " + ", ".join(f"{name.replace('_', ' ')} {size(getattr(profile, name))}" for name in names)
-    spans = [("forward", profile.forward_seconds), ("backward", profile.backward_seconds)]
+    batches = profile.gradient_accumulation_steps
+    times = f"{batches} × " if batches > 1 else ""
+    spans = [(f"{times}forward", profile.forward_seconds), (f"{times}backward", profile.backward_seconds)]
     spans += [("optimizer", profile.optimizer_seconds)] if profile.optimizer_seconds else []
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in spans)
     yield f"time {duration(profile.seconds)}: {parts}"
