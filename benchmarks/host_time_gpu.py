@@ -1,9 +1,10 @@
 """Times a training step of one tiny block along a GPU's path: how much of it is host time, and the calls into Python.
 
 x is [1, 8, 32] on the CPU, on one thread; float32 takes oneDNN's half-precision products out of the figure. The FFN's
-choice is asked of Python as on a GPU. Attention without dropout is PyTorch's, called from C++; with dropout it goes
-through the Triton launchers, whose kernels do nothing here (what Triton's own launch takes is not in the figure).
-Prints the least and the median processor time.
+choice is asked of Python as on a GPU. Attention without dropout is PyTorch's, called from C++; with dropout Triton's
+kernels are launched, once through the launchers in Python and then from their records, or always through Python. The
+launches do nothing here: what Triton's own launch, or the driver's, takes is not in the figure. Prints the least and
+the median processor time, and the calls into Python of a step that is not the first.
 
     python benchmarks/host_time_gpu.py
 """
@@ -11,12 +12,15 @@ Prints the least and the median processor time.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import inspect
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,7 +37,8 @@ except ImportError:  # nothing of it runs here
     sys.modules.update({"triton": stand_in, "triton.language": stand_in.language})
 
 from ckptfused import FusedCheckpointBlock
-from ckptfused.triton import attention, launch, tuning
+from ckptfused._extension import _C
+from ckptfused.triton import attention, launch, records, tuning
 
 H200 = tuning.Device("NVIDIA H200", (9, 0))
 PLAIN: dict[str, dict[str, Any]] = {"no dropout": {}, "no dropout, attention kept": {"keep": "attention"}}
@@ -45,10 +50,30 @@ calls: list[str] = []  # from C++ into Python
 
 
 class Idle:
-    """A Triton kernel that does nothing."""
+    """A Triton kernel that does nothing, and says of its launch what a compiled one does."""
 
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return lambda *args, **options: None
+    def __init__(self, kernel: Any) -> None:
+        self.names = list(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
+
+    def __getitem__(self, grid: object) -> Callable[..., Any]:
+        return self.launch
+
+    def launch(self, *args: Any, **options: Any) -> Any:
+        signature = dict(zip(self.names, map(kind, args), strict=False)) | dict.fromkeys(options, "constexpr")
+        metadata = SimpleNamespace(num_warps=4, shared=0, **records._PLAIN)
+        return SimpleNamespace(function=1, metadata=metadata, src=SimpleNamespace(signature=signature))
+
+
+def kind(arg: object) -> str:
+    """As Triton's signatures say it."""
+    if isinstance(arg, torch.Tensor):
+        return "*"
+    return "constexpr" if arg is None or arg == 1 else {int: "i32", float: "fp32"}[type(arg)]
+
+
+def idle_driver() -> records.Driver:
+    """A C function that returns 0 for the functions above, whatever else it is given, in place of cuLaunchKernel."""
+    return records.Driver(ctypes.cast(ctypes.CDLL(None).isdigit, ctypes.c_void_p).value or 0, lambda *_: 1)
 
 
 def noted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,20 +115,27 @@ def main() -> None:
     library = torch.library.Library("ckptfused", "IMPL")
     library.impl("ffn_choice", noted(ffn_choice), "CPU")
     names = ("attention_fwd_kernel", "attention_delta_kernel", "attention_dkdv_kernel", "attention_dq_kernel")
-    kernels: dict[str, Any] = dict.fromkeys(names, Idle())
+    kernels: dict[str, Any] = {name: Idle(getattr(launch, name)) for name in names}
     with (
         mock.patch.multiple(launch, **kernels),
         mock.patch.object(launch, "_config", lambda stage, a: launch._tile(stage, a, H200.capability)),
-        mock.patch.object(launch, "_number", lambda value, a: value),
+        mock.patch.object(launch, "_number", lambda name, value, a, launches: value),
+        mock.patch.object(records, "driver", idle_driver),
+        mock.patch.object(records, "_hooks", list),
+        mock.patch.object(records, "_fits", return_value=True),
         mock.patch.object(attention, "has_triton", return_value=True),
         mock.patch.object(tuning, "_has_triton", return_value=True),
     ):
         for name in PLAIN:
             print(measure(name, PLAIN[name], *call), flush=True)
-        library.impl("attention_fwd", noted(attention.attention_fwd), "CPU")
-        library.impl("attention_bwd", noted(attention.attention_bwd), "CPU")
+        library.impl("attention_triton_fwd", noted(attention.attention_fwd), "CPU")
+        library.impl("attention_triton_bwd", noted(attention.attention_bwd), "CPU")
+        as_on_gpu = _C.AttentionAsOnGpu()
         for name in DROPPED:
-            print(measure(name, DROPPED[name], *call), flush=True)
+            for used in (True, False):
+                _C.use_launch_records(used)
+                print(measure(f"{name}{'' if used else ', no records'}", DROPPED[name], *call), flush=True)
+        del as_on_gpu
 
 
 if __name__ == "__main__":

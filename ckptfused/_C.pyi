@@ -1,6 +1,7 @@
 """The extension's Python module (csrc/autograd/module.cpp); its ops are under torch.ops.ckptfused."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -38,6 +39,18 @@ def attention_aten_fwd(
 def attention_aten_bwd(
     kernel: str, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+def launches_wanted() -> bool: ...
+def keep_launches(
+    start: int,
+    hooks: list[list[Any]],
+    made: list[tuple[Tensor, float | None]],
+    results: int,
+    launches: list[tuple[int, int, int, int, list[int], list[tuple[int, int]]]],
+) -> None: ...
+def use_launch_records(use: bool) -> None: ...
+def launch_record_hits() -> int: ...
+
+class AttentionAsOnGpu: ...
 
 class OpenLedger:
     def __init__(self, device: tuple[bool, int, int, bool, Sequence[int]], there: str | None) -> None: ...

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from benchmarks.differences import relative_error, worst
 from ckptfused import functional, rng
+from ckptfused._extension import _C
 from ckptfused.eager import dropout_masks, eager_block
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec, param_shapes
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts: for the check of equal bits
 DTYPE = torch.bfloat16
 TIMES_EAGER = 4
 """Of the error that eager PyTorch makes in the same type, with an ulp beside where it makes next to none."""
@@ -144,3 +146,32 @@ def run(name: str, device: str, tiny: bool) -> str:
     if wrong:
         raise SystemExit("\n".join(wrong))
     return f"{len(found)} tensors"
+
+
+RECORDED = ("block with dropout", "attention with a window and soft-cap", "attention over packed sequences")
+CALLS = 3
+"""Of attention's own kernels in a step: forward, its replay, the gradients."""
+
+
+def recorded(name: str, device: str, tiny: bool) -> str:
+    """Launches made by Triton in Python, and the same repeated from their records, give the same bits. On a GPU raises,
+    too, unless all were repeated. (On the CPU nothing goes through Triton, and there is nothing to repeat.)"""
+    torch.use_deterministic_algorithms(True)  # cuBLAS, too, is to give the same bits twice
+    expected = CALLS * (device == "cuda")
+    for each in RECORDED:
+        check = small(CHECKS[each]) if tiny else CHECKS[each]
+        given, aux = inputs(check, device)
+        _C.use_launch_records(False)
+        by_triton = gradients(check, given, aux, None)
+        _C.use_launch_records(True)
+        gradients(check, given, aux, None)  # makes the records
+        before = _C.launch_record_hits()
+        repeated = gradients(check, given, aux, None)
+        if (hits := _C.launch_record_hits() - before) != expected:
+            raise SystemExit(f"{each}: expected {expected} calls from records, got {hits}")
+        wrong = [
+            f"{each}: {key}: {worst(repeated[key], t)}" for key, t in by_triton.items() if not repeated[key].equal(t)
+        ]
+        if wrong:
+            raise SystemExit("\n".join(wrong))
+    return f"{len(RECORDED)} blocks, {expected} calls each from records"

@@ -43,6 +43,7 @@ def row_op(name: str, device: str, tiny: bool) -> str:
 
 
 CHECKS: dict[str, Callable[[str, str, bool], str]] = {
+    "launches without Python": block_checks.recorded,
     **dict.fromkeys(block_checks.CHECKS, block_checks.run),
     **dict.fromkeys(OP_NAMES, row_op),
     "random state and masks": dropout_mask,

@@ -12,6 +12,8 @@ from torch import Tensor
 from .backend import has_triton
 from .problem import Problem, accumulation_type, make_problem, operand, wrong
 
+AUXILIARY = ("mask", "padding", "cu_seqlens", "rng_state")  # the first arguments of `rest`
+
 
 def _problem(op: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Problem:
     problem = make_problem(op, q, k, v, *rest)
@@ -30,8 +32,9 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     """
     a = _problem("attention_fwd", q, k, v, *rest)
     from .launch import launch_forward
+    from .records import Launches
 
-    return launch_forward(a)
+    return launch_forward(a, Launches(dict(zip(("q", "k", "v", *AUXILIARY), (q, k, v, *rest), strict=False))))
 
 
 def attention_bwd(
@@ -54,5 +57,7 @@ def attention_bwd(
             f"lse: expected {acc} {list(q.shape[:3])} on {q.device}, got {lse.dtype} {list(lse.shape)} on {lse.device}",
         )
     from .launch import launch_backward
+    from .records import Launches
 
-    return launch_backward(a, operand(do), operand(o), lse.contiguous())
+    tensors = dict(zip(("do", "q", "k", "v", "o", "lse", *AUXILIARY), (do, q, k, v, o, lse, *rest), strict=False))
+    return launch_backward(a, operand(do), operand(o), lse.contiguous(), Launches(tensors))

@@ -12,6 +12,7 @@ from .attention_bwd import attention_delta_kernel, attention_dkdv_kernel, attent
 from .attention_fwd import attention_fwd_kernel
 from .configs import Config, attention_config, block_d, delta_config, option_class
 from .problem import Problem, accumulation_type, backward_rows
+from .records import Launches
 
 # Of CPU tensors: large enough for the interpreter, small enough for tests to see several of them.
 INTERPRETED = Config(32, 64, 4, 1)
@@ -21,25 +22,28 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _rows(like: Tensor, packed: bool) -> Tensor:
+def _rows(name: str, like: Tensor, packed: bool, launches: Launches) -> Tensor:
     """A tensor of like's shape whose memory is [B, T, heads, D]; zeroed if packed: tokens may belong to no sequence."""
     batch, heads, tokens, dim = like.shape
     make = torch.zeros if packed else torch.empty
-    return make((batch, tokens, heads, dim), dtype=like.dtype, device=like.device).transpose(1, 2)
+    t = make((batch, tokens, heads, dim), dtype=like.dtype, device=like.device).transpose(1, 2)
+    return launches.make(name, t, 0.0 if packed else None)
 
 
-def _number(value: float, a: Problem) -> float | Tensor:
+def _number(name: str, value: float, a: Problem, launches: Launches) -> float | Tensor:
     """As tiles.scalar takes it."""
-    exact = a.q.dtype == torch.float64 or a.q.device.type == "cpu"
-    return torch.full((1,), value, dtype=accumulation_type(a.q.dtype), device=a.q.device) if exact else value
+    if a.q.dtype != torch.float64 and a.q.device.type != "cpu":
+        return value
+    t = torch.full((1,), value, dtype=accumulation_type(a.q.dtype), device=a.q.device)
+    return launches.make(name, t, value)
 
 
-def _sizes(a: Problem, tokens: int, heads: int, block: int) -> tuple[int, tuple[int]]:
-    """Tiles a head, and the grid: a tile of every head of every batch element. The lengths of packed sequences are not
+def _sizes(a: Problem, tokens: int, heads: int, block: int) -> tuple[int, int]:
+    """Tiles a head, and programs: a tile of every head of every batch element. The lengths of packed sequences are not
     known here: each may end within a tile, so there are up to as many tiles more."""
     sequences = 0 if a.cu_seqlens is None else a.cu_seqlens.numel() - 1
     tiles = _cdiv(tokens, block) + sequences
-    return tiles, (tiles * heads * a.q.shape[0],)
+    return tiles, tiles * heads * a.q.shape[0]
 
 
 def _mask_strides(a: Problem) -> tuple[int, ...]:
@@ -102,19 +106,20 @@ def _config(stage: str, a: Problem) -> Config:
     return _tile(stage, a, torch.cuda.get_device_capability(a.q.device))
 
 
-def _scalars(a: Problem) -> tuple[float | Tensor, float | Tensor, int, int]:
-    return _number(a.scale, a), _number(a.softcap, a), a.window, a.threshold
+def _scalars(a: Problem, launches: Launches) -> tuple[float | Tensor, float | Tensor, int, int]:
+    scale, softcap = _number("scale", a.scale, a, launches), _number("softcap", a.softcap, a, launches)
+    return scale, softcap, a.window, a.threshold
 
 
-def launch_forward(a: Problem) -> tuple[Tensor, Tensor]:
-    """o [B, H, Tq, D] (memory [B, Tq, H, D]) and lse [B, H, Tq]."""
+def launch_forward(a: Problem, launches: Launches | None = None) -> tuple[Tensor, Tensor]:
+    """o [B, H, Tq, D] (memory [B, Tq, H, D]) and lse [B, H, Tq]. launches: where they are recorded."""
+    launches = launches or Launches()
     batch, heads, queries, _ = a.q.shape
     keys = a.k.shape[2]
     packed = a.cu_seqlens is not None
-    o = _rows(a.q, packed)
+    o = _rows("o", a.q, packed, launches)
     lse = torch.empty((batch, heads, queries), dtype=accumulation_type(a.q.dtype), device=a.q.device)
-    if packed:
-        lse.fill_(-torch.inf)
+    launches.make("lse", lse.fill_(-torch.inf) if packed else lse, -torch.inf if packed else None)
     config = _config("fwd", a)
     tiles, grid = _sizes(a, queries, heads, config.block_m)
     if not o.numel():
@@ -123,45 +128,55 @@ def launch_forward(a: Problem) -> tuple[Tensor, Tensor]:
     # Where nothing but the scale lies between products and logits, it goes into the subtraction before exp2. That
     # needs an order that it keeps.
     raw = not a.softcap and a.mask_kind != 3 and a.padding_kind != 3 and a.scale > 0.0
-    attention_fwd_kernel[grid](
+    launches.start(
+        attention_fwd_kernel, grid,
         a.q, a.k, a.v, o, lse, a.mask, a.padding, a.cu_seqlens, a.rng_state,
         *a.q.stride()[:3], *a.k.stride()[:3], *a.v.stride()[:3], *_mask_strides(a),
-        *_scalars(a), tiles, heads, queries, keys, sequences, RAW=raw, **_options(a, config),
+        *_scalars(a, launches), tiles, heads, queries, keys, sequences, RAW=raw, **_options(a, config),
     )  # fmt: skip
+    launches.hand_over(results=2)
     return o, lse
 
 
-def launch_backward(a: Problem, do: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def launch_backward(
+    a: Problem, do: Tensor, o: Tensor, lse: Tensor, launches: Launches | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of the shapes of q, k, v, their memory [B, T, heads, D]. do and o as problem.operand gives them,
-    lse contiguous."""
+    lse contiguous. launches: where they are recorded."""
+    launches = launches or Launches()
     batch, heads, queries, dim = a.q.shape
     kv_heads, keys = a.k.shape[1:3]
     packed = a.cu_seqlens is not None
-    dq, dk, dv = _rows(a.q, packed), _rows(a.k, packed), _rows(a.v, packed)
+    dq, dk, dv = (_rows(*each, packed, launches) for each in (("dq", a.q), ("dk", a.k), ("dv", a.v)))
     if not queries or not keys or not dq.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
     sequences = 0 if a.cu_seqlens is None else a.cu_seqlens.numel() - 1
     space = (backward_rows(heads, batch * queries, sequences if packed else batch),)
-    shift, delta = lse.new_empty(space), lse.new_empty(space)
+    shift, delta = (launches.make(name, lse.new_empty(space)) for name in ("shift", "delta"))
     config = delta_config(dim)
     tiles, grid = _sizes(a, queries, heads, config.block_m)
-    attention_delta_kernel[grid](
+    launches.start(
+        attention_delta_kernel, grid,
         do, o, lse, shift, delta, a.cu_seqlens, *do.stride()[:3], *o.stride()[:3], tiles, heads, queries, sequences,
         PACKED=packed, HEAD_DIM=dim, BLOCK_M=config.block_m, BLOCK_D=block_d(dim),
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     strides = (*do.stride()[:3], *a.q.stride()[:3], *a.k.stride()[:3], *a.v.stride()[:3], *_mask_strides(a))
+    scalars = _scalars(a, launches)
 
     config = _config("dkdv", a)
     tiles, grid = _sizes(a, keys, kv_heads, config.block_n)
-    attention_dkdv_kernel[grid](
+    launches.start(
+        attention_dkdv_kernel, grid,
         do, a.q, a.k, a.v, shift, delta, dk, dv, a.mask, a.padding, a.cu_seqlens, a.rng_state, *strides,
-        *_scalars(a), tiles, kv_heads, queries, keys, sequences, **_options(a, config),
+        *scalars, tiles, kv_heads, queries, keys, sequences, **_options(a, config),
     )  # fmt: skip
     config = _config("dq", a)
     tiles, grid = _sizes(a, queries, heads, config.block_m)
-    attention_dq_kernel[grid](
+    launches.start(
+        attention_dq_kernel, grid,
         do, a.q, a.k, a.v, shift, delta, dq, a.mask, a.padding, a.cu_seqlens, a.rng_state, *strides,
-        *_scalars(a), tiles, heads, queries, keys, sequences, **_options(a, config),
+        *scalars, tiles, heads, queries, keys, sequences, **_options(a, config),
     )  # fmt: skip
+    launches.hand_over(results=3)
     return dq, dk, dv

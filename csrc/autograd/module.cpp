@@ -14,8 +14,10 @@
 #include "autograd/settings.h"
 #include "autograd/tiles.h"
 #include "kernels/cpu/target.h"
+#include "ops/attention.h"
 #include "ops/attention_gpu.h"
 #include "ops/cuda_build.h"
+#include "ops/launch_records.h"
 #include "ops/linear.h"
 
 namespace {
@@ -129,6 +131,56 @@ ckptfused::AttentionKernel aten_kernel(const std::string& name) {
   return name == "flash" ? ckptfused::AttentionKernel::flash : ckptfused::AttentionKernel::cudnn;
 }
 
+// Address, Python's lists of hooks, (tensor, fill) of those made, how many are results, and of each
+// launch function, grid, threads, shared memory, values and tensors.
+void keep_launches(
+    uintptr_t start, const std::vector<pybind11::list>& hooks,
+    const std::vector<std::pair<at::Tensor, std::optional<double>>>& made, size_t results,
+    const std::vector<std::tuple<uintptr_t, unsigned, unsigned, unsigned, std::vector<uint64_t>,
+                                 std::vector<std::pair<size_t, size_t>>>>& launches) {
+  ckptfused::LaunchRecord record;
+  record.start = reinterpret_cast<ckptfused::LaunchKernel>(start);
+  for (const pybind11::list& hook : hooks) {
+    static_assert(sizeof(Py_ssize_t) == sizeof(int64_t));
+    const auto* length = &reinterpret_cast<PyVarObject*>(hook.ptr())->ob_size;
+    record.hooks.push_back(reinterpret_cast<const int64_t*>(length));
+  }
+  for (const auto& [t, fill] : made) {
+    record.made.push_back({t.sizes().vec(), t.strides().vec(), t.scalar_type(), fill});
+  }
+  record.results = results;
+  for (const auto& [function, grid, threads, shared, values, tensors] : launches) {
+    record.launches.push_back(
+        {reinterpret_cast<void*>(function), grid, threads, shared, values, tensors});
+  }
+  ckptfused::keep_launches(std::move(record));
+}
+
+template <typename Result, typename... Args>
+auto recorded(const char* op, Result (*)(Args...)) {
+  const auto handle =
+      c10::Dispatcher::singleton().findSchemaOrThrow(op, "").typed<Result(Args...)>();
+  return [handle](Args... args) -> Result {
+    return ckptfused::call_recorded(handle, nullptr, args...);
+  };
+}
+
+// While it lives, attention on the CPU is what attention_cuda.cpp does where Triton's kernels are
+// chosen: for tests and benchmarks/host_time_gpu.py, which bring attention_triton_* for the CPU.
+class AttentionAsOnGpu {
+ public:
+  AttentionAsOnGpu() {
+    library_.impl("attention_fwd",
+                  recorded("ckptfused::attention_triton_fwd", &ckptfused::attention_fwd_cpu));
+    library_.impl("attention_bwd",
+                  recorded("ckptfused::attention_triton_bwd", &ckptfused::attention_bwd_cpu));
+  }
+
+ private:
+  torch::Library library_{torch::Library::IMPL, "ckptfused", c10::DispatchKey::CPU, __FILE__,
+                          __LINE__};
+};
+
 // A Python context manager.
 class UnderSettings {
  public:
@@ -187,6 +239,11 @@ PYBIND11_MODULE(_C, m) {
                                  bool causal) {
     return ckptfused::attention_aten_bwd(aten_kernel(kernel), dout, q, k, v, o, lse, scale, causal);
   });
+  m.def("launches_wanted", &ckptfused::launches_wanted);
+  m.def("keep_launches", &keep_launches);
+  m.def("use_launch_records", &ckptfused::use_launch_records);
+  m.def("launch_record_hits", &ckptfused::launch_record_hits);
+  pybind11::class_<AttentionAsOnGpu>(m, "AttentionAsOnGpu").def(pybind11::init());
   m.def("count", &count);
   pybind11::class_<OpenLedger>(m, "OpenLedger")
       .def(pybind11::init<Device, std::optional<std::string>>())

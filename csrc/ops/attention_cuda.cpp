@@ -8,6 +8,7 @@
 
 #include "ops/attention.h"
 #include "ops/attention_gpu.h"
+#include "ops/launch_records.h"
 
 namespace ckptfused {
 namespace {
@@ -19,6 +20,13 @@ AttentionGpu gpu_of(at::Device device) {
       at::detail::getCUDAHooks().hasCuDNN() ? at::detail::getCUDAHooks().versionRuntimeCuDNN() : 0;
   const cudaDeviceProp* properties = at::cuda::getDeviceProperties(device.index());
   return {properties->major, properties->minor, cudnn};
+}
+
+// The stream that a launch goes to. The driver, unlike CUDA's run-time library, does not make the
+// device's context the thread's.
+void* stream_of(at::Device device) {
+  C10_CUDA_CHECK(cudaSetDevice(device.index()));
+  return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 }
 
 // The kernel of a call. Only sizes are read here: the arguments are checked where it is made.
@@ -53,8 +61,8 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("ckptfused::attention_triton_fwd", "")
                                .typed<decltype(attention_fwd)>();
-    return op.call(q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind, padding_kind, scale,
-                   causal, window, softcap, p);
+    return call_recorded(op, stream_of(q.device()), q, k, v, mask, padding, cu_seqlens, rng_state,
+                         mask_kind, padding_kind, scale, causal, window, softcap, p);
   }
   const AttentionProblem a =
       attention_problem("attention_fwd", q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind,
@@ -75,8 +83,9 @@ std::tuple<Tensor, Tensor, Tensor> attention_bwd(
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("ckptfused::attention_triton_bwd", "")
                                .typed<decltype(attention_bwd)>();
-    return op.call(dout, q, k, v, o, lse, mask, padding, cu_seqlens, rng_state, mask_kind,
-                   padding_kind, scale, causal, window, softcap, p);
+    return call_recorded(op, stream_of(q.device()), dout, q, k, v, o, lse, mask, padding,
+                         cu_seqlens, rng_state, mask_kind, padding_kind, scale, causal, window,
+                         softcap, p);
   }
   const char* name = "attention_bwd";
   const AttentionProblem a =

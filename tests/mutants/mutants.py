@@ -57,6 +57,20 @@ MUTANTS = (
         test="tests/triton/test_backend.py::test_what_scaled_dot_product_attention_may_use[backends3-True-flash-flash]",
     ),
     Mutant(
+        "a launch repeated for tensors that are aligned otherwise",
+        file="csrc/ops/launch_records.cpp",
+        text="  add(reinterpret_cast<uintptr_t>(data) % 16 == 0);\n",
+        defect="",
+        test="tests/ops/test_launch_records.py::test_every_kind_has_a_record_of_its_own",
+    ),
+    Mutant(
+        "a launch repeated behind the back of Triton's hooks",
+        file="csrc/ops/launch_records.cpp",
+        text="if (record == nullptr || hooked(*record))",
+        defect="if (record == nullptr)",
+        test="tests/ops/test_launch_records.py::test_hooks_of_triton_are_for_python_to_call",
+    ),
+    Mutant(
         "a refused product that overwrites what it should add to",
         file="csrc/ops/linear.cpp",
         text="return float_blocks_out(out, a, b, std::nullopt, accumulate);",

@@ -88,6 +88,7 @@ class Result:
     ptx: str
     cubin: bytes
     seconds: float
+    signature: dict[str, str]
 
 
 def compile_kernel(k: Kernel) -> Result:
@@ -153,8 +154,9 @@ def compile_kernel(k: Kernel) -> Result:
     seconds = time.time() - start
     registers, spilled, stack = ptxas(compiled.asm["ptx"])
     return Result(
-        registers, spilled, stack, compiled.metadata.shared, compiled.asm["ptx"], compiled.asm["cubin"], seconds
-    )
+        registers, spilled, stack, compiled.metadata.shared, compiled.asm["ptx"], compiled.asm["cubin"], seconds,
+        signature,
+    )  # fmt: skip
 
 
 def ptxas(ptx: str) -> tuple[int, int, int]:
@@ -170,6 +172,19 @@ def ptxas(ptx: str) -> tuple[int, int, int]:
     spills = re.findall(r"(\d+) bytes spill", said)
     assert all(numbers) and spills, said
     return int(numbers[0][1]), sum(map(int, spills)), int(numbers[1][1])  # type: ignore[index]
+
+
+def parameters(cubin: bytes) -> list[tuple[int, int]]:
+    """(offset, bytes) of a kernel's parameters in order, from its table in the cubin (EIATTR_KPARAM_INFO)."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.cubin"
+        source.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "-elf", str(source)]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    fields = re.findall(r"Ordinal\s*: 0x(\w+)\s+Offset\s*: 0x(\w+)\s+Size\s*: 0x(\w+)", said)
+    found = sorted(tuple(int(number, 16) for number in each) for each in fields)
+    assert [ordinal for ordinal, *_ in found] == list(range(len(found))), said
+    return [(offset, size) for _, offset, size in found]
 
 
 def delta_kernels() -> Iterator[Kernel]:

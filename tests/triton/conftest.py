@@ -1,4 +1,5 @@
-"""The tests in interpreted/ need a process whose Triton interprets: test_interpreter.py starts it."""
+"""The tests in interpreted/ need a process whose Triton interprets, those in launched/ one with a driver that is not
+CUDA's: test_interpreter.py and test_launched.py start them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from tests.triton.clock import Clock
 
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreted"]
+collect_ignore += [] if os.environ.get("CKPTFUSED_FAKE_CUDA") == "1" else ["launched"]
 
 
 @pytest.fixture

@@ -20,8 +20,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ckptfused.triton import configs, philox
-from tests.triton.compiling import CAPABILITIES, NARROW, OPTIONS, TYPES, Kernel, compile_kernel, delta_kernels, ptxas
+from ckptfused.triton import configs, philox, records
+from tests.triton.compiling import (
+    CAPABILITIES,
+    NARROW,
+    OPTIONS,
+    TYPES,
+    Kernel,
+    compile_kernel,
+    delta_kernels,
+    parameters,
+    ptxas,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +56,7 @@ def check(k: Kernel) -> None:
     if k.dtype.itemsize == 2 and k.stage != "delta":
         assert "wgmma.mma_async" in r.ptx or "mma.sync" in r.ptx, said
     assert not re.search(r"^\s*(@%p\d+ )?(atom|red)\.", r.ptx, re.MULTILINE)
+    assert records.layout(r.signature) == parameters(r.cubin), "what C++ launches has other parameters"
 
 
 # Compiled in every run, of the tables below: each kernel in each type, the widest heads, every option on each device,
@@ -69,6 +80,20 @@ ALWAYS = {
 def runs(kernels: Iterable[Kernel]) -> list[Any]:
     """Those in ALWAYS, and the others where every entry of the tables is asked for."""
     return [pytest.param(k, id=k.id, marks=() if k.id in ALWAYS else pytest.mark.extended) for k in kernels]
+
+
+def test_another_layout_is_noticed() -> None:
+    """A parameter left out, one more, or a number of another width."""
+    r = compile_kernel(Kernel("sm_80", "delta", 16))
+    there, signature = parameters(r.cubin), r.signature
+    assert records.layout(signature) == there
+    passed = {name: kind for name, kind in signature.items() if kind != "constexpr"}
+    for name, kind in passed.items():
+        others = [{n: k for n, k in signature.items() if n != name}]
+        others += [signature | {name: "i64"}] * (kind == "i32")
+        others += [signature | {name: "i32"}] * (kind != "i32")
+        assert all(records.layout(other) != there for other in others), name
+    assert records.layout(signature | {"more": "i32"}) != there
 
 
 TABLE = [

@@ -1,0 +1,55 @@
+"""Triton's kernels launched from C++: the bits that Triton's own launches give, in graphs and on other streams too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckptfused._extension import _C
+from tests.devices import repeatable
+from tests.ops.attention_calls import Case, make_call
+from tests.triton.kernel_calls import DTYPE_CASES, MASK_CASES, PACKED_CASES, PADDING_CASES
+
+pytestmark = pytest.mark.gpu
+
+CASES = [*MASK_CASES, *PADDING_CASES, *PACKED_CASES, *DTYPE_CASES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_bits(case: Case) -> None:
+    call = make_call(case, "cuda")
+    _C.use_launch_records(False)
+    try:
+        by_triton = call.run()
+    finally:
+        _C.use_launch_records(True)
+    call.run()
+    hits = _C.launch_record_hits()
+    assert all(map(torch.equal, call.run(), by_triton))
+    copied = case.dtype == torch.float64 and (case.mask != "none" or case.padding != "none")
+    assert _C.launch_record_hits() - hits == 2 or copied
+
+
+def test_a_stream_of_its_own_and_a_graph() -> None:
+    repeatable("cuda")
+    call = make_call(Case(tokens=130, head_dim=64, dtype=torch.bfloat16, p=0.2, causal=True), "cuda")
+    expected = call.run()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        beside = call.run()
+    stream.synchronize()
+    assert all(map(torch.equal, beside, expected))
+    graph = torch.cuda.CUDAGraph()
+    hits = _C.launch_record_hits()
+    captured: tuple[Tensor, ...]
+    with torch.cuda.graph(graph):
+        captured = call.run()
+    assert _C.launch_record_hits() - hits == 2
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, captured, expected))
+    call.q.mul_(2.0)
+    graph.replay()
+    assert all(map(torch.equal, captured, call.run()))
