@@ -84,7 +84,7 @@ def _dkdv_queries(
     dk, dv, k, v, q, do, k_t, v_t, q_t, do_t, shift, delta, lo, hi, n, q_len, k_len, scale, softcap, window,
     mask, mask_m, mask_n, padding, padding_n, row, row_calls, n0, k0, k1, c2, c3, threshold, drop_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PADDING: tl.constexpr,
-    DROPOUT: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Adds the part of queries [lo, hi) of one head to dk and dv. Tiles are [BLOCK_N, BLOCK_M]: the probabilities then
@@ -94,7 +94,7 @@ def _dkdv_queries(
     for start in range(lo, hi, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         if DROPOUT:  # first: the draws need many registers for a while
-            keep = tl.trans(keep_tile((row + m) * row_calls, n0, k0, k1, c2, c3, threshold, BLOCK_N, ORDER))
+            keep = tl.trans(keep_tile((row + m) * row_calls, n0, k0, k1, c2, c3, threshold, BLOCK_N, ORDER, WIDE))
         if PIECE:
             products = row_products(
                 k, n0, k_len, k_t, q, start, q_len, q_t, dk.dtype, PRECISION,
@@ -139,8 +139,9 @@ def attention_dkdv_kernel(
     mask_b, mask_h, mask_m, mask_n, padding_b, padding_n,
     scale, softcap, window, threshold, tiles, kv_heads, queries, keys, sequences,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    PADDING: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
+    PADDING: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """dk, dv [B, keys, kv_heads, HEAD_DIM], contiguous; the heads of a group are taken one after the other."""
     ACC: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
@@ -195,7 +196,7 @@ def attention_dkdv_kernel(
                     tl.minimum(full_lo, hi) if part == 0 else (full_hi if part == 1 else hi),
                     n, q_len, k_len, scale, softcap, window, mask_head, mask_m, mask_n, padding, padding_n,
                     row, row_calls, n0, k0, k1, c2, c3, threshold, drop_scale,
-                    CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, DROPOUT, part != 1, PRECISION,
+                    CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, DROPOUT, WIDE, part != 1, PRECISION,
                     HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PIECE,
                 )  # fmt: skip
     stride = kv_heads * HEAD_DIM
@@ -208,7 +209,7 @@ def _dq_keys(
     dq, q, do, row_shift, row_delta, k, v, q_t, do_t, k_t, v_t, lo, hi, m0, m, q_len, k_len, scale, softcap, window,
     mask, mask_m, mask_n, padding, padding_n, first_calls, k0, k1, c2, c3, threshold, drop_scale,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PADDING: tl.constexpr,
-    DROPOUT: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, WIDE: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Adds the part of keys [lo, hi) to dq [BLOCK_M, BLOCK_D]. q, do: the tiles, or with a PIECE where their rows
@@ -218,7 +219,7 @@ def _dq_keys(
     for start in range(lo, hi, BLOCK_N):
         n = (start + key_order(tl.arange(0, BLOCK_N), ORDER))[None, :]
         if DROPOUT:
-            keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER)
+            keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER, WIDE)
         if PIECE:
             products = row_products(
                 q, m0, q_len, q_t, k, start, k_len, k_t, dq.dtype, PRECISION,
@@ -256,8 +257,9 @@ def attention_dq_kernel(
     mask_b, mask_h, mask_m, mask_n, padding_b, padding_n,
     scale, softcap, window, threshold, tiles, heads, queries, keys, sequences,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    PADDING: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
+    PADDING: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """dq [B, queries, heads, HEAD_DIM], contiguous."""
     ACC: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
@@ -307,7 +309,7 @@ def attention_dq_kernel(
                 tl.minimum(full_lo, hi) if part == 0 else (full_hi if part == 1 else hi),
                 m0, m, q_len, k_len, scale, softcap, window, mask, mask_m, mask_n, padding, padding_n,
                 first_calls, k0, k1, c2, c3, threshold, drop_scale,
-                CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, DROPOUT, part != 1, PRECISION,
+                CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, DROPOUT, WIDE, part != 1, PRECISION,
                 HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PIECE,
             )  # fmt: skip
     store_rows(dq, m0, q_len, heads * HEAD_DIM, dq_tile * scale, BLOCK_M, HEAD_DIM, BLOCK_D)

@@ -19,7 +19,7 @@ def _fwd_keys(
     out, total, top, q, k, v, q_t, k_t, v_t, lo, hi, m0, m, q_len, k_len, scale, softcap, window,
     mask, mask_m, mask_n, padding, padding_n, first_calls, k0, k1, c2, c3, threshold,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr, PADDING: tl.constexpr,
-    DROPOUT: tl.constexpr, RAW: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, WIDE: tl.constexpr, RAW: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """Takes keys [lo, hi) into out [BLOCK_M, BLOCK_D], the sums of exp2 and the running maximum [BLOCK_M].
@@ -32,7 +32,7 @@ def _fwd_keys(
     for start in range(lo, hi, BLOCK_N):
         n = (start + key_order(tl.arange(0, BLOCK_N), ORDER))[None, :]
         if DROPOUT:  # before the product: the draws need many registers for a while
-            keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER)
+            keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER, WIDE)
         if PIECE:
             products = row_products(
                 q, m0, q_len, q_t, k, start, k_len, k_t, out.dtype, PRECISION,
@@ -72,8 +72,9 @@ def attention_fwd_kernel(
     mask_b, mask_h, mask_m, mask_n, padding_b, padding_n,
     scale, softcap, window, threshold, tiles, heads, queries, keys, sequences,
     GROUP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASK: tl.constexpr,
-    PADDING: tl.constexpr, DROPOUT: tl.constexpr, PACKED: tl.constexpr, RAW: tl.constexpr, PRECISION: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
+    PADDING: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr, PACKED: tl.constexpr, RAW: tl.constexpr,
+    PRECISION: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """o [B, queries, heads, HEAD_DIM] and lse [B, heads, queries], both contiguous; q, k, v as their strides say."""
     ACC: tl.constexpr = tl.float64 if q.dtype.element_ty == tl.float64 else tl.float32
@@ -123,7 +124,7 @@ def attention_fwd_kernel(
                 tl.minimum(full_lo, hi) if part == 0 else (full_hi if part == 1 else hi),
                 m0, m, q_len, k_len, scale, softcap, window, mask, mask_m, mask_n, padding, padding_n,
                 first_calls, k0, k1, c2, c3, threshold,
-                CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, DROPOUT, RAW, part != 1, PRECISION,
+                CAUSAL, WINDOW, SOFTCAP, MASK, PADDING, DROPOUT, WIDE, RAW, part != 1, PRECISION,
                 HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, PIECE,
             )  # fmt: skip
 

@@ -62,7 +62,7 @@ def hidden_keep(
         row = (row % batch) * tokens + row // batch
     first_calls = row.to(tl.int64) * ((cols + 7) // 8)
     if ALIGNED:
-        return keep_tile(first_calls, col0 + start, k0, k1, c2, c3, threshold, BLOCK_N, 0)
+        return keep_tile(first_calls, col0 + start, k0, k1, c2, c3, threshold, BLOCK_N, 0, True)
     else:  # noqa: RET505
         col = col0 + start + tl.arange(0, BLOCK_N)[None, :]
         calls = first_calls[:, None] + col // 8

@@ -55,8 +55,8 @@ def _mask_strides(a: Problem) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _options_of(
-    group: int, causal: bool, windowed: bool, capped: bool, mask: int, padding: int, dropout: bool, packed: bool,
-    head_dim: int, config: Config,
+    group: int, causal: bool, windowed: bool, capped: bool, mask: int, padding: int, dropout: bool, wide: bool,
+    packed: bool, head_dim: int, config: Config,
 ) -> dict[str, Any]:  # fmt: skip
     return {
         "GROUP": group,
@@ -66,6 +66,7 @@ def _options_of(
         "MASK": mask,
         "PADDING": padding,
         "DROPOUT": dropout,
+        "WIDE": wide,
         "PACKED": packed,
         "PRECISION": "ieee",  # of float32: exact over fast
         "HEAD_DIM": head_dim,
@@ -82,7 +83,7 @@ def _options_of(
 def _options(a: Problem, config: Config) -> dict[str, Any]:
     """Made once for a kind of call: nobody writes in them."""
     return _options_of(
-        a.group, a.causal, a.window > 0, a.softcap > 0.0, a.mask_kind, a.padding_kind, a.threshold > 0,
+        a.group, a.causal, a.window > 0, a.softcap > 0.0, a.mask_kind, a.padding_kind, a.threshold > 0, a.wide,
         a.cu_seqlens is not None, a.q.shape[3], config,
     )  # fmt: skip
 

@@ -12,14 +12,15 @@ from .tiles import key_order
 def philox(c0, c1, c2, c3, k0, k1):
     """Philox4x32 with seven rounds: four words. Operands are uint32, tensors or scalars that broadcast.
 
-    A product of 32-bit words is taken in 64 bits: one multiplication gives both halves.
+    A product of 32-bit words is taken in 64 bits: one multiplication gives both halves. What comes of scalars alone
+    stays a scalar, made once for all loops: where c0 alone is a tensor, half of the first two rounds.
     """
     for _ in tl.static_range(7):
         product0 = c0.to(tl.uint64) * 0xD2511F53
         product1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c0 = (product1 >> 32).to(tl.uint32) ^ (c1 ^ k0)
         c1 = product1.to(tl.uint32)
-        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c2 = (product0 >> 32).to(tl.uint32) ^ (c3 ^ k1)
         c3 = product0.to(tl.uint32)
         k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
         k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
@@ -36,11 +37,13 @@ def load_state(rng_state, SITE: tl.constexpr):
 
 
 @triton.jit
-def keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N: tl.constexpr, ORDER: tl.constexpr):
+def keep_tile(
+    first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N: tl.constexpr, ORDER: tl.constexpr, WIDE: tl.constexpr
+):
     """bool [BLOCK_M, BLOCK_N]: which elements of columns [start, start + BLOCK_N) stay; start a multiple of 8.
 
     first_calls: int64 [BLOCK_M], the number of each row's first Philox call: row · ⌈cols / 8⌉. ORDER: of the columns,
-    as tiles.key_order says.
+    as tiles.key_order says. WIDE: numbers of calls of this tensor may need more than 32 bits.
 
     One call decides eight elements. As the columns come (ORDER 0) the calls' words are laid side by side, through
     shared memory. In another order each element chooses among the words of its call, in a tile [row, .., word, call,
@@ -50,8 +53,12 @@ def keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N: tl.constex
     BLOCK_M: tl.constexpr = first_calls.shape[0]
     CALLS: tl.constexpr = 4 if ORDER == 1 else 2 if ORDER == 2 else 1  # whose words alternate
     column = tl.reshape(tl.arange(0, BLOCK_N // 8), (1, BLOCK_N // 8 // CALLS, CALLS))
-    calls = first_calls[:, None, None] + (start // 8 + column)
-    w0, w1, w2, w3 = philox(calls.to(tl.uint32), (calls >> 32).to(tl.uint32), c2, c3, k0, k1)
+    if WIDE:
+        calls = first_calls[:, None, None] + (start // 8 + column)
+        w0, w1, w2, w3 = philox(calls.to(tl.uint32), (calls >> 32).to(tl.uint32), c2, c3, k0, k1)
+    else:
+        calls = first_calls.to(tl.uint32)[:, None, None] + (start // 8 + column).to(tl.uint32)
+        w0, w1, w2, w3 = philox(calls, 0, c2, c3, k0, k1)
     if ORDER == 0:
         words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [.., i, j] is word 2i + j
         keep = tl.join((words & 0xFFFF) >= threshold, (words >> 16) >= threshold)
@@ -81,12 +88,13 @@ def dropout_scale(threshold, ACC: tl.constexpr):
 def keep_tile_kernel(
     out, rng_state, rows, cols, threshold,
     SITE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ORDER: tl.constexpr = 0,
+    WIDE: tl.constexpr = False,
 ):  # fmt: skip
     """The keep mask of a [rows, cols] tensor as uint8: what tests compare with ``ckptfused.rng.dropout_mask``."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.program_id(1) * BLOCK_N
     col = start + key_order(tl.arange(0, BLOCK_N), ORDER)
     k0, k1, c2, c3 = load_state(rng_state, SITE)
-    keep = keep_tile(row * ((cols + 7) // 8), start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER)
+    keep = keep_tile(row * ((cols + 7) // 8), start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER, WIDE)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     tl.store(out + row[:, None] * cols + col[None, :], keep.to(tl.uint8), mask=inside)

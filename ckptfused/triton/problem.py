@@ -62,6 +62,15 @@ class Problem:
     def group(self) -> int:
         return self.q.shape[1] // self.k.shape[1]
 
+    @property
+    def wide(self) -> bool:
+        """Whether dropout numbers its calls in 64 bits: where they may need that (of packed sequences nobody here knows
+        the longest), and in exact types, whose kernels gain nothing by less."""
+        batch, heads, queries, _ = self.q.shape
+        calls = batch * heads * queries * -(-self.k.shape[2] // 8)
+        half = self.q.element_size() == 2
+        return self.threshold > 0 and (not half or self.cu_seqlens is not None or calls > 1 << 32)
+
 
 def operand(t: Tensor) -> Tensor:
     """t, or a copy of it that the kernels can read."""

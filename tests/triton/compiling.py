@@ -49,6 +49,7 @@ class Kernel:
     head_dim: int
     dtype: torch.dtype = torch.bfloat16
     dropout: bool = False
+    large: bool = False  # more calls than 32 bits number
     causal: bool = True
     options: tuple[str, ...] = ()  # of OPTIONS
     mask: int = 3  # of KINDS, where the options name it
@@ -57,7 +58,11 @@ class Kernel:
     @property
     def id(self) -> str:
         parts = [self.device, self.stage, f"D{self.head_dim}", TYPES[self.dtype]]
-        parts += ["dropout"] * self.dropout + (["everything"] if self.options == OPTIONS else list(self.options))
+        parts += (
+            ["dropout"] * self.dropout
+            + ["large"] * self.large
+            + (["everything"] if self.options == OPTIONS else list(self.options))
+        )
         parts += [] if self.causal else ["full"]
         parts += [f"mask={KINDS[self.mask]}"] if "mask" in self.options and self.mask != 3 else []
         parts += [f"padding={KINDS[self.padding]}"] if "padding" in self.options and self.padding != 1 else []
@@ -103,6 +108,7 @@ def compile_kernel(k: Kernel) -> Result:
         "MASK": mask,
         "PADDING": padding,
         "DROPOUT": k.dropout,
+        "WIDE": k.dropout and (k.large or k.dtype.itemsize != 2 or "packed" in k.options),  # as Problem.wide
         "PACKED": "packed" in k.options,
         "RAW": "softcap" not in k.options and 3 not in (mask, padding),
         "PRECISION": "ieee",

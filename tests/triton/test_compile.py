@@ -73,6 +73,7 @@ ALWAYS = {
     "sm_80-dq-D192-bf16-dropout-softcap-packed-full",
     *(f"sm_90-{stage}-D256-{dtype}-dropout-everything" for stage in ("fwd", "dkdv") for dtype in ("fp32", "fp64")),
     *(f"sm_80-dq-D256-{dtype}-dropout-everything" for dtype in ("fp32", "fp64")),
+    "sm_90-dq-D128-bf16-dropout-large",
     *(f"sm_90-delta-D256-{dtype}-packed" for dtype in TYPES.values()),
 }
 
@@ -96,6 +97,7 @@ def test_another_layout_is_noticed() -> None:
     assert records.layout(signature | {"more": "i32"}) != there
 
 
+DEVICES = tuple(CAPABILITIES)
 TABLE = [
     Kernel(device, stage, d, dropout=dropout, causal=causal)
     for device in CAPABILITIES
@@ -104,9 +106,13 @@ TABLE = [
     for dropout in (False, True)
     for causal in (True, False)[: 1 if device == "generic" else 2]
 ]
+LARGE = [
+    Kernel(device, stage, d, dropout=True, large=True)
+    for device, stage, d in product(DEVICES, configs.STAGES, (128, 256))
+]
 
 
-@pytest.mark.parametrize("kernel", runs(TABLE))
+@pytest.mark.parametrize("kernel", runs([*TABLE, *LARGE]))
 def test_half_precision(kernel: Kernel) -> None:
     check(kernel)
 
@@ -126,7 +132,6 @@ def test_matrix_instructions(device: str, stage: str) -> None:
 
 
 SOME = ("window", "softcap", "padding", "packed")
-DEVICES = tuple(CAPABILITIES)
 
 
 def options_table() -> Iterator[Kernel]:
@@ -174,7 +179,7 @@ def test_the_mask_alone(device: str) -> None:
 
 def test_every_tile_is_compiled() -> None:
     """By `make test-all`; in every run those that are named."""
-    assert {k.id for k in (*TABLE, *delta_kernels(), *options_table(), *exact_table())} >= ALWAYS
+    assert {k.id for k in (*TABLE, *LARGE, *delta_kernels(), *options_table(), *exact_table())} >= ALWAYS
     tiles = set(product(("sm_90", "sm_80"), configs.STAGES, configs.BLOCK_D, (False, True)))
     for wanted, widths in ((("some", "mask"), configs.BLOCK_D), ((None,), NARROW.values())):
         seen = {

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from ckptfused.triton import attention_bwd, attention_fwd
+from ckptfused.triton.problem import Problem
 from tests.ops.attention_calls import Call, Case, make_call
-from tests.triton.kernel_calls import BASE, CASES, P, check, failures, run
+from tests.triton.kernel_calls import BASE, CASES, P, check, failures, problem, run
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
@@ -105,6 +106,25 @@ def test_operands_of_any_strides() -> None:
     assert all(map(torch.equal, run(expanded), run(copied)))
 
 
+def test_numbers_of_calls_in_64_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the same bits; they are taken where there may be more than 2^32."""
+    call = make_call(replace(BASE, p=P, dtype=torch.bfloat16))
+    narrow = run(call)
+    assert not problem(call, "cpu").wide
+    with monkeypatch.context() as patched:
+        patched.setattr(Problem, "wide", True)
+        assert all(map(torch.equal, run(call), narrow))
+    assert problem(make_call(replace(BASE, p=P)), "cpu").wide  # float32
+
+    def large(keys: int, packed: bool = False) -> Problem:
+        q = torch.empty(1, 1, 1 << 15, 8, dtype=torch.bfloat16, device="meta")
+        k = q[:, :, :1].expand(1, 1, keys, 8)
+        return replace(problem(call, "cpu"), q=q, k=k, v=k, cu_seqlens=torch.tensor([0, 8]) if packed else None)
+
+    assert not large(1 << 20).wide and large((1 << 20) + 1).wide and large(8, packed=True).wide
+    assert not replace(large(1 << 21), threshold=0).wide
+
+
 def test_negative_scale_and_layout() -> None:
     call = make_call(replace(BASE, scale=-0.3, causal=True))
     got = run(call)
@@ -119,8 +139,8 @@ def test_a_wrong_mask_bit_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_tile = attention_bwd.keep_tile
     assert not failures(call.case, run(call), call)
 
-    def one_bit_off(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER):  # type: ignore[no-untyped-def]
-        keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER)
+    def one_bit_off(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER, WIDE):  # type: ignore[no-untyped-def]
+        keep = keep_tile(first_calls, start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER, WIDE)
         keep.handle.data[0, 0] ^= True
         return keep
 

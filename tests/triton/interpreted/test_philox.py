@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import ckptfused.rng
-from ckptfused.eager.philox import dropout_mask
-from ckptfused.triton.philox import keep_tile_kernel
+from ckptfused.eager.philox import dropout_mask, philox4x32
+from ckptfused.triton.philox import keep_tile, keep_tile_kernel, load_state
 
 SEED, OFFSET = -0x1234567890ABCDEF, (7 << 40) + 5
 
@@ -49,6 +51,37 @@ def test_the_order_of_keys_does_not_matter(order: int, p: float) -> None:
     for block_n in (32, 128):
         mask = triton_mask(70, 331, p, state, 0, 16, block_n, order)
         assert torch.equal(mask, dropout_mask((70, 331), p, SEED, OFFSET, 0))
+
+
+@triton.jit
+def keep_kernel(
+    out, first_calls, rng_state, start, threshold, BLOCK_N: tl.constexpr, ORDER: tl.constexpr, WIDE: tl.constexpr
+):  # type: ignore[no-untyped-def]
+    """Tiles whose rows begin where they are told to."""
+    row, col = tl.arange(0, 16), tl.arange(0, BLOCK_N)
+    k0, k1, c2, c3 = load_state(rng_state, 0)
+    keep = keep_tile(tl.load(first_calls + row), start, k0, k1, c2, c3, threshold, BLOCK_N, ORDER, WIDE)
+    tl.store(out + row[:, None] * BLOCK_N + col[None, :], keep.to(tl.uint8))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_calls_about_the_end_of_32_bits(wide: bool) -> None:
+    """Numbers of 32 bits reach up to 2^32 - 1, and no further."""
+    start, end = 16, 1 << 32
+    calls = [end - 2 - start // 8 - 8 + i for i in range(10)] + ([end + i for i in range(6)] if wide else [7] * 6)
+    out = torch.full((16, 32), 7, dtype=torch.uint8)
+    first = torch.tensor(calls)
+    if not wide:
+        first -= 4  # the last call of a row, start // 8 + 3 after its first, is 2^32 - 1
+    keep_kernel[1,](out, first, torch.tensor([SEED, OFFSET]), start, 20000, 32, 0, wide)
+    key = [SEED & 0xFFFFFFFF, SEED >> 32 & 0xFFFFFFFF]
+    for row, begin in zip(out.tolist(), first.tolist(), strict=True):
+        for call in range(4):
+            number = begin + start // 8 + call
+            counter = [number & 0xFFFFFFFF, number >> 32, OFFSET & 0xFFFFFFFF, OFFSET >> 32 & 0xFFFFFF]
+            words = philox4x32(counter, key)
+            halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+            assert row[8 * call : 8 * call + 8] == [half >= 20000 for half in halves], (number, wide)
 
 
 def test_another_state_is_seen() -> None:
