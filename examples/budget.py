@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from rich.console import Console
 
 import ckptfused
 from ckptfused.policy import adamw
@@ -22,11 +23,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8192)
     arguments = parser.parse_args()
+    console = Console()
     ids = torch.empty(arguments.batch, arguments.tokens, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "labels": ids}
     for trained, lora in (("all weights", None), ("LoRA", 16)):
         model = build(MODELS["llama-3-8b"], PLAIN, torch.bfloat16, lora)
         for device, (card, budget) in CARDS.items():
-            plan = ckptfused.plan(model, {"input_ids": ids, "labels": ids}, budget, adamw, device)
+            with console.status(f"{trained}, {card}: steps without data …") as status:
+                plan = ckptfused.plan(model, batch, budget, adamw, device, said=status.update)
             print(f"{trained}, {card}\n{plan}\n")
             plan.plot(f"plan-{device}.png" if lora is None else f"plan-{device}-lora.png")
 

@@ -12,6 +12,7 @@ from ckptfused.convert.measure import INDICES, TOKENS, IndexReadError, saved_by_
 
 # What a count does not run: hooks of the layer (with hooks inside there is none), and its compiled call.
 _BESIDE = ("_compiled_call_impl", *(name for name in vars(nn.Module()) if "hook" in name))
+_PLACE = "target_name"  # PEFT's note of where in the model a projection is, which no forward reads
 _NUMBERS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
@@ -65,7 +66,7 @@ def _value(value: Any, seen: dict[int, int]) -> Any:
         kept = ((k, v) for k, v in vars(value).items() if k not in _BESIDE and not (k in INDICES and type(v) is int))
         return type(value), type(value).forward, tuple((k, _value(v, seen)) for k, v in kept)
     if isinstance(value, dict):
-        return type(value), tuple((_value(k, seen), _value(v, seen)) for k, v in value.items())
+        return type(value), tuple((_value(k, seen), _value(v, seen)) for k, v in value.items() if k != _PLACE)
     if type(value) is set:
         return set, frozenset(_value(v, seen) for v in value)
     if type(value) in (list, tuple):

@@ -3,6 +3,7 @@
 #include "autograd/adapters_aten.h"
 #include "autograd/ops.h"
 #include "ops/checks.h"
+#include "ops/ledger.h"
 
 namespace ckptfused {
 namespace {
@@ -29,6 +30,16 @@ Tensor dropped(const Tensor& rows, at::ScalarType type, const Adapter& adapter,
   return wide;
 }
 
+// sum += scale · a @ b. Of meta tensors PyTorch's is a score of ops in Python, which no device
+// runs.
+void add_product(const Tensor& sum, const Tensor& a, const Tensor& b, double scale) {
+  if (Ledger* ledger = Ledger::current()) {
+    ledger->launched("aten::addmm_", 1, 2 * int64_t(sum.nbytes()));  // its operands are counted
+  } else {
+    sum.addmm_(a, b, 1, scale);
+  }
+}
+
 // Calls f(row, rows) for the blocks of n rows.
 template <typename F>
 void for_blocks(int64_t n, F f) {
@@ -50,7 +61,7 @@ void adapters_fwd_aten(const Tensor& y, const Tensor& in, const Adapters& adapte
       if (!sum.defined()) {
         sum = at::mm(t, b.t()).mul_(adapter.scale);
       } else {
-        sum.addmm_(t, b.t(), 1, adapter.scale);
+        add_product(sum, t, b.t(), adapter.scale);
       }
       if (adapter.bias.defined()) sum.add_(adapter.bias.to(type), adapter.scale);
     }
@@ -72,12 +83,12 @@ void adapters_bwd_aten(const Tensor& dy, const Tensor& in, const Tensor& din,
       if (da.defined() || db.defined()) {
         x = dropped(in.narrow(0, row, rows), type, adapter, place, row);
       }
-      if (db.defined()) db.addmm_(d.t(), at::mm(x, a.t()), 1, adapter.scale);
+      if (db.defined()) add_product(db, d.t(), at::mm(x, a.t()), adapter.scale);
       if (dbias.defined()) dbias.add_(d.sum(0), adapter.scale);
       if (da.defined() || din.defined()) {
         dt = at::mm(d, adapter.b.to(type)).mul_(adapter.scale);
       }
-      if (da.defined()) da.addmm_(dt.t(), x);
+      if (da.defined()) add_product(da, dt.t(), x, 1);
       if (!din.defined()) continue;
       const Tensor dx = at::mm(dt, a);
       drop(dx, adapter, place, row);

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ast
+import json
 import linecache
 import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptfused import CheckpointPolicy
+from ckptfused.cli import main
 from ckptfused.convert.family import FAMILIES
 from tests import tools
 from tests.docs.pages import FENCE, PAGES, ROOT, Block, blocks, name, named_files
@@ -171,6 +175,29 @@ def test_the_table_of_families_is_what_its_command_prints() -> None:
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("\n") > 15
     assert run.stdout in (ROOT / "docs/convert.md").read_text()
+
+
+def test_the_plans_of_llama_3_8b_are_what_their_commands_print(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The rows of all weights, made anew: those of LoRA follow from the same code, and take five times as long."""
+    tools.need("transformers", "rich")
+    text = (ROOT / "docs/budget.md").read_text()
+    commands = re.findall(r"^python -m ckptfused (plan --config llama-3-8b .*)$", text, re.M)
+    rows = re.findall(r"^\| ((?:all weights|LoRA), .*) \|$", text, re.M)
+    assert len(commands) == len(rows) == 4
+    for command, row in zip(commands[:2], rows[:2], strict=True):
+        trained, budget, peak, seconds, layers, each, none = row.split(" | ")
+        words = shlex.split(command.partition(" --plot")[0])
+        assert trained.endswith(words[-1]) and budget.replace(" ", "") in words
+        assert main([*words, "--json", "--policy", str(tmp_path / "policy.json")]) == 0
+        found = json.loads(capsys.readouterr().out)
+        points = {point["name"]: (f"{point['peak'] / 2**30:.2f} GiB", point["seconds"]) for point in found["standard"]}
+        assert [peak, seconds] == [f"{found['peak'] / 2**30:.2f} GiB", f"{found['seconds']:.2f}"]
+        assert [each, none] == ["{}, {:.2f} s".format(*points["per layer"]), points["none"][0]]
+        modes = CheckpointPolicy.from_json((tmp_path / "policy.json").read_text()).layers
+        said = {keep: int(count or 32) for count, keep in re.findall(r'(\d*) ?`"([^"]+)"`', layers)}
+        assert said == Counter(mode.keep for mode in modes)
 
 
 def test_no_document_cites_a_page_of_another_repository() -> None:

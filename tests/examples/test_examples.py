@@ -64,7 +64,7 @@ def test_lora_through_trainer(run, capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 def test_plans_for_two_cards(run, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    tools.need("transformers", "peft")
+    tools.need("transformers", "peft", "rich")
     run("budget.py", "--tokens", "512", "--batch", "1")
     out = capsys.readouterr().out
     assert out.count("this plan") == 4 and "LoRA, one card of 80 GB" in out
