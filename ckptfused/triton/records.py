@@ -17,19 +17,28 @@ from torch import Tensor
 from ckptfused._extension import _C
 
 Launch = tuple[int, int, int, int, list[int], list[tuple[int, int]]]
-# Parameters other than pointers, as Triton's signatures name them.
-_NUMBERS: dict[str, Any] = {
-    "i32": ctypes.c_int32,
-    "i64": ctypes.c_int64,
-    "fp32": ctypes.c_float,
-    "fp64": ctypes.c_double,
+# (place among a launcher's arguments, name, what gives a number's bytes; None: a pointer), of each that is passed.
+Passed = list[tuple[int, str, Callable[[Any], int] | None]]
+
+
+def _bits(kind: Any) -> Callable[[float], int]:
+    return lambda value: int.from_bytes(bytes(kind(value)), "little")
+
+
+# Parameters other than pointers, as Triton's signatures name them: their size, and their bytes as a number.
+_NUMBERS: dict[str, tuple[int, Callable[[Any], int]]] = {
+    "i32": (4, lambda value: value & 0xFFFFFFFF),
+    "i64": (8, lambda value: value & 0xFFFFFFFFFFFFFFFF),
+    "fp32": (4, _bits(ctypes.c_float)),
+    "fp64": (8, _bits(ctypes.c_double)),
 }
 _POINTER = 8
 # Each is a null pointer behind a kernel's own parameters, where the kernel needs no such memory.
 _SCRATCH = ("global_scratch_size", "profile_scratch_size")
 # Of a kernel that is started by its grid, threads and shared memory alone.
 _PLAIN = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, **dict.fromkeys(_SCRATCH, 0)}
-_kept: dict[int, object] = {}  # what records point to lives as long as they may
+# By id: what records point to lives as long as they may. Of a kernel, what is passed to it.
+_kept: dict[int, tuple[object, Passed]] = {}
 
 
 class Driver(NamedTuple):
@@ -61,7 +70,7 @@ def layout(signature: Mapping[str, str]) -> list[tuple[int, int]]:
 
 
 def _size(kind: str) -> int:
-    return _POINTER if kind.startswith("*") else ctypes.sizeof(_NUMBERS[kind])
+    return _POINTER if kind.startswith("*") else _NUMBERS[kind][0]
 
 
 def _fits(parameter: Callable[..., int], function: int, expected: list[tuple[int, int]]) -> bool:
@@ -72,6 +81,20 @@ def _fits(parameter: Callable[..., int], function: int, expected: list[tuple[int
         status = parameter(ctypes.c_void_p(function), ctypes.c_size_t(i), ctypes.byref(offset), ctypes.byref(size))
         there.append(None if status else (offset.value, size.value))
     return there == [*expected, None]
+
+
+def _passed(cuda: Driver, compiled: Any) -> Passed | None:
+    """What is passed to a kernel; None where it is not one that C++ can start."""
+    if (known := _kept.get(id(compiled))) is not None:
+        return known[1]
+    signature = compiled.src.signature
+    plain = all(getattr(compiled.metadata, name) == value for name, value in _PLAIN.items())
+    if not plain or not _fits(cuda.parameter, compiled.function, layout(signature)):
+        return None
+    kinds = [(i, name, kind) for i, (name, kind) in enumerate(signature.items()) if kind != "constexpr"]
+    found: Passed = [(i, name, None if kind.startswith("*") else _NUMBERS[kind][1]) for i, name, kind in kinds]
+    _kept[id(compiled)] = compiled, found
+    return found
 
 
 def _hooks() -> list[list[Any]] | None:
@@ -114,34 +137,26 @@ class Launches:
             return
         try:
             hooks, launches = _hooks(), [self._launch(cuda, *each) for each in self._started]
-        except (AttributeError, KeyError):
+        except (AttributeError, LookupError):
             return  # a Triton that is not known
         if hooks is None or None in launches:
             return
-        _kept.update((id(each), each) for each in (*hooks, *(compiled for compiled, *_ in self._started)))
+        _kept.update((id(each), (each, [])) for each in hooks)
         _C.keep_launches(cuda.launch, hooks, self._made, results, [each for each in launches if each])
 
     def _launch(self, cuda: Driver, compiled: Any, grid: int, args: Sequence[Any]) -> Launch | None:
-        metadata, signature = compiled.metadata, compiled.src.signature
-        expected = layout(signature)
-        plain = all(getattr(metadata, name) == value for name, value in _PLAIN.items())
-        if not plain or not _fits(cuda.parameter, compiled.function, expected):
+        passed = _passed(cuda, compiled)
+        if passed is None:
             return None
         slots = {name: i for i, name in enumerate(self._tensors)}
-        values: list[int] = []
+        values = [0] * (len(passed) + len(_SCRATCH))
         tensors: list[tuple[int, int]] = []
-        for (name, kind), arg in zip(signature.items(), args, strict=False):  # behind args are constants
-            if kind == "constexpr":
+        for parameter, (i, name, number) in enumerate(passed):
+            if number is not None:
+                values[parameter] = number(args[i])
                 continue
-            if kind.startswith("*"):
-                t = self._tensors[name]
-                if t is None or t.data_ptr() != arg.data_ptr():
-                    return None  # a copy, which only Python makes
-                tensors.append((len(values), slots[name]))
-                values.append(0)
-            else:
-                values.append(int.from_bytes(bytes(_NUMBERS[kind](arg)), "little"))
-        values += [0] * len(_SCRATCH)
-        if len(values) != len(expected):
-            return None
-        return compiled.function, grid, 32 * metadata.num_warps, metadata.shared, values, tensors
+            t = self._tensors[name]
+            if t is None or t.data_ptr() != args[i].data_ptr():
+                return None  # a copy, which only Python makes
+            tensors.append((parameter, slots[name]))
+        return compiled.function, grid, 32 * compiled.metadata.num_warps, compiled.metadata.shared, values, tensors

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton")
+
 from ckptfused._extension import _C
 from tests.devices import repeatable
 from tests.ops.attention_calls import Case, make_call

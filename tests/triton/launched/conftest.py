@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,8 @@ class Gpu(FakeDriver):
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__({})
         self.tables: dict[int, list[tuple[int, int]]] = {}
+        self.asked = 0  # for a parameter
+        self.change: Callable[[list[tuple[int, int]]], list[tuple[int, int]]] = list  # of what it answers
         self._parameter = _PARAMETER(self._info)
         for name, function in (("fake_launch", self._launch), ("fake_parameter", self._parameter)):
             address = ctypes.cast(function, ctypes.c_void_p).value
@@ -51,11 +53,13 @@ class Gpu(FakeDriver):
 
     def load(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
         function = next(self._functions)
-        self.tables[function] = parameters(cubin)
-        self.sizes = {**self.sizes, function: [size for _, size in self.tables[function]]}
+        table = parameters(cubin)
+        self.tables[function] = self.change(table)
+        self.sizes = {**self.sizes, function: [size for _, size in table]}
         return 1, function, 0, 0, 1024
 
     def _info(self, function: int, index: int, offset: Any, size: Any) -> int:
+        self.asked += 1
         table = self.tables[function]
         if index >= len(table):
             return INVALID

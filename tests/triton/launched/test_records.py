@@ -3,7 +3,6 @@ parameter's bytes."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -158,24 +157,29 @@ def test_hooks(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "recorded"),
     [
-        lambda table: [*table[:3], *table[4:]],
-        lambda table: [*table, (table[-1][0] + 8, 8)],
-        lambda table: [(offset, 4 if i == 2 else size) for i, (offset, size) in enumerate(table)],
-        lambda table: [(offset + 8 * (i > 2), size) for i, (offset, size) in enumerate(table)],
+        (lambda table: table, True),
+        (lambda table: [*table[:3], *table[4:]], False),
+        (lambda table: [*table, (table[-1][0] + 8, 8)], False),
+        (lambda table: [(offset, 4 if i == 2 else size) for i, (offset, size) in enumerate(table)], False),
+        (lambda table: [(offset + 8 * (i > 2), size) for i, (offset, size) in enumerate(table)], False),
     ],
-    ids=["one fewer", "one more", "narrower", "elsewhere"],
+    ids=["as they are", "one fewer", "one more", "narrower", "elsewhere"],
 )
-def test_a_kernel_whose_parameters_are_others(gpu: Gpu, change: Callable[[Any], Any]) -> None:
-    """The driver's own table decides: of a Triton that passes something else, nothing is recorded."""
-    call = make_call(BASE)
-    call.forward()
-    assert is_recorded(call)
-    for function, table in gpu.tables.items():
-        gpu.tables[function] = change(table)
-    _C.use_launch_records(True)
-    assert not is_recorded(call)
+def test_the_driver_says_which_parameters_a_kernel_has(gpu: Gpu, change: Callable[[Any], Any], recorded: bool) -> None:
+    """Of a Triton that passes something else, nothing is recorded."""
+    gpu.change = change
+    assert is_recorded(make_call(BASE)) == recorded
+
+
+def test_the_driver_is_asked_once_a_kernel(gpu: Gpu) -> None:
+    """Lengths that never come back are described anew each, which is to be quick."""
+    make_call(BASE).forward()
+    asked = gpu.asked
+    assert asked > 0
+    assert is_recorded(make_call(replace(BASE, tokens=38)))
+    assert gpu.asked == asked
 
 
 METADATA: dict[str, Any] = {"num_warps": 4, "shared": 0, **records._PLAIN}
@@ -220,6 +224,8 @@ def test_numbers_have_the_bytes_that_triton_gives_them() -> None:
         ("i32", -1, b"\xff\xff\xff\xff"),
         ("i64", -2, (2**64 - 2).to_bytes(8, "little")),
         ("fp32", 0.1, b"\xcd\xcc\xcc\x3d"),
+        ("fp32", 1e39, b"\x00\x00\x80\x7f"),
+        ("fp64", 0.5, b"\0\0\0\0\0\0\xe0\x3f"),
     ):
-        assert bytes(records._NUMBERS[kind](value)) == expected
-    assert ctypes.sizeof(ctypes.c_double) == 8
+        size, number = records._NUMBERS[kind]
+        assert (size, number(value)) == (len(expected), int.from_bytes(expected, "little"))
