@@ -138,7 +138,7 @@ class Steps:
                 found = predicted(self.twin, self._batch, optimizer, self.device, *self._options)
             if any("is divided before" in str(warning.message) for warning in said):
                 self.broken.add(policy)
-            unseen = found.above_state // UNSEEN if self.device.kind == "cpu" else 0
+            unseen = found.workspace + found.above_state // UNSEEN if self.device.kind == "cpu" else 0
             self._found[policy] = replace(found, peak=found.peak + unseen, transients=found.transients + unseen)
         return self._found[policy]
 

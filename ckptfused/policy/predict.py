@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ckptfused._extension import _C
 from ckptfused.convert.measure import stored_bytes
 from ckptfused.cost import OpenLedger
 from ckptfused.policy.autocast import named, region
@@ -82,7 +83,14 @@ def predicted(
         time_error=device.time_error,
         autocast=named(autocast),
         gradient_accumulation_steps=gradient_accumulation_steps,
+        workspace=_workspace(opened) if device.kind == "cpu" else 0,
     )
+
+
+def _workspace(opened: OpenLedger) -> int:
+    """Of the largest product of ckptfused's."""
+    sizes = (event[3] for event in opened.ledger.events if event[0] == "product")
+    return _C.onednn_workspace(max((rows * columns * depth for rows, columns, depth, *_ in sizes), default=0))
 
 
 def _record(

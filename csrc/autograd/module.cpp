@@ -222,6 +222,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("linear_out", &ckptfused::linear_out);
   m.def("matmul_out", &ckptfused::matmul_out);
   m.def("mkl_is_slow", &ckptfused::mkl_is_slow);
+  m.def("onednn_workspace", &ckptfused::onednn_workspace);
   m.def("runs_as_float",
         [](const std::string& dtype) { return ckptfused::runs_as_float(dtype_named(dtype)); });
   m.attr("attention_override") = std::string(ckptfused::attention_override());

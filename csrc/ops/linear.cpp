@@ -66,9 +66,10 @@ const Processor& processor() {
 }
 
 // oneDNN is as fast as MKL from 2 million multiplications and 8 rows and columns on. Its workspace,
-// at most 0.33 MiB a thread, is PyTorch's memory and no ledger's: of steps with smaller products
-// than these it would be a part that matters.
+// of which 385 KiB a thread is the most that was measured, is PyTorch's memory and no ledger's: of
+// steps with smaller products than these it would be a part that matters.
 constexpr int64_t kOneDnnProduct = int64_t(1) << 24, kOneDnnSide = 8;
+constexpr int64_t kOneDnnWorkspace = int64_t(400) << 10;
 // Depth of its blocks: its error, which has grown to 2.5 times MKL's at 512, is 1.2 times MKL's
 // here.
 constexpr int64_t kOneDnnDepth = 256;
@@ -257,6 +258,11 @@ void matmul_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
               "matrix product: expected out [N, K] = a [N, C] @ b [C, K], got ", out.sizes(), " = ",
               a.sizes(), " @ ", b.sizes());
   product_out(out, a, b, std::nullopt, accumulate);
+}
+
+int64_t onednn_workspace(int64_t multiplications) {
+  const bool used = mkl_is_slow() && at::globalContext().userEnabledMkldnn();
+  return used && multiplications >= kOneDnnProduct ? kOneDnnWorkspace * at::get_num_threads() : 0;
 }
 
 bool mkl_is_slow() {

@@ -36,4 +36,7 @@ bool runs_as_float(at::ScalarType dtype);
 // them are while `torch.backends.mkldnn.enabled` is False).
 bool mkl_is_slow();
 
+// The most bytes that oneDNN allocates within a float32 product of so many multiplications.
+int64_t onednn_workspace(int64_t multiplications);
+
 }  // namespace ckptfused

@@ -26,6 +26,7 @@ from transformers import (
 
 import ckptfused
 from ckptfused import BudgetError, CheckpointPolicy, convert, plan
+from ckptfused._extension import _C
 from ckptfused.policy import chain, profile
 from ckptfused.policy.costs import Costs, Steps, costs
 from ckptfused.policy.devices import device_named
@@ -215,6 +216,16 @@ def test_the_allocator_agrees(name: str) -> None:
     own = measured(model.train(), batch)
     assert own <= found.budget + 4  # the gradient of the loss itself
     assert own == pytest.approx(found.peak, rel=0.03)
+
+
+@pytest.mark.skipif(_C.onednn_workspace(1 << 24) == 0, reason="products in float32 are MKL's here")
+def test_what_onednn_allocates_is_left_free() -> None:
+    """The peak is in a product: predicted without the workspace, planned with it."""
+    model, x = nn.Sequential(*(ckptfused.FusedCheckpointFFN(256, 1024) for _ in range(2))), torch.randn(2, 512, 256)
+    predicted, own = profile(model, x, device="cpu"), profile(model, x).peak
+    assert 4096 < own - predicted.peak <= predicted.workspace == _C.onednn_workspace(2 * 512 * 256 * 1024)
+    assert plan(model, x, "1GiB", device="cpu").peak >= predicted.peak + predicted.workspace
+    assert profile(model, x[:, :8], device="cpu").workspace == 0
 
 
 def planner_of(model: nn.Module, batch: Any) -> _Planner:
