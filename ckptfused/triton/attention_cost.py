@@ -22,7 +22,9 @@ def attention_cost(
 ) -> tuple[int, int]:
     """Bytes of scratch, and launches, of a block's call in this compute type on the GPU at hand (without one: a H100).
 
-    The kernels of PyTorch's flash attention are counted as in flash_api.cpp, cuDNN's launches as if they were those.
+    The kernels of PyTorch's flash attention are counted as in flash_api.cpp. cuDNN's backward starts as many, by what
+    profilers show on sm_90: compute_dot_do_o, flash_bprop, convert_dq and, where query heads share keys,
+    fmha_reduce_head for dk and for dv.
     """
     name = attention_backend(Shape.of_spec(a, dtype, batch, length), capability_at_hand())[0]
     if not backward:

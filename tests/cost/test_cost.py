@@ -477,6 +477,27 @@ def test_launches_of_a_llama_block_on_a_gpu() -> None:
     assert cost.launches(spec, *call, **options) == (9, 20 + attention)
 
 
+@pytest.mark.parametrize(
+    ("capability", "p", "name", "shared", "alone"),
+    [((9, 0), 0.0, "cudnn", 5, 3), ((8, 0), 0.0, "flash", 5, 3), ((9, 0), 0.1, "triton", 3, 3)],
+    ids=["H200", "A100", "dropout"],
+)
+def test_launches_of_attention_by_device(
+    capability: tuple[int, int], p: float, name: str, shared: int, alone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel that a device would choose: PyTorch's sum dk and dv over the query heads of a key in two more."""
+    monkeypatch.setattr(attention_cost, "capability_at_hand", lambda: capability)
+    for kv_heads, launches in ((8, shared), (32, alone)):
+        size: dict[str, Any] = {"dim_feedforward": 14336, "num_kv_heads": kv_heads, "attention_dropout": p}
+        block = ckptfused.FusedCheckpointBlock.llama(4096, 32, **size, device="meta", dtype=torch.bfloat16)
+        spec = block.spec(torch.bfloat16).attn
+        assert spec is not None
+        shape = backend.Shape.of_spec(spec, torch.bfloat16, 2, 8192)
+        assert backend.attention_backend(shape, capability)[0] == name
+        cost_of = partial(attention_cost.attention_cost, spec, torch.bfloat16, 2, 8192, None)
+        assert (cost_of(backward=False)[1], cost_of(backward=True)[1]) == (1, launches)
+
+
 AS_ELSEWHERE = """
 from tests.cost.test_cost import CASES, Events, make_ops
 for name in ("adapters", "adapters-joint", "adapters-ffn"):

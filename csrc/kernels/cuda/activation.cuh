@@ -23,11 +23,15 @@ bool whole_vectors(Strided<Pointer> t) {
   return whole_vectors<T>(t.data, t.stride);
 }
 
-// The draws of the eight columns from col on; any value where there is no dropout.
+// The draws of the eight columns from col on, a multiple of 8; any value where there is no dropout.
+// kAligned: col0 is one, too, so that one call decides them.
+template <bool kAligned>
 CKPT_HD Philox4x32 group_draws(const ActivationShape& a, const Dropout& dropout, int64_t row,
                                int64_t col) {
   if (!dropout.active()) return {};
-  return dropout.draw_from(a.rows(a.row0 + row), a.col0 + col);
+  const int64_t drawn_row = a.rows(a.row0 + row);
+  if constexpr (kAligned) return dropout.draw(drawn_row, (a.col0 + col) / kGroup);
+  return dropout.draw_from(drawn_row, a.col0 + col);
 }
 
 // Calls f(T{}, activation, gate), the last two std::integral_constants, for what the arguments ask.

@@ -6,7 +6,7 @@ namespace {
 
 // vectors: all tensors can be read and written 16 bytes at a time. Every input of a group is read
 // before an output is written, since one may lie over the other.
-template <typename T, Activation kAct, bool kGated>
+template <typename T, Activation kAct, bool kGated, bool kAligned>
 __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<T>>)
     activation_bwd_kernel(ActivationBwd a, const int64_t* rng_state, ElementGrid grid,
                           bool vectors) {
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<T>>)
     raw_u.load(at<T>(a.u, row, col), count, vectors);
     raw_dh.load(at<T>(a.dh, row, col), count, vectors);
     if constexpr (kGated) raw_g.load(at<T>(a.g, row, col), count, vectors);
-    const Philox4x32 draws = group_draws(a, dropout, row, col);
+    const Philox4x32 draws = group_draws<kAligned>(a, dropout, row, col);
     // g becomes dg, u becomes du, and dh the gradient of h before dropout.
     A g[kGroup], u[kGroup], dh[kGroup], h[kGroup];
     raw_u.unpack(u);
@@ -58,8 +58,11 @@ const char* activation_bwd_cuda(const ActivationBwd& a, const int64_t* rng_state
     const bool vectors = whole_vectors<T>(a.u) && whole_vectors<T>(a.dh) && whole_vectors<T>(a.h) &&
                          whole_vectors<T>(a.du) &&
                          (!kGated || (whole_vectors<T>(a.g) && whole_vectors<T>(a.dg)));
-    return launch(activation_bwd_kernel<T, decltype(act)::value, kGated>, grid.blocks(),
-                  dim3(kElementThreads), stream, a, rng_state, grid, vectors);
+    constexpr Activation kAct = decltype(act)::value;
+    const auto kernel = a.col0 % kGroup == 0 ? activation_bwd_kernel<T, kAct, kGated, true>
+                                             : activation_bwd_kernel<T, kAct, kGated, false>;
+    return launch(kernel, grid.blocks(), dim3(kElementThreads), stream, a, rng_state, grid,
+                  vectors);
   });
 }
 

@@ -5,7 +5,7 @@ namespace ckptfused {
 namespace {
 
 // vectors: all tensors can be read and written 16 bytes at a time.
-template <typename T, Activation kAct, bool kGated>
+template <typename T, Activation kAct, bool kGated, bool kAligned>
 __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<T>>)
     activation_fwd_kernel(ActivationFwd a, const int64_t* rng_state, ElementGrid grid,
                           bool vectors) {
@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<T>>)
     return raw;
   };
   for_loaded_groups(grid, load, [&](int64_t row, int64_t col, int count, const Loaded& raw) {
-    const Philox4x32 draws = group_draws(a, dropout, row, col);
+    const Philox4x32 draws = group_draws<kAligned>(a, dropout, row, col);
     A g[kGroup], u[kGroup], h[kGroup];
     raw.u.unpack(u);
     if constexpr (kGated) raw.g.unpack(g);
@@ -50,8 +50,11 @@ const char* activation_fwd_cuda(const ActivationFwd& a, const int64_t* rng_state
     constexpr bool kGated = decltype(gated)::value;
     const bool vectors =
         whole_vectors<T>(a.u) && whole_vectors<T>(a.h) && (!kGated || whole_vectors<T>(a.g));
-    return launch(activation_fwd_kernel<T, decltype(act)::value, kGated>, grid.blocks(),
-                  dim3(kElementThreads), stream, a, rng_state, grid, vectors);
+    constexpr Activation kAct = decltype(act)::value;
+    const auto kernel = a.col0 % kGroup == 0 ? activation_fwd_kernel<T, kAct, kGated, true>
+                                             : activation_fwd_kernel<T, kAct, kGated, false>;
+    return launch(kernel, grid.blocks(), dim3(kElementThreads), stream, a, rng_state, grid,
+                  vectors);
   });
 }
 

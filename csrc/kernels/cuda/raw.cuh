@@ -30,16 +30,8 @@ struct Raw {
   // The first `count` elements from `from`, zeros behind them. vectors: the address is a multiple
   // of 16 bytes; only a full set is read so.
   CKPT_HD void load(const T* from, int count, bool vectors) {
-    static_assert(kWords % 4 == 0);
     if (vectors && count == kCount) {
-      CKPT_UNROLL
-      for (int i = 0; i < kWords / 4; ++i) {
-        const uint4 words = reinterpret_cast<const uint4*>(from)[i];
-        word[4 * i] = words.x;
-        word[4 * i + 1] = words.y;
-        word[4 * i + 2] = words.z;
-        word[4 * i + 3] = words.w;
-      }
+      read(from);
     } else {
       CKPT_UNROLL
       for (int i = 0; i < kWords; ++i) word[i] = 0;
@@ -55,15 +47,7 @@ struct Raw {
   CKPT_HD void load_whole(const T* from, bool wanted) {
     CKPT_UNROLL
     for (int i = 0; i < kWords; ++i) word[i] = 0;
-    if (!wanted) return;
-    CKPT_UNROLL
-    for (int i = 0; i < kWords / 4; ++i) {
-      const uint4 words = reinterpret_cast<const uint4*>(from)[i];
-      word[4 * i] = words.x;
-      word[4 * i + 1] = words.y;
-      word[4 * i + 2] = words.z;
-      word[4 * i + 3] = words.w;
-    }
+    if (wanted) read(from);
   }
 
   CKPT_HD void unpack(acc_t<T>* out) const {
@@ -97,6 +81,18 @@ struct Raw {
   }
 
  private:
+  // All of them.
+  CKPT_HD void read(const T* from) {
+    static_assert(kWords % 4 == 0);
+    CKPT_UNROLL
+    for (int i = 0; i < kWords / 4; ++i) {
+      const uint4 words = reinterpret_cast<const uint4*>(from)[i];
+      word[4 * i] = words.x;
+      word[4 * i + 1] = words.y;
+      word[4 * i + 2] = words.z;
+      word[4 * i + 3] = words.w;
+    }
+  }
   CKPT_HD void put(int i, T x) {
     if constexpr (sizeof(T) == 2) {
       word[i / 2] |= uint32_t(x.bits) << (16 * (i % 2));
