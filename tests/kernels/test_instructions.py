@@ -47,10 +47,10 @@ THREADS = 256
 CLOCK = 1.98  # GHz, of an H100's and an H200's multiprocessors
 H200_COPY = 32.6  # KB/µs and multiprocessor, measured
 MARGIN = 1.4
-# Bound by memory even on an H200. Exact gelu, the ungated activations, soft-capped logits (a loss's kernels that are
-# not "true") and the gradient of heads' LayerNorm take more arithmetic for a byte.
+# Bound by memory even on an H200. Exact gelu, the ungated activations and soft-capped logits (a loss's kernels that are
+# not "true") take more arithmetic for a byte.
 AT_COPY_RATE = re.compile(
-    r"qk_fwd|qk_bwd_kernel<\w+, [01]|norm_fwd|norm_grad|residual_fwd|drop_grad|add_grad"
+    r"qk_fwd|qk_bwd|norm_fwd|norm_grad|residual_fwd|drop_grad|add_grad"
     r"|activation_\w+<\w+, 3, true, true>|cross_entropy_\w+<\w+, true>"
 )
 PHILOX = "0x2daee0ad"  # of a constant of the generator, negated: a block with it draws

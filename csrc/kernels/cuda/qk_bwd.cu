@@ -19,12 +19,12 @@ __device__ __forceinline__ void store_partial(const QkShape& a, const QkGrid& gr
   CKPT_UNROLL
   for (int i = 0; i < kUnit; ++i) shared[i * kQkThreads + thread] = sums[i];
   __syncthreads();
-  for (int i = team; i < kUnit; i += grid.teams()) {
+  for (int i = team; i < kUnit; i += grid.teams) {
     const bool second = i >= kGroup;
     const int j = i % kGroup;
     if (j >= (second ? unit.count[1] : unit.count[0])) continue;
     A sum = 0;
-    for (int t = 0; t < grid.teams(); ++t) sum += shared[i * kQkThreads + t * grid.lanes + lane];
+    for (int t = 0; t < grid.teams; ++t) sum += shared[i * kQkThreads + t * grid.lanes + lane];
     const int col = (second ? unit.first[1] : unit.first[0]) + j;
     static_cast<A*>(partials)[block * a.head_dim + col] = sum;
   }
@@ -44,7 +44,7 @@ __device__ __forceinline__ void qk_bwd_heads(const QkBwd& a, const QkGrid& grid,
   const int64_t end = begin + grid.chunk < grid.items ? begin + grid.chunk : grid.items;
   QkCursor cursor(a, grid, index);
   CKPT_NO_UNROLL
-  for (int64_t done = 0; done < grid.chunk; done += grid.teams()) {
+  for (int64_t done = 0; done < grid.chunk; done += grid.teams) {
     const int64_t head = cursor.item * kAtOnce;
     const int64_t heads = index < end ? a.heads - head : 0;
     RawUnit<T, kWhole> raw_dy[kAtOnce], raw_x[kAtOnce];
@@ -66,16 +66,15 @@ __device__ __forceinline__ void qk_bwd_heads(const QkBwd& a, const QkGrid& grid,
       if constexpr (kNorm != QkNorm::none) {
         A xhat[kUnit];
         raw_x[h].unpack(xhat);
-        const NormStats<A> stats = head_stats<kNorm, kWhole>(a, grid, unit, inverse_dim, xhat);
+        NormStats<A> stats = head_stats<kNorm, kWhole>(a, grid, unit, inverse_dim, xhat);
+        // Lanes without a head, or a column, hold zeros, of which xhat is to make zeros whatever
+        // rstd is.
+        if (kWhole && (unit.count[0] == 0 || h >= heads)) stats = {};
         A sum_g = 0, sum_gx = 0;
         CKPT_UNROLL
         for (int i = 0; i < kUnit; ++i) {
           xhat[i] = normalised(xhat[i], stats);
-          // Lanes without a head, or a column, hold zeros; xhat may be anything there.
-          if (kWhole ? unit.count[0] == 0 || h >= heads
-                     : i % kGroup >= unit.count[i / kGroup] || h >= heads) {
-            xhat[i] = 0;
-          }
+          if (!kWhole && (i % kGroup >= unit.count[i / kGroup] || h >= heads)) xhat[i] = 0;
           dw[i] = std::fma(g[i], xhat[i], dw[i]);
           if constexpr (kNorm == QkNorm::any) db[i] += g[i];
           g[i] = rounded_product(g[i], weight[i]);
@@ -94,18 +93,19 @@ __device__ __forceinline__ void qk_bwd_heads(const QkBwd& a, const QkGrid& grid,
       }
       store_unit<kWhole>(g, unit, h < heads, grid.vectors, head_at<T>(a.dx, cursor, head + h));
     }
-    index += grid.teams();
+    index += grid.teams;
     cursor.step(a, grid);
   }
   if constexpr (kNorm != QkNorm::none) store_partial(a, grid, unit, dw, block, grads.dweight);
   if constexpr (kNorm == QkNorm::any) store_partial(a, grid, unit, db, block, grads.dbias);
 }
 
-// Blocks that a multiprocessor must be able to hold; more of any heads' LayerNorm would spill.
+// Blocks that a multiprocessor must be able to hold; more of a norm of heads that are not whole
+// would spill.
 template <typename T, QkNorm kNorm, bool kWhole>
-constexpr int kQkGradBlocks = sizeof(T) == 8                    ? 1
-                              : kNorm == QkNorm::any && !kWhole ? 3
-                                                                : 4;
+constexpr int kQkGradBlocks = sizeof(T) == 8                     ? 1
+                              : kNorm != QkNorm::none && !kWhole ? 3
+                                                                 : 4;
 
 // kWhole: all parts' grids are.
 template <typename T, QkNorm kNorm, bool kWhole>
@@ -128,7 +128,7 @@ bool set_qk_bwd_grid(const QkBwd& a, const QkGrads& grads, int64_t tokens, QkGri
   grid.vectors = grid.vectors && whole_vectors<T>(a.dy) && whole_vectors<T>(a.dx) &&
                  (kNorm == QkNorm::none || whole_vectors<T>(a.x));
   const bool sums = kNorm != QkNorm::none && (grads.dweight != nullptr || grads.dbias != nullptr);
-  grid.chunk = sums ? (grid.items + grads.chunks - 1) / grads.chunks : grid.teams() * kSteps;
+  grid.chunk = sums ? (grid.items + grads.chunks - 1) / grads.chunks : grid.teams * kSteps;
   grid.whole = is_whole(a, grid);
   grid.blocks = sums ? grads.chunks : (grid.items + grid.chunk - 1) / grid.chunk;
   return true;

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kQkThreads, sizeof(T) == 8 ? 1 : 4)
       (int64_t(blockIdx.x) - grid.first_block) * grid.chunk + int(threadIdx.x) / grid.lanes;
   QkCursor cursor(a, grid, index);
   CKPT_NO_UNROLL
-  for (int64_t done = 0; done < grid.chunk; done += grid.teams()) {
+  for (int64_t done = 0; done < grid.chunk; done += grid.teams) {
     const int64_t head = cursor.item * kAtOnce;
     const int64_t heads = index < grid.items ? a.heads - head : 0;
     RawUnit<T, kWhole> raw[kAtOnce];
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kQkThreads, sizeof(T) == 8 ? 1 : 4)
       rotation.apply(a, unit, v);
       store_unit<kWhole>(v, unit, h < heads, grid.vectors, head_at<T>(a.y, cursor, head + h));
     }
-    index += grid.teams();
+    index += grid.teams;
     cursor.step(a, grid);
   }
 }
@@ -68,7 +68,7 @@ const char* qk_fwd_launch(const QkParts<QkFwd>& parts, int64_t tokens, void* str
     QkGrid grid;
     if (!set_qk_grid<T, kHeadsAtOnce<T, kNorm, false>>(a, tokens, grid)) return kHeadTooWide;
     grid.vectors = grid.vectors && whole_vectors<T>(a.x) && whole_vectors<T>(a.y);
-    grid.chunk = int64_t(grid.teams()) * kSteps;
+    grid.chunk = int64_t(grid.teams) * kSteps;
     grid.blocks = (grid.items + grid.chunk - 1) / grid.chunk;
     grid.whole = is_whole(a, grid);
     all.add(a, grid);

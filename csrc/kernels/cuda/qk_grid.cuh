@@ -82,6 +82,7 @@ CKPT_HD HeadUnit head_unit(const QkShape& a, int lane) {
 // What the host works out. An item is kAtOnce consecutive heads of one token.
 struct QkGrid {
   int lanes;           // of a team
+  int teams;           // of a block: no division in a loop
   int64_t head_items;  // items of a token
   int64_t items;
   int64_t chunk;  // items of a block
@@ -90,8 +91,6 @@ struct QkGrid {
   int64_t first_block, blocks;  // of a launch
   bool vectors, angle_vectors;  // heads, and cos and sin, can be read 16 bytes at a time
   bool whole;  // all that, and each lane has both its groups or none, and turns both or none
-
-  CKPT_HD int teams() const { return kQkThreads / lanes; }
 };
 
 template <typename T>
@@ -115,12 +114,13 @@ bool set_qk_grid(const QkShape& a, int64_t tokens, QkGrid& grid) {
   if (owners > 32) return false;
   grid.lanes = 1;
   while (grid.lanes < owners) grid.lanes *= 2;
+  grid.teams = kQkThreads / grid.lanes;
   grid.head_items = (a.heads + kAtOnce - 1) / kAtOnce;
   grid.items = tokens * grid.head_items;
   const int64_t items = grid.head_items == 0 ? 1 : grid.head_items, time = a.time == 0 ? 1 : a.time;
-  grid.step_item = grid.teams() % items;
-  grid.step_time = grid.teams() / items % time;
-  grid.step_batch = grid.teams() / items / time;
+  grid.step_item = grid.teams % items;
+  grid.step_time = grid.teams / items % time;
+  grid.step_batch = grid.teams / items / time;
   const int64_t half = rotary_half(a);
   grid.vectors = a.rope != RopeKind::half || half * int64_t(sizeof(T)) % 16 == 0;
   grid.angle_vectors = whole_vectors<A>(a.cos, half) && whole_vectors<A>(a.sin, a.cos_batch_stride);
