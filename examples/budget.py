@@ -22,13 +22,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--card", choices=[*CARDS], help="one of them alone; default: both")
     arguments = parser.parse_args()
     console = Console()
     ids = torch.empty(arguments.batch, arguments.tokens, dtype=torch.int64, device="meta")
     batch = {"input_ids": ids, "labels": ids}
     for trained, lora in (("all weights", None), ("LoRA", 16)):
         model = build(MODELS["llama-3-8b"], PLAIN, torch.bfloat16, lora)
-        for device, (card, budget) in CARDS.items():
+        for device in [arguments.card] if arguments.card else CARDS:
+            card, budget = CARDS[device]
             with console.status(f"{trained}, {card}: steps without data …") as status:
                 plan = ckptfused.plan(model, batch, budget, adamw, device, said=status.update)
             print(f"{trained}, {card}\n{plan}\n")
