@@ -151,21 +151,23 @@ def test_the_optimizer_steps_once() -> None:
 
 
 def test_a_budget_holds() -> None:
-    """The least one, and one that lets some layers keep more. A plan for steps of one batch exceeds it."""
+    """The least one, and one that lets some layers keep more. A plan for steps of one batch exceeds it.
+    What a plan leaves free for oneDNN, which may need less, is in no measurement."""
     torch.manual_seed(0)
     batch, options = tokens(384), {"device": "cpu", "gradient_accumulation_steps": 2}
     with pytest.raises(BudgetError) as refused:
         plan(llama(), batch, 1, **options)
     least = refused.value.least
-    report = convert(model := llama(), budget=least, batch=batch, **options)
-    assert report.policy.is_divided and least * 0.97 <= second_batch(model, batch) <= least
     found = plan(llama(), batch, budget := int(1.3 * least), **options)
+    room = found.profile.workspace
+    report = convert(model := llama(), budget=least, batch=batch, **options)
+    assert report.policy.is_divided and 0.97 * (least - room) <= second_batch(model, batch) <= least
     found.apply(model)
-    assert found.peak <= budget and found.peak == pytest.approx(second_batch(model, batch), rel=0.03)
+    assert found.peak <= budget and found.peak - room == pytest.approx(second_batch(model, batch), rel=0.03)
     assert second_batch(model, batch) <= budget
     assert json.loads(found.to_json())["gradient_accumulation_steps"] == 2
     plan(other := llama(), batch, least, device="cpu").apply(other)
-    assert second_batch(other, batch) > least
+    assert second_batch(other, batch) > least - room
 
 
 def test_what_is_counted_is_what_is_predicted() -> None:
