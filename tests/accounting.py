@@ -94,6 +94,9 @@ class Events:
                 buffer = live.pop(pointer)
                 buffer.internal = op is not None and op == buffer.op
                 changes.append((buffer, -1))
+        for op in {buffer.op for buffer, _ in changes if buffer.internal}:
+            if op is not None and op[1].startswith(ATTENTION):
+                _take_out([(buffer, sign) for buffer, sign in changes if buffer.op == op])
         return changes
 
     def live_bytes(self) -> int:
@@ -134,6 +137,16 @@ class Events:
     def count(self, *names: str) -> int:
         """How many ops have one of these names."""
         return sum(op.name in names for op in self._ops)
+
+
+def _take_out(changes: list[tuple[_Buffer, int]]) -> None:
+    """What attention itself allocates is not internal to it: all before it works, freed when it has. In bfloat16 its
+    products have workspaces in between."""
+    signs = [sign for _, sign in changes]
+    first, last = signs.index(-1), len(signs) - 1 - signs[::-1].index(1)
+    begins = {id(buffer) for buffer, _ in changes[:first]}
+    for buffer, _ in changes[last + 1 :]:
+        buffer.internal = buffer.internal and id(buffer) not in begins
 
 
 def _allocations(

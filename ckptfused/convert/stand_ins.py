@@ -21,15 +21,19 @@ def _nowhere(share: float, a: Tensor, b: Tensor) -> None:
 class _Flash(torch.autograd.Function):
     """A flash kernel: it saves q, k, v, o, a float32 a row, and the bias that it is given.
 
-    scratch: bytes that backward takes beside the gradients. It makes five products where forward makes two.
+    scratch: bytes that forward takes beside its results, and backward beside the gradients. Backward makes five
+    products where forward makes two.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scratch: int, noted: Noted) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scratch: tuple[int, int], noted: Noted
+    ) -> Tensor:
         o = torch.empty_like(q) if v.size(-1) == q.size(-1) else _by_token(q, v.size(-1))
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, o, lse, bias)
-        ctx.scratch, ctx.noted = scratch, noted
+        q.new_empty(scratch[0], dtype=torch.uint8)
+        ctx.scratch, ctx.noted = scratch[1], noted
         noted(1.0, q, k)
         return o
 
@@ -48,7 +52,12 @@ def _by_token(like: Tensor, width: int) -> Tensor:
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scratch: int = 0, noted: Noted = _nowhere
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    scratch: tuple[int, int] = (0, 0),
+    noted: Noted = _nowhere,
 ) -> Tensor:
     """Attention by a flash kernel.
 

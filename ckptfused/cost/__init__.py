@@ -100,8 +100,8 @@ def forward_ledger(
 ) -> Ledger:
     """Every allocation, product and launch of one block_fwd, its results (y and the kept values) included.
 
-    On the CPU exact but for what is not the block's: what one PyTorch op allocates and frees within itself (the scratch
-    of its flash attention and of `sum`; oneDNN's), and a few rows a thread in the row kernels.
+    On the CPU exact, with the scratch of PyTorch's flash attention, but for what else one PyTorch op allocates and
+    frees within itself (`sum`; oneDNN's products), and a few rows a thread in the row kernels.
 
     `save`: whether kept values are returned. `options`: those of `ledger.count`.
     """

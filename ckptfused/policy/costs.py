@@ -24,7 +24,7 @@ from ckptfused.convert.report import Report
 from ckptfused.policy import chain
 from ckptfused.policy.chain import Passing, Unit
 from ckptfused.policy.devices import Device
-from ckptfused.policy.layer_costs import Cost, held_beside, measured
+from ckptfused.policy.layer_costs import Cost, embeddings_of, held_beside, measured
 from ckptfused.policy.predict import predicted
 from ckptfused.policy.result import Profile
 from ckptfused.policy.step import Batch
@@ -67,6 +67,8 @@ class Costs:
     head: Unit
     state: int
     """Weights, the batch, what the optimizer keeps, and gradients that are accumulated."""
+    embeddings: int
+    """The most in the backward of what runs before the layers, beside their gradients, whatever the head's mode."""
     constant: int
     """What is held beside the layers' own, from forward to backward."""
     least: int
@@ -82,7 +84,8 @@ class Costs:
 
     def peak(self, above: int) -> int:
         """Of a step of which layers and head need so much."""
-        return max(self.state + self.constant + above, self.least)
+        own = max(self.constant + above, self.embeddings + sum(unit.gradients for unit in self.units))
+        return max(self.state + own + _unseen(own, self.base), self.least)
 
     def seconds(self, own: float) -> float:
         """Of a step of which layers and head take so much for a batch."""
@@ -138,9 +141,14 @@ class Steps:
                 found = predicted(self.twin, self._batch, optimizer, self.device, *self._options)
             if any("is divided before" in str(warning.message) for warning in said):
                 self.broken.add(policy)
-            unseen = found.workspace + found.above_state // UNSEEN if self.device.kind == "cpu" else 0
+            unseen = _unseen(found.above_state, found)
             self._found[policy] = replace(found, peak=found.peak + unseen, transients=found.transients + unseen)
         return self._found[policy]
+
+
+def _unseen(above_state: int, profile: Profile) -> int:
+    """Beside what a step was counted to need above its state."""
+    return profile.workspace + above_state // UNSEEN if profile.device == "cpu" else 0
 
 
 def costs(steps: Steps, optimizer: Optimizer | None) -> Costs:
@@ -164,6 +172,7 @@ def costs(steps: Steps, optimizer: Optimizer | None) -> Costs:
         heads=tuple(heads),
         head=Unit(tuple(table.heads[head].mode() for head in heads)),
         state=own + base.accumulated,
+        embeddings=table.embeddings,
         constant=table.constant,
         least=max(own + at_end, 0 if base.layers else base.peak),
         rest_seconds=batch_seconds - spent,
@@ -180,7 +189,7 @@ class _Table:
         self._described = {layer.name: layer for layer in report.layers}
         self.kept = measured(base)
         """Of all layers and the head, all in the mode `"inputs"`."""
-        self.constant = held_beside(base)
+        self.constant, self.embeddings = held_beside(base), embeddings_of(base)
         self.heads = {HeadMode(): self.kept[-1]}
         self._names = [layer.name for layer in base.layers]
         self._places = [place for place, name in enumerate(self._names) if name in self._described]
@@ -191,6 +200,7 @@ class _Table:
     def _measured(self, policy: CheckpointPolicy) -> list[Cost]:
         profile = self._steps.of(policy)
         self.constant = max(self.constant, held_beside(profile))
+        self.embeddings = min(self.embeddings, embeddings_of(profile))
         return measured(profile)
 
     def differs(self, head: HeadMode, scratch: int | None) -> bool:

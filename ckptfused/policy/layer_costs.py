@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from ckptfused.policy import chain
-from ckptfused.policy.parts import BACKWARD, FORWARD, HEAD, HEAD_BACKWARD, REPLAY, Phase
+from ckptfused.policy.parts import BACKWARD, EMBEDDINGS_BACKWARD, FORWARD, HEAD, HEAD_BACKWARD, REPLAY, Phase
 from ckptfused.policy.result import Profile
 
 
@@ -51,6 +51,12 @@ def measured(profile: Profile) -> list[Cost]:
     head = profile.head
     forward, backward = (max(0, most[phase] - held) for phase in (HEAD, HEAD_BACKWARD))
     return [*found, Cost(0, forward, backward, head.forward_seconds, head.backward_seconds)]
+
+
+def embeddings_of(profile: Profile) -> int:
+    """The most in the backward of what runs before the layers, beside the layers' gradients."""
+    own = max((sum(peak.parts) for peak in profile.phases if peak.phase == EMBEDDINGS_BACKWARD), default=0)
+    return own - (profile.accumulated or sum(layer.gradients for layer in profile.layers))
 
 
 def held_beside(profile: Profile) -> int:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ckptfused._extension import _C
 from ckptfused.convert.stand_ins import flash_attention, grouped_mm
 from ckptfused.layer.sdpa import COUNTED
 from ckptfused.modules import rotary
@@ -42,7 +43,7 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
             return materialised(query, key, value, attn_mask, **options)[0]
         # PyTorch adds a mask of booleans as numbers: each call has a copy of its own.
         bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
-        scratch = _scratch(query, key, is_causal) if device == "cuda" else 0
+        scratch = (_scratch if device == "cuda" else _scratch_on_cpu)(query, key, is_causal)
         return flash_attention(query, key, value, bias, scratch, work.attention(is_causal))
 
     attention = lower(attention)
@@ -93,10 +94,17 @@ def _flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     return mask is None or (mask.dim() in (2, 4) and not mask.requires_grad)
 
 
-def _scratch(query: Tensor, key: Tensor, causal: bool) -> int:
-    """Of the backward of PyTorch's attention on a GPU."""
+def _scratch(query: Tensor, key: Tensor, causal: bool) -> tuple[int, int]:
+    """Of PyTorch's attention on a GPU: its forward takes none."""
     if query.dim() != 4 or query.size(-1) > 256:
-        return 0
+        return 0, 0
     batch, heads, length, width = query.shape
     spec = AttentionSpec(heads, key.size(1), width, causal=causal)
-    return attention_cost(spec, query.dtype, batch, length, None, backward=True)[0]
+    return 0, attention_cost(spec, query.dtype, batch, length, None, backward=True)[0]
+
+
+def _scratch_on_cpu(query: Tensor, key: Tensor, causal: bool) -> tuple[int, int]:
+    """Of forward and backward of PyTorch's flash kernel."""
+    call = str(query.dtype).removeprefix("torch."), query.size(-2), key.size(-2), query.size(-1)
+    forward, backward = (_C.flash_scratch_bytes(*call, torch.get_num_threads(), each) for each in (False, True))
+    return forward, backward

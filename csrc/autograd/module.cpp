@@ -223,6 +223,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("matmul_out", &ckptfused::matmul_out);
   m.def("mkl_is_slow", &ckptfused::mkl_is_slow);
   m.def("onednn_workspace", &ckptfused::onednn_workspace);
+  m.def("flash_scratch_bytes", [](const std::string& dtype, int64_t queries, int64_t keys,
+                                  int64_t head_dim, int64_t threads, bool backward) {
+    return ckptfused::flash_scratch_bytes(dtype_named(dtype), queries, keys, head_dim, threads,
+                                          backward);
+  });
   m.def("runs_as_float",
         [](const std::string& dtype) { return ckptfused::runs_as_float(dtype_named(dtype)); });
   m.attr("attention_override") = std::string(ckptfused::attention_override());

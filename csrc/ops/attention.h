@@ -74,6 +74,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
     const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
     double scale, bool causal, int64_t window, double softcap, double p);
 
+// Bytes that PyTorch's flash kernel on the CPU allocates within itself (FlashAttentionKernel.cpp).
+int64_t flash_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys, int64_t head_dim,
+                            int64_t threads, bool backward);
+
 // t, or a copy of it whose rows [.., T, D] a matrix product can read in place.
 at::Tensor attention_operand(const at::Tensor& t);
 

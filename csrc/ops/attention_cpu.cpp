@@ -1,5 +1,7 @@
 #include "ops/torch.h"
 
+#include <algorithm>
+
 #include "ops/attention_tiles_cpu.h"
 #include "ops/ledger.h"
 #include "ops/linear.h"
@@ -29,6 +31,16 @@ bool use_flash(const AttentionProblem& a) {
   return used;
 }
 
+// While a ledger is open: what PyTorch's flash kernel allocates within itself. dout: of backward,
+// which copies it unless it lies token by token.
+void count_flash_scratch(const AttentionProblem& a, const at::Tensor* dout) {
+  const Ledger::Name name("scratch of attention");
+  int64_t bytes = flash_scratch_bytes(a.q.scalar_type(), a.q.size(2), a.k.size(2), a.q.size(3),
+                                      Ledger::current()->device().threads, dout != nullptr);
+  if (dout != nullptr && !dout->transpose(1, 2).is_contiguous()) bytes += dout->nbytes();
+  at::empty({bytes}, a.q.options().dtype(at::kByte));
+}
+
 // What PyTorch's flash kernel returns: o in the order of q's memory, lse [B, T, H] there.
 std::tuple<at::Tensor, at::Tensor> flash_outputs(const AttentionProblem& a) {
   const at::Tensor lse = at::empty({a.batch(), a.q.size(2), a.heads()},
@@ -37,6 +49,19 @@ std::tuple<at::Tensor, at::Tensor> flash_outputs(const AttentionProblem& a) {
 }
 
 }  // namespace
+
+int64_t flash_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys, int64_t head_dim,
+                            int64_t threads, bool backward) {
+  const int64_t rows = std::min<int64_t>(queries, queries >= 768 ? 256 : queries >= 192 ? 64 : 32);
+  const int64_t scores = rows * std::min<int64_t>(keys, 512);
+  const int64_t wide = c10::elementSize(acc_dtype(dtype));
+  const int64_t narrow = dtype == acc_dtype(dtype) ? 0 : c10::elementSize(dtype);
+  if (!backward) {
+    return threads * ((scores + rows * (head_dim + 2)) * wide + scores * narrow);
+  }
+  // Beside two tiles of scores the sums of rows: of one thread, others' are as small.
+  return threads * 2 * scores * (wide + narrow) + rows * wide;
+}
 
 std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
@@ -48,10 +73,11 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
       attention_problem("attention_fwd", q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind,
                         padding_kind, scale, causal, window, softcap, p);
   if (!use_flash(a)) return attention_tiled_fwd(a);
-  const auto [o, lse] = Ledger::current() != nullptr
-                            ? flash_outputs(a)
-                            : at::_scaled_dot_product_flash_attention_for_cpu(
-                                  a.q, a.k, a.v, 0.0, causal, std::nullopt, scale);
+  const bool counted = Ledger::current() != nullptr;
+  const auto [o, lse] = counted ? flash_outputs(a)
+                                : at::_scaled_dot_product_flash_attention_for_cpu(
+                                      a.q, a.k, a.v, 0.0, causal, std::nullopt, scale);
+  if (counted) count_flash_scratch(a, nullptr);
   // PyTorch gives o the order of q's memory, which is another one where that is sequence-first.
   return {o.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()};
 }
@@ -69,8 +95,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
                         scale, causal, window, softcap, p);
   const AttentionResult result = attention_result(op, a, dout, o, lse);
   if (!use_flash(a)) return attention_tiled_bwd(a, result.dout, result.o, result.lse);
-  if (Ledger::current() != nullptr)
-    return {at::empty_like(q), at::empty_like(k), at::empty_like(v)};
+  if (Ledger::current() != nullptr) {
+    std::tuple<at::Tensor, at::Tensor, at::Tensor> grads = {at::empty_like(q), at::empty_like(k),
+                                                            at::empty_like(v)};
+    count_flash_scratch(a, &result.dout);
+    return grads;
+  }
   return at::_scaled_dot_product_flash_attention_for_cpu_backward(
       result.dout, a.q, a.k, a.v, result.o, result.lse, 0.0, causal, std::nullopt, scale);
 }
