@@ -37,7 +37,8 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if device == "cpu" and not (dropout_p == 0 and _flash_on_cpu(query, key, value, attn_mask)):
+        on_cpu = device == "cpu" and not (dropout_p == 0 and _flash_on_cpu(query, key, value, attn_mask))
+        if on_cpu or not _heads_fit(query, key, value, enable_gqa):
             materialised = torch.ops.aten._scaled_dot_product_attention_math
             options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return materialised(query, key, value, attn_mask, **options)[0]
@@ -83,6 +84,16 @@ def _packed(looks: Callable[[Tensor], Tensor | None], positions: Tensor) -> Tens
         return looks(positions)
     except RuntimeError:
         return None
+
+
+def _heads_fit(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
+    """Whether PyTorch's kernels take them: none spreads a batch element, or a head unless told that heads come in
+    groups (Falcon's one key head comes without).
+    """
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        return True
+    heads = query.size(1) == key.size(1) or (grouped and query.size(1) % key.size(1) == 0)
+    return query.size(0) == key.size(0) and key.shape[:2] == value.shape[:2] and heads
 
 
 def _flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

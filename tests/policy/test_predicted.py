@@ -95,6 +95,23 @@ class Attention(nn.Module):
         return x + self.out(o.transpose(1, 2).flatten(2) if self.heads else o)
 
 
+class OfFewKeys(nn.Module):
+    """Attention with half as many key heads: those of `kind` "told" PyTorch's kernel spreads over the query heads; one
+    key head that nobody speaks of has the probabilities in memory."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.told = kind == "told"
+        self.few = HEADS // 2 if self.told else 1
+        self.q, self.kv, self.out = nn.Linear(C, C), nn.Linear(C, 2 * self.few * C // HEADS), nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (2 * self.few, -1)).transpose(1, 2).chunk(2, 1)
+        o = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=self.told)
+        return x + self.out(o.transpose(1, 2).flatten(2))
+
+
 class Selecting(nn.Module):
     """Layers of which the rows are those with a label, as a batch says."""
 
@@ -145,6 +162,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "in place, of a view": (lambda: stack(lambda: Changing(True)), rows),
     "values": (lambda: stack(lambda: Attention(32)), rows),
     "no heads": (lambda: stack(lambda: Attention(C, 0)), rows),
+    "key heads in groups": (lambda: stack(lambda: OfFewKeys("told")), rows),
+    "one key head": (lambda: stack(lambda: OfFewKeys("untold")), rows),
     "selecting": (Selecting, some_labels),
 }
 
