@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,17 @@ DESCRIPTION = "Activation checkpointing with fused recompute."
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # who reads the output has enough of it, as `head` has; at exit Python flushes once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="ckptfused", description=DESCRIPTION, epilog=STATUSES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for module in (context, profile, plan, doctor, demo, bench):
