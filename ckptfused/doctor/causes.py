@@ -111,9 +111,12 @@ def _unfinished(
     last, module = len(after) - 1, region.owner if begun is None else before[begun].module
     place = name(module)
     found = None if begun is None else _state(before[begun], after[begun], place, when, _AROUND)
-    if found is None and before[last].random != before[last + 1].random:
-        drawn = _drawn(place, type(module).__name__, before[last : last + 2], after[last], when)
-        found = drawn if drawn.certain else None
+    depth, own = 0, int(begun is not None)
+    for j in range(begun or 0, last + 1):
+        depth += 1 if before[j].begins else -1
+        if found is None and depth == own and before[j].random != before[j + 1].random:
+            drawn = _drawn(place, type(module).__name__, before[j : j + 2], after[j], when)
+            found = drawn if drawn.certain else None
     return _state(before[begun], after[begun], place, when) if found is None and begun is not None else found
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -27,6 +28,18 @@ class Functional(nn.Module):
         return F.dropout(self.map(x), 0.5)
 
 
+class Noisy(nn.Module):
+    """What it draws between its modules it uses after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.map = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chance = (self.gate(x) + torch.randn(WIDTH)).softmax(-1)
+        return self.map(x) * chance
+
+
 def ends_with(piece: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), piece)
 
@@ -36,9 +49,10 @@ def ends_with(piece: nn.Module) -> nn.Sequential:
     [
         (lambda: ends_with(nn.Dropout(0.5)), "0.1, 1.1, 2.1", "Dropout drew its random numbers anew in its replay"),
         (Functional, "0, 1, 2", "Functional drew its random numbers anew in its replay"),
+        (Noisy, "0, 1, 2", "Noisy drew its random numbers anew in its replay"),
         (lambda: ends_with(Average()), "0.1, 1.1, 2.1", "its buffer 'mean' was updated between its forward and its"),
     ],
-    ids=["dropout", "functional", "buffer"],
+    ids=["dropout", "functional", "between", "buffer"],
 )
 def test_it_is_named(make: Callable[[], nn.Module], place: str, words: str) -> None:
     model = nn.Sequential(*(checkpoint_wrapper(make(), preserve_rng_state=False) for _ in range(3)))
