@@ -56,7 +56,8 @@ class Plan:
     profile: Profile
     """The prediction. Of shards, that of the whole model on one device."""
     front: tuple[Point, ...]
-    """Of all plans the ones that none beats in both, by memory."""
+    """Of all plans the ones that none beats in both, by memory; as they were counted layer by layer, so that the whole
+    step of one may need more, such as another layer's input."""
     standard: tuple[Point, ...]
     """Policies that are made by hand, with the loss of this plan."""
     device: str
