@@ -36,7 +36,7 @@ SANITIZED_TESTS ?= $(addprefix tests/autograd/test_,absent_memory.py adapters.py
 	tests/modules tests/loss tests/cost tests/test_rng.py tests/test_settings.py tests/kernels/test_subnormals.py
 
 # On two cores one worker idled for minutes at the end, when tests were handed out in portions.
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p no:benchmark
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p no:benchmark --durations=25 --durations-min=3
 
 # Test processes share the cores: waiting threads sleep instead of spinning.
 export OMP_WAIT_POLICY ?= passive
