@@ -613,8 +613,8 @@ MUTANTS = (
     Mutant(
         "a plan a step of the front above its budget",
         file="ckptfused/policy/chain.py",
-        text='budget, side="right")) - 1',
-        defect='budget, side="right"))',
+        text='budget, side="right")) - 1\n',
+        defect='budget, side="right"))\n        index = min(index, len(self) - 1)\n',
         test="tests/policy/test_chain.py::test_modes_against_brute_force[2]",
     ),
     Mutant(
