@@ -175,15 +175,11 @@ class _Planner:
 
     def within(self, budget: int) -> Plan:
         """**Raises** `BudgetError`."""
-        counted = self._counted()
-        found = self._search(counted, budget)
-        if found is None and len(self._costs.layers) > 1:
-            divided = self._divided()
-            place = self._search(divided, budget) if divided.peaks else None
-            counted, found = (divided, place) if place is not None else (counted, None)
-        if found is None:
+        place = self._place(budget) or self._lowest()
+        if place is None or min(self._known.values()) > budget:
             least = min(self._known, key=lambda policy: (self._known[policy], policy.digest))
             raise BudgetError(*not_enough(self._costs, budget, self._known[least], least, self._steps.device.kind))
+        counted, found = place
         policy = counted.policy(found)
         profile = self._steps.of(policy)
         head: dict[str, Any] = {"loss": policy.loss, "loss_scratch": policy.loss_scratch}
@@ -199,6 +195,23 @@ class _Planner:
             shards=self._shards,
             notes=self._whole.base.notes,
         )
+
+    def _place(self, budget: int) -> tuple[Counted, int] | None:
+        """The plans among which one fits, and which: of layers alone, else of segments."""
+        several = len(self._costs.layers) > 1
+        for plans in (self._counted, self._divided) if several else (self._counted,):
+            counted = plans()
+            found = self._search(counted, budget) if counted.peaks else None
+            if found is not None:
+                return counted, found
+        return None
+
+    def _lowest(self) -> tuple[Counted, int] | None:
+        """Where nothing fitted: what needs least, found by lower and lower budgets; None: it was predicted already."""
+        place = None
+        while (lower := self._place(min(self._known.values()) - 1)) is not None:
+            place = lower
+        return place
 
     def _counted(self) -> Counted:
         costs, front = self._costs, self._front

@@ -22,6 +22,8 @@ from transformers import (
     MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 import ckptfused
@@ -226,6 +228,23 @@ def test_what_onednn_allocates_is_left_free() -> None:
     assert 4096 < own - predicted.peak <= predicted.workspace == _C.onednn_workspace(2 * 512 * 256 * 1024)
     assert plan(model, x, "1GiB", device="cpu").peak >= predicted.peak + predicted.workspace
     assert profile(model, x[:, :8], device="cpu").workspace == 0
+
+
+def test_the_least_budget_that_is_named_is_the_least() -> None:
+    """Offloaded inputs count up to one more than there is, so that the least of what was counted is not the least."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 5, "image_size": 64}
+    config = ViTConfig(**sizes, num_attention_heads=4, patch_size=4, hidden_dropout_prob=0.1)
+    model = ViTForImageClassification(config).train()
+    batch = {"pixel_values": torch.randn(4, 3, 64, 64), "labels": torch.tensor([0, 1, 1, 0])}
+
+    def least(budget: int) -> int:
+        with pytest.raises(BudgetError) as refused:
+            plan(model, batch, budget, torch.optim.AdamW(model.parameters()), device="a100-80")
+        return refused.value.least
+
+    named = least(1000)
+    assert least(named - 1) == named
+    assert plan(model, batch, named, torch.optim.AdamW(model.parameters()), device="a100-80").peak <= named
 
 
 def planner_of(model: nn.Module, batch: Any) -> _Planner:
