@@ -29,6 +29,9 @@ SMALL = Case(
     batch=2,
     tokens=128,
 )
+# Of a GPU's measurements, and of their rehearsal on a CPU.
+LLAMA_3_8B = Case("llama-3-8b", Shape(4096, 32, 14336, layers=1, num_kv_heads=8, rope_theta=5e5), batch=2, tokens=8192)
+TINY = Case("tiny", Shape(64, 4, 96, layers=1, num_kv_heads=2), batch=2, tokens=32)
 CASES = {case.name: case for case in (LLAMA, SMALL)}
 
 # The goals for LLAMA: step time of "ckptfused inputs" over that of the variant named, at most.

@@ -3,7 +3,8 @@
 from ckptfused import fake as fake
 from ckptfused import rng
 from ckptfused.checkpoint import checkpoint, checkpoint_sequential
-from ckptfused.convert import CheckpointPolicy, LayerMode, convert, original, revert
+from ckptfused.conversion import convert
+from ckptfused.convert import CheckpointPolicy, LayerMode, original, revert
 from ckptfused.doctor import Finding, Findings, doctor
 from ckptfused.explain import explain
 from ckptfused.info import build_info

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.baselines import HuggingFaceBlock
-from benchmarks.cases import Case
+from benchmarks.cases import LLAMA_3_8B, TINY, Case
 from benchmarks.checks import check_gradients
 from benchmarks.gpu import goals
 from benchmarks.gpu.timing import Clock, Times, arguments, path_of, write
@@ -32,8 +32,6 @@ from ckptfused import FusedCheckpointBlock, cost
 from ckptfused.cli.models import PlainBlock, Shape, plain_layers, variant_layers
 from ckptfused.spec import BlockSpec
 
-LLAMA = Case("llama-3-8b", Shape(4096, 32, 14336, layers=1, num_kv_heads=8, rope_theta=5e5), batch=2, tokens=8192)
-TINY = Case("tiny", Shape(64, 4, 96, layers=1, num_kv_heads=2), batch=2, tokens=32)
 KEEPS = ("all", "attention+mid+qkv", "attention+mid", "attention", "inputs")
 
 
@@ -172,7 +170,7 @@ def show(result: dict[str, Any], ideal: goals.Ideals, checks: list[str]) -> None
 
 def main() -> None:
     options: Namespace = arguments(__doc__)
-    case = TINY if options.tiny else LLAMA
+    case = TINY if options.tiny else LLAMA_3_8B
     torch.manual_seed(0)
     # With dropout, equal bits are something to check.
     dropping = Case(case.name, Shape(**{**vars(case.shape), "residual_dropout": 0.1}), case.batch, case.tokens)

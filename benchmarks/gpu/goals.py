@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.baselines import HuggingFaceBlock
-from benchmarks.cases import Case
+from benchmarks.cases import LLAMA_3_8B, Case
 from benchmarks.gpu.timing import Goal, Times
 from benchmarks.tables import table
 from ckptfused import FusedCheckpointBlock, cost
@@ -101,9 +101,7 @@ def of(times: Mapping[str, Times], ideal: Ideals) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Prints the ideal ratios of a Llama-3-8B block on the GPUs whose rates are known."""
-    from benchmarks.gpu.block import LLAMA
-
-    known = {name: ideals(LLAMA, device).milliseconds for name, device in DEVICES.items()}
+    known = {name: ideals(LLAMA_3_8B, device).milliseconds for name, device in DEVICES.items()}
     rows: list[list[object]] = [
         [
             *(f"{first} / {second}", f"{'≥' if at_least else '≤'} {limit:g}"),

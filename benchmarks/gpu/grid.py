@@ -12,8 +12,9 @@ import os
 from argparse import Namespace
 from typing import Any
 
+from benchmarks.cases import LLAMA_3_8B, TINY
 from benchmarks.gpu import isolated
-from benchmarks.gpu.block import KEEPS, LLAMA, TINY, Variants
+from benchmarks.gpu.block import KEEPS, Variants
 from benchmarks.gpu.summary import grid_table
 from benchmarks.gpu.timing import Clock, Times, parser, path_of, write
 from ckptfused.triton.backend import VARIABLE
@@ -48,7 +49,7 @@ def measured(options: Namespace, variants: Variants) -> list[dict[str, Any]]:
 
 
 def one(options: Namespace) -> None:
-    variants = Variants(TINY if options.tiny else LLAMA, options.device)
+    variants = Variants(TINY if options.tiny else LLAMA_3_8B, options.device)
     isolated.give({"kernel": variants.kernel, "rows": measured(options, variants)})
 
 

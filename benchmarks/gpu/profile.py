@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.block import LLAMA, TINY, Variants
+from benchmarks.cases import LLAMA_3_8B, TINY
+from benchmarks.gpu.block import Variants
 from benchmarks.gpu.isolated import ROOT
 from benchmarks.gpu.summary import kernel_table
 from benchmarks.gpu.timing import arguments, path_of, write
@@ -103,7 +104,7 @@ def main() -> None:
     options = arguments(__doc__)
     torch.manual_seed(0)
     start = time.monotonic()
-    variants = Variants(TINY if options.tiny else LLAMA, options.device)
+    variants = Variants(TINY if options.tiny else LLAMA_3_8B, options.device)
     found: dict[str, Any] = {}
     counters: dict[str, list[str]] = {}
     failed: dict[str, str] = {}

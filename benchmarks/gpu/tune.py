@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import Case
-from benchmarks.gpu.block import LLAMA, TINY
+from benchmarks.cases import LLAMA_3_8B, TINY, Case
 from benchmarks.gpu.timing import arguments, write
 from benchmarks.tables import tuned_table
 from ckptfused.triton import tune, tuning
@@ -35,7 +34,7 @@ def main() -> None:
     os.environ["CKPTFUSED_CACHE"] = str(options.out.resolve())
     found: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
-    for n, c, f in shapes(TINY if options.tiny else LLAMA):
+    for n, c, f in shapes(TINY if options.tiny else LLAMA_3_8B):
         name = f"{n} x {c} x {f}, {ACT}"
         try:
             found.append({"shape": name, **tune.tune_ffn(n, c, f, ACT, DTYPE)})

@@ -1,7 +1,6 @@
-"""One call turns an existing model into a fused-checkpoint model: `convert` and `revert`."""
+"""Existing models: what each layer is, what is decided of it, and the `forward` that it gets."""
 
 from ckptfused.convert import families as families
-from ckptfused.convert.api import convert
 from ckptfused.convert.apply import revert
 from ckptfused.convert.family import Family, Plan, register
 from ckptfused.convert.forward import original
@@ -22,7 +21,6 @@ __all__ = [
     "Plan",
     "Reason",
     "Report",
-    "convert",
     "original",
     "register",
     "revert",

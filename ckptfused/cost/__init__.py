@@ -17,7 +17,6 @@ from ckptfused.cost.ledger import Ledger, count
 from ckptfused.cost.loss import loss_ledgers
 from ckptfused.cost.opened import OpenLedger
 from ckptfused.cost.seconds import Rates, Seconds, block_seconds, ledger_seconds
-from ckptfused.cost.tiles import ffn_tiles
 from ckptfused.cost.work import (
     AttentionWork,
     LowRank,
@@ -30,6 +29,7 @@ from ckptfused.cost.work import (
     kept_values,
     saved_bytes,
 )
+from ckptfused.ffn_tiles import ffn_tiles
 from ckptfused.spec import BlockSpec, param_names
 
 __all__ = [

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ckptfused._extension import _C
+from ckptfused.cost.attention import attention_cost, multiprocessors
 from ckptfused.cost.work import AttentionWork, LowRank, Product, compute_type
 from ckptfused.spec import BlockSpec, param_names, param_shapes
-from ckptfused.triton.attention_cost import attention_cost, multiprocessors
 
 Event = tuple[str, str, int, Sequence[int], str]  # kind, name, slot or -1, sizes, type of a product's operands
 

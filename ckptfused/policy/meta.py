@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ckptfused._extension import _C
 from ckptfused.convert.stand_ins import flash_attention, grouped_mm
+from ckptfused.cost.attention import attention_cost
 from ckptfused.layer.sdpa import COUNTED
 from ckptfused.modules import rotary
 from ckptfused.policy.meta_autocast import autocast_on_meta, lower
 from ckptfused.policy.work import Work
 from ckptfused.spec import AttentionSpec
-from ckptfused.triton.attention_cost import attention_cost
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptfused.convert import convert
+from ckptfused.convert.apply import apply
+from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.policy.extrapolate import extrapolated
 from ckptfused.policy.result import Profile
 from ckptfused.policy.search import language_step
@@ -169,6 +170,7 @@ def build(config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | 
                 model.enable_input_require_grads()
             model.gradient_checkpointing_enable()
         elif variant != PLAIN:
-            chunked = None if variant == CONVERTED else "chunked"
-            convert(model, loss=chunked, scratch=LEAST_SCRATCH if variant == LEAST else None)
+            scratch = LEAST_SCRATCH if variant == LEAST else None
+            head = {} if variant == CONVERTED else {"loss": "chunked", "loss_scratch": scratch}
+            apply(model, CheckpointPolicy.uniform(scratch=scratch, **head))
     return model.train()

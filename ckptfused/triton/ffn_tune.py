@@ -16,8 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..cost.tiles import cut, ffn_tiles
 from ..eager.activation import activation
+from ..ffn_tiles import cut, ffn_tiles
 from ..spec import AUX_NAMES, BlockSpec, FFNSpec, param_names
 from .ffn_configs import FFNConfig
 from .tuning import CUBLAS, going

@@ -70,7 +70,7 @@ def one_plan_for_all(rank: int) -> None:
     asked: dict[str, Any] = {"budget": (front[0].peak + front[-1].peak) // 2, "device": "h200"}
     alone = ckptfused.plan(model, batch(0), **asked).policy
     mine = batch(0) if rank == 0 else {name: t[:1] for name, t in batch(1).items() if isinstance(t, torch.Tensor)}
-    with mock.patch("ckptfused.convert.planned.plan", side_effect=ckptfused.plan) as plan:
+    with mock.patch("ckptfused.conversion.plan", side_effect=ckptfused.plan) as plan:
         report = ckptfused.convert(model, batch=mine, process_group=True, **asked)
     assert plan.call_count == (rank == 0)
     assert report.policy == alone != CheckpointPolicy.uniform()

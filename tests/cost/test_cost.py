@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ckptfused
 from ckptfused import cost
+from ckptfused.cost import attention as attention_cost
 from ckptfused.spec import (
     AUX_NAMES,
     KEEP_PRESETS,
@@ -33,7 +34,7 @@ from ckptfused.spec import (
     param_names,
     param_shapes,
 )
-from ckptfused.triton import attention_cost, backend
+from ckptfused.triton import backend
 from tests import cases
 from tests.accounting import ATTENTION, Events, saved_bytes
 from tests.cases import Case

@@ -37,14 +37,17 @@ PYTHON_LAYERS = (
     ("masks", "eager", "outer_checkpoint"),
     ("checks", "key_values"),
     ("_extension", "_C"),
-    ("cost", "fake", "rng", "settings", "triton", "plain", "double_backward"),
+    ("ffn_tiles", "rng", "settings", "triton"),
+    ("cost",),
+    ("fake", "plain", "double_backward"),
     ("call", "generic", "checkpoint", "sizes"),
     ("functional", "loss", "offload"),
     ("layer",),
     ("modules",),
     ("explain", "info"),
-    ("convert", "policy"),
-    ("doctor",),
+    ("convert",),
+    ("policy",),
+    ("conversion", "doctor"),
     ("__init__",),
     ("cli", "__main__"),
 )
@@ -85,7 +88,7 @@ def cuda_includes(path: Path, text: str) -> list[str]:
 
 
 def imported(path: Path) -> list[str]:
-    """What a module of ckptfused imports of ckptfused, by dotted names; imports for type checking count as well."""
+    """What a module imports of its own package, by dotted names; imports for type checking count as well."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
@@ -96,7 +99,7 @@ def imported(path: Path) -> list[str]:
             source = ".".join([*base, *([node.module] if node.module else [])])
             names = [f"{source}.{alias.name}" for alias in node.names]
             found.extend(name if is_module(name) else source for name in names)
-    return [name for name in found if name.split(".")[0] == "ckptfused"]
+    return [name for name in found if name.split(".")[0] == package[0]]
 
 
 def layer_named(name: str) -> str:
@@ -105,7 +108,7 @@ def layer_named(name: str) -> str:
 
 
 def is_module(name: str) -> bool:
-    """Whether a dotted name is a module or package of ckptfused; the extension counts, built or not."""
+    """Whether a dotted name is a module or package here; the extension counts, built or not."""
     path = ROOT.joinpath(*name.split("."))
     return path.is_dir() or path.with_suffix(".py").exists() or name == "ckptfused._C"
 
@@ -141,9 +144,26 @@ def test_tests_and_benchmarks_do_not_import_one_another() -> None:
         assert files and not [path for path in files if wrong.search(path.read_text())]
 
 
-def test_no_modules_import_one_another() -> None:
+@pytest.mark.parametrize("folder", ["ckptfused", "benchmarks"])
+def test_no_modules_import_one_another(folder: str) -> None:
     """In a circle, that is; not even for type checking or inside a function."""
-    circle_in({dotted(path): imported(path) for path in python_files()})
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    circle_in({dotted(path): imported(path) for path in files})
+
+
+def test_no_layers_import_one_another() -> None:
+    """Not by way of different modules either."""
+    used: dict[str, list[str]] = {}
+    for path in python_files():
+        used.setdefault(layer_of(path), []).extend(map(layer_named, imported(path)))
+    circle_in(used)
+
+
+def test_the_page_of_the_layers_names_each() -> None:
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    named = set(re.findall(r"`ckptfused/(\w+)(?:/|\.py)", page[page.index("## The layers") :]))
+    assert named == RANK.keys() - {"_C", "__init__", "__main__"}
 
 
 def dotted(path: Path) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.cases import LLAMA_3_8B
 from benchmarks.gpu import goals
-from benchmarks.gpu.block import LLAMA
 from benchmarks.gpu.timing import Times
 from ckptfused.policy.devices import DEVICES
 
@@ -19,7 +19,7 @@ def times(milliseconds: dict[str, float]) -> dict[str, Times]:
 
 
 def test_computed_ratios_are_those_derived_by_hand() -> None:
-    ideal = goals.ideals(LLAMA, DEVICES["h200"])
+    ideal = goals.ideals(LLAMA_3_8B, DEVICES["h200"])
     rows = goals.of(times(dict(ideal.milliseconds)), ideal)
     assert [row["ideal"] for row in rows] == pytest.approx(DERIVED, rel=0.02)
     for row in rows:
@@ -30,10 +30,10 @@ def test_computed_ratios_are_those_derived_by_hand() -> None:
 @pytest.mark.parametrize("name", ["h100", "a100-80"])
 def test_other_gpus_have_ideals_of_their_own(name: str) -> None:
     """Their memory is slower for its products, so that eager's passes over memory weigh more, or it is not."""
-    here, h200 = (goals.ideals(LLAMA, DEVICES[one]).milliseconds for one in (name, "h200"))
+    here, h200 = (goals.ideals(LLAMA_3_8B, DEVICES[one]).milliseconds for one in (name, "h200"))
     assert here.keys() == h200.keys()
     assert all(here[variant] > h200[variant] for variant in here)
-    ratio = {one: goals.ideals(LLAMA, DEVICES[one]).milliseconds for one in (name, "h200")}
+    ratio = {one: goals.ideals(LLAMA_3_8B, DEVICES[one]).milliseconds for one in (name, "h200")}
     assert ratio[name]["eager"] / ratio[name]["ckptfused all"] != pytest.approx(
         ratio["h200"]["eager"] / ratio["h200"]["ckptfused all"], rel=0.01
     )
@@ -52,7 +52,7 @@ def test_of_what_was_not_measured_there_is_no_goal() -> None:
     assert [(row["name"], row["value"], row["met"], row["ideal"]) for row in rows] == [
         ("ckptfused inputs / ckptfused all", 1.3, False, None)
     ]
-    assert goals.ideals(LLAMA, None).milliseconds == {}
+    assert goals.ideals(LLAMA_3_8B, None).milliseconds == {}
 
 
 def test_what_is_below_its_floor_is_looked_into() -> None:

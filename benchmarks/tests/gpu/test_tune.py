@@ -51,4 +51,4 @@ def test_what_tuning_finds_is_in_a_table_and_on_the_page(tmp_path: Path, monkeyp
 def test_the_shapes_that_are_tuned() -> None:
     """Those that the block's benchmark asks the table for."""
     wanted = {(16384, 4096, 14336), (4096, 4096, 14336)}
-    assert set(gpu_tune.shapes(gpu_tune.LLAMA)) == wanted
+    assert set(gpu_tune.shapes(gpu_tune.LLAMA_3_8B)) == wanted

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ckptfused.spec import AttentionSpec
-
-from .backend import Shape, attention_backend, capability_at_hand
-from .problem import accumulation_type, backward_rows
+from ckptfused.triton.backend import Shape, attention_backend, capability_at_hand
+from ckptfused.triton.problem import accumulation_type, backward_rows
 
 
 def multiprocessors() -> int:

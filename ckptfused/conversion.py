@@ -10,12 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptfused.convert.apply import apply
-from ckptfused.convert.planned import planned
 from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import Report
 from ckptfused.policy.autocast import Autocast
+from ckptfused.policy.plan import plan
 from ckptfused.policy.step import Batch, MakeOptimizer
 from ckptfused.spec import Keep
+
+Found = tuple[CheckpointPolicy, tuple[str, ...]]
 
 
 def convert(
@@ -79,7 +81,7 @@ def convert(
             "shards": shards,
         }
         step |= {"autocast": autocast, "gradient_accumulation_steps": gradient_accumulation_steps}
-        policy, notes = planned(model, process_group, **step)
+        policy, notes = _planned(model, process_group, **step)
         report = apply(model, policy, process_group)
         return replace(report, notes=(*notes, *report.notes))
     of_budget: dict[str, Any] = {"batch": batch, "optimizer": optimizer, "device": device, "autocast": autocast}
@@ -102,3 +104,37 @@ def _check_alone(name: str, others: dict[str, Any]) -> None:
     given = [f"{other}={value!r}" for other, value in others.items() if value is not None]
     if given:
         raise ValueError(f"convert: expected a {name} alone, which says all of this, got {', '.join(given)} beside it")
+
+
+def _planned(model: nn.Module, process_group: Any, **asked: Any) -> Found:
+    """The policy of `plan(model, **asked)`, and what is to be said of it. With a process group a collective: the first
+    rank plans for all.
+
+    **Raises** what `plan` raises, on every rank.
+    """
+    if process_group is None:
+        return _found(model, asked)
+    import torch.distributed as dist
+
+    group = None if process_group is True else process_group
+    said: list[Found | Exception | None] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            said[0] = _found(model, asked)
+        except Exception as error:
+            said[0] = error
+    dist.broadcast_object_list(said, group=group, group_src=0)
+    if isinstance(said[0], Exception):
+        raise said[0]
+    assert said[0] is not None
+    return said[0]
+
+
+def _found(model: nn.Module, asked: dict[str, Any]) -> Found:
+    found = plan(model, **asked)
+    line = (
+        f"plan {found.policy.digest}: {found.peak:,} of {found.budget:,} bytes at the peak of a step, "
+        f"{found.seconds:,.4f} s, predicted for {found.device}"
+        + (f" and each of {found.shards} ranks" if found.shards > 1 else "")
+    )
+    return found.policy, (line, *found.notes)
