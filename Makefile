@@ -56,7 +56,7 @@ pytest: build gtest
 	$(PYTEST) $(PYTEST_ARGS)
 
 mutants: build
-	$(PYTEST) --all -v tests/mutants tests/kernels/test_host_cuda.py tests/kernels/test_ptxas.py
+	$(PYTEST) -v --all -m extended tests/mutants tests/kernels/test_host_cuda.py tests/kernels/test_ptxas.py
 
 test-transformers: build $(TRANSFORMERS_VENV)/.ready
 	$(PYTEST:$(BIN)/%=$(TRANSFORMERS_VENV)/bin/%) $(PYTEST_ARGS) tests/convert

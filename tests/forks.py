@@ -60,7 +60,8 @@ def _run(code: str, cwd: str, environment: dict[str, str], arguments: list[str],
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[0], sys.argv = cwd, ["-c", *arguments]
+    sys.path.insert(0, cwd)
+    sys.argv = ["-c", *arguments]
     try:
         exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
     except SystemExit as end:
@@ -74,6 +75,7 @@ def _run(code: str, cwd: str, environment: dict[str, str], arguments: list[str],
 
 
 def serve() -> None:
+    del sys.path[0]  # this folder, whose packages have the names of others
     with contextlib.redirect_stdout(sys.stderr):
         for name in sys.argv[1:]:
             importlib.import_module(name)

@@ -29,12 +29,13 @@ Results = Mapping[str, Tensor]
 Masks = Mapping[int, Tensor]
 
 
-def all_pairs_runs(cases: Sequence[Case] = CASES, other_type: pytest.MarkDecorator = pytest.mark.once) -> list[Any]:
-    """Every case in both types on the CPU, one of them marked, by default to run with one torch only. On a GPU, where
-    most of a test's time goes into compiling its kernels, in one of them, unless CKPTFUSED_GPU_TESTS=all."""
+def all_pairs_runs(cases: Sequence[Case] = CASES, first: int = 0) -> list[Any]:
+    """Every case in both types on the CPU: in one by turns, of which `first` is the first case's, in `make test`, in
+    the other in `make test-all`. On a GPU, where most of a test's time goes into compiling its kernels, in one of
+    them, unless CKPTFUSED_GPU_TESTS=all."""
     both = os.environ.get("CKPTFUSED_GPU_TESTS") == "all"
     runs = [
-        pytest.param("cpu", case, dtype, marks=[other_type] if (n + half) % 2 else [])
+        pytest.param("cpu", case, dtype, marks=[pytest.mark.extended] if (n + half) % 2 != first else [])
         for n, case in enumerate(cases)
         for half, dtype in enumerate(DTYPES)
     ]
@@ -102,12 +103,12 @@ ON_THE_STEP = ("mask=pad-keep,relu,sandwich,rope=interleaved,", torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("device", "case", "dtype"), all_pairs_runs([case.large() for case in CASES], pytest.mark.extended), ids=_id
+    ("device", "case", "dtype"), all_pairs_runs([case.large() for case in CASES], first=1), ids=_id
 )
 def test_single_draw(device: str, case: Case, dtype: torch.dtype) -> None:
     """One draw of larger inputs, each tensor by itself, and nothing allowed for relu's step (but `ON_THE_STEP`).
 
-    Of a case's two types one by turns runs in `make test`: `test_all_pairs` holds both.
+    Of a case's two types that runs in `make test` which `test_all_pairs` leaves out there.
     """
     kink = case.id.startswith(ON_THE_STEP[0]) and dtype == ON_THE_STEP[1]
     inputs, spec = make_inputs(case, dtype, device=device), case.spec()

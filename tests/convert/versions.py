@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from importlib import metadata
 
 import pytest
 
 
+@functools.cache
 def transformers() -> tuple[int, int]:
     """Major and minor number; (0, 0) without it."""
     try:

@@ -40,6 +40,9 @@ if os.path.dirname(extension.__file__) != os.path.join(os.getcwd(), "ckptfused")
 sys.exit(pytest.main(sys.argv[1:]))
 """
 
+# What nearly every test imports, and nothing of ckptfused.
+PRELOADED = ("torch._dynamo", "pytest", "hypothesis", "transformers.models.llama.modeling_llama")
+
 
 @dataclass(frozen=True)
 class Build:
@@ -95,7 +98,8 @@ def _pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run tests of a tree on its package, up to the first failure."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}  # xdist's, PYTEST_ADDOPTS
     options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:benchmark", "-p", "no:xdist"]
-    return server("torch", "pytest").python(PYTEST_HERE, tree, environment, [*options, *arguments])
+    options += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    return server(*PRELOADED).python(PYTEST_HERE, tree, environment, [*options, *arguments])
 
 
 def _copy(tmp_path: Path) -> Path:
