@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptfused import _extension, rng  # noqa: F401  (the first registers the ops)
-from ckptfused.double_backward import batched_gradients, one_by_one
+from ckptfused.double_backward import apart, batched_gradients, one_by_one
 from ckptfused.eager.loss import eager_linear_cross_entropy
 from ckptfused.spec import FIRST_SITE, LossSpec, parse_loss
 
@@ -48,10 +48,11 @@ def _differentiable(
     variables = (x, weight, bias, *adapters)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (dloss, *variables)):
         spec = parse_loss(text)
-        loss = eager_linear_cross_entropy(
-            x, weight, bias, target, class_weight, adapters, spec, drawn_masks(x, spec, state)
-        ).loss
-        wanted = [t for t, need in zip(variables, needs, strict=True) if need and t is not None]
+        own: list[Any] = [t if t is None or not need else apart(t) for t, need in zip(variables, needs, strict=True)]
+        x, weight, bias, *adapters = own
+        masks = drawn_masks(x, spec, state)
+        loss = eager_linear_cross_entropy(x, weight, bias, target, class_weight, adapters, spec, masks).loss
+        wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
         return list(torch.autograd.grad(loss, wanted, dloss, create_graph=True))
     with torch._C._AutoDispatchBelowAutograd():
         return op(dloss, x, weight, bias, target, class_weight, adapters, lse, kept, state, text, needs)

@@ -151,6 +151,19 @@ def test_third_derivatives(keep: str) -> None:
     torch.testing.assert_close(third(lce(x, weight, target, keep=keep)), third(stock(x, weight, target)))
 
 
+@pytest.mark.parametrize("keep", ["gradients", "inputs"])
+def test_a_weight_that_x_depends_on(keep: str) -> None:
+    """As of tied embeddings: its gradient here is that of the loss alone, whether or not it is differentiated."""
+    embedding, target = normal(5, 4, dtype=torch.float64), torch.arange(3)
+
+    def differentiated(loss: Callable[..., Tensor]) -> Any:
+        x = embedding[target + 1].sin()
+        (first,) = torch.autograd.grad(loss(x, embedding, target), embedding, create_graph=True)
+        return first, *torch.autograd.grad(first.square().sum(), embedding)
+
+    torch.testing.assert_close(differentiated(partial(lce, keep=keep)), differentiated(stock))
+
+
 @pytest.mark.parametrize("around", ["reentrant", "non-reentrant", "ckptfused", "save_on_cpu"])
 def test_checkpoints_around_it(around: str) -> None:
     x, weight, target = normal(5, 8), normal(9, 8), torch.arange(5)
