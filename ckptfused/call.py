@@ -51,8 +51,8 @@ class Call(NamedTuple):
         return [self.cos, self.sin, self.masks.mask, self.masks.padding, self.cu_seqlens]
 
     def run(self, generator: torch.Generator | None = None) -> Tensor:
-        """The block's output. Under transforms of `torch.func` and forward-mode derivatives plain PyTorch computes the
-        same, with its own dropout.
+        """The block's output. Under transforms of `torch.func`, forward-mode derivatives and `torch.jit.trace` plain
+        PyTorch computes the same, with its own dropout.
         """
         if self.keep_keys is not None and not torch.is_grad_enabled():
             return self._handing_keys_on(self.keep_keys, generator)

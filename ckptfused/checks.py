@@ -27,8 +27,10 @@ def is_dtensor(value: object) -> bool:
 
 
 def transformed() -> bool:
-    """Whether a transform of torch.func or a forward-mode derivative is taken, for which the ops have no rules."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether a transform of torch.func or a forward-mode derivative is taken, or torch.jit.trace traces: for these the
+    ops have no rules."""
+    taken = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return taken or torch.jit.is_tracing()
 
 
 def check_input(x: Tensor, width: int | None = None, name: str = "x") -> None:

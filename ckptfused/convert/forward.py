@@ -109,7 +109,7 @@ class ConvertedForward:
         if self.mode is None:
             reason = Reason("as it was, says the policy", original=True)
         elif transformed():
-            reason = Reason("a torch.func transform or a forward-mode derivative is taken", original=True)
+            reason = Reason("a torch.func transform or a forward-mode derivative is taken, or a trace", original=True)
         elif hooked_everywhere():
             reason = Reason("hooks on all modules")
         elif self.family is not None:

@@ -182,6 +182,28 @@ def test_layers_that_cannot_be_fused() -> None:
         torch.testing.assert_close(torch.vmap(module)(x[None])[0], module(x))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of checks of shapes
+@pytest.mark.parametrize("name", MODULES)
+def test_traced_by_torch_jit(name: str) -> None:
+    """As the older exporter to ONNX traces; what was traced has gradients."""
+    module, x = made(name)
+    module(x)  # which makes the rotary table, or the trace would have its making as well
+    traced = torch.jit.trace(module, x)
+    other = torch.randn_like(x)
+    torch.testing.assert_close(traced(other), module(other))
+    torch.testing.assert_close(jacobian(traced, other), jacobian(module, other))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_draws_dropout_anew() -> None:
+    module = llama(dropout=0.5)
+    x = torch.randn(B, T, C)
+    traced = torch.jit.trace(module, x, check_trace=False)
+    assert not torch.allclose(traced(x), traced(x))
+
+
 def test_a_call_after_a_transform_is_fused_again() -> None:
     """Nothing of a transform stays in the module: tables that grew within it serve a longer call, too."""
     module, x = made("block")

@@ -146,3 +146,23 @@ def test_data_parallel_is_refused() -> None:
         layer._replicate_for_data_parallel()  # type: ignore[operator]
     ckptfused.revert(model)
     assert type(layer._replicate_for_data_parallel()) is type(layer)  # type: ignore[operator]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of checks of shapes
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # transformers' of its own
+def test_traced_by_torch_jit() -> None:
+    """As the older exporter to ONNX traces."""
+
+    class Logits(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model.eval()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.model(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+
+    plain, model = twins()
+    ids, others = text_batch()["input_ids"], text_batch()["input_ids"].flip(1)
+    traced = torch.jit.trace(Logits(model), ids)
+    torch.testing.assert_close(traced(others), Logits(plain)(others))
