@@ -14,7 +14,7 @@ from ckptfused.call import Call
 from ckptfused.checks import autocast_enabled, check_plain
 from ckptfused.layer.parts import Reason
 from ckptfused.modules.fused import FusedModule
-from ckptfused.sizes import size
+from ckptfused.sizes import counted, size
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
 from ckptfused.triton import backend, tuning
 
@@ -168,7 +168,11 @@ class _Setting:
         scratch = f"{size((3 if f.gated else 2) * n * f.hidden * width, 1)} of hidden-wide scratch in one piece"
         if (rows, cols) == (n, f.hidden):
             return rows, cols, scratch
-        cut = f"{-(-n // rows)} tiles of {rows} rows" if rows < n else f"{-(-f.hidden // cols)} tiles of {cols} columns"
+        cut = (
+            f"{-(-n // rows)} tiles of {counted(rows, 'row')}"
+            if rows < n
+            else f"{-(-f.hidden // cols)} tiles of {counted(cols, 'column')}"
+        )
         return rows, cols, f"{cut}: {scratch} would be more than a block takes"
 
 

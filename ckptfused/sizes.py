@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write and read them."""
+"""Numbers of bytes, and of things, as people write and read them."""
 
 from __future__ import annotations
 
@@ -33,3 +33,8 @@ def size(count: int, digits: int = 2) -> str:
         if count >= unit:
             return f"{count / unit:,.{digits}f} {name}"
     return f"{count} B"
+
+
+def counted(count: int, noun: str) -> str:
+    """So many of what a noun, in the singular, names: "1 layer", "2,048 tokens"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

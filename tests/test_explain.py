@@ -108,7 +108,7 @@ def test_a_meta_tensor_stands_for_one_on_the_device(capsys: pytest.CaptureFixtur
 
 def test_tiles_and_autocast() -> None:
     ffn = FusedCheckpointFFN(8, 20_000, activation="swiglu", batch_first=True)
-    assert "15 tiles of 1344 columns" in explain(ffn, torch.empty(4, 4096, 8, device="meta"), show=False).step(
+    assert "15 tiles of 1,344 columns" in explain(ffn, torch.empty(4, 4096, 8, device="meta"), show=False).step(
         "tiles of the FFN"
     ).reason  # fmt: skip
     x = torch.randn(2, 33, WIDTH)

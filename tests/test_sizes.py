@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptfused.sizes import parse_bytes
+from ckptfused.sizes import counted, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,7 @@ def test_numbers_of_bytes(value: float | str, count: int) -> None:
 def test_what_is_no_number_of_bytes(value: str) -> None:
     with pytest.raises(ValueError, match='scratch: expected a number of bytes such as 268435456 or "256MiB"'):
         parse_bytes("scratch", value)
+
+
+def test_one_and_several() -> None:
+    assert [counted(n, "layer") for n in (0, 1, 2, 2048)] == ["0 layers", "1 layer", "2 layers", "2,048 layers"]

@@ -13,6 +13,7 @@ from ckptfused.convert.family import Family
 from ckptfused.layer.hooks import collects
 from ckptfused.layer.parts import Inputs, Reason
 from ckptfused.masks import Mask
+from ckptfused.sizes import counted
 
 # Those whose mask forms are known: 4-d additive, 4-d boolean or none, 2-d padding or none.
 _FLASH = ("flash_attention_2", "flash_attention_3")
@@ -51,7 +52,7 @@ def attention_mask(mask: Any, length: int, causal: bool) -> Mask | Reason:
         return Reason("the attention mask needs a gradient")
     if mask.dim() == 4:
         if mask.size(-1) != length or mask.size(-2) not in (1, length):
-            return Reason(f"attention mask of shape {list(mask.shape)} for {length} tokens", original=True)
+            return Reason(f"attention mask of shape {list(mask.shape)} for {counted(length, 'token')}", original=True)
         if mask.dtype != torch.bool and not mask.is_floating_point():
             return Reason(f"attention mask of type {mask.dtype}")
         return Mask(mask, "keep" if mask.dtype == torch.bool else "add")
@@ -74,7 +75,7 @@ class HuggingFace(Family):
 
     def inputs(self, layer: Any, *args: Any, **kwargs: Any) -> Inputs | Reason:
         if len(args) > len(self.arguments):
-            return Reason(f"{len(args)} arguments by place, more than were read")
+            return Reason(f"{counted(len(args), 'argument')} by place, more than were read")
         given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         if "hidden_states" not in given:
             return Reason("there are no hidden_states", original=True)

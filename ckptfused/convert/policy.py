@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from itertools import cycle, groupby, islice, pairwise
 from typing import Any
 
-from ckptfused.sizes import parse_bytes
+from ckptfused.sizes import counted, parse_bytes
 from ckptfused.spec import KEEP_NAMES, KEEP_PRESETS, Keep, check_names
 from ckptfused.spec.checks import check_bool, check_choice, check_flag, check_integer
 
@@ -167,7 +167,7 @@ class CheckpointPolicy:
         check_integer("count", count, 0)
         if not self.repeat and len(self.layers) != count:
             raise ValueError(
-                f"policy: expected modes of {count} layers, which the model has, got {len(self.layers)} "
+                f"policy: expected modes of {counted(count, 'layer')}, which the model has, got {len(self.layers)} "
                 f"(policy {self.digest}). The layers are those that ckptfused.convert(model) reports, in that order"
             )
         if self.segment_count is not None and self.segment_count > max(count, 1):
@@ -177,8 +177,8 @@ class CheckpointPolicy:
             )
         if self.segment_lengths is not None and sum(self.segment_lengths) != count:
             raise ValueError(
-                f"policy: expected segments of the {count} layers that the model has, got {sum(self.segment_lengths)} "
-                f"in segment_lengths={list(self.segment_lengths)}"
+                f"policy: expected segments of {counted(count, 'layer')}, which the model has, got "
+                f"{sum(self.segment_lengths)} in segment_lengths={list(self.segment_lengths)}"
             )
         return tuple(islice(cycle(self.layers), count)) if self.layers else ()
 

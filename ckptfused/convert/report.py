@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from ckptfused.convert.policy import CheckpointPolicy, LayerMode
+from ckptfused.sizes import counted
 
 MOST_RUNS = 8  # that a line of the table names
 
@@ -85,7 +86,7 @@ class Report:
         return "\n".join(
             [
                 *lines,
-                f"{len(self.layers)} layers: {paths}; {self.policy}",
+                f"{counted(len(self.layers), 'layer')}: {paths}; {self.policy}",
                 *map(str, self.heads),
                 *self.notes,
             ]

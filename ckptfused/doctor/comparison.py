@@ -12,6 +12,7 @@ import torch
 from ckptfused.doctor.causes import Cause, cause_of, difference, surroundings
 from ckptfused.doctor.findings import Finding, joined
 from ckptfused.doctor.steps import Step, alike
+from ckptfused.sizes import counted
 
 Name = Callable[[Any], str]
 NOISE = 4.0
@@ -67,8 +68,8 @@ class Compared:
         """What was proved."""
         configured, reference = self.configured, self.reference
         modules = sum(event.begins for region in self.regions for replay in region.replays for event in replay)
-        seen = f"{len(self.regions)} checkpointed calls with {modules} calls of modules replayed"
-        seen += f", {self.fused} fused layers" if self.fused else ""
+        seen = f"{counted(len(self.regions), 'checkpointed call')} with {counted(modules, 'call')} of modules replayed"
+        seen += f", {counted(self.fused, 'fused layer')}" if self.fused else ""
         if isinstance(reference.error, OUT_OF_MEMORY):
             done, calls = len(reference.recorder.calls), len(configured.recorder.calls)
             return (
@@ -82,14 +83,15 @@ class Compared:
             return "No certificate: the loss requires no gradient."
         if self.foreign:
             return (
-                f"No certificate: {len(self.foreign)} calls are replayed by a checkpoint that is neither PyTorch's nor "
-                "ckptfused's, which cannot be taken out. Their modules' results were compared in forward and replay."
+                "No certificate: a checkpoint that is neither PyTorch's nor ckptfused's, which cannot be taken out, "
+                f"replays {counted(len(self.foreign), 'call')}. Results of modules were compared in forward and replay."
             )
         if unlike(configured, reference) and not self.rounded:
             return "No certificate: a step as configured and one that saves everything differ."
-        count = len(reference.gradients)
+        gradients = counted(len(reference.gradients), "gradient")
+        buffers = counted(len(reference.buffers), "buffer")
         return (
-            f"Certificate: loss, {count} gradients and {len(reference.buffers)} buffers of a step are, "
+            f"Certificate: loss, {gradients} and {buffers} of a step are, "
             f"{'but for the order of sums' if self.rounded else 'bit for bit'}, those of one that saves everything"
             f"{self._in_parts()} ({seen})."
         )
@@ -147,7 +149,7 @@ class Compared:
             Finding(
                 "error",
                 places,
-                f"{why}{len(lost)} parameters get no gradient, though they should ({joined(lost, 2)})",
+                f"{why}no gradient gets to {counted(len(lost), 'parameter')} that should have one ({joined(lost, 2)})",
                 "use_reentrant=False, or model.enable_input_require_grads()",
             )
         ]

@@ -12,6 +12,7 @@ from ckptfused.convert.forward import ConvertedForward
 from ckptfused.doctor.findings import Finding, joined
 from ckptfused.doctor.look import Look
 from ckptfused.modules.fused import FusedModule
+from ckptfused.sizes import counted
 
 
 def uncovered_layers(look: Look) -> Iterator[Finding]:
@@ -24,7 +25,7 @@ def uncovered_layers(look: Look) -> Iterator[Finding]:
         yield Finding(
             "advice",
             joined(map(look.name, left)),
-            f"{len(left)} layers are not checkpointed, while others are: each saves all of its activations",
+            f"{counted(len(left), 'layer')} without a checkpoint, while others have one: all is saved there",
             "as you wish, where memory allows it; else wrap them, too, or ckptfused.convert(model)",
         )
 

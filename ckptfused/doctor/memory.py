@@ -10,7 +10,7 @@ from ckptfused.doctor.findings import Finding
 from ckptfused.doctor.look import Look
 from ckptfused.doctor.saving import everything_saved
 from ckptfused.policy import Profile, adamw, profile
-from ckptfused.sizes import size
+from ckptfused.sizes import counted, size
 
 SHARE = 0.4
 """Of the peak: below it, other means save more than checkpointing can."""
@@ -30,7 +30,7 @@ def memory_of_the_step(look: Look) -> Iterator[Finding]:
     if activations < SHARE * configured.peak:
         yield _other_means(configured, activations)
     if look.checkpoints and saving.peak < COSTS * configured.peak:
-        length = "" if look.length is None else f" of {look.length:,} tokens"
+        length = "" if look.length is None else f" of {counted(look.length, 'token')}"
         yield Finding(
             "advice",
             "the model",

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from ckptfused.policy.table import conditions, duration, printed
-from ckptfused.sizes import size
+from ckptfused.sizes import counted, size
 
 GIB = 2**30
 
@@ -43,7 +43,7 @@ def _first(plan: Any) -> str:
 def policy_line(policy: Any) -> str:
     """What a policy says beside its layers."""
     said = [f"policy {policy.digest}"]
-    said += [f"{policy.segment_count} segments"] if policy.segment_count is not None else []
+    said += [counted(policy.segment_count, "segment")] if policy.segment_count is not None else []
     said += [f"segments of {', '.join(map(str, policy.segment_lengths))}"] if policy.segment_lengths else []
     said += [f"loss={policy.loss!r}"] if policy.loss is not None else ["loss as it was"]
     said += [f"loss_scratch={policy.loss_scratch:,} bytes"] if policy.loss_scratch is not None else []

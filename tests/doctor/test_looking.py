@@ -198,7 +198,7 @@ FAULTS = {
         lambda: some_layers(),
         "advice",
         "1",
-        "1 layers are not checkpointed, while others are",
+        "1 layer without a checkpoint, while others have one",
         lambda: nn.Sequential(*(checkpoint_wrapper(Layer()) for _ in range(3))),
     ),
 }

@@ -24,6 +24,7 @@ from ckptfused.cli.demo import data, verdict
 from ckptfused.cli.demo.job import REORDERED, Job, Result
 from ckptfused.cli.errors import CommandError
 from ckptfused.cli.models import VARIANTS, Shape
+from ckptfused.sizes import counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     size = shape.layers * shape.parameters_per_layer + 2 * 256 * shape.d_model
     console.print(
         f"A byte-level decoder, {size / 1e6:.1f} M parameters, {arguments.dtype}, dropout {arguments.dropout}; "
-        f"{arguments.steps} steps of {arguments.batch} × {arguments.tokens} bytes from "
-        f"{arguments.data or 'the Python standard library'}; {arguments.threads} threads.\n"
+        f"{counted(arguments.steps, 'step')} of {arguments.batch} × {counted(arguments.tokens, 'byte')} from "
+        f"{arguments.data or 'the Python standard library'}; {counted(arguments.threads, 'thread')}.\n"
         f"Guessing by how frequent each byte is costs {guess:.2f} nats a byte."
     )
     if arguments.device == "cuda":
@@ -96,7 +97,9 @@ def check(arguments: argparse.Namespace) -> None:
             f"--d-model: expected a multiple of twice the heads ({2 * arguments.heads}), got {arguments.d_model}"
         )
     if arguments.kv_heads is not None and (arguments.kv_heads < 1 or arguments.heads % arguments.kv_heads):
-        raise CommandError(f"--kv-heads: expected a divisor of {arguments.heads} heads, got {arguments.kv_heads}")
+        raise CommandError(
+            f"--kv-heads: expected a divisor of {counted(arguments.heads, 'head')}, got {arguments.kv_heads}"
+        )
     arguments.device = arguments.device or default_device()
     if arguments.device == "cuda" and default_device() != "cuda":
         why = "ckptfused was built without CUDA kernels" if torch.cuda.is_available() else "PyTorch sees none"
@@ -172,7 +175,9 @@ def judge(results: dict[str, Result]) -> list[str]:
         raise CommandError(f"the two ckptfused loss curves must be the same floats and are not; {parted}")
     if results["ckptfused all"].text != results["ckptfused inputs"].text:
         raise CommandError("the two ckptfused models must write the same text and do not; see demo.json")
-    lines = [f"The two ckptfused curves are the same {len(inputs)} floats, and both models write the same text."]
+    lines = [
+        f"The two ckptfused curves are the same {counted(len(inputs), 'float')}, and both models write the same text."
+    ]
     if REORDERED not in results:
         return [*lines, "With dropout the masks differ from PyTorch's, so the plain curve is not compared."]
     plain, reordered = results["plain"].losses, results[REORDERED].losses
@@ -184,6 +189,6 @@ def judge(results: dict[str, Result]) -> list[str]:
     limit = verdict.bounds(plain, reordered)[first - 1]
     return [
         *lines,
-        f"For {first} steps they stay within {ours:.1e} of the plain curve, where rounding explains up to {limit:.1e} "
-        "(plain layers once more, with renumbered units); later, training amplifies both alike.",
+        f"For {counted(first, 'step')} they stay within {ours:.1e} of the plain curve, where rounding explains up to "
+        f"{limit:.1e} (plain layers once more, with renumbered units); later, training amplifies both alike.",
     ]

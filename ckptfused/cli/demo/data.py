@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ckptfused.cli.errors import CommandError
+from ckptfused.sizes import counted
 
 CORPUS_BYTES = 8 << 20
 
@@ -31,7 +32,9 @@ def load(path: Path | None, minimum: int) -> Tensor:
         except OSError as error:
             raise CommandError(f"--data: expected a readable file, got {path} ({error.strerror})") from error
     if len(content) < minimum:
-        raise CommandError(f"the text in {origin} has {len(content)} bytes; one batch needs at least {minimum}")
+        raise CommandError(
+            f"the text in {origin} has {counted(len(content), 'byte')}; one batch needs at least {minimum:,}"
+        )
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
