@@ -126,7 +126,11 @@ def _put_in(
         report = describe(model, name, layer, family, text, counts)
         if cached:
             report = replace(report, path="original", reason=PREFIX, after=report.before)
-        kept = "keep does not apply" if report.path == "generic" and not text.inputs_alone else ""
+        kept = ""
+        if report.path == "generic" and not text.inputs_alone:
+            kept = "keep does not apply"
+        elif segment is not None and name == segment.names[-1] and report.path == "fused" and not text.inputs_alone:
+            text, kept = text._replace(keep="inputs"), "keeps its input alone: its replay is followed by its backward"
         why = filter(None, (report.reason, kept, wrapper_note(model, name, text)))
         report = replace(report, reason="; ".join(why))
     if segment is not None and not cached:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from ckptfused import outer_checkpoint, settings
 from ckptfused.call import Call, Slots, end_replay
 from ckptfused.checks import compute_word
 from ckptfused.double_backward import apart
-from ckptfused.spec import AUX_NAMES
+from ckptfused.spec import AUX_NAMES, MOST_TEXTS, parse
 
 _ids = itertools.count(-1, -1)
 
@@ -46,7 +47,8 @@ class _Segment(torch.autograd.Function):
     """Blocks in a row. Saves x, the 16 bytes of each block's random state and what the caller owns.
 
     Backward runs all blocks but the last again, from the saved states, each keeping what its own `keep`
-    names for as long as its turn takes, then goes back through them.
+    names for as long as its turn takes, then goes back through them. The last keeps nothing: what its backward
+    rebuilds of its input is less than its forward.
     """
 
     generate_vmap_rule = True  # for a backward within torch.vmap that is differentiated in its turn
@@ -75,15 +77,14 @@ class _Segment(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:]
         if len(steps) > 1 and torch.is_grad_enabled():
             return (None, *_differentiable_gradients(steps, dy, [x, *tensors], wanted))
-        parts = _split(steps, tensors)
+        *again, last = steps
+        steps, parts = (*again, last._replace(text=_keeping_nothing(last.text))), _split(steps, tensors)
         trails: list[tuple[Tensor, list[Tensor]]] = []
-        for i, (step, part) in enumerate(zip(steps, parts, strict=True)):
-            if i + 1 == len(steps) and "keep=" not in step.text:
-                trails.append((x, []))
-                break
+        for step, part in zip(again, parts, strict=False):
             y, *kept = _forward(step, x, *part, True)
             trails.append((x, kept))
             x = y
+        trails.append((x, []))
         grads: list[Tensor | None] = [None] * len(wanted)
         end = len(wanted)
         for step, part in zip(reversed(steps), reversed(parts), strict=True):
@@ -102,6 +103,11 @@ class _Segment(torch.autograd.Function):
         if wanted[0]:
             grads[0] = dy
         return (None, *grads)
+
+
+@lru_cache(maxsize=MOST_TEXTS)
+def _keeping_nothing(text: str) -> str:
+    return parse(text).with_keep("inputs").to_string()
 
 
 @torch.compiler.allow_in_graph

@@ -46,9 +46,10 @@ class Mode(NamedTuple):
     backward: int
     """The most during its backward, `saved` and the gradients of its own parameters included."""
     lingers: int = 0
-    """What stays beside `saved` while the next unit runs, forward and backward: a copy to host memory on its way."""
-    unended: float = 0.0
-    """Seconds of its forward that a replay leaves out which ends with it: what nothing saved depends on."""
+    """What waits on the host, and is on the device, beside `saved`, while the units after it run, forward and backward,
+    up to the next one of which something waits there."""
+    ending: Mode | None = None
+    """What it is in a replay that ends with it, whose forward is left out; None: the same."""
 
 
 class Passing(NamedTuple):
@@ -132,7 +133,7 @@ class Front:
         self._depth, self._limit = depth, limit
         self._found: dict[tuple[tuple[int, ...], bool, int, int | None], Labels] = {}
         for begin in reversed(range(len(self._units))):  # no deep recursion
-            for lingers in self._lingering(begin):
+            for lingers in sorted({0, *(mode.lingers for unit in self._units[:begin] for mode in unit.modes)}):
                 self._of(begin, len(self._units), lingers, depth)
         self._labels = self._of(0, len(self._units), 0, depth)
 
@@ -159,16 +160,11 @@ class Front:
         index = int(np.searchsorted(self._labels.need, budget, side="right")) - 1
         return None if index < 0 else self[index]
 
-    def _lingering(self, begin: int) -> list[int]:
-        """What may linger of the unit before this one."""
-        before = self._units[begin - 1].modes if begin else ()
-        return sorted({0, *(mode.lingers for mode in before)})
-
     def _gradients(self, begin: int, end: int) -> int:
         return self._sums[end] - self._sums[begin]
 
     def _of(self, begin: int, end: int, lingers: int, depth: int | None) -> Labels:
-        """Of these units, with `lingers` of the one before them; gradients count from the last of them on."""
+        """Of these units, with `lingers` of one before them; gradients count from the last of them on."""
         if begin == end:
             return _NOTHING
         key = (self._kinds[begin:end], end < len(self._units), lingers, depth)
@@ -181,11 +177,11 @@ class Front:
         ends_replay = begin + 1 == end < len(self._units)
         columns = []
         for index, mode in enumerate(unit.modes):
-            rest = self._of(begin + 1, end, mode.lingers if begin + 1 < end else 0, depth)
+            mode = (mode.ending if ends_replay else None) or mode
+            rest = self._of(begin + 1, end, mode.lingers or lingers, depth)
             least = lingers + max(mode.forward, after + mode.backward)
             need = np.maximum(mode.saved + rest.need, least)
-            ticks = _ticks(mode.seconds) - (_ticks(mode.unended) if ends_replay else 0)
-            columns.append((need, rest.ticks + ticks, index, np.arange(len(rest)), 0))
+            columns.append((need, rest.ticks + _ticks(mode.seconds), index, np.arange(len(rest)), 0))
         columns += self._segments(begin, end, lingers, depth)
         parts = ([np.broadcast_to(column, len(row[0])) for column in row] for row in columns)
         return Labels(self._limit, *(np.concatenate(column) for column in zip(*parts, strict=True)))
@@ -201,7 +197,7 @@ class Front:
                 break
             peak = max(peak, held + unit.passing.peak + (unit.input if split - 1 > begin else 0))
             ticks += _ticks(unit.passing.seconds)
-            right = self._of(split, end, 0, depth)
+            right = self._of(split, end, lingers, depth)
             left = self._of(begin, split, lingers, _inner(depth))
             needs = held + right.need, self._gradients(split, end) + left.need
             need = np.maximum(np.union1d(*needs), lingers + peak)
@@ -218,23 +214,21 @@ class Front:
             way, first, second = (int(column[index]) for column in (labels.way, labels.first, labels.second))
             if way >= 0:
                 parts.append(way)
-                begin, lingers, index = begin + 1, self._units[begin].modes[way].lingers, first
+                begin, lingers, index = begin + 1, self._units[begin].modes[way].lingers or lingers, first
             else:
                 parts.append(self._parts(begin, begin - way, lingers, _inner(depth), second))
-                begin, lingers, index = begin - way, 0, first
-            lingers = lingers if begin < end else 0
+                begin, index = begin - way, first
         return tuple(parts)
 
 
 def peak_of(units: Sequence[Unit], modes: Sequence[int]) -> int:
     """The most bytes that a step needs with these modes."""
     chosen = [unit.modes[index] for unit, index in zip(units, modes, strict=True)]
-    most, held, after = 0, 0, sum(unit.gradients for unit in units)
-    lingers = [0, *(mode.lingers for mode in chosen)]
-    for unit, mode, other in zip(units, chosen, lingers, strict=False):
+    most, held, lingers, after = 0, 0, 0, sum(unit.gradients for unit in units)
+    for unit, mode in zip(units, chosen, strict=True):
         after -= unit.gradients
-        most = max(most, held + other + max(mode.forward, after + mode.backward))
-        held += mode.saved
+        most = max(most, held + lingers + max(mode.forward, after + mode.backward))
+        held, lingers = held + mode.saved, mode.lingers or lingers
     return most
 
 

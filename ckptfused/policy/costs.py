@@ -71,6 +71,8 @@ class Costs:
     """The most in the backward of what runs before the layers, beside their gradients, whatever the head's mode."""
     constant: int
     """What is held beside the layers' own, from forward to backward."""
+    workspace: int
+    """The most that a product may allocate within itself."""
     least: int
     """The least that a step needs whatever the plan: that of the optimizer's step."""
     rest_seconds: float
@@ -85,7 +87,7 @@ class Costs:
     def peak(self, above: int) -> int:
         """Of a step of which layers and head need so much."""
         own = max(self.constant + above, self.embeddings + sum(unit.gradients for unit in self.units))
-        return max(self.state + own + _unseen(own, self.base), self.least)
+        return max(self.state + own + _unseen(own, self.workspace, self.base.device), self.least)
 
     def seconds(self, own: float) -> float:
         """Of a step of which layers and head take so much for a batch."""
@@ -141,14 +143,14 @@ class Steps:
                 found = predicted(self.twin, self._batch, optimizer, self.device, *self._options)
             if any("is divided before" in str(warning.message) for warning in said):
                 self.broken.add(policy)
-            unseen = _unseen(found.above_state, found)
+            unseen = _unseen(found.above_state, found.workspace, found.device)
             self._found[policy] = replace(found, peak=found.peak + unseen, transients=found.transients + unseen)
         return self._found[policy]
 
 
-def _unseen(above_state: int, profile: Profile) -> int:
+def _unseen(above_state: int, workspace: int, device: str) -> int:
     """Beside what a step was counted to need above its state."""
-    return profile.workspace + above_state // UNSEEN if profile.device == "cpu" else 0
+    return workspace + above_state // UNSEEN if device == "cpu" else 0
 
 
 def costs(steps: Steps, optimizer: Optimizer | None) -> Costs:
@@ -174,6 +176,7 @@ def costs(steps: Steps, optimizer: Optimizer | None) -> Costs:
         state=own + base.accumulated,
         embeddings=table.embeddings,
         constant=table.constant,
+        workspace=table.workspace,
         least=max(own + at_end, 0 if base.layers else base.peak),
         rest_seconds=batch_seconds - spent,
         base=base,
@@ -189,7 +192,7 @@ class _Table:
         self._described = {layer.name: layer for layer in report.layers}
         self.kept = measured(base)
         """Of all layers and the head, all in the mode `"inputs"`."""
-        self.constant, self.embeddings = held_beside(base), embeddings_of(base)
+        self.constant, self.embeddings, self.workspace = held_beside(base), embeddings_of(base), base.workspace
         self.heads = {HeadMode(): self.kept[-1]}
         self._names = [layer.name for layer in base.layers]
         self._places = [place for place, name in enumerate(self._names) if name in self._described]
@@ -201,6 +204,7 @@ class _Table:
         profile = self._steps.of(policy)
         self.constant = max(self.constant, held_beside(profile))
         self.embeddings = min(self.embeddings, embeddings_of(profile))
+        self.workspace = max(self.workspace, profile.workspace)
         return measured(profile)
 
     def differs(self, head: HeadMode, scratch: int | None) -> bool:
@@ -255,12 +259,13 @@ class _Table:
         for place, (name, cost, profile) in enumerate(zip(self._names, self.kept, self._base.layers, strict=False)):
             own: list[tuple[LayerMode | None, chain.Mode]] = [(None, cost.mode())]
             if place in self._kinds:
-                costs = [(mode, self._cost(place, mode)) for mode in self._modes_of(place, self._limits)]
+                costs = {mode: self._cost(place, mode) for mode in self._modes_of(place, self._limits)}
                 fused = self._described[name].path == "fused"
-                own = [(mode, cost.mode(saves_input=fused and mode.keep == "inputs")) for mode, cost in costs]
+                ends = {mode: costs[replace(mode, keep="inputs")] for mode in costs if fused and mode.keep is not None}
+                own = [(mode, cost.mode(ending=ends.get(mode))) for mode, cost in costs.items()]
                 if (x := inputs[place]) > 0:
                     waits = self._waits(x, place)
-                    kept = [(mode, cost) for mode, cost in costs if mode.keep is not None]
+                    kept = [(mode, cost) for mode, cost in costs.items() if mode.keep is not None]
                     own += [(replace(mode, offload=True), cost.mode(x, waits)) for mode, cost in kept]
             passing = Passing(cost.forward_seconds, max(0, cost.forward - cost.saved))
             gradients = 0 if self._base.accumulated else profile.gradients

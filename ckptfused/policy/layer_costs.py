@@ -6,7 +6,17 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from ckptfused.policy import chain
-from ckptfused.policy.parts import BACKWARD, EMBEDDINGS_BACKWARD, FORWARD, HEAD, HEAD_BACKWARD, REPLAY, Phase
+from ckptfused.policy.parts import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
+    BACKWARD,
+    EMBEDDINGS_BACKWARD,
+    FORWARD,
+    HEAD,
+    HEAD_BACKWARD,
+    REPLAY,
+    Phase,
+)
 from ckptfused.policy.result import Profile
 
 
@@ -25,20 +35,24 @@ class Cost(NamedTuple):
         """What it would be of a layer that costs `here` what this one costs `there`."""
         return Cost(*(max(0, x + a - b) for x, a, b in zip(self, here, there, strict=True)))  # type: ignore[arg-type]
 
-    def mode(self, lingers: int = 0, waits: float = 0.0, saves_input: bool = False) -> chain.Mode:
-        """For the programme. lingers: bytes of `saved` that are on the host; waits: seconds for them to come;
-        saves_input: it is one op, which saves nothing that it computes.
+    def mode(self, lingers: int = 0, waits: float = 0.0, ending: Cost | None = None) -> chain.Mode:
+        """For the programme. lingers: bytes of `saved` that are on the host; waits: seconds for them to come; ending:
+        what the layer costs that saves its input alone, as it does at the end of a replay.
         """
         seconds = self.forward_seconds + self.backward_seconds + waits
-        unended = self.forward_seconds if saves_input else 0.0
-        return chain.Mode(seconds, self.saved - lingers, self.forward, self.backward, lingers, unended)
+        last = ending and chain.Mode(ending.backward_seconds, ending.saved, ending.saved, ending.backward)
+        return chain.Mode(seconds, self.saved - lingers, self.forward, self.backward, lingers, last)
+
+
+_OF = {REPLAY: BACKWARD.name, AFTER_FORWARD: FORWARD.name, AFTER_BACKWARD: BACKWARD.name}
+"""Names of phases that count as another of the same layer."""
 
 
 def measured(profile: Profile) -> list[Cost]:
     """What each layer cost in a step, and the loss head after them."""
     most: defaultdict[Phase, int] = defaultdict(int)
     for (name, index), parts, _ in profile.phases:
-        phase = Phase(BACKWARD.name if name == REPLAY else name, index)
+        phase = Phase(_OF.get(name, name), index)
         most[phase] = max(most[phase], sum(parts))
     made = [0 if profile.accumulated else layer.gradients for layer in profile.layers]
     held, after, found = held_beside(profile) + profile.accumulated, sum(made), []

@@ -21,6 +21,8 @@ HEAD, HEAD_BACKWARD = Phase("forward of the loss head"), Phase("backward of the 
 EMBEDDINGS_BACKWARD = Phase("backward of the embeddings")
 REPLAY = "replay in backward"
 """The name of the phase in which a checkpoint runs a layer's forward again."""
+AFTER_FORWARD, AFTER_BACKWARD = "after the forward", "after the backward"
+"""The names of the phases between a layer and the next one that runs."""
 
 Parts = tuple[int, int, int, int]
 KINDS = ("weights", "optimizer", "gradients", "activations", "loss head", "transients")

@@ -25,7 +25,7 @@ from ckptfused.policy.segments import Divided
 from ckptfused.policy.shards import sharded
 from ckptfused.policy.step import Batch, MakeOptimizer, check_model, made
 from ckptfused.policy.twin import meta_twin
-from ckptfused.sizes import parse_bytes, size
+from ckptfused.sizes import counted, parse_bytes, size
 from ckptfused.spec.checks import check_integer
 
 NEVER = 1 << 62
@@ -56,8 +56,8 @@ class Plan:
     profile: Profile
     """The prediction. Of shards, that of the whole model on one device."""
     front: tuple[Point, ...]
-    """Of all plans the ones that none beats in both, by memory; as they were counted layer by layer, so that the whole
-    step of one may need more, such as another layer's input."""
+    """Of all plans the ones that none beats in both, by memory, as they were counted layer by layer: the whole step of
+    one, predicted, needs no more, but where a layer is called several times."""
     standard: tuple[Point, ...]
     """Policies that are made by hand, with the loss of this plan."""
     device: str
@@ -272,7 +272,7 @@ class _Planner:
             "every 4": make.every(4, **head),
             "selective ffn": make.selective("ffn", **head),
             "selective attention": make.selective("attention", **head),
-            f"{isqrt(count)} segments": make.segments(max(1, isqrt(count)), **head),
+            counted(isqrt(count), "segment"): make.segments(max(1, isqrt(count)), **head),
             "whole model": make.whole_model(**head),
         }
         found = []

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckptfused.policy.parts import (
+    AFTER_BACKWARD,
+    AFTER_FORWARD,
     BACKWARD,
     EMBEDDINGS_BACKWARD,
     END,
@@ -108,18 +110,22 @@ class Recording:
 
 
 def _named(marks: list[tuple[int, Phase]]) -> list[Phase]:
-    """The phases, with what forward does after the last layer, and backward after its last, named so."""
+    """The phases, with what forward does after each layer, and backward after each, named so."""
     backward = next(place for place, (_, phase) in enumerate(marks) if phase == HEAD_BACKWARD)
     of_layers = [place for place, (_, phase) in enumerate(marks) if phase.layer is not None]
     if not of_layers:
         return [phase for _, phase in marks]
     last = max((place for place in of_layers if place < backward), default=0)
-    found = []
+    found, before = [], None
     for place, (_, phase) in enumerate(marks):
         if phase == FORWARD and place > last:
             phase = HEAD
         elif phase == BACKWARD and place > of_layers[-1]:
             phase = EMBEDDINGS_BACKWARD
+        elif phase in (FORWARD, BACKWARD) and before is not None:
+            phase = Phase(AFTER_FORWARD if phase == FORWARD else AFTER_BACKWARD, before)
+        else:
+            before = before if phase.layer is None else phase.layer
         found.append(phase)
     return found
 
@@ -171,6 +177,8 @@ class Buffers:
 
 def place_of(phase: Phase, inside: bool) -> int:
     """The layer of a phase, or its place outside of the layers. inside: whether a layer has run."""
+    if phase.name in (AFTER_FORWARD, AFTER_BACKWARD):
+        return BETWEEN
     if phase.layer is not None:
         return phase.layer
     if phase in (HEAD, HEAD_BACKWARD):

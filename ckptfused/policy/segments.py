@@ -79,7 +79,7 @@ def _joined(units: list[Unit]) -> Unit:
         assert unit.passing is not None
         passing = max(passing, held + unit.passing.peak + (unit.input if place else 0))
         seconds += unit.passing.seconds
-    first = [0] * len(units)
-    again = seconds_of(units, first) - units[-1].modes[0].unended
-    mode = Mode(seconds + again, held, passing, peak_of(units, first))
+    *before, last = units
+    first, again = [0] * len(units), [*before, last._replace(modes=(last.modes[0].ending or last.modes[0],))]
+    mode = Mode(seconds + seconds_of(again, first), held, passing, peak_of(again, first))
     return Unit((mode,), sum(unit.gradients for unit in units))

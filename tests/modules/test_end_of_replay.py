@@ -91,6 +91,15 @@ def test_halves_and_segments() -> None:
     assert forwards == 4 + 1 + 2  # of the replay the first alone; then the segment's own, without its last
 
 
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_last_of_a_segment_keeps_nothing(norm_first: bool) -> None:
+    layers = blocks(keep="all", norm_first=norm_first)
+    want, _ = step(partial(through, layers), layers)
+    got, forwards = step(ckptfused.FusedCheckpointSequential(*layers), layers)
+    same(got, want)
+    assert forwards == 3 + 2
+
+
 def watched(layers: Blocks, x: Tensor) -> Tensor:
     with saved_tensors_hooks(lambda t: t, lambda t: t):
         return through(layers, x)

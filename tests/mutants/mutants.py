@@ -604,6 +604,13 @@ MUTANTS = (
         test="tests/policy/test_chain.py::test_modes_against_brute_force[9]",
     ),
     Mutant(
+        "a plan that forgets an input on its way after one layer",
+        file="ckptfused/policy/chain.py",
+        text="self._of(begin + 1, end, mode.lingers or lingers, depth)",
+        defect="self._of(begin + 1, end, mode.lingers, depth)",
+        test="tests/policy/test_chain.py::test_modes_against_brute_force[9]",
+    ),
+    Mutant(
         "a plan that forgets the gradients of later layers",
         file="ckptfused/policy/chain.py",
         text="self._units[begin], self._gradients(begin + 1, end)",

@@ -37,13 +37,15 @@ class Step:
         part, unit = parts[0], self.units[begin]
         if isinstance(part, int):
             mode = unit.modes[part]
+            if replay and len(parts) == 1:
+                mode = mode.ending or mode
             self.reach(lingers + mode.forward)
             self.held += mode.saved
-            self.run(begin + 1, parts[1:], mode.lingers if len(parts) > 1 else 0, replay)
+            self.run(begin + 1, parts[1:], mode.lingers or lingers, replay)
             self.held -= mode.saved
             self.reach(lingers + mode.backward)
             self.held += unit.gradients
-            self.seconds += mode.seconds - (mode.unended if replay and len(parts) == 1 else 0)
+            self.seconds += mode.seconds
             return
         inside = range(begin, begin + length(part))
         self.held += unit.input
@@ -52,7 +54,7 @@ class Step:
             assert passing is not None
             self.reach(lingers + passing.peak + (self.units[index].input if index > begin else 0))
             self.seconds += passing.seconds
-        self.run(begin + len(inside), parts[1:], replay=replay)
+        self.run(begin + len(inside), parts[1:], lingers, replay)
         self.held -= unit.input  # the replay's first unit counts it
         self.run(begin, part, lingers, replay=True)
 
@@ -71,14 +73,14 @@ def length(parts: Sequence[Part]) -> int:
 def drawn(rng: random.Random, most_units: int, most_modes: int, kinds: int = 9, lingers: bool = True) -> list[Unit]:
     """A chain in whole seconds, so that sums are exact."""
 
+    def mode(ending: Mode | None = None) -> Mode:
+        saved = rng.randint(0, 12)
+        forward, backward = saved + rng.randint(0, 12), saved + rng.randint(0, 12)
+        return Mode(rng.randint(1, 9), saved, forward, backward, rng.choice((0, 0, 3, 5)) if lingers else 0, ending)
+
     def unit() -> Unit:
-        modes = []
-        for _ in range(rng.randint(1, most_modes)):
-            saved = rng.randint(0, 12)
-            forward, backward = saved + rng.randint(0, 12), saved + rng.randint(0, 12)
-            seconds, copying = rng.randint(1, 9), rng.choice((0, 0, 3)) if lingers else 0
-            modes.append(Mode(seconds, saved, forward, backward, copying, rng.choice((0, rng.randint(0, seconds)))))
-        return Unit(tuple(modes), rng.randint(0, 6), rng.randint(0, 4), Passing(rng.randint(1, 4), rng.randint(0, 6)))
+        modes = tuple(mode(rng.choice((None, mode()))) for _ in range(rng.randint(1, most_modes)))
+        return Unit(modes, rng.randint(0, 6), rng.randint(0, 4), Passing(rng.randint(1, 4), rng.randint(0, 6)))
 
     of = [unit() for _ in range(kinds)]
     return [rng.choice(of) for _ in range(rng.randint(1, most_units))]
