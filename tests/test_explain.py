@@ -88,7 +88,7 @@ def test_adapters_are_named() -> None:
     call = block.prepare(x)
     slots = (*call.slots, *(torch.zeros(()) for _ in range(9)))
     text = f"{call.text} attn.lora=q:4:2.0:0.1+o:8:1.0:0.0 ffn.lora=down:4:1.0:0.0"
-    found = _fused("title", block, call._replace(text=text, slots=slots))
+    found = _fused("title", call._replace(text=text, slots=slots))
     assert found.step("adapters of q").reason == "q: rank 4, dropout 0.1; in float32, rounded once"
     assert found.step("adapters of o").backward == found.step("output projection").backward == "made again"
     assert found.step("adapters of down").kernel == "blocks of rows"

@@ -50,7 +50,7 @@ def on_cuda(block: FusedModule, dtype: torch.dtype = torch.bfloat16, lora: str =
     call = block.to(dtype).prepare(torch.zeros(SHAPE, dtype=dtype), **masks)
     with FakeTensorMode():
         x = torch.empty(SHAPE, dtype=dtype, device="cuda")
-    return _fused("title", block, call._replace(x=x, text=f"{call.text}{lora}"))
+    return _fused("title", call._replace(x=x, text=f"{call.text}{lora}"))
 
 
 def kernels(found: Explanation) -> dict[str, str]:
@@ -132,9 +132,7 @@ def test_what_pytorchs_kernels_lack_is_named(
     device: str, options: dict[str, Any], masks: dict[str, Any], special: str
 ) -> None:
     block = llama(**options)
-    found = (
-        on_cuda(block, **masks) if device == "cuda" else _fused("", block, block.prepare(torch.zeros(SHAPE), **masks))
-    )
+    found = on_cuda(block, **masks) if device == "cuda" else _fused("", block.prepare(torch.zeros(SHAPE), **masks))
     step, name = found.step("attention"), "PyTorch's kernels have" if device == "cuda" else "PyTorch's kernel has"
     if special:
         assert (step.kernel, step.reason) == ("Triton" if device == "cuda" else "our tiles", f"{name} no {special}")

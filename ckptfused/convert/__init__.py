@@ -4,7 +4,8 @@ from ckptfused.convert import families as families
 from ckptfused.convert.apply import revert
 from ckptfused.convert.family import Family, Plan, register
 from ckptfused.convert.forward import original
-from ckptfused.convert.policy import CheckpointPolicy, LayerMode
+from ckptfused.convert.layer_mode import LayerMode
+from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import HeadReport, LayerReport, Report
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 

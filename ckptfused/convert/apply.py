@@ -14,8 +14,9 @@ from ckptfused.convert.counts import Counts
 from ckptfused.convert.describe import as_it_was, describe, generic_blocks, head_note, input_bytes, offload_note
 from ckptfused.convert.family import Family
 from ckptfused.convert.forward import ConvertedForward
+from ckptfused.convert.layer_mode import LayerMode
 from ckptfused.convert.own_checkpoint import NOT_REPLICATED, REPLICATE, NotReplicated
-from ckptfused.convert.policy import CheckpointPolicy, LayerMode
+from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import HeadReport, LayerReport, Report
 from ckptfused.convert.wrapper import wrapper_note
 from ckptfused.generic.chain import Segment

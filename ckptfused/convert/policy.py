@@ -9,54 +9,17 @@ from dataclasses import dataclass, fields
 from itertools import cycle, groupby, islice, pairwise
 from typing import Any
 
+from ckptfused.convert.layer_mode import LayerMode
 from ckptfused.sizes import counted, parse_bytes
-from ckptfused.spec import KEEP_NAMES, KEEP_PRESETS, Keep, check_names
-from ckptfused.spec.checks import check_bool, check_choice, check_flag, check_integer
+from ckptfused.spec import Keep
+from ckptfused.spec.checks import check_bool, check_choice, check_integer
 
 LOSSES = ("chunked",)
 PLACE = "ckptfused_policy"
 """The name under which a policy is recorded."""
 MOST_RUNS = 6  # of equal layers, that a line names
 _VERSION = 1
-_PRESETS = {names: preset for preset, names in KEEP_PRESETS.items()}
 _HALVES = {"ffn": "all but ffn", "attention": "all but attention"}
-
-
-@dataclass(frozen=True)
-class LayerMode:
-    """What is decided of one layer."""
-
-    keep: str | tuple[str, ...] | None = "inputs"
-    """What it keeps for backward beside its input, a preset or names (`ckptfused.spec.KEEP_PRESETS`), where a preset's
-    names are that preset; None: the layer runs as it was, and saves what its own forward saves."""
-    scratch: int | None = None
-    """Bytes that the hidden-wide values of its FFN may take at a time in backward, an int or "64MiB"; None: by
-    device."""
-    offload: bool = False
-    """Whether its saved input is in host memory between forward and backward."""
-
-    def __post_init__(self) -> None:
-        if self.keep is not None and not isinstance(self.keep, str):
-            try:
-                names = tuple(self.keep)
-            except TypeError as error:
-                raise TypeError(f"keep: expected a preset, names or None, got {self.keep!r}") from error
-            check_names(names)
-            names = tuple(name for name in KEEP_NAMES if name in names)
-            object.__setattr__(self, "keep", _PRESETS.get(names, names))
-        elif self.keep is not None:
-            check_names(self.keep)
-        if self.scratch is not None:
-            object.__setattr__(self, "scratch", parse_bytes("scratch", self.scratch))
-        object.__setattr__(self, "offload", check_flag("offload", self.offload))
-        if self.keep is None and (self.scratch is not None or self.offload):
-            raise ValueError("keep=None: expected neither scratch nor offload of a layer that runs as it was")
-
-    def __str__(self) -> str:
-        said = [] if self.scratch is None else [f"scratch={self.scratch:,} bytes"]
-        said += ["offload"] if self.offload else []
-        keep = "as it was" if self.keep is None else f"keep={self.keep!r}"
-        return ", ".join([keep, *said])
 
 
 @dataclass(frozen=True, repr=False)

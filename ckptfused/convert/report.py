@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from ckptfused.convert.policy import CheckpointPolicy, LayerMode
+from ckptfused.convert.layer_mode import LayerMode
+from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.sizes import counted
 
 MOST_RUNS = 8  # that a line of the table names

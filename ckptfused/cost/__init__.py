@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ckptfused.cost.ledger import Ledger, count
-from ckptfused.cost.loss import loss_ledgers
+from ckptfused.cost.loss import loss_flops, loss_ledgers, loss_saved_bytes
 from ckptfused.cost.opened import OpenLedger
 from ckptfused.cost.seconds import Rates, Seconds, block_seconds, ledger_seconds
 from ckptfused.cost.work import (
@@ -57,7 +57,9 @@ __all__ = [
     "kept_values",
     "launches",
     "ledger_seconds",
+    "loss_flops",
     "loss_ledgers",
+    "loss_saved_bytes",
     "replayed",
     "saved_bytes",
 ]

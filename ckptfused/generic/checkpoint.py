@@ -90,24 +90,12 @@ def checkpoint(
             "use torch.utils.checkpoint.checkpoint"
         )
     _check_callable("function", function)
-    _check_callable("context_fn", context_fn)
-    if not torch.compiler.is_compiling():  # Dynamo traces no error of ours
-        for name, flag in (("early_stop", early_stop), ("preserve_rng_state", preserve_rng_state), ("debug", debug)):
-            check_flag(name, flag)
-        check_choice("determinism_check", determinism_check, ("default", "none"))
+    flags = {"debug": debug, "early_stop": early_stop, "preserve_rng_state": preserve_rng_state}
+    options = _options(context_fn, determinism_check, flags)
     try:
         inputs = Arguments(args, kwargs)
     except RecursionError:
         raise ValueError(f"ckptfused.checkpoint: {CYCLE}") from None
-    options: dict[str, Any] = {
-        "use_reentrant": False,
-        "determinism_check": determinism_check,
-        "debug": debug,
-        "early_stop": early_stop,
-        "preserve_rng_state": preserve_rng_state,
-    }
-    if context_fn is not torch_checkpoint.noop_context_fn:  # Dynamo wants the default left out
-        options["context_fn"] = context_fn
     tensors = inputs.take_tensors()
     given = Given(args, kwargs, tensors)
     # Functionalisation resolves writes, Inductor drops the copies that nobody writes to.
@@ -143,6 +131,21 @@ def checkpoint(
     if aliases is not None:
         aliases.check()
     return loans.settle(result)
+
+
+def _options(
+    context_fn: Callable[[], tuple[Any, Any]], determinism_check: str, flags: dict[str, bool]
+) -> dict[str, Any]:
+    """Those of `torch.utils.checkpoint.checkpoint`, checked."""
+    _check_callable("context_fn", context_fn)
+    if not torch.compiler.is_compiling():  # Dynamo traces no error of ours
+        for name, flag in flags.items():
+            check_flag(name, flag)
+        check_choice("determinism_check", determinism_check, ("default", "none"))
+    options: dict[str, Any] = {"use_reentrant": False, "determinism_check": determinism_check, **flags}
+    if context_fn is not torch_checkpoint.noop_context_fn:  # Dynamo wants the default left out
+        options["context_fn"] = context_fn
+    return options
 
 
 def _check_callable(name: str, value: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Dropout
 
@@ -48,7 +49,7 @@ class FusedCheckpointFFN(FusedModule):
         d_model: int,
         dim_feedforward: int = 2048,
         dropout: float = 0.1,
-        activation: str | Activation = "relu",
+        activation: str | Activation = F.relu,
         layer_norm_eps: float = 1e-5,
         batch_first: bool = False,
         norm_first: bool = False,

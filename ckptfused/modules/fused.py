@@ -80,10 +80,6 @@ class FusedModule(nn.Module):
         made: Any = plain_activation(value) if name == "activation" else value
         super().__setattr__(name, made)
 
-    def fusable(self) -> bool:
-        """Whether the next call runs as one op; otherwise it is checkpointed generically."""
-        return self.generic_reason() is None
-
     def generic_reason(self, *masks: Tensor | None) -> str | None:
         """Why a call with these masks is checkpointed generically; None where it runs as one op."""
         layer = self._described()

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from ckptfused.convert import find
 from ckptfused.convert.apply import apply
-from ckptfused.convert.policy import CheckpointPolicy, LayerMode
+from ckptfused.convert.layer_mode import LayerMode
+from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import Report
 from ckptfused.policy import chain
 from ckptfused.policy.chain import Passing, Unit

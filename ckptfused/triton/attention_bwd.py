@@ -1,7 +1,8 @@
 """The backward kernels of attention. No atomics: one program makes each gradient, adding in a fixed order.
 
-Probabilities are made again as exp2(logit - lse), and dropped by the draws that forward used. Three kernels: delta,
-then dk and dv (a program a key tile, over the queries that see it), then dq (a program a query tile, over its keys).
+Probabilities are made again as exp2(logit - lse), and dropped by the draws that forward used. After the kernel of
+attention_delta.py come two: dk and dv (a program a key tile, over the queries that see it), then dq (a program a query
+tile, over its keys).
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import triton
 import triton.language as tl
 
 from . import problem
+from .attention_delta import rows_of
 from .philox import dropout_scale, keep_tile, load_state
 from .tiles import (
     INF,
-    LOG2E,
     key_order,
     key_ranges,
     load_rows,
@@ -24,47 +25,6 @@ from .tiles import (
     scalar,
     store_rows,
 )
-
-# shift and delta of a sequence are followed by this many rows without probabilities. A tile that reaches beyond the
-# last query reads those, without a mask (which would cost many registers in the layout of a product's columns).
-GAP: tl.constexpr = tl.constexpr(problem.GAP)
-
-
-@triton.jit
-def _rows_of(sequence, head, heads, begin, queries, sequences, PACKED: tl.constexpr):
-    """Where shift and delta of a sequence's head begin."""
-    if PACKED:
-        return head * (queries + tl.cast(sequences, tl.int64) * GAP) + begin + sequence * GAP
-    else:  # noqa: RET505
-        return (tl.cast(sequence, tl.int64) * heads + head) * (queries + GAP)
-
-
-@triton.jit(do_not_specialize=problem.SIZES)
-def attention_delta_kernel(
-    do, o, lse, shift, delta, cu_seqlens, do_b, do_h, do_t, o_b, o_h, o_t, tiles, heads, queries, sequences,
-    PACKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """What the other two kernels take off a row's base-2 logits and off its gradients: shift, lse in base 2 but 0 for a
-    row without a key (softmax_shift), and delta = Σ do · o."""
-    tile, head, batch, sequence, begin, q_len, _, _, _ = place(
-        tl.program_id(0), tiles, heads, cu_seqlens, sequences, queries, queries, BLOCK_M, PACKED
-    )
-    batch = batch.to(tl.int64)
-    do += batch * do_b + head * tl.cast(do_h, tl.int64) + begin * tl.cast(do_t, tl.int64)
-    o += batch * o_b + head * tl.cast(o_h, tl.int64) + begin * tl.cast(o_t, tl.int64)
-    lse += (batch * heads + head) * queries + begin
-    rows = _rows_of(sequence, head, heads, begin, queries, sequences, PACKED)
-    m0 = tile * BLOCK_M
-    m = m0 + tl.arange(0, BLOCK_M)
-    do_tile = load_rows(do, m0, q_len, do_t, BLOCK_M, HEAD_DIM, BLOCK_D, True).to(delta.dtype.element_ty)
-    o_tile = load_rows(o, m0, q_len, o_t, BLOCK_M, HEAD_DIM, BLOCK_D, True).to(delta.dtype.element_ty)
-    sums = tl.load(lse + m, mask=m < q_len, other=0.0)
-    tl.store(shift + rows + m, tl.where(sums == -INF, 0.0, sums * LOG2E), mask=m < q_len)
-    tl.store(delta + rows + m, tl.sum(do_tile * o_tile, 1), mask=m < q_len)
-    gap = tl.arange(0, GAP)
-    last = (gap >= 0) & (m0 < q_len) & (m0 + BLOCK_M >= q_len)
-    tl.store(shift + rows + q_len + gap, INF, mask=last)
-    tl.store(delta + rows + q_len + gap, 0.0, mask=last)
 
 
 @triton.jit
@@ -184,7 +144,7 @@ def attention_dkdv_kernel(
         mask_head = mask
         if MASK:
             mask_head = mask + head * tl.cast(mask_h, tl.int64)
-        rows = _rows_of(sequence, head, heads, begin, queries, sequences, PACKED)
+        rows = rows_of(sequence, head, heads, begin, queries, sequences, PACKED)
         # As in forward, but for rows past the last query: the gap and zeros take care of them.
         for part in tl.static_range(3):
             if part == 2 if ONE_RANGE else (part == 1 or (part == 0 and CAUSAL)):
@@ -276,7 +236,7 @@ def attention_dq_kernel(
     k += batch * k_b + kv_head * tl.cast(k_h, tl.int64) + begin * tl.cast(k_t, tl.int64)
     v += batch * v_b + kv_head * tl.cast(v_h, tl.int64) + begin * tl.cast(v_t, tl.int64)
     dq += ((batch * queries + begin) * heads + head) * HEAD_DIM
-    rows = _rows_of(sequence, head, heads, begin, queries, sequences, PACKED)
+    rows = rows_of(sequence, head, heads, begin, queries, sequences, PACKED)
     if MASK:
         mask += batch * mask_b + head * tl.cast(mask_h, tl.int64) + begin * (tl.cast(mask_m, tl.int64) + mask_n)
     if PADDING:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_bwd import attention_delta_kernel, attention_dkdv_kernel, attention_dq_kernel
+from .attention_bwd import attention_dkdv_kernel, attention_dq_kernel
+from .attention_delta import attention_delta_kernel
 from .attention_fwd import attention_fwd_kernel
 from .configs import Config, attention_config, block_d, delta_config, option_class
 from .problem import Problem, accumulation_type, backward_rows

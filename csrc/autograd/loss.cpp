@@ -4,6 +4,7 @@
 #include "autograd/loss.h"
 
 #include "autograd/adapters_aten.h"
+#include "autograd/loss_pieces.h"
 #include "math/dropout.h"
 #include "ops/checks.h"
 #include "ops/linear.h"
@@ -16,30 +17,6 @@ namespace {
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-int64_t round_up(int64_t value, int64_t step) {
-  return (value + step - 1) / step * step;
-}
-
-// Bytes of logits that exist at a time where the caller says nothing, for pieces of rows (of
-// classes) with bytes_each, which are multiplied by a weight (an x) `width` wide. Each piece reads
-// and writes that other operand and its gradient as a whole, so a piece needs so many rows that its
-// products hide it (docs/loss.md), however many classes there are; but no more than half the bytes
-// of that operand.
-int64_t default_scratch(int64_t bytes_each, int64_t width, bool cuda) {
-  const int64_t rows = cuda ? 1024 : 512, least = int64_t(cuda ? 256 : 32) << 20;
-  return std::max(least, bytes_each * std::min(rows, width / 2));
-}
-
-// The size of even pieces that hold at most `scratch` bytes; `size` where the pieces and the sums
-// over them would hold as much as the whole.
-int64_t piece(int64_t size, int64_t bytes_each, int64_t scratch, int64_t align, int64_t sums) {
-  const int64_t whole = size * bytes_each;
-  if (size == 0 || whole <= scratch) return size;
-  const int64_t count = (whole + scratch - 1) / std::max<int64_t>(1, scratch);
-  const int64_t step = std::min(size, round_up((size + count - 1) / count, align));
-  return step * bytes_each + sums >= whole ? size : step;
-}
-
 Tensor in_type(const Tensor& t, at::ScalarType type) {
   return t.defined() ? t.to(type) : t;
 }
@@ -48,17 +25,17 @@ Tensor in_type(const Tensor& t, at::ScalarType type) {
 
 int64_t LossHead::row_step(bool sums) const {
   const int64_t held = sums && tensors_.weight.element_size() < 4 ? V_ * C_ * 4 : 0;
-  return piece(N_, row_stride(V_) * logit_size(), scratch(V_), 16, held);
+  return loss_piece(N_, row_stride(V_) * logit_size(), scratch(V_), 16, held);
 }
 
 int64_t LossHead::col_step(bool sums) const {
   const int64_t held = sums && logit_size() < 4 ? N_ * C_ * 4 : 0;
-  return piece(V_, N_ * logit_size(), scratch(N_), 64, held);
+  return loss_piece(V_, N_ * logit_size(), scratch(N_), 64, held);
 }
 
 int64_t LossHead::scratch(int64_t logits_each) const {
   if (spec_.scratch > 0) return spec_.scratch;
-  return default_scratch(logits_each * logit_size(), C_, !on_cpu(x_));
+  return default_loss_scratch(logits_each * logit_size(), C_, !on_cpu(x_));
 }
 
 LossHead::LossHead(const LossSpec& spec, const LossTensors& tensors, const std::vector<bool>& needs)

@@ -72,7 +72,7 @@ def test_a_subclass_that_computes_something_else_is_obeyed() -> None:
     mine = type("Mine", (FusedCheckpointBlock,), {"_ff_block": doubled})
     theirs = type("Theirs", (nn.TransformerEncoderLayer,), {"_ff_block": doubled})
     block = mine(WIDTH, 2, 32, 0.0, batch_first=True)
-    assert not block.fusable()
+    assert block.generic_reason() is not None
     torch.testing.assert_close(block(X), _plain(block, theirs)(X))
 
 

@@ -545,7 +545,7 @@ MUTANTS = (
         text="return asked > 0 ? asked :",
         defect="return asked < 0 ? asked :",
         test="tests/modules/test_scratch.py::test_the_peak_falls_and_the_gradients_stay[ffn]",
-        source="autograd/params.cpp",
+        source="autograd/arguments.cpp",
     ),
     Mutant(
         "labels of a chunked loss not shifted",

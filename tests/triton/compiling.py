@@ -22,11 +22,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ckptfused.triton import attention_bwd, attention_fwd, configs
+from ckptfused.triton import attention_bwd, attention_delta, attention_fwd, configs
 
 CAPABILITIES = {"sm_90": (9, 0), "sm_80": (8, 0), "generic": (8, 6)}
 KERNELS = {
-    "delta": attention_bwd.attention_delta_kernel,
+    "delta": attention_delta.attention_delta_kernel,
     "fwd": attention_fwd.attention_fwd_kernel,
     "dkdv": attention_bwd.attention_dkdv_kernel,
     "dq": attention_bwd.attention_dq_kernel,
