@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ckptfused
-from benchmarks import environment
+from benchmarks.commands import page
 from benchmarks.llama import MIB, Sizes, batch_of, command, make, step_of
 from benchmarks.memory import memory_of
 from benchmarks.step_time import summary, take_turns
@@ -117,7 +117,7 @@ def markdown(result: dict[str, Any]) -> str:
         cells += [f"**{least[CERTIFICATE] / least[STEP]:.2f}**", f"{least[WHOLE]:.3f}"]
         cells += [f"{size[k] / MIB:,.0f}" for k in (STEP, SAVING, CERTIFICATE)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", environment.footer(result["environment"]), ""])
+    return page(lines, result)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from benchmarks import environment
 from benchmarks.checks import gradients, refuse_difference, worst_error
-from benchmarks.commands import command_line, times, write
+from benchmarks.commands import command_line, interleaved, page, times, write
 from benchmarks.step_time import step, summary, time_variants
 from ckptfused import FusedCheckpointBlock
 from ckptfused.cli.models import TorchCheckpoint
@@ -159,16 +159,11 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     for variant, row in result["seconds"].items():
         lines.append(f"| {variant} | {times(row)} | {result['peak_bytes'][variant] / 1e6:,.0f} |")
-    steps = min(row["steps"] for row in result["seconds"].values())
-    lines += [
-        "",
-        f"{steps} steps each, interleaved. Peak memory: resident memory at its highest in a process's first step, less "
-        f"that before the step. Gradients checked first: {'; '.join(result['checks'])}.",
-        "",
-        environment.footer(result["environment"]),
-        "",
-    ]
-    return "\n".join(lines)
+    said = (
+        f"{interleaved(result)} Peak memory: resident memory at its highest in a process's first step, less "
+        f"that before the step. Gradients checked first: {'; '.join(result['checks'])}."
+    )
+    return page(lines, result, said)
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks import environment
 from benchmarks.checks import worst_error
-from benchmarks.commands import command_line, times, write
+from benchmarks.commands import command_line, interleaved, page, times, write
 from benchmarks.memory import memory_of
 from benchmarks.step_time import summary, take_turns
 from ckptfused import cost
@@ -119,15 +119,7 @@ def markdown(result: dict[str, Any]) -> str:
         whole = (rows, cols) == (shape["tokens"], shape["hidden"])
         tiles, peak = "one piece" if whole else f"{rows} × {cols}", result["peak_bytes"][limit] / 2**20
         lines.append(f"| {limit} MiB | {tiles} | {peak:,.0f} | {times(row)} | {row['median'] / first:.2f}× |")
-    steps = min(row["steps"] for row in result["seconds"].values())
-    lines += [
-        "",
-        f"{steps} backwards each, interleaved. Checked first: {result['check']}.",
-        "",
-        environment.footer(result["environment"]),
-        "",
-    ]
-    return "\n".join(lines)
+    return page(lines, result, f"{interleaved(result, 'backwards')} Checked first: {result['check']}.")
 
 
 def main() -> None:

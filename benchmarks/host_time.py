@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import ckptfused
 from benchmarks import environment
-from benchmarks.commands import RESULTS
+from benchmarks.commands import RESULTS, page
 from ckptfused import FusedCheckpointBlock
 
 SHAPE, HEADS, HIDDEN = (1, 8, 32), 4, 64
@@ -111,7 +111,7 @@ def markdown(result: dict[str, Any]) -> str:
         lines.append(f"| {name} | {times} | {'' if ratio is None else f'{ratio:.3f}'} |")
     lines += ["", f"Forward and backward of x {list(result['shape'])} float32, processor time, one thread; "]
     lines[-1] += f"{result['rounds']} rounds, the variants in turns."
-    return "\n".join([*lines, "", environment.footer(result["environment"]), ""])
+    return page(lines, result)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import ckptfused
 from benchmarks import environment
-from benchmarks.commands import command_line, write
+from benchmarks.commands import command_line, interleaved, page, write
 from benchmarks.memory import memory_of
 from benchmarks.step_time import summary, take_turns
 
@@ -141,17 +141,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"| {name} | {row['median']:.3f} | {row['p20']:.3f} | {row['p80']:.3f} | "
             f"{result['live_bytes'][name] / 2**20:.1f} | {f'{ratio:.2f}×{goal}' if ratio else ''} |"
         )
-    steps = min(row["steps"] for row in result["seconds"].values())
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"{steps} steps each, interleaved. Checked first: {result['check']}.",
-            "",
-            environment.footer(result["environment"]),
-            "",
-        ]
-    )
+    return page(lines, result, f"{interleaved(result)} Checked first: {result['check']}.")
 
 
 def main() -> None:

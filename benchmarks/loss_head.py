@@ -25,7 +25,7 @@ from torch import Tensor
 import ckptfused
 from benchmarks import environment
 from benchmarks.checks import worst_error
-from benchmarks.commands import command_line, times, write
+from benchmarks.commands import command_line, interleaved, page, times, write
 from benchmarks.memory import memory_of
 from benchmarks.step_time import summary, take_turns
 
@@ -137,15 +137,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"| `{variant}` | {times(row)} | {result['peak_bytes'][variant] / 2**20:,.0f} | "
             f"{f'{over:.2f}×' if over else ''} | {f'≤ {goal:.2f}×' if goal else ''} |"
         )
-    steps = min(row["steps"] for row in result["seconds"].values())
-    lines += [
-        "",
-        f"{steps} steps each, interleaved. Checked first: {result['check']}.",
-        "",
-        environment.footer(result["environment"]),
-        "",
-    ]
-    return "\n".join(lines)
+    return page(lines, result, f"{interleaved(result)} Checked first: {result['check']}.")
 
 
 def main() -> None:

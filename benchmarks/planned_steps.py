@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 import ckptfused
-from benchmarks import environment
+from benchmarks.commands import page
 from benchmarks.llama import MIB, Sizes, batch_of, check_losses, command, make, peak_of, step_of
 from benchmarks.step_time import summary, take_turns
 from ckptfused import CheckpointPolicy
@@ -105,7 +105,7 @@ def markdown(result: dict[str, Any]) -> str:
     for name, found in result["by_hand"].items():
         lines.append(f"| {name} | {found['peak'] / MIB:,.2f} | {found['seconds']['median']:.3f} |")
     lines += ["", *(f"- {row['budget'] / MIB:,.1f} MiB: {row['policy']}" for row in result["rows"])]
-    return "\n".join([*lines, "", environment.footer(result["environment"]), ""])
+    return page(lines, result)
 
 
 def main() -> None:

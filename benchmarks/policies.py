@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 import ckptfused
-from benchmarks import environment
-from benchmarks.commands import times
+from benchmarks.commands import page, times
 from benchmarks.llama import MIB, Sizes, batch_of, check_losses, command, make, peak_of, step_of
 from benchmarks.step_time import summary, take_turns
 from ckptfused import CheckpointPolicy
@@ -99,7 +98,7 @@ def markdown(result: dict[str, Any]) -> str:
         ratio = row["seconds"]["median"] / none
         lines.append(f"| {name} | {memory:,.1f} | {share:.2f}× | {times(row['seconds'])} | {ratio:.2f}× |")
     lines += ["", "What is on the CPU stays there, so offloading its inputs changes nothing here."]
-    return "\n".join([*lines, "", environment.footer(result["environment"]), ""])
+    return page(lines, result)
 
 
 def main() -> None:

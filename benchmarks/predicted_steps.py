@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import environment
-from benchmarks.commands import RESULTS
+from benchmarks.commands import RESULTS, page
 from ckptfused.policy import longest
 from ckptfused.policy.variants import MODELS, VARIANTS, Trained
 
@@ -58,8 +58,7 @@ def markdown(result: dict[str, Any]) -> str:
             sizes = " | ".join(f"{row[part] / GIB:,.2f}" for part in ("peak", *PARTS))
             best = f"{row['longest']:,}" if row["longest"] else "none"
             lines.append(f"| `{variant}` | {sizes} | {row['moment']} | {best} |")
-    lines += ["", environment.footer(result["environment"]), ""]
-    return "\n".join(lines)
+    return page(lines, result)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks import environment
-from benchmarks.commands import command_line, write
+from benchmarks.commands import command_line, page, write
 from benchmarks.profiled_models import Made, models
 from benchmarks.step_time import summary, take_turns
 from ckptfused import convert, profile
@@ -120,7 +120,7 @@ def markdown(result: dict[str, Any]) -> str:
             lines.append(f"| {name} | {width} | {sizes} | {step} | {' | '.join(times)} |")
     for name, ways in result["ways"].items():
         lines += ["", *_order_lines(name, ways)]
-    return "\n".join([*lines, "", environment.footer(result["environment"]), ""])
+    return page(lines, result)
 
 
 def _order_lines(name: str, ways: dict[str, dict[str, float]]) -> list[str]:

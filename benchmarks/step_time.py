@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from benchmarks import environment
 from benchmarks.cases import CASES, GOALS, LLAMA, Case
 from benchmarks.checks import check_gradients
-from benchmarks.commands import command_line, write
+from benchmarks.commands import command_line, interleaved, page, write
 from ckptfused.cli.models import VARIANTS, Variant, plain_layers, variant_layers
 
 
@@ -119,15 +119,7 @@ def markdown(result: dict[str, Any]) -> str:
             f"| {name} | {row['median']:.3f} | {row['p20']:.3f} | {row['p80']:.3f} | "
             f"{f'{ratio:.2f}×' if ratio else ''} | {f'≤ {goal:.2f}×' if goal else ''} |"
         )
-    steps = min(row["steps"] for row in result["seconds"].values())
-    lines += [
-        "",
-        f"{steps} steps each, interleaved. Gradients checked first: {'; '.join(result['checks'])}.",
-        "",
-        environment.footer(result["environment"]),
-        "",
-    ]
-    return "\n".join(lines)
+    return page(lines, result, f"{interleaved(result)} Gradients checked first: {'; '.join(result['checks'])}.")
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 import ckptfused
 from benchmarks import environment, llama
 from benchmarks.checks import worst_error
-from benchmarks.commands import command_line, times, write
+from benchmarks.commands import command_line, interleaved, page, times, write
 from benchmarks.memory import memory_of
 from benchmarks.step_time import summary, take_turns
 
@@ -178,16 +178,11 @@ def markdown(result: dict[str, Any]) -> str:
             f"| `{variant}` | {times(row)} | {above / 2**20:,.1f} | {whole / 2**20:,.1f} | {above / base:.2f}× | "
             f"{row['median'] / seconds:.2f}× |"
         )
-    steps = min(row["steps"] for row in result["seconds"].values())
-    lines += [
-        "",
-        f"{steps} steps each, interleaved. Ratios are to {CHECKPOINTED}; goal: {result['goal']:.2f}× of its memory. "
-        f"Peaks: PyTorch's CPU allocator, a process's second step. Checked first: {result['check']}.",
-        "",
-        environment.footer(result["environment"]),
-        "",
-    ]
-    return "\n".join(lines)
+    said = (
+        f"{interleaved(result)} Ratios are to {CHECKPOINTED}; goal: {result['goal']:.2f}× of its memory. "
+        f"Peaks: PyTorch's CPU allocator, a process's second step. Checked first: {result['check']}."
+    )
+    return page(lines, result, said)
 
 
 def main() -> None:
