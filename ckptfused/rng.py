@@ -21,7 +21,7 @@ from torch import Tensor
 from ckptfused import _extension  # noqa: F401  (registers the ops)
 from ckptfused.checks import check_generator
 from ckptfused.eager import dropout
-from ckptfused.spec.checks import check_probability
+from ckptfused.spec.checks import check_integer, check_probability
 
 __all__ = ["ATTENTION_PROBS", "ATTENTION_RESIDUAL", "FFN_HIDDEN", "FFN_RESIDUAL", "dropout_mask", "keep_scale", "state"]
 
@@ -55,15 +55,15 @@ def dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) -
     **Shapes** shape: of the tensor that dropout applies to, batch-first: [B, T, C] for the residual sites,
     [B, T, F] for the hidden site, [B, H, T, T] for attention probabilities. rng_state: int64[2]. site: one of this
     module's four, or from 4 on those of adapters; it has 8 bits. Result: bool.
-    **Raises** `ValueError` if p is outside [0, 1] or site is no integer in 0 … 255; `TypeError` for a p that is no
-    number or another rng_state.
+    **Raises** `ValueError` if p is outside [0, 1] or site outside 0 … 255; `TypeError` for a p that is no number, a
+    site that is no integer, or another rng_state.
     """
     p = check_probability("p", p)
     if not isinstance(rng_state, Tensor) or rng_state.dtype != torch.int64 or rng_state.shape != (2,):
         got = f"{rng_state.dtype}{list(rng_state.shape)}" if isinstance(rng_state, Tensor) else repr(rng_state)
         raise TypeError(f"rng_state: expected an int64[2] tensor, got {got}")
-    if not isinstance(site, int) or not 0 <= site <= 255:
-        raise ValueError(f"site: expected an integer from 0 to 255, got {site!r}")
+    if check_integer("site", site, 0) > 255:
+        raise ValueError(f"site: expected an integer of at most 255, got {site}")
     return torch.ops.ckptfused.dropout_mask(list(shape), p, rng_state, site)
 
 

@@ -161,7 +161,10 @@ def _take_out(layer: nn.Module) -> bool:
 
 
 def revert(model: nn.Module) -> int:
-    """Undoes `convert`: every layer gets the forward back that it had. Returns how many layers were converted."""
+    """Undoes `convert`: every layer gets the forward back that it had. Returns how many layers were converted.
+
+    **Raises** `TypeError` if `model` is no module.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
     count = 0

@@ -166,6 +166,8 @@ def original(model: nn.Module) -> Iterator[None]:
 
     For comparing, and for what somebody wants of the layer's own code. What was computed within may be differentiated
     after. Second derivatives (a gradient penalty), `torch.func` and forward-mode derivatives need no such help.
+
+    **Raises** `TypeError` if `model` is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")

@@ -13,7 +13,11 @@ _PRESETS = {names: preset for preset, names in KEEP_PRESETS.items()}
 
 @dataclass(frozen=True)
 class LayerMode:
-    """What is decided of one layer."""
+    """What is decided of one layer.
+
+    **Raises** `ValueError` or `TypeError` for what is out of its range, naming it, and for `scratch` or `offload` of a
+    layer that runs as it was.
+    """
 
     keep: str | tuple[str, ...] | None = "inputs"
     """What it keeps for backward beside its input, a preset or names (`ckptfused.spec.KEEP_PRESETS`), where a preset's

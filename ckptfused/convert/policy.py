@@ -103,7 +103,8 @@ class CheckpointPolicy:
         keep: what each layer keeps while its segment is replayed; None: it runs as it was, in the replay, too.
         """
         mode, rest = _split(options)
-        divided = {"segment_count": n} if isinstance(n, int) else {"segment_lengths": tuple(n)}
+        several = isinstance(n, Iterable) and not isinstance(n, str)
+        divided = {"segment_lengths": tuple(n)} if several else {"segment_count": n}  # type: ignore[arg-type]
         return cls((LayerMode(keep, **mode),), **divided, **rest)  # type: ignore[arg-type]
 
     @classmethod
@@ -115,6 +116,8 @@ class CheckpointPolicy:
     def per_layer(cls, layers: Iterable[LayerMode | Keep | None], **options: Any) -> CheckpointPolicy:
         """One mode, or what is kept, for each layer of a model that has so many."""
         mode, rest = _split(options)
+        if isinstance(layers, str) or not isinstance(layers, Iterable):
+            raise TypeError(f"layers: expected a mode, or what is kept, of each layer, got {layers!r}")
         modes = tuple(
             x if isinstance(x, LayerMode) else LayerMode(x, **({} if x is None else mode))  # type: ignore[arg-type]
             for x in layers

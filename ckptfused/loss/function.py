@@ -15,7 +15,7 @@ from ckptfused.eager.loss import eager_linear_cross_entropy
 from ckptfused.loss import double_backward  # noqa: F401  (registers the Autograd kernel)
 from ckptfused.sizes import parse_bytes
 from ckptfused.spec import HEAD, Adapter, LossSpec, parse_loss
-from ckptfused.spec.checks import check_choice, check_number
+from ckptfused.spec.checks import check_choice, check_flag, check_number
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -58,6 +58,17 @@ def _text(options: tuple[tuple[str, Any], ...], adapters: tuple[tuple[int, float
 def _plain_value(value: Any) -> Any:
     """The value. torch.compile, which may trace a number as a symbol, must know what is hashed."""
     return next(iter({value}))
+
+
+def spec_options(reduction: str, softcap: float | None, scratch: int | str | None, **same: Any) -> dict[str, Any]:
+    """The fields of `LossSpec` by the options of `linear_cross_entropy`; same: those that are fields as they are."""
+    check_choice("reduction", reduction, REDUCTIONS)
+    return {
+        **same,
+        "reduction": "none" if reduction == "none" else "sum",
+        "softcap": 0.0 if softcap is None else softcap,
+        "scratch": 0 if scratch is None else parse_bytes("scratch", scratch),
+    }
 
 
 def linear_cross_entropy(
@@ -112,21 +123,16 @@ def linear_cross_entropy(
     **Source** `torch.nn.functional.cross_entropy`; gradients in forward: Hsu et al. 2024 (Liger, arXiv 2410.10989).
     """
     _check(x, weight, target, bias, class_weight, adapters, reduction, num_items)
+    if not torch.compiler.is_compiling():  # Dynamo traces no error of ours
+        check_flag("shift", shift)
+        check_flag("return_tokens", return_tokens)
     if shift and target.dim() == 0:
         raise ValueError("shift: expected a sequence of targets, got a single one")
     check_generator(generator)
     if shift:
         target = F.pad(target[..., 1:], (0, 1), value=ignore_index)[..., : target.size(-1)]
-    options: dict[str, Any] = {
-        "keep": keep,
-        "reduction": "none" if reduction == "none" else "sum",
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "logit_scale": logit_scale,
-        "softcap": 0.0 if softcap is None else softcap,
-        "z_loss": z_loss,
-        "scratch": 0 if scratch is None else parse_bytes("scratch", scratch),
-    }
+    same = {"keep": keep, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    options = spec_options(reduction, softcap, scratch, **same, logit_scale=logit_scale, z_loss=z_loss)
     lora_options = tuple((lora.a.size(0), lora.scale, lora.p) for lora in adapters)
     if torch.compiler.is_compiling():
         options = {name: _plain_value(value) for name, value in options.items()}
@@ -208,7 +214,6 @@ def _check(
         check_param(f"adapters[{i}].b", lora.b, (classes, rank), x)
         if lora.bias is not None:
             check_param(f"adapters[{i}].bias", lora.bias, (classes,), x)
-    check_choice("reduction", reduction, REDUCTIONS)
     if num_items is not None:
         if reduction == "none":
             raise ValueError("num_items: expected None with reduction='none', which divides by nothing")

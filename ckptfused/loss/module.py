@@ -6,13 +6,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ckptfused.loss.function import LossOutput, linear_cross_entropy
+from ckptfused.loss.function import LossOutput, linear_cross_entropy, spec_options
+from ckptfused.spec import LossSpec
+from ckptfused.spec.checks import check_flag
 
 
 class LinearCrossEntropyLoss(nn.Module):
     """`linear_cross_entropy` with its options set; the head's weight stays the model's.
 
-    `LinearCrossEntropyLoss(label_smoothing=0.1)(x, lm_head.weight, target)`. Options and **Raises** as there.
+    `LinearCrossEntropyLoss(label_smoothing=0.1)(x, lm_head.weight, target)`. Options and **Raises** as there; what is
+    wrong with an option is said at once.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -23,6 +26,11 @@ class LinearCrossEntropyLoss(nn.Module):
             if name not in known or name in per_call:
                 names = ", ".join(name for name in known if name not in per_call)
                 raise TypeError(f"{name}: expected an option among {names}, got an unknown one")
+        values = {**known, **options}
+        fields = ("reduction", "softcap", "scratch", "keep", "ignore_index", "label_smoothing", "logit_scale", "z_loss")
+        LossSpec(**spec_options(**{name: values[name] for name in fields}))
+        for name in ("shift", "return_tokens"):
+            check_flag(name, values[name])
         self.options = options
 
     def forward(

@@ -18,7 +18,7 @@ from ckptfused.layer.norms import make_norm
 from ckptfused.layer.sdpa import refuse_replaced_sdpa
 from ckptfused.masks import encoder_mask
 from ckptfused.modules.rotary import RotaryTable
-from ckptfused.spec.checks import check_at_least, check_flag, check_integer, check_number
+from ckptfused.spec.checks import check_at_least, check_choice, check_flag, check_integer, check_number
 
 
 class GroupedAttention(nn.MultiheadAttention):
@@ -185,8 +185,8 @@ def make_attention(
     """
     if unknown:
         raise TypeError(
-            f"{next(iter(unknown))}: unknown keyword; attention takes num_kv_heads, head_dim, rope, rope_style, "
-            "rotary_dim, qk_norm, causal, window, softcap and scale"
+            f"{next(iter(unknown))}: unknown keyword; beside those of the signature, attention takes num_kv_heads, "
+            "head_dim, rope, rope_style, rotary_dim, qk_norm, causal, window, softcap and scale"
         )
     nhead = check_integer("nhead", nhead, 1)
     if head_dim is not None:
@@ -225,8 +225,7 @@ def make_attention(
 
 def _rotary(rope: Any, style: str, rotary_dim: int | None, head_dim: int) -> RotaryTable | None:
     """The table that `rope` asks for."""
-    if style not in ("half", "interleaved"):
-        raise ValueError(f"rope_style: expected 'half' or 'interleaved', got {style!r}")
+    check_choice("rope_style", style, ("half", "interleaved"))
     if rope is None or rope is False:
         if rotary_dim is not None:
             raise ValueError(f"rotary_dim: expected None without rope, got {rotary_dim}")

@@ -56,9 +56,9 @@ def check_at_least(where: str, value: object, least: float) -> float:
 
 
 def check_probability(where: str, value: object) -> float:
-    """The value as a float; raise unless it is a dropout probability, a number in [0, 1]."""
+    """The value as a float; raise unless it is a number in [0, 1], as a dropout probability is."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{where}: expected a dropout probability in [0, 1], got {value!r}")
+        raise TypeError(f"{where}: expected a number in [0, 1], got {value!r}")
     if not 0.0 <= float(value) <= 1.0:
-        raise ValueError(f"{where}: expected a dropout probability in [0, 1], got {value!r}")
+        raise ValueError(f"{where}: expected a number in [0, 1], got {value!r}")
     return float(value)

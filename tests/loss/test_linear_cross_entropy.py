@@ -430,6 +430,25 @@ def test_module() -> None:
         ckptfused.LinearCrossEntropyLoss(smooth=1)
 
 
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"keep": "all"}, ValueError, "keep: expected one of gradients, inputs, got 'all'"),
+        ({"reduction": "avg"}, ValueError, "reduction: expected one of mean, sum, none, got 'avg'"),
+        ({"scratch": "many"}, ValueError, "scratch: expected a number of bytes"),
+        ({"label_smoothing": 2}, ValueError, r"label_smoothing: expected a number in \[0, 1\], got 2"),
+        ({"shift": "yes"}, TypeError, "shift: expected a bool, got 'yes'"),
+        ({"return_tokens": 3}, TypeError, "return_tokens: expected a bool, got 3"),
+    ],
+)
+def test_what_is_wrong_with_an_option_is_said_at_once(
+    option: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    for call in (lambda: ckptfused.LinearCrossEntropyLoss(**option), lambda: lce(X, W, T, **option)):
+        with pytest.raises(error, match=message):
+            call()
+
+
 X, W, T = torch.zeros(4, 8), torch.zeros(5, 8), torch.zeros(4, dtype=torch.int64)
 
 

@@ -116,7 +116,7 @@ def test_functional_halves_want_their_own_spec() -> None:
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
 @pytest.mark.parametrize("site", ["dropout", "attention_dropout", "residual_dropout", "ffn_dropout"])
 def test_probability(p: float, site: str) -> None:
-    with pytest.raises(ValueError, match=rf"{site}: expected a dropout probability in \[0, 1\], got {p}"):
+    with pytest.raises(ValueError, match=rf"{site}: expected a number in \[0, 1\], got {p}"):
         FusedCheckpointBlock(C, H, **{site: p})
 
 
@@ -131,7 +131,7 @@ def test_probability(p: float, site: str) -> None:
         ({"norm": "batchnorm"}, r"norm: expected one of layernorm, rmsnorm, gemma, got 'batchnorm'"),
         ({"rope": True, "rotary_dim": 3}, r"rotary_dim: expected an even number .* got 3"),
         ({"rotary_dim": 2}, r"rotary_dim: expected None without rope, got 2"),
-        ({"rope": True, "rope_style": "spiral"}, r"rope_style: expected 'half' or 'interleaved', got 'spiral'"),
+        ({"rope": True, "rope_style": "spiral"}, r"rope_style: expected one of half, interleaved, got 'spiral'"),
         ({"parallel": True}, r"parallel=True: expected norm_first=True, got norm_first=False"),
         ({"window": -2}, r"^window: expected an integer of at least 0, got -2"),
     ],
@@ -145,7 +145,7 @@ def test_constructor(options: dict[str, Any], message: str) -> None:
 def test_constructor_types() -> None:
     with pytest.raises(TypeError, match="keep: expected a preset's name or an iterable of names, got 3"):
         FusedCheckpointBlock(C, H, keep=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="dropout: expected a dropout probability .* got '0.1'"):
+    with pytest.raises(TypeError, match="dropout: expected a number .* got '0.1'"):
         FusedCheckpointBlock(C, H, dropout="0.1")  # type: ignore[arg-type]
 
 

@@ -51,8 +51,8 @@ def functional_ffn(x: Any = X, params: Any = PARAMS, spec: Any = FFN, **options:
 
 
 OF_ALL_HALVES = {
-    "dropout": ("0.1", TypeError, "dropout: expected a dropout probability in [0, 1], got '0.1'"),
-    "residual_dropout": (2, ValueError, "residual_dropout: expected a dropout probability in [0, 1], got 2"),
+    "dropout": ("0.1", TypeError, "dropout: expected a number in [0, 1], got '0.1'"),
+    "residual_dropout": (2, ValueError, "residual_dropout: expected a number in [0, 1], got 2"),
     "layer_norm_eps": (-1.0, ValueError, "layer_norm_eps: expected a number of at least 0, got -1.0"),
     "norm": ("x", ValueError, "norm: expected one of layernorm, rmsnorm, gemma, got 'x'"),
     "bias": ("no", TypeError, "bias: expected a bool, got 'no'"),
@@ -65,18 +65,22 @@ OF_ATTENTION = {
     "head_dim": (0, ValueError, "head_dim: expected an integer of at least 1, got 0"),
     "rope": ("yes", TypeError, "rope: expected True, False, None, a theta or a RotaryTable, got 'yes'"),
     "rotary_dim": (2, ValueError, "rotary_dim: expected None without rope, got 2"),
-    "rope_style": ("x", ValueError, "rope_style: expected 'half' or 'interleaved', got 'x'"),
+    "rope_style": ("x", ValueError, "rope_style: expected one of half, interleaved, got 'x'"),
     "qk_norm": ("x", ValueError, "qk_norm: expected one of layernorm, rmsnorm, gemma, got 'x'"),
     "causal": ("yes", TypeError, "causal: expected a bool, got 'yes'"),
     "window": (1.5, TypeError, "window: expected an integer, got 1.5"),
     "softcap": (-1, ValueError, "softcap: expected a number of at least 0, got -1"),
     "scale": ("big", TypeError, "scale: expected a number, got 'big'"),
-    "attention_dropout": (-1, ValueError, "attention_dropout: expected a dropout probability in [0, 1], got -1"),
-    "heads": (2, TypeError, "heads: unknown keyword; attention takes num_kv_heads, head_dim, rope"),
+    "attention_dropout": (-1, ValueError, "attention_dropout: expected a number in [0, 1], got -1"),
+    "heads": (
+        2,
+        TypeError,
+        "heads: unknown keyword; beside those of the signature, attention takes num_kv_heads, head_dim, rope",
+    ),
 }
 OF_FFN = {
     "activation": ("x", ValueError, "activation: expected one of relu, gelu"),
-    "ffn_dropout": ("1", TypeError, "ffn_dropout: expected a dropout probability in [0, 1], got '1'"),
+    "ffn_dropout": ("1", TypeError, "ffn_dropout: expected a number in [0, 1], got '1'"),
 }
 OF_BLOCKS = {"parallel": ("yes", ValueError, "parallel: expected False, True or 'shared', got 'yes'")}
 MAKES: list[tuple[Callable[..., Any], dict[str, Any]]] = [
@@ -113,7 +117,11 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "llama-width": (lambda: llama("16", H), TypeError, "d_model: expected an integer, got '16'"),
     "llama-theta": (lambda: llama(rope_theta="x"), TypeError, "rope: expected True, False, None, a theta"),
     "llama-theta-0": (lambda: llama(rope_theta=0.0), ValueError, "rope: expected a positive theta, got 0.0"),
-    "llama-unknown": (lambda: llama(heads=3), TypeError, "heads: unknown keyword; attention takes"),
+    "llama-unknown": (
+        lambda: llama(heads=3),
+        TypeError,
+        "heads: unknown keyword; beside those of the signature, attention takes",
+    ),
     "rotary-wide": (
         lambda: attention(rope=RotaryTable(8)),
         ValueError,
@@ -165,9 +173,9 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "convert": (lambda: ckptfused.convert(5), TypeError, "model: expected an nn.Module, got int"),  # type: ignore[arg-type]
     "state-like": (lambda: rng.state(3), TypeError, "like: expected a tensor, got 3"),  # type: ignore[arg-type]
     "state-generator": (lambda: rng.state(X, 3), TypeError, "generator: expected a torch.Generator or None, got 3"),  # type: ignore[arg-type]
-    "mask-p": (lambda: rng.dropout_mask([4], "x", rng.state(X), 0), TypeError, "p: expected a dropout probability"),  # type: ignore[arg-type]
+    "mask-p": (lambda: rng.dropout_mask([4], "x", rng.state(X), 0), TypeError, "p: expected a number"),  # type: ignore[arg-type]
     "mask-state": (lambda: rng.dropout_mask([4], 0.5, X, 0), TypeError, "rng_state: expected an int64[2] tensor, got"),
-    "scale-p": (lambda: rng.keep_scale(2.0), ValueError, "p: expected a dropout probability in [0, 1], got 2.0"),
+    "scale-p": (lambda: rng.keep_scale(2.0), ValueError, "p: expected a number in [0, 1], got 2.0"),
 }
 
 
