@@ -108,7 +108,7 @@ def test_modes() -> None:
         (lambda: CheckpointPolicy.segments(2.5), TypeError, "segment_count: expected an integer, got 2.5"),
         (lambda: CheckpointPolicy.segments("3"), TypeError, "segment_count: expected an integer, got '3'"),
         (lambda: CheckpointPolicy.per_layer("all"), TypeError, "layers: expected a mode, .* of each layer, got 'all'"),
-        (lambda: CheckpointPolicy.segments((2, 1)).modes(4), ValueError, r"the 4 layers .* got 3 in .*=\[2, 1\]"),
+        (lambda: CheckpointPolicy.segments((2, 1)).modes(4), ValueError, r"of 4 layers.* got 3 in .*=\[2, 1\]"),
         (lambda: CheckpointPolicy(segment_count=1, segment_lengths=(1,)), ValueError, "no segment_count beside it"),
         (lambda: CheckpointPolicy.uniform(loss="small"), ValueError, "loss: expected"),
         (lambda: CheckpointPolicy.uniform(loss_scratch=1), ValueError, "loss_scratch: expected"),
