@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ckptfused.cli import bench, context, demo, doctor, plan, profile
-from ckptfused.cli.errors import FAILED, STATUSES, CommandError
+from ckptfused.cli.errors import FAILED, MISUSED, STATUSES, CommandError
 
 DESCRIPTION = "Activation checkpointing with fused recompute."
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="ckptfused", description=DESCRIPTION, epilog=STATUSES)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = parser.add_subparsers(dest="command", metavar="command")
     for module in (context, profile, plan, doctor, demo, bench):
         name = module.__name__.rpartition(".")[2]
         doc = (module.__doc__ or "").strip()
@@ -35,6 +35,9 @@ def _run(argv: Sequence[str] | None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     arguments, rest = parser.parse_known_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return MISUSED
     if arguments.command == "bench":
         arguments.options = rest
     elif rest:

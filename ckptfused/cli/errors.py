@@ -2,8 +2,8 @@
 
 STATUSES = """exit status: 0, all is well; 1, the command failed, and says why; 2, its options are wrong;
 3, it ran, and the answer is no: nothing fits into the budget (plan), or something is an error (doctor)"""
-FAILED, NO = 1, 3
-"""2 is argparse's own."""
+FAILED, MISUSED, NO = 1, 2, 3
+"""`MISUSED` is argparse's own."""
 
 
 class CommandError(RuntimeError):

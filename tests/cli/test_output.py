@@ -1,4 +1,4 @@
-"""The commands' output where nobody reads it to its end."""
+"""The commands' output where nobody reads it to its end, and where nobody asked for one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from ckptfused.cli import main
 
 pytestmark = pytest.mark.once
 FACTORY = """
@@ -37,3 +39,11 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(options: list
     )
     os.close(write)
     assert (found.returncode, found.stderr) == (1, "")
+
+
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    out, said = capsys.readouterr()
+    assert out == "" and all(
+        f"\n    {name} " in said for name in ("context", "profile", "plan", "doctor", "demo", "bench")
+    )
