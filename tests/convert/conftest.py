@@ -1,11 +1,13 @@
-"""Markers of tests/convert: what runs with one torch alone, and with new transformers alone."""
+"""Markers of tests/convert: what runs with one torch alone, and with new transformers alone; and a fixture."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ckptfused.layer.parts import Reason
 from tests.convert.versions import since
 from tests.convert.zoo import ZOO, Specimen
 
@@ -25,3 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             specimen = ZOO.get(value) if isinstance(value, str) else value
             if isinstance(specimen, Specimen):
                 item.add_marker(since(specimen.since, f"{specimen.name} is fused"))
+
+
+@pytest.fixture
+def reasons() -> Iterator[list[Reason]]:
+    """Why calls of converted layers were not fused, as they come."""
+    from tests.convert.small import unfused  # late: it needs transformers
+
+    with unfused() as found:
+        yield found

@@ -12,7 +12,6 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import ckptfused
-from ckptfused.convert.forward import ConvertedForward
 from ckptfused.layer.parts import Reason
 from tests.convert import zoo_decoders as zoo
 from tests.convert import zoo_llama
@@ -21,20 +20,6 @@ from tests.convert.versions import since, transformers
 from tests.convert.zoo import ZOO, Specimen, randomize, text_batch
 
 DECODERS = [pytest.param(ZOO[n], id=n) for n in ("gemma2", "gemma3", "phi3", "gpt2", "neox", "opt")]
-
-
-@pytest.fixture
-def reasons(monkeypatch: pytest.MonkeyPatch) -> list[Reason]:
-    """Why calls of converted layers were not fused, as they come."""
-    found: list[Reason] = []
-    unfused = ConvertedForward.unfused
-
-    def noting(self: Any, reason: Reason, args: Any, kwargs: Any) -> Any:
-        found.append(reason)
-        return unfused(self, reason, args, kwargs)
-
-    monkeypatch.setattr(ConvertedForward, "unfused", noting)
-    return found
 
 
 REFUSED = {

@@ -17,7 +17,6 @@ import peft
 
 import ckptfused
 from ckptfused import rng
-from ckptfused.convert.forward import ConvertedForward
 from ckptfused.layer.parts import Reason
 from tests.accounting import Events
 from tests.convert import zoo_decoders, zoo_llama  # noqa: F401
@@ -35,20 +34,6 @@ pytestmark = [
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SOME = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
-
-
-@pytest.fixture
-def reasons(monkeypatch: pytest.MonkeyPatch) -> list[Reason]:
-    """Why calls were not fused, as they come."""
-    found: list[Reason] = []
-    before = ConvertedForward.unfused
-
-    def unfused(self: Any, reason: Reason, args: Any, kwargs: Any) -> Any:
-        found.append(reason)
-        return before(self, reason, args, kwargs)
-
-    monkeypatch.setattr(ConvertedForward, "unfused", unfused)
-    return found
 
 
 def make(targets: list[str] = SOME, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Any:
