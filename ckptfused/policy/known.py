@@ -19,7 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ckptfused.policy.work import written
 
 MOST = 1 << 18
-"""Entries of a tensor whose values are kept, or as many as the largest mask or positions of the batch have."""
+"""Entries of a tensor whose values are kept, or as many as the largest mask or positions of the batch have: what holds
+no fractions, or is square."""
 aten = torch.ops.aten
 _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 """These take booleans, whose number of results depends on values, beside tensors that need not be known."""
@@ -38,7 +39,8 @@ class Known(TorchDispatchMode):
         self._values = WeakTensorKeyDictionary()
         self._spoiled: list[torch.UntypedStorage] = []
         pairs = list(pairs)
-        self._most = max([MOST, *(value.numel() for _, value in pairs if not value.is_floating_point())])
+        masks = (t for _, t in pairs if not t.is_floating_point() or (t.dim() > 1 and t.size(-1) == t.size(-2)))
+        self._most = max([MOST, *(t.numel() for t in masks)])
         for twin, value in pairs:
             if twin.is_meta and self._is_small(value):
                 self._values[twin] = value.detach().to("cpu", copy=True)
@@ -73,7 +75,8 @@ class Known(TorchDispatchMode):
         if func.namespace != "aten" or func.overloadpacket in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if not any(t.is_meta for t in given) and not (not given and func.overloadpacket in _MAKE and _is_few(args)):
+        makes = not given and func.overloadpacket in _MAKE and _entries(func, args) <= self._most
+        if not makes and not any(t.is_meta for t in given):
             return None
         values = [self._value(t) for t in given]
         if not all(map(self._is_small, values)):
@@ -113,6 +116,11 @@ def values_of(batch: Any, twins: Any) -> list[tuple[Tensor, Tensor]]:
     return [(twin, t) for twin, t in pairs if isinstance(t, Tensor) and not t.is_meta]
 
 
-def _is_few(args: Any) -> bool:
-    """Whether a tensor of these sizes, or with numbers up to this end, is small."""
-    return prod(abs(n) + 1 for n in tree_leaves(args[:2]) if isinstance(n, int | float)) <= MOST
+def _entries(func: Any, args: Any) -> float:
+    """Of the tensor that one of `_MAKE` makes."""
+    if func.overloadpacket is aten.scalar_tensor:
+        return 1
+    if func.overloadpacket is not aten.arange:
+        return prod(args[0])
+    start, end, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
+    return float((end - start) / step)

@@ -152,6 +152,25 @@ def test_a_mask_of_more_entries_than_are_kept_of_other_tensors(monkeypatch: pyte
     assert profile(llama(), batch, device="h200").peak == expected
 
 
+@pytest.mark.parametrize("most", [known.MOST, 50])
+def test_a_mask_of_pytorchs_encoder(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which compares it with one that it makes, of zeros and -inf."""
+    monkeypatch.setattr(known, "MOST", most)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2)
+    batch = {"src": torch.randn(2, 24, 16), "mask": nn.Transformer.generate_square_subsequent_mask(24)}
+    measured, found = (profile(model, batch, device=device) for device in (None, "cpu"))
+    assert measured.saved == found.saved and abs(found.peak / measured.peak - 1) < 0.03
+
+
+def test_a_recurrent_layer_is_named() -> None:
+    class Last(nn.LSTM):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x)[0]
+
+    (note,) = profile(nn.Sequential(nn.Linear(8, 8), Last(8, 8)), torch.randn(3, 2, 8), device="h200").notes
+    assert note.startswith("1: what oneDNN or cuDNN keeps")
+
+
 def test_gradients_that_are_sparse(capfd: pytest.CaptureFixture[str]) -> None:
     """Of an embedding, as many rows as tokens."""
     layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
