@@ -4,6 +4,7 @@
 #include "kernels/cuda/qk.h"
 #include "tests/cuda/rows_util.h"
 #include "tests/naive_norm.h"
+#include "tests/naive_rope.h"
 
 namespace ckptfused {
 namespace {
@@ -78,19 +79,11 @@ struct Problem : Case {
     return {begin, begin + dim};
   }
 
-  // The rotation as a matrix with two entries a row, forward or transposed.
-  std::vector<double> rotated(std::vector<double> v, int64_t token, bool transposed) const {
-    const std::vector<double> from = v;
-    const int64_t half = rotary / 2, t = token % time, b = token / time;
-    for (int64_t i = 0; i < half; ++i) {
-      const int64_t at = (shape.cos_batch_stride == 0 ? t : b * time + t) * half + i;
-      const bool paired = rope == RopeKind::interleaved;
-      const int64_t first = paired ? 2 * i : i, second = paired ? 2 * i + 1 : i + half;
-      const double s = transposed ? -sin.exact[at] : sin.exact[at];
-      v[first] = from[first] * cos.exact[at] - from[second] * s;
-      v[second] = from[first] * s + from[second] * cos.exact[at];
-    }
-    return v;
+  std::vector<double> rotated(const std::vector<double>& v, int64_t token, bool transposed) const {
+    const int64_t half = rotary / 2;
+    const int64_t row = shape.cos_batch_stride == 0 ? token % time : token;
+    return naive_rope(v, shape.rope, cos.exact.data() + row * half, sin.exact.data() + row * half,
+                      half, transposed);
   }
   double angle_scale() const { return rotary == 0 ? 1 : largest(cos.exact) + largest(sin.exact); }
   double terms() const { return 24 + double(dim) / 16; }
