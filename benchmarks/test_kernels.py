@@ -9,8 +9,6 @@ holds the bytes that the op must move at least, the rate achieved, and that rate
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,25 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ckptfused  # noqa: F401  (registers the ops)
+from benchmarks.gpu.ops import Op, size
 from ckptfused.cli.models import rope_tables, rotate
 
 ops = torch.ops.ckptfused
 ROWS, WIDTH, HIDDEN, HEADS, TOKENS = 2048, 1024, 2752, 16, 512
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class Op:
-    """Our call, the eager one, and the tensors that have to be read and written once."""
-
-    ours: Callable[[], object]
-    eager: Callable[[], object]
-    results: Callable[[], list[tuple[Tensor, Tensor]]]
-    moved: int
-
-
-def size(*tensors: Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def normal(*shape: int, dtype: torch.dtype) -> Tensor:
