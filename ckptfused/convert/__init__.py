@@ -2,7 +2,7 @@
 
 from ckptfused.convert import families as families
 from ckptfused.convert.apply import revert
-from ckptfused.convert.family import Family, Plan, register
+from ckptfused.convert.family import Family, register
 from ckptfused.convert.forward import original
 from ckptfused.convert.layer_mode import LayerMode
 from ckptfused.convert.policy import CheckpointPolicy
@@ -19,7 +19,6 @@ __all__ = [
     "LayerMode",
     "LayerReport",
     "Parts",
-    "Plan",
     "Reason",
     "Report",
     "original",

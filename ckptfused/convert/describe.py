@@ -51,12 +51,12 @@ def describe(
         with contextlib.suppress(Exception):  # a count for the table
             args, kwargs = family.example(layer, x)
             before = counts.per_token(layer, args, kwargs)
-    plan = family.plan(layer, mode, x)
-    if isinstance(plan, Reason):
-        return LayerReport(name, kind, family.name, "generic", plan.text, before, x.size(-1) * x.element_size())
-    after = sum(cost.saved_bytes(spec, 1, TOKENS, x.size(-1), x.dtype) for spec in plan.specs) / TOKENS
-    after += plan.generic * x.size(-1) * x.element_size()
-    return LayerReport(name, kind, family.name, plan.path, plan.reason, before, after)
+    outcome = family.outcome(layer, mode, x)
+    if isinstance(outcome, Reason):
+        return LayerReport(name, kind, family.name, "generic", outcome.text, before, x.size(-1) * x.element_size())
+    after = sum(cost.saved_bytes(spec, 1, TOKENS, x.size(-1), x.dtype) for spec in outcome.specs) / TOKENS
+    after += outcome.generic * x.size(-1) * x.element_size()
+    return LayerReport(name, kind, family.name, outcome.path, outcome.reason, before, after)
 
 
 def as_it_was(model: nn.Module, name: str, layer: nn.Module, family: Family | None, counts: Counts) -> LayerReport:

@@ -28,7 +28,7 @@ from ckptfused.spec.checks import check_choice
 FAMILIES: dict[str, Family] = {}
 
 
-class Plan(NamedTuple):
+class Outcome(NamedTuple):
     """What will become of a layer's calls."""
 
     specs: tuple[BlockSpec, ...]
@@ -141,7 +141,7 @@ class Family:
         """Arguments with which the layer's forward takes x, for counting what it saves."""
         return (x,), {}
 
-    def plan(self, layer: Any, mode: Mode, x: Tensor) -> Plan | Reason:
+    def outcome(self, layer: Any, mode: Mode, x: Tensor) -> Outcome | Reason:
         """What will become of calls like `example`'s."""
         try:
             args, kwargs = self.example(layer, x)
@@ -152,7 +152,7 @@ class Family:
             return steps
         why = dict.fromkeys(step.why for step in steps if isinstance(step, Generic))
         specs = tuple(BlockSpec.parse(step.text) for step in steps if isinstance(step, Call))
-        return Plan(specs, len(steps) - len(specs), "; ".join(why))
+        return Outcome(specs, len(steps) - len(specs), "; ".join(why))
 
     def _calls(
         self, layer: Any, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False

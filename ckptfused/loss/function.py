@@ -120,7 +120,9 @@ def linear_cross_entropy(
     **Recomputes** with "inputs" the logits. A second derivative runs through plain PyTorch.
     **Raises** `ValueError` or `TypeError` naming the argument, what was expected and what came; `IndexError` for a
     target that is no class (on CUDA, where nobody waits for it, its loss is NaN).
-    **Source** `torch.nn.functional.cross_entropy`; gradients in forward: Hsu et al. 2024 (Liger, arXiv 2410.10989).
+    **Source** `torch.nn.functional.cross_entropy`, and PyTorch 2.13's `linear_cross_entropy`, whose `linear_weight`,
+    `linear_bias` and `weight` are weight, bias and class_weight here; gradients in forward: Hsu et al. 2024 (Liger,
+    arXiv 2410.10989).
     """
     _check(x, weight, target, bias, class_weight, adapters, reduction, num_items)
     if not torch.compiler.is_compiling():  # Dynamo traces no error of ours

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptfused.convert.family import Family, Fused, Generic, Plan, Steps, register
+from ckptfused.convert.family import Family, Fused, Generic, Outcome, Steps, register
 from ckptfused.layer import encoder
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.peft import adapted
@@ -32,8 +32,8 @@ class _Torch(Family):
     def refuse_original(self, layer: Any, why: str) -> None:
         encoder.refuse_unread_adapter(layer.self_attn, why)
 
-    def plan(self, layer: Any, mode: Mode, x: Tensor) -> Plan | Reason:
-        return _with_adapters(layer, super().plan(layer, mode, x))
+    def outcome(self, layer: Any, mode: Mode, x: Tensor) -> Outcome | Reason:
+        return _with_adapters(layer, super().outcome(layer, mode, x))
 
 
 class TorchEncoder(_Torch):
@@ -107,8 +107,8 @@ def _adapted(layer: Any) -> bool:
     return any(map(adapted, (layer.linear1, layer.linear2, layer.self_attn.out_proj)))
 
 
-def _with_adapters(layer: Any, found: Plan | Reason) -> Plan | Reason:
-    """The plan, and what is to be said of PEFT's adapters beside an `out_proj`: PyTorch's attention reads past them."""
+def _with_adapters(layer: Any, found: Outcome | Reason) -> Outcome | Reason:
+    """The outcome, with what to say of PEFT's adapters beside an `out_proj`: PyTorch's attention reads past them."""
     said = {
         "self_attn": "the adapter of self_attn.out_proj is applied, which nn.MultiheadAttention would leave out",
         "multihead_attn": "nn.MultiheadAttention leaves the adapter of multihead_attn.out_proj out",
