@@ -44,6 +44,8 @@ _FREE = {
 _PICK = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward}
 """These read a part of their first operand, as large as the result."""
 _DRAW = {aten.bernoulli, aten.bernoulli_, aten.native_dropout, aten.normal_, aten.uniform_, aten.rand}
+_DENSE = {aten.mm, aten.addmm, aten.embedding_dense_backward}
+"""These copy an operand that is expanded, as the gradient of a sum is, for as long as they run; not what is added."""
 _FUNCTIONS = {
     *(aten.exp, aten.log, aten.tanh, aten.erf, aten.sigmoid, aten.silu, aten.gelu, aten.pow, aten.cos, aten.sin),
     *(aten._softmax, aten._log_softmax, aten.silu_backward, aten.gelu_backward, aten._log_softmax_backward_data),
@@ -58,6 +60,8 @@ class Work(TorchDispatchMode):
         self._device = device
         self._opened = opened
         self._spend = spend
+        self._copies: list[Tensor] = []
+        """Of the last op; an open ledger leaves out what an op frees within itself."""
         self._machine = device.machine
         self._cache = None if device.machine is None else Cache(device.machine.cache)
 
@@ -67,6 +71,10 @@ class Work(TorchDispatchMode):
         begin = len(self._opened) if own else 0
         for t in written(func, args, kwargs):
             gets_own_memory(t)
+        self._copies = []
+        if func.overloadpacket in _DENSE:
+            operands = filter(_is_meta, args[func.overloadpacket is aten.addmm :])
+            self._copies = [t.new_empty(t.shape) for t in operands if _is_expanded(t)]
         out = func(*args, **kwargs)
         if own:
             seconds = self._of_ledger(begin, args)
@@ -196,6 +204,10 @@ def _rows(work: AttentionWork, heads: int, dtype: torch.dtype) -> Like:
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta and value.layout == torch.strided
+
+
+def _is_expanded(t: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
 
 
 def _is_view(func: Any) -> bool:

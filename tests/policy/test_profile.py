@@ -169,6 +169,14 @@ def test_tied_weights_count_once() -> None:
     assert profile(model, torch.ones(1, C), device="cpu").weights == 4 * C * C + 4 * C
 
 
+@pytest.mark.parametrize("model", [nn.Linear(C, 4 * C), nn.Embedding(50, C)], ids=["linear", "embedding"])
+def test_a_gradient_that_is_expanded(model: nn.Module) -> None:
+    """Of a sum: what reads it has a copy for as long as it runs."""
+    batch = torch.ones(ROWS, C, requires_grad=True) if isinstance(model, nn.Linear) else torch.arange(50).repeat(9)
+    measured, found = (profile(model, batch, device=device) for device in (None, "cpu"))
+    assert abs(found.peak / measured.peak - 1) < 0.01
+
+
 def test_an_opaque_layer_is_named() -> None:
     model = Stack()
     model.layers[2].opaque = True
