@@ -69,25 +69,16 @@ def convert(
     model is then as it was.
     """
     others = {"keep": keep, "loss": loss, "scratch": scratch, "offload": offload or None}
+    step: dict[str, Any] = {"batch": batch, "optimizer": optimizer, "device": device, "autocast": autocast}
+    counts = {"shards": shards, "gradient_accumulation_steps": gradient_accumulation_steps}
     if budget is not None:
         _check_alone("budget", others | {"policy": policy})
         if batch is None:
             raise ValueError("batch: expected the batch of a step beside the budget, got None")
-        step: dict[str, Any] = {
-            "batch": batch,
-            "budget": budget,
-            "optimizer": optimizer,
-            "device": device,
-            "shards": shards,
-        }
-        step |= {"autocast": autocast, "gradient_accumulation_steps": gradient_accumulation_steps}
-        policy, notes = _planned(model, process_group, **step)
+        policy, notes = _planned(model, process_group, budget=budget, **step, **counts)
         report = apply(model, policy, process_group)
         return replace(report, notes=(*notes, *report.notes))
-    of_budget: dict[str, Any] = {"batch": batch, "optimizer": optimizer, "device": device, "autocast": autocast}
-    of_budget["shards"] = None if shards == 1 else shards
-    of_budget["gradient_accumulation_steps"] = None if gradient_accumulation_steps == 1 else gradient_accumulation_steps
-    for name, value in of_budget.items():
+    for name, value in (step | {name: None if count == 1 else count for name, count in counts.items()}).items():
         if value is not None:
             raise ValueError(f"{name}: expected a budget beside it, got None")
     if policy is None:
