@@ -172,12 +172,15 @@ class Compared:
             self.rounded = True
             text = f"{off}: the reentrant checkpoint adds the same terms in another order, all replays are exact"
             return [Finding("advice", "the model", text, "use_reentrant=False gives the bits of a step without")]
-        text = f"{off}, though each module gave in its replay what its forward had; this is the last with a wrong one"
+        last = self._last(names)
+        caller = self._caller(last)
+        which = "this is the last with a wrong one" if caller is None else f"left is its own code after {last}"
+        text = f"{off}, though each module gave in its replay what its forward had; {which}"
         mend = (
             "look there for what writes to weights between forward and backward, and between modules for dropout, "
             "in-place operations and state, which ckptfused.checkpoint replays"
         )
-        return [Finding("error", self._last(names), text, mend)]
+        return [Finding("error", caller or last, text, mend)]
 
     def _last(self, names: list[str]) -> str:
         """Of the modules that were called and hold one of these parameters, the one that forward called last.
@@ -193,6 +196,18 @@ class Compared:
                 place = place.rpartition(".")[0]
             found[place] = called.get(place, -1)
         return max(found, key=found.__getitem__, default="the model")
+
+    def _caller(self, place: str) -> str | None:
+        """The module that called this one, if a replay saw this one to its end, so that what is wrong came after it."""
+        for region in reversed(self.regions):
+            for replay in region.replays:
+                running = [region.owner]
+                for event in replay:
+                    if event.begins:
+                        running.append(event.module)
+                    elif self.name(running.pop()) == place:
+                        return None if running[-1] is None else self.name(running[-1])
+        return None
 
     def _noise(self, names: list[str], overall: float, off: str) -> list[Finding]:
         """Of a step that gives other bits each time."""

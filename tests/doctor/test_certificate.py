@@ -101,7 +101,7 @@ FAULTS = {
         "layers.1.piece",
         "after a step, its buffers have a wrong value",
     ),
-    "a default type that changes": Fault(models.ChangesDefaultType, "layers.2.down", "the gradients are off by"),
+    "a default type that changes": Fault(models.ChangesDefaultType, "layers.2", "the gradients are off by"),
     "an argument that is changed": Fault(
         models.ChangesArgument, "a", "argument 'scale' was changed in place between its forward and its replay"
     ),

@@ -61,6 +61,34 @@ def test_it_is_named(make: Callable[[], nn.Module], place: str, words: str) -> N
     assert "_checkpoint_wrapped_module" not in found[0].text
 
 
+class CastsAfter(nn.Module):
+    """It casts in its own code, after its last module, in forward alone."""
+
+    type = torch.bfloat16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (9 * self.down(self.up(x))).to(CastsAfter.type).float().sin()
+
+
+class Casting(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        CastsAfter.type = torch.bfloat16
+        x = super().forward(x)
+        CastsAfter.type = torch.float32
+        return x
+
+
+def test_a_cast_after_the_last_module_is_its_callers() -> None:
+    torch.manual_seed(0)
+    model = Casting(*(checkpoint_wrapper(CastsAfter()) for _ in range(3)))
+    (found,) = doctor(model, batch()).of("error")
+    assert found.place == "2" and found.text.endswith("; left is its own code after 2.down")
+
+
 def test_it_is_not_blamed_for_another_module() -> None:
     """A counter in the last module, which nothing reads, beside dropout that is drawn anew before it."""
 
