@@ -44,8 +44,10 @@ _FREE = {
 _PICK = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward}
 """These read a part of their first operand, as large as the result."""
 _DRAW = {aten.bernoulli, aten.bernoulli_, aten.native_dropout, aten.normal_, aten.uniform_, aten.rand}
-_DENSE = {aten.mm, aten.addmm, aten.embedding_dense_backward}
+_DENSE = {aten.mm, aten.addmm}
 """These copy an operand that is expanded, as the gradient of a sum is, for as long as they run; not what is added."""
+_CONTIGUOUS = {aten.native_layer_norm, aten.native_layer_norm_backward, aten.embedding_dense_backward}
+"""These copy an operand that is not contiguous."""
 _FUNCTIONS = {
     *(aten.exp, aten.log, aten.tanh, aten.erf, aten.sigmoid, aten.silu, aten.gelu, aten.pow, aten.cos, aten.sin),
     *(aten._softmax, aten._log_softmax, aten.silu_backward, aten.gelu_backward, aten._log_softmax_backward_data),
@@ -72,9 +74,10 @@ class Work(TorchDispatchMode):
         for t in written(func, args, kwargs):
             gets_own_memory(t)
         self._copies = []
-        if func.overloadpacket in _DENSE:
+        if func.overloadpacket in _DENSE | _CONTIGUOUS:
             operands = filter(_is_meta, args[func.overloadpacket is aten.addmm :])
-            self._copies = [t.new_empty(t.shape) for t in operands if _is_expanded(t)]
+            is_copied = _is_expanded if func.overloadpacket in _DENSE else _is_strewn
+            self._copies = [t.new_empty(t.shape) for t in operands if is_copied(t)]
         out = func(*args, **kwargs)
         if own:
             seconds = self._of_ledger(begin, args)
@@ -208,6 +211,10 @@ def _is_meta(value: Any) -> bool:
 
 def _is_expanded(t: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
+
+
+def _is_strewn(t: Tensor) -> bool:
+    return not t.is_contiguous()
 
 
 def _is_view(func: Any) -> bool:

@@ -177,6 +177,25 @@ def test_a_gradient_that_is_expanded(model: nn.Module) -> None:
     assert abs(found.peak / measured.peak - 1) < 0.01
 
 
+class Across(nn.Module):
+    """Normalises each column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(ROWS), nn.Linear(C, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns: Tensor = self.norm((2 * x).transpose(-1, -2))
+        return self.head(columns.transpose(-1, -2))  # type: ignore[no-any-return]
+
+
+def test_a_norm_of_what_is_not_contiguous() -> None:
+    """It copies its input, and in backward the gradient, for as long as it runs."""
+    batch = torch.ones(7, ROWS, C, requires_grad=True)
+    measured, found = (profile(Across(), batch, device=device) for device in (None, "cpu"))
+    assert abs(found.peak / measured.peak - 1) < 0.01
+
+
 def test_an_opaque_layer_is_named() -> None:
     model = Stack()
     model.layers[2].opaque = True
