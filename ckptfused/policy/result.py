@@ -61,8 +61,8 @@ class Profile:
     fragmentation: int = 0
     """The most that the allocator had reserved, less the most that it had handed out; 0 where that is not known."""
     workspace: int = 0
-    """Of a predicted step on the CPU: the most that a product of ckptfused's may allocate within itself. It is not in
-    `peak`; a plan leaves it free."""
+    """Of a predicted step on the CPU: the most that a product of oneDNN's may allocate within itself, of ckptfused's or
+    in half precision. It is not in `peak`; a plan leaves it free."""
     alive: tuple[Alive, ...] = field(default=(), repr=False)
     """What there is at the peak, largest first."""
     timeline: tuple[Moment, ...] = field(default=(), repr=False)

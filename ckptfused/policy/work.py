@@ -66,6 +66,8 @@ class Work(TorchDispatchMode):
         """Of the last op; an open ledger leaves out what an op frees within itself."""
         self._machine = device.machine
         self._cache = None if device.machine is None else Cache(device.machine.cache)
+        self.half_multiplications = 0
+        """Of PyTorch's largest product in half precision."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -140,6 +142,8 @@ class Work(TorchDispatchMode):
             batch = result.size(0) if result.dim() == 3 else 1
             rows, columns = result.shape[-2:]
             depth = flops // (2 * batch * rows * columns)
+            if result.dtype in (torch.bfloat16, torch.float16):
+                self.half_multiplications = max(self.half_multiplications, rows * columns * depth)
             return self._device.product_rated(rows, columns, depth, result.dtype, batch)
         moved = _bytes((args, kwargs, out))
         return max(flops / self._device.product_rate(result.dtype), moved / self._device.copy) + self._device.launch

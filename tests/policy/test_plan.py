@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -252,6 +253,27 @@ def test_what_onednn_allocates_is_left_free() -> None:
     assert 4096 < own - predicted.peak <= predicted.workspace == _C.onednn_workspace(2 * 512 * 256 * 1024)
     assert plan(model, x, "1GiB", device="cpu").peak >= predicted.peak + predicted.workspace
     assert profile(model, x[:, :8], device="cpu").workspace == 0
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="products in bfloat16 are not oneDNN's here"
+)
+@pytest.mark.parametrize("make", [Attends, lambda: ckptfused.FusedCheckpointFFN(256, 1024)], ids=["theirs", "ours"])
+@pytest.mark.parametrize("length", [32, 512])
+def test_what_onednn_allocates_in_half_precision_is_left_free(make: Callable[[], nn.Module], length: int) -> None:
+    model, x = nn.Sequential(make(), make()).bfloat16(), torch.randn(2, length, 256, dtype=torch.bfloat16)
+    predicted, own = profile(model, x, device="cpu"), profile(model, x).peak
+    assert 4096 < own - predicted.peak <= predicted.workspace <= torch.get_num_threads() * 1728 << 10
 
 
 def test_the_least_budget_that_is_named_is_the_least() -> None:
