@@ -594,7 +594,7 @@ MUTANTS = (
         file="ckptfused/policy/plan.py",
         text="if needed <= budget else (fits, guess)",
         defect="if counted.peaks[guess] <= budget else (fits, guess)",
-        test="tests/policy/test_plan.py::test_never_over_and_never_slower_with_more",
+        test="tests/policy/test_plan.py::test_what_needs_more_than_was_counted_is_not_given_out",
     ),
     Mutant(
         "a plan that forgets what backward holds beside what was saved",
