@@ -30,6 +30,32 @@ def find_toolkit() -> Path | None:
     return toolkit if (toolkit / "bin" / "nvcc").exists() else None
 
 
+def toolkit_version(toolkit: Path) -> str | None:
+    """The release that a toolkit's nvcc names, such as 13.0; None where it does not run or names none."""
+    try:
+        run = subprocess.run([toolkit / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    release = re.search(r"release (\d+\.\d+)", run.stdout)
+    return release.group(1) if release and run.returncode == 0 else None
+
+
+def obstacle(toolkit: Path | None) -> str:
+    """Why the CUDA kernels cannot be compiled for this PyTorch with this toolkit; empty where they can."""
+    built_for = torch.version.cuda
+    if built_for is None:
+        return f"this PyTorch ({torch.__version__}) was built without CUDA"
+    wanted = f"PyTorch {torch.__version__} was built for CUDA {built_for}"
+    if toolkit is None:
+        return f"{wanted}, but there is no nvcc"
+    found = toolkit_version(toolkit)
+    if found is None:
+        return f"{wanted}, but {toolkit / 'bin' / 'nvcc'} does not say its version"
+    if found.split(".")[0] != built_for.split(".")[0]:  # torch.utils.cpp_extension refuses it
+        return f"{wanted}, but the nvcc in {toolkit / 'bin'} is of CUDA {found}, another major version"
+    return ""
+
+
 def sanitizer() -> str:
     """Where compute-sanitizer is; empty where it is not."""
     beside = (find_toolkit() or Path("/usr/local/cuda")) / "bin" / "compute-sanitizer"
@@ -45,13 +71,10 @@ def toolkit_to_use() -> Path | None:
     if choice == "0":
         return None
     toolkit = find_toolkit() if torch.version.cuda else None
-    if toolkit is not None:
+    missing = obstacle(toolkit)
+    if not missing:
         os.environ["CUDA_HOME"] = str(toolkit)  # for torch.utils.cpp_extension, which does not ask a wrapper
         return toolkit
-    if torch.version.cuda is None:
-        missing = f"this PyTorch ({torch.__version__}) was built without CUDA"
-    else:
-        missing = f"PyTorch {torch.__version__} was built for CUDA {torch.version.cuda}, but there is no nvcc"
     if choice == "1":
         sys.exit(f"ckptfused: CKPTFUSED_CUDA=1 asks for CUDA kernels, but {missing}.")
     if torch.version.cuda is not None:

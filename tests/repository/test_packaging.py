@@ -169,16 +169,49 @@ def test_the_toolkit_behind_a_wrapper_is_found(tmp_path: Path) -> None:
     assert run.stdout.strip() == str(tmp_path / "other"), run.stderr
 
 
+NVCC_12 = "echo 'Cuda compilation tools, release 12.8, V12.8.93'"
+NVCC_13 = "echo 'Cuda compilation tools, release 13.1, V13.1.0'"
+
+
 @pytest.mark.parametrize(("choice", "says"), [("", "CPU alone"), ("0", ""), ("1", "CKPTFUSED_CUDA=1 asks")])
-def test_cuda_without_nvcc_says_what_happens(tmp_path: Path, choice: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("nvcc", "why"),
+    [
+        (None, "there is no nvcc"),
+        ("exit 1", "bin/nvcc does not say its version"),
+        ("echo nvcc", "bin/nvcc does not say its version"),
+        (NVCC_12, "bin is of CUDA 12.8, another major version"),
+    ],
+    ids=["none", "broken", "unversioned", "another major"],
+)
+def test_cuda_without_a_matching_nvcc_says_what_happens(
+    tmp_path: Path, nvcc: str | None, why: str, choice: str, says: str
+) -> None:
     """With CKPTFUSED_CUDA=1 the build ends there, else it goes on for the CPU."""
+    if nvcc is not None:
+        fake_nvcc(tmp_path / "bin", nvcc)
     code = "torch.version.cuda = '13.0'; print('goes on:', cuda.toolkit_to_use())"
     run = setup_cuda(code, tmp_path, CUDA_HOME=str(tmp_path), CKPTFUSED_CUDA=choice)
     assert (run.returncode == 0) == (choice != "1")
     assert run.stdout.strip() == ("" if choice == "1" else "goes on: None")
     assert says in run.stderr
     assert (run.stderr == "") == (choice == "0")
-    assert not says or "there is no nvcc" in run.stderr
+    assert not says or (why in run.stderr and "Traceback" not in run.stderr)
+
+
+@pytest.mark.parametrize(("nvcc", "kernels"), [(NVCC_12, False), (NVCC_13, True)], ids=["12.8", "13.1"])
+def test_a_build_takes_the_cuda_kernels_in_with_an_nvcc_of_the_same_major_version(
+    tmp_path: Path, nvcc: str, kernels: bool
+) -> None:
+    fake_nvcc(tmp_path / "bin", nvcc)
+    more = f"""import torch
+        torch.version.cuda = "13.0"
+        cpp_extension.CUDA_HOME = {str(tmp_path)!r}  # a PyTorch without CUDA does not look for it
+        cpp_extension.BuildExtension.run = lambda self: print(
+            [path.endswith(".cu") for path in self.extensions[0].sources].count(True) > 0
+        )"""
+    run = build_on("Linux", "x86_64", more, CUDA_HOME=str(tmp_path), CUDA_PATH="", CKPTFUSED_CUDA="")
+    assert run.stdout.splitlines()[-1:] == [str(kernels)], run.stderr
 
 
 @pytest.mark.parametrize(
