@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# A module in which FSDP1 puts views of its flat parameters, as attributes, whenever these are whole.
+# A module whose parameters FSDP moves: by others in their place, FSDP1 also by views of its flat ones, as attributes.
 MANAGED = "_is_fsdp_managed_module"
 # A module's dicts of tensors, which are watched by name.
 SHOWN = ("_parameters", "_buffers")
@@ -70,7 +70,7 @@ class Attributes:
         managed = before.get(MANAGED)
         for name in before.keys() | content.keys():
             old, new = before.get(name, _ABSENT), content.get(name, _ABSENT)
-            views = managed and (isinstance(old, Tensor) or isinstance(new, Tensor))
+            views = managed and (is_moved(old) or is_moved(new))
             if old is new or views or name in SHOWN or name.startswith("ds_"):  # DeepSpeed keeps its books itself
                 continue
             if new is _ABSENT:
@@ -127,6 +127,11 @@ class Rates:
             for held, names in zip(self._held, self._names, strict=True):
                 held.update({name: value for name, value in zip(names, values, strict=False) if name in held})
         return before
+
+
+def is_moved(value: Any) -> bool:
+    """Whether an attribute is FSDP1's view of a flat parameter."""
+    return isinstance(value, Tensor) and getattr(value._base, "_is_flat_param", False)
 
 
 _ABSENT = object()

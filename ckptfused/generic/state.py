@@ -61,11 +61,11 @@ class State:
         for module in self._modules:
             held = vars(module)
             parameters, buffers = held["_parameters"], held["_buffers"]
-            if (parameters or buffers) and not held.get(MANAGED):
+            if parameters and not held.get(MANAGED):
                 self._parameters.add(module, parameters)
-                for name, t in buffers.items():
-                    if t is not None:
-                        self._tensors.append(Watched(t, True, (module, "_buffers", name)))
+            for name, t in buffers.items():
+                if t is not None:
+                    self._tensors.append(Watched(t, True, (module, "_buffers", name)))
         self._parameters.settle()
         few = len(found.tensors) <= _FEW
         self._tensors += [Watched(t, (few and t.nbytes <= STATISTICS) or not known(t)) for t in found.tensors]

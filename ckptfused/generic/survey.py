@@ -16,6 +16,7 @@ from ckptfused.generic.holders import (
     Attributes,
     ClassAttributes,
     Contents,
+    is_moved,
     without_graph,
 )
 from ckptfused.generic.reach import DEPTH, LIMIT, WIDTH, of_torch
@@ -66,7 +67,7 @@ class Survey:
             if kind is not _CONTAINER:
                 if kind is not _TENSOR:
                     self.look_at(value)
-                elif not managed:
+                elif not (managed and is_moved(value)):
                     found[name] = without_graph(value)
                     self.tensors.append(Watched(found[name], True))
             elif not value:

@@ -226,6 +226,13 @@ MUTANTS = (
         test="tests/generic/test_state.py::test_state_is_updated_once[mean-in-place-1]",
     ),
     Mutant(
+        "buffers of modules whose parameters FSDP moves, left out",
+        file="ckptfused/generic/state.py",
+        text="for name, t in buffers.items():",
+        defect="for name, t in ({} if held.get(MANAGED) else buffers).items():",
+        test="tests/generic/test_wrapped.py::test_state_is_updated_once[fsdp2]",
+    ),
+    Mutant(
         "buffers of a replay that other threads find, too",
         file="ckptfused/generic/views.py",
         text="elif len(self.views) == 1 and self.views.keys() >= _inside.keys():",
