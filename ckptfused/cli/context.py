@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ckptfused.cli.options import add_model, add_training, built, checked, configuration, positive
+from ckptfused.cli.options import add_model, add_training, built, checked, configuration, positive, ran
+from ckptfused.policy.result import Profile
 from ckptfused.policy.search import Longest, longest
 from ckptfused.policy.table import conditions
 from ckptfused.policy.variants import VARIANTS, Trained
@@ -47,16 +48,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _longest(config: dict[str, Any], variant: str, arguments: argparse.Namespace) -> Longest:
     model = built(lambda: Trained(config, variant, getattr(torch, arguments.dtype), arguments.lora))
-    return longest(
-        lambda tokens: model.step(tokens, arguments.batch, **{name: getattr(arguments, name) for name in STEP}),
-        arguments.memory,
-        arguments.step,
-    )
+    options = {name: getattr(arguments, name) for name in STEP}
+
+    def step(tokens: int) -> Profile:
+        return model.step(tokens, arguments.batch, **options)
+
+    return ran(arguments, lambda: longest(step, arguments.memory, arguments.step))
 
 
 def as_json(found: dict[str, Longest], arguments: argparse.Namespace) -> dict[str, Any]:
     asked = {name: getattr(arguments, name) for name in ("config", "memory", "lora", "dtype", "batch", *STEP)}
-    rows = {name: {"tokens": best.tokens, **best.profile.sizes()} for name, best in found.items()}
+    rows = {
+        name: {"tokens": best.tokens, "refused": best.refused, **best.profile.sizes()} for name, best in found.items()
+    }
     return asked | {"optimizer": "fused AdamW", "variants": rows}
 
 
@@ -70,11 +74,14 @@ def table(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
         "",
         f"{'':{width}}  longest sequence",
     ]
-    for name, (tokens, step) in found.items():
+    for name, (tokens, step, refused) in found.items():
         if tokens:
             said = f"{tokens:>16,}  {step.peak / GIB:,.1f} GiB, at {step.moment}"
+            said += ", all that the model takes" if refused else ""
         else:
             said = f"{'none':>16}  the shortest needs {step.peak / GIB:,.1f} GiB, at {step.moment}"
         lines.append(f"{name:{width}}  {said}")
+    why = next((best.refused for best in found.values() if best.refused), "")
+    lines += ["", f"Why no more tokens: {why}"] if why else []
     lines += ["", "Not counted: the CUDA context, workspaces of libraries, fragmentation."]
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -45,6 +46,28 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number from 1 on, got {text!r}")
     return int(text)
+
+
+def output(text: str) -> str:
+    """For argparse: a file that can be written, looked at before the work is done."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that can be written, got {text!r}")
+    return text
+
+
+def picture(text: str) -> str:
+    """As `output`, of a kind that matplotlib writes; of a name without an ending it writes a PNG."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ModuleNotFoundError as error:
+        raise argparse.ArgumentTypeError(f"needs {error.name}: pip install {error.name}") from None
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if Path(text).suffix.removeprefix(".").lower() not in ("", *kinds):
+        raise argparse.ArgumentTypeError(
+            f"expected a picture's name, ending in one of {', '.join(kinds)}, got {text!r}"
+        )
+    return output(text)
 
 
 def add_model(parser: argparse.ArgumentParser, factory: bool = True) -> None:

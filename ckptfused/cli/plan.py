@@ -22,6 +22,8 @@ from ckptfused.cli.options import (
     checked,
     model_and_batch,
     optimizer,
+    output,
+    picture,
     positive,
     ran,
 )
@@ -39,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", required=True, type=budget, metavar="BYTES", help="80GiB, say: less than the card has")
     add("--shards", type=positive, default=1, metavar="RANKS", help="ranks over which FSDP2 shards the model (1)")
     add("--json", action="store_true", help="print JSON, in bytes and seconds, with the policy")
-    add("--policy", metavar="FILE", help="write the policy's JSON, for CheckpointPolicy.from_json")
-    add("--plot", metavar="FILE", help="write a PNG of memory against time; needs matplotlib")
+    add("--policy", type=output, metavar="FILE", help="write the policy's JSON, for CheckpointPolicy.from_json")
+    add("--plot", type=picture, metavar="FILE", help="write a picture of memory against time; needs matplotlib")
     parser.epilog = "Example: python -m ckptfused plan --config llama-3-8b --batch 2 --seq 8192 --budget 130GiB"
 
 
@@ -65,8 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
                 file.write(found.policy.to_json())
         if arguments.plot:
             found.plot(arguments.plot)
-    except ModuleNotFoundError as error:
-        raise CommandError(f"--plot needs {error.name}: pip install {error.name}") from error
     except OSError as error:
         raise CommandError(str(error)) from error
     return 0

@@ -10,7 +10,16 @@ import argparse
 import sys
 
 from ckptfused.cli.errors import CommandError
-from ckptfused.cli.options import add_device, add_model, add_step, add_training, model_and_batch, optimizer, ran
+from ckptfused.cli.options import (
+    add_device,
+    add_model,
+    add_step,
+    add_training,
+    model_and_batch,
+    optimizer,
+    picture,
+    ran,
+)
 from ckptfused.policy import profile
 
 
@@ -20,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training(parser)
     add_device(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
-    parser.add_argument("--plot", metavar="FILE", help="write a PNG of the step's timeline; needs matplotlib")
+    parser.add_argument(
+        "--plot", type=picture, metavar="FILE", help="write a picture of the step's timeline; needs matplotlib"
+    )
     parser.epilog = "Example: python -m ckptfused profile --config llama-3-8b --batch 2 --seq 8192 --lora 16"
 
 
@@ -36,8 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         try:
             found.plot(arguments.plot)
-        except ModuleNotFoundError as error:
-            raise CommandError(f"--plot needs {error.name}: pip install {error.name}") from error
         except OSError as error:
             raise CommandError(f"--plot: {error}") from error
     return 0

@@ -47,6 +47,8 @@ class Known(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.overloadpacket is aten.embedding:
+            self._check_rows(args[0], args[1])
         if func.overloadpacket in _INDEXED:
             args = (args[0], [place for index in args[1] for place in self._places(index)], *args[2:])
         found = self._computed(func, args, kwargs)
@@ -101,6 +103,14 @@ class Known(TorchDispatchMode):
             self._values[twin] = place
             found.append(twin)
         return found
+
+    def _check_rows(self, weight: Tensor, index: Tensor) -> None:
+        """Raises, as with data, where an embedding has no row of a number that is known: of a position, say."""
+        value = self._value(index)
+        if value is not None and value.numel() and int(value.max()) >= len(weight):
+            raise IndexError(
+                f"index out of range: an embedding of size {len(weight):,} has no row {int(value.max()):,}"
+            )
 
     def _is_small(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.numel() <= self._most and value.layout == torch.strided

@@ -60,8 +60,9 @@ def predicted(
             raise ValueError(f"model: expected one that runs on the meta device, got {'; '.join(notes)}") from error
         except Exception as error:
             if marks.failed is None or marks.failed in opaque or _is_wrong(error):
+                expected = "takes this batch" if _is_wrong(error) else "runs on the meta device"
                 raise ValueError(
-                    f"model: expected one that runs on the meta device, got {_said(error)}{_hint(batch, error)}"
+                    f"model: expected one that {expected}, got {_said(error)}{_hint(batch, error)}"
                 ) from error
             name, layer = marks.layers[marks.failed]
             opaque[marks.failed] = name

@@ -19,6 +19,8 @@ class Longest(NamedTuple):
 
     tokens: int
     profile: Profile
+    refused: str = ""
+    """Why the model takes no longer sequence, where that and not memory is the limit."""
 
 
 def language_step(
@@ -39,29 +41,40 @@ def longest(step_of: Callable[[int], Profile], budget: int, step: int = 256, mos
     """A multiple of `step` tokens that fits into `budget` bytes where `step` more, or `most`, would not.
 
     Between a length that fits and one that does not the next guess is where a straight line between their peaks meets
-    the budget; where that did not halve the gap, the middle.
+    the budget; where that did not halve the gap, the middle. A length that the model does not take, beyond its
+    positions, is one that does not fit. **Raises** what `step_of` raises for the shortest.
     """
+    refused: dict[int, str] = {}
+
+    def tried(count: int) -> Profile | None:
+        try:
+            return step_of(count * step)
+        except ValueError as error:
+            if count == 1:
+                raise
+            refused[count] = str(error)
+            return None
+
     fits, exceeds = 0, max(1, 2048 // step)
-    low = high = step_of(exceeds * step)
-    while high.peak <= budget:
+    low = high = tried(exceeds)
+    while high is not None and high.peak <= budget:
         if exceeds * step >= most:
             return Longest(exceeds * step, high)
         fits, exceeds, low = exceeds, 2 * exceeds, high
-        high = step_of(exceeds * step)
-    if fits == 0:
-        low = step_of(step)
+        high = tried(exceeds)
+    if fits == 0 or low is None:
+        fits, low = 1, step_of(step)
         if low.peak > budget:
             return Longest(0, low)
-        fits = 1
     halved = True
     while exceeds - fits > 1:
         gap = exceeds - fits
-        share = (budget - low.peak) / (high.peak - low.peak) if halved else 0.5
+        share = (budget - low.peak) / (high.peak - low.peak) if halved and high is not None else 0.5
         guess = min(max(fits + int(gap * share), fits + 1), exceeds - 1)
-        found = step_of(guess * step)
-        if found.peak <= budget:
+        found = tried(guess)
+        if found is not None and found.peak <= budget:
             fits, low = guess, found
         else:
             exceeds, high = guess, found
         halved = 2 * (exceeds - fits) <= gap
-    return Longest(fits * step, low)
+    return Longest(fits * step, low, refused.get(exceeds, ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,33 @@ def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) ->
     assert out == "" and all(
         f"\n    {name} " in said for name in ("context", "profile", "plan", "doctor", "demo", "bench")
     )
+
+
+@pytest.mark.parametrize("command", ["profile", "plan"])
+@pytest.mark.parametrize(
+    ("name", "said"), [("step.xyz", "ending in one of .*png"), ("nowhere/step.png", "a folder that can be written")]
+)
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
+    command: str, name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    budget = ["--budget", "1GiB"] if command == "plan" else []
+    with pytest.raises(SystemExit) as stopped:  # the model is not looked for
+        main([command, "--config", "nowhere.json", *budget, "--plot", name])
+    assert stopped.value.code == 2 and re.search(f"--plot: expected .*{said}.*'{name}'", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("names", "status", "said"),
+    [(["--help"], 0, "usage: "), ([], 2, "required: module.Class"), (["torch.nn.Lin"], 1, "got 'torch.nn.Lin'")],
+    ids=str,
+)
+def test_fingerprints_are_written_only_when_classes_are_named(names: list[str], status: int, said: str) -> None:
+    package = Path(__file__).parents[2]
+    known = package / "ckptfused" / "layer" / "known.json"
+    before = known.stat().st_mtime_ns
+    command = [sys.executable, "-m", "ckptfused.convert", *names]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=package)
+    assert found.returncode == status and said in found.stdout + found.stderr and "Traceback" not in found.stderr
+    assert known.stat().st_mtime_ns == before

@@ -107,7 +107,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         longest_step = language_step(model, tokens[name])
         assert row["peak"] == longest_step.peak <= 16 << 20
         assert language_step(model, tokens[name] + 64).peak > 16 << 20
-        assert row.keys() == {"tokens", *longest_step.sizes()}
+        assert row.keys() == {"tokens", "refused", *longest_step.sizes()}
     assert main(command) == 0
     out = capsys.readouterr().out
     assert all(f"{count:,}" in out for count in tokens.values()) and "Not counted: the CUDA context" in out
@@ -142,3 +142,26 @@ def test_a_configuration_of_something_else_is_refused(
     assert "--config: expected" in capsys.readouterr().err
     with pytest.raises(ValueError, match="llama-3-8b, qwen3-8b, gemma-2-9b, or the path of a config.json, got 'nope'"):
         read_config("nope")
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 192}, 192),
+        ({"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, 512),
+    ],
+)
+def test_a_sequence_has_no_more_tokens_than_the_model_has_positions(
+    config: dict[str, Any], positions: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2's are rows of an embedding, BERT's a buffer too; a step beyond them is refused as with data."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}))
+    assert main(["context", "--config", str(path), "--memory", "8GiB", "--step", "64", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["variants"].values()
+    assert {row["tokens"] for row in rows} == {positions} and all("size" in row["refused"] for row in rows)
+    assert main(["profile", "--config", str(path), "--seq", str(positions + 1)]) == 1
+    said = capsys.readouterr().err
+    assert "expected one that takes this batch" in said and said.count("\n") == 1
+    assert main(["context", "--config", str(path), "--memory", "8GiB", "--step", "1024"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
