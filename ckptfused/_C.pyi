@@ -10,6 +10,7 @@ torch_version: str
 cuda_architectures: str
 attention_override: str
 attention_special: list[str]
+attention_least_scale: float
 
 def current_settings() -> list[int]: ...
 

@@ -124,6 +124,7 @@ PADDING = torch.zeros(2, 33, dtype=torch.bool)
         ({"window": 5}, {}, "window"),
         ({"window": 500}, {}, ""),
         ({"softcap": 5.0}, {}, "soft cap"),
+        ({"scale": -0.5}, {}, "scale of 0 or less"),
         ({"window": 5, "softcap": 5.0}, {"src_key_padding_mask": PADDING}, "padding, no window, no soft cap"),
     ],
 )

@@ -61,6 +61,7 @@ class Shape:
         there = (
             *(a.mask != "none", a.padding != "none", a.packed),
             *(0 < a.window < length, a.softcap, round(a.p_attn * 65536)),
+            a.scale is not None and not a.scale >= _C.attention_least_scale,
         )
         special = tuple(name for name, is_there in zip(_C.attention_special, there, strict=True) if is_there)
         return cls(special, dtype, batch, a.heads, length, a.head_dim)

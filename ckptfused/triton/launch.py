@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptfused._extension import _C
+
 from .attention_bwd import attention_dkdv_kernel, attention_dq_kernel
 from .attention_delta import attention_delta_kernel
 from .attention_fwd import attention_fwd_kernel
@@ -129,7 +131,7 @@ def launch_forward(a: Problem, launches: Launches | None = None) -> tuple[Tensor
     sequences = 0 if a.cu_seqlens is None else a.cu_seqlens.numel() - 1
     # Where nothing but the scale lies between products and logits, it goes into the subtraction before exp2. That
     # needs an order that it keeps.
-    raw = not a.softcap and a.mask_kind != 3 and a.padding_kind != 3 and a.scale > 0.0
+    raw = not a.softcap and a.mask_kind != 3 and a.padding_kind != 3 and a.scale >= _C.attention_least_scale
     launches.start(
         attention_fwd_kernel, grid,
         a.q, a.k, a.v, o, lse, a.mask, a.padding, a.cu_seqlens, a.rng_state,

@@ -233,6 +233,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("attention_override") = std::string(ckptfused::attention_override());
   m.attr("attention_special") = std::vector<std::string>(std::begin(ckptfused::kAttentionSpecial),
                                                          std::end(ckptfused::kAttentionSpecial));
+  m.attr("attention_least_scale") = ckptfused::kLeastScale;
   m.def("attention_choice", &attention_choice);
   m.def("attention_aten_fwd",
         [](const std::string& kernel, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -2,6 +2,7 @@
 
 #include "ops/torch.h"
 
+#include <limits>
 #include <string_view>
 #include <vector>
 
@@ -9,6 +10,11 @@
 #include "ops/checks.h"
 
 namespace ckptfused {
+
+// The least scale that PyTorch's kernels are given. They hide keys, and on a GPU look for a row's
+// largest logit, before they multiply by the scale in float32: below 0 the order turns round and
+// -inf becomes inf, and at what counts as 0 there it becomes NaN.
+inline constexpr double kLeastScale = std::numeric_limits<float>::min();
 
 // A run of tokens that attend to one another: a batch element, or one sequence of a packed batch.
 struct AttentionSequence {
@@ -42,7 +48,8 @@ struct AttentionProblem {
   // Softmax over all keys, or the causal ones, and nothing else: what PyTorch's kernels do.
   bool plain() const {
     return mask_kind == MaskKind::none && padding_kind == MaskKind::none && !dropout.active() &&
-           window == 0 && softcap == 0.0 && !packed && max_queries == max_keys;
+           window == 0 && softcap == 0.0 && !packed && max_queries == max_keys &&
+           scale >= kLeastScale;
   }
 };
 

@@ -32,7 +32,7 @@ void* stream_of(at::Device device) {
 // The kernel of a call. Only sizes are read here: the arguments are checked where it is made.
 AttentionKernel kernel_of(const Tensor& q, const Tensor& k, const OptionalTensor& mask,
                           const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
-                          int64_t window, double softcap, double p) {
+                          double scale, int64_t window, double softcap, double p) {
   if (q.dim() != 4 || k.dim() != 4) return AttentionKernel::triton;
   const int64_t queries = q.size(2), keys = k.size(2);
   unsigned special = 0;
@@ -42,6 +42,7 @@ AttentionKernel kernel_of(const Tensor& q, const Tensor& k, const OptionalTensor
   if (window != 0 && window < std::max(queries, keys)) special |= kWindow;
   if (softcap != 0.0) special |= kSoftcap;
   if (std::nearbyint(p * 65536) != 0) special |= kDropout;
+  if (!(scale >= kLeastScale)) special |= kScale;
   const AttentionShape shape = {special, q.scalar_type(), q.size(0), q.size(1), queries,
                                 keys,    q.size(3)};
   return attention_kernel(shape, gpu_of(q.device()), attention_override());
@@ -56,7 +57,8 @@ std::tuple<Tensor, Tensor> attention_fwd(const Tensor& q, const Tensor& k, const
                                          double p) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::cuda::CUDAGuard device(q.device());
-  const AttentionKernel kernel = kernel_of(q, k, mask, padding, cu_seqlens, window, softcap, p);
+  const AttentionKernel kernel =
+      kernel_of(q, k, mask, padding, cu_seqlens, scale, window, softcap, p);
   if (kernel == AttentionKernel::triton) {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("ckptfused::attention_triton_fwd", "")
@@ -78,7 +80,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_bwd(
     double p) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::cuda::CUDAGuard device(q.device());
-  const AttentionKernel kernel = kernel_of(q, k, mask, padding, cu_seqlens, window, softcap, p);
+  const AttentionKernel kernel =
+      kernel_of(q, k, mask, padding, cu_seqlens, scale, window, softcap, p);
   if (kernel == AttentionKernel::triton) {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("ckptfused::attention_triton_bwd", "")

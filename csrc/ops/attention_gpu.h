@@ -23,9 +23,10 @@ enum AttentionSpecial : unsigned {
   kWindow = 8,
   kSoftcap = 16,
   kDropout = 32,
+  kScale = 64,
 };
-inline constexpr const char* kAttentionSpecial[] = {"masks",  "padding",  "packed sequences",
-                                                    "window", "soft cap", "dropout"};
+inline constexpr const char* kAttentionSpecial[] = {
+    "masks", "padding", "packed sequences", "window", "soft cap", "dropout", "scale of 0 or less"};
 
 // What the choice depends on, beside PyTorch's settings.
 struct AttentionShape {

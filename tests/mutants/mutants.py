@@ -461,6 +461,14 @@ MUTANTS = (
         source="kernels/cpu/dropout.cpp",
     ),
     Mutant(
+        "a negative scale left to a kernel that hides keys before it multiplies",
+        file="csrc/ops/attention.h",
+        text="max_queries == max_keys &&\n           scale >= kLeastScale;",
+        defect="max_queries == max_keys;",
+        test="tests/ops/test_attention.py::test_matches_reference[cpu-causal=True,scale=-0.3]",
+        source="ops/attention_cpu.cpp",
+    ),
+    Mutant(
         "a window of one key more",
         file="csrc/kernels/cpu/attention_rows.h",
         text="rule.keys, rule.causal, rule.window);",

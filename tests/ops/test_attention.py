@@ -88,11 +88,23 @@ LOW_PRECISION_CASES = [
         Case(batch=1, packed=(0, 30, 67), p=P),
     )
 ]
+# Scales at which PyTorch's kernels make hidden keys NaN or the best ones: below 0, 0, and what float32 flushes to 0.
+SCALES = (-0.3, 0.0, 1e-42)
+SCALE_CASES = [
+    *(Case(scale=s, causal=True, dtype=dtype) for s in SCALES for dtype in FLOOR),
+    *(Case(scale=-0.3, causal=causal, tokens=300, head_dim=64) for causal in (False, True)),
+    *(Case(scale=-4.0, causal=causal, dtype=torch.bfloat16, head_dim=64) for causal in (False, True)),
+    Case(scale=-0.3, causal=True, padding="drop"),
+    Case(scale=-0.3, causal=True, window=9),
+    Case(scale=-0.3, causal=True, p=P, softcap=2.0),
+    Case(scale=-0.3, causal=True, batch=1, packed=(0, 30, 67)),
+]
 
 
-ALL = [*MASK_CASES, *PADDING_CASES, *SHAPE_CASES, *PACKED_CASES, *LONG_CASES, *LOW_PRECISION_CASES]
+ALL = [*MASK_CASES, *PADDING_CASES, *SHAPE_CASES, *PACKED_CASES, *LONG_CASES, *LOW_PRECISION_CASES, *SCALE_CASES]
 # On a GPU nearly every case is three kernels to compile: each mask, padding, shape and set of options once or twice.
 ON_GPU = [*MASK_CASES[::5], *PADDING_CASES[::3], *SHAPE_CASES[::2], *PACKED_CASES, *LONG_CASES, *LOW_PRECISION_CASES]
+ON_GPU += SCALE_CASES
 RUNS = [pytest.param(c, "cpu", id=f"cpu-{c.id}") for c in ALL]
 RUNS += [pytest.param(c, "cuda", id=f"cuda-{c.id}", marks=CUDA.marks) for c in ON_GPU]
 

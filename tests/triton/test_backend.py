@@ -145,6 +145,10 @@ def test_the_choice_is_pytorchs_own() -> None:
         ({"window": 5}, ()),  # covers every key
         ({"p_attn": 0.1}, ("dropout",)),
         ({"p_attn": 1e-9}, ()),  # rounds to none
+        ({"scale": 0.1}, ()),
+        ({"scale": -0.1, "causal": True}, ("scale of 0 or less",)),
+        ({"scale": -0.1}, ("scale of 0 or less",)),
+        ({"scale": 1e-42}, ("scale of 0 or less",)),  # 0 where float32 flushes
     ],
 )
 def test_what_is_special_in_a_block(change: dict[str, Any], special: tuple[str, ...]) -> None:
