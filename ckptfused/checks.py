@@ -76,14 +76,15 @@ def autocast_enabled(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type)
 
 
-def compute_word(x: Tensor) -> str:
-    """The compute type as the Autocast kernel of a block would add it to the text."""
+def compute_word(x: Tensor, residual: bool = True) -> str:
+    """The compute type as the Autocast kernel of an op would add it to the text. residual: x is the residual stream,
+    which autocast leaves float32."""
     if not autocast_enabled(x) or x.dtype == torch.float64:
         return ""
     dtype = torch.get_autocast_dtype(x.device.type)
     if dtype == x.dtype:
         return ""
-    if x.dtype != torch.float32:
+    if residual and x.dtype != torch.float32:
         raise TypeError(f"x: expected float32 under autocast to {dtype}, got {x.dtype}")
     return " compute=bfloat16" if dtype == torch.bfloat16 else " compute=float16"
 

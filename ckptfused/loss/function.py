@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ckptfused import _extension, outer_checkpoint  # noqa: F401  (the first registers the ops)
-from ckptfused.checks import check_dtype, check_generator, check_input, check_param, check_plain, transformed
+from ckptfused.checks import (
+    check_dtype,
+    check_generator,
+    check_input,
+    check_param,
+    check_plain,
+    compute_word,
+    transformed,
+)
 from ckptfused.eager.loss import eager_linear_cross_entropy
 from ckptfused.loss import double_backward  # noqa: F401  (registers the Autograd kernel)
 from ckptfused.sizes import parse_bytes
@@ -144,7 +152,7 @@ def linear_cross_entropy(
     text = _text(tuple(options.items()), lora_options)
     tensors = [t for lora in adapters for t in (lora.a, lora.b, lora.bias)]
     if transformed():
-        spec = parse_loss(text)
+        spec = parse_loss(text + compute_word(x, residual=False))
         made = LossOutput(*eager_linear_cross_entropy(x, weight, bias, target, class_weight, tensors, spec))
     else:
         if any(lora.p for lora in adapters) and not torch.compiler.is_compiling():

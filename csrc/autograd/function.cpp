@@ -190,6 +190,9 @@ Tensor block_autocast(const Tensor& x, const OptTensorList& params, const OptTen
   const c10::impl::ExcludeDispatchKeyGuard guard(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const at::ScalarType type = at::autocast::get_autocast_dtype(kDevice);
+  TORCH_CHECK(
+      x.scalar_type() == at::kFloat || x.scalar_type() == at::kDouble || x.scalar_type() == type,
+      "ckptfused: autocast to ", type, " needs a float32 residual stream, got ", x.scalar_type());
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow(Names<kHalves>::op, "")
                              .template typed<decltype(block<kHalves>)>();

@@ -39,8 +39,6 @@ inline std::string with_compute_type(const at::Tensor& x, std::string_view spec,
                                      at::ScalarType type) {
   std::string text(spec);
   if (x.scalar_type() == at::kDouble || x.scalar_type() == type) return text;
-  TORCH_CHECK(x.scalar_type() == at::kFloat, "ckptfused: autocast to ", type,
-              " needs a float32 residual stream, got ", x.scalar_type());
   return text + (type == at::kBFloat16 ? " compute=bfloat16" : " compute=float16");
 }
 

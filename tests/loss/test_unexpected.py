@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import ckptfused
+from ckptfused.loss import HeadAdapter
 
 lce: Any = ckptfused.linear_cross_entropy
 WAYS = [(keep, scratch) for keep in ("gradients", "inputs") for scratch in (None, 1)]
@@ -203,3 +205,66 @@ def test_compiled_with_symbols(dynamic: bool | None) -> None:
         got, expected = (f(x, target, items, cap) for f in (compiled, function))
         torch.testing.assert_close(got, expected)
         torch.testing.assert_close(torch.autograd.grad(got, x), torch.autograd.grad(expected, x))
+
+
+HALVES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("keep", ["gradients", "inputs"])
+@pytest.mark.parametrize("products", HALVES[1:], ids=str)
+@pytest.mark.parametrize("of_x", HALVES, ids=str)
+def test_derivatives_of_mixed_types_under_autocast(of_x: torch.dtype, products: torch.dtype, keep: str) -> None:
+    """The second ones are PyTorch's to the bit: the same products, with everything else in float32."""
+    target = torch.arange(5)
+    for of_weight, of_bias in product(HALVES, (None, *HALVES)):
+        x, weight = normal(5, 8, dtype=of_x), normal(9, 8, seed=1, dtype=of_weight)
+        bias = None if of_bias is None else normal(9, seed=2, dtype=of_bias)
+        wanted = [t for t in (x, weight, bias) if t is not None]
+        with torch.autocast("cpu", products):
+            losses = lce(x, weight, target, bias, keep=keep), stock(x, weight, target, bias)
+        assert losses[0].dtype == torch.float32
+        first = [torch.autograd.grad(loss, wanted, retain_graph=True) for loss in losses]
+        # Theirs are rounded to the products' type and then to their own, ours where it is narrower once.
+        eps = max(torch.finfo(dtype).eps for dtype in (products, *(t.dtype for t in wanted)))
+        torch.testing.assert_close(first[0], first[1], rtol=2 * eps, atol=eps)
+        graphs = [torch.autograd.grad(loss, wanted, create_graph=True) for loss in losses]
+        second = [torch.autograd.grad(sum(g.float().square().sum() for g in graph), wanted) for graph in graphs]
+        torch.testing.assert_close(*second, rtol=0, atol=0)
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    x, weight, target = normal(5, 8, dtype=torch.float64), normal(9, 8, dtype=torch.float64), torch.arange(5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.autograd.gradgradcheck(lambda *leaves: lce(*leaves, target), (x, weight))
+
+
+@pytest.mark.parametrize("keep", ["gradients", "inputs"])
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1, "z_loss": 0.1}], ids=str)
+def test_derivatives_of_one_token_without_a_batch(options: dict[str, Any], keep: str) -> None:
+    leaves = normal(4, dtype=torch.float64), normal(5, 4, dtype=torch.float64), normal(5, dtype=torch.float64)
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return lce(x, weight, torch.tensor(3), bias, keep=keep, **options)
+
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+    one, two = normal(4, dtype=torch.float64), normal(2, 4, dtype=torch.float64)
+    adapter = HeadAdapter(two, normal(5, 2, dtype=torch.float64), p=0.5)
+    again = torch.Generator().manual_seed(3)
+
+    def dropped(x: Tensor) -> Tensor:
+        options = {"adapters": [adapter], "generator": again.manual_seed(3)}
+        return lce(x, leaves[1].detach(), torch.tensor(3), keep=keep, **options)
+
+    assert torch.autograd.gradgradcheck(dropped, (one,))
+
+
+def test_transforms_of_half_precision_and_under_autocast() -> None:
+    """As the op: the loss is float32, the products have autocast's type, also those of float16 inputs."""
+    target = torch.arange(5)
+    for dtype, enabled in product(HALVES, (False, True)):
+        x, weight = normal(5, 8, dtype=dtype).detach(), normal(9, 8, dtype=dtype).detach()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            expected = lce(x, weight, target)
+            got = torch.func.vmap(lambda x, t: lce(x, weight, t))(x[:, None], target[:, None]).mean()  # noqa: B023
+        torch.testing.assert_close(got, expected)

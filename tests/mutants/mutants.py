@@ -461,6 +461,14 @@ MUTANTS = (
         source="kernels/cpu/dropout.cpp",
     ),
     Mutant(
+        "a second derivative whose products have the types of the parameters",
+        file="ckptfused/eager/loss.py",
+        text="t if t is None else t.to(product) for t",
+        defect="t for t",
+        test="tests/loss/test_unexpected.py"
+        "::test_derivatives_of_mixed_types_under_autocast[torch.float32-torch.bfloat16-inputs]",
+    ),
+    Mutant(
         "a negative scale left to a kernel that hides keys before it multiplies",
         file="csrc/ops/attention.h",
         text="max_queries == max_keys &&\n           scale >= kLeastScale;",
