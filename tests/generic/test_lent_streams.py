@@ -1,0 +1,167 @@
+"""Copies of what was lent on a GPU: by the stream and on the device that they belong to, and without waiting.
+
+PyTorch's own allocator would copy with cudaMemcpy: on the default stream, beside the kernels of others, on whichever
+device is current, and not at all in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptfused
+from tests.fake_cuda import gpus
+
+# Of each scene: the calls of CUDA's runtime. `side` and `other` are streams of the second GPU, 0 its default one.
+SCENES = """
+    import gc, json, threading
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    import ckptfused
+    from tests.fake_cuda.gpus import calls
+
+    lend = torch.ops.ckptfused.lend
+    NAMES = ("copy", "copy and wait", "synchronize", "event")
+    seen = {}
+
+    def values():
+        x = torch.empty(1000, device="cuda:1")
+        x.copy_(torch.arange(1000.0))
+        return x
+
+    def same(x):
+        return torch.equal(x.cpu(), torch.arange(1000.0))
+
+    x, side, other = values(), torch.cuda.Stream(1), torch.cuda.Stream(1)
+    seen["streams"] = [side.cuda_stream, other.cuda_stream]
+
+    def scene(name, *more):
+        seen[name] = [call[:3] for call in calls(*NAMES, *more)]
+        assert torch.cuda.current_device() == 0
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            modes.append(str(function))
+            return function(*args, **(kwargs or {}))
+    modes = []
+
+    torch.empty(1000, device="cuda:1")
+    calls()
+    with torch.cuda.stream(side):
+        copy, guard = lend(x)
+        copy.data_ptr()  # as Triton's launcher asks for it
+    scene("first write")
+    assert same(copy) and same(x) and torch._C._data_address(copy) != torch._C._data_address(x)
+    calls()
+    del guard
+    scene("end after a write")
+
+    copy, guard = lend(x)
+    with torch.cuda.stream(side):
+        copy.mul_(2)
+    scene("write on another stream", "launch")
+    del guard, copy
+    scene("what it frees")
+
+    with torch.cuda.stream(side):
+        copy, guard = lend(x)
+    held = [guard]
+    del guard
+    def end():
+        with torch.cuda.stream(torch.cuda.Stream(0)):
+            held.clear()
+            assert torch.cuda.current_device() == 0
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join()
+    scene("end in another thread")
+    assert same(copy)
+
+    with torch.cuda.stream(other):
+        copy, guard = lend(x)
+        inner, inner_guard = lend(copy)
+        del guard, copy
+        calls()
+        del inner_guard
+    scene("end of a loan of a loan")
+    assert same(inner)
+
+    with torch.cuda.stream(side):
+        copy, guard = lend(x[7:])
+        calls()
+        with Mode():
+            del guard
+    scene("under a mode")
+    assert modes == [], modes
+    assert torch.equal(copy.cpu(), torch.arange(7.0, 1000.0))
+
+    with torch.cuda.stream(side):
+        copy, guard = lend(x)
+        calls()
+        copy.resize_(2000)
+    scene("grown")
+    del guard
+    calls()
+    weight = torch.empty(1000, device="cuda:1", requires_grad=True)
+    x = x.detach()
+    with torch.cuda.stream(side):
+        y = ckptfused.checkpoint(lambda x: x.mul_(2) * weight, x)
+    scene("checkpoint")
+    dy = torch.empty_like(y)
+    with torch.cuda.stream(side):
+        y.backward(dy)
+    scene("its replay")
+    assert same(x)
+    print(json.dumps(seen))
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return json.loads(gpus.run(SCENES, tmp_path_factory.mktemp("cuda")).splitlines()[-1])
+
+
+def expected(seen: dict[str, Any], *steps: tuple[str, str]) -> list[list[Any]]:
+    """The calls on the second GPU."""
+    streams = {"default": 0, **dict(zip(("side", "other"), seen["streams"], strict=True))}
+    return [[name, 1, streams[stream]] for name, stream in steps]
+
+
+@gpus.needs_cuda_build
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scene", "steps"),
+    [
+        ("first write", [("copy", "side")]),
+        ("end after a write", []),
+        ("write on another stream", [("copy", "side"), ("launch", "side")]),
+        ("what it frees", [("event", "default")]),  # the lender's stream may still read the copy
+        ("end in another thread", [("copy", "side")]),
+        ("end of a loan of a loan", [("copy", "other")]),
+        ("under a mode", [("copy", "side")]),
+        ("grown", [("copy", "side")]),
+        ("checkpoint", [("copy", "side")]),
+        ("its replay", [("copy", "side")]),
+    ],
+)
+def test_a_copy_belongs_to_its_stream_and_device(
+    seen: dict[str, Any], scene: str, steps: list[tuple[str, str]]
+) -> None:
+    assert seen[scene] == expected(seen, *steps)
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+def test_the_extension_never_copies_or_waits_by_itself() -> None:
+    """What of CUDA's runtime it calls: nothing that lasts until the GPU is done."""
+    library = Path(str(ckptfused._extension._C.__file__))
+    listed = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True)
+    called = set(re.findall(r"\b(cuda[A-Z]\w*)", listed.stdout))
+    if ckptfused.build_info()["cuda_architectures"]:
+        assert "cudaGetLastError" in called
+    assert not {name for name in called if re.match(r"cudaMemcpy|cudaMemset|cudaMalloc|cudaFree|.*Synchronize", name)}
