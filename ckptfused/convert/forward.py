@@ -20,7 +20,7 @@ from ckptfused.convert.head_forward import HeadForward, installed
 from ckptfused.convert.own_checkpoint import as_it_would, checkpoints_itself, let_converted_through
 from ckptfused.generic.chain import NotChainedError, Segment, chained, goes_on, may_be_chained, not_made_again
 from ckptfused.generic.views import entered
-from ckptfused.layer.hooks import hooked_everywhere, lent_weights
+from ckptfused.layer.hooks import lent_weights
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import gathered, refuse_tensor_parallel
@@ -110,8 +110,6 @@ class ConvertedForward:
             reason = Reason("as it was, says the policy", original=True)
         elif transformed():
             reason = Reason("a torch.func transform or a forward-mode derivative is taken, or a trace", original=True)
-        elif hooked_everywhere():
-            reason = Reason("hooks on all modules")
         elif self.family is not None:
             with self._saving(args, kwargs), passed(self.layer, self.mode.inputs_alone):
                 result = FAMILIES[self.family].run(self.layer, self.mode, args, kwargs)

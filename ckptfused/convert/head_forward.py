@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ckptfused.checks import is_dtensor, transformed
 from ckptfused.convert.heads import HEADS, head_of
+from ckptfused.layer.hooks import EVERYWHERE, hooked_everywhere
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.pieces import Projection, projection
 from ckptfused.layer.shards import is_fully_sharded
@@ -105,6 +106,8 @@ class HeadForward:
             return Reason("no adapter for this class")
         if not class_as_read(cls, cls.forward):
             return Reason(f"the code of {unread(cls, cls.forward)} is not the one that was read (see tested versions)")
+        if hooked_everywhere():
+            return EVERYWHERE
         if (why := family.refusal(model)) is not None:
             return why
         module: Any = family.head(model)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckptfused.call import Slots
-from ckptfused.layer.hooks import watched
+from ckptfused.layer.hooks import EVERYWHERE, hooked_everywhere, watched
 from ckptfused.layer.parts import FFN, Attention, Parts, Reason
 from ckptfused.layer.peft import active_copy
 from ckptfused.layer.pieces import NO_NORM, Norm, Projection, activation, norm, projection
@@ -41,6 +41,8 @@ class Layer(NamedTuple):
 def describe(parts: Parts, dtype: torch.dtype) -> Layer | Reason:
     """What the layer is, whatever it is called with, or why the kernels do not compute that. dtype: of x."""
     a, f = parts.attn, parts.ffn
+    if hooked_everywhere():
+        return EVERYWHERE
     if a is not None and sdpa_replaced():
         return Reason("F.scaled_dot_product_attention is not PyTorch's own, or a TorchFunctionMode may replace it")
     attn = None if a is None else _attention(a, parts, dtype)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import is_fully_sharded
-from ckptfused.layer.source import patched
+from ckptfused.layer.source import patched, replaced
 
 _EVERYWHERE: tuple[dict[int, Any], ...] = (
     torch.nn.modules.module._global_forward_hooks,
@@ -19,6 +19,7 @@ _EVERYWHERE: tuple[dict[int, Any], ...] = (
 )
 # The hook by which Hugging Face collects outputs.
 _COLLECTS = ("transformers.utils.output_capturing", "output_capturing_hook")
+EVERYWHERE = Reason("hooks on all modules")
 LENT = Reason("tensors stand in for its weights (functional_call)", original=True)
 
 
@@ -35,8 +36,9 @@ def hooked(module: nn.Module) -> bool:
     """
     others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     if not (module._forward_hooks or others or "forward" in vars(module)):
-        return False
-    return bool(others) or patched(module) or not all(map(collects, module._forward_hooks.values()))
+        return replaced(type(module))
+    own = bool(others) or patched(module) or not all(map(collects, module._forward_hooks.values()))
+    return own or replaced(type(module))
 
 
 def watched(module: nn.Module, name: str = "") -> Reason | None:
@@ -50,12 +52,17 @@ def watched(module: nn.Module, name: str = "") -> Reason | None:
     if is_fully_sharded(module):
         name = name.removeprefix("FSDP")
         return Reason(f"{name} is sharded by itself (fully_shard inside the layer), so FSDP's hooks on it have to run")
+    if replaced(type(module)):
+        return Reason(f"{name}: the forward or __call__ of the class {type(module).__name__} was patched")
     return Reason(f"{name} has a hook or a forward of its own")
 
 
 def hooked_everywhere() -> bool:
     """Whether somebody registered hooks for all modules. PyTorch's own tracker only watches which module runs."""
-    return any(hook.__module__ != "torch.utils.module_tracker" for hooks in _EVERYWHERE for hook in hooks.values())
+    for hooks in _EVERYWHERE:
+        if hooks and any(hook.__module__ != "torch.utils.module_tracker" for hook in hooks.values()):
+            return True
+    return False
 
 
 def lent_weights(layer: nn.Module, by_fsdp1: bool = False) -> bool:

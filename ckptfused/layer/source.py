@@ -13,6 +13,7 @@ import hashlib
 import inspect
 import io
 import json
+import sys
 import textwrap
 import tokenize
 from collections.abc import Callable, Iterable, Mapping
@@ -105,6 +106,7 @@ def without_kernel(value: Any) -> Any:
 _CLASS_NAMES: dict[type, str] = {}
 _UNREAD: dict[Any, str] = {}
 _NORMS: dict[Any, str | None] = {}
+_REPLACED: dict[Any, bool] = {}
 
 
 @torch.compiler.assume_constant_result
@@ -158,6 +160,31 @@ def patched(module: nn.Module) -> bool:
     """Whether a module's forward is another than its class's. Libraries that take a patch back leave the latter."""
     own = vars(module).get("forward")
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def replaced(cls: Any) -> bool:
+    """Whether somebody put another function in the place of `forward` or `__call__` of a class of PyTorch's or ours:
+    all modules of it run something else. Other libraries' classes are for `as_read`.
+    """
+    return _replaced(cls, getattr(cls, "forward", None), cls.__call__)
+
+
+@torch.compiler.assume_constant_result
+def _replaced(cls: Any, forward: Any, call: Any) -> bool:
+    key = (cls, forward, call)
+    if key not in _REPLACED:
+        base = next(base for base in cls.__mro__ if "forward" in vars(base))
+        ours = base.__module__.partition(".")[0] in ("torch", "ckptfused")
+        # PyTorch's tracers put a __call__ of their own in the place of nn.Module's for a while.
+        _REPLACED[key] = ours and not (_defined_in(base, forward) and call.__globals__["__name__"].startswith("torch."))
+    return _REPLACED[key]
+
+
+def _defined_in(cls: type, method: Any) -> bool:
+    """Whether a method was written in its class, as far as a function says it of itself."""
+    if not inspect.isfunction(method) or method.__globals__ is not vars(sys.modules[cls.__module__]):
+        return False
+    return method.__qualname__ == f"{cls.__qualname__}.{method.__name__}"
 
 
 def as_read(module: nn.Module) -> bool:

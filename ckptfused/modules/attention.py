@@ -106,11 +106,10 @@ class FusedCheckpointAttention(FusedModule):
     def _plain(
         self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        norm = self.norm1 if self.norm1 is not None else nn.Identity()
-        x = norm(src) if self.norm_first else src
+        x = self.norm1(src) if self.norm_first and self.norm1 is not None else src
         if is_causal and src_mask is None:
             length = src.size(-2 if self.self_attn.batch_first or src.dim() == 2 else 0)
             src_mask = nn.Transformer.generate_square_subsequent_mask(length, src.device, src.dtype)
         f = self.self_attn(x, x, x, src_key_padding_mask, False, src_mask, is_causal=is_causal)[0]
         y = src + self.dropout1(f)
-        return y if self.norm_first else norm(y)
+        return y if self.norm_first or self.norm1 is None else self.norm1(y)

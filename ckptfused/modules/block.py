@@ -14,6 +14,7 @@ from ckptfused.layer.activations import Activation, activation_kind, plain_activ
 from ckptfused.layer.norms import make_norm
 from ckptfused.layer.parts import Parts, Reason
 from ckptfused.layer.peft import adapted
+from ckptfused.layer.source import replaced
 from ckptfused.modules.attention import attention_parts
 from ckptfused.modules.attention_layer import is_plain, make_attention
 from ckptfused.modules.ffn import ffn_parts
@@ -23,7 +24,7 @@ from ckptfused.spec import GATED_ACTIVATIONS, Keep
 from ckptfused.spec.checks import check_flag, check_integer
 
 # PyTorch's own class is the one of this import: torch.nn's name for it is where somebody may put the block.
-_SA_BLOCK, _FF_BLOCK = TransformerEncoderLayer._sa_block, TransformerEncoderLayer._ff_block
+_METHODS = {name: getattr(TransformerEncoderLayer, name) for name in ("_sa_block", "_ff_block")}
 
 
 class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
@@ -56,8 +57,9 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     Dropout decides in 16 bits: p below 2⁻¹⁷ (7.6e-6) drops nothing. `ckptfused.rng` says what resuming a run needs.
 
     A call is checkpointed generically, slower and as exact, where the kernels do not compute what the layers do: an
-    activation, norm or layer of another kind, a hook or patch on an inner layer, a subclass's own `_sa_block` or
-    `_ff_block`, heads wider than 256, a mask that needs a gradient, a replaced `F.scaled_dot_product_attention`.
+    activation, norm or layer of another kind, a hook or patch on an inner layer or its class, hooks on all modules, a
+    `_sa_block` or `_ff_block` of the block's own, heads wider than 256, a mask that needs a gradient, a replaced
+    `F.scaled_dot_product_attention`. A forward hook runs again in the replay, as under `torch.utils.checkpoint`.
     `repr` and `generic_reason()` say why; arguments that only the kernels take are refused then.
 
     **Shapes** src: [T, B, C], [B, T, C] with `batch_first`, or [T, C]; float64, float32, bfloat16, float16.
@@ -204,9 +206,12 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         return run_module(self, self._plain, generator, src, src_mask, src_key_padding_mask, is_causal, **beside)
 
     def parts(self) -> Parts | Reason:
-        # A subclass may compute something else.
-        if type(self)._sa_block is not _SA_BLOCK or type(self)._ff_block is not _FF_BLOCK:
-            return Reason(f"{type(self).__name__} overrides _sa_block or _ff_block")
+        # A subclass may compute something else, and so may this one block.
+        for name, method in _METHODS.items():
+            if getattr(type(self), name) is not method or name in vars(self):
+                return Reason(f"{type(self).__name__} overrides _sa_block or _ff_block")
+        if replaced(TransformerEncoderLayer):  # which the generic path calls
+            return Reason("nn.TransformerEncoderLayer.forward was patched")
         attn = attention_parts(self)
         if isinstance(attn, Reason):
             return attn

@@ -93,7 +93,6 @@ class FusedCheckpointFFN(FusedModule):
         return Inputs(x, seq_first=not self.batch_first)
 
     def _plain(self, src: Tensor) -> Tensor:
-        norm = self.norm2 if self.norm2 is not None else nn.Identity()
-        x = norm(src) if self.norm_first else src
+        x = self.norm2(src) if self.norm_first and self.norm2 is not None else src
         y = src + self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
-        return y if self.norm_first else norm(y)
+        return y if self.norm_first or self.norm2 is None else self.norm2(y)

@@ -54,6 +54,16 @@ def test_hooks_on_all_modules(register: Any) -> None:
     close(got, want, 1e-5)
 
 
+def test_a_patched_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = twins()
+    own = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: own(self, x) * 1.25)
+    with unfused() as reasons:
+        got = run(model, text_batch())
+    assert len(reasons) == len(model.model.layers) and "of the class Linear was patched" in str(reasons)
+    close(got, run(plain, text_batch()), 1e-5)
+
+
 def test_what_only_watches_which_module_runs_changes_nothing() -> None:
     _, model = twins()
     with FlopCounterMode(display=False), unfused() as reasons:

@@ -585,6 +585,20 @@ MUTANTS = (
         test="tests/convert/test_loss_head.py::test_calls_that_may_want_logits_run_as_they_were",
     ),
     Mutant(
+        "a fused block past hooks on all modules",
+        file="ckptfused/layer/describe.py",
+        text="    if hooked_everywhere():",
+        defect="    if False and hooked_everywhere():",
+        test="tests/modules/test_patches.py::test_hooks_on_all_modules[register_module_forward_hook-block]",
+    ),
+    Mutant(
+        "a fused block past a patch of a class that it stands in for",
+        file="ckptfused/layer/hooks.py",
+        text="        return replaced(type(module))\n",
+        defect="        return False\n",
+        test="tests/modules/test_patches.py::test_a_patched_class[block-Linear-forward]",
+    ),
+    Mutant(
         "a chunked loss past a hook on the head",
         file="ckptfused/convert/head_forward.py",
         text='found = projection(module, "the head")',
