@@ -51,20 +51,24 @@ def checkpoint(
       generators (PyTorch's, NumPy's, `random.Random`), among the arguments at any depth or held by a module; those of
       the module `random` and of `numpy.random`, too, where the code of the function, of a method of a module, or of
       what they call by a global name, names them (not with `preserve_rng_state=False`).
-    - Modules are in the replay as the forward found them, and afterwards as they were: modes, dropout rates, hooks,
-      counters, also in lists and dicts of any kind within one another and in attributes of their classes, and buffers
-      that the forward writes (running statistics, power iterations, observers), which are updated once. Objects among
-      the arguments, such as caches, are too. So are threads, matmul precision and the libraries and kernels that are
-      allowed. Modules are looked for from the function: it is one, is a method of one, or has them in its closure,
+    - Names mean in the replay what they meant in the forward: variables of closures, defaults, globals that the code
+      names, arguments of partials; lists, dicts and sets in any of these but globals; and attributes of objects that
+      the function is, is bound to, or has there. Afterwards they mean what they did before it: a counter in a closure
+      counts once. (Objects that hold locks, queues or threads are left alone.)
+    - Modules are in the replay as the forward found them, and afterwards as they were: children, modes, dropout rates,
+      hooks, counters, also in lists and dicts of any kind within one another and in attributes of their classes, and
+      buffers that the forward writes (running statistics, power iterations, observers), which are updated once. Objects
+      among the arguments, such as caches, are too. So are threads, matmul precision and the libraries and kernels that
+      are allowed. Modules are looked for from the function: it is one, is a method of one, or has them in its closure,
       defaults, globals, attributes or arguments, at most six steps away and among the first 256 values of a container.
-      Of a function that reaches more than 128 modules only modes, rates, parameters and buffers are; each module costs
-      about a microsecond at a call, so give it a layer rather than a method of the model.
-    - **Not** found, so a replay changes it a second time: variables of closures and globals that hold no module or
-      tensor, such as counters and lists there; attributes of objects that a module holds (but its lists and dicts);
-      iterators, NumPy arrays, and attributes in `__slots__`; a buffer that the call itself registers; a parameter that
-      the function writes, unless a second time makes no difference (a forced norm); files. A closure's tensor that the
-      function writes has its old values in the replay, its values and its graph afterwards; one into which it adds
-      twice with a gradient raises.
+      Of a function that reaches more than 128 modules only children, parameters, buffers and attributes that are
+      numbers, texts and the like are; each module costs about a microsecond at a call, so give it a layer rather than a
+      method of the model.
+    - **Not** found, so a replay changes it a second time: lists, dicts and objects by way of a global name, or held by
+      another object or module (but its lists and dicts); iterators and NumPy arrays; a buffer that the call itself
+      registers; a parameter that the function writes, unless a second time makes no difference (a forced norm);
+      files. A closure's tensor that the function writes has its old values in the replay, its values and its graph
+      afterwards; one into which it adds twice with a gradient raises.
     - **Threads.** A replay has buffers of its own while other threads call the modules under `checkpoint`. All else
       that it finds changed, such as modes, counters and a closure's tensors, is exchanged while it lasts for other
       threads as well: let no thread change or read that of a module while another is in its backward.

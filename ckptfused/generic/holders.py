@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -105,44 +106,58 @@ class ClassAttributes:
         return before
 
 
-class Rates:
-    """The modes and rates of many modules: attributes that are true or false, or a float."""
+class Plain:
+    """The children of many modules, and those of their attributes that are numbers, texts and the like, or None."""
 
-    __slots__ = ("_held", "_names", "found")
+    __slots__ = ("_children", "_held", "found")
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._held = [vars(module) for module in modules]
-        self._names = [_rates(type(module), vars(module)) for module in modules]
+        self._children = [children for held in self._held if (children := held["_modules"])]
         self.found = self._now()
 
-    def _now(self) -> list[Any]:
+    def _now(self) -> tuple[list[Any], ...]:
         # Flat, for the garbage collector goes through all lists that a graph holds.
-        return [held.get(name) for held, names in zip(self._held, self._names, strict=True) for name in names]
+        names = [_known_names.setdefault(known, known) for known in map(tuple, self._held)]
+        values = [
+            value if type(value) in _PLAIN else _ABSENT  # by type: a tensor would be held with its graph
+            for held in self._held
+            for value in held.values()
+        ]
+        return names, values, [children.copy() for children in self._children]
 
-    def put(self, content: list[Any]) -> list[Any]:
+    def put(self, content: tuple[list[Any], ...]) -> tuple[list[Any], ...]:
         """Has them hold that, and returns what they held."""
         before = self._now()
-        if before != content:
-            values = iter(content)
-            for held, names in zip(self._held, self._names, strict=True):
-                held.update({name: value for name, value in zip(names, values, strict=False) if name in held})
+        same = before[0] == content[0] and all(map(operator.is_, before[1], content[1]))
+        if not same:
+            values = iter(content[1])
+            for held, names in zip(self._held, content[0], strict=True):
+                _put_plain(held, dict(zip(names, itertools.islice(values, len(names)), strict=True)))
+        for children, wanted in zip(self._children, content[2], strict=True):
+            if not _same(children, wanted):
+                children.clear()
+                children.update(wanted)
         return before
+
+
+def _put_plain(held: dict[str, Any], content: dict[str, Any]) -> None:
+    for name in held.keys() - content.keys():
+        if type(held[name]) in _PLAIN and not name.startswith("ds_"):
+            del held[name]
+    for name, value in content.items():
+        if value is not _ABSENT and held.get(name, _ABSENT) is not value and not name.startswith("ds_"):
+            held[name] = value
+
+
+_ABSENT = object()
+_known_names: dict[tuple[str, ...], tuple[str, ...]] = {}
+"""By themselves the names of attributes that modules have: modules of one class share them."""
 
 
 def is_moved(value: Any) -> bool:
     """Whether an attribute is FSDP1's view of a flat parameter."""
     return isinstance(value, Tensor) and getattr(value._base, "_is_flat_param", False)
-
-
-_ABSENT = object()
-_names: dict[tuple[type, int], tuple[str, ...]] = {}
-
-
-def _rates(kind: type, held: dict[str, Any]) -> tuple[str, ...]:
-    key = (kind, len(held))
-    if key not in _names:
-        _names[key] = tuple(name for name, value in held.items() if type(value) in (bool, float))
-    return _names[key]
 
 
 def _is_data(name: str, value: Any) -> bool:

@@ -30,6 +30,7 @@ _NOTHING_INSIDE = frozenset(
 )
 
 
+_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _MAY_DRAW = frozenset({types.ModuleType, types.BuiltinFunctionType})
 
 
@@ -43,6 +44,9 @@ class Reached:
     """Other objects with attributes."""
     containers: list[Any] = field(default_factory=list)
     """Lists, dicts, sets and deques of at most WIDTH values."""
+    functions: list[types.FunctionType] = field(default_factory=list)
+    near: list[Any] = field(default_factory=list)
+    """The objects and containers that a root is, is bound to, or has in its closure, defaults or arguments."""
     tensors: list[Tensor] = field(default_factory=list)
     """Those in none of the modules."""
     generators: list[Any] = field(default_factory=list)
@@ -57,10 +61,11 @@ def reach(roots: Iterable[Any]) -> Reached:
     found = Reached()
     modules: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    layer = [*roots]
+    near, far = [*roots], list[Any]()
     for _ in range(DEPTH):
-        further: list[Any] = []
-        for value in layer:
+        count, layer = len(near), near + far
+        near, far = [], []
+        for i, value in enumerate(layer):
             kind: Any = type(value)
             if kind in _NOTHING_INSIDE or id(value) in seen:
                 continue
@@ -74,8 +79,14 @@ def reach(roots: Iterable[Any]) -> Reached:
             elif is_generator(kind):
                 found.generators.append(value)
             else:
-                further.extend(_parts(value, found))
-        layer = further
+                held, beyond = _parts(value, found)
+                if i < count:
+                    near.extend(held)
+                    if kind not in _LOOKED_THROUGH:
+                        found.near.append(value)
+                else:
+                    far.extend(held)
+                far.extend(beyond)
     found.modules = list(modules.values())
     return found
 
@@ -103,56 +114,67 @@ def _identities(modules: Iterable[Any]) -> list[int]:
     return list(map(id, itertools.chain.from_iterable([held.values() for held in children if held])))
 
 
-def _parts(value: Any, found: Reached) -> Iterable[Any]:
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_LOOKED_THROUGH = frozenset({*_FUNCTIONS, tuple, frozenset})
+_Parts = tuple[Iterable[Any], Iterable[Any]]
+
+
+def _parts(value: Any, found: Reached) -> _Parts:
+    """What a value holds, as its own and beyond that: by way of a global name, or of an object's attribute."""
     if isinstance(value, (dict, list, set, deque)):
         if len(value) <= WIDTH:
             found.containers.append(value)
-        return itertools.islice(value.values() if isinstance(value, dict) else value, WIDTH)
+        return itertools.islice(value.values() if isinstance(value, dict) else value, WIDTH), ()
     if isinstance(value, (tuple, frozenset)):
-        return itertools.islice(value, WIDTH)
+        return itertools.islice(value, WIDTH), ()
     if isinstance(value, functools.partial):
-        return (value.func, value.args, value.keywords)
+        return (value.func, value.args, value.keywords), ()
     if isinstance(value, types.MethodType):
-        return (value.__self__, value.__func__)
+        return (value.__self__, value.__func__), ()
     if isinstance(value, types.FunctionType):
-        return _parts_of_function(value)
+        return _parts_of_function(value, found)
     if isinstance(value, (type, types.ModuleType)):
-        return ()
+        return (), ()
     kind: Any = type(value)
     try:
-        slots = [getattr(value, name) for name in _slots(kind) if hasattr(value, name)]
+        slots = [getattr(value, name) for name in slots_of(kind) if hasattr(value, name)]
         held = vars(value) if hasattr(value, "__dict__") else None
-        parts = [*(held or {}).values(), *slots, kind.__call__ if callable(value) else None]
+        parts = [*(held or {}).values(), *slots]
+        call = (kind.__call__,) if callable(value) else ()
     except Exception:  # no attributes, or a proxy for something that is not there
-        return ()
+        return (), ()
     if type(held) is dict:
         found.objects.append(value)
-    return parts
+    return (*call, *(part for part in parts if isinstance(part, _FUNCTIONS))), parts
 
 
 @functools.lru_cache(maxsize=4096)
-def _slots(kind: Any) -> tuple[str, ...]:
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """The attributes of an object that are in none of its dicts."""
     found = (vars(base).get("__slots__", ()) for base in kind.__mro__)
-    return tuple(itertools.chain.from_iterable((names,) if isinstance(names, str) else names for names in found))
+    names = itertools.chain.from_iterable((names,) if isinstance(names, str) else names for names in found)
+    return tuple(name for name in names if not name.startswith("__"))
 
 
-def _parts_of_function(function: types.FunctionType) -> list[Any]:
+def _parts_of_function(function: types.FunctionType, found: Reached) -> _Parts:
     if of_torch(function):
-        return []
-    parts: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    parts.extend(function.__dict__.values())
+        return (), ()
+    found.functions.append(function)
+    own: list[Any] = [*(function.__defaults__ or ())]
+    own.extend(held for held in (function.__kwdefaults__, function.__dict__) if held)
     for cell in function.__closure__ or ():
         try:
-            parts.append(cell.cell_contents)
+            own.append(cell.cell_contents)
         except ValueError:  # not yet assigned
             continue
-    for value in map(function.__globals__.get, _names(function.__code__)):
+    beyond: list[Any] = []
+    for value in map(function.__globals__.get, names_of(function.__code__)):
         kind = type(value)
         if kind not in _NOTHING_INSIDE:
-            parts.append(value)
+            beyond.append(value)
         elif kind in _MAY_DRAW and (g := behind(value, _says_random(function.__code__))) is not None:
-            parts.append(g)
-    return parts
+            beyond.append(g)
+    return own, beyond
 
 
 @functools.lru_cache(maxsize=4096)
@@ -176,8 +198,8 @@ def _says_random(code: types.CodeType) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The names that a function's code, and that of the functions in it, looks up among its globals."""
-    own = (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    inner = (_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+def names_of(code: types.CodeType) -> tuple[str, ...]:
+    """The names that a function's code, and that of the functions in it, looks up or assigns among its globals."""
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS)
+    inner = (names_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return tuple(dict.fromkeys([*own, *itertools.chain.from_iterable(inner)]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from ckptfused.generic.bindings import Bindings
 from ckptfused.generic.copies import storage_of, version
 from ckptfused.generic.draws import Draws, is_default, is_global
-from ckptfused.generic.holders import MANAGED, Rates
+from ckptfused.generic.holders import CONTAINERS, MANAGED, Plain
 from ckptfused.generic.parameters import Parameters
-from ckptfused.generic.reach import below, drawn_by, reach
-from ckptfused.generic.survey import Survey
+from ckptfused.generic.reach import Reached, below, drawn_by, of_torch, reach
+from ckptfused.generic.survey import Survey, is_shared
 from ckptfused.generic.views import shown
 from ckptfused.generic.watched import STATISTICS, Reads, Watched, known, shown_and_swapped, with_old_values
 
-# Of more modules than these, each call looks at modes and rates alone, beside parameters and buffers.
+# Of more modules than these, each call looks at plain attributes alone, beside children, parameters and buffers.
 MANY = 128
 # So many tensors of closures are copied at each call; of more, those that no forward was seen to leave alone.
 _FEW = 64
@@ -30,8 +31,9 @@ _FEW = 64
 class State:
     """Taken before the forward; `settle` after it; each replay runs within `replayed`.
 
-    - Attributes of modules, and of objects among the arguments, are in the replay what the forward found, lists, dicts
-      and sets in them too: modes and rates, counters, hooks, caches. Afterwards they are what they were before it.
+    - Attributes of modules, of objects among the arguments and of those that the function is bound to, and what its
+      names stand for, are in the replay what the forward found, lists, dicts and sets in them too: modes and rates,
+      counters, hooks, caches. Afterwards they are what they were before it.
     - Buffers that the forward wrote or replaced are, too: in the replay's thread the modules have others in their
       place, so that the module's own stay what they are, for other threads as well.
     - Other tensors that the forward wrote in place have their old values during the replay.
@@ -47,14 +49,14 @@ class State:
         survey = self._survey = Survey()
         self._modules = _with_open_books(found.modules)
         if len(self._modules) > MANY:
-            survey.holders.append(Rates(self._modules))
+            survey.holders.append(Plain(self._modules))
         else:
             self._modules = list(_with_hidden(self._modules, survey))
-        for value in given.objects:
-            survey.class_of(value)
-            survey.attributes(vars(value))
-        for container in given.containers:
+        for value in _objects(given, found):
+            survey.instance(value)
+        for container in (*given.containers, *found.near):
             survey.look_at(container)
+        survey.holders += map(Bindings, found.functions)
         self._parameters = Parameters()
         self._tensors = survey.tensors
         generators = found.generators + survey.generators
@@ -131,6 +133,12 @@ class State:
                         return f"{kind} {name!r} of {type(module).__name__}"
             kind = f"{kind} {watched.place[2]!r} of {type(watched.place[0]).__name__}"
         return f"{kind} of shape {list(watched.tensor.shape)}"
+
+
+def _objects(given: Reached, found: Reached) -> Iterable[Any]:
+    """Those among the arguments, and those that the function is, is bound to, or has in its closure or defaults."""
+    near = (value for value in found.near if not (isinstance(value, CONTAINERS) or of_torch(type(value))))
+    return {id(value): value for value in (*given.objects, *(v for v in near if not is_shared(v)))}.values()
 
 
 def _with_hidden(modules: list[nn.Module], survey: Survey) -> Iterator[nn.Module]:

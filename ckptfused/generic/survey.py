@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ckptfused.generic.bindings import Slots
 from ckptfused.generic.draws import is_generator
 from ckptfused.generic.holders import (
     CONTAINERS,
@@ -19,7 +20,7 @@ from ckptfused.generic.holders import (
     is_moved,
     without_graph,
 )
-from ckptfused.generic.reach import DEPTH, LIMIT, WIDTH, of_torch
+from ckptfused.generic.reach import DEPTH, LIMIT, WIDTH, of_torch, slots_of
 from ckptfused.generic.watched import STATISTICS, Watched, known
 
 
@@ -78,6 +79,18 @@ class Survey:
                 self.look_at(value)
         self.holders.append(Attributes(held, found))
 
+    def instance(self, value: Any) -> None:
+        """An object that is no module, its classes with it."""
+        self.class_of(value)
+        kind: Any = type(value)
+        held = getattr(value, "__dict__", None)
+        if type(held) is dict:
+            self.attributes(held)
+        if slots_of(kind):
+            self.holders.append(slots := Slots(value))
+            for inner in slots.found.values():
+                self.look_at(inner)
+
     def class_of(self, holder: Any) -> None:
         """The attributes of the classes of a module or an object."""
         kind: Any = type(holder)
@@ -111,6 +124,21 @@ class Survey:
             if depth < DEPTH and len(value) <= WIDTH:
                 for inner in list(value.values() if isinstance(value, dict) else value):
                     self.look_at(inner, depth + 1)
+
+
+# Who has something of these shares it with other threads, which change it while a replay lasts.
+_CONCURRENT = ("_thread", "threading", "queue", "asyncio", "multiprocessing", "concurrent", "logging", "socket")
+
+
+def is_shared(value: Any) -> bool:
+    """Whether an object is, or holds, a lock, a queue or a thread."""
+    held = getattr(value, "__dict__", None)
+    return any(map(_is_concurrent, {type(value), *map(type, held.values() if type(held) is dict else ())}))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_concurrent(kind: Any) -> bool:
+    return any(base.__module__.partition(".")[0] in _CONCURRENT for base in kind.__mro__)
 
 
 def _emptied(held: Any) -> Any:

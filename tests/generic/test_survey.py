@@ -276,6 +276,46 @@ def test_what_a_method_of_a_whole_model_costs() -> None:
     assert many - some <= 1.05 * 20 / 6 * (some - few)
 
 
+class Late(nn.Module):
+    """A rate that is None until a first call, and a counter."""
+
+    def __init__(self, rate: float | None = None) -> None:
+        super().__init__()
+        self.rate = rate
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.rate is None:
+            self.rate = 0.5
+        return nn.functional.dropout(x, self.rate) * self.calls
+
+
+@pytest.mark.parametrize("count", [4, 200])
+@pytest.mark.parametrize("what", ["rate", "mode", "late"])
+def test_the_first_of_many_modules_has_attributes_of_another_type(what: str, count: int) -> None:
+    """A rate that is a whole number or None in the first instance of a class, and a fraction in the next."""
+    found = []
+    for call in (plain, checkpoint):
+        torch.manual_seed(1)
+        head = [nn.Dropout(0), nn.Dropout(0.5), Late(), Late(0.25)]
+        segment = nn.Sequential(*head, nn.Linear(4, 4), nn.Tanh())
+        segment.others = nn.ModuleList(nn.Tanh() for _ in range(count))
+        segment.forward = lambda x, steps=segment[:6]: steps(x)  # type: ignore[method-assign]
+        x = torch.randn(16, 4).requires_grad_()
+        for _ in range(2):
+            y = call(segment, x)
+            if what == "mode":
+                segment.eval()
+            elif what == "rate":
+                head[0].p, head[1].p = 1, 0.9
+            else:
+                head[2].rate, head[3].rate = 0.75, None
+            y.sum().backward()
+        found.append([x.grad, *(value for m in head for value in vars(m).values() if isinstance(value, (int, float)))])
+    assert same(*found)
+
+
 def test_submodules_are_those_of_now() -> None:
     root = nn.Sequential(nn.Linear(4, 4), nn.Sequential())
     for change in (lambda: None, lambda: root[1].append(nn.Tanh()), lambda: root[1].__setitem__(0, nn.ReLU())):

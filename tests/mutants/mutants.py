@@ -247,6 +247,20 @@ MUTANTS = (
         test="tests/generic/test_state.py::test_the_replay_has_the_modes_of_its_forward[rate]",
     ),
     Mutant(
+        "names that mean in a replay what they have come to mean",
+        file="ckptfused/generic/state.py",
+        text="        survey.holders += map(Bindings, found.functions)\n",
+        defect="",
+        test="tests/generic/test_bindings.py::test_layers_in_a_loop[cell]",
+    ),
+    Mutant(
+        "attributes of many modules, chosen by the first of a class",
+        file="ckptfused/generic/holders.py",
+        text="value if type(value) in _PLAIN else _ABSENT",
+        defect="value if type(value) in (bool, float) else _ABSENT",
+        test="tests/generic/test_survey.py::test_the_first_of_many_modules_has_attributes_of_another_type[rate-200]",
+    ),
+    Mutant(
         "containers of a module whose own containers nobody looks into",
         file="ckptfused/generic/survey.py",
         text="self.look_at(inner, depth + 1)",
