@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from ckptfused.compat.kernels import replaced
 from ckptfused.convert.stand_ins import flash_attention, grouped_mm
 
 TOKENS = 256
@@ -65,19 +66,40 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             found[storage(t)] = (t.untyped_storage(), t.untyped_storage().nbytes())
         return t
 
-    flash = mock.patch.object(F, "scaled_dot_product_attention", _flash)
-    grouped = mock.patch.object(F, "grouped_mm", grouped_mm, create=True)
-    # What cannot be traced has no count; PyTorch would print pages about it.
-    silent = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with flash, grouped, silent, mode, torch.enable_grad(), saving:
+    with replaced(COUNTED_KERNELS), _silent(), mode, torch.enable_grad(), saving:
         twin.forward(*args, **kwargs)
     return sum(size for _, size in found.values())
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """In place of `F.scaled_dot_product_attention`."""
-    return flash_attention(query, key, value)
+def _flash(below: Callable[..., Tensor], query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if not isinstance(query, FakeTensor):
+        return below(query, *args, **kwargs)
+    return flash_attention(query, *args[:2])
+
+
+def _grouped(below: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return (grouped_mm if isinstance(input, FakeTensor) else below)(input, *args, **kwargs)
+
+
+COUNTED_KERNELS = {"aten::scaled_dot_product_attention": _flash, "aten::_grouped_mm": _grouped}
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Within, this thread's calls that cannot be traced are not logged: they have no count, and PyTorch would print
+    pages about each.
+    """
+    log, mine = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return threading.get_ident() != mine
+
+    log.addFilter(of_others)
+    try:
+        yield
+    finally:
+        log.removeFilter(of_others)
 
 
 def _twin(value: Any, made: dict[int, Any]) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from ckptfused.compat.patches import LOCK
+
 # An attribute of every converted layer, which `NotReplicated` tells from the method that all modules have.
 REPLICATE = "_replicate_for_data_parallel"
 # Arguments by which layers hand on a key/value cache.
@@ -39,18 +41,19 @@ def let_converted_through() -> None:
     if modeling is None:
         return
     base = modeling.GradientCheckpointingLayer
-    theirs = vars(base).get("__call__")
-    if theirs is None or hasattr(theirs, "lets_converted_through"):
-        return
+    with LOCK:
+        theirs = vars(base).get("__call__")
+        if theirs is None or hasattr(theirs, "lets_converted_through"):
+            return
 
-    @functools.wraps(theirs)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(self._replicate_for_data_parallel) is NotReplicated and "forward" in self.__dict__:
-            return super(base, self).__call__(*args, **kwargs)
-        return theirs(self, *args, **kwargs)
+        @functools.wraps(theirs)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if type(self._replicate_for_data_parallel) is NotReplicated and "forward" in self.__dict__:
+                return super(base, self).__call__(*args, **kwargs)
+            return theirs(self, *args, **kwargs)
 
-    call.lets_converted_through = True  # type: ignore[attr-defined]
-    base.__call__ = call
+        call.lets_converted_through = True  # type: ignore[attr-defined]
+        base.__call__ = call
 
 
 def checkpoints_itself(layer: nn.Module) -> bool:

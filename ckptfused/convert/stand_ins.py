@@ -85,8 +85,16 @@ class _Grouped(torch.autograd.Function):
         return (*made, None, None)
 
 
-def grouped_mm(input: Tensor, weight: Tensor, *, offs: Tensor, noted: Noted = _nowhere) -> Tensor:
+def grouped_mm(
+    input: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    noted: Noted = _nowhere,
+) -> Tensor:
     """Products of groups of rows with a matrix each, for `F.grouped_mm` (mixtures of experts), which on tensors without
-    data takes bfloat16 only.
+    data takes bfloat16 only. PyTorch takes no bias yet.
     """
-    return _Grouped.apply(input, weight, offs, noted)
+    made: Tensor = _Grouped.apply(input, weight, offs, noted)
+    return made if out_dtype is None else made.to(out_dtype)

@@ -14,12 +14,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from ckptfused.compat.patches import patched
 from ckptfused.doctor.regions import Event, Region, keywords_of, owner_of
 from ckptfused.generic.draws import global_generators, is_generator, state_of
 from ckptfused.policy.fingerprints import Fingerprints, tensors
@@ -54,19 +54,25 @@ class Recorder:
             self._threads.open = []
         return self._threads.open
 
+    def _replays_here(self) -> bool:
+        """Whether the current thread is one of autograd's that replays a region."""
+        return bool(self._open)
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
         """The replaced functions are put back whatever happens."""
-        plain = nn.Module.__call__
 
-        @functools.wraps(plain)
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return self._call(plain, module, args, kwargs)
+        def calls(plain: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(plain)
+            def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return self._call(plain, module, args, kwargs)
+
+            return call
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(mock.patch.object(nn.Module, "__call__", call))
+            stack.enter_context(patched(nn.Module, "__call__", calls))
             if self._watch_regions:
-                stack.enter_context(replaced_checkpoints(self._generator, self._reentrant))
+                stack.enter_context(replaced_checkpoints(self._generator, self._reentrant, self._replays_here))
             yield self
         self._prints.settle()
 
@@ -227,15 +233,33 @@ class _Both:
 
 
 @contextlib.contextmanager
-def replaced_checkpoints(generator: Callable[[Any], Any], reentrant: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, every checkpoint of PyTorch's goes through what these make of its two implementations."""
-    ours = generator(getattr(torch_checkpoint, GENERATOR))
-    apply = reentrant(getattr(torch_checkpoint, REENTRANT))
+def replaced_checkpoints(
+    generator: Callable[[Any], Any],
+    reentrant: Callable[[Any], Any],
+    elsewhere: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """Within, checkpoints of PyTorch's go through what these make of its two implementations: those of this thread,
+    and of another while `elsewhere` says so there.
+    """
+    mine = threading.get_ident()
+
+    def ours() -> bool:
+        return threading.get_ident() == mine or elsewhere()
+
+    def generated(plain: Any) -> Any:
+        made = generator(plain)
+        return lambda *args, **kwargs: (made if ours() else plain)(*args, **kwargs)
+
+    def applied(plain: Any) -> Any:
+        made = reentrant(plain)
+        apply = staticmethod(lambda *args: (made if ours() else plain.apply)(*args))
+        return type("Replaced", (), {"apply": apply})
+
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch_checkpoint, GENERATOR, ours))
-        stack.enter_context(mock.patch.object(torch_checkpoint, REENTRANT, type("Replaced", (), {"apply": apply})))
+        stack.enter_context(patched(torch_checkpoint, GENERATOR, generated))
+        stack.enter_context(patched(torch_checkpoint, REENTRANT, applied))
         if _COMPOSABLE in sys.modules:
-            stack.enter_context(mock.patch.object(sys.modules[_COMPOSABLE], GENERATOR, ours))
+            stack.enter_context(patched(sys.modules[_COMPOSABLE], GENERATOR, generated))
         yield
 
 

@@ -8,11 +8,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ckptfused.compat.patches import patched
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.doctor.recorder import replaced_checkpoints
 from ckptfused.modules import FusedCheckpointSequential
@@ -48,8 +48,8 @@ def everything_saved(model: nn.Module, share: Share | None = None) -> Iterator[N
         return share.has(next(places), share.calls)
 
     with contextlib.ExitStack() as stack:
-        replaced = (functools.partial(make, saves=saves) for make in (_no_replay, _called))
-        stack.enter_context(replaced_checkpoints(*replaced))
+        generator, reentrant = (functools.partial(make, saves=saves) for make in (_no_replay, _called))
+        stack.enter_context(replaced_checkpoints(generator, reentrant))
         for place, unit in enumerate(found):
             for module in unit if share.has(place, len(found)) else ():
                 stack.enter_context(_keeping_all(module))
@@ -62,12 +62,13 @@ def _keeping_all(module: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if isinstance(forward, ConvertedForward):
             kept = forward.mode and forward.mode._replace(keep="all")
-            stack.enter_context(mock.patch.multiple(forward, mode=kept, segment=None))
+            stack.enter_context(patched(forward, "mode", lambda _: kept))
+            stack.enter_context(patched(forward, "segment", lambda _: None))
         if isinstance(module, FusedModule):
-            stack.enter_context(mock.patch.object(module, "_mode", module._mode._replace(keep="all")))
+            stack.enter_context(patched(module, "_mode", lambda mode: mode._replace(keep="all")))
         # Of a block that stands there twice, the gradients of segments are summed in another order.
         if isinstance(module, FusedCheckpointSequential) and 0 < len(module) == len(set(module)):
-            stack.enter_context(mock.patch.object(module, "segments", len(module)))
+            stack.enter_context(patched(module, "segments", lambda _: len(module)))
         yield
 
 

@@ -14,16 +14,13 @@ import torch
 from torch.nn import functional
 
 _OWN: Any = torch._C._nn.scaled_dot_product_attention
-COUNTED = "_ckptfused_counts_as_own"
-"""The mark of a function that stands for PyTorch's own where a step is counted and nothing computed."""
 
 
 def sdpa_replaced() -> bool:
     """Whether another function stands in the place of `F.scaled_dot_product_attention`, or a `TorchFunctionMode` may
     put one there. torch.compile folds the answer and guards on it.
     """
-    now = functional.scaled_dot_product_attention
-    return (now is not _OWN and not hasattr(now, COUNTED)) or under_foreign_mode()
+    return functional.scaled_dot_product_attention is not _OWN or under_foreign_mode()
 
 
 def under_foreign_mode() -> bool:

@@ -7,75 +7,95 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ckptfused._extension import _C
+from ckptfused.compat.kernels import replaced
+from ckptfused.compat.patches import here, patched
 from ckptfused.convert.stand_ins import flash_attention, grouped_mm
 from ckptfused.cost.attention import attention_cost
-from ckptfused.layer.sdpa import COUNTED
 from ckptfused.modules import rotary
-from ckptfused.policy.meta_autocast import autocast_on_meta, lower
+from ckptfused.policy.meta_autocast import Casts
 from ckptfused.policy.work import Work
 from ckptfused.spec import AttentionSpec
 
 
 @contextlib.contextmanager
 def functions_for_meta(device: str, work: Work) -> Iterator[None]:
-    """A model on the meta device runs within it as it does on a device of this kind, as far as memory goes."""
+    """A model on the meta device runs within it as it does on a device of this kind, as far as memory goes. Only calls
+    of this thread do, and of them only those on tensors without data.
+    """
+    tables: dict[Any, Any] = {}
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        on_cpu = device == "cpu" and not (dropout_p == 0 and _flash_on_cpu(query, key, value, attn_mask))
-        if on_cpu or not _heads_fit(query, key, value, enable_gqa):
-            materialised = torch.ops.aten._scaled_dot_product_attention_math
-            options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-            return materialised(query, key, value, attn_mask, **options)[0]
-        # PyTorch adds a mask of booleans as numbers: each call has a copy of its own.
-        bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
-        scratch = (_scratch if device == "cuda" else _scratch_on_cpu)(query, key, is_causal)
-        return flash_attention(query, key, value, bias, scratch, work.attention(is_causal))
+    def shared(computed: Callable[..., Any]) -> Callable[..., Any]:
+        def table(key: Any, length: int, like: Tensor) -> Any:  # blocks of a process share one on a device
+            if (key, length) not in tables:
+                tables[key, length] = computed(key, length, like)
+            return tables[key, length]
 
-    attention = lower(attention)
-    setattr(attention, COUNTED, True)
-    random_state = torch.get_rng_state
+        return table
 
-    def counted_state() -> Tensor:  # those that checkpoints keep are in the host's memory
+    casts = Casts(device)
+    kernels = casts.kernels()
+    kernels["aten::scaled_dot_product_attention"] = casts.lower(partial(_attention, device, work))
+    kernels["aten::_grouped_mm"] = partial(_grouped, work)
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(casts.functions())
+        stack.enter_context(replaced(kernels))
+        stack.enter_context(patched(rotary, "_computed", here(shared)))
+        if device == "cpu":
+            stack.enter_context(patched(torch, "get_rng_state", here(_counted_state)))
+        if hasattr(masking, "find_packed_sequence_indices"):
+            looks = here(lambda plain: partial(_packed, plain))
+            stack.enter_context(patched(masking, "find_packed_sequence_indices", looks))
+        yield
+
+
+def _attention(
+    device: str,
+    work: Work,
+    below: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if not query.is_meta:
+        return below(query, key, value, attn_mask, **options)
+    on_cpu = device == "cpu" and not (dropout_p == 0 and _flash_on_cpu(query, key, value, attn_mask))
+    if on_cpu or not _heads_fit(query, key, value, enable_gqa):
+        materialised = torch.ops.aten._scaled_dot_product_attention_math
+        return materialised(query, key, value, attn_mask, **options)[0]
+    # PyTorch adds a mask of booleans as numbers: each call has a copy of its own.
+    bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+    scratch = (_scratch if device == "cuda" else _scratch_on_cpu)(query, key, is_causal)
+    return flash_attention(query, key, value, bias, scratch, work.attention(is_causal))
+
+
+def _grouped(work: Work, below: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not input.is_meta:
+        return below(input, weight, *args, **kwargs)
+    return grouped_mm(input, weight, *args, **{**kwargs, "noted": work.grouped})
+
+
+def _counted_state(random_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Those that checkpoints keep are in the host's memory."""
+
+    def counted() -> Tensor:
         state = random_state()
         state.counted = torch.empty_like(state, device="meta")  # type: ignore[attr-defined]
         return state
 
-    tables: dict[Any, Any] = {}
-    computed = rotary._computed
-
-    def table(key: Any, length: int, like: Tensor) -> Any:  # blocks of a process share one on a device
-        if (key, length) not in tables:
-            tables[key, length] = computed(key, length, like)
-        return tables[key, length]
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(autocast_on_meta(device))
-        stack.enter_context(mock.patch.object(rotary, "_computed", table))
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
-        if device == "cpu":
-            stack.enter_context(mock.patch.object(torch, "get_rng_state", counted_state))
-        stack.enter_context(mock.patch.object(F, "grouped_mm", partial(grouped_mm, noted=work.grouped), create=True))
-        masking: Any = sys.modules.get("transformers.masking_utils")
-        if hasattr(masking, "find_packed_sequence_indices"):
-            looks = partial(_packed, masking.find_packed_sequence_indices)
-            stack.enter_context(mock.patch.object(masking, "find_packed_sequence_indices", looks))
-        yield
+    return counted
 
 
 def _packed(looks: Callable[[Tensor], Tensor | None], positions: Tensor) -> Tensor | None:
@@ -83,6 +103,8 @@ def _packed(looks: Callable[[Tensor], Tensor | None], positions: Tensor) -> Tens
     try:
         return looks(positions)
     except RuntimeError:
+        if not positions.is_meta:
+            raise
         return None
 
 

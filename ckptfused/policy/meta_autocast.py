@@ -1,7 +1,7 @@
 """Autocast for tensors on the meta device: operands are cast as on the device that it stands for.
 
-PyTorch's kernels of autocast look at a tensor's device. Here each op that has such a kernel has one more, which casts
-tensors on the meta device by the same rules, at the dispatch key that PyTorch leaves to other libraries' modes.
+PyTorch's kernels of autocast look at a tensor's device. Here each op that has such a kernel gets one more, in the
+thread that predicts, which casts tensors on the meta device by the same rules.
 
 The rules differ by device. On a GPU norms, softmax, sums, powers, exponentials and logarithms are in float32, and with
 them what Hugging Face's norms and losses are made of; on the CPU they stay in the type of their operands. On the CPU
@@ -11,18 +11,18 @@ them what Hugging Face's norms and losses are made of; on the CPU they stay in t
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_KEY = "DeferredInit"
+from ckptfused.compat.kernels import Kernel, operation, replaced, without_replaced
+from ckptfused.compat.patches import here, instead, patched
+
 _OWN = ("block", "attention_block", "ffn_block", "linear_cross_entropy")
 """Ops of ckptfused, which cast within themselves and are told to what."""
 _PRODUCTS = {
@@ -63,78 +63,115 @@ RESULT = {
 """These are told to have float32 results, and cast within themselves."""
 
 
-class _Cached(threading.local):
-    """Casts of weights, as long as a region of autocast lasts, in a prediction."""
+class Casts:
+    """Autocast in one prediction. kind: of the device that is stood for, "cpu" or "cuda"."""
 
-    kind = ""
-    casts = WeakTensorKeyDictionary()
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._cached = WeakTensorKeyDictionary()
+        """Casts of weights, as long as a region lasts."""
+
+    def kernels(self) -> dict[str, Kernel]:
+        """Of all ops that autocast casts for, by name."""
+        names = {f"aten::{name}": _policy(self.kind, name) for name in _names(self.kind)}
+        return {
+            name: partial(self._applied, operation(name), policy)
+            for name, policy in (names | {f"ckptfused::{name}": "own" for name in _OWN}).items()
+        }
+
+    def lower(self, kernel: Kernel) -> Kernel:
+        """A kernel in the place of an op that is computed in autocast's type."""
+
+        def called(below: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_autocast_enabled(self.kind):
+                return kernel(below, *args, **kwargs)
+            with without_replaced():
+                args, kwargs = self._all_cast((args, kwargs), torch.get_autocast_dtype(self.kind))
+                return kernel(below, *args, **kwargs)
+
+        return called
+
+    def _applied(self, op: Any, policy: str, below: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled(self.kind):
+            return below(*args, **kwargs)  # what it is made of may be cast for
+        lower = torch.get_autocast_dtype(self.kind)
+        if policy == "own":
+            args = tuple(_told(value, args[0].dtype, lower) for value in args)
+        elif policy == "result":
+            args, kwargs = self._with_result(op, args, kwargs)
+        else:
+            dtype = {"lower": lower, "float32": torch.float32}.get(policy) or _widest((args, kwargs), lower)
+            args, kwargs = self._all_cast((args, kwargs), dtype)
+        with without_replaced():
+            return op(*args, **kwargs)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """A tensor that autocast may cast, as this type. A weight in float32 is cast once in a region."""
+        if not isinstance(value, Tensor) or not value.is_meta or not value.is_floating_point():
+            return value
+        if value.dtype in (torch.float64, dtype):
+            return value
+        weight = value.requires_grad and value.is_leaf and value._base is None and value.dtype == torch.float32
+        if not weight or dtype != torch.get_autocast_dtype(self.kind) or not torch.is_autocast_cache_enabled():
+            return value.to(dtype)
+        if value not in self._cached:
+            self._cached[value] = value.to(dtype)
+        return self._cached[value]
+
+    def _all_cast(self, given: Any, dtype: torch.dtype) -> Any:
+        return tree_map(lambda value: self._cast(value, dtype), given)
+
+    def _with_result(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with float32 as the type of the result, where none is given."""
+        first = args[0] if args else None
+        place = next(place for place, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
+        told = args[place] if place < len(args) else kwargs.get("dtype")
+        if told is not None or self._cast(first, torch.float32) is first:
+            return args, kwargs
+        return args[:place], kwargs | {"dtype": torch.float32}
+
+    @contextlib.contextmanager
+    def functions(self) -> Iterator[None]:
+        """Within, PyTorch's functions of autocast take "meta", in this thread, for the device that is stood for."""
+
+        def meant(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def told(value: Any) -> Any:
+                return self.kind if isinstance(value, str) and value == "meta" else value
+
+            return lambda *args, **kwargs: plain(*map(told, args), **{k: told(v) for k, v in kwargs.items()})
+
+        def clearing(plain: Callable[[], None]) -> Callable[[], None]:
+            def cleared() -> None:
+                self._cached.clear()
+                plain()
+
+            return cleared
+
+        stand_ins: list[tuple[Any, str, Any]] = [
+            (torch, "is_autocast_enabled", here(meant)),
+            (torch, "get_autocast_dtype", here(meant)),
+            (torch, "clear_autocast_cache", here(clearing)),
+            (torch.amp, "is_autocast_available", here(meant)),
+            (torch.autocast, "__init__", here(meant)),
+        ]
+        if self.kind == "cuda":
+            stand_ins.append((torch.cuda.amp.common, "amp_definitely_not_available", instead(lambda: False)))
+            stand_ins.append((torch.cuda, "is_bf16_supported", instead(lambda *args: True)))
+        with contextlib.ExitStack() as stack:
+            for place, name, make in stand_ins:
+                stack.enter_context(patched(place, name, make))
+            yield
 
 
-_cached = _Cached()
-
-
-def _policy(name: str) -> str:
+def _policy(kind: str, name: str) -> str:
     """What autocast does to an op's operands on the device that is stood for."""
     tables = {"lower": LOWER, "widest": WIDEST, "result": RESULT}
-    return next((policy for policy, table in tables.items() if name in table[_cached.kind]), "float32")
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """A tensor that autocast may cast, as this type. A weight in float32 is cast once in a region."""
-    if not isinstance(value, Tensor) or not value.is_meta or not value.is_floating_point():
-        return value
-    if value.dtype in (torch.float64, dtype):
-        return value
-    weight = value.requires_grad and value.is_leaf and value._base is None and value.dtype == torch.float32
-    if not weight or dtype != torch.get_autocast_dtype(_cached.kind) or not torch.is_autocast_cache_enabled():
-        return value.to(dtype)
-    if value not in _cached.casts:
-        _cached.casts[value] = value.to(dtype)
-    return _cached.casts[value]
-
-
-def _all_cast(given: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda value: _cast(value, dtype), given)
-
-
-def lower(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for an op that is computed in autocast's type."""
-
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_autocast_enabled(_cached.kind):
-            return function(*args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_key()[0])):
-            args, kwargs = _all_cast((args, kwargs), torch.get_autocast_dtype(_cached.kind))
-            return function(*args, **kwargs)
-
-    return called
+    return next((policy for policy, table in tables.items() if name in table[kind]), "float32")
 
 
 def _widest(given: Any, lower: torch.dtype) -> torch.dtype:
     types = {t.dtype for t in tree_leaves(given) if isinstance(t, Tensor) and t.is_meta and t.is_floating_point()}
     return torch.float32 if torch.float32 in types else lower
-
-
-def _with_result(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with float32 as the type of the result, where none is given."""
-    first = args[0] if args else None
-    place = next(place for place, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
-    told = args[place] if place < len(args) else kwargs.get("dtype")
-    if told is not None or _cast(first, torch.float32) is first:
-        return args, kwargs
-    return args[:place], kwargs | {"dtype": torch.float32}
-
-
-def _applied(op: Any, policy: str, args: Any, kwargs: Any) -> Any:
-    lower = torch.get_autocast_dtype(_cached.kind)
-    if policy == "own":
-        return op(*(_told(value, args[0].dtype, lower) for value in args), **kwargs)
-    if policy == "result":
-        args, kwargs = _with_result(op, args, kwargs)
-        return op(*args, **kwargs)
-    dtype = {"lower": lower, "float32": torch.float32}.get(policy) or _widest((args, kwargs), lower)
-    args, kwargs = _all_cast((args, kwargs), dtype)
-    return op(*args, **kwargs)
 
 
 def _told(value: Any, dtype: torch.dtype, lower: torch.dtype) -> Any:
@@ -146,87 +183,19 @@ def _told(value: Any, dtype: torch.dtype, lower: torch.dtype) -> Any:
     return f"{value} compute={str(lower).removeprefix('torch.')}"
 
 
-@lru_cache(maxsize=1)
-def _key() -> Any:
-    """The key, at which there are kernels for all ops that autocast knows, and nothing is in the way of others."""
-    key = torch._C._parse_dispatch_key(_KEY)
-    everything = torch.library.Library("_", "IMPL")
-    everything.fallback(torch.library.fallthrough_kernel, _KEY)
-    libraries = [everything]
-    for namespace, names in (("aten", _names()), ("ckptfused", _OWN)):
-        library = torch.library.Library(namespace, "IMPL")
-        for name in names:
-            library.impl(name, _kernel(namespace, name, key), _KEY, with_keyset=True)
-        libraries.append(library)
-    return key, libraries  # a library's kernels last as long as it does
-
-
-def _names() -> list[str]:
-    """PyTorch's ops that autocast knows on either kind of device."""
+@lru_cache(maxsize=2)
+def _names(kind: str) -> tuple[str, ...]:
+    """PyTorch's ops that autocast knows on a device of this kind."""
     known = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    found = [name for name in names if known(name, "AutocastCPU") or known(name, "AutocastCUDA")]
-    return sorted(name.removeprefix("aten::") for name in found)
-
-
-def _kernel(namespace: str, name: str, key: Any) -> Callable[..., Any]:
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-    known = {
-        kind: namespace == "ckptfused" or torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", autocast)
-        for kind, autocast in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"))
-    }
-
-    after = torch._C._dispatch_keyset_full_after(key)
-
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not known[_cached.kind] or not torch.is_autocast_enabled(_cached.kind):
-            return op.redispatch(keys & after, *args, **kwargs)  # what it is made of may be known
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            return _applied(op, "own" if namespace == "ckptfused" else _policy(name), args, kwargs)
-
-    return kernel
+    found = [name for name in names if known(name, {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[kind])]
+    return tuple(sorted(name.removeprefix("aten::") for name in found))
 
 
 @contextlib.contextmanager
 def autocast_on_meta(kind: str) -> Iterator[None]:
     """Within it autocast for a device of this kind, "cpu" or "cuda", acts on the meta device as it does there; so that
     models ask for it by either name, and none of it needs a GPU."""
-
-    def meant(name: str) -> str:
-        return kind if name == "meta" else name
-
-    def of(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda device_type=None, *args: function(*([] if device_type is None else [meant(device_type)]), *args)
-
-    enter = torch.autocast.__init__
-
-    def entered(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        enter(self, meant(device_type), *args, **kwargs)
-
-    def cleared() -> None:
-        _cached.casts.clear()
-        clear()
-
-    clear, available = torch.clear_autocast_cache, of(torch.amp.is_autocast_available)
-    replaced: list[tuple[Any, str, Any]] = [
-        (torch, "is_autocast_enabled", of(torch.is_autocast_enabled)),
-        (torch, "get_autocast_dtype", of(torch.get_autocast_dtype)),
-        (torch, "clear_autocast_cache", cleared),
-        (torch.amp, "is_autocast_available", available),
-        (torch.autocast, "__init__", entered),
-    ]
-    if kind == "cuda":
-        replaced.append((torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
-        replaced.append((torch.cuda, "is_bf16_supported", lambda *args: True))
-    key, _ = _key()
-    before, _cached.kind = _cached.kind, kind
-    with contextlib.ExitStack() as stack:
-        for place, name, function in replaced:
-            stack.enter_context(mock.patch.object(place, name, function))
-        stack.enter_context(torch._C._IncludeDispatchKeyGuard(key))
-        try:
-            yield
-        finally:
-            _cached.casts.clear()
-            _cached.kind = before
+    casts = Casts(kind)
+    with casts.functions(), replaced(casts.kernels()):
+        yield

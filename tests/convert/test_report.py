@@ -6,11 +6,9 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -20,11 +18,10 @@ from ckptfused.convert.families.torch_nn import TorchEncoder
 from ckptfused.convert.family import FAMILIES, register
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.measure import TOKENS, storage
-from ckptfused.convert.measure import _flash as flash_attention
 from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import LayerReport, Report
 from tests.convert import zoo_decoders, zoo_encoders, zoo_llama, zoo_moe, zoo_seq2seq, zoo_torch  # noqa: F401
-from tests.convert.compare import close, result, run
+from tests.convert.compare import close, flash_alone, result, run
 from tests.convert.versions import since
 from tests.convert.zoo import ZOO, Specimen, randomize
 
@@ -86,7 +83,7 @@ def test_bytes_before_are_those_of_a_real_call(name: str) -> None:
     ckptfused.revert(model)
     for layer, said in zip(specimen.layers(model), report.layers, strict=True):
         assert said.family is not None and said.before is not None
-        with mock.patch.object(F, "scaled_dot_product_attention", flash_attention):
+        with flash_alone():
             assert saved(layer, said.family) == round(said.before * TOKENS), said.name
 
 

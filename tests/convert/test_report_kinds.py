@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -19,11 +18,10 @@ import ckptfused
 from ckptfused.convert import counts
 from ckptfused.convert.example import example
 from ckptfused.convert.measure import TOKENS, storage
-from ckptfused.convert.measure import _flash as flash_attention
 from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import LayerReport, Report
 from tests.convert import zoo_decoders, zoo_llama, zoo_seq2seq  # noqa: F401
-from tests.convert.compare import close, gradients, run
+from tests.convert.compare import close, flash_alone, gradients, run
 from tests.convert.small import llama, unfused
 from tests.convert.zoo import ZOO, randomize, text_batch
 
@@ -62,7 +60,7 @@ def test_bytes_without_an_adapter_are_those_of_real_calls(name: str) -> None:
         assert said.before is not None, said.name
         args, kwargs = example(model, said.name, layer)
         assert saved(layer, args, kwargs) == said.after == 48 * 4
-        with ckptfused.original(model), mock.patch.object(F, "scaled_dot_product_attention", flash_attention):
+        with ckptfused.original(model), flash_alone():
             assert saved(layer, args, kwargs) == pytest.approx(said.before, abs=1 / TOKENS), said.name
 
 

@@ -788,10 +788,17 @@ MUTANTS = (
         test="tests/policy/test_machine.py::test_no_ledger_sees_an_op_that_runs_alone",
     ),
     Mutant(
+        "threads that overlap, of which the one that ends first takes the other's stand-in away",
+        file="ckptfused/compat/patches.py",
+        text="            place.makes.remove(own)\n",
+        defect="            place.makes.pop()\n",
+        test="tests/compat/test_patches.py::test_contexts_end_in_any_order[True]",
+    ),
+    Mutant(
         "casts of weights that a prediction keeps after the region of autocast",
         file="ckptfused/policy/meta_autocast.py",
-        text="        _cached.casts.clear()\n        clear()\n",
-        defect="        clear()\n",
+        text="                self._cached.clear()\n",
+        defect="",
         test="tests/policy/test_autocast.py::test_as_measured[llama-checkpointed]",
     ),
     Mutant(

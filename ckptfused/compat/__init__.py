@@ -1,0 +1,1 @@
+"""What is done to other libraries while they run: attributes replaced, operations given other kernels."""
