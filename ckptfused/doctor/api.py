@@ -12,6 +12,7 @@ from ckptfused.doctor.certificate import certify
 from ckptfused.doctor.checks import CHECKS
 from ckptfused.doctor.findings import Finding, Findings
 from ckptfused.doctor.look import Look
+from ckptfused.doctor.ranks import everyones
 from ckptfused.spec.checks import check_integer
 
 
@@ -44,7 +45,7 @@ def doctor(
     check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     look = Look(model, batch, optimizer, gradient_accumulation_steps)
     found: list[Finding] = [finding for check in CHECKS for finding in check(look)]
-    why = _why_no_proof(look)
+    why = next(filter(None, everyones(_why_no_proof(look))), None)
     if why is not None:
         return Findings(found, f"No certificate: {why}.")
     proved, text = certify(model, batch, look.name)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from ckptfused.doctor.regions import Event, Region
@@ -20,6 +21,8 @@ _CAST = (
 )
 _AROUND = ("mode", "autocast")
 _SAME_STATE = "from the same state of the global generators"
+ROUNDINGS = 32
+"""By how many roundings of its norm an operation that is not deterministic may move a tensor's sum or norm."""
 _INTEGERS = ("torch.int64", "torch.int32", "torch.int16", "torch.uint8")
 
 
@@ -32,8 +35,6 @@ class Cause:
     mend: str
     certain: bool = False
     """Whether no operation that is not deterministic could have made the difference."""
-    seen: bool = True
-    """Whether other results were seen; else the replay ended within the module, which was found with something else."""
 
 
 def cause_of(region: Region, name: Name, written: Container[int] = ()) -> Cause | None:
@@ -82,101 +83,108 @@ def difference(
     when = "its replay" if region is not None else "a step that saves everything"
     running: list[int] = []
     for i, (a, b) in enumerate(zip(before, after, strict=False)):
+        begun = running[-1] if running else None
         if a.module is not b.module or a.begins is not b.begins:
-            outer = before[running[-1]].module if running else None
-            return Cause(
-                name(outer or (region.owner if region else None)),
-                f"{when} called other modules than its forward: {name(b.module)} where that had {name(a.module)}",
+            outer = region.owner if begun is None and region else None if begun is None else before[begun].module
+            state = None if begun is None else _state(before[begun], after[begun], name(outer), when, _AROUND)
+            return state or Cause(
+                name(outer),
+                f"{when} called other modules than its forward: {_called(b, name)} where that had {_called(a, name)}",
                 "let its control flow depend on its inputs alone",
                 certain=True,
             )
-        if a.begins:
-            if a.values != b.values:
-                return _changed_before(i, running, before, after, name, region, when)
-            running.append(i)
-            continue
-        begun = running.pop()
         if a.values != b.values:
-            return _of_module(begun, i, before, after, name, when, written)
-    if region is None or not 0 < len(after) < len(before):
-        return None
-    found = _unfinished(running[-1] if running else None, before, after, name, when, region)
-    return None if found is None else replace(found, seen=False)
+            found = _of_code(begun, i, before, after, name, region, when, written)
+            return replace(found, certain=found.certain or _far(a, b))
+        if a.begins:
+            running.append(i)
+        elif not a.saved:
+            running.pop()
+    return None
 
 
-def _unfinished(
-    begun: int | None, before: list[Event], after: list[Event], name: Name, when: str, region: Region
-) -> Cause | None:
-    """A replay ended within a module: what that had which its forward had not."""
-    last, module = len(after) - 1, region.owner if begun is None else before[begun].module
-    place = name(module)
-    found = None if begun is None else _state(before[begun], after[begun], place, when, _AROUND)
-    depth, own = 0, int(begun is not None)
-    for j in range(begun or 0, last + 1):
-        depth += 1 if before[j].begins else -1
-        if found is None and depth == own and before[j].random != before[j + 1].random:
-            drawn = _drawn(place, type(module).__name__, before[j : j + 2], after[j], when)
-            found = drawn if drawn.certain else None
-    return _state(before[begun], after[begun], place, when) if found is None and begun is not None else found
+def _called(event: Event, name: Name) -> str:
+    return "what it saves for backward" if event.saved else name(event.module)
 
 
-def _changed_before(
-    i: int, running: list[int], before: list[Event], after: list[Event], name: Name, region: Region | None, when: str
-) -> Cause:
-    """A module got other arguments, though whatever ran before it gave the same results: the code around it differs."""
-    called = before[i].module
-    if region is not None and (region.changed or i == 0):
-        what = joined_words(region.changed) or "an argument"
-        return Cause(
-            name(region.owner or called),
-            f"{what} was changed in place between its forward and its replay, which computes with the new values",
-            "change a clone, change it after backward, or use ckptfused.checkpoint, which refuses it",
-        )
-    outer = before[running[-1]].module if running else (region.owner if region else None)
-    place = name(outer)
-    if i > 0 and before[i - 1].random != before[i].random:
-        return _drawn(place, f"its own code before {name(called)}", before[i - 1 : i + 1], after[i - 1], when)
-    if running:
-        state = _state(before[running[-1]], after[running[-1]], place, when)
-        if state is not None:
-            return state
-    return Cause(
-        place,
-        f"its own code gave {name(called)} other values in {when} than in forward, from the same inputs",
-        "look there for state that is kept between calls (closures, globals, caches), and for operations that are not "
-        "deterministic",
+def _far(a: Event, b: Event) -> bool:
+    """Whether values are further apart than the order of sums could put them."""
+    pairs = zip(a.sizes, b.sizes, strict=False)
+    return any(
+        abs(one - other) > ROUNDINGS * torch.finfo(dtype).eps * max(x.value[1], y.value[1])
+        for (dtype, x), (_, y) in pairs
+        for one, other in zip(x.value, y.value, strict=True)
     )
 
 
-def _of_module(
-    begun: int, i: int, before: list[Event], after: list[Event], name: Name, when: str, written: Container[int]
+def _of_code(
+    begun: int | None,
+    i: int,
+    before: list[Event],
+    after: list[Event],
+    name: Name,
+    region: Region | None,
+    when: str,
+    written: Container[int],
 ) -> Cause:
-    """A module made something else of the same arguments."""
-    module, place = before[begun].module, name(before[begun].module)
-    first, second = before[begun], after[begun]
-    state = _state(first, second, place, when, _AROUND)
+    """Code made something else of the same values: arguments of a module, its results, or what it saves for backward.
+
+    begun: where the module of that code begins; None for the function that is checkpointed.
+    """
+    event, owner = before[i], region.owner if region else None
+    module = owner if begun is None else before[begun].module
+    place = name(module)
+    results = not event.begins and not event.saved
+    if region is not None and region.changed and not results:
+        return Cause(
+            name(owner or event.module),
+            f"{joined_words(region.changed)} was changed in place between its forward and its replay, which computes "
+            "with the new values",
+            "change a clone, change it after backward, or use ckptfused.checkpoint, which refuses it",
+        )
+    state = None if begun is None else _state(before[begun], after[begun], place, when, _AROUND)
     if state is None:
-        drawn = [j for j in range(begun, i) if before[j].random != before[j + 1].random]
-        if drawn:
-            state = _drawn(place, type(module).__name__, before[drawn[0] : drawn[0] + 2], after[drawn[0]], when)
-    if state is None or state.text.endswith(_SAME_STATE):
-        state = _state(first, second, place, when) or state
+        code = f"its own code before {name(event.module)}" if event.begins else _who(module)
+        state = _drawn_within(begun, i, before, after, place, code, when)
+    if begun is not None and (state is None or state.text.endswith(_SAME_STATE)):
+        state = _state(before[begun], after[begun], place, when) or state
     if state is None:
-        old, new = _types(before[i]), _types(after[i])
+        old, new = _types(event), _types(after[i])
         if old != new:
             state = Cause(place, f"a cast: its results are {old} in forward and {new} in {when}", _CAST)
-    if state is None:
+    if state is None and module is not None and results:
         state = _of_parameters(module, place, when, written)
     if state is None:
+        what = f"{_who(module)} gave other results"
+        if event.begins:
+            what = f"its own code gave {name(event.module)} other values"
+        elif event.saved:
+            what = "its own code computed other values for backward"
         state = Cause(
             place,
-            f"{type(module).__name__} gave other results in {when} than in forward, from the same inputs",
-            "look there for state that is kept between calls (closures, globals, caches), and for operations that are "
-            "not deterministic",
+            f"{what} in {when} than in forward, from the same inputs",
+            "look there for state that is kept between calls (iterators, counters, clocks, closures, globals, caches), "
+            "and for operations that are not deterministic",
         )
-    if _routes(before[i], after[i], module):
-        return Cause(place, f"a router chose otherwise in {when}: {state.text}", state.mend)
+    if results and module is not None and _routes(event, after[i], module):
+        return replace(state, text=f"a router chose otherwise in {when}: {state.text}")
     return state
+
+
+def _who(module: nn.Module | None) -> str:
+    return "the checkpointed function" if module is None else type(module).__name__
+
+
+def _drawn_within(
+    begun: int | None, i: int, before: list[Event], after: list[Event], place: str, code: str, when: str
+) -> Cause | None:
+    """The draw of random numbers by code itself, not by modules that it calls, which gave the same results."""
+    depth, own = 0, int(begun is not None)
+    for j in range(begun or 0, i):
+        depth += 0 if before[j].saved else 1 if before[j].begins else -1
+        if depth == own and before[j].random != before[j + 1].random:
+            return _drawn(place, code, before[j : j + 2], after[j], when)
+    return None
 
 
 def _of_parameters(module: nn.Module, place: str, when: str, written: Container[int]) -> Cause | None:

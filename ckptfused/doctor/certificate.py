@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ckptfused.doctor.causes import cause_of
+from ckptfused.doctor.causes import Cause, cause_of
 from ckptfused.doctor.comparison import OUT_OF_MEMORY, Compared, Name, grouped, unlike
 from ckptfused.doctor.findings import Finding
+from ckptfused.doctor.ranks import everyones, joined, rank
 from ckptfused.doctor.saving import Share, everything_saved, fused, units
 from ckptfused.doctor.steps import Step, eager, run
 from ckptfused.policy.unchanged import Unchanged
@@ -28,19 +30,32 @@ def certify(model: nn.Module, batch: Any, name: Name) -> tuple[list[Finding], st
     **Raises** what the model raises where it fails without any checkpointing, too.
     """
     with torch.inference_mode(False), Unchanged(model, hooks=False) as unchanged, eager():
-        configured = run(model, batch)
+        configured = run(model, batch, sizes=not (exact := _exact(model)))
         unchanged.restore()
         regions = [region for region in configured.recorder.regions if not region.foreign]
         causes = grouped(filter(None, (cause_of(region, name, unchanged.written) for region in regions)))
         reference, parts = _reference(model, batch, configured, unchanged)
-        again = None
-        certain = any(cause.certain for cause in causes)
-        if reference.error is None and configured.error is None and unlike(configured, reference) and not certain:
+        again, everyone = None, everyones(causes)
+        if _in_doubt(configured, reference, causes):
             unchanged.restore()
             again = run(model, batch, configured)
     compared = Compared(name, causes, configured, reference, again)
-    compared.parts, compared.fused, compared.exact = parts, fused(model), _exact(model)
+    compared.parts, compared.fused, compared.exact = parts, fused(model), exact
+    compared.elsewhere = [
+        replace(cause, text=f"on rank {i}, {cause.text}")
+        for i, theirs in enumerate(everyone)
+        for cause in theirs
+        if i != rank()
+    ]
     return compared.findings(), compared.text()
+
+
+def _in_doubt(configured: Step, reference: Step, causes: list[Cause]) -> bool:
+    """Whether a third step could say more: on some rank steps differ, none failed, and no rank is certain why."""
+    complete = reference.error is None and configured.error is None
+    differ = complete and unlike(configured, reference)
+    ranks = everyones((complete, differ, any(cause.certain for cause in causes)))
+    return all(r[0] for r in ranks) and any(r[1] for r in ranks) and not any(r[2] for r in ranks)
 
 
 def _reference(model: nn.Module, batch: Any, configured: Step, unchanged: Unchanged) -> tuple[Step, int]:
@@ -56,16 +71,12 @@ def _reference(model: nn.Module, batch: Any, configured: Step, unchanged: Unchan
         for number in range(parts):
             unchanged.restore()
             with everything_saved(model, Share(number, parts, calls)):
-                found = run(model, batch, configured, guarded=not _distributed())
+                found = run(model, batch, configured, guarded=not joined())
             if found.error is not None or unlike(configured, found):
                 break
-        if not isinstance(found.error, OUT_OF_MEMORY) or parts == most or _distributed():
+        if not isinstance(found.error, OUT_OF_MEMORY) or parts == most or joined():
             return found, parts
         parts = min(2 * parts, most)
-
-
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _exact(model: nn.Module) -> bool:

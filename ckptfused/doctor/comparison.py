@@ -11,7 +11,8 @@ import torch
 
 from ckptfused.doctor.causes import Cause, cause_of, difference, surroundings
 from ckptfused.doctor.findings import Finding, joined
-from ckptfused.doctor.steps import Step, alike
+from ckptfused.doctor.left_behind import attributes, moved_twice
+from ckptfused.doctor.steps import Step
 from ckptfused.sizes import counted
 
 Name = Callable[[Any], str]
@@ -27,7 +28,7 @@ OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 def unlike(a: Step, b: Step) -> bool:
     """Whether two steps differ in a bit."""
-    return (a.loss, a.gradients, a.buffers) != (b.loss, b.gradients, b.buffers)
+    return (a.loss, a.gradients, a.buffers, a.held) != (b.loss, b.gradients, b.buffers, b.held)
 
 
 class Compared:
@@ -37,6 +38,8 @@ class Compared:
     """Of which one at a time saved everything."""
     fused = 0
     exact = False
+    elsewhere: list[Cause] = []  # noqa: RUF012
+    """What other ranks found, whose replays may have a part in this one's gradients."""
     rounded = False
     """Whether gradients are the same but for the order in which they were summed."""
 
@@ -61,8 +64,8 @@ class Compared:
         if wrong or configured.loss != reference.loss:
             found += self._wrong(wrong)
         if not self.noise:
-            found += self._buffers()
-        return [*found, *self._attributes()]
+            found += moved_twice(configured, reference, self.name)
+        return [*found, *attributes(configured, reference, self.name)]
 
     def text(self) -> str:
         """What was proved."""
@@ -87,7 +90,9 @@ class Compared:
                 f"replays {counted(len(self.foreign), 'call')}. Results of modules were compared in forward and replay."
             )
         if unlike(configured, reference) and not self.rounded:
-            return "No certificate: a step as configured and one that saves everything differ."
+            exact = self.noise and not (self.causes or self.elsewhere or self.fused)
+            also = " What each replay computed was, bit for bit, what its forward had." if exact else ""
+            return f"No certificate: a step as configured and one that saves everything differ.{also}"
         gradients = counted(len(reference.gradients), "gradient")
         buffers = counted(len(reference.buffers), "buffer")
         return (
@@ -160,7 +165,7 @@ class Compared:
         off = f"the gradients are off by {by}" + (f", most that of {self.name(worst)}" if worst else "")
         if self.noise:
             return self._noise(names, overall, off)
-        if self.causes:
+        if self.causes or self.elsewhere:
             return self._of_causes("error", f"; {off}")
         if self.configured.loss != self.reference.loss:
             cause = difference(self.configured.recorder.calls, self.reference.recorder.calls, self.name)
@@ -173,14 +178,9 @@ class Compared:
             text = f"{off}: the reentrant checkpoint adds the same terms in another order, all replays are exact"
             return [Finding("advice", "the model", text, "use_reentrant=False gives the bits of a step without")]
         last = self._last(names)
-        caller = self._caller(last)
-        which = "this is the last with a wrong one" if caller is None else f"left is its own code after {last}"
-        text = f"{off}, though each module gave in its replay what its forward had; {which}"
-        mend = (
-            "look there for what writes to weights between forward and backward, and between modules for dropout, "
-            "in-place operations and state, which ckptfused.checkpoint replays"
-        )
-        return [Finding("error", caller or last, text, mend)]
+        text = f"{off}, though each replay computed what its forward had; this is the last module with a wrong one"
+        mend = "look there for what writes to weights, or to gradients, between forward and backward"
+        return [Finding("error", last, text, mend)]
 
     def _last(self, names: list[str]) -> str:
         """Of the modules that were called and hold one of these parameters, the one that forward called last.
@@ -197,18 +197,6 @@ class Compared:
             found[place] = called.get(place, -1)
         return max(found, key=found.__getitem__, default="the model")
 
-    def _caller(self, place: str) -> str | None:
-        """The module that called this one, if a replay saw this one to its end, so that what is wrong came after it."""
-        for region in reversed(self.regions):
-            for replay in region.replays:
-                running = [region.owner]
-                for event in replay:
-                    if event.begins:
-                        running.append(event.module)
-                    elif self.name(running.pop()) == place:
-                        return None if running[-1] is None else self.name(running[-1])
-        return None
-
     def _noise(self, names: list[str], overall: float, off: str) -> list[Finding]:
         """Of a step that gives other bits each time."""
         assert self.again is not None
@@ -222,45 +210,15 @@ class Compared:
             if self.exact
             else "torch.use_deterministic_algorithms(True) makes the certificate exact"
         )
-        found = [Finding("warning", place, text, mend)]
+        warning = Finding("warning", place, text, mend)
+        if self.exact:  # between steps that differ anyway, the gradients' difference says little
+            return self._of_causes("error", "; gradients are those of another function than the loss") or [warning]
         causes = self._of_causes("warning", "") if overall > NOISE * own else []
-        return [*found, *(self._of_causes("error", f"; {off}", certain=not self.exact) or causes)]
+        return [warning, *(self._of_causes("error", f"; {off}", certain=True) or causes)]
 
     def _of_causes(self, severity: str, end: str, certain: bool = False) -> list[Finding]:
-        seen = any(cause.seen for cause in self.causes)
-        causes = [cause for cause in self.causes if (cause.certain or not certain) and cause.seen >= seen]
+        causes = [cause for cause in self.causes or self.elsewhere if cause.certain or not certain]
         return [Finding(severity, c.place, c.text + end, c.mend) for c in causes]
-
-    def _buffers(self) -> list[Finding]:
-        replayed = {self.name(event.module) for region in self.regions for replay in region.replays for event in replay}
-        wrong: dict[str, list[str]] = defaultdict(list)
-        for name, value in self.configured.buffers.items():
-            if self.reference.buffers.get(name, value) != value:
-                place, _, last = self.name(name).rpartition(".")
-                wrong[place].append(last)
-        for_all: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for place, names in wrong.items():
-            twice = "updated twice, in forward and again in its replay" if place in replayed else "another value"
-            for_all[", ".join(names), twice].append(place)
-        mend = "use ckptfused.checkpoint or ckptfused.convert, which update buffers once; or momentum=0 in the replay"
-        return [
-            Finding("error", joined(places), f"after a step, its buffers have a wrong value ({twice}): {names}", mend)
-            for (names, twice), places in for_all.items()
-        ]
-
-    def _attributes(self) -> list[Finding]:
-        a, b = self.configured.attributes, self.reference.attributes
-        wrong = [name for name in a if not alike(a[name], b.get(name))]
-        return [
-            Finding(
-                "warning",
-                self.name(name).rpartition(".")[0] or "the model",
-                f"its attribute {name.rpartition('.')[2]!r} is {a[name]!r} after a step, {b.get(name, 'as it was')!r} "
-                "where everything is saved: a replay changes it again",
-                "use ckptfused.checkpoint, which leaves attributes as the forward left them",
-            )
-            for name in wrong
-        ]
 
 
 def grouped(causes: Iterable[Cause]) -> list[Cause]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import torch
 from torch import nn
 
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.doctor.findings import Finding, joined
 from ckptfused.doctor.look import Look
+from ckptfused.doctor.ranks import everyones
 from ckptfused.modules.fused import FusedModule
 from ckptfused.sizes import counted
 
@@ -32,12 +31,7 @@ def uncovered_layers(look: Look) -> Iterator[Finding]:
 
 def ranks_differ(look: Look) -> Iterator[Finding]:
     """A collective where processes are joined: each says how its layers are checkpointed."""
-    dist: Any = torch.distributed
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    mine = _described(look)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = everyones(_described(look))
     for rank, theirs in enumerate(everyone):
         for name in {**everyone[0], **theirs}:
             first, other = everyone[0].get(name, "not checkpointed"), theirs.get(name, "not checkpointed")

@@ -26,6 +26,7 @@ from ckptfused.policy.fingerprints import Fingerprints, tensors
 
 GENERATOR, REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+_hooks: Any = torch._C._autograd  # what `torch.autograd.graph.saved_tensors_hooks` calls
 _PLAIN = (bool, int, float, str, type(None))
 _LARGE = 1 << 18  # entries of a buffer that is not read at each call
 
@@ -33,8 +34,12 @@ _LARGE = 1 << 18  # entries of a buffer that is not read at each call
 class Recorder:
     """Within `recording`, events are noted."""
 
-    def __init__(self, model: nn.Module, watch_regions: bool, guard: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, watch_regions: bool, guard: Callable[[], None] | None = None, sizes: bool = False
+    ) -> None:
+        """sizes: note sums and norms, too, which tell how far results are apart."""
         self._guard = guard
+        self._sizes = sizes
         self._modules = {id(module) for module in model.modules()}
         self._watch_regions = watch_regions
         self._prints = Fingerprints()
@@ -85,16 +90,51 @@ class Recorder:
         lists = [*self._open, *([] if self.in_backward else [self.calls])]
         if self._guard is not None:
             self._guard()
-        begun = Event(module, True, self._prints.of((args, kwargs)), _generator_states(), self._facts(module))
+        begun = self._event(module, True, (args, kwargs), self._facts(module))
         for events in lists:
             events.append(begun)
         running = self.last_begun = [*self.last_begun, module]
         result = plain(module, *args, **kwargs)
         self.last_begun = running[:-1]
-        ended = Event(module, False, self._prints.of(result), _generator_states())
+        ended = self._event(module, False, result, {})
         for events in lists:
             events.append(ended)
         return result
+
+    def _event(self, module: nn.Module | None, begins: bool, values: Any, facts: dict[str, Any]) -> Event:
+        sizes = self._prints.sizes(values) if self._sizes else ()
+        return Event(module, begins, self._prints.of(values), _generator_states(), facts, sizes)
+
+    def _note(self, values: Any) -> None:
+        """What backward reads, in every list that is open; weights are compared as gradients are."""
+        if self._open and not any(isinstance(w, nn.Parameter) for w in (values, getattr(values, "_base", None))):
+            event = self._event(None, False, values, {})
+            for events in self._open:
+                events.append(event)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within, each tensor that the hooks of a checkpoint take is noted.
+
+        They are exchanged, not covered: a layer of ckptfused's takes the checkpoint's own from the top.
+        """
+        hooks = _hooks._top_saved_tensors_default_hooks(False)
+        if hooks is None:
+            yield
+            return
+
+        @functools.wraps(hooks[0])
+        def pack(t: torch.Tensor) -> Any:
+            self._note(t)
+            return hooks[0](t)
+
+        _hooks._pop_saved_tensors_default_hooks()
+        _hooks._push_saved_tensors_default_hooks(pack, hooks[1])
+        try:
+            yield
+        finally:
+            _hooks._pop_saved_tensors_default_hooks()
+            _hooks._push_saved_tensors_default_hooks(*hooks)
 
     def _foreign(self, module: nn.Module, args: Any, kwargs: Any) -> Region:
         """The forward's call that a checkpoint replays which is neither PyTorch's nor ckptfused's.
@@ -207,7 +247,9 @@ class Recorder:
 
             def run(*given: Any) -> Any:
                 with self.running(region, next(calls) > 0):
-                    return function(*given)
+                    result = function(*given)
+                    self._note(result)
+                    return result
 
             return plain.apply(run, preserve, *args)
 
@@ -219,12 +261,14 @@ class _Both:
 
     def __init__(self, recorder: Recorder, region: Region, replay: bool, context: Any) -> None:
         self._make = functools.partial(recorder.running, region, replay)
+        self._saving = recorder.saving
         self._context = context
         self._entered: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
         stack = contextlib.ExitStack()
         stack.enter_context(self._make())
+        stack.enter_context(self._saving())
         stack.enter_context(self._context)
         self._entered.append(stack)
 

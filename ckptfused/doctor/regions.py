@@ -13,15 +13,23 @@ from torch import nn
 
 @dataclass
 class Event:
-    """A call of a module begins or ends."""
+    """A call of a module begins or ends, or a checkpointed function computed what backward reads."""
 
-    module: nn.Module
+    module: nn.Module | None
+    """None: no call, but a tensor that is saved for backward, or the results of a reentrant checkpoint's function."""
     begins: bool
     values: tuple[Any, ...]
     """Fingerprints of its arguments, or of its results."""
     random: tuple[int, ...]
     facts: dict[str, Any] = field(default_factory=dict)
     """Of the module and its surroundings, where it begins."""
+    sizes: tuple[Any, ...] = ()
+    """Sums and norms of the values, where equal operations may have other bits."""
+
+    @property
+    def saved(self) -> bool:
+        """Whether it is no call."""
+        return self.module is None
 
 
 @dataclass

@@ -36,19 +36,21 @@ class Step:
     norms: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Of a step that is compared with another: the squared norm of each gradient, and that of its difference."""
     buffers: dict[str, Any] = field(default_factory=dict)
+    held: dict[str, Any] = field(default_factory=dict)
+    """Fingerprints of parameters, and of tensors that are attributes of modules, as the step left them."""
     attributes: dict[str, Any] = field(default_factory=dict)
     """Those that it changed."""
     error: Exception | None = None
     nothing_trained: bool = False
 
 
-def run(model: nn.Module, batch: Any, first: Step | None = None, guarded: bool = False) -> Step:
+def run(model: nn.Module, batch: Any, first: Step | None = None, guarded: bool = False, sizes: bool = False) -> Step:
     """A step of the model as it is, whose gradients are gone afterwards. Errors are in the result.
 
     first: the step that it is compared with; without one, what checkpoints replay is noted, and gradients are kept.
-    guarded: raise `MemoryError` before the host's memory is spent.
+    guarded: raise `MemoryError` before the host's memory is spent. sizes: note how large results are, too.
     """
-    recorder = Recorder(model, first is None, _refuse_to_fill_memory if guarded else None)
+    recorder = Recorder(model, first is None, _refuse_to_fill_memory if guarded else None, sizes)
     step, given, before = Step(recorder), copied(batch, device_of(model)), plain_attributes(model)
     try:
         with recorder.recording(), warnings.catch_warnings(), torch.enable_grad():
@@ -81,6 +83,8 @@ def _read(model: nn.Module, given: Any, step: Step, before: dict[str, Any], firs
             step.gradients[name] = prints.of(t.grad)
     for name, buffer in model.named_buffers():
         step.buffers[name] = prints.of(buffer)
+    for name, t in (*model.named_parameters(), *_tensors_held(model)):
+        step.held[name] = prints.of(t)
     prints.settle()
     other = first is not None and first.gradients != step.gradients
     for name, t in named:
@@ -93,6 +97,15 @@ def _read(model: nn.Module, given: Any, step: Step, before: dict[str, Any], firs
             step.norms[name] = _norms(own, first.values.get(name))
     now = plain_attributes(model)
     step.attributes = {name: now.get(name) for name in now | before if not alike(now.get(name), before.get(name))}
+
+
+def _tensors_held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors that modules hold as plain attributes, as averages and codebooks often are."""
+    for place, module in model.named_modules():
+        if not keeps_books(module):
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor):
+                    yield f"{place}.{name}".lstrip("."), value
 
 
 def _norms(t: Tensor, other: Tensor | None) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ckptfused.doctor.findings import Finding, joined
-from ckptfused.doctor.look import OURS, Look
+from ckptfused.doctor.look import HUGGING_FACE, OURS, Look
 
 LONG = 34 / 5
 """Heads times tokens over width, above which attention that is materialised saves more than all else in a layer: of
@@ -18,16 +18,30 @@ LONG = 34 / 5
 
 
 def cache_in_training(look: Look) -> Iterator[Finding]:
-    """Keys and values of all layers are collected, for nobody."""
-    if not (look.model.training and look.checkpoints):
-        return
-    if isinstance(look.batch, Mapping) and look.batch.get("use_cache") is False:
-        return
-    asked = isinstance(look.batch, Mapping) and look.batch.get("use_cache")
+    """Keys and values of layers are collected, for nobody; a replay by others adds to them once more.
+
+    Hugging Face's checkpointing and ckptfused's layers leave caches out in training.
+    """
+    asked = look.batch.get("use_cache") if isinstance(look.batch, Mapping) else None
     first = next((m for m in _outermost_with_cache(look.model) if m.config.use_cache is True), None)
-    if first is not None or asked:
+    generates = any(getattr(m, "can_generate", bool)() for m in look.model.modules())
+    if not (look.model.training and generates) or asked is False or (first is None and not asked):
+        return
+    by = {id(m): c.by for c in look.checkpoints for m in c.module.modules()}  # the innermost one has the last word
+    left_out = {id(m) for c in look.checkpoints if c.by in (OURS, HUGGING_FACE) for m in c.module.modules()}
+    writers = [m for m in look.model.modules() if hasattr(m, "layer_idx") and id(m) not in left_out]
+    again = [m for m in writers if id(m) in by]
+    if again:
         yield Finding(
-            "warning",
+            "error",
+            joined(map(look.name, again)),
+            f"use_cache=True under {by[id(again[0])]}: its replay adds keys and values to the cache once more, and "
+            "attends to them twice, or fails",
+            "model.config.use_cache = False",
+        )
+    elif writers:
+        yield Finding(
+            "advice",
             look.name(first),
             "use_cache=True in training: keys and values of each layer are collected and kept, and nobody reads them",
             "model.config.use_cache = False",

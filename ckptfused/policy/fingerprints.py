@@ -23,7 +23,7 @@ class _Sum:
     """A checksum that a device other than the CPU has yet to say."""
 
     pending: Tensor | None
-    value: tuple[int, ...] = ()
+    value: tuple[float, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Sum) and self.value == other.value
@@ -67,6 +67,18 @@ class Fingerprints:
         rows.view(-1)[: flat.numel()] = flat
         sums = [_weighted(torch.hash_tensor(rows, dim=dim).view(torch.int64)) for dim in (0, 1)]
         found = _Sum(torch.stack(sums))
+        self._sums.append(found)
+        return found
+
+    def sizes(self, value: Any) -> tuple[tuple[torch.dtype, _Sum], ...]:
+        """The sum and the norm of each tensor of floating point, by which values that differ can be told how far."""
+        with torch.no_grad(), _disable_current_modes():
+            found = [t for t in map(local, tensors(value)) if t is not None and t.is_floating_point() and not t.is_meta]
+            return tuple((t.dtype, self._size(t)) for t in found if t.itemsize > 1)  # no norms of 8 bits
+
+    def _size(self, t: Tensor) -> _Sum:
+        norm = torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32))
+        found = _Sum(torch.stack([t.sum(dtype=torch.float64), norm.double()]))
         self._sums.append(found)
         return found
 

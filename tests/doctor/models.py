@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -212,6 +213,56 @@ class Codebook(nn.Module):
         made = x * self.code
         self.code.data.lerp_(x.detach().mean(0), 0.5)
         return made
+
+
+class CodebookAside(nn.Module):
+    """Moves a codebook that its results do not depend on: a parameter, or a tensor that is a plain attribute."""
+
+    def __init__(self, parameter: bool) -> None:
+        super().__init__()
+        code = torch.ones(WIDTH)
+        self.code = nn.Parameter(code, requires_grad=False) if parameter else code
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.code.data.lerp_(x.detach().mean(0), 0.5)
+        return x.sin()
+
+
+class Advances(Layer):
+    """Its own code after its last module multiplies by the next of an iterator, of which nobody else knows."""
+
+    def __init__(self, numbers: Iterator[float]) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * next(self.numbers)).sin()
+
+
+def clock() -> Iterator[float]:
+    """Seconds, which never come twice."""
+    while True:
+        yield 1 + time.perf_counter() % 1
+
+
+def around(numbers: Iterator[float], reentrant: bool = False) -> Stack:
+    """A stack whose checkpointed function, not a module, is what advances."""
+
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(lambda t: (layer(t) * next(numbers)).sin(), x, use_reentrant=reentrant)
+
+    return Stack([Layer()], call)
+
+
+class DropsOnRank(nn.Module):
+    """On one rank alone it draws from a generator that PyTorch's checkpoint does not replay."""
+
+    def __init__(self, at_fault: bool) -> None:
+        super().__init__()
+        self.at_fault = at_fault
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tensor([random.random() for _ in range(x.size(-1))]) if self.at_fault else x
 
 
 def single_replay() -> tuple[Any, Any]:

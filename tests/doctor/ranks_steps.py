@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import ckptfused
 from ckptfused.doctor import doctor
 from tests.convert.distributed_runs import batch, shard
 from tests.convert.small import llama
+from tests.doctor import models
 
 
 def model_of(p: float = 0.0) -> Any:
@@ -110,3 +112,19 @@ def differing(rank: int) -> None:
     assert "ranks differ: rank 0 has" in found[0].text and "rank 1 has" in found[0].text
     ckptfused.convert(model)
     assert doctor(model).healthy
+
+
+def at_fault_on_one(rank: int, certain: bool) -> None:
+    """A fault of rank 1, whose gradients rank 0 averages: both take as many steps, and name it."""
+    torch.manual_seed(0)
+    if certain:
+        layer: Any = models.Layer(models.DropsOnRank(rank == 1))
+    else:
+        layer = models.Advances(map(float, itertools.count(1)) if rank == 1 else itertools.repeat(1.0))
+    model = DistributedDataParallel(models.Stack([models.Layer(), layer], models.torch_checkpoint()))
+    found = doctor(model, models.batch() + rank)
+    words = "DropsOnRank drew its random numbers anew" if certain else "its own code computed other values for backward"
+    place = "module.layers.1.piece" if certain else "module.layers.1"
+    errors = [(f.place, f.text.startswith("on rank 1, "), words in f.text) for f in found.of("error")]
+    assert errors == [(place, rank == 0, True)], found
+    torch.distributed.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import ckptfused
-from ckptfused.doctor import Findings, doctor
+from ckptfused.doctor import Findings, certificate, doctor
 from tests.doctor import models
 from tests.doctor.models import Stack, batch, stack, torch_checkpoint, wrapped
 
@@ -43,7 +44,7 @@ FAULTS = {
     "dropout of a function": Fault(
         lambda: stack(models.FunctionalDropout, torch_checkpoint(preserve_rng_state=False), place=2),
         "layers.2.piece",
-        "its own code before layers.2.piece.inner drew its random numbers anew",
+        "FunctionalDropout drew its random numbers anew",
     ),
     "a generator that is not replayed": Fault(
         lambda: stack(models.PythonDropout), "layers.1.piece", "PythonDropout drew its random numbers anew"
@@ -86,6 +87,43 @@ FAULTS = {
         "layers.1.piece",
         "its parameters were written between its forward and its replay, which computed with the new values: code",
     ),
+    "a parameter that is moved twice": Fault(
+        lambda: stack(lambda: models.CodebookAside(True)),
+        "layers.1.piece",
+        "its parameters or tensors have a wrong value (updated twice, in forward and again in its replay): code",
+    ),
+    "a tensor that is moved twice": Fault(
+        lambda: stack(lambda: models.CodebookAside(False), torch_checkpoint(use_reentrant=True)),
+        "layers.1.piece",
+        "its parameters or tensors have a wrong value (updated twice, in forward and again in its replay): code",
+    ),
+    "an iterator after the last module": Fault(
+        lambda: Stack([models.Layer(), models.Advances(map(float, itertools.count(1)))], torch_checkpoint()),
+        "layers.1",
+        "its own code computed other values for backward in its replay than in forward",
+    ),
+    "an iterator after the last module, reentrant": Fault(
+        lambda: Stack(
+            [models.Layer(), models.Advances(map(float, itertools.count(1)))], torch_checkpoint(use_reentrant=True)
+        ),
+        "layers.1",
+        "Advances gave other results in its replay than in forward",
+    ),
+    "a clock after the last module": Fault(
+        lambda: Stack([models.Layer(), models.Advances(models.clock())], torch_checkpoint()),
+        "layers.1",
+        "its own code computed other values for backward in its replay than in forward",
+    ),
+    "an iterator of the checkpointed function": Fault(
+        lambda: models.around(map(float, itertools.count(1))),
+        "layers.0",
+        "its own code computed other values for backward in its replay than in forward",
+    ),
+    "an iterator of the checkpointed function, reentrant": Fault(
+        lambda: models.around(map(float, itertools.count(1)), reentrant=True),
+        "layers.0",
+        "its own code computed other values for backward in its replay than in forward",
+    ),
     "autocast that ends before the replay": Fault(
         lambda: stack(nn.Identity, torch_checkpoint(context_fn=models.single_replay)),
         "layers.2.up",  # backward fails at the last layer, whose replay is the first
@@ -101,7 +139,9 @@ FAULTS = {
         "layers.1.piece",
         "after a step, its buffers have a wrong value",
     ),
-    "a default type that changes": Fault(models.ChangesDefaultType, "layers.2", "the gradients are off by"),
+    "a default type that changes": Fault(
+        models.ChangesDefaultType, "layers.0, layers.1, layers.2", "its own code computed other values for backward"
+    ),
     "an argument that is changed": Fault(
         models.ChangesArgument, "a", "argument 'scale' was changed in place between its forward and its replay"
     ),
@@ -151,7 +191,7 @@ def test_a_fault_is_named(fault: Fault) -> None:
     assert [f for f in found if f.place == fault.place and fault.words in f.text and f.severity == fault.severity], (
         found
     )
-    assert {f.place.split(".piece")[0] for f in found if f.severity == "error"} <= {fault.place.split(".piece")[0]}
+    assert {f.place.split(".piece")[0] for f in found.of("error")} <= {fault.place.split(".piece")[0]}
     same(state(model), before)
 
 
@@ -249,6 +289,26 @@ def gradients(model: nn.Module) -> Tensor:
     model.zero_grad()
     model(batch()).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("replayed", [True, False])
+def test_an_iterator_is_told_from_rounding_on_a_device_that_rounds_anew(
+    replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where equal steps may have other bits, what a replay computes is an error if rounding cannot explain it."""
+    monkeypatch.setattr(certificate, "_exact", lambda model: False)
+    tiny = (1 + i * 2**-22 for i in itertools.count())
+    numbers = map(float, itertools.count(1)) if replayed else tiny
+    found = doctor(Stack([models.Layer(), models.Advances(numbers)], torch_checkpoint()), batch())
+    assert found.healthy != replayed, found
+    assert any("not deterministic" in f.text for f in found) != replayed, found
+
+
+def test_an_iterator_outside_of_checkpoints_is_no_error() -> None:
+    """The steps cannot be compared then, and every replay can."""
+    found = doctor(Stack([models.Advances(map(float, itertools.count(1)))]), batch())
+    assert found.healthy and "two equal steps give other bits" in found[0].text, found
+    assert found.certificate.endswith("What each replay computed was, bit for bit, what its forward had.")
 
 
 class Accumulates(torch.autograd.Function):

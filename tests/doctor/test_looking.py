@@ -55,6 +55,12 @@ def plain(**options: Any) -> Any:
     return model
 
 
+def cached() -> Any:
+    model = plain()
+    model.config.use_cache = True
+    return model
+
+
 def converted(**options: Any) -> Any:
     model = plain(**options)
     ckptfused.convert(model)
@@ -83,12 +89,26 @@ def meta(model: nn.Module) -> nn.Module:
 
 
 FAULTS = {
-    "use_cache": Fault(
-        lambda: hugging_face(cache=True),
-        "warning",
+    "use_cache under a wrapper": Fault(
+        lambda: around_layers(cached()),
+        "error",
+        "model.layers.0.self_attn, model.layers.1.self_attn",
+        "its replay adds keys and values to the cache once more",
+        lambda: (around_layers(cached()), {**text_batch(), "use_cache": False}),
+    ),
+    "use_cache without checkpoints": Fault(
+        lambda: cached(),
+        "advice",
         "the model",
         "use_cache=True in training",
-        lambda: (hugging_face(cache=True), {**text_batch(), "use_cache": False}),
+        lambda: hugging_face(cache=True),
+    ),
+    "use_cache without checkpoints, asked for": Fault(
+        lambda: (plain(), {**text_batch(), "use_cache": True}),
+        "advice",
+        "the model",
+        "use_cache=True in training",
+        lambda: (converted(), {**text_batch(), "use_cache": True}),
     ),
     "reentrant with frozen inputs": Fault(
         lambda: hugging_face(reentrant=True, frozen=True),
@@ -341,7 +361,27 @@ def test_use_cache_of_an_inner_configuration_does_not_count() -> None:
 
     sizes: dict[str, Any] = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).train()
-    model.gradient_checkpointing_enable()
     for cache in (True, False):
         model.config.use_cache = cache
         assert any("use_cache" in f.text for f in doctor(model)) == cache and model.decoder.config.use_cache
+
+
+@pytest.mark.parametrize("how", ["Hugging Face", "convert", "wrapper"])
+def test_the_advice_about_caches_is_true_of_a_step(how: str) -> None:
+    """Caches are left out by those whose models get no finding, and fail where the finding is an error."""
+    model = cached()
+    if how == "Hugging Face":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif how == "convert":
+        ckptfused.convert(model)
+    else:
+        around_layers(model)
+    batch = {k: v for k, v in text_batch().items() if k != "use_cache"}
+    found, output = doctor(model, batch), model(**batch)
+    assert found.healthy != (how == "wrapper"), found
+    assert any("use_cache" in f.text for f in found) == (how == "wrapper")
+    if how == "wrapper":
+        with pytest.raises(RuntimeError, match="must match the size"):
+            output.loss.backward()
+    else:
+        assert all(layer.keys is None for layer in getattr(output.past_key_values, "layers", ()))

@@ -44,3 +44,8 @@ def test_what_is_right_is_certified(ranks: Ranks, how: str, around: str) -> None
 
 def test_policies_that_differ(ranks: Ranks) -> None:
     ranks.run(steps.differing)
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_a_fault_on_one_rank(ranks: Ranks, certain: bool) -> None:
+    ranks.run(steps.at_fault_on_one, certain=certain)

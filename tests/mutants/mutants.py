@@ -713,8 +713,8 @@ MUTANTS = (
     Mutant(
         "a certificate that does not look at buffers",
         file="ckptfused/doctor/comparison.py",
-        text="(a.loss, a.gradients, a.buffers) != (b.loss, b.gradients, b.buffers)",
-        defect="(a.loss, a.gradients) != (b.loss, b.gradients)",
+        text="(a.loss, a.gradients, a.buffers, a.held) != (b.loss, b.gradients, b.buffers, b.held)",
+        defect="(a.loss, a.gradients, a.held) != (b.loss, b.gradients, b.held)",
         test=f"{_CERTIFICATE}::test_wrong_statistics_are_no_certificate",
     ),
     Mutant(
@@ -727,9 +727,16 @@ MUTANTS = (
     Mutant(
         "a wrong replay on a CPU that counts as an accident",
         file="ckptfused/doctor/comparison.py",
-        text="certain=not self.exact",
-        defect="certain=True",
+        text="if self.exact:  #",
+        defect="if False:  #",
         test=f"{_CERTIFICATE}::test_a_fault_is_named[a hook that counts]",
+    ),
+    Mutant(
+        "a doctor that does not look at what a checkpointed function saves",
+        file="ckptfused/doctor/recorder.py",
+        text="self._note(t)",
+        defect="pass",
+        test=f"{_CERTIFICATE}::test_a_fault_is_named[an iterator after the last module]",
     ),
     Mutant(
         "checksums of sparse gradients that see shapes alone",
