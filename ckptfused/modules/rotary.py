@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from ckptfused.spec.checks import check_integer, check_number
 
 _FIRST_LENGTH = 512
+_ANY_LENGTH = 32768  # 16 MiB for heads 128 wide, once a process: up to there a graph for any length reads the table
 Pair = tuple[Tensor, Tensor]
 
 
@@ -92,8 +93,8 @@ def _stored(key: _Key, length: int) -> Pair:
 
 
 @torch.compiler.assume_constant_result
-def _constant(words: str, dtype: torch.dtype, device: torch.device) -> Pair:
-    """The table as it is when torch.compile traces. The compiled graph holds it, for others to share.
+def _constant(words: str, dtype: torch.dtype, device: torch.device, length: int) -> Pair:
+    """The table when torch.compile traces, for so many positions. The compiled graph holds it, for others to share.
 
     words: width and theta, as text: torch.compile may trace a float as a symbol.
     """
@@ -101,7 +102,7 @@ def _constant(words: str, dtype: torch.dtype, device: torch.device) -> Pair:
     table = _shared(_Key(int(dim), float(theta), dtype, device))
     # Parameters have fixed shapes, with dynamic=True, too.
     with torch.inference_mode(False):
-        cos, sin = (nn.Parameter(t, requires_grad=False) for t in table.pair)
+        cos, sin = (nn.Parameter(t, requires_grad=False) for t in table.reaching(length))
     cos.table = table  # type: ignore[attr-defined]
     return cos, sin
 
@@ -112,8 +113,8 @@ class RotaryTable(nn.Module):
     There is one table for each (theta, width, type, device) in a process. All modules that read it share it; it is
     freed with the last of them. It is found by the tensor of a call, so it has no part in `state_dict`, buffers, or
     what moves a module. It is computed in float64 and stored in float32 (float64 for a float64 tensor), and grows in
-    powers of two in eager mode; inside `torch.compile`, a sequence longer than the table gets one computed in the
-    graph.
+    powers of two. A graph for any length (`torch.compile`, `torch.export`) reads a table of 32,768 positions, or
+    computes its own: beyond that, and in an exported program.
 
     **Shapes** dim: the rotary width r (even). Result of a call: cos and sin, each [T, r/2].
     **Raises** `ValueError` or `TypeError` for a width or theta out of range.
@@ -140,10 +141,7 @@ class RotaryTable(nn.Module):
         like = torch.empty(0) if like is None else like
         device, dtype = like.device, torch.float64 if like.dtype == torch.float64 else torch.float32
         if torch.compiler.is_dynamo_compiling():
-            cos, sin = _constant(f"{self._words}", dtype, device)
-            if length > cos.size(0):
-                return _computed(_Key(self.dim, self.theta, dtype, device), length, like)
-            return cos[:length], sin[:length]
+            return self._traced(length, like, dtype)
         if like.is_meta or isinstance(like, FakeTensor) or is_traceable_wrapper_subclass(like):
             return _computed(_Key(self.dim, self.theta, dtype, device), length, like)
         table = self._read.get((device, dtype))
@@ -154,6 +152,19 @@ class RotaryTable(nn.Module):
         else:
             pair = table.reaching(length)
         return pair[0][:length], pair[1][:length]
+
+    def _traced(self, length: int, like: Tensor, dtype: torch.dtype) -> Pair:
+        """As `forward`, where torch.compile traces: for this length alone, or for any."""
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        if has_static_value(length):
+            cos, sin = _constant(f"{self._words}", dtype, like.device, length)
+            return cos[:length], sin[:length]
+        if not torch.compiler.is_exporting():  # an exported program has no guards, and so no bound on its length
+            cos, sin = _constant(f"{self._words}", dtype, like.device, _ANY_LENGTH)
+            if length <= cos.size(0):
+                return cos.narrow(0, 0, length), sin.narrow(0, 0, length)  # a slice would settle the length
+        return _computed(_Key(self.dim, self.theta, dtype, like.device), length, like)
 
     def packed(self, cu_seqlens: Tensor, length: int, like: Tensor) -> Pair:
         """cos and sin of positions that start anew in each of the packed sequences; new tensors."""

@@ -64,7 +64,7 @@ def test_compiled_block_saves_only_its_inputs(device: str) -> None:
 def test_dynamic_shapes(device: str) -> None:
     block = make_block(device)
     compiled = torch.compile(block, fullgraph=True, dynamic=True)
-    for length in (LENGTH, 20, 47):
+    for length in (LENGTH, 20, 47, 520):
         x = make_x(device, length)
         for want, got in zip(gradients(block, block, x), gradients(compiled, block, x), strict=True):
             assert torch.equal(want, got)

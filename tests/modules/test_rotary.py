@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ckptfused import FusedCheckpointAttention, FusedCheckpointBlock
@@ -138,9 +139,34 @@ def test_compiled_blocks_share_it(backend: str, fills: list[int]) -> None:
         block(x)
     assert fills == [512]
     long = torch.randn(2, 600, C)
-    y = compiled(long)  # computed in the graph
-    assert fills == [512]
+    y = compiled(long)  # a graph for any length, for which there is a longer table
+    assert fills == [512, 32768]
     torch.testing.assert_close(y, model(long))
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_one_graph_for_every_length(style: str, marked: bool) -> None:
+    torch._dynamo.reset()
+    block, counter = llama(rope_style=style), CompileCounter()
+    compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=None if marked else True)
+    for length in (33, 20, 47, 11, 64, 90, 7, 100, 120, 511, 512, 513, 1100, 700):
+        x = torch.randn(1, length, C)
+        if marked:
+            torch._dynamo.mark_dynamic(x, 1)
+        torch.testing.assert_close(compiled(x), block(x))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_for_every_length(strict: bool) -> None:
+    torch._dynamo.reset()
+    block, length = llama(dropout=0.0).eval(), torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(block, (torch.randn(2, T, C),), dynamic_shapes=({1: length},), strict=strict)
+    module = program.module()
+    for length in (2, T + 1, 512, 513, 1500):
+        x = torch.randn(2, length, C)
+        torch.testing.assert_close(module(x), block(x))
 
 
 def test_compiled_with_dynamic_shapes_and_other_thetas() -> None:
