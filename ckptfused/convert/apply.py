@@ -11,13 +11,13 @@ from torch import nn
 from ckptfused.convert import find, head_forward, heads
 from ckptfused.convert.agree import agreed
 from ckptfused.convert.counts import Counts
-from ckptfused.convert.describe import as_it_was, describe, generic_blocks, head_note, input_bytes, offload_note
+from ckptfused.convert.describe import as_it_was, describe, generic_blocks, input_bytes, offload_note, with_head_note
 from ckptfused.convert.family import Family
 from ckptfused.convert.forward import ConvertedForward
 from ckptfused.convert.layer_mode import LayerMode
 from ckptfused.convert.own_checkpoint import NOT_REPLICATED, REPLICATE, NotReplicated
 from ckptfused.convert.policy import CheckpointPolicy
-from ckptfused.convert.report import HeadReport, LayerReport, Report
+from ckptfused.convert.report import HeadReport, LayerReport, Report, changed, uncounted
 from ckptfused.convert.wrapper import wrapper_note
 from ckptfused.generic.chain import Segment
 from ckptfused.layer.peft import given_caches
@@ -53,8 +53,9 @@ def apply(model: nn.Module, policy: CheckpointPolicy, process_group: Any = None)
         asked = () if policy.loss is None else language_models
         made = tuple(_loss(name, inner, policy.loss_scratch) for name, inner in asked)
         report = _layers(model, found, policy)
-        notes = () if any(head.path == "chunked" for head in made) else head_note(model, report.layers)
-        return replace(report, heads=made, notes=(*report.notes, *notes))
+        if any(head.path == "chunked" for head in made):
+            return replace(report, heads=made)
+        return replace(report, heads=made, notes=with_head_note(model, report))  # type: ignore[arg-type]
 
     try:
         if process_group is None:
@@ -126,22 +127,22 @@ def _put_in(
         text = Mode(keep_text(mode.keep), mode.scratch or 0)
         report = describe(model, name, layer, family, text, counts)
         if cached:
-            report = replace(report, path="original", reason=PREFIX, after=report.before)
+            report = changed(report, path="original", reason=PREFIX, after=uncounted(report)["before"])
         kept = ""
         if report.path == "generic" and not text.inputs_alone:
             kept = "keep does not apply"
         elif segment is not None and name == segment.names[-1] and report.path == "fused" and not text.inputs_alone:
             text, kept = text._replace(keep="inputs"), "keeps its input alone: its replay is followed by its backward"
         why = filter(None, (report.reason, kept, wrapper_note(model, name, text)))
-        report = replace(report, reason="; ".join(why))
+        report = changed(report, reason="; ".join(why))
     if segment is not None and not cached:
         after = input_bytes(model, name, layer, family) if name == segment.names[0] else 0.0
-        report = replace(report, after=after)
+        report = changed(report, after=after)
     if text is not None or segment is not None:
         taken = None if text is None else report.family
         layer.forward = ConvertedForward(layer, taken, text, before, offloader, segment, name)
         vars(layer)[REPLICATE] = NotReplicated()
-    return replace(report, mode=mode)
+    return changed(report, mode=mode)
 
 
 def _take_out(layer: nn.Module) -> bool:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ckptfused.convert.measure import INDICES, TOKENS, IndexReadError, saved_by_autograd
+from ckptfused.convert.example import Known, with_tables
+from ckptfused.convert.measure import INDICES, TOKENS, IndexReadError, Places, described, saved_by_autograd
+
+Count = Callable[[], float | None]
 
 # What a count does not run: hooks of the layer (with hooks inside there is none), and its compiled call.
 _BESIDE = ("_compiled_call_impl", *(name for name in vars(nn.Module()) if "hook" in name))
@@ -17,7 +23,7 @@ _NUMBERS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class Counts:
-    """What `saved_by_autograd` counts, remembered within one `convert`.
+    """Bytes that layers save, which are counted when they are asked for, once for each kind of layer.
 
     Layers are of a kind where their classes, settings, modes, tensors and arguments are the same: numbers and
     containers by value, tensors by shape and type, all else (functions, configurations) by identity. A layer's place
@@ -25,26 +31,51 @@ class Counts:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Any, int | Exception] = {}
+        self._kinds: dict[Any, _Kind] = {}
+        self.tables: Known = {}
 
-    def per_token(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Bytes a token that the layer saves in this call. **Raises** what its forward raises on fake tensors."""
-        key: Any = kind(layer, args, kwargs)
-        found = self._count(key, layer, args, kwargs, False)
-        if isinstance(found, IndexReadError):
-            places = tuple((name, vars(m)[i]) for name, m in layer.named_modules() for i in INDICES if i in vars(m))
-            found = self._count((key, places), layer, args, kwargs, True)
-        if isinstance(found, Exception):
-            raise found
-        return found / TOKENS
+    def of(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Count:
+        """What says how many bytes a token the layer saves in this call, as both are now; None where its forward
+        fails on fake tensors. No tensor of theirs is held, and nothing runs before it is asked.
+        """
+        key = kind(layer, args, kwargs)
+        if key not in self._kinds:
+            self._kinds[key] = _Kind(layer, args, kwargs)
+        places = tuple(
+            (name, i, vars(m)[i]) for name, m in layer.named_modules() for i in INDICES if type(vars(m).get(i)) is int
+        )
+        return partial(self._kinds[key].per_token, places)
 
-    def _count(self, key: Any, layer: nn.Module, args: Any, kwargs: Any, placed: bool) -> int | Exception:
-        if key not in self._found:
+
+class _Kind:
+    """A layer of a kind, described, with what was counted of it."""
+
+    def __init__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._layer, self._call = described(layer), described((args, kwargs))
+        self._found: dict[Places | None, float | None] = {}
+        self._reads_place = False
+        self._counting = threading.RLock()
+
+    def per_token(self, places: Places) -> float | None:
+        """Bytes a token. places: the numbers by which the layer and what is in it say where they stand."""
+        with self._counting:
+            if not self._reads_place:
+                try:
+                    return self._count(None)
+                except IndexReadError:
+                    self._reads_place = True
+            return self._count(places)
+
+    def _count(self, places: Places | None) -> float | None:
+        if places not in self._found:
+            args, kwargs = self._call
             try:
-                self._found[key] = saved_by_autograd(layer, args, kwargs, placed)
-            except Exception as error:  # as true of the next layer of this kind
-                self._found[key] = error.with_traceback(None)
-        return self._found[key]
+                self._found[places] = saved_by_autograd(self._layer, args, with_tables(kwargs), places) / TOKENS
+            except IndexReadError:
+                raise
+            except Exception:  # a count for the table: any forward may raise anything on arguments that were guessed
+                self._found[places] = None
+        return self._found[places]
 
 
 def kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ckptfused.convert.example import example
 from ckptfused.convert.family import Family, lacking
 from ckptfused.convert.heads import head_of
 from ckptfused.convert.measure import TOKENS
-from ckptfused.convert.report import LayerReport
+from ckptfused.convert.report import Bytes, LayerReport, Report, changed, uncounted
 from ckptfused.layer.hooks import hooked, watched
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.pieces import projection
@@ -49,8 +48,7 @@ def describe(
     before = None
     if _can_be_traced(layer):
         with contextlib.suppress(Exception):  # a count for the table
-            args, kwargs = family.example(layer, x)
-            before = counts.per_token(layer, args, kwargs)
+            before = counts.of(layer, *family.example(layer, x))
     outcome = family.outcome(layer, mode, x)
     if isinstance(outcome, Reason):
         return LayerReport(name, kind, family.name, "generic", outcome.text, before, x.size(-1) * x.element_size())
@@ -62,7 +60,7 @@ def describe(
 def as_it_was(model: nn.Module, name: str, layer: nn.Module, family: Family | None, counts: Counts) -> LayerReport:
     """The report on a layer that is not converted."""
     report = describe(model, name, layer, None if patched(layer) else family, Mode(), counts)
-    return replace(report, path="original", reason="as it was, says the policy", after=report.before)
+    return changed(report, path="original", reason="as it was, says the policy", after=uncounted(report)["before"])
 
 
 def input_bytes(model: nn.Module, name: str, layer: nn.Module, family: Family | None) -> float | None:
@@ -78,18 +76,17 @@ def input_bytes(model: nn.Module, name: str, layer: nn.Module, family: Family | 
     return x.size(-1) * x.element_size()
 
 
-def _without_adapter(
-    model: nn.Module, name: str, layer: nn.Module, counts: Counts
-) -> tuple[float | None, float | None]:
+def _without_adapter(model: nn.Module, name: str, layer: nn.Module, counts: Counts) -> tuple[Bytes, Bytes]:
     """Bytes a token before and after for a layer of which only the forward's signature is known; None where that is not
     enough to call it."""
     if not _can_be_traced(layer):
         return None, None
     try:
-        (x,), kwargs = example(model, name, layer)
-        return counts.per_token(layer, (x,), kwargs), x.size(-1) * x.element_size()
-    except Exception:  # a count for the table: any forward may raise anything on arguments that were guessed
+        (x,), kwargs = example(model, name, layer, counts.tables)
+        before, after = counts.of(layer, (x,), kwargs), x.size(-1) * x.element_size()
+    except Exception:  # as of any code that was not read
         return None, None
+    return before, lambda: None if before() is None else after  # else x was guessed wrong
 
 
 def _example(layer: nn.Module, family: Family) -> Tensor:
@@ -133,20 +130,25 @@ def offload_note(layers: Iterable[tuple[str, nn.Module, Family | None]]) -> tupl
     return (f"offload: {where}inputs of all layers but the last wait for backward in host memory.",)
 
 
-def head_note(model: Any, layers: Iterable[LayerReport]) -> tuple[str, ...]:
-    """Says so where the logits outweigh what all layers save."""
+def with_head_note(model: Any, report: Report) -> Callable[[], tuple[str, ...]]:
+    """What makes a report's notes, with one where the logits outweigh what all layers save."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     weight = getattr(head, "weight", None)
-    saved = [layer.after for layer in layers]
-    if not isinstance(weight, Tensor) or None in saved or not saved:  # PyTorch's quantised layers have a method
-        return ()
+    if not isinstance(weight, Tensor) or not report.layers:  # PyTorch's quantised layers have a method
+        return lambda: report.notes
     # Logits in the model's type, a float32 copy for the loss, and its log-softmax kept for backward.
-    logits = weight.size(0) * (weight.element_size() + 8)
-    total = sum(saved)  # type: ignore[arg-type]
-    if logits <= total:
-        return ()
-    return (
-        f"The loss head sets the peak: {weight.size(0):,} logits hold about {logits:,} bytes a token, all layers "
-        f"together {total:,.0f}."
-        + (' convert(model, loss="chunked") takes them away.' if any(map(head_of, model.modules())) else ""),
-    )
+    size, logits = weight.size(0), weight.size(0) * (weight.element_size() + 8)
+    hint = ' convert(model, loss="chunked") takes them away.' if any(map(head_of, model.modules())) else ""
+
+    def notes() -> tuple[str, ...]:
+        saved = [layer.after for layer in report.layers]
+        total = sum(bytes for bytes in saved if bytes is not None)
+        if None in saved or logits <= total:
+            return report.notes
+        return (
+            *report.notes,
+            f"The loss head sets the peak: {size:,} logits hold about {logits:,} bytes a token, all layers "
+            f"together {total:,.0f}.{hint}",
+        )
+
+    return notes

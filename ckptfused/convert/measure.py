@@ -17,9 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from ckptfused.compat.kernels import replaced
 from ckptfused.convert.stand_ins import flash_attention, grouped_mm
+from ckptfused.generic.undone import without_trace
 
 TOKENS = 256
 INDICES = ("layer_idx", "layer_id", "layer_index", "layer_number")  # by which a layer says where it stands
+
+
+Places = tuple[tuple[str, str, int], ...]
+"""Such numbers: the module's name within the layer, the attribute's, and the number."""
 
 
 class IndexReadError(Exception):
@@ -38,24 +43,46 @@ class _Index:
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __and__ = __rand__ = _read
 
 
-def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool = True) -> int:
+class Like:
+    """A tensor's shape and type, in its place."""
+
+    __slots__ = ("device", "dtype", "requires_grad", "shape")
+
+    def __init__(self, t: Tensor) -> None:
+        self.shape, self.dtype, self.device, self.requires_grad = t.shape, t.dtype, t.device, t.requires_grad
+
+    def made(self) -> Tensor:
+        """A tensor like it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device, requires_grad=self.requires_grad)
+
+
+def described(value: Any) -> Any:
+    """A copy of modules, and of containers, with a `Like` in the place of each tensor: it keeps no memory, and what
+    becomes of the original is not seen in it.
+    """
+    return _twin(value, {}, Like)
+
+
+def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], places: Places | None) -> int:
     """Bytes in unique storages that autograd saves in one call, parameters, buffers and inputs' own copies aside.
 
-    **Shapes** `args`, `kwargs`: as the layer takes them, real or meta tensors; x requires a gradient.
+    **Shapes** `layer`, `args`, `kwargs`: as `described` makes them; x requires a gradient.
     Each storage counts once, as it is held once; x itself counts, since the call keeps it alive. Attention by
     `F.scaled_dot_product_attention` counts as a flash kernel's. Hooks of the layer itself, such as FSDP's, do not run.
+    The forward runs, with all that it does to what it reaches; `without_trace` undoes that.
 
-    placed: whether the layer may know where in the model it stands. **Raises** `IndexReadError` where it does without.
+    places: by what numbers the layer says where in the model it stands. None: it may not know, and where it asks,
+    **raises** `IndexReadError`.
     """
     mode = FakeTensorMode()
-    move = lambda value: mode.from_tensor(value) if isinstance(value, Tensor) else value  # noqa: E731
-    args, kwargs = torch.utils._pytree.tree_map(move, (args, kwargs))
     made: dict[int, Any] = {}
-    with mode:
-        twin = _twin(layer, made)
-        if not placed:
-            for module in twin.modules():
-                vars(module).update({name: _Index() for name in INDICES if type(vars(module).get(name)) is int})
+    with _training(), mode:
+        args, kwargs = _twin((args, kwargs), {}, _tensor)
+        twin = _twin(layer, made, _tensor)
+    for module in twin.modules() if places is None else ():
+        vars(module).update({index: _Index() for index in INDICES if type(vars(module).get(index)) is int})
+    for name, index, number in places or ():
+        vars(twin.get_submodule(name))[index] = number
     owned = {storage(t) for t in made.values() if isinstance(t, Tensor)}
     owned |= {storage(t) for t in tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)}
     found: dict[int, tuple[Any, int]] = {}
@@ -67,9 +94,25 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         return t
 
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with replaced(COUNTED_KERNELS), _silent(), mode, torch.enable_grad(), saving:
+    with without_trace(twin), replaced(_KERNELS), _silent(), _training(), mode, saving:
         twin.forward(*args, **kwargs)
     return sum(size for _, size in found.values())
+
+
+@contextlib.contextmanager
+def _training() -> Iterator[None]:
+    """Within, PyTorch's modes are those of a step, whatever they are where somebody asks for a count."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _tensor(like: Any) -> Tensor:
+    return (like if isinstance(like, Like) else Like(like)).made()
 
 
 def _flash(below: Callable[..., Tensor], query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -82,7 +125,7 @@ def _grouped(below: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: 
     return (grouped_mm if isinstance(input, FakeTensor) else below)(input, *args, **kwargs)
 
 
-COUNTED_KERNELS = {"aten::scaled_dot_product_attention": _flash, "aten::_grouped_mm": _grouped}
+_KERNELS = {"aten::scaled_dot_product_attention": _flash, "aten::_grouped_mm": _grouped}
 
 
 @contextlib.contextmanager
@@ -102,24 +145,24 @@ def _silent() -> Iterator[None]:
         log.removeFilter(of_others)
 
 
-def _twin(value: Any, made: dict[int, Any]) -> Any:
-    """A module with tensors of the same shapes (whole ones for shards), and modules and containers of its own: what its
-    forward keeps, replaces or registers there is not seen by the original. Other objects are shared.
+def _twin(value: Any, made: dict[int, Any], tensor: Callable[[Any], Any]) -> Any:
+    """A module with what `tensor` makes of its tensors (whole ones of shards), and modules and containers of its own:
+    what its forward keeps, replaces or registers there is not seen by the original. Other objects are shared.
 
     `made`: by the identity of the original, so that what is held twice stays one thing.
     """
     if id(value) in made:
         return made[id(value)]
-    if isinstance(value, Tensor):
-        twin: Any = torch.empty(value.shape, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
+    if isinstance(value, Tensor | Like):
+        twin: Any = tensor(value)
     elif isinstance(value, nn.Module):
         twin = made[id(value)] = object.__new__(type(value))
-        twin.__dict__.update({name: _twin(held, made) for name, held in vars(value).items()})
+        twin.__dict__.update({name: _twin(held, made, tensor) for name, held in vars(value).items()})
     elif type(value) in (dict, OrderedDict, defaultdict):
         twin = made[id(value)] = copy.copy(value)
-        twin.update({key: _twin(held, made) for key, held in value.items()})
+        twin.update({key: _twin(held, made, tensor) for key, held in value.items()})
     elif type(value) in (list, tuple, set):
-        twin = type(value)(_twin(held, made) for held in value)
+        twin = type(value)(_twin(held, made, tensor) for held in value)
     else:
         return value
     made[id(value)] = twin

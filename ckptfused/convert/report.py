@@ -4,17 +4,57 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ckptfused.convert.layer_mode import LayerMode
 from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.sizes import counted
 
+Bytes = Any
 MOST_RUNS = 8  # that a line of the table names
 
 
+class _WhenRead:
+    """A field of a frozen dataclass that may be given a function, which is called when the field is first read."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __init__(self, default: Any = None) -> None:
+        self._default = default
+
+    def __get__(self, report: Any, owner: Any = None) -> Any:
+        if report is None:
+            return self._default
+        value = vars(report)[self._name]
+        if callable(value):
+            value = vars(report)[self._name] = value()
+        return value
+
+    def __set__(self, report: Any, value: Any) -> None:
+        vars(report)[self._name] = value
+
+
+class _Read:
+    """What is copied and pickled of a report has been read."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in vars(self)}
+
+
+def uncounted(report: Any) -> dict[str, Any]:
+    """The fields of a report, with functions in the place of what was not read so far."""
+    return dict(vars(report))
+
+
+def changed(report: LayerReport, **fields: Any) -> LayerReport:
+    """`dataclasses.replace`, which would read all fields."""
+    return LayerReport(**{**uncounted(report), **fields})
+
+
 @dataclass(frozen=True)
-class LayerReport:
-    """One layer of a converted model."""
+class LayerReport(_Read):
+    """One layer of a converted model, as it was then: its bytes are counted when they are read."""
 
     name: str
     """Where it is in the model, as in `named_modules()`."""
@@ -27,9 +67,9 @@ class LayerReport:
     "original": its own forward, as it was."""
     reason: str = ""
     """Why it is not fused, or not whole."""
-    before: float | None = None
+    before: Bytes = _WhenRead()  # type: ignore[assignment]
     """Bytes a token that its own forward saves for backward; None where this could not be counted."""
-    after: float | None = None
+    after: Bytes = _WhenRead()  # type: ignore[assignment]
     """Bytes a token saved now."""
     mode: LayerMode = field(default_factory=LayerMode)
     """What the policy says of it."""
@@ -55,13 +95,17 @@ class HeadReport:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What `convert` did. As a string, a table in which equal layers share a line."""
+class Report(_Read):
+    """What `convert` did. As a string, a table in which equal layers share a line.
+
+    Bytes are counted when they are first read, of the layers as `convert` found them, whatever became of them since.
+    For that their forwards run on tensors without data, and what they do beside is undone.
+    """
 
     layers: tuple[LayerReport, ...]
     policy: CheckpointPolicy
     """What was asked for."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = _WhenRead(())  # type: ignore[assignment]
     heads: tuple[HeadReport, ...] = ()
 
     @property

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ckptfused._extension import _C
 from ckptfused.convert.measure import stored_bytes
 from ckptfused.cost import OpenLedger
+from ckptfused.generic.undone import without_trace
 from ckptfused.policy.autocast import named, region
 from ckptfused.policy.devices import Device
 from ckptfused.policy.known import Known, values_of
@@ -50,7 +51,7 @@ def predicted(
         opened = OpenLedger(device.kind)
         marks = Marks(model, lambda: len(opened))  # noqa: B023
         try:
-            with drawn_alike(model):
+            with drawn_alike(model), without_trace(model):
                 options = autocast, gradient_accumulation_steps
                 recording, half = _record(model, batch, optimizer, at_once, device, opened, marks, *options)
             break

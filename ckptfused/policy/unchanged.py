@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from ckptfused.generic.draws import global_generators, is_generator, restore, state_of, undrawn
 from ckptfused.generic.reach import reach
+from ckptfused.generic.undone import CONTAINERS, content_of, put_back
 from ckptfused.policy.fingerprints import Fingerprints, bits_equal, local, unrecorded
 
-_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
 # Modules of these keep their own books of what they sharded and reduced.
 _THEIR_OWN = ("torch.distributed", "torch.nn.parallel", "deepspeed")
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -106,7 +105,7 @@ class Unchanged:
         """Puts everything back, ready for another step."""
         self._begin()
         for held, content in self._containers:
-            _put(held, content)
+            put_back(held, content)
         for t, flag, backward in self._flags:
             if t.requires_grad is not flag:
                 t.requires_grad_(flag)
@@ -148,10 +147,10 @@ class Unchanged:
             generators.append(value)
         elif isinstance(value, types.FunctionType | partial):  # a forward or a hook
             generators += reach([value]).generators
-        elif isinstance(value, (*_CONTAINERS, tuple)) and depth < 6:
+        elif isinstance(value, (*CONTAINERS, tuple)) and depth < 6:
             self._seen.add(id(value))
             if not isinstance(value, tuple):
-                self._containers.append((value, _content(value)))
+                self._containers.append((value, content_of(value)))
             values: Any = value.values() if isinstance(value, dict) else value
             for inner in list(values):
                 self._look_at(inner, generators, depth + 1)
@@ -225,26 +224,3 @@ def _managed(module: nn.Module) -> bool:
 def _shares(t: Tensor) -> bool:
     own = local(t)
     return own is not None and own.untyped_storage().nbytes() != own.nbytes
-
-
-def _content(held: Any) -> Any:
-    return dict(dict.items(held)) if isinstance(held, dict) else list(held)
-
-
-def _put(held: Any, content: Any) -> None:
-    """Has a container hold what it held, touching nothing where that is so."""
-    base: Any = next(base for base in _CONTAINERS if isinstance(held, base))
-    now = _content(held)
-    if isinstance(content, dict):
-        same = list(now) == list(content) and all(now[key] is content[key] for key in content)
-        if same:
-            return
-        for key in now.keys() - content.keys():
-            base.__delitem__(held, key)
-        if list(base.keys(held)) != [key for key in content if key in now]:
-            base.clear(held)
-        for key, value in content.items():
-            base.__setitem__(held, key, value)
-    elif len(now) != len(content) or not all(a is b for a, b in zip(now, content, strict=True)):
-        base.clear(held)
-        (base.update if base is set else base.extend)(held, content)

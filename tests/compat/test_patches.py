@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import queue
 import threading
 import types
 from collections.abc import Callable
@@ -137,18 +138,19 @@ def predicted(model: nn.Module) -> str:
 @pytest.mark.parametrize("way", [looked_at, predicted])
 def test_another_thread_trains_while_a_layer_is_counted(way: Callable[[nn.Module], str]) -> None:
     """Its attention, too, is that of real tensors; so is what this thread computes of them meanwhile."""
-    own, found = F.scaled_dot_product_attention, []
+    own = F.scaled_dot_product_attention
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()  # what is in a list is taken out again
     want = real_attention()
 
     def meanwhile() -> None:
-        found.append(in_thread(real_attention))
-        found.append(F.scaled_dot_product_attention is own)
+        found.put((*in_thread(real_attention), F.scaled_dot_product_attention is own))
 
     model = nn.Sequential(Attends(meanwhile), Attends(meanwhile))
-    assert "not counted" not in way(model) and len(found) >= 2
-    for y, grad in found[::2]:
-        assert torch.equal(y, want[0]) and torch.equal(grad, want[1])
-    assert all(found[1::2]) and F.scaled_dot_product_attention is own
+    assert "→ not counted" not in way(model) and found.qsize() >= 1
+    while not found.empty():
+        y, grad, same = found.get()
+        assert same and torch.equal(y, want[0]) and torch.equal(grad, want[1])
+    assert F.scaled_dot_product_attention is own
 
 
 WATCHED = [(torch, "is_autocast_enabled"), (torch, "get_rng_state"), (torch.autocast, "__init__")]

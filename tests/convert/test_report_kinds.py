@@ -16,7 +16,7 @@ import transformers
 
 import ckptfused
 from ckptfused.convert import counts
-from ckptfused.convert.example import example
+from ckptfused.convert.example import example, with_tables
 from ckptfused.convert.measure import TOKENS, storage
 from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import LayerReport, Report
@@ -59,6 +59,7 @@ def test_bytes_without_an_adapter_are_those_of_real_calls(name: str) -> None:
         layer = model.get_submodule(said.name)
         assert said.before is not None, said.name
         args, kwargs = example(model, said.name, layer)
+        kwargs = with_tables(kwargs)
         assert saved(layer, args, kwargs) == said.after == 48 * 4
         with ckptfused.original(model), flash_alone():
             assert saved(layer, args, kwargs) == pytest.approx(said.before, abs=1 / TOKENS), said.name
@@ -91,7 +92,10 @@ class Asking(Mixer):
 
 def counted(model: nn.Module) -> tuple[Report, int]:
     with mock.patch.object(counts, "saved_by_autograd", side_effect=counts.saved_by_autograd) as count:
-        return ckptfused.convert(model), count.call_count
+        report = ckptfused.convert(model)
+        assert count.call_count == 0
+        assert all(layer.before for layer in report.layers)
+        return report, count.call_count
 
 
 def test_equal_layers_are_counted_once() -> None:

@@ -380,6 +380,13 @@ MUTANTS = (
         test="tests/modules/test_tensor_parallel.py::test_a_parallel_block",
     ),
     Mutant(
+        "a count that leaves its tensors in the lists that a forward fills",
+        file="ckptfused/generic/undone.py",
+        text="        for one, content in contents:\n            put_back(one, content)\n",
+        defect="",
+        test="tests/convert/test_counting.py::test_the_first_step_after_a_report",
+    ),
+    Mutant(
         "layers counted as one whose weights differ in what is trained",
         file="ckptfused/convert/counts.py",
         text="value.device, value.requires_grad",
