@@ -21,8 +21,9 @@ import torch
 
 from benchmarks import environment
 from benchmarks.commands import RESULTS, page
+from ckptfused.configurations import MODELS
 from ckptfused.policy import longest
-from ckptfused.policy.variants import MODELS, VARIANTS, Trained
+from ckptfused.policy.variants import VARIANTS, Trained
 
 GIB = 2**30
 LORA = 16

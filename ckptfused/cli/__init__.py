@@ -1,16 +1,42 @@
-"""The command line: ``python -m ckptfused context|profile|plan|doctor|demo|bench``."""
+"""The command line: ``python -m ckptfused context|profile|plan|doctor|demo|bench``.
+
+Its modules import PyTorch, and what does, within the functions that work: options are read without.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
 from ckptfused.cli import bench, context, demo, doctor, plan, profile
 from ckptfused.cli.errors import FAILED, MISUSED, STATUSES, CommandError
+from ckptfused.cli.options import configuration, whole_package
+from ckptfused.spec.checks import nearest
 
 DESCRIPTION = "Activation checkpointing with fused recompute."
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, which says in one line what is wrong, and which name was probably meant."""
+
+    _given: Sequence[str] = ()
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
+        self._given = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str):  # type: ignore[no-untyped-def]
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice is not None:
+            message += nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
+        known = re.findall(r"--[\w-]+", self.format_usage())
+        for word in (word.partition("=")[0] for word in self._given):
+            if word.startswith("--") and not any(name.startswith(word) for name in known):
+                message += f"; there is no {word}{nearest(word, known)}"
+        self.exit(MISUSED, f"{self.prog}: error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="ckptfused", description=DESCRIPTION, epilog=STATUSES)
+    parser = Parser(prog="ckptfused", description=DESCRIPTION, epilog=STATUSES)
+    parser.add_argument("--version", action="store_true", help="print what is installed, and exit")
     commands = parser.add_subparsers(dest="command", metavar="command")
     for module in (context, profile, plan, doctor, demo, bench):
         name = module.__name__.rpartition(".")[2]
@@ -35,14 +62,20 @@ def _run(argv: Sequence[str] | None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     arguments, rest = parser.parse_known_args(argv)
+    if arguments.version:
+        build = whole_package().build_info()
+        print(f"ckptfused {build['version']} for PyTorch {build['torch']}, Python {sys.version.split()[0]}")
+        return 0
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return MISUSED
     if arguments.command == "bench":
         arguments.options = rest
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        commands.choices[arguments.command].error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        if hasattr(arguments, "config"):
+            arguments.configuration = configuration(arguments)
         return arguments.run(arguments)
     except CommandError as error:
         print(f"ckptfused {arguments.command}: {error}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Say how long a sequence a model can be trained on in a card's memory, for each way of training it.
+"""Say how long a sequence, or how large a batch, a model can be trained on in a card's memory, by ways of training.
 
 Neither a GPU nor weights are needed: whole training steps run on the meta device, and what they would allocate is
-counted. Not counted are the CUDA context, workspaces of libraries and fragmentation: name less memory than the card
-has.
+counted. Not counted are the CUDA context, workspaces of libraries and fragmentation: for them a twentieth of a card's
+memory is left free where no memory is named.
 """
 
 from __future__ import annotations
@@ -10,78 +10,159 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import torch
+from ckptfused.cards import usable
+from ckptfused.cli.errors import CommandError
+from ckptfused.cli.options import (
+    OPTIMIZERS,
+    add_device,
+    add_model,
+    add_step,
+    add_training,
+    built,
+    checked,
+    model_and_batch,
+    optimizer,
+    positive,
+    ran,
+    whole_package,
+)
+from ckptfused.sizes import parse_bytes, size
 
-from ckptfused.cli.options import add_model, add_training, built, checked, configuration, positive, ran
-from ckptfused.policy.result import Profile
-from ckptfused.policy.search import Longest, longest
-from ckptfused.policy.table import conditions
-from ckptfused.policy.variants import VARIANTS, Trained
-from ckptfused.sizes import parse_bytes
+if TYPE_CHECKING:
+    from ckptfused.policy.result import Profile
+    from ckptfused.policy.search import Longest
 
-GIB = 2**30
-STEP = ("autocast", "gradient_accumulation_steps")
+STEP = ("device", "autocast", "gradient_accumulation_steps")
+AS_IT_IS = "as it is"
+"""What the first way of training is called of a user's own model."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, factory=False)
+    add_model(parser)
+    add_step(parser, checkpoint=False)
     add_training(parser)
+    add_device(parser)
     add = parser.add_argument
-    add("--memory", required=True, type=checked(lambda text: parse_bytes("memory", text)), help="80GiB, say")
-    add("--batch", type=positive, default=1, help="sequences a step (1)")
-    add("--step", type=positive, default=256, help="the answer is a multiple of so many tokens (256)")
+    memory = checked(lambda text: parse_bytes("memory", text))
+    add("--memory", type=memory, metavar="BYTES", help="80GiB, say; without it the card's own, less a twentieth")
+    add(
+        "--largest",
+        choices=("sequence", "batch"),
+        default="sequence",
+        help="what is looked for: the longest sequence, of --batch sequences, or the largest batch, of --seq tokens",
+    )
+    add("--step", type=positive, help="the answer is a multiple of so many tokens (256) or sequences (1)")
     add("--json", action="store_true", help="print JSON, with the parts of each peak in bytes")
+    parser.epilog = "Example: python -m ckptfused context --config llama-3-8b --device h100 --largest batch --seq 4096"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    config = configuration(arguments)
+    whole_package()
+    from ckptfused.policy.devices import device_named
+    from ckptfused.policy.variants import VARIANTS
+
+    try:
+        arguments.card = device_named(arguments.device)
+    except ValueError as error:
+        raise CommandError(f"--{error}") from None
+    if arguments.memory is None and not arguments.card.memory:
+        raise CommandError(f"--memory: expected bytes, 8GiB, say, for {arguments.device}, whose memory is not known")
+    arguments.memory = arguments.memory or usable(arguments.card.memory)
+    arguments.step = arguments.step or (256 if arguments.largest == "sequence" else 1)
+    given = None if arguments.configuration else model_and_batch(arguments)
     found = {}
     for variant in VARIANTS:
         if not arguments.json and sys.stderr.isatty():
             print(f"{variant} …", end="\r", file=sys.stderr, flush=True)
-        found[variant] = _longest(config, variant, arguments)
+        best = _longest(given, variant, arguments)
+        if best is not None:
+            found[AS_IT_IS if given and variant == VARIANTS[0] else variant] = best
     print(json.dumps(as_json(found, arguments), indent=2) if arguments.json else table(found, arguments))
     return 0
 
 
-def _longest(config: dict[str, Any], variant: str, arguments: argparse.Namespace) -> Longest:
-    model = built(lambda: Trained(config, variant, getattr(torch, arguments.dtype), arguments.lora))
+def _longest(given: Any, variant: str, arguments: argparse.Namespace) -> Longest | None:
+    """given: the user's own model and its batch, or None. None: there is no such variant of it."""
+    from ckptfused.policy.search import longest
+
+    step = _steps(given, variant, arguments)
+    first = 2048 if arguments.largest == "sequence" else 8
+    return step and ran(arguments, lambda: longest(step, arguments.memory, arguments.step, first=first))
+
+
+def _steps(given: Any, variant: str, arguments: argparse.Namespace) -> Callable[[int], Profile] | None:
+    """What predicts a step of so many tokens, or sequences."""
+    import torch
+
+    from ckptfused.policy import variants
+    from ckptfused.policy.search import resized
+
+    make = optimizer(arguments)
     options = {name: getattr(arguments, name) for name in STEP}
-
-    def step(tokens: int) -> Profile:
-        return model.step(tokens, arguments.batch, **options)
-
-    return ran(arguments, lambda: longest(step, arguments.memory, arguments.step))
+    of = "tokens" if arguments.largest == "sequence" else "sequences"
+    if given is not None:
+        (own, batch), profile = given, whole_package().profile
+        if batch is None:
+            raise CommandError(
+                f"--config: expected {arguments.config} to return a model and a batch, got a model alone"
+            )
+        model = ran(arguments, lambda: variants.varied(own, variant))
+        return model and (lambda count: profile(model, resized(batch, **{of: count}), make, **options))
+    dtype = getattr(torch, arguments.dtype)
+    trained = built(lambda: variants.Trained(arguments.configuration, variant, dtype, arguments.lora))
+    if of == "tokens":
+        return lambda count: trained.step(count, arguments.batch, optimizer=make, **options)
+    return lambda count: trained.step(arguments.seq, count, optimizer=make, **options)
 
 
 def as_json(found: dict[str, Longest], arguments: argparse.Namespace) -> dict[str, Any]:
-    asked = {name: getattr(arguments, name) for name in ("config", "memory", "lora", "dtype", "batch", *STEP)}
-    rows = {
-        name: {"tokens": best.tokens, "refused": best.refused, **best.profile.sizes()} for name, best in found.items()
-    }
-    return asked | {"optimizer": "fused AdamW", "variants": rows}
+    names = ("config", "memory", "lora", "dtype", "largest", "batch", "seq", *STEP)
+    count = "tokens" if arguments.largest == "sequence" else "sequences"
+    rows = {name: {count: best.tokens, "refused": best.refused, **best.profile.sizes()} for name, best in found.items()}
+    asked = {name: getattr(arguments, name) for name in names if name != {"tokens": "seq", "sequences": "batch"}[count]}
+    return asked | {"optimizer": OPTIMIZERS[arguments.optimizer], "variants": rows}
 
 
 def table(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
     """What a person reads."""
+    from ckptfused.policy.table import conditions
+
+    longest = arguments.largest == "sequence"
     trained = "all weights" if arguments.lora is None else f"LoRA of rank {arguments.lora}"
+    of = f"{arguments.dtype}{{}}, {trained}" if arguments.configuration else "a model of your own{}"
     width, step = max(map(len, found)), next(iter(found.values())).profile
+    asked = f"batch {arguments.batch}" if longest else f"sequences of {arguments.seq:,}"
     lines = [
-        f"{arguments.config}, {arguments.dtype}{conditions(step)}, {trained}, fused AdamW, batch {arguments.batch}, "
-        f"{arguments.memory / GIB:,.1f} GiB",
+        ", ".join(
+            filter(
+                None,
+                (
+                    arguments.config,
+                    of.format(conditions(step)),
+                    OPTIMIZERS[arguments.optimizer],
+                    asked if arguments.configuration else None,
+                    f"{size(arguments.memory)} of {step.device}",
+                ),
+            )
+        ),
         "",
-        f"{'':{width}}  longest sequence",
+        f"{'':{width}}  {'longest sequence' if longest else '   largest batch'}",
     ]
-    for name, (tokens, step, refused) in found.items():
-        if tokens:
-            said = f"{tokens:>16,}  {step.peak / GIB:,.1f} GiB, at {step.moment}"
+    for name, (count, step, refused) in found.items():
+        if count:
+            said = f"{count:>16,}  {size(step.peak)}, at {step.moment}"
             said += ", all that the model takes" if refused else ""
         else:
-            said = f"{'none':>16}  the shortest needs {step.peak / GIB:,.1f} GiB, at {step.moment}"
+            said = (
+                f"{'none':>16}  the {'shortest' if longest else 'smallest'} needs {size(step.peak)}, at {step.moment}"
+            )
         lines.append(f"{name:{width}}  {said}")
     why = next((best.refused for best in found.values() if best.refused), "")
-    lines += ["", f"Why no more tokens: {why}"] if why else []
+    lines += ["", f"Why no more: {why}"] if why else []
+    if arguments.card.memory and arguments.memory > arguments.card.memory:
+        lines += ["", f"The memory is above the {size(arguments.card.memory)} that one {step.device} has."]
     lines += ["", "Not counted: the CUDA context, workspaces of libraries, fragmentation."]
     return "\n".join(lines)

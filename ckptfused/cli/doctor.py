@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 
 from ckptfused.cli.errors import NO
-from ckptfused.cli.options import add_accumulation, add_model, add_step, model_and_batch, ran
-from ckptfused.doctor import doctor
+from ckptfused.cli.options import add_accumulation, add_model, add_step, model_and_batch, ran, whole_package
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     model, batch = model_and_batch(arguments)
     steps = arguments.gradient_accumulation_steps
-    found = ran(arguments, lambda: doctor(model, batch, gradient_accumulation_steps=steps))
+    found = ran(arguments, lambda: whole_package().doctor(model, batch, gradient_accumulation_steps=steps))
     print(found.to_json() if arguments.json else found)
     return 0 if found.healthy else NO

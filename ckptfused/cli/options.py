@@ -10,24 +10,36 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import nn
-
-import ckptfused
+from ckptfused.cards import CARDS, device_name
 from ckptfused.cli.errors import CommandError
-from ckptfused.policy import BudgetError
-from ckptfused.policy.autocast import TYPES
-from ckptfused.policy.devices import NAMES
-from ckptfused.policy.step import MakeOptimizer, adamw
-from ckptfused.policy.variants import CHECKPOINTED, CHUNKED, CONVERTED, MODELS, PLAIN, build, read_config
+from ckptfused.configurations import MODELS, read_config
+from ckptfused.spec.checks import nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ckptfused.policy.step import MakeOptimizer
 
 T = TypeVar("T")
 DTYPES = ("bfloat16", "float16", "float32")
-CHECKPOINTING = {"none": PLAIN, "hugging-face": CHECKPOINTED, "ckptfused": CONVERTED, "ckptfused-and-loss": CHUNKED}
-_LIBRARIES = tuple(str(Path(file).parent) for file in (ckptfused.__file__, torch.__file__))
-OPTIMIZERS = ("adamw", "sgd", "none")
+AUTOCAST = DTYPES[:2]
+CHECKPOINTING = {
+    "none": "PLAIN",
+    "hugging-face": "CHECKPOINTED",
+    "ckptfused": "CONVERTED",
+    "ckptfused-and-loss": "CHUNKED",
+}
+"""By option the variant's name in `policy.variants`."""
+OPTIMIZERS = {"adamw": "fused AdamW", "sgd": "SGD", "none": "no optimizer"}
+
+
+def whole_package() -> Any:
+    """ckptfused with all that it exports, which `python -m ckptfused` leaves out at first."""
+    import ckptfused
+
+    return ckptfused if hasattr(ckptfused, "__version__") else importlib.reload(ckptfused)
 
 
 def checked(read: Callable[[str], T]) -> Callable[[str], T]:
@@ -72,7 +84,7 @@ def picture(text: str) -> str:
 
 def add_model(parser: argparse.ArgumentParser, factory: bool = True) -> None:
     """Which model: `--config`, `--lora`, `--dtype`. factory: whether it may be the user's own."""
-    named = f"a config.json of Hugging Face's, or one of {', '.join(MODELS)}"
+    named = f"{', '.join(MODELS)}, a config.json, its folder, or a model of the Hub's that was downloaded before"
     own = "; or module:factory, a function without arguments that returns a model, or a model and its batch"
     add = parser.add_argument
     add("--config", required=True, metavar="MODEL", help=named + own * factory)
@@ -95,7 +107,7 @@ def add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--autocast",
-        choices=[*TYPES],
+        choices=AUTOCAST,
         help="forward runs under torch.autocast, as by the Trainer's bf16 and fp16; --dtype float32 goes with it",
     )
     add_accumulation(parser)
@@ -115,10 +127,16 @@ def add_accumulation(parser: argparse.ArgumentParser) -> None:
 def add_device(parser: argparse.ArgumentParser) -> None:
     """For which device, and with which optimizer."""
     add = parser.add_argument
-    add("--device", type=str.lower, choices=NAMES, default="h200", help="for which the step is predicted (h200)")
+    add(
+        "--device",
+        type=checked(device_name),
+        default="h200",
+        metavar="CARD",
+        help=f"for which the step is predicted: {', '.join(CARDS)}, cpu, or cuda for the GPU at hand (h200)",
+    )
     add(
         "--optimizer",
-        choices=OPTIMIZERS,
+        choices=[*OPTIMIZERS],
         default="adamw",
         help="AdamW is fused, as Hugging Face's Trainer has it (adamw)",
     )
@@ -126,12 +144,19 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def optimizer(arguments: argparse.Namespace) -> MakeOptimizer | None:
     """What makes the optimizer that was asked for."""
+    import torch
+
+    from ckptfused.policy.step import adamw
+
     makers: dict[str, MakeOptimizer] = {"adamw": adamw, "sgd": torch.optim.SGD}
     return makers.get(arguments.optimizer)
 
 
-def configuration(arguments: argparse.Namespace) -> dict[str, Any]:
-    """**Raises** `CommandError` where there is none."""
+def configuration(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """Of the model that is named; None: a function of the user's makes it. **Raises** `CommandError` where there is
+    neither."""
+    if is_factory(arguments.config):
+        return None
     try:
         return read_config(arguments.config)
     except ValueError as error:
@@ -162,7 +187,7 @@ def ran(arguments: argparse.Namespace, run: Callable[[], T]) -> T:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return run()
-    except (CommandError, BudgetError):
+    except (CommandError, whole_package().BudgetError):
         raise
     except Exception as error:
         if isinstance(error, ValueError) and not is_factory(arguments.config):
@@ -174,10 +199,14 @@ def ran(arguments: argparse.Namespace, run: Callable[[], T]) -> T:
 
 def _where(error: BaseException | None) -> str:
     """The last line of an error's, and of its causes', that is neither ckptfused's nor PyTorch's."""
+    import torch
+
+    ours, library = Path(__file__).parents[1], Path(torch.__file__).parent
+    libraries = (str(ours), str(library), contextlib.__file__)
     found = ""
     while error is not None:
         for frame in traceback.extract_tb(error.__traceback__):
-            if not frame.filename.startswith(_LIBRARIES) and Path(frame.filename).exists():
+            if not frame.filename.startswith(libraries) and Path(frame.filename).exists():
                 found = f" ({Path(frame.filename).name}, line {frame.lineno})"
         error = error.__cause__
     return found
@@ -188,10 +217,16 @@ def model_and_batch(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
 
     **Raises** `CommandError` where there is neither.
     """
+    whole_package()
     if is_factory(arguments.config):
         return ran(arguments, lambda: _own(arguments))
-    config, variant = configuration(arguments), CHECKPOINTING[arguments.checkpoint]
-    model = built(lambda: build(config, variant, getattr(torch, arguments.dtype), arguments.lora))
+    import torch
+
+    from ckptfused.policy import variants
+
+    variant = getattr(variants, CHECKPOINTING[arguments.checkpoint])
+    dtype = getattr(torch, arguments.dtype)
+    model = built(lambda: variants.build(arguments.configuration, variant, dtype, arguments.lora))
     ids = torch.empty(arguments.batch, arguments.seq, dtype=torch.int64, device="meta")
     return model, {"input_ids": ids, "labels": ids}
 
@@ -203,6 +238,9 @@ def is_factory(text: str) -> bool:
 
 
 def _own(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
+    import torch
+    from torch import nn
+
     module, _, name = arguments.config.partition(":")
     here = str(Path.cwd())
     sys.path.insert(0, here)  # as `python -m` has it
@@ -210,7 +248,10 @@ def _own(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
         try:
             factory = getattr(importlib.import_module(module), name)
         except (ModuleNotFoundError, AttributeError) as error:
-            raise CommandError(f"--config: expected module:factory, got {arguments.config!r} ({error})") from error
+            near = nearest(name, vars(sys.modules[module]) if module in sys.modules else ())
+            raise CommandError(
+                f"--config: expected module:factory, got {arguments.config!r} ({error}){near}"
+            ) from error
         made = factory()
     finally:
         sys.path.remove(here)

@@ -26,8 +26,8 @@ from ckptfused.cli.options import (
     picture,
     positive,
     ran,
+    whole_package,
 )
-from ckptfused.policy import BudgetError, plan
 from ckptfused.sizes import parse_bytes
 
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(parser)
     add = parser.add_argument
     budget = checked(lambda text: parse_bytes("budget", text))
-    add("--budget", required=True, type=budget, metavar="BYTES", help="80GiB, say: less than the card has")
+    add("--budget", type=budget, metavar="BYTES", help="80GiB, say; without it the card's own memory, less a twentieth")
     add("--shards", type=positive, default=1, metavar="RANKS", help="ranks over which FSDP2 shards the model (1)")
     add("--json", action="store_true", help="print JSON, in bytes and seconds, with the policy")
     add("--policy", type=output, metavar="FILE", help="write the policy's JSON, for CheckpointPolicy.from_json")
@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    plan, BudgetError = whole_package().plan, whole_package().BudgetError
     model, batch = model_and_batch(arguments)
     if batch is None:
         raise CommandError(f"--config: expected {arguments.config} to return a model and a batch, got a model alone")

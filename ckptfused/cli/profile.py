@@ -19,8 +19,8 @@ from ckptfused.cli.options import (
     optimizer,
     picture,
     ran,
+    whole_package,
 )
-from ckptfused.policy import profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if batch is None:
         raise CommandError(f"--config: expected {arguments.config} to return a model and a batch, got a model alone")
     step = {name: getattr(arguments, name) for name in ("device", "autocast", "gradient_accumulation_steps")}
-    found = ran(arguments, lambda: profile(model, batch, optimizer(arguments), **step))
+    found = ran(arguments, lambda: whole_package().profile(model, batch, optimizer(arguments), **step))
     print(found.to_json() if arguments.json else found)
     if arguments.plot:
         try:

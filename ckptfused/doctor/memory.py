@@ -6,14 +6,18 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import nn
+
 from ckptfused.doctor.findings import Finding
 from ckptfused.doctor.look import Look
 from ckptfused.doctor.saving import everything_saved
 from ckptfused.policy import Profile, adamw, profile
+from ckptfused.policy.step import has_vocabulary
 from ckptfused.sizes import counted, size
 
 SHARE = 0.4
 """Of the peak: below it, other means save more than checkpointing can."""
+_LESS_STATE = "sharding (FSDP2), LoRA, or an optimizer with a smaller state"
 COSTS = 1.05
 """The peak without checkpointing over the one with it, below which it does not pay."""
 
@@ -28,7 +32,7 @@ def memory_of_the_step(look: Look) -> Iterator[Finding]:
     configured, saving = found
     activations = configured.activations + configured.transients
     if activations < SHARE * configured.peak:
-        yield _other_means(configured, activations)
+        yield _other_means(look.model, configured, activations)
     if look.checkpoints and saving.peak < COSTS * configured.peak:
         length = "" if look.length is None else f" of {counted(look.length, 'token')}"
         yield Finding(
@@ -40,11 +44,14 @@ def memory_of_the_step(look: Look) -> Iterator[Finding]:
         )
 
 
-def _other_means(memory: Profile, activations: int) -> Finding:
+def _other_means(model: nn.Module, memory: Profile, activations: int) -> Finding:
     state = memory.weights + memory.optimizer + memory.gradients
+    adapted = 2 * memory.all_gradients < memory.weights  # of most weights there is neither gradient nor state
+    less = "sharding (FSDP2), or frozen weights in fewer bits" if adapted else _LESS_STATE
+    chunked = 'ckptfused.convert(model, loss="chunked"), or ckptfused.linear_cross_entropy'
     parts = [
-        (state, "weights, gradients and optimizer", "sharding (FSDP2), LoRA, or an optimizer with a smaller state"),
-        (memory.loss_head, "loss head", 'ckptfused.convert(model, loss="chunked"), or ckptfused.linear_cross_entropy'),
+        (state, "weights, gradients and optimizer", less),
+        (memory.loss_head, "loss head", chunked if has_vocabulary(model) else "a smaller batch"),
     ]
     (most, place, _), *_ = parts = sorted(parts, reverse=True)
     what = "; ".join(mend for held, _, mend in parts if 2 * held > most)

@@ -19,8 +19,13 @@ class BudgetError(ValueError):
         return type(self), (str(self), self.least)
 
 
-def not_enough(costs: Costs, budget: int, least: int, policy: CheckpointPolicy, kind: str) -> tuple[str, int]:
-    """What to say, and the least budget. Of each remedy the bytes that it would save, where they are known."""
+def not_enough(
+    costs: Costs, budget: int, least: int, policy: CheckpointPolicy, kind: str, language: bool
+) -> tuple[str, int]:
+    """What to say, and the least budget. Of each remedy the bytes that it would save, where they are known.
+
+    language: whether the model has a loss head over a vocabulary.
+    """
     base = costs.base
     trained = base.all_gradients + base.optimizer
     frozen = trained if 2 * base.all_gradients > base.weights else 0  # adapters are none of all weights already
@@ -28,14 +33,14 @@ def not_enough(costs: Costs, budget: int, least: int, policy: CheckpointPolicy, 
     remedies = [
         (frozen, "LoRA (gradients and optimizer state of all weights; adapters have some of their own)"),
         ((base.weights + trained) * 7 // 8, "FSDP2 over 8 ranks, shards=8 (parameters, gradients and optimizer state)"),
-        (steps_own // 2, "half as many sequences or tokens in the batch (activations)"),
+        (steps_own // 2, f"half as many {'sequences or tokens' if language else 'samples'} in the batch (activations)"),
     ]
     lines = [
         f"budget: no plan needs as little as {size(budget)}; the least that one was found to need is {size(least)}, "
         f"{least:,} bytes, with {policy}. What else would help:",
         *(f"  - {text}: about {size(saved)} less" for saved, text in remedies if saved > 0),
     ]
-    if len(costs.heads) == 1:
+    if len(costs.heads) == 1 and language:
         lines.append('  - a loss without logits (loss="chunked"), which this model or batch does not allow as it is')
     if kind == "cpu":
         lines.append("  - on a GPU, inputs of layers in host memory (offload), of which plans make use there")

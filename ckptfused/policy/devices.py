@@ -1,31 +1,27 @@
-"""Devices by name: what is known of their speed and memory.
+"""Devices by name: what they reach of what their datasheets say (`ckptfused.cards`).
 
-A datasheet's rates are of tensor cores without sparsity and of memory at its peak. What a product or a copy reaches of
-them was measured on one card, an H200: 790 of 989 TFLOP/s in bfloat16 by cuBLAS, 4.3 of 4.8 TB/s. The other cards are
-taken to reach the same shares. Products in float32 go without TensorFloat-32, as PyTorch has it by default. Attention
-is at the published rates of its kernels: 2.08 ms and 5.33 ms for causal attention of 2 × 8192 tokens, 32 heads of 128
-(Shah et al. 2024, FlashAttention-3; cuDNN) on Hopper; FlashAttention-2 (Dao 2023) on the others.
-
-Sources: NVIDIA's datasheets of the H200, H100 (SXM), A100 80GB (SXM), L40S, and the Ada whitepaper for the RTX 4090.
+The share that a product or a copy reaches was measured on one card, an H200: 790 of 989 TFLOP/s in bfloat16 by cuBLAS,
+4.3 of 4.8 TB/s. The other cards are taken to reach the same shares.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from ckptfused.cards import CARDS, GIB, Card, device_name
 from ckptfused.generic.draws import undrawn
 from ckptfused.policy.machine import LARGEST, LONGEST, Like, Machine, product
 
 PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -105,49 +101,48 @@ def _wave_flops(rows: int, columns: int, depth: int, batch: int, multiprocessors
     return waves * multiprocessors * 2 * tile[0] * tile[1] * math.ceil(depth / splits) / share
 
 
-def _gpu(
-    name: str,
-    memory: float,
-    half: float,
-    single: float,
-    bandwidth: float,
-    multiprocessors: int,
-    attention: float,
-    link: float,
-) -> Device:
-    """half, single, attention in TFLOP/s, bandwidth in TB/s, link in GB/s, memory in GiB."""
-    rates = {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: single / 2}
+def _gpu(card: Card) -> Device:
+    rates = {torch.bfloat16: card.half, torch.float16: card.half}
+    rates |= {torch.float32: card.single, torch.float64: card.single / 2}
     products = {dtype: rate * 1e12 * PRODUCT_SHARE for dtype, rate in rates.items()}
-    size, copy = int(memory * GIB), bandwidth * 1e12 * COPY_SHARE
-    return Device(name, "cuda", size, products, attention * 1e12, copy, multiprocessors, 3e-6, link * 1e9)
+    size, copy = int(card.memory * GIB), card.bandwidth * 1e12 * COPY_SHARE
+    attention, link = card.attention * 1e12, card.link * 1e9
+    return Device(card.name, "cuda", size, products, attention, copy, card.multiprocessors, 3e-6, link)
 
 
-DEVICES: dict[str, Device] = {
-    device.name: device
-    for device in (
-        _gpu("h200", 139, 989, 67, 4.8, 132, 520, 55),
-        _gpu("h100", 79, 989, 67, 3.35, 132, 520, 55),
-        _gpu("a100-80", 79, 312, 19.5, 2.039, 108, 200, 25),
-        _gpu("l40s", 44, 362, 91.6, 0.864, 142, 200, 25),
-        _gpu("rtx4090", 23.5, 165.2, 82.6, 1.008, 128, 130, 25),
-    )
-}
+DEVICES: dict[str, Device] = {name: _gpu(card) for name, card in CARDS.items()}
 CPU_TIME_ERROR = 0.60
 """The largest of benchmarks/profile_error.py's models and ways of training in three runs on two quiet cores: 0.77 to
 1.60 times what was measured."""
-NAMES = (*DEVICES, "cpu")
+NAMES = (*CARDS, "cpu")
 
 
 @undrawn()  # a processor's rates are measured with random numbers, too
 def device_named(name: str | torch.device) -> Device:
-    """One of `NAMES`, in capitals too, or PyTorch's own "cpu". **Raises** `ValueError` for another."""
-    plain = str(name).strip().lower()
-    if plain == "cpu":
-        return _cpu(torch.get_num_threads())
-    found = DEVICES.get(plain)
-    if found is None:
-        raise ValueError(f"device: expected one of {', '.join(NAMES)}, got {str(name)!r}")
-    return found
+    """One of `NAMES`, as people write them, or PyTorch's own "cpu" and "cuda". **Raises** `ValueError` for another."""
+    try:
+        found = device_name(str(name))
+    except ValueError as error:
+        raise ValueError(f"device: {error}") from None
+    if found.startswith("cuda"):
+        return _gpu_at_hand(found)
+    return _cpu(torch.get_num_threads()) if found == "cpu" else DEVICES[found]
+
+
+def _gpu_at_hand(name: str) -> Device:
+    """The card that it is, with the memory that PyTorch finds."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"device: expected a GPU for {name!r}, and PyTorch sees none: name one of {', '.join(NAMES)}")
+    found = torch.cuda.get_device_properties(name)
+    own = re.sub(r"[^a-z0-9]", "", found.name.lower())
+    alike = [device for device in DEVICES.values() if device.name.partition("-")[0] in own]
+    if not alike:
+        raise ValueError(
+            f"device: expected a GPU of the kinds {', '.join(DEVICES)}, got {found.name!r} for {name!r}: name the one "
+            "of them that is most like it"
+        )
+    nearest = min(alike, key=lambda device: abs(device.memory - found.total_memory))
+    return replace(nearest, memory=found.total_memory)
 
 
 @lru_cache(maxsize=8)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckptfused.cards import usable
 from ckptfused.convert.apply import apply
 from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.convert.report import Report
@@ -18,12 +19,12 @@ from ckptfused.policy import chain
 from ckptfused.policy.autocast import Autocast, autocast_type, outside
 from ckptfused.policy.budget import BudgetError, not_enough
 from ckptfused.policy.costs import Costs, Steps, costs
-from ckptfused.policy.devices import DEVICES, NAMES, device_named
+from ckptfused.policy.devices import NAMES, Device, device_named
 from ckptfused.policy.plan_view import picture, table, written
 from ckptfused.policy.result import Profile
 from ckptfused.policy.segments import Divided
 from ckptfused.policy.shards import sharded
-from ckptfused.policy.step import Batch, MakeOptimizer, check_model, made
+from ckptfused.policy.step import Batch, MakeOptimizer, check_model, has_vocabulary, made
 from ckptfused.policy.twin import meta_twin
 from ckptfused.sizes import counted, parse_bytes, size
 from ckptfused.spec.checks import check_integer
@@ -89,7 +90,7 @@ class Plan:
 def plan(
     model: nn.Module,
     batch: Batch,
-    budget: float | str = "40GiB",
+    budget: float | str | None = None,
     optimizer: Optimizer | MakeOptimizer | None = None,
     device: str | torch.device | None = None,
     shards: int = 1,
@@ -108,7 +109,8 @@ def plan(
     model: on any device, meta too; as it is if it trains, else as if it did. It is left as it was; what an earlier
     `convert` did to it does not count. batch, optimizer, device, autocast, gradient_accumulation_steps: as in
     `profile`. device: None: the model's own.
-    budget: bytes, or a text such as "40GiB": less than the card has, by the CUDA context and fragmentation.
+    budget: bytes, or a text such as "40GiB": less than the card has, by the CUDA context and fragmentation. None: a
+    card's memory less a twentieth, at least 1 GiB, for these (`ckptfused.cards.usable`).
     shards: over how many ranks FSDP2 shards the model: `fully_shard` of each layer and of the rest. Parameters,
     gradients and optimizer state are divided; counted are a layer's whole parameters while it runs and the next one's
     on their way, its whole gradients and the previous one's, and those of the rest of the model from begin to end.
@@ -118,10 +120,11 @@ def plan(
     **Raises** `BudgetError`, a `ValueError`, if nothing fits; what `profile` raises.
     """
     check_model(model)
-    limit = parse_bytes("budget", budget)
+    limit = None if budget is None else parse_bytes("budget", budget)
     check_integer("shards", shards, 1)
     check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     target = device_named(_device_of(model) if device is None else device)
+    limit, notes = _limit(limit, target)
     twin, keeper = meta_twin(model, optimizer if isinstance(optimizer, Optimizer) else None)
     twin.zero_grad(set_to_none=True)
     if not twin.training:
@@ -131,7 +134,22 @@ def plan(
     with outside(target.kind):
         whole = costs(steps, keeper or made(optimizer, twin))
         found = _Planner(steps, whole, sharded(whole, twin, shards), shards).within(limit)
-    return found if optimizer is not None else replace(found, notes=(*found.notes, _no_optimizer(twin, shards)))
+    notes += () if optimizer is not None else (_no_optimizer(twin, shards),)
+    return replace(found, notes=(*found.notes, *notes))
+
+
+def _limit(budget: int | None, device: Device) -> tuple[int, tuple[str, ...]]:
+    """The budget, and what there is to say of it and the device's memory."""
+    has = f"the {size(device.memory)} that one {device.name} has"
+    if budget is None:
+        if not device.memory:
+            raise ValueError(
+                f'budget: expected bytes, "8GiB" say, for {device.name}, whose memory is not known, got None'
+            )
+        budget = usable(device.memory)
+        left = f"{size(device.memory - budget)} for the CUDA context, workspaces of libraries and fragmentation"
+        return budget, (f"the budget is {has}, less {left}",)
+    return budget, (f"the budget is above {has}",) if 0 < device.memory < budget else ()
 
 
 def _no_optimizer(model: nn.Module, shards: int) -> str:
@@ -146,10 +164,7 @@ def _device_of(model: nn.Module) -> str:
     if kinds <= {"cpu"}:
         return "cpu"
     if kinds == {"cuda"}:
-        own = torch.cuda.get_device_name(next(model.parameters()).device).lower().replace(" ", "")
-        for name in DEVICES:
-            if name.partition("-")[0] in own:
-                return name
+        return str(next(model.parameters()).device)
     raise ValueError(f"device: expected one of {', '.join(NAMES)}, got None for a model on {', '.join(sorted(kinds))}")
 
 
@@ -178,7 +193,8 @@ class _Planner:
         place = self._place(budget) or self._lowest()
         if place is None or min(self._known.values()) > budget:
             least = min(self._known, key=lambda policy: (self._known[policy], policy.digest))
-            raise BudgetError(*not_enough(self._costs, budget, self._known[least], least, self._steps.device.kind))
+            kind, language = self._steps.device.kind, has_vocabulary(self._steps.twin)
+            raise BudgetError(*not_enough(self._costs, budget, self._known[least], least, kind, language))
         counted, found = place
         policy = counted.policy(found)
         profile = self._steps.of(policy)

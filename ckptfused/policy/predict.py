@@ -25,7 +25,7 @@ from ckptfused.policy.parts import Phase
 from ckptfused.policy.recorded import profile_of
 from ckptfused.policy.recording import Change, Recording
 from ckptfused.policy.result import Profile
-from ckptfused.policy.step import Batch, Marks, NoLossError, run_step
+from ckptfused.policy.step import Batch, Marks, NoLossError, misspelt, run_step
 from ckptfused.policy.twin import held, without_data
 from ckptfused.policy.unchanged import drawn_alike
 from ckptfused.policy.work import Work
@@ -62,9 +62,8 @@ def predicted(
         except Exception as error:
             if marks.failed is None or marks.failed in opaque or _is_wrong(error):
                 expected = "takes this batch" if _is_wrong(error) else "runs on the meta device"
-                raise ValueError(
-                    f"model: expected one that {expected}, got {_said(error)}{_hint(batch, error)}"
-                ) from error
+                hint = misspelt(model, batch) or _hint(batch, error)
+                raise ValueError(f"model: expected one that {expected}, got {_said(error)}{hint}") from error
             name, layer = marks.layers[marks.failed]
             opaque[marks.failed] = name
             notes.append(
@@ -161,9 +160,27 @@ def _places(opened: OpenLedger, marks: list[tuple[int, Phase]]) -> tuple[list[Ch
         before.append(len(changes))
         if event[0] in ("allocation", "release"):
             number, size = event[3][:2]
-            changes.append(Change(number, size if event[0] == "allocation" else -size, ledger.name(event)))
+            changes.append(Change(number, size if event[0] == "allocation" else -size, _in_words(ledger.name(event))))
     before.append(len(changes))
     return changes, [(before[min(place, len(before) - 1)], phase) for place, phase in marks]
+
+
+_WORDS = {
+    "d": "gradient of a weight",
+    "cast": "a weight cast to the type of products",
+    "gu": "gate and up",
+    "h": "the hidden values",
+    "in of": "a projection's input",
+    "o": "the output of attention",
+    "qkv": "q, k and v",
+    "x": "the input",
+}
+
+
+def _in_words(name: str) -> str:
+    """What our ops call a value, for who has not read them: "d qkv" is "gradient of q, k and v"."""
+    of = name.removeprefix("d ")
+    return ("gradient of " if of != name else "") + _WORDS.get(of, of)
 
 
 def _take_step(optimizer: torch.optim.Optimizer, device: Device) -> list[str]:

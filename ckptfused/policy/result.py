@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ckptfused.cards import fitting
 from ckptfused.policy import plot as picture
 from ckptfused.policy import table
 from ckptfused.policy.parts import Alive, LayerProfile, Moment, Peak
@@ -132,18 +133,19 @@ class Profile:
         return table.text(self)
 
     def to_json(self) -> str:
-        """Everything but the timeline, in bytes and seconds."""
+        """Everything but the timeline, in bytes and seconds, and the cards on which the step fits."""
         left_out = ("timeline", "phases", "alive")
         found = {name: value for name, value in asdict(self).items() if name not in left_out}
         found["alive"] = [row._asdict() for row in self.alive]
         found["seconds"] = self.seconds
+        found["fits"] = fitting(self.peak)
         return json.dumps(found, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
         """Of what `to_json` gave."""
         found = json.loads(text)
-        del found["seconds"]
+        del found["seconds"], found["fits"]
         for name in ("embeddings", "head", "between"):
             found[name] = LayerProfile(**found[name])
         found["layers"] = tuple(LayerProfile(**row) for row in found["layers"])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ckptfused.policy.api import profile
 from ckptfused.policy.autocast import Autocast
 from ckptfused.policy.result import Profile
-from ckptfused.policy.step import MakeOptimizer, adamw
+from ckptfused.policy.step import Batch, MakeOptimizer, adamw
 
 
 class Longest(NamedTuple):
@@ -37,8 +38,31 @@ def language_step(
     return profile(model, {"input_ids": ids, "labels": ids}, optimizer, device, autocast, gradient_accumulation_steps)
 
 
-def longest(step_of: Callable[[int], Profile], budget: int, step: int = 256, most: int = 1 << 22) -> Longest:
+def resized(batch: Batch, sequences: int | None = None, tokens: int | None = None) -> Batch:
+    """A batch with as many sequences, or as long ones, as are asked for: its values repeat, those of fractions and ids
+    are on the meta device. **Raises** `ValueError` for longer sequences of what has none, [B, T] integers."""
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 0]
+    ids = next((t for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
+    if not tensors or (tokens is not None and ids is None):
+        raise ValueError("batch: expected tensors of [sequences, tokens], got a batch without")
+    sizes = {0: (tensors[0].size(0), sequences), 1: (0 if ids is None else ids.size(1), tokens)}
+
+    def other(t: Any) -> Any:
+        for dim, (own, asked) in sizes.items():
+            if isinstance(t, Tensor) and asked is not None and t.dim() > dim and t.size(dim) == own:
+                t = t.to("meta") if t.is_floating_point() else t
+                t = t.index_select(dim, torch.arange(asked, device=t.device) % own)
+        return t
+
+    return tree_map(other, batch)
+
+
+def longest(
+    step_of: Callable[[int], Profile], budget: int, step: int = 256, most: int = 1 << 22, first: int = 2048
+) -> Longest:
     """A multiple of `step` tokens that fits into `budget` bytes where `step` more, or `most`, would not.
+
+    first: how many are tried first. Tokens may as well be sequences, of which `step_of` predicts as many.
 
     Between a length that fits and one that does not the next guess is where a straight line between their peaks meets
     the budget; where that did not halve the gap, the middle. A length that the model does not take, beyond its
@@ -55,7 +79,7 @@ def longest(step_of: Callable[[int], Profile], budget: int, step: int = 256, mos
             refused[count] = str(error)
             return None
 
-    fits, exceeds = 0, max(1, 2048 // step)
+    fits, exceeds = 0, max(1, first // step)
     low = high = tried(exceeds)
     while high is not None and high.peak <= budget:
         if exceeds * step >= most:

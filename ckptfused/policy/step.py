@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ckptfused.convert import find
 from ckptfused.modules.fused import FusedModule
 from ckptfused.policy.parts import BACKWARD, END, FORWARD, HEAD_BACKWARD, OPTIMIZER, REPLAY, Phase
+from ckptfused.spec.checks import nearest
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
@@ -47,6 +49,25 @@ def check_model(model: object) -> None:
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(t):
             raise ValueError(f"model: expected parameters with a shape, got {name} of a lazy module: call it once")
+
+
+def has_vocabulary(model: nn.Module) -> bool:
+    """Whether a projection has as many classes as an embedding has rows, as a language model's head."""
+    rows = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    return any(isinstance(module, nn.Linear) and module.out_features in rows for module in model.modules())
+
+
+def misspelt(model: Any, batch: Any) -> str:
+    """The end of an error: a name in the batch that the model's forward does not have, and one like it that it has."""
+    inner = getattr(model, "get_base_model", lambda: model)()  # PEFT's takes any name
+    try:
+        names = inspect.signature(inner.forward).parameters
+    except (TypeError, ValueError):  # of code that is not Python's
+        return ""
+    for key in batch if isinstance(batch, Mapping) else ():
+        if key not in names and (near := nearest(str(key), [name for name in names if name not in batch])):
+            return f". {type(inner).__name__}.forward has no argument {key!r}{near}"
+    return ""
 
 
 def called(model: nn.Module, batch: Batch) -> Any:
@@ -193,7 +214,10 @@ def run_step(
     for last in (False, True)[gradient_accumulation_steps == 1 :]:
         marks.add(FORWARD)
         with forward:
-            loss = loss_of(called(model, batch))
+            try:
+                loss = loss_of(called(model, batch))
+            except NoLossError as error:
+                raise NoLossError(f"{error}{misspelt(model, batch)}") from None
         marks.add(HEAD_BACKWARD)
         loss.backward()
         del loss

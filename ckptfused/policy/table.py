@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import groupby
 from typing import Any
 
+from ckptfused.cards import CARDS, fitting
 from ckptfused.policy.parts import LayerProfile
 from ckptfused.sizes import size
 
@@ -92,6 +93,12 @@ def _alike(part: LayerProfile) -> tuple[int, ...]:
 
 
 def _end(profile: Any) -> Iterator[str]:
+    card = CARDS.get(profile.device) if profile.way == "predicted" else None
+    if card is not None:
+        fits = fitting(profile.peak)
+        answer = "yes" if card.name in fits else f"no, it needs {size(profile.peak - card.usable)} less"
+        yield f"fits into one {card.name} ({card.memory:g} GiB, of which a step may need {size(card.usable)}): {answer}"
+        yield f"cards into which it fits: {', '.join(fits) or 'none that is known'}"
     if profile.alive:
         yield "alive at the peak:"
         yield from (f"  {size(row.bytes):>12}  {row.kind}, {row.place}: {row.op}" for row in profile.alive[:MOST_ALIVE])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,71 +13,13 @@ from ckptfused.convert.policy import CheckpointPolicy
 from ckptfused.policy.extrapolate import extrapolated
 from ckptfused.policy.result import Profile
 from ckptfused.policy.search import language_step
+from ckptfused.policy.twin import meta_twin
 
 LEAST_SCRATCH = "64MiB"
 PLAIN, CHECKPOINTED = "Hugging Face", "its gradient checkpointing"
 CONVERTED, CHUNKED = "convert(model)", 'convert(model, loss="chunked")'
 LEAST = f'convert(model, loss="chunked", scratch="{LEAST_SCRATCH}")'
 VARIANTS = (PLAIN, CHECKPOINTED, CONVERTED, CHUNKED, LEAST)
-
-# As published in the models' config.json, as far as it decides what is allocated. What is left out is as in
-# transformers.
-_LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        **_LLAMA,
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "max_position_embeddings": 8192,
-    },
-    "qwen3-8b": {
-        **_LLAMA,
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "max_position_embeddings": 40960,
-    },
-    "gemma-2-9b": {
-        "model_type": "gemma2",
-        "vocab_size": 256000,
-        "hidden_size": 3584,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 42,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 256,
-        "query_pre_attn_scalar": 256,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "sliding_window": 4096,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
-}
-
-
-def read_config(name: str) -> dict[str, Any]:
-    """The configuration of a model by its name in `MODELS`, or by the path of a Hugging Face config.json.
-
-    **Raises** `ValueError` that says what was expected.
-    """
-    if name.lower() in MODELS:
-        return MODELS[name.lower()]
-    try:
-        found = json.loads(Path(name).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"expected {', '.join(MODELS)}, or the path of a config.json, got {name!r} ({error})"
-        ) from None
-    if not isinstance(found, dict) or "model_type" not in found:
-        raise ValueError(f"expected a config.json of Hugging Face's, with a model_type, got {name!r} without one")
-    return found
-
 
 # Of whose layers all are alike, or repeat as the configuration's layer_types say.
 _UNIFORM = ("gemma", "gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -165,12 +105,28 @@ def build(config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | 
             from peft import LoraConfig, get_peft_model
 
             model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
-        if variant == CHECKPOINTED:
-            if lora is not None:
-                model.enable_input_require_grads()
-            model.gradient_checkpointing_enable()
-        elif variant != PLAIN:
-            scratch = LEAST_SCRATCH if variant == LEAST else None
-            head = {} if variant == CONVERTED else {"loss": "chunked", "loss_scratch": scratch}
-            apply(model, CheckpointPolicy.uniform(scratch=scratch, **head))
+        _vary(model, variant, lora is not None)
     return model.train()
+
+
+def _vary(model: Any, variant: str, adapted: bool) -> bool:
+    """Makes one of `VARIANTS` of a model; False where there is no such of this one."""
+    if variant == CHECKPOINTED:
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            return False
+        if adapted:
+            model.enable_input_require_grads()
+        model.gradient_checkpointing_enable()
+    elif variant != PLAIN:
+        scratch = LEAST_SCRATCH if variant == LEAST else None
+        head: Any = {} if variant == CONVERTED else {"loss": "chunked", "loss_scratch": scratch}
+        return bool(apply(model, CheckpointPolicy.uniform(scratch=scratch, **head)).heads) or variant == CONVERTED
+    return True
+
+
+def varied(model: nn.Module, variant: str) -> nn.Module | None:
+    """A copy of a model without its data, in training, as one of `VARIANTS`; None where there is no such of it."""
+    twin, _ = meta_twin(model, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return twin.train() if _vary(twin, variant, adapted=hasattr(model, "peft_config")) else None

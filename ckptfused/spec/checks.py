@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 
 def check_choice(where: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -13,6 +14,12 @@ def check_choice(where: str, value: object, allowed: tuple[str, ...]) -> None:
         raise TypeError(f"{where}: expected one of {', '.join(allowed)}, got {value!r}")
     if value not in allowed:
         raise ValueError(f"{where}: expected one of {', '.join(allowed)}, got {value!r}")
+
+
+def nearest(given: str, names: Iterable[str]) -> str:
+    """The end of an error about a name: which of those that there are was probably meant; "" where none is near."""
+    found = difflib.get_close_matches(given.lower(), list(names), 1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def check_bool(where: str, value: object) -> bool:

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 
-from ckptfused.cli import demo as demo_command
 from ckptfused.cli import main, models
+from ckptfused.cli.demo import command as demo_command
 from ckptfused.cli.demo import data, verdict, worker
 from ckptfused.cli.demo.job import REORDERED, Job, Result
 

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from ckptfused.cli import main
-from ckptfused.policy.variants import MODELS
+from ckptfused.configurations import MODELS
 
 pytestmark = [
     pytest.mark.once,

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from ckptfused.cli import context, main
+from ckptfused.configurations import MODELS, read_config
 from ckptfused.policy import Profile, language_step, longest
-from ckptfused.policy.variants import CHECKPOINTED, CHUNKED, MODELS, VARIANTS, Trained, build, read_config
+from ckptfused.policy.variants import CHECKPOINTED, CHUNKED, VARIANTS, Trained, build
 
 pytestmark = [
     pytest.mark.once,

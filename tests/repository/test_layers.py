@@ -34,6 +34,7 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
 # Python modules from the bottom up; a module may import from its own line and the lines before it.
 PYTHON_LAYERS = (
     ("spec", "compat"),
+    ("cards", "configurations"),
     ("masks", "eager", "outer_checkpoint"),
     ("checks", "key_values"),
     ("_extension", "_C"),
