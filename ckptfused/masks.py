@@ -10,6 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch import bool as torch_bool
 
+from ckptfused.spec.checks import check_flag
+
 __all__ = ["NO_MASK", "Mask", "encoder_mask", "sdpa_mask"]
 
 
@@ -112,6 +114,8 @@ def encoder_mask(
     if src_key_padding_mask is not None:
         padding_kind = _kind("src_key_padding_mask", src_key_padding_mask, "drop")
         src_key_padding_mask = _padding_view("src_key_padding_mask", src_key_padding_mask, batch, length)
+    if type(is_causal) is not bool:
+        is_causal = check_flag("is_causal", is_causal)
     if is_causal:
         src_mask, kind = None, "none"
     return Mask(src_mask, kind, src_key_padding_mask, padding_kind, is_causal)

@@ -34,6 +34,9 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     `nn.TransformerEncoderLayer`: changing the class name in model code, or loading an old checkpoint, is all
     it takes. `is_causal=True` needs no mask beside it, and a fully masked row gives finite numbers.
 
+    A mask's added value of -5e8 or less, in float16 its lowest (-65504), hides its key as -inf does. So the attention
+    of a row of `torch.finfo(dtype).min` alone is 0, where PyTorch's is uniform; higher values are added, as in PyTorch.
+
     Beyond it, keyword-only (activation, too, takes more: one of `ckptfused.spec.ACTIVATIONS`; the `linear1` of a gated
     one is [2F, C], gate first):
 
