@@ -12,14 +12,18 @@ first unit is the whole Pareto front of memory against time. One front answers f
 slower, and no budget is ever exceeded. Numbers are whole bytes and picoseconds, so no order of addition matters; of
 two labels that are alike, that of the earlier mode of the earlier unit stays.
 
+A unit that keeps its output for its backward spares the next one its input, which is the same memory: each mode has two
+costs, alone and after such a unit, and there are labels for both.
+
 A segment is a run of units of which forward keeps the input alone; in backward its units run again, in modes of their
 own, or as segments of it (Beaumont et al. 2019, Rotor).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +54,16 @@ class Mode(NamedTuple):
     up to the next one of which something waits there."""
     ending: Mode | None = None
     """What it is in a replay that ends with it, whose forward is left out; None: the same."""
+    keeps_output: bool = False
+    """Whether it holds its output, the next unit's input, until its own backward."""
+    spared: Mode | None = None
+    """What it is after a unit that holds its input for it; None: the same."""
+
+    def beside(self, forward: int, backward: int) -> Mode:
+        """The mode of a unit that needs so much more while it runs."""
+        ending, spared = (other and other.beside(forward, backward) for other in (self.ending, self.spared))
+        more: dict[str, Any] = {"forward": self.forward + forward, "backward": self.backward + backward}
+        return self._replace(**more, ending=ending, spared=spared)
 
 
 class Passing(NamedTuple):
@@ -70,10 +84,31 @@ class Unit(NamedTuple):
     """Bytes of its input, which a segment that begins with it keeps."""
     passing: Passing | None = None
     """None: no segment includes it."""
+    spared: int = 0
+    """Of `input`, what a unit before it that keeps its output holds for it."""
 
 
 Part = int | tuple["Part", ...]
 """The mode of one unit, by its index; or a segment, by the parts that it is replayed in."""
+
+
+class Before(NamedTuple):
+    """What the units before another one leave it."""
+
+    lingers: int = 0
+    keeps_output: bool = False
+
+    def after(self, mode: Mode) -> Before:
+        """What is left to the unit after one that runs in this mode."""
+        return Before(mode.lingers or self.lingers, mode.keeps_output)
+
+    def of(self, mode: Mode) -> Mode:
+        """What a mode is here."""
+        return (mode.spared if self.keeps_output else None) or mode
+
+    def input(self, unit: Unit) -> int:
+        """Bytes of a unit's input that a segment which begins with it adds."""
+        return unit.input - (unit.spared if self.keeps_output else 0)
 
 
 class Choice(NamedTuple):
@@ -131,11 +166,13 @@ class Front:
         self._kinds = tuple(known.setdefault(unit, len(known)) for unit in self._units)
         self._sums = np.cumsum([0, *(unit.gradients for unit in self._units)]).tolist()
         self._depth, self._limit = depth, limit
-        self._found: dict[tuple[tuple[int, ...], bool, int, int | None], Labels] = {}
+        self._found: dict[tuple[tuple[int, ...], bool, Before, int | None], Labels] = {}
         for begin in reversed(range(len(self._units))):  # no deep recursion
-            for lingers in sorted({0, *(mode.lingers for unit in self._units[:begin] for mode in unit.modes)}):
-                self._of(begin, len(self._units), lingers, depth)
-        self._labels = self._of(0, len(self._units), 0, depth)
+            kept = {False, *(mode.keeps_output for mode in (self._units[begin - 1].modes if begin else ()))}
+            lingers = {0, *(mode.lingers for unit in self._units[:begin] for mode in unit.modes)}
+            for before in sorted(map(Before._make, itertools.product(lingers, kept))):
+                self._of(begin, len(self._units), before, depth)
+        self._labels = self._of(0, len(self._units), Before(), depth)
 
     @property
     def peaks(self) -> list[int]:
@@ -152,7 +189,7 @@ class Front:
 
     def __getitem__(self, index: int) -> Choice:
         index = range(len(self))[index]
-        parts = self._parts(0, len(self._units), 0, self._depth, index)
+        parts = self._parts(0, len(self._units), Before(), self._depth, index)
         return Choice(int(self._labels.need[index]), float(self._labels.ticks[index] / TICKS), parts)
 
     def within(self, budget: int) -> Choice | None:
@@ -163,72 +200,72 @@ class Front:
     def _gradients(self, begin: int, end: int) -> int:
         return self._sums[end] - self._sums[begin]
 
-    def _of(self, begin: int, end: int, lingers: int, depth: int | None) -> Labels:
-        """Of these units, with `lingers` of one before them; gradients count from the last of them on."""
+    def _of(self, begin: int, end: int, before: Before, depth: int | None) -> Labels:
+        """Of these units; gradients count from the last of them on."""
         if begin == end:
             return _NOTHING
-        key = (self._kinds[begin:end], end < len(self._units), lingers, depth)
+        key = (self._kinds[begin:end], end < len(self._units), before, depth)
         if key not in self._found:
-            self._found[key] = self._solve(begin, end, lingers, depth)
+            self._found[key] = self._solve(begin, end, before, depth)
         return self._found[key]
 
-    def _solve(self, begin: int, end: int, lingers: int, depth: int | None) -> Labels:
+    def _solve(self, begin: int, end: int, before: Before, depth: int | None) -> Labels:
         unit, after = self._units[begin], self._gradients(begin + 1, end)
         ends_replay = begin + 1 == end < len(self._units)
         columns = []
         for index, mode in enumerate(unit.modes):
-            mode = (mode.ending if ends_replay else None) or mode
-            rest = self._of(begin + 1, end, mode.lingers or lingers, depth)
-            least = lingers + max(mode.forward, after + mode.backward)
+            mode = before.of((mode.ending if ends_replay else None) or mode)
+            rest = self._of(begin + 1, end, before.after(mode), depth)
+            least = before.lingers + max(mode.forward, after + mode.backward)
             need = np.maximum(mode.saved + rest.need, least)
             columns.append((need, rest.ticks + _ticks(mode.seconds), index, np.arange(len(rest)), 0))
-        columns += self._segments(begin, end, lingers, depth)
+        columns += self._segments(begin, end, before, depth)
         parts = ([np.broadcast_to(column, len(row[0])) for column in row] for row in columns)
         return Labels(self._limit, *(np.concatenate(column) for column in zip(*parts, strict=True)))
 
-    def _segments(self, begin: int, end: int, lingers: int, depth: int | None) -> list[tuple]:  # type: ignore[type-arg]
+    def _segments(self, begin: int, end: int, before: Before, depth: int | None) -> list[tuple]:  # type: ignore[type-arg]
         """Forward to each later unit that saves nothing, then the units from it on, then those before it again."""
         if depth == 0:
             return []
-        found, held, peak, ticks = [], self._units[begin].input, 0, 0
+        found, held, peak, ticks = [], before.input(self._units[begin]), 0, 0
         for split in range(begin + 1, end):
             unit = self._units[split - 1]
             if unit.passing is None:
                 break
             peak = max(peak, held + unit.passing.peak + (unit.input if split - 1 > begin else 0))
             ticks += _ticks(unit.passing.seconds)
-            right = self._of(split, end, lingers, depth)
-            left = self._of(begin, split, lingers, _inner(depth))
+            right = self._of(split, end, Before(before.lingers), depth)
+            left = self._of(begin, split, before, _inner(depth))
             needs = held + right.need, self._gradients(split, end) + left.need
-            need = np.maximum(np.union1d(*needs), lingers + peak)
+            need = np.maximum(np.union1d(*needs), before.lingers + peak)
             places = [np.searchsorted(values, need, side="right") - 1 for values in needs]
             fits = (places[0] >= 0) & (places[1] >= 0)
             first, second = (place[fits] for place in places)
             found.append((need[fits], ticks + right.ticks[first] + left.ticks[second], begin - split, first, second))
         return found
 
-    def _parts(self, begin: int, end: int, lingers: int, depth: int | None, index: int) -> tuple[Part, ...]:
+    def _parts(self, begin: int, end: int, before: Before, depth: int | None, index: int) -> tuple[Part, ...]:
         parts: list[Part] = []
         while begin < end:
-            labels = self._of(begin, end, lingers, depth)
+            labels = self._of(begin, end, before, depth)
             way, first, second = (int(column[index]) for column in (labels.way, labels.first, labels.second))
             if way >= 0:
                 parts.append(way)
-                begin, lingers, index = begin + 1, self._units[begin].modes[way].lingers or lingers, first
+                begin, before, index = begin + 1, before.after(before.of(self._units[begin].modes[way])), first
             else:
-                parts.append(self._parts(begin, begin - way, lingers, _inner(depth), second))
-                begin, index = begin - way, first
+                parts.append(self._parts(begin, begin - way, before, _inner(depth), second))
+                begin, before, index = begin - way, Before(before.lingers), first
         return tuple(parts)
 
 
-def peak_of(units: Sequence[Unit], modes: Sequence[int]) -> int:
+def peak_of(units: Sequence[Unit], modes: Sequence[int], before: Before = Before()) -> int:  # noqa: B008
     """The most bytes that a step needs with these modes."""
-    chosen = [unit.modes[index] for unit, index in zip(units, modes, strict=True)]
-    most, held, lingers, after = 0, 0, 0, sum(unit.gradients for unit in units)
-    for unit, mode in zip(units, chosen, strict=True):
+    most, held, after = 0, 0, sum(unit.gradients for unit in units)
+    for unit, index in zip(units, modes, strict=True):
+        mode = before.of(unit.modes[index])
         after -= unit.gradients
-        most = max(most, held + lingers + max(mode.forward, after + mode.backward))
-        held, lingers = held + mode.saved, mode.lingers or lingers
+        most = max(most, held + before.lingers + max(mode.forward, after + mode.backward))
+        held, before = held + mode.saved, before.after(mode)
     return most
 
 

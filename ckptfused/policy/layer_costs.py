@@ -35,13 +35,23 @@ class Cost(NamedTuple):
         """What it would be of a layer that costs `here` what this one costs `there`."""
         return Cost(*(max(0, x + a - b) for x, a, b in zip(self, here, there, strict=True)))  # type: ignore[arg-type]
 
-    def mode(self, lingers: int = 0, waits: float = 0.0, ending: Cost | None = None) -> chain.Mode:
+    def spared(self, after: Cost, alone: Cost) -> Cost:
+        """What it would be, in bytes, where one that costs `alone` otherwise costs `after`."""
+        saved, forward, backward = (max(0, x + a - b) for x, a, b in zip(self[:3], after[:3], alone[:3], strict=True))
+        return self._replace(saved=saved, forward=forward, backward=backward)
+
+    def holds_less(self, other: Cost) -> bool:
+        return any(own < others for own, others in zip(self[:3], other[:3], strict=True))
+
+    def mode(
+        self, lingers: int = 0, waits: float = 0.0, ending: Cost | None = None, keeps_output: bool = False
+    ) -> chain.Mode:
         """For the programme. lingers: bytes of `saved` that are on the host; waits: seconds for them to come; ending:
         what the layer costs that saves its input alone, as it does at the end of a replay.
         """
         seconds = self.forward_seconds + self.backward_seconds + waits
         last = ending and chain.Mode(ending.backward_seconds, ending.saved, ending.saved, ending.backward)
-        return chain.Mode(seconds, self.saved - lingers, self.forward, self.backward, lingers, last)
+        return chain.Mode(seconds, self.saved - lingers, self.forward, self.backward, lingers, last, keeps_output)
 
 
 _OF = {REPLAY: BACKWARD.name, AFTER_FORWARD: FORWARD.name, AFTER_BACKWARD: BACKWARD.name}

@@ -18,9 +18,10 @@ from ckptfused.convert.report import Report
 from ckptfused.policy import chain
 from ckptfused.policy.autocast import Autocast, autocast_type, outside
 from ckptfused.policy.budget import BudgetError, not_enough
-from ckptfused.policy.costs import Costs, Steps, costs
+from ckptfused.policy.costs import Costs, costs
 from ckptfused.policy.devices import NAMES, Device, device_named
 from ckptfused.policy.plan_view import picture, table, written
+from ckptfused.policy.policy_steps import Steps
 from ckptfused.policy.result import Profile
 from ckptfused.policy.segments import Divided
 from ckptfused.policy.shards import sharded
@@ -278,7 +279,7 @@ class _Planner:
         return tuple(front[1:])
 
     def _standard(self, head: dict[str, Any]) -> tuple[Point, ...]:
-        """What others choose by hand, as it was counted."""
+        """What others choose by hand, as it was counted, or predicted where it was."""
         count = sum(layer.modes != (None,) for layer in self._costs.layers)
         make = CheckpointPolicy
         named = {
@@ -295,7 +296,7 @@ class _Planner:
         for name, policy in named.items() if count else ():
             point = self._point(policy)
             if point is not None:
-                found.append(Point(name, *point))
+                found.append(Point(name, self._known.get(policy, point[0]), point[1]))
         return tuple(found)
 
     def _point(self, policy: CheckpointPolicy) -> tuple[int, float] | None:

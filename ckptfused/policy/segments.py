@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from ckptfused.convert.policy import CheckpointPolicy
-from ckptfused.policy.chain import Front, Mode, Unit, peak_of, seconds_of
+from ckptfused.policy.chain import Before, Front, Mode, Unit, peak_of, seconds_of
 from ckptfused.policy.costs import Costs
 
 
@@ -74,12 +74,16 @@ def _together(costs: Costs) -> bool:
 
 def _joined(units: list[Unit]) -> Unit:
     """A segment of units with one mode each, as a unit whose mode is its replay."""
-    held, passing, seconds = units[0].input, 0, 0.0
-    for place, unit in enumerate(units):
-        assert unit.passing is not None
-        passing = max(passing, held + unit.passing.peak + (unit.input if place else 0))
-        seconds += unit.passing.seconds
     *before, last = units
     first, again = [0] * len(units), [*before, last._replace(modes=(last.modes[0].ending or last.modes[0],))]
-    mode = Mode(seconds + seconds_of(again, first), held, passing, peak_of(again, first))
-    return Unit((mode,), sum(unit.gradients for unit in units))
+    seconds = sum(unit.passing.seconds for unit in units if unit.passing is not None) + seconds_of(again, first)
+
+    def mode(left: Before) -> Mode:
+        held, passing = left.input(units[0]), 0
+        for place, unit in enumerate(units):
+            assert unit.passing is not None
+            passing = max(passing, held + unit.passing.peak + (unit.input if place else 0))
+        return Mode(seconds, held, passing, peak_of(again, first, left))
+
+    alone = mode(Before())._replace(spared=mode(Before(keeps_output=True)))
+    return Unit((alone,), sum(unit.gradients for unit in units))

@@ -37,10 +37,7 @@ def sharded(costs: Costs, model: nn.Module, shards: int) -> Costs:
         forward, backward = own + later, own + earlier + share(gradients[place]) + (*gradients, 0)[place + 1]
         if base.accumulated:  # of which a step on one device does not hold all at a time
             backward += gradients[place] + others
-        modes = tuple(
-            mode._replace(forward=mode.forward + forward, backward=mode.backward + backward)
-            for mode in layer.unit.modes
-        )
+        modes = tuple(mode.beside(forward, backward) for mode in layer.unit.modes)
         passing = layer.unit.passing
         assert passing is not None
         unit = layer.unit._replace(

@@ -664,9 +664,16 @@ MUTANTS = (
     Mutant(
         "a plan that forgets an input on its way after one layer",
         file="ckptfused/policy/chain.py",
-        text="self._of(begin + 1, end, mode.lingers or lingers, depth)",
-        defect="self._of(begin + 1, end, mode.lingers, depth)",
+        text="Before(mode.lingers or self.lingers, mode.keeps_output)",
+        defect="Before(mode.lingers, mode.keeps_output)",
         test="tests/policy/test_chain.py::test_modes_against_brute_force[9]",
+    ),
+    Mutant(
+        "a plan that counts an output twice which two layers keep",
+        file="ckptfused/policy/mode_costs.py",
+        text="mode == AS_IT_WAS and place + 1 in self._spared",
+        defect="False",
+        test="tests/policy/test_plan.py::test_what_two_layers_keep_counts_once[sizes]",
     ),
     Mutant(
         "a plan that forgets the gradients of later layers",

@@ -15,8 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ckptfused import BudgetError, convert, doctor, plan, profile
 from ckptfused.cli import main
 from ckptfused.policy import Profile, chain
-from ckptfused.policy.costs import Steps, costs
+from ckptfused.policy.costs import costs
 from ckptfused.policy.devices import device_named
+from ckptfused.policy.policy_steps import Steps
 from ckptfused.policy.shards import sharded
 from ckptfused.policy.step import called, loss_of
 from ckptfused.policy.twin import meta_twin, without_data

@@ -25,8 +25,8 @@ from transformers import (
 import ckptfused
 from ckptfused import plan, profile
 from ckptfused.policy import Profile
-from ckptfused.policy.costs import UNSEEN
 from ckptfused.policy.meta_autocast import LOWER, RESULT, WIDEST, autocast_on_meta
+from ckptfused.policy.policy_steps import UNSEEN
 
 peft = pytest.importorskip("peft")
 pytestmark = [

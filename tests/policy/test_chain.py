@@ -30,8 +30,10 @@ class Step:
     def reach(self, above: int) -> None:
         self.most = max(self.most, self.held + above)
 
-    def run(self, begin: int, parts: Sequence[Part], lingers: int = 0, replay: bool = False) -> None:
-        """Forward and backward of the units from `begin` on, in these parts."""
+    def run(
+        self, begin: int, parts: Sequence[Part], lingers: int = 0, replay: bool = False, given: bool = False
+    ) -> None:
+        """Forward and backward of the units from `begin` on, in these parts. given: the one before keeps its output."""
         if not parts:
             return
         part, unit = parts[0], self.units[begin]
@@ -39,24 +41,26 @@ class Step:
             mode = unit.modes[part]
             if replay and len(parts) == 1:
                 mode = mode.ending or mode
+            mode = mode.spared if given and mode.spared else mode
             self.reach(lingers + mode.forward)
             self.held += mode.saved
-            self.run(begin + 1, parts[1:], mode.lingers or lingers, replay)
+            self.run(begin + 1, parts[1:], mode.lingers or lingers, replay, mode.keeps_output)
             self.held -= mode.saved
             self.reach(lingers + mode.backward)
             self.held += unit.gradients
             self.seconds += mode.seconds
             return
         inside = range(begin, begin + length(part))
-        self.held += unit.input
+        kept = unit.input - (unit.spared if given else 0)
+        self.held += kept
         for index in inside:
             passing = self.units[index].passing
             assert passing is not None
             self.reach(lingers + passing.peak + (self.units[index].input if index > begin else 0))
             self.seconds += passing.seconds
         self.run(begin + len(inside), parts[1:], lingers, replay)
-        self.held -= unit.input  # the replay's first unit counts it
-        self.run(begin, part, lingers, replay=True)
+        self.held -= kept  # the replay's first unit counts it
+        self.run(begin, part, lingers, replay=True, given=given)
 
 
 def walked(units: Sequence[Unit], parts: Sequence[Part]) -> tuple[int, float]:
@@ -74,13 +78,18 @@ def drawn(rng: random.Random, most_units: int, most_modes: int, kinds: int = 9, 
     """A chain in whole seconds, so that sums are exact."""
 
     def mode(ending: Mode | None = None) -> Mode:
-        saved = rng.randint(0, 12)
+        saved, x = rng.randint(0, 12), rng.randint(0, 4)
         forward, backward = saved + rng.randint(0, 12), saved + rng.randint(0, 12)
-        return Mode(rng.randint(1, 9), saved, forward, backward, rng.choice((0, 0, 3, 5)) if lingers else 0, ending)
+        waits, keeps = rng.choice((0, 0, 3, 5)) if lingers else 0, rng.random() < 0.3
+        alone = Mode(rng.randint(1, 9), saved, forward, backward, waits, ending, keeps)
+        spared = alone._replace(saved=max(0, saved - x), forward=max(0, forward - x), backward=max(0, backward - x))
+        return alone._replace(spared=rng.choice((None, spared)))
 
     def unit() -> Unit:
         modes = tuple(mode(rng.choice((None, mode()))) for _ in range(rng.randint(1, most_modes)))
-        return Unit(modes, rng.randint(0, 6), rng.randint(0, 4), Passing(rng.randint(1, 4), rng.randint(0, 6)))
+        x = rng.randint(0, 4)
+        passing = Passing(rng.randint(1, 4), rng.randint(0, 6))
+        return Unit(modes, rng.randint(0, 6), x, passing, rng.randint(0, x))
 
     of = [unit() for _ in range(kinds)]
     return [rng.choice(of) for _ in range(rng.randint(1, most_units))]

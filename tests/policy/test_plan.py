@@ -32,9 +32,10 @@ import ckptfused
 from ckptfused import BudgetError, CheckpointPolicy, convert, plan
 from ckptfused._extension import _C
 from ckptfused.policy import chain, profile
-from ckptfused.policy.costs import Costs, Steps, costs
+from ckptfused.policy.costs import Costs, costs
 from ckptfused.policy.devices import device_named
 from ckptfused.policy.plan import _Planner
+from ckptfused.policy.policy_steps import Steps
 from ckptfused.policy.segments import Divided
 from ckptfused.policy.shards import sharded
 from ckptfused.policy.step import called, loss_of
@@ -156,14 +157,14 @@ class Deep(nn.Module):
 
 
 class Frozen(Mlp):
-    """Its first layers have nothing to learn, and its last layer is called twice."""
+    """Its first layers have nothing to learn, and the one after them is called twice."""
 
     def __init__(self) -> None:
         super().__init__((256, 256, 256, 256))
         self.layers[:2].requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.layers[-1](x).mean()
+        return super().forward(x) + self.layers[-2](x).mean()
 
 
 def test_what_needs_more_than_was_counted_is_not_given_out() -> None:
@@ -175,6 +176,42 @@ def test_what_needs_more_than_was_counted_is_not_given_out() -> None:
     for budget in low:
         with contextlib.suppress(BudgetError):
             assert planner.within(budget).peak <= budget
+
+
+class Sharing(nn.Module):
+    """Layers that keep their output, which is what the next one keeps: of several sizes, or behind a dropout."""
+
+    def __init__(self, hidden: tuple[int, ...], dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Dropout(dropout), nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 64), nn.ReLU())
+            for width in hidden
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Sharing((128,) * 4, 0.1), lambda: Sharing((64, 128, 192, 64))], ids=["dropout", "sizes"]
+)
+def test_what_two_layers_keep_counts_once(make: Callable[[], nn.Module]) -> None:
+    """At every budget that makes a difference the plan is the fastest of all policies by what is predicted of each, and
+    every policy is counted as it is predicted."""
+    planner = planner_of(make(), ROWS, "h200")
+    policies = [CheckpointPolicy.per_layer(keeps) for keeps in itertools.product(("inputs", None), repeat=4)]
+    peaks = {policy: planner._peak(policy) for policy in policies}
+    seconds = {policy: planner._steps.of(policy).seconds for policy in policies}
+    for policy in policies:
+        point = planner._point(policy)
+        assert point is not None and point[0] == peaks[policy] and point[1] == pytest.approx(seconds[policy])
+    for budget in sorted(set(peaks.values())):
+        best = min(seconds[policy] for policy in policies if peaks[policy] <= budget)
+        assert planner.within(budget).seconds == pytest.approx(best)
+    none = next(point for point in planner.within(max(peaks.values())).standard if point.name == "none")
+    assert none.peak == peaks[CheckpointPolicy.per_layer([None] * 4)]
 
 
 def tied_gpt2() -> Any:
