@@ -168,6 +168,22 @@ def _checkpoint(hooks: _Hooks) -> _Around | None:
     return None if frame is None else _Around(frame, hooks[0])
 
 
+def forget_past_replays(hooks: _Hooks) -> None:
+    """Within a replay with these hooks: lets go of what PyTorch notes of earlier ones through a graph that is retained,
+    once backward has had all that they saved."""
+    around = _checkpoint(hooks)
+    if around is None or around.replay is None or len(around.frame.recomputed) < 2:
+        return
+    frame, now = around.frame, torch._C._current_graph_task_id()
+    past = [task for task, saved in frame.recomputed.items() if not saved and task != now]
+    for noted in (frame.recomputed, frame.recomp_counter, frame.is_recomputed):
+        for task in past:
+            noted.pop(task, None)
+    for holder in filter(None, (reference() for reference in frame.weak_holders)):
+        for task in past:
+            holder.handles.pop(task, None)
+
+
 def _held(function: Any, name: str) -> Any:
     """What a function's closure holds by this name, None if nothing."""
     names = function.__code__.co_freevars if inspect.isfunction(function) else ()

@@ -77,7 +77,9 @@ def checkpoint(
     2.11 under `torch.vmap` and forward-mode derivatives, too.
 
     **Saves** the tensors in `args` and `kwargs`, and the old values of buffers: of those that the function writes, and
-    of those up to 64 KiB.
+    of those up to 64 KiB. Larger buffers are watched by their version counters. A call that is the first to write
+    one, or that writes one above 64 MiB, saves what the function saves, as without a checkpoint; later calls copy the
+    buffer. Where there are such buffers, the forward holds what the function saves until it ends, as a replay does.
 
     **Recomputes** `function`, up to the last tensor that backward needs (`early_stop`).
 
@@ -107,6 +109,8 @@ def checkpoint(
     if torch.compiler.is_compiling():
         return torch_checkpoint.checkpoint(on_copies, *tensors, **options)
     devices = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
+    if any(t.is_nested and t.layout == torch.strided for t in tensors):  # PyTorch's check asks for their sizes
+        options["determinism_check"] = "none"
     # torch.utils.checkpoint reads from positional tensors which devices' random states to replay.
     markers = [torch.empty(0, device=device) for device in devices]
     if transformed():
@@ -128,7 +132,7 @@ def checkpoint(
             segment = _Segment(function, inputs, tensors, (copies, given), preserve_rng_state)
             del given
             result = torch_checkpoint.checkpoint(segment, *markers, **options)
-            segment.state.settle()
+            segment.handed_out.settle(segment.state.settle())
     else:
         with entered():
             result = inputs.call(function, copies, given)
@@ -226,16 +230,15 @@ class _Segment:
         self.settings = settings.current()
         self.handed_out = HandedOut()
         self.first: tuple[list[Tensor], Given] | None = first  # the copies for the forward, and what the caller gave
-        self.loans: list[Loans] = []
-        """What the replays work on; it ends with the graph that they were for."""
+        self.loans: Loans | None = None
+        """What the last replay works on; it ends with the graph, or with the next replay."""
 
     def __call__(self, *markers: Tensor) -> Any:
         if self.first is not None:
             (copies, given), self.first = self.first, None
-            with self.handed_out.of_forward():
+            with self.handed_out.of_forward(self.state.may_fail()):
                 return self.inputs.call(self.function, copies, given)
-        loans = Loans()
-        self.loans.append(loans)
+        self.loans = loans = Loans()
         copies = loans.copies(self.saved.tensors())
         with (
             entered(),
@@ -255,7 +258,8 @@ class Saved:
         """places: by which the inputs know these tensors; None: they are all."""
         self.inputs = inputs
         self.places = places
-        self.holder = _Save.apply(torch.empty(0, requires_grad=True), *tensors)
+        # In a list: autograd asks each argument for its sizes, which nested tensors have not.
+        self.holder = _Save.apply(torch.empty(0, requires_grad=True), tensors)
         self.counters = [version_counter(t) for t in tensors]
         self.versions = [None if counter is None else counter._version for counter in self.counters]
 
@@ -275,7 +279,7 @@ class Saved:
 
 class _Save(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, place: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, place: Tensor, tensors: list[Tensor]) -> Tensor:
         ctx.save_for_backward(*tensors)
         return torch.empty(0)
 

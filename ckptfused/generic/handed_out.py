@@ -1,4 +1,4 @@
-"""What a replay saves for backward must be as it was saved when backward gets it."""
+"""What backward gets: what a replay saves, as it was saved, or what the forward itself did where no replay can."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ckptfused.generic.copies import version
+from ckptfused.outer_checkpoint import forget_past_replays
 
 
 class HandedOut:
@@ -21,28 +22,50 @@ class HandedOut:
 
     def __init__(self) -> None:
         self._saved: dict[int, tuple[int, int | None]] = {}  # by place: identity and version of what a replay saved
+        self._held: dict[int, tuple[Tensor, int | None]] = {}  # by place: what the forward saved, and its version
 
     @contextmanager
-    def of_forward(self) -> Iterator[None]:
-        """Around the forward, within the hooks that start its replay."""
+    def of_forward(self, held: bool = False) -> Iterator[None]:
+        """Around the forward, within the hooks that start its replay. held: `settle` may ask for what it saves."""
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
         places = itertools.count()
 
         def get(packed: tuple[int, Any]) -> Tensor:
             place, holder = packed
+            if place in self._held:
+                kept, expected = self._held[place]
+                _check(kept, expected)
+                return kept
             t: Tensor = unpack(holder)
             identity, expected = self._saved.pop(place, (0, None))
             if identity == id(t):
                 _check(t, expected)
             return t
 
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (next(places), pack(t)), get):
-            yield
+        def put(t: Tensor) -> tuple[int, Any]:
+            place = next(places)
+            if held:
+                self._held[place] = t, version(t)
+            return place, pack(t)
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(put, get):
+                yield
+        except BaseException:
+            self._held.clear()
+            raise
+
+    def settle(self, can_be_replayed: bool) -> None:
+        """After the forward: lets go of what it saved, or has backward get that, in the place of a replay."""
+        saved = {} if can_be_replayed else self._held
+        # Without their graphs: PyTorch puts these back, and they would hold what holds them.
+        self._held = {place: (t.detach(), expected) for place, (t, expected) in saved.items()}
 
     @contextmanager
     def of_replay(self, saved: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Around a replay; `saved` says what is saved in the place of a tensor."""
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        forget_past_replays((pack, unpack))
         places = itertools.count()
 
         def put(given: Tensor) -> tuple[Any, Tensor, int | None]:

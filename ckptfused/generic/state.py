@@ -75,12 +75,17 @@ class State:
             generators += drawn_by(kind)
         self._draws = Draws([g for g in generators if not is_default(g) and (random_state or not is_global(g))])
 
-    def settle(self) -> None:
-        """After the forward: sees what it wrote."""
+    def may_fail(self) -> bool:
+        """Whether the forward may write something of which there is no copy."""
+        return any(watched.is_copied_late() for watched in self._tensors)
+
+    def settle(self) -> bool:
+        """After the forward: sees what it wrote, and returns whether a replay can have that as it was."""
         for watched in self._tensors:
             watched.settle()
         self._parameters.settle()
         self._draws.settle()
+        return not any(watched.written and watched.is_copied_late() for watched in self._tensors)
 
     @contextmanager
     def replayed(self) -> Iterator[Callable[[Tensor], Tensor]]:

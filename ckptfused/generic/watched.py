@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_leaves
 from ckptfused.generic.copies import is_plain, storage_of, unseen
 from ckptfused.generic.copies import version as version_of
 
-# Larger tensors are copied only until a forward was seen that leaves them alone, the largest never.
-SMALL, LARGE = 1 << 20, 1 << 26
-# Up to this size the copy of a buffer stays, to see whether a later write changed anything.
-STATISTICS = 1 << 16
+# Up to this size a tensor is copied at each call: kernels may write it behind its version counter, as batch norm's do,
+# and a later write may leave its values as they are. Larger ones are copied until a forward was seen that leaves them
+# alone, and for good from the first that does not; the largest never.
+STATISTICS, LARGE = 1 << 16, 1 << 26
 _unwritten: dict[int, weakref.ref[Tensor]] = {}  # by identity
+_written: dict[int, weakref.ref[Tensor]] = {}
 _ORDINARY = (Tensor, nn.Parameter)
 _NOW = object()
 
@@ -46,11 +47,15 @@ class Watched:
         now = version_of(self.tensor)
         self.written, self.version = now != self.version or self._differs(), now
         if self.written:
-            _unwritten.pop(id(self.tensor), None)
+            _note(self.tensor, _written)
         elif self.found is not None:
-            _note(self.tensor)
+            _note(self.tensor, _unwritten)
             if self.place is None or self.found.nbytes > STATISTICS:
                 self.found = None
+
+    def is_copied_late(self) -> bool:
+        """Whether a forward that writes it leaves nothing to replay from."""
+        return self.found is None and not self.tensor.requires_grad and self.version is not None
 
     def _differs(self) -> bool:
         """Whether it has other values than before: batch norm's kernels write statistics behind the version counter."""
@@ -152,20 +157,25 @@ class _Rejoin(torch.autograd.Function):
 
 
 def _can_be_copied(t: Tensor) -> bool:
-    return not t.requires_grad and not t.is_inference() and t.nbytes <= LARGE and (t.nbytes <= SMALL or not known(t))
+    if t.requires_grad or t.is_inference():
+        return False
+    return t.nbytes <= STATISTICS or (t.nbytes <= LARGE and not known(t))
 
 
 def known(t: Tensor) -> bool:
-    """Whether a forward was seen that left it alone."""
-    found = _unwritten.get(id(t))
+    """Whether all forwards so far left it alone, and there was one."""
+    return _is_among(t, _unwritten) and not _is_among(t, _written)
+
+
+def _is_among(t: Tensor, noted: dict[int, weakref.ref[Tensor]]) -> bool:
+    found = noted.get(id(t))
     return found is not None and found() is t
 
 
-def _note(t: Tensor) -> None:
-    """A forward left it alone."""
+def _note(t: Tensor, noted: dict[int, weakref.ref[Tensor]]) -> None:
     place = id(t)
-    if place not in _unwritten:
-        _unwritten[place] = weakref.ref(t, lambda _: _unwritten.pop(place, None))
+    if place not in noted:
+        noted[place] = weakref.ref(t, lambda _: noted.pop(place, None))
 
 
 def _clone(t: Tensor) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import tracemalloc
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils import checkpoint as torch_checkpoint
 
 from ckptfused.checkpoint import checkpoint
+from ckptfused.generic import watched
 
 torchs = partial(torch_checkpoint.checkpoint, use_reentrant=False)
 plain: Callable[..., Any] = lambda function, *args, **kwargs: function(*args, **kwargs)  # noqa: E731
@@ -387,21 +389,90 @@ def test_a_cache_among_the_arguments_is_filled_once() -> None:
     assert same(*found)
 
 
-def test_a_large_tensor_written_later_than_at_first_raises() -> None:
-    class Late(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("table", torch.zeros(1 << 19))
+class Late(nn.Module):
+    """A large buffer that every third call writes."""
 
-        def forward(self, x: Tensor, write: bool) -> Tensor:
-            if write:
-                self.table[:4] += 1
-            return (x + self.table[:4]).exp()
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.zeros(size))
+        self.calls = 0
 
-    late, x = Late(), torch.randn(3, 4).requires_grad_()
-    checkpoint(late, x, False).sum().backward()
-    with pytest.raises(RuntimeError, match="the function itself changes buffer 'table' of Late in place"):
-        checkpoint(late, x, True).sum().backward()
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            self.table[:4] += 1
+        return (self.linear(x) + self.table[:4].clone()).exp().sin()
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("size", [1 << 17, 1 << 19, (1 << 24) + 4], ids=["512KiB", "2MiB", "64MiB"])
+def test_a_large_buffer_that_some_calls_write(size: int, backwards: int) -> None:
+    found = []
+    for call in (plain, checkpoint):
+        torch.manual_seed(1)
+        late, results = Late(size), []
+        for _ in range(7):
+            x = torch.randn(3, 4).requires_grad_()
+            loss = call(late, x).sum()
+            for i in range(backwards):
+                loss.backward(retain_graph=i + 1 < backwards)
+            results.append(x.grad)
+        found.append([*results, late.linear.weight.grad, late.table[:8], late.calls])
+    assert same(*found)
+
+
+def test_what_is_saved_in_the_place_of_a_replay_is_guarded() -> None:
+    table, scale = torch.zeros(1 << 17), torch.ones(4)
+
+    def function(x: Tensor, write: bool) -> Tensor:
+        if write:
+            table[:4] += 1
+        return (x * scale).sin() * scale
+
+    x = torch.randn(3, 4).requires_grad_()
+    checkpoint(function, x, False)
+    y = checkpoint(function, x, True)
+    scale.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_large_buffers_are_not_copied_where_nobody_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(3, 4).requires_grad_()
+    for i in range(4):
+        module.register_buffer(f"table{i}", torch.zeros(1 << 17))
+    checkpoint(module, x).sum().backward()
+    copied: list[int] = []
+    monkeypatch.setattr(watched, "_clone", lambda t: copied.append(t.nbytes))
+    checkpoint(module, x).sum().backward()
+    assert not copied
+
+
+def test_backwards_through_a_retained_graph_leave_nothing() -> None:
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()), torch.randn(3, 4).requires_grad_()
+    loss, held = checkpoint(module, x).sum(), []
+    tracemalloc.start()
+    try:
+        for count in (30, 100):
+            for _ in range(count):
+                loss.backward(retain_graph=True)
+            gc.collect()
+            held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert held[1] - held[0] <= 100 * 100  # torch.utils.checkpoint: 1.5 KiB each
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_strided_nested_tensor_among_the_arguments() -> None:
+    found = []
+    for call in (plain, checkpoint):
+        parts = [torch.arange(4.0 * n).reshape(n, 4).sin().requires_grad_() for n in (2, 3)]
+        nested = torch.nested.as_nested_tensor(parts, layout=torch.strided)
+        call(lambda t: torch.nested.to_padded_tensor(t * 2, 0.0).sin().exp(), nested).sum().backward()
+        found.append([part.grad for part in parts])
+    assert same(*found)
 
 
 TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
