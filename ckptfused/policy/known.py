@@ -25,6 +25,8 @@ aten = torch.ops.aten
 _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 """These take booleans, whose number of results depends on values, beside tensors that need not be known."""
 _MAKE = {aten.arange, aten.full, aten.ones, aten.zeros, aten.scalar_tensor}
+_CTC = {aten._ctc_loss.Tensor: (2, 3), aten._ctc_loss_backward.Tensor: (3, 4)}
+"""By where their lengths are, of which the longest target decides how much the loss keeps."""
 _UNSET = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.set_}
 
 
@@ -51,6 +53,8 @@ class Known(TorchDispatchMode):
             self._check_rows(args[0], args[1])
         if func.overloadpacket in _INDEXED:
             args = (args[0], [place for index in args[1] for place in self._places(index)], *args[2:])
+        if func in _CTC:
+            args = tuple(self._lengths(value) if place in _CTC[func] else value for place, value in enumerate(args))
         found = self._computed(func, args, kwargs)
         if found is None:
             self._forget(func, args, kwargs)
@@ -78,6 +82,7 @@ class Known(TorchDispatchMode):
             return None
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         makes = not given and func.overloadpacket in _MAKE and _entries(func, args) <= self._most
+        makes = makes or (func.overloadpacket is aten._to_copy and kwargs.get("device") == torch.device("meta"))
         if not makes and not any(t.is_meta for t in given):
             return None
         values = [self._value(t) for t in given]
@@ -111,6 +116,11 @@ class Known(TorchDispatchMode):
             raise IndexError(
                 f"index out of range: an embedding of size {len(weight):,} has no row {int(value.max()):,}"
             )
+
+    def _lengths(self, lengths: Tensor) -> Tensor:
+        """Lengths that are known, on the CPU."""
+        value = self._value(lengths)
+        return lengths if value is None else value
 
     def _is_small(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.numel() <= self._most and value.layout == torch.strided

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from ckptfused._extension import _C
 from ckptfused.compat.kernels import replaced
-from ckptfused.compat.patches import here, patched
+from ckptfused.compat.patches import here, instead, patched
 from ckptfused.convert.stand_ins import flash_attention, grouped_mm
 from ckptfused.cost.attention import attention_cost
 from ckptfused.modules import rotary
 from ckptfused.policy.meta_autocast import Casts
 from ckptfused.policy.work import Work
 from ckptfused.spec import AttentionSpec
+
+_WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 @contextlib.contextmanager
@@ -51,7 +53,14 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
         if hasattr(masking, "find_packed_sequence_indices"):
             looks = here(lambda plain: partial(_packed, plain))
             stack.enter_context(patched(masking, "find_packed_sequence_indices", looks))
+        base: Any = sys.modules.get("transformers.modeling_utils")
+        if hasattr(getattr(base, "PreTrainedModel", None), _WARNING):
+            stack.enter_context(patched(base.PreTrainedModel, _WARNING, instead(_says_nothing)))
         yield
+
+
+def _says_nothing(*given: Any) -> None:
+    """In the place of a warning that looks at tokens."""
 
 
 def _attention(

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
 )
 
 import ckptfused
@@ -126,6 +130,28 @@ class Selecting(nn.Module):
         return chosen[: int((labels == 1).sum())].mean()
 
 
+def deberta() -> Any:
+    sizes = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")}
+    relative: dict[str, Any] = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 16}
+    return DebertaV2ForMaskedLM(DebertaV2Config(**sizes, **relative, num_hidden_layers=2))
+
+
+class Transcribing(nn.Module):
+    """A loss of alignments, which keeps what the longest target needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(C, 30)
+
+    def forward(self, x: Tensor, targets: Tensor, lengths: Tensor) -> Tensor:
+        steps = torch.full((x.size(1),), x.size(0))
+        return nn.functional.ctc_loss(self.out(x).log_softmax(-1), targets, steps, lengths)
+
+
+def spoken() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(90, 3, C), torch.randint(1, 30, (3, 25)), torch.tensor([11, 19, 4])
+
+
 def stack(layer: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(C, C), *(layer() for _ in range(3)))
 
@@ -165,6 +191,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "key heads in groups": (lambda: stack(lambda: OfFewKeys("told")), rows),
     "one key head": (lambda: stack(lambda: OfFewKeys("untold")), rows),
     "selecting": (Selecting, some_labels),
+    "relative positions": (deberta, tokens),
+    "alignments": (Transcribing, spoken),
 }
 
 
@@ -197,6 +225,25 @@ class Dropping(nn.Module):
         for layer in self.layers:
             x = x + layer(x.clone()) if torch.rand(()) < 0.5 else x
         return x.mean()
+
+
+def test_models_of_speech() -> None:
+    """Wav2Vec2's loss of alignments, whose targets are padded, as the allocator has it; and one for a GPU."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": C, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 32}
+    convolutions = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "num_conv_pos_embeddings": 16}
+    options: dict[str, Any] = {"num_attention_heads": HEADS, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0}
+    model = Wav2Vec2ForCTC(Wav2Vec2Config(**sizes, **convolutions, **options)).train()
+    labels = torch.randint(1, 32, (2, 8))
+    labels[0, 5:] = -100
+    batch = {"input_values": torch.randn(2, 1000), "labels": labels}
+    assert profile(model, batch, device="cpu").peak == pytest.approx(profile(model, batch).peak, rel=0.03)
+    assert plan(model, batch, "1GiB", device="h200").peak > 0
+
+
+def test_tokens_without_data_are_not_looked_at_for_a_warning() -> None:
+    batch = {name: t.to("meta") for name, t in tokens().items()}
+    assert profile(deberta().train(), batch, device="h200").notes == ()
 
 
 def test_steps_draw_alike() -> None:
