@@ -17,7 +17,7 @@ from ckptfused.policy.plan import plan
 from ckptfused.policy.step import Batch, MakeOptimizer
 from ckptfused.spec import Keep
 
-Found = tuple[CheckpointPolicy, tuple[str, ...]]
+Found = tuple[CheckpointPolicy, tuple[str, ...], int]
 
 
 def convert(
@@ -75,9 +75,9 @@ def convert(
         _check_alone("budget", others | {"policy": policy})
         if batch is None:
             raise ValueError("batch: expected the batch of a step beside the budget, got None")
-        policy, notes = _planned(model, process_group, budget=budget, **step, **counts)
+        policy, notes, peak = _planned(model, process_group, budget=budget, **step, **counts)
         report = apply(model, policy, process_group)
-        return replace(report, notes=(*notes, *report.notes))
+        return replace(report, notes=(*notes, *report.notes), peak=peak)
     for name, value in (step | {name: None if count == 1 else count for name, count in counts.items()}).items():
         if value is not None:
             raise ValueError(f"{name}: expected a budget beside it, got None")
@@ -98,8 +98,8 @@ def _check_alone(name: str, others: dict[str, Any]) -> None:
 
 
 def _planned(model: nn.Module, process_group: Any, **asked: Any) -> Found:
-    """The policy of `plan(model, **asked)`, and what is to be said of it. With a process group a collective: the first
-    rank plans for all.
+    """The policy of `plan(model, **asked)`, what is to be said of it, and its peak. With a process group a collective:
+    the first rank plans for all.
 
     **Raises** what `plan` raises, on every rank.
     """
@@ -128,4 +128,4 @@ def _found(model: nn.Module, asked: dict[str, Any]) -> Found:
         f"{found.seconds:,.4f} s, predicted for {found.device}"
         + (f" and each of {found.shards} ranks" if found.shards > 1 else "")
     )
-    return found.policy, (line, *found.notes)
+    return found.policy, (line, *found.notes), found.peak

@@ -107,6 +107,8 @@ class Report(_Read):
     """What was asked for."""
     notes: tuple[str, ...] = _WhenRead(())  # type: ignore[assignment]
     heads: tuple[HeadReport, ...] = ()
+    peak: int | None = None
+    """Bytes at the peak of a step, predicted, where a budget was given."""
 
     @property
     def fused(self) -> int:

@@ -56,16 +56,22 @@ class CPUAllocator:
         return len(self.asked) - 1
 
     def record(self, function: Callable[[], object]) -> Trace:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        with self.recording() as trace:
             function()
-        events = sorted(_events(recorded.profiler.kineto_results.experimental_event_tree(), ""), key=lambda e: e[0])
+        return trace
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Trace]:
+        """The trace of what runs within, complete when it ends."""
         trace = Trace()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            yield trace
+        events = sorted(_events(recorded.profiler.kineto_results.experimental_event_tree(), ""), key=lambda e: e[0])
         for _, address, size, op in events:
             if op == _MARK:
                 trace.marked(self.asked[len(trace.marks)])
             else:
                 trace.changed(address, size, op)
-        return trace
 
 
 def _events(tree: Iterable[Any], op: str) -> Iterator[tuple[int, int, int, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -39,9 +40,38 @@ def meta_twin(model: nn.Module, optimizer: T) -> tuple[nn.Module, T]:
             for module in model.modules():
                 if isinstance(module, DistributedDataParallel):
                     memo[id(module)] = _replica(module, memo)
-            return copy.deepcopy((model, optimizer), memo)
+            twin = copy.deepcopy((model, optimizer), memo)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError, SystemError) as error:
         raise ValueError(f"model: expected one that copy.deepcopy copies, got {error}") from error
+    for module in twin[0].modules():
+        if "forward" in vars(module):
+            vars(module)["forward"] = _rebound(vars(module)["forward"], memo)
+    return twin
+
+
+def _rebound(value: Any, memo: dict[int, Any], depth: int = 4) -> Any:
+    """A forward that somebody put around a module's own, whose closure knows the copies: functions are not copied.
+
+    TRL's trainers keep the forward that they replace so.
+    """
+    if isinstance(value, types.MethodType):
+        owner = memo.get(id(value.__self__), value.__self__)
+        return types.MethodType(_rebound(value.__func__, memo, depth), owner)
+    if not isinstance(value, types.FunctionType):
+        return memo.get(id(value), value) if isinstance(value, nn.Module) else value
+    try:
+        held = [cell.cell_contents for cell in value.__closure__ or ()] if depth else []
+    except ValueError:  # an empty cell, of a function that is not yet made
+        return value
+    cells = [_rebound(inner, memo, depth - 1) for inner in held]
+    if not held or all(a is b or a == b for a, b in zip(held, cells, strict=True)):
+        return value
+    made = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(map(types.CellType, cells))
+    )
+    made.__kwdefaults__, made.__qualname__, made.__module__ = value.__kwdefaults__, value.__qualname__, value.__module__
+    made.__dict__.update(vars(value))
+    return made
 
 
 def without_data(batch: T) -> T:

@@ -198,3 +198,21 @@ def test_a_list_of_results() -> None:
 
     peaks = [profile(kind(8, 8), torch.randn(2, 8), device="h200").peak for kind in (nn.Linear, Listed)]
     assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_forward_around_the_models_own(converted: bool) -> None:
+    """Its closure holds the model's own forward, bound, as TRL's trainers have it: the copy's runs the copy."""
+    model, batch = llama(), tokens()
+    alone = profile(model, batch, device="cpu")
+    if converted:
+        ckptfused.convert(model)
+    own = model.forward
+
+    def around(self: Any, **given: Any) -> Any:
+        return own(**given)
+
+    model.forward = around.__get__(model)
+    found = profile(model, batch, device="cpu")
+    assert not found.notes and (found.peak < alone.peak if converted else found.peak == alone.peak)
+    assert model.forward.__func__ is around and own.__self__ is model

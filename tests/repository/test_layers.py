@@ -50,7 +50,7 @@ PYTHON_LAYERS = (
     ("policy",),
     ("conversion", "doctor"),
     ("__init__",),
-    ("cli", "__main__"),
+    ("cli", "__main__", "integrations"),
 )
 RANK = {name: rank for rank, names in enumerate(PYTHON_LAYERS) for name in names}
 

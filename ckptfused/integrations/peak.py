@@ -1,0 +1,49 @@
+"""The memory of a training step that somebody else runs, measured from its begin to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ckptfused.policy.allocator import CPUAllocator, Trace
+
+
+class PeakMeter:
+    """Measures what is allocated at the peak of a step, from now on.
+
+    On a GPU it reads the allocator's own peak since the process began, or since `torch.cuda.reset_peak_memory_stats`,
+    at no cost. On a CPU, which has no such number, it runs the step under PyTorch's profiler: weights, gradients and
+    the optimizer's state as they are now, and what is allocated from then on. Not while another profiler is at work.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._stack = contextlib.ExitStack()
+        self._trace: Trace | None = None
+        if self._device.type == "cpu" and not torch.autograd._profiler_enabled():
+            self._held = held(model, optimizer)
+            self._trace = self._stack.enter_context(CPUAllocator().recording())
+
+    def ends(self) -> int | None:
+        """Bytes at the peak; None where nothing was measured."""
+        self._stack.close()
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        if self._trace is None:
+            return None
+        return self._held + max(itertools.accumulate(c.size for c in self._trace.changes), default=0)
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of weights, buffers, gradients and the optimizer's state, each storage once."""
+    state: Any = {} if optimizer is None else optimizer.state
+    weights = list(model.parameters())
+    tensors = [*weights, *model.buffers(), *(p.grad for p in weights), *tree_leaves(list(state.values()))]
+    own = [getattr(t, "_local_tensor", t) for t in tensors if isinstance(t, Tensor)]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own if not t.is_meta}
+    return sum(storages.values())

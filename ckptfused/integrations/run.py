@@ -1,0 +1,141 @@
+"""What every callback does: convert as training begins, measure steps, say at the end what was saved."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from torch.utils.data import default_collate as collated
+
+from ckptfused.conversion import convert
+from ckptfused.convert import Report, revert
+from ckptfused.generic.draws import undrawn
+from ckptfused.integrations.peak import PeakMeter
+from ckptfused.sizes import size
+from ckptfused.spec.checks import check_flag, check_integer
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingRun:
+    """A model from the begin of its training to the end.
+
+    every: steps from one measured one to the next. revert_before_saving: whether the model is as it was while it is
+    saved, and after training. options: those of `ckptfused.convert`.
+    """
+
+    def __init__(self, every: int, revert_before_saving: bool, options: dict[str, Any]) -> None:
+        self.every = check_integer("every", every, 1)
+        self.reverts = check_flag("revert_before_saving", revert_before_saving)
+        self.options = {name: value for name, value in options.items() if value is not None}
+        self.report: Report | None = None
+        self.peaks: dict[int, int] = {}
+        """Bytes at the peak of each step that was measured."""
+        self._model: nn.Module | None = None
+        self._meter: PeakMeter | None = None
+        self._reverted = False
+
+    def begin(self, model: nn.Module, loader: Any = None, rows: int = 1, **step: Any) -> None:
+        """Converts a model.
+
+        loader: where a batch comes from, of its first `rows`, if the options name a budget and no batch. step: what
+        the trainer knows of a step (`optimizer`, `autocast`, `gradient_accumulation_steps`), which options overrule.
+        """
+        asked = self.options
+        if "budget" in asked:
+            asked = {**step, **asked}
+            if "batch" not in asked:
+                asked["batch"] = first_batch(loader, rows)
+        if _ranks() > 1:
+            asked = {"process_group": True, **asked}
+        self.report, self._model, self._reverted = convert(model, **asked), model, False
+        self.peaks.clear()
+        logger.info("ckptfused: training begins\n%s", self.report)
+
+    def step_begins(self, step: int, optimizer: torch.optim.Optimizer | None) -> None:
+        """A step, from 1; it is measured if its turn has come."""
+        if self._model is not None and (step % self.every == 0 or not self.peaks):
+            self._meter = PeakMeter(self._model, optimizer)
+
+    def step_ends(self, step: int) -> None:
+        """Compares the peak of a step that is measured with the plan."""
+        if self._meter is None:
+            return
+        peak, self._meter = self._meter.ends(), None
+        if peak is None:
+            return
+        self.peaks[step] = max(peak, self.peaks.get(step, 0))
+        planned = None if self.report is None else self.report.peak
+        if planned is None:
+            logger.info("ckptfused: step %d: %s at the peak", step, size(peak))
+            return
+        level = logging.WARNING if peak > planned else logging.INFO
+        share = f"{peak / planned:.0%} of the plan's {size(planned)}"
+        more = ": plan for the longest batch (batch=...)" if peak > planned else ""
+        logger.log(level, "ckptfused: step %d: %s at the peak, %s%s", step, size(peak), share, more)
+
+    def saving_begins(self) -> None:
+        """The model is about to be saved."""
+        if self.reverts and self._model is not None and not self._reverted:
+            revert(self._model)
+            self._reverted = True
+
+    def saving_ends(self) -> None:
+        """Training goes on as it was planned."""
+        if self._reverted and self._model is not None and self.report is not None:
+            convert(self._model, policy=self.report.policy)
+            self._reverted = False
+
+    def end(self) -> str:
+        """What was saved; it is logged, too."""
+        if self._meter is not None:  # a step that failed
+            self._meter.ends()
+        self.saving_begins()
+        said = self.summary()
+        logger.info(said)
+        self._model = self._meter = None
+        return said
+
+    def summary(self) -> str:
+        """What the layers save for backward, now and before, and the largest peak that was measured."""
+        if self.report is None:
+            return "ckptfused: training has not begun"
+        layers = self.report.layers
+        counts = [(x.before, x.after) for x in layers if x.before is not None and x.after is not None]
+        said = [f"ckptfused: {self.report.fused} of {len(layers)} layers fused"]
+        if before := sum(count[0] for count in counts):
+            after = sum(count[1] for count in counts)
+            said.append(f"they save {after:,.0f} bytes a token for backward, {after / before:.0%} of {before:,.0f}")
+        if self.peaks:
+            step = max(self.peaks, key=self.peaks.__getitem__)
+            planned = "" if self.report.peak is None else f", {size(self.report.peak)} planned"
+            said.append(f"largest peak measured {size(self.peaks[step])}, in step {step}{planned}")
+        return "; ".join(said)
+
+
+def first_batch(loader: Any, rows: int) -> Any:
+    """The first rows of a loader's dataset as one batch; no sampler, iterator or generator is moved.
+
+    **Raises** `ValueError` for a dataset that can only be iterated.
+    """
+    dataset = getattr(loader, "dataset", None)
+    if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise ValueError("batch: expected the batch of a step beside the budget, as the dataset is one to iterate")
+    with undrawn():
+        found = [dataset[i] for i in range(min(rows, len(dataset)))]
+        batch = (getattr(loader, "collate_fn", None) or collated)(found)
+    return dict(batch) if hasattr(batch, "keys") else batch
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The optimizer that accelerate's or Lightning's is around; None if it is none of PyTorch's."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner if isinstance(inner, torch.optim.Optimizer) else None
+
+
+def _ranks() -> int:
+    dist: Any = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,0 +1,96 @@
+"""The callback in Lightning's Trainer: weights are those of training without it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("lightning")
+
+import lightning.pytorch as lightning
+
+import ckptfused
+from ckptfused.integrations import LightningCallback
+from tests.integrations.test_transformers import converted
+
+pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore")]  # Lightning's own, about workers and its logger
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def training_step(self, x: Tensor, index: int) -> Tensor:
+        return self.encoder(x).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches() -> Any:
+    return torch.utils.data.DataLoader(torch.randn(8, 5, 16, generator=torch.Generator().manual_seed(1)), batch_size=2)
+
+
+def fit(folder: Path, callbacks: list[Any], resume: Any = None, **options: Any) -> Module:
+    module = Module()
+    options = {"max_epochs": 2, "enable_checkpointing": False, **options}
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks,
+        default_root_dir=folder, **options,
+    )  # fmt: skip
+    trainer.fit(module, batches(), ckpt_path=resume)
+    return module
+
+
+def assert_same_weights(a: Module, b: Module) -> None:
+    for name, value in a.state_dict().items():
+        torch.testing.assert_close(value, b.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_weights_are_those_of_the_plain_module(accumulation: int, tmp_path: Path, caplog: Any) -> None:
+    callback = LightningCallback("encoder", every=3)
+    with caplog.at_level(logging.INFO, "ckptfused.integrations.run"):
+        module = fit(tmp_path, [callback], accumulate_grad_batches=accumulation)
+    assert_same_weights(module, fit(tmp_path, [], accumulate_grad_batches=accumulation))
+    assert callback.report.fused == 2 and converted(module)
+    assert callback.peaks and min(callback.peaks.values()) > 0
+    assert callback.summary() in caplog.messages and "2 of 2 layers fused" in callback.summary()
+
+
+def test_a_budget_is_compared_with_steps(tmp_path: Path, caplog: Any) -> None:
+    callback = LightningCallback("encoder", every=1, budget="1GiB", batch=(torch.randn(2, 5, 16),))
+    with caplog.at_level(logging.INFO, "ckptfused.integrations.run"):
+        fit(tmp_path, [callback])
+    assert len(callback.peaks) == 8 and "of the plan's" in caplog.text
+    assert 0.5 * callback.report.peak < max(callback.peaks.values())
+
+
+@pytest.mark.parametrize("reverts", [False, True])
+def test_resuming_and_reverting(reverts: bool, tmp_path: Path) -> None:
+    """A checkpoint holds the plain module's weights, from which training goes on with the callback."""
+    saving = lightning.callbacks.ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    options = {"enable_checkpointing": True}
+    module = fit(tmp_path, [LightningCallback("encoder", revert_before_saving=reverts), saving], **options)
+    assert converted(module) != reverts
+    held = torch.load(tmp_path / "epoch=0.ckpt", weights_only=True)
+    assert held["state_dict"].keys() == Module().state_dict().keys()
+    callback = LightningCallback("encoder")
+    resumed = fit(tmp_path, [callback], tmp_path / "epoch=0.ckpt")
+    assert callback.report.fused == 2
+    assert_same_weights(resumed, module)
+
+
+def test_without_a_module_all_of_it_is_converted(tmp_path: Path) -> None:
+    callback = LightningCallback(keep="attention")
+    module = fit(tmp_path, [callback])
+    assert callback.report.fused == 2 and callback.report.policy == ckptfused.CheckpointPolicy.uniform("attention")
+    assert converted(module)
