@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn import MultiheadAttention
 
-from ckptfused.layer.parts import FFN, Attention
+from ckptfused.layer.parts import FFN, Attention, child, weight
 from ckptfused.layer.peft import adapted
 from ckptfused.layer.pieces import Projection, rate
 
@@ -49,10 +49,10 @@ def attention(
     return Attention(
         heads=heads,
         head_dim=attn.head_dim,
-        q=Projection(attn.in_proj_weight, attn.in_proj_bias),
+        q=Projection(weight(attn, "in_proj_weight"), weight(attn, "in_proj_bias")),
         k=None,
         v=None,
-        o=attn.out_proj,
+        o=child(attn, "out_proj"),
         pre=norm if norm_first else None,
         out=None if norm_first else norm,
         p_attn=attn.dropout if attn.training else 0.0,
@@ -67,7 +67,7 @@ def ffn(layer: Any, norm: Any, dropout: Any, gated: bool = False, holders: tuple
 
     gated: `linear1` holds gate and up, and `activation` takes both.
     """
-    first, down, norm_first = layer.linear1, layer.linear2, layer.norm_first
+    first, down, norm_first = child(layer, "linear1"), child(layer, "linear2"), layer.norm_first
     return FFN(
         layer.activation,
         gate=first if gated else None,
@@ -75,7 +75,7 @@ def ffn(layer: Any, norm: Any, dropout: Any, gated: bool = False, holders: tuple
         down=down,
         pre=norm if norm_first else None,
         out=None if norm_first else norm,
-        p_hidden=rate(layer.dropout),
+        p_hidden=rate(child(layer, "dropout")),
         p_res=rate(dropout),
         holders=holders,
         hidden=down.in_features,

@@ -13,7 +13,7 @@ from ckptfused.checks import is_dtensor
 from ckptfused.layer.activations import activation_kind
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.norms import own_kind
-from ckptfused.layer.parts import Reason
+from ckptfused.layer.parts import Reason, weight
 from ckptfused.layer.peft import LoRA, active_copy, adapters, is_lora
 from ckptfused.layer.source import activation_of, as_read, class_name, norm_of
 from ckptfused.spec import GATED_ACTIVATIONS, GATED_BY
@@ -49,7 +49,7 @@ def projection(module: Any, name: str = "") -> Projection | Reason:
         return module
     kind = type(module)
     if kind in _LINEAR:
-        return watched(module, name) or _plain(Projection(module.weight, module.bias), name)
+        return watched(module, name) or _plain(Projection(weight(module, "weight"), weight(module, "bias")), name)
     if (copy := active_copy(module)) is not module:
         return projection(copy, name)
     if (why := watched(module, name)) is not None:
@@ -69,10 +69,10 @@ def projection(module: Any, name: str = "") -> Projection | Reason:
 
 def _plain(found: Projection, name: str) -> Projection | Reason:
     """The projection, or why kernels cannot read its weight (a quantised one). FSDP may gather a distributed one."""
-    weight = found.weight
-    if type(weight) is nn.Parameter or not is_traceable_wrapper_subclass(weight) or is_dtensor(weight):
+    kind = type(found.weight)
+    if kind is nn.Parameter or not is_traceable_wrapper_subclass(found.weight) or is_dtensor(found.weight):
         return found
-    return Reason(f"{name or 'a'} weight is a tensor of type {type(weight).__name__}")
+    return Reason(f"{name or 'a'} weight is a tensor of type {kind.__name__}")
 
 
 def _quantised(module: nn.Module) -> bool:
@@ -118,8 +118,8 @@ def norm(module: nn.Module, width: int, dtype: torch.dtype, name: str = "") -> N
     eps = getattr(found, "variance_epsilon" if "variance_epsilon" in attributes else "eps")
     if eps is None:
         eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0  # of another type is no x that a block takes
-    bias = found.bias if kind == "layernorm" else None
-    return Norm(kind, eps, found.weight, bias)
+    bias = weight(found, "bias") if kind == "layernorm" else None
+    return Norm(kind, eps, weight(found, "weight"), bias)
 
 
 def activation(act: Any, gated: bool, name: str = "") -> str | Reason:

@@ -11,7 +11,7 @@ from torch.nn import Dropout, MultiheadAttention
 from ckptfused.layer import encoder
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.norms import make_norm
-from ckptfused.layer.parts import Attention, Parts, Reason
+from ckptfused.layer.parts import Attention, Parts, Reason, child
 from ckptfused.modules.attention_layer import GroupedAttention, make_attention
 from ckptfused.modules.fused import FusedModule, another, rates, run_module
 from ckptfused.modules.inputs import attention_inputs
@@ -24,7 +24,7 @@ _ATTENTION, _DROPOUT = (MultiheadAttention, GroupedAttention), (Dropout,)
 
 def attention_parts(layer: Any) -> Attention | Reason:
     """The attention half of a module with `self_attn`, `norm1` and `dropout1`."""
-    attn, dropout = layer.self_attn, layer.dropout1
+    attn, dropout = child(layer, "self_attn"), child(layer, "dropout1")
     why = another(_ATTENTION, self_attn=attn) or another(_DROPOUT, dropout1=dropout)
     if why is not None:
         return why
@@ -32,10 +32,11 @@ def attention_parts(layer: Any) -> Attention | Reason:
         return Reason("self_attn has keys and values of another width, bias_k or add_zero_attn")
     variants: dict[str, Any] = {}
     if type(attn) is GroupedAttention:
-        if attn.rotary is not None and (why := watched(attn.rotary, "self_attn.rotary")) is not None:
+        table = child(attn, "rotary")
+        if table is not None and (why := watched(table, "self_attn.rotary")) is not None:
             return why
         variants = attn.variants()
-    return encoder.attention(attn, layer.norm1, dropout, layer.norm_first, **variants)
+    return encoder.attention(attn, child(layer, "norm1"), dropout, layer.norm_first, **variants)
 
 
 class FusedCheckpointAttention(FusedModule):

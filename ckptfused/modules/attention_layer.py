@@ -15,6 +15,7 @@ from ckptfused.eager.attention import attention
 from ckptfused.eager.philox import DECISIONS, keep_threshold
 from ckptfused.eager.rope import rope
 from ckptfused.layer.norms import make_norm
+from ckptfused.layer.parts import child
 from ckptfused.layer.sdpa import refuse_replaced_sdpa
 from ckptfused.masks import encoder_mask
 from ckptfused.modules.rotary import RotaryTable
@@ -130,7 +131,7 @@ class GroupedAttention(nn.MultiheadAttention):
 
     def variants(self) -> dict[str, Any]:
         """The fields of `layer.parts.Attention` that `nn.MultiheadAttention` has not, as they are now."""
-        rotary = self.rotary
+        rotary = child(self, "rotary")
         return {
             "kv_heads": self.num_kv_heads,
             "q_norm": self.q_norm,

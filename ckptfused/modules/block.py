@@ -12,7 +12,7 @@ from torch.nn import LayerNorm, TransformerEncoderLayer
 from ckptfused.layer import encoder
 from ckptfused.layer.activations import Activation, activation_kind, plain_activation
 from ckptfused.layer.norms import make_norm
-from ckptfused.layer.parts import Parts, Reason
+from ckptfused.layer.parts import Parts, Reason, child
 from ckptfused.layer.peft import adapted
 from ckptfused.layer.source import replaced
 from ckptfused.modules.attention import attention_parts
@@ -221,7 +221,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         ffn = ffn_parts(self)
         if isinstance(ffn, Reason):
             return ffn
-        return Parts(attn, ffn, self.parallel, self.self_attn.embed_dim, encoder.NAMES)
+        return Parts(attn, ffn, self.parallel, child(self, "self_attn").embed_dim, encoder.NAMES)
 
     inputs = attention_inputs
 

@@ -13,7 +13,7 @@ from ckptfused.checks import check_input
 from ckptfused.layer import encoder
 from ckptfused.layer.activations import Activation, activation_kind, plain_activation
 from ckptfused.layer.norms import make_norm
-from ckptfused.layer.parts import FFN, Inputs, Parts, Reason
+from ckptfused.layer.parts import FFN, Inputs, Parts, Reason, child
 from ckptfused.modules.fused import FusedModule, another, rates, run_module
 from ckptfused.spec import GATED_ACTIVATIONS, Keep
 from ckptfused.spec.checks import check_flag, check_integer
@@ -21,11 +21,12 @@ from ckptfused.spec.checks import check_flag, check_integer
 
 def ffn_parts(layer: Any) -> FFN | Reason:
     """The FFN half of a module with `linear1`, `dropout`, `linear2`, `norm2` and `dropout2`."""
-    why = another((Dropout,), dropout=layer.dropout, dropout2=layer.dropout2)
+    last = child(layer, "dropout2")
+    why = another((Dropout,), dropout=child(layer, "dropout"), dropout2=last)
     if why is not None:
         return why
     gated = activation_kind(layer.activation) in GATED_ACTIVATIONS
-    return encoder.ffn(layer, layer.norm2, layer.dropout2, gated)
+    return encoder.ffn(layer, child(layer, "norm2"), last, gated)
 
 
 class FusedCheckpointFFN(FusedModule):

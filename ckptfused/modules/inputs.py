@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ckptfused.checks import check_devices, check_input, check_packed
 from ckptfused.layer.call import learned
-from ckptfused.layer.parts import Inputs, Reason
+from ckptfused.layer.parts import Inputs, Reason, child
 from ckptfused.masks import encoder_mask
 
 
@@ -24,7 +24,7 @@ def attention_inputs(
     """The method `inputs` of modules with `self_attn`; x is made 3-d. **Raises** `ValueError` or `TypeError`."""
     if (why := learned((src_mask, src_key_padding_mask), rotary or ())) is not None:
         return why
-    attn = module.self_attn
+    attn = child(module, "self_attn")
     check_input(src, attn.embed_dim, "src")
     time, batch = (1, 0) if attn.batch_first else (0, 1)
     x = src.unsqueeze(batch) if src.dim() == 2 else src
@@ -39,7 +39,7 @@ def attention_inputs(
         if not attn.batch_first:
             raise ValueError("cu_seqlens: expected a batch_first=True module, got batch_first=False")
         check_packed(x, cu_seqlens, masks)
-    table = getattr(attn, "rotary", None)
+    table = attn._modules.get("rotary")
     cos = sin = None
     if rotary is not None:
         if table is None:
