@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from ckptfused.policy.plot import label_points  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 PICTURE, WHOLE_PICTURE = IMAGES / "encoder_step.svg", IMAGES / "whole_step.svg"
@@ -214,14 +217,15 @@ def draw_policies(path: Path, found: dict[str, Any]) -> None:
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 5), layout="constrained", facecolor="white")
     rows = sorted(found["rows"], key=lambda name: found["rows"][name]["seconds"]["median"])
-    for place, name in enumerate(rows):  # labels of neighbours are below and above
-        x, y = above_weights(found, name), found["rows"][name]["seconds"]["median"]
+    points = [(name, above_weights(found, name), found["rows"][name]["seconds"]["median"]) for name in rows]
+    for name, x, y in points:
         axis.plot(x, y, "o", color="#5f7fb8" if name in ("none", "Hugging Face's checkpointing") else "#d1603d")
-        axis.annotate(name, (x, y), xytext=(5, (-9, 5)[place % 2]), textcoords="offset points", fontsize=8)
     axis.set_xlabel("peak above weights, MiB")
     axis.set_ylabel("seconds a step")
-    axis.margins(x=0.15)
+    axis.margins(x=0.15, y=0.1)
     axis.spines[["top", "right"]].set_visible(False)
+    figure.draw_without_rendering()  # where points lie is known once there is a layout
+    label_points(axis, [("no checkpointing" if name == "none" else name, x, y) for name, x, y in points])
     saved(figure, path)
 
 

@@ -29,10 +29,18 @@ def parse_bytes(where: str, value: float | str) -> int:
 
 def size(count: int, digits: int = 2) -> str:
     """Bytes in the largest unit of which there is one: "1.50 GiB"."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:,.{digits}f} {name}"
-    return f"{count} B"
+    unit, name = byte_unit(count)
+    return f"{count / unit:,.{digits}f} {name}" if unit > 1 else f"{count} B"
+
+
+def byte_unit(count: float) -> tuple[int, str]:
+    """The largest unit of bytes of which there is one, in bytes, and its name."""
+    return next((u for u in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if count >= u[0]), (1, "B"))
+
+
+def second_unit(count: float) -> tuple[float, str]:
+    """The same of seconds."""
+    return next((u for u in ((1.0, "s"), (1e-3, "ms")) if count >= u[0]), (1e-6, "µs"))
 
 
 def counted(count: int, noun: str) -> str:

@@ -6,10 +6,10 @@ import json
 from itertools import groupby
 from typing import Any
 
+from ckptfused.cards import CARDS, GIB
+from ckptfused.policy.plot import FAR, canvas, label_points
 from ckptfused.policy.table import conditions, duration, printed
-from ckptfused.sizes import counted, size
-
-GIB = 2**30
+from ckptfused.sizes import byte_unit, counted, second_unit, size
 
 
 def rich_table(plan: Any) -> Any:
@@ -68,21 +68,35 @@ def written(plan: Any) -> str:
 
 def picture(plan: Any, path: str) -> None:
     """Memory against time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    peaks, seconds = ([getattr(point, name) for point in plan.front] for name in ("peak", "seconds"))
-    axes.step([p / GIB for p in peaks], seconds, where="post", color="tab:blue", label="plans that none beats")
-    axes.axvline(plan.budget / GIB, color="grey", linestyle="--", label=f"budget, {plan.budget / GIB:,.1f} GiB")
-    axes.plot(plan.peak / GIB, plan.seconds, "*", color="tab:red", markersize=16, label="this plan")
-    for index, (name, peak, took) in enumerate(plan.standard):
-        axes.plot(peak / GIB, took, "o", color="black", markersize=5)
-        above = 6 if index % 2 else -12
-        axes.annotate(name, (peak / GIB, took), xytext=(4, above), textcoords="offset points", fontsize=8)
-    axes.set(xlabel="peak memory of a step, GiB", ylabel="seconds a step", title=f"Predicted for {plan.device}")
+    figure, axes = canvas(8, 5)
+    points = [*plan.standard, *plan.front, ("", plan.peak, plan.seconds)]
+    low, high = (pick(peak for _, peak, _ in points) for pick in (min, max))
+    (unit, name), (scale, of_time) = byte_unit(high), second_unit(max(seconds for *_, seconds in points))
+    peaks, seconds = [point.peak / unit for point in plan.front], [point.seconds / scale for point in plan.front]
+    axes.step(peaks, seconds, where="post", color="tab:blue", label="the fastest for each memory")
+    axes.plot(plan.peak / unit, plan.seconds / scale, "*", color="tab:red", markersize=16, label="this plan")
+    by_hand = [(_SAID.get(name, name), peak / unit, took / scale) for name, peak, took in plan.standard]
+    axes.plot([x for _, x, _ in by_hand], [y for *_, y in by_hand], "o", color="black", markersize=5)
+    lines = [("budget", plan.budget, "--")]
+    if plan.device in CARDS:
+        lines.append((f"one {plan.device}", int(CARDS[plan.device].memory * GIB), ":"))
+    room = (FAR - 1) * max(high - low, high / 20)
+    far = []
+    for said, place, style in lines:
+        if low - room <= place <= high + room:
+            axes.axvline(place / unit, color="grey", linestyle=style, label=f"{said}, {size(place)}")
+        else:
+            far.append(f"{said}, {size(place)} →" if place > high else f"← {said}, {size(place)}")
+    axes.set(xlabel=f"peak memory of a step, {name}", ylabel=f"{of_time} a step")
+    axes.set_title(f"Predicted for {plan.device}", loc="left", fontsize=10)
+    axes.set_title("    ".join(far), loc="right", fontsize=8, color="grey")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.margins(0.12)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.draw_without_rendering()  # where points lie is known once there is a layout
+    label_points(axes, by_hand)
     figure.savefig(path, dpi=150)
+
+
+_SAID = {"none": "no checkpointing"}
+"""Names of policies that a picture has in other words."""
