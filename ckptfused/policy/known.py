@@ -39,11 +39,14 @@ class Known(TorchDispatchMode):
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
         self._values = WeakTensorKeyDictionary()
+        self._given = WeakTensorKeyDictionary()
+        """The batch's tensors and what follows of them, which may be of `torch.empty`: shapes alone count."""
         self._spoiled: list[torch.UntypedStorage] = []
         pairs = list(pairs)
         masks = (t for _, t in pairs if not t.is_floating_point() or (t.dim() > 1 and t.size(-1) == t.size(-2)))
         self._most = max([MOST, *(t.numel() for t in masks)])
         for twin, value in pairs:
+            self._given[twin] = True
             if twin.is_meta and self._is_small(value):
                 self._values[twin] = value.detach().to("cpu", copy=True)
 
@@ -68,6 +71,8 @@ class Known(TorchDispatchMode):
         for twin, value in zip(tree_leaves(out), tree_leaves(found), strict=True):
             if isinstance(twin, Tensor) and twin.is_meta and self._is_small(value):
                 self._values[twin] = value
+                if any(t in self._given for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+                    self._given[twin] = True
         return out
 
     def _value(self, t: Tensor) -> Tensor | None:
@@ -111,7 +116,7 @@ class Known(TorchDispatchMode):
 
     def _check_rows(self, weight: Tensor, index: Tensor) -> None:
         """Raises, as with data, where an embedding has no row of a number that is known: of a position, say."""
-        value = self._value(index)
+        value = None if index in self._given else self._value(index)
         if value is not None and value.numel() and int(value.max()) >= len(weight):
             raise IndexError(
                 f"index out of range: an embedding of size {len(weight):,} has no row {int(value.max()):,}"

@@ -12,8 +12,8 @@ import torch
 
 from ckptfused.cli import context, main
 from ckptfused.configurations import MODELS, read_config
-from ckptfused.policy import Profile, language_step, longest
-from ckptfused.policy.variants import CHECKPOINTED, CHUNKED, VARIANTS, Trained, build
+from ckptfused.policy import Profile, language_step, longest, profile
+from ckptfused.policy.variants import CHECKPOINTED, CHUNKED, PLAIN, VARIANTS, Trained, build
 
 pytestmark = [
     pytest.mark.once,
@@ -164,5 +164,9 @@ def test_a_sequence_has_no_more_tokens_than_the_model_has_positions(
     assert main(["profile", "--config", str(path), "--seq", str(positions + 1)]) == 1
     said = capsys.readouterr().err
     assert "expected one that takes this batch" in said and said.count("\n") == 1
+    ids = torch.full((1, 64), 1 << 40)  # as of torch.empty: of ids shapes count
+    assert profile(
+        build(read_config(str(path)), PLAIN, torch.float32), {"input_ids": ids, "labels": ids}, device="h200"
+    )
     assert main(["context", "--config", str(path), "--memory", "8GiB", "--step", "1024"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
