@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -56,11 +57,24 @@ class LossOutput(NamedTuple):
     predicted: Tensor
 
 
-@torch.compiler.assume_constant_result
-def _text(options: tuple[tuple[str, Any], ...], adapters: tuple[tuple[int, float, float], ...]) -> str:
-    """The spec's text. From plain values, so that torch.compile can fold it; checked here."""
+_Lora = tuple[tuple[int, float, float], ...]
+
+
+def _checked_text(adapters: _Lora, **options: Any) -> str:
     lora = tuple(Adapter(HEAD, *adapter) for adapter in adapters)
-    return LossSpec(**dict(options), lora=lora).to_string()
+    return LossSpec(**options, lora=lora).to_string()
+
+
+_known_text = lru_cache(maxsize=1024, typed=True)(_checked_text)  # typed: True is no 1, and refused
+
+
+@torch.compiler.assume_constant_result
+def _text(options: tuple[tuple[str, Any], ...], adapters: _Lora) -> str:
+    """The spec's text. From plain values, so that torch.compile can fold it; checked here, once."""
+    try:
+        return (_checked_text if adapters else _known_text)(adapters, **dict(options))
+    except TypeError:  # of a value that cannot be hashed, too: the check says what it should be
+        return _checked_text(adapters, **dict(options))
 
 
 def _plain_value(value: Any) -> Any:
@@ -171,6 +185,8 @@ def _divided(
     """The mean, or the sum by `num_items`. Where no target counts and that is 0, it is NaN and its gradients are 0, as
     PyTorch's: theirs never reach an ignored token, while ours would be 0 times the inf of a division by 0."""
     counted = target != ignore_index
+    if num_items is None and class_weight is None and _can_be_read(target) and (count := int(counted.sum())):
+        return loss / count
     number: Any = num_items.reshape(()).to(loss.dtype) if isinstance(num_items, Tensor) else num_items
     if number is None and class_weight is None:
         number = counted.sum()
@@ -180,6 +196,12 @@ def _divided(
         return loss / number
     nothing = ~counted.any()
     return torch.where(nothing & (number == 0), loss.detach() / number, loss / torch.where(nothing, 1, number))
+
+
+def _can_be_read(t: Tensor) -> bool:
+    """Whether a tensor's values are at hand: nobody traces, stands in for it, or would wait for a device."""
+    untraced = not torch.compiler.is_compiling() and not transformed()
+    return untraced and t.is_cpu and type(t) is Tensor and not torch._C._len_torch_dispatch_stack()
 
 
 def _check(

@@ -107,12 +107,12 @@ class KeyValueHead {
     const auto sums_of = [&](const Matrix<A>& sums) {
       return Matrix<A>{sums.data + tile.key * sums.stride, tile.cols, sums.cols, sums.stride};
     };
-    product(probs, q, k.t(), a_.scale, 0.0);
-    product(dprobs, dout, v.t(), 1.0, 0.0);
+    tile_product(probs, q, k.t(), a_.scale, false);
+    tile_product(dprobs, dout, v.t(), 1.0, false);
     attention_bwd_tile(rule, tile, probs.data, dprobs.data, lse, scratch_.delta);
-    product(sums_of(dv_), probs.t(), dout, 1.0, 1.0);
-    product(sums_of(dk_), dprobs.t(), q, a_.scale, 1.0);
-    product(dq, dprobs, k, a_.scale, 1.0);
+    tile_product(sums_of(dv_), probs.t(), dout, 1.0, true);
+    tile_product(sums_of(dk_), dprobs.t(), q, a_.scale, true);
+    tile_product(dq, dprobs, k, a_.scale, true);
   }
 
   const AttentionProblem& a_;

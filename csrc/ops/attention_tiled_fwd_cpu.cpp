@@ -66,9 +66,9 @@ void run_task(const AttentionProblem& a, const Task& task, const at::Tensor& o,
       return widen(head_rows<T>(t, s.batch, kv_head, s.key + tile.key, tile.cols), scratch.kv);
     };
     const Matrix<A> scores{scratch.scores, rows, tile.cols, tile.stride};
-    product(scores, q, widened(a.k).t(), a.scale, 0.0);
+    tile_product(scores, q, widened(a.k).t(), a.scale, false);
     attention_fwd_tile(rule, tile, scores.data, state);
-    product({state.out, rows, D, D}, scores, widened(a.v), 1.0, 1.0);
+    tile_product({state.out, rows, D, D}, scores, widened(a.v), 1.0, true);
   });
 
   const Matrix<T> o_rows = head_rows<T>(o, s.batch, task.head, first, rows);

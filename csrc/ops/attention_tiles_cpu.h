@@ -88,6 +88,23 @@ inline AttentionRule attention_rule(const AttentionProblem& a, int64_t sequence,
   return rule;
 }
 
+// Multiplications up to which a product is ours: the call of a library alone takes as long. A
+// function of the tile's shape, so that a replay has forward's bits.
+constexpr int64_t kSmallProduct = int64_t(1) << 13;
+
+// out = alpha * a @ b, or added to it.
+template <typename A>
+void tile_product(const Matrix<A>& out, const Matrix<A>& a, const Matrix<A>& b, double alpha,
+                  bool add) {
+  if (out.rows * out.cols * a.cols > kSmallProduct) {
+    return product(out, a, b, alpha, add ? 1.0 : 0.0);
+  }
+  const auto strided = [](const Matrix<A>& m) {
+    return SmallMatrix<A>{m.data, m.transposed ? 1 : m.stride, m.transposed ? m.stride : 1};
+  };
+  small_product(strided(out), strided(a), strided(b), out.rows, out.cols, a.cols, A(alpha), add);
+}
+
 // Calls f(tile) for the key tiles that some query of [query, query + rows) sees, in order.
 template <typename F>
 void for_key_tiles(const AttentionRule& rule, int64_t query, int64_t rows, F f) {

@@ -56,8 +56,8 @@ PADDING_CASES = [
 SHAPE_CASES = [
     Case(tokens=t, head_dim=d, heads=h, kv_heads=g, p=p, causal=causal)
     for (t, d), (h, g) in zip(
-        ((1, 8), (5, 256), (67, 100), (130, 64), (300, 20), (300, 64), (1, 7)),
-        ((2, 2), (3, 1), (4, 2), (2, 2), (4, 1), (2, 2), (3, 3)),
+        ((1, 8), (5, 256), (67, 100), (130, 64), (300, 20), (300, 64), (1, 7), (5, 16), (14, 41), (20, 1)),
+        ((2, 2), (3, 1), (4, 2), (2, 2), (4, 1), (2, 2), (3, 3), (4, 2), (2, 1), (2, 2)),
         strict=True,
     )
     for p, causal in ((0.0, False), (P, False), (P, True))
@@ -86,6 +86,7 @@ LOW_PRECISION_CASES = [
         Case(p=P, causal=True, mask="keep", kv_heads=1),
         Case(softcap=2.0, window=9, mask="add", padding="drop"),
         Case(batch=1, packed=(0, 30, 67), p=P),
+        Case(batch=1, packed=(0, 1, 6, 19, 67), p=P, causal=True),  # products of ours and the library's
     )
 ]
 # Scales at which PyTorch's kernels make hidden keys NaN or the best ones: below 0, 0, and what float32 flushes to 0.

@@ -14,9 +14,9 @@ from ckptfused import FusedCheckpointFFN, cost
 from ckptfused._extension import _C
 from tests.accounting import Events
 
-LARGE = ((256, 256, 256), (300, 1001, 77), (1024, 2048, 8), (9, 2048, 1000), (1030, 550, 1100))
+LARGE = ((256, 256, 256), (300, 1001, 130), (1024, 2048, 128), (128, 2048, 1000), (1030, 550, 1100))
 """Rows, depth and columns of products that are large enough for oneDNN: the last in twelve blocks."""
-SMALL = ((128, 128, 128), (7, 2000, 1200), (2000, 1200, 7))
+SMALL = ((128, 128, 128), (127, 2000, 1200), (2000, 1200, 127), (8, 64, 50_000))
 BLOCK = (1024, 256, 1024)
 
 

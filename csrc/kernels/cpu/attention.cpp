@@ -31,6 +31,12 @@ void attention_bwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* sco
   CKPT_DISPATCH(bwd_tile<A>)(rule, tile, scores, dprobs, lse, delta);
 }
 
+template <typename A>
+void small_product(const SmallMatrix<A>& out, const SmallMatrix<A>& a, const SmallMatrix<A>& b,
+                   int64_t rows, int64_t cols, int64_t depth, A alpha, bool add) {
+  CKPT_DISPATCH(small<A>)(out, a, b, rows, cols, depth, alpha, add);
+}
+
 template <typename T>
 void load_tile(const T* in, int64_t in_stride, int64_t rows, int64_t cols, acc_t<T>* out) {
   CKPT_DISPATCH(load_rows<T>)(in, in_stride, rows, cols, out);
@@ -45,7 +51,9 @@ void store_tile(const acc_t<T>* in, int64_t rows, int64_t cols, T* out, int64_t 
   template void attention_fwd_tile<A>(const AttentionRule&, const ScoreTile&, A*,               \
                                       const SoftmaxRows<A>&);                                   \
   template void attention_bwd_tile<A>(const AttentionRule&, const ScoreTile&, A*, A*, const A*, \
-                                      const A*);
+                                      const A*);                                                \
+  template void small_product<A>(const SmallMatrix<A>&, const SmallMatrix<A>&,                  \
+                                 const SmallMatrix<A>&, int64_t, int64_t, int64_t, A, bool);
 CKPT_INSTANTIATE_ACC(double)
 CKPT_INSTANTIATE_ACC(float)
 

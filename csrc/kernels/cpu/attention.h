@@ -72,6 +72,19 @@ template <typename A>
 void attention_bwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores, A* dprobs,
                         const A* lse, const A* delta);
 
+// A matrix of the accumulation type between row kernels: element strides of any kind.
+template <typename A>
+struct SmallMatrix {
+  A* data;
+  int64_t row_stride, col_stride;
+};
+
+// out [rows, cols] = alpha * a [rows, depth] @ b [depth, cols], or added to it, where that costs
+// less than the call of a library: the rows of out and one of b's dimensions are contiguous.
+template <typename A>
+void small_product(const SmallMatrix<A>& out, const SmallMatrix<A>& a, const SmallMatrix<A>& b,
+                   int64_t rows, int64_t cols, int64_t depth, A alpha, bool add);
+
 // Copies of [rows, cols] with another type: into and out of packed accumulation-type rows.
 template <typename T>
 void load_tile(const T* in, int64_t in_stride, int64_t rows, int64_t cols, acc_t<T>* out);

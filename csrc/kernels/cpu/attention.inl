@@ -116,6 +116,29 @@ void bwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores, A* dp
   }
 }
 
+template <typename A>
+void small(const SmallMatrix<A>& out, const SmallMatrix<A>& a, const SmallMatrix<A>& b,
+           int64_t rows, int64_t cols, int64_t depth, A alpha, bool add) {
+  for (int64_t r = 0; r < rows; ++r) {
+    A* y = out.data + r * out.row_stride;
+    const A* left = a.data + r * a.row_stride;
+    if (b.col_stride != 1) {  // b's columns are contiguous, and a's rows with them
+      for (int64_t c = 0; c < cols; ++c) {
+        const A sum = dot_row<A>(left, b.data + c * b.col_stride, depth);
+        y[c] = add ? y[c] + alpha * sum : alpha * sum;
+      }
+      continue;
+    }
+    if (!add) std::fill_n(y, cols, A(0));
+    for (int64_t i = 0; i < depth; ++i) {
+      const A factor = alpha * left[i * a.col_stride];
+      const A* right = b.data + i * b.row_stride;
+      CKPT_IVDEP
+      for (int64_t c = 0; c < cols; ++c) y[c] += factor * right[c];
+    }
+  }
+}
+
 template <typename T>
 void load_rows(const T* in, int64_t in_stride, int64_t rows, int64_t cols, acc_t<T>* out) {
   for (int64_t r = 0; r < rows; ++r) load_row(in + r * in_stride, out + r * cols, cols);
