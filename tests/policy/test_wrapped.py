@@ -171,6 +171,14 @@ def test_a_recurrent_layer_is_named() -> None:
     assert note.startswith("1: what oneDNN or cuDNN keeps")
 
 
+def test_what_a_convolution_holds_is_said() -> None:
+    """On the CPU, in a profile and in a plan."""
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), torch.randn(2, 3, 16, 16)
+    for found in (profile(model, x, device="cpu"), plan(model, x, "1GiB", torch.optim.SGD, "cpu")):
+        assert any(note.startswith("convolutions: ") for note in found.notes)
+    assert profile(model, x, device="h200").notes == ()
+
+
 def test_gradients_that_are_sparse(capfd: pytest.CaptureFixture[str]) -> None:
     """Of an embedding, as many rows as tokens."""
     layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, batch_first=True), 2)
