@@ -380,6 +380,13 @@ MUTANTS = (
         test="tests/modules/test_tensor_parallel.py::test_a_parallel_block",
     ),
     Mutant(
+        "a stage that is one checkpoint",
+        file="ckptfused/convert/find.py",
+        text="for block in _repeating(child) if _has_parts(block)]",
+        defect="for block in _repeating(child) if not _has_parts(block)]",
+        test="tests/convert/test_find.py::test_layers[stages of sequences]",
+    ),
+    Mutant(
         "a count that leaves its tensors in the lists that a forward fills",
         file="ckptfused/generic/undone.py",
         text="        for one, content in contents:\n            put_back(one, content)\n",
