@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
 from typing import Any
 
 import torch
@@ -146,11 +148,36 @@ def _packed(x: Tensor, given: dict[str, Any]) -> Tensor | Reason | None:
         return None
     if torch.compiler.is_compiling():
         return Reason("flash attention looks for packed sequences in position_ids: pass cu_seq_lens_q and the like")
+    return _latest.bounds(positions, x.size(1))
+
+
+class _LatestPositions(threading.local):
+    """The bounds in the position_ids that this thread saw last: every layer of a step is given the same ones, and
+    looking into them makes the host wait for the GPU."""
+
+    positions: weakref.ref[Tensor] | None = None
+    state: tuple[int, int] | None = None  # version and tokens
+    found: Tensor | Reason | None = None
+
+    def bounds(self, positions: Tensor, tokens: int) -> Tensor | Reason | None:
+        if positions.is_inference():  # changes of it leave no trace
+            return _bounds(positions, tokens)
+        state = (positions._version, tokens)
+        if self.positions is None or self.positions() is not positions or self.state != state:
+            self.found = _bounds(positions, tokens)
+            self.positions, self.state = weakref.ref(positions), state
+        return self.found
+
+
+_latest = _LatestPositions()
+
+
+def _bounds(positions: Tensor, tokens: int) -> Tensor | Reason | None:
     positions = positions.reshape(-1)
     first = positions.min()
-    if torch.equal(positions, first + torch.arange(x.size(1), device=positions.device, dtype=positions.dtype)):
+    if torch.equal(positions, first + torch.arange(tokens, device=positions.device, dtype=positions.dtype)):
         return None
     starts = (positions == first).nonzero().view(-1)
-    if positions.numel() != x.size(1) or starts[0] != 0:
+    if positions.numel() != tokens or starts[0] != 0:
         return Reason("position_ids do not say where packed sequences begin")
-    return torch.cat((starts, starts.new_tensor([x.size(1)]))).int()
+    return torch.cat((starts, starts.new_tensor([tokens]))).int()

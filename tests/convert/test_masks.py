@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 from transformers import DataCollatorWithFlattening
@@ -167,6 +168,43 @@ def test_flash_attention_finds_sequences_in_position_ids() -> None:
     whole = torch.ones(1, 1, 17, 17).tril().bool()
     assert not both({"position_ids": torch.arange(17)[None]}, whole)
     assert not both({"position_ids": positions.expand(2, -1)}, whole.expand(2, 1, 17, 17), batch=2)
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations whose result the host waits for on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.overloadpacket in (
+            torch.ops.aten.equal,
+            torch.ops.aten.nonzero,
+            torch.ops.aten._local_scalar_dense,
+        )
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("starts_anew", [False, True])
+def test_position_ids_are_looked_into_once_a_step(starts_anew: bool) -> None:
+    plain, model = twins()
+    model.config._attn_implementation = "flash_attention_2"
+    x, tables = layer_arguments(plain, 1)
+    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    batches = [positions if starts_anew else torch.arange(17)[None] for _ in range(2)]
+    layers = model.model.layers
+    for batch in [*batches, *batches]:
+        batch = batch.clone()
+        with Waits() as first, torch.no_grad():
+            y = layers[0](x, position_embeddings=tables, position_ids=batch)
+        with Waits() as second, torch.no_grad():
+            for layer in [*layers[1:], layers[0]]:
+                again = layer(x, position_embeddings=tables, position_ids=batch)
+        assert first.count >= 1 and second.count == 0
+        assert torch.equal(y, again)
+    batch.copy_(torch.arange(17)[None] if starts_anew else positions)  # the next step's, in the same memory
+    with torch.no_grad():
+        other = layers[0](x, position_embeddings=tables, position_ids=batch)
+    assert not torch.equal(other, y)
 
 
 @pytest.mark.parametrize("left", [False, True])
