@@ -206,3 +206,89 @@ def test_what_is_set_one_by_one_comes_back() -> None:
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"
     with pytest.raises(RuntimeError, match=r"expected \d+ settings, got 1"), settings.under((1,)):
         pass
+
+
+def _settings_of(precision: str) -> settings.Settings:
+    torch.set_float32_matmul_precision(precision)
+    found = settings.current()
+    assert found is not None
+    return found
+
+
+def _of_process(values: settings.Settings | None) -> settings.Settings:
+    assert values is not None
+    return values[2:]  # behind the thread's own
+
+
+def test_threads_that_need_other_settings_of_the_process_take_turns() -> None:
+    """Each computes under its own, and in the end those of the user are back."""
+    medium, high = _settings_of("medium"), _settings_of("high")
+    user = _settings_of("highest")
+    entered, done = threading.Event(), threading.Event()
+    held: list[settings.Settings] = []
+
+    def work() -> None:
+        with settings.under(high):
+            entered.set()
+            assert done.wait(30)
+            held.append(_of_process(settings.current()))
+
+    thread = threading.Thread(target=work)
+    with settings.under(medium):
+        thread.start()
+        entered.wait(1)  # it never comes, unless they interleave
+        assert _of_process(settings.current()) == _of_process(medium)
+    assert entered.wait(30)
+    done.set()
+    thread.join()
+    assert held == [_of_process(high)]
+    assert settings.current() == user
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_threads_that_need_the_same_settings_go_side_by_side() -> None:
+    """And the last of them, not the first, sets back what the user had."""
+    medium = _settings_of("medium")
+    user = _settings_of("highest")
+    entered, leave = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with settings.under(medium):
+            entered.set()
+            assert leave.wait(30)
+            assert _of_process(settings.current()) == _of_process(medium)
+
+    with settings.under(medium):
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert entered.wait(30)
+    assert _of_process(settings.current()) == _of_process(medium)
+    leave.set()
+    thread.join()
+    assert settings.current() == user
+
+
+def test_settings_within_settings() -> None:
+    medium, high = _settings_of("medium"), _settings_of("high")
+    user = _settings_of("highest")
+    with settings.under(medium):
+        with settings.under(high):
+            assert settings.current() == high
+            with settings.under(user):
+                assert settings.current() == user
+            assert settings.current() == high
+        assert settings.current() == medium
+    assert settings.current() == user
+
+
+def test_a_forward_under_the_settings_of_another_threads_backward_keeps_them() -> None:
+    """Whatever holds when it begins holds until it ends, and for its own backward."""
+    medium = _settings_of("medium")
+    _settings_of("highest")
+    block = FusedCheckpointBlock.llama(64, 2, dim_feedforward=96)
+    x = torch.randn(1, 5, 64, requires_grad=True)
+    found: list[Tensor] = []
+    with settings.under(medium):
+        _elsewhere(lambda: found.append(block(x)))
+        (expected,) = torch.autograd.grad(block(x).sum(), x)
+    assert torch.equal(torch.autograd.grad(found[0].sum(), x)[0], expected)

@@ -113,6 +113,7 @@ struct BlockFunction : torch::autograd::Function<BlockFunction<kHalves>> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, at::TensorList /*present*/,
                         const BlockArgs& args) {
     const at::AutoDispatchBelowADInplaceOrView guard;
+    const SettingsGuard settings;
     std::vector<Tensor> outputs =
         fwd_op<kHalves>().call(x, args.params, args.aux, args.rng_state, args.spec, true);
     variable_list saved = {x, args.rng_state.value_or(Tensor())};
@@ -126,7 +127,7 @@ struct BlockFunction : torch::autograd::Function<BlockFunction<kHalves>> {
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["spec"] = args.spec;
     ctx->saved_data["params"] = int64_t(args.params.size());
-    ctx->saved_data["settings"] = current_settings();
+    ctx->saved_data["settings"] = settings.settings();
     return outputs[0];
   }
 

@@ -136,6 +136,7 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
   static variable_list forward(AutogradContext* ctx, at::TensorList /*present*/,
                                const LossCall& call) {
     const at::AutoDispatchBelowADInplaceOrView guard;
+    const SettingsGuard settings;
     const LossArgs& a = call.args;
     c10::List<bool> needs;
     for (const bool need : call.needs) needs.push_back(need && call.keep_gradients);
@@ -148,7 +149,7 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     ctx->saved_data["kept"] = c10::List<Tensor>(at::TensorList(made).slice(3));
     ctx->saved_data["needs"] = needs;
     ctx->saved_data["spec"] = call.spec;
-    ctx->saved_data["settings"] = current_settings();
+    ctx->saved_data["settings"] = settings.settings();
     const Tensor loss = call.per_token ? made[0].clone() : made[0].sum();
     ctx->mark_non_differentiable({made[0], made[1], made[2]});
     return {loss, made[0], made[1], made[2]};

@@ -3,6 +3,12 @@
 #include "autograd/settings.h"
 
 #include <ATen/Context.h>
+#include <pybind11/pybind11.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <list>
+#include <mutex>
 
 #include "ops/attention_gpu.h"
 
@@ -141,7 +147,73 @@ void set_others(const Settings& from, const Settings& to) {
   }
 }
 
+bool same_for_process(const Settings& a, const Settings& b) {
+  return std::equal(a.begin() + kProcessBegin, a.end(), b.begin() + kProcessBegin, b.end());
+}
+
+// As `here` says it where `wanted` leaves it open. No order is none that differs: PyTorch may have
+// put its own in place since.
+Settings completed(Settings wanted, const Settings& here) {
+  TORCH_CHECK(wanted.size() == here.size(), "ckptfused: expected ", here.size(), " settings, got ",
+              wanted.size());
+  if (wanted[kOrder] == kNoOrder) wanted[kOrder] = here[kOrder];
+  return wanted;
+}
+
+thread_local int64_t held_here = 0;  // guards of this thread
+
 }  // namespace
+
+// What guards set for the process, the last on top. Guards that want the same share a level, and
+// the last of them to go sets back what the first one found.
+struct SettingsGuard::Level {
+  Settings previous, wanted;
+  // What torch.get_float32_matmul_precision() said, where the precision of products is changed.
+  std::optional<Float32MatmulPrecision> matmul_precision;
+  int64_t guards = 0;
+};
+
+struct SettingsGuard::Process {
+  std::mutex mutex;
+  std::condition_variable left;
+  std::list<Level> levels;
+  int64_t guards = 0;
+
+  static Process& get() {
+    static Process& all = *new Process;  // a thread may still compute while the process ends
+    return all;
+  }
+
+  // Whether what is wanted is in force, and stays so.
+  bool joins(const Settings& wanted, const Settings& here) const {
+    return !levels.empty() && same_for_process(levels.back().wanted, wanted) &&
+           same_for_process(here, wanted);
+  }
+
+  // Until no guard of another thread needs other settings. A thread that holds Python's lock lets
+  // go of it meanwhile: the other may be in Python.
+  void wait(std::unique_lock<std::mutex>& lock, const Settings& wanted) {
+    constexpr std::chrono::minutes kLimit(10);
+    const auto deadline = std::chrono::steady_clock::now() + kLimit;
+    const auto free = [&] { return guards == held_here || joins(wanted, current_settings()); };
+    while (!free()) {
+      TORCH_CHECK(std::chrono::steady_clock::now() < deadline,
+                  "ckptfused: backward has to run under the settings of its forward, but for ",
+                  kLimit.count(), " minutes another thread has computed under other ones (matmul ",
+                  "precision, deterministic algorithms, allowed libraries), which the process has "
+                  "but once");
+      lock.unlock();
+      {
+        std::optional<pybind11::gil_scoped_release> without_python;
+        if (Py_IsInitialized() && PyGILState_Check()) without_python.emplace();
+        lock.lock();
+        left.wait_until(lock, deadline, free);
+        lock.unlock();  // in this order: whoever has Python's lock may want this one
+      }
+      lock.lock();
+    }
+  }
+};
 
 Settings current_settings() {
   // A thread's first use of at::parallel_for sets its number of threads. Each library has a flag of
@@ -152,32 +224,61 @@ Settings current_settings() {
   return settings;
 }
 
-SettingsGuard::SettingsGuard(const Settings& wanted)
-    : previous_(current_settings()), wanted_(wanted) {
-  TORCH_CHECK(wanted.size() == previous_.size(), "ckptfused: expected ", previous_.size(),
-              " settings, got ", wanted.size());
-  // No order is none that differs: PyTorch may have put its own in place since.
-  if (wanted_[kOrder] == kNoOrder) wanted_[kOrder] = previous_[kOrder];
-  if (wanted_ == previous_) return;
-  if (wanted_[kThreads] != previous_[kThreads]) {
-    threads_ = std::make_unique<ThreadsGuard>(int(wanted_[kThreads]));
+SettingsGuard::SettingsGuard() {
+  Process& process = Process::get();
+  const std::lock_guard lock(process.mutex);
+  settings_ = current_settings();
+  hold(process, settings_);
+}
+
+SettingsGuard::SettingsGuard(const Settings& wanted) {
+  Process& process = Process::get();
+  std::unique_lock lock(process.mutex);
+  settings_ = completed(wanted, current_settings());
+  process.wait(lock, settings_);
+  const Settings here = current_settings();
+  settings_ = completed(wanted, here);
+  if (settings_[kThreads] != here[kThreads]) {
+    threads_ = std::make_unique<ThreadsGuard>(int(settings_[kThreads]));
   }
-  if (wanted_[kSubnormals] != previous_[kSubnormals]) {
+  if (settings_[kSubnormals] != here[kSubnormals]) {
     subnormals_ =
-        std::make_unique<SubnormalModeGuard>(SubnormalMode{uint64_t(wanted_[kSubnormals])});
+        std::make_unique<SubnormalModeGuard>(SubnormalMode{uint64_t(settings_[kSubnormals])});
   }
-  if (precision_differs(wanted_, previous_)) {
-    matmul_precision_ = matmul_precision();
-    set_precision(wanted_,
-                  matmul_precision_ ? std::optional(matmul_precision_of(wanted_)) : std::nullopt);
+  hold(process, here);
+}
+
+void SettingsGuard::hold(Process& process, const Settings& here) {
+  if (!process.joins(settings_, here)) {
+    Level level{here, settings_, std::nullopt};
+    if (precision_differs(level.wanted, level.previous)) {
+      level.matmul_precision = matmul_precision();
+      set_precision(level.wanted, level.matmul_precision
+                                      ? std::optional(matmul_precision_of(level.wanted))
+                                      : std::nullopt);
+    }
+    set_others(level.previous, level.wanted);
+    process.levels.push_back(std::move(level));
   }
-  set_others(previous_, wanted_);
+  level_ = &process.levels.back();
+  ++level_->guards, ++process.guards, ++held_here;
 }
 
 SettingsGuard::~SettingsGuard() {
-  if (wanted_ == previous_) return;
-  set_others(wanted_, previous_);
-  if (precision_differs(wanted_, previous_)) set_precision(previous_, matmul_precision_);
+  Process& process = Process::get();
+  {
+    const std::lock_guard lock(process.mutex);
+    --level_->guards, --process.guards, --held_here;
+    while (!process.levels.empty() && process.levels.back().guards == 0) {
+      const Level& top = process.levels.back();
+      set_others(top.wanted, top.previous);
+      if (precision_differs(top.wanted, top.previous)) {
+        set_precision(top.previous, top.matmul_precision);
+      }
+      process.levels.pop_back();
+    }
+  }
+  process.left.notify_all();
 }
 
 }  // namespace ckptfused

@@ -17,21 +17,29 @@ namespace ckptfused {
 using Settings = std::vector<int64_t>;
 Settings current_settings();
 
-// While one lives, those settings hold. What differs is set and in the end set back; settings of
-// the process are other threads', too, for as long.
+// While one lives, settings hold. What differs is set and in the end set back. Those of the process
+// are other threads' for as long, too: a guard that wants others waits until no thread has a guard,
+// and guards that want the same go side by side.
 class SettingsGuard {
  public:
+  // Those that hold already, which nobody sets otherwise meanwhile. Never waits.
+  SettingsGuard();
   explicit SettingsGuard(const Settings& wanted);
   ~SettingsGuard();
   SettingsGuard(const SettingsGuard&) = delete;
   SettingsGuard& operator=(const SettingsGuard&) = delete;
 
+  const Settings& settings() const { return settings_; }
+
  private:
-  Settings previous_, wanted_;
+  struct Level;
+  struct Process;
+  void hold(Process& process, const Settings& here);
+
+  Settings settings_;
+  Level* level_;
   std::unique_ptr<ThreadsGuard> threads_;
   std::unique_ptr<SubnormalModeGuard> subnormals_;
-  // What torch.get_float32_matmul_precision() says, where the precision of products is changed.
-  std::optional<at::Float32MatmulPrecision> matmul_precision_;
 };
 
 }  // namespace ckptfused

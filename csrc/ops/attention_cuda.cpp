@@ -22,10 +22,25 @@ AttentionGpu gpu_of(at::Device device) {
   return {properties->major, properties->minor, cudnn};
 }
 
+// Whether this thread has a context of the driver's.
+bool has_context() {
+  using CtxGetCurrent = int (*)(void**);
+  static const auto current = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    C10_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", &function, 12000,
+                                                    cudaEnableDefault, &found));
+    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<CtxGetCurrent>(function)
+                                                : nullptr;
+  }();
+  void* context = nullptr;
+  return current != nullptr && current(&context) == 0 && context != nullptr;
+}
+
 // The stream that a launch goes to. The driver, unlike CUDA's run-time library, does not make the
-// device's context the thread's.
+// device's context the thread's; one that the user made the thread's stays.
 void* stream_of(at::Device device) {
-  C10_CUDA_CHECK(cudaSetDevice(device.index()));
+  if (!has_context()) C10_CUDA_CHECK(cudaSetDevice(device.index()));
   return c10::cuda::getCurrentCUDAStream(device.index()).stream();
 }
 

@@ -119,7 +119,9 @@ class FirstOfThread {
       key.insert(key.end(), t->sizes().begin(), t->sizes().end());
       key.insert(key.end(), t->strides().begin(), t->strides().end());
     }
+    constexpr size_t kMost = 1024;  // lengths that change with every step fill it; it begins anew
     thread_local std::set<std::vector<int64_t>> seen;
+    if (seen.size() >= kMost) seen.clear();
     first_ = seen.insert(std::move(key)).second;
     if (first_) start_ = std::chrono::steady_clock::now();
   }
@@ -144,6 +146,19 @@ class FirstOfThread {
 // t with memory [B, T, heads, D]: itself if it has that already.
 Tensor by_rows(const Tensor& t) {
   return t.transpose(1, 2).contiguous().transpose(1, 2);
+}
+
+// t as PyTorch's kernels read it, 16 bytes at a time: itself where every row begins at such an
+// address, which they do not check.
+Tensor aligned(const Tensor& t) {
+  constexpr int64_t kBytes = 16;
+  bool fits = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % kBytes == 0 &&
+              (t.size(3) <= 1 || t.stride(3) == 1);
+  for (int64_t i = 0; i < 3; ++i) {
+    fits &= t.size(i) <= 1 || t.stride(i) * int64_t(t.element_size()) % kBytes == 0;
+  }
+  if (fits) return t;
+  return t.transpose(1, 2).clone(at::MemoryFormat::Contiguous).transpose(1, 2);
 }
 
 }  // namespace
@@ -213,9 +228,10 @@ AttentionKernel attention_kernel(const AttentionShape& shape, const AttentionGpu
                 flash || cudnn ? "PyTorch's kernels are disabled (torch.backends.cuda)" : why_not);
 }
 
-std::tuple<Tensor, Tensor> attention_aten_fwd(AttentionKernel kernel, const Tensor& q,
-                                              const Tensor& k, const Tensor& v, double scale,
-                                              bool causal) {
+std::tuple<Tensor, Tensor> attention_aten_fwd(AttentionKernel kernel, const Tensor& any_q,
+                                              const Tensor& any_k, const Tensor& any_v,
+                                              double scale, bool causal) {
+  const Tensor q = aligned(any_q), k = aligned(any_k), v = aligned(any_v);
   Tensor o, lse;
   if (kernel == AttentionKernel::flash) {
     const auto results = at::_scaled_dot_product_flash_attention(
@@ -231,11 +247,13 @@ std::tuple<Tensor, Tensor> attention_aten_fwd(AttentionKernel kernel, const Tens
   return {by_rows(o), lse.reshape(q.sizes().slice(0, 3)).contiguous()};
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_aten_bwd(AttentionKernel kernel, const Tensor& dout,
-                                                      const Tensor& q, const Tensor& k,
-                                                      const Tensor& v, const Tensor& o,
-                                                      const Tensor& lse, double scale,
-                                                      bool causal) {
+std::tuple<Tensor, Tensor, Tensor> attention_aten_bwd(AttentionKernel kernel,
+                                                      const Tensor& any_dout, const Tensor& any_q,
+                                                      const Tensor& any_k, const Tensor& any_v,
+                                                      const Tensor& any_o, const Tensor& lse,
+                                                      double scale, bool causal) {
+  const Tensor dout = aligned(any_dout), o = aligned(any_o);
+  const Tensor q = aligned(any_q), k = aligned(any_k), v = aligned(any_v);
   const int64_t queries = q.size(2), keys = k.size(2);
   Tensor dq, dk, dv;
   if (kernel == AttentionKernel::flash) {

@@ -8,7 +8,7 @@
 
 enum { kDevices = 2, kLog = 1 << 16 };
 
-static _Thread_local int current;
+static _Thread_local int current, context;
 static char notes[kLog];
 static size_t used;
 
@@ -26,7 +26,12 @@ const char* fake_notes(void) {
 
 cudaError_t cudaGetDeviceCount(int* count) { *count = kDevices; return cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { *device = current; return cudaSuccess; }
-cudaError_t cudaSetDevice(int device) { current = device; return cudaSuccess; }
+cudaError_t cudaSetDevice(int device) {
+  note("set device", device, 0, 0);
+  context = 1;
+  current = device;
+  return cudaSuccess;
+}
 cudaError_t cudaRuntimeGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* version) { *version = CUDART_VERSION; return cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp* p, int device) {
@@ -97,4 +102,13 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* a, const void
   return cudaSuccess;
 }
 int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) { *flags = 0; *active = 1; return 0; }
+int cuCtxGetCurrent(void** found) { *found = context ? &context : NULL; return 0; }
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
+                                             unsigned long long flags, enum cudaDriverEntryPointQueryResult* found) {
+  *function = strcmp(name, "cuCtxGetCurrent") == 0 ? (void*)cuCtxGetCurrent : NULL;
+  *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
+/* Pops, or pushes back, the context of this thread. */
+void fake_context(int there) { context = there; }
 int cuGetErrorString(int error, const char** text) { *text = "fake"; return 0; }

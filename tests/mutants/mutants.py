@@ -57,6 +57,20 @@ MUTANTS = (
         test="tests/triton/test_backend.py::test_what_scaled_dot_product_attention_may_use[backends3-True-flash-flash]",
     ),
     Mutant(
+        "a backward that sets what another thread's computes under",
+        file="csrc/autograd/settings.cpp",
+        text="    while (!free()) {",
+        defect="    while (false && !free()) {",
+        test="tests/test_settings.py::test_threads_that_need_other_settings_of_the_process_take_turns",
+    ),
+    Mutant(
+        "rows that begin anywhere given to kernels that read 16 bytes at a time",
+        file="csrc/ops/attention_gpu.cpp",
+        text="    fits &= t.size(i) <= 1 || t.stride(i) * int64_t(t.element_size()) % kBytes == 0;\n",
+        defect="",
+        test="tests/triton/test_attention_aten.py::test_rows_that_do_not_begin_at_16_bytes_are_copied[flash]",
+    ),
+    Mutant(
         "a launch repeated for tensors that are aligned otherwise",
         file="csrc/ops/launch_records.cpp",
         text="  add(reinterpret_cast<uintptr_t>(data) % 16 == 0);\n",
@@ -445,7 +459,7 @@ MUTANTS = (
     ),
     Mutant(
         "half precision widened through a float32 subnormal",
-        file="csrc/math/types.h",
+        file="csrc/math/instructions.h",
         text="< 0x00800000u ? float_to_bits(subnormal) : normal;",
         defect="< 0x00800000u ? float_to_bits(bits_to_float(magnitude) * bits_to_float(0x77800000u)) : normal;",
         test="tests/kernels/test_subnormals.py::test_a_norm_of_subnormals",

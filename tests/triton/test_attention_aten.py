@@ -108,3 +108,22 @@ def test_cudnn_gets_layouts_that_follow_from_qs(order: str) -> None:
     assert len(backward) == 2
     for given in backward:
         assert given["out"].stride() == given["grad_out"].stride() == made.stride()
+
+
+@both
+def test_rows_that_do_not_begin_at_16_bytes_are_copied(chosen: str) -> None:
+    """PyTorch's kernels read 16 bytes at a time, and do not ask where a row begins."""
+
+    def shifted(by: int, row: int) -> Tensor:
+        flat = torch.empty(BATCH * LENGTH * row + by, dtype=torch.bfloat16, device="meta")
+        return flat.as_strided((BATCH, 4, LENGTH, DIM), (LENGTH * row, DIM, row, 1), by)
+
+    fine, late, uneven = shifted(8, 4 * DIM), shifted(4, 4 * DIM), shifted(0, 4 * DIM + 4)
+    with Recorder() as recorder:
+        call(chosen, late, fine, uneven, late)
+    for _, given in recorder.calls:
+        rows = [given[name] for name in ("query", "key", "value", "grad_out", "out") if name in given]
+        for t in rows:
+            assert t.storage_offset() * 2 % 16 == 0
+            assert all(stride * 2 % 16 == 0 for stride in t.stride()[:3])
+        assert given["key"].data_ptr() == fine.data_ptr() and given["key"].storage_offset() == 8
