@@ -54,7 +54,7 @@ CKPT_HD ActivationValue<A> activation_with_grad(A x) {
     return {value, s + k * (value * (A(1) - s))};
   } else {
     static_assert(kAct == Activation::gelu_tanh);
-#if defined(__CUDA_ARCH__)
+#if CKPT_DEVICE
     return gelu_tanh_by_sigmoid(x);
 #else
     const A k0 = A(0.79788456080286535588), k1 = A(0.044715);  // sqrt(2 / pi)

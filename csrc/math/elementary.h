@@ -14,7 +14,7 @@ namespace ckptfused {
 // exp: 2^n * e^r with |r| <= ln2/2 and a degree-6 polynomial; error below 1.1 ulp. 0 below -87.33,
 // where results would be subnormal (a slow multiplication); infinity from 88.73 on by itself.
 CKPT_HD float exp_acc(float x) {
-#if defined(__CUDA_ARCH__)
+#if CKPT_DEVICE
   return ::expf(x);
 #else
   const float hi = x > 89.0f ? 89.0f : x;
@@ -44,10 +44,8 @@ CKPT_HD double exp_acc(double x) {
 // exp in two instructions on device, for terms of a softmax: its error is 2 ulps and one more for
 // each unit of |x|, and results that would be subnormal are 0.
 CKPT_HD float exp_approx(float x) {
-#if defined(__CUDA_ARCH__)
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__fmul_rn(x, 1.44269504f)));
-  return y;
+#if CKPT_DEVICE
+  return ex2_approx_ftz(mul_rn(x, 1.44269504f));
 #else
   return exp_acc(x);
 #endif
@@ -58,7 +56,7 @@ CKPT_HD double exp_approx(double x) {
 
 // tanh: odd polynomial for |x| < 0.625, 1 - 2/(e^{2|x|}+1) beyond; error below 2 ulp.
 CKPT_HD float tanh_acc(float x) {
-#if defined(__CUDA_ARCH__)
+#if CKPT_DEVICE
   return ::tanhf(x);
 #else
   const float a = x < 0.0f ? -x : x;
@@ -79,7 +77,7 @@ CKPT_HD double tanh_acc(double x) {
 
 // erf: an odd polynomial for |x| < 0.927734375, 1 - e^q(|x|) beyond; error below 2 ulp.
 CKPT_HD float erf_acc(float x) {
-#if defined(__CUDA_ARCH__)
+#if CKPT_DEVICE
   return ::erff(x);
 #else
   const float a = x < 0.0f ? -x : x;
@@ -109,11 +107,9 @@ CKPT_HD double erf_acc(double x) {
 // 1 / (1 + e^-x); error below 4 ulps on device: 2 of e^-x, half of the sum, 1 of the reciprocal,
 // whose subnormal results are 0.
 CKPT_HD float sigmoid_acc(float x) {
-#if defined(__CUDA_ARCH__)
+#if CKPT_DEVICE
   // Not contracted with the product inside expf, so that every kernel gets the same bits.
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(__fadd_rn(1.0f, exp_acc(-x))));
-  return y;
+  return rcp_approx_ftz(add_rn(1.0f, exp_acc(-x)));
 #else
   return 1.0f / (1.0f + exp_acc(-x));
 #endif

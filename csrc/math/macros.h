@@ -7,3 +7,11 @@
 #else
 #define CKPT_HD inline __attribute__((always_inline))
 #endif
+
+// Whether what the device computes in another way than the host is compiled: for the device, and
+// on the host for tests of just that.
+#if defined(__CUDA_ARCH__) || defined(CKPTFUSED_DEVICE_BRANCHES)
+#define CKPT_DEVICE 1
+#else
+#define CKPT_DEVICE 0
+#endif

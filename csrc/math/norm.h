@@ -1,8 +1,6 @@
 #pragma once
 
-#include <cmath>
-
-#include "math/macros.h"
+#include "math/instructions.h"
 
 namespace ckptfused {
 
@@ -22,11 +20,7 @@ struct NormStats {
 // variance: the biased mean of (x - mean)^2.
 template <typename A>
 CKPT_HD NormStats<A> make_norm_stats(A mean, A variance, A eps) {
-#if defined(__CUDA_ARCH__)
-  return {mean, ::rsqrt(variance + eps)};  // 2 ulps; the quotient takes some twenty instructions
-#else
-  return {mean, A(1) / std::sqrt(variance + eps)};
-#endif
+  return {mean, rsqrt_approx(variance + eps)};
 }
 
 // xhat, the normalised element before weight and bias.

@@ -13,7 +13,7 @@ enum class RopeKind : int { none, half, interleaved };
 // the compiler contracts one of the products: which one is said here, so that every kernel agrees.
 template <typename A>
 CKPT_HD A rope_first(A x1, A x2, A cos, A sin) {
-#if defined(__CUDA_ARCH__)
+#if CKPT_DEVICE
   return std::fma(x1, cos, -(x2 * sin));
 #else
   return x1 * cos - x2 * sin;
@@ -21,7 +21,7 @@ CKPT_HD A rope_first(A x1, A x2, A cos, A sin) {
 }
 template <typename A>
 CKPT_HD A rope_second(A x1, A x2, A cos, A sin) {
-#if defined(__CUDA_ARCH__)
+#if CKPT_DEVICE
   return std::fma(x2, cos, x1 * sin);
 #else
   return x2 * cos + x1 * sin;

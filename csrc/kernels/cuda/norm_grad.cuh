@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kSteps > 0 ? kGradThreads : 256, 1)
         CKPT_UNROLL
         for (int i = 0; i < kGroup; ++i) value[1] = std::fma(dy[i], gain[i], value[1]);
       });
-      mean = rounded_product(sums[0], inv_n), mean_g = rounded_product(sums[1], inv_n);
+      mean = mul_rn(sums[0], inv_n), mean_g = mul_rn(sums[1], inv_n);
     }
     row_sums<kSteps, 2>(team, sums, [&](int step, A* value) {
       A x[kGroup], dy[kGroup], gain[kGroup];
@@ -145,12 +145,12 @@ __global__ void __launch_bounds__(kSteps > 0 ? kGradThreads : 256, 1)
       value[1] = 0;
       CKPT_UNROLL
       for (int i = 0; i < kGroup; ++i) {
-        value[1] = std::fma(rounded_product(dy[i], gain[i]), x[i] - mean, value[1]);
+        value[1] = std::fma(mul_rn(dy[i], gain[i]), x[i] - mean, value[1]);
       }
     });
     if (!kPlain && add_dres) dres.start(team, a.dres, at);  // no registers before
-    const NormStats<A> stats = make_norm_stats(mean, rounded_product(sums[0], inv_n), A(a.eps));
-    const A mean_gx = rounded_product(stats.rstd, rounded_product(sums[1], inv_n));
+    const NormStats<A> stats = make_norm_stats(mean, mul_rn(sums[0], inv_n), A(a.eps));
+    const A mean_gx = mul_rn(stats.rstd, mul_rn(sums[1], inv_n));
 
     for_steps<kSteps>(team, [&](int step) {
       A x[kGroup], dy[kGroup], gain[kGroup], dx[kGroup];
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kSteps > 0 ? kGradThreads : 256, 1)
       if (add_dres) dres.get(team, step, dx);
       CKPT_UNROLL
       for (int i = 0; i < kGroup; ++i) {
-        const A g = kPlain ? rounded_product(dy[i], gain[i]) : std::fma(dy[i], gain[i], -mean_g);
+        const A g = kPlain ? mul_rn(dy[i], gain[i]) : std::fma(dy[i], gain[i], -mean_g);
         dx[i] = std::fma(stats.rstd, std::fma(-x[i], mean_gx, g), dx[i]);
       }
       store_row_group<kSteps>(team, step, a.vectors, dx, static_cast<D*>(a.dx) + at);

@@ -139,7 +139,7 @@ __device__ __forceinline__ NormStats<A> head_stats(const QkShape& a, const QkGri
     A sum = 0;
     CKPT_UNROLL
     for (int i = 0; i < kUnit; ++i) sum += v[i];
-    mean = rounded_product(team_sum(sum, grid.lanes), inverse_dim);
+    mean = mul_rn(team_sum(sum, grid.lanes), inverse_dim);
   }
   A squares = 0;
   CKPT_UNROLL
@@ -148,7 +148,7 @@ __device__ __forceinline__ NormStats<A> head_stats(const QkShape& a, const QkGri
     squares = std::fma(d, d, squares);
   }
   if (kWhole && unit.count[0] == 0) squares = 0;
-  const A variance = rounded_product(team_sum(squares, grid.lanes), inverse_dim);
+  const A variance = mul_rn(team_sum(squares, grid.lanes), inverse_dim);
   return make_norm_stats(mean, variance, A(a.eps));
 }
 

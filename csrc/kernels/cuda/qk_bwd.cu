@@ -77,18 +77,18 @@ __device__ __forceinline__ void qk_bwd_heads(const QkBwd& a, const QkGrid& grid,
           if (!kWhole && (i % kGroup >= unit.count[i / kGroup] || h >= heads)) xhat[i] = 0;
           dw[i] = std::fma(g[i], xhat[i], dw[i]);
           if constexpr (kNorm == QkNorm::any) db[i] += g[i];
-          g[i] = rounded_product(g[i], weight[i]);
+          g[i] = mul_rn(g[i], weight[i]);
           if constexpr (kNorm == QkNorm::any) sum_g += g[i];
           sum_gx = std::fma(g[i], xhat[i], sum_gx);
         }
-        const A mean_gx = rounded_product(team_sum(sum_gx, grid.lanes), inverse_dim);
+        const A mean_gx = mul_rn(team_sum(sum_gx, grid.lanes), inverse_dim);
         A mean_g = 0;
         if (kNorm == QkNorm::any && norm_is_centred(a.norm)) {
-          mean_g = rounded_product(team_sum(sum_g, grid.lanes), inverse_dim);
+          mean_g = mul_rn(team_sum(sum_g, grid.lanes), inverse_dim);
         }
         CKPT_UNROLL
         for (int i = 0; i < kUnit; ++i) {
-          g[i] = rounded_product(stats.rstd, std::fma(-xhat[i], mean_gx, g[i] - mean_g));
+          g[i] = mul_rn(stats.rstd, std::fma(-xhat[i], mean_gx, g[i] - mean_g));
         }
       }
       store_unit<kWhole>(g, unit, h < heads, grid.vectors, head_at<T>(a.dx, cursor, head + h));

@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kQkThreads, sizeof(T) == 8 ? 1 : 4)
         for (int i = 0; i < kUnit; ++i) {
           const A xhat = normalised(v[i], stats);
           if constexpr (kNorm == QkNorm::plain) {
-            v[i] = rounded_product(xhat, weight[i]);
+            v[i] = mul_rn(xhat, weight[i]);
           } else {
             v[i] = std::fma(xhat, weight[i], bias[i]);
           }

@@ -10,15 +10,6 @@
 
 namespace ckptfused {
 
-// Brings what lies at an address of global memory into the second-level cache.
-CKPT_HD void prefetch(const void* at) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-#else
-  (void)at;
-#endif
-}
-
 // kCount elements of T as they were loaded, in 32-bit words. Loading and converting are two steps,
 // so that several loads are under way before the first result is waited for: what a branch does
 // with a loaded value it must wait for, and whether 16 bytes are read at once is a branch.
@@ -65,18 +56,11 @@ struct Raw {
     }
   }
 
-  // 16 bytes at a time: the address is a multiple of that. (Of a store through a union of types
-  // nvcc makes four sometimes.)
+  // 16 bytes at a time: the address is a multiple of that.
   CKPT_HD void store_whole(T* to) const {
     CKPT_UNROLL
     for (int i = 0; i < kWords / 4; ++i) {
-#if defined(__CUDA_ARCH__)
-      asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to + i * 16 / int(sizeof(T))),
-                   "r"(word[4 * i]), "r"(word[4 * i + 1]), "r"(word[4 * i + 2]),
-                   "r"(word[4 * i + 3]));
-#else
-      memcpy(to + i * 16 / int(sizeof(T)), word + 4 * i, 16);
-#endif
+      st_global_v4(to + i * 16 / int(sizeof(T)), word + 4 * i);
     }
   }
 

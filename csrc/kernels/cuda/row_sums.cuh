@@ -17,20 +17,6 @@ constexpr int kLanes = 32;
 constexpr int kRowSlots = 64;  // sums of blocks that one barrier hands over
 static_assert(kLanes * kGroup == kWarpColumns);
 
-// A product that the compiler does not contract with a sum.
-template <typename A>
-CKPT_HD A rounded_product(A a, A b) {
-#if defined(__CUDA_ARCH__)
-  if constexpr (sizeof(A) == sizeof(double)) {
-    return __dmul_rn(a, b);
-  } else {
-    return __fmul_rn(a, b);
-  }
-#else
-  return a * b;
-#endif
-}
-
 // kCount sums over a warp at once: a lane returns that of values[lane * kCount / 32]. As long as
 // there are two values, the halves of the warp exchange one each, so that a shuffle serves both;
 // the order of every sum is that of the butterfly.

@@ -106,7 +106,8 @@ struct RowLoad {
                                          int64_t at) const {
     CKPT_UNROLL
     for (int step = 0; step < kSteps; ++step) {
-      if (team.live(step)) prefetch(static_cast<const T*>(tensor) + at + team.offset(step));
+      if (team.live(step))
+        prefetch_global_l2(static_cast<const T*>(tensor) + at + team.offset(step));
     }
   }
   __device__ __forceinline__ void get(const RowTeam& team, int step, acc_t<T>* x) const {
@@ -147,14 +148,14 @@ __device__ __forceinline__ NormStats<A> row_stats(RowTeam& team, NormKind kind, 
       get(step, x);
       *value = group_sum(x);
     });
-    mean = rounded_product(sum, inv_n);
+    mean = mul_rn(sum, inv_n);
   }
   row_sums<kSteps, 1>(team, &sum, [&](int step, A* value) {
     A x[kGroup];
     get(step, x);
     *value = row_squares<kSteps, kPlain>(team, step, x, mean);
   });
-  return make_norm_stats(mean, rounded_product(sum, inv_n), eps);
+  return make_norm_stats(mean, mul_rn(sum, inv_n), eps);
 }
 
 // Weight and bias of a norm: in registers, or read at each use where kHeld is false. kPlain: there
@@ -201,7 +202,7 @@ struct NormParams {
     CKPT_UNROLL
     for (int i = 0; i < kGroup; ++i) {
       const A xhat = normalised(x[i], stats);
-      x[i] = kPlain ? rounded_product(xhat, g[i]) : std::fma(xhat, g[i], s[i]);
+      x[i] = kPlain ? mul_rn(xhat, g[i]) : std::fma(xhat, g[i], s[i]);
     }
   }
 };
