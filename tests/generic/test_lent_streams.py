@@ -106,18 +106,6 @@ SCENES = """
         calls()
         copy.resize_(2000)
     scene("grown")
-    del guard
-    calls()
-    weight = torch.empty(1000, device="cuda:1", requires_grad=True)
-    x = x.detach()
-    with torch.cuda.stream(side):
-        y = ckptfused.checkpoint(lambda x: x.mul_(2) * weight, x)
-    scene("checkpoint")
-    dy = torch.empty_like(y)
-    with torch.cuda.stream(side):
-        y.backward(dy)
-    scene("its replay")
-    assert same(x)
     print(json.dumps(seen))
 """
 
@@ -146,8 +134,6 @@ def expected(seen: dict[str, Any], *steps: tuple[str, str]) -> list[list[Any]]:
         ("end of a loan of a loan", [("copy", "other")]),
         ("under a mode", [("copy", "side")]),
         ("grown", [("copy", "side")]),
-        ("checkpoint", [("copy", "side")]),
-        ("its replay", [("copy", "side")]),
     ],
 )
 def test_a_copy_belongs_to_its_stream_and_device(
