@@ -33,7 +33,7 @@ GPU_VENV   ?= .venv-gpu
 
 # Those of Python's tests that reach most of the C++ code in a few minutes.
 SANITIZED_TESTS ?= $(addprefix tests/autograd/test_,absent_memory.py adapters.py gradcheck.py inplace.py keep.py) tests/ops \
-	tests/modules tests/loss tests/cost tests/test_rng.py tests/test_settings.py tests/kernels/test_subnormals.py
+	tests/modules tests/loss tests/cost tests/test_rng.py tests/ops/test_numerics.py tests/kernels/test_subnormals.py
 
 # On two cores one worker idled for minutes at the end, when tests were handed out in portions.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p no:benchmark --durations=25 --durations-min=3
@@ -59,7 +59,7 @@ mutants: build
 	$(PYTEST) -v --all -m extended tests/mutants tests/kernels/test_host_cuda.py tests/kernels/test_ptxas.py
 
 test-transformers: build $(TRANSFORMERS_VENV)/.ready
-	$(PYTEST:$(BIN)/%=$(TRANSFORMERS_VENV)/bin/%) $(PYTEST_ARGS) tests/convert
+	$(PYTEST:$(BIN)/%=$(TRANSFORMERS_VENV)/bin/%) $(PYTEST_ARGS) tests/models
 
 # Not again while nothing has changed: these tests know no torch.
 ctest: build/cmake/.passed

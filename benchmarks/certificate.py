@@ -41,7 +41,7 @@ def wrapped(model: Any, **options: Any) -> None:
 
 
 def faulty(model: Any) -> None:
-    """With dropout whose random state nobody replays."""
+    """A fault: dropout whose random state nobody replays."""
     for layer in model.model.layers:
         layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, nn.Dropout(0.1))
     wrapped(model, preserve_rng_state=False)

@@ -1,4 +1,4 @@
-"""Draws the documents' pictures from committed results, and writes their tables of measured figures.
+"""RngStates the documents' pictures from committed results, and writes their tables of measured figures.
 
 A document quotes figures between two lines, `<!-- begin: NAME -->` and `<!-- end: NAME -->`. This command writes what
 stands between them from benchmarks/results/ alone. Without the result the lines stay as they are.
@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from ckptfused.policy.plot import label_points  # noqa: E402
+from ckptfused.profiler.plot import label_points  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"

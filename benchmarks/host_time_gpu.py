@@ -71,7 +71,7 @@ class Idle:
 
 
 def kind(arg: object) -> str:
-    """As Triton's signatures say it."""
+    """The kind of an argument in the words of Triton's signatures."""
     if isinstance(arg, torch.Tensor):
         return "*"
     return "constexpr" if arg is None or arg == 1 else {int: "i32", float: "fp32"}[type(arg)]
@@ -136,10 +136,10 @@ def main() -> None:
             print(measure(name, PLAIN[name], *call), flush=True)
         library.impl("attention_triton_fwd", noted(attention.attention_fwd), "CPU")
         library.impl("attention_triton_bwd", noted(attention.attention_bwd), "CPU")
-        as_on_gpu = _C.AttentionAsOnGpu()
+        as_on_gpu = _C.testing.AttentionAsOnGpu()
         for name in DROPPED:
             for used in (True, False):
-                _C.use_launch_records(used)
+                _C.testing.use_launch_records(used)
                 print(measure(f"{name}{'' if used else ', no records'}", DROPPED[name], *call), flush=True)
         del as_on_gpu
 

@@ -38,7 +38,7 @@ RATIOS = (*GOALS, PRODUCTS)
 
 
 def plain(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """As language models do it: a float32 copy of the logits."""
+    """The loss as language models make it, with a float32 copy of the logits."""
     return F.cross_entropy(F.linear(x, weight).float(), target)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ckptfused.policy.allocator import CPUAllocator
+from ckptfused.profiler.allocator import CPUAllocator
 
 
 @dataclass(frozen=True)

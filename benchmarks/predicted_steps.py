@@ -21,9 +21,9 @@ import torch
 
 from benchmarks import environment
 from benchmarks.commands import RESULTS, page
-from ckptfused.configurations import MODELS
-from ckptfused.policy import longest
-from ckptfused.policy.variants import VARIANTS, Trained
+from ckptfused.cli.configurations import MODELS
+from ckptfused.cli.language_models import VARIANTS, Trained
+from ckptfused.cli.longest_context import longest
 
 GIB = 2**30
 LORA = 16

@@ -27,8 +27,8 @@ from benchmarks.commands import command_line, page, write
 from benchmarks.profiled_models import Made, models
 from benchmarks.step_time import summary, take_turns
 from ckptfused import convert, profile
-from ckptfused.policy import Profile
-from ckptfused.policy.step import called, loss_of
+from ckptfused.profiler import Profile
+from ckptfused.profiler.step import called, loss_of
 
 WIDTHS = (256, 512)
 WAYS = ("plain", "checkpointed", "inputs", "mid", "attention", "all")

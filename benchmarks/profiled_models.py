@@ -34,7 +34,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet18(nn.Module):
-    """With its eight blocks in segments under `checkpoint_sequential`."""
+    """A ResNet-18 with its eight blocks in segments under `checkpoint_sequential`."""
 
     def __init__(self, width: int, segments: int = 4) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ def goal_table(goals: list[dict[str, Any]]) -> str:
 
 
 def tuned_table(shapes: list[dict[str, Any]]) -> str:
-    """Of the entries that tune_ffn made: milliseconds of every path, by kernel."""
+    """A table of the entries that tune_ffn made: milliseconds of every path, by kernel."""
     rows: list[list[object]] = [
         [r["shape"], kernel, *(f"{ms:.3f}" for ms in paths.values()), "yes" if kernel == r["choice"] else ""]
         for r in shapes

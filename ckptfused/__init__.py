@@ -13,11 +13,9 @@ def _is_command() -> bool:
 
 # The command answers --help and typos without PyTorch, whose import takes seconds; `ckptfused.cli` then loads the rest.
 if TYPE_CHECKING or f"{__name__}.cli" in sys.modules or not _is_command():
-    from ckptfused import fake as fake
     from ckptfused import rng
     from ckptfused.checkpoint import checkpoint, checkpoint_sequential
-    from ckptfused.conversion import convert
-    from ckptfused.convert import CheckpointPolicy, LayerMode, original, revert
+    from ckptfused.convert import CheckpointPolicy, LayerMode, convert, original, revert
     from ckptfused.doctor import Finding, Findings, doctor
     from ckptfused.explain import explain
     from ckptfused.info import build_info
@@ -28,8 +26,10 @@ if TYPE_CHECKING or f"{__name__}.cli" in sys.modules or not _is_command():
         FusedCheckpointFFN,
         FusedCheckpointSequential,
     )
-    from ckptfused.policy import BudgetError, profile
-    from ckptfused.policy.plan import plan
+    from ckptfused.ops import fake as fake
+    from ckptfused.planner import BudgetError
+    from ckptfused.planner.plan import plan
+    from ckptfused.profiler import profile
     from ckptfused.triton.register import register
 
     register()

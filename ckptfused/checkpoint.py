@@ -1,5 +1,5 @@
 """`checkpoint` and `checkpoint_sequential`: for everything that is not a transformer block."""
 
-from ckptfused.generic.checkpoint import checkpoint, checkpoint_sequential
+from ckptfused.recompute.checkpoint import checkpoint, checkpoint_sequential
 
 __all__ = ["checkpoint", "checkpoint_sequential"]

@@ -10,7 +10,7 @@ Tile = tuple[int, int, int, int]  # first row, rows, first column, columns
 def ffn_tiles(
     rows: int, width: int, hidden: int, gated: bool, element_size: int, scratch: int = 0, device: str = "cpu"
 ) -> tuple[int, int]:
-    """Rows and hidden columns of a tile of the FFN half: csrc/autograd/tiles.h, which says why.
+    """Rows and hidden columns of a tile of the FFN half: csrc/block/tiles.h, which says why.
 
     scratch: the bytes above which it is cut; 0: the default of `device`, 256 MiB on "cpu", 1.5 GiB on "cuda".
     """

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ckptfused.call import Call
 from ckptfused.checks import (
     check_devices,
     check_dtype,
@@ -22,6 +21,7 @@ from ckptfused.checks import (
     rotary_view,
 )
 from ckptfused.masks import NO_MASK, sdpa_mask
+from ckptfused.ops.call import Call
 from ckptfused.spec import PROJECTION_SLOTS, BlockSpec, param_names, param_shapes, parse
 
 __all__ = ["attention_block", "block", "ffn_block"]

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 import ckptfused
-from ckptfused.configurations import MODELS
-from ckptfused.policy import adamw
-from ckptfused.policy.variants import PLAIN, build
+from ckptfused.cli.configurations import MODELS
+from ckptfused.cli.language_models import PLAIN, build
+from ckptfused.profiler import adamw
 
 # Less than the cards have, by the CUDA context and fragmentation.
 CARDS = {"h200": ("one H200", "130GiB"), "h100": ("one card of 80 GB", "74GiB")}

@@ -95,7 +95,7 @@ class Case:
     m: float = 1.0
     seq_first: bool = False
     scratch: int = 0
-    """Of the FFN. No axis: `TILED` crosses it with what matters to tiles."""
+    """Scratch limit of the FFN. No axis: `TILED` crosses it with what matters to tiles."""
 
     @property
     def id(self) -> str:
@@ -141,7 +141,7 @@ class Case:
         return {place: kind if self.layout in layouts else "none" for place, layouts in places.items()}
 
     def adapters(self, targets: str) -> tuple[Adapter, ...]:
-        """Those of a half that has these targets, its closing projection last."""
+        """Adapters of a half that has these targets, its closing projection last."""
         names = targets.split()
         return tuple(LORA[self.lora](names[0], names[-1], names))
 

@@ -32,7 +32,7 @@ class Server:
     def python(
         self, code: str, cwd: Path, environment: Mapping[str, str], arguments: Sequence[str] = ()
     ) -> subprocess.CompletedProcess[str]:
-        """As `python -c code arguments`, but for what is imported already, PYTHONPATH among it."""
+        """The same as `python -c code arguments`, but for what is imported already, PYTHONPATH among it."""
         with tempfile.TemporaryDirectory() as folder:
             said = [Path(folder) / name for name in ("stdout", "stderr")]
             request = [code, str(cwd), {**environment}, [*arguments], [*map(str, said)]]

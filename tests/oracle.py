@@ -271,8 +271,8 @@ def one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of one tensor in one draw of inputs, all by the tensor's scale: ||got - true||, ||eager - true|| and how far the
-    truth itself moves where relu's derivative jumps (see ``kink_at``)."""
+    """Errors of one tensor in one draw of inputs, all by the tensor's scale: ||got - true||, ||eager - true|| and how
+    far the truth itself moves where relu's derivative jumps (see ``kink_at``)."""
 
     got: float
     eager: float

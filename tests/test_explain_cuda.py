@@ -34,7 +34,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, attention: str | None, ffn: str | None) -> None:
-    """As CKPTFUSED_ATTENTION and CKPTFUSED_FFN do, which are read once."""
+    """Chooses kernels like CKPTFUSED_ATTENTION and CKPTFUSED_FFN, which are read once."""
     monkeypatch.setattr(backend, "attention_backend", partial(ATTENTION_BACKEND, override=attention))
     monkeypatch.setattr(tuning, "override", lambda: ffn)
 

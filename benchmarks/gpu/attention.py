@@ -36,7 +36,7 @@ class Sizes:
 
     @property
     def flops(self) -> float:
-        """Of a causal forward; a backward makes five products where it makes two."""
+        """FLOPs of a causal forward; a backward makes five products where it makes two."""
         return 2 * self.batch * self.heads * self.tokens**2 * self.dim
 
 
@@ -156,7 +156,9 @@ Product = tuple[int, int, int, torch.dtype]  # [n, c] x [c, k], and the type of 
 
 
 def products(rows: int, shrink: int) -> dict[str, Product]:
-    """Of a Llama-3-8B layer, of its FFN's tiles under a scratch of 256 MiB, with float32 sums too, and a square one."""
+    """Products of a Llama-3-8B layer, of its FFN's tiles under a scratch of 256 MiB, with float32 sums too, and a
+    square one.
+    """
     found: dict[str, Product] = {name: (rows, c // shrink, k // shrink, DTYPE) for name, (c, k) in WEIGHTS.items()}
     width, hidden = WEIGHTS["gate/up"][0], WEIGHTS["down"][0]
     _, columns = cost.ffn_tiles(rows * shrink, width, hidden, True, DTYPE.itemsize, TILED, "cuda")
@@ -194,7 +196,7 @@ def product_rates(
 
 
 def goals_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """With dropout, ours against PyTorch's flash kernel without; its own with dropout beside."""
+    """Goals: with dropout, ours against PyTorch's flash kernel without; its own with dropout beside."""
     medians = {r["p"]: {name: t["median"] for name, t in r["milliseconds"].items()} for r in found}
     ours, calm = medians.get(P, {}).get("ckptfused"), medians.get(0.0, {}).get("flash")
     goals = [Goal("attention: flash without dropout over ours with", calm / ours, 0.85, True)] if ours and calm else []

@@ -23,7 +23,8 @@ from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec, param_shapes
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts: for the check of equal bits
 DTYPE = torch.bfloat16
 TIMES_EAGER = 4
-"""Of the error that eager PyTorch makes in the same type, with an ulp beside where it makes next to none."""
+"""The multiple of the error that eager PyTorch makes in the same type, with an ulp beside where it makes next to none.
+"""
 SEED = 7
 
 
@@ -36,7 +37,7 @@ class Check:
     tokens: int = 301
     width: int = 256
     bounds: tuple[int, ...] = ()
-    """Of packed sequences."""
+    """Bounds of packed sequences."""
     biases: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -150,7 +151,7 @@ def run(name: str, device: str, tiny: bool) -> str:
 
 RECORDED = ("block with dropout", "attention with a window and soft-cap", "attention over packed sequences")
 CALLS = 3
-"""Of attention's own kernels in a step: forward, its replay, the gradients."""
+"""Calls of attention's own kernels in a step: forward, its replay, the gradients."""
 
 
 def recorded(name: str, device: str, tiny: bool) -> str:
@@ -161,13 +162,13 @@ def recorded(name: str, device: str, tiny: bool) -> str:
     for each in RECORDED:
         check = small(CHECKS[each]) if tiny else CHECKS[each]
         given, aux = inputs(check, device)
-        _C.use_launch_records(False)
+        _C.testing.use_launch_records(False)
         by_triton = gradients(check, given, aux, None)
-        _C.use_launch_records(True)
+        _C.testing.use_launch_records(True)
         gradients(check, given, aux, None)  # makes the records
-        before = _C.launch_record_hits()
+        before = _C.testing.launch_record_hits()
         repeated = gradients(check, given, aux, None)
-        if (hits := _C.launch_record_hits() - before) != expected:
+        if (hits := _C.testing.launch_record_hits() - before) != expected:
             raise SystemExit(f"{each}: expected {expected} calls from records, got {hits}")
         wrong = [
             f"{each}: {key}: {worst(repeated[key], t)}" for key, t in by_triton.items() if not repeated[key].equal(t)

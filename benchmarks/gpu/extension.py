@@ -29,7 +29,7 @@ def name() -> str:
 
 
 def digest(root: Path = ROOT) -> str:
-    """Of everything that the extension is compiled from."""
+    """A digest of everything that the extension is compiled from."""
     files = [path for path in (root / "csrc").rglob("*") if path.is_file() and "tests" not in path.parts]
     found = hashlib.sha256()
     for path in sorted([*files, root / "setup.py", root / "setup_cuda.py"]):

@@ -19,8 +19,8 @@ from benchmarks.gpu.timing import Goal, Times
 from benchmarks.tables import table
 from ckptfused import FusedCheckpointBlock, cost
 from ckptfused.cli.models import PlainBlock
-from ckptfused.policy.devices import DEVICES, Device
-from ckptfused.policy.seconds import step_seconds
+from ckptfused.simulate.devices import DEVICES, Device
+from ckptfused.simulate.seconds import step_seconds
 from ckptfused.spec import KEEP_PRESETS, param_shapes
 
 # Time of the first over that of the second: the limit, and whether it is to be reached from above.
@@ -32,7 +32,7 @@ GOALS = (
     ("ckptfused all", "eager", 0.90, False),
 )
 FLOOR = 0.97
-"""Of an ideal ratio: below it either work was skipped or what it is compared with is slow."""
+"""The least share of an ideal ratio: below it either work was skipped or what it is compared with is slow."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def too_good(goals: list[dict[str, Any]]) -> list[str]:
-    """Of goals: what to look into before it is reported."""
+    """Goals that are met too well: what to look into before it is reported."""
     return [
         f"{goal['name']}: {goal['value']:.3f}, its floor {goal['ideal']}: work was skipped, or the second is slow"
         for goal in goals

@@ -47,7 +47,9 @@ CONVERTED: dict[str, dict[str, Any]] = {
 }
 VARIANTS = (PLAIN, CHECKPOINTED, *CONVERTED)
 CLOSE = 0.02
-"""Of the loss and of the gradients' norm, bfloat16 rounded in another order, against the model as it was."""
+"""Relative difference of the loss and of the gradients' norm, bfloat16 rounded in another order, against the model as
+it was.
+"""
 STARTING = 60  # seconds
 
 

@@ -17,9 +17,9 @@ from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ("smoke", "block", "micro", "attention", "profile", "grid", "models", "tune")
-"""Those that leave a result file: benchmarks/gpu/<name>.py."""
+"""The parts that leave a result file: benchmarks/gpu/<name>.py."""
 WORKERS = 5
-"""Of tests: each holds a context of some 600 MB on the GPU, and they share it."""
+"""Processes that run tests: each holds a context of some 600 MB on the GPU, and they share it."""
 
 
 @dataclass(frozen=True)

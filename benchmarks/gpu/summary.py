@@ -48,7 +48,7 @@ def details(case: str, result: dict[str, Any]) -> list[str]:
 
 
 def kernel_table(variants: dict[str, Any]) -> str:
-    """Of each variant all kernels together, and those that take longest."""
+    """A table of each variant's kernels: all together, and those that take longest."""
     rows: list[list[object]] = []
     for name, step in variants.items():
         rows.append([f"**{name}**", step["kernels"], f"{step['milliseconds']:.2f}"])
@@ -58,7 +58,7 @@ def kernel_table(variants: dict[str, Any]) -> str:
 
 
 def grid_table(attention: dict[str, Any]) -> str:
-    """Of every attention kernel, scratch limit and preset."""
+    """A table of every attention kernel, scratch limit and preset."""
     rows: list[list[object]] = [
         [name, row["scratch"], row["keep"], f"{row['median']:.2f}", _size(row, "peak", 20)]
         for name, found in attention.items()
@@ -68,7 +68,7 @@ def grid_table(attention: dict[str, Any]) -> str:
 
 
 def model_table(models: dict[str, Any]) -> str:
-    """Of every model, setting and way of training; shares are of the first way's time and peak."""
+    """A table of every model, setting and way of training; shares are of the first way's time and peak."""
     rows: list[list[object]] = []
     for name, result in models.items():
         base: dict[str, Any] = next(iter(result["variants"].values()), {})

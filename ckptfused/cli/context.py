@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ckptfused.cards import usable
 from ckptfused.cli.errors import CommandError
 from ckptfused.cli.options import (
     OPTIMIZERS,
@@ -29,11 +28,12 @@ from ckptfused.cli.options import (
     ran,
     whole_package,
 )
+from ckptfused.simulate.cards import usable
 from ckptfused.sizes import parse_bytes, size
 
 if TYPE_CHECKING:
-    from ckptfused.policy.result import Profile
-    from ckptfused.policy.search import Longest
+    from ckptfused.cli.longest_context import Longest
+    from ckptfused.profiler.result import Profile
 
 STEP = ("device", "autocast", "gradient_accumulation_steps")
 AS_IT_IS = "as it is"
@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     whole_package()
-    from ckptfused.policy.devices import device_named
-    from ckptfused.policy.variants import VARIANTS
+    from ckptfused.cli.language_models import VARIANTS
+    from ckptfused.simulate.devices import device_named
 
     try:
         arguments.card = device_named(arguments.device)
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _longest(given: Any, variant: str, arguments: argparse.Namespace) -> Longest | None:
     """given: the user's own model and its batch, or None. None: there is no such variant of it."""
-    from ckptfused.policy.search import longest
+    from ckptfused.cli.longest_context import longest
 
     step = _steps(given, variant, arguments)
     first = 2048 if arguments.largest == "sequence" else 8
@@ -97,8 +97,8 @@ def _steps(given: Any, variant: str, arguments: argparse.Namespace) -> Callable[
     """What predicts a step of so many tokens, or sequences."""
     import torch
 
-    from ckptfused.policy import variants
-    from ckptfused.policy.search import resized
+    from ckptfused.cli import language_models
+    from ckptfused.cli.longest_context import resized
 
     make = optimizer(arguments)
     options = {name: getattr(arguments, name) for name in STEP}
@@ -109,10 +109,10 @@ def _steps(given: Any, variant: str, arguments: argparse.Namespace) -> Callable[
             raise CommandError(
                 f"--config: expected {arguments.config} to return a model and a batch, got a model alone"
             )
-        model = ran(arguments, lambda: variants.varied(own, variant))
+        model = ran(arguments, lambda: language_models.varied(own, variant))
         return model and (lambda count: profile(model, resized(batch, **{of: count}), make, **options))
     dtype = getattr(torch, arguments.dtype)
-    trained = built(lambda: variants.Trained(arguments.configuration, variant, dtype, arguments.lora))
+    trained = built(lambda: language_models.Trained(arguments.configuration, variant, dtype, arguments.lora))
     if of == "tokens":
         return lambda count: trained.step(count, arguments.batch, optimizer=make, **options)
     return lambda count: trained.step(arguments.seq, count, optimizer=make, **options)
@@ -128,7 +128,7 @@ def as_json(found: dict[str, Longest], arguments: argparse.Namespace) -> dict[st
 
 def table(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
     """What a person reads."""
-    from ckptfused.policy.table import conditions
+    from ckptfused.profiler.table import conditions
 
     longest = arguments.largest == "sequence"
     trained = "all weights" if arguments.lora is None else f"LoRA of rank {arguments.lora}"

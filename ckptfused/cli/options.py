@@ -12,15 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptfused.cards import CARDS, device_name
+from ckptfused.cli.configurations import MODELS, read_config
 from ckptfused.cli.errors import CommandError
-from ckptfused.configurations import MODELS, read_config
+from ckptfused.simulate.cards import CARDS, device_name
 from ckptfused.spec.checks import nearest
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from ckptfused.policy.step import MakeOptimizer
+    from ckptfused.profiler.step import MakeOptimizer
 
 T = TypeVar("T")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -69,7 +69,7 @@ def output(text: str) -> str:
 
 
 def picture(text: str) -> str:
-    """As `output`, of a kind that matplotlib writes; of a name without an ending it writes a PNG."""
+    """The path of a picture, of a kind that matplotlib writes; a name without an ending becomes a PNG."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError as error:
@@ -93,7 +93,7 @@ def add_model(parser: argparse.ArgumentParser, factory: bool = True) -> None:
 
 
 def add_step(parser: argparse.ArgumentParser, seq: int = 2048, checkpoint: bool = True) -> None:
-    """Of what size a step is, and who checkpoints it. checkpoint: whether one may say; else nobody does."""
+    """Adds the options for a step's size and, with `checkpoint`, for who checkpoints it."""
     add = parser.add_argument
     add("--batch", type=positive, default=1, help="sequences a step (1)")
     add("--seq", type=positive, default=seq, help=f"tokens of each sequence ({seq})")
@@ -146,15 +146,15 @@ def optimizer(arguments: argparse.Namespace) -> MakeOptimizer | None:
     """What makes the optimizer that was asked for."""
     import torch
 
-    from ckptfused.policy.step import adamw
+    from ckptfused.profiler.step import adamw
 
     makers: dict[str, MakeOptimizer] = {"adamw": adamw, "sgd": torch.optim.SGD}
     return makers.get(arguments.optimizer)
 
 
 def configuration(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Of the model that is named; None: a function of the user's makes it. **Raises** `CommandError` where there is
-    neither."""
+    """The configuration of the model that is named; None: a function of the user's makes it. **Raises** `CommandError`
+    where there is neither."""
     if is_factory(arguments.config):
         return None
     try:
@@ -222,11 +222,11 @@ def model_and_batch(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
         return ran(arguments, lambda: _own(arguments))
     import torch
 
-    from ckptfused.policy import variants
+    from ckptfused.cli import language_models
 
-    variant = getattr(variants, CHECKPOINTING[arguments.checkpoint])
+    variant = getattr(language_models, CHECKPOINTING[arguments.checkpoint])
     dtype = getattr(torch, arguments.dtype)
-    model = built(lambda: variants.build(arguments.configuration, variant, dtype, arguments.lora))
+    model = built(lambda: language_models.build(arguments.configuration, variant, dtype, arguments.lora))
     ids = torch.empty(arguments.batch, arguments.seq, dtype=torch.int64, device="meta")
     return model, {"input_ids": ids, "labels": ids}
 

@@ -36,7 +36,7 @@ _libraries: list[torch.library.Library] = []  # kernels last as long as their li
 
 @contextlib.contextmanager
 def replaced(kernels: Mapping[str, Kernel]) -> Iterator[None]:
-    """Within, this thread's calls of operations, by names such as "aten::mm.out", go to these kernels."""
+    """A context in which this thread's calls of operations, by names such as "aten::mm.out", go to these kernels."""
     _register(kernels)
     _here.kernels.append(kernels)
     try:
@@ -47,7 +47,7 @@ def replaced(kernels: Mapping[str, Kernel]) -> Iterator[None]:
 
 
 def without_replaced() -> contextlib.AbstractContextManager[Any]:
-    """Within, operations run as they are; for a kernel whose operation is made of others."""
+    """A context in which operations run as they are, for a kernel whose operation is made of others."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_PARSED))
 
 

@@ -49,7 +49,7 @@ _places: dict[tuple[int, str], _Place] = {}
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, make: Make) -> Iterator[None]:
-    """Within, `owner.name` is what `make` makes of the value that is there, for all threads.
+    """A context in which `owner.name` is what `make` makes of the value that is there, for all threads.
 
     A stand-in sees every thread's calls, and passes those on that are not for it; `here` makes one that does.
     """

@@ -12,7 +12,7 @@ from ckptfused.triton.problem import accumulation_type, backward_rows
 
 
 def multiprocessors() -> int:
-    """Of the GPU at hand; without one, of an H100."""
+    """Number of multiprocessors of the GPU at hand; without one, of an H100."""
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
 
 
@@ -38,15 +38,16 @@ def attention_cost(
 
 
 def _cudnn_scratch(a: AttentionSpec, batch: int, length: int) -> int:
-    """Of cuDNN's backward, as its frontend asks for it (scaled_dot_product_flash_attention.h): dq and the sums of do·o
-    in float32, and under GQA the gradients of k and v by query head. What its plan adds nobody publishes."""
+    """Scratch bytes of cuDNN's backward, as its frontend asks for them (scaled_dot_product_flash_attention.h): dq and
+    the sums of do·o in float32, and under GQA the gradients of k and v by query head. What its plan adds nobody
+    publishes."""
     by_query_head = 2 * 2 * batch * length * a.q_width  # half precision
     return 4 * batch * a.heads * length * (a.head_dim + 1) + (by_query_head if a.kv_heads != a.heads else 0)
 
 
 def _flash_scratch(a: AttentionSpec, batch: int, length: int) -> int:
-    """Of FlashAttention-2's backward in PyTorch (flash_api.cpp): dq and the sums of do·o in float32, rows in blocks of
-    128 and heads of 32 entries (64 from 129 on), and under GQA the gradients of k and v by query head.
+    """Scratch bytes of FlashAttention-2's backward in PyTorch (flash_api.cpp): dq and the sums of do·o in float32, rows
+    in blocks of 128 and heads of 32 entries (64 from 129 on), and under GQA the gradients of k and v by query head.
 
     Repeatable, it adds up dq without atomics: in as many copies as give every multiprocessor one of the B·H heads,
     ⌈multiprocessors / (B·H)⌉. So with few heads dq is 4·multiprocessors bytes for a row and entry, whatever B·H.

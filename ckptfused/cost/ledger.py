@@ -1,6 +1,6 @@
 """What a block call allocates, multiplies and launches: the C++ block itself, run on meta tensors with a ledger.
 
-csrc/ops/ledger.h is the ledger, csrc/autograd/count.h runs the block.
+csrc/ops/ledger.h is the ledger, csrc/block/count.h runs the block.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ TYPES = {"Float": torch.float32, "Double": torch.float64, "BFloat16": torch.bflo
 
 
 class Rates(Protocol):
-    """What is known of a device: `ckptfused.policy.devices.Device` is one. Rates are of a second."""
+    """What is known of a device: `ckptfused.simulate.devices.Device` is one. Rates are of a second."""
 
     @property
     def kind(self) -> str: ...
@@ -38,11 +38,11 @@ class Rates(Protocol):
         """FLOPs."""
 
     def product_seconds(self, rows: int, columns: int, depth: int, dtype: torch.dtype, batch: int = 1) -> float:
-        """With its launch."""
+        """Seconds of one matrix product, its launch included."""
 
 
 class Seconds(NamedTuple):
-    """Of a call, by what they are spent on."""
+    """Seconds of a call, by what they are spent on."""
 
     products: float
     sums: float
@@ -51,7 +51,7 @@ class Seconds(NamedTuple):
     memory: float
     """Kernels that only move memory: norms, activations, rotations, copies."""
     launches: float
-    """Of all kernels but products, whose launches are counted with them."""
+    """Launches of all kernels but products, whose own are counted with them."""
 
     @property
     def total(self) -> float:
@@ -59,7 +59,7 @@ class Seconds(NamedTuple):
 
 
 def ledger_seconds(ledger: Ledger, device: Rates, dtype: torch.dtype, causal: bool) -> Seconds:
-    """Of what is in a ledger. dtype: of attention and of adapters."""
+    """Seconds of all events in a ledger. dtype: of attention and of adapters."""
     products = sums = attention = memory = launches = 0.0
     for event in ledger.events:
         kind, name, _, sizes, operands = event
@@ -90,10 +90,10 @@ def block_seconds(
     needs: Collection[str] | None = None,
     **options: Any,
 ) -> tuple[Seconds, Seconds]:
-    """Of one forward and one backward of a block that keeps what its spec says (`spec.with_keep`).
+    """Seconds of one forward and one backward of a block that keeps what its spec says (`spec.with_keep`).
 
-    device: `ckptfused.policy.devices.device_named("h200")`, or any other rates. `needs`: whose gradients are asked for,
-    as in `backward_ledger`; None: all. `options`: those of `ledger.count`.
+    device: `ckptfused.simulate.devices.device_named("h200")`, or any other rates. `needs`: whose gradients are asked
+    for, as in `backward_ledger`; None: all. `options`: those of `ledger.count`.
     """
     call, given = (spec, batch, length, width, dtype), {"device": device.kind, **options}
     asked = ("x", *param_names(spec)) if needs is None else needs

@@ -67,7 +67,7 @@ class LowRank:
     k: int
     c: int
     rank: int
-    """Of the products on the side of x alone k is 0, of those on the side of y alone c."""
+    """Rank of the adapters; k is 0 in products on the side of x alone, c in those on the side of y alone."""
 
     @property
     def flops(self) -> int:

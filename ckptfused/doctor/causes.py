@@ -38,7 +38,7 @@ class Cause:
 
 
 def cause_of(region: Region, name: Name, written: Container[int] = ()) -> Cause | None:
-    """Of the first difference between a region's forward and its replays; None where all is the same.
+    """The cause of the first difference between a region's forward and its replays; None where all is the same.
 
     written: the parameters, by `id`, that the step wrote.
     """

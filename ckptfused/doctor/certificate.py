@@ -14,7 +14,7 @@ from ckptfused.doctor.findings import Finding
 from ckptfused.doctor.ranks import everyones, joined, rank
 from ckptfused.doctor.saving import Share, everything_saved, fused, units
 from ckptfused.doctor.steps import Step, eager, run
-from ckptfused.policy.unchanged import Unchanged
+from ckptfused.state.snapshot import Unchanged
 
 MOST_PARTS = 8
 """Into how many a step that saves everything is divided where it does not fit."""

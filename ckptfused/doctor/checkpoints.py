@@ -10,16 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from ckptfused.convert.forward import ConvertedForward
 from ckptfused.doctor.findings import Finding, joined
 from ckptfused.doctor.look import HUGGING_FACE, OURS, WRAPPER, Checkpoint, Look
+from ckptfused.models.forward import ConvertedForward
 from ckptfused.modules.fused import FusedModule
 
 _RATE = re.compile(r"drop(out|_path|_prob|_rate|_p)?|p_drop")
 
 
 def _others(look: Look) -> list[Checkpoint]:
-    """Those at work that are not ckptfused's; of one within another, the outer one too."""
+    """Checkpoints at work that are not ckptfused's; of one within another, the outer one too."""
     return [c for c in look.checkpoints if c.by != OURS and c.active and not _ours(c.module)]
 
 
@@ -62,7 +62,7 @@ def reentrant_with_frozen_inputs(look: Look) -> Iterator[Finding]:
 
 
 def _batch_tensors(look: Look) -> list[Any]:
-    from ckptfused.policy.fingerprints import leaves
+    from ckptfused.state.fingerprints import leaves
 
     return [] if look.batch is None else leaves(look.batch)
 
@@ -72,7 +72,7 @@ def random_states_left_out(look: Look) -> Iterator[Finding]:
     places: list[str] = []
     for c in _others(look):
         if not c.preserves:
-            places += [look.name(module) for module in _inside(c.module) if _draws(module)]
+            places += [look.name(module) for module in _inside(c.module) if _rng_states(module)]
     if places:
         yield Finding(
             "error",
@@ -83,7 +83,7 @@ def random_states_left_out(look: Look) -> Iterator[Finding]:
         )
 
 
-def _draws(module: nn.Module) -> bool:
+def _rng_states(module: nn.Module) -> bool:
     """Whether a module draws random numbers in its present mode, as far as its attributes say."""
     if not module.training:
         return False
@@ -155,7 +155,7 @@ def replayed_twice(look: Look) -> Iterator[Finding]:
 
 
 def _later(inner: Checkpoint, outer: Checkpoint) -> bool:
-    """Of two checkpoints of one module: Hugging Face's is around ckptfused's."""
+    """Whether `outer` is the outer one of two checkpoints of one module: Hugging Face's is around ckptfused's."""
     return outer.by == HUGGING_FACE and inner.by == OURS
 
 

@@ -35,7 +35,7 @@ class Compared:
     """Two steps, and a third where it was taken."""
 
     parts = 1
-    """Of which one at a time saved everything."""
+    """Number of parts, of which one at a time saved everything."""
     fused = 0
     exact = False
     elsewhere: list[Cause] = []  # noqa: RUF012
@@ -183,7 +183,7 @@ class Compared:
         return [Finding("error", last, text, mend)]
 
     def _last(self, names: list[str]) -> str:
-        """Of the modules that were called and hold one of these parameters, the one that forward called last.
+        """The last module that forward called among those that hold one of these parameters.
 
         Whatever comes before a wrong replay gets a wrong gradient, too.
         """
@@ -198,7 +198,7 @@ class Compared:
         return max(found, key=found.__getitem__, default="the model")
 
     def _noise(self, names: list[str], overall: float, off: str) -> list[Finding]:
-        """Of a step that gives other bits each time."""
+        """Findings about a step that gives other bits each time."""
         assert self.again is not None
         first = self.configured
         own = _off(self.again, first.gradients)[1]
@@ -230,8 +230,8 @@ def grouped(causes: Iterable[Cause]) -> list[Cause]:
 
 
 def _off(step: Step, names: Iterable[str]) -> tuple[str, float]:
-    """Of a step that was compared: the parameter, of those with another gradient, whose gradient is off most, and the
-    norm of all differences over that of all gradients."""
+    """The parameter whose gradient is off most in a step that was compared, and the norm of all differences over that
+    of all gradients."""
     wrong = {n: step.norms[n] for n in names if n in step.norms}
     worst = max(wrong, key=lambda n: _ratio(*wrong[n]), default="")
     norms, differences = sum(norm for norm, _ in step.norms.values()), sum(off for _, off in wrong.values())

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ckptfused.convert.forward import ConvertedForward
 from ckptfused.doctor.findings import Finding, joined
 from ckptfused.doctor.look import Look
 from ckptfused.doctor.ranks import everyones
+from ckptfused.models.forward import ConvertedForward
 from ckptfused.modules.fused import FusedModule
 from ckptfused.sizes import counted
 

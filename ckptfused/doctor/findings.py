@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, overload
 
-from ckptfused.policy.table import printed
+from ckptfused.profiler.table import printed
 
 SEVERITIES = ("error", "warning", "advice")
 _STYLES = {"error": "bold red", "warning": "yellow", "advice": "cyan"}
@@ -53,7 +53,7 @@ class Findings(Sequence[Finding]):
         return iter(self._found)
 
     def of(self, severity: str) -> list[Finding]:
-        """Those of one severity."""
+        """The findings of one severity."""
         return [finding for finding in self if finding.severity == severity]
 
     @property

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ckptfused.convert import find
-from ckptfused.convert.forward import ConvertedForward
 from ckptfused.doctor.regions import keywords_of
+from ckptfused.models import find
+from ckptfused.models.forward import ConvertedForward
 from ckptfused.modules import FusedCheckpointSequential
 from ckptfused.modules.fused import FusedModule
-from ckptfused.policy.fingerprints import leaves
+from ckptfused.state.fingerprints import leaves
 
 OURS, WRAPPER, HUGGING_FACE, COMPOSABLE = (
     "ckptfused",
@@ -67,7 +67,7 @@ class Look:
 
     @functools.cached_property
     def layers(self) -> list[nn.Module]:
-        """Those that `convert` would take."""
+        """The layers that `convert` would take."""
         return [layer for _, layer, _ in find.layers(self.model)]
 
     @functools.cached_property

@@ -11,12 +11,12 @@ from torch import nn
 from ckptfused.doctor.findings import Finding
 from ckptfused.doctor.look import Look
 from ckptfused.doctor.saving import everything_saved
-from ckptfused.policy import Profile, adamw, profile
-from ckptfused.policy.step import has_vocabulary
+from ckptfused.profiler import Profile, adamw, profile
+from ckptfused.profiler.step import has_vocabulary
 from ckptfused.sizes import counted, size
 
 SHARE = 0.4
-"""Of the peak: below it, other means save more than checkpointing can."""
+"""The part of the peak below which other means save more than checkpointing can."""
 _LESS_STATE = "sharding (FSDP2), LoRA, or an optimizer with a smaller state"
 COSTS = 1.05
 """The peak without checkpointing over the one with it, below which it does not pay."""

@@ -21,8 +21,8 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ckptfused.compat.patches import patched
 from ckptfused.doctor.regions import Event, Region, keywords_of, owner_of
-from ckptfused.generic.draws import global_generators, is_generator, state_of
-from ckptfused.policy.fingerprints import Fingerprints, tensors
+from ckptfused.state.fingerprints import Fingerprints, tensors
+from ckptfused.state.generators import global_generators, is_generator, state_of
 
 GENERATOR, REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
@@ -32,7 +32,7 @@ _LARGE = 1 << 18  # entries of a buffer that is not read at each call
 
 
 class Recorder:
-    """Within `recording`, events are noted."""
+    """A recorder that notes events within `recording`."""
 
     def __init__(
         self, model: nn.Module, watch_regions: bool, guard: Callable[[], None] | None = None, sizes: bool = False
@@ -46,7 +46,7 @@ class Recorder:
         self._threads = threading.local()
         self.regions: list[Region] = []
         self.calls: list[Event] = []
-        """Of the whole forward."""
+        """Events of the whole forward."""
         self.in_backward = False
         self.last_replayed: Region | None = None
         self.last_begun: list[nn.Module] = []
@@ -114,7 +114,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Within, each tensor that the hooks of a checkpoint take is noted.
+        """A context in which each tensor that the hooks of a checkpoint take is noted.
 
         They are exchanged, not covered: a layer of ckptfused's takes the checkpoint's own from the top.
         """
@@ -192,7 +192,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def running(self, region: Region, replay: bool) -> Iterator[None]:
-        """Within, what the region's function calls is noted: its forward, or a replay."""
+        """A context in which the calls of the region's function are noted, in its forward or a replay."""
         if replay:
             region.replays.append([])
             self.last_replayed = region
@@ -282,8 +282,8 @@ def replaced_checkpoints(
     reentrant: Callable[[Any], Any],
     elsewhere: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Within, checkpoints of PyTorch's go through what these make of its two implementations: those of this thread,
-    and of another while `elsewhere` says so there.
+    """A context in which checkpoints of PyTorch's go through what these make of its two implementations: those of this
+    thread, and of another while `elsewhere` says so there.
     """
     mine = threading.get_ident()
 

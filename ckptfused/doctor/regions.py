@@ -22,7 +22,7 @@ class Event:
     """Fingerprints of its arguments, or of its results."""
     random: tuple[int, ...]
     facts: dict[str, Any] = field(default_factory=dict)
-    """Of the module and its surroundings, where it begins."""
+    """Facts about the module and its surroundings where it begins."""
     sizes: tuple[Any, ...] = ()
     """Sums and norms of the values, where equal operations may have other bits."""
 
@@ -50,7 +50,7 @@ class Region:
     forward: list[Event] = field(default_factory=list)
     replays: list[list[Event]] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
-    """Those of the arguments that a replay found changed."""
+    """The arguments that a replay found changed."""
     foreign: bool = False
     """Whether the checkpoint is nobody's that the doctor knows: it replays, and cannot be taken out."""
 

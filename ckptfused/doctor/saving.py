@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ckptfused.compat.patches import patched
-from ckptfused.convert.forward import ConvertedForward
 from ckptfused.doctor.recorder import replaced_checkpoints
+from ckptfused.models.forward import ConvertedForward
 from ckptfused.modules import FusedCheckpointSequential
 from ckptfused.modules.fused import FusedModule
 
@@ -35,8 +35,8 @@ class Share:
 
 @contextlib.contextmanager
 def everything_saved(model: nn.Module, share: Share | None = None) -> Iterator[None]:
-    """Within, checkpoints of PyTorch's only call their function, and with them those of Hugging Face, of FSDP's wrapper
-    and ckptfused's generic ones; ckptfused's blocks keep all that they can, which changes no bit.
+    """A context without checkpoints: PyTorch's only call their function, and with them those of Hugging Face, of FSDP's
+    wrapper and ckptfused's generic ones; ckptfused's blocks keep all that they can, which changes no bit.
 
     share: the part of these for which that is so, where all would not fit.
     """

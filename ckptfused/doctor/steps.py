@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ckptfused.doctor.recorder import Recorder
-from ckptfused.policy.fingerprints import Fingerprints, leaves, values_of
-from ckptfused.policy.unchanged import keeps_books
+from ckptfused.state.fingerprints import Fingerprints, leaves, values_of
+from ckptfused.state.snapshot import keeps_books
 
 _PLAIN = (bool, int, float, str)
 _FEW = 64  # values at most of a list that is compared
@@ -34,12 +34,12 @@ class Step:
     values: dict[str, Tensor] = field(default_factory=dict)
     """The gradients themselves, on the host, of a step that others are compared with."""
     norms: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of a step that is compared with another: the squared norm of each gradient, and that of its difference."""
+    """The squared norm of each gradient, and that of its difference to the step that this one is compared with."""
     buffers: dict[str, Any] = field(default_factory=dict)
     held: dict[str, Any] = field(default_factory=dict)
     """Fingerprints of parameters, and of tensors that are attributes of modules, as the step left them."""
     attributes: dict[str, Any] = field(default_factory=dict)
-    """Those that it changed."""
+    """The attributes that the step changed."""
     error: Exception | None = None
     nothing_trained: bool = False
 
@@ -205,7 +205,7 @@ def _host_memory() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Within, compiled modules run as they were written: what is recorded is Python's."""
+    """A context in which compiled modules run as they were written: what is recorded is Python's."""
     if "torch._dynamo" not in sys.modules:
         yield
         return

@@ -14,7 +14,7 @@ from ckptfused.spec import LossSpec
 
 
 class EagerLoss(NamedTuple):
-    """As the op `linear_cross_entropy` returns it: the loss, then [N] each token's."""
+    """The result of the op `linear_cross_entropy`: the loss, then [N] each token's."""
 
     loss: Tensor
     token_loss: Tensor

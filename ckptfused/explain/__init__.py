@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ckptfused import cost
 from ckptfused._extension import _C
-from ckptfused.call import Call
 from ckptfused.checks import check_plain
 from ckptfused.explain.result import Explanation, Step
 from ckptfused.explain.setting import Setting, name_of
 from ckptfused.explain.steps import attention_steps, ffn_steps
 from ckptfused.layer.parts import Reason
 from ckptfused.modules.fused import FusedModule
+from ckptfused.ops.call import Call
 from ckptfused.sizes import size
 from ckptfused.triton import backend
 

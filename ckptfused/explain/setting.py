@@ -6,8 +6,8 @@ import torch
 
 from ckptfused import cost
 from ckptfused._extension import _C
-from ckptfused.call import Call
 from ckptfused.checks import autocast_enabled
+from ckptfused.ops.call import Call
 from ckptfused.sizes import counted, size
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
 from ckptfused.triton import backend, tuning
@@ -61,7 +61,7 @@ class Setting:
         return backend.attention_backend(shape, torch.cuda.get_device_capability(self.x.device))
 
     def _cpu_attention(self, a: AttentionSpec) -> tuple[str, str]:
-        """As csrc/ops/attention_cpu.cpp chooses; the reason is this page's."""
+        """The kernel that csrc/ops/attention_cpu.cpp chooses, and a reason in words."""
         if "flash attention" in cost.forward_ledger(self.spec, *self.dims, self.x.dtype).launches:
             return "flash", f"softmax over {'the causal' if a.causal else 'all'} keys and nothing else"
         if special := backend.Shape.of_spec(a, self.dtype, self.batch, self.length).special:

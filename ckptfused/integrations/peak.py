@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ckptfused.policy.allocator import CPUAllocator, Trace
+from ckptfused.profiler.allocator import AllocatorLog, CPUAllocator
 
 
 class PeakMeter:
@@ -24,7 +24,7 @@ class PeakMeter:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._stack = contextlib.ExitStack()
-        self._trace: Trace | None = None
+        self._trace: AllocatorLog | None = None
         if self._device.type == "cpu" and not torch.autograd._profiler_enabled():
             self._held = held(model, optimizer)
             self._trace = self._stack.enter_context(CPUAllocator().recording())

@@ -10,12 +10,11 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from torch.utils.data import default_collate as collated
 
-from ckptfused.conversion import convert
-from ckptfused.convert import Report, revert
-from ckptfused.generic.draws import undrawn
+from ckptfused.convert import Report, convert, revert
 from ckptfused.integrations.peak import PeakMeter
 from ckptfused.sizes import size
 from ckptfused.spec.checks import check_flag, check_integer
+from ckptfused.state.generators import undrawn
 
 logger = logging.getLogger(__name__)
 

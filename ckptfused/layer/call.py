@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckptfused.call import Call, Slots
 from ckptfused.checks import check_dtype, check_packed, check_param, check_plain, is_dtensor, rotary_view
 from ckptfused.layer.describe import Layer, describe
 from ckptfused.layer.parts import Inputs, Parts, Reason
-from ckptfused.layer.texts import Expected, Facts, Mode, expected, text_of
+from ckptfused.layer.spec_text import Expected, Mode, SpecKey, expected, text_of
+from ckptfused.ops.call import Call, Slots
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -57,7 +57,7 @@ def call_of(layer: Layer, inputs: Inputs, mode: Mode, sharded: bool = False) -> 
 def text_here(layer: Layer, inputs: Inputs, mode: Mode) -> str:
     """The text of the spec of a layer that is called with these inputs; x is not read."""
     a, (attn, ffn), masks = layer.parts.attn, (layer.attn, layer.ffn), inputs.masks
-    called: Facts = ()
+    called: SpecKey = ()
     if a is not None:
         window = a.window if inputs.windowed and a.window else 0
         rotary = a.rotary_dim or (0 if inputs.cos is None else inputs.cos.size(-1))

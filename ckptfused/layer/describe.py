@@ -8,26 +8,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ckptfused.call import Slots
 from ckptfused.layer.hooks import EVERYWHERE, hooked_everywhere, watched
 from ckptfused.layer.parts import FFN, Attention, Parts, Reason
 from ckptfused.layer.peft import active_copy
-from ckptfused.layer.pieces import NO_NORM, Norm, Projection, activation, norm, projection
+from ckptfused.layer.projections import NO_NORM, Norm, Projection, activation, norm, projection
 from ckptfused.layer.sdpa import sdpa_replaced
 from ckptfused.layer.source import as_read, unread
-from ckptfused.layer.texts import Facts, settled
+from ckptfused.layer.spec_text import SpecKey, settled
+from ckptfused.ops.call import Slots
 from ckptfused.spec import MAX_HEAD_DIM
 
 
 class Half(NamedTuple):
     """A half in the op's terms, its inputs left out: facts for the text, and tensors in slot order."""
 
-    facts: Facts
+    facts: SpecKey
     slots: Slots
     adapters: Slots
-    """Those of its adapters, which come last of all."""
+    """The tensors of its adapters, which come last of all."""
     width: int
-    """Of its result."""
+    """Width of its result."""
 
 
 class Layer(NamedTuple):
@@ -100,14 +100,14 @@ def _pair(found: Projection | Norm | None) -> Slots:
     return [None, None] if found is None else [found.weight, found.bias]
 
 
-def _adapters(maps: dict[str, Projection]) -> tuple[Facts, Slots]:
+def _adapters(maps: dict[str, Projection]) -> tuple[SpecKey, Slots]:
     """The facts and the tensors of the adapters of a half, in the order of its projections."""
     found = [(place, lora) for place, projection in maps.items() for lora in projection.adapters]
     facts = tuple((_stem(place), lora.a.size(0), *_settled(lora.scale, lora.p)) for place, lora in found)
     return facts, [tensor for _, lora in found for tensor in (lora.a, lora.b, lora.bias)]
 
 
-def _settled(*facts: Any) -> Facts:
+def _settled(*facts: Any) -> SpecKey:
     return tuple(map(settled, facts)) if torch.compiler.is_compiling() else facts
 
 

@@ -9,7 +9,7 @@ from torch.nn import MultiheadAttention
 
 from ckptfused.layer.parts import FFN, Attention, child, weight
 from ckptfused.layer.peft import adapted
-from ckptfused.layer.pieces import Projection, rate
+from ckptfused.layer.projections import Projection, rate
 
 NAMES = {
     "attn.pre": "norm1",

@@ -39,7 +39,7 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Within, FSDP2 has gathered the weights of a module whose hooks do not run."""
+    """A context in which FSDP2 has gathered the weights of a module whose hooks do not run."""
     there = not is_fully_sharded(module) or not any(map(is_dtensor, module.parameters()))
     if there:
         yield

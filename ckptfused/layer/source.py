@@ -2,7 +2,7 @@
 
 An adapter replaces a layer's `forward` by what it reads there. Another version of the library, a subclass or a
 patch (Liger, hub kernels) may compute something else, so the source of each replaced `forward`, and of the functions
-that it calls, is compared with the source that was read. `python -m ckptfused.convert CLASS …` adds to known.json what
+that it calls, is compared with the source that was read. `python -m ckptfused.models CLASS …` adds to known.json what
 is installed; an entry stays there if the tests of its family pass with it.
 """
 

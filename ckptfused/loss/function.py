@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ckptfused import _extension, outer_checkpoint  # noqa: F401  (the first registers the ops)
+from ckptfused import _extension  # noqa: F401  (the first registers the ops)
 from ckptfused.checks import (
     check_dtype,
     check_generator,
@@ -21,7 +21,10 @@ from ckptfused.checks import (
     transformed,
 )
 from ckptfused.eager.loss import eager_linear_cross_entropy
-from ckptfused.loss import double_backward  # noqa: F401  (registers the Autograd kernel)
+from ckptfused.ops import (
+    enclosing_checkpoint,
+    loss_second_order,  # noqa: F401  (registers the Autograd kernel)
+)
 from ckptfused.sizes import parse_bytes
 from ckptfused.spec import HEAD, Adapter, LossSpec, parse_loss
 from ckptfused.spec.checks import check_choice, check_flag, check_number
@@ -170,7 +173,7 @@ def linear_cross_entropy(
         made = LossOutput(*eager_linear_cross_entropy(x, weight, bias, target, class_weight, tensors, spec))
     else:
         if any(lora.p for lora in adapters) and not torch.compiler.is_compiling():
-            generator = outer_checkpoint.source(x, generator)
+            generator = enclosing_checkpoint.source(x, generator)
         op = torch.ops.ckptfused.linear_cross_entropy
         made = LossOutput(*op(x, weight, bias, target, class_weight, tensors, text, generator=generator))
     loss = made.loss

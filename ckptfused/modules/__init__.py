@@ -2,9 +2,9 @@
 
 from ckptfused.eager.activation import geglu, geglu_tanh, gelu_tanh, quick_geglu, quick_gelu, reglu, relu2, swiglu
 from ckptfused.layer.norms import GemmaNorm
+from ckptfused.modules.grouped_attention import GroupedAttention
 
 from .attention import FusedCheckpointAttention
-from .attention_layer import GroupedAttention
 from .block import FusedCheckpointBlock
 from .ffn import FusedCheckpointFFN
 from .rotary import RotaryTable

@@ -12,8 +12,8 @@ from ckptfused.layer import encoder
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.norms import make_norm
 from ckptfused.layer.parts import Attention, Parts, Reason, child
-from ckptfused.modules.attention_layer import GroupedAttention, make_attention
 from ckptfused.modules.fused import FusedModule, another, rates, run_module
+from ckptfused.modules.grouped_attention import GroupedAttention, make_attention
 from ckptfused.modules.inputs import attention_inputs
 from ckptfused.spec import Keep
 from ckptfused.spec.checks import check_flag, check_integer

@@ -16,9 +16,9 @@ from ckptfused.layer.parts import Parts, Reason, child
 from ckptfused.layer.peft import adapted
 from ckptfused.layer.source import replaced
 from ckptfused.modules.attention import attention_parts
-from ckptfused.modules.attention_layer import is_plain, make_attention
 from ckptfused.modules.ffn import ffn_parts
 from ckptfused.modules.fused import FusedModule, rates, refuse_generic, run_module
+from ckptfused.modules.grouped_attention import is_plain, make_attention
 from ckptfused.modules.inputs import attention_inputs
 from ckptfused.spec import GATED_ACTIVATIONS, Keep
 from ckptfused.spec.checks import check_flag, check_integer

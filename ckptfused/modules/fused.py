@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptfused.call import Call
 from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import check_generator, check_plain
 from ckptfused.layer.activations import plain_activation
@@ -19,9 +18,10 @@ from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import refuse_tensor_parallel
-from ckptfused.layer.texts import Mode, keep_text, kept_names
+from ckptfused.layer.spec_text import Mode, keep_text, kept_names
 from ckptfused.masks import NO_MASK
-from ckptfused.outer_checkpoint import passed
+from ckptfused.ops.call import Call
+from ckptfused.ops.enclosing_checkpoint import hidden_from_it
 from ckptfused.sizes import parse_bytes
 from ckptfused.spec import BlockSpec, Keep, check_names, check_probability
 
@@ -178,7 +178,7 @@ def run_module(
     if isinstance(call, Reason):
         refuse_generic(call.text, **only_fused, generator=generator)
         return run_generic(module, call, plain, src, *args)
-    with passed(module, module._mode.inputs_alone):
+    with hidden_from_it(module, module._mode.inputs_alone):
         y = call.run(generator)
     return y.view(src.shape) if src.dim() == 2 else y  # one sequence comes back without a batch dimension
 
@@ -190,7 +190,7 @@ def run_generic(module: FusedModule, why: Reason, function: Callable[..., Tensor
         refuse_unread_adapter(module.self_attn, why.text)
     if why.original or under_foreign_mode():
         return function(*args)
-    with passed(module):
+    with hidden_from_it(module):
         return checkpoint(same_sdpa(function), *args)
 
 

@@ -48,7 +48,7 @@ class _Table:
             return self.pair
 
     def for_capture(self, length: int) -> Pair | None:
-        """As `reaching`, for a CUDA graph; None where it is too short: what is computed now is not there yet."""
+        """The table for a CUDA graph; None where it is too short: what is computed now is not there yet."""
         pair = self.pair
         if length > pair[0].size(0):
             return None
@@ -154,7 +154,7 @@ class RotaryTable(nn.Module):
         return pair[0][:length], pair[1][:length]
 
     def _traced(self, length: int, like: Tensor, dtype: torch.dtype) -> Pair:
-        """As `forward`, where torch.compile traces: for this length alone, or for any."""
+        """The table where torch.compile traces: for this length alone, or for any."""
         from torch.fx.experimental.symbolic_shapes import has_static_value
 
         if has_static_value(length):

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ckptfused import outer_checkpoint, settings
-from ckptfused.call import Call, Slots, end_replay
 from ckptfused.checks import compute_word
-from ckptfused.double_backward import apart
+from ckptfused.ops import enclosing_checkpoint, numerics
+from ckptfused.ops.call import Call, Slots, end_replay
+from ckptfused.ops.second_order import apart
 from ckptfused.spec import AUX_NAMES, MOST_TEXTS, parse
 
 _ids = itertools.count(-1, -1)
@@ -62,12 +62,12 @@ class _Segment(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.steps, *tensors = inputs
-        ctx.settings = settings.current()
+        ctx.settings = numerics.current()
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with settings.under(ctx.settings):
+        with numerics.under(ctx.settings):
             return _Segment.replay(ctx, dy)
 
     @staticmethod
@@ -159,7 +159,7 @@ def run_segment(calls: list[Call], generator: torch.Generator | None) -> Tensor:
         steps.append(_Step(call.op, call.text + compute, len(call.slots)))
         state = None
         if ".p_" in call.text:
-            source = outer_checkpoint.source(x, generator)
+            source = enclosing_checkpoint.source(x, generator)
             state = torch.ops.ckptfused.rng_state(x, _fresh_id(), generator=source)
         tensors += [*call.slots, *call.aux, state]
     end_replay(x, tensors)

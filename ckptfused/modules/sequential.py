@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import TransformerEncoder, TransformerEncoderLayer
 
-from ckptfused import outer_checkpoint
 from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import transformed
 from ckptfused.layer.call import learned
@@ -21,6 +20,7 @@ from ckptfused.modules.ffn import FusedCheckpointFFN
 from ckptfused.modules.fused import FusedModule, check_call, refuse_generic
 from ckptfused.modules.segment import run_segment
 from ckptfused.offload import Offloader, saving
+from ckptfused.ops import enclosing_checkpoint
 from ckptfused.spec.checks import check_flag, check_integer
 
 _FORWARDS = (FusedCheckpointBlock.forward, FusedCheckpointAttention.forward, FusedCheckpointFFN.forward)
@@ -111,7 +111,7 @@ class FusedCheckpointSequential(nn.Sequential):
                     x = _call_one(run[0], x, masks, **only_fused)
                 continue
             calls = [block.prepare(x, *masks, cu_seqlens, rotary) for block in run]
-            with saving(self._offloader, x), outer_checkpoint.passed(self, len(runs) == 1):
+            with saving(self._offloader, x), enclosing_checkpoint.hidden_from_it(self, len(runs) == 1):
                 y = run_segment(calls, generator)
             x = y.view(x.shape) if x.dim() == 2 else y
         return x
@@ -132,7 +132,9 @@ class FusedCheckpointSequential(nn.Sequential):
         return runs
 
     def insert(self, index: int, module: nn.Module) -> FusedCheckpointSequential:
-        """As `nn.Sequential.insert`, which knows no names but numbers: the others keep theirs here."""
+        """Inserts a module like `nn.Sequential.insert`, whose names are numbers: modules with other names keep them
+        here.
+        """
         names = list(self._modules)
         if names == [str(i) for i in range(len(names))] or not -len(names) <= index <= len(names):
             return super().insert(index, module)  # type: ignore[return-value]

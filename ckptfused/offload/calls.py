@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptfused.generic.copies import is_plain
 from ckptfused.offload.copies import Copies, copies_of
 from ckptfused.offload.saved import Held, Saved
-from ckptfused.outer_checkpoint import captured
+from ckptfused.ops.enclosing_checkpoint import captured
+from ckptfused.recompute.copy_on_write import is_plain
 
 _NOTHING = nullcontext()
 _hooks: Any = torch._C._autograd  # what `torch.autograd.graph.saved_tensors_hooks` calls

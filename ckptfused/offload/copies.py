@@ -102,7 +102,7 @@ class Layout(NamedTuple):
 
 
 class CountedCopies:
-    """Those of meta tensors that stand for a GPU's: what is on the host takes none of the memory that is counted."""
+    """Copies of meta tensors that stand for a GPU's: what is on the host takes none of the memory that is counted."""
 
     def home(self) -> None:
         return None

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ckptfused.generic.copies import version, version_counter
 from ckptfused.offload.copies import Copies
+from ckptfused.recompute.copy_on_write import version, version_counter
 
 
 class Held:

@@ -8,7 +8,7 @@ from .checks import check_choice, check_integer, check_number, check_probability
 
 FIRST_SITE = 4
 MOST_ADAPTERS = 252
-"""Of a block: a dropout site is a number below 256."""
+"""The most adapters of a block: a dropout site is a number below 256."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The one table of what describes a block: the fields of the frame, of both halves and of the block.
 
 A declaration is a row: name, type, default, allowed values, one line of meaning. The checks, the text form, its parsing
-and `csrc/autograd/spec_fields.h` are made from these rows; `slots.py` says which tensors they bring.
+and `csrc/block/spec_fields.h` are made from these rows; `slots.py` says which tensors they bring.
 """
 
 # No `from __future__ import annotations`: `table.rows` reads the annotations themselves.

@@ -100,14 +100,14 @@ def _slots() -> Iterator[str]:
 
 
 def spec_fields() -> str:
-    """`csrc/autograd/spec_fields.h`: the fields with their keys and defaults, the slots, the names that are kept."""
+    """`csrc/block/spec_fields.h`: the fields with their keys and defaults, the slots, the names that are kept."""
     shared = rows(Frame)
     halves = {kind: [row for row in rows(kind) if row not in shared] for kind in (AttentionSpec, FFNSpec)}
     types = ", ".join(f'{{"{name}", c10::ScalarType::{scalar}}}' for name, scalar in SCALAR_TYPES.items())
     lines = [
         _TOP,
         *(f"#include <{name}>" for name in ("cstdint", "string", "vector")),
-        '\n#include <c10/core/ScalarType.h>\n\n#include "autograd/spec_types.h"\n\nnamespace ckptfused {\n',
+        '\n#include <c10/core/ScalarType.h>\n\n#include "block/spec_types.h"\n\nnamespace ckptfused {\n',
         *_struct("HalfSpec", "", shared, "What both halves share."),
         *_struct("AttentionFields", "HalfSpec", halves[AttentionSpec], "The attention half's own."),
         *_struct("FFNFields", "HalfSpec", halves[FFNSpec], "The FFN half's own."),
@@ -152,7 +152,7 @@ def activation_kinds() -> str:
 def headers() -> dict[Path, str]:
     """The text of every generated file."""
     return {
-        ROOT / "csrc/autograd/spec_fields.h": spec_fields(),
+        ROOT / "csrc/block/spec_fields.h": spec_fields(),
         ROOT / "csrc/math/activation_kinds.h": activation_kinds(),
     }
 

@@ -40,7 +40,7 @@ def capability_at_hand() -> tuple[int, int]:
 
 
 def _cudnn_version() -> int:
-    """Of the library at hand; without a GPU, of the one that torch 2.11 comes with."""
+    """Version of the cuDNN at hand; without a GPU, of the one that torch 2.11 comes with."""
     return (torch.backends.cudnn.version() or 0) if torch.cuda.is_available() else _CUDNN
 
 
@@ -57,7 +57,7 @@ class Shape:
 
     @classmethod
     def of_spec(cls, a: AttentionSpec, dtype: torch.dtype, batch: int, length: int) -> Shape:
-        """Of the call that a block makes; dtype: its compute type."""
+        """The shape of the call that a block makes; dtype: its compute type."""
         there = (
             *(a.mask != "none", a.padding != "none", a.packed),
             *(0 < a.window < length, a.softcap, round(a.p_attn * 65536)),

@@ -50,8 +50,8 @@ def block_d(head_dim: int) -> int:
 
 
 def delta_config(head_dim: int) -> Config:
-    """Of the kernel that makes each row's shift and delta, whatever the type and the device: it multiplies nothing and
-    reads once, 32 numbers a thread of do and of o."""
+    """The configuration of the kernel that makes each row's shift and delta, whatever the type and the device: it
+    multiplies nothing and reads once, 32 numbers a thread of do and of o."""
     return Config(min(64, 4096 // block_d(head_dim)), 0, warps=4, stages=1)
 
 

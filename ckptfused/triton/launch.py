@@ -34,7 +34,7 @@ def _rows(name: str, like: Tensor, packed: bool, launches: Launches) -> Tensor:
 
 
 def _number(name: str, value: float, a: Problem, launches: Launches) -> float | Tensor:
-    """As tiles.scalar takes it."""
+    """A number in the form that tiles.scalar takes."""
     if a.q.dtype != torch.float64 and a.q.device.type != "cpu":
         return value
     t = torch.full((1,), value, dtype=accumulation_type(a.q.dtype), device=a.q.device)
@@ -92,7 +92,7 @@ def _options(a: Problem, config: Config) -> dict[str, Any]:
 
 
 def _tile(stage: str, a: Problem, capability: tuple[int, int]) -> Config:
-    """Of what was asked for and of the device alone, so that forward and its replay in backward agree."""
+    """The tile, chosen by the call and the device alone, so that forward and its replay in backward agree."""
     special = (a.window > 0, a.softcap > 0.0, a.mask is not None, a.padding is not None, a.cu_seqlens is not None)
     return _tile_of(stage, a.q.dtype, a.q.shape[3], a.threshold > 0, capability, special)
 

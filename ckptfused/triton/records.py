@@ -50,7 +50,7 @@ class Driver(NamedTuple):
 
 @cache
 def driver() -> Driver | None:
-    """Of this process; None where it is older than CUDA 12.4."""
+    """The driver of this process; None where it is older than CUDA 12.4."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         return Driver(ctypes.cast(library.cuLaunchKernel, ctypes.c_void_p).value or 0, library.cuFuncGetParamInfo)

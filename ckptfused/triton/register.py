@@ -18,13 +18,13 @@ def _ffn_choice(like: Tensor, dtype: torch.dtype, n: int, c: int, f: int, act: s
 
 
 def _ffn_up_fwd(*args: Any, **options: Any) -> None:
-    from .ffn_launch import ffn_up_fwd
+    from ckptfused.triton.ffn.launch import ffn_up_fwd
 
     ffn_up_fwd(*args, **options)
 
 
 def _ffn_up_bwd(*args: Any, **options: Any) -> None:
-    from .ffn_launch import ffn_up_bwd
+    from ckptfused.triton.ffn.launch import ffn_up_bwd
 
     ffn_up_bwd(*args, **options)
 

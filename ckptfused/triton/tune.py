@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from ckptfused.triton.ffn.configs import DTYPES, candidates
+
 from . import tuning
-from .ffn_configs import DTYPES, candidates
 
 
 def tune_ffn(n: int, c: int, f: int, act: str, dtype: torch.dtype, rounds: int = 21) -> dict[str, Any]:
@@ -22,7 +23,7 @@ def tune_ffn(n: int, c: int, f: int, act: str, dtype: torch.dtype, rounds: int =
     it is wrong. The choice holds from the next process on; in this one after ``reload()``, not to be called between a
     forward and its backward.
     """
-    from .ffn_tune import measure  # late: it needs Triton
+    from ckptfused.triton.ffn.measure import measure  # late: it needs Triton
 
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected bfloat16 or float16, got {dtype}")

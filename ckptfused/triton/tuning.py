@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from ckptfused._extension import _C
+from ckptfused.triton.ffn.configs import DTYPES, FFNConfig, candidates, find_config
 
 from .backend import has_triton as _has_triton
-from .ffn_configs import DTYPES, FFNConfig, candidates, find_config
 
 CUBLAS = "cublas"
 _FORMAT = 3  # 2: times of the products and the activation alone; 1: of an FFN in one piece, and of no kept backward
@@ -92,7 +92,7 @@ _asked: list[str] = []
 
 @contextlib.contextmanager
 def going(way: str) -> Iterator[None]:
-    """Within, every shape goes this way: what a measurement compares. Not between a forward and its backward."""
+    """A context in which every shape goes this way, for measurements. Not between a forward and its backward."""
     _asked.append(way)
     _C.forget_ffn_choices()
     try:

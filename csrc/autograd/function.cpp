@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "autograd/block.h"
 #include "autograd/function.h"
-#include "autograd/settings.h"
+#include "autograd/numerics.h"
+#include "block/block.h"
 
 namespace ckptfused {
 namespace {

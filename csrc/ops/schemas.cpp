@@ -1,7 +1,7 @@
 #include "ops/torch.h"
 
 // Every schema of the extension. Kernels register per dispatch key in their own files; fake
-// kernels and FLOP formulas are in ckptfused/fake.py.
+// kernels and FLOP formulas are in ckptfused/ops/fake.py.
 
 namespace {
 

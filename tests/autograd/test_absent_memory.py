@@ -42,7 +42,7 @@ def _resize(t: Tensor, size: str) -> None:
 
 
 def _leaves(case: Case, device: str) -> Inputs:
-    """With memory of its own for every tensor."""
+    """Inputs with memory of its own for every tensor."""
     inputs = make_inputs(case, torch.float32, device=device).clone()
     params = {name: t.requires_grad_() for name, t in inputs.params.items()}
     return replace(inputs, x=inputs.x.requires_grad_(), params=params)

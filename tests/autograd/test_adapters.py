@@ -78,7 +78,7 @@ def test_gradients_have_their_parameters_types() -> None:
 @pytest.mark.parametrize("keep", ["inputs", "all"])
 @pytest.mark.parametrize("lora", ["drop", "twice"])
 def test_frozen_base(lora: str, keep: str, device: str) -> None:
-    """As PEFT trains: gradients of the adapters alone, the same as among all others, float32 beside bfloat16."""
+    """PEFT trains so: gradients of the adapters alone, the same as among all others, float32 beside bfloat16."""
     repeatable(device)
     case = Case(mask="causal", rope="half", norm="rmsnorm", drop="res", lora=lora, batch=2, bias="all")
     inputs, function = make_inputs(case, torch.bfloat16, device=device), fused(case.spec().with_keep(keep))
@@ -146,7 +146,9 @@ def test_against_peft(dtype: torch.dtype) -> None:
 
 
 def test_work_by_hand() -> None:
-    """Beside the base's: up's two again, and of each t again, d b, d t (of down twice), d a and d in."""
+    """The adapters' products beside the base's: up's two again, and of each t again, d b, d t (of down twice), d a and
+    d in.
+    """
     base = BlockSpec(ffn=FFNSpec("relu", F))
     dims, rank = (1, N, C), 5
     assert base.ffn is not None

@@ -186,7 +186,7 @@ def test_layers_that_cannot_be_fused() -> None:
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of checks of shapes
 @pytest.mark.parametrize("name", MODULES)
 def test_traced_by_torch_jit(name: str) -> None:
-    """As the older exporter to ONNX traces; what was traced has gradients."""
+    """The older exporter to ONNX traces so; what was traced has gradients."""
     module, x = made(name)
     module(x)  # which makes the rotary table, or the trace would have its making as well
     traced = torch.jit.trace(module, x)

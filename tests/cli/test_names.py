@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfused import cards, plan, profile
+from ckptfused import plan, profile
 from ckptfused.cli import main
-from ckptfused.configurations import MODELS, read_config
-from ckptfused.policy.devices import device_named
+from ckptfused.cli.configurations import MODELS, read_config
+from ckptfused.simulate import cards
+from ckptfused.simulate.devices import device_named
 
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[2]

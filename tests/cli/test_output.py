@@ -24,7 +24,7 @@ def make():
     "options", [["--help"], ["profile", "--config", "factory:make", "--json"]], ids=["help", "json"]
 )
 def test_a_reader_that_leaves_ends_the_command_without_a_traceback(options: list[str], tmp_path: Path) -> None:
-    """As `| head` does."""
+    """`head` leaves so after a pipe."""
     (tmp_path / "factory.py").write_text(FACTORY)
     read, write = os.pipe()
     os.close(read)
@@ -74,7 +74,7 @@ def test_fingerprints_are_written_only_when_classes_are_named(names: list[str], 
     package = Path(__file__).parents[2]
     known = package / "ckptfused" / "layer" / "known.json"
     before = known.stat().st_mtime_ns
-    command = [sys.executable, "-m", "ckptfused.convert", *names]
+    command = [sys.executable, "-m", "ckptfused.models", *names]
     found = subprocess.run(command, capture_output=True, text=True, cwd=package)
     assert found.returncode == status and said in found.stdout + found.stderr and "Traceback" not in found.stderr
     assert known.stat().st_mtime_ns == before

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ckptfused
 from ckptfused.compat import kernels
 from ckptfused.compat.patches import here, patched
-from ckptfused.policy.meta_autocast import autocast_on_meta
+from ckptfused.simulate.autocast_kernels import autocast_on_meta
 
 WIDTH = 16
 
@@ -55,7 +55,7 @@ def around(word: str) -> Callable[[Any], Any]:
 
 @pytest.mark.parametrize("first_goes_first", [True, False])
 def test_contexts_end_in_any_order(first_goes_first: bool) -> None:
-    """As those of threads that overlap do."""
+    """Contexts of threads that overlap end so."""
     owner = place()
     original = owner.name
     first, second = patched(owner, "name", around("first")), patched(owner, "name", around("second"))

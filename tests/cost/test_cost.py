@@ -123,7 +123,7 @@ class Ops:
         return cost.forward_scratch(self.spec, *self.dims, self.inputs.x.dtype, **self.arguments)
 
     def ledgers(self) -> tuple[cost.Ledger, cost.Ledger]:
-        """Of the forward and of a backward with all gradients."""
+        """Ledgers of the forward and of a backward with all gradients."""
         call = (self.spec, *self.dims, self.inputs.x.dtype)
         return cost.forward_ledger(*call, **self.arguments), cost.backward_ledger(*call, **self.arguments)
 

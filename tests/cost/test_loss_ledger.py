@@ -112,7 +112,7 @@ def test_saved_bytes() -> None:
 def test_rows_of_a_piece_where_nothing_is_said(
     width: int, classes: int, dtype: torch.dtype, device: str, rows: int
 ) -> None:
-    """Of 65,536, in pieces of one size: as many as there is room for, rounded up to 16."""
+    """65,536 rows go in pieces of one size: as many as there is room for, rounded up to 16."""
     x = torch.empty(65536, width, dtype=dtype, device="meta", requires_grad=True)
     weight = torch.empty(classes, width, dtype=dtype, device="meta")
     products = [e for e in loss_ledgers(LossSpec(), x, weight, device=device)[0].events if e[0] == "product"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckptfused import FusedCheckpointBlock, cost
-from ckptfused.policy.devices import DEVICES, Device
-from ckptfused.policy.seconds import step_seconds
+from ckptfused.simulate.devices import DEVICES, Device
+from ckptfused.simulate.seconds import step_seconds
 from ckptfused.spec import BlockSpec, FFNSpec, param_shapes
 
 N, C, F = 2 * 8192, 4096, 14336

@@ -17,7 +17,7 @@ import pytest
 
 from ckptfused import CheckpointPolicy
 from ckptfused.cli import main
-from ckptfused.convert.family import FAMILIES
+from ckptfused.models.family import FAMILIES
 from tests import tools
 from tests.docs.pages import FENCE, PAGES, ROOT, Block, blocks, name, named_files
 
@@ -52,8 +52,8 @@ def small_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     import transformers
 
-    from tests.convert import zoo_llama  # noqa: F401
-    from tests.convert.zoo import ZOO
+    from tests.models import zoo_llama  # noqa: F401
+    from tests.models.zoo import ZOO
 
     def small(*args: Any, **kwargs: Any) -> Any:
         return ZOO["qwen3"].make(0.0, "sdpa")

@@ -196,7 +196,7 @@ class ChangesArgument(nn.Module):
 
 
 def counted(model: Stack) -> Stack:
-    """With a hook on a module of the second layer that multiplies by how often it ran."""
+    """A model with a hook on a module of the second layer that multiplies by how often it ran."""
     calls = itertools.count(1)
     model.layers[1].up.register_forward_hook(lambda module, args, result: result * next(calls))
     return model
@@ -266,7 +266,7 @@ class DropsOnRank(nn.Module):
 
 
 def single_replay() -> tuple[Any, Any]:
-    """Of a checkpoint: half precision in forward, and none in the replay."""
+    """Contexts of a checkpoint: half precision in forward, and none in the replay."""
     return torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False)
 
 

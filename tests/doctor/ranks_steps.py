@@ -19,9 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ckptfused
 from ckptfused.doctor import doctor
-from tests.convert.distributed_runs import batch, shard
-from tests.convert.small import llama
 from tests.doctor import models
+from tests.models.distributed_runs import batch, shard
+from tests.models.small import llama
 
 
 def model_of(p: float = 0.0) -> Any:

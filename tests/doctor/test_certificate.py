@@ -184,7 +184,7 @@ def proved(found: Findings) -> list[tuple[str, str, str]]:
 
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=name) for name, fault in FAULTS.items()])
 def test_a_fault_is_named(fault: Fault) -> None:
-    """With its layer; and where everything is saved, or ckptfused.checkpoint does it, there is none."""
+    """A fault is named with its layer; where everything is saved, or ckptfused.checkpoint does it, there is none."""
     model = fault.make()
     before = state(model)
     found = doctor(model, batch())

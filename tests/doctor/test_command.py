@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from ckptfused.cli import main
-from ckptfused.configurations import MODELS
+from ckptfused.cli.configurations import MODELS
 
 pytestmark = [
     pytest.mark.once,
@@ -34,7 +34,7 @@ def right():
 
 
 def language_model():
-    from tests.convert.small import llama
+    from tests.models.small import llama
 
     return llama()
 

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 import ckptfused
 from ckptfused.doctor import doctor
-from tests.convert import (  # noqa: F401
+from tests.models import (  # noqa: F401
     zoo_decoders,
     zoo_encoders,
     zoo_llama,
@@ -20,8 +20,8 @@ from tests.convert import (  # noqa: F401
     zoo_seq2seq,
     zoo_torch,
 )
-from tests.convert.small import llama
-from tests.convert.zoo import ZOO, randomize, text_batch
+from tests.models.small import llama
+from tests.models.zoo import ZOO, randomize, text_batch
 
 pytestmark = [
     pytest.mark.once,
@@ -48,7 +48,7 @@ def small(name: str, mode: str) -> Any:
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_converted_models_are_certified(name: str, mode: str) -> None:
-    """With dropout; nothing but advice."""
+    """Models with dropout get nothing but advice."""
     model = small(name, mode)
     ckptfused.convert(model)
     before = {k: v.clone() for k, v in model.state_dict().items()}

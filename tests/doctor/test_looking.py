@@ -19,8 +19,8 @@ from tests.doctor.models import WIDTH, Layer, stack, wrapped
 
 pytest.importorskip("transformers")
 
-from tests.convert.small import llama
-from tests.convert.zoo import text_batch
+from tests.models.small import llama
+from tests.models.zoo import text_batch
 
 pytestmark = [
     pytest.mark.once,
@@ -302,7 +302,7 @@ def test_memory_of_a_model_that_is_partly_unknown_is_not_judged() -> None:
 
 
 def test_all_that_is_large_has_a_mend() -> None:
-    """Of state and logits alike, both; of one that outweighs the other, one."""
+    """State and logits of like size get both; one that outweighs the other, one."""
     for size, mends in (({"hidden_size": 512}, (True, False)), ({"vocab_size": 60_000}, (True, True))):
         found = looked((meta(plain(**size)), long_batch(100)))
         mend = next(f.mend for f in found if "of the predicted peak of" in f.text)

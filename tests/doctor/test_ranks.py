@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
-from tests.convert.ranks import Ranks
 from tests.doctor import ranks_steps as steps
+from tests.models.ranks import Ranks
 
 pytestmark = pytest.mark.once
 

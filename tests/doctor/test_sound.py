@@ -41,7 +41,7 @@ def linear() -> nn.Linear:
 
 
 def with_buffers() -> nn.Module:
-    """Of kinds that few programs know."""
+    """A module with buffers of kinds that few programs know."""
     model = stack(nn.Identity)
     model.register_buffer("sparse", torch.eye(3).to_sparse())
     model.register_buffer("small", torch.ones(3).to(torch.float8_e4m3fn))

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from tests.convert import test_families as families
-from tests.convert.compare import close, run
-from tests.convert.small import twins
-from tests.convert.zoo import ZOO
 from tests.devices import repeatable
+from tests.models import test_families as families
+from tests.models.compare import close, run
+from tests.models.small import twins
+from tests.models.zoo import ZOO
 
 pytestmark = pytest.mark.gpu
 

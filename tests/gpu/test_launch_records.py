@@ -21,16 +21,16 @@ CASES = [*MASK_CASES, *PADDING_CASES, *PACKED_CASES, *DTYPE_CASES]
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_bits(case: Case) -> None:
     call = make_call(case, "cuda")
-    _C.use_launch_records(False)
+    _C.testing.use_launch_records(False)
     try:
         by_triton = call.run()
     finally:
-        _C.use_launch_records(True)
+        _C.testing.use_launch_records(True)
     call.run()
-    hits = _C.launch_record_hits()
+    hits = _C.testing.launch_record_hits()
     assert all(map(torch.equal, call.run(), by_triton))
     copied = case.dtype == torch.float64 and (case.mask != "none" or case.padding != "none")
-    assert _C.launch_record_hits() - hits == 2 or copied
+    assert _C.testing.launch_record_hits() - hits == 2 or copied
 
 
 def test_a_stream_of_its_own_and_a_graph() -> None:
@@ -44,11 +44,11 @@ def test_a_stream_of_its_own_and_a_graph() -> None:
     stream.synchronize()
     assert all(map(torch.equal, beside, expected))
     graph = torch.cuda.CUDAGraph()
-    hits = _C.launch_record_hits()
+    hits = _C.testing.launch_record_hits()
     captured: tuple[Tensor, ...]
     with torch.cuda.graph(graph):
         captured = call.run()
-    assert _C.launch_record_hits() - hits == 2
+    assert _C.testing.launch_record_hits() - hits == 2
     graph.replay()
     torch.cuda.synchronize()
     assert all(map(torch.equal, captured, expected))

@@ -11,8 +11,9 @@ import torch
 pytest.importorskip("triton")
 
 from ckptfused.spec import keepable
-from ckptfused.triton import ffn_launch, tuning
-from ckptfused.triton.ffn_configs import CANDIDATES, FFNConfig, candidates
+from ckptfused.triton import tuning
+from ckptfused.triton.ffn import launch
+from ckptfused.triton.ffn.configs import CANDIDATES, FFNConfig, candidates
 from tests.cases import Case
 from tests.devices import repeatable
 from tests.gpu import test_graphs as graphs
@@ -65,8 +66,8 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for kernel in (ffn_launch.ffn_up_fwd, ffn_launch.ffn_up_bwd):
-        monkeypatch.setattr(ffn_launch, kernel.__name__, counted(kernel))
+    for kernel in (launch.ffn_up_fwd, launch.ffn_up_bwd):
+        monkeypatch.setattr(launch, kernel.__name__, counted(kernel))
     monkeypatch.setattr(tuning, "override", lambda: "triton")
     return calls
 
@@ -117,7 +118,7 @@ def test_tiles_of_a_block(case: Case, quickly: list[str]) -> None:
 
 
 def test_presets_are_equal_at_the_sizes_of_a_model(chosen: list[str]) -> None:
-    """With the tile that a model would get."""
+    """The tile is the one that a model would get."""
     keep.test_presets_are_equal("dropout everywhere")
     assert {"ffn_up_fwd", "ffn_up_bwd"} == set(chosen)
 

@@ -14,10 +14,10 @@ pytest.importorskip("accelerate")
 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ckptfused.convert.forward import ConvertedForward
 from ckptfused.integrations import CkptfusedCallback
-from tests.convert.small import llama
-from tests.convert.test_trainer import Texts, assert_curves_agree, fine_tune, trainer_warnings
+from ckptfused.models.forward import ConvertedForward
+from tests.models.small import llama
+from tests.models.test_trainer import Texts, assert_curves_agree, fine_tune, trainer_warnings
 
 pytestmark = [pytest.mark.once, trainer_warnings]
 LOGGER = "ckptfused.integrations.run"
@@ -28,7 +28,7 @@ def converted(model: torch.nn.Module) -> bool:
 
 
 class Long(Texts):
-    """Of many more tokens than the others."""
+    """Texts of many more tokens than the others."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {name: t.repeat(100) for name, t in super().__getitem__(index).items()}
@@ -68,7 +68,9 @@ def test_losses_are_those_of_the_plain_model(accumulation: int, tmp_path: Path, 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_budget_is_planned_for_the_trainers_step(accumulation: int, tmp_path: Path, caplog: Any) -> None:
-    """With its optimizer, on its own first rows; drawing those moves no generator, so losses stay those of before."""
+    """The step has its optimizer and its own first rows; drawing those moves no generator, so losses stay those of
+    before.
+    """
     _, want = fine_tune(llama(), tmp_path / "b", gradient_accumulation_steps=accumulation)
     callback = CkptfusedCallback(every=1, budget="1GiB")
     with caplog.at_level(logging.INFO, LOGGER):

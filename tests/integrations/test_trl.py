@@ -12,9 +12,9 @@ pytest.importorskip("datasets")
 import trl
 
 from ckptfused.integrations import CkptfusedCallback
-from tests.convert.small import llama
-from tests.convert.test_trainer import assert_curves_agree
-from tests.convert.test_trl import texts, tokenizer
+from tests.models.small import llama
+from tests.models.test_trainer import assert_curves_agree
+from tests.models.test_trl import texts, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
 

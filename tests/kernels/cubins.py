@@ -30,7 +30,7 @@ def gencode_of(architectures: str) -> list[str]:
 
 
 def processors(gencode: Sequence[str]) -> set[str]:
-    """Those that ptxas compiles for."""
+    """The processors that ptxas compiles for."""
     return {name for name in setup_cuda.architecture_names(list(gencode)) if name.startswith("sm_")}
 
 

@@ -78,7 +78,7 @@ class Count:
         return min(warps * 32 // THREADS, 2048 // THREADS) * THREADS
 
     def accesses(self, path: sass.HotPath) -> int:
-        """Of 16 bytes of memory."""
+        """Accesses of 16 bytes of memory."""
         return path.loads + path.stores - self.revisited
 
     def ceiling(self, path: sass.HotPath) -> float:
@@ -88,7 +88,7 @@ class Count:
 
 
 def counts(registers: dict[str, int], cubins: list[Path]) -> Iterator[Count]:
-    """Those of kernels in cubins of the architecture; registers by mangled name."""
+    """Counts of kernels in cubins of the architecture; registers by mangled name."""
     assert NVDISASM is not None
     for cubin in cubins:
         architecture, kernels = sass.disassemble(NVDISASM, cubin)

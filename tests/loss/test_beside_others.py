@@ -99,8 +99,8 @@ def test_liger_leaves_adapters_of_the_head_out(monkeypatch: pytest.MonkeyPatch) 
     import peft
     from liger_kernel.transformers.model import llama as liger
 
-    from tests.convert.small import llama
-    from tests.convert.zoo import text_batch
+    from tests.models.small import llama
+    from tests.models.zoo import text_batch
 
     def loss(hidden_states: Tensor, lm_head_weight: Tensor, labels: Tensor, **_: Any) -> Tensor:
         logits = F.linear(hidden_states, lm_head_weight)[:, :-1].flatten(0, 1)

@@ -19,7 +19,7 @@ from ckptfused import rng
 from ckptfused.cost.loss import loss_saved_bytes
 from ckptfused.eager.loss import eager_linear_cross_entropy
 from ckptfused.loss import HeadAdapter, LossOutput
-from ckptfused.loss.double_backward import drawn_masks
+from ckptfused.ops.loss_second_order import drawn_masks
 from ckptfused.spec import HEAD, Adapter, LossSpec
 from tests.accounting import Events
 

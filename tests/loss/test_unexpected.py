@@ -155,7 +155,9 @@ def test_third_derivatives(keep: str) -> None:
 
 @pytest.mark.parametrize("keep", ["gradients", "inputs"])
 def test_a_weight_that_x_depends_on(keep: str) -> None:
-    """As of tied embeddings: its gradient here is that of the loss alone, whether or not it is differentiated."""
+    """A tied embedding is such a weight: its gradient here is that of the loss alone, whether or not it is
+    differentiated.
+    """
     embedding, target = normal(5, 4, dtype=torch.float64), torch.arange(3)
 
     def differentiated(loss: Callable[..., Tensor]) -> Any:
@@ -260,7 +262,9 @@ def test_derivatives_of_one_token_without_a_batch(options: dict[str, Any], keep:
 
 
 def test_transforms_of_half_precision_and_under_autocast() -> None:
-    """As the op: the loss is float32, the products have autocast's type, also those of float16 inputs."""
+    """The transforms agree with the op: the loss is float32, the products have autocast's type, also those of float16
+    inputs.
+    """
     target = torch.arange(5)
     for dtype, enabled in product(HALVES, (False, True)):
         x, weight = normal(5, 8, dtype=dtype).detach(), normal(9, 8, dtype=dtype).detach()

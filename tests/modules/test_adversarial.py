@@ -12,7 +12,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
 from ckptfused import FusedCheckpointBlock, FusedCheckpointFFN, FusedCheckpointSequential
-from ckptfused.layer import texts
+from ckptfused.layer import spec_text
 from ckptfused.spec import MOST_TEXTS, parse
 from tests.devices import on_devices, repeatable
 
@@ -77,7 +77,7 @@ def test_a_subclass_that_computes_something_else_is_obeyed() -> None:
 
 
 def test_a_layer_with_a_forward_of_its_own_is_obeyed() -> None:
-    """As hooks of accelerate, PEFT and others put it there."""
+    """Hooks of accelerate, PEFT and others put one there."""
     block = _block()
     layer: Any = _plain(block)
     owner: Any
@@ -223,5 +223,5 @@ def test_a_schedule_of_dropout_probabilities_fills_no_cache() -> None:
     for step in range(MOST_TEXTS + 100):
         block.dropout1.p = 0.1 + step * 1e-4
         y = block(X)
-    assert parse.cache_info().currsize == texts._text.cache_info().currsize == MOST_TEXTS
+    assert parse.cache_info().currsize == spec_text._text.cache_info().currsize == MOST_TEXTS
     y.sum().backward()  # its spec was parsed anew, and is still at hand

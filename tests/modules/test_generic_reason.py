@@ -116,7 +116,7 @@ def test_a_subclass() -> None:
 
 
 def test_a_weight_of_another_kind() -> None:
-    """As torchao's quantised ones are."""
+    """torchao's quantised weights are such."""
     two = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
     module = ffn()
     x, weight = torch.randn(2, 5, C), module.linear2.weight.detach()

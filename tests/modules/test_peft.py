@@ -24,9 +24,9 @@ from ckptfused import (
     cost,
 )
 from tests.accounting import CountOps, saved_bytes
-from tests.convert.compare import close, gradients, result
-from tests.convert.dropout_oracle import RecordStates
-from tests.convert.test_peft import Masked
+from tests.models.compare import close, gradients, result
+from tests.models.dropout_oracle import RecordStates
+from tests.models.test_peft import Masked
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::peft.utils.warning.PeftWarning"),
@@ -74,7 +74,7 @@ def products(counted: CountOps) -> int:
 
 
 def fused_result(model: Any, x: Tensor = X) -> dict[str, Tensor]:
-    """As `compare.result`, of one block op and nothing beside it."""
+    """The same as `compare.result`, of one block op and nothing beside it."""
     with CountOps() as counted:
         found = result(model, x)
     assert counted.blocks == (1, 1) and products(counted) == 0
@@ -180,7 +180,7 @@ def test_merged_and_disabled(change: str) -> None:
 
 @pytest.mark.parametrize("keep", ["inputs", "all"])
 def test_dropout_of_adapters(keep: str) -> None:
-    """With the masks that the op drew: two adapters, sites 4 and 5."""
+    """The masks are those that the op drew: two adapters, sites 4 and 5."""
     model = lora(plain_layer(), FFN, lora_dropout=0.25)
     ours = swapped(model, keep)
     with RecordStates() as record:

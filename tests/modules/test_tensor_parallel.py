@@ -32,7 +32,7 @@ X = torch.randn(B, T, C)
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
-    """Of one process: a shard of a tensor is then all of it, and its placement says the same."""
+    """A mesh of one process: a shard of a tensor is then all of it, and its placement says the same."""
     store = os.fspath(tmp_path_factory.mktemp("group") / "store")
     dist.init_process_group("gloo", store=dist.FileStore(store, 1), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))

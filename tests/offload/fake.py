@@ -47,7 +47,7 @@ def _alone(method: Any) -> Any:
 
 
 class FakeCopies:
-    """As `ckptfused.offload.copies.CudaCopies`.
+    """A stand-in for `ckptfused.offload.copies.CudaCopies`.
 
     What the home is given runs at once, as on a CPU. Copies run in order; `late`: not before somebody waits for them,
     which is as late as a stream may be; else at once, which is as early. Until then, what they fill is NaN. What a copy
@@ -159,7 +159,7 @@ def _unfilled(t: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def faked(late: bool = True) -> Iterator[FakeCopies]:
-    """Within, the CPU is a device whose tensors are offloaded. Ends with `check`."""
+    """A context in which the CPU is a device whose tensors are offloaded. Ends with `check`."""
     copies = FakeCopies(late)
     with mock.patch.object(calls, "copies_of", return_value=copies):
         yield copies

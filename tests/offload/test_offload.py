@@ -169,7 +169,7 @@ def test_backward_of_a_part(late: bool) -> None:
 
 
 def test_one_is_ahead_at_most() -> None:
-    """Of two graphs, of each of which backward goes through the last layer alone."""
+    """Two graphs, through each of which backward goes through the last layer alone."""
     model = fused()
     last = list(model.layers[-1].parameters())
     with faked(late=False) as copies:

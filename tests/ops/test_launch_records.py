@@ -65,7 +65,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor]:
 def launching() -> Iterator[Launcher]:
     """Attention of CPU tensors as on a GPU, its kernels started by a Launcher."""
     found = Launcher()
-    as_on_gpu = _C.AttentionAsOnGpu()
+    as_on_gpu = _C.testing.AttentionAsOnGpu()
     library = torch.library.Library("ckptfused", "IMPL")
     library.impl("attention_triton_fwd", found.forward, "CPU")
     yield found
@@ -75,10 +75,10 @@ def launching() -> Iterator[Launcher]:
 
 @pytest.fixture
 def launcher() -> Iterator[Launcher]:
-    _C.use_launch_records(True)
+    _C.testing.use_launch_records(True)
     with launching() as found:
         yield found
-    _C.use_launch_records(True)
+    _C.testing.use_launch_records(True)
 
 
 def rows(heads: int = 2, tokens: int = 6, dtype: torch.dtype = torch.float32, offset: int = 0) -> Tensor:
@@ -96,10 +96,10 @@ def base() -> Call:
 
 def test_the_second_call_of_a_kind_is_launched_from_cpp(launcher: Launcher) -> None:
     assert launcher.is_asked(base())
-    hits = _C.launch_record_hits()
+    hits = _C.testing.launch_record_hits()
     call = base()
     o, lse = attend(call)
-    assert launcher.asked == 1 and _C.launch_record_hits() == hits + 1
+    assert launcher.asked == 1 and _C.testing.launch_record_hits() == hits + 1
     assert o.shape == (1, 2, 6, 16) and o.stride() == (192, 16, 32, 1) and o.eq(0).all()
     assert lse.shape == (1, 2, 6) and lse.is_contiguous() and lse.eq(-torch.inf).all()
     (launched,) = launcher.driver.launched
@@ -180,9 +180,9 @@ def test_hooks_of_triton_are_for_python_to_call(launcher: Launcher) -> None:
 
 def test_records_can_be_turned_off(launcher: Launcher) -> None:
     attend(base())
-    _C.use_launch_records(False)
+    _C.testing.use_launch_records(False)
     assert launcher.is_asked(base()) and launcher.is_asked(base())
-    _C.use_launch_records(True)  # and those of before are gone
+    _C.testing.use_launch_records(True)  # and those of before are gone
     assert launcher.is_asked(base()) and not launcher.is_asked(base())
 
 

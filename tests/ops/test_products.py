@@ -49,7 +49,7 @@ def test_large_products_are_onednn_s_where_mkl_is_slow(shape: tuple[int, int, in
 @pytest.mark.parametrize("draw", [torch.randn, torch.rand])
 @pytest.mark.parametrize("depth", [256, 512, 1024, 2048, 5000, 20_000])
 def test_at_most_twice_the_error_of_pytorch_s(depth: int, draw: Callable[..., Tensor]) -> None:
-    """As the oracle's rule asks of a gradient, also where oneDNN's own products break it: 3.8 times at 2048."""
+    """The oracle's rule asks this of a gradient, also where oneDNN's own products break it: 3.8 times at 2048."""
     a, b = draw(256, depth), draw(depth, 256)
     true = a.double() @ b.double()
     out = torch.empty(256, 256)
@@ -75,7 +75,7 @@ def test_bias(shape: tuple[int, int, int], transposed: bool) -> None:
     rows, depth, cols = shape
     x, w, bias = torch.randn(rows, depth), matrix(depth, cols, not transposed, False), torch.randn(cols)
     out = torch.full((rows, cols), float("nan"))  # what was there before is not read
-    _C.linear_out(out, x, w if transposed else w.t(), bias, transposed)
+    _C.testing.linear_out(out, x, w if transposed else w.t(), bias, transposed)
     want = x.double() @ w.double() + bias.double()
     allowed = (x.abs().double() @ w.abs().double() + bias.abs()) * (depth + 1) * 2**-24
     assert ((out - want).abs() <= allowed).all()

@@ -32,7 +32,7 @@ from ckptfused._extension import _C
 a = torch.randn(5, 7).bfloat16()
 out = torch.zeros(5, 5)
 for accumulate in (False, True):
-    _C.widened_out(out, a, a.t(), accumulate)
+    _C.testing.widened_out(out, a, a.t(), accumulate)
 exact = a.double() @ a.double().t()
 assert (out - 2 * exact).abs().max() < 1e-5
 print(*calls)
@@ -50,7 +50,7 @@ def test_a_refused_product_is_made_otherwise(dtype: torch.dtype, accumulate: boo
     for left, right in ((a, b), (b.t(), a.t())):
         wide = torch.randn(left.shape[0], right.shape[1] + 8)
         out, before = wide[:, 4:-4], wide.clone()
-        _C.widened_out(out, left, right, accumulate)
+        _C.testing.widened_out(out, left, right, accumulate)
         exact = left.double() @ right.double() + (before[:, 4:-4] if accumulate else 0)
         # 41 terms and their sum in float32.
         bound = 42 * 2**-24 * (left.double().abs() @ right.double().abs() + before[:, 4:-4].abs())
@@ -64,7 +64,7 @@ def test_a_refusal_is_told_once() -> None:
         from ckptfused._extension import _C
         a, out = torch.ones(3, 3).half(), torch.zeros(3, 3)
         for _ in range(3):
-            _C.widened_out(out, a, a, True)
+            _C.testing.widened_out(out, a, a, True)
     """
     assert python(code).stderr.count("this PyTorch has no products of Half with a float32 result on cpu") == 1
 

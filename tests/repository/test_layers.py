@@ -187,7 +187,7 @@ def test_there_is_something_to_hold() -> None:
         ("math", '#include "kernels/cpu/norm.h"'),
         ("kernels", "#include <ATen/ATen.h>"),
         ("kernels", '#include "ops/checks.h"'),
-        ("ops", '#include "autograd/block.h"'),
+        ("ops", '#include "block/block.h"'),
         ("autograd", '  # include "tests/norm.h"'),
         ("tests", '#include "torch/library.h"'),
     ],

@@ -187,7 +187,7 @@ NVCC_13 = "echo 'Cuda compilation tools, release 13.1, V13.1.0'"
 def test_cuda_without_a_matching_nvcc_says_what_happens(
     tmp_path: Path, nvcc: str | None, why: str, choice: str, says: str
 ) -> None:
-    """With CKPTFUSED_CUDA=1 the build ends there, else it goes on for the CPU."""
+    """A build with CKPTFUSED_CUDA=1 ends there, else it goes on for the CPU."""
     if nvcc is not None:
         fake_nvcc(tmp_path / "bin", nvcc)
     code = "torch.version.cuda = '13.0'; print('goes on:', cuda.toolkit_to_use())"
@@ -250,7 +250,7 @@ def test_a_cuda_tensor_in_a_cpu_build_gives_one_clear_error() -> None:
 
 def test_kernels_that_do_not_run_on_the_gpu_say_what_to_build() -> None:
     def message(status: str) -> str:
-        return ckptfused._extension._C.launch_error("norm_fwd", status, "sm_80 sm_90", "NVIDIA Some GPU", 12, 0)
+        return ckptfused._extension._C.testing.launch_error("norm_fwd", status, "sm_80 sm_90", "NVIDIA Some GPU", 12, 0)
 
     for status in ("no kernel image is available for execution on the device", "the provided PTX was compiled with"):
         for part in ("norm_fwd", "sm_80 sm_90", "NVIDIA Some GPU", "12.0", "TORCH_CUDA_ARCH_LIST=12.0 pip", status):

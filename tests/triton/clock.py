@@ -14,7 +14,7 @@ class Clock:
 
 
 class Event:
-    """In the place of torch.cuda.Event."""
+    """A stand-in for torch.cuda.Event."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

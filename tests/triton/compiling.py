@@ -194,7 +194,7 @@ def parameters(cubin: bytes) -> list[tuple[int, int]]:
 
 
 def delta_kernels() -> Iterator[Kernel]:
-    """Those that make each row's shift and delta: of the options packing alone concerns them."""
+    """The kernels that make each row's shift and delta: of the options packing alone concerns them."""
     for device, d, dtype, options in product(CAPABILITIES, configs.BLOCK_D, TYPES, ((), ("packed",))):
         yield Kernel(device, "delta", d, dtype=dtype, options=options)
 

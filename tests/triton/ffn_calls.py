@@ -11,7 +11,7 @@ from torch import Tensor
 import ckptfused.rng
 from ckptfused.eager.activation import activation
 from ckptfused.spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
-from ckptfused.triton.ffn_launch import ffn_up_bwd, ffn_up_fwd
+from ckptfused.triton.ffn.launch import ffn_up_bwd, ffn_up_fwd
 from tests.oracle import KINK_ULPS, KINKED, Errors, failures, kink_at
 
 SITE = ckptfused.rng.FFN_HIDDEN

@@ -16,11 +16,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ckptfused.triton import ffn_kernels
-from ckptfused.triton.ffn_configs import CANDIDATES, FFNConfig
+from ckptfused.triton.ffn import kernels
+from ckptfused.triton.ffn.configs import CANDIDATES, FFNConfig
 from tests.triton.compiling import CAPABILITIES, ptxas
 
-KERNELS = {"fwd": ffn_kernels.ffn_up_fwd_kernel, "bwd": ffn_kernels.ffn_up_bwd_kernel}
+KERNELS = {"fwd": kernels.ffn_up_fwd_kernel, "bwd": kernels.ffn_up_bwd_kernel}
 
 
 @dataclass(frozen=True)

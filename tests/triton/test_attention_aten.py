@@ -46,15 +46,15 @@ def described(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensors(*head_counts: int) -> list[Tensor]:
-    """As the block has them: heads of rows."""
+    """Tensors as the block has them: heads of rows."""
     shapes = [(BATCH, LENGTH, heads, DIM) for heads in head_counts]
     return [torch.empty(shape, dtype=torch.bfloat16, device="meta").transpose(1, 2) for shape in shapes]
 
 
 def call(chosen: str, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """o, lse and the gradients of q, k and v."""
-    o, lse = _C.attention_aten_fwd(chosen, q, k, v, SCALE, True)
-    return o, lse, _C.attention_aten_bwd(chosen, do, q, k, v, o, lse, SCALE, True)
+    o, lse = _C.testing.attention_aten_fwd(chosen, q, k, v, SCALE, True)
+    return o, lse, _C.testing.attention_aten_bwd(chosen, do, q, k, v, o, lse, SCALE, True)
 
 
 @both

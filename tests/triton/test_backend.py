@@ -79,7 +79,7 @@ def test_what_the_environment_asks_for(override: str, change: dict[str, Any], ex
 
 @pytest.mark.parametrize("override", [None, "cudnn"])
 def test_deterministic_algorithms(override: str | None) -> None:
-    """As PyTorch: cuDNN's gradient is not repeatable; with a warning it is used all the same."""
+    """The choice follows PyTorch: cuDNN's gradient is not repeatable; with a warning it is used all the same."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert choice(override=override) == "cudnn"
     torch.use_deterministic_algorithms(True)
@@ -122,7 +122,7 @@ def test_cudnn_is_last_where_pytorch_is_told_so() -> None:
 
 @pytest.mark.gpu
 def test_the_choice_is_pytorchs_own() -> None:
-    """Of `scaled_dot_product_attention`, where one of its kernels can do the job."""
+    """The choice of `scaled_dot_product_attention`, where one of its kernels can do the job."""
     names = {SDPBackend.FLASH_ATTENTION.value: "flash", SDPBackend.CUDNN_ATTENTION.value: "cudnn"}
     for head_dim, length, kv_heads in product((64, 128, 256), (2, 100, 512), (4, 1)):
         shape = replace(PLAIN, head_dim=head_dim, length=length)

@@ -79,7 +79,7 @@ ALWAYS = {
 
 
 def runs(kernels: Iterable[Kernel]) -> list[Any]:
-    """Those in ALWAYS, and the others where every entry of the tables is asked for."""
+    """The runs in ALWAYS, and the others where every entry of the tables is asked for."""
     return [pytest.param(k, id=k.id, marks=() if k.id in ALWAYS else pytest.mark.extended) for k in kernels]
 
 

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("compiles, so not in the interpreter", allow_module_level=True)
 
 from ckptfused.triton.configs import SHARED
-from ckptfused.triton.ffn_configs import CANDIDATES
+from ckptfused.triton.ffn.configs import CANDIDATES
 from tests.triton.ffn_compiling import Kernel, compile_kernel, kernels
 
 FIRST = [Kernel(device, stage, configs[0]) for device, configs in CANDIDATES.items() for stage in ("fwd", "bwd")]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ckptfused.triton import tune, tuning
-from ckptfused.triton.ffn_configs import CANDIDATES, candidates
+from ckptfused.triton.ffn.configs import CANDIDATES, candidates
 from ckptfused.triton.tuning import CUBLAS, Device, ffn_choice
 from tests.triton.clock import Clock
 
@@ -220,7 +220,7 @@ def test_imports_without_triton() -> None:
 
 
 def of_paths(*ms: float) -> dict[str, float]:
-    from ckptfused.triton.ffn_tune import FORWARD, KEEPING, KEPT, REPLAYING
+    from ckptfused.triton.ffn.measure import FORWARD, KEEPING, KEPT, REPLAYING
 
     return dict(zip((FORWARD, REPLAYING, KEEPING, KEPT), ms, strict=True))
 
@@ -248,7 +248,7 @@ def test_one_choice_that_no_path_pays_for(
     tiles: dict[str, tuple[float, ...]], choice: str, best: str | None, no_faster: list[str]
 ) -> None:
     pytest.importorskip("triton")
-    from ckptfused.triton.ffn_tune import entry_of
+    from ckptfused.triton.ffn.measure import entry_of
 
     times = {name: of_paths(*ms) for name, ms in {CUBLAS: (5, 5, 5, 5), **tiles}.items()}
     entry = entry_of(times)
@@ -267,7 +267,7 @@ def test_reason_names_the_paths_that_are_no_faster() -> None:
 
 def test_times_are_in_turns_and_not_of_the_flush(clock: Clock) -> None:
     pytest.importorskip("triton")
-    from ckptfused.triton.ffn_tune import interleaved
+    from ckptfused.triton.ffn.measure import interleaved
 
     order: list[str] = []
 
@@ -286,7 +286,7 @@ def test_times_are_in_turns_and_not_of_the_flush(clock: Clock) -> None:
 
 def test_wrong() -> None:
     pytest.importorskip("triton")
-    from ckptfused.triton.ffn_tune import wrong
+    from ckptfused.triton.ffn.measure import wrong
 
     true = {"h": {"": torch.linspace(1, 2, 64, dtype=torch.float64)}}
     cublas = {"h": {path: true["h"][""].bfloat16() for path in ("a", "b")}}

@@ -73,7 +73,7 @@ def test_any_source_changes_the_digest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["", "changed", "large"])
 def test_what_a_build_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """With a compiler that only writes a file: a record of the sources as they were when it began, or none."""
+    """A compiler that only writes a file leaves a record of the sources as they were when it began, or none."""
     folder = tmp_path / "ckptfused"
 
     def build(command: list[str], **options: Any) -> None:

@@ -7,11 +7,11 @@ import pytest
 from benchmarks.cases import LLAMA_3_8B
 from benchmarks.gpu import goals
 from benchmarks.gpu.timing import Times
-from ckptfused.policy.devices import DEVICES
+from ckptfused.simulate.devices import DEVICES
 
 DERIVED = (1.242, 1.165, 1.164, 1.005, 0.873)
-"""Of an H200 with 2 x 8192 tokens, products at full rate, each tensor moved once, no launches. Computed are waves and
-launches too, which seven products of an eager layer feel more than our four: at most 2 % apart."""
+"""Ratios of an H200 with 2 x 8192 tokens, products at full rate, each tensor moved once, no launches. Computed are
+waves and launches too, which seven products of an eager layer feel more than our four: at most 2 % apart."""
 
 
 def times(milliseconds: dict[str, float]) -> dict[str, Times]:

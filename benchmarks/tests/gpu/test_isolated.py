@@ -49,13 +49,15 @@ def test_what_comes_back(module: str) -> None:
 
 
 def test_the_last_whole_result_counts() -> None:
-    """Of a process that was ended while it wrote another."""
+    """A process is ended while it writes another result."""
     assert isolated._given('RESULT {"value": 1}\nwords\nRESULT {"value": 2}\nRESULT {"val') == {"value": 2}
     assert isolated._given("words\n") is None
 
 
 def test_one_that_fails_is_run_again(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With each kernel waited for, and under a compute-sanitizer, here one that only starts what it is given."""
+    """It runs again with each kernel waited for, and under a compute-sanitizer, here one that only starts what it is
+    given.
+    """
     program = tmp_path / "compute-sanitizer"
     program.write_text(f'#!/bin/sh\nshift {len(isolated.MEMCHECK)}\nUNDER_MEMCHECK=1 exec "$@"\n')
     program.chmod(0o755)

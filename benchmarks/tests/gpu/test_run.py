@@ -65,7 +65,7 @@ def test_the_parts_fit_into_nine_minutes() -> None:
 
 
 def test_what_is_measured_has_its_file() -> None:
-    """Those not run by pytest, and each has a parser that takes what the part hands it."""
+    """Parts that pytest does not run have a file, and each a parser that takes what the part hands it."""
     others = {"build", "tests", "suite", "sanitizer"}
     assert {part.name for part in parts.PARTS} == others | set(parts.MEASURED)
     for name in parts.MEASURED:
@@ -88,7 +88,7 @@ def test_every_test_for_a_gpu_is_run() -> None:
 
 
 def test_tests_are_handed_out_in_the_order_given() -> None:
-    """As pytest-xdist does with these options: a portion each, the first first."""
+    """pytest-xdist does so with these options: a portion each, the first first."""
     pytest.importorskip("xdist")
     command = parts.command_of(next(part for part in parts.PARTS if part.name == "tests"), 60, "stem", ROOT)
     assert command[command.index("--dist") + 1] == "load"

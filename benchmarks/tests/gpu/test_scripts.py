@@ -27,7 +27,7 @@ NAMES = ("smoke", "block", "micro", "attention", "profile", "grid", "models")
 
 
 def in_this_process(name: str, words: Sequence[str], seconds: float, more: dict[str, str] | None = None) -> Any:
-    """As isolated.run, without the seconds that a process takes to start."""
+    """The same as isolated.run, without the seconds that a process takes to start."""
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
         patch.setattr(sys, "argv", list(words[2:]))

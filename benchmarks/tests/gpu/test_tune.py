@@ -16,7 +16,7 @@ from ckptfused.triton import tune, tuning
 
 
 def test_what_tuning_finds_is_in_a_table_and_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With times made up: measuring takes a GPU."""
+    """Times are made up: measuring takes a GPU."""
     chip = tuning.Device("chip", (9, 0))
 
     def measured(n: int, c: int, f: int, act: str, dtype: torch.dtype) -> dict[str, object]:
@@ -49,6 +49,6 @@ def test_what_tuning_finds_is_in_a_table_and_on_the_page(tmp_path: Path, monkeyp
 
 
 def test_the_shapes_that_are_tuned() -> None:
-    """Those that the block's benchmark asks the table for."""
+    """The shapes are those that the block's benchmark asks the table for."""
     wanted = {(16384, 4096, 14336), (4096, 4096, 14336)}
     assert set(gpu_tune.shapes(gpu_tune.LLAMA_3_8B)) == wanted

@@ -17,7 +17,7 @@ from tests.triton.kernel_calls import P, check, failures, problem, run
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0), (8, 6)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_real_tiles(capability: tuple[int, int], head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the tile sizes that a GPU gets."""
+    """The tile sizes are those that a GPU gets."""
     case = Case(batch=1, heads=2, kv_heads=1, tokens=130, head_dim=head_dim, causal=True, p=P, dtype=torch.bfloat16)
     monkeypatch.setattr(launch, "_config", lambda stage, a: launch._tile(stage, a, capability))
     check(case)
@@ -40,7 +40,7 @@ NARROW = Case(batch=1, heads=2, kv_heads=1, tokens=67, head_dim=24, p=P, dtype=t
     ids=lambda c: c.id,
 )
 def test_real_tiles_of_options(capability: tuple[int, int], case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With those of masks, of other options, and of heads that do not fill a padded row."""
+    """The tile sizes are those of masks, of other options, and of heads that do not fill a padded row."""
     monkeypatch.setattr(launch, "_config", lambda stage, a: launch._tile(stage, a, capability))
     check(case)
 

@@ -9,7 +9,7 @@ import torch
 
 from ckptfused._extension import _C
 from ckptfused.spec import keepable
-from ckptfused.triton.ffn_launch import ffn_up_bwd, ffn_up_fwd
+from ckptfused.triton.ffn.launch import ffn_up_bwd, ffn_up_fwd
 from tests.cases import Case
 from tests.oracle import expect, fused, make_inputs, rng_state, run
 

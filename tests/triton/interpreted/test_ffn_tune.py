@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ckptfused._extension import _C
-from ckptfused.triton import ffn_tune, register
-from ckptfused.triton.ffn_configs import INTERPRETED
-from ckptfused.triton.ffn_launch import ffn_up_bwd, ffn_up_fwd
-from ckptfused.triton.ffn_tune import FORWARD, KEEPING, PATHS, Operands, Run, Runs
+from ckptfused.triton import register
+from ckptfused.triton.ffn import measure
+from ckptfused.triton.ffn.configs import INTERPRETED
+from ckptfused.triton.ffn.launch import ffn_up_bwd, ffn_up_fwd
+from ckptfused.triton.ffn.measure import FORWARD, KEEPING, PATHS, Operands, Run, Runs
 from ckptfused.triton.tuning import CUBLAS
 from tests.triton.clock import Clock
 
@@ -40,12 +41,12 @@ def kernels_on_the_cpu() -> Iterator[list[str]]:
 
 @pytest.fixture(autouse=True)
 def nothing_to_flush(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ffn_tune, "_FLUSHED", 8)
+    monkeypatch.setattr(measure, "_FLUSHED", 8)
 
 
 def costing(monkeypatch: pytest.MonkeyPatch, clock: Clock, slow: str | None) -> None:
     """Every path takes that long. What it does it does once, for the check: the interpreter is slow."""
-    real = ffn_tune.block_runs
+    real = measure.block_runs
 
     def counted(run: Run, ms: float) -> Run:
         made: list[list[Tensor]] = []
@@ -62,7 +63,7 @@ def costing(monkeypatch: pytest.MonkeyPatch, clock: Clock, slow: str | None) -> 
         ms = {path: 2.0 if way == CUBLAS else 2.5 if path == slow else 1.0 for path in PATHS}
         return {path: counted(run, ms[path]) for path, run in real(o, way).items()}
 
-    monkeypatch.setattr(ffn_tune, "block_runs", runs)
+    monkeypatch.setattr(measure, "block_runs", runs)
 
 
 @pytest.mark.parametrize(("slow", "act"), [*((path, "swiglu") for path in PATHS), (None, "swiglu"), (None, "relu2")])
@@ -71,7 +72,7 @@ def test_measure(
 ) -> None:
     kernels_on_the_cpu.clear()
     costing(monkeypatch, clock, slow)
-    entry = ffn_tune.measure(*SHAPE, act, torch.bfloat16, [INTERPRETED], 1, "cpu")
+    entry = measure.measure(*SHAPE, act, torch.bfloat16, [INTERPRETED], 1, "cpu")
     assert kernels_on_the_cpu == ["ffn_up_fwd"] * 2 + ["ffn_up_bwd", "ffn_up_fwd", "ffn_up_bwd"]  # first of all gu
     assert entry["triton"] == INTERPRETED.name, "left out"
     assert entry["choice"] == (CUBLAS if slow else INTERPRETED.name)
@@ -83,7 +84,7 @@ def test_measure(
 @pytest.mark.parametrize("path", PATHS)
 def test_a_tile_that_is_wrong_on_one_path_is_left_out(path: str, monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """By one rounding of its last result."""
-    real = ffn_tune.block_runs
+    real = measure.block_runs
 
     def planted(o: Operands, way: str) -> Runs:
         runs = real(o, way)
@@ -96,7 +97,7 @@ def test_a_tile_that_is_wrong_on_one_path_is_left_out(path: str, monkeypatch: py
 
         return runs if way == CUBLAS else {**runs, path: run}
 
-    monkeypatch.setattr(ffn_tune, "block_runs", planted)
+    monkeypatch.setattr(measure, "block_runs", planted)
     with pytest.warns(UserWarning, match=r"left out at .*(y|d down_w) differs in bits"):
-        entry = ffn_tune.measure(*SHAPE, "swiglu", torch.bfloat16, [INTERPRETED], 1, "cpu")
+        entry = measure.measure(*SHAPE, "swiglu", torch.bfloat16, [INTERPRETED], 1, "cpu")
     assert entry["choice"] == CUBLAS and entry["triton"] is None

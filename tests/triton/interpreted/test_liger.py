@@ -57,9 +57,9 @@ WHY = {"all": "", "rope": "apply_rotary_pos_emb in LlamaAttention", "swiglu": "M
 def test_liger(what: str, when: str) -> None:
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-    from tests.convert.compare import close, run
-    from tests.convert.small import llama, unfused
-    from tests.convert.zoo import text_batch
+    from tests.models.compare import close, run
+    from tests.models.small import llama, unfused
+    from tests.models.zoo import text_batch
 
     if when == "before the model is made":
         apply_liger_kernel_to_llama(**ONLY[what])

@@ -95,7 +95,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 @pytest.fixture
 def gpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
-    """That GPU, whose tensors are the CPU's; tiles are small, to be compiled quickly."""
+    """The fake GPU, whose tensors are the CPU's; tiles are small, to be compiled quickly."""
     found = Gpu(library)
     monkeypatch.setattr(triton_driver, "_active", found)
     for kernel in KERNELS.values():
@@ -105,13 +105,13 @@ def gpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(
         launch, "_number", lambda name, value, a, calls: number(name, value, a, calls) if exact(a) else value
     )
-    as_on_gpu = _C.AttentionAsOnGpu()
+    as_on_gpu = _C.testing.AttentionAsOnGpu()
     ops = torch.library.Library("ckptfused", "IMPL")
     ops.impl("attention_triton_fwd", attention.attention_fwd, "CPU")
     ops.impl("attention_triton_bwd", attention.attention_bwd, "CPU")
-    _C.use_launch_records(True)
+    _C.testing.use_launch_records(True)
     yield found
-    _C.use_launch_records(True)
+    _C.testing.use_launch_records(True)
     ops._destroy()
     del as_on_gpu
 

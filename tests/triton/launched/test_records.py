@@ -62,15 +62,15 @@ def launches(gpu: Gpu, call: Call, run: Callable[[Call], tuple[Tensor, ...]] = C
 def test_cpp_launches_what_triton_launches(gpu: Gpu, case: Case) -> None:
     torch.manual_seed(0)
     call = make_call(case)
-    hits = _C.launch_record_hits()
+    hits = _C.testing.launch_record_hits()
     by_triton = launches(gpu, call)
-    assert _C.launch_record_hits() == hits and len(by_triton) == 4
+    assert _C.testing.launch_record_hits() == hits and len(by_triton) == 4
     other = make_call(case)
     assert launches(gpu, other) == by_triton
-    assert _C.launch_record_hits() == hits + 2
-    _C.use_launch_records(False)
+    assert _C.testing.launch_record_hits() == hits + 2
+    _C.testing.use_launch_records(False)
     assert launches(gpu, other) == by_triton
-    assert _C.launch_record_hits() == hits + 2
+    assert _C.testing.launch_record_hits() == hits + 2
 
 
 def test_results_are_made_alike(gpu: Gpu) -> None:
@@ -106,10 +106,10 @@ def test_a_block_with_dropout_needs_python_once(gpu: Gpu) -> None:
     block = FusedCheckpointBlock.llama(32, 2, dim_feedforward=64, dropout=0.1).bfloat16()
     x = torch.zeros(1, 37, 32, dtype=torch.bfloat16, requires_grad=True)
     for repeated in (1, 3, 3):
-        hits = _C.launch_record_hits()
+        hits = _C.testing.launch_record_hits()
         gpu.launched.clear()
         block(x).sum().backward()
-        assert _C.launch_record_hits() - hits == repeated
+        assert _C.testing.launch_record_hits() - hits == repeated
         assert len(gpu.launched) == 5
 
 
@@ -125,17 +125,17 @@ def wide(call: Call) -> None:
 def test_what_python_copies_stays_there(gpu: Gpu, change: Callable[[Call], None], dtype: torch.dtype) -> None:
     call = make_call(replace(BASE, dtype=dtype, batch=1))
     change(call)
-    hits = _C.launch_record_hits()
+    hits = _C.testing.launch_record_hits()
     call.forward()
     call.forward()
-    assert _C.launch_record_hits() == hits
+    assert _C.testing.launch_record_hits() == hits
 
 
 def is_recorded(call: Call) -> bool:
-    hits = _C.launch_record_hits()
+    hits = _C.testing.launch_record_hits()
     call.forward()
     call.forward()
-    return _C.launch_record_hits() > hits
+    return _C.testing.launch_record_hits() > hits
 
 
 def test_hooks(gpu: Gpu) -> None:
@@ -168,7 +168,7 @@ def test_hooks(gpu: Gpu) -> None:
     ids=["as they are", "one fewer", "one more", "narrower", "elsewhere"],
 )
 def test_the_driver_says_which_parameters_a_kernel_has(gpu: Gpu, change: Callable[[Any], Any], recorded: bool) -> None:
-    """Of a Triton that passes something else, nothing is recorded."""
+    """Nothing is recorded of a Triton that passes something else."""
     gpu.change = change
     assert is_recorded(make_call(BASE)) == recorded
 

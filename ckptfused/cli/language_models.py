@@ -1,0 +1,132 @@
+"""Language models on the meta device, as the ways of training at hand make them: plain, checkpointed, converted."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckptfused.cli.extrapolate import extrapolated
+from ckptfused.cli.longest_context import language_step
+from ckptfused.models.install import apply
+from ckptfused.models.policy import CheckpointPolicy
+from ckptfused.profiler.result import Profile
+from ckptfused.simulate.meta_copy import copy_to_meta
+
+LEAST_SCRATCH = "64MiB"
+PLAIN, CHECKPOINTED = "Hugging Face", "its gradient checkpointing"
+CONVERTED, CHUNKED = "convert(model)", 'convert(model, loss="chunked")'
+LEAST = f'convert(model, loss="chunked", scratch="{LEAST_SCRATCH}")'
+VARIANTS = (PLAIN, CHECKPOINTED, CONVERTED, CHUNKED, LEAST)
+
+# Of whose layers all are alike, or repeat as the configuration's layer_types say.
+_UNIFORM = ("gemma", "gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+
+
+class Trained:
+    """A language model as it trains, of which steps of any length are predicted.
+
+    Where its layers repeat, models of a few of them are built and `extrapolated`: the same numbers, sooner.
+    """
+
+    def __init__(self, config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | None = None) -> None:
+        self._depth, self._period = _depth(config)
+        found = (self._depth,)
+        if self._period is not None and self._depth > 3 * self._period:
+            found = (2 * self._period, 3 * self._period)  # type: ignore[assignment]
+        self._models = [(depth, build(_cut(config, depth), variant, dtype, lora)) for depth in found]
+
+    def step(self, tokens: int, batch: int = 1, **options: Any) -> Profile:
+        """`language_step`."""
+        found = [(depth, language_step(model, tokens, batch, **options)) for depth, model in self._models]
+        if len(found) == 1:
+            return found[0][1]
+        (less, few), (greater, more) = found
+        return extrapolated(few, more, (less, greater, self._depth), self._period or 1)
+
+
+def _depth(config: dict[str, Any]) -> tuple[int, int | None]:
+    """How many layers there are, and after how many they repeat; None: not known."""
+    own = _config(config)
+    depth, kinds = own.num_hidden_layers, getattr(own, "layer_types", None)
+    if config["model_type"] not in _UNIFORM:
+        return depth, None
+    periods = range(1, depth + 1)
+    period = 1 if kinds is None else next(p for p in periods if kinds == (kinds[:p] * depth)[:depth])
+    return depth, None if depth % period else period
+
+
+def _cut(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    kinds = {"layer_types": config["layer_types"][:layers]} if config.get("layer_types") else {}
+    return config | {"num_hidden_layers": layers} | kinds
+
+
+def _config(config: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    options = {name: value for name, value in config.items() if name not in ("model_type", "dtype", "torch_dtype")}
+    return AutoConfig.for_model(config["model_type"], **options | {"use_cache": False})
+
+
+def _kind(config: Any) -> Any:
+    """The class that learns tokens from tokens: a decoder's, else an encoder and decoder's, else an encoder's."""
+    import transformers as hf
+
+    kinds: list[Any] = [hf.AutoModelForCausalLM, hf.AutoModelForSeq2SeqLM, hf.AutoModelForMaskedLM]
+    if "bert" in str(config.model_type):
+        kinds.reverse()
+    if config.is_encoder_decoder:
+        kinds.remove(hf.AutoModelForCausalLM)
+        if getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 0
+    for kind in kinds:
+        if type(config) in kind._model_mapping:
+            return kind
+    raise ValueError(
+        f"expected a model of language, which learns tokens from tokens, got {config.model_type!r}; of others "
+        "give module:factory, a function that returns a model and its batch"
+    )
+
+
+def build(config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | None = None) -> nn.Module:
+    """The language model of a configuration without its weights, in training, as one of `VARIANTS`.
+
+    lora: the rank of PEFT's adapters on all linear layers, which alone are trained then, in float32 as PEFT has them;
+    None: all weights are. **Raises** `ImportError` without transformers, or PEFT where it is asked for; `ValueError`
+    for a model that transformers does not know.
+    """
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of gradient checkpointing's new name
+        own = _config(config)
+        model: Any = _kind(own).from_config(own).to(dtype)
+        if lora is not None:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
+        _vary(model, variant, lora is not None)
+    return model.train()
+
+
+def _vary(model: Any, variant: str, adapted: bool) -> bool:
+    """Makes one of `VARIANTS` of a model; False where there is no such of this one."""
+    if variant == CHECKPOINTED:
+        if not hasattr(model, "gradient_checkpointing_enable"):
+            return False
+        if adapted:
+            model.enable_input_require_grads()
+        model.gradient_checkpointing_enable()
+    elif variant != PLAIN:
+        scratch = LEAST_SCRATCH if variant == LEAST else None
+        head: Any = {} if variant == CONVERTED else {"loss": "chunked", "loss_scratch": scratch}
+        return bool(apply(model, CheckpointPolicy.uniform(scratch=scratch, **head)).heads) or variant == CONVERTED
+    return True
+
+
+def varied(model: nn.Module, variant: str) -> nn.Module | None:
+    """A copy of a model without its data, in training, as one of `VARIANTS`; None where there is no such of it."""
+    twin, _ = copy_to_meta(model, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return twin.train() if _vary(twin, variant, adapted=hasattr(model, "peft_config")) else None

@@ -1,0 +1,104 @@
+"""The longest sequence that fits into a card's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ckptfused.profiler.api import profile
+from ckptfused.profiler.result import Profile
+from ckptfused.profiler.step import Batch, MakeOptimizer, adamw
+from ckptfused.simulate.autocast import Autocast
+
+
+class Longest(NamedTuple):
+    """What was found; `tokens` 0: not even the shortest sequence fits, and `profile` is what that would need."""
+
+    tokens: int
+    profile: Profile
+    refused: str = ""
+    """Why the model takes no longer sequence, where that and not memory is the limit."""
+
+
+def language_step(
+    model: nn.Module,
+    tokens: int,
+    batch: int = 1,
+    optimizer: MakeOptimizer | None = adamw,
+    device: str = "h200",
+    autocast: Autocast = None,
+    gradient_accumulation_steps: int = 1,
+) -> Profile:
+    """The predicted profile of a language model that learns `batch` sequences of this many tokens."""
+    ids = torch.empty(batch, tokens, dtype=torch.int64, device="meta")
+    return profile(model, {"input_ids": ids, "labels": ids}, optimizer, device, autocast, gradient_accumulation_steps)
+
+
+def resized(batch: Batch, sequences: int | None = None, tokens: int | None = None) -> Batch:
+    """A batch with as many sequences, or as long ones, as are asked for: its values repeat, those of fractions and ids
+    are on the meta device. **Raises** `ValueError` for longer sequences of what has none, [B, T] integers."""
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 0]
+    ids = next((t for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
+    if not tensors or (tokens is not None and ids is None):
+        raise ValueError("batch: expected tensors of [sequences, tokens], got a batch without")
+    sizes = {0: (tensors[0].size(0), sequences), 1: (0 if ids is None else ids.size(1), tokens)}
+
+    def other(t: Any) -> Any:
+        for dim, (own, asked) in sizes.items():
+            if isinstance(t, Tensor) and asked is not None and t.dim() > dim and t.size(dim) == own:
+                t = t.to("meta") if t.is_floating_point() else t
+                t = t.index_select(dim, torch.arange(asked, device=t.device) % own)
+        return t
+
+    return tree_map(other, batch)
+
+
+def longest(
+    step_of: Callable[[int], Profile], budget: int, step: int = 256, most: int = 1 << 22, first: int = 2048
+) -> Longest:
+    """A multiple of `step` tokens that fits into `budget` bytes where `step` more, or `most`, would not.
+
+    first: how many are tried first. Tokens may as well be sequences, of which `step_of` predicts as many.
+
+    Between a length that fits and one that does not the next guess is where a straight line between their peaks meets
+    the budget; where that did not halve the gap, the middle. A length that the model does not take, beyond its
+    positions, is one that does not fit. **Raises** what `step_of` raises for the shortest.
+    """
+    refused: dict[int, str] = {}
+
+    def tried(count: int) -> Profile | None:
+        try:
+            return step_of(count * step)
+        except ValueError as error:
+            if count == 1:
+                raise
+            refused[count] = str(error)
+            return None
+
+    fits, exceeds = 0, max(1, first // step)
+    low = high = tried(exceeds)
+    while high is not None and high.peak <= budget:
+        if exceeds * step >= most:
+            return Longest(exceeds * step, high)
+        fits, exceeds, low = exceeds, 2 * exceeds, high
+        high = tried(exceeds)
+    if fits == 0 or low is None:
+        fits, low = 1, step_of(step)
+        if low.peak > budget:
+            return Longest(0, low)
+    halved = True
+    while exceeds - fits > 1:
+        gap = exceeds - fits
+        share = (budget - low.peak) / (high.peak - low.peak) if halved and high is not None else 0.5
+        guess = min(max(fits + int(gap * share), fits + 1), exceeds - 1)
+        found = tried(guess)
+        if found is not None and found.peak <= budget:
+            fits, low = guess, found
+        else:
+            exceeds, high = guess, found
+        halved = 2 * (exceeds - fits) <= gap
+    return Longest(fits * step, low, refused.get(exceeds, ""))

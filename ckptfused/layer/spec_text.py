@@ -1,0 +1,132 @@
+"""The text of a call's spec, remembered by the facts that it is made of; and the shapes that it expects."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from ckptfused.spec import (
+    MOST_TEXTS,
+    PROJECTION_SLOTS,
+    Adapter,
+    AttentionSpec,
+    BlockSpec,
+    FFNSpec,
+    keepable,
+    param_names,
+    param_shapes,
+    parse,
+)
+
+SpecKey = tuple[Hashable, ...]
+
+_ATTENTION = (
+    *("heads", "kv_heads", "head_dim", "joint", "transposed", "interleaved", "scale", "softcap"),
+    *("p_attn", "p_res", "m", "pre", "pre_eps", "post", "post_eps", "out", "out_eps", "qk_norm", "qk_eps", "lora"),
+)
+_INPUTS = ("mask", "padding", "causal", "packed", "window", "rope", "rotary_dim")
+_FFN = (
+    *("act", "hidden", "joint", "transposed", "p_hidden", "p_res", "m"),
+    *("pre", "pre_eps", "post", "post_eps", "out", "out_eps", "lora"),
+)
+
+
+class Expected(NamedTuple):
+    """What a slot takes: "norm" tensors have any floating type, "projection" ones that of x, or what autocast casts;
+    "adapter" ones float32 beside.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+
+
+class Mode(NamedTuple):
+    """What a caller decides of a layer, as the text of its spec takes it."""
+
+    keep: str = "inputs"
+    """What it keeps for backward beside its input, as `keep_text` gives it."""
+    scratch: int = 0
+    """Bytes of hidden-wide scratch above which its FFN goes in tiles; 0: by device."""
+
+    @property
+    def inputs_alone(self) -> bool:
+        """Whether it keeps nothing beside the inputs of its ops."""
+        return self.keep in ("inputs", "=")
+
+
+def keep_text(keep: Any) -> str:
+    """A preset's name as it is; explicit names as `"=attn+mid"`. **Raises** `TypeError` for anything else."""
+    if isinstance(keep, str):
+        return keep
+    try:
+        return "=" + "+".join(keep)
+    except TypeError as error:
+        raise TypeError(f"keep: expected a preset's name or an iterable of names, got {keep!r}") from error
+
+
+def kept_names(keep: str) -> tuple[str, ...] | str:
+    """The inverse of `keep_text`: the names, or the name of a preset."""
+    return tuple(filter(None, keep[1:].split("+"))) if keep.startswith("=") else keep
+
+
+@torch.compiler.assume_constant_result
+def text_of(
+    attn: SpecKey | None,
+    inputs: SpecKey,
+    ffn: SpecKey | None,
+    parallel: bool | str,
+    seq_first: bool,
+    keep: str,
+    scratch: int,
+) -> str:
+    """The text of a spec of these facts. Of the names to keep of a whole layer, one half keeps those that it has."""
+    return _text(attn, inputs, ffn, parallel, seq_first, keep, scratch)
+
+
+@lru_cache(maxsize=MOST_TEXTS)
+def _text(
+    attn: SpecKey | None, inputs: SpecKey, ffn: SpecKey | None, parallel: Any, seq_first: bool, keep: str, scratch: int
+) -> str:
+    first = None if attn is None else AttentionSpec(**_fields(_ATTENTION, attn), **_fields(_INPUTS, inputs))
+    second = None if ffn is None else FFNSpec(**_fields(_FFN, ffn))
+    scratch = 0 if second is None else scratch
+    spec = BlockSpec(first, second, parallel=parallel, scratch=scratch, seq_first=seq_first)
+    names = kept_names(keep)
+    if isinstance(names, tuple) and (first is None or second is None):
+        names = tuple(name for name in names if name in keepable(spec))
+    return spec.with_keep(names).to_string()
+
+
+def _fields(names: tuple[str, ...], facts: SpecKey) -> dict[str, Any]:
+    fields: dict[str, Any] = dict(zip(names, facts, strict=True))
+    if "lora" in fields:
+        fields["lora"] = tuple(Adapter(*adapter) for adapter in fields["lora"])
+    return fields
+
+
+@torch.compiler.assume_constant_result
+def expected(text: str, width: int) -> tuple[Expected | None, ...]:
+    """What each slot of a call with this text takes, x being so wide; None for a slot without a tensor."""
+    return _expected(text, width)
+
+
+@lru_cache(maxsize=MOST_TEXTS)
+def _expected(text: str, width: int) -> tuple[Expected | None, ...]:
+    spec = parse(text)
+    shapes = param_shapes(spec, width)
+    return tuple(Expected(name, shapes[name][0], _kind(name)) if name in shapes else None for name in param_names(spec))
+
+
+def _kind(slot: str) -> str:
+    return "projection" if slot in PROJECTION_SLOTS else "adapter" if ".lora" in slot else "norm"
+
+
+def settled(value: Any) -> Any:
+    """A number as torch.compile's constant, which would otherwise trace a changed float as a symbol."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return guard_scalar(value) if isinstance(value, int | float) else value

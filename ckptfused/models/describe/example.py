@@ -1,0 +1,109 @@
+"""A call that a layer without an adapter takes, by its forward's signature and the model's configuration."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.models.describe.saved_bytes import TOKENS
+from ckptfused.recompute.undone import without_trace
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# Parts of the names of arguments without which a layer runs in training.
+_ABSENT = ("mask", "past", "cache", "bias", "output_", "encoder_")
+
+
+class Tables:
+    """The tables that a model's rotary module makes for its layers, made when they are asked for."""
+
+    def __init__(self, rotary: nn.Module, kind: str | None, width: int, dtype: torch.dtype) -> None:
+        self._rotary = copy.deepcopy(rotary)  # a copy, since tables that grow keep how far they grew
+        takes_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
+        self._kind = (kind,) if takes_kind else ()
+        self._width, self._dtype = width, dtype
+
+    def made(self) -> Any:
+        """cos and sin of positions 0 … TOKENS - 1."""
+        device = next((t.device for t in self._rotary.buffers()), torch.device("cpu"))
+        x = torch.empty(1, TOKENS, self._width, dtype=self._dtype, device=device)
+        with without_trace(self._rotary), torch.no_grad():
+            return self._rotary(x, _positions(x), *self._kind)
+
+
+Known = dict[Any, Tables]
+"""Tables by what they depend on: layers share them."""
+
+
+def example(model: nn.Module, name: str, layer: nn.Module, known: Known | None = None) -> Arguments:
+    """Arguments for `layer`, which stands at `name` in `model`: x [1, TOKENS, C], positions, and nothing else. Nothing
+    of the model runs for it: rotary tables are `Tables`.
+
+    **Raises** `LookupError` where the width of x or what an argument takes is not known.
+    """
+    owners = list(_owners(model, name))
+    parameter = next((p for p in layer.parameters() if p.is_floating_point()), torch.empty(0))
+    x = torch.empty(1, TOKENS, _width(layer, owners), dtype=parameter.dtype, device=parameter.device)
+    _, *others = inspect.signature(type(layer).forward.__get__(layer)).parameters.values()
+    kwargs: dict[str, Any] = {}
+    for other in others:
+        if other.kind in (other.VAR_POSITIONAL, other.VAR_KEYWORD):
+            continue
+        if other.name == "position_embeddings" and (tables := _rotary(owners, layer, x, known)) is not None:
+            kwargs[other.name] = tables
+        elif other.name == "position_ids" and "position_embeddings" not in kwargs:
+            kwargs[other.name] = _positions(x)
+        elif other.default is other.empty:
+            if not any(part in other.name for part in _ABSENT):
+                raise LookupError(f"{type(layer).__name__}.forward: what {other.name} takes is not known")
+            kwargs[other.name] = None
+    return (x.requires_grad_(),), kwargs
+
+
+def with_tables(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments as a layer takes them, with the tables made."""
+    return {name: value.made() if isinstance(value, Tables) else value for name, value in kwargs.items()}
+
+
+def _positions(x: Tensor) -> Tensor:
+    return torch.arange(TOKENS, device=x.device)[None]
+
+
+def _owners(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    """The modules around the one at `name`, the innermost first."""
+    parts = name.split(".")
+    return (model.get_submodule(".".join(parts[:i])) for i in reversed(range(len(parts))))
+
+
+def _width(layer: nn.Module, owners: list[nn.Module]) -> int:
+    """The last dimension of x: the configuration says it, or the first layer that x goes through."""
+    for owner in owners:
+        width = getattr(getattr(owner, "config", None), "hidden_size", None)
+        if isinstance(width, int):
+            return width
+    for module in layer.modules():
+        if isinstance(module, nn.Linear):
+            return module.in_features
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            return module.normalized_shape[-1]
+        if next(module.parameters(recurse=False), None) is not None:
+            break
+    raise LookupError(f"{type(layer).__name__}: the width of its input is not known")
+
+
+def _rotary(owners: list[nn.Module], layer: nn.Module, x: Tensor, known: Known | None) -> Tables | None:
+    """The tables that a model of Hugging Face's hands to its layers; None where it has none."""
+    for owner in owners:
+        rotary = getattr(owner, "rotary_emb", None)
+        if isinstance(rotary, nn.Module):
+            kind = getattr(layer, "layer_type", getattr(layer, "attention_type", None))
+            key = id(rotary), kind, x.size(-1), x.dtype
+            known = {} if known is None else known
+            if key not in known:
+                known[key] = Tables(rotary, kind, x.size(-1), x.dtype)
+            return known[key]
+    return None

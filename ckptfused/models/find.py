@@ -1,0 +1,126 @@
+"""Which modules of a model are its layers."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ckptfused.models.family import Family, family_of
+from ckptfused.models.wrapper import unwrapped
+from ckptfused.modules.fused import FusedModule
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family | None]]:
+    """The outermost layers in order, with their adapter: known classes, Hugging Face's checkpointing layers, and
+    what repeats in a `ModuleList` or `Sequential`, or stands in a `ModuleList` alone, for a loop to call several times
+    (ALBERT). ckptfused's own modules are left as they are.
+    """
+    yield from _below(model, "", [], set())
+
+
+def _below(
+    module: nn.Module, name: str, repeating: list[nn.Module], seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module, Family | None]]:
+    repeated = module in repeating
+    name, module = unwrapped(module, name)
+    if module in seen or isinstance(module, FusedModule):
+        return
+    seen.add(module)
+    family = family_of(module)
+    inner = _repeating(module)
+    if isinstance(module, nn.ModuleList):  # of a list of lists, too
+        inner += repeating
+    if family is not None or _checkpointing_layer(module) or (repeated and not _holds_layers(module, inner)):
+        yield name, module, family
+        return
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        new = unwrapped(child)[1] not in seen
+        found = list(_below(child, path, inner, seen))
+        if not found and new and _stands_alone(module):
+            found = [(*unwrapped(child, path), None)]
+        yield from found
+
+
+def _repeating(module: nn.Module) -> list[nn.Module]:
+    """What a container has that is large and of a class that repeats, lists in a list included; shared weights repeat
+    too.
+    """
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    children = [(child, unwrapped(child)[1]) for child in _held(module)]
+    classes = Counter(type(inner) for _, inner in children)
+    return [child for child, inner in children if classes[type(inner)] > 1 and _is_large(inner)]
+
+
+def _held(container: nn.Module) -> Iterator[nn.Module]:
+    """The children of a container; in the place of lists in a list, what they hold."""
+    for child in container._modules.values():
+        if isinstance(container, nn.ModuleList) and isinstance(child, nn.ModuleList):
+            yield from _held(child)
+        elif child is not None:
+            yield child
+
+
+def _stands_alone(module: nn.Module) -> bool:
+    """Whether a list holds one large module, in which there is nothing of ckptfused's own."""
+    if not isinstance(module, nn.ModuleList) or len(module) != 1 or not _is_large(unwrapped(module[0])[1]):
+        return False
+    return not any(isinstance(inner, FusedModule) for inner in module[0].modules())
+
+
+def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:
+    """Whether a module that repeats is a stage rather than a layer: a `Sequential` of layers, or a module most of
+    whose parameters are those of blocks in a container of its own, of layers with an adapter, or of ckptfused's own.
+    """
+    if inner and isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        return True
+    if any(map(_is_known, _wrapped(module))):
+        return True
+    within = [block for child in module.children() for block in _repeating(child) if _has_parts(block)]
+    within += [layer for layer in module.modules() if _is_known(layer)]
+    blocks = {p for layer in within for p in layer.parameters()}
+    return 2 * sum(p.numel() for p in blocks) > sum(p.numel() for p in module.parameters())
+
+
+def _has_parts(block: nn.Module) -> bool:
+    """Whether a block has parts of several modules, such as attention; the experts of one layer are products alone."""
+    return any(next(child.children(), None) is not None for child in block.children()) or _is_written_out(block)
+
+
+def _is_known(module: nn.Module) -> bool:
+    return family_of(module) is not None or isinstance(module, FusedModule)
+
+
+def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
+    """What a wrapper (FSDP1's, which holds the parameters; torch.compile's) is around."""
+    children = list(module.children())
+    while len(children) == 1:
+        yield children[0]
+        children = list(children[0].children())
+
+
+def _checkpointing_layer(module: nn.Module) -> bool:
+    layers = sys.modules.get("transformers.modeling_layers")
+    return layers is not None and isinstance(module, layers.GradientCheckpointingLayer)
+
+
+def _is_large(module: nn.Module) -> bool:
+    """Worth a checkpoint: it is called (lists of modules are not), has parts, and parameters. Compiled by
+    `torch.jit`, it stays as it is."""
+    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
+        return False
+    has_parts = next(module.children(), None) is not None
+    return (has_parts and next(module.parameters(), None) is not None) or _is_written_out(module)
+
+
+def _is_written_out(module: nn.Module) -> bool:
+    """Whether a block has its weights as parameters of its own: more than one matrix, which a projection has."""
+    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module) and kind is not nn.Module)
+    if any(kind.__module__.partition(".")[0] == "torch" for kind in kinds):
+        return False
+    return sum(p.dim() > 1 for p in module.parameters(recurse=False)) > 1

@@ -1,0 +1,38 @@
+"""A collective that checks that all ranks converted alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckptfused.models.report import Report
+
+
+def agreed(convert: Callable[[], Report], group: Any = None) -> Report:
+    """This rank's report, compared with the others'. A collective, also where `convert` fails.
+
+    **Raises** `ValueError` naming the rank that differs or failed; what `convert` raises.
+    """
+    import torch.distributed as dist
+
+    failure: Exception | None = None
+    try:
+        report = convert()
+        mine: Any = {f"layer {x.name}": f"{x.layer}: {x.path} by {x.family}, {x.mode}" for x in report.layers}
+        mine |= {f"the loss of {x.name}": f"{x.model}: {x.path}" for x in report.heads}
+        mine["the policy"] = str(report.policy)
+    except Exception as error:
+        failure, mine = error, f"{type(error).__name__}: {error}"
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    if failure is not None:
+        raise failure
+    for rank, theirs in enumerate(everyone):
+        if isinstance(theirs, str):
+            raise ValueError(f"convert: it failed on rank {rank}: {theirs}")
+    for rank, theirs in enumerate(everyone):
+        for name in {**everyone[0], **theirs}:
+            first, other = everyone[0].get(name, "not converted"), theirs.get(name, "not converted")
+            if first != other:
+                raise ValueError(f"convert: ranks differ at {name}: rank 0 has {first}, rank {rank} has {other}")
+    return report

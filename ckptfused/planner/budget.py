@@ -1,0 +1,47 @@
+"""What is said where no plan fits."""
+
+from __future__ import annotations
+
+from ckptfused.models.policy import CheckpointPolicy
+from ckptfused.planner.costs import Costs
+from ckptfused.sizes import size
+
+
+class BudgetError(ValueError):
+    """No plan fits into the budget."""
+
+    def __init__(self, text: str, least: int) -> None:
+        super().__init__(text)
+        self.least = least
+        """Bytes of the smallest plan that was found."""
+
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int]]:  # to other ranks
+        return type(self), (str(self), self.least)
+
+
+def not_enough(
+    costs: Costs, budget: int, least: int, policy: CheckpointPolicy, kind: str, language: bool
+) -> tuple[str, int]:
+    """What to say, and the least budget. Of each remedy the bytes that it would save, where they are known.
+
+    language: whether the model has a loss head over a vocabulary.
+    """
+    base = costs.base
+    trained = base.all_gradients + base.optimizer
+    frozen = trained if 2 * base.all_gradients > base.weights else 0  # adapters are none of all weights already
+    steps_own = max(0, least - costs.state - base.all_gradients)
+    remedies = [
+        (frozen, "LoRA (gradients and optimizer state of all weights; adapters have some of their own)"),
+        ((base.weights + trained) * 7 // 8, "FSDP2 over 8 ranks, shards=8 (parameters, gradients and optimizer state)"),
+        (steps_own // 2, f"half as many {'sequences or tokens' if language else 'samples'} in the batch (activations)"),
+    ]
+    lines = [
+        f"budget: no plan needs as little as {size(budget)}; the least that one was found to need is {size(least)}, "
+        f"{least:,} bytes, with {policy}. What else would help:",
+        *(f"  - {text}: about {size(saved)} less" for saved, text in remedies if saved > 0),
+    ]
+    if len(costs.heads) == 1 and language:
+        lines.append('  - a loss without logits (loss="chunked"), which this model or batch does not allow as it is')
+    if kind == "cpu":
+        lines.append("  - on a GPU, inputs of layers in host memory (offload), of which plans make use there")
+    return "\n".join(lines), least

@@ -1,0 +1,109 @@
+"""What each layer of a model costs in each of its modes, found by predicting a few steps.
+
+Layers of one kind cost the same: in each step they run in as many modes as there are layers of the kind, so that the
+steps that are predicted do not grow in number with the depth of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from torch.optim import Optimizer
+
+from ckptfused.models.install import apply
+from ckptfused.models.policy import CheckpointPolicy
+from ckptfused.planner.frontier import Unit
+from ckptfused.planner.mode_costs import HeadMode, Layer, ModeCosts
+from ckptfused.planner.policy_steps import UNSEEN, Steps, unseen
+from ckptfused.profiler.result import Profile
+
+SCRATCHES = (64 << 20, 16 << 30)
+"""Limits of an FFN's scratch that are tried beside the device's own."""
+CHUNKED_SCRATCHES = (None, 64 << 20)
+"""Scratch limits that are tried for a chunked loss."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of a whole step. Bytes and seconds outside of layers and head are the same for all plans."""
+
+    layers: tuple[Layer, ...]
+    heads: tuple[HeadMode, ...]
+    head: Unit
+    state: int
+    """Weights, the batch, what the optimizer keeps, and gradients that are accumulated."""
+    embeddings: int
+    """The most in the backward of what runs before the layers, beside their gradients, whatever the head's mode."""
+    constant: int
+    """What is held beside the layers' own, from forward to backward."""
+    workspace: int
+    """The most that a product may allocate within itself."""
+    least: int
+    """The least that a step needs whatever the plan: that of the optimizer's step."""
+    rest_seconds: float
+    """Seconds of each batch outside of layers and head."""
+    base: Profile
+    """The profile of the model with all layers in the mode `"inputs"`."""
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return (*(layer.unit for layer in self.layers), self.head)
+
+    def peak(self, above: int) -> int:
+        """Peak bytes of a step whose layers and head need so much."""
+        own = max(self.constant + above, self.embeddings + sum(unit.gradients for unit in self.units))
+        return max(self.state + own + unseen(own, self.workspace, self.base.device), self.least)
+
+    def seconds(self, own: float) -> float:
+        """Seconds of a step whose layers and head take so much for a batch."""
+        base = self.base
+        return base.gradient_accumulation_steps * (self.rest_seconds + own) + base.optimizer_seconds
+
+    def policy(self, chosen: Iterable[int]) -> CheckpointPolicy:
+        """The policy that has these modes of layers and head, by index."""
+        *modes, head = chosen
+        found = (layer.modes[mode] for layer, mode in zip(self.layers, modes, strict=True))
+        return CheckpointPolicy.per_layer(filter(None, found), **self.heads[head].options)
+
+    def indices(self, policy: CheckpointPolicy) -> tuple[int, ...] | None:
+        """The inverse; None where one of its modes was not counted."""
+        own = [layer.modes for layer in self.layers if layer.modes != (None,)]
+        wanted = iter(policy.modes(len(own)))
+        head = HeadMode(policy.loss, policy.loss_scratch)
+        try:
+            found = (0 if layer.modes == (None,) else layer.modes.index(next(wanted)) for layer in self.layers)
+            return None if policy.is_divided else (*found, self.heads.index(head))
+        except ValueError:
+            return None
+
+
+def costs(steps: Steps, optimizer: Optimizer | None) -> Costs:
+    """Predicts as many steps as are needed, and says what everything costs."""
+    report = apply(steps.meta_copy, CheckpointPolicy.uniform())
+    base = steps.of(CheckpointPolicy.uniform(), optimizer)
+    chunked = apply(steps.meta_copy, CheckpointPolicy.uniform(loss="chunked")).heads
+    heads = [HeadMode()]
+    if any(head.path == "chunked" for head in chunked):
+        heads += [HeadMode("chunked", scratch) for scratch in CHUNKED_SCRATCHES]
+    table = ModeCosts(steps, report, base)
+    found = zip_longest(heads[1:], SCRATCHES)
+    differ = [scratch for head, scratch in found if table.differs(head or heads[-1], scratch)]
+    table.read((None, *filter(None, differ)))
+    own, at_end = base.weights + base.optimizer, base.all_gradients + base.optimizer_transient
+    at_end += at_end // UNSEEN if steps.device.kind == "cpu" else 0
+    batch_seconds = base.forward_seconds + base.backward_seconds
+    spent = sum(cost.forward_seconds + cost.backward_seconds for cost in table.kept)
+    return Costs(
+        layers=table.layers(),
+        heads=tuple(heads),
+        head=table.head(heads),
+        state=own + base.accumulated,
+        embeddings=table.embeddings,
+        constant=table.constant,
+        workspace=table.workspace,
+        least=max(own + at_end, 0 if base.layers else base.peak),
+        rest_seconds=batch_seconds - spent,
+        base=base,
+    )

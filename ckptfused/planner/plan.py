@@ -1,0 +1,310 @@
+"""The policy with which a model's step fits into a budget of memory and is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import isqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptfused.models.install import apply
+from ckptfused.models.policy import CheckpointPolicy
+from ckptfused.models.report import Report
+from ckptfused.planner import frontier
+from ckptfused.planner.budget import BudgetError, not_enough
+from ckptfused.planner.costs import Costs, costs
+from ckptfused.planner.policy_steps import Steps
+from ckptfused.planner.segments import Divided
+from ckptfused.planner.sharding import sharded
+from ckptfused.planner.view import picture, table, written
+from ckptfused.profiler.result import Profile
+from ckptfused.profiler.step import Batch, MakeOptimizer, check_model, has_vocabulary, made
+from ckptfused.simulate.autocast import Autocast, autocast_type, outside
+from ckptfused.simulate.cards import usable
+from ckptfused.simulate.devices import NAMES, Device, device_named
+from ckptfused.simulate.meta_copy import copy_to_meta
+from ckptfused.sizes import counted, parse_bytes, size
+from ckptfused.spec.checks import check_integer
+
+NEVER = 1 << 62
+"""Bytes that are in no budget."""
+MOST_STEPS = 12
+"""The most steps that are predicted to find the plan among those that were counted."""
+
+
+class Point(NamedTuple):
+    """A policy in the plane of memory and time."""
+
+    name: str
+    peak: int
+    """Bytes."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A policy, and what a step needs with it."""
+
+    policy: CheckpointPolicy
+    budget: int
+    peak: int
+    """Bytes of the whole step, predicted: never more than `budget`."""
+    seconds: float
+    """Predicted seconds of the whole step."""
+    profile: Profile
+    """The prediction. Of shards, that of the whole model on one device."""
+    front: tuple[Point, ...]
+    """The plans that none beats in both, by memory, as they were counted layer by layer: the whole step of one,
+    predicted, needs no more, but where a layer is called several times."""
+    standard: tuple[Point, ...]
+    """Policies that are made by hand, with the loss of this plan."""
+    device: str
+    shards: int = 1
+    notes: tuple[str, ...] = ()
+
+    def apply(self, model: nn.Module) -> Report:
+        """`convert(model, policy=plan.policy)`."""
+        return apply(model, self.policy)
+
+    def summary(self) -> str:
+        """A table for a person."""
+        return table(self)
+
+    __str__ = summary
+
+    def plot(self, path: str) -> None:
+        """RngStates memory against time: the front, the plan in it, the budget, and the policies that are made by hand.
+
+        **Raises** `ImportError` without matplotlib.
+        """
+        picture(self, path)
+
+    def to_json(self) -> str:
+        """All of it but the profile, in bytes and seconds."""
+        return written(self)
+
+
+def plan(
+    model: nn.Module,
+    batch: Batch,
+    budget: float | str | None = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    device: str | torch.device | None = None,
+    shards: int = 1,
+    autocast: Autocast = None,
+    gradient_accumulation_steps: int = 1,
+    *,
+    said: Callable[[str], None] = lambda text: None,
+) -> Plan:
+    """The fastest policy with which a training step of a model needs no more memory than `budget`.
+
+    Steps are predicted on the meta device (`profile`), in which each layer of a kind has each of its modes once: what
+    it keeps, the scratch of its FFN, its input offloaded, itself as it was; and the loss in each of its. The best of
+    all combinations is found exactly (`policy.chain`), and its whole step predicted: where that is not what was
+    counted, others are. If none fits, layers are joined to segments.
+
+    model: on any device, meta too; as it is if it trains, else as if it did. It is left as it was; what an earlier
+    `convert` did to it does not count. batch, optimizer, device, autocast, gradient_accumulation_steps: as in
+    `profile`. device: None: the model's own.
+    budget: bytes, or a text such as "40GiB": less than the card has, by the CUDA context and fragmentation. None: a
+    card's memory less a twentieth, at least 1 GiB, for these (`ckptfused.simulate.cards.usable`).
+    shards: over how many ranks FSDP2 shards the model: `fully_shard` of each layer and of the rest. Parameters,
+    gradients and optimizer state are divided; counted are a layer's whole parameters while it runs and the next one's
+    on their way, its whole gradients and the previous one's, and those of the rest of the model from begin to end.
+    said: is told of each policy that is tried.
+
+    The same on every rank where the device is named; on the "cpu" time depends on rates that are measured.
+    **Raises** `BudgetError`, a `ValueError`, if nothing fits; what `profile` raises.
+    """
+    check_model(model)
+    limit = None if budget is None else parse_bytes("budget", budget)
+    check_integer("shards", shards, 1)
+    check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
+    target = device_named(_device_of(model) if device is None else device)
+    limit, notes = _limit(limit, target)
+    meta_copy, keeper = copy_to_meta(model, optimizer if isinstance(optimizer, Optimizer) else None)
+    meta_copy.zero_grad(set_to_none=True)
+    if not meta_copy.training:
+        meta_copy.train()
+    lower = autocast_type(autocast, target.kind)
+    steps = Steps(meta_copy, batch, target, said, lower, gradient_accumulation_steps)
+    with outside(target.kind):
+        whole = costs(steps, keeper or made(optimizer, meta_copy))
+        found = _Planner(steps, whole, sharded(whole, meta_copy, shards), shards).within(limit)
+    notes += () if optimizer is not None else (_no_optimizer(meta_copy, shards),)
+    return replace(found, notes=(*found.notes, *notes))
+
+
+def _limit(budget: int | None, device: Device) -> tuple[int, tuple[str, ...]]:
+    """The budget, and what there is to say of it and the device's memory."""
+    has = f"the {size(device.memory)} that one {device.name} has"
+    if budget is None:
+        if not device.memory:
+            raise ValueError(
+                f'budget: expected bytes, "8GiB" say, for {device.name}, whose memory is not known, got None'
+            )
+        budget = usable(device.memory)
+        left = f"{size(device.memory - budget)} for the CUDA context, workspaces of libraries and fragmentation"
+        return budget, (f"the budget is {has}, less {left}",)
+    return budget, (f"the budget is above {has}",) if 0 < device.memory < budget else ()
+
+
+def _no_optimizer(model: nn.Module, shards: int) -> str:
+    state = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad) // shards
+    return f"no optimizer was given: none of its state counts (AdamW's has {size(state)})"
+
+
+def _device_of(model: nn.Module) -> str:
+    """The name of the device that a model is on."""
+
+    kinds = {p.device.type for p in model.parameters()}
+    if kinds <= {"cpu"}:
+        return "cpu"
+    if kinds == {"cuda"}:
+        return str(next(model.parameters()).device)
+    raise ValueError(f"device: expected one of {', '.join(NAMES)}, got None for a model on {', '.join(sorted(kinds))}")
+
+
+class Counted(NamedTuple):
+    """Plans by memory, each faster than the ones before it."""
+
+    peaks: Sequence[int]
+    seconds: Sequence[float]
+    policy: Callable[[int], CheckpointPolicy]
+
+
+class _Planner:
+    """Finds the plan among those that were counted.
+
+    whole: on one device; own: on each of the shards.
+    """
+
+    def __init__(self, steps: Steps, whole: Costs, own: Costs, shards: int) -> None:
+        self._steps = steps
+        self._whole, self._costs, self._shards = whole, own, shards
+        self._front = frontier.Front(own.units)
+        self._known: dict[CheckpointPolicy, int] = {}
+
+    def within(self, budget: int) -> Plan:
+        """**Raises** `BudgetError`."""
+        place = self._place(budget) or self._lowest()
+        if place is None or min(self._known.values()) > budget:
+            least = min(self._known, key=lambda policy: (self._known[policy], policy.digest))
+            kind, language = self._steps.device.kind, has_vocabulary(self._steps.meta_copy)
+            raise BudgetError(*not_enough(self._costs, budget, self._known[least], least, kind, language))
+        counted, found = place
+        policy = counted.policy(found)
+        profile = self._steps.of(policy)
+        head: dict[str, Any] = {"loss": policy.loss, "loss_scratch": policy.loss_scratch}
+        return Plan(
+            policy=policy,
+            budget=budget,
+            peak=self._peak(policy),
+            seconds=counted.seconds[found],
+            profile=replace(profile, optimizer=self._whole.base.optimizer, peak=self._one_device(profile)),
+            front=self._shown(counted),
+            standard=self._standard(head),
+            device=self._steps.device.name,
+            shards=self._shards,
+            notes=self._whole.base.notes,
+        )
+
+    def _place(self, budget: int) -> tuple[Counted, int] | None:
+        """The plans among which one fits, and which: of layers alone, else of segments."""
+        several = len(self._costs.layers) > 1
+        for plans in (self._counted, self._divided) if several else (self._counted,):
+            counted = plans()
+            found = self._search(counted, budget) if counted.peaks else None
+            if found is not None:
+                return counted, found
+        return None
+
+    def _lowest(self) -> tuple[Counted, int] | None:
+        """Where nothing fitted: what needs least, found by lower and lower budgets; None: it was predicted already."""
+        place = None
+        while (lower := self._place(min(self._known.values()) - 1)) is not None:
+            place = lower
+        return place
+
+    def _counted(self) -> Counted:
+        costs, front = self._costs, self._front
+        seconds = [*map(costs.seconds, front.seconds)]
+        return Counted([*map(costs.peak, front.peaks)], seconds, lambda i: costs.policy(front[i].parts))  # type: ignore[arg-type]
+
+    def _divided(self) -> Counted:
+        divided = Divided(self._costs, self._front.peaks[0])  # with more than that, layers need not be joined
+        return Counted(divided.peaks, divided.seconds, divided.policy)
+
+    def _search(self, counted: Counted, budget: int) -> int | None:
+        """The last of them that fits: what was counted says where to look, predictions of whole steps say whether."""
+        fits, exceeds, beyond = -1, len(counted.peaks), 0
+        for _ in range(MOST_STEPS):
+            guess = sum(1 for peak in counted.peaks if peak + beyond <= budget) - 1
+            if guess <= fits and fits >= 0:
+                break
+            guess = min(max(guess, fits + 1), exceeds - 1)
+            if guess <= fits:
+                break
+            needed = self._peak(counted.policy(guess))
+            beyond = needed - counted.peaks[guess]
+            fits, exceeds = (guess, exceeds) if needed <= budget else (fits, guess)
+        return fits if fits >= 0 else None
+
+    def _peak(self, policy: CheckpointPolicy) -> int:
+        """Predicted peak bytes of a whole step; with shards, what was counted and what a step on one device was seen to
+        need beyond its count."""
+        if policy not in self._known:
+            needed = self._one_device(self._steps.of(policy))
+            chosen = None if self._shards == 1 else self._whole.indices(policy)
+            if chosen is not None:
+                one, each = (c.peak(frontier.peak_of(c.units, chosen)) for c in (self._whole, self._costs))
+                needed = each + max(0, needed - one)
+            self._known[policy] = NEVER if policy in self._steps.broken else needed
+        return self._known[policy]
+
+    def _one_device(self, profile: Profile) -> int:
+        return max(profile.peak - profile.optimizer + self._whole.base.optimizer, self._whole.least)
+
+    def _shown(self, counted: Counted) -> tuple[Point, ...]:
+        """The front, by what was counted layer by layer."""
+        layers, front = self._counted(), [Point("", NEVER, float("inf"))]
+        rows = [*zip(counted.peaks, counted.seconds, strict=True), *zip(layers.peaks, layers.seconds, strict=True)]
+        for peak, seconds in sorted(set(rows)):
+            if seconds < front[-1].seconds:
+                front.append(Point("", peak, seconds))
+        return tuple(front[1:])
+
+    def _standard(self, head: dict[str, Any]) -> tuple[Point, ...]:
+        """What others choose by hand, as it was counted, or predicted where it was."""
+        count = sum(layer.modes != (None,) for layer in self._costs.layers)
+        make = CheckpointPolicy
+        named = {
+            "none": make.none(**head),
+            "per layer": make.uniform(**head),
+            "every 2": make.every(2, **head),
+            "every 4": make.every(4, **head),
+            "selective ffn": make.selective("ffn", **head),
+            "selective attention": make.selective("attention", **head),
+            counted(isqrt(count), "segment"): make.segments(max(1, isqrt(count)), **head),
+            "whole model": make.whole_model(**head),
+        }
+        found = []
+        for name, policy in named.items() if count else ():
+            point = self._point(policy)
+            if point is not None:
+                found.append(Point(name, self._known.get(policy, point[0]), point[1]))
+        return tuple(found)
+
+    def _point(self, policy: CheckpointPolicy) -> tuple[int, float] | None:
+        costs = self._costs
+        if policy.is_divided:
+            return Divided.of(costs, policy)
+        chosen = costs.indices(policy)
+        if chosen is None:
+            return None
+        peak, seconds = frontier.peak_of(costs.units, chosen), frontier.seconds_of(costs.units, chosen)
+        return costs.peak(peak), costs.seconds(seconds)

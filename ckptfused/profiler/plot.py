@@ -1,0 +1,92 @@
+"""A step's timeline as a picture, and what pictures share. profile: a `Profile`, which this is a part of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from ckptfused.profiler.phases import KINDS
+from ckptfused.simulate.cards import CARDS, GIB
+from ckptfused.sizes import byte_unit, second_unit, size
+
+COLOURS = ("#4c566a", "#81a1c1", "#a3be8c", "#ebcb8b", "#d08770", "#bf616a")
+FAR = 1.5
+"""Multiple of what a picture shows beyond which a value is said in the margin."""
+_NARROW = 0.15
+"""Share of the width: a phase that is narrower has its name to the left of its end."""
+
+
+def canvas(width: float, height: float) -> tuple[Any, Any]:
+    """A figure that needs no display, and its axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def plot(profile: Any, path: str | Path) -> None:
+    """Writes a PNG: bytes by kind, stacked, over the time of the step, with forward, backward and optimizer marked.
+
+    **Raises** `ModuleNotFoundError` without matplotlib, `ValueError` for a profile without a timeline.
+    """
+    if not profile.timeline:
+        raise ValueError("profile: expected one of a step that ran, got one without a timeline")
+    figure, axes = canvas(10, 5)
+    (unit, name), end = byte_unit(profile.peak), max(profile.timeline[-1].seconds, 1e-9)
+    scale, of_time = second_unit(end)
+    times = [moment.seconds / scale for moment in profile.timeline]
+    levels = [[moment.bytes[kind] / unit for moment in profile.timeline] for kind in range(len(KINDS))]
+    axes.stackplot(times, levels, labels=KINDS, colors=COLOURS, step="post")
+    for when, phase in profile.marks:
+        axes.axvline(when / scale, color="black", linewidth=0.8, linestyle=":")
+        if phase != "end":
+            narrow = when > (1 - _NARROW) * end
+            place, side = (end / scale, "right") if narrow else (when / scale, "left")
+            axes.text(place, 1.01, f" {phase}", transform=axes.get_xaxis_transform(), fontsize=9, ha=side)
+    top = profile.peak * 1.08
+    lines = [(profile.peak, f"peak {size(profile.peak)}", "-")]
+    card = CARDS.get(profile.device)
+    if card is not None:
+        has, said = card.memory * GIB, f"one {card.name} has {card.memory:g} GiB"
+        top = max(top, has * 1.05) if has < FAR * profile.peak else top
+        lines += [(has, said, "--")] if has <= top else []
+        if has > top:
+            axes.text(0.995, 0.985, f"{said} ↑", transform=axes.transAxes, fontsize=8, ha="right", va="top")
+    for level, said, style in lines:
+        axes.axhline(level / unit, color="black", linewidth=0.8, linestyle=style)
+        axes.text(0.005, level / unit, said, transform=axes.get_yaxis_transform(), fontsize=8, va="bottom")
+    axes.set(xlabel=of_time, ylabel=name, xlim=(0, end / scale), ylim=(0, top / unit))
+    figure.suptitle(f"A step {profile.way} for {profile.device}", fontsize=10)
+    figure.legend(loc="outside lower center", ncols=len(KINDS), fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
+    """Writes names beside points, (name, x, y), where they cover neither another name nor a point: the nearest such
+    place of a few. Points in one place have one label."""
+    from matplotlib.transforms import Bbox
+
+    names: dict[tuple[float, float], list[str]] = {}
+    for name, x, y in points:
+        names.setdefault((x, y), []).append(name)
+    places = [tuple(axes.transData.transform(point)) for point in names]
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
+    for point, found in names.items():
+        text = axes.annotate(", ".join(found), point, (0, 0), textcoords="offset points", fontsize=8)
+        for far, (across, up) in product(range(5, 200, 9), ((1, 1), (1, -1), (-1, 1), (-1, -1))):
+            text.set(ha="left" if across > 0 else "right", va="bottom" if up > 0 else "top")
+            text.xyann = (5 * across, far * up - (2 * up if far == 5 else 0))
+            box = text.get_window_extent(axes.figure.canvas.get_renderer())
+            inside = (
+                axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
+            )
+            if inside and not any(box.overlaps(other) for other in taken):
+                break
+        taken.append(box)
+        if far > 14:
+            line = {"arrowstyle": "-", "linewidth": 0.5, "color": "grey"}
+            axes.annotate("", point, text.xyann, textcoords="offset points", arrowprops=line)

@@ -1,0 +1,249 @@
+"""A step predicted: it runs on meta tensors with an open ledger (`cost.OpenLedger`), so that nothing is computed.
+
+The ledger sees every storage of the meta device begin and end, PyTorch's and ckptfused's alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ckptfused._extension import _C
+from ckptfused.cost import OpenLedger
+from ckptfused.models.describe.saved_bytes import stored_bytes
+from ckptfused.profiler.analysis import profile_of
+from ckptfused.profiler.phases import Phase
+from ckptfused.profiler.result import Profile
+from ckptfused.profiler.step import Batch, Marks, NoLossError, misspelt, run_step
+from ckptfused.profiler.trace import Change, Trace
+from ckptfused.recompute.undone import without_trace
+from ckptfused.simulate.autocast import named, region
+from ckptfused.simulate.devices import Device
+from ckptfused.simulate.functions import functions_for_meta
+from ckptfused.simulate.meta_copy import held, without_data
+from ckptfused.simulate.roofline import Work
+from ckptfused.simulate.values import Known, values_of
+from ckptfused.state.snapshot import drawn_alike
+
+
+def predicted(
+    model: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer | None,
+    device: Device,
+    autocast: torch.dtype | None = None,
+    gradient_accumulation_steps: int = 1,
+) -> Profile:
+    """The profile of a step of a model and an optimizer on the meta device, of which the optimizer is changed. Of the
+    batch, on any device, what small tensors hold counts where the model looks at it.
+
+    **Raises** `ValueError` where the model does not run without data, outside of its layers.
+    """
+    notes = [] if optimizer is None else _take_step(optimizer, device)
+    at_once = bool(notes) or (optimizer is not None and bool(optimizer.defaults.get("fused")))
+    opaque: dict[int, str] = {}
+    while True:
+        opened = OpenLedger(device.kind)
+        marks = Marks(model, lambda: len(opened))  # noqa: B023
+        try:
+            with drawn_alike(model), without_trace(model):
+                options = autocast, gradient_accumulation_steps
+                trace, half = _record(model, batch, optimizer, at_once, device, opened, marks, *options)
+            break
+        except NoLossError as error:
+            if not opaque:
+                raise
+            raise ValueError(f"model: expected one that runs on the meta device, got {'; '.join(notes)}") from error
+        except Exception as error:
+            if marks.failed is None or marks.failed in opaque or _is_wrong(error):
+                expected = "takes this batch" if _is_wrong(error) else "runs on the meta device"
+                hint = misspelt(model, batch) or _hint(batch, error)
+                raise ValueError(f"model: expected one that {expected}, got {_said(error)}{hint}") from error
+            name, layer = marks.layers[marks.failed]
+            opaque[marks.failed] = name
+            notes.append(
+                f"layer {name} ({type(layer).__name__}) is opaque: it does not run without data ({_said(error)})"
+            )
+            layer.forward = _Opaque()
+        finally:
+            model.zero_grad(set_to_none=True)
+    if names := _unknown(batch):
+        notes.append(f"{', '.join(names)} without data: what the model chooses by their values is as if they were not")
+    if recurrent := [name or type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]:
+        notes.append(f"{', '.join(recurrent)}: what oneDNN or cuDNN keeps within a recurrent layer is not counted")
+    if device.kind == "cpu" and any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()):
+        notes.append(
+            "convolutions: the copies of operands that oneDNN holds within one are not counted; measured peaks were up "
+            "to 23 % higher, so leave a budget that much room"
+        )
+    if gradient_accumulation_steps > 1 and any(getattr(module, "sparse", False) is True for module in model.modules()):
+        notes.append("sparse gradients count as those of one batch: each further batch adds its rows to them")
+    return profile_of(
+        trace,
+        device.name,
+        "predicted",
+        tuple(notes),
+        time_error=device.time_error,
+        autocast=named(autocast),
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        workspace=_workspace(opened, half) if device.kind == "cpu" else 0,
+    )
+
+
+_HALF_WORKSPACES = ((1 << 24, 416 << 10), (1 << 26, 704 << 10), (1 << 62, 1728 << 10))
+"""Bytes that oneDNN's products in half precision allocate within themselves, a thread, by their multiplications: the
+most that was measured of 8,569 random shapes and layouts, rounded up. Attention's own take less than the least."""
+
+
+def _workspace(opened: OpenLedger, half: int) -> int:
+    """Workspace bytes of the largest product. half: multiplications of the largest one in half precision, or 0."""
+    found = [(event[4], event[3]) for event in opened.ledger.events if event[0] == "product"]
+    sizes = [(kind in ("BFloat16", "Half"), rows * columns * depth) for kind, (rows, columns, depth, *_) in found]
+    half = max([half, *(size for narrow, size in sizes if narrow)])
+    each = next(most for limit, most in _HALF_WORKSPACES if half <= limit) if half else 0
+    return max(_C.onednn_workspace(max((size for _, size in sizes), default=0)), each * torch.get_num_threads())
+
+
+def _record(
+    model: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer | None,
+    at_once: bool,
+    device: Device,
+    opened: OpenLedger,
+    marks: Marks[int],
+    autocast: torch.dtype | None,
+    gradient_accumulation_steps: int,
+) -> tuple[Trace, int]:
+    """The trace of a predicted step, and the multiplications of PyTorch's largest product in half precision.
+
+    at_once: whether the optimizer's step is one kernel that allocates nothing.
+    """
+    received: set[tuple[int, int]] = set()
+    seconds: list[float] = []
+
+    def given(layer: int, t: Tensor) -> None:
+        number = opened.number_of(t) if t.is_meta else None
+        if number is not None:
+            received.add((layer, number))
+
+    def spend(took: float) -> None:
+        seconds.extend([0.0] * (len(marks.found) - len(seconds)))
+        seconds[-1] += took
+
+    def step_at_once() -> None:  # reads and writes parameters and state, and reads gradients
+        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        spend((3 * trained + 2 * state) / device.copy)
+
+    work = Work(device, opened, spend)
+    marks.received = given
+    twins = without_data(batch)
+    weights = stored_bytes([*held(model), *tree_leaves(twins)])
+    state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
+    step = None if optimizer is None else step_at_once if at_once else optimizer.step
+    known = Known(values_of(batch, twins))
+    with functions_for_meta(device.kind, work), marks, opened, work, known:
+        forward = region(device.kind, autocast)
+        gradients = run_step(model, twins, step, marks, forward, gradient_accumulation_steps)
+    seconds.extend([0.0] * (len(marks.found) - len(seconds)))
+    changes, found = _places(opened, marks.found)
+    trace = Trace(changes, found, received, seconds, marks.names, gradients, weights, state)
+    return trace, work.half_multiplications
+
+
+def _places(opened: OpenLedger, marks: list[tuple[int, Phase]]) -> tuple[list[Change], list[tuple[int, Phase]]]:
+    """The allocations and releases of a ledger, and marks of its events as places among them."""
+    ledger = opened.ledger
+    changes: list[Change] = []
+    before = []  # how many of them there are before each event
+    for event in ledger.events:
+        before.append(len(changes))
+        if event[0] in ("allocation", "release"):
+            number, size = event[3][:2]
+            changes.append(Change(number, size if event[0] == "allocation" else -size, _in_words(ledger.name(event))))
+    before.append(len(changes))
+    return changes, [(before[min(place, len(before) - 1)], phase) for place, phase in marks]
+
+
+_WORDS = {
+    "d": "gradient of a weight",
+    "cast": "a weight cast to the type of products",
+    "gu": "gate and up",
+    "h": "the hidden values",
+    "in of": "a projection's input",
+    "o": "the output of attention",
+    "qkv": "q, k and v",
+    "x": "the input",
+}
+
+
+def _in_words(name: str) -> str:
+    """What our ops call a value, for who has not read them: "d qkv" is "gradient of q, k and v"."""
+    of = name.removeprefix("d ")
+    return ("gradient of " if of != name else "") + _WORDS.get(of, of)
+
+
+def _take_step(optimizer: torch.optim.Optimizer, device: Device) -> list[str]:
+    """Has an optimizer take a step, so that it has its state; a note where it cannot without data.
+
+    Fused ones know no meta tensors, but keep what others of their class do; on a GPU those that can take all parameters
+    at once do so where they are not told.
+    """
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    for group in optimizer.param_groups:
+        together = group.get("foreach", False) is None and not group.get("fused") and device.kind == "cuda"
+        group.update({name: False for name in ("fused", "foreach") if name in group})
+        if together:
+            group["foreach"] = True
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError) as error:  # a closure is wanted, too
+        kind = type(optimizer).__name__
+        return [f"{kind} takes no step without data ({_said(error)}): its state counts, what its step holds does not"]
+    finally:
+        for parameter in trained:
+            parameter.grad = None
+    return []
+
+
+def _is_wrong(error: Exception) -> bool:
+    """Whether a layer would fail with data, too: of a batch or a model whose parts do not fit together."""
+    text = str(error)
+    if "meta" in text.lower():
+        return False
+    return bool(re.search(r"\b(shapes?|sizes?|dim|dimensions?)\b", text)) or (
+        isinstance(error, TypeError) and "argument" in text
+    )
+
+
+def _unknown(batch: Batch) -> list[str]:
+    """Masks, positions and the like whose values are not there."""
+    named = batch.items() if isinstance(batch, Mapping) else ()
+    found = [name for name, t in named if isinstance(t, Tensor) and t.is_meta and not t.is_floating_point()]
+    return [name for name in found if name not in ("input_ids", "labels")]
+
+
+def _hint(batch: Batch, error: Exception) -> str:
+    """What to do where a model asks for values that the batch could have given."""
+    if "meta" not in str(error) or not any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves(batch)):
+        return ""
+    names = ", ".join(_unknown(batch)) or "the batch"
+    return f". It looks at values: give {names} with data, on the CPU, say; the model may stay on the meta device"
+
+
+class _Opaque:
+    """A stand-in for a forward that does not run without data: its result is as large as its input."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()).clone()
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,151 @@
+"""What modules and arguments hold that a forward may change, as it is now."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from ckptfused.recompute.bindings import Slots
+from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, known
+from ckptfused.state.containers import (
+    CONTAINERS,
+    MANAGED,
+    SHOWN,
+    Attributes,
+    ClassAttributes,
+    Contents,
+    is_moved,
+    without_graph,
+)
+from ckptfused.state.generators import is_generator
+from ckptfused.state.reach import DEPTH, LIMIT, WIDTH, of_torch, slots_of
+
+
+class _Kind(enum.Enum):
+    OTHER, CONTAINER, TUPLE, TENSOR, MODULE, GENERATOR = range(6)
+
+
+class _Kinds(dict[type, _Kind]):
+    def __missing__(self, kind: type) -> _Kind:
+        pairs: tuple[tuple[Any, _Kind], ...] = (
+            (CONTAINERS, _Kind.CONTAINER),
+            ((tuple, frozenset), _Kind.TUPLE),
+            (Tensor, _Kind.TENSOR),
+            (nn.Module, _Kind.MODULE),
+        )
+        found = next((name for bases, name in pairs if issubclass(kind, bases)), _Kind.OTHER)
+        self[kind] = found = _Kind.GENERATOR if is_generator(kind) else found
+        return found
+
+
+_kinds = _Kinds()
+_OTHER, _CONTAINER, _TENSOR = _Kind.OTHER, _Kind.CONTAINER, _Kind.TENSOR
+
+
+class AttributeScan:
+    """Collects holders, tensors and generators from what it is shown."""
+
+    def __init__(self) -> None:
+        self.holders: list[Any] = []
+        self.tensors: list[TrackedTensor] = []
+        self.generators: list[Any] = []
+        self.hidden: list[nn.Module] = []
+        """Modules in containers that modules hold."""
+        self._empty: list[Any] = []
+        self._seen: set[int] = set()
+        self._classes: dict[type, None] = {}
+
+    def attributes(self, held: dict[str, Any]) -> None:
+        """Notes the attributes of a module, or of an object among the arguments."""
+        found, managed = held.copy(), held.get(MANAGED)
+        for name, value in held.items():
+            kind = _kinds[type(value)]
+            if kind is _OTHER:
+                continue
+            if kind is not _CONTAINER:
+                if kind is not _TENSOR:
+                    self.look_at(value)
+                elif not (managed and is_moved(value)):
+                    found[name] = without_graph(value)
+                    self.tensors.append(TrackedTensor(found[name], True))
+            elif not value:
+                self._empty.append(value)
+            elif name == "_modules":
+                self.holders.append(Contents(value))
+            elif name not in SHOWN:
+                self.look_at(value)
+        self.holders.append(Attributes(held, found))
+
+    def instance(self, value: Any) -> None:
+        """An object that is no module, its classes with it."""
+        self.class_of(value)
+        kind: Any = type(value)
+        held = getattr(value, "__dict__", None)
+        if type(held) is dict:
+            self.attributes(held)
+        if slots_of(kind):
+            self.holders.append(slots := Slots(value))
+            for inner in slots.found.values():
+                self.look_at(inner)
+
+    def class_of(self, holder: Any) -> None:
+        """The attributes of the classes of a module or an object."""
+        kind: Any = type(holder)
+        for base in _own_classes(kind):
+            if base not in self._classes:
+                self._classes[base] = None
+                attributes = ClassAttributes(base)
+                self.holders.append(attributes)
+                for value in attributes.found.values():
+                    self.look_at(value)
+
+    def changed_since(self) -> list[Any]:
+        """The holders, with those that were empty and are no longer."""
+        return [*self.holders, *(Contents(held, _emptied(held)) for held in self._empty if held)]
+
+    def look_at(self, value: Any, depth: int = 1) -> None:
+        """A value that is held by what was shown: in containers, as far as there are containers in it."""
+        kind = _kinds[type(value)]
+        if kind is _OTHER:
+            return
+        if kind is _TENSOR:
+            self.tensors.append(TrackedTensor(without_graph(value), value.nbytes <= STATISTICS or not known(value)))
+        elif kind is _Kind.MODULE:
+            self.hidden.append(value)
+        elif kind is _Kind.GENERATOR:
+            self.generators.append(value)
+        elif id(value) not in self._seen and len(self._seen) < LIMIT:
+            self._seen.add(id(value))
+            if kind is _CONTAINER:
+                self.holders.append(Contents(value))
+            if depth < DEPTH and len(value) <= WIDTH:
+                for inner in list(value.values() if isinstance(value, dict) else value):
+                    self.look_at(inner, depth + 1)
+
+
+# Who has something of these shares it with other threads, which change it while a replay lasts.
+_CONCURRENT = ("_thread", "threading", "queue", "asyncio", "multiprocessing", "concurrent", "logging", "socket")
+
+
+def is_shared(value: Any) -> bool:
+    """Whether an object is, or holds, a lock, a queue or a thread."""
+    held = getattr(value, "__dict__", None)
+    return any(map(_is_concurrent, {type(value), *map(type, held.values() if type(held) is dict else ())}))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_concurrent(kind: Any) -> bool:
+    return any(base.__module__.partition(".")[0] in _CONCURRENT for base in kind.__mro__)
+
+
+def _emptied(held: Any) -> Any:
+    return {} if isinstance(held, dict) else set() if isinstance(held, set) else []
+
+
+@functools.lru_cache(maxsize=4096)
+def _own_classes(kind: Any) -> tuple[type, ...]:
+    """The classes above an object that are not Python's or PyTorch's."""
+    return tuple(base for base in kind.__mro__ if base.__module__ != "builtins" and not of_torch(base))

@@ -1,0 +1,201 @@
+"""Copies of a call's tensors that share the caller's memory until they are written."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from ckptfused import _extension  # noqa: F401  (registers the ops)
+from ckptfused.cost.opened import device_of
+from ckptfused.recompute.arguments import Arguments
+
+_lend = torch.ops.ckptfused.lend.default
+_DEVICES = ("cpu", "cuda")
+
+
+def is_plain(t: Tensor) -> bool:
+    """Whether t is a view of a storage, and nothing else."""
+    ordinary = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_nested
+    return ordinary and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def _can_be_lent(t: Tensor) -> bool:
+    if not is_plain(t) or device_of(t) not in _DEVICES or not t.numel():
+        return False
+    if t.is_conj() or t.is_neg() or t.is_quantized:
+        return False
+    first, last = (0, 0) if t.is_contiguous() else _span(t)
+    return last - first <= 2 * t.nbytes  # else a copy of all that lies between would be the larger one
+
+
+def clone(t: Tensor) -> Tensor:
+    """A copy of t with its attributes."""
+    return _with_attributes(t.clone(), t)
+
+
+def _with_attributes(copy: Tensor, t: Tensor) -> Tensor:
+    for name, value in vars(t).items():
+        vars(copy).setdefault(name, value)  # a subclass's copy has what it is made of
+    return copy
+
+
+class Loans:
+    """Copies of tensors, each over the original's memory until it is written; then it has memory of its own.
+
+    An original is only read, so other threads may use it meanwhile. When the loans end (with this object), a copy that
+    is still there and was not written gets memory of its own: nothing outlives them that shares the originals' memory.
+    Tensors that cannot be lent (subclasses, sparse, nested, of other devices than CPU and CUDA) are copied at once.
+    """
+
+    def __init__(self) -> None:
+        self._guards: list[Tensor] = []
+        self._lent: dict[int, _Lent] = {}
+
+    def copies(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Tensors with the values and the gradients of these."""
+        with unseen():
+            return [self._copy(t) for t in tensors]
+
+    def _copy(self, t: Tensor) -> Tensor:
+        if not _can_be_lent(t):
+            return clone(t)
+        copy, guard = _lend(t)
+        self._guards.append(guard)
+        self._lent[id(copy)] = _Lent(copy, t)
+        return _with_attributes(copy, t)
+
+    def original(self, value: Any) -> Any:
+        """The tensor that a copy was made of, if that copy is as it was made; anything else as it is."""
+        lent = self._lent.get(id(value))
+        return lent.original if lent is not None and lent.is_untouched(value) else value
+
+    @contextmanager
+    def in_replay(self) -> Iterator[None]:
+        """Around a replay, which saves `original` of what it saves. What is lent is then free."""
+        try:
+            yield
+        finally:
+            self._lent.clear()
+
+    def settle(self, result: Any) -> Any:
+        """The result of a function on copies, with originals in the place of untouched copies. A leaf's copy stays: it
+        may be written to where the leaf may not."""
+        if not any(lent.copy() is not None for lent in self._lent.values()):
+            return result
+        leaves, structure = pytree.tree_flatten(result)
+        originals = [self._handed_back(leaf) for leaf in leaves]
+        if all(new is old for new, old in zip(originals, leaves, strict=True)):
+            return result
+        return pytree.tree_unflatten(originals, structure)
+
+    def _handed_back(self, value: Any) -> Any:
+        original = self.original(value)
+        is_leaf = original is not value and original.is_leaf and original.requires_grad
+        return value if is_leaf else original
+
+
+class _Lent:
+    def __init__(self, copy: Tensor, original: Tensor) -> None:
+        self.copy = weakref.ref(copy)
+        self.original = original
+        self.state = _state(copy)
+
+    def is_untouched(self, value: Tensor) -> bool:
+        is_cow: Callable[[Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
+        return self.copy() is value and (value.is_meta or is_cow(value)) and _state(value) == self.state
+
+
+def _state(t: Tensor) -> tuple[Any, ...]:
+    """What changes where a tensor is written, or becomes another view or another tensor to autograd."""
+    return (version(t), t.grad_fn, t.requires_grad, t.dtype, t.shape, t.stride(), t.storage_offset())
+
+
+def unseen() -> AbstractContextManager[Any]:
+    """A context that no dispatch mode sees into, such as selective checkpointing's, which counts operations: these are
+    not the function's. PyTorch's own modes for tracing do see it."""
+    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+    if modes and not any(mode.is_infra_mode() for mode in modes):
+        return _disable_current_modes()
+    return nullcontext()
+
+
+def storage_of(t: Tensor) -> int:
+    """What tells the memory of one plain tensor from another's; for others, what tells the tensors."""
+    return t.untyped_storage()._cdata if is_plain(t) else id(t)
+
+
+def version(t: Tensor) -> int | None:
+    """The number of writes to t that autograd knows; None for a tensor made in inference mode."""
+    try:
+        return t._version
+    except RuntimeError:
+        return None
+
+
+def version_counter(t: Tensor) -> Tensor | None:
+    """An empty tensor with the version counter of t; None where there is none to have."""
+    try:
+        counter = t.detach()
+        counter.data = t.detach().new_empty(0)
+        return counter if counter._version == t._version else None
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+
+
+def share_memory(tensors: list[Tensor]) -> bool:
+    """Whether two of the tensors lie in one storage."""
+    storages = [t.untyped_storage()._cdata for t in tensors if is_plain(t)]
+    return len(set(storages)) < len(storages)
+
+
+class Aliases:
+    """Refuses a write to an argument that another one would have seen, had the function worked on the caller's own."""
+
+    def __init__(self, inputs: Arguments, tensors: list[Tensor], copies: list[Tensor]) -> None:
+        self.inputs = inputs
+        self.tensors, self.copies = list(tensors), list(copies)
+        self.versions = [version(t) for t in copies]
+
+    def check(self) -> None:
+        """**Raises** `RuntimeError` naming the two arguments."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for i, t in enumerate(self.tensors):
+            if is_plain(t):
+                groups[t.untyped_storage()._cdata].append(i)
+        for group in groups.values():
+            for i, j in itertools.permutations(group, 2):
+                if version(self.copies[i]) != self.versions[i] and _overlap(self.tensors[i], self.tensors[j]):
+                    raise RuntimeError(
+                        f"ckptfused.checkpoint: the function changes {self.inputs.name(i)} in place, which shares "
+                        f"memory with {self.inputs.name(j)}; each is a copy of its own there. Give the function one "
+                        "of the two, and take the other from it inside"
+                    )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors in one storage have a byte in common."""
+    spans = [_span(t) for t in (a, b)]
+    if max(start for start, _ in spans) >= min(stop for _, stop in spans):
+        return False
+    if a.element_size() != b.element_size():
+        return True
+    first = a.storage_offset() if spans[0][0] < spans[1][0] else b.storage_offset()
+    used = torch.zeros(max(stop for _, stop in spans) // a.element_size() - first, dtype=torch.bool)
+    used.as_strided(a.shape, a.stride(), a.storage_offset() - first).fill_(True)
+    return bool(used.as_strided(b.shape, b.stride(), b.storage_offset() - first).any())
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """The bytes of the storage between the first and the last element."""
+    first = int(t.storage_offset())
+    last = first + sum(int(size - 1) * int(stride) for size, stride in zip(t.shape, t.stride(), strict=True))
+    return first * t.element_size(), (last + 1 if t.numel() else first) * t.element_size()

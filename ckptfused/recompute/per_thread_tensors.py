@@ -1,0 +1,119 @@
+"""Other tensors in the place of a module's parameters and buffers, for one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_lock = threading.RLock()
+_inside: Counter[int] = Counter()
+_places: dict[tuple[nn.Module, str], _Place] = {}
+
+
+@contextmanager
+def entered() -> Iterator[None]:
+    """Around a checkpointed call and each replay: tells threads that may meet in a module's buffers from one alone."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    here = threading.get_ident()
+    with _lock:
+        _inside[here] += 1
+        for place in _places.values():
+            place.install()
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside[here] -= 1
+            if not _inside[here]:
+                del _inside[here]
+
+
+@contextmanager
+def shown(tensors: Mapping[tuple[nn.Module, str], Mapping[str, Any]]) -> Iterator[None]:
+    """A context in which this thread finds these tensors, by name, in a module's `_buffers` or `_parameters`.
+
+    What it assigns there is gone afterwards. Other threads within `entered` find, and change, the module's own.
+    """
+    with ExitStack() as stack:
+        for (module, name), found in tensors.items():
+            stack.enter_context(_shown(module, name, found))
+        yield
+
+
+@contextmanager
+def _shown(module: nn.Module, name: str, tensors: Mapping[str, Any]) -> Iterator[None]:
+    here, key = threading.get_ident(), (module, name)
+    with _lock:
+        place = _places.setdefault(key, _Place(vars(module), name))
+        before = place.views.get(here)
+        place.views[here] = {**(place.own if before is None else before), **tensors}
+        place.install()
+    try:
+        yield
+    finally:
+        with _lock:
+            if before is None:
+                del place.views[here]
+            else:
+                place.views[here] = before
+            if not place.views:
+                del _places[key]
+            place.install()
+
+
+class _Place:
+    """A module's dict of parameters or buffers, while threads have views of it."""
+
+    def __init__(self, attributes: dict[str, Any], name: str) -> None:
+        self.attributes = attributes
+        self.name = name
+        self.own: dict[str, Any] = attributes[name]
+        self.views: dict[int, dict[str, Any]] = {}
+
+    def install(self) -> None:
+        """Puts in place what all threads can read."""
+        if not self.views:
+            self.attributes[self.name] = self.own
+        elif len(self.views) == 1 and self.views.keys() >= _inside.keys():
+            # A plain dict: torch.compile, of what is called within, knows no other.
+            (self.attributes[self.name],) = self.views.values()
+        elif type(self.attributes[self.name]) is not _Separate:
+            self.attributes[self.name] = _Separate(self)
+
+
+class _Separate(dict):  # type: ignore[type-arg]
+    """Gives each thread its view; one without reads and writes the module's own."""
+
+    def __init__(self, place: _Place) -> None:
+        super().__init__(place.own)  # for C code, which reads a dict past its methods
+        self.place = place
+
+    def here(self) -> dict[str, Any]:
+        """What the current thread sees."""
+        return self.place.views.get(threading.get_ident(), self.place.own)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self.here()),)
+
+
+def _method(name: str) -> Any:
+    def method(self: _Separate, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.here(), name)(*args, **kwargs)
+
+    return method
+
+
+for _name in (
+    *("__contains__", "__delitem__", "__eq__", "__getitem__", "__iter__", "__len__", "__ne__", "__or__", "__repr__"),
+    *("__reversed__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem", "setdefault"),
+    *("update", "values"),
+):
+    setattr(_Separate, _name, _method(_name))

@@ -1,0 +1,95 @@
+"""What backward gets: what a replay saves, as it was saved, or what the forward itself did where no replay can."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptfused.ops.enclosing_checkpoint import forget_past_replays
+from ckptfused.recompute.copy_on_write import version
+
+
+class SavedTensorVersions:
+    """Sees an operation in place between the moment a replay saves a tensor and the one in which backward gets it.
+
+    PyTorch asks no version of a tensor that a hook has saved, so `torch.utils.checkpoint` hands out the changed one.
+    """
+
+    def __init__(self) -> None:
+        self._saved: dict[int, tuple[int, int | None]] = {}  # by place: identity and version of what a replay saved
+        self._held: dict[int, tuple[Tensor, int | None]] = {}  # by place: what the forward saved, and its version
+
+    @contextmanager
+    def of_forward(self, held: bool = False) -> Iterator[None]:
+        """Around the forward, within the hooks that start its replay. held: `settle` may ask for what it saves."""
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        places = itertools.count()
+
+        def get(packed: tuple[int, Any]) -> Tensor:
+            place, holder = packed
+            if place in self._held:
+                kept, expected = self._held[place]
+                _check(kept, expected)
+                return kept
+            t: Tensor = unpack(holder)
+            identity, expected = self._saved.pop(place, (0, None))
+            if identity == id(t):
+                _check(t, expected)
+            return t
+
+        def put(t: Tensor) -> tuple[int, Any]:
+            place = next(places)
+            if held:
+                self._held[place] = t, version(t)
+            return place, pack(t)
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(put, get):
+                yield
+        except BaseException:
+            self._held.clear()
+            raise
+
+    def settle(self, can_be_replayed: bool) -> None:
+        """After the forward: lets go of what it saved, or has backward get that, in the place of a replay."""
+        saved = {} if can_be_replayed else self._held
+        # Without their graphs: PyTorch puts these back, and they would hold what holds them.
+        self._held = {place: (t.detach(), expected) for place, (t, expected) in saved.items()}
+
+    @contextmanager
+    def of_replay(self, saved: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Around a replay; `saved` says what is saved in the place of a tensor."""
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        forget_past_replays((pack, unpack))
+        places = itertools.count()
+
+        def put(given: Tensor) -> tuple[Any, Tensor, int | None]:
+            t = saved(given)
+            t = t.detach() if t.requires_grad else t  # as PyTorch's hook would; it then keeps this very object
+            self._saved[next(places)] = id(t), (now := version(t))
+            return pack(t), t, now
+
+        def get(packed: tuple[Any, Tensor, int | None]) -> Any:
+            """For a backward within the function."""
+            value, t, expected = packed
+            _check(t, expected)
+            return unpack(value)
+
+        put.hands_on_to = pack  # type: ignore[attr-defined]  # outer_checkpoint asks how much more the replay waits for
+        with torch.autograd.graph.saved_tensors_hooks(put, get):
+            yield
+
+
+def _check(t: Tensor, expected: int | None) -> None:
+    if (now := version(t)) != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{t.type()} {list(t.shape)}], saved within ckptfused.checkpoint, is at version {now}; expected "
+            f"version {expected} instead. Hint: without a checkpoint, torch.autograd.set_detect_anomaly(True) finds "
+            "the operation that failed to compute its gradient"
+        )

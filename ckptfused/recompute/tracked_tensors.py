@@ -1,0 +1,227 @@
+"""The tensors beside a function's arguments: which of them a forward wrote, and which were changed since."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ckptfused.recompute.copy_on_write import is_plain, storage_of, unseen
+from ckptfused.recompute.copy_on_write import version as version_of
+
+# Up to this size a tensor is copied at each call: kernels may write it behind its version counter, as batch norm's do,
+# and a later write may leave its values as they are. Larger ones are copied until a forward was seen that leaves them
+# alone, and for good from the first that does not; the largest never.
+STATISTICS, LARGE = 1 << 16, 1 << 26
+_unwritten: dict[int, weakref.ref[Tensor]] = {}  # by identity
+_written: dict[int, weakref.ref[Tensor]] = {}
+_ORDINARY = (Tensor, nn.Parameter)
+_NOW = object()
+
+Place = tuple[nn.Module, str, str]
+
+
+class TrackedTensor:
+    """A tensor beside the arguments. `place`: the module, which of its dicts, and the name there; None elsewhere."""
+
+    __slots__ = ("found", "place", "tensor", "version", "written")
+
+    def __init__(
+        self, tensor: Tensor, copy: bool, place: Place | None = None, version: int | object | None = _NOW
+    ) -> None:
+        self.tensor = tensor
+        self.place = place
+        self.version = version_of(tensor) if version is _NOW else version
+        self.written = False
+        self.found = _clone(tensor) if copy and _can_be_copied(tensor) else None
+
+    def settle(self) -> None:
+        """After the forward."""
+        now = version_of(self.tensor)
+        self.written, self.version = now != self.version or self._differs(), now
+        if self.written:
+            _note(self.tensor, _written)
+        elif self.found is not None:
+            _note(self.tensor, _unwritten)
+            if self.place is None or self.found.nbytes > STATISTICS:
+                self.found = None
+
+    def is_copied_late(self) -> bool:
+        """Whether a forward that writes it leaves nothing to replay from."""
+        return self.found is None and not self.tensor.requires_grad and self.version is not None
+
+    def _differs(self) -> bool:
+        """Whether it has other values than before: batch norm's kernels write statistics behind the version counter."""
+        if self.found is None or not is_plain(self.tensor):
+            return False
+        if not self.tensor.is_cpu:  # the host would have to wait for the answer
+            return self.place is not None and self.tensor.nbytes <= STATISTICS
+        return not _same_values(self.found, self.tensor, unknown=True)
+
+    def changed(self) -> bool:
+        """Whether somebody else wrote to it since the forward; a small one's own values (DDP's broadcast) are none."""
+        if self.written or version_of(self.tensor) == self.version or not is_plain(self.tensor):
+            return False
+        return self.found is None or not _same_values(self.found, self.tensor, unknown=False)
+
+    def replaced(self) -> bool:
+        """Whether another parameter or buffer stands in its place now."""
+        if self.place is None:
+            return False
+        module, place, name = self.place
+        present = vars(module)[place].get(name)
+        # Whoever shards weights replaces them all the time, and has its own at hand in the replay.
+        ours = type(self.tensor) in _ORDINARY and (present is None or type(present) in _ORDINARY)
+        return ours and present is not self.tensor
+
+
+def shown_and_swapped(
+    tracked: list[TrackedTensor],
+) -> tuple[dict[tuple[nn.Module, str], dict[str, Any]], list[TrackedTensor]]:
+    """What a replay is shown in the place of buffers and parameters, by module and dict; and the tensors that have
+    their old values meanwhile: those outside modules, and those whose memory somebody else has, too.
+    """
+    written: dict[int, list[TrackedTensor]] = defaultdict(list)
+    for w in tracked:
+        if w.written:
+            written[storage_of(w.tensor)].append(w)
+    shown: dict[tuple[nn.Module, str], dict[str, Any]] = defaultdict(dict)
+    swapped: list[TrackedTensor] = []
+    for group in written.values():
+        if len({id(w.tensor) for w in group}) > 1 or any(w.place is None for w in group):
+            swapped += {id(w.tensor): w for w in group}.values()
+            continue
+        one = _clone(group[0].found)  # type: ignore[arg-type]
+        for w in group:
+            module, place, name = w.place  # type: ignore[misc]
+            shown[module, place][name] = one
+    for w in tracked:
+        if not w.written and w.replaced():
+            module, place, name = w.place  # type: ignore[misc]
+            shown[module, place][name] = w.tensor
+    return shown, swapped
+
+
+@contextmanager
+def with_old_values(swapped: list[TrackedTensor]) -> Iterator[None]:
+    """A context in which the tensors have the values that the forward found, and no graph."""
+    tensors = [w.tensor for w in swapped]
+    now = [_clone(t) for t in tensors]
+    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        ends = [_end_of_graph(t) for t in tensors]
+        for w in swapped:
+            _fill(w.tensor, w.found)
+        try:
+            yield
+        finally:
+            for t, values, end in zip(tensors, now, ends, strict=True):
+                _fill(t, values)
+                if end is not None:
+                    with torch.enable_grad(), unseen():
+                        _Rejoin.apply(t.detach_(), end)
+
+
+def _end_of_graph(t: Tensor) -> Tensor | None:
+    """The graph of a tensor into which the function accumulates, taken from it; None where it has none."""
+    if t.grad_fn is None:
+        return None
+    if t._is_view():
+        raise RuntimeError(
+            f"ckptfused.checkpoint: the function itself changes a view of shape {list(t.shape)} in place, with a "
+            "gradient: expected one that returns what it adds. Return it, and add it outside"
+        )
+    with torch.enable_grad(), unseen():
+        end = t.clone()  # a view would get the graph of the replay
+    t.detach_()
+    return end
+
+
+class _Rejoin(torch.autograd.Function):
+    """Gives a tensor its graph again."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, end: Tensor) -> Tensor:
+        ctx.mark_dirty(t)
+        return t
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, grads[0]
+
+
+def _can_be_copied(t: Tensor) -> bool:
+    if t.requires_grad or t.is_inference():
+        return False
+    return t.nbytes <= STATISTICS or (t.nbytes <= LARGE and not known(t))
+
+
+def known(t: Tensor) -> bool:
+    """Whether all forwards so far left it alone, and there was one."""
+    return _is_among(t, _unwritten) and not _is_among(t, _written)
+
+
+def _is_among(t: Tensor, noted: dict[int, weakref.ref[Tensor]]) -> bool:
+    found = noted.get(id(t))
+    return found is not None and found() is t
+
+
+def _note(t: Tensor, noted: dict[int, weakref.ref[Tensor]]) -> None:
+    place = id(t)
+    if place not in noted:
+        noted[place] = weakref.ref(t, lambda _: noted.pop(place, None))
+
+
+def _clone(t: Tensor) -> Tensor | None:
+    """A copy; None of what PyTorch cannot copy."""
+    try:
+        with torch.no_grad(), unseen():
+            return t.detach().clone()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _fill(t: Tensor, values: Tensor | None) -> None:
+    if values is not None:
+        with torch.no_grad(), unseen(), torch.autograd._unsafe_preserve_version_counter(t):
+            t.copy_(values)
+
+
+def _same_values(a: Tensor, b: Tensor, unknown: bool) -> bool:
+    """Whether all values are the same, NaN and NaN, too; `unknown` of types that PyTorch cannot compare."""
+    try:
+        with torch.no_grad(), unseen():
+            return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
+    except (RuntimeError, NotImplementedError):
+        return unknown
+
+
+class Reads(TorchDispatchMode):
+    """Raises where an operation takes a tensor in one of these storages."""
+
+    def __init__(self, storages: dict[int, str]) -> None:
+        super().__init__()
+        self.storages = storages
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code within stays compiled; `check` sees what it saves."""
+        return True
+
+    def check(self, t: Tensor) -> None:
+        """**Raises** `RuntimeError` for a tensor in one of the storages."""
+        what = self.storages.get(storage_of(t)) if is_plain(t) else None
+        if what is not None:
+            raise RuntimeError(f"ckptfused.checkpoint: {what}. The replay needs it as it was: change it after backward")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for t in tree_leaves((args, kwargs)):
+            if isinstance(t, Tensor):
+                self.check(t)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,99 @@
+"""A forward that runs to be looked at: what it draws and writes beside its own module is undone."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ckptfused.recompute.bindings import Bindings
+from ckptfused.state.generators import RngStates, global_generators
+from ckptfused.state.reach import of_torch, reach
+
+CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
+_OWN = ("_parameters", "_buffers", "_modules")
+_ABSENT = object()
+_FOR_THREADS = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading")
+
+
+@contextmanager
+def without_trace(module: nn.Module) -> Iterator[None]:
+    """A context in which the forward of a module runs whose own attributes and containers nobody else holds; afterwards
+    what its code reaches is as it was: generators, global ones too; containers and objects, by way of globals that the
+    code names, of closures, defaults and attributes; attributes of classes; and what those names stand for.
+    """
+    kinds = _classes(module.modules())
+    found = reach(
+        [
+            *(getattr(value, "__func__", value) for kind in kinds for value in vars(kind).values()),
+            *(value for inner in module.modules() for name, value in vars(inner).items() if _is_shared(name, value)),
+        ]
+    )
+    threads = {id(value) for one in found.objects if _is_for_threads(one) for value in vars(one).values()}
+    objects = [one for one in found.objects if not _is_for_threads(one)]
+    held = [*(one for one in found.containers if id(one) not in threads), *map(vars, objects)]
+    contents = [(one, content_of(one)) for one in held]
+    classes = [(kind, dict(vars(kind))) for kind in kinds | _classes(objects)]
+    bindings = [(binding, binding.found) for binding in map(Bindings, found.functions)]
+    draws = RngStates([*global_generators(), *found.generators])
+    try:
+        yield
+    finally:
+        for one, content in contents:
+            put_back(one, content)
+        for kind, attributes in classes:
+            for name in vars(kind).keys() - attributes.keys():
+                delattr(kind, name)
+            for name, value in attributes.items():
+                if vars(kind).get(name, _ABSENT) is not value:
+                    setattr(kind, name, value)
+        for binding, names in bindings:
+            binding.put(names)
+        draws.settle()
+        draws.rewind()
+
+
+def _is_for_threads(value: Any) -> bool:
+    """Whether threads tell one another something by an object: others may change it meanwhile."""
+    return type(value).__module__.partition(".")[0] in _FOR_THREADS
+
+
+def _classes(objects: Iterable[Any]) -> set[Any]:
+    """Classes of objects that are neither Python's nor PyTorch's."""
+    kinds = {kind for one in objects for kind in type(one).__mro__}
+    return {kind for kind in kinds if not of_torch(kind) and kind.__module__ not in sys.stdlib_module_names}
+
+
+def _is_shared(name: str, value: Any) -> bool:
+    """Whether a module's attribute leads to what others hold, too."""
+    return (
+        name not in _OWN and not isinstance(value, Tensor | nn.Module) and not (isinstance(value, dict) and not value)
+    )
+
+
+def content_of(held: Any) -> Any:
+    """What a container holds now, for `put_back`."""
+    return dict(dict.items(held)) if isinstance(held, dict) else list(held)
+
+
+def put_back(held: Any, content: Any) -> None:
+    """Has a container hold what it held, touching nothing where that is so."""
+    base: Any = next(base for base in CONTAINERS if isinstance(held, base))
+    now = content_of(held)
+    if isinstance(content, dict):
+        same = list(now) == list(content) and all(now[key] is content[key] for key in content)
+        if same:
+            return
+        for key in now.keys() - content.keys():
+            base.__delitem__(held, key)
+        if list(base.keys(held)) != [key for key in content if key in now]:
+            base.clear(held)
+        for key, value in content.items():
+            base.__setitem__(held, key, value)
+    elif len(now) != len(content) or not all(a is b for a, b in zip(now, content, strict=True)):
+        base.clear(held)
+        (base.update if base is set else base.extend)(held, content)

@@ -1,0 +1,152 @@
+"""What is put in the place of functions that do not run on meta tensors as they do on real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptfused._extension import _C
+from ckptfused.compat.kernels import replaced
+from ckptfused.compat.patches import here, instead, patched
+from ckptfused.cost.attention import attention_cost
+from ckptfused.modules import rotary
+from ckptfused.simulate.autocast_kernels import Casts
+from ckptfused.simulate.roofline import Work
+from ckptfused.simulate.stand_ins import flash_attention, grouped_mm
+from ckptfused.spec import AttentionSpec
+
+_WARNING = "warn_if_padding_and_no_attention_mask"
+
+
+@contextlib.contextmanager
+def functions_for_meta(device: str, work: Work) -> Iterator[None]:
+    """A model on the meta device runs within it as it does on a device of this kind, as far as memory goes. Only calls
+    of this thread do, and of them only those on tensors without data.
+    """
+    tables: dict[Any, Any] = {}
+
+    def shared(computed: Callable[..., Any]) -> Callable[..., Any]:
+        def table(key: Any, length: int, like: Tensor) -> Any:  # blocks of a process share one on a device
+            if (key, length) not in tables:
+                tables[key, length] = computed(key, length, like)
+            return tables[key, length]
+
+        return table
+
+    casts = Casts(device)
+    kernels = casts.kernels()
+    kernels["aten::scaled_dot_product_attention"] = casts.lower(partial(_attention, device, work))
+    kernels["aten::_grouped_mm"] = partial(_grouped, work)
+    masking: Any = sys.modules.get("transformers.masking_utils")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(casts.functions())
+        stack.enter_context(replaced(kernels))
+        stack.enter_context(patched(rotary, "_computed", here(shared)))
+        if device == "cpu":
+            stack.enter_context(patched(torch, "get_rng_state", here(_counted_state)))
+        if hasattr(masking, "find_packed_sequence_indices"):
+            looks = here(lambda plain: partial(_packed, plain))
+            stack.enter_context(patched(masking, "find_packed_sequence_indices", looks))
+        base: Any = sys.modules.get("transformers.modeling_utils")
+        if hasattr(getattr(base, "PreTrainedModel", None), _WARNING):
+            stack.enter_context(patched(base.PreTrainedModel, _WARNING, instead(_says_nothing)))
+        yield
+
+
+def _says_nothing(*given: Any) -> None:
+    """A stand-in for a warning that looks at tokens."""
+
+
+def _attention(
+    device: str,
+    work: Work,
+    below: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if not query.is_meta:
+        return below(query, key, value, attn_mask, **options)
+    on_cpu = device == "cpu" and not (dropout_p == 0 and _flash_on_cpu(query, key, value, attn_mask))
+    if on_cpu or not _heads_fit(query, key, value, enable_gqa):
+        materialised = torch.ops.aten._scaled_dot_product_attention_math
+        return materialised(query, key, value, attn_mask, **options)[0]
+    # PyTorch adds a mask of booleans as numbers: each call has a copy of its own.
+    bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+    scratch = (_scratch if device == "cuda" else _scratch_on_cpu)(query, key, is_causal)
+    return flash_attention(query, key, value, bias, scratch, work.attention(is_causal))
+
+
+def _grouped(work: Work, below: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if not input.is_meta:
+        return below(input, weight, *args, **kwargs)
+    return grouped_mm(input, weight, *args, **{**kwargs, "noted": work.grouped})
+
+
+def _counted_state(random_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A stand-in for random states that checkpoints keep: they are in the host's memory."""
+
+    def counted() -> Tensor:
+        state = random_state()
+        state.counted = torch.empty_like(state, device="meta")  # type: ignore[attr-defined]
+        return state
+
+    return counted
+
+
+def _packed(looks: Callable[[Tensor], Tensor | None], positions: Tensor) -> Tensor | None:
+    """Which sequence each position is of, as transformers finds it; of positions that are not known, one."""
+    try:
+        return looks(positions)
+    except RuntimeError:
+        if not positions.is_meta:
+            raise
+        return None
+
+
+def _heads_fit(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool:
+    """Whether PyTorch's kernels take them: none spreads a batch element, or a head unless told that heads come in
+    groups (Falcon's one key head comes without).
+    """
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        return True
+    heads = query.size(1) == key.size(1) or (grouped and query.size(1) % key.size(1) == 0)
+    return query.size(0) == key.size(0) and key.shape[:2] == value.shape[:2] and heads
+
+
+def _flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether PyTorch's flash kernel there takes these; else the probabilities are in memory. It does not draw."""
+    if not query.dim() == key.dim() == value.dim() == 4 or not query.size(-1) == key.size(-1) == value.size(-1):
+        return False
+    if any(t.stride(-1) != 1 for t in (query, key, value)) or 0 in (query.size(-2), key.size(-2)):
+        return False
+    return mask is None or (mask.dim() in (2, 4) and not mask.requires_grad)
+
+
+def _scratch(query: Tensor, key: Tensor, causal: bool) -> tuple[int, int]:
+    """Scratch bytes of PyTorch's attention on a GPU: its forward takes none."""
+    if query.dim() != 4 or query.size(-1) > 256:
+        return 0, 0
+    batch, heads, length, width = query.shape
+    spec = AttentionSpec(heads, key.size(1), width, causal=causal)
+    return 0, attention_cost(spec, query.dtype, batch, length, None, backward=True)[0]
+
+
+def _scratch_on_cpu(query: Tensor, key: Tensor, causal: bool) -> tuple[int, int]:
+    """Scratch bytes of forward and backward of PyTorch's flash kernel."""
+    call = str(query.dtype).removeprefix("torch."), query.size(-2), key.size(-2), query.size(-1)
+    forward, backward = (_C.flash_scratch_bytes(*call, torch.get_num_threads(), each) for each in (False, True))
+    return forward, backward

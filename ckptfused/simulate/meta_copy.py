@@ -1,0 +1,152 @@
+"""A model without its data: what it does to memory can be seen of it, and the model itself is left alone."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+T = TypeVar("T")
+
+
+def copy_to_meta(model: nn.Module, optimizer: T) -> tuple[nn.Module, T]:
+    """A copy of a model, and of what holds its parameters, on the meta device.
+
+    Tensors that share a storage share one there; hooks, converted layers, adapters and checkpoints are those of the
+    model. A number on the CPU that is neither parameter nor buffer stays one, for code that looks at it. Of a
+    `DistributedDataParallel` it is the module within, with its buckets as a buffer.
+    **Raises** `ValueError` where a model cannot be copied, or its tensors are parts of distributed ones.
+    """
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if type(t).__name__ == "DTensor":
+            raise ValueError(
+                f"model: expected whole tensors, got {name}, a DTensor: predict the model before it is sharded"
+            )
+    owned = [*model.parameters(), *model.buffers()]
+    memo: dict[int, Any] = {}
+    try:
+        with _WithoutData({id(t) for t in owned}) as copies:
+            for t in owned:
+                if not is_lazy(t) and type(t).__deepcopy__ not in (Tensor.__deepcopy__, nn.Parameter.__deepcopy__):
+                    copies.copy(t, memo)  # as bitsandbytes' quantised weights, which make a copy of data of their own
+            for module in model.modules():
+                if isinstance(module, DistributedDataParallel):
+                    memo[id(module)] = _replica(module, memo)
+            meta_copy = copy.deepcopy((model, optimizer), memo)
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError, SystemError) as error:
+        raise ValueError(f"model: expected one that copy.deepcopy copies, got {error}") from error
+    for module in meta_copy[0].modules():
+        if "forward" in vars(module):
+            vars(module)["forward"] = _rebound(vars(module)["forward"], memo)
+    return meta_copy
+
+
+def _rebound(value: Any, memo: dict[int, Any], depth: int = 4) -> Any:
+    """A forward that somebody put around a module's own, whose closure knows the copies: functions are not copied.
+
+    TRL's trainers keep the forward that they replace so.
+    """
+    if isinstance(value, types.MethodType):
+        owner = memo.get(id(value.__self__), value.__self__)
+        return types.MethodType(_rebound(value.__func__, memo, depth), owner)
+    if not isinstance(value, types.FunctionType):
+        return memo.get(id(value), value) if isinstance(value, nn.Module) else value
+    try:
+        held = [cell.cell_contents for cell in value.__closure__ or ()] if depth else []
+    except ValueError:  # an empty cell, of a function that is not yet made
+        return value
+    cells = [_rebound(inner, memo, depth - 1) for inner in held]
+    if not held or all(a is b or a == b for a, b in zip(held, cells, strict=True)):
+        return value
+    made = types.FunctionType(
+        value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(map(types.CellType, cells))
+    )
+    made.__kwdefaults__, made.__qualname__, made.__module__ = value.__kwdefaults__, value.__qualname__, value.__module__
+    made.__dict__.update(vars(value))
+    return made
+
+
+def without_data(batch: T) -> T:
+    """The same batch with tensors on the meta device; what is one tensor stays one."""
+    made: dict[int, Tensor] = {}
+
+    def meta_copy(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in made:
+            made[id(value)] = value.detach().to("meta").requires_grad_(value.requires_grad)
+        return made[id(value)]
+
+    return tree_map(meta_copy, batch)
+
+
+def held(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, and what quantised parameters hold beside their values, such as scales."""
+    for t in (*model.parameters(), *model.buffers()):
+        yield t
+        if type(t) not in (Tensor, nn.Parameter):
+            yield from _within(vars(t), 3)
+
+
+def _within(value: Any, depth: int) -> Iterator[Tensor]:
+    for inner in value.values():
+        if isinstance(inner, Tensor):
+            yield inner
+        elif depth and hasattr(inner, "__dict__") and not isinstance(inner, type | nn.Module):
+            yield from _within(vars(inner), depth - 1)
+
+
+def buckets(model: nn.Module) -> int:
+    """Bytes that `DistributedDataParallel` holds to reduce gradients in, from step to step."""
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return sum(p.nbytes for wrapper in wrappers for p in wrapper.module.parameters() if p.requires_grad)
+
+
+def _replica(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    inner: nn.Module = copy.deepcopy(wrapper.module, memo)  # type: ignore[assignment, arg-type]
+    inner.register_buffer("_buckets", torch.empty(buckets(wrapper), dtype=torch.uint8, device="meta"), persistent=False)
+    return inner
+
+
+class _WithoutData(TorchFunctionMode):
+    """Copies of tensors are on the meta device."""
+
+    def __init__(self, owned: set[int]) -> None:
+        super().__init__()
+        self._owned = owned
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            return self.copy(*args)
+        if func is Tensor.clone:  # what a parameter's copy is made of
+            return self._meta_copy(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def copy(self, t: Tensor, memo: dict[int, Any]) -> Any:
+        """What `copy.deepcopy` gives of a tensor."""
+        if id(t) not in memo:
+            kept = t.dim() == 0 and t.device.type == "cpu" and id(t) not in self._owned
+            found = t.detach().clone() if kept else self._meta_copy(t)
+            found = found.requires_grad_() if t.requires_grad else found
+            memo[id(t)] = found if type(t) is Tensor else found.as_subclass(type(t))
+            memo[id(t)].__dict__.update(copy.deepcopy(t.__dict__, memo))  # which may lead back to it
+        return memo[id(t)]
+
+    def _meta_copy(self, t: Tensor) -> Tensor:
+        if t.layout != torch.strided:
+            return torch.empty_like(t, device="meta")
+        storage = t.untyped_storage()
+        meta_copy = self._storages.get(storage._cdata)
+        if meta_copy is None:
+            meta_copy = self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+        found = torch.empty(0, dtype=t.dtype, device="meta")
+        return found.set_(meta_copy, t.storage_offset(), t.shape, t.stride())  # type: ignore[call-overload, no-any-return]

@@ -1,0 +1,234 @@
+"""How long a step takes on a device: each op by a roofline, of PyTorch's and ckptfused's alike, while it runs on meta.
+
+A product takes the longer of its FLOPs and its bytes, attention its FLOPs, everything else the bytes that it reads and
+writes; each op a launch beside. Ops that make views or memory take nothing. Nothing runs beside anything else.
+
+On the CPU at hand (`policy.machine`) an op of PyTorch's takes what it takes alone, and so do the products and the
+attention of a block of ckptfused's; beside that what it waits for operands, and for being called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ckptfused.cost import OpenLedger
+from ckptfused.cost.seconds import TYPES, ledger_seconds
+from ckptfused.cost.work import AttentionWork
+from ckptfused.ops.fake import gets_own_memory
+from ckptfused.profiler.meta_kernels import without_kernel
+from ckptfused.simulate.cpu_timings import (
+    Cache,
+    Like,
+    attention_backward,
+    attention_forward,
+    block_attention_backward,
+    block_attention_forward,
+    grouped_products,
+)
+from ckptfused.simulate.devices import Device
+from ckptfused.spec import AttentionSpec, parse
+
+aten = torch.ops.aten
+_FREE = {
+    *(aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.detach),
+    *(aten._unsafe_view, aten.lift_fresh, aten.set_, aten._local_scalar_dense),
+}
+_PICK = {aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward}
+"""These read a part of their first operand, as large as the result."""
+_DRAW = {aten.bernoulli, aten.bernoulli_, aten.native_dropout, aten.normal_, aten.uniform_, aten.rand}
+_DENSE = {aten.mm, aten.addmm}
+"""These copy an operand that is expanded, as the gradient of a sum is, for as long as they run; not what is added."""
+_CONTIGUOUS = {aten.native_layer_norm, aten.native_layer_norm_backward, aten.embedding_dense_backward}
+"""These copy an operand that is not contiguous."""
+_FUNCTIONS = {
+    *(aten.exp, aten.log, aten.tanh, aten.erf, aten.sigmoid, aten.silu, aten.gelu, aten.pow, aten.cos, aten.sin),
+    *(aten._softmax, aten._log_softmax, aten.silu_backward, aten.gelu_backward, aten._log_softmax_backward_data),
+}
+
+
+class Work(TorchDispatchMode):
+    """While it is active, `spend` is told the seconds of each op."""
+
+    def __init__(self, device: Device, opened: OpenLedger, spend: Callable[[float], None]) -> None:
+        super().__init__()
+        self._device = device
+        self._opened = opened
+        self._spend = spend
+        self._copies: list[Tensor] = []
+        """Copies that the last op made; an open ledger leaves out what an op frees within itself."""
+        self._machine = device.machine
+        self._cache = None if device.machine is None else Cache(device.machine.cache)
+        self.half_multiplications = 0
+        """Multiplications of PyTorch's largest product in half precision."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        own = func.namespace == "ckptfused"
+        begin = len(self._opened) if own else 0
+        for t in written(func, args, kwargs):
+            gets_own_memory(t)
+        self._copies = []
+        if func.overloadpacket in _DENSE | _CONTIGUOUS:
+            operands = filter(_is_meta, args[func.overloadpacket is aten.addmm :])
+            is_copied = _is_expanded if func.overloadpacket in _DENSE else _is_strewn
+            self._copies = [t.new_empty(t.shape) for t in operands if is_copied(t)]
+        out = without_kernel(func, self._copies)(*args, **kwargs)
+        if own:
+            seconds = self._of_ledger(begin, args)
+        else:
+            seconds = self._rated(func, args, kwargs, out)
+            if func.namespace == "aten":
+                seconds = self._device.alone(seconds, func, args, kwargs, _bytes((args, kwargs, out)))
+        self._spend(seconds + self._waits((args, kwargs), out))
+        return out
+
+    def attention(self, causal: bool) -> Callable[[float, Tensor, Tensor], None]:
+        """What is told of attention, of q and k, that is not an op of its own."""
+
+        def noted(share: float, q: Tensor, k: Tensor) -> None:
+            flops = share * 4 * prod(q.shape) * k.size(-2) * (0.5 if causal else 1.0)
+            rated = flops / self._device.attention_rate(q.dtype) + self._device.launch
+            run = attention_forward if share == 1.0 else attention_backward
+            self._spend(self._device.alone(rated, run, (Like.of(q), Like.of(k), causal)) + self._waits((q, k), ()))
+
+        return noted
+
+    def grouped(self, share: float, rows: Tensor, weights: Tensor) -> None:
+        """The same of products of groups of rows [N, C] with matrices [E, C, K]."""
+        groups, depth, columns = weights.shape
+        each = -(-rows.size(0) // groups)
+        rated = self._device.product_rated(each, columns, depth, rows.dtype, groups)
+        alone = self._device.alone(rated, grouped_products, (Like.of(rows), Like.of(weights)))
+        self._spend(share * alone + self._waits((rows, weights), ()))
+
+    def _waits(self, given: Any, made: Any) -> float:
+        """Seconds that the host waits beside the op itself."""
+        if self._machine is None or self._cache is None:
+            return 0.0
+        read, written = (
+            {self._storage(t): min(t.nbytes, t.untyped_storage().nbytes()) for t in tree_leaves(x) if _is_meta(t)}
+            for x in (given, made)
+        )
+        called = self._machine.calls[0 if torch.is_grad_enabled() else 1]
+        return self._cache.missed(read, written) / self._machine.memory + called
+
+    def _storage(self, t: Tensor) -> Any:
+        number = self._opened.number_of(t)
+        return ("before", t.untyped_storage()._cdata) if number is None else number
+
+    def _rated(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+        """By the roofline."""
+        packet = func.overloadpacket
+        if packet in flop_registry:
+            return self._of_product(packet, args, kwargs, out)
+        return 0.0 if packet in _FREE or _is_view(func) else self._of_bytes(func, args, kwargs, out)
+
+    def _of_product(self, packet: Any, args: Any, kwargs: Any, out: Any) -> float:
+        flops = flop_registry[packet](*args, **kwargs, out_val=out)
+        result = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
+        if result is None or result.numel() == 0:
+            return 0.0
+        if "attention" in str(packet):
+            return flops / self._device.attention_rate(result.dtype) + self._device.launch
+        if result.dim() == 2 or packet in (aten.bmm, aten.baddbmm):
+            batch = result.size(0) if result.dim() == 3 else 1
+            rows, columns = result.shape[-2:]
+            depth = flops // (2 * batch * rows * columns)
+            if result.dtype in (torch.bfloat16, torch.float16):
+                self.half_multiplications = max(self.half_multiplications, rows * columns * depth)
+            return self._device.product_rated(rows, columns, depth, result.dtype, batch)
+        moved = _bytes((args, kwargs, out))
+        return max(flops / self._device.product_rate(result.dtype), moved / self._device.copy) + self._device.launch
+
+    def _of_bytes(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
+        packet = func.overloadpacket
+        given = args[1:] if packet in _PICK else args
+        moved = _bytes((given, kwargs)) + _bytes(out) * (2 if packet in _PICK else 1)
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        if not results and func._schema.is_mutable:  # of lists of tensors, which it reads and writes
+            return 2 * moved / self._device.copy + self._device.launch
+        entries = results[0].numel() if results else 0
+        rate = self._device.draws if packet in _DRAW else self._device.functions if packet in _FUNCTIONS else math.inf
+        return max(moved / self._device.copy, entries / rate) + self._device.launch if results else 0.0
+
+    def _of_ledger(self, begin: int, args: Any) -> float:
+        """Seconds of one op of ckptfused's, by the ledger."""
+        ledger = self._opened.since(begin)
+        x = next((t for t in tree_leaves(args) if isinstance(t, Tensor)), None)
+        if x is None:
+            return 0.0
+        types = {event[4] for event in ledger.events if event[0] == "product"} - {"Undefined"}
+        dtype = TYPES.get(next(iter(types), ""), x.dtype)
+        spec = _attention_of(args)
+        rated = ledger_seconds(ledger, self._device, dtype, spec is not None and spec.causal)
+        if spec is None or self._device.machine is None:
+            return rated.total
+        alone = 0.0
+        for work in ledger.work:
+            if isinstance(work, AttentionWork):
+                flops = work.flops * (0.5 if spec.causal else 1.0)
+                alone += self._device.alone(flops / self._device.attention_rate(dtype), *_attention(work, spec, dtype))
+        return rated._replace(attention=alone).total
+
+
+def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """What an op writes of its arguments."""
+    for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
+
+
+def _attention_of(args: Iterable[Any]) -> AttentionSpec | None:
+    """A block's attention, of the arguments of its op."""
+    for text in args:
+        if isinstance(text, str) and "attn" in text:
+            return parse(text).attn
+    return None
+
+
+def _attention(work: AttentionWork, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A block's attention, and what it is called with."""
+    q, k = (_rows(work, heads, dtype) for heads in (spec.heads, spec.kv_heads))
+    run = block_attention_forward if work.products == 2 else block_attention_backward
+    return run, (q, k, spec.causal, spec.window, spec.softcap > 0, spec.p_attn > 0)
+
+
+def _rows(work: AttentionWork, heads: int, dtype: torch.dtype) -> Like:
+    """[B, heads, T, D], token by token in memory."""
+    row = heads * work.head_dim
+    strides = (work.length * row, work.head_dim, row, 1)
+    return Like((work.batch, heads, work.length, work.head_dim), strides, dtype)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta and value.layout == torch.strided
+
+
+def _is_expanded(t: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
+
+
+def _is_strewn(t: Tensor) -> bool:
+    return not t.is_contiguous()
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an op's result is its argument's memory, unchanged."""
+    returns = func._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def _bytes(values: Any) -> int:
+    """Bytes that are read or written of tensors; of expanded ones, those that there are."""
+    found = (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout == torch.strided)
+    return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in found)

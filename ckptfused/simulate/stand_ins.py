@@ -1,0 +1,100 @@
+"""Stand-ins for PyTorch's functions that on tensors without data do not choose as on real ones: the same, as far as
+memory goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Noted = Callable[[float, Tensor, Tensor], None]
+"""Told of work by how often it is a forward's, and two operands of it."""
+
+
+def _nowhere(share: float, a: Tensor, b: Tensor) -> None:
+    return None
+
+
+class _Flash(torch.autograd.Function):
+    """A flash kernel: it saves q, k, v, o, a float32 a row, and the bias that it is given.
+
+    scratch: bytes that forward takes beside its results, and backward beside the gradients. Backward makes five
+    products where forward makes two.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scratch: tuple[int, int], noted: Noted
+    ) -> Tensor:
+        o = torch.empty_like(q) if v.size(-1) == q.size(-1) else _by_token(q, v.size(-1))
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, o, lse, bias)
+        q.new_empty(scratch[0], dtype=torch.uint8)
+        ctx.scratch, ctx.noted = scratch[1], noted
+        noted(1.0, q, k)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, *_ = ctx.saved_tensors
+        made = [_by_token(t, t.size(-1)) for t in (q, k, v)]
+        q.new_empty(ctx.scratch, dtype=torch.uint8)
+        ctx.noted(2.5, q, k)
+        return (*made, None, None, None)
+
+
+def _by_token(like: Tensor, width: int) -> Tensor:
+    """Token by token in memory, as kernels write gradients; a result has the layout of q."""
+    return like.new_empty(*like.shape[:-3], like.size(-2), like.size(-3), width).transpose(-2, -3)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    scratch: tuple[int, int] = (0, 0),
+    noted: Noted = _nowhere,
+) -> Tensor:
+    """Attention by a flash kernel.
+
+    **Shapes** q [..., H, T, D]; k, v [..., G, S, D]; bias broadcastable to [..., H, T, S].
+    """
+    return _Flash.apply(q, k, v, bias, scratch, noted)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor, noted: Noted) -> Tensor:
+        ctx.save_for_backward(rows, weights, offsets)
+        ctx.noted = noted
+        noted(1.0, rows, weights)
+        return rows.new_empty(rows.size(0), weights.size(-1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        rows, weights, _ = ctx.saved_tensors
+        made = [
+            t.new_empty(t.shape) if need else None
+            for t, need in zip((rows, weights), ctx.needs_input_grad[:2], strict=True)
+        ]
+        ctx.noted(float(sum(ctx.needs_input_grad[:2])), rows, weights)
+        return (*made, None, None)
+
+
+def grouped_mm(
+    input: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    noted: Noted = _nowhere,
+) -> Tensor:
+    """Products of groups of rows with a matrix each, for `F.grouped_mm` (mixtures of experts), which on tensors without
+    data takes bfloat16 only. PyTorch takes no bias yet.
+    """
+    made: Tensor = _Grouped.apply(input, weight, offs, noted)
+    return made if out_dtype is None else made.to(out_dtype)

@@ -1,0 +1,1 @@
+"""The state of a model beside the values of its tensors: containers, generators, fingerprints, snapshots."""

@@ -1,0 +1,205 @@
+"""What a function can read and write beside its arguments, as far as it can be found."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import operator
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.state.generators import behind, is_generator, is_global
+
+DEPTH = 6  # steps at most from a function to a module: a closure's dict of objects with lists of layers takes 5
+WIDTH = 256  # values at most that are looked at in one container
+LIMIT = 2000  # and in all: nearest first
+
+_NOTHING_INSIDE = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    }
+)
+
+
+_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_MAY_DRAW = frozenset({types.ModuleType, types.BuiltinFunctionType})
+
+
+@dataclass
+class Reached:
+    """What was found."""
+
+    modules: list[nn.Module] = field(default_factory=list)
+    """The modules, with all submodules."""
+    objects: list[Any] = field(default_factory=list)
+    """Other objects with attributes."""
+    containers: list[Any] = field(default_factory=list)
+    """Lists, dicts, sets and deques of at most WIDTH values."""
+    functions: list[types.FunctionType] = field(default_factory=list)
+    near: list[Any] = field(default_factory=list)
+    """The objects and containers that a root is, is bound to, or has in its closure, defaults or arguments."""
+    tensors: list[Tensor] = field(default_factory=list)
+    """The tensors that are in none of the modules."""
+    generators: list[Any] = field(default_factory=list)
+
+
+def reach(roots: Iterable[Any]) -> Reached:
+    """What is found from functions, modules, and containers of these.
+
+    Looked through: modules, bound methods, partials, closures, defaults, globals that the code names, containers, and
+    attributes of objects. Nothing of Python's or PyTorch's own is looked into.
+    """
+    found = Reached()
+    modules: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+    near, far = [*roots], list[Any]()
+    for _ in range(DEPTH):
+        count, layer = len(near), near + far
+        near, far = [], []
+        for i, value in enumerate(layer):
+            kind: Any = type(value)
+            if kind in _NOTHING_INSIDE or id(value) in seen:
+                continue
+            if len(seen) == LIMIT:
+                break
+            seen.add(id(value))
+            if isinstance(value, Tensor):
+                found.tensors.append(value)
+            elif isinstance(value, nn.Module):
+                modules.update((id(module), module) for module in below(value))
+            elif is_generator(kind):
+                found.generators.append(value)
+            else:
+                held, beyond = _parts(value, found)
+                if i < count:
+                    near.extend(held)
+                    if kind not in _LOOKED_THROUGH:
+                        found.near.append(value)
+                else:
+                    far.extend(held)
+                far.extend(beyond)
+    found.modules = list(modules.values())
+    return found
+
+
+_children = operator.attrgetter("_modules")
+# By a root: references to it and what is below, and the identities of the children of each.
+_trees: weakref.WeakKeyDictionary[nn.Module, tuple[list[weakref.ref[nn.Module]], list[int]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def below(root: nn.Module) -> list[nn.Module]:
+    """A module with all submodules; they are looked for again where one has other children than at the last call."""
+    references, children = _trees.get(root, ((), ()))
+    modules = [reference() for reference in references]
+    if modules and None not in modules and _identities(modules) == children:
+        return modules  # type: ignore[return-value]
+    present = list(root.modules())
+    _trees[root] = [weakref.ref(module) for module in present], _identities(present)
+    return present
+
+
+def _identities(modules: Iterable[Any]) -> list[int]:
+    children = map(_children, modules)
+    return list(map(id, itertools.chain.from_iterable([held.values() for held in children if held])))
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_LOOKED_THROUGH = frozenset({*_FUNCTIONS, tuple, frozenset})
+_Parts = tuple[Iterable[Any], Iterable[Any]]
+
+
+def _parts(value: Any, found: Reached) -> _Parts:
+    """What a value holds, as its own and beyond that: by way of a global name, or of an object's attribute."""
+    if isinstance(value, (dict, list, set, deque)):
+        if len(value) <= WIDTH:
+            found.containers.append(value)
+        return itertools.islice(value.values() if isinstance(value, dict) else value, WIDTH), ()
+    if isinstance(value, (tuple, frozenset)):
+        return itertools.islice(value, WIDTH), ()
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords), ()
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__), ()
+    if isinstance(value, types.FunctionType):
+        return _parts_of_function(value, found)
+    if isinstance(value, (type, types.ModuleType)):
+        return (), ()
+    kind: Any = type(value)
+    try:
+        slots = [getattr(value, name) for name in slots_of(kind) if hasattr(value, name)]
+        held = vars(value) if hasattr(value, "__dict__") else None
+        parts = [*(held or {}).values(), *slots]
+        call = (kind.__call__,) if callable(value) else ()
+    except Exception:  # no attributes, or a proxy for something that is not there
+        return (), ()
+    if type(held) is dict:
+        found.objects.append(value)
+    return (*call, *(part for part in parts if isinstance(part, _FUNCTIONS))), parts
+
+
+@functools.lru_cache(maxsize=4096)
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """The attributes of an object that are in none of its dicts."""
+    found = (vars(base).get("__slots__", ()) for base in kind.__mro__)
+    names = itertools.chain.from_iterable((names,) if isinstance(names, str) else names for names in found)
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def _parts_of_function(function: types.FunctionType, found: Reached) -> _Parts:
+    if of_torch(function):
+        return (), ()
+    found.functions.append(function)
+    own: list[Any] = [*(function.__defaults__ or ())]
+    own.extend(held for held in (function.__kwdefaults__, function.__dict__) if held)
+    for cell in function.__closure__ or ():
+        try:
+            own.append(cell.cell_contents)
+        except ValueError:  # not yet assigned
+            continue
+    beyond: list[Any] = []
+    for value in map(function.__globals__.get, names_of(function.__code__)):
+        kind = type(value)
+        if kind not in _NOTHING_INSIDE:
+            beyond.append(value)
+        elif kind in _MAY_DRAW and (g := behind(value, _says_random(function.__code__))) is not None:
+            beyond.append(g)
+    return own, beyond
+
+
+@functools.lru_cache(maxsize=4096)
+def drawn_by(kind: Any) -> list[Any]:
+    """The generators of the module `random` and of NumPy, where methods of a module's class name them."""
+    own = [base for base in kind.__mro__ if not of_torch(base)]
+    functions = [value for base in own for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    return [g for g in reach(functions).generators if is_global(g)]
+
+
+def of_torch(value: Any) -> bool:
+    """Whether a class or a function is PyTorch's own."""
+    return (value.__module__ or "").split(".")[0] == "torch"
+
+
+@functools.lru_cache(maxsize=4096)
+def _says_random(code: types.CodeType) -> bool:
+    """Whether the code, or that of a function in it, has `random` among its names."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return "random" in code.co_names or any(map(_says_random, inner))
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: types.CodeType) -> tuple[str, ...]:
+    """The names that a function's code, and that of the functions in it, looks up or assigns among its globals."""
+    own = (step.argval for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS)
+    inner = (names_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return tuple(dict.fromkeys([*own, *itertools.chain.from_iterable(inner)]))

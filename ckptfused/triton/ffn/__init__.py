@@ -1,0 +1,1 @@
+"""Fused FFN products with their activation, in Triton."""

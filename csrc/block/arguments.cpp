@@ -1,0 +1,107 @@
+// The arguments of a block call: checked, and as kernels and products read them.
+#include "ops/torch.h"
+
+#include "block/block.h"
+#include "ops/checks.h"
+
+namespace ckptfused {
+
+using at::Tensor;
+
+namespace {
+
+Tensor aux_at(const OptTensorList& aux, int slot) {
+  const std::optional<Tensor> t = aux.get(slot);
+  return t.has_value() ? *t : Tensor();
+}
+
+// cos or sin as the kernels read it: [B or 1, T, r/2], contiguous, in the accumulation type.
+Tensor normalise_angles(const Tensor& t, const AttentionSpec& a, int64_t T, at::ScalarType type) {
+  if (!t.defined()) return t;
+  const int64_t half = a.rotary_dim / 2;
+  TORCH_CHECK((t.dim() == 2 || t.dim() == 3) && t.size(-2) == T &&
+                  (t.size(-1) == half || t.size(-1) == 2 * half),
+              "ckptfused: cos and sin must be [T, r] or [B, T, r] with T = ", T, " and r = ", half,
+              " or ", 2 * half, ", got ", t.sizes());
+  Tensor out = t.dim() == 2 ? t.unsqueeze(0) : t;
+  if (out.size(-1) != half) {
+    out = a.rope == "half" ? out.narrow(-1, 0, half) : out.slice(-1, 0, 2 * half, 2);
+  }
+  return out.to(type).contiguous();
+}
+
+// A parameter as kernels and products read it. A product would copy a matrix without unit stride at
+// each use, and in what order is its own affair: with weights that a saved-tensor hook gives back
+// with other strides, backward would replay other bits.
+Tensor as_operand(const Tensor& p) {
+  const bool matrix = p.dim() == 2 && (p.stride(0) == 1 || p.stride(1) == 1);
+  return matrix ? p : p.contiguous();
+}
+
+}  // namespace
+
+Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params,
+             const OptTensorList& aux, const std::optional<Tensor>& rng_state)
+    : spec_(spec), x_sizes_(x.sizes().vec()) {
+  TORCH_CHECK(x.dim() == 3, "ckptfused: x must be [B, T, C] or, sequence first, [T, B, C]; got ",
+              x.sizes());
+  check_memory("ckptfused", "x", x);
+  R_ = x.scalar_type();
+  TORCH_CHECK(R_ == at::kDouble || R_ == at::kFloat || R_ == at::kBFloat16 || R_ == at::kHalf,
+              "ckptfused: x must be float64, float32, bfloat16 or float16, got ", R_);
+  P_ = spec.compute == at::ScalarType::Undefined ? R_ : spec.compute;
+  TORCH_CHECK(P_ == R_ || (R_ == at::kFloat && (P_ == at::kBFloat16 || P_ == at::kHalf)),
+              "ckptfused: a residual stream of ", R_, " cannot be computed in ", P_);
+  A_ = R_ == at::kDouble ? at::kDouble : at::kFloat;
+  B_ = x.size(spec.seq_first ? 1 : 0);
+  T_ = x.size(spec.seq_first ? 0 : 1);
+  C_ = x.size(2);
+  N_ = B_ * T_;
+  if (spec.seq_first) row_map_ = {B_, T_};
+  x_ = x.contiguous().view({N_, C_});
+
+  const size_t expected = (spec.has_attn ? size_t(kAttentionParams) : 0) +
+                          (spec.has_ffn ? size_t(kFFNParams) : 0) + adapter_params();
+  TORCH_CHECK(params.size() == expected, "ckptfused: the spec has ", expected,
+              " parameter slots, got ", params.size());
+  TORCH_CHECK(aux.size() == size_t(kAuxSlots), "ckptfused: expected ", int(kAuxSlots),
+              " auxiliary tensors, got ", aux.size());
+  for (int slot = 0; slot < kAuxSlots; ++slot) {
+    check_memory("ckptfused", kAuxNames[slot], aux.get(slot));
+  }
+  for (size_t i = 0; i < params.size(); ++i) {
+    const std::optional<Tensor> p = params.get(i);
+    check_memory("ckptfused", "params[" + std::to_string(i) + "]", p);
+    // Kernels read vectors in place; matrix products read any strides.
+    params_.push_back(p.has_value() ? as_operand(*p) : Tensor());
+  }
+  find_adapters();
+  check_adapters();
+  cast_.resize(params_.size());
+  grads_.resize(params_.size());
+  if (spec.has_attn) {
+    cos_ = normalise_angles(aux_at(aux, kCos), spec.attn, T_, A_);
+    sin_ = normalise_angles(aux_at(aux, kSin), spec.attn, T_, A_);
+    TORCH_CHECK(spec.attn.rope == "none" || (cos_.defined() && sin_.defined()),
+                "ckptfused: rope=", spec.attn.rope, " needs cos and sin");
+    mask_ = aux_at(aux, kMask);
+    padding_ = aux_at(aux, kPadding);
+    cu_seqlens_ = aux_at(aux, kCuSeqlens);
+  }
+  if (spec.has_ffn) {
+    const Ledger* ledger = Ledger::current();
+    const bool whole = ledger != nullptr && !ledger->device().cut_ffn;
+    tiles_ =
+        whole ? FFNTiles{N_, spec.ffn.hidden}
+              : ffn_tiles(N_, C_, spec.ffn.hidden, spec.ffn.gated(), int64_t(c10::elementSize(P_)),
+                          ffn_scratch_limit(spec.scratch, !on_cpu(x_)), !on_cpu(x_));
+    choose_up_kernel();
+  }
+  if (spec.has_dropout()) {
+    TORCH_CHECK(rng_state.has_value(), "ckptfused: dropout needs an rng_state");
+    check_memory("ckptfused", "rng_state", *rng_state);
+    rng_ = rng_state->contiguous();
+  }
+}
+
+}  // namespace ckptfused

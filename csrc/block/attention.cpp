@@ -1,0 +1,194 @@
+// The attention half: n1 -> qkv -> q, k, v -> o, lse -> proj, and back.
+#include "ops/torch.h"
+
+#include "block/block.h"
+#include "math/dropout.h"
+
+namespace ckptfused {
+
+using at::Tensor;
+
+std::vector<Part> Block::qkv_parts() const {
+  const AttentionSpec& a = spec_.attn;
+  if (a.joint) return {{kQW, kQB, 0, a.qkv_width(), 0}};
+  return {{kQW, kQB, 0, a.q_width(), 0},
+          {kKW, kKB, 0, a.kv_width(), a.q_width()},
+          {kVW, kVB, 0, a.kv_width(), a.q_width() + a.kv_width()}};
+}
+
+// Those columns of a [N, W] buffer as [B, heads, T, D], whatever the row order.
+Tensor Block::heads_view(const Tensor& buffer, const HeadColumns& columns) const {
+  const int64_t D = spec_.attn.head_dim, width = buffer.stride(0);
+  const int64_t stride_b = spec_.seq_first ? width : T_ * width;
+  const int64_t stride_t = spec_.seq_first ? B_ * width : width;
+  return buffer.as_strided({B_, columns.count, T_, D}, {stride_b, columns.stride, stride_t, 1},
+                           buffer.storage_offset() + columns.col0);
+}
+
+call::AttentionArgs Block::attention_args() const {
+  const AttentionSpec& a = spec_.attn;
+  return {mask_,   padding_, cu_seqlens_, rng_,      a.mask,  a.padding,
+          a.scale, a.causal, a.window,    a.softcap, a.p_attn};
+}
+
+call::QkArgs Block::qk_args() const {
+  const AttentionSpec& a = spec_.attn;
+  return {cos_, sin_, a.qk.kind, a.qk.eps, a.rope, a.rotary_dim};
+}
+
+void Block::ensure_n1() {
+  if (value_.n1.defined()) return;
+  value_.n1 = pre_norm(x_, spec_.attn.pre, attn_slot(kAttnPreW), attn_slot(kAttnPreB), P_, "n1");
+}
+
+// Backward reads it once more, for the gradients of q, k and v's weights.
+void Block::release_n1() {
+  const bool read_again = backward_ && need_any(attn_slot(kQW), attn_slot(kVB) + 1);
+  if (spec_.parallel != Parallel::shared_norm && !read_again) value_.n1.reset();
+}
+
+void Block::ensure_qkv() {
+  if (value_.qkv.defined() && !qk_in_place_) return;
+  ensure_n1();
+  value_.qkv = empty({N_, spec_.attn.qkv_width()}, P_, "qkv");
+  qk_in_place_ = false;
+  project("qkv", value_.qkv, value_.n1, qkv_parts(), spec_.attn.transposed);
+  release_n1();
+}
+
+void Block::release_qkv() {
+  value_.q.reset();
+  value_.k.reset();
+  value_.v.reset();
+  if (!(save_ && spec_.keep.qkv)) value_.qkv.reset();
+}
+
+void Block::ensure_qk() {
+  if (value_.q.defined()) return;
+  ensure_qkv();
+  const AttentionSpec& a = spec_.attn;
+  const bool plain = !a.qk.on() && a.rope == "none";
+  // The raw product has to survive where it is saved, or where the norm's backward will read it. q
+  // and k then go to a buffer of the same strides, whose columns for v nobody touches: a matrix
+  // library may choose its kernel, and with it the bits, by the strides of its operands.
+  const bool raw_needed = spec_.keep.qkv || (backward_ && a.qk.on());
+  const Tensor target =
+      plain || !raw_needed ? value_.qkv : empty({N_, a.qkv_width()}, P_, "q and k");
+  value_.q = heads_view(target, a.q_columns());
+  value_.k = heads_view(target, a.k_columns());
+  value_.v = heads_view(value_.qkv, a.v_columns());
+  if (plain) return;
+  qk_in_place_ = target.is_same(value_.qkv);
+  const auto heads = [&](const HeadColumns& columns, int slot) -> call::QkHeads {
+    return {heads_view(value_.qkv, columns).transpose(1, 2),
+            heads_view(target, columns).transpose(1, 2), param(attn_slot(slot)),
+            param(attn_slot(slot + 1))};
+  };
+  if (a.qk.on() || a.interleaved) {
+    call::qk_fwd(heads(a.q_columns(), kQNormW), heads(a.k_columns(), kKNormW), qk_args());
+  } else {  // without weights of their own they are turned alike
+    const HeadColumns both{a.heads + a.kv_heads, 0, a.q_columns().stride};
+    call::qk_fwd(heads(both, kQNormW), {}, qk_args());
+  }
+}
+
+void Block::ensure_attn() {
+  if (value_.o.defined()) return;
+  ensure_qk();
+  const Ledger::Name name("o and lse");
+  auto [o, lse] = call::attention_fwd(value_.q, value_.k, value_.v, attention_args());
+  value_.o = o.transpose(1, 2).view({B_, T_, spec_.attn.q_width()});
+  value_.lse = lse.contiguous();
+  if (!backward_) release_qkv();
+}
+
+// o as the rows that the projection multiplies. Attention writes batch-first; only a
+// sequence-first block pays a copy here.
+Tensor Block::o_rows() const {
+  const Ledger::Name name("rows of o");
+  const Tensor rows = spec_.seq_first ? value_.o.transpose(0, 1).contiguous() : value_.o;
+  return rows.view({N_, spec_.attn.q_width()});
+}
+
+void Block::ensure_proj() {
+  if (value_.proj.defined()) return;
+  ensure_attn();
+  value_.proj = like_x(P_, "proj");
+  project("proj", value_.proj, o_rows(), {{kOW, kOB, 0, C_, 0}}, spec_.attn.transposed);
+}
+
+Tensor Block::attention_backward(const Tensor& ds) {
+  const AttentionSpec& a = spec_.attn;
+  const bool need_n1 = needs_[0] || need(attn_slot(kAttnPreW)) || need(attn_slot(kAttnPreB));
+  const bool need_qkv = need_n1 || need_any(attn_slot(kQW), attn_slot(kKNormB) + 1);
+  const bool need_proj = need_qkv || need_any(attn_slot(kOW), attn_slot(kAttnPostB) + 1);
+  if (!need_proj) return {};
+
+  if (a.post.on()) ensure_proj();
+  Tensor dproj = residual_backward(ds, value_.proj, a, attn_slot(kAttnPostW),
+                                   int(DropoutSite::attention_residual));
+  value_.proj.reset();
+  const std::vector<Part> o_part = {{kOW, kOB, 0, C_, 0}};
+  Tensor d_o = need_qkv ? empty({N_, a.q_width()}, P_, "d o") : Tensor();
+  if (need_qkv || need_any(attn_slot(kOW), attn_slot(kOW) + 1)) ensure_attn();
+  project_backward(dproj, value_.o.defined() ? o_rows() : Tensor(), o_part, a.transposed, d_o,
+                   false, false);
+  dproj.reset();
+  if (!need_qkv) return {};
+
+  ensure_qk();
+  auto [dq, dk, dv] = [&] {
+    const Ledger::Name name("d q, d k and d v");
+    return call::attention_bwd(heads_view(d_o, o_columns()), value_.q, value_.k, value_.v,
+                               value_.o.view({B_, T_, a.heads, a.head_dim}).transpose(1, 2),
+                               value_.lse, attention_args());
+  }();
+  d_o.reset();
+  value_.o.reset();
+  value_.lse.reset();
+  Tensor raw = a.qk.on() ? value_.qkv : Tensor();
+  value_.q.reset();
+  value_.k.reset();
+  value_.v.reset();
+  value_.qkv.reset();
+
+  Tensor dqkv = empty({N_, a.qkv_width()}, P_, "d qkv");
+  const auto place = [&](const HeadColumns& columns) {
+    return heads_view(dqkv, columns).transpose(1, 2);
+  };
+  if (a.qk.on() || a.rope != "none") {
+    const auto turned_back = [&](const Tensor& d, const HeadColumns& columns,
+                                 int slot) -> call::QkGradHeads {
+      const Tensor from = raw.defined() ? heads_view(raw, columns).transpose(1, 2) : Tensor();
+      const int64_t rows[] = {N_, a.head_dim, columns.count};
+      return {d.transpose(1, 2),
+              from,
+              place(columns),
+              param(attn_slot(slot)),
+              grad_partials(attn_slot(slot), rows),
+              grad_partials(attn_slot(slot + 1), rows)};
+    };
+    call::qk_bwd(turned_back(dq, a.q_columns(), kQNormW), turned_back(dk, a.k_columns(), kKNormW),
+                 dv.transpose(1, 2), place(a.v_columns()), qk_args());
+  } else if (!a.interleaved && !spec_.seq_first) {
+    Tensor heads = dqkv.view({B_, T_, a.heads + 2 * a.kv_heads, a.head_dim});
+    const Ledger::Name name("d qkv");
+    at::cat_out(heads, {dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)}, 2);
+  } else {
+    place(a.q_columns()).copy_(dq.transpose(1, 2));
+    place(a.k_columns()).copy_(dk.transpose(1, 2));
+    place(a.v_columns()).copy_(dv.transpose(1, 2));
+  }
+  raw.reset();
+  dq.reset();
+  dk.reset();
+  dv.reset();
+
+  Tensor dn1 = need_n1 ? like_x(P_, "d n1") : Tensor();
+  if (need_any(attn_slot(kQW), attn_slot(kVB) + 1)) ensure_n1();
+  project_backward(dqkv, value_.n1, qkv_parts(), a.transposed, dn1, false, false);
+  value_.n1.reset();
+  return dn1;
+}
+
+}  // namespace ckptfused

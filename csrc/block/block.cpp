@@ -1,0 +1,275 @@
+// The residual stream: how the two halves meet, what is kept, and the order of backward.
+#include "ops/torch.h"
+
+#include <utility>
+
+#include "block/block.h"
+#include "math/dropout.h"
+#include "ops/checks.h"
+
+namespace ckptfused {
+
+using at::Tensor;
+
+// mid = x + m * drop(post(proj)); the norm that comes next is made in the same pass.
+void Block::ensure_mid() {
+  if (value_.mid.defined()) return;
+  ensure_proj();
+  const AttentionSpec& a = spec_.attn;
+  const bool ffn_follows = spec_.has_ffn && spec_.parallel == Parallel::no;
+  const bool closing = a.out.on();
+  const NormSpec& next = closing ? a.out : spec_.ffn.pre;
+  const int next_weight = closing ? attn_slot(kAttnOutW) : ffn_slot(kFFNPreW);
+  // Backward of the attention half alone reads no closing norm's result.
+  const bool fuse_next = closing ? !backward_ || ffn_follows : ffn_follows && next.on();
+  // Forward needs the sum itself unless a closing norm takes its place on the stream.
+  const bool need_sum = backward_ || !closing || spec_.keep.mid;
+  const Tensor sum = need_sum ? like_x(R_, "mid") : Tensor();
+  const Tensor normed = fuse_next ? like_x(closing ? R_ : P_, closing ? "ffn_in" : "n2") : Tensor();
+  close(x_, value_.proj, a, attn_slot(kAttnPostW), int(DropoutSite::attention_residual), next,
+        next_weight, sum, normed);
+  value_.mid = sum;
+  (closing ? value_.ffn_in : value_.n2) = normed;
+  const bool proj_needed = (backward_ && a.post.on()) || (save_ && spec_.keep.proj);
+  if (!proj_needed) value_.proj.reset();
+  if (!backward_ && !(save_ && spec_.keep.attn)) {
+    value_.o.reset();
+    value_.lse.reset();
+  }
+}
+
+void Block::ensure_ffn_in() {
+  if (value_.ffn_in.defined()) return;
+  if (!spec_.has_attn || spec_.parallel != Parallel::no) {
+    value_.ffn_in = x_;
+    return;
+  }
+  ensure_mid();
+  if (value_.ffn_in.defined()) return;
+  value_.ffn_in = pre_norm(value_.mid, spec_.attn.out, attn_slot(kAttnOutW), attn_slot(kAttnOutB),
+                           R_, "ffn_in");
+}
+
+void Block::ensure_n2() {
+  if (value_.n2.defined()) return;
+  if (spec_.parallel == Parallel::shared_norm) {
+    ensure_n1();
+    value_.n2 = value_.n1;
+    return;
+  }
+  ensure_ffn_in();
+  if (value_.n2.defined()) return;
+  value_.n2 =
+      pre_norm(value_.ffn_in, spec_.ffn.pre, ffn_slot(kFFNPreW), ffn_slot(kFFNPreB), P_, "n2");
+}
+
+// The sum before the closing norm of the FFN half.
+void Block::ensure_out() {
+  if (value_.out.defined()) return;
+  ensure_ffn_in();
+  ensure_down();
+  value_.out = like_x(R_, "out");
+  close(value_.ffn_in, value_.down, spec_.ffn, ffn_slot(kFFNPostW), int(DropoutSite::ffn_residual),
+        spec_.ffn.out, 0, value_.out, Tensor());
+  if (!spec_.ffn.post.on()) value_.down.reset();
+}
+
+std::vector<Tensor> Block::forward(bool save) {
+  save_ = save;
+  const FFNSpec& f = spec_.ffn;
+  if (spec_.has_attn) ensure_mid();
+  if (!spec_.has_ffn) {
+    value_.n1.reset();
+    return with_kept(spec_.attn.out.on() ? value_.ffn_in : value_.mid);
+  }
+  if (save && spec_.keep.gu) value_.gu = empty({N_, f.gu_width()}, P_, "gu");
+  ensure_ffn_in();
+  const Tensor base = spec_.parallel == Parallel::no ? value_.ffn_in : value_.mid;
+  if (down_adds()) {
+    ensure_n2();
+    Tensor y = base;
+    if (save && spec_.keep.mid && base.is_same(value_.mid)) y = like_x(R_, "y").copy_(base);
+    ensure_down(y);
+    return with_kept(y);
+  }
+  ensure_down();
+  value_.n1.reset();
+  value_.n2.reset();
+  const Tensor y = like_x(R_, "y");
+  const bool keep_sum = save && spec_.keep.out && f.out.on();
+  if (keep_sum) value_.out = like_x(R_, "out");
+  close(base, value_.down, f, ffn_slot(kFFNPostW), int(DropoutSite::ffn_residual), f.out,
+        ffn_slot(kFFNOutW), f.out.on() ? value_.out : y, f.out.on() ? y : Tensor());
+  return with_kept(y);
+}
+
+std::vector<Tensor> Block::with_kept(const Tensor& y) const {
+  std::vector<Tensor> result = {y.view(x_sizes_)};
+  for (const Tensor& t : kept_values()) result.push_back(t);
+  return result;
+}
+
+std::vector<Tensor> Block::kept_values() const {
+  std::vector<Tensor> kept;
+  if (!save_) return kept;
+  const KeepSpec& keep = spec_.keep;
+  const auto add = [&](const Tensor& t, int64_t width) {
+    kept.push_back(t.view({x_sizes_[0], x_sizes_[1], width}));
+  };
+  if (keep.attn) {
+    kept.push_back(value_.o);
+    kept.push_back(value_.lse);
+  }
+  if (keep.mid) add(value_.mid, C_);
+  if (keep.proj) add(value_.proj, C_);
+  if (keep.qkv) add(value_.qkv, spec_.attn.qkv_width());
+  if (keep.gu) add(value_.gu, spec_.ffn.gu_width());
+  if (keep.out) add(spec_.ffn.out.on() ? value_.out : value_.down, C_);
+  return kept;
+}
+
+void Block::restore(at::TensorList kept) {
+  const KeepSpec& keep = spec_.keep;
+  size_t next = 0;
+  const auto take = [&] {
+    TORCH_CHECK(next < kept.size(), "ckptfused: too few kept tensors, got ", kept.size());
+    check_memory("ckptfused", "kept[" + std::to_string(next) + "]", kept[next]);
+    return kept[next++].contiguous();  // a saved-tensor hook may have changed the strides
+  };
+  if (keep.attn) {
+    value_.o = take();
+    value_.lse = take();
+  }
+  if (keep.mid) value_.mid = rows_view(take());
+  if (keep.proj) value_.proj = rows_view(take());
+  if (keep.qkv) value_.qkv = rows_view(take());
+  if (keep.gu) value_.gu = rows_view(take());
+  if (keep.out) (spec_.ffn.out.on() ? value_.out : value_.down) = rows_view(take());
+  TORCH_CHECK(next == kept.size(), "ckptfused: expected ", next, " kept tensors, got ",
+              kept.size());
+}
+
+// The gradients of norms' parameters, by one kernel on a GPU.
+void Block::sum_partials() {
+  std::vector<Tensor> partials, sums;
+  for (const auto& [slot, partial] : partials_) {
+    const Tensor& p = params_[slot];
+    grads_[slot] = empty(p.sizes(), p.scalar_type(), "d", slot);
+    partials.push_back(partial);
+    sums.push_back(grads_[slot]);
+  }
+  if (!partials.empty()) call::sum_grads(partials, sums);
+  partials_.clear();
+}
+
+// The gradients of vectors, summed wide, in their parameters' type: on a GPU by one kernel.
+void Block::narrow_vectors() {
+  std::vector<Tensor> wide, narrow;
+  for (size_t slot = 0; slot < params_.size(); ++slot) {
+    Tensor& grad = grads_[slot];
+    if (!grad.defined() || grad.dim() != 1) continue;
+    if (grad.scalar_type() == params_[slot].scalar_type()) continue;
+    wide.push_back(grad);
+    grad = empty(grad.sizes(), params_[slot].scalar_type(), "d", int64_t(slot));
+    narrow.push_back(grad);
+  }
+  if (!wide.empty()) at::_foreach_copy_(narrow, wide);
+}
+
+std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
+                                    const std::vector<bool>& needs) {
+  TORCH_CHECK(dy.sizes() == at::IntArrayRef(x_sizes_) && dy.scalar_type() == R_,
+              "ckptfused: the gradient must be ", R_, " of shape ", at::IntArrayRef(x_sizes_),
+              ", got ", dy.scalar_type(), " of shape ", dy.sizes());
+  TORCH_CHECK(needs.size() == params_.size() + 1, "ckptfused: expected ", params_.size() + 1,
+              " entries in needs, got ", needs.size());
+  check_memory("ckptfused", "dy", dy);
+  backward_ = true;
+  needs_ = needs;
+  restore(kept);
+
+  const Tensor dy_rows = dy.contiguous().view({N_, C_});
+  Tensor ds = dy_rows;  // gradient of the residual stream, walking down
+  bool owned = false;   // whether ds is our scratch
+  Tensor dx, dn_shared;
+  const bool serial = spec_.parallel == Parallel::no;
+  const bool attn_any = spec_.has_attn && need_any(0, kAttentionParams);
+
+  if (spec_.has_ffn) {
+    const FFNSpec& f = spec_.ffn;
+    const int pre =
+        spec_.parallel == Parallel::shared_norm ? attn_slot(kAttnPreW) : ffn_slot(kFFNPreW);
+    const bool flows = needs_[0] || (serial && attn_any);
+    const bool need_n2 = flows || need_any(pre, pre + 2);
+    if (f.out.on()) {
+      ensure_out();
+      const bool need_sum = flows || need_any(ffn_slot(0), ffn_slot(kFFNOutW));
+      ds = norm_backward(ds, value_.out, f.out, ffn_slot(kFFNOutW), Tensor(), false, need_sum,
+                         "d out");
+      owned = true;
+      value_.out.reset();
+    }
+    Tensor dn2 = ds.defined() ? ffn_backward(ds, need_n2) : Tensor();
+    value_.gu.reset();
+    replayed_gu_ = {};
+    if (spec_.parallel == Parallel::shared_norm) {
+      dn_shared = dn2;
+    } else if (dn2.defined()) {
+      ensure_ffn_in();
+      value_.n2.reset();
+      // In a parallel block both branches start from the same gradient: it must survive.
+      const Tensor below =
+          norm_backward(dn2, value_.ffn_in, f.pre, pre, ds, owned && serial, flows, "d ffn_in");
+      (serial ? ds : dx) = below;
+      owned = true;
+    }
+    value_.n2.reset();
+    value_.ffn_in.reset();
+    if (serial && !flows) ds.reset();
+  }
+  if (spec_.has_attn && ds.defined() && (needs_[0] || attn_any)) {
+    const AttentionSpec& a = spec_.attn;
+    if (a.out.on()) {
+      ensure_mid();
+      const bool need_sum = needs_[0] || need_any(0, kAttnOutW);
+      ds = norm_backward(ds, value_.mid, a.out, attn_slot(kAttnOutW), Tensor(), false, need_sum,
+                         "d mid");
+      owned = true;
+    }
+    value_.mid.reset();
+    Tensor dn1 = ds.defined() ? attention_backward(ds) : Tensor();
+    if (dn_shared.defined()) dn1 = dn1.defined() ? dn1.add_(dn_shared) : dn_shared;
+    dn_shared.reset();
+    const bool branch = dx.defined();  // the other branch's sum, ours to add to
+    if (ds.defined()) {
+      dx = norm_backward(dn1, x_, a.pre, attn_slot(kAttnPreW), branch ? dx : ds,
+                         branch || (owned && serial), needs_[0], "d x");
+    }
+  } else if (serial) {
+    dx = ds;
+  }
+
+  // From here on gradients are only converted: one at a time, beside nothing else.
+  ds.reset();
+  value_ = {};
+  cast_.clear();
+  std::vector<Tensor> result;
+  if (needs_[0]) {
+    // An op must not return its input.
+    const Ledger::Name name("d x");
+    if (dx.is_alias_of(dy)) dx = dx.clone();
+    result.push_back(dx.view(x_sizes_));
+  }
+  sum_partials();
+  narrow_vectors();
+  for (size_t slot = 0; slot < params_.size(); ++slot) {
+    if (!needs_[1 + slot]) continue;
+    const Tensor grad = std::exchange(grads_[slot], Tensor());
+    const Ledger::Name name("d", int64_t(slot));
+    result.push_back(grad.defined() ? grad.to(params_[slot].scalar_type())
+                                    : at::empty_like(params_[slot]).zero_());
+  }
+  return result;
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,224 @@
+#pragma once
+
+#include "ops/torch.h"
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "autograd/function.h"
+#include "block/ops.h"
+#include "block/spec.h"
+#include "block/tiles.h"
+#include "ops/adapters.h"
+
+namespace ckptfused {
+
+// The intermediates of a block, each undefined until its ensure_ function has made it. Tensors of
+// the residual stream have its type R and shape [N, C]; the rest has the compute type P.
+struct Values {
+  at::Tensor n1;       // pre_norm(x), P
+  at::Tensor qkv;      // raw product [N, W]
+  at::Tensor q, k, v;  // after q/k norm and RoPE: views [B, heads, T, D]
+  at::Tensor o, lse;   // [B, T, H*D] and [B, H, T]
+  at::Tensor proj;     // attention projection [N, C], P
+  at::Tensor mid;      // x + m * drop(post(proj)), R
+  at::Tensor ffn_in;   // input of the FFN half: mid, or its closing norm, R
+  at::Tensor n2;       // pre_norm(ffn_in), P
+  at::Tensor gu;       // N * 2F or N * F entries, tile after tile; only where it is kept
+  at::Tensor down;     // FFN product [N, C], P
+  at::Tensor out;      // sum before the closing norm of the FFN half, R
+};
+
+// One matrix among those whose products lie side by side in a buffer: buffer columns
+// [col0, col0 + width) = in @ W[row0 : row0 + width]^T + b.
+struct Part {
+  int weight, bias;  // slots
+  int64_t row0, width, col0;
+};
+
+// The parts of a tile as one matrix, so that each of its products is one.
+struct Joined {
+  at::Tensor weight, bias;  // copies side by side, where a product reads them
+  bool tile = false;        // whether the gradients of its weights are one product
+};
+
+// A block call: what it is given, its intermediates, and one idempotent producer per intermediate.
+// Forward calls the producers and drops what is not kept; backward calls them again for what is
+// missing. That is why gradients do not depend on what was kept: there is no second way to make a
+// value.
+class Block {
+ public:
+  Block(const BlockSpec& spec, const at::Tensor& x, const OptTensorList& params,
+        const OptTensorList& aux, const std::optional<at::Tensor>& rng_state);
+
+  // Returns y followed, when save is set, by the kept values in the order of KeepSpec.
+  std::vector<at::Tensor> forward(bool save);
+
+  // Gradients of those of (x, params...) that needs asks for, in order.
+  std::vector<at::Tensor> backward(const at::Tensor& dy, at::TensorList kept,
+                                   const std::vector<bool>& needs);
+
+ private:
+  // block.cpp: the residual stream
+  void ensure_mid();
+  void ensure_ffn_in();
+  void ensure_n2();
+  void ensure_out();
+  std::vector<at::Tensor> kept_values() const;
+  std::vector<at::Tensor> with_kept(const at::Tensor& y) const;
+  void restore(at::TensorList kept);
+
+  // attention.cpp
+  void ensure_n1();
+  void ensure_qkv();
+  void ensure_qk();
+  void ensure_attn();
+  void ensure_proj();
+  void release_n1();
+  void release_qkv();
+  at::Tensor o_rows() const;
+  at::Tensor heads_view(const at::Tensor& buffer, const HeadColumns& columns) const;
+  HeadColumns o_columns() const { return {spec_.attn.heads, 0, spec_.attn.head_dim}; }
+  call::AttentionArgs attention_args() const;
+  call::QkArgs qk_args() const;
+  std::vector<Part> qkv_parts() const;
+  // ds: gradient of the half's sum. Returns the gradient of n1 (undefined where not needed).
+  at::Tensor attention_backward(const at::Tensor& ds);
+
+  // ffn.cpp
+  struct Tile {
+    int64_t row0, rows, col0, cols;
+  };
+  std::vector<Tile> tiles() const;
+  bool tiled() const { return tiles_.rows < N_ || tiles_.cols < spec_.ffn.hidden; }
+  // Gate and up pre-activations of a tile, as columns of one buffer. Non-gated: up alone.
+  struct GateUp {
+    at::Tensor buffer;  // [rows, 2*cols] or [rows, cols], undefined for views of the kept gu
+    at::Tensor gate, up;
+  };
+  GateUp replayed_gu_;  // made on the way to the down product, and still whole
+  GateUp gate_up(const at::Tensor& buffer, const Tile& tile) const;
+  std::vector<Part> gu_parts(const Tile& tile) const;
+  // Of the tile at hand, whose gate and up weights lie apart where it is not the whole width.
+  Joined joined_;
+  void begin(const Tile& t) {
+    joined_ = {at::Tensor(), at::Tensor(), spec_.ffn.gated() && t.cols < spec_.ffn.hidden};
+  }
+  const Joined& join(const Tile& tile);  // with its weights, for a product
+  GateUp make_gu(const Tile& tile);
+  void activate(const GateUp& gu, const Tile& tile, const at::Tensor& h) const;
+  // One kernel for the products and the activation, where there is one that was measured faster.
+  // The same in forward and backward, whatever is kept: it decides the bits of g and u.
+  std::string up_kernel_ = "cublas";
+  bool one_kernel() const { return up_kernel_ != "cublas"; }
+  void choose_up_kernel();
+  at::Tensor kept_gu(const Tile& tile) const;
+  call::UpWeights up_weights(const Tile& tile);
+  at::Tensor down_weight(const Tile& tile);
+  call::HiddenMask hidden_mask(const Tile& tile) const;
+  // onto: a sum that the product adds to in place of making a value.
+  void ensure_down(const at::Tensor& onto = {});
+  bool down_adds() const;
+  // ds: gradient of the half's sum. Returns the gradient of n2 (undefined where not needed).
+  at::Tensor ffn_backward(const at::Tensor& ds, bool need_n2);
+
+  // Parameters and gradients. Slots are global: those of the FFN half follow the attention's.
+  int attn_slot(int slot) const { return slot; }
+  int ffn_slot(int slot) const { return (spec_.has_attn ? int(kAttentionParams) : 0) + slot; }
+  const at::Tensor& param(int slot) const { return params_[slot]; }
+  at::Tensor weight(int slot);  // in the compute type
+  bool need(int slot) const { return backward_ && needs_[1 + slot]; }
+  // Also whether an adapter of a weight among them is trained.
+  bool need_any(int begin, int end) const;
+  void narrow_vectors();
+  at::Tensor grad_vector(int slot);  // where a sum over rows writes; may be undefined
+  // Where a kernel leaves the sums of a norm's gradient over chunks of those rows, columns and
+  // heads of a row (0: no heads), which sum_partials adds up; may be undefined.
+  at::Tensor grad_partials(int slot, const int64_t (&rows)[3]);
+  void sum_partials();
+  at::Tensor weight_grad(int slot, at::ScalarType type);
+  bool add_weight_grads(const std::vector<Part>& parts, bool transposed, const at::Tensor& dout,
+                        const at::Tensor& in);
+  void add_weight_grad(int slot, bool transposed, int64_t row0, int64_t rows, int64_t col0,
+                       int64_t cols, const at::Tensor& dout, const at::Tensor& in, bool add);
+  void add_bias_grad(int slot, int64_t row0, const at::Tensor& dout, bool add);
+  at::Tensor part_weight(const Part& part, bool transposed);
+  std::optional<at::Tensor> part_bias(const Part& part);
+  at::Tensor side_by_side(const std::vector<at::Tensor>& pieces, int64_t dim,
+                          const char* name) const;
+  // Products and adapters; row0: the first of the rows of in among those of the block. joined: one
+  // product in place of one for each part.
+  void project(const char* name, const at::Tensor& out, const at::Tensor& in,
+               const std::vector<Part>& parts, bool transposed, int64_t row0 = 0,
+               const Joined& joined = {});
+  // Gradients of a projection's weights, biases and adapters, and of its input into din if defined.
+  void project_backward(const at::Tensor& dout, const at::Tensor& in,
+                        const std::vector<Part>& parts, bool transposed, const at::Tensor& din,
+                        bool add_params, bool add_din, int64_t row0 = 0, const Joined& joined = {});
+
+  // adapters.cpp
+  struct AdapterSlots {
+    const AdapterSpec* spec;
+    int weight;  // slot of the weight of the product that the adapter adds to
+    int first;   // slot of a; b and the bias follow
+    int64_t site;
+  };
+  enum class AdapterUse { forward, input_grad, all_grads };
+  std::vector<AdapterSlots> adapters_;
+  void find_adapters();
+  void check_adapters() const;
+  size_t adapter_params() const;
+  bool adapter_trained(const AdapterSlots& s) const {
+    return need(s.first) || need(s.first + 1) || need(s.first + 2);
+  }
+  at::Tensor adapter_param(int slot);
+  at::Tensor adapter_grad(int slot);
+  Adapters adapters_of(const Part& part, int64_t col0, int64_t width, AdapterUse use);
+  void add_adapters(const at::Tensor& out, const at::Tensor& in, const Part& part, int64_t row0);
+  void adapters_backward(const at::Tensor& dout, const at::Tensor& in, const Part& part,
+                         const at::Tensor& din, int64_t row0, int64_t col0, int64_t cols);
+
+  // The residual frame.
+  at::Tensor pre_norm(const at::Tensor& x, const NormSpec& norm, int weight, int bias,
+                      at::ScalarType type, const char* name);
+  void close(const at::Tensor& x, const at::Tensor& f, const HalfSpec& half, int post_weight,
+             int site, const NormSpec& next, int next_weight, const at::Tensor& sum,
+             const at::Tensor& normed);
+  at::Tensor residual_backward(const at::Tensor& ds, const at::Tensor& f, const HalfSpec& half,
+                               int post_weight, int site);
+  // dres + d(norm)/dx(dn), with the norm's weight gradients; undefined if the input needs none.
+  at::Tensor norm_backward(const at::Tensor& dn, const at::Tensor& x, const NormSpec& norm,
+                           int weight, const at::Tensor& dres, bool dres_owned, bool need_dx,
+                           const char* name);
+
+  // name: in a ledger.
+  at::Tensor empty(at::IntArrayRef size, at::ScalarType type, const char* name,
+                   int64_t slot = -1) const;
+  at::Tensor like_x(at::ScalarType type, const char* name) const {
+    return empty({N_, C_}, type, name);
+  }
+  at::Tensor rows_view(const at::Tensor& t) const { return t.view({N_, t.size(-1)}); }
+  at::IntArrayRef row_map() const { return row_map_; }
+
+  const BlockSpec& spec_;
+  at::Tensor x_;                    // [N, C]
+  std::vector<int64_t> x_sizes_;    // as given
+  std::vector<at::Tensor> params_;  // undefined where absent
+  std::vector<at::Tensor> cast_;    // parameters in the compute type, made on first use
+  at::Tensor cos_, sin_;            // [B or 1, T, rotary_dim / 2], accumulation type
+  at::Tensor mask_, padding_, cu_seqlens_, rng_;
+  at::ScalarType R_, P_, A_;  // residual stream, compute, accumulation
+  int64_t B_, T_, N_, C_;
+  std::vector<int64_t> row_map_;
+  FFNTiles tiles_{0, 0};
+  Values value_;
+  bool save_ = false;
+  bool backward_ = false;
+  bool qk_in_place_ = false;  // qkv no longer holds the raw product
+  std::vector<bool> needs_;
+  std::vector<at::Tensor> grads_;
+  std::vector<std::pair<int, at::Tensor>> partials_;  // of the gradients of slots
+};
+
+}  // namespace ckptfused

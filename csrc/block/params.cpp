@@ -1,0 +1,230 @@
+// What every part of a block call uses: its projections, norms and gradients.
+#include "ops/torch.h"
+
+#include <algorithm>
+
+#include "block/block.h"
+#include "kernels/cpu/pages.h"
+#include "ops/checks.h"
+#include "ops/linear.h"
+
+namespace ckptfused {
+
+using at::Tensor;
+
+Tensor Block::empty(at::IntArrayRef size, at::ScalarType type, const char* name,
+                    int64_t slot) const {
+  const Ledger::Name named(name, slot);
+  Tensor t = at::empty(size, x_.options().dtype(type));
+  if (t.is_cpu()) advise_huge_pages(t.mutable_data_ptr(), t.nbytes());
+  return t;
+}
+
+Tensor Block::weight(int slot) {
+  const Tensor& p = params_[slot];
+  if (!p.defined() || p.scalar_type() == P_) return p;
+  const Ledger::Name name("cast", slot);
+  if (!cast_[slot].defined()) cast_[slot] = p.to(P_);
+  return cast_[slot];
+}
+
+bool Block::need_any(int begin, int end) const {
+  for (int slot = begin; slot < end; ++slot) {
+    if (need(slot)) return true;
+  }
+  for (const AdapterSlots& s : adapters_) {
+    if (begin <= s.weight && s.weight < end && adapter_trained(s)) return true;
+  }
+  return false;
+}
+
+Tensor Block::grad_vector(int slot) {
+  if (!need(slot)) return {};
+  if (!grads_[slot].defined()) grads_[slot] = empty(params_[slot].sizes(), A_, "d", slot);
+  return grads_[slot];
+}
+
+Tensor Block::grad_partials(int slot, const int64_t (&rows)[3]) {
+  if (!need(slot)) return {};
+  const int64_t chunks = call::grad_chunks(x_, rows[0], rows[1], rows[2]);
+  partials_.emplace_back(slot, empty({chunks, rows[1]}, A_, "partial sums of a norm's gradients"));
+  return partials_.back().second;
+}
+
+Tensor Block::weight_grad(int slot, at::ScalarType type) {
+  if (!grads_[slot].defined()) grads_[slot] = empty(params_[slot].sizes(), type, "d", slot);
+  return grads_[slot];
+}
+
+void Block::add_weight_grad(int slot, bool transposed, int64_t row0, int64_t rows, int64_t col0,
+                            int64_t cols, const Tensor& dout, const Tensor& in, bool add) {
+  if (!need(slot)) return;
+  // A sum over row tiles is held in the accumulation type.
+  const bool cut_rows = spec_.has_ffn && tiles_.rows < N_ && slot >= ffn_slot(0);
+  const Tensor grad = weight_grad(slot, cut_rows ? A_ : P_);
+  const Ledger::Name name("d", slot);
+  if (transposed) {
+    matmul_out(grad.narrow(0, col0, cols).narrow(1, row0, rows), in.t(), dout, add);
+  } else {
+    matmul_out(grad.narrow(0, row0, rows).narrow(1, col0, cols), dout.t(), in, add);
+  }
+}
+
+// The gradients of parts of a tile by one product; false where not all are asked for.
+bool Block::add_weight_grads(const std::vector<Part>& parts, bool transposed, const Tensor& dout,
+                             const Tensor& in) {
+  if (!std::all_of(parts.begin(), parts.end(), [&](const Part& p) { return need(p.weight); })) {
+    return false;
+  }
+  const int64_t out_cols = dout.size(1), in_cols = in.size(1);
+  const std::vector<int64_t> sizes = transposed ? std::vector<int64_t>{in_cols, out_cols}
+                                                : std::vector<int64_t>{out_cols, in_cols};
+  const Tensor whole = empty(sizes, P_, "d weights of a tile");
+  {
+    const Ledger::Name name("d", parts[0].weight);
+    transposed ? matmul_out(whole, in.t(), dout, false) : matmul_out(whole, dout.t(), in, false);
+  }
+  const int64_t dim = transposed ? 1 : 0;
+  for (const Part& part : parts) {
+    const Tensor grad = weight_grad(part.weight, P_);
+    grad.narrow(dim, part.row0, part.width).copy_(whole.narrow(dim, part.col0, part.width));
+  }
+  return true;
+}
+
+void Block::add_bias_grad(int slot, int64_t row0, const Tensor& dout, bool add) {
+  const Tensor grad = grad_vector(slot);
+  if (!grad.defined()) return;
+  const Ledger::Name name("d", slot);
+  Tensor target = grad.narrow(0, row0, dout.size(1));
+  if (Ledger* ledger = Ledger::current()) {  // PyTorch's own on meta tensors is slow Python
+    const Tensor sum = add ? empty(target.sizes(), A_, "d", slot) : target;
+    ledger->launched("aten::sum", 1, int64_t(dout.nbytes() + sum.nbytes()));
+    if (add) ledger->launched("aten::add_", 1, 3 * int64_t(sum.nbytes()));
+  } else if (add) {
+    target.add_(dout.sum({0}, false, A_));
+  } else {
+    at::sum_out(target, dout, {0}, false, A_);
+  }
+}
+
+Tensor Block::part_weight(const Part& part, bool transposed) {
+  return weight(part.weight).narrow(transposed ? 1 : 0, part.row0, part.width);
+}
+
+std::optional<Tensor> Block::part_bias(const Part& part) {
+  const Tensor b = weight(part.bias);
+  return b.defined() ? std::optional<Tensor>(b.narrow(0, part.row0, part.width)) : std::nullopt;
+}
+
+// Tensors along a dimension in one buffer.
+Tensor Block::side_by_side(const std::vector<Tensor>& pieces, int64_t dim, const char* name) const {
+  std::vector<int64_t> sizes = pieces[0].sizes().vec();
+  sizes[dim] = 0;
+  for (const Tensor& piece : pieces) sizes[dim] += piece.size(dim);
+  const Tensor whole = empty(sizes, P_, name);
+  const Ledger::Name named(name);
+  at::cat_out(const_cast<Tensor&>(whole), pieces, dim);
+  return whole;
+}
+
+const Joined& Block::join(const Tile& t) {
+  if (joined_.weight.defined() || !joined_.tile) return joined_;
+  const bool transposed = spec_.ffn.transposed;
+  const std::vector<Part> parts = gu_parts(t);
+  std::vector<Tensor> weights, biases;
+  for (const Part& part : parts) {
+    weights.push_back(part_weight(part, transposed));
+    if (const auto b = part_bias(part)) biases.push_back(*b);
+  }
+  // Where only one of two projections has a bias, each keeps to itself.
+  if (!biases.empty() && biases.size() < parts.size()) return joined_;
+  joined_.weight = side_by_side(weights, transposed ? 1 : 0, "weights of a tile");
+  if (!biases.empty()) joined_.bias = side_by_side(biases, 0, "biases of a tile");
+  return joined_;
+}
+
+void Block::project(const char* name, const Tensor& out, const Tensor& in,
+                    const std::vector<Part>& parts, bool transposed, int64_t row0,
+                    const Joined& joined) {
+  const Ledger::Name named(name);
+  if (joined.weight.defined())
+    linear_out(out, in, joined.weight, call::opt(joined.bias), transposed);
+  for (const Part& part : parts) {
+    const Tensor columns = out.narrow(1, part.col0, part.width);
+    if (!joined.weight.defined()) {
+      linear_out(columns, in, part_weight(part, transposed), part_bias(part), transposed);
+    }
+    add_adapters(columns, in, part, row0);
+  }
+}
+
+void Block::project_backward(const Tensor& dout, const Tensor& in, const std::vector<Part>& parts,
+                             bool transposed, const Tensor& din, bool add_params, bool add_din,
+                             int64_t row0, const Joined& joined) {
+  const auto input_grad = [&](const Tensor& d, const Tensor& w, int slot) {
+    const Ledger::Name name("d in of", slot);
+    matmul_out(din, d, transposed ? w.t() : w, add_din);
+    add_din = true;
+  };
+  const bool one_input = din.defined() && joined.weight.defined();
+  if (one_input) input_grad(dout, joined.weight, parts[0].weight);
+  const bool one_weight = joined.tile && add_weight_grads(parts, transposed, dout, in);
+  for (const Part& part : parts) {
+    const Tensor d = dout.narrow(1, part.col0, part.width);
+    if (din.defined() && !one_input) input_grad(d, part_weight(part, transposed), part.weight);
+    if (need(part.weight) && !one_weight) {
+      add_weight_grad(part.weight, transposed, part.row0, part.width, 0, in.size(1), d, in,
+                      add_params);
+    }
+    add_bias_grad(part.bias, part.row0, d, add_params);
+    if (in.defined() || din.defined()) {
+      adapters_backward(d, in, part, din, row0, 0, (in.defined() ? in : din).size(1));
+    }
+  }
+}
+
+Tensor Block::pre_norm(const Tensor& x, const NormSpec& norm, int weight, int bias,
+                       at::ScalarType type, const char* name) {
+  const Ledger::Name named(name);
+  if (!norm.on()) return x.scalar_type() == type ? x : x.to(type);
+  const Tensor y = like_x(type, name);
+  call::norm_fwd(x, param(weight), param(bias), y, norm.kind, norm.eps);
+  return y;
+}
+
+// sum = x + m * drop(post(f)), normed = next(sum); either output may be undefined.
+void Block::close(const Tensor& x, const Tensor& f, const HalfSpec& half, int post_weight, int site,
+                  const NormSpec& next, int next_weight, const Tensor& sum, const Tensor& normed) {
+  const bool with_next = normed.defined();
+  call::residual_fwd(x, f, half.p_res > 0 ? rng_ : Tensor(), param(post_weight),
+                     param(post_weight + 1), with_next ? param(next_weight) : Tensor(),
+                     with_next ? param(next_weight + 1) : Tensor(), sum, normed, half.post.kind,
+                     half.post.eps, with_next ? next.kind : "none", next.eps, half.m, half.p_res,
+                     site, row_map());
+}
+
+Tensor Block::residual_backward(const Tensor& ds, const Tensor& f, const HalfSpec& half,
+                                int post_weight, int site) {
+  if (!half.post.on() && half.p_res == 0 && half.m == 1.0 && R_ == P_) return ds;
+  Tensor df = like_x(P_, "d f");
+  call::residual_bwd(ds, half.post.on() ? f : Tensor(), half.p_res > 0 ? rng_ : Tensor(),
+                     param(post_weight), df, grad_partials(post_weight, {N_, C_, 0}),
+                     grad_partials(post_weight + 1, {N_, C_, 0}), half.post.kind, half.post.eps,
+                     half.m, half.p_res, site, row_map());
+  return df;
+}
+
+Tensor Block::norm_backward(const Tensor& dn, const Tensor& x, const NormSpec& norm, int weight,
+                            const Tensor& dres, bool dres_owned, bool need_dx, const char* name) {
+  if (!dn.defined()) return dres;
+  const Tensor dw = norm.on() ? grad_partials(weight, {N_, C_, 0}) : Tensor();
+  const Tensor db = norm.on() ? grad_partials(weight + 1, {N_, C_, 0}) : Tensor();
+  if (!need_dx && !dw.defined() && !db.defined()) return {};
+  const Tensor dx = !need_dx ? Tensor() : dres_owned ? dres : like_x(R_, name);
+  call::norm_bwd(dn, x, norm.on() ? param(weight) : Tensor(), need_dx ? dres : Tensor(), dx, dw, db,
+                 norm.kind, norm.eps);
+  return dx;
+}
+
+}  // namespace ckptfused

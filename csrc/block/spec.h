@@ -1,0 +1,73 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "block/spec_fields.h"
+
+namespace ckptfused {
+
+// What a block computes, as data. Written by ckptfused/spec/ as one readable string, parsed once
+// and cached here. Its fields are those of spec_fields.h.
+
+inline bool drops(const std::vector<AdapterSpec>& adapters) {
+  return std::any_of(adapters.begin(), adapters.end(),
+                     [](const AdapterSpec& a) { return a.p > 0; });
+}
+
+// Where the heads of q, k or v lie among the columns of the qkv product: `count` heads of D columns
+// each, `stride` columns apart, from column `col0` on.
+struct HeadColumns {
+  int64_t count, col0, stride;
+};
+
+struct AttentionSpec : AttentionFields {
+  int64_t q_width() const { return heads * head_dim; }
+  int64_t kv_width() const { return kv_heads * head_dim; }
+  int64_t qkv_width() const { return q_width() + 2 * kv_width(); }
+  HeadColumns q_columns() const { return {heads, 0, head_stride()}; }
+  HeadColumns k_columns() const {
+    return {kv_heads, interleaved ? head_dim : q_width(), head_stride()};
+  }
+  HeadColumns v_columns() const {
+    return {kv_heads, interleaved ? 2 * head_dim : q_width() + kv_width(), head_stride()};
+  }
+
+ private:
+  int64_t head_stride() const { return interleaved ? 3 * head_dim : head_dim; }
+};
+
+struct FFNSpec : FFNFields {
+  bool is_gated = false;  // as its activation is
+
+  bool gated() const { return is_gated; }
+  int64_t gu_width() const { return gated() ? 2 * hidden : hidden; }
+};
+
+struct BlockSpec : BlockFields {
+  bool has_attn = false, has_ffn = false;
+  AttentionSpec attn;
+  FFNSpec ffn;
+
+  bool has_dropout() const {
+    return (has_attn && (attn.p_attn > 0 || attn.p_res > 0 || drops(attn.lora))) ||
+           (has_ffn && (ffn.p_hidden > 0 || ffn.p_res > 0 || drops(ffn.lora)));
+  }
+};
+
+// A loss head. Each token's loss by itself leaves nothing for forward to make: what its gradient is
+// multiplied by is not known then.
+struct LossSpec : LossFields {
+  bool per_token() const { return reduction == "none"; }
+  bool keep_gradients() const { return keep == "gradients" && !per_token(); }
+  bool has_dropout() const { return drops(lora); }
+};
+
+// Parses a spec, or finds it among those parsed before. Throws c10::Error on an unknown key or
+// value.
+std::shared_ptr<const BlockSpec> parse_spec(const std::string& text);
+std::shared_ptr<const LossSpec> parse_loss_spec(const std::string& text);
+
+}  // namespace ckptfused

@@ -1,0 +1,173 @@
+"""The longest sequence that fits, models by few of their layers, and the command that asks for both."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptfused.cli import context, main
+from ckptfused.cli.configurations import MODELS, read_config
+from ckptfused.cli.language_models import CHECKPOINTED, CHUNKED, PLAIN, VARIANTS, Trained, build
+from ckptfused.cli.longest_context import language_step, longest
+from ckptfused.profiler import Profile, profile
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+]
+SMALL = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"vocab_size": 2048, "head_dim": 32}
+
+
+def small(name: str, layers: int) -> dict[str, Any]:
+    return MODELS[name] | SMALL | {"num_hidden_layers": layers}
+
+
+# A head that sets the peak and one that does not, AdamW's step, LoRA.
+TRAINED: tuple[tuple[int, int | None, dict[str, Any]], ...] = (
+    (2048, None, {}),
+    (64, None, {"optimizer": torch.optim.AdamW, "device": "cpu", "gradient_accumulation_steps": 2}),
+    (64, 4, {}),
+)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("name", "layers"), [("llama-3-8b", 4), ("gemma-2-9b", 8)])
+def test_few_layers_say_the_same_as_all(name: str, layers: int, variant: str) -> None:
+    """Gemma 2's are of two kinds by turns. Each variant of each model, each in one of three ways to train."""
+    classes, lora, options = TRAINED[(VARIANTS.index(variant) + layers // 8) % 3]
+    call: Any = (small(name, layers) | {"vocab_size": classes}, variant, torch.bfloat16, lora)
+    whole = language_step(build(*call), 200, 2, **options)
+    found = Trained(*call).step(200, 2, **options)
+    assert found.sizes() == whole.sizes()
+    assert bytes_of(found) == bytes_of(whole)
+    if options.get("device") != "cpu":  # whose cache holds some of a few layers, and little of all
+        assert found.seconds == pytest.approx(whole.seconds, rel=1e-9)  # sums in another order
+
+
+def bytes_of(step: Profile) -> Any:
+    """What the parts of the model and the optimizer add, without times."""
+    parts = [replace(part, forward_seconds=0.0, backward_seconds=0.0) for part in step.parts]
+    return parts, step.all_gradients, step.optimizer_transient
+
+
+def test_layers_that_do_not_repeat_are_all_run() -> None:
+    assert len(Trained(small("llama-3-8b", 6), CHUNKED, torch.bfloat16)._models) == 2
+    assert len(Trained(small("gemma-2-9b", 7), CHUNKED, torch.bfloat16)._models) == 1
+    assert len(Trained(small("llama-3-8b", 3), CHUNKED, torch.bfloat16)._models) == 1
+
+
+def test_the_published_sizes() -> None:
+    """Parameters as the model cards count them: 8.03, 8.19 and 9.24 billion."""
+    for name, billions in (("llama-3-8b", 8.03), ("qwen3-8b", 8.19), ("gemma-2-9b", 9.24)):
+        model = build(MODELS[name], CHECKPOINTED, torch.bfloat16)
+        assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == billions, name
+
+
+@pytest.mark.parametrize("budget", [0, 999, 1000, 5_130, 77_777, 10**9])
+@pytest.mark.parametrize("power", [1, 2])
+def test_the_search(power: int, budget: int) -> None:
+    """The last multiple that fits, for lines and for curves, in few guesses."""
+    asked = []
+
+    def step_of(tokens: int) -> Profile:
+        asked.append(tokens)
+        return Profile(900 + tokens**power, 0, 0, 0, 0, 0, 0, "")
+
+    found = longest(step_of, budget, step=10, most=100_000)
+    fitting = [tokens for tokens in range(10, 163_840, 10) if 900 + tokens**power <= budget]
+    expected = fitting[-1] if fitting else 0
+    assert found.tokens == expected or found.tokens >= 100_000
+    assert found.profile.peak == 900 + (found.tokens or 10) ** power
+    assert len(asked) == len(set(asked)) <= 30
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    search, answers = context._longest, {}
+
+    def once(config: dict[str, Any], variant: str, arguments: Any) -> Any:
+        if variant not in answers:
+            answers[variant] = search(config, variant, arguments)
+        return answers[variant]
+
+    monkeypatch.setattr(context, "_longest", once)  # printed twice, as JSON and as a table
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small("llama-3-8b", 4)))
+    command = ["context", "--config", str(path), "--memory", "16MiB", "--lora", "4", "--step", "64"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tokens = {name: row["tokens"] for name, row in found["variants"].items()}
+    assert list(tokens) == list(VARIANTS) and list(tokens.values()) == sorted(tokens.values())
+    for name in (CHECKPOINTED, VARIANTS[-1]):
+        row = found["variants"][name]
+        model = build(small("llama-3-8b", 4), name, torch.bfloat16, 4)
+        longest_step = language_step(model, tokens[name])
+        assert row["peak"] == longest_step.peak <= 16 << 20
+        assert language_step(model, tokens[name] + 64).peak > 16 << 20
+        assert row.keys() == {"tokens", "refused", *longest_step.sizes()}
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert all(f"{count:,}" in out for count in tokens.values()) and "Not counted: the CUDA context" in out
+
+
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["context", "--config", "llama-3-8b", "--memory", "1GiB"]) == 0
+    assert "none  the shortest needs " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "80Gigs"], "MiB, GiB, TiB: of 1024), got '80Gigs'"),
+        (["--memory", "8GB", "--lora", "0"], "argument --lora: expected a number from 1 on, got '0'"),
+        (["--memory", "8GB", "--dtype", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_options_are_checked_first(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["context", "--config", "llama-3-8b", *options])
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"hidden_size": 4}'])
+def test_a_configuration_of_something_else_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["context", "--config", str(path), "--memory", "8GB"]) == 1
+    assert "--config: expected" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="llama-3-8b, qwen3-8b, gemma-2-9b, or the path of a config.json, got 'nope'"):
+        read_config("nope")
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 192}, 192),
+        ({"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, 512),
+    ],
+)
+def test_a_sequence_has_no_more_tokens_than_the_model_has_positions(
+    config: dict[str, Any], positions: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GPT-2's are rows of an embedding, BERT's a buffer too; a step beyond them is refused as with data."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}))
+    assert main(["context", "--config", str(path), "--memory", "8GiB", "--step", "64", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["variants"].values()
+    assert {row["tokens"] for row in rows} == {positions} and all("size" in row["refused"] for row in rows)
+    assert main(["profile", "--config", str(path), "--seq", str(positions + 1)]) == 1
+    said = capsys.readouterr().err
+    assert "expected one that takes this batch" in said and said.count("\n") == 1
+    ids = torch.full((1, 64), 1 << 40)  # as of torch.empty: of ids shapes count
+    assert profile(
+        build(read_config(str(path)), PLAIN, torch.float32), {"input_ids": ids, "labels": ids}, device="h200"
+    )
+    assert main(["context", "--config", str(path), "--memory", "8GiB", "--step", "1024"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,112 @@
+"""Which modules are layers: stages are looked into, whatever holds them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ckptfused
+from tests.models.compare import close, result
+
+WIDTH = 16
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class WrittenOut(nn.Module):
+    """A block without children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.up).tanh() @ self.down
+
+
+class Stage(nn.Module):
+    """A stage as in timm's Swin, ConvNeXt, LeViT, MaxViT and CoAtNet."""
+
+    def __init__(self, blocks: nn.Module) -> None:
+        super().__init__()
+        self.downsample, self.blocks = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)), blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.downsample(x)
+        for block in self.blocks:  # type: ignore[attr-defined]
+            x = block(x)
+        return x
+
+
+class Experts(nn.Module):
+    """A layer: what repeats in it is called by parts of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(WIDTH), nn.ModuleList(Mlp() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.stack([expert(self.norm(x)) for expert in self.experts]).sum(0)
+
+
+class Lists(nn.Module):
+    """Layers as in x-transformers: norms, a block, a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = (Mlp, Block) * 2
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.ModuleList([nn.LayerNorm(WIDTH), nn.Identity()]), kind(), nn.Identity()])
+            for kind in kinds
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norms, block, residual in self.layers:  # type: ignore[misc]
+            x = residual(x) + block(norms[0](x))
+        return x
+
+
+MODELS: dict[str, tuple[Any, list[str]]] = {
+    "stages of sequences": (
+        lambda: nn.Sequential(*(Stage(nn.Sequential(Block(), Block())) for _ in range(2))),
+        ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"],
+    ),
+    "stages of lists": (
+        lambda: nn.Sequential(*(Stage(nn.ModuleList([WrittenOut(), WrittenOut()])) for _ in range(2))),
+        ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"],
+    ),
+    "blocks without children": (lambda: nn.Sequential(WrittenOut(), WrittenOut()), ["0", "1"]),
+    "experts": (lambda: nn.Sequential(Experts(), Experts()), ["0", "1"]),
+    "lists of lists": (Lists, ["layers.0.1", "layers.1.1", "layers.2.1", "layers.3.1"]),
+    "projections": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), []),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_layers(what: str) -> None:
+    make, names = MODELS[what]
+    plain = make()
+    model, x = copy.deepcopy(plain), torch.randn(3, WIDTH)
+    report = ckptfused.convert(model)
+    assert [layer.name for layer in report.layers] == names
+    close(result(model, x), result(plain, x), 1e-5)

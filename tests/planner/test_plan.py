@@ -1,0 +1,530 @@
+"""Plans of whole models: never over the budget, by prediction and by PyTorch's allocator; monotone; of models of all
+kinds."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import ckptfused
+from ckptfused import BudgetError, CheckpointPolicy, convert, plan
+from ckptfused._extension import _C
+from ckptfused.planner import frontier
+from ckptfused.planner.costs import Costs, costs
+from ckptfused.planner.plan import _Planner
+from ckptfused.planner.policy_steps import Steps
+from ckptfused.planner.segments import Divided
+from ckptfused.planner.sharding import sharded
+from ckptfused.profiler import profile
+from ckptfused.profiler.step import called, loss_of
+from ckptfused.simulate.devices import device_named
+from ckptfused.simulate.meta_copy import copy_to_meta, without_data
+from tests.accounting import Events
+
+pytestmark = pytest.mark.once
+ADAMW = torch.optim.AdamW
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "use_cache": False,
+}
+BERT = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+
+
+def llama(**sizes: Any) -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SIZES | sizes)).train()
+
+
+def tokens(rows: int = 2, length: int = 128) -> dict[str, Tensor]:
+    ids = torch.randint(0, 64, (rows, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def on_meta(make: Callable[[], Any] = llama) -> Any:
+    with torch.device("meta"):
+        return make()
+
+
+def counted(model: nn.Module, device: str = "h200", optimizer: Any = ADAMW) -> tuple[Steps, Costs]:
+    meta_copy, _ = copy_to_meta(model, None)
+    steps = Steps(meta_copy, without_data(tokens()), device_named(device), lambda text: None)
+    return steps, costs(steps, optimizer(list(meta_copy.parameters())))
+
+
+def measured(model: nn.Module, batch: Any) -> int:
+    """The most that a step needs by PyTorch's allocator: weights, the batch, and what comes beside them."""
+
+    def step() -> None:
+        loss_of(called(model, batch)).backward()
+
+    step()
+    model.zero_grad(set_to_none=True)
+    owned = [*model.parameters(), *model.buffers(), *(batch.values() if isinstance(batch, dict) else [batch])]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in owned}
+    return sum(storages.values()) + Events(step).peak_bytes(internal=True)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+def test_what_is_counted_is_what_is_predicted(device: str) -> None:
+    """Plans all along the front agree to the byte; an offloaded layer's input counts once more than it is there."""
+    steps, found = counted(on_meta(), device, lambda parameters: torch.optim.SGD(parameters))
+    front = frontier.Front(found.units)
+    assert len(front) > 20
+    for index in range(0, len(front), 5):
+        policy = found.policy(front[index].parts)
+        whole = steps.of(policy)
+        offloads = any(mode.offload for mode in policy.layers)
+        x = 2 * 128 * 64 * 4 if offloads else 0
+        assert abs(found.peak(front.peaks[index]) - max(whole.peak, found.least)) <= x
+        assert whole.seconds == pytest.approx(found.rest_seconds + front.seconds[index])
+
+
+def test_never_over_and_never_slower_with_more() -> None:
+    """At budgets on both sides of steps of the front. The least budget that is named is one that fits."""
+    steps, whole = counted(on_meta())
+    planner = _Planner(steps, whole, whole, 1)
+    with pytest.raises(BudgetError, match="What else would help") as refused:
+        planner.within(1)
+    least = refused.value.least
+    assert planner.within(least).peak == least
+    with pytest.raises(BudgetError):
+        planner.within(least - 1)
+    widest = planner.within(1 << 30)
+    peaks = [point.peak for point in widest.front[:: len(widest.front) // 9]]
+    found = [planner.within(max(least, peak + beside)) for peak in peaks for beside in (-1, 0, 1)]
+    for one in found:
+        assert one.peak <= one.budget and one.profile.peak == one.peak
+    for smaller, larger in itertools.pairwise([*found, widest]):
+        assert larger.seconds <= smaller.seconds
+    assert plan(on_meta(), tokens(), found[5].budget, ADAMW, "h200").policy == found[5].policy
+
+
+def masked(**sizes: Any) -> Any:
+    return BertForMaskedLM(BertConfig(**BERT | {"num_hidden_layers": 4} | sizes)).train()
+
+
+class Mlp(nn.Module):
+    """Layers of two kinds, and others that differ in size."""
+
+    def __init__(self, widths: tuple[int, ...] = (256, 512, 256, 1024, 512)) -> None:
+        super().__init__()
+        hidden = [nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 64)) for width in widths]
+        self.layers = nn.ModuleList(hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+class Deep(nn.Module):
+    """Layers one after the other."""
+
+    def __init__(self, layers: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Frozen(Mlp):
+    """Its first layers have nothing to learn, and the one after them is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__((256, 256, 256, 256))
+        self.layers[:2].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.layers[-2](x).mean()
+
+
+def test_what_needs_more_than_was_counted_is_not_given_out() -> None:
+    """A layer that is called twice is counted as if it were called once."""
+    planner = planner_of(Frozen(), ROWS)
+    counted = planner._counted()
+    low = [peak for i, peak in enumerate(counted.peaks) if planner._peak(counted.policy(i)) > peak]
+    assert low
+    for budget in low:
+        with contextlib.suppress(BudgetError):
+            assert planner.within(budget).peak <= budget
+
+
+class Sharing(nn.Module):
+    """Layers that keep their output, which is what the next one keeps: of several sizes, or behind a dropout."""
+
+    def __init__(self, hidden: tuple[int, ...], dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Dropout(dropout), nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 64), nn.ReLU())
+            for width in hidden
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Sharing((128,) * 4, 0.1), lambda: Sharing((64, 128, 192, 64))], ids=["dropout", "sizes"]
+)
+def test_what_two_layers_keep_counts_once(make: Callable[[], nn.Module]) -> None:
+    """At every budget that makes a difference the plan is the fastest of all policies by what is predicted of each, and
+    every policy is counted as it is predicted."""
+    planner = planner_of(make(), ROWS, "h200")
+    policies = [CheckpointPolicy.per_layer(keeps) for keeps in itertools.product(("inputs", None), repeat=4)]
+    peaks = {policy: planner._peak(policy) for policy in policies}
+    seconds = {policy: planner._steps.of(policy).seconds for policy in policies}
+    for policy in policies:
+        point = planner._point(policy)
+        assert point is not None and point[0] == peaks[policy] and point[1] == pytest.approx(seconds[policy])
+    for budget in sorted(set(peaks.values())):
+        best = min(seconds[policy] for policy in policies if peaks[policy] <= budget)
+        assert planner.within(budget).seconds == pytest.approx(best)
+    none = next(point for point in planner.within(max(peaks.values())).standard if point.name == "none")
+    assert none.peak == peaks[CheckpointPolicy.per_layer([None] * 4)]
+
+
+def tied_gpt2() -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 512, "n_embd": 64, "n_layer": 3, "n_head": 4, "use_cache": False}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).train()
+
+
+def t5() -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, num_layers=2, use_cache=False, decoder_start_token_id=0))
+
+
+def mixtral() -> Any:
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3}
+    return MixtralForCausalLM(MixtralConfig(**SIZES | experts)).train()
+
+
+ROWS = torch.randn(512, 64)
+MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "llama": (llama, tokens()),
+    "bert": (masked, tokens()),
+    "gpt2-tied": (tied_gpt2, tokens()),
+    "t5-in-eval": (lambda: t5().eval(), tokens(1, 32)),
+    "mixtral": (mixtral, tokens()),
+    "one-layer": (lambda: llama(num_hidden_layers=1), tokens()),
+    "no-layers": (lambda: nn.Sequential(nn.Linear(64, 512), nn.Softplus()), ROWS),
+    "kinds": (Mlp, ROWS),
+    "frozen": (Frozen, ROWS),
+    "own-blocks": (lambda: own_blocks(), ROWS.view(4, 128, 64)),
+}
+
+
+def own_blocks() -> nn.Module:
+    block = ckptfused.FusedCheckpointBlock
+    return nn.Sequential(*(block.llama(64, 4, dim_feedforward=176) for _ in range(3)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_allocator_agrees(name: str) -> None:
+    """Between the least and the most that a model can use: the plan's step is measured as it was predicted."""
+    make, batch = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    planner = planner_of(model, batch)
+    front = planner._shown(planner._counted())
+    try:
+        found = planner.within((front[0].peak + front[-1].peak) // 2)
+        assert planner.within(front[0].peak).peak == front[0].peak
+    except BudgetError as error:  # a layer is called twice
+        assert name == "frozen"
+        found = planner.within(error.least)
+    assert found.peak <= found.budget
+    found.apply(model)
+    own = measured(model.train(), batch)
+    assert own <= found.budget + 4  # the gradient of the loss itself
+    assert own == pytest.approx(found.peak, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "offloads"),
+    [
+        ("llama", "h200", True),
+        ("bert", "rtx4090", True),
+        ("gpt2-tied", "l40s", True),
+        ("t5-in-eval", "a100-80", True),
+        ("kinds", "h100", True),
+        ("mixtral", "h200", False),
+        ("large head", "cpu", False),
+    ],
+)
+def test_no_point_of_the_front_needs_more_than_it_says(name: str, device: str, offloads: bool) -> None:
+    """Each a plan whose whole step is predicted, with the inputs that are on their way, and products' workspaces."""
+    make, batch = MODELS.get(name, (llama, tokens(2, 512)))
+    planner = planner_of(make(), batch, device)
+    counted = planner._counted()
+    points = sorted({round(step * (len(counted.peaks) - 1) / 7) for step in range(8)})
+    policies = [counted.policy(point) for point in points]
+    assert any(mode.offload for policy in policies for mode in policy.layers) == offloads
+    for point, policy in zip(points, policies, strict=True):
+        assert 0.999 * counted.peaks[point] <= planner._peak(policy) <= counted.peaks[point], policy
+
+
+@pytest.mark.skipif(_C.onednn_workspace(1 << 24) == 0, reason="products in float32 are MKL's here")
+def test_what_onednn_allocates_is_left_free() -> None:
+    """The peak is in a product: predicted without the workspace, planned with it."""
+    model, x = nn.Sequential(*(ckptfused.FusedCheckpointFFN(256, 1024) for _ in range(2))), torch.randn(2, 512, 256)
+    predicted, own = profile(model, x, device="cpu"), profile(model, x).peak
+    assert 4096 < own - predicted.peak <= predicted.workspace == _C.onednn_workspace(2 * 512 * 256 * 1024)
+    assert plan(model, x, "1GiB", device="cpu").peak >= predicted.peak + predicted.workspace
+    assert profile(model, x[:, :8], device="cpu").workspace == 0
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, 64)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="products in bfloat16 are not oneDNN's here"
+)
+@pytest.mark.parametrize("make", [Attends, lambda: ckptfused.FusedCheckpointFFN(256, 1024)], ids=["theirs", "ours"])
+@pytest.mark.parametrize("length", [32, 512])
+def test_what_onednn_allocates_in_half_precision_is_left_free(make: Callable[[], nn.Module], length: int) -> None:
+    model, x = nn.Sequential(make(), make()).bfloat16(), torch.randn(2, length, 256, dtype=torch.bfloat16)
+    predicted, own = profile(model, x, device="cpu"), profile(model, x).peak
+    assert 4096 < own - predicted.peak <= predicted.workspace <= torch.get_num_threads() * 1728 << 10
+
+
+def test_the_least_budget_that_is_named_is_the_least() -> None:
+    """A smaller budget finds nothing."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 5, "image_size": 64}
+    config = ViTConfig(**sizes, num_attention_heads=4, patch_size=4, hidden_dropout_prob=0.1)
+    model = ViTForImageClassification(config).train()
+    batch = {"pixel_values": torch.randn(4, 3, 64, 64), "labels": torch.tensor([0, 1, 1, 0])}
+
+    def least(budget: int) -> int:
+        with pytest.raises(BudgetError) as refused:
+            plan(model, batch, budget, torch.optim.AdamW(model.parameters()), device="a100-80")
+        return refused.value.least
+
+    named = least(1000)
+    assert least(named - 1) == named
+    assert plan(model, batch, named, torch.optim.AdamW(model.parameters()), device="a100-80").peak <= named
+
+
+def planner_of(model: nn.Module, batch: Any, device: str = "cpu") -> _Planner:
+    """The planner that `plan` has, for several budgets."""
+    steps = Steps(copy_to_meta(model, None)[0].train(), without_data(batch), device_named(device), lambda text: None)
+    whole = costs(steps, None)
+    return _Planner(steps, whole, whole, 1)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    torch.manual_seed(0)
+    model = llama(num_hidden_layers=2).eval()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    plan(model, tokens(), "1GiB", ADAMW(model.parameters()), device="cpu")
+    assert not model.training and forwards == [vars(module).get("forward") for module in model.modules()]
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_segments_where_layers_alone_do_not_fit() -> None:
+    """A layer's input is a third of what it holds while it runs: joined, they need less than each for itself."""
+    torch.manual_seed(0)
+    model, rows = Deep(), torch.randn(2048, 64)
+    planner = planner_of(model, rows)
+    alone = planner._peak(CheckpointPolicy.uniform())
+    found = planner.within(alone * 3 // 4)
+    assert found.policy.is_divided and found.peak <= found.budget < alone
+    even = min(
+        s
+        for peak, s in (Divided.of(planner._costs, CheckpointPolicy.segments(n)) for n in range(1, 9))
+        if peak <= found.budget
+    )  # type: ignore[misc]
+    assert found.seconds < even
+    with pytest.raises(BudgetError) as refused:
+        planner.within(1)
+    found = planner.within(refused.value.least)
+    assert found.policy.is_divided and found.peak == refused.value.least
+    found.apply(model)
+    assert measured(model, rows) == pytest.approx(found.peak, rel=0.03)
+    assert {"4 segments", "whole model"} <= {point.name for point in found.standard}
+
+
+def test_a_budget_given_to_convert() -> None:
+    model, batch = llama(), tokens()
+    bound = plan(model, batch, "1GiB", device="cpu").peak * 3 // 4
+    expected = plan(model, batch, bound, device="cpu")
+    report = convert(model, budget=bound, batch=batch, device="cpu")
+    assert report.policy == expected.policy
+    note = report.notes[0]
+    assert expected.policy.digest in note and f"{expected.peak:,} of {bound:,} bytes" in note
+    assert any(said.startswith("no optimizer was given: none of its state counts") for said in report.notes)
+    assert plan(model, batch, "1GiB", torch.optim.SGD, "h200").notes == ()
+    again = convert(model, budget=bound, batch=batch, device="cpu")  # what it was converted to does not count
+    assert again.policy == expected.policy
+    before = [layer.forward for layer in model.model.layers]
+    with pytest.raises(BudgetError):
+        convert(model, budget="1KiB", batch=batch, device="cpu")
+    assert before == [layer.forward for layer in model.model.layers]
+
+
+def test_the_least_budget_counts_the_optimizer() -> None:
+    """Where its step needs most: what it holds for itself beside what a step without data shows is left free."""
+    torch.manual_seed(0)
+    model, batch = Mlp(), torch.randn(2, 64)
+    optimizer = ADAMW(model.parameters())
+    with pytest.raises(BudgetError) as refused:
+        plan(model, batch, 1, optimizer, "cpu")
+    found = plan(model, batch, refused.value.least, optimizer, "cpu")
+    found.apply(model)
+    step = profile(model, batch, optimizer)
+    assert step.moment.startswith("optimizer") and step.peak <= found.budget
+    assert found.peak == pytest.approx(step.peak, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": "1GiB"}, "batch: expected the batch of a step beside the budget"),
+        ({"batch": {}}, "batch: expected a budget beside it"),
+        ({"shards": 8}, "shards: expected a budget beside it"),
+        ({"budget": "1GiB", "batch": {}, "keep": "all"}, "expected a budget alone, .* got keep='all'"),
+        ({"budget": "1GiB", "batch": {}, "policy": CheckpointPolicy.none()}, "expected a budget alone"),
+        ({"budget": "many", "batch": {}}, "budget: expected a number of bytes"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        convert(Mlp(), **options)
+
+
+def test_the_model_is_planned_as_it_trains() -> None:
+    """Converted before, or in evaluation: the same plan."""
+    batch = tokens()
+    plans = [plan(change(llama()), batch, "9MiB", None, "h200") for change in (lambda m: m, nn.Module.eval, _converted)]
+    assert len({found.policy for found in plans}) == 1
+    assert len({found.to_json() for found in plans}) == 1
+
+
+def _converted(model: nn.Module) -> nn.Module:
+    convert(model, "all", loss="chunked")
+    return model
+
+
+def test_it_beats_what_is_made_by_hand() -> None:
+    """It is the fastest of the policies that fit, by what is predicted of each whole step."""
+    model, batch = on_meta(), tokens()
+    for budget in ("3.4MiB", "4MiB", "6MiB"):
+        found = plan(model, batch, budget, None, "h200")
+        loss = {"loss": found.policy.loss, "loss_scratch": found.policy.loss_scratch}
+        by_hand = [CheckpointPolicy.none(**loss), CheckpointPolicy.uniform(**loss), CheckpointPolicy.every(2, **loss)]
+        by_hand += [CheckpointPolicy.selective(half, **loss) for half in ("ffn", "attention")]
+        for policy in by_hand:
+            convert(model, policy=policy)
+            other = profile(model, batch, device="h200")
+            assert other.peak > found.budget or other.seconds >= found.seconds * (1 - 1e-9)
+    names = [point.name for point in found.standard]
+    assert names[:6] == ["none", "per layer", "every 2", "every 4", "selective ffn", "selective attention"]
+    marked = {point.name: point for point in found.standard}
+    convert(model, policy=CheckpointPolicy.every(2, **loss))
+    assert marked["every 2"].peak == profile(model, batch, device="h200").peak
+
+
+def test_offload_is_counted_on_a_gpu() -> None:
+    """The inputs of all layers but the last are gone while the last one runs."""
+    model = on_meta()
+    sizes = {}
+    for offload in (False, True):
+        convert(model, policy=CheckpointPolicy.uniform(offload=offload))
+        sizes[offload] = profile(model, tokens(), device="h200")
+    x = 2 * 128 * 64 * 4
+    assert sizes[False].saved - sizes[True].saved == 5 * x
+    assert {layer.saved for layer in sizes[True].layers[:-1]} == {0}
+    convert(model, policy=CheckpointPolicy.uniform(offload=True))
+    assert profile(model, tokens(), device="cpu").saved == sizes[False].saved
+
+
+def test_shards_divide_what_is_sharded() -> None:
+    """Weights, gradients and state by eight; what is whole while a layer runs is added to it."""
+    steps, whole = counted(on_meta())
+    assert sharded(whole, steps.meta_copy, 1) == whole
+    each = sharded(whole, steps.meta_copy, 8)
+    model = on_meta()
+    rest = sum(p.nbytes for name, p in model.named_parameters() if ".layers." not in name)
+    total = sum(p.nbytes for p in model.parameters())
+    layer = (total - rest) // 6
+    assert each.state == whole.base.weights - total + -(-total // 8) + -(-whole.base.optimizer // 8) + rest
+    first, before = each.layers[1].unit, whole.layers[1].unit
+    assert first.gradients == -(-layer // 8)
+    assert [mode.forward - old.forward for mode, old in zip(first.modes, before.modes, strict=True)] == [
+        2 * layer
+    ] * len(first.modes)
+    assert {mode.backward - old.backward for mode, old in zip(first.modes, before.modes, strict=True)} == {
+        3 * layer + first.gradients
+    }
+    one, eight = (plan(model, tokens(), "1GiB", ADAMW, "h200", shards=n) for n in (1, 8))
+    assert eight.peak < one.peak and eight.shards == 8
+    with pytest.raises(ValueError, match="shards: expected"):
+        plan(model, tokens(), "1GiB", shards=0)
+
+
+def test_devices_without_a_name() -> None:
+    with pytest.raises(ValueError, match="device: expected one of h200.* got None for a model on meta"):
+        plan(on_meta(), tokens(), "1GiB")
+
+
+def test_what_is_shown(tmp_path: Path) -> None:
+    found = plan(on_meta(), tokens(), "4MiB", None, "h200")
+    text = found.summary()
+    assert found.policy.digest in text and "selective attention" in text and "this plan" in text
+    assert CheckpointPolicy.from_json(found.policy.to_json()) == found.policy
+    assert "2 segments" in {point.name for point in found.standard}
+    found.plot(str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    peaks = [point.peak for point in found.front]
+    assert peaks == sorted(set(peaks))
+
+
+def test_deep_models_take_as_many_steps_as_shallow_ones() -> None:
+    """Costs of a kind of layer are found once: what is predicted does not grow in number."""
+    asked: dict[int, list[str]] = {}
+    for layers in (12, 24):
+        asked[layers] = []
+        with torch.device("meta"):
+            model = llama(num_hidden_layers=layers)
+        plan(model, tokens(), "1GiB", None, "h200", said=asked[layers].append)
+    assert len(asked[24]) <= len(asked[12]) <= 8

@@ -1,0 +1,219 @@
+"""Steps whose gradients add up over several batches: from the second on all gradients are there from the begin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ckptfused import BudgetError, convert, doctor, plan, profile
+from ckptfused.cli import main
+from ckptfused.planner import frontier
+from ckptfused.planner.costs import costs
+from ckptfused.planner.policy_steps import Steps
+from ckptfused.planner.sharding import sharded
+from ckptfused.profiler import Profile
+from ckptfused.profiler.step import called, loss_of
+from ckptfused.simulate.devices import device_named
+from ckptfused.simulate.meta_copy import copy_to_meta, without_data
+from tests.accounting import Events
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),  # its new name, in peft's own code
+]
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "use_cache": False,
+}
+
+
+def llama() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).train()
+
+
+def tokens(length: int = 96) -> dict[str, Tensor]:
+    ids = torch.randint(0, 64, (2, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def converted(**options: Any) -> Any:
+    model = llama()
+    convert(model, **options)
+    return model
+
+
+def lora() -> Any:
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=8, target_modules="all-linear"))
+    convert(model)
+    return model
+
+
+class Words(nn.Module):
+    """A model with a parameter that no step uses, and one that a step uses twice."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(300, 32, sparse=sparse)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(3))
+        self.unused = nn.Parameter(torch.ones(1000))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return (
+            x.square().mean()
+            if self.words.sparse
+            else nn.functional.cross_entropy((x @ self.words.weight.T).flatten(0, 1), labels.flatten())
+        )
+
+
+MAKERS: dict[str, Callable[[], nn.Module]] = {
+    "plain": llama,
+    "converted": converted,
+    "chunked": lambda: converted(loss="chunked"),
+    "LoRA": lora,
+    "of nobody's kind": Words,
+}
+
+
+def second_batch(model: nn.Module, batch: dict[str, Tensor]) -> int:
+    """The most that PyTorch's allocator holds while a batch runs that finds the gradients of another one."""
+
+    def step() -> None:
+        loss_of(called(model, batch)).backward()
+
+    step()
+    made = [p.grad for p in model.parameters() if p.grad is not None]
+    owned = [*model.parameters(), *model.buffers(), *batch.values(), *made]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in owned}
+    del made, owned
+    return sum(storages.values()) + Events(step).peak_bytes(internal=True)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_as_measured(name: str) -> None:
+    """To the byte, in each part and by PyTorch's own count; so does a step that sets gradients to zero and keeps them.
+    Only gradients that are there, and the one that is added to them, are what accumulating adds."""
+    torch.manual_seed(0)
+    model, batch = MAKERS[name](), tokens()
+    predicted, measured, one = (
+        profile(model, batch, device="cpu", gradient_accumulation_steps=3),
+        profile(model, batch, gradient_accumulation_steps=2),
+        profile(model, batch, device="cpu"),
+    )
+    kinds = ("peak", "weights", "gradients", "activations", "loss_head", "transients", "all_gradients", "saved")
+    assert [getattr(predicted, kind) for kind in kinds] == [getattr(measured, kind) for kind in kinds]
+    assert predicted.peak == second_batch(model, batch) > one.peak
+    assert predicted.gradients == predicted.accumulated == predicted.all_gradients
+    assert one.accumulated == 0 and predicted.peak <= one.peak + predicted.all_gradients
+    assert [part.gradients for part in predicted.parts] == [part.gradients for part in one.parts]
+    model.zero_grad(set_to_none=False)
+    assert second_batch(model, batch) == predicted.peak
+
+
+def test_sparse_gradients() -> None:
+    """Each batch adds rows to them, which meta tensors do not show: a prediction says so."""
+    batch = tokens()
+    predicted, measured = (
+        profile(Words(sparse=True), batch, device=device, gradient_accumulation_steps=2) for device in ("cpu", None)
+    )
+    assert "sparse" in " ".join(predicted.notes) and measured.notes == ()
+    assert profile(Words(sparse=True), batch, device="cpu").notes == ()
+    assert predicted.all_gradients < measured.all_gradients and predicted.peak < measured.peak
+
+
+def test_the_optimizer_steps_once() -> None:
+    """After the last batch; the time is that of all."""
+    model, batch = llama(), tokens()
+    optimizer = torch.optim.AdamW(model.parameters())
+    predicted, measured = (
+        profile(model, batch, optimizer, device, gradient_accumulation_steps=4) for device in ("cpu", None)
+    )
+    assert predicted.peak == measured.peak and predicted.optimizer == measured.optimizer
+    assert predicted.seconds == pytest.approx(
+        4 * (predicted.forward_seconds + predicted.backward_seconds) + predicted.optimizer_seconds
+    )
+    assert [name for _, name in measured.marks] == ["forward", "backward", "optimizer", "end"]
+    assert predicted.timeline[0].bytes[2] == predicted.all_gradients
+    assert "gradients accumulated over 4 batches" in str(predicted)
+    assert Profile.from_json(predicted.to_json()).gradient_accumulation_steps == 4
+
+
+def test_a_budget_holds() -> None:
+    """The least one, and one that lets some layers keep more. A plan for steps of one batch exceeds it.
+    What a plan leaves free for oneDNN, which may need less, is in no measurement."""
+    torch.manual_seed(0)
+    batch, options = tokens(384), {"device": "cpu", "gradient_accumulation_steps": 2}
+    with pytest.raises(BudgetError) as refused:
+        plan(llama(), batch, 1, **options)
+    least = refused.value.least
+    found = plan(llama(), batch, budget := int(1.3 * least), **options)
+    room = found.profile.workspace
+    report = convert(model := llama(), budget=least, batch=batch, **options)
+    assert report.policy.is_divided and 0.97 * (least - room) <= second_batch(model, batch) <= least
+    found.apply(model)
+    assert found.peak <= budget and found.peak - room == pytest.approx(second_batch(model, batch), rel=0.03)
+    assert second_batch(model, batch) <= budget
+    assert json.loads(found.to_json())["gradient_accumulation_steps"] == 2
+    plan(other := llama(), batch, least, device="cpu").apply(other)
+    assert second_batch(other, batch) > least - room
+
+
+def test_what_is_counted_is_what_is_predicted() -> None:
+    """Plans all along the front agree to the byte; those of shards need no more than of the whole model."""
+    with torch.device("meta"):
+        meta_copy, _ = copy_to_meta(llama(), None)
+    steps = Steps(meta_copy, without_data(tokens()), device_named("h200"), lambda text: None, None, 2)
+    found = costs(steps, torch.optim.AdamW(list(meta_copy.parameters())))
+    front = frontier.Front(found.units)
+    for index in range(0, len(front), 8):
+        policy = found.policy(front[index].parts)
+        whole = steps.of(policy)
+        x = 2 * 96 * 64 * 4 if any(mode.offload for mode in policy.layers) else 0
+        needed = max(sum(peak.parts) for peak in whole.phases) + found.base.weights + found.base.optimizer
+        assert abs(found.peak(front.peaks[index]) - max(needed, found.least)) <= x
+        assert found.seconds(front.seconds[index]) == pytest.approx(whole.seconds + found.base.optimizer_seconds)
+    halves = sharded(found, meta_copy, 2)
+    assert halves.state < found.state and halves.least < found.least
+
+
+def test_the_doctor_counts_them() -> None:
+    """Activations are half of a step's memory, and less than two fifths of one that finds all gradients."""
+    with torch.device("meta"):
+        model = llama()
+    batch, sgd = tokens(28), torch.optim.SGD(model.parameters())
+
+    def said(steps: int) -> list[str]:
+        found = doctor(model, batch, sgd, gradient_accumulation_steps=steps)
+        return [finding.text for finding in found if "activations are" in finding.text]
+
+    assert said(1) == [] and len(said(2)) == 1
+
+
+def test_what_is_refused_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for call in (profile, plan, doctor):
+        with pytest.raises(ValueError, match="gradient_accumulation_steps: expected"):
+            call(nn.Linear(2, 2), torch.ones(2), gradient_accumulation_steps=0)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps: expected a budget beside it"):
+        convert(llama(), gradient_accumulation_steps=2)
+    step = ["profile", "--config", "tests.profiler.test_accumulation:made", "--device", "l40s", "--json"]
+    assert main([*step, "--gradient-accumulation-steps", "8"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gradient_accumulation_steps"] == 8 and found["gradients"] == found["all_gradients"]
+
+
+def made() -> Any:
+    return llama(), tokens()

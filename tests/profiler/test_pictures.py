@@ -1,0 +1,80 @@
+"""Pictures: names that cover nothing, units by size, what is far away in the margin."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import nn
+
+from ckptfused import plan, profile
+from ckptfused.profiler.plot import canvas, label_points
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are saved, in order."""
+    found: list[Any] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: found.append(figure))
+    return found
+
+
+def model(width: int) -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4)))
+
+
+def texts(figure: Figure) -> str:
+    return " | ".join(text.get_text() for text in figure.findobj(match=lambda artist: hasattr(artist, "get_text")))
+
+
+def test_names_of_near_points_cover_one_another_nowhere() -> None:
+    figure, axes = canvas(8, 5)
+    points = [(f"policy number {i}", 100 + i % 3, 1.0 + 0.02 * i) for i in range(9)] + [
+        ("last", 900, 3),
+        ("once", 900, 3),
+    ]
+    axes.plot([x for _, x, _ in points], [y for *_, y in points], "o")
+    axes.margins(0.12)
+    figure.draw_without_rendering()
+    label_points(axes, points)
+    names = [text for text in axes.texts if text.get_text()]
+    boxes = [text.get_window_extent() for text in names]
+    assert len(boxes) == 10 and names[-1].get_text() == "last, once"
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 for box in boxes)
+
+
+def test_a_far_budget_is_in_the_margin(figures: list[Figure]) -> None:
+    x = torch.empty(64, 32, device="meta")
+    for budget in (None, "500KiB"):
+        found = plan(model(32), x, budget, torch.optim.SGD, "h100")
+        found.plot("plan.png")
+    far = figures[0]
+    assert "budget, 75.05 GiB →" in texts(far) and "one h100, 79.00 GiB →" in texts(far)
+    for figure in figures:
+        low, high = figure.axes[0].get_xlim()
+        assert high < 1024 and "KiB" in figure.axes[0].get_xlabel() and "µs" in figure.axes[0].get_ylabel()
+        assert "no checkpointing" in texts(figure) and "none" not in texts(figure)
+        peaks = [point.peak / 1024 for point in found.standard]
+        assert max(peaks) - min(peaks) > 0.1 * (high - low)
+
+
+def test_a_timeline_has_the_cards_line_and_units_by_size(figures: list[Figure]) -> None:
+    for rows in (64, 1 << 26):
+        profile(model(64), torch.empty(rows, 64, device="meta"), torch.optim.SGD, "rtx4090").plot("step.png")
+    small, large = figures
+    assert small.axes[0].get_ylabel() == "KiB" and large.axes[0].get_ylabel() == "GiB"
+    assert "one rtx4090 has 23.5 GiB ↑" in texts(small) and "peak" in texts(small)
+    assert 23.5 in [line.get_ydata()[0] for line in large.axes[0].lines]
+    figure = large
+    figure.draw_without_rendering()
+    phases = [text for text in figure.axes[0].texts if text.get_text().strip() in ("forward", "backward", "optimizer")]
+    assert len(phases) == 3
+    boxes = [text.get_window_extent() for text in (*phases, figure._suptitle)]  # type: ignore[attr-defined]
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
