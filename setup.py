@@ -38,9 +38,9 @@ TOOLKIT = setup_cuda.toolkit_to_use()
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402  (reads CUDA_HOME)
 
 VERSION = "0.1.0"
-FOLDERS = ("kernels/cpu", "ops", "autograd")
+FOLDERS = ("kernels/cpu", "ops", "block", "autograd", "loss", "python")
 CUDA_FOLDERS = ("kernels/cuda",)
-# The one header through which ops/ and autograd/ see torch: parsed once, not once a file.
+# The one header through which these folders see torch: parsed once, not once a file.
 PRECOMPILED = ROOT / "csrc/ops/torch.h"
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []  # at::parallel_for is an inline omp pragma
 CXX_FLAGS = ["-O3", "-g0", "-Wall", "-Wno-sign-compare", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]

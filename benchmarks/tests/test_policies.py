@@ -53,7 +53,7 @@ def test_plans_beside_policies_made_by_hand(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_certificate_beside_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It needs the memory of a step that saves everything, and with it a copy of the weights and one of the gradients."""
+    """It needs the memory of a step that saves everything, with a copy of the weights and one of the gradients."""
     kinds = {name: certificate.MODELS[name] for name in ("ckptfused", "PyTorch, without random states")}
     monkeypatch.setattr(certificate, "MODELS", kinds)
     result = small_run(certificate, "certificate", monkeypatch, tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptfused import rng
+from ckptfused import _extension  # noqa: F401  (registers the ops)
 from ckptfused.eager.block import eager_block, mask_shapes
 from ckptfused.eager.philox import DECISIONS, keep_threshold
 from ckptfused.spec import AUX_NAMES, param_names, parse
@@ -38,7 +38,7 @@ def plain_block(
 def drawn_masks(x: Tensor, aux: Sequence[Tensor | None], text: str, state: Tensor | None) -> dict[int, Tensor]:
     """The keep masks that the op drew from `state`, by site."""
     wanted = _mask_shapes(x, aux, text) if state is not None else {}
-    return {site: rng.dropout_mask(shape, p, state, site) for site, (p, shape) in wanted.items()}  # type: ignore[arg-type]
+    return {site: torch.ops.ckptfused.dropout_mask(list(shape), p, state, site) for site, (p, shape) in wanted.items()}  # type: ignore[arg-type]
 
 
 def torch_masks(

@@ -10,8 +10,6 @@
 
 namespace ckptfused {
 
-using OptTensorList = c10::List<std::optional<at::Tensor>>;
-
 // Around the ops' work. A result is no view of our scratch to autograd; and what they call has its
 // types already, where a backward runs inside an autocast region.
 struct OpGuard {

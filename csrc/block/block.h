@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "autograd/function.h"
 #include "block/ops.h"
 #include "block/spec.h"
 #include "block/tiles.h"

@@ -8,6 +8,13 @@
 
 #include "ops/counted.h"
 
+namespace ckptfused {
+
+// The optional parameters or inputs of a block call, in the order of their slots.
+using OptTensorList = c10::List<std::optional<at::Tensor>>;
+
+}  // namespace ckptfused
+
 // The small ops, called by name through the dispatcher, so that CPU, CUDA and Triton kernels are
 // interchangeable; while a ledger is open, their counted forms. Undefined tensors become None.
 namespace ckptfused::call {

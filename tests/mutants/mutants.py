@@ -228,7 +228,7 @@ MUTANTS = (
     Mutant(
         "parameters whose version nobody looks at",
         file="ckptfused/recompute/replay_state.py",
-        text="if watched.changed()",
+        text="if tracked.changed()",
         defect="if False",
         test="tests/recompute/test_replay_state.py::test_an_optimizer_step_between_forward_and_backward_raises",
     ),
@@ -256,14 +256,14 @@ MUTANTS = (
     Mutant(
         "a replay with the modes and rates of the present",
         file="ckptfused/recompute/replay_state.py",
-        text="before = [(holder, holder.put(holder.found)) for holder in self._survey.changed_since()]",
+        text="before = [(holder, holder.put(holder.found)) for holder in self._scan.changed_since()]",
         defect="before = []",
         test="tests/recompute/test_replay_state.py::test_the_replay_has_the_modes_of_its_forward[rate]",
     ),
     Mutant(
         "names that mean in a replay what they have come to mean",
         file="ckptfused/recompute/replay_state.py",
-        text="        survey.holders += map(Bindings, found.functions)\n",
+        text="        scan.holders += map(Bindings, found.functions)\n",
         defect="",
         test="tests/recompute/test_bindings.py::test_layers_in_a_loop[cell]",
     ),
@@ -448,12 +448,13 @@ MUTANTS = (
         file="csrc/autograd/function.cpp",
         text='    const SettingsGuard guard(ctx->saved_data["settings"].toIntVector());\n',
         defect="",
-        test="tests/ops/test_numerics.py::test_a_change_between_forward_and_backward[four threads, then one-pre-float32]",
+        test="tests/ops/test_numerics.py::"
+        "test_a_change_between_forward_and_backward[four threads, then one-pre-float32]",
     ),
     Mutant(
         "a generic replay under the settings of the present",
         file="ckptfused/recompute/checkpoint.py",
-        text="            settings.under(self.settings),\n",
+        text="            numerics.under(self.settings),\n",
         defect="",
         test="tests/ops/test_numerics.py::test_generic_replays[four threads, then one]",
     ),
@@ -860,8 +861,8 @@ MUTANTS = (
     Mutant(
         "an op on known values that forgets what they are",
         file="ckptfused/simulate/values.py",
-        text="self._values[meta_copy] = value\n        return out",
-        defect="pass\n        return out",
+        text="                self._values[meta_copy] = value\n                if any",
+        defect="                pass\n                if any",
         test="tests/profiler/test_predicted.py::test_as_measured[packed-plain]",
     ),
     Mutant(
