@@ -50,7 +50,19 @@ PARTS = (
     Part("sanitizer", 130, 20),
 )
 # tests/gpu, what would be the worst to learn last first.
-TESTS = ("keep", "launch_records", "memory", "graphs", "masks", "sync", "cudnn", "convert", "offload", "triton_ffn")
+TESTS = (
+    "keep",
+    "checkpoint",
+    "launch_records",
+    "memory",
+    "graphs",
+    "masks",
+    "sync",
+    "cudnn",
+    "convert",
+    "offload",
+    "triton_ffn",
+)
 # Folders of the suite with tests for a GPU, likewise; the rest of them follow.
 SUITE = ("autograd", "triton", "ops", "kernels", "modules", "loss")
 # These have no such test, or import packages that may be missing there.

@@ -99,7 +99,7 @@ def fused(model: nn.Module) -> int:
 def _no_replay(plain: Any, saves: Callable[[], bool]) -> Callable[..., Any]:
     def once(function: Any) -> Iterator[None]:
         # ckptfused's generic checkpoint puts hooks of its own around those of PyTorch's.
-        ours = type(function).__module__.startswith("ckptfused.generic")
+        ours = type(function).__module__.startswith("ckptfused.recompute")
         with saved_tensors_hooks(Tensor.detach, lambda t: t) if ours else contextlib.nullcontext():
             yield
 

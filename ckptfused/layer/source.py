@@ -171,6 +171,9 @@ def replaced(cls: Any) -> bool:
 
 @torch.compiler.assume_constant_result
 def _replaced(cls: Any, forward: Any, call: Any) -> bool:
+    # The doctor's only looks on, and passes on to what stood there. No key may hold it, and with it what it noted.
+    while call.__globals__["__name__"].startswith("ckptfused.doctor."):
+        call = call.__wrapped__
     key = (cls, forward, call)
     if key not in _REPLACED:
         base = next(base for base in cls.__mro__ if "forward" in vars(base))

@@ -20,6 +20,7 @@ from ckptfused.checks import (
     compute_word,
     transformed,
 )
+from ckptfused.cost.opened import device_of
 from ckptfused.eager.loss import eager_linear_cross_entropy
 from ckptfused.ops import (
     enclosing_checkpoint,
@@ -188,8 +189,11 @@ def _divided(
     """The mean, or the sum by `num_items`. Where no target counts and that is 0, it is NaN and its gradients are 0, as
     PyTorch's: theirs never reach an ignored token, while ours would be 0 times the inf of a division by 0."""
     counted = target != ignore_index
-    if num_items is None and class_weight is None and _can_be_read(target) and (count := int(counted.sum())):
-        return loss / count
+    if num_items is None and class_weight is None and _can_be_read(target):
+        known = counted.sum()
+        count = known if known.is_meta else int(known)
+        if known.is_meta or count:  # either is kept for backward, in eight bytes
+            return loss / count
     number: Any = num_items.reshape(()).to(loss.dtype) if isinstance(num_items, Tensor) else num_items
     if number is None and class_weight is None:
         number = counted.sum()
@@ -203,8 +207,9 @@ def _divided(
 
 def _can_be_read(t: Tensor) -> bool:
     """Whether a tensor's values are at hand: nobody traces, stands in for it, or would wait for a device."""
-    untraced = not torch.compiler.is_compiling() and not transformed()
-    return untraced and t.is_cpu and type(t) is Tensor and not torch._C._len_torch_dispatch_stack()
+    if torch.compiler.is_compiling() or transformed() or type(t) is not Tensor:
+        return False
+    return device_of(t) == "cpu" if t.is_meta else t.is_cpu and not torch._C._len_torch_dispatch_stack()
 
 
 def _check(

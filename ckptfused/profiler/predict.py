@@ -21,7 +21,6 @@ from ckptfused.profiler.phases import Phase
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, Marks, NoLossError, misspelt, run_step
 from ckptfused.profiler.trace import Change, Trace
-from ckptfused.recompute.undone import without_trace
 from ckptfused.simulate.autocast import named, region
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.functions import functions_for_meta
@@ -29,6 +28,7 @@ from ckptfused.simulate.meta_copy import held, without_data
 from ckptfused.simulate.roofline import Work
 from ckptfused.simulate.values import Known, values_of
 from ckptfused.state.snapshot import drawn_alike
+from ckptfused.state.undone import without_trace
 
 
 def predicted(

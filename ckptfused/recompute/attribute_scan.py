@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ckptfused.recompute.bindings import Slots
 from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, known
+from ckptfused.state.bindings import Slots
 from ckptfused.state.containers import (
     CONTAINERS,
     MANAGED,

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckptfused.recompute.attribute_scan import AttributeScan, is_shared
-from ckptfused.recompute.bindings import Bindings
 from ckptfused.recompute.copy_on_write import storage_of, version
 from ckptfused.recompute.parameters import Parameters
 from ckptfused.recompute.per_thread_tensors import shown
@@ -25,6 +24,7 @@ from ckptfused.recompute.tracked_tensors import (
     shown_and_swapped,
     with_old_values,
 )
+from ckptfused.state.bindings import Bindings
 from ckptfused.state.containers import CONTAINERS, MANAGED, Plain
 from ckptfused.state.generators import RngStates, is_default, is_global
 from ckptfused.state.reach import Reached, below, drawn_by, of_torch, reach

@@ -24,7 +24,6 @@ from ckptfused.cost import OpenLedger
 from ckptfused.cost.seconds import TYPES, ledger_seconds
 from ckptfused.cost.work import AttentionWork
 from ckptfused.ops.fake import gets_own_memory
-from ckptfused.profiler.meta_kernels import without_kernel
 from ckptfused.simulate.cpu_timings import (
     Cache,
     Like,
@@ -35,6 +34,7 @@ from ckptfused.simulate.cpu_timings import (
     grouped_products,
 )
 from ckptfused.simulate.devices import Device
+from ckptfused.simulate.meta_kernels import without_kernel
 from ckptfused.spec import AttentionSpec, parse
 
 aten = torch.ops.aten

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -56,9 +57,11 @@ class Fingerprints:
 
     def _of_cpu(self, t: Tensor) -> int:
         cow: Any = torch._C
-        if cow._is_cow_tensor(t):  # NumPy's pointer to its values would be a write
+        if cow._is_cow_tensor(t):  # a pointer to its values would be a write
             t = t.clone()
-        return zlib.crc32(_integers(t).numpy())  # type: ignore[arg-type]
+        values = _integers(t)
+        # NumPy would never again let its storage be resized, as FSDP does with gathered weights.
+        return zlib.crc32((ctypes.c_ubyte * values.numel()).from_address(values.data_ptr()))
 
     def _elsewhere(self, t: Tensor) -> _Sum:
         """Without waiting for the device: sums over rows and over columns, each with its place as a factor."""

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.backends import cudnn
 from torch.utils._pytree import tree_leaves
 
-from ckptfused.recompute.undone import CONTAINERS, content_of, put_back
 from ckptfused.state.fingerprints import Fingerprints, bits_equal, local, unrecorded
 from ckptfused.state.generators import global_generators, is_generator, restore, state_of, undrawn
 from ckptfused.state.reach import reach
+from ckptfused.state.undone import CONTAINERS, content_of, put_back
 
 # Modules of these keep their own books of what they sharded and reduced.
 _THEIR_OWN = ("torch.distributed", "torch.nn.parallel", "deepspeed")

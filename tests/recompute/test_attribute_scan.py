@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from tests.recompute.test_state import plain, same
 from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
 from ckptfused.state.reach import below
+from tests.recompute.test_replay_state import plain, same
 
 
 class Bag(dict):  # type: ignore[type-arg]

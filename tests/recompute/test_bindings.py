@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.recompute.test_state import plain, same
 from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
+from tests.recompute.test_replay_state import plain, same
 
 Function = Callable[..., Tensor]
 LAYER: Any = None

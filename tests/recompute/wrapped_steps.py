@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.recompute.test_state import Average, Recurrent, plain, same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckptfused.checkpoint import checkpoint
 from tests.models.ranks import RANKS
+from tests.recompute.test_replay_state import Average, Recurrent, plain, same
 
 
 class Layer(nn.Module):

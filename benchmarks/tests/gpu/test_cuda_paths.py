@@ -120,7 +120,8 @@ def test_a_call_is_timed_between_two_events(monkeypatch: pytest.MonkeyPatch) -> 
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA B200", None),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA T4", None),
     ],
 )
 def test_rates_are_found_by_the_gpus_name(name: str, known: str | None, monkeypatch: pytest.MonkeyPatch) -> None:

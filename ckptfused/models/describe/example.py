@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.models.describe.saved_bytes import TOKENS
-from ckptfused.recompute.undone import without_trace
+from ckptfused.state.undone import without_trace
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Parts of the names of arguments without which a layer runs in training.

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from ckptfused.compat.kernels import replaced
-from ckptfused.recompute.undone import without_trace
 from ckptfused.simulate.stand_ins import flash_attention, grouped_mm
+from ckptfused.state.undone import without_trace
 
 TOKENS = 256
 INDICES = ("layer_idx", "layer_id", "layer_index", "layer_number")  # by which a layer says where it stands

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ckptfused.recompute.bindings import Bindings
+from ckptfused.state.bindings import Bindings
 from ckptfused.state.generators import RngStates, global_generators
 from ckptfused.state.reach import of_torch, reach
 
