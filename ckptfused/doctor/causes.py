@@ -152,7 +152,7 @@ def _of_code(
         old, new = _types(event), _types(after[i])
         if old != new:
             state = Cause(place, f"a cast: its results are {old} in forward and {new} in {when}", _CAST)
-    if state is None and module is not None and results:
+    if state is None and module is not None and not event.begins:
         state = _of_parameters(module, place, when, written)
     if state is None:
         what = f"{_who(module)} gave other results"
@@ -166,8 +166,10 @@ def _of_code(
             "look there for state that is kept between calls (iterators, counters, clocks, closures, globals, caches), "
             "and for operations that are not deterministic",
         )
-    if results and module is not None and _routes(event, after[i], module):
-        return replace(state, text=f"a router chose otherwise in {when}: {state.text}")
+    if begun is not None and module is not None and not event.begins:
+        a, b = _end(before, begun), _end(after, begun)
+        if a is not None and b is not None and a.values != b.values and _routes(a, b, module):
+            return replace(state, text=f"a router chose otherwise in {when}: {state.text}")
     return state
 
 
@@ -197,6 +199,16 @@ def _of_parameters(module: nn.Module, place: str, when: str, written: Container[
         f"{joined_words(names)}",
         "write to parameters after backward; keep averages and codebooks in buffers, and use ckptfused.checkpoint",
     )
+
+
+def _end(events: list[Event], begun: int) -> Event | None:
+    """Where a call of a module ends that begins at a place; None where what was noted stops before."""
+    depth = 0
+    for event in events[begun:]:
+        depth += 0 if event.saved else 1 if event.begins else -1
+        if depth == 0:
+            return event
+    return None
 
 
 def _routes(a: Event, b: Event, module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ckptfused.compat.patches import patched
 from ckptfused.doctor.regions import Event, Region, keywords_of, owner_of
-from ckptfused.state.fingerprints import Fingerprints, tensors
+from ckptfused.state.fingerprints import Fingerprints, local, tensors
 from ckptfused.state.generators import global_generators, is_generator, state_of
 
 GENERATOR, REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
@@ -107,10 +107,25 @@ class Recorder:
 
     def _note(self, values: Any) -> None:
         """What backward reads, in every list that is open; weights are compared as gradients are."""
-        if self._open and not any(isinstance(w, nn.Parameter) for w in (values, getattr(values, "_base", None))):
+        if self._open and not self._is_weight(values):
             event = self._event(None, False, values, {})
             for events in self._open:
                 events.append(event)
+
+    def _is_weight(self, value: Any) -> bool:
+        """Whether a tensor is a parameter, or a view of one; where that was detached, as the replays of ckptfused's
+        checkpoint save it, of one of the module that runs, or of those around it.
+        """
+        if any(isinstance(w, nn.Parameter) for w in (value, getattr(value, "_base", None))):
+            return True
+        owner = None if self.last_replayed is None else self.last_replayed.owner
+        if not self.in_backward or (address := _address(value)) is None:
+            return False
+        if not (running := [*([] if owner is None else [owner]), *self.last_begun]):
+            return False
+        *around, inner = running
+        held = itertools.chain(inner.parameters(), *(module.parameters(recurse=False) for module in around))
+        return any(_address(p) == address for p in held)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
@@ -305,6 +320,12 @@ def replaced_checkpoints(
         if _COMPOSABLE in sys.modules:
             stack.enter_context(patched(sys.modules[_COMPOSABLE], GENERATOR, generated))
         yield
+
+
+def _address(value: Any) -> int | None:
+    """What tells a tensor's storage from another's; None where there is none here."""
+    values = local(value) if isinstance(value, torch.Tensor) else None
+    return None if values is None else values.untyped_storage()._cdata
 
 
 def _generator_states() -> tuple[int, ...]:

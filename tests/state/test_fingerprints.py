@@ -77,3 +77,11 @@ def test_memory_that_was_given_back_is_not_read() -> None:
     assert local(whole) is None and local(view) is None
     assert Fingerprints().of([whole, view]) == (((8,), torch.float32), ((4,), torch.float32))
     assert local(torch.empty(0)) is not None
+
+
+def test_a_storage_can_still_be_resized() -> None:
+    """FSDP frees gathered weights by resizing them, which NumPy's view of a storage would forbid for good."""
+    t = torch.randn(8)
+    Fingerprints().of(t)
+    t.untyped_storage().resize_(0)
+    assert t.untyped_storage().nbytes() == 0
