@@ -114,7 +114,7 @@ class RotaryTable(nn.Module):
     freed with the last of them. It is found by the tensor of a call, so it has no part in `state_dict`, buffers, or
     what moves a module. It is computed in float64 and stored in float32 (float64 for a float64 tensor), and grows in
     powers of two. A graph for any length (`torch.compile`, `torch.export`) reads a table of 32,768 positions, or
-    computes its own: beyond that, and in an exported program.
+    computes its own: beyond that, in an exported program, and with PyTorch 2.11, which takes every graph for one.
 
     **Shapes** dim: the rotary width r (even). Result of a call: cos and sin, each [T, r/2].
     **Raises** `ValueError` or `TypeError` for a width or theta out of range.

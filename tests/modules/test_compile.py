@@ -68,7 +68,9 @@ def test_dynamic_shapes(device: str) -> None:
         x = make_x(device, length)
         for want, got in zip(gradients(block, block, x), gradients(compiled, block, x), strict=True):
             assert torch.equal(want, got)
-        assert saved_bytes(lambda x=x: compiled(x), block) == x.numel() * 4 + 16  # type: ignore[misc]
+        # PyTorch 2.11 takes every graph for an exported one, which computes its own cos and sin and keeps them.
+        tables = 0 if torch.__version__ >= (2, 12) else length * 4 * block.self_attn.rotary.dim
+        assert saved_bytes(lambda x=x: compiled(x), block) == x.numel() * 4 + 16 + tables  # type: ignore[misc]
 
 
 @on_devices

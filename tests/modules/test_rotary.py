@@ -140,7 +140,7 @@ def test_compiled_blocks_share_it(backend: str, fills: list[int]) -> None:
     assert fills == [512]
     long = torch.randn(2, 600, C)
     y = compiled(long)  # a graph for any length, for which there is a longer table
-    assert fills == [512, 32768]
+    assert fills == ([512, 32768] if torch.__version__ >= (2, 12) else [512])  # 2.11 takes all graphs for exported
     torch.testing.assert_close(y, model(long))
 
 
