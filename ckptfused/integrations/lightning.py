@@ -6,12 +6,12 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from ckptfused.integrations.run import TrainingRun, plain_optimizer
+from ckptfused.integrations.run import RunFigures, TrainingRun, plain_optimizer
 
 _AUTOCAST = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
 
 
-class LightningCallback(Callback):
+class LightningCallback(RunFigures, Callback):
     """Converts the model when training begins, and says at the end what was saved: `Trainer(callbacks=[…])`.
 
     module: the name of the submodule to convert, such as "model"; "": the LightningModule itself.
@@ -32,20 +32,6 @@ class LightningCallback(Callback):
     ) -> None:
         self.module = module
         self.run = TrainingRun(every, revert_before_saving, options)
-
-    @property
-    def report(self) -> Any:
-        """The `Report` of `ckptfused.convert`; None before training."""
-        return self.run.report
-
-    @property
-    def peaks(self) -> dict[int, int]:
-        """Bytes at the peak of each step that was measured."""
-        return self.run.peaks
-
-    def summary(self) -> str:
-        """What was saved, in a line."""
-        return self.run.summary()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Converts the model."""

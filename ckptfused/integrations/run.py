@@ -115,6 +115,26 @@ class TrainingRun:
         return "; ".join(said)
 
 
+class RunFigures:
+    """The figures of a callback's run."""
+
+    run: TrainingRun
+
+    @property
+    def report(self) -> Report | None:
+        """The `Report` of `ckptfused.convert`; None before training."""
+        return self.run.report
+
+    @property
+    def peaks(self) -> dict[int, int]:
+        """Bytes at the peak of each step that was measured."""
+        return self.run.peaks
+
+    def summary(self) -> str:
+        """What was saved, in a line."""
+        return self.run.summary()
+
+
 def first_batch(loader: Any, rows: int) -> Any:
     """The first rows of a loader's dataset as one batch; no sampler, iterator or generator is moved.
 

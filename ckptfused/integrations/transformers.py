@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ckptfused.integrations.run import TrainingRun, plain_optimizer
+from ckptfused.integrations.run import RunFigures, TrainingRun, plain_optimizer
 
 
-class CkptfusedCallback(TrainerCallback):
+class CkptfusedCallback(RunFigures, TrainerCallback):
     """Converts the model when training begins, and says at the end what was saved: `Trainer(callbacks=[…])`.
 
     options: those of `ckptfused.convert`, with the same defaults. With `budget=` the callback plans: `batch` is made of
@@ -27,20 +27,6 @@ class CkptfusedCallback(TrainerCallback):
 
     def __init__(self, *, every: int = 100, revert_before_saving: bool = False, **options: Any) -> None:
         self.run = TrainingRun(every, revert_before_saving, options)
-
-    @property
-    def report(self) -> Any:
-        """The `Report` of `ckptfused.convert`; None before training."""
-        return self.run.report
-
-    @property
-    def peaks(self) -> dict[int, int]:
-        """Bytes at the peak of each step that was measured."""
-        return self.run.peaks
-
-    def summary(self) -> str:
-        """What was saved, in a line."""
-        return self.run.summary()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **held: Any) -> None:
         """Converts the model."""
