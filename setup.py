@@ -86,7 +86,7 @@ class BuildExtensionWithHeader(BuildExtension):
         self.force = True  # without ninja, too: dates of files do not tell that torch has changed
 
     def run(self):
-        setup_platform.check()  # here, because an sdist or its metadata can be made anywhere
+        setup_platform.check(torch.__version__)  # here, because an sdist or its metadata can be made anywhere
         super().run()
 
     def build_extension(self, ext):

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import sys
+from pathlib import Path
 
 TRY_ANYWAY = "CKPTFUSED_ANY_PLATFORM"
 X86_64 = ("x86_64", "amd64")
 
 
-def check() -> None:
-    """Ends the build on anything but Linux, warns on a Linux whose processor is no x86-64."""
+VERSIONS = Path(__file__).parent / "ckptfused/compat/versions.py"
+
+
+def check(torch_version: str) -> None:
+    """Ends the build with a PyTorch or on a system that is none of ours, warns on a processor that is no x86-64."""
+    unsupported = runpy.run_path(str(VERSIONS))["unsupported"](torch_version)
+    if unsupported and os.environ.get(TRY_ANYWAY, "0") == "0":
+        sys.exit(f"{unsupported}. {TRY_ANYWAY}=1 tries the build all the same.")
     system, machine = platform.system(), platform.machine()
     here = f"{system} on {machine or 'an unknown processor'}"
     tested = "ckptfused is built and tested on Linux on x86_64 (g++ >= 11 or clang >= 14)"

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
 import torch
 
+from ckptfused.compat.versions import unsupported
+
 _BUILD = "in the folder of ckptfused's source: pip install --no-build-isolation ."
 
 
 def _load() -> ModuleType:
-    name = f"{__package__}._C"
+    name, versions = f"{__package__}._C", unsupported(torch.__version__)
     try:
         module = importlib.import_module(name)
     except ImportError as error:
         if error.name not in (name, "_C"):  # the loader of shared libraries leaves the package out
             raise
+        if versions:
+            raise ImportError(versions, name=name, path=error.path) from error
         if isinstance(error, ModuleNotFoundError):
             folder = Path(__file__).parent
             what = (
@@ -34,9 +39,12 @@ def _load() -> ModuleType:
         raise ImportError(f"ckptfused's extension {what}, {_BUILD}", name=name, path=error.path) from error
     if module.torch_version != torch.__version__:
         raise ImportError(
-            f"ckptfused was built against PyTorch {module.torch_version}, but {torch.__version__} is imported. "
+            versions
+            or f"ckptfused was built against PyTorch {module.torch_version}, but {torch.__version__} is imported. "
             f"Build it again, {_BUILD}"
         )
+    if versions:  # built all the same
+        warnings.warn(versions, stacklevel=2)
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         # Loading the extension turns the lock on, unless that was forbidden.
         raise ImportError(

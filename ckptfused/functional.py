@@ -20,6 +20,7 @@ from ckptfused.checks import (
     check_param,
     rotary_view,
 )
+from ckptfused.compat.torch_compile import constant_result
 from ckptfused.masks import NO_MASK, sdpa_mask
 from ckptfused.ops.call import Call
 from ckptfused.spec import PROJECTION_SLOTS, BlockSpec, param_names, param_shapes, parse
@@ -27,7 +28,7 @@ from ckptfused.spec import PROJECTION_SLOTS, BlockSpec, param_names, param_shape
 __all__ = ["attention_block", "block", "ffn_block"]
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def variant_text(text: str, mask_kind: str, padding_kind: str, packed: bool) -> str:
     """The text of a spec called with these inputs. From text to text, so that torch.compile can fold it."""
     return parse(text, inputs=(mask_kind, padding_kind, packed)).to_string()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ckptfused import _extension  # noqa: F401  (registers the ops)
 from ckptfused.checks import check_generator
+from ckptfused.compat.torch_compile import constant_result
 from ckptfused.eager import dropout
 from ckptfused.spec.checks import check_integer, check_probability
 
@@ -43,7 +44,7 @@ def state(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
     return torch.ops.ckptfused.rng_state(like, _fresh_id(), generator=generator)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _fresh_id() -> int:
     """Never the same number twice in one compiled graph, nor one of a block's own or a segment's."""
     return next(_call_ids)

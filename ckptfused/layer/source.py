@@ -21,8 +21,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
+
+from ckptfused.compat.torch_compile import constant_result
 
 KNOWN_FILE = Path(__file__).with_name("known.json")
 # What tokens are worth beside their text: layout nothing, except where a block begins and ends.
@@ -109,7 +110,7 @@ _NORMS: dict[Any, str | None] = {}
 _REPLACED: dict[Any, bool] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def class_name(cls: type) -> str:
     """`module.Class`, of the class that was written down: FSDP2 and others derive one of their own from it."""
     if cls not in _CLASS_NAMES:
@@ -118,7 +119,7 @@ def class_name(cls: type) -> str:
     return _CLASS_NAMES[cls]
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def unread(cls: Any, forward: Callable[..., Any]) -> str:
     """What a class's forward runs that is not what was read: the class's name, or a function's; "" if it is all.
 
@@ -138,7 +139,7 @@ def class_as_read(cls: Any, forward: Callable[..., Any]) -> bool:
     return not unread(cls, forward)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def function_as_read(function: Any) -> bool:
     """Whether a function that a model holds is one that was read, and so are those that it calls."""
     if not inspect.isfunction(function):
@@ -169,7 +170,7 @@ def replaced(cls: Any) -> bool:
     return _replaced(cls, getattr(cls, "forward", None), cls.__call__)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _replaced(cls: Any, forward: Any, call: Any) -> bool:
     # The doctor's only looks on, and passes on to what stood there. No key may hold it, and with it what it noted.
     while call.__globals__["__name__"].startswith("ckptfused.doctor."):
@@ -197,7 +198,7 @@ def as_read(module: nn.Module) -> bool:
     return not patched(module) and class_as_read(type(module), type(module).forward)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def norm_of(cls: Any, forward: Callable[..., Any]) -> str | None:
     """The kind of norm that a class's forward computes, None if it is not known."""
     if (cls, forward) not in _NORMS:
@@ -205,7 +206,7 @@ def norm_of(cls: Any, forward: Callable[..., Any]) -> str | None:
     return _NORMS[cls, forward]
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def activation_of(cls: Any) -> str | None:
     """The activation that a class computes as long as its code is the one that was read, None if it is not known."""
     return known()["activations"].get(f"{cls.__module__}.{cls.__qualname__}")

@@ -6,8 +6,7 @@ from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
-
+from ckptfused.compat.torch_compile import constant_result
 from ckptfused.spec import (
     MOST_TEXTS,
     PROJECTION_SLOTS,
@@ -73,7 +72,7 @@ def kept_names(keep: str) -> tuple[str, ...] | str:
     return tuple(filter(None, keep[1:].split("+"))) if keep.startswith("=") else keep
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def text_of(
     attn: SpecKey | None,
     inputs: SpecKey,
@@ -108,7 +107,7 @@ def _fields(names: tuple[str, ...], facts: SpecKey) -> dict[str, Any]:
     return fields
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def expected(text: str, width: int) -> tuple[Expected | None, ...]:
     """What each slot of a call with this text takes, x being so wide; None for a slot without a tensor."""
     return _expected(text, width)

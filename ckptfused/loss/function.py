@@ -20,6 +20,7 @@ from ckptfused.checks import (
     compute_word,
     transformed,
 )
+from ckptfused.compat.torch_compile import constant_result
 from ckptfused.cost.opened import device_of
 from ckptfused.eager.loss import eager_linear_cross_entropy
 from ckptfused.ops import (
@@ -72,7 +73,7 @@ def _checked_text(adapters: _Lora, **options: Any) -> str:
 _known_text = lru_cache(maxsize=1024, typed=True)(_checked_text)  # typed: True is no 1, and refused
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _text(options: tuple[tuple[str, Any], ...], adapters: _Lora) -> str:
     """The spec's text. From plain values, so that torch.compile can fold it; checked here, once."""
     try:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from ckptfused.compat.torch_compile import constant_result
 from ckptfused.spec.checks import check_integer, check_number
 
 _FIRST_LENGTH = 512
@@ -92,7 +93,7 @@ def _stored(key: _Key, length: int) -> Pair:
         return _computed(key, length, torch.empty(0, device=key.device))
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _constant(words: str, dtype: torch.dtype, device: torch.device, length: int) -> Pair:
     """The table when torch.compile traces, for so many positions. The compiled graph holds it, for others to share.
 

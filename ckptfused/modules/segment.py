@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ckptfused.checks import compute_word
+from ckptfused.compat.torch_compile import constant_result, in_graph
 from ckptfused.ops import enclosing_checkpoint, numerics
 from ckptfused.ops.call import Call, Slots, end_replay
 from ckptfused.ops.second_order import apart
@@ -19,7 +20,7 @@ from ckptfused.spec import AUX_NAMES, MOST_TEXTS, parse
 _ids = itertools.count(-1, -1)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _fresh_id() -> int:
     """Never the same number twice in one compiled graph; below zero, where no block's own id is."""
     return next(_ids)
@@ -110,7 +111,7 @@ def _keeping_nothing(text: str) -> str:
     return parse(text).with_keep("inputs").to_string()
 
 
-@torch.compiler.allow_in_graph
+@in_graph
 def _segment(steps: tuple[_Step, ...], x: Tensor, *tensors: Tensor | None) -> Tensor:
     """A segment's result. torch.compile keeps the call: what Dynamo traces of a Function is differentiated once at
     most, and with the "eager" backend its first derivative has no graph, so that a second one is dropped."""

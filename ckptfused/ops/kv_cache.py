@@ -7,19 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ckptfused.compat.torch_compile import constant_result
 from ckptfused.eager.norm import norm
 from ckptfused.eager.rope import rope
 from ckptfused.spec import PARAM_SLOTS, parse
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def keeping_qkv(text: str) -> tuple[str, bool]:
     """The text of a spec that keeps nothing but the QKV product, and whether it draws."""
     spec = parse(text, ("qkv",))
     return spec.to_string(), spec.has_dropout
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _layout(text: str) -> tuple[int, int, int, bool, bool, str, float, str, int]:
     spec = parse(text)
     a = spec.attn

@@ -886,4 +886,18 @@ MUTANTS = (
         defect="events",
         test="tests/profiler/test_measured.py::test_the_history_of_a_gpu",
     ),
+    Mutant(
+        "an import of the package that imports Dynamo",
+        file="ckptfused/compat/torch_compile.py",
+        text="    cast(Any, function)._dynamo_marked_constant = True\n    return function",
+        defect="    return torch.compiler.assume_constant_result(function)",
+        test="tests/repository/test_packaging.py::test_importing_the_package_imports_nothing_heavy",
+    ),
+    Mutant(
+        "an import that says nothing of a PyTorch that nobody has tried",
+        file="ckptfused/compat/versions.py",
+        text="<= NEWEST:",
+        defect="<= (99, 0):",
+        test="tests/repository/test_packaging.py::test_another_torch_gives_one_clear_error",
+    ),
 )

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import ckptfused
+from ckptfused.compat import versions
 from tests.forks import python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,20 @@ def test_build_requirements_do_not_pull_another_torch() -> None:
     requires = re.search(r"^requires = \[(.*)\]$", text, re.MULTILINE)
     assert requires is not None
     assert "torch" not in requires.group(1)
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    """Beyond PyTorch's own: what only compilation, Triton, models and the command need comes when it is needed."""
+    heavy = "torch._dynamo torch._inductor sympy triton transformers peft accelerate rich matplotlib pandas"
+    code = f"""
+        import sys
+        import torch, torch.utils.flop_counter  # which imports Triton in PyTorch 2.11
+        before = set(sys.modules)
+        import ckptfused
+        print(*(name for name in {heavy!r}.split() if name in sys.modules.keys() - before))
+    """
+    run = python(code)
+    assert (run.returncode, run.stdout) == (0, "\n"), run
 
 
 def test_build_info_says_what_was_built() -> None:
@@ -91,6 +106,26 @@ def test_a_build_on_another_system_ends_with_one_sentence(system: str, machine: 
     assert f"this is {system} on {machine}" in run.stderr and "Expected: Linux" in run.stderr
     assert "Traceback" not in run.stderr
     assert build_on(system, machine, CKPTFUSED_ANY_PLATFORM="1").stdout == "goes on\n"
+
+
+def test_the_metadata_bounds_torch_as_the_code_does() -> None:
+    (bounds,) = re.findall(r'"torch>=([\d.]+),<([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    newer = versions.NEWEST[0], versions.NEWEST[1] + 1
+    assert bounds == tuple(".".join(map(str, version)) for version in (versions.OLDEST, newer))
+    assert not versions.unsupported(torch.__version__)
+    for known in ("2.11.0", "2.13.1+cu130"):
+        assert not versions.unsupported(known)
+    for other in ("2.10.1", "2.14.0.dev20260901", "2.14.0a0+git1", "3.0.0"):
+        assert "works with PyTorch 2.11 to 2.13, and this is " + other in versions.unsupported(other)
+
+
+def test_a_build_with_a_newer_torch_ends_with_one_sentence() -> None:
+    newer = "import torch; torch.__version__ = type(torch.__version__)('2.14.0')"
+    run = build_on("Linux", "x86_64", newer)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert "ckptfused works with PyTorch 2.11 to 2.13, and this is 2.14.0: install" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert build_on("Linux", "x86_64", newer, CKPTFUSED_ANY_PLATFORM="1").stdout == "goes on\n"
 
 
 NINJA = """\
@@ -265,9 +300,20 @@ def test_another_torch_gives_one_clear_error() -> None:
     run = python("import torch; torch.__version__ = type(torch.__version__)('9.9.9'); import ckptfused")
     assert run.returncode != 0
     message = run.stderr.strip().splitlines()[-1]
-    assert message.startswith("ImportError")
-    assert "9.9.9" in message
-    assert torch.__version__ in message
+    assert message.startswith("ImportError: ckptfused works with PyTorch 2.11 to 2.13, and this is 9.9.9: install")
+    other = f"{versions.OLDEST[0]}.{versions.OLDEST[1]}.99"  # one that is supported, but not this one
+    run = python(f"import torch; torch.__version__ = type(torch.__version__)('{other}'); import ckptfused")
+    message = run.stderr.strip().splitlines()[-1]
+    assert message.startswith(f"ImportError: ckptfused was built against PyTorch {torch.__version__}, but {other} is")
+
+
+def test_with_what_was_built_for_a_newer_torch_all_the_same_there_is_a_warning(tmp_path: Path) -> None:
+    (package_without_extension(tmp_path) / "ckptfused/_C.py").write_text("torch_version = '2.14.0'")
+    newer = "import torch; torch.__version__ = type(torch.__version__)('2.14.0')"
+    (tmp_path / "ckptfused/__init__.py").write_text("from ckptfused import _extension")
+    run = python(f"{newer}; import ckptfused", cwd=tmp_path)
+    assert run.returncode == 0
+    assert "UserWarning: ckptfused works with PyTorch 2.11 to 2.13, and this is 2.14.0: install" in run.stderr
 
 
 def package_without_extension(folder: Path) -> Path:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.checks import is_dtensor, transformed
+from ckptfused.compat.torch_compile import constant_result
 from ckptfused.layer.hooks import EVERYWHERE, hooked_everywhere
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.projections import Projection, projection
@@ -23,7 +24,7 @@ from ckptfused.loss import HeadAdapter, linear_cross_entropy
 from ckptfused.models.heads.lm_heads import HEADS, head_of
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
     return _names(forward)
 
@@ -33,7 +34,7 @@ def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _fields(cls: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls))
 
