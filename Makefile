@@ -32,8 +32,8 @@ GPU_PYTHON ?= python3.12
 GPU_VENV   ?= .venv-gpu
 
 # Those of Python's tests that reach most of the C++ code in a few minutes.
-SANITIZED_TESTS ?= $(addprefix tests/autograd/test_,absent_memory.py adapters.py gradcheck.py inplace.py keep.py) tests/ops \
-	tests/modules tests/loss tests/cost tests/test_rng.py tests/ops/test_numerics.py tests/kernels/test_subnormals.py
+SANITIZED_TESTS ?= $(addprefix tests/autograd/test_,absent_memory.py adapters.py gradcheck.py) tests/ops \
+	$(addprefix tests/properties/test_,exact.py in_place.py second_derivatives.py enclosing_checkpoint.py) tests/modules tests/loss tests/cost tests/test_rng.py tests/ops/test_numerics.py tests/kernels/test_subnormals.py
 
 # On two cores one worker idled for minutes at the end, when tests were handed out in portions.
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p no:benchmark --durations=25 --durations-min=3

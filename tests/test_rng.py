@@ -1,6 +1,7 @@
 """Dropout's random numbers: bit for bit those of the slow Philox, and independent.
 
-How a block draws them is tested in test_rng_state, that every kernel of a GPU has the same ones in gpu/test_masks.
+How an entry point draws them is tested in properties/test_random_numbers, that every kernel of a GPU has the same ones
+in gpu/test_masks.
 
 Every statistical test is of fixed seeds, hence passes always or never; ``ALARM`` is the probability, over the choice of
 seeds, that a perfect generator would fail one of its checks. There are fewer than a hundred checks.

@@ -97,45 +97,6 @@ def test_shared_block_and_second_backward(device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_saves_one_input_a_segment(dropout: float, device: str) -> None:
-    sequential = FusedCheckpointSequential(*blocks(4, device, dropout=dropout), segments=2)
-    x = source(device)
-    tables = sequential[0].self_attn.rotary(x.size(1), x)
-    owned = {t.untyped_storage().data_ptr() for t in (*sequential.parameters(), *tables)}
-    saved: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in owned:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        sequential(x)
-    assert sum(saved.values()) == 2 * x.nbytes + (4 * 16 if dropout else 0)
-
-
-@on_devices
-def test_changing_the_input_in_place_raises(device: str) -> None:
-    sequential = FusedCheckpointSequential(*blocks(2, device))
-    x = source(device) * 1
-    y = sequential(x)
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-@on_devices
-def test_unbatched_and_no_grad(device: str) -> None:
-    sequential = FusedCheckpointSequential(*blocks(2, device, dropout=0.0)).eval()
-    x = source(device, T, C).detach()
-    assert torch.equal(sequential(x), one_by_one(sequential, x))
-    with torch.no_grad():
-        assert not sequential(x).requires_grad
-
-
-@on_devices
 def test_a_block_that_cannot_be_fused(device: str) -> None:
     sequential = FusedCheckpointSequential(
         *blocks(2, device, dropout=0.0), FusedCheckpointFFN(C, HIDDEN, 0.0, torch.tanh).to(device)
@@ -151,17 +112,6 @@ def test_autocast(device: str) -> None:
     x = source(device)
     with torch.autocast(device, torch.bfloat16):
         check_equal(sequential, x)
-
-
-@on_devices
-def test_compiles_whole(device: str) -> None:
-    torch.compiler.reset()
-    repeatable(device)
-    sequential = FusedCheckpointSequential(*blocks(3, device, dropout=0.0), segments=2)
-    compiled = torch.compile(sequential, fullgraph=True, backend="aot_eager")
-    x = source(device)
-    expected, actual = gradients(sequential, sequential, x), gradients(compiled, sequential, x)
-    assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
 
 
 def test_refusals() -> None:

@@ -160,7 +160,7 @@ MUTANTS = (
         file="csrc/block/ffn.cpp",
         text=': gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_, "gu tile"), t);',
         defect=": gate_up(value_.gu, t);",
-        test="tests/autograd/test_keep.py::test_second_backward_is_equal[all-cpu]",
+        test="tests/properties/test_exact.py::test_a_second_backward_gives_the_same_again[functional-kept-cpu]",
     ),
     Mutant(
         "replay of an adapter's dropout at another site",
@@ -188,7 +188,7 @@ MUTANTS = (
         file="csrc/block/block.cpp",
         text="  if (value_.mid.defined()) return;\n  ensure_proj();\n",
         defect="  if (value_.mid.defined()) return;\n  if (backward_) { value_.mid = x_; return; }\n  ensure_proj();\n",
-        test="tests/autograd/test_keep.py::test_every_set_of_names[pre-float32-cpu]",
+        test="tests/properties/test_exact.py::test_every_set_of_names[pre-float32-cpu]",
     ),
     Mutant(
         "ensure_qk without RoPE in the replay",
@@ -370,14 +370,14 @@ MUTANTS = (
         file="ckptfused/ops/enclosing_checkpoint.py",
         text="generator = current = (before or current).clone_state()",
         defect="current = before or current",
-        test="tests/ops/test_enclosing_checkpoint.py::test_a_replay_draws_what_the_forward_drew",
+        test="tests/properties/test_enclosing_checkpoint.py::test_a_replay_draws_what_the_forward_drew",
     ),
     Mutant(
         "an outer checkpoint around one layer that replays it",
         file="ckptfused/ops/enclosing_checkpoint.py",
         text="if hooks is None or around is None or not _is_around(around.frame, module):",
         defect="if True:",
-        test="tests/ops/test_enclosing_checkpoint.py::test_a_checkpoint_around_one_module_replays_nothing",
+        test="tests/properties/test_enclosing_checkpoint.py::test_a_checkpoint_around_one_module_replays_nothing",
     ),
     Mutant(
         "a replay that ends before a call which is not its last",
@@ -420,14 +420,14 @@ MUTANTS = (
         text="    @staticmethod\n    def backward(ctx: Any, dy: Tensor)",
         defect="    @staticmethod\n    @torch.autograd.function.once_differentiable\n"
         "    def backward(ctx: Any, dy: Tensor)",
-        test="tests/ops/test_second_order.py::test_hessian_of_a_sequential[1]",
+        test="tests/properties/test_second_derivatives.py::test_hessian_of_a_sequential[1]",
     ),
     Mutant(
         "a second derivative of what dy reaches alone",
         file="ckptfused/ops/second_order.py",
         text="any(t is not None and t.requires_grad for t in (dy, x, *params))",
         defect="dy.requires_grad",
-        test="tests/ops/test_second_order.py::test_of_one_tensor_alone[x-block]",
+        test="tests/properties/test_second_derivatives.py::test_of_one_tensor_alone[x-block]",
     ),
     Mutant(
         "batched gradients of which one is taken for all",
@@ -493,7 +493,7 @@ MUTANTS = (
         file="csrc/ops/rng_cpu.cpp",
         text="source->random64()",
         defect="source->current_seed()",
-        test="tests/autograd/test_rng_state.py::test_calls_differ_and_a_seed_reproduces_them[cpu]",
+        test="tests/properties/test_random_numbers.py::test_calls_differ_and_a_seed_reproduces_them",
     ),
     Mutant(
         "masks of six rounds of Philox",

@@ -20,7 +20,6 @@ from ckptfused.offload.copies import CudaCopies
 from tests.offload.fake import faked
 from tests.offload.models import (
     Own,
-    Sequential,
     Stack,
     encoder_layer,
     every_model,
@@ -87,21 +86,6 @@ def test_a_reentrant_checkpoint_around(make: Callable[[], nn.Module]) -> None:
         y.square().sum().backward()
         assert same([y.detach(), *[p.grad for p in model.parameters() if p.grad is not None]], want)
         assert copies.moved("out") == copies.moved("in")[::-1] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("make", [fused, Sequential])
-def test_second_derivatives(make: Callable[[], nn.Module]) -> None:
-    model = make()
-
-    def penalty(one: nn.Module) -> list[Tensor]:
-        torch.manual_seed(7)
-        x = source().requires_grad_()
-        (dx,) = torch.autograd.grad(one(x).square().sum(), x, create_graph=True)
-        return list(torch.autograd.grad(dx.square().sum(), list(one.parameters()), allow_unused=True)[:-1])
-
-    want = penalty(copy.deepcopy(model))
-    with faked():
-        assert same(penalty(model), want)
 
 
 @every_model

@@ -1,4 +1,4 @@
-"""torch.compile, random numbers under it, and torch.utils.checkpoint around a block."""
+"""torch.compile: every entry point is one graph, with the bits, random numbers and bytes of eager mode."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ckptfused import FusedCheckpointBlock, FusedCheckpointSequential
 from tests.accounting import saved_bytes
 from tests.devices import generator_state, on_devices, repeatable
+from tests.properties.entries import ENTRIES, each, equal, made, source, step
 
 LENGTH, WIDTH = 33, 32
 
@@ -122,16 +123,22 @@ def test_compile_with_torch_checkpoint_around_a_block(backend: str, device: str)
             assert torch.equal(a, b)
 
 
+# Those that need no spec made in the call, which torch.compile does not trace.
 @on_devices
-def test_inference_mode_and_no_grad_save_nothing(device: str) -> None:
+@each({name: entry for name, entry in ENTRIES.items() if name != "functional"})
+def test_one_graph_with_the_bits_of_eager(name: str, device: str) -> None:
+    """And the next random number."""
+    call, x = made(name, device=device), source(device)
+    expected, after = step(call, call.run, x), generator_state(device)
+    assert equal(step(call, torch.compile(call.run, fullgraph=True, backend="aot_eager"), x), expected)
+    assert generator_state(device).equal(after)
+
+
+@on_devices
+def test_without_gradients(device: str) -> None:
     block, x = make_block(device, dropout=0.0), make_x(device)
     want = block(x)
-    assert want.requires_grad
-    with torch.inference_mode():
-        assert torch.equal(block(x), want)
     with torch.no_grad():
-        y = block(x)
-        assert torch.equal(y, want) and y.grad_fn is None
         assert torch.equal(torch.compile(block, fullgraph=True)(x), want)
 
 

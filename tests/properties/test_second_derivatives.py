@@ -1,4 +1,4 @@
-"""Second derivatives by every way into a block: against finite differences, and none that is dropped."""
+"""Second derivatives by every entry point: against finite differences, and none that is dropped."""
 
 from __future__ import annotations
 
@@ -15,19 +15,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-import ckptfused
-from ckptfused import FusedCheckpointAttention, FusedCheckpointBlock, FusedCheckpointFFN, FusedCheckpointSequential
+from ckptfused import FusedCheckpointSequential
+from tests.properties import entries
+from tests.properties.entries import ENTRIES, FUSED, C, block, each, made
 
-B, T, C, H, HIDDEN = 1, 3, 8, 2, 6
-
-
-def block(**options: Any) -> FusedCheckpointBlock:
-    return FusedCheckpointBlock.llama(C, H, HIDDEN, **{"dropout": 0.25, **options})
-
-
-def halves() -> list[nn.Module]:
-    options: dict[str, Any] = {"norm_first": True, "dropout": 0.25, "batch_first": True}
-    return [FusedCheckpointAttention(C, H, **options), FusedCheckpointFFN(C, HIDDEN, activation="gelu", **options)]
+Way = tuple[nn.Module, Callable[[Tensor], Tensor]]
 
 
 def offloaded(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -38,42 +30,42 @@ def offloaded(module: nn.Module) -> Callable[[Tensor], Tensor]:
     return call
 
 
-WAYS: dict[str, Callable[[], tuple[nn.Module, Callable[[Tensor], Tensor]]]] = {
-    "block": lambda: as_it_is(block()),
-    "attention": lambda: as_it_is(halves()[0]),
-    "ffn": lambda: as_it_is(halves()[1]),
-    "generic block": lambda: as_it_is(FusedCheckpointBlock(C, H, HIDDEN, 0.25, torch.tanh)),
-    "one segment": lambda: as_it_is(FusedCheckpointSequential(block(), *halves())),
-    "segments that keep": lambda: as_it_is(
-        FusedCheckpointSequential(*(block(keep=keep) for keep in ("all", "attention", "inputs")), segments=2)
-    ),
-    "a block twice": lambda: as_it_is(FusedCheckpointSequential(*[block()] * 2)),
-    "checkpoint": lambda: within(block(), lambda m: lambda x: ckptfused.checkpoint(m, x)),
-    "checkpoint_sequential": lambda: within(
-        nn.Sequential(block(), block()), lambda m: lambda x: ckptfused.checkpoint_sequential(m, 2, x)
-    ),
-    "torch checkpoint": lambda: within(
-        nn.Sequential(block(), nn.Tanh()), lambda m: lambda x: torch_checkpoint(m, x, use_reentrant=False)
-    ),
-    "torch checkpoint around a segment": lambda: within(
-        FusedCheckpointSequential(block(), block()), lambda m: lambda x: torch_checkpoint(m, x, use_reentrant=False)
-    ),
-    "offloaded": lambda: within(block(), offloaded),
-    "offloaded segment": lambda: within(FusedCheckpointSequential(block(), block()), offloaded),
+def checkpointed(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch_checkpoint(module, x, use_reentrant=False)
+
+
+def in_a_row(*keeps: str, segments: int = 1) -> FusedCheckpointSequential:
+    return FusedCheckpointSequential(*(block(0.25, keep=keep) for keep in keeps), segments=segments)
+
+
+# Beside the entry points themselves: what is put around one, and what it is made of.
+AROUND: dict[str, Callable[[], Way]] = {
+    "segments that keep": lambda: within(in_a_row("all", "attention", "inputs", segments=2)),
+    "a block twice": lambda: within(FusedCheckpointSequential(*[block(0.25)] * 2)),
+    "torch checkpoint": lambda: within(nn.Sequential(block(0.25), nn.Tanh()), checkpointed),
+    "torch checkpoint around a segment": lambda: within(in_a_row("inputs", "inputs"), checkpointed),
+    "offloaded": lambda: within(block(0.25), offloaded),
+    "offloaded segment": lambda: within(in_a_row("inputs", "inputs"), offloaded),
 }
 
 
-def as_it_is(module: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    return within(module, lambda module: module)
+WAYS = [name for name in (*ENTRIES, *AROUND) if name != "hugging face"]  # whose last norm is in float32
 
 
-def within(module: nn.Module, wrap: Callable[[nn.Module], Any]) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def within(module: nn.Module, wrap: Callable[[nn.Module], Any] = lambda module: module) -> Way:
     module.double()
     return module, wrap(module)
 
 
+def way_of(name: str) -> Way:
+    if name in AROUND:
+        return AROUND[name]()
+    call = made(name, dtype=torch.float64)
+    return call.module, call.run
+
+
 def source(*shape: int) -> Tensor:
-    return torch.randn(shape or (B, T, C), dtype=torch.float64, requires_grad=True)
+    return torch.randn(shape or (1, 3, C), dtype=torch.float64, requires_grad=True)
 
 
 def same_masks(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -91,7 +83,7 @@ def same_masks(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_against_finite_differences(way: str) -> None:
-    module, function = WAYS[way]()
+    module, function = way_of(way)
     with sdpa_kernel(SDPBackend.MATH):  # a generic block's: SDPA's other kernels are differentiated once
         inputs = (source(), *list(module.parameters())[::4])  # test_gradcheck has all of a block's
         assert torch.autograd.gradgradcheck(same_masks(function), inputs, fast_mode=True)
@@ -101,7 +93,7 @@ def test_against_finite_differences(way: str) -> None:
 @pytest.mark.parametrize("wanted", ["x", "parameter", "what comes back"])
 def test_of_one_tensor_alone(wanted: str, way: str) -> None:
     """The graph of a backward has an edge to whatever requires a gradient, be it that alone."""
-    module, function = WAYS[way]()
+    module, function = way_of(way)
     module.eval().requires_grad_(wanted == "what comes back")
     x = source().detach()
     one = next(module.parameters()) if wanted == "parameter" else x
@@ -131,7 +123,7 @@ def test_of_one_tensor_alone(wanted: str, way: str) -> None:
 @pytest.mark.parametrize("segments", [1, 2])
 def test_hessian_of_a_sequential(segments: int) -> None:
     torch.manual_seed(0)
-    sequential = FusedCheckpointSequential(block(), block(), segments=segments).double().eval()
+    sequential = in_a_row("inputs", "inputs", segments=segments).double().eval()
     x = source(1, 2, C).detach()
     expected = torch.autograd.functional.hessian(lambda x: sequential[1](sequential[0](x)).square().sum(), x)
     assert expected.abs().max() > 1e-3
@@ -143,7 +135,7 @@ def test_hessian_of_a_sequential(segments: int) -> None:
 @pytest.mark.parametrize("way", ["block", "one segment", "offloaded segment"])
 def test_a_penalty_beside_another_loss(way: str) -> None:
     """It is in the gradients; and the first gradient has the bits that it has without a graph."""
-    module, function = WAYS[way]()
+    module, function = way_of(way)
     module.eval()
     x = source()
     loss = function(x).square().sum()
@@ -161,7 +153,7 @@ def test_a_penalty_beside_another_loss(way: str) -> None:
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_third_derivatives(blocks: int) -> None:
     """Without a LayerNorm, the third derivative of which PyTorch itself gives wrong."""
-    function = FusedCheckpointSequential(*(block(dropout=0.0) for _ in range(blocks))).double()
+    function = FusedCheckpointSequential(*(block(0.0) for _ in range(blocks))).double()
 
     def first(x: Tensor) -> Tensor:
         (gradient,) = torch.autograd.grad(function(x).pow(3).sum(), x, create_graph=True)
@@ -171,7 +163,7 @@ def test_third_derivatives(blocks: int) -> None:
 
 
 def test_tied_weights() -> None:
-    first, second = block(dropout=0.0).double(), block(dropout=0.0).double()
+    first, second = block(0.0).double(), block(0.0).double()
     second.linear1.weight = first.linear1.weight
     second.norm1.weight = second.norm2.weight = first.norm1.weight
     for function in (second, FusedCheckpointSequential(first, second)):
@@ -182,7 +174,7 @@ def test_tied_weights() -> None:
 
 @pytest.mark.parametrize("way", ["block", "one segment"])
 def test_a_change_in_place_between_the_derivatives_raises(way: str) -> None:
-    module, function = WAYS[way]()
+    module, function = way_of(way)
     x = source()
     (first,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
     with torch.no_grad():
@@ -194,7 +186,7 @@ def test_a_change_in_place_between_the_derivatives_raises(way: str) -> None:
 @pytest.mark.parametrize("way", ["block", "one segment"])
 def test_autocast(way: str) -> None:
     """Computed in the types of the forward, whatever is on in backward; against the same in float64."""
-    module, function = WAYS[way]()
+    module, function = way_of(way)
     module.eval()
     x = source()
     found = []
@@ -211,11 +203,12 @@ def test_autocast(way: str) -> None:
     assert error < 0.1  # bfloat16 has 8 bits; a few products of them in a row
 
 
-def test_a_backward_lets_go_of_its_input() -> None:
-    module = block(dropout=0.0).double()
-    hidden = source() * 1.0
+@each(FUSED)
+def test_a_backward_lets_go_of_its_input(name: str) -> None:
+    call = made(name, 0.0)
+    hidden = entries.source() * 1.0
     reference = weakref.ref(hidden)
-    y = module(hidden)
+    y = call.run(hidden)
     del hidden
     gc.collect()
     assert reference() is not None

@@ -1,7 +1,8 @@
-"""How a block draws its random numbers: one draw a call, alike whatever is kept, and a seed reproduces it."""
+"""Random numbers: one draw a call, alike whatever is kept or replayed, and a seed reproduces a run."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from ckptfused import functional, rng
 from ckptfused.spec import BlockSpec
-from tests.cases import AXES, Case
+from tests.cases import Case
 from tests.devices import generator_state, on_devices, repeatable
 from tests.oracle import Inputs, make_inputs
+from tests.properties.entries import FUSED, each, equal, made, source, step
 
 DECODER = Case(norm="rmsnorm", rope="half", heads="4/2", mask="causal", drop="all", batch=2, tokens=33)
 
@@ -21,6 +23,54 @@ def _step(inputs: Inputs, spec: BlockSpec, generator: torch.Generator | None = N
     x = inputs.x.detach().requires_grad_()
     y = functional.block(x, inputs.params, spec, **inputs.aux, generator=generator)
     return y.detach(), torch.autograd.grad(y, x, inputs.dy)[0]
+
+
+@on_devices
+@each()
+def test_the_generator_advances_alike(name: str, device: str) -> None:
+    """In forward alone, with everything kept or replayed, and with no gradient at all."""
+    call, states = made(name, device=device), []
+    for function in (call.run, call.kept):
+        x = source(device)
+        torch.manual_seed(7)
+        loss = function(x).sin().sum()
+        states.append(generator_state(device))
+        loss.backward()
+        states.append(generator_state(device))
+        torch.manual_seed(7)
+        with torch.no_grad():
+            function(x)
+        states.append(generator_state(device))
+    assert all(map(states[0].equal, states))
+    if name in FUSED:
+        torch.manual_seed(7)
+        for _ in itertools.chain(*call.segments):
+            rng.state(x)
+        assert generator_state(device).equal(states[0])
+
+
+@on_devices
+@each()
+def test_calls_differ_and_a_seed_reproduces_them(name: str, device: str) -> None:
+    call, x = made(name, device=device), source(device)
+    runs = []
+    for _ in range(2):
+        first = step(call, call.run, x)
+        y = call.run(x)
+        runs.append([*first, y.detach(), *torch.autograd.grad(y.sin().sum(), x)])
+        assert not first[0].equal(y) and not first[1].equal(runs[-1][-1])
+    assert equal(*runs)
+
+
+@on_devices
+@each()
+def test_without_dropout_nothing_is_drawn(name: str, device: str) -> None:
+    for p in (0.0, 0.25):
+        call, x = made(name, p, device), source(device)
+        call.module.train(p == 0)
+        before = generator_state(device)
+        call.run(x).sin().sum().backward()
+        assert generator_state(device).equal(before)
 
 
 @on_devices
@@ -69,43 +119,6 @@ def test_a_run_is_resumed_from_pytorchs_random_state(device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("case", [DECODER, replace(DECODER, layout="sandwich"), replace(DECODER, layout="parallel")])
-def test_the_generator_advances_alike(case: Case, device: str) -> None:
-    """One draw a call whatever is kept, none in backward, the same with and without gradients."""
-    repeatable(device)
-    inputs = make_inputs(case, torch.float32, device=device)
-    torch.manual_seed(9)
-    rng.state(inputs.x)
-    after = generator_state(device)
-    outputs = []
-    for preset in AXES["keep"]:
-        torch.manual_seed(9)
-        outputs.append(_step(inputs, case.spec().with_keep(str(preset))))
-        assert generator_state(device).equal(after), preset
-    torch.manual_seed(9)
-    with torch.no_grad():
-        y = functional.block(inputs.x, inputs.params, case.spec(), **inputs.aux)
-    assert generator_state(device).equal(after)
-    assert y.equal(outputs[0][0])
-    for got in outputs[1:]:
-        assert all(a.equal(b) for a, b in zip(got, outputs[0], strict=True))
-
-
-@on_devices
-def test_calls_differ_and_a_seed_reproduces_them(device: str) -> None:
-    repeatable(device)
-    inputs = make_inputs(DECODER, torch.float32, device=device)
-    torch.manual_seed(4)
-    first, second = (_step(inputs, DECODER.spec()) for _ in range(2))
-    assert not first[0].equal(second[0])
-    torch.manual_seed(4)
-    again = [_step(inputs, DECODER.spec()) for _ in range(2)]
-    assert again[0][0].equal(first[0])
-    assert again[1][0].equal(second[0])
-    assert again[1][1].equal(second[1])
-
-
-@on_devices
 def test_an_explicit_generator_leaves_the_global_one_alone(device: str) -> None:
     repeatable(device)
     inputs, before = make_inputs(DECODER, torch.float32, device=device), generator_state(device)
@@ -113,14 +126,6 @@ def test_an_explicit_generator_leaves_the_global_one_alone(device: str) -> None:
     assert generator_state(device).equal(before)
     assert first[0].equal(second[0])
     assert first[1].equal(second[1])
-
-
-@on_devices
-def test_no_dropout_draws_nothing(device: str) -> None:
-    repeatable(device)
-    inputs, before = make_inputs(DECODER, torch.float32, device=device), generator_state(device)
-    _step(inputs, DECODER.spec().without_dropout())
-    assert generator_state(device).equal(before)
 
 
 def _with(spec: BlockSpec, **p: float) -> BlockSpec:
