@@ -31,7 +31,7 @@ _call_ids = itertools.count(1 << 32)
 
 
 def state(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """RngStates the random state that one block call uses.
+    """Draws the random state that one block call uses.
 
     **Shapes** Result: int64[2], (seed, offset), on the device of `like`. On CPU the seed is one 64-bit draw from
     `generator` (None: PyTorch's default), the offset 0. On CUDA both are the generator's own, whose offset then moves

@@ -77,7 +77,7 @@ class Plan:
     __str__ = summary
 
     def plot(self, path: str) -> None:
-        """RngStates memory against time: the front, the plan in it, the budget, and the policies that are made by hand.
+        """Draws memory against time: the front, the plan in it, the budget, and the policies that are made by hand.
 
         **Raises** `ImportError` without matplotlib.
         """

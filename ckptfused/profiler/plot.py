@@ -66,8 +66,8 @@ def plot(profile: Any, path: str | Path) -> None:
 
 
 def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
-    """Writes names beside points, (name, x, y), where they cover neither another name nor a point: the nearest such
-    place of a few. Points in one place have one label."""
+    """Writes names beside points, (name, x, y), where they cover neither another name, a point nor a curve of the axes:
+    the nearest such place of a few. Points in one place have one label."""
     from matplotlib.transforms import Bbox
 
     names: dict[tuple[float, float], list[str]] = {}
@@ -75,6 +75,8 @@ def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
         names.setdefault((x, y), []).append(name)
     places = [tuple(axes.transData.transform(point)) for point in names]
     taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
+    drawn = [line for line in axes.lines if line.get_linestyle() != "None"]
+    curves = [line.get_transform().transform_path(line.get_path()) for line in drawn]
     for point, found in names.items():
         text = axes.annotate(", ".join(found), point, (0, 0), textcoords="offset points", fontsize=8)
         for far, (across, up) in product(range(5, 200, 9), ((1, 1), (1, -1), (-1, 1), (-1, -1))):
@@ -84,7 +86,8 @@ def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
             inside = (
                 axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
             )
-            if inside and not any(box.overlaps(other) for other in taken):
+            crossed = any(curve.intersects_bbox(box, filled=False) for curve in curves)
+            if inside and not crossed and not any(box.overlaps(other) for other in taken):
                 break
         taken.append(box)
         if far > 14:

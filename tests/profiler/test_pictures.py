@@ -40,6 +40,7 @@ def test_names_of_near_points_cover_one_another_nowhere() -> None:
         ("once", 900, 3),
     ]
     axes.plot([x for _, x, _ in points], [y for *_, y in points], "o")
+    curves = [axes.step([90, 110, 950], [1.3, 1.1, 0.9], where="post")[0], axes.axvline(107)]
     axes.margins(0.12)
     figure.draw_without_rendering()
     label_points(axes, points)
@@ -47,6 +48,8 @@ def test_names_of_near_points_cover_one_another_nowhere() -> None:
     boxes = [text.get_window_extent() for text in names]
     assert len(boxes) == 10 and names[-1].get_text() == "last, once"
     assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    paths = [curve.get_transform().transform_path(curve.get_path()) for curve in curves]
+    assert not any(path.intersects_bbox(box, filled=False) for path in paths for box in boxes)
     assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 for box in boxes)
 
 
