@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -30,6 +31,7 @@ from benchmarks.step_time import summary, take_turns
 from ckptfused.doctor.certificate import certify
 from ckptfused.doctor.look import Look
 from ckptfused.doctor.saving import everything_saved
+from ckptfused.profiler.step import TrainingStep
 
 STEP, SAVING, CERTIFICATE, WHOLE = "step", "saving everything", "certificate", "doctor"
 
@@ -78,7 +80,7 @@ def measure(sizes: Sizes, arguments: Namespace) -> dict[str, Any]:
 
 def variants(model: nn.Module, batch: dict[str, Any]) -> dict[str, Callable[[], object]]:
     """What is timed."""
-    step = step_of(model, batch)
+    step, asked = step_of(model, batch), TrainingStep(batch, None, torch.device("cpu"))
 
     def saving() -> None:
         with everything_saved(model):
@@ -87,7 +89,7 @@ def variants(model: nn.Module, batch: dict[str, Any]) -> dict[str, Callable[[], 
     return {
         STEP: step,
         SAVING: saving,
-        CERTIFICATE: lambda: certify(model, batch, Look(model, batch, None).name),
+        CERTIFICATE: lambda: certify(model, asked, Look(model, asked).name),
         WHOLE: lambda: ckptfused.doctor(model, batch),
     }
 

@@ -16,8 +16,9 @@ from ckptfused.models.forward import original
 from ckptfused.models.install import apply, revert
 from ckptfused.models.layer_mode import LayerMode
 from ckptfused.models.policy import CheckpointPolicy
+from ckptfused.models.ranks import of_first_rank
 from ckptfused.models.report import HeadReport, LayerReport, Report
-from ckptfused.planner.plan import plan
+from ckptfused.planner.plan import Plan, plan
 from ckptfused.profiler.step import Batch, MakeOptimizer
 from ckptfused.simulate.autocast import Autocast
 from ckptfused.spec import Keep
@@ -39,8 +40,6 @@ __all__ = [
     "register",
     "revert",
 ]
-
-Found = tuple[CheckpointPolicy, tuple[str, ...], int]
 
 
 def convert(
@@ -93,12 +92,12 @@ def convert(
     """
     others = {"keep": keep, "loss": loss, "scratch": scratch, "offload": offload or None}
     step: dict[str, Any] = {"batch": batch, "optimizer": optimizer, "device": device, "autocast": autocast}
-    counts = {"shards": shards, "gradient_accumulation_steps": gradient_accumulation_steps}
+    counts: dict[str, Any] = {"shards": shards, "gradient_accumulation_steps": gradient_accumulation_steps}
     if budget is not None:
         _check_alone("budget", others | {"policy": policy})
         if batch is None:
             raise ValueError("batch: expected the batch of a step beside the budget, got None")
-        policy, notes, peak = _planned(model, process_group, budget=budget, **step, **counts)
+        policy, notes, peak = of_first_rank(process_group, lambda: _said(plan(model, budget=budget, **step, **counts)))
         report = apply(model, policy, process_group)
         return replace(report, notes=(*notes, *report.notes), peak=peak)
     for name, value in (step | {name: None if count == 1 else count for name, count in counts.items()}).items():
@@ -120,32 +119,8 @@ def _check_alone(name: str, others: dict[str, Any]) -> None:
         raise ValueError(f"convert: expected a {name} alone, which says all of this, got {', '.join(given)} beside it")
 
 
-def _planned(model: nn.Module, process_group: Any, **asked: Any) -> Found:
-    """The policy of `plan(model, **asked)`, what is to be said of it, and its peak. With a process group a collective:
-    the first rank plans for all.
-
-    **Raises** what `plan` raises, on every rank.
-    """
-    if process_group is None:
-        return _found(model, asked)
-    import torch.distributed as dist
-
-    group = None if process_group is True else process_group
-    said: list[Found | Exception | None] = [None]
-    if dist.get_rank(group) == 0:
-        try:
-            said[0] = _found(model, asked)
-        except Exception as error:
-            said[0] = error
-    dist.broadcast_object_list(said, group=group, group_src=0)
-    if isinstance(said[0], Exception):
-        raise said[0]
-    assert said[0] is not None
-    return said[0]
-
-
-def _found(model: nn.Module, asked: dict[str, Any]) -> Found:
-    found = plan(model, **asked)
+def _said(found: Plan) -> tuple[CheckpointPolicy, tuple[str, ...], int]:
+    """A plan's policy, what the report says of it, and its peak."""
     line = (
         f"plan {found.policy.digest}: {found.peak:,} of {found.budget:,} bytes at the peak of a step, "
         f"{found.seconds:,.4f} s, predicted for {found.device}"

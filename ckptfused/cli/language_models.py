@@ -38,9 +38,9 @@ class Trained:
             found = (2 * self._period, 3 * self._period)  # type: ignore[assignment]
         self._models = [(depth, build(_cut(config, depth), variant, dtype, lora)) for depth in found]
 
-    def step(self, tokens: int, batch: int = 1, **options: Any) -> Profile:
+    def step(self, tokens: int, sequences: int = 1, **options: Any) -> Profile:
         """`language_step`."""
-        found = [(depth, language_step(model, tokens, batch, **options)) for depth, model in self._models]
+        found = [(depth, language_step(model, tokens, sequences, **options)) for depth, model in self._models]
         if len(found) == 1:
             return found[0][1]
         (less, few), (greater, more) = found

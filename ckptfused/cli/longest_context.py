@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ckptfused.profiler.api import profile
 from ckptfused.profiler.result import Profile
-from ckptfused.profiler.step import Batch, MakeOptimizer, adamw
-from ckptfused.simulate.autocast import Autocast
+from ckptfused.profiler.step import Batch, adamw
 
 
 class Longest(NamedTuple):
@@ -24,18 +23,12 @@ class Longest(NamedTuple):
     """Why the model takes no longer sequence, where that and not memory is the limit."""
 
 
-def language_step(
-    model: nn.Module,
-    tokens: int,
-    batch: int = 1,
-    optimizer: MakeOptimizer | None = adamw,
-    device: str = "h200",
-    autocast: Autocast = None,
-    gradient_accumulation_steps: int = 1,
-) -> Profile:
-    """The predicted profile of a language model that learns `batch` sequences of this many tokens."""
-    ids = torch.empty(batch, tokens, dtype=torch.int64, device="meta")
-    return profile(model, {"input_ids": ids, "labels": ids}, optimizer, device, autocast, gradient_accumulation_steps)
+def language_step(model: nn.Module, tokens: int, sequences: int = 1, **options: Any) -> Profile:
+    """`profile`, with these options, of a language model that learns so many sequences of so many tokens."""
+    ids = torch.empty(sequences, tokens, dtype=torch.int64, device="meta")
+    options.setdefault("optimizer", adamw)
+    options.setdefault("device", "h200")
+    return profile(model, {"input_ids": ids, "labels": ids}, **options)
 
 
 def resized(batch: Batch, sequences: int | None = None, tokens: int | None = None) -> Batch:

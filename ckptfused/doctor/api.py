@@ -13,7 +13,9 @@ from ckptfused.doctor.checks import CHECKS
 from ckptfused.doctor.findings import Finding, Findings
 from ckptfused.doctor.look import Look
 from ckptfused.doctor.ranks import everyones
-from ckptfused.spec.checks import check_integer
+from ckptfused.profiler.step import TrainingStep
+from ckptfused.simulate.autocast import autocast_type
+from ckptfused.simulate.devices import device_named
 
 
 def doctor(
@@ -42,18 +44,20 @@ def doctor(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
-    check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
-    look = Look(model, batch, optimizer, gradient_accumulation_steps)
+    on_cpu = {p.device.type for p in model.parameters()} == {"cpu"}
+    device = torch.device("cpu") if on_cpu else device_named("h200")  # the same memory on all GPUs
+    lower = autocast_type(None, "cpu" if on_cpu else "cuda")
+    look = Look(model, TrainingStep(batch, optimizer, device, lower, gradient_accumulation_steps))
     found: list[Finding] = [finding for check in CHECKS for finding in check(look)]
     why = next(filter(None, everyones(_why_no_proof(look))), None)
     if why is not None:
         return Findings(found, f"No certificate: {why}.")
-    proved, text = certify(model, batch, look.name)
+    proved, text = certify(model, look.step, look.name)
     return Findings([*found, *proved], text)
 
 
 def _why_no_proof(look: Look) -> str | None:
-    if look.batch is None:
+    if look.step.batch is None:
         return "without a batch nothing runs"
     if any(p.is_meta for p in look.model.parameters()):
         return "the model is on the meta device, without values"

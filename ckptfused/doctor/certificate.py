@@ -14,13 +14,14 @@ from ckptfused.doctor.findings import Finding
 from ckptfused.doctor.ranks import everyones, joined, rank
 from ckptfused.doctor.saving import Share, everything_saved, fused, units
 from ckptfused.doctor.steps import Step, eager, run
+from ckptfused.profiler.step import TrainingStep
 from ckptfused.state.snapshot import Unchanged
 
 MOST_PARTS = 8
 """Into how many a step that saves everything is divided where it does not fit."""
 
 
-def certify(model: nn.Module, batch: Any, name: Name) -> tuple[list[Finding], str]:
+def certify(model: nn.Module, step: TrainingStep, name: Name) -> tuple[list[Finding], str]:
     """What a step proves: findings, and the certificate's text.
 
     At most three steps: as configured; saving everything; and where these differ for a reason that is not certain, as
@@ -30,15 +31,15 @@ def certify(model: nn.Module, batch: Any, name: Name) -> tuple[list[Finding], st
     **Raises** what the model raises where it fails without any checkpointing, too.
     """
     with torch.inference_mode(False), Unchanged(model, hooks=False) as unchanged, eager():
-        configured = run(model, batch, sizes=not (exact := _exact(model)))
+        configured = run(model, step.batch, sizes=not (exact := _exact(model)))
         unchanged.restore()
         regions = [region for region in configured.recorder.regions if not region.foreign]
         causes = grouped(filter(None, (cause_of(region, name, unchanged.written) for region in regions)))
-        reference, parts = _reference(model, batch, configured, unchanged)
+        reference, parts = _reference(model, step.batch, configured, unchanged)
         again, everyone = None, everyones(causes)
         if _in_doubt(configured, reference, causes):
             unchanged.restore()
-            again = run(model, batch, configured)
+            again = run(model, step.batch, configured)
     compared = Compared(name, causes, configured, reference, again)
     compared.parts, compared.fused, compared.exact = parts, fused(model), exact
     compared.elsewhere = [

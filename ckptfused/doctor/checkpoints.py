@@ -14,6 +14,7 @@ from ckptfused.doctor.findings import Finding, joined
 from ckptfused.doctor.look import HUGGING_FACE, OURS, WRAPPER, Checkpoint, Look
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.modules.fused import FusedModule
+from ckptfused.state.fingerprints import leaves
 
 _RATE = re.compile(r"drop(out|_path|_prob|_rate|_p)?|p_drop")
 
@@ -62,9 +63,7 @@ def reentrant_with_frozen_inputs(look: Look) -> Iterator[Finding]:
 
 
 def _batch_tensors(look: Look) -> list[Any]:
-    from ckptfused.state.fingerprints import leaves
-
-    return [] if look.batch is None else leaves(look.batch)
+    return leaves(look.step.batch)
 
 
 def random_states_left_out(look: Look) -> Iterator[Finding]:

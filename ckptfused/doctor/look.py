@@ -15,6 +15,7 @@ from ckptfused.models import find
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.modules import FusedCheckpointSequential
 from ckptfused.modules.fused import FusedModule
+from ckptfused.profiler.step import TrainingStep
 from ckptfused.state.fingerprints import leaves
 
 OURS, WRAPPER, HUGGING_FACE, COMPOSABLE = (
@@ -46,9 +47,8 @@ class Look:
     """What the checks are given."""
 
     model: nn.Module
-    batch: Any
-    optimizer: Any
-    gradient_accumulation_steps: int = 1
+    step: TrainingStep
+    """Whose batch may be None."""
     names: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,11 +73,12 @@ class Look:
     @functools.cached_property
     def length(self) -> int | None:
         """Tokens of a sequence of the batch; None where nothing says."""
-        if self.batch is None:
+        batch: Any = self.step.batch
+        if batch is None:
             return None
-        named = self.batch if isinstance(self.batch, Mapping) else {}
+        named = batch if isinstance(batch, Mapping) else {}
         first = next((named[n] for n in ("input_ids", "inputs_embeds") if isinstance(named.get(n), Tensor)), None)
-        found = [first] if first is not None else [t for t in leaves(self.batch) if isinstance(t, Tensor)]
+        found = [first] if first is not None else [t for t in leaves(batch) if isinstance(t, Tensor)]
         return next((t.size(1) for t in found if t.dim() in (2, 3)), None)
 
     @property

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import replace
 
 from torch import nn
 
 from ckptfused.doctor.findings import Finding
 from ckptfused.doctor.look import Look
 from ckptfused.doctor.saving import everything_saved
-from ckptfused.profiler import Profile, adamw, profile
-from ckptfused.profiler.step import has_vocabulary
+from ckptfused.profiler.api import profiled
+from ckptfused.profiler.result import Profile
+from ckptfused.profiler.step import adamw, has_vocabulary
+from ckptfused.simulate.devices import Device, device_named
 from ckptfused.sizes import counted, size
 
 SHARE = 0.4
@@ -24,7 +26,7 @@ COSTS = 1.05
 
 def memory_of_the_step(look: Look) -> Iterator[Finding]:
     """Where activations are not what fills the memory, or checkpointing them saves next to nothing."""
-    if not isinstance(look.batch, Mapping) or not look.trained:
+    if not isinstance(look.step.batch, Mapping) or not look.trained:
         return
     found = predicted(look)
     if found is None:
@@ -66,16 +68,16 @@ def _other_means(model: nn.Module, memory: Profile, activations: int) -> Finding
 
 def predicted(look: Look) -> tuple[Profile, Profile] | None:
     """A step as configured and one that saves everything; None where that cannot be predicted, or not all of it."""
-    devices = {p.device.type for p in look.model.parameters()}
-    device = "cpu" if devices == {"cpu"} else "h200"  # the same memory on all GPUs
-    optimizer = adamw if look.optimizer is None else look.optimizer
-    options: dict[str, Any] = {"gradient_accumulation_steps": look.gradient_accumulation_steps}
-    unmasked = {name: value for name, value in look.batch.items() if name != "attention_mask"}
-    for batch in (look.batch, unmasked):  # what looks into a mask cannot run without values
+    batch, given = look.step.batch, look.step
+    assert isinstance(batch, Mapping)
+    device = given.device if isinstance(given.device, Device) else device_named(given.device)
+    given = replace(given, device=device, optimizer=given.optimizer or adamw)
+    unmasked = {name: value for name, value in batch.items() if name != "attention_mask"}
+    for step in (given, replace(given, batch=unmasked)):  # what looks into a mask cannot run without values
         with contextlib.suppress(ValueError):  # not every model runs on the meta device
-            configured = profile(look.model, batch, optimizer, device, **options)
+            configured = profiled(look.model, step)
             with everything_saved(look.model):
-                saving = profile(look.model, batch, optimizer, device, **options)
+                saving = profiled(look.model, step)
             notes = (*configured.notes, *saving.notes)
             return None if any("is opaque" in note for note in notes) else (configured, saving)
     return None

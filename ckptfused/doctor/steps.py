@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ckptfused.doctor.recorder import Recorder
+from ckptfused.profiler.step import NoLossError, forward_and_backward
 from ckptfused.state.fingerprints import Fingerprints, leaves, values_of
 from ckptfused.state.snapshot import keeps_books
 
@@ -43,6 +44,13 @@ class Step:
     error: Exception | None = None
     nothing_trained: bool = False
 
+    def backward_begins(self, loss: Tensor) -> None:
+        """Notes the loss."""
+        prints = Fingerprints()
+        self.loss = prints.of(loss)
+        prints.settle()
+        self.recorder.in_backward = True
+
 
 def run(model: nn.Module, batch: Any, first: Step | None = None, guarded: bool = False, sizes: bool = False) -> Step:
     """A step of the model as it is, whose gradients are gone afterwards. Errors are in the result.
@@ -55,16 +63,10 @@ def run(model: nn.Module, batch: Any, first: Step | None = None, guarded: bool =
     try:
         with recorder.recording(), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # training says them, too
-            loss = loss_of(call(model, given))
-            prints = Fingerprints()
-            found = prints.of(loss)
-            prints.settle()
-            step.loss = found
-            if loss is None or not loss.requires_grad:
-                step.nothing_trained = True
-                return step
-            recorder.in_backward = True
-            loss.backward()
+            forward_and_backward(model, given, contextlib.nullcontext(), step.backward_begins, any_tensor=True)
+    except NoLossError:
+        step.nothing_trained = True
+        return step
     except Exception as error:
         for region in recorder.regions:
             recorder.look_again(region)
@@ -145,28 +147,6 @@ def _is_plain(value: Any) -> bool:
 
 def _copied_plain(value: Any) -> Any:
     return type(value)(value) if type(value) in (list, dict) else value
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """A batch: a mapping of arguments by name, a tuple or list of arguments, or the one argument."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
-
-
-def loss_of(output: Any) -> Tensor | None:
-    """The output's loss, or the output itself; what is no scalar is summed with weights that differ."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor) and not loss.is_complex():
-        return loss.sum()
-    found = [t for t in leaves(output) if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
-    t = next((t for t in found if t.requires_grad), found[0] if found else None)
-    if t is not None and t.is_complex():
-        t = torch.view_as_real(t)
-    if t is None or t.dim() == 0:
-        return t
-    weights = torch.linspace(0.5, 1.5, t.numel(), device=t.device, dtype=torch.float32).view(t.shape)
-    return (t.float() * weights).sum() / t.numel()  # of a plain sum, a norm before it has no gradient
 
 
 def device_of(model: nn.Module) -> torch.device | None:

@@ -22,7 +22,7 @@ def cache_in_training(look: Look) -> Iterator[Finding]:
 
     Hugging Face's checkpointing and ckptfused's layers leave caches out in training.
     """
-    asked = look.batch.get("use_cache") if isinstance(look.batch, Mapping) else None
+    asked = look.step.batch.get("use_cache") if isinstance(look.step.batch, Mapping) else None
     first = next((m for m in _outermost_with_cache(look.model) if m.config.use_cache is True), None)
     generates = any(getattr(m, "can_generate", bool)() for m in look.model.modules())
     if not (look.model.training and generates) or asked is False or (first is None and not asked):

@@ -1,11 +1,36 @@
-"""A collective that checks that all ranks converted alike."""
+"""Collectives: the first rank decides for all, and all ranks converted alike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptfused.models.report import Report
+
+T = TypeVar("T")
+
+
+def of_first_rank(group: Any, find: Callable[[], T]) -> T:
+    """What the first rank finds. group: None: this process alone; else a collective in it, of True the default one.
+
+    **Raises** what `find` raises, on every rank.
+    """
+    if group is None:
+        return find()
+    import torch.distributed as dist
+
+    group = None if group is True else group
+    said: list[Any] = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            said[0] = find()
+        except Exception as error:
+            said[1] = error
+    dist.broadcast_object_list(said, group=group, group_src=0)
+    if said[1] is not None:
+        raise said[1]
+    found: T = said[0]
+    return found
 
 
 def agreed(convert: Callable[[], Report], group: Any = None) -> Report:

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from torch.optim import Optimizer
-
 from ckptfused.models.install import apply
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.planner.frontier import Unit
@@ -79,10 +77,10 @@ class Costs:
             return None
 
 
-def costs(steps: Steps, optimizer: Optimizer | None) -> Costs:
+def costs(steps: Steps) -> Costs:
     """Predicts as many steps as are needed, and says what everything costs."""
     report = apply(steps.meta_copy, CheckpointPolicy.uniform())
-    base = steps.of(CheckpointPolicy.uniform(), optimizer)
+    base = steps.of(CheckpointPolicy.uniform(), whole=True)
     chunked = apply(steps.meta_copy, CheckpointPolicy.uniform(loss="chunked")).heads
     heads = [HeadMode()]
     if any(head.path == "chunked" for head in chunked):

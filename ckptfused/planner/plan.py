@@ -21,14 +21,13 @@ from ckptfused.planner.policy_steps import Steps
 from ckptfused.planner.segments import Divided
 from ckptfused.planner.sharding import sharded
 from ckptfused.planner.view import picture, table, written
+from ckptfused.profiler.predict import simulated
 from ckptfused.profiler.result import Profile
-from ckptfused.profiler.step import Batch, MakeOptimizer, check_model, has_vocabulary, made
-from ckptfused.simulate.autocast import Autocast, autocast_type, outside
+from ckptfused.profiler.step import Batch, MakeOptimizer, TrainingStep, check_model, has_vocabulary
+from ckptfused.simulate.autocast import Autocast, autocast_type
 from ckptfused.simulate.cards import usable
 from ckptfused.simulate.devices import NAMES, Device, device_named
-from ckptfused.simulate.meta_copy import copy_to_meta
 from ckptfused.sizes import counted, parse_bytes, size
-from ckptfused.spec.checks import check_integer
 
 NEVER = 1 << 62
 """Bytes that are in no budget."""
@@ -122,20 +121,16 @@ def plan(
     """
     check_model(model)
     limit = None if budget is None else parse_bytes("budget", budget)
-    check_integer("shards", shards, 1)
-    check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     target = device_named(_device_of(model) if device is None else device)
-    limit, notes = _limit(limit, target)
-    meta_copy, keeper = copy_to_meta(model, optimizer if isinstance(optimizer, Optimizer) else None)
-    meta_copy.zero_grad(set_to_none=True)
-    if not meta_copy.training:
-        meta_copy.train()
     lower = autocast_type(autocast, target.kind)
-    steps = Steps(meta_copy, batch, target, said, lower, gradient_accumulation_steps)
-    with outside(target.kind):
-        whole = costs(steps, keeper or made(optimizer, meta_copy))
-        found = _Planner(steps, whole, sharded(whole, meta_copy, shards), shards).within(limit)
-    notes += () if optimizer is not None else (_no_optimizer(meta_copy, shards),)
+    step = TrainingStep(batch, optimizer, target, lower, gradient_accumulation_steps, shards)
+    limit, notes = _limit(limit, target)
+    with simulated(model, step) as (meta_copy, on_meta):
+        if not meta_copy.training:
+            meta_copy.train()
+        steps = Steps(meta_copy, on_meta, said)
+        found = _Planner(steps, whole := costs(steps), sharded(whole, meta_copy, shards)).within(limit)
+        notes += () if optimizer is not None else (_no_optimizer(meta_copy, shards),)
     return replace(found, notes=(*found.notes, *notes))
 
 
@@ -183,9 +178,9 @@ class _Planner:
     whole: on one device; own: on each of the shards.
     """
 
-    def __init__(self, steps: Steps, whole: Costs, own: Costs, shards: int) -> None:
-        self._steps = steps
-        self._whole, self._costs, self._shards = whole, own, shards
+    def __init__(self, steps: Steps, whole: Costs, own: Costs) -> None:
+        self._steps, self._shards = steps, steps.step.shards
+        self._whole, self._costs = whole, own
         self._front = frontier.Front(own.units)
         self._known: dict[CheckpointPolicy, int] = {}
 

@@ -6,15 +6,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ckptfused.models.install import apply
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.profiler.predict import predicted
 from ckptfused.profiler.result import Profile
-from ckptfused.profiler.step import Batch
+from ckptfused.profiler.step import TrainingStep
 from ckptfused.simulate.devices import Device
 
 UNSEEN = 100
@@ -25,32 +23,23 @@ which a step on meta tensors does not show (docs/memory.md)."""
 class Steps:
     """Predicted steps of one model under policies. The model is a copy without data, which they change."""
 
-    def __init__(
-        self,
-        meta_copy: nn.Module,
-        batch: Batch,
-        device: Device,
-        said: Callable[[str], None],
-        autocast: torch.dtype | None = None,
-        gradient_accumulation_steps: int = 1,
-    ) -> None:
-        self.meta_copy = meta_copy
-        self.device = device
-        self._options = autocast, gradient_accumulation_steps
-        self._batch = batch
+    def __init__(self, meta_copy: nn.Module, step: TrainingStep, said: Callable[[str], None]) -> None:
+        self.meta_copy, self.step = meta_copy, step
+        assert isinstance(step.device, Device)
+        self.device = step.device
         self._said = said
         self._found: dict[CheckpointPolicy, Profile] = {}
         self.broken: set[CheckpointPolicy] = set()
         """Policies whose segments do not stay whole in this model."""
 
-    def of(self, policy: CheckpointPolicy, optimizer: Optimizer | None = None) -> Profile:
-        """The step's profile. An optimizer changes nothing but what is added for it: see `whole`."""
-        if policy not in self._found or optimizer is not None:
+    def of(self, policy: CheckpointPolicy, whole: bool = False) -> Profile:
+        """The step's profile. whole: with its optimizer, which changes nothing but what is added for it."""
+        if policy not in self._found or whole:
             self._said(str(policy))
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 apply(self.meta_copy, policy)
-                found = predicted(self.meta_copy, self._batch, optimizer, self.device, *self._options)
+                found = predicted(self.meta_copy, self.step if whole else replace(self.step, optimizer=None))
             if any("is divided before" in str(warning.message) for warning in said):
                 self.broken.add(policy)
             more = unseen(found.above_state, found.workspace, found.device)

@@ -20,10 +20,12 @@ from ckptfused.profiler.phases import (
     Phase,
 )
 from ckptfused.profiler.result import Profile
+from ckptfused.profiler.step import TrainingStep
 from ckptfused.profiler.trace import AFTER, BETWEEN, EMBEDDINGS, Buffers, Change, Stretch, Trace, place_of
+from ckptfused.simulate.autocast import named
 
 
-def profile_of(trace: Trace, device: str, way: str, notes: tuple[str, ...] = (), **more: Any) -> Profile:
+def profile_of(trace: Trace, device: str, way: str, step: TrainingStep, **more: Any) -> Profile:
     """What the step needs. more: further fields of the profile."""
     buffers = Buffers(trace)
     layers = _layers(trace, buffers)
@@ -46,7 +48,8 @@ def profile_of(trace: Trace, device: str, way: str, notes: tuple[str, ...] = (),
         alive=_alive(trace, buffers),
         timeline=tuple(_timeline(trace, buffers)),
         marks=_marked(trace),
-        notes=notes,
+        autocast=named(step.autocast),
+        gradient_accumulation_steps=step.gradient_accumulation_steps,
         **more,
     )
 

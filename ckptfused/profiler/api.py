@@ -7,13 +7,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptfused.profiler.measure import measured
-from ckptfused.profiler.predict import predicted
+from ckptfused.profiler.predict import predicted, simulated
 from ckptfused.profiler.result import Profile
-from ckptfused.profiler.step import Batch, MakeOptimizer, check_model, made
+from ckptfused.profiler.step import Batch, MakeOptimizer, TrainingStep, check_model
 from ckptfused.simulate.autocast import Autocast, autocast_type, outside
 from ckptfused.simulate.devices import NAMES, device_named
-from ckptfused.simulate.meta_copy import copy_to_meta
-from ckptfused.spec.checks import check_integer
 
 
 def profile(
@@ -51,32 +49,25 @@ def profile(
     does not run without data outside of its layers. A layer that does not is named in `notes`.
     """
     check_model(model)
-    check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
-    if device is None:
-        return _measured(model, batch, optimizer, autocast, gradient_accumulation_steps)
-    target = device_named(device)
-    lower = autocast_type(autocast, target.kind)
-    meta_copy, keeper = copy_to_meta(model, optimizer if isinstance(optimizer, Optimizer) else None)
-    meta_copy.zero_grad(set_to_none=True)
-    with outside(target.kind):
-        step = keeper or made(optimizer, meta_copy)
-        return predicted(meta_copy, batch, step, target, lower, gradient_accumulation_steps)
+    where = _device_of(model) if device is None else device_named(device)
+    lower = autocast_type(autocast, where.type if isinstance(where, torch.device) else where.kind)
+    return profiled(model, TrainingStep(batch, optimizer, where, lower, gradient_accumulation_steps))
 
 
-def _measured(
-    model: nn.Module,
-    batch: Batch,
-    optimizer: Optimizer | MakeOptimizer | None,
-    autocast: Autocast,
-    gradient_accumulation_steps: int,
-) -> Profile:
+def profiled(model: nn.Module, step: TrainingStep) -> Profile:
+    """The profile of a step: measured on one of PyTorch's devices, predicted for another."""
+    if isinstance(step.device, torch.device):
+        with outside(step.kind):
+            return measured(model, step, step.device)
+    with simulated(model, step) as (meta_copy, on_meta):
+        return predicted(meta_copy, on_meta)
+
+
+def _device_of(model: nn.Module) -> torch.device:
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     if len(devices) != 1 or torch.device("meta") in devices:
         places = ", ".join(sorted(map(str, devices))) or "none"
         raise ValueError(
             f"device: expected one of {', '.join(NAMES)}, or a model on one device, got None and parameters on {places}"
         )
-    device = devices.pop()
-    lower = autocast_type(autocast, device.type)
-    with outside(device.type):
-        return measured(model, batch, made(optimizer, model), device, lower, gradient_accumulation_steps)
+    return devices.pop()

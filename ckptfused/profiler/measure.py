@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -12,12 +13,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ckptfused.models.describe.saved_bytes import stored_bytes
-from ckptfused.profiler.allocator import CPUAllocator, CUDAAllocator
+from ckptfused.profiler.allocator import AllocatorLog, CPUAllocator, CUDAAllocator
 from ckptfused.profiler.analysis import profile_of
 from ckptfused.profiler.result import Profile
-from ckptfused.profiler.step import Batch, Marks, run_step
+from ckptfused.profiler.step import Marks, TrainingStep, run_step
 from ckptfused.profiler.trace import Trace
-from ckptfused.simulate.autocast import named, region
 from ckptfused.simulate.meta_copy import buckets, held
 from ckptfused.state.snapshot import Unchanged, drawn_alike
 
@@ -25,39 +25,31 @@ TIMED = 3
 """Steps, of whose times the median counts."""
 
 
-def measured(
-    model: nn.Module,
-    batch: Batch,
-    optimizer: torch.optim.Optimizer | None,
-    device: torch.device,
-    autocast: torch.dtype | None = None,
-    gradient_accumulation_steps: int = 1,
-) -> Profile:
+def measured(model: nn.Module, step: TrainingStep, device: torch.device) -> Profile:
     """The profile of steps that run: one before anything is measured, `TIMED` for their time, one for its memory.
 
     **Raises** `ValueError` for a device that is neither a CPU nor a CUDA GPU.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected a model on a CPU or a CUDA GPU, got one on {device}")
-    step = None if optimizer is None else optimizer.step
+    optimizer = step.optimizer_of(model)
+    step = replace(step, optimizer=optimizer)
 
     def run(marks: Marks[Any]) -> list[int]:
-        return run_step(model, batch, step, marks, region(device.type, autocast), gradient_accumulation_steps)
+        return run_step(model, step, None if optimizer is None else optimizer.step, marks)
 
-    with Unchanged(model, batch, optimizer):
+    with Unchanged(model, step.batch, optimizer):
         with drawn_alike(model):
             run(Marks(model, lambda: None))
         seconds = _seconds(model, run, device)
-        trace, fragmentation = _record(model, batch, optimizer, device, run, seconds)
+        allocator = CUDAAllocator(device) if device.type == "cuda" else CPUAllocator()
+        log, marks, received, gradients = _record(model, run, allocator)
+        state = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
+        found = [(place, phase) for place, (_, phase) in zip(log.marks, marks.found, strict=True)]
+        weights = stored_bytes([*held(model), *tree_leaves(step.batch)]) + buckets(model)
+        trace = Trace(log.changes, found, received, seconds, marks.names, gradients, weights, stored_bytes(state))
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return profile_of(
-        trace,
-        name,
-        "measured",
-        fragmentation=fragmentation,
-        autocast=named(autocast),
-        gradient_accumulation_steps=gradient_accumulation_steps,
-    )
+    return profile_of(trace, name, "measured", step, fragmentation=log.fragmentation)
 
 
 Run = Callable[[Marks[Any]], list[int]]
@@ -98,15 +90,9 @@ class _GPUClock:
 
 
 def _record(
-    model: nn.Module,
-    batch: Batch,
-    optimizer: torch.optim.Optimizer | None,
-    device: torch.device,
-    step: Run,
-    seconds: list[float],
-) -> tuple[Trace, int]:
-    """The trace of a step that runs, and the allocator's fragmentation in bytes."""
-    allocator = CUDAAllocator(device) if device.type == "cuda" else CPUAllocator()
+    model: nn.Module, step: Run, allocator: CUDAAllocator | CPUAllocator
+) -> tuple[AllocatorLog, Marks[Any], set[tuple[int, int]], list[int]]:
+    """What the allocator did in a step, with marks, the buffers that layers are given, and the bytes of gradients."""
     marks = Marks(model, allocator.mark)
     given: list[tuple[int, int, int]] = []  # layer, the mark before which it is given, address
     gradients: list[int] = []
@@ -123,17 +109,5 @@ def _record(
             allocator.asked[place].append(address)
 
     log = allocator.record(run)
-    found = [(place, phase) for place, (_, phase) in zip(log.marks, marks.found, strict=True)]
     numbers = {(layer, log.numbers[place].get(address)) for layer, place, address in given}
-    state = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
-    trace = Trace(
-        log.changes,
-        found,
-        {(layer, number) for layer, number in numbers if number is not None},
-        seconds,
-        marks.names,
-        gradients,
-        stored_bytes([*held(model), *tree_leaves(batch)]) + buckets(model),
-        stored_bytes(state),
-    )
-    return trace, log.fragmentation
+    return log, marks, {(layer, number) for layer, number in numbers if number is not None}, gradients

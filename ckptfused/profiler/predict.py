@@ -6,11 +6,14 @@ The ledger sees every storage of the meta device begin and end, PyTorch's and ck
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from ckptfused._extension import _C
@@ -19,32 +22,36 @@ from ckptfused.models.describe.saved_bytes import stored_bytes
 from ckptfused.profiler.analysis import profile_of
 from ckptfused.profiler.phases import Phase
 from ckptfused.profiler.result import Profile
-from ckptfused.profiler.step import Batch, Marks, NoLossError, misspelt, run_step
+from ckptfused.profiler.step import Batch, Marks, NoLossError, TrainingStep, misspelt, run_step
 from ckptfused.profiler.trace import Change, Trace
-from ckptfused.simulate.autocast import named, region
+from ckptfused.simulate.autocast import outside
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.functions import functions_for_meta
-from ckptfused.simulate.meta_copy import held, without_data
+from ckptfused.simulate.meta_copy import copy_to_meta, held, without_data
 from ckptfused.simulate.roofline import Work
 from ckptfused.simulate.values import Known, values_of
 from ckptfused.state.snapshot import drawn_alike
 from ckptfused.state.undone import without_trace
 
 
-def predicted(
-    model: nn.Module,
-    batch: Batch,
-    optimizer: torch.optim.Optimizer | None,
-    device: Device,
-    autocast: torch.dtype | None = None,
-    gradient_accumulation_steps: int = 1,
-) -> Profile:
+@contextmanager
+def simulated(model: nn.Module, step: TrainingStep) -> Iterator[tuple[nn.Module, TrainingStep]]:
+    """A copy of a model without its data, the step with an optimizer of the copy's, and no autocast around both."""
+    meta_copy, keeper = copy_to_meta(model, step.optimizer if isinstance(step.optimizer, Optimizer) else None)
+    meta_copy.zero_grad(set_to_none=True)
+    with outside(step.kind):
+        yield meta_copy, replace(step, optimizer=keeper or step.optimizer_of(meta_copy))
+
+
+def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     """The profile of a step of a model and an optimizer on the meta device, of which the optimizer is changed. Of the
     batch, on any device, what small tensors hold counts where the model looks at it.
 
     **Raises** `ValueError` where the model does not run without data, outside of its layers.
     """
-    notes = [] if optimizer is None else _take_step(optimizer, device)
+    batch, device, optimizer = step.batch, step.device, step.optimizer_of(model)
+    assert isinstance(device, Device)
+    notes = [] if optimizer is None else _take_step(optimizer, device.kind)
     at_once = bool(notes) or (optimizer is not None and bool(optimizer.defaults.get("fused")))
     opaque: dict[int, str] = {}
     while True:
@@ -52,8 +59,7 @@ def predicted(
         marks = Marks(model, lambda: len(opened))  # noqa: B023
         try:
             with drawn_alike(model), without_trace(model):
-                options = autocast, gradient_accumulation_steps
-                trace, half = _record(model, batch, optimizer, at_once, device, opened, marks, *options)
+                trace, half = _record(model, replace(step, optimizer=optimizer), at_once, device, opened, marks)
             break
         except NoLossError as error:
             if not opaque:
@@ -81,16 +87,15 @@ def predicted(
             "convolutions: the copies of operands that oneDNN holds within one are not counted; measured peaks were up "
             "to 23 % higher, so leave a budget that much room"
         )
-    if gradient_accumulation_steps > 1 and any(getattr(module, "sparse", False) is True for module in model.modules()):
+    if step.gradient_accumulation_steps > 1 and any(getattr(m, "sparse", False) is True for m in model.modules()):
         notes.append("sparse gradients count as those of one batch: each further batch adds its rows to them")
     return profile_of(
         trace,
         device.name,
         "predicted",
-        tuple(notes),
+        step,
+        notes=tuple(notes),
         time_error=device.time_error,
-        autocast=named(autocast),
-        gradient_accumulation_steps=gradient_accumulation_steps,
         workspace=_workspace(opened, half) if device.kind == "cpu" else 0,
     )
 
@@ -110,15 +115,7 @@ def _workspace(opened: OpenLedger, half: int) -> int:
 
 
 def _record(
-    model: nn.Module,
-    batch: Batch,
-    optimizer: torch.optim.Optimizer | None,
-    at_once: bool,
-    device: Device,
-    opened: OpenLedger,
-    marks: Marks[int],
-    autocast: torch.dtype | None,
-    gradient_accumulation_steps: int,
+    model: nn.Module, step: TrainingStep, at_once: bool, device: Device, opened: OpenLedger, marks: Marks[int]
 ) -> tuple[Trace, int]:
     """The trace of a predicted step, and the multiplications of PyTorch's largest product in half precision.
 
@@ -142,14 +139,13 @@ def _record(
 
     work = Work(device, opened, spend)
     marks.received = given
-    twins = without_data(batch)
+    twins, optimizer = without_data(step.batch), step.optimizer_of(model)
     weights = stored_bytes([*held(model), *tree_leaves(twins)])
     state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
-    step = None if optimizer is None else step_at_once if at_once else optimizer.step
-    known = Known(values_of(batch, twins))
+    optimize = None if optimizer is None else step_at_once if at_once else optimizer.step
+    known = Known(values_of(step.batch, twins))
     with functions_for_meta(device.kind, work), marks, opened, work, known:
-        forward = region(device.kind, autocast)
-        gradients = run_step(model, twins, step, marks, forward, gradient_accumulation_steps)
+        gradients = run_step(model, replace(step, batch=twins), optimize, marks)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     changes, found = _places(opened, marks.found)
     trace = Trace(changes, found, received, seconds, marks.names, gradients, weights, state)
@@ -188,7 +184,7 @@ def _in_words(name: str) -> str:
     return ("gradient of " if of != name else "") + _WORDS.get(of, of)
 
 
-def _take_step(optimizer: torch.optim.Optimizer, device: Device) -> list[str]:
+def _take_step(optimizer: Optimizer, kind: str) -> list[str]:
     """Has an optimizer take a step, so that it has its state; a note where it cannot without data.
 
     Fused ones know no meta tensors, but keep what others of their class do; on a GPU those that can take all parameters
@@ -196,7 +192,7 @@ def _take_step(optimizer: torch.optim.Optimizer, device: Device) -> list[str]:
     """
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:
-        together = group.get("foreach", False) is None and not group.get("fused") and device.kind == "cuda"
+        together = group.get("foreach", False) is None and not group.get("fused") and kind == "cuda"
         group.update({name: False for name in ("fused", "foreach") if name in group})
         if together:
             group["foreach"] = True
@@ -205,8 +201,8 @@ def _take_step(optimizer: torch.optim.Optimizer, device: Device) -> list[str]:
     try:
         optimizer.step()
     except (RuntimeError, TypeError) as error:  # a closure is wanted, too
-        kind = type(optimizer).__name__
-        return [f"{kind} takes no step without data ({_said(error)}): its state counts, what its step holds does not"]
+        name = type(optimizer).__name__
+        return [f"{name} takes no step without data ({_said(error)}): its state counts, what its step holds does not"]
     finally:
         for parameter in trained:
             parameter.grad = None

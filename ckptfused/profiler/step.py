@@ -1,10 +1,11 @@
-"""A training step that is run to be looked at: hooks on the layers say what runs when."""
+"""A training step: what a user asked for, and how one is run to be looked at, with hooks that say what runs when."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,11 +16,54 @@ from torch.utils._pytree import tree_leaves
 from ckptfused.models import find
 from ckptfused.modules.fused import FusedModule
 from ckptfused.profiler.phases import BACKWARD, END, FORWARD, HEAD_BACKWARD, OPTIMIZER, REPLAY, Phase
-from ckptfused.spec.checks import nearest
+from ckptfused.simulate.autocast import region
+from ckptfused.simulate.devices import Device
+from ckptfused.spec.checks import check_integer, nearest
+from ckptfused.state.fingerprints import tensors
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Batch = Mapping[str, Any] | tuple[Any, ...] | list[Any] | Tensor
 Position = TypeVar("Position")
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """One training step of a model, as the keywords of a public call describe it.
+
+    **Raises** `ValueError` for a count below 1.
+    """
+
+    batch: Batch
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None
+    device: Device | torch.device
+    """The device that it is predicted for, or PyTorch's own, on which it runs."""
+    autocast: torch.dtype | None = None
+    """The type of `torch.autocast` around the forward pass."""
+    gradient_accumulation_steps: int = 1
+    """Batches whose gradients add up before the optimizer's step."""
+    shards: int = 1
+    """Ranks over which FSDP2 shards the model."""
+
+    def __post_init__(self) -> None:
+        check_integer("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
+        check_integer("shards", self.shards, 1)
+
+    @property
+    def kind(self) -> str:
+        """The device's, "cpu" or "cuda"."""
+        return self.device.type if isinstance(self.device, torch.device) else self.device.kind
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """The optimizer itself, or the one made of what the model trains; **raises** `TypeError` for neither."""
+        if self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer):
+            return self.optimizer
+        if not callable(self.optimizer):
+            raise TypeError(
+                "optimizer: expected a torch.optim.Optimizer, or what makes one of a list of parameters, such as "
+                f"torch.optim.AdamW, got {self.optimizer!r}"
+            )
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return self.optimizer(trained) if trained else None
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -77,42 +121,54 @@ def called(model: nn.Module, batch: Batch) -> Any:
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def made(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer | None:
-    """The optimizer itself, or the one that is made of what the model trains. **Raises** `TypeError` for neither."""
-    if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
-        return optimizer
-    if not callable(optimizer):
-        raise TypeError(
-            "optimizer: expected a torch.optim.Optimizer, or what makes one of a list of parameters, such as "
-            f"torch.optim.AdamW, got {optimizer!r}"
-        )
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return optimizer(trained) if trained else None
-
-
 class NoLossError(ValueError):
     """A model's output has no loss, or none that can be differentiated."""
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: Any, any_tensor: bool = False) -> Tensor:
     """What a step differentiates: an output's `loss`, or the output itself, or the first of a tuple or list; the sum of
-    its entries if it is no scalar. **Raises** `ValueError` where there is none."""
+    its entries if it is no scalar, for sums of batches add up to that of their union.
+
+    any_tensor: without a loss, the first tensor within that can be differentiated. Its entries have weights that differ
+    then: of a plain sum, a norm before it has no gradient.
+    **Raises** `NoLossError` where there is none.
+    """
+    found: Any = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if any_tensor and (not isinstance(found, Tensor) or found.is_complex()):
+        return _weighted(_differentiable(output))
     if isinstance(output, Tensor):
-        found: Any = output
-    elif isinstance(output, Mapping):
-        found = output.get("loss")
-    else:
-        found = getattr(output, "loss", output[0] if isinstance(output, tuple | list) and output else None)
+        found = output
+    elif not hasattr(output, "loss") and isinstance(output, tuple | list) and output:
+        found = output[0]
     if not isinstance(found, Tensor):
         raise NoLossError(
             f"batch: expected one with labels, so that the model gives a loss, or a model that gives a tensor, got "
             f"{type(output).__name__} without a loss"
         )
-    if not found.requires_grad:
+    return _trained(found if found.dim() == 0 else found.sum())
+
+
+def _trained(loss: Tensor) -> Tensor:
+    if not loss.requires_grad:
         raise NoLossError(
             "model: expected one whose loss requires a gradient, got one that trains no parameter, or under no_grad"
         )
-    return found if found.dim() == 0 else found.sum()
+    return loss
+
+
+def _differentiable(output: Any) -> Tensor:
+    """The first tensor of an output that requires a gradient, as real numbers."""
+    found = [t for t in tensors(output) if t.requires_grad]
+    if not found:
+        raise NoLossError(f"model: expected one whose output requires a gradient, got {type(output).__name__}")
+    return torch.view_as_real(found[0]) if found[0].is_complex() else found[0]
+
+
+def _weighted(t: Tensor) -> Tensor:
+    if t.dim() == 0:
+        return t
+    weights = torch.linspace(0.5, 1.5, t.numel(), device=t.device, dtype=torch.float32).view(t.shape)
+    return (t.float() * weights).sum() / t.numel()
 
 
 def _bytes(t: Tensor) -> int:
@@ -200,30 +256,41 @@ class Marks(Generic[Position]):
             self.add(BACKWARD)
 
 
-def run_step(
+def forward_and_backward(
     model: nn.Module,
     batch: Batch,
-    optimizer: Callable[[], object] | None,
+    around: contextlib.AbstractContextManager[object],
+    backward_begins: Callable[[Tensor], object],
+    any_tensor: bool = False,
+) -> None:
+    """One batch of a step. around: what is around its forward pass; backward_begins: is told of the loss."""
+    with around:
+        loss = loss_of(called(model, batch), any_tensor)
+    backward_begins(loss)
+    loss.backward()
+
+
+def run_step(
+    model: nn.Module,
+    step: TrainingStep,
+    optimize: Callable[[], object] | None,
     marks: Marks[Any],
-    forward: contextlib.AbstractContextManager[object],
-    gradient_accumulation_steps: int = 1,
 ) -> list[int]:
-    """One step under marks, at whose end the gradients are released; the bytes of them by layer. forward: what is
-    around the forward pass. Where gradients add up over several batches, two run, each up to `END`: from the second on
-    all need the same."""
-    for last in (False, True)[gradient_accumulation_steps == 1 :]:
+    """One step under marks, at whose end the gradients are released; the bytes of them by layer. Where gradients add up
+    over several batches, two run, each up to `END`: from the second on all need the same.
+
+    optimize: what is done in the place of the optimizer's step.
+    """
+    for last in (False, True)[step.gradient_accumulation_steps == 1 :]:
         marks.add(FORWARD)
-        with forward:
-            try:
-                loss = loss_of(called(model, batch))
-            except NoLossError as error:
-                raise NoLossError(f"{error}{misspelt(model, batch)}") from None
-        marks.add(HEAD_BACKWARD)
-        loss.backward()
-        del loss
-        if last and optimizer is not None:
+        around = region(step.kind, step.autocast)
+        try:
+            forward_and_backward(model, step.batch, around, lambda loss: marks.add(HEAD_BACKWARD))
+        except NoLossError as error:
+            raise NoLossError(f"{error}{misspelt(model, step.batch)}") from None
+        if last and optimize is not None:
             marks.add(OPTIMIZER)
-            optimizer()
+            optimize()
         marks.add(END)
     sizes = marks.layer_gradients()
     model.zero_grad(set_to_none=True)

@@ -38,7 +38,7 @@ from ckptfused.planner.policy_steps import Steps
 from ckptfused.planner.segments import Divided
 from ckptfused.planner.sharding import sharded
 from ckptfused.profiler import profile
-from ckptfused.profiler.step import called, loss_of
+from ckptfused.profiler.step import TrainingStep, called, loss_of
 from ckptfused.simulate.devices import device_named
 from ckptfused.simulate.meta_copy import copy_to_meta, without_data
 from tests.accounting import Events
@@ -74,8 +74,9 @@ def on_meta(make: Callable[[], Any] = llama) -> Any:
 
 def counted(model: nn.Module, device: str = "h200", optimizer: Any = ADAMW) -> tuple[Steps, Costs]:
     meta_copy, _ = copy_to_meta(model, None)
-    steps = Steps(meta_copy, without_data(tokens()), device_named(device), lambda text: None)
-    return steps, costs(steps, optimizer(list(meta_copy.parameters())))
+    step = TrainingStep(without_data(tokens()), optimizer(list(meta_copy.parameters())), device_named(device))
+    steps = Steps(meta_copy, step, lambda text: None)
+    return steps, costs(steps)
 
 
 def measured(model: nn.Module, batch: Any) -> int:
@@ -345,9 +346,10 @@ def test_the_least_budget_that_is_named_is_the_least() -> None:
 
 def planner_of(model: nn.Module, batch: Any, device: str = "cpu") -> _Planner:
     """The planner that `plan` has, for several budgets."""
-    steps = Steps(copy_to_meta(model, None)[0].train(), without_data(batch), device_named(device), lambda text: None)
-    whole = costs(steps, None)
-    return _Planner(steps, whole, whole, 1)
+    step = TrainingStep(without_data(batch), None, device_named(device))
+    steps = Steps(copy_to_meta(model, None)[0].train(), step, lambda text: None)
+    whole = costs(steps)
+    return _Planner(steps, whole, whole)
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -19,7 +19,7 @@ from ckptfused.planner.costs import costs
 from ckptfused.planner.policy_steps import Steps
 from ckptfused.planner.sharding import sharded
 from ckptfused.profiler import Profile
-from ckptfused.profiler.step import called, loss_of
+from ckptfused.profiler.step import TrainingStep, called, loss_of
 from ckptfused.simulate.devices import device_named
 from ckptfused.simulate.meta_copy import copy_to_meta, without_data
 from tests.accounting import Events
@@ -176,8 +176,10 @@ def test_what_is_counted_is_what_is_predicted() -> None:
     """Plans all along the front agree to the byte; those of shards need no more than of the whole model."""
     with torch.device("meta"):
         meta_copy, _ = copy_to_meta(llama(), None)
-    steps = Steps(meta_copy, without_data(tokens()), device_named("h200"), lambda text: None, None, 2)
-    found = costs(steps, torch.optim.AdamW(list(meta_copy.parameters())))
+    optimizer = torch.optim.AdamW(list(meta_copy.parameters()))
+    step = TrainingStep(without_data(tokens()), optimizer, device_named("h200"), gradient_accumulation_steps=2)
+    steps = Steps(meta_copy, step, lambda text: None)
+    found = costs(steps)
     front = frontier.Front(found.units)
     for index in range(0, len(front), 8):
         policy = found.policy(front[index].parts)

@@ -16,6 +16,7 @@ from ckptfused import FusedCheckpointBlock, profile
 from ckptfused.cli import main
 from ckptfused.profiler import Profile
 from ckptfused.profiler.predict import predicted
+from ckptfused.profiler.step import TrainingStep
 from ckptfused.simulate.devices import DEVICES, Device, device_named
 
 pytestmark = pytest.mark.once
@@ -132,7 +133,7 @@ def test_a_replay_belongs_to_the_layer_that_runs_again() -> None:
     products = dict.fromkeys((torch.float32, torch.bfloat16), 1e12)
     rates = Device("counted", "cpu", 0, products, 1e12, math.inf, multiprocessors=1, launch=0.0, link=1e9)
     plain, replayed, segments = (
-        predicted(Stack(how).to("meta"), torch.empty(ROWS, C, device="meta"), None, rates)
+        predicted(Stack(how).to("meta"), TrainingStep(torch.empty(ROWS, C, device="meta"), None, rates))
         for how in ("plain", "checkpointed", "segments")
     )
     product = 2 * ROWS * C * 4 * C / 1e12

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ckptfused import convert, cost
 from ckptfused.profiler.predict import predicted
+from ckptfused.profiler.step import TrainingStep
 from ckptfused.simulate import cpu_timings
 from ckptfused.simulate.cpu_timings import CALLS, Cache, Like
 from ckptfused.simulate.devices import Device, device_named
@@ -122,7 +123,7 @@ def seconds(way: str, device: Device, dropout: float = 0.0) -> float:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     elif way != "plain":
         convert(model, way)
-    return predicted(model, {"input_ids": ids, "labels": ids}, None, device).seconds
+    return predicted(model, TrainingStep({"input_ids": ids, "labels": ids}, None, device)).seconds
 
 
 N, D = 2 * T, C // HEADS
