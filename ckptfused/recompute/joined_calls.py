@@ -194,12 +194,17 @@ class _Chain:
             self._needed.update(place for place in step.places if place is not None)
             self._steps.append(step)
             try:
-                with _at_work(unpack._pack, unpack), step.saved_tensor_versions.of_forward(), _first_time():
+                held = step.state.may_fail()
+                with _at_work(unpack._pack, unpack), step.saved_tensor_versions.of_forward(held), _first_time():
                     result = function(*args, **kwargs)
             except NotChainedError:
                 self._steps.pop()
                 raise
-            step.state.settle()
+            can_be_replayed = step.state.settle()
+            step.saved_tensor_versions.settle(can_be_replayed)
+        if not can_be_replayed:  # backward gets what it saved, and the chain ends before it
+            self._steps.pop()
+            return result
         for i, leaf in enumerate(pytree.tree_leaves(result)):
             if isinstance(leaf, Tensor) and is_plain(leaf) and not leaf.is_inference():
                 storage = leaf.untyped_storage()

@@ -171,7 +171,7 @@ def _with_hidden(modules: list[nn.Module], scan: AttributeScan) -> Iterator[nn.M
 
 def _with_open_books(modules: list[nn.Module]) -> list[nn.Module]:
     """Without FSDP1's wrappers, scripted modules, and lazy ones before their first call."""
-    fsdp = "torch.distributed.fsdp" in sys.modules
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     kinds: set[Any] = set(map(type, modules))
     books = {kind: found for kind in kinds if any(found := _books(kind, fsdp))}
     if not books:
@@ -185,7 +185,7 @@ def _with_open_books(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _books(kind: Any, fsdp: bool) -> tuple[bool, bool]:
+def _books(kind: Any, fsdp: type | None) -> tuple[bool, bool]:
     """Whether a class of modules keeps its own books: always, and before the first call."""
-    others = (torch.jit.ScriptModule, *((sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel,) * fsdp))
-    return issubclass(kind, others), issubclass(kind, LazyModuleMixin)
+    theirs = issubclass(kind, (torch.jit.ScriptModule, *filter(None, [fsdp])))
+    return theirs, issubclass(kind, LazyModuleMixin)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from torch import Tensor
 
 from ckptfused.ops.enclosing_checkpoint import forget_past_replays
 from ckptfused.recompute.copy_on_write import version
+
+
+@dataclass(eq=False, slots=True)
+class _Packed:
+    """What autograd holds in the place of a tensor that the forward saved."""
+
+    place: int
+    holder: Any = None
+    """What PyTorch's checkpoint gave for it."""
 
 
 class SavedTensorVersions:
@@ -23,40 +33,47 @@ class SavedTensorVersions:
     def __init__(self) -> None:
         self._saved: dict[int, tuple[int, int | None]] = {}  # by place: identity and version of what a replay saved
         self._held: dict[int, tuple[Tensor, int | None]] = {}  # by place: what the forward saved, and its version
+        self._waiting: list[tuple[Tensor, _Packed, Callable[[Tensor], Any]]] = []
 
     @contextmanager
     def of_forward(self, held: bool = False) -> Iterator[None]:
-        """Around the forward, within the hooks that start its replay. held: `settle` may ask for what it saves."""
+        """Around the forward, within the hooks that start its replay. held: these get what it saves from `settle`."""
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
         places = itertools.count()
 
-        def get(packed: tuple[int, Any]) -> Tensor:
-            place, holder = packed
-            if place in self._held:
-                kept, expected = self._held[place]
+        def get(packed: _Packed) -> Tensor:
+            if packed.place in self._held:
+                kept, expected = self._held[packed.place]
                 _check(kept, expected)
                 return kept
-            t: Tensor = unpack(holder)
-            identity, expected = self._saved.pop(place, (0, None))
+            t: Tensor = unpack(packed.holder)
+            identity, expected = self._saved.pop(packed.place, (0, None))
             if identity == id(t):
                 _check(t, expected)
             return t
 
-        def put(t: Tensor) -> tuple[int, Any]:
-            place = next(places)
+        def put(t: Tensor) -> _Packed:
+            packed = _Packed(next(places))
             if held:
-                self._held[place] = t, version(t)
-            return place, pack(t)
+                self._held[packed.place] = t, version(t)
+                self._waiting.append((t, packed, pack))
+            else:
+                packed.holder = pack(t)
+            return packed
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(put, get):
                 yield
         except BaseException:
             self._held.clear()
+            self._waiting.clear()
             raise
 
     def settle(self, can_be_replayed: bool) -> None:
         """After the forward: lets go of what it saved, or has backward get that, in the place of a replay."""
+        for t, packed, pack in self._waiting if can_be_replayed else ():
+            packed.holder = pack(t)
+        self._waiting.clear()
         saved = {} if can_be_replayed else self._held
         # Without their graphs: PyTorch puts these back, and they would hold what holds them.
         self._held = {place: (t.detach(), expected) for place, (t, expected) in saved.items()}

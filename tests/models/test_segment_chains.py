@@ -252,3 +252,43 @@ def test_compiled_layers_are_each_for_themselves() -> None:
         other(x).pow(3).mean().backward()
     for name, g in gradients(model).items():
         torch.testing.assert_close(g, wanted[name])
+
+
+class Late(nn.Module):
+    """A layer that writes a buffer at each third call, and notes what it computed."""
+
+    def __init__(self, writes: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("count", torch.zeros(1 << 15))
+        self.writes, self.calls = writes, 0
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.linear(x).tanh()
+        self.seen.append(h)
+        if self.writes and self.calls % 3 == 0:
+            self.count.add_(1)
+        return x + (h * (1 + self.count[0])).tanh()
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_buffer_that_is_written_late(place: int) -> None:
+    """Nothing was kept of it: backward gets what the call saved, and the segment ends before and after it."""
+    torch.manual_seed(0)
+    plain: Any = nn.Module()
+    plain.layers = nn.ModuleList(Late(i == place) for i in range(3))
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted, policy=CheckpointPolicy.segments(1))
+    x = torch.randn(4, 16)
+    for _ in range(7):
+        for model in (plain, converted):
+            y = x
+            for layer in model.layers:
+                y = layer(y)
+            y.square().sum().backward()
+    for a, b in zip(plain.parameters(), converted.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    for a, b in zip(plain.layers, converted.layers, strict=True):
+        assert torch.equal(a.count, b.count) and a.calls == b.calls == len(b.seen) == 7

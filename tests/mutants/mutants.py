@@ -113,6 +113,13 @@ MUTANTS = (
         test="tests/models/test_segment_chains.py::test_others_draw_between_layers",
     ),
     Mutant(
+        "a segment that goes on after a call that no replay can make again",
+        file="ckptfused/recompute/joined_calls.py",
+        text="if not can_be_replayed:",
+        defect="if False:",
+        test="tests/models/test_segment_chains.py::test_a_buffer_that_is_written_late[1]",
+    ),
+    Mutant(
         "a segment that is held when its graph is gone",
         file="ckptfused/recompute/joined_calls.py",
         text="self._unpack = weakref.ref(self._first)",

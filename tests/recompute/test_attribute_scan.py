@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
+import textwrap
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -321,3 +323,16 @@ def test_submodules_are_those_of_now() -> None:
     for change in (lambda: None, lambda: root[1].append(nn.Tanh()), lambda: root[1].__setitem__(0, nn.ReLU())):
         change()
         assert below(root) == below(root) == list(root.modules())
+
+
+def test_before_anybody_imported_fsdp() -> None:
+    """A checkpoint looks for modules of FSDP's; it neither needs nor imports them."""
+    code = """
+        import sys, torch, ckptfused
+        for name in [name for name in sys.modules if name.startswith("torch.distributed.fsdp")]:
+            del sys.modules[name]
+        x = torch.ones(2, 4, requires_grad=True)
+        ckptfused.checkpoint(torch.nn.Linear(4, 4), x).sum().backward()
+        assert x.grad is not None and "torch.distributed.fsdp" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
