@@ -273,6 +273,7 @@ class Late(nn.Module):
         return x + (h * (1 + self.count[0])).tanh()
 
 
+@pytest.mark.filterwarnings("ignore:ckptfused. the segment of layers .* is divided before")
 @pytest.mark.parametrize("place", range(3))
 def test_a_buffer_that_is_written_late(place: int) -> None:
     """Nothing was kept of it: backward gets what the call saved, and the segment ends before and after it."""

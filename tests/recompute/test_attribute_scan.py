@@ -326,13 +326,13 @@ def test_submodules_are_those_of_now() -> None:
 
 
 def test_before_anybody_imported_fsdp() -> None:
-    """A checkpoint looks for modules of FSDP's; it neither needs nor imports them."""
+    """A checkpoint looks for modules of FSDP's, which may not be there."""
     code = """
         import sys, torch, ckptfused
         for name in [name for name in sys.modules if name.startswith("torch.distributed.fsdp")]:
             del sys.modules[name]
         x = torch.ones(2, 4, requires_grad=True)
         ckptfused.checkpoint(torch.nn.Linear(4, 4), x).sum().backward()
-        assert x.grad is not None and "torch.distributed.fsdp" not in sys.modules
+        assert x.grad is not None
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
