@@ -44,6 +44,8 @@ class OpenLedger:
     def __init__(self, device: str = "cpu", threads: int | None = None) -> None:
         self.device = device
         self._recorder = _C.OpenLedger(*counted_device(device, threads))
+        self.held: list[Tensor] = []
+        """What stands for memory that the last op held within itself: it ends before the next one, or at a mark."""
 
     def __enter__(self) -> OpenLedger:
         if _open.ledger is not None:
@@ -59,6 +61,11 @@ class OpenLedger:
     def __len__(self) -> int:
         """How many events there have been."""
         return len(self._recorder)
+
+    def mark(self) -> int:
+        """How many events there have been when all ops so far have ended."""
+        self.held.clear()
+        return len(self)
 
     def number_of(self, t: Tensor) -> int | None:
         """By which the events name a tensor's storage; None: it began before, or holds nothing."""

@@ -29,7 +29,8 @@ from ckptfused.simulate.devices import Device
 from ckptfused.simulate.functions import functions_for_meta
 from ckptfused.simulate.meta_copy import copy_to_meta, held, without_data
 from ckptfused.simulate.roofline import Work
-from ckptfused.simulate.values import Known, values_of
+from ckptfused.simulate.values import LARGEST, Known, values_of
+from ckptfused.sizes import size
 from ckptfused.state.snapshot import drawn_alike
 from ckptfused.state.undone import without_trace
 
@@ -56,10 +57,10 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     opaque: dict[int, str] = {}
     while True:
         opened = OpenLedger(device.kind)
-        marks = Marks(model, lambda: len(opened))  # noqa: B023
+        marks = Marks(model, opened.mark)
         try:
             with drawn_alike(model), without_trace(model):
-                trace, half = _record(model, replace(step, optimizer=optimizer), at_once, device, opened, marks)
+                trace, work = _record(model, replace(step, optimizer=optimizer), at_once, device, opened, marks)
             break
         except NoLossError as error:
             if not opaque:
@@ -79,14 +80,12 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
         finally:
             model.zero_grad(set_to_none=True)
     if names := _unknown(batch):
-        notes.append(f"{', '.join(names)} without data: what the model chooses by their values is as if they were not")
-    if recurrent := [name or type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]:
-        notes.append(f"{', '.join(recurrent)}: what oneDNN or cuDNN keeps within a recurrent layer is not counted")
-    if device.kind == "cpu" and any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules()):
-        notes.append(
-            "convolutions: the copies of operands that oneDNN holds within one are not counted; measured peaks were up "
-            "to 23 % higher, so leave a budget that much room"
-        )
+        said = f"{', '.join(names)} without data, or above {LARGEST:,} entries"
+        notes.append(f"{said}: what the model chooses by their values is as if they were not")
+    recurrent = [name or type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]
+    if recurrent and device.kind == "cuda":
+        notes.append(f"{', '.join(recurrent)}: what cuDNN keeps within a recurrent layer is not counted")
+    notes += _measured(work)
     if step.gradient_accumulation_steps > 1 and any(getattr(m, "sparse", False) is True for m in model.modules()):
         notes.append("sparse gradients count as those of one batch: each further batch adds its rows to them")
     return profile_of(
@@ -96,7 +95,7 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
         step,
         notes=tuple(notes),
         time_error=device.time_error,
-        workspace=_workspace(opened, half) if device.kind == "cpu" else 0,
+        workspace=_workspace(opened, work.half_multiplications) if device.kind == "cpu" else 0,
     )
 
 
@@ -116,8 +115,8 @@ def _workspace(opened: OpenLedger, half: int) -> int:
 
 def _record(
     model: nn.Module, step: TrainingStep, at_once: bool, device: Device, opened: OpenLedger, marks: Marks[int]
-) -> tuple[Trace, int]:
-    """The trace of a predicted step, and the multiplications of PyTorch's largest product in half precision.
+) -> tuple[Trace, Work]:
+    """The trace of a predicted step, and what its ops did.
 
     at_once: whether the optimizer's step is one kernel that allocates nothing.
     """
@@ -149,7 +148,19 @@ def _record(
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     changes, found = _places(opened, marks.found)
     trace = Trace(changes, found, received, seconds, marks.names, gradients, weights, state)
-    return trace, work.half_multiplications
+    return trace, work
+
+
+def _measured(work: Work) -> list[str]:
+    """What to say of memory that ops hold within themselves."""
+    notes = []
+    if work.convolution_scratch:
+        held = f"up to {size(work.convolution_scratch)} within one, as measured on this CPU"
+        notes.append(f"convolutions hold {held}")
+    if work.unmeasured:
+        named = ", ".join(sorted(work.unmeasured))
+        notes.append(f"{named}: too large to run alone, so what PyTorch allocates within it is not counted")
+    return notes
 
 
 def _places(opened: OpenLedger, marks: list[tuple[int, Phase]]) -> tuple[list[Change], list[tuple[int, Phase]]]:
@@ -220,15 +231,18 @@ def _is_wrong(error: Exception) -> bool:
 
 
 def _unknown(batch: Batch) -> list[str]:
-    """Masks, positions and the like whose values are not there."""
-    named = batch.items() if isinstance(batch, Mapping) else ()
-    found = [name for name, t in named if isinstance(t, Tensor) and t.is_meta and not t.is_floating_point()]
+    """Masks, positions and the like whose values are not there, or too many to look at."""
+    named = ((name, t) for name, t in batch.items() if isinstance(t, Tensor)) if isinstance(batch, Mapping) else ()
+    found = [name for name, t in named if not t.is_floating_point() and (t.is_meta or t.numel() > LARGEST)]
     return [name for name in found if name not in ("input_ids", "labels")]
 
 
 def _hint(batch: Batch, error: Exception) -> str:
     """What to do where a model asks for values that the batch could have given."""
-    if "meta" not in str(error) or not any(isinstance(t, Tensor) and t.is_meta for t in tree_leaves(batch)):
+    tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    if "meta" in str(error) and any(t.numel() > LARGEST for t in tensors):
+        return f". It looks at values, which are not read of more than {LARGEST:,} entries: predict fewer sequences"
+    if "meta" not in str(error) or not any(t.is_meta for t in tensors):
         return ""
     names = ", ".join(_unknown(batch)) or "the batch"
     return f". It looks at values: give {names} with data, on the CPU, say; the model may stay on the meta device"

@@ -7,20 +7,19 @@ it. Both are rates that are measured, of memory and of a small model.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ckptfused._extension import _C
 from ckptfused.cost.work import accumulation_type
+from ckptfused.simulate.alone import Call
+from ckptfused.simulate.scratch import Scratch
 
 _ATEN: Any = torch.ops.aten
 _OPS: Any = torch.ops.ckptfused
@@ -38,6 +37,9 @@ class CpuTimings:
         self.threads = threads
         self.cache = _cache_size("SC_LEVEL3_CACHE_SIZE", 32 << 20)
         """Bytes of the largest."""
+        self.scratch = Scratch()
+        self.recurrent: dict[Hashable, Any] = {}
+        """What recurrent layers hold, by kind of call."""
         self._known: dict[Hashable, float | None] = {}
         self._others = torch.ones(2 * threads * _cache_size("SC_LEVEL2_CACHE_SIZE", 1 << 20) // 4)
         """What other ops leave in the caches of single cores."""
@@ -47,37 +49,21 @@ class CpuTimings:
         """Seconds to call an op: from modules, with a graph; and from autograd or a loop, without."""
 
     def seconds(self, function: Callable[..., Any], args: Any, kwargs: Any = None) -> float | None:
-        """Seconds of one call. Its kind are shapes, strides and types of tensors, and other arguments but floats. None:
-        it cannot be run alone."""
-        leaves, structure = tree_flatten((args, kwargs or {}))
-        key = (function, str(structure), tuple(map(_kind, leaves)))
-        if key not in self._known:
-            # In a thread of its own, where no ledger, mode or autocast of the caller's is at work.
-            thread = threading.Thread(target=self._run, args=(key, function, leaves, structure))
-            thread.start()
-            thread.join()
-        return self._known[key]
+        """Seconds of one call; None: it cannot be run alone."""
+        call = Call(function, args, kwargs)
+        if call.kind not in self._known:
+            self._known[call.kind] = self._timed(call)
+        return self._known[call.kind]
 
-    def _run(self, key: Hashable, function: Callable[..., Any], leaves: list[Any], structure: Any) -> None:
-        self._known[key] = None
-        likes = {
-            id(leaf): Like.of(leaf) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-            if isinstance(leaf, Tensor | Like)
-        }
+    def _timed(self, call: Call) -> float | None:
         times = []
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            try:
-                made = {key: _made(like) for key, like in likes.items()}
-                args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
-                for _ in range(1 + CALLS):
-                    self._others.sum()  # not written: a checkpoint may watch what its function writes
-                    begin = time.perf_counter()
-                    function(*args, **kwargs)
-                    times.append(time.perf_counter() - begin)
-            except Exception:  # of whatever an op has against such arguments
-                return
-        self._known[key] = min(times[1:])
+
+        def observed(function: Callable[[], Any]) -> None:
+            for _ in range(1 + CALLS):
+                self._others.sum()  # not written: a checkpoint may watch what its function writes
+                times.append(_taken(function))
+
+        return min(times[1:]) if call.run(observed) else None
 
     def _memory(self) -> float:
         """Seconds a byte of an op in place on what is far larger than the cache, less its time within the cache."""
@@ -145,26 +131,6 @@ class Cache:
         return missed if sum(used.values()) <= self._size else 0
 
 
-@dataclass(frozen=True)
-class Like:
-    """A tensor that is not there."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, t: Tensor) -> Like:
-        return cls(tuple(t.shape), tuple(t.stride()), t.dtype)
-
-    @classmethod
-    def matrix(cls, rows: int, columns: int, dtype: torch.dtype) -> Like:
-        return cls((rows, columns), (columns, 1), dtype)
-
-    def t(self) -> Like:
-        return Like(self.shape[::-1], self.strides[::-1], self.dtype)
-
-
 def product(a: Tensor, b: Tensor) -> Tensor:
     """A block's, which is not by PyTorch's library everywhere."""
     out = a.new_empty(a.size(0), b.size(1))
@@ -209,21 +175,6 @@ def block_attention_backward(q: Tensor, k: Tensor, causal: bool, window: int, ca
 def _how(causal: bool, window: int, capped: bool, drops: bool) -> tuple[Any, ...]:
     state = torch.zeros(2, dtype=torch.int64) if drops else None
     return None, None, None, state, "none", "none", 1.0, causal, window, 30.0 * capped, 0.1 * drops
-
-
-def _kind(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return Like.of(value) if value.layout == torch.strided else value.layout
-    return float if isinstance(value, float) else value if isinstance(value, Like) else repr(value)
-
-
-def _made(like: Like) -> Tensor:
-    """On the CPU. Integers are 0, which is an index of anything."""
-    entries = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.strides, strict=True))
-    value = 1 if like.dtype.is_floating_point or like.dtype == torch.bool else 0
-    return torch.full((0 if 0 in like.shape else entries,), value, dtype=like.dtype).as_strided(
-        like.shape, like.strides
-    )
 
 
 def _cache_size(name: str, otherwise: int) -> int:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ckptfused.simulate.alone import Like
 from ckptfused.simulate.cards import CARDS, GIB, Card, device_name
-from ckptfused.simulate.cpu_timings import LARGEST, LONGEST, CpuTimings, Like, product
+from ckptfused.simulate.cpu_timings import LARGEST, LONGEST, CpuTimings, product
 from ckptfused.state.generators import undrawn
 
 PRODUCT_SHARE, COPY_SHARE = 790 / 989, 4.3 / 4.8

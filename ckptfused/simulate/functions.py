@@ -17,6 +17,8 @@ from ckptfused.compat.patches import here, instead, patched
 from ckptfused.cost.attention import attention_cost
 from ckptfused.modules import rotary
 from ckptfused.simulate.autocast_kernels import Casts
+from ckptfused.simulate.recurrent import OPS as RECURRENT
+from ckptfused.simulate.recurrent import recurrent
 from ckptfused.simulate.roofline import Work
 from ckptfused.simulate.stand_ins import flash_attention, grouped_mm
 from ckptfused.spec import AttentionSpec
@@ -43,6 +45,8 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
     kernels = casts.kernels()
     kernels["aten::scaled_dot_product_attention"] = casts.lower(partial(_attention, device, work))
     kernels["aten::_grouped_mm"] = partial(_grouped, work)
+    if device == "cpu":
+        kernels |= {f"aten::{name}": partial(recurrent, name, work) for name in RECURRENT}
     masking: Any = sys.modules.get("transformers.masking_utils")
     with contextlib.ExitStack() as stack:
         stack.enter_context(casts.functions())

@@ -24,9 +24,9 @@ from ckptfused.cost import OpenLedger
 from ckptfused.cost.seconds import TYPES, ledger_seconds
 from ckptfused.cost.work import AttentionWork
 from ckptfused.ops.fake import gets_own_memory
+from ckptfused.simulate.alone import Like
 from ckptfused.simulate.cpu_timings import (
     Cache,
-    Like,
     attention_backward,
     attention_forward,
     block_attention_backward,
@@ -35,6 +35,7 @@ from ckptfused.simulate.cpu_timings import (
 )
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.meta_kernels import without_kernel
+from ckptfused.simulate.scratch import LARGEST
 from ckptfused.spec import AttentionSpec, parse
 
 aten = torch.ops.aten
@@ -49,6 +50,7 @@ _DENSE = {aten.mm, aten.addmm}
 """These copy an operand that is expanded, as the gradient of a sum is, for as long as they run; not what is added."""
 _CONTIGUOUS = {aten.native_layer_norm, aten.native_layer_norm_backward, aten.embedding_dense_backward}
 """These copy an operand that is not contiguous."""
+CONVOLUTIONS = {aten.convolution, aten.convolution_backward}
 _FUNCTIONS = {
     *(aten.exp, aten.log, aten.tanh, aten.erf, aten.sigmoid, aten.silu, aten.gelu, aten.pow, aten.cos, aten.sin),
     *(aten._softmax, aten._log_softmax, aten.silu_backward, aten.gelu_backward, aten._log_softmax_backward_data),
@@ -62,11 +64,13 @@ class Work(TorchDispatchMode):
         super().__init__()
         self._device = device
         self._opened = opened
-        self._spend = spend
-        self._copies: list[Tensor] = []
-        """Copies that the last op made; an open ledger leaves out what an op frees within itself."""
-        self._machine = device.machine
+        self.spend = spend
+        self.machine = device.machine
         self._cache = None if device.machine is None else Cache(device.machine.cache)
+        self.convolution_scratch = 0
+        """Bytes that a convolution was measured to hold within itself, the most of all."""
+        self.unmeasured: set[str] = set()
+        """Ops that are too large to run alone, and may hold something."""
         self.half_multiplications = 0
         """Multiplications of PyTorch's largest product in half precision."""
 
@@ -76,20 +80,37 @@ class Work(TorchDispatchMode):
         begin = len(self._opened) if own else 0
         for t in written(func, args, kwargs):
             gets_own_memory(t)
-        self._copies = []
-        if func.overloadpacket in _DENSE | _CONTIGUOUS:
-            operands = filter(_is_meta, args[func.overloadpacket is aten.addmm :])
-            is_copied = _is_expanded if func.overloadpacket in _DENSE else _is_strewn
-            self._copies = [t.new_empty(t.shape) for t in operands if is_copied(t)]
-        out = without_kernel(func, self._copies)(*args, **kwargs)
+        self._opened.held.clear()
+        out = without_kernel(func, self._opened.held)(*args, **kwargs)
+        if not own:
+            self._opened.held += self._within(func, args, kwargs, out)
         if own:
             seconds = self._of_ledger(begin, args)
         else:
             seconds = self._rated(func, args, kwargs, out)
             if func.namespace == "aten":
                 seconds = self._device.alone(seconds, func, args, kwargs, _bytes((args, kwargs, out)))
-        self._spend(seconds + self._waits((args, kwargs), out))
+        self.spend(seconds + self._waits((args, kwargs), out))
         return out
+
+    def _within(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[Tensor]:
+        """What stands for memory that an op of PyTorch's holds beside its results until it ends."""
+        packet = func.overloadpacket
+        given = [t for t in tree_leaves((args, kwargs)) if _is_meta(t)]
+        if not given or packet in _FREE or _is_view(func):
+            return []
+        if self.machine is not None and func.namespace == "aten":
+            measured = self.machine.scratch.of(func, args, kwargs, out)
+            if measured is not None:
+                if packet in CONVOLUTIONS:
+                    self.convolution_scratch = max(self.convolution_scratch, measured)
+                return [given[0].new_empty(measured, dtype=torch.uint8)] if measured else []
+            is_known = packet in flop_registry or torch.Tag.pointwise in func.tags
+            if not is_known and _bytes((args, kwargs, out)) > LARGEST:
+                self.unmeasured.add(str(packet))
+        if packet in _DENSE:
+            return [t.new_empty(t.shape) for t in args[packet is aten.addmm :] if _is_meta(t) and _is_expanded(t)]
+        return [t.new_empty(t.shape) for t in args if _is_meta(t) and _is_strewn(t)] if packet in _CONTIGUOUS else []
 
     def attention(self, causal: bool) -> Callable[[float, Tensor, Tensor], None]:
         """What is told of attention, of q and k, that is not an op of its own."""
@@ -98,7 +119,7 @@ class Work(TorchDispatchMode):
             flops = share * 4 * prod(q.shape) * k.size(-2) * (0.5 if causal else 1.0)
             rated = flops / self._device.attention_rate(q.dtype) + self._device.launch
             run = attention_forward if share == 1.0 else attention_backward
-            self._spend(self._device.alone(rated, run, (Like.of(q), Like.of(k), causal)) + self._waits((q, k), ()))
+            self.spend(self._device.alone(rated, run, (Like.of(q), Like.of(k), causal)) + self._waits((q, k), ()))
 
         return noted
 
@@ -108,18 +129,18 @@ class Work(TorchDispatchMode):
         each = -(-rows.size(0) // groups)
         rated = self._device.product_rated(each, columns, depth, rows.dtype, groups)
         alone = self._device.alone(rated, grouped_products, (Like.of(rows), Like.of(weights)))
-        self._spend(share * alone + self._waits((rows, weights), ()))
+        self.spend(share * alone + self._waits((rows, weights), ()))
 
     def _waits(self, given: Any, made: Any) -> float:
         """Seconds that the host waits beside the op itself."""
-        if self._machine is None or self._cache is None:
+        if self.machine is None or self._cache is None:
             return 0.0
         read, written = (
             {self._storage(t): min(t.nbytes, t.untyped_storage().nbytes()) for t in tree_leaves(x) if _is_meta(t)}
             for x in (given, made)
         )
-        called = self._machine.calls[0 if torch.is_grad_enabled() else 1]
-        return self._cache.missed(read, written) / self._machine.memory + called
+        called = self.machine.calls[0 if torch.is_grad_enabled() else 1]
+        return self._cache.missed(read, written) / self.machine.memory + called
 
     def _storage(self, t: Tensor) -> Any:
         number = self._opened.number_of(t)

@@ -21,6 +21,9 @@ from ckptfused.simulate.roofline import written
 MOST = 1 << 18
 """Entries of a tensor whose values are kept, or as many as the largest mask or positions of the batch have: what holds
 no fractions, or is square."""
+LARGEST = 1 << 24
+"""Entries of a tensor of the batch above which it is as one without values: ops on them would take longer than all
+else."""
 aten = torch.ops.aten
 _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 """These take booleans, whose number of results depends on values, beside tensors that need not be known."""
@@ -44,7 +47,7 @@ class Known(TorchDispatchMode):
         self._spoiled: list[torch.UntypedStorage] = []
         pairs = list(pairs)
         masks = (t for _, t in pairs if not t.is_floating_point() or (t.dim() > 1 and t.size(-1) == t.size(-2)))
-        self._most = max([MOST, *(t.numel() for t in masks)])
+        self._most = max([MOST, *(t.numel() for t in masks if t.numel() <= LARGEST)])
         for meta_copy, value in pairs:
             self._given[meta_copy] = True
             if meta_copy.is_meta and self._is_small(value):

@@ -832,10 +832,24 @@ MUTANTS = (
     ),
     Mutant(
         "an op that is timed where a ledger is open, in which it counts itself and does not run",
-        file="ckptfused/simulate/cpu_timings.py",
-        text="            thread.start()\n            thread.join()\n",
-        defect="            thread.run()\n",
+        file="ckptfused/simulate/alone.py",
+        text="        thread.start()\n        thread.join()\n",
+        defect="        thread.run()\n",
         test="tests/simulate/test_cpu_timings.py::test_no_ledger_sees_an_op_that_runs_alone",
+    ),
+    Mutant(
+        "convolutions whose reordered operands are in no budget",
+        file="ckptfused/simulate/roofline.py",
+        text="                return [given[0].new_empty(measured, dtype=torch.uint8)] if measured else []\n",
+        defect="                return []\n",
+        test="tests/simulate/test_scratch.py::test_no_step_needs_more_than_was_predicted[unet-None]",
+    ),
+    Mutant(
+        "a recurrent layer whose workspace is gone when its forward ends",
+        file="ckptfused/simulate/recurrent.py",
+        text="ctx.save_for_backward(*given, kept, ",
+        defect="ctx.save_for_backward(*given, None, ",
+        test="tests/simulate/test_scratch.py::test_no_step_needs_more_than_was_predicted[lstm-None]",
     ),
     Mutant(
         "threads that overlap, of which the one that ends first takes the other's stand-in away",

@@ -126,7 +126,7 @@ def test_as_measured(name: str, way: str) -> None:
     """float16, for which PyTorch's products on the CPU hold nothing within themselves; bfloat16 saves the same."""
     model, batch = made(name, way)
     found, measured = (profile(model, batch, torch.optim.AdamW, device, torch.float16) for device in ("cpu", None))
-    assert all(note.startswith("convolutions: ") for note in found.notes)
+    assert all(note.startswith("convolutions hold ") for note in found.notes)
     assert found.autocast == measured.autocast == "float16"
     assert found.saved == pytest.approx(measured.saved, rel=0.003)
     assert found.peak == pytest.approx(measured.peak, rel=0.03)  # what other ops allocate within themselves

@@ -16,7 +16,8 @@ from ckptfused import convert, cost
 from ckptfused.profiler.predict import predicted
 from ckptfused.profiler.step import TrainingStep
 from ckptfused.simulate import cpu_timings
-from ckptfused.simulate.cpu_timings import CALLS, Cache, Like
+from ckptfused.simulate.alone import Like
+from ckptfused.simulate.cpu_timings import CALLS, Cache
 from ckptfused.simulate.devices import Device, device_named
 
 pytestmark = [

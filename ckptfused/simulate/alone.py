@@ -1,0 +1,78 @@
+"""Ops of PyTorch's that run alone on the CPU at hand, on tensors like those that a prediction has without data."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor that is not there."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, t: Tensor) -> Like:
+        return cls(tuple(t.shape), tuple(t.stride()), t.dtype)
+
+    @classmethod
+    def matrix(cls, rows: int, columns: int, dtype: torch.dtype) -> Like:
+        return cls((rows, columns), (columns, 1), dtype)
+
+    def t(self) -> Like:
+        return Like(self.shape[::-1], self.strides[::-1], self.dtype)
+
+    def made(self) -> Tensor:
+        """One on the CPU. Integers are 0, which is an index of anything."""
+        value = 1 if self.dtype.is_floating_point or self.dtype == torch.bool else 0
+        one_each = [1 if stride == 0 else size for size, stride in zip(self.shape, self.strides, strict=True)]
+        made = torch.empty_strided(one_each, self.strides, dtype=self.dtype).fill_(value)
+        return made if made.shape == self.shape else made.expand(self.shape)
+
+
+class Call:
+    """A call of an op. Its kind are shapes, strides and types of tensors, and other arguments but floats."""
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any = None) -> None:
+        self._function = function
+        self._leaves, self._structure = tree_flatten((args, kwargs or {}))
+        self.kind: Hashable = (function, str(self._structure), tuple(map(_kind, self._leaves)))
+
+    def run(self, observe: Callable[[Callable[[], Any]], None]) -> bool:
+        """Has the op observed, in a thread of its own, where no ledger, mode or autocast of the caller's is at work;
+        whether it took its arguments."""
+        raised: list[Exception] = []
+        thread = threading.Thread(target=self._run, args=(observe, raised))
+        thread.start()
+        thread.join()
+        return not raised
+
+    def _run(self, observe: Callable[[Callable[[], Any]], None], raised: list[Exception]) -> None:
+        leaves = self._leaves
+        likes = {
+            id(leaf): Like.of(leaf) if isinstance(leaf, Tensor) else leaf
+            for leaf in leaves
+            if isinstance(leaf, Tensor | Like)
+        }
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            try:
+                made = {key: like.made() for key, like in likes.items()}
+                args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], self._structure)
+                observe(lambda: self._function(*args, **kwargs))
+            except Exception as error:  # of whatever an op has against such arguments
+                raised.append(error)
+
+
+def _kind(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return Like.of(value) if value.layout == torch.strided else value.layout
+    return float if isinstance(value, float) else value if isinstance(value, Like) else repr(value)

@@ -1,0 +1,139 @@
+"""Recurrent layers (`nn.LSTM`, `nn.GRU`) on the CPU at hand: what one holds is measured, where it runs alone.
+
+oneDNN's recurrent layers keep a workspace of their own for backward, which tensors without data do not show: a layer on
+the meta device is made of single products instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ckptfused.compat.allocations import allocations
+from ckptfused.compat.kernels import operation
+from ckptfused.simulate.alone import Call
+from ckptfused.simulate.roofline import Work
+from ckptfused.simulate.scratch import LARGEST, MOST_FLOPS
+
+OPS = ("lstm.input", "gru.input")
+"""Each takes input, initial states, parameters, whether they have biases, the number of layers, the probability of
+dropout, and whether it trains, goes both ways and has its batch first."""
+
+
+class Measured(NamedTuple):
+    """Bytes and seconds of one call."""
+
+    kept: int
+    """From forward to backward, beside operands and results."""
+    keeps_output: bool
+    """Whether it needs its first result in backward."""
+    forward_scratch: int
+    """Beside the results."""
+    backward_scratch: int
+    """Beside the gradients."""
+    seconds: tuple[float, float]
+    """Of forward and backward."""
+    types: tuple[torch.dtype, ...]
+    """The results'."""
+
+    def times(self, parts: int) -> Measured:
+        """That of so many such calls at once."""
+        names = ("kept", "forward_scratch", "backward_scratch")
+        sizes: dict[str, Any] = {name: parts * getattr(self, name) for name in names}
+        return self._replace(**sizes, seconds=(parts * self.seconds[0], parts * self.seconds[1]))
+
+
+class _Recurrent(torch.autograd.Function):
+    """A layer as it was measured. shapes: the results', as they are in memory, without a batch that comes first."""
+
+    @staticmethod
+    def forward(ctx: Any, measured: Measured, spend: Callable[[float], None], shapes: Any, *given: Tensor) -> Any:
+        x = given[0]
+        made = tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, measured.types, strict=True))
+        kept = x.new_empty(measured.kept, dtype=torch.uint8)
+        x.new_empty(measured.forward_scratch, dtype=torch.uint8)
+        ctx.save_for_backward(*given, kept, made[0] if measured.keeps_output else None)
+        ctx.measured, ctx.spend = measured, spend
+        spend(measured.seconds[0])
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        *given, _, _ = ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
+        made = [torch.empty_like(t) if need else None for t, need in zip(given, needed, strict=True)]
+        given[0].new_empty(ctx.measured.backward_scratch, dtype=torch.uint8)
+        ctx.spend(ctx.measured.seconds[1])
+        return (None, None, None, *made)
+
+
+def recurrent(name: str, work: Work, below: Callable[..., Any], *args: Any) -> Any:
+    """A kernel for the op of `OPS` of this name, which is given tensors without data."""
+    x, batch_first = args[0], args[8]
+    given = tree_leaves(args[:3])
+    if not x.is_meta or work.machine is None:
+        return below(*args)
+    measured = _measured(name, work.machine.recurrent, args)
+    if measured is None:
+        work.unmeasured.add(f"aten.{name.partition('.')[0]}")
+        return below(*args)
+    steps, batch = (x.size(1), x.size(0)) if batch_first else x.shape[:2]
+    states = given[1 : 2 + (len(measured.types) == 3)]
+    shapes = ((steps, batch, (2 if args[7] else 1) * states[0].size(-1)), *(state.shape for state in states))
+    out, *last = _Recurrent.apply(measured, work.spend, shapes, *given)
+    return (out.transpose(0, 1) if batch_first else out, *last)
+
+
+def _measured(name: str, known: dict[Hashable, Measured | None], args: Any) -> Measured | None:
+    """Of too large a batch a part is measured."""
+    x, states, parameters, batch_first = args[0], args[1], args[2], args[8]
+    lower = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    needs = tuple(t.requires_grad and torch.is_grad_enabled() for t in tree_leaves(args[:3]))
+    steps, batch = (x.size(1), x.size(0)) if batch_first else x.shape[:2]
+    weights = sum(t.numel() for t in parameters)
+    over = max(6.0 * steps * batch * weights / MOST_FLOPS, 16 * steps * batch * (weights // 8) ** 0.5 / LARGEST)
+    each = max(1, int(batch / max(1.0, over)))
+    part = x.narrow(0 if batch_first else 1, 0, each)
+    cut = tree_map(lambda state: state.narrow(1, 0, each), states)
+    call = Call(_run, (name, needs, lower, part, cut, *args[2:]))
+    if call.kind not in known:
+        found: list[Measured] = []
+        ran = call.run(lambda function: found.extend((function(), function())))
+        known[call.kind] = found[-1] if ran else None
+    measured = known[call.kind]
+    return measured and measured.times(-(-batch // each))
+
+
+def _run(name: str, needs: tuple[bool, ...], lower: torch.dtype | None, *args: Any) -> Measured:
+    for t, need in zip(tree_leaves(args[:3]), needs, strict=True):
+        t.requires_grad_(need)
+    trained = [t for t in tree_leaves(args[:3]) if t.requires_grad]
+    op = operation(f"aten::{name}")
+    begin = time.perf_counter()
+    with torch.set_grad_enabled(bool(trained)), torch.autocast("cpu", lower, enabled=lower is not None):
+        results, forward = allocations(lambda: op(*args))
+    seconds = time.perf_counter() - begin
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in results}
+    kept, most = max(0, sum(forward) - sum(sizes.values())), max(accumulate(forward, initial=0))
+    found = Measured(kept, False, most - sum(forward), 0, (seconds, 0.0), tuple(t.dtype for t in results))
+    if not trained:
+        return found
+    gradient, edge = torch.ones(results[0].shape, dtype=results[0].dtype), get_gradient_edge(results[0])
+    results = [*results]
+    _, released = allocations(results.clear)
+    begin = time.perf_counter()
+    gradients, backward = allocations(lambda: torch.autograd.grad(edge, trained, gradient, allow_unused=True))
+    seconds = time.perf_counter() - begin
+    most = max(accumulate(backward, initial=0)) - sum(t.nbytes for t in gradients if t is not None)
+    return found._replace(
+        keeps_output=-sum(released) < sum(sizes.values()),
+        backward_scratch=max(0, most),
+        seconds=(found.seconds[0], seconds),
+    )
