@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.baselines import HuggingFaceBlock
 from benchmarks.cases import LLAMA_3_8B, Case
 from benchmarks.gpu.timing import Goal, Times
+from benchmarks.meta_seconds import step_seconds
 from benchmarks.tables import table
 from ckptfused import FusedCheckpointBlock, cost
 from ckptfused.cli.models import PlainBlock
 from ckptfused.simulate.devices import DEVICES, Device
-from ckptfused.simulate.seconds import step_seconds
 from ckptfused.spec import KEEP_PRESETS, param_shapes
 
 # Time of the first over that of the second: the limit, and whether it is to be reached from above.

@@ -1,9 +1,11 @@
-"""What is said where no plan fits."""
+"""The budget of a plan, and what is said where none fits into it."""
 
 from __future__ import annotations
 
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.planner.costs import Costs
+from ckptfused.simulate.cards import usable
+from ckptfused.simulate.devices import Device
 from ckptfused.sizes import size
 
 
@@ -17,6 +19,20 @@ class BudgetError(ValueError):
 
     def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int]]:  # to other ranks
         return type(self), (str(self), self.least)
+
+
+def within(budget: int | None, device: Device) -> tuple[int, tuple[str, ...]]:
+    """The budget, and what there is to say of it and the device's memory."""
+    has = f"the {size(device.memory)} that one {device.name} has"
+    if budget is None:
+        if not device.memory:
+            raise ValueError(
+                f'budget: expected bytes, "8GiB" say, for {device.name}, whose memory is not known, got None'
+            )
+        budget = usable(device.memory)
+        left = f"{size(device.memory - budget)} for the CUDA context, workspaces of libraries and fragmentation"
+        return budget, (f"the budget is {has}, less {left}",)
+    return budget, (f"the budget is above {has}",) if 0 < device.memory < budget else ()
 
 
 def not_enough(

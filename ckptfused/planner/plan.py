@@ -15,7 +15,7 @@ from ckptfused.models.install import apply
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.models.report import Report
 from ckptfused.planner import frontier
-from ckptfused.planner.budget import BudgetError, not_enough
+from ckptfused.planner.budget import BudgetError, not_enough, within
 from ckptfused.planner.costs import Costs, costs
 from ckptfused.planner.policy_steps import Steps
 from ckptfused.planner.segments import Divided
@@ -25,8 +25,7 @@ from ckptfused.profiler.predict import simulated
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, MakeOptimizer, TrainingStep, check_model, has_vocabulary
 from ckptfused.simulate.autocast import Autocast, autocast_type
-from ckptfused.simulate.cards import usable
-from ckptfused.simulate.devices import NAMES, Device, device_named
+from ckptfused.simulate.devices import NAMES, device_named
 from ckptfused.sizes import counted, parse_bytes, size
 
 NEVER = 1 << 62
@@ -103,7 +102,7 @@ def plan(
 
     Steps are predicted on the meta device (`profile`), in which each layer of a kind has each of its modes once: what
     it keeps, the scratch of its FFN, its input offloaded, itself as it was; and the loss in each of its. The best of
-    all combinations is found exactly (`policy.chain`), and its whole step predicted: where that is not what was
+    all combinations is found exactly (`planner.frontier`), and its whole step predicted: where that is not what was
     counted, others are. If none fits, layers are joined to segments.
 
     model: on any device, meta too; as it is if it trains, else as if it did. It is left as it was; what an earlier
@@ -124,7 +123,7 @@ def plan(
     target = device_named(_device_of(model) if device is None else device)
     lower = autocast_type(autocast, target.kind)
     step = TrainingStep(batch, optimizer, target, lower, gradient_accumulation_steps, shards)
-    limit, notes = _limit(limit, target)
+    limit, notes = within(limit, target)
     with simulated(model, step) as (meta_copy, on_meta):
         if not meta_copy.training:
             meta_copy.train()
@@ -132,20 +131,6 @@ def plan(
         found = _Planner(steps, whole := costs(steps), sharded(whole, meta_copy, shards)).within(limit)
         notes += () if optimizer is not None else (_no_optimizer(meta_copy, shards),)
     return replace(found, notes=(*found.notes, *notes))
-
-
-def _limit(budget: int | None, device: Device) -> tuple[int, tuple[str, ...]]:
-    """The budget, and what there is to say of it and the device's memory."""
-    has = f"the {size(device.memory)} that one {device.name} has"
-    if budget is None:
-        if not device.memory:
-            raise ValueError(
-                f'budget: expected bytes, "8GiB" say, for {device.name}, whose memory is not known, got None'
-            )
-        budget = usable(device.memory)
-        left = f"{size(device.memory - budget)} for the CUDA context, workspaces of libraries and fragmentation"
-        return budget, (f"the budget is {has}, less {left}",)
-    return budget, (f"the budget is above {has}",) if 0 < device.memory < budget else ()
 
 
 def _no_optimizer(model: nn.Module, shards: int) -> str:

@@ -28,7 +28,7 @@ from ckptfused.simulate.autocast import outside
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.functions import functions_for_meta
 from ckptfused.simulate.meta_copy import copy_to_meta, held, without_data
-from ckptfused.simulate.roofline import Work
+from ckptfused.simulate.roofline import TooLargeError, Work
 from ckptfused.simulate.values import LARGEST, Known, values_of
 from ckptfused.sizes import size
 from ckptfused.state.snapshot import drawn_alike
@@ -66,6 +66,8 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
             if not opaque:
                 raise
             raise ValueError(f"model: expected one that runs on the meta device, got {'; '.join(notes)}") from error
+        except TooLargeError:
+            raise
         except Exception as error:
             if marks.failed is None or marks.failed in opaque or _is_wrong(error):
                 expected = "takes this batch" if _is_wrong(error) else "runs on the meta device"

@@ -10,6 +10,7 @@ attention of a block of ckptfused's; beside that what it waits for operands, and
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any
@@ -36,6 +37,7 @@ from ckptfused.simulate.cpu_timings import (
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.meta_kernels import without_kernel
 from ckptfused.simulate.scratch import LARGEST
+from ckptfused.sizes import size
 from ckptfused.spec import AttentionSpec, parse
 
 aten = torch.ops.aten
@@ -57,6 +59,14 @@ _FUNCTIONS = {
 }
 
 
+MOST_PIECES = 100_000
+"""Tiles of FFNs and chunks of losses in one step, about, above which they are not counted one by one."""
+
+
+class TooLargeError(ValueError):
+    """A batch that no step takes."""
+
+
 class Work(TorchDispatchMode):
     """While it is active, `spend` is told the seconds of each op."""
 
@@ -67,6 +77,7 @@ class Work(TorchDispatchMode):
         self.spend = spend
         self.machine = device.machine
         self._cache = None if device.machine is None else Cache(device.machine.cache)
+        self._pieces = 0.0
         self.convolution_scratch = 0
         """Bytes that a convolution was measured to hold within itself, the most of all."""
         self.unmeasured: set[str] = set()
@@ -78,6 +89,8 @@ class Work(TorchDispatchMode):
         kwargs = kwargs or {}
         own = func.namespace == "ckptfused"
         begin = len(self._opened) if own else 0
+        if own:
+            self._check_pieces(args)
         for t in written(func, args, kwargs):
             gets_own_memory(t)
         self._opened.held.clear()
@@ -92,6 +105,22 @@ class Work(TorchDispatchMode):
                 seconds = self._device.alone(seconds, func, args, kwargs, _bytes((args, kwargs, out)))
         self.spend(seconds + self._waits((args, kwargs), out))
         return out
+
+    def _check_pieces(self, args: Any) -> None:
+        """**Raises** `TooLargeError` where one of ckptfused's ops, and those before it, would run in too many."""
+        tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        if not tensors or tensors[0].dim() < 2:
+            return
+        rows = tensors[0].numel() // max(1, tensors[0].size(-1))
+        widest = max((max(t.shape) for t in tensors[1:] if t.dim() == 2 and t.is_floating_point()), default=0)
+        limits = [re.search(r"\bscratch=(\d+)", text) for text in args if isinstance(text, str)]
+        limit = next((int(found[1]) for found in limits if found), 0) or 1 << 30
+        self._pieces += rows * widest * tensors[0].itemsize / limit
+        if self._pieces > MOST_PIECES:
+            raise TooLargeError(
+                f"batch: expected one whose layers and loss run in at most {MOST_PIECES:,} pieces of {size(limit)}, "
+                f"got {rows:,} tokens: predict fewer"
+            )
 
     def _within(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[Tensor]:
         """What stands for memory that an op of PyTorch's holds beside its results until it ends."""

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.meta_seconds import step_seconds
 from ckptfused import FusedCheckpointBlock, cost
 from ckptfused.simulate.devices import DEVICES, Device
-from ckptfused.simulate.seconds import step_seconds
 from ckptfused.spec import BlockSpec, FFNSpec, param_shapes
 
 N, C, F = 2 * 8192, 4096, 14336

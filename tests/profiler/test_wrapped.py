@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptfused
 from ckptfused import plan, profile
+from ckptfused.compat.allocations import allocations
 from ckptfused.profiler.allocator import CPUAllocator
 from ckptfused.simulate import values
 from tests.profiler.test_predicted import llama, tokens
@@ -169,6 +170,19 @@ def test_a_recurrent_layer_is_named() -> None:
 
     (note,) = profile(nn.Sequential(nn.Linear(8, 8), Last(8, 8)), torch.randn(3, 2, 8), device="h200").notes
     assert note.startswith("1: what cuDNN keeps")
+
+
+def test_an_absurd_batch_is_answered_by_its_shapes() -> None:
+    """No tensor as large is copied or compared; where layers and loss would run in millions of pieces, one sentence."""
+    model, ids = llama(), torch.zeros(1, dtype=torch.int64).expand(100_000, 8192)
+    found, changes = allocations(lambda: profile(model, {"input_ids": ids, "labels": ids}, device="h200"))
+    assert found.peak > 8 * ids.numel() and max(accumulate(changes)) < 1 << 26
+    masked = {"input_ids": ids, "labels": ids, "attention_mask": ids}
+    with pytest.raises(ValueError, match="not read of more than 16,777,216 entries: predict fewer"):
+        profile(model, masked, device="h200")
+    ckptfused.convert(model, scratch=1 << 20)
+    with pytest.raises(ValueError, match="at most 100,000 pieces of 1.00 MiB, got 819,200,000 tokens: predict fewer"):
+        profile(model, {"input_ids": ids, "labels": ids}, device="h200")
 
 
 def test_gradients_that_are_sparse(capfd: pytest.CaptureFixture[str]) -> None:
