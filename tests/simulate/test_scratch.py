@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.profiled_models import ResNet18
 from ckptfused import convert, plan, profile, revert
 from ckptfused.simulate import scratch
 from ckptfused.simulate.scratch import Scratch
@@ -48,6 +47,20 @@ class ConvNeXtLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
         return x + self.down(F.gelu(self.up(y))).permute(0, 3, 1, 2)
+
+
+class Residual(nn.Module):
+    """ResNet's block, which halves the picture."""
+
+    def __init__(self, into: int, out: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(into, out, 3, 2, 1, bias=False), nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.norm1, self.norm2, self.relu = nn.BatchNorm2d(out), nn.BatchNorm2d(out), nn.ReLU(inplace=True)
+        self.down = nn.Conv2d(into, out, 1, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.relu(self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x))))) + self.down(x))
+        return y
 
 
 class Functional(nn.Module):
@@ -99,7 +112,7 @@ MODELS = {
         nn.Sequential(nn.Conv2d(3, 32, 4, 4), *(ConvNeXtLayer(32) for _ in range(3))),
         images(4, 64),
     ),
-    "resnet": lambda: (ResNet18(16), (images(4, 64), torch.randint(10, (4,)))),
+    "resnet": lambda: (nn.Sequential(Residual(3, 32), Residual(32, 48), Residual(48, 64)), images(4, 64)),
     "functional": lambda: (Functional(), images(3, 40)),
     "products": lambda: (Products(), torch.randn(4, 64, 48)),
     "lstm": lambda: (Recurrent(nn.LSTM, batch_first=True), torch.randint(50, (6, 40))),
