@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,15 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import checkpoint as torch_checkpoint
 
 from ckptfused.compat.patches import patched
 from ckptfused.doctor.regions import Event, Region, keywords_of, owner_of
+from ckptfused.doctor.saving import replaced_checkpoints
 from ckptfused.state.fingerprints import Fingerprints, local, tensors
 from ckptfused.state.generators import global_generators, is_generator, state_of
 
-GENERATOR, REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
-_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 _hooks: Any = torch._C._autograd  # what `torch.autograd.graph.saved_tensors_hooks` calls
 _PLAIN = (bool, int, float, str, type(None))
 _LARGE = 1 << 18  # entries of a buffer that is not read at each call
@@ -59,25 +56,19 @@ class Recorder:
             self._threads.open = []
         return self._threads.open
 
-    def _replays_here(self) -> bool:
-        """Whether the current thread is one of autograd's that replays a region."""
-        return bool(self._open)
-
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
         """The replaced functions are put back whatever happens."""
 
         def calls(plain: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(plain)
-            def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                return self._call(plain, module, args, kwargs)
-
-            return call
+            called = lambda module, *args, **kwargs: self._call(plain, module, args, kwargs)  # noqa: E731
+            return functools.wraps(plain)(called)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(patched(nn.Module, "__call__", calls))
             if self._watch_regions:
-                stack.enter_context(replaced_checkpoints(self._generator, self._reentrant, self._replays_here))
+                replays_here = lambda: bool(self._open)  # noqa: E731  # in a thread of autograd's
+                stack.enter_context(replaced_checkpoints(self._generator, self._reentrant, replays_here))
             yield self
         self._prints.settle()
 
@@ -90,27 +81,22 @@ class Recorder:
         lists = [*self._open, *([] if self.in_backward else [self.calls])]
         if self._guard is not None:
             self._guard()
-        begun = self._event(module, True, (args, kwargs), self._facts(module))
-        for events in lists:
-            events.append(begun)
+        _append(lists, self._event(module, True, (args, kwargs), self._facts(module)))
         running = self.last_begun = [*self.last_begun, module]
         result = plain(module, *args, **kwargs)
         self.last_begun = running[:-1]
-        ended = self._event(module, False, result, {})
-        for events in lists:
-            events.append(ended)
+        _append(lists, self._event(module, False, result, {}))
         return result
 
     def _event(self, module: nn.Module | None, begins: bool, values: Any, facts: dict[str, Any]) -> Event:
         sizes = self._prints.sizes(values) if self._sizes else ()
-        return Event(module, begins, self._prints.of(values), _generator_states(), facts, sizes)
+        states = tuple(_number(state_of(g)) for g in global_generators())
+        return Event(module, begins, self._prints.of(values), states, facts, sizes)
 
     def _note(self, values: Any) -> None:
         """What backward reads, in every list that is open; weights are compared as gradients are."""
         if self._open and not self._is_weight(values):
-            event = self._event(None, False, values, {})
-            for events in self._open:
-                events.append(event)
+            _append(self._open, self._event(None, False, values, {}))
 
     def _is_weight(self, value: Any) -> bool:
         """Whether a tensor is a parameter, or a view of one; where that was detached, as the replays of ckptfused's
@@ -291,46 +277,15 @@ class _Both:
         return self._entered.pop().__exit__(*exception)
 
 
-@contextlib.contextmanager
-def replaced_checkpoints(
-    generator: Callable[[Any], Any],
-    reentrant: Callable[[Any], Any],
-    elsewhere: Callable[[], bool] = lambda: False,
-) -> Iterator[None]:
-    """A context in which checkpoints of PyTorch's go through what these make of its two implementations: those of this
-    thread, and of another while `elsewhere` says so there.
-    """
-    mine = threading.get_ident()
-
-    def ours() -> bool:
-        return threading.get_ident() == mine or elsewhere()
-
-    def generated(plain: Any) -> Any:
-        made = generator(plain)
-        return lambda *args, **kwargs: (made if ours() else plain)(*args, **kwargs)
-
-    def applied(plain: Any) -> Any:
-        made = reentrant(plain)
-        apply = staticmethod(lambda *args: (made if ours() else plain.apply)(*args))
-        return type("Replaced", (), {"apply": apply})
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(torch_checkpoint, GENERATOR, generated))
-        stack.enter_context(patched(torch_checkpoint, REENTRANT, applied))
-        if _COMPOSABLE in sys.modules:
-            stack.enter_context(patched(sys.modules[_COMPOSABLE], GENERATOR, generated))
-        yield
+def _append(lists: list[list[Event]], event: Event) -> None:
+    for events in lists:
+        events.append(event)
 
 
 def _address(value: Any) -> int | None:
     """What tells a tensor's storage from another's; None where there is none here."""
     values = local(value) if isinstance(value, torch.Tensor) else None
     return None if values is None else values.untyped_storage()._cdata
-
-
-def _generator_states() -> tuple[int, ...]:
-    """A number for each global generator, the same where it is in the same state."""
-    return tuple(_number(state_of(g)) for g in global_generators())
 
 
 def _number(state: Any) -> int:

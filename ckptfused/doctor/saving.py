@@ -5,18 +5,54 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint as torch_checkpoint
 
 from ckptfused.compat.patches import patched
-from ckptfused.doctor.recorder import replaced_checkpoints
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.modules import FusedCheckpointSequential
 from ckptfused.modules.fused import FusedModule
+
+GENERATOR, REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
+_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+
+
+@contextlib.contextmanager
+def replaced_checkpoints(
+    generator: Callable[[Any], Any],
+    reentrant: Callable[[Any], Any],
+    elsewhere: Callable[[], bool] = lambda: False,
+) -> Iterator[None]:
+    """A context in which checkpoints of PyTorch's go through what these make of its two implementations: those of this
+    thread, and of another while `elsewhere` says so there.
+    """
+    mine = threading.get_ident()
+
+    def ours() -> bool:
+        return threading.get_ident() == mine or elsewhere()
+
+    def generated(plain: Any) -> Any:
+        made = generator(plain)
+        return lambda *args, **kwargs: (made if ours() else plain)(*args, **kwargs)
+
+    def applied(plain: Any) -> Any:
+        made = reentrant(plain)
+        apply = staticmethod(lambda *args: (made if ours() else plain.apply)(*args))
+        return type("Replaced", (), {"apply": apply})
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(torch_checkpoint, GENERATOR, generated))
+        stack.enter_context(patched(torch_checkpoint, REENTRANT, applied))
+        if _COMPOSABLE in sys.modules:
+            stack.enter_context(patched(sys.modules[_COMPOSABLE], GENERATOR, generated))
+        yield
 
 
 @dataclass(frozen=True)

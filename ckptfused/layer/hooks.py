@@ -10,6 +10,7 @@ from torch import nn
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.layer.source import patched, replaced
+from ckptfused.state.containers import is_moved
 
 _EVERYWHERE: tuple[dict[int, Any], ...] = (
     torch.nn.modules.module._global_forward_hooks,
@@ -71,8 +72,7 @@ def lent_weights(layer: nn.Module, by_fsdp1: bool = False) -> bool:
     where asked for.
     """
     return any(
-        weight is not None and not isinstance(weight, nn.Parameter)
+        weight is not None and not isinstance(weight, nn.Parameter) and (by_fsdp1 or not is_moved(weight))
         for module in layer.modules()
-        if by_fsdp1 or not getattr(module, "_is_fsdp_managed_module", False)
         for weight in module._parameters.values()
     )

@@ -104,7 +104,7 @@ class AttributeScan:
 
     def changed_since(self) -> list[Any]:
         """The holders, with those that were empty and are no longer."""
-        return [*self.holders, *(Contents(held, _emptied(held)) for held in self._empty if held)]
+        return [*self.holders, *(Contents(held, {} if isinstance(held, dict) else []) for held in self._empty if held)]
 
     def look_at(self, value: Any, depth: int = 1) -> None:
         """A value that is held by what was shown: in containers, as far as there are containers in it."""
@@ -139,10 +139,6 @@ def is_shared(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _is_concurrent(kind: Any) -> bool:
     return any(base.__module__.partition(".")[0] in _CONCURRENT for base in kind.__mro__)
-
-
-def _emptied(held: Any) -> Any:
-    return {} if isinstance(held, dict) else set() if isinstance(held, set) else []
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,42 +15,48 @@ MANAGED = "_is_fsdp_managed_module"
 # A module's dicts of tensors, which are watched by name.
 SHOWN = ("_parameters", "_buffers")
 # Subclasses may mean something else by their methods; what they hold is read and written past them.
-_BASES: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
-CONTAINERS = (dict, list, set, deque)
+CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, tuple})
+
+
+def content_of(held: Any) -> Any:
+    """What a container holds now, for `put_back`: a dict or a list."""
+    base = next(base for base in CONTAINERS if isinstance(held, base))
+    return dict(base.items(held)) if issubclass(base, dict) else list(base.__iter__(held))
+
+
+def put_back(held: Any, content: Any) -> Any:
+    """Has a container hold that, and returns what it held; touches nothing where these are the same."""
+    before = content_of(held)
+    if _same(before, content):
+        return before
+    base = next(base for base in CONTAINERS if isinstance(held, base))
+    if not isinstance(content, dict):
+        base.clear(held)
+        (base.update if base is set else base.extend)(held, content)
+        return before
+    for key in before.keys() - content.keys():
+        base.__delitem__(held, key)
+    if [key for key in before if key in content] != [key for key in content if key in before]:
+        base.clear(held)
+    for key, value in content.items():
+        base.__setitem__(held, key, value)
+    return before
 
 
 class Contents:
     """A dict, list, set or deque."""
 
-    __slots__ = ("_base", "_held", "found")
+    __slots__ = ("_held", "found")
 
     def __init__(self, held: Any, found: Any = None) -> None:
         self._held = held
-        self._base = next(base for base in _BASES if isinstance(held, base))
-        self.found = self._now() if found is None else found
-        if isinstance(self.found, dict):
-            _without_graphs(self.found, self.found.items())
-        elif isinstance(self.found, list):
-            _without_graphs(self.found, enumerate(self.found))
-
-    def _now(self) -> Any:
-        if issubclass(self._base, dict):
-            return dict(self._base.items(self._held))
-        return (set if self._base is set else list)(self._base.__iter__(self._held))
+        self.found = content_of(held) if found is None else found
+        _without_graphs(self.found, self.found.items() if isinstance(self.found, dict) else enumerate(self.found))
 
     def put(self, content: Any) -> Any:
         """Has it hold that, and returns what it held; touches nothing where these are the same."""
-        held, base, before = self._held, self._base, self._now()
-        if _same(before, content):
-            return before
-        base.clear(held)
-        if issubclass(base, dict):
-            for key, value in content.items():
-                base.__setitem__(held, key, value)
-        else:
-            (base.update if base is set else base.extend)(held, content)
-        return before
+        return put_back(self._held, content)
 
 
 class Attributes:
@@ -184,4 +190,4 @@ def _same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, dict):
         return all(map(operator.is_, a.values(), b.values())) and all(map(operator.is_, a, b))
-    return bool(a == b) if isinstance(a, set) else all(map(operator.is_, a, b))
+    return all(map(operator.is_, a, b))

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.backends import cudnn
 from torch.utils._pytree import tree_leaves
 
+from ckptfused.state.containers import CONTAINERS, MANAGED, Attributes, content_of, put_back
 from ckptfused.state.fingerprints import Fingerprints, bits_equal, local, unrecorded
 from ckptfused.state.generators import global_generators, is_generator, restore, state_of, undrawn
 from ckptfused.state.reach import reach
-from ckptfused.state.undone import CONTAINERS, content_of, put_back
 
 # Modules of these keep their own books of what they sharded and reduced.
 _THEIR_OWN = ("torch.distributed", "torch.nn.parallel", "deepspeed")
@@ -58,13 +58,17 @@ class Unchanged:
     def __enter__(self) -> Unchanged:
         self._seen: set[int] = set()
         self._containers: list[tuple[Any, Any]] = []
+        self._attributes: list[Attributes] = []
         self._values: list[_Value] = []
         self._hooks: list[tuple[Any, Any]] = []
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._flags: list[tuple[Any, bool, Any]] = []
         generators = list(global_generators())
         managed = {
-            id(p) for module in self._model.modules() if _managed(module) for p in module.parameters(recurse=False)
+            id(p)
+            for module in self._model.modules()
+            if MANAGED in vars(module) or keeps_books(module)
+            for p in module.parameters(recurse=False)
         }
         for p in self._model.parameters():
             self._keep(p, own_storage=id(p) not in managed and type(p) is nn.Parameter)
@@ -105,6 +109,8 @@ class Unchanged:
     def restore(self) -> None:
         """Puts everything back, ready for another step."""
         self._begin()
+        for attributes in self._attributes:
+            attributes.put(attributes.found)
         for held, content in self._containers:
             put_back(held, content)
         for t, flag, backward in self._flags:
@@ -130,8 +136,9 @@ class Unchanged:
     def _module(self, module: nn.Module, generators: list[Any]) -> None:
         held = vars(module)
         theirs = keeps_books(module)
-        if not _managed(module):
-            self._containers.append((held, dict(held)))
+        if not theirs:
+            self._attributes.append(Attributes(held, dict(held)))
+        if not theirs and MANAGED not in held:
             parameters = held.get("_parameters")
             if isinstance(parameters, dict):  # torch.jit has its own
                 self._containers.append((parameters, dict(parameters)))
@@ -216,10 +223,6 @@ def _kind(value: Any) -> Any:
 def keeps_books(module: nn.Module) -> bool:
     """Whether a module's attributes are its library's own affair."""
     return type(module).__module__.startswith(_THEIR_OWN)
-
-
-def _managed(module: nn.Module) -> bool:
-    return bool(vars(module).get("_is_fsdp_managed_module")) or keeps_books(module)
 
 
 def _shares(t: Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ckptfused.state.bindings import Bindings
+from ckptfused.state.containers import content_of, put_back
 from ckptfused.state.generators import RngStates, global_generators
 from ckptfused.state.reach import of_torch, reach
 
-CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
 _OWN = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
 _FOR_THREADS = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading")
@@ -73,27 +72,3 @@ def _is_shared(name: str, value: Any) -> bool:
     return (
         name not in _OWN and not isinstance(value, Tensor | nn.Module) and not (isinstance(value, dict) and not value)
     )
-
-
-def content_of(held: Any) -> Any:
-    """What a container holds now, for `put_back`."""
-    return dict(dict.items(held)) if isinstance(held, dict) else list(held)
-
-
-def put_back(held: Any, content: Any) -> None:
-    """Has a container hold what it held, touching nothing where that is so."""
-    base: Any = next(base for base in CONTAINERS if isinstance(held, base))
-    now = content_of(held)
-    if isinstance(content, dict):
-        same = list(now) == list(content) and all(now[key] is content[key] for key in content)
-        if same:
-            return
-        for key in now.keys() - content.keys():
-            base.__delitem__(held, key)
-        if list(base.keys(held)) != [key for key in content if key in now]:
-            base.clear(held)
-        for key, value in content.items():
-            base.__setitem__(held, key, value)
-    elif len(now) != len(content) or not all(a is b for a, b in zip(now, content, strict=True)):
-        base.clear(held)
-        (base.update if base is set else base.extend)(held, content)
