@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ckptfused._extension import _C
 from ckptfused.offload.copies import Copies
-from ckptfused.recompute.copy_on_write import version, version_counter
+from ckptfused.recompute.copy_on_write import version
 
 
 class Held:
@@ -36,9 +37,8 @@ class Saved:
         self._home = home
         self._made = made  # the point from which on x has its values
         self._name = _name(x)
-        counter = version_counter(x)
-        assert counter is not None  # x is plain, and no tensor of inference mode
-        self._counter, self._version = counter, version(x)
+        self._counters = _C.VersionCounters([x])
+        self._versions = self._counters.now()
         self._here: Tensor | None = x.detach()
         self._host: Any = None
         self._done: Any = None  # where a copy under way ends, if its home does not wait for that yet
@@ -74,7 +74,7 @@ class Saved:
 
     def take(self) -> Tensor:
         """The values on the device. **Raises** `RuntimeError` if the input was changed in place since it was saved."""
-        _check(self._name, version(self._counter), self._version)
+        _check(self._name, *self._counters.now(), *self._versions)
         self.fetch()
         x = self._here
         assert x is not None

@@ -123,22 +123,24 @@ def _dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) 
     return rng_state.new_empty(shape, dtype=torch.bool)
 
 
-def _lend(x: Tensor) -> tuple[Tensor, Tensor]:
-    if counting() is not None:  # its copy is made when it is first written: see `gets_own_memory`
-        alias = x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
-        alias.is_lent = True  # type: ignore[attr-defined]
-        return alias, x.new_empty(0)
-    return torch.empty_like(x), x.new_empty(0)
+def _copy_on_write(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    guard = tensors[0].new_empty(0, dtype=torch.uint8)
+    if counting() is None:
+        return [torch.empty_like(x) for x in tensors], guard
+    copies = [x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride()) for x in tensors]
+    for copy in copies:  # made when it is first written: see `gets_own_memory`
+        copy.copies_on_write = True  # type: ignore[attr-defined]
+    return copies, guard
 
 
 def gets_own_memory(t: Tensor) -> None:
-    """Before a tensor on the meta device is written: if it is lent, or a view of one that is, as much as it spans."""
-    lent = t if t._base is None else t._base
-    if not vars(lent).pop("is_lent", False):
+    """Before a tensor on the meta device is written: if it copies on write, or its base does, all that it spans."""
+    copy = t if t._base is None else t._base
+    if not vars(copy).pop("copies_on_write", False):
         return
-    memory = torch.empty_like(lent).untyped_storage()
-    begin = lent.storage_offset()
-    for each in {id(lent): lent, id(t): t}.values():
+    memory = torch.empty_like(copy).untyped_storage()
+    begin = copy.storage_offset()
+    for each in {id(copy): copy, id(t): t}.values():
         each.set_(memory, each.storage_offset() - begin, each.shape, each.stride())  # type: ignore[call-overload]
 
 
@@ -202,7 +204,7 @@ def _register() -> None:
     fake("ckptfused::linear_cross_entropy_fwd", _or_counted(_loss_fwd, loss.linear_cross_entropy_fwd.default, False))
     fake("ckptfused::linear_cross_entropy_bwd", _or_counted(_loss_bwd, loss.linear_cross_entropy_bwd.default, False))
     fake("ckptfused::rng_state", _rng_state)
-    fake("ckptfused::lend", _lend)
+    fake("ckptfused::copy_on_write", _copy_on_write)
     fake("ckptfused::dropout_mask", _dropout_mask)
 
 

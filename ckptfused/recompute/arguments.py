@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -111,15 +112,19 @@ class Arguments:
     """The arguments of one call as they were given: what containers held then, tensors by their index."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.leaves, self.structure = _flatten({"args": args, "kwargs": kwargs}, (), [])
+        self.leaves: list[Any] = [*args, *kwargs.values()]
+        self.structure: _Flat | _Structure = _Flat(len(args), tuple(kwargs))
+        if not _SURELY_LEAVES.issuperset(map(type, self.leaves)):
+            self.leaves, self.structure = _flatten({"args": args, "kwargs": kwargs}, (), [])
 
     def take_tensors(self) -> list[Tensor]:
         """The distinct tensors; places remain."""
         places: dict[int, int] = {}
         tensors: list[Tensor] = []
+        compiling = torch.compiler.is_compiling()
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
-                if torch.compiler.is_compiling():  # Dynamo knows no identities as numbers
+                if compiling:  # Dynamo knows no identities as numbers
                     at = next((j for j, t in enumerate(tensors) if t is leaf), len(tensors))
                 else:
                     at = places.setdefault(id(leaf), len(tensors))
@@ -137,8 +142,8 @@ class Arguments:
 
         What it puts into lists, dicts and dataclasses or takes out of them, the caller's get too, if `given`.
         """
-        leaves = [tensors[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in self.leaves]
-        changes = None if given is None else _Changes(given)
+        leaves = [tensors[leaf.index] if type(leaf) is _Slot else leaf for leaf in self.leaves]
+        changes = None if given is None or isinstance(self.structure, _Flat) else _Changes(given)
         tensors.clear()
         tree = self.structure.build(iter(leaves))
         del leaves
@@ -154,6 +159,25 @@ class Arguments:
         """Where the tensor with this index was first given: `args[1][0]`, `kwargs['mask']`."""
         at = next(i for i, leaf in enumerate(self.leaves) if isinstance(leaf, _Slot) and leaf.index == index)
         return self.structure.paths()[at].removeprefix("['").replace("']", "", 1)
+
+
+# Neither containers nor records: most calls have no others.
+_SURELY_LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device})
+
+
+@dataclasses.dataclass
+class _Flat:
+    """Arguments that are leaves themselves."""
+
+    positional: int
+    names: tuple[str, ...]
+
+    def build(self, leaves: Iterator[Any]) -> Any:
+        args = tuple(itertools.islice(leaves, self.positional))
+        return {"args": args, "kwargs": dict(zip(self.names, leaves, strict=True))}
+
+    def paths(self) -> list[str]:
+        return [f"['args'][{i}]" for i in range(self.positional)] + [f"['kwargs'][{name!r}]" for name in self.names]
 
 
 @dataclasses.dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 
+from ckptfused._extension import _C
 from ckptfused.checks import transformed
 from ckptfused.ops import numerics
 from ckptfused.recompute.arguments import CYCLE, Arguments, Given
-from ckptfused.recompute.copy_on_write import Aliases, Loans, clone, share_memory, version_counter
+from ckptfused.recompute.copy_on_write import Aliases, CopiesOnWrite, clone, share_memory
 from ckptfused.recompute.per_thread_tensors import entered
-from ckptfused.recompute.replay_state import State
+from ckptfused.recompute.replay_state import State, itself
 from ckptfused.recompute.saved_tensor_versions import SavedTensorVersions
 from ckptfused.spec.checks import check_choice, check_flag, check_integer
 
@@ -108,7 +110,7 @@ def checkpoint(
     on_copies: Callable[..., Any] = lambda *given: inputs.call(function, [t.clone() for t in given])  # noqa: E731
     if torch.compiler.is_compiling():
         return torch_checkpoint.checkpoint(on_copies, *tensors, **options)
-    devices = dict.fromkeys(t.device for t in tensors if t.device.type != "cpu")
+    devices = dict.fromkeys(t.device for t in tensors if not t.is_cpu)
     if any(t.is_nested and t.layout == torch.strided for t in tensors):  # PyTorch's check asks for their sizes
         options["determinism_check"] = "none"
     # torch.utils.checkpoint reads from positional tensors which devices' random states to replay.
@@ -122,10 +124,11 @@ def checkpoint(
     if torch.is_grad_enabled():
         # What was made in inference mode can be neither saved nor written to.
         tensors = [clone(t) if t.is_inference() else t for t in tensors]
-    loans = Loans()
-    with torch.enable_grad():  # the function itself may turn it on, and off again
-        copies = loans.copies(tensors)
-    given.originals = loans.original
+    made = CopiesOnWrite()
+    # The function itself may turn gradients on, and off again.
+    with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+        copies = made.of(tensors)
+    given.originals = made.original
     aliases = Aliases(inputs, tensors, copies) if share_memory(tensors) else None
     if torch.is_grad_enabled():
         with entered():  # before it looks at buffers: those are the module's own from now on
@@ -138,7 +141,7 @@ def checkpoint(
             result = inputs.call(function, copies, given)
     if aliases is not None:
         aliases.check()
-    return loans.settle(result)
+    return made.settle(result)
 
 
 def _options(
@@ -148,7 +151,8 @@ def _options(
     _check_callable("context_fn", context_fn)
     if not torch.compiler.is_compiling():  # Dynamo traces no error of ours
         for name, flag in flags.items():
-            check_flag(name, flag)
+            if flag is not True and flag is not False:
+                check_flag(name, flag)
         check_choice("determinism_check", determinism_check, ("default", "none"))
     options: dict[str, Any] = {"use_reentrant": False, "determinism_check": determinism_check, **flags}
     if context_fn is not torch_checkpoint.noop_context_fn:  # Dynamo wants the default left out
@@ -230,24 +234,23 @@ class _Segment:
         self.settings = numerics.current()
         self.saved_tensor_versions = SavedTensorVersions()
         self.first: tuple[list[Tensor], Given] | None = first  # the copies for the forward, and what the caller gave
-        self.loans: Loans | None = None
-        """What the last replay works on; it ends with the graph, or with the next replay."""
+        self.copies: CopiesOnWrite | None = None
+        """What the last replay works on; the sharing ends with the graph, or with the next replay."""
 
     def __call__(self, *markers: Tensor) -> Any:
         if self.first is not None:
             (copies, given), self.first = self.first, None
             with self.saved_tensor_versions.of_forward(self.state.may_fail()):
                 return self.inputs.call(self.function, copies, given)
-        self.loans = loans = Loans()
-        copies = loans.copies(self.saved.tensors())
-        with (
-            entered(),
-            numerics.under(self.settings),
-            self.state.replayed() as saved,
-            loans.in_replay(),
-            self.saved_tensor_versions.of_replay(lambda t: saved(loans.original(t))),
-        ):
-            return self.inputs.call(self.function, copies)
+        self.copies = made = CopiesOnWrite()
+        copies = made.of(self.saved.tensors())
+        with entered(), numerics.under(self.settings), self.state.replayed() as saved:
+            original = made.original if saved is itself else lambda t: saved(made.original(t))
+            try:
+                with self.saved_tensor_versions.of_replay(original):
+                    return self.inputs.call(self.function, copies)
+            finally:
+                made.forget()
 
 
 class Saved:
@@ -258,31 +261,20 @@ class Saved:
         """places: by which the inputs know these tensors; None: they are all."""
         self.inputs = inputs
         self.places = places
-        # In a list: autograd asks each argument for its sizes, which nested tensors have not.
-        self.holder = _Save.apply(torch.empty(0, requires_grad=True), tensors)
-        self.counters = [version_counter(t) for t in tensors]
-        self.versions = [None if counter is None else counter._version for counter in self.counters]
+        self.saved = _C.SavedTensors(tensors)
+        self.counters = _C.VersionCounters(tensors)
+        self.versions = self.counters.now()
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        for i, (counter, expected) in enumerate(zip(self.counters, self.versions, strict=True)):
-            if counter is not None and counter._version != expected:
-                raise RuntimeError(
-                    f"ckptfused.checkpoint: {self._name(i)} was changed in place between forward and backward: "
-                    f"expected version {expected}, got version {counter._version}. The replay needs it as it was: "
-                    "change a clone, or change it after backward"
-                )
-        return self.holder.grad_fn.saved_tensors
+    def tensors(self) -> list[Tensor]:
+        now = self.counters.now()
+        if now != self.versions:
+            i = next(i for i, expected in enumerate(self.versions) if now[i] != expected)
+            raise RuntimeError(
+                f"ckptfused.checkpoint: {self._name(i)} was changed in place between forward and backward: "
+                f"expected version {self.versions[i]}, got version {now[i]}. The replay needs it as it was: "
+                "change a clone, or change it after backward"
+            )
+        return self.saved.unpack()
 
     def _name(self, i: int) -> str:
         return self.inputs.name(i if self.places is None else self.places[i])
-
-
-class _Save(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, place: Tensor, tensors: list[Tensor]) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise AssertionError("the result of _Save is never differentiated")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,27 +13,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from ckptfused import _extension  # noqa: F401  (registers the ops)
-from ckptfused.cost.opened import device_of
+from ckptfused._extension import _C
+from ckptfused.cost.opened import counting
 from ckptfused.recompute.arguments import Arguments
-
-_lend = torch.ops.ckptfused.lend.default
-_DEVICES = ("cpu", "cuda")
 
 
 def is_plain(t: Tensor) -> bool:
     """Whether t is a view of a storage, and nothing else."""
     ordinary = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_nested
     return ordinary and not torch._C._functorch.is_functorch_wrapped_tensor(t)
-
-
-def _can_be_lent(t: Tensor) -> bool:
-    if not is_plain(t) or device_of(t) not in _DEVICES or not t.numel():
-        return False
-    if t.is_conj() or t.is_neg() or t.is_quantized:
-        return False
-    first, last = (0, 0) if t.is_contiguous() else _span(t)
-    return last - first <= 2 * t.nbytes  # else a copy of all that lies between would be the larger one
 
 
 def clone(t: Tensor) -> Tensor:
@@ -48,48 +35,38 @@ def _with_attributes(copy: Tensor, t: Tensor) -> Tensor:
     return copy
 
 
-class Loans:
+class CopiesOnWrite:
     """Copies of tensors, each over the original's memory until it is written; then it has memory of its own.
 
-    An original is only read, so other threads may use it meanwhile. When the loans end (with this object), a copy that
-    is still there and was not written gets memory of its own: nothing outlives them that shares the originals' memory.
-    Tensors that cannot be lent (subclasses, sparse, nested, of other devices than CPU and CUDA) are copied at once.
+    An original is only read, so other threads may use it meanwhile. When the sharing ends (with this object), a copy
+    that is still there and was not written gets memory of its own: nothing outlives it that shares the originals'
+    memory. Tensors that cannot share theirs (subclasses, sparse, nested, of other devices than CPU and CUDA) are copied
+    at once.
     """
 
     def __init__(self) -> None:
-        self._guards: list[Tensor] = []
-        self._lent: dict[int, _Lent] = {}
-
-    def copies(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Tensors with the values and the gradients of these."""
-        with unseen():
-            return [self._copy(t) for t in tensors]
-
-    def _copy(self, t: Tensor) -> Tensor:
-        if not _can_be_lent(t):
-            return clone(t)
-        copy, guard = _lend(t)
-        self._guards.append(guard)
-        self._lent[id(copy)] = _Lent(copy, t)
-        return _with_attributes(copy, t)
-
-    def original(self, value: Any) -> Any:
+        self._made = _C.CopiesOnWrite()
+        self.original: Callable[[Any], Any] = self._made.original
         """The tensor that a copy was made of, if that copy is as it was made; anything else as it is."""
-        lent = self._lent.get(id(value))
-        return lent.original if lent is not None and lent.is_untouched(value) else value
+        self.forget = self._made.forget
+        """After a replay, which saves `original` of what it saves: the originals are then free."""
 
-    @contextmanager
-    def in_replay(self) -> Iterator[None]:
-        """Around a replay, which saves `original` of what it saves. What is lent is then free."""
-        try:
-            yield
-        finally:
-            self._lent.clear()
+    def of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Tensors with the values and the gradients of these."""
+        originals = list(tensors)
+        with unseen():
+            copies = self._made.make(originals, counting() is not None)
+            for i, (copy, t) in enumerate(zip(copies, originals, strict=True)):
+                if copy is None:
+                    copies[i] = clone(t)
+                elif t.__dict__:
+                    _with_attributes(copy, t)
+        return copies
 
     def settle(self, result: Any) -> Any:
         """The result of a function on copies, with originals in the place of untouched copies. A leaf's copy stays: it
         may be written to where the leaf may not."""
-        if not any(lent.copy() is not None for lent in self._lent.values()):
+        if not self._made.any_left():
             return result
         leaves, structure = pytree.tree_flatten(result)
         originals = [self._handed_back(leaf) for leaf in leaves]
@@ -101,22 +78,6 @@ class Loans:
         original = self.original(value)
         is_leaf = original is not value and original.is_leaf and original.requires_grad
         return value if is_leaf else original
-
-
-class _Lent:
-    def __init__(self, copy: Tensor, original: Tensor) -> None:
-        self.copy = weakref.ref(copy)
-        self.original = original
-        self.state = _state(copy)
-
-    def is_untouched(self, value: Tensor) -> bool:
-        is_cow: Callable[[Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
-        return self.copy() is value and (value.is_meta or is_cow(value)) and _state(value) == self.state
-
-
-def _state(t: Tensor) -> tuple[Any, ...]:
-    """What changes where a tensor is written, or becomes another view or another tensor to autograd."""
-    return (version(t), t.grad_fn, t.requires_grad, t.dtype, t.shape, t.stride(), t.storage_offset())
 
 
 def unseen() -> AbstractContextManager[Any]:
@@ -141,20 +102,9 @@ def version(t: Tensor) -> int | None:
         return None
 
 
-def version_counter(t: Tensor) -> Tensor | None:
-    """An empty tensor with the version counter of t; None where there is none to have."""
-    try:
-        counter = t.detach()
-        counter.data = t.detach().new_empty(0)
-        return counter if counter._version == t._version else None
-    except (RuntimeError, NotImplementedError, TypeError):
-        return None
-
-
 def share_memory(tensors: list[Tensor]) -> bool:
     """Whether two of the tensors lie in one storage."""
-    storages = [t.untyped_storage()._cdata for t in tensors if is_plain(t)]
-    return len(set(storages)) < len(storages)
+    return len(tensors) > 1 and _C.share_memory(tensors)
 
 
 class Aliases:

@@ -16,24 +16,25 @@ _inside: Counter[int] = Counter()
 _places: dict[tuple[nn.Module, str], _Place] = {}
 
 
-@contextmanager
-def entered() -> Iterator[None]:
+class entered:  # noqa: N801  (a context manager that is used like a function)
     """Around a checkpointed call and each replay: tells threads that may meet in a module's buffers from one alone."""
-    if torch.compiler.is_compiling():
-        yield
-        return
-    here = threading.get_ident()
-    with _lock:
-        _inside[here] += 1
-        for place in _places.values():
-            place.install()
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside[here] -= 1
-            if not _inside[here]:
-                del _inside[here]
+
+    __slots__ = ("_thread",)
+
+    def __enter__(self) -> None:
+        self._thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
+        if self._thread:
+            with _lock:
+                _inside[self._thread] += 1
+                for place in _places.values():
+                    place.install()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._thread:
+            with _lock:
+                _inside[self._thread] -= 1
+                if not _inside[self._thread]:
+                    del _inside[self._thread]
 
 
 @contextmanager

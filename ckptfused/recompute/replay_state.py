@@ -14,7 +14,6 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckptfused.recompute.attribute_scan import AttributeScan, is_shared
 from ckptfused.recompute.copy_on_write import storage_of, version
-from ckptfused.recompute.parameters import Parameters
 from ckptfused.recompute.per_thread_tensors import shown
 from ckptfused.recompute.tracked_tensors import (
     STATISTICS,
@@ -24,6 +23,7 @@ from ckptfused.recompute.tracked_tensors import (
     shown_and_swapped,
     with_old_values,
 )
+from ckptfused.recompute.uncopied_tensors import UncopiedTensors
 from ckptfused.state.bindings import Bindings
 from ckptfused.state.containers import CONTAINERS, MANAGED, Plain
 from ckptfused.state.generators import RngStates, is_default, is_global
@@ -52,7 +52,8 @@ class State:
     """
 
     def __init__(self, function: Callable[..., Any], arguments: list[Any], random_state: bool) -> None:
-        found, given = reach([function, *arguments]), reach(arguments)
+        found = reach([function, *arguments])
+        given = reach(arguments) if arguments else Reached()
         scan = self._scan = AttributeScan()
         self._modules = _with_open_books(found.modules)
         if len(self._modules) > MANY:
@@ -64,18 +65,17 @@ class State:
         for container in (*given.containers, *found.near):
             scan.look_at(container)
         scan.holders += map(Bindings, found.functions)
-        self._parameters = Parameters()
+        self._uncopied = UncopiedTensors()
         self._tensors = scan.tensors
         generators = found.generators + scan.generators
         for module in self._modules:
             held = vars(module)
             parameters, buffers = held["_parameters"], held["_buffers"]
             if parameters and not held.get(MANAGED):
-                self._parameters.add(module, parameters)
-            for name, t in buffers.items():
-                if t is not None:
-                    self._tensors.append(TrackedTensor(t, True, (module, "_buffers", name)))
-        self._parameters.settle()
+                self._uncopied.add(module, parameters)
+            for name, t in self._uncopied.take_buffers(module, buffers) if buffers else ():
+                self._tensors.append(TrackedTensor(t, True, (module, "_buffers", name)))
+        self._uncopied.settle()
         few = len(found.tensors) <= _FEW
         self._tensors += [TrackedTensor(t, (few and t.nbytes <= STATISTICS) or not known(t)) for t in found.tensors]
         for kind in set(map(type, self._modules)):
@@ -86,13 +86,13 @@ class State:
 
     def may_fail(self) -> bool:
         """Whether the forward may write something of which there is no copy."""
-        return any(tracked.is_copied_late() for tracked in self._tensors)
+        return self._uncopied.has_buffers() or any(tracked.is_copied_late() for tracked in self._tensors)
 
     def settle(self) -> bool:
         """After the forward: sees what it wrote, and returns whether a replay can have that as it was."""
         for tracked in self._tensors:
             tracked.settle()
-        self._parameters.settle()
+        self._tensors += self._uncopied.settle()
         self._rng_states.settle()
         return not any(tracked.written and tracked.is_copied_late() for tracked in self._tensors)
 
@@ -108,28 +108,31 @@ class State:
                     "was made of it as it was: expected a function that writes its arguments, small buffers, or "
                     "nothing. Pass it as an argument, or change it outside"
                 )
-        tensors = self._tensors + self._parameters.others()
+        tensors = self._tensors + self._uncopied.others()
         instead, swapped = shown_and_swapped(tensors)
-        reads = Reads(
-            {
-                storage_of(tracked.tensor): f"{self._name(tracked)} was changed in place between forward and backward: "
-                f"expected version {tracked.version}, got version {version(tracked.tensor)}"
-                for tracked in tensors
-                if tracked.changed()
-            }
-        )
+        changed = {
+            storage_of(tracked.tensor): f"{self._name(tracked)} was changed in place between forward and backward: "
+            f"expected version {tracked.version}, got version {version(tracked.tensor)}"
+            for tracked in tensors
+            if tracked.changed()
+        }
+        reads = Reads(changed) if changed else None
         filled = {storage_of(tracked.tensor) for tracked in swapped}
 
         def saved(t: Tensor) -> Tensor:
-            reads.check(t)
-            return t.clone() if filled and storage_of(t) in filled else t
+            if reads is not None:
+                reads.check(t)
+            return t.clone() if storage_of(t) in filled else t
 
         before: list[tuple[Any, Any]] = []
         drawn: list[tuple[Any, Any]] = []
         try:
             before = [(holder, holder.put(holder.found)) for holder in self._scan.changed_since()]
             drawn = self._rng_states.rewind()
-            with with_old_values(swapped), shown(instead), reads if reads.storages else nullcontext():
+            if not (instead or swapped or changed):
+                yield itself
+                return
+            with with_old_values(swapped), shown(instead), nullcontext() if reads is None else reads:
                 yield saved
         finally:
             for holder, content in reversed(before):
@@ -147,6 +150,11 @@ class State:
                         return f"{kind} {name!r} of {type(module).__name__}"
             kind = f"{kind} {tracked.place[2]!r} of {type(tracked.place[0]).__name__}"
         return f"{kind} of shape {list(tracked.tensor.shape)}"
+
+
+def itself(t: Tensor) -> Tensor:
+    """What a replay saves in the place of a tensor where nothing was changed since the forward."""
+    return t
 
 
 def _objects(given: Reached, found: Reached) -> Iterable[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,15 +34,15 @@ class SavedTensorVersions:
         self._saved: dict[int, tuple[int, int | None]] = {}  # by place: identity and version of what a replay saved
         self._held: dict[int, tuple[Tensor, int | None]] = {}  # by place: what the forward saved, and its version
         self._waiting: list[tuple[Tensor, _Packed, Callable[[Tensor], Any]]] = []
+        self._replayed = False
 
-    @contextmanager
-    def of_forward(self, held: bool = False) -> Iterator[None]:
+    def of_forward(self, held: bool = False) -> AbstractContextManager[Any]:
         """Around the forward, within the hooks that start its replay. held: these get what it saves from `settle`."""
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
         places = itertools.count()
 
         def get(packed: _Packed) -> Tensor:
-            if packed.place in self._held:
+            if self._held and packed.place in self._held:
                 kept, expected = self._held[packed.place]
                 _check(kept, expected)
                 return kept
@@ -61,8 +61,13 @@ class SavedTensorVersions:
                 packed.holder = pack(t)
             return packed
 
+        hooks = torch.autograd.graph.saved_tensors_hooks(put, get)
+        return self._cleared_by_failure(hooks) if held else hooks
+
+    @contextmanager
+    def _cleared_by_failure(self, hooks: AbstractContextManager[Any]) -> Iterator[None]:
         try:
-            with torch.autograd.graph.saved_tensors_hooks(put, get):
+            with hooks:
                 yield
         except BaseException:
             self._held.clear()
@@ -78,11 +83,12 @@ class SavedTensorVersions:
         # Without their graphs: PyTorch puts these back, and they would hold what holds them.
         self._held = {place: (t.detach(), expected) for place, (t, expected) in saved.items()}
 
-    @contextmanager
-    def of_replay(self, saved: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def of_replay(self, saved: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
         """Around a replay; `saved` says what is saved in the place of a tensor."""
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        forget_past_replays((pack, unpack))
+        if self._replayed:
+            forget_past_replays((pack, unpack))
+        self._replayed = True
         places = itertools.count()
 
         def put(given: Tensor) -> tuple[Any, Tensor, int | None]:
@@ -98,8 +104,7 @@ class SavedTensorVersions:
             return unpack(value)
 
         put.hands_on_to = pack  # type: ignore[attr-defined]  # outer_checkpoint asks how much more the replay waits for
-        with torch.autograd.graph.saved_tensors_hooks(put, get):
-            yield
+        return torch.autograd.graph.saved_tensors_hooks(put, get)
 
 
 def _check(t: Tensor, expected: int | None) -> None:

@@ -88,6 +88,8 @@ def shown_and_swapped(
     """What a replay is shown in the place of buffers and parameters, by module and dict; and the tensors that have
     their old values meanwhile: those outside modules, and those whose memory somebody else has, too.
     """
+    if not tracked:
+        return {}, []
     written: dict[int, list[TrackedTensor]] = defaultdict(list)
     for w in tracked:
         if w.written:

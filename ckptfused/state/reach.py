@@ -63,6 +63,8 @@ def reach(roots: Iterable[Any]) -> Reached:
     seen: set[int] = set()
     near, far = [*roots], list[Any]()
     for _ in range(DEPTH):
+        if not near and not far:
+            break
         count, layer = len(near), near + far
         near, far = [], []
         for i, value in enumerate(layer):

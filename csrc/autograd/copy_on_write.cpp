@@ -1,16 +1,21 @@
-// lend: a tensor over another one's memory that takes a copy of its own when it is first written.
+// copy_on_write: tensors over the memory of others, each with a copy of its own once it is written.
 #include "ops/torch.h"
+
+#include "autograd/made_copies.h"
 
 #include <ATen/ops/copy_ops.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/COW.h>
 #include <c10/core/impl/COWDeleter.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 
 #include <map>
 #include <memory>
 #include <mutex>
 #include <tuple>
+#include <type_traits>
 
 namespace ckptfused {
 namespace {
@@ -19,38 +24,38 @@ using at::Tensor;
 
 namespace cow = c10::impl::cow;
 
-// Makes the copies of what was lent on a device that works through streams: there PyTorch's own
+// Makes the copies of shared memory on a device that works through streams: there PyTorch's own
 // allocator copies without a stream, on whichever device is current, and waits for the GPU. Here
 // the copy is one more piece of work on the current stream of the memory's own device.
 class StreamCopies final : public c10::Allocator {
  public:
-  // A storage keeps the address of its allocator, so they stay: one for each stream that lends.
-  static c10::Allocator* of(c10::Allocator* memory, c10::Stream lender) {
+  // A storage keeps the address of its allocator, so they stay: one for each stream that shares.
+  static c10::Allocator* of(c10::Allocator* memory, c10::Stream stream) {
     using Key = std::tuple<c10::Allocator*, c10::DeviceIndex, c10::StreamId>;
     static std::mutex& mutex = *new std::mutex;
     static auto& all = *new std::map<Key, std::unique_ptr<StreamCopies>>;
     const std::lock_guard lock(mutex);
-    auto& found = all[{memory, lender.device_index(), lender.id()}];
-    if (found == nullptr) found.reset(new StreamCopies(memory, lender));
+    auto& found = all[{memory, stream.device_index(), stream.id()}];
+    if (found == nullptr) found.reset(new StreamCopies(memory, stream));
     return found.get();
   }
 
   c10::DataPtr allocate(size_t bytes) override {
-    const c10::OptionalDeviceGuard guard(lender_.device());
+    const c10::OptionalDeviceGuard guard(stream_.device());
     c10::DataPtr made = memory_->allocate(bytes);
     // Freed, it is the current stream's again, which may not be the one that still reads it.
-    const c10::impl::VirtualGuardImpl device(lender_.device_type());
-    if (device.getStream(lender_.device()) != lender_) device.recordDataPtrOnStream(made, lender_);
+    const c10::impl::VirtualGuardImpl device(stream_.device_type());
+    if (device.getStream(stream_.device()) != stream_) device.recordDataPtrOnStream(made, stream_);
     return made;
   }
 
   void copy_data(void* to, const void* from, size_t bytes) const override {
-    const c10::OptionalDeviceGuard guard(lender_.device());
-    const auto options = at::device(lender_.device()).dtype(at::kByte);
+    const c10::OptionalDeviceGuard guard(stream_.device());
+    const auto options = at::device(stream_.device()).dtype(at::kByte);
     const auto tensor = [&](void* data) {
       return at::for_blob(data, {int64_t(bytes)})
           .options(options)
-          .target_device(lender_.device())
+          .target_device(stream_.device())
           .make_tensor();
     };
     Tensor copy = tensor(to);
@@ -60,16 +65,16 @@ class StreamCopies final : public c10::Allocator {
   }
 
  private:
-  StreamCopies(c10::Allocator* memory, c10::Stream lender) : memory_(memory), lender_(lender) {}
+  StreamCopies(c10::Allocator* memory, c10::Stream stream) : memory_(memory), stream_(stream) {}
 
   c10::Allocator* memory_;
-  c10::Stream lender_;
+  c10::Stream stream_;
 };
 
-// Keeps some memory for as long as anybody borrows it: its storage, or a reference of its own where
-// that storage only borrows it, too, and may let go of it.
-struct Keep {
-  explicit Keep(const c10::Storage& owner) {
+// Keeps some memory for as long as any copy shares it: its storage, or a reference of its own where
+// that storage is such a copy's, too, and may let go of it.
+struct Owner {
+  explicit Owner(const c10::Storage& owner) {
     const at::DataPtr& p = owner.data_ptr();
     auto* context = p.cast_context<cow::COWDeleterContext>(&cow::cow_deleter);
     if (context == nullptr) {
@@ -79,37 +84,42 @@ struct Keep {
       reference = at::DataPtr(const_cast<void*>(p.get()), context, &cow::cow_deleter, p.device());
     }
   }
-  static void release(void* keep) { delete static_cast<Keep*>(keep); }
+  static void release(void* owner) { delete static_cast<Owner*>(owner); }
 
   c10::Storage storage;
   at::DataPtr reference;
 };
 
-// Between the owner of some memory, which knows nothing of it, and one borrower. The borrower's
-// storage is copy-on-write with two references for as long as the loan lasts, so a write to it
-// always copies and never takes the memory over. The owner's storage is only read: other threads
-// may use it meanwhile.
-struct Loan {
-  at::DataPtr reference;  // the second one
-  c10::weak_intrusive_ptr<c10::StorageImpl> borrower;
-  std::optional<c10::Stream> stream;  // where the device has streams
-};
-
-void end_loan(void* pointer) {
-  std::unique_ptr<Loan> loan(static_cast<Loan*>(pointer));
-  const auto borrower = loan->borrower.lock();
-  if (borrower && borrower->data_ptr().get_context() == loan->reference.get_context()) {
+// Between the owner of some memory, which knows nothing of it, and one copy. The copy's storage is
+// copy-on-write with two references for as long as this lives, so a write to it always copies and
+// never takes the memory over. The owner's storage is only read: other threads may use it
+// meanwhile. In the end a copy that still shares the memory gets its own.
+class Sharing {
+ public:
+  Sharing(at::DataPtr reference, const c10::intrusive_ptr<c10::StorageImpl>& copy,
+          std::optional<c10::Stream> stream)
+      : reference_(std::move(reference)), copy_(copy), stream_(stream) {}
+  Sharing(Sharing&&) = default;
+  ~Sharing() {
+    const auto copy = copy_.lock();
+    if (copy == nullptr || copy->data_ptr().get_context() != reference_.get_context()) return;
     try {
-      // It may end anywhere, in a collection of garbage even: what was lent is valid on this
-      // stream.
-      const c10::OptionalStreamGuard guard(loan->stream);
-      borrower->mutable_data();  // copies
+      // It may end anywhere, in a collection of garbage even: the memory is valid on this stream.
+      const c10::OptionalStreamGuard guard(stream_);
+      copy->mutable_data();  // copies
     } catch (...) {
-      // There is no memory for the copy. What was lent has to stay, and a deleter must not throw.
-      loan.release();
+      // There is no memory for the copy. What is shared has to stay, and a destructor must not
+      // throw.
+      (void)reference_.release_context();
     }
   }
-}
+
+ private:
+  at::DataPtr reference_;  // the second one
+  c10::weak_intrusive_ptr<c10::StorageImpl> copy_;
+  std::optional<c10::Stream> stream_;  // where the device has streams
+};
+using Sharings = std::vector<Sharing>;
 
 // Vectorised kernels see the same alignment in the copy as in the owner's memory.
 constexpr int64_t kAlignment = 64;
@@ -123,7 +133,7 @@ void copies_on_write([[maybe_unused]] c10::StorageImpl& storage) {
 #endif  // up to PyTorch 2.11 the deleter says so
 }
 
-std::tuple<Tensor, Tensor> lend(const Tensor& x) {
+Tensor share(const Tensor& x, Sharings& sharings) {
   const c10::Storage& owner = x.storage();
   const int64_t size = x.element_size(), offset = x.storage_offset();
   const int64_t end = at::detail::computeStorageNbytes(x.sizes(), x.strides(), size, offset);
@@ -132,69 +142,93 @@ std::tuple<Tensor, Tensor> lend(const Tensor& x) {
               " bytes in a storage of ", owner.nbytes());
   const int64_t begin = offset * size / kAlignment * kAlignment;
   void* data = const_cast<char*>(static_cast<const char*>(owner.data()) + begin);
-  Tensor copy = at::empty({0}, x.options()), guard = at::empty({0}, x.options());
-  c10::Allocator* allocator = copy.storage().allocator();
+  c10::Allocator* allocator = c10::GetAllocator(x.device().type());
   std::optional<c10::Stream> stream;
   if (!x.is_cpu()) {
     stream = c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device());
     allocator = StreamCopies::of(allocator, *stream);
   }
-  const auto pointer = [&](void* context, c10::DeleterFnPtr deleter) {
-    return at::DataPtr(data, context, deleter, x.device());
-  };
-  const auto storage = [&](at::DataPtr p) {
-    return c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), end - begin,
-                                                 std::move(p), allocator,
-                                                 /*resizable=*/true);
-  };
   auto* context = new cow::COWDeleterContext(
-      std::unique_ptr<void, c10::DeleterFnPtr>(new Keep(owner), &Keep::release));
-  at::DataPtr first = pointer(context, &cow::cow_deleter);
+      std::unique_ptr<void, c10::DeleterFnPtr>(new Owner(owner), &Owner::release));
+  at::DataPtr first(data, context, &cow::cow_deleter, x.device());
   context->increment_refcount();
-  at::DataPtr second = pointer(context, &cow::cow_deleter);
-  auto borrower = storage(std::move(first));
-  copies_on_write(*borrower);
-  auto loan = std::make_unique<Loan>(
-      Loan{std::move(second), c10::weak_intrusive_ptr<c10::StorageImpl>(borrower), stream});
-  auto lender = storage(pointer(loan.get(), &end_loan));
-  loan.release();
-  copy.set_(c10::Storage(std::move(borrower)), offset - begin / size, x.sizes(), x.strides());
-  guard.set_(c10::Storage(std::move(lender)), 0, {0}, {1});
-  return {copy, guard};
+  at::DataPtr second(data, context, &cow::cow_deleter, x.device());
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
+                                                       end - begin, std::move(first), allocator,
+                                                       /*resizable=*/true);
+  copies_on_write(*storage);
+  sharings.emplace_back(std::move(second), storage, stream);
+  Tensor copy = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(storage)),
+      c10::DispatchKeySet(x.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA), x.dtype());
+  copy.unsafeGetTensorImpl()->set_sizes_and_strides(x.sizes(), x.strides(), offset - begin / size);
+  return copy;
 }
 
-struct Lend : torch::autograd::Function<Lend> {
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx,
-                                                const Tensor& x) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("ckptfused::lend", "")
-                               .typed<std::tuple<Tensor, Tensor>(const Tensor&)>();
-    auto [copy, loan] = op.call(x);
-    ctx->mark_non_differentiable({loan});
-    return {copy, loan};
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 torch::autograd::variable_list grads) {
-    return {grads[0]};
-  }
-};
+SharingCopies copy_on_write(at::TensorList tensors) {
+  auto sharings = std::make_unique<Sharings>();
+  sharings->reserve(tensors.size());
+  std::vector<Tensor> copies;
+  copies.reserve(tensors.size());
+  for (const Tensor& x : tensors) copies.push_back(share(x, *sharings));
+  at::DataPtr ends(
+      nullptr, sharings.release(), [](void* all) { delete static_cast<Sharings*>(all); }, at::kCPU);
+  Tensor guard = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(c10::Storage::use_byte_size_t(), 0, std::move(ends)),
+      c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<uint8_t>());
+  return {std::move(copies), std::move(guard)};
+}
 
-std::tuple<Tensor, Tensor> lend_autograd(const Tensor& x) {
-  torch::autograd::variable_list made = Lend::apply(x);
-  return {made[0], made[1]};
+}  // namespace
+
+SharingCopies call_copy_on_write(at::TensorList tensors) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("ckptfused::copy_on_write", "")
+                             .typed<SharingCopies(at::TensorList)>();
+  return op.call(tensors);
+}
+
+namespace {
+
+// The node of x.alias(): a copy's gradient is the original's.
+template <typename Pointer = GradFn>
+Pointer identity_of(const Tensor& x) {
+  using torch::autograd::generated::AliasBackward0;
+  Pointer node;
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    torch::autograd::Node* made = new AliasBackward0;  // up to PyTorch 2.11
+    node = Pointer(made, [](auto* ended) { deleteNode(ended); });
+  } else {
+    node = c10::make_intrusive<AliasBackward0>();
+  }
+  node->set_next_edges(torch::autograd::collect_next_edges(x));
+  return node;
+}
+
+SharingCopies copy_on_write_autograd(at::TensorList tensors) {
+  SharingCopies made = [&] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return call_copy_on_write(tensors);
+  }();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!at::GradMode::is_enabled() || !tensors[i].requires_grad()) continue;
+    TORCH_CHECK(!torch::autograd::isFwGradDefined(tensors[i]),
+                "ckptfused: copies on write have no forward-mode derivative");
+    torch::autograd::set_history(std::get<0>(made)[i], identity_of(tensors[i]));
+  }
+  return made;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ckptfused, CPU, m) {
-  m.impl("lend", TORCH_FN(lend));
+  m.impl("copy_on_write", TORCH_FN(copy_on_write));
 }
 TORCH_LIBRARY_IMPL(ckptfused, CUDA, m) {
-  m.impl("lend", TORCH_FN(lend));
+  m.impl("copy_on_write", TORCH_FN(copy_on_write));
 }
 TORCH_LIBRARY_IMPL(ckptfused, Autograd, m) {
-  m.impl("lend", TORCH_FN(lend_autograd));
+  m.impl("copy_on_write", TORCH_FN(copy_on_write_autograd));
 }
 
 }  // namespace ckptfused

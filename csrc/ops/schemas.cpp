@@ -51,9 +51,9 @@ TORCH_LIBRARY(ckptfused, m) {
   m.def("dropout_mask(int[] shape, float p, Tensor rng_state, int site) -> Tensor",
         {at::Tag::pt2_compliant_tag});
 
-  // A tensor over the memory of x, copied when it is first written, and what makes it so for as
-  // long as it lives; afterwards the tensor has memory of its own.
-  m.def("lend(Tensor x) -> (Tensor, Tensor)", {at::Tag::pt2_compliant_tag});
+  // Tensors over the memory of others, each copied when it is first written, and what makes them so
+  // for as long as it lives; afterwards each has memory of its own.
+  m.def("copy_on_write(Tensor[] tensors) -> (Tensor[], Tensor)", {at::Tag::pt2_compliant_tag});
 
   // Small ops write where they are told: the block owns all scratch.
   m.def(

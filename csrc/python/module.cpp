@@ -20,6 +20,7 @@
 #include "ops/launch_records.h"
 #include "ops/linear.h"
 
+void bind_copy_on_write(pybind11::module_& m);
 void bind_testing(pybind11::module_ testing);
 
 namespace {
@@ -211,5 +212,6 @@ PYBIND11_MODULE(_C, m) {
       .def("events", &OpenLedger::events, pybind11::arg("first") = 0)
       .def("number_of", &OpenLedger::number_of)
       .def("set_attention", &OpenLedger::set_attention);
+  bind_copy_on_write(m);
   bind_testing(m.def_submodule("testing"));
 }

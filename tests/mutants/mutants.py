@@ -221,8 +221,8 @@ MUTANTS = (
     Mutant(
         "arguments that are lazily cloned",
         file="ckptfused/recompute/copy_on_write.py",
-        text="copy, guard = _lend(t)",
-        defect="copy, guard = torch._lazy_clone(t), t",
+        text="copies = self._made.make(originals, counting() is not None)",
+        defect="copies = [torch._lazy_clone(t) for t in originals]",
         test="tests/recompute/test_checkpoint.py::test_arguments_keep_their_memory[itself-no_grad-numpy]",
     ),
     Mutant(

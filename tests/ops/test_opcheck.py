@@ -112,7 +112,7 @@ def small_op_args() -> dict[str, tuple[Any, ...]]:
         ),
         "dropout_mask": ([2, 3, 20], 0.3, state, 1),
         "rng_state": (x, 0),
-        "lend": (x[1:].detach().requires_grad_(),),
+        "copy_on_write": ([x[1:].detach().requires_grad_(), x.detach()],),
     }
 
 

@@ -326,14 +326,14 @@ def test_what_is_handed_back_untouched_is_the_callers_own() -> None:
     (y + written).sum().backward()
 
 
-def test_what_was_lent_twice_outlives_the_first_loan() -> None:
+def test_a_copy_of_a_copy_outlives_the_first() -> None:
     """The inner call's argument is the outer's copy; all that is left of both in the end is what the inner one kept."""
     kept: list[Tensor] = []
-    lend = torch.ops.ckptfused.lend
+    on_write = torch.ops.ckptfused.copy_on_write
     for ends in ("outer", "inner"):
         x = torch.arange(1 << 16, dtype=torch.float32)
-        outer, outer_guard = lend(x)
-        inner, inner_guard = lend(outer)
+        [outer], outer_guard = on_write([x])
+        [inner], inner_guard = on_write([outer])
         assert torch._C._data_address(inner) == x.data_ptr()
         if ends == "outer":
             del outer_guard, outer, x

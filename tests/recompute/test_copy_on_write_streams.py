@@ -1,4 +1,4 @@
-"""Copies of what was lent on a GPU: by the stream and on the device that they belong to, and without waiting.
+"""Copies of shared memory on a GPU: by the stream and on the device that they belong to, and without waiting.
 
 PyTorch's own allocator would copy with cudaMemcpy: on the default stream, beside the kernels of others, on whichever
 device is current, and not at all in a CUDA graph.
@@ -26,7 +26,7 @@ SCENES = """
     import ckptfused
     from tests.fake_cuda.gpus import calls
 
-    lend = torch.ops.ckptfused.lend
+    on_write = torch.ops.ckptfused.copy_on_write
     NAMES = ("copy", "copy and wait", "synchronize", "event")
     seen = {}
 
@@ -54,7 +54,7 @@ SCENES = """
     torch.empty(1000, device="cuda:1")
     calls()
     with torch.cuda.stream(side):
-        copy, guard = lend(x)
+        [copy], guard = on_write([x])
         copy.data_ptr()  # as Triton's launcher asks for it
     scene("first write")
     assert same(copy) and same(x) and torch._C._data_address(copy) != torch._C._data_address(x)
@@ -62,7 +62,7 @@ SCENES = """
     del guard
     scene("end after a write")
 
-    copy, guard = lend(x)
+    [copy], guard = on_write([x])
     with torch.cuda.stream(side):
         copy.mul_(2)
     scene("write on another stream", "launch")
@@ -70,7 +70,7 @@ SCENES = """
     scene("what it frees")
 
     with torch.cuda.stream(side):
-        copy, guard = lend(x)
+        [copy], guard = on_write([x])
     held = [guard]
     del guard
     def end():
@@ -84,16 +84,16 @@ SCENES = """
     assert same(copy)
 
     with torch.cuda.stream(other):
-        copy, guard = lend(x)
-        inner, inner_guard = lend(copy)
+        [copy], guard = on_write([x])
+        [inner], inner_guard = on_write([copy])
         del guard, copy
         calls()
         del inner_guard
-    scene("end of a loan of a loan")
+    scene("end of a copy of a copy")
     assert same(inner)
 
     with torch.cuda.stream(side):
-        copy, guard = lend(x[7:])
+        [copy], guard = on_write([x[7:]])
         calls()
         with Mode():
             del guard
@@ -102,7 +102,7 @@ SCENES = """
     assert torch.equal(copy.cpu(), torch.arange(7.0, 1000.0))
 
     with torch.cuda.stream(side):
-        copy, guard = lend(x)
+        [copy], guard = on_write([x])
         calls()
         copy.resize_(2000)
     scene("grown")
@@ -129,9 +129,9 @@ def expected(seen: dict[str, Any], *steps: tuple[str, str]) -> list[list[Any]]:
         ("first write", [("copy", "side")]),
         ("end after a write", []),
         ("write on another stream", [("copy", "side"), ("launch", "side")]),
-        ("what it frees", [("event", "default")]),  # the lender's stream may still read the copy
+        ("what it frees", [("event", "default")]),  # the sharing stream may still read the copy
         ("end in another thread", [("copy", "side")]),
-        ("end of a loan of a loan", [("copy", "other")]),
+        ("end of a copy of a copy", [("copy", "other")]),
         ("under a mode", [("copy", "side")]),
         ("grown", [("copy", "side")]),
     ],

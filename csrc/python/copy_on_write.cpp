@@ -1,0 +1,83 @@
+// What Python's checkpoint has of copies on write and of version counters.
+#include "ops/torch.h"
+
+#include <unordered_set>
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "autograd/made_copies.h"
+
+namespace {
+
+using ckptfused::MadeCopies;
+
+// In the place of each tensor its copy, or None where there is nothing to share: of subclasses, and
+// what MadeCopies leaves.
+std::vector<std::optional<at::Tensor>> make(MadeCopies& copies, const pybind11::list& tensors,
+                                            bool meta) {
+  std::vector<std::optional<at::Tensor>> shared;
+  shared.reserve(tensors.size());
+  for (const pybind11::handle t : tensors) {
+    const bool exact = THPVariable_CheckExact(t.ptr());
+    const bool shares = exact && MadeCopies::can_share(THPVariable_Unpack(t.ptr()), meta);
+    shared.emplace_back(shares ? std::optional(THPVariable_Unpack(t.ptr())) : std::nullopt);
+  }
+  return copies.make(shared);
+}
+
+// Whether two of the tensors lie in one storage; subclasses, and what has none, lie in none.
+bool share_memory(const pybind11::list& tensors) {
+  std::unordered_set<const c10::StorageImpl*> storages;
+  for (const pybind11::handle t : tensors) {
+    if (!THPVariable_CheckExact(t.ptr())) continue;
+    const at::Tensor& x = THPVariable_Unpack(t.ptr());
+    if (!x.key_set().has_all(c10::DispatchKeySet(c10::DispatchKey::Dense)) || !x.has_storage()) {
+      continue;
+    }
+    if (!storages.insert(x.storage().unsafeGetStorageImpl()).second) return true;
+  }
+  return false;
+}
+
+pybind11::object original(const MadeCopies& copies, pybind11::object value) {
+  if (!THPVariable_Check(value.ptr())) return value;
+  const auto found = copies.original(THPVariable_Unpack(value.ptr()));
+  return found ? pybind11::cast(*found) : value;
+}
+
+// Tensors as a node of the graph holds them: the hooks for saved tensors see them.
+class SavedTensors {
+ public:
+  explicit SavedTensors(const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& t : tensors) saved_.emplace_back(t, /*is_output=*/false);
+  }
+  std::vector<at::Tensor> unpack() const {
+    std::vector<at::Tensor> tensors;
+    for (const torch::autograd::SavedVariable& saved : saved_) tensors.push_back(saved.unpack());
+    return tensors;
+  }
+
+ private:
+  std::vector<torch::autograd::SavedVariable> saved_;
+};
+
+}  // namespace
+
+void bind_copy_on_write(pybind11::module_& m) {
+  pybind11::class_<MadeCopies>(m, "CopiesOnWrite")
+      .def(pybind11::init<>())
+      .def("make", &make)
+      .def("original", &original)
+      .def("any_left", &MadeCopies::any_left)
+      .def("forget", &MadeCopies::forget);
+  pybind11::class_<SavedTensors>(m, "SavedTensors")
+      .def(pybind11::init<const std::vector<at::Tensor>&>())
+      .def("unpack", &SavedTensors::unpack);
+  m.def("share_memory", &share_memory);
+  pybind11::class_<ckptfused::VersionCounters>(m, "VersionCounters")
+      .def(pybind11::init<const std::vector<at::Tensor>&>())
+      .def("now", &ckptfused::VersionCounters::now);
+}
