@@ -175,4 +175,5 @@ def recorded(name: str, device: str, tiny: bool) -> str:
         ]
         if wrong:
             raise SystemExit("\n".join(wrong))
+    _C.testing.use_launch_records(False)
     return f"{len(RECORDED)} blocks, {expected} calls each from records"

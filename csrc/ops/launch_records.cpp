@@ -20,7 +20,7 @@ struct Records {
   std::unordered_map<std::string, std::shared_ptr<const LaunchRecord>> by_call;
   std::atomic<bool> used{[] {
     const char* value = std::getenv("CKPTFUSED_LAUNCH_RECORDS");
-    return value == nullptr || std::string_view(value) != "0";
+    return value != nullptr && std::string_view(value) == "1";
   }()};
   std::atomic<int64_t> hits{0};
 };
@@ -33,7 +33,6 @@ thread_local const std::string* wanted = nullptr;  // the key of the call that i
 
 std::shared_ptr<const LaunchRecord> find(const std::string& key) {
   Records& all = records();
-  if (!all.used) return nullptr;
   const std::lock_guard lock(all.mutex);
   const auto found = all.by_call.find(key);
   return found == all.by_call.end() ? nullptr : found->second;
@@ -110,7 +109,7 @@ std::optional<std::vector<Tensor>> LaunchCall::repeat(void* stream) const {
 }
 
 LaunchesWanted::LaunchesWanted(const LaunchCall& call) : outer_(wanted) {
-  wanted = records().used ? &call.key() : nullptr;
+  wanted = &call.key();
 }
 
 LaunchesWanted::~LaunchesWanted() {
@@ -134,6 +133,10 @@ void use_launch_records(bool use) {
   const std::lock_guard lock(all.mutex);
   all.used = use;
   all.by_call.clear();
+}
+
+bool launch_records_used() {
+  return records().used;
 }
 
 int64_t launch_record_hits() {

@@ -20,7 +20,8 @@
 // hands over what a launch consists of (records.py). The kind is everything that Triton and our
 // launchers can see of a call, bit for bit: the op, each tensor's device, type, sizes, strides and
 // whether it is aligned, every number and text. Its next calls start the same binaries with the
-// same arguments from here. CKPTFUSED_LAUNCH_RECORDS=0: every call goes through Python.
+// same arguments from here. Only with CKPTFUSED_LAUNCH_RECORDS=1: what they bring is yet to be
+// timed.
 
 namespace ckptfused {
 
@@ -91,6 +92,7 @@ void keep_launches(LaunchRecord record);
 
 // Whether records are made and used, from now on; those that there are go. How often one was used.
 void use_launch_records(bool use);
+bool launch_records_used();
 int64_t launch_record_hits();
 
 template <typename Result, size_t... i>
@@ -103,6 +105,7 @@ Result as_tuple(std::vector<at::Tensor>& results, std::index_sequence<i...>) {
 template <typename Op, typename... Args>
 auto call_recorded(const Op& op, void* stream, const Args&... args) -> decltype(op.call(args...)) {
   using Result = decltype(op.call(args...));
+  if (!launch_records_used()) return op.call(args...);
   LaunchCall call(op.operator_name().name);
   (call.add(args), ...);
   if (auto results = call.repeat(stream)) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -18,14 +20,20 @@ pytestmark = pytest.mark.gpu
 CASES = [*MASK_CASES, *PADDING_CASES, *PACKED_CASES, *DTYPE_CASES]
 
 
+@pytest.fixture(autouse=True)
+def used() -> Iterator[None]:
+    """Records are made and used: only where they are asked for."""
+    _C.testing.use_launch_records(True)
+    yield
+    _C.testing.use_launch_records(False)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_bits(case: Case) -> None:
     call = make_call(case, "cuda")
     _C.testing.use_launch_records(False)
-    try:
-        by_triton = call.run()
-    finally:
-        _C.testing.use_launch_records(True)
+    by_triton = call.run()
+    _C.testing.use_launch_records(True)
     call.run()
     hits = _C.testing.launch_record_hits()
     assert all(map(torch.equal, call.run(), by_triton))

@@ -78,7 +78,7 @@ def launcher() -> Iterator[Launcher]:
     _C.testing.use_launch_records(True)
     with launching() as found:
         yield found
-    _C.testing.use_launch_records(True)
+    _C.testing.use_launch_records(False)
 
 
 def rows(heads: int = 2, tokens: int = 6, dtype: torch.dtype = torch.float32, offset: int = 0) -> Tensor:
@@ -186,14 +186,15 @@ def test_records_can_be_turned_off(launcher: Launcher) -> None:
     assert launcher.is_asked(base()) and not launcher.is_asked(base())
 
 
-def test_the_environment_turns_them_off() -> None:
+@pytest.mark.parametrize(("variable", "asked"), [({}, True), ({"CKPTFUSED_LAUNCH_RECORDS": "1"}, False)])
+def test_the_environment_turns_them_on(variable: dict[str, str], asked: bool) -> None:
     code = (
         "from tests.ops import test_launch_records as t\n"
         "with t.launching() as launcher: print([launcher.is_asked(t.base()) for _ in range(2)])"
     )
-    environment = os.environ | {"CKPTFUSED_LAUNCH_RECORDS": "0"}
+    environment = {key: value for key, value in os.environ.items() if key != "CKPTFUSED_LAUNCH_RECORDS"} | variable
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert run.stdout.strip() == "[True, True]", run.stderr
+    assert run.stdout.strip() == f"[True, {asked}]", run.stderr
 
 
 def test_what_raises_leaves_no_record(launcher: Launcher) -> None:

@@ -111,7 +111,7 @@ def gpu(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     ops.impl("attention_triton_bwd", attention.attention_bwd, "CPU")
     _C.testing.use_launch_records(True)
     yield found
-    _C.testing.use_launch_records(True)
+    _C.testing.use_launch_records(False)
     ops._destroy()
     del as_on_gpu
 
