@@ -21,7 +21,6 @@ from ckptfused.checks import (
     transformed,
 )
 from ckptfused.compat.torch_compile import constant_result
-from ckptfused.cost.opened import device_of
 from ckptfused.eager.loss import eager_linear_cross_entropy
 from ckptfused.ops import (
     enclosing_checkpoint,
@@ -92,7 +91,7 @@ def spec_options(reduction: str, softcap: float | None, scratch: int | str | Non
     check_choice("reduction", reduction, REDUCTIONS)
     return {
         **same,
-        "reduction": "none" if reduction == "none" else "sum",
+        "reduction": reduction,
         "softcap": 0.0 if softcap is None else softcap,
         "scratch": 0 if scratch is None else parse_bytes("scratch", scratch),
     }
@@ -161,7 +160,11 @@ def linear_cross_entropy(
     if shift:
         target = F.pad(target[..., 1:], (0, 1), value=ignore_index)[..., : target.size(-1)]
     same = {"keep": keep, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    # Divided by something else than the number of targets, and under transforms: outside of the op.
+    divided = num_items is not None or (reduction == "mean" and (class_weight is not None or transformed()))
     options = spec_options(reduction, softcap, scratch, **same, logit_scale=logit_scale, z_loss=z_loss)
+    if divided:
+        options["reduction"] = "sum"
     lora_options = tuple((lora.a.size(0), lora.scale, lora.p) for lora in adapters)
     if torch.compiler.is_compiling():
         options = {name: _plain_value(value) for name, value in options.items()}
@@ -178,9 +181,7 @@ def linear_cross_entropy(
             generator = enclosing_checkpoint.source(x, generator)
         op = torch.ops.ckptfused.linear_cross_entropy
         made = LossOutput(*op(x, weight, bias, target, class_weight, tensors, text, generator=generator))
-    loss = made.loss
-    if num_items is not None or reduction == "mean":
-        loss = _divided(loss, num_items, target, ignore_index, class_weight)
+    loss = _divided(made.loss, num_items, target, ignore_index, class_weight) if divided else made.loss
     return made._replace(loss=loss) if return_tokens else loss
 
 
@@ -190,11 +191,6 @@ def _divided(
     """The mean, or the sum by `num_items`. Where no target counts and that is 0, it is NaN and its gradients are 0, as
     PyTorch's: theirs never reach an ignored token, while ours would be 0 times the inf of a division by 0."""
     counted = target != ignore_index
-    if num_items is None and class_weight is None and _can_be_read(target):
-        known = counted.sum()
-        count = known if known.is_meta else int(known)
-        if known.is_meta or count:  # either is kept for backward, in eight bytes
-            return loss / count
     number: Any = num_items.reshape(()).to(loss.dtype) if isinstance(num_items, Tensor) else num_items
     if number is None and class_weight is None:
         number = counted.sum()
@@ -204,13 +200,6 @@ def _divided(
         return loss / number
     nothing = ~counted.any()
     return torch.where(nothing & (number == 0), loss.detach() / number, loss / torch.where(nothing, 1, number))
-
-
-def _can_be_read(t: Tensor) -> bool:
-    """Whether a tensor's values are at hand: nobody traces, stands in for it, or would wait for a device."""
-    if torch.compiler.is_compiling() or transformed() or type(t) is not Tensor:
-        return False
-    return device_of(t) == "cpu" if t.is_meta else t.is_cpu and not torch._C._len_torch_dispatch_stack()
 
 
 def _check(

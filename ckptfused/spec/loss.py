@@ -18,13 +18,16 @@ HEAD = "head"
 class LossSpec:
     """Cross-entropy of logits l = softcap(logit_scale * (x @ weight.T + bias + adapters)).
 
+    reduction "mean": the sum by the number of targets that are not ignored. Only the loss and the gradient that reaches
+    the call are divided: the ops of its forward and its backward pass take "mean" as "sum".
+
     **Raises** `ValueError` or `TypeError` naming the field, what was expected and what came.
     """
 
     keep: Annotated[str, Key("What forward makes for backward, or what it keeps.", ("gradients", "inputs"))] = (
         "gradients"
     )
-    reduction: Annotated[str, Key("The sum over tokens, or each token's loss.", ("sum", "none"))] = "sum"
+    reduction: Annotated[str, Key("The sum over tokens, or each token's loss.", ("sum", "mean", "none"))] = "sum"
     ignore_index: Annotated[int, Key("A token with this target has no loss.", least=-(2**63))] = -100
     label_smoothing: Annotated[float, Key("Share of the loss spread over all classes.", probability=True)] = 0.0
     logit_scale: Annotated[float, Key("Factor of the logits.")] = 1.0

@@ -9,6 +9,7 @@
 #include "autograd/function.h"
 #include "autograd/numerics.h"
 #include "loss/loss.h"
+#include "loss/reduction.h"
 
 namespace ckptfused {
 namespace {
@@ -114,6 +115,7 @@ struct LossCall {
   std::string spec;
   std::vector<bool> needs;  // of x, weight, bias and each adapter's tensor
   bool per_token, keep_gradients;
+  at::IValue count;  // of the targets that a mean is over; None where the loss is no mean
 };
 
 // Whether a backward may use up the gradients that forward made: nobody asks for them again, by
@@ -150,7 +152,8 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     ctx->saved_data["needs"] = needs;
     ctx->saved_data["spec"] = call.spec;
     ctx->saved_data["settings"] = settings.settings();
-    const Tensor loss = call.per_token ? made[0].clone() : made[0].sum();
+    ctx->saved_data["count"] = call.count;
+    const Tensor loss = reduced(made[0], call.per_token, call.count);
     ctx->mark_non_differentiable({made[0], made[1], made[2]});
     return {loss, made[0], made[1], made[2]};
   }
@@ -167,6 +170,8 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     }
     variable_list grads(edges + 1);  // of the present tensors, and LossCall
     if (!dloss[0].defined()) return grads;
+    const at::IValue& count = ctx->saved_data["count"];
+    if (!count.isNone()) dloss[0] = divided(dloss[0], count, 1);
     const SettingsGuard guard(ctx->saved_data["settings"].toIntVector());
     const variable_list kept = wanted(ctx, needs);
     variable_list results;
@@ -216,7 +221,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy(
                 std::string(spec_text),
                 {},
                 spec->per_token(),
-                spec->keep_gradients() && !spec->per_token()};
+                spec->keep_gradients() && !spec->per_token(),
+                {}};
+  if (spec->reduction == "mean") call.count = number_of_targets(target, spec->ignore_index);
   variable_list present;
   bool any = false;
   for (const Tensor& t : call.args.differentiable()) {
@@ -237,7 +244,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy(
   for (size_t i = 0; i < call.needs.size(); ++i) needs.push_back(false);
   const variable_list made = fwd_op().call(x, weight, bias, target, class_weight, adapters,
                                            call.rng_state, spec_text, needs);
-  return {spec->per_token() ? made[0].clone() : made[0].sum(), made[0], made[1], made[2]};
+  return {reduced(made[0], spec->per_token(), call.count), made[0], made[1], made[2]};
 }
 
 // Resolves the compute type here and passes it on: nothing below reads thread state.
