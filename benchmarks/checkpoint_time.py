@@ -24,8 +24,6 @@ from benchmarks import environment
 from benchmarks.commands import command_line, page, write
 from benchmarks.small_shapes import Step, measure
 
-GOAL = 1.5
-"""So many times the processor time of `torch.utils.checkpoint` at most."""
 Case = tuple[Callable[..., Tensor], list[Any]]
 
 
