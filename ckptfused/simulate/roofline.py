@@ -95,7 +95,7 @@ class Work(TorchDispatchMode):
             gets_own_memory(t)
         self._opened.held.clear()
         out = without_kernel(func, self._opened.held)(*args, **kwargs)
-        if not own:
+        if not own and not self._opened.held:  # else it was counted by what stands for a kernel
             self._opened.held += self._within(func, args, kwargs, out)
         if own:
             seconds = self._of_ledger(begin, args)

@@ -34,7 +34,10 @@ class Scratch:
 
     def of(self, op: Any, args: Any, kwargs: Any, out: Any) -> int | None:
         """Bytes of one call beside its results; None: it cannot be run alone, or is too large. out: the results."""
-        sizes = sum(t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+        if any(t.layout != torch.strided for t in tensors):
+            return None
+        sizes = sum(t.nbytes for t in tensors)
         packet = op.overloadpacket
         flops = flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
         parts, over = 1, max(sizes / LARGEST, flops / MOST_FLOPS)

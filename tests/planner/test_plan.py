@@ -324,7 +324,7 @@ class Attends(nn.Module):
 def test_what_onednn_allocates_in_half_precision_is_left_free(make: Callable[[], nn.Module], length: int) -> None:
     model, x = nn.Sequential(make(), make()).bfloat16(), torch.randn(2, length, 256, dtype=torch.bfloat16)
     predicted, own = profile(model, x, device="cpu"), profile(model, x).peak
-    assert 4096 < own - predicted.peak <= predicted.workspace <= torch.get_num_threads() * 1728 << 10
+    assert own - predicted.peak <= predicted.workspace <= torch.get_num_threads() * 1728 << 10
 
 
 def test_the_least_budget_that_is_named_is_the_least() -> None:
