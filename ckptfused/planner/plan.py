@@ -27,6 +27,7 @@ from ckptfused.profiler.step import Batch, MakeOptimizer, TrainingStep, check_mo
 from ckptfused.simulate.autocast import Autocast, autocast_type
 from ckptfused.simulate.devices import NAMES, device_named
 from ckptfused.sizes import counted, parse_bytes, size
+from ckptfused.spec.checks import check_integer
 
 NEVER = 1 << 62
 """Bytes that are in no budget."""
@@ -120,6 +121,8 @@ def plan(
     """
     check_model(model)
     limit = None if budget is None else parse_bytes("budget", budget)
+    check_integer("shards", shards, 1)
+    check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     target = device_named(_device_of(model) if device is None else device)
     lower = autocast_type(autocast, target.kind)
     step = TrainingStep(batch, optimizer, target, lower, gradient_accumulation_steps, shards)

@@ -12,6 +12,7 @@ from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, MakeOptimizer, TrainingStep, check_model
 from ckptfused.simulate.autocast import Autocast, autocast_type, outside
 from ckptfused.simulate.devices import NAMES, device_named
+from ckptfused.spec.checks import check_integer
 
 
 def profile(
@@ -49,6 +50,7 @@ def profile(
     does not run without data outside of its layers. A layer that does not is named in `notes`.
     """
     check_model(model)
+    check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     where = _device_of(model) if device is None else device_named(device)
     lower = autocast_type(autocast, where.type if isinstance(where, torch.device) else where.kind)
     return profiled(model, TrainingStep(batch, optimizer, where, lower, gradient_accumulation_steps))

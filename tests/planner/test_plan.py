@@ -110,7 +110,7 @@ def test_what_is_counted_is_what_is_predicted(device: str) -> None:
 def test_never_over_and_never_slower_with_more() -> None:
     """At budgets on both sides of steps of the front. The least budget that is named is one that fits."""
     steps, whole = counted(on_meta())
-    planner = _Planner(steps, whole, whole, 1)
+    planner = _Planner(steps, whole, whole)
     with pytest.raises(BudgetError, match="What else would help") as refused:
         planner.within(1)
     least = refused.value.least
