@@ -50,6 +50,21 @@ def python(code: str, cwd: Path = ROOT, **environment: str) -> subprocess.Comple
     return server("torch").python(textwrap.dedent(code), cwd, os.environ | environment)
 
 
+def command(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The same as `python words` of a script, or of a module after -m."""
+    run, name, *options = ("run_module", *words[1:]) if words[0] == "-m" else ("run_path", *words)
+    return python(
+        f"""
+        import runpy, sys
+        sys.path.append({str(ROOT)!r})
+        sys.argv = {[name, *options]!r}
+        runpy.{run}({name!r}, run_name="__main__")
+        """,
+        cwd,
+        **environment,
+    )
+
+
 def _run(code: str, cwd: str, environment: dict[str, str], arguments: list[str], said: list[str]) -> int:
     """In the fork: the exit status of the code, whose output goes to two files."""
     with open(os.devnull) as nothing:

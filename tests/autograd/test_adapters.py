@@ -5,9 +5,6 @@ What they compute is an axis of the all-pairs cases (test_block_oracle, test_kee
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,6 +15,7 @@ from torch import Tensor
 from ckptfused import cost
 from ckptfused.functional import attention_block, block, ffn_block
 from ckptfused.spec import Adapter, AttentionSpec, BlockSpec, FFNSpec, param_names, param_shapes
+from tests import forks
 from tests.cases import Case
 from tests.devices import on_devices, repeatable
 from tests.oracle import fused, make_inputs, run
@@ -188,10 +186,7 @@ for dtype in (torch.float32, torch.bfloat16):
 
 def test_as_other_devices_do_it() -> None:
     """Through PyTorch's products, as on a GPU: the same masks and values."""
-    environment = {**os.environ, "CKPTFUSED_ADAPTERS": "aten"}
-    done = subprocess.run(
-        [sys.executable, "-c", AS_ELSEWHERE], env=environment, capture_output=True, text=True, check=False
-    )
+    done = forks.python(AS_ELSEWHERE, CKPTFUSED_ADAPTERS="aten")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

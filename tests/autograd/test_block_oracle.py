@@ -102,6 +102,7 @@ def failures_in_one_draw(case: Case, expected: Expected, got: Results, inputs: I
 ON_THE_STEP = ("mask=pad-keep,relu,sandwich,rope=interleaved,", torch.bfloat16)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("device", "case", "dtype"), all_pairs_runs([case.large() for case in CASES], first=1), ids=_id
 )

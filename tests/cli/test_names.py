@@ -19,6 +19,7 @@ from ckptfused.cli import main
 from ckptfused.cli.configurations import MODELS, read_config
 from ckptfused.simulate import cards
 from ckptfused.simulate.devices import device_named
+from tests import forks
 
 pytestmark = pytest.mark.once
 ROOT = Path(__file__).parents[2]
@@ -57,9 +58,8 @@ def test_a_command_that_works_has_the_whole_package(tmp_path: Path) -> None:
         "    ckptfused.convert(model)\n"
         "    return model, torch.empty(4, 2, 8)\n"
     )
-    command = [sys.executable, "-m", "ckptfused", "profile", "--config", "own:make", "--device", "A100", "--json"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    options = ["profile", "--config", "own:make", "--device", "A100", "--json"]
+    found = forks.command("-m", "ckptfused", *options, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["device"] == "a100-80"
 

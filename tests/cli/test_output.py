@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptfused.cli import main
+from tests import forks
 
 pytestmark = pytest.mark.once
 FACTORY = """
@@ -74,7 +75,6 @@ def test_fingerprints_are_written_only_when_classes_are_named(names: list[str], 
     package = Path(__file__).parents[2]
     known = package / "ckptfused" / "layer" / "known.json"
     before = known.stat().st_mtime_ns
-    command = [sys.executable, "-m", "ckptfused.models", *names]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=package)
+    found = forks.command("-m", "ckptfused.models", *names)
     assert found.returncode == status and said in found.stdout + found.stderr and "Traceback" not in found.stderr
     assert known.stat().st_mtime_ns == before

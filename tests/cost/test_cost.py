@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -35,7 +32,7 @@ from ckptfused.spec import (
     param_shapes,
 )
 from ckptfused.triton import backend
-from tests import cases
+from tests import cases, forks
 from tests.accounting import ATTENTION, Events, saved_bytes
 from tests.cases import Case
 from tests.devices import CUDA, on_devices
@@ -513,8 +510,5 @@ for name in ("adapters", "adapters-joint", "adapters-ffn"):
 
 def test_adapters_as_other_devices_have_them() -> None:
     """Through PyTorch's products, as on a GPU: the ledger has their temporaries to the byte."""
-    environment = {**os.environ, "CKPTFUSED_ADAPTERS": "aten"}
-    done = subprocess.run(
-        [sys.executable, "-c", AS_ELSEWHERE], env=environment, capture_output=True, text=True, check=False
-    )
+    done = forks.python(AS_ELSEWHERE, CKPTFUSED_ADAPTERS="aten")
     assert done.returncode == 0, done.stdout + done.stderr

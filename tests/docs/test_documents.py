@@ -8,7 +8,6 @@ import linecache
 import re
 import shlex
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 from ckptfused import CheckpointPolicy
 from ckptfused.cli import main
 from ckptfused.models.family import FAMILIES
-from tests import tools
+from tests import forks, tools
 from tests.docs.pages import FENCE, PAGES, ROOT, Block, blocks, name, named_files
 
 pytestmark = pytest.mark.once
@@ -160,18 +159,14 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_tables_are_those_of_the_results() -> None:
-    run = subprocess.run(
-        [sys.executable, "benchmarks/draw.py", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    run = forks.command("benchmarks/draw.py", "--check")
     assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.slow
 def test_the_table_of_families_is_what_its_command_prints() -> None:
     tools.need("transformers")
-    run = subprocess.run(
-        [sys.executable, "benchmarks/families.py"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    run = forks.command("benchmarks/families.py")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("\n") > 15
     assert run.stdout in (ROOT / "docs/convert.md").read_text()

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 
 from ckptfused import integrations
+from tests import forks
 
 pytestmark = pytest.mark.once
 PROGRAM = """
 import sys
 import ckptfused, ckptfused.integrations
+from tests import forks
 for library in ("transformers", "lightning", "pytorch_lightning", "axolotl", "trl"):
     assert library not in sys.modules, library
 """
 
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
-    subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], check=True)
+    assert forks.python(PROGRAM).returncode == 0
 
 
 def test_what_there_is() -> None:

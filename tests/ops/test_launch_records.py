@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ckptfused._extension import _C
+from tests import forks
 from tests.ops.launch_driver import FakeDriver, Launched
 
 FUNCTION, GRID, THREADS, SHARED, NUMBER = 0x1234, 3, 128, 4096, 77
@@ -187,13 +185,15 @@ def test_records_can_be_turned_off(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize(("variable", "asked"), [({}, True), ({"CKPTFUSED_LAUNCH_RECORDS": "1"}, False)])
-def test_the_environment_turns_them_on(variable: dict[str, str], asked: bool) -> None:
+def test_the_environment_turns_them_on(
+    variable: dict[str, str], asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = (
         "from tests.ops import test_launch_records as t\n"
         "with t.launching() as launcher: print([launcher.is_asked(t.base()) for _ in range(2)])"
     )
-    environment = {key: value for key, value in os.environ.items() if key != "CKPTFUSED_LAUNCH_RECORDS"} | variable
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    monkeypatch.delenv("CKPTFUSED_LAUNCH_RECORDS", raising=False)
+    run = forks.python(code, **variable)
     assert run.stdout.strip() == f"[True, {asked}]", run.stderr
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -17,6 +15,7 @@ from ckptfused.spec import AttentionSpec
 from ckptfused.triton.backend import Shape, attention_backend
 from ckptfused.triton.configs import BLOCK_D, OPTION_CLASSES, SHARED, STAGES, attention_config, block_d, device_class
 from ckptfused.triton.problem import GAP
+from tests import forks
 from tests.forks import python
 
 PLAIN = Shape(special=(), dtype=torch.bfloat16, batch=2, heads=4, length=100, head_dim=128)
@@ -161,7 +160,7 @@ def test_what_is_special_in_a_block(change: dict[str, Any], special: tuple[str, 
 
 def test_wrong_override_is_refused() -> None:
     code = "import os; os.environ['CKPTFUSED_ATTENTION'] = 'fast'; import ckptfused.triton.backend"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = forks.python(code)
     assert "CKPTFUSED_ATTENTION: expected one of triton, flash, cudnn, got 'fast'" in run.stderr
 
 
@@ -178,7 +177,7 @@ def test_importing_needs_no_triton() -> None:
         "q = torch.ones(1, 1, 4, 8)\n"
         "attention.attention_fwd(q, q, q, *[None] * 4, 'none', 'none', 1.0, True, 0, 0.0, 0.0)\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = forks.python(code)
     assert "attention_fwd: this call needs Triton, which is not installed" in run.stderr
 
 

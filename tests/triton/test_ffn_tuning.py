@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import torch
 from ckptfused.triton import tune, tuning
 from ckptfused.triton.ffn.configs import CANDIDATES, candidates
 from ckptfused.triton.tuning import CUBLAS, Device, ffn_choice
+from tests import forks
 from tests.triton.clock import Clock
 
 H200 = Device("NVIDIA H200", (9, 0))
@@ -215,7 +214,7 @@ def test_imports_without_triton() -> None:
         "from ckptfused.triton import tune, tuning\n"
         "print(tuning.ffn_choice(64, 64, 64, 'swiglu', torch.bfloat16, 'cpu')[0])"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = forks.python(code)
     assert run.stdout.strip() == CUBLAS, run.stderr
 
 
