@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from ckptfused.compat.torch_dispatch import in_transform
 from ckptfused.masks import Mask
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -29,8 +29,7 @@ def is_dtensor(value: object) -> bool:
 def transformed() -> bool:
     """Whether a transform of torch.func or a forward-mode derivative is taken, or torch.jit.trace traces: for these the
     ops have no rules."""
-    taken = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return taken or torch.jit.is_tracing()
+    return in_transform() or torch.jit.is_tracing()
 
 
 def check_input(x: Tensor, width: int | None = None, name: str = "x") -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ckptfused.cli.extrapolate import extrapolated
 from ckptfused.cli.longest_context import language_step
+from ckptfused.compat.transformers import knows
 from ckptfused.models.install import apply
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.profiler.result import Profile
@@ -82,7 +83,7 @@ def _kind(config: Any) -> Any:
         if getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = 0
     for kind in kinds:
-        if type(config) in kind._model_mapping:
+        if knows(kind, config):
             return kind
     raise ValueError(
         f"expected a model of language, which learns tokens from tokens, got {config.model_type!r}; of others "

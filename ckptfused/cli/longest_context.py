@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.profiler.api import profile
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, adamw

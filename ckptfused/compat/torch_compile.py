@@ -1,8 +1,9 @@
-"""What `torch.compile` is told of functions without importing Dynamo, which takes a second."""
+"""What `torch.compile` is told of functions without importing Dynamo, which takes a second: PyTorch 2.11 to 2.13."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -13,10 +14,7 @@ _R = TypeVar("_R")
 
 
 def constant_result(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`torch.compiler.assume_constant_result`, which sets the same mark.
-
-    PyTorch 2.11 to 2.13: `_dynamo_marked_constant`.
-    """
+    """`torch.compiler.assume_constant_result`, which sets the same mark. `_dynamo_marked_constant`."""
     cast(Any, function)._dynamo_marked_constant = True
     return function
 
@@ -35,3 +33,15 @@ def in_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def partitioner_budget() -> float:
+    """The part of activations that the partitioner of compiled graphs may keep, 1 unless somebody set it.
+    `torch._functorch.config.activation_memory_budget`."""
+    config: Any = sys.modules.get("torch._functorch.config")
+    return 1.0 if config is None else config.activation_memory_budget
+
+
+def is_loaded() -> bool:
+    """Whether anything may have been compiled: Dynamo was imported. `torch._dynamo`."""
+    return "torch._dynamo" in sys.modules

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ckptfused._extension import _C
+from ckptfused.compat.torch_dispatch import has_kernel
 from ckptfused.cost.attention import attention_cost, multiprocessors
 from ckptfused.cost.work import AttentionWork, LowRank, Product, compute_type
 from ckptfused.spec import BlockSpec, param_names, param_shapes
@@ -88,7 +89,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _device_that_chooses(device: str) -> str | None:
     """Where the FFN's products may take their activation along: the device whose op a block asks; None: nowhere."""
-    asked = torch._C._dispatch_has_kernel_for_dispatch_key("ckptfused::ffn_choice", device.upper())
+    asked = has_kernel("ckptfused::ffn_choice", device.upper())
     return device if asked and (device == "cpu" or torch.cuda.is_available()) else None
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ckptfused._extension import _C
+from ckptfused.compat.torch_dispatch import below_autograd, cpu_keys
 from ckptfused.cost.ledger import Ledger, attention_on_gpu, counted_device
 from ckptfused.spec import parse
 
@@ -90,5 +90,5 @@ class OpenLedger:
 
     def run(self, op: Any, *args: Any) -> Any:
         """Runs the C++ code of an op, which is that of all devices, on meta tensors."""
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args)
+        with below_autograd():
+            return op.redispatch(cpu_keys(), *args)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
+from ckptfused.compat.torch_compile import partitioner_budget
+from ckptfused.compat.torch_distributed import WRAPPED
+from ckptfused.compat.torch_modules import BatchNorm, DropoutBase, forward_hooks, forward_pre_hooks, is_compiled
 from ckptfused.doctor.findings import Finding, joined
 from ckptfused.doctor.look import HUGGING_FACE, OURS, WRAPPER, Checkpoint, Look
 from ckptfused.models.forward import ConvertedForward
@@ -50,7 +52,7 @@ def reentrant_with_frozen_inputs(look: Look) -> Iterator[Finding]:
                 break
             before.append(module)
         trained = any(p.requires_grad for module in before for p in module.parameters(recurse=False))
-        hooks = any(module._forward_hooks or module._forward_pre_hooks for module in (*before, c.module))
+        hooks = any(forward_hooks(module) or forward_pre_hooks(module) for module in (*before, c.module))
         batch_learns = any(getattr(t, "requires_grad", False) for t in _batch_tensors(look))
         if not (trained or hooks or batch_learns):
             yield Finding(
@@ -86,7 +88,7 @@ def _rng_states(module: nn.Module) -> bool:
     """Whether a module draws random numbers in its present mode, as far as its attributes say."""
     if not module.training:
         return False
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if isinstance(module, DropoutBase):
         return module.p > 0
     rates = [value for name, value in vars(module).items() if _RATE.search(name) and isinstance(value, float)]
     return any(rate > 0 for rate in rates)
@@ -110,12 +112,11 @@ def writes_in_place(look: Look) -> Iterator[Finding]:
 
 def statistics_twice(look: Look) -> Iterator[Finding]:
     """Batch norms whose statistics each replay moves once more."""
-    kind = nn.modules.batchnorm._BatchNorm
     places = [
         look.name(m)
         for c in _others(look)
         for m in _inside(c.module)
-        if isinstance(m, kind) and m.training and m.track_running_stats
+        if isinstance(m, BatchNorm) and m.training and m.track_running_stats
     ]
     if places:
         yield Finding(
@@ -164,7 +165,7 @@ def _has_nothing_to_replay(outer: Checkpoint, inner: Checkpoint) -> bool:
         return False
     if outer.by == HUGGING_FACE:  # a converted layer comes before it
         return outer.module is inner.module
-    alone = outer.by == WRAPPER and getattr(outer.module, "_checkpoint_wrapped_module", None) is inner.module
+    alone = outer.by == WRAPPER and getattr(outer.module, WRAPPED, None) is inner.module
     forward = vars(inner.module).get("forward")
     policy = forward.mode if isinstance(forward, ConvertedForward) else getattr(inner.module, "_mode", None)
     return alone and bool(getattr(policy, "inputs_alone", True))
@@ -172,11 +173,10 @@ def _has_nothing_to_replay(outer: Checkpoint, inner: Checkpoint) -> bool:
 
 def undone_by_the_compiler(look: Look) -> Iterator[Finding]:
     """Compiled regions whose partitioner decides anew what is kept."""
-    compiled = [module for module in look.model.modules() if _compiled(module)]
+    compiled = [module for module in look.model.modules() if is_compiled(module)]
     if not compiled:
         return
-    functorch: Any = sys.modules.get("torch._functorch.config")
-    budget = 1.0 if functorch is None else functorch.activation_memory_budget
+    budget = partitioner_budget()
     if budget < 1 and look.checkpoints:
         yield Finding(
             "warning",
@@ -194,7 +194,3 @@ def undone_by_the_compiler(look: Look) -> Iterator[Finding]:
             "compiled around checkpoints: the partitioner may keep what they would replay",
             "compile each layer, and put the checkpoint around it: checkpoint_wrapper(torch.compile(layer))",
         )
-
-
-def _compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

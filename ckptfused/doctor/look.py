@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from ckptfused.compat.torch_distributed import WRAPPER_NAMES, checkpoint_wrappers, has_composable_checkpoint
+from ckptfused.compat.transformers import checkpoint_of, is_checkpointing_layer
 from ckptfused.doctor.regions import keywords_of
 from ckptfused.models import find
 from ckptfused.models.forward import ConvertedForward
@@ -24,8 +25,6 @@ OURS, WRAPPER, HUGGING_FACE, COMPOSABLE = (
     "Hugging Face's gradient checkpointing",
     "torch.distributed's checkpoint",
 )
-# What wrappers put into names.
-_INFIXES = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,11 @@ class Look:
 
 def clean(name: str) -> str:
     """A name without what wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _INFIXES)
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)
 
 
 def _checkpoints(module: nn.Module) -> Iterator[Checkpoint]:
-    wrappers: Any = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    wrappers = checkpoint_wrappers()
     if wrappers is not None and isinstance(module, wrappers.CheckpointWrapper):
         options = getattr(module.checkpoint_fn, "keywords", {})
         yield Checkpoint(module, WRAPPER, bool(options.get("use_reentrant")), options.get("preserve_rng_state", True))
@@ -101,22 +100,13 @@ def _checkpoints(module: nn.Module) -> Iterator[Checkpoint]:
     if isinstance(forward, ConvertedForward) or isinstance(module, FusedModule | FusedCheckpointSequential):
         yield Checkpoint(module, OURS)
     if _flagged(module):
-        options = keywords_of(module._gradient_checkpointing_func)
+        options = keywords_of(checkpoint_of(module))
         reentrant = options.get("use_reentrant") is not False and "use_reentrant" in options
         yield Checkpoint(module, HUGGING_FACE, reentrant, options.get("preserve_rng_state", True), module.training)
-    contract: Any = sys.modules.get("torch.distributed._composable.contract")
-    states = {} if contract is None else vars(module).get(contract.STATE_KEY, {})
-    if any(getattr(state, "enable_hook", False) for state in states.values()):
+    if has_composable_checkpoint(module):
         yield Checkpoint(module, COMPOSABLE)
 
 
 def _flagged(module: nn.Module) -> bool:
     """Whether a layer of Hugging Face's is checkpointed by its own library."""
-    base: Any = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", ())
-    return (
-        isinstance(module, base)
-        and bool(module.gradient_checkpointing)
-        and callable(  # type: ignore[arg-type]
-            getattr(module, "_gradient_checkpointing_func", None)
-        )
-    )
+    return is_checkpointing_layer(module) and bool(module.gradient_checkpointing) and checkpoint_of(module) is not None

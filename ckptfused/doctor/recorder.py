@@ -18,12 +18,17 @@ import torch
 from torch import nn
 
 from ckptfused.compat.patches import patched
+from ckptfused.compat.torch_autograd import (
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks,
+)
+from ckptfused.compat.torch_memory import storage_id
 from ckptfused.doctor.regions import Event, Region, keywords_of, owner_of
 from ckptfused.doctor.saving import replaced_checkpoints
 from ckptfused.state.fingerprints import Fingerprints, local, tensors
 from ckptfused.state.generators import global_generators, is_generator, state_of
 
-_hooks: Any = torch._C._autograd  # what `torch.autograd.graph.saved_tensors_hooks` calls
 _PLAIN = (bool, int, float, str, type(None))
 _LARGE = 1 << 18  # entries of a buffer that is not read at each call
 
@@ -119,7 +124,7 @@ class Recorder:
 
         They are exchanged, not covered: a layer of ckptfused's takes the checkpoint's own from the top.
         """
-        hooks = _hooks._top_saved_tensors_default_hooks(False)
+        hooks = saved_tensor_hooks()
         if hooks is None:
             yield
             return
@@ -129,13 +134,13 @@ class Recorder:
             self._note(t)
             return hooks[0](t)
 
-        _hooks._pop_saved_tensors_default_hooks()
-        _hooks._push_saved_tensors_default_hooks(pack, hooks[1])
+        pop_saved_tensor_hooks()
+        push_saved_tensor_hooks(pack, hooks[1])
         try:
             yield
         finally:
-            _hooks._pop_saved_tensors_default_hooks()
-            _hooks._push_saved_tensors_default_hooks(*hooks)
+            pop_saved_tensor_hooks()
+            push_saved_tensor_hooks(*hooks)
 
     def _foreign(self, module: nn.Module, args: Any, kwargs: Any) -> Region:
         """The forward's call that a checkpoint replays which is neither PyTorch's nor ckptfused's.
@@ -285,7 +290,7 @@ def _append(lists: list[list[Event]], event: Event) -> None:
 def _address(value: Any) -> int | None:
     """What tells a tensor's storage from another's; None where there is none here."""
     values = local(value) if isinstance(value, torch.Tensor) else None
-    return None if values is None else values.untyped_storage()._cdata
+    return None if values is None else storage_id(values)
 
 
 def _number(state: Any) -> int:

@@ -16,12 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
 from ckptfused.compat.patches import patched
+from ckptfused.compat.torch_autograd import CHECKPOINT_GENERATOR
+from ckptfused.compat.torch_distributed import COMPOSABLE_CHECKPOINT
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.modules import FusedCheckpointSequential
 from ckptfused.modules.fused import FusedModule
 
-GENERATOR, REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
-_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+REENTRANT = "CheckpointFunction"
 
 
 @contextlib.contextmanager
@@ -48,10 +49,10 @@ def replaced_checkpoints(
         return type("Replaced", (), {"apply": apply})
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(torch_checkpoint, GENERATOR, generated))
+        stack.enter_context(patched(torch_checkpoint, CHECKPOINT_GENERATOR, generated))
         stack.enter_context(patched(torch_checkpoint, REENTRANT, applied))
-        if _COMPOSABLE in sys.modules:
-            stack.enter_context(patched(sys.modules[_COMPOSABLE], GENERATOR, generated))
+        if COMPOSABLE_CHECKPOINT in sys.modules:
+            stack.enter_context(patched(sys.modules[COMPOSABLE_CHECKPOINT], CHECKPOINT_GENERATOR, generated))
         yield
 
 

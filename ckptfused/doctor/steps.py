@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from ckptfused.compat.pytree import tree_map
+from ckptfused.compat.torch_compile import is_loaded
 from ckptfused.doctor.recorder import Recorder
 from ckptfused.profiler.step import NoLossError, forward_and_backward
 from ckptfused.state.fingerprints import Fingerprints, leaves, values_of
@@ -186,7 +186,7 @@ def _host_memory() -> tuple[int, int]:
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
     """A context in which compiled modules run as they were written: what is recorded is Python's."""
-    if "torch._dynamo" not in sys.modules:
+    if not is_loaded():
         yield
         return
     with torch.compiler.set_stance("force_eager"):

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ckptfused.compat.torch_devices import cpu_has_amx
+from ckptfused.compat.transformers import attention_implementation
 from ckptfused.doctor.findings import Finding, joined
 from ckptfused.doctor.look import HUGGING_FACE, OURS, Look
 
@@ -93,7 +95,7 @@ def materialised_attention(look: Look) -> Iterator[Finding]:
         config: Any = getattr(module, "config", None)
         if id(module) in inside or (not hasattr(module, "layer_idx") and not _attends(module)):
             continue
-        if getattr(config, "_attn_implementation", None) != "eager" or not hasattr(config, "num_attention_heads"):
+        if attention_implementation(config) != "eager" or not hasattr(config, "num_attention_heads"):
             continue
         if config.num_attention_heads * length > LONG * config.hidden_size:
             places.append(look.name(module))
@@ -131,5 +133,4 @@ def knows_bfloat16(device: str) -> bool:
     """Whether a device has matrix products in bfloat16."""
     if device == "cuda":
         return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    known: Any = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return device == "cpu" and known is not None and known()
+    return device == "cpu" and cpu_has_amx()

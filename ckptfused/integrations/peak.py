@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_autograd import is_profiled
+from ckptfused.compat.torch_memory import local_tensor
 from ckptfused.profiler.allocator import AllocatorLog, CPUAllocator
 
 
@@ -25,7 +27,7 @@ class PeakMeter:
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._stack = contextlib.ExitStack()
         self._trace: AllocatorLog | None = None
-        if self._device.type == "cpu" and not torch.autograd._profiler_enabled():
+        if self._device.type == "cpu" and not is_profiled():
             self._held = held(model, optimizer)
             self._trace = self._stack.enter_context(CPUAllocator().recording())
 
@@ -44,6 +46,6 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     state: Any = {} if optimizer is None else optimizer.state
     weights = list(model.parameters())
     tensors = [*weights, *model.buffers(), *(p.grad for p in weights), *tree_leaves(list(state.values()))]
-    own = [getattr(t, "_local_tensor", t) for t in tensors if isinstance(t, Tensor)]
+    own = [local_tensor(t) for t in tensors if isinstance(t, Tensor)]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own if not t.is_meta}
     return sum(storages.values())

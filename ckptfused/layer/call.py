@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptfused.checks import check_dtype, check_packed, check_param, check_plain, is_dtensor, rotary_view
+from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
 from ckptfused.layer.describe import Layer, describe
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.spec_text import Expected, Mode, SpecKey, expected, text_of

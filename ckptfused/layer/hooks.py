@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import nn
 
+from ckptfused.compat.torch_distributed import is_flat_view
+from ckptfused.compat.torch_modules import forward_hooks, forward_pre_hooks, global_hooks, has_backward_hooks
+from ckptfused.compat.transformers import collects
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.layer.source import patched, replaced
-from ckptfused.state.containers import is_moved
 
-_EVERYWHERE: tuple[dict[int, Any], ...] = (
-    torch.nn.modules.module._global_forward_hooks,
-    torch.nn.modules.module._global_forward_pre_hooks,
-    torch.nn.modules.module._global_backward_hooks,
-    torch.nn.modules.module._global_backward_pre_hooks,
-)
-# The hook by which Hugging Face collects outputs.
-_COLLECTS = ("transformers.utils.output_capturing", "output_capturing_hook")
 EVERYWHERE = Reason("hooks on all modules")
 LENT = Reason("tensors stand in for its weights (functional_call)", original=True)
-
-
-def collects(hook: Any) -> bool:
-    """Whether a hook is one of those by which Hugging Face collects outputs."""
-    return (getattr(hook, "__module__", ""), getattr(hook, "__name__", "")) == _COLLECTS
 
 
 def hooked(module: nn.Module) -> bool:
@@ -35,10 +21,10 @@ def hooked(module: nn.Module) -> bool:
     Hugging Face's own hooks, which stay once outputs were collected, count only while it collects: there the
     original forward runs (`convert.hugging_face.collecting`).
     """
-    others = module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    if not (module._forward_hooks or others or "forward" in vars(module)):
+    others, after = forward_pre_hooks(module) or has_backward_hooks(module), forward_hooks(module)
+    if not (after or others or "forward" in vars(module)):
         return replaced(type(module))
-    own = bool(others) or patched(module) or not all(map(collects, module._forward_hooks.values()))
+    own = bool(others) or patched(module) or not all(map(collects, after.values()))
     return own or replaced(type(module))
 
 
@@ -60,10 +46,7 @@ def watched(module: nn.Module, name: str = "") -> Reason | None:
 
 def hooked_everywhere() -> bool:
     """Whether somebody registered hooks for all modules. PyTorch's own tracker only watches which module runs."""
-    for hooks in _EVERYWHERE:
-        if hooks and any(hook.__module__ != "torch.utils.module_tracker" for hook in hooks.values()):
-            return True
-    return False
+    return any(hook.__module__ != "torch.utils.module_tracker" for hook in global_hooks())
 
 
 def lent_weights(layer: nn.Module, by_fsdp1: bool = False) -> bool:
@@ -72,7 +55,7 @@ def lent_weights(layer: nn.Module, by_fsdp1: bool = False) -> bool:
     where asked for.
     """
     return any(
-        weight is not None and not isinstance(weight, nn.Parameter) and (by_fsdp1 or not is_moved(weight))
+        weight is not None and not isinstance(weight, nn.Parameter) and (by_fsdp1 or not is_flat_view(weight))
         for module in layer.modules()
         for weight in module._parameters.values()
     )

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.nn import Dropout, Identity, Linear
 
 from ckptfused.checks import autocast_enabled
+from ckptfused.compat.peft import LORA_LINEAR, MODULES_TO_SAVE, adapter_names
 from ckptfused.layer.hooks import hooked
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.source import as_read, class_name
-
-_LORA = "peft.tuners.lora.layer.Linear"
-_TO_SAVE = "peft.utils.other.ModulesToSaveWrapper"
 
 
 class LoRA(NamedTuple):
@@ -31,7 +29,7 @@ class LoRA(NamedTuple):
 
 def is_lora(module: nn.Module) -> bool:
     """Whether a projection is wrapped by PEFT's LoRA, and runs the code that was read."""
-    return class_name(type(module)) == _LORA and as_read(module)
+    return class_name(type(module)) == LORA_LINEAR and as_read(module)
 
 
 def adapted(module: nn.Module) -> bool:
@@ -47,10 +45,10 @@ def adapted(module: nn.Module) -> bool:
 def active_copy(module: nn.Module) -> nn.Module:
     """The module that a `ModulesToSaveWrapper` runs now; any other module itself."""
     found: Any = module
-    if class_name(type(module)) != _TO_SAVE or hooked(module) or not as_read(module):
+    if class_name(type(module)) != MODULES_TO_SAVE or hooked(module) or not as_read(module):
         return module
     active = found.active_adapters
-    if found.disable_adapters or not active or any(name not in found._adapters for name in active):
+    if found.disable_adapters or not active or any(name not in adapter_names(found) for name in active):
         return found.original_module
     return found.modules_to_save[active[0]]
 

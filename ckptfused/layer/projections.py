@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptfused.checks import is_dtensor
+from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
+from ckptfused.compat.torch_modules import is_packed
+from ckptfused.compat.transformers import CONV1D
 from ckptfused.layer.activations import activation_kind
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.norms import own_kind
@@ -20,7 +22,6 @@ from ckptfused.spec import GATED_ACTIVATIONS, GATED_BY
 
 # As they are now: a subclass that somebody puts in their place in torch.nn may compute something else.
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
-_CONV1D = "transformers.pytorch_utils.Conv1D"
 
 
 class Projection(NamedTuple):
@@ -54,7 +55,7 @@ def projection(module: Any, name: str = "") -> Projection | Reason:
         return projection(copy, name)
     if (why := watched(module, name)) is not None:
         return why
-    if class_name(kind) == _CONV1D and as_read(module):
+    if class_name(kind) == CONV1D and as_read(module):
         return _plain(Projection(module.weight, module.bias, True), name)  # type: ignore[arg-type]
     if is_lora(module):
         base, found = projection(module.base_layer, name), adapters(module)  # type: ignore[arg-type]
@@ -80,7 +81,7 @@ def _quantised(module: nn.Module) -> bool:
     while "base_layer" in module._modules:  # PEFT's wrappers may hold integers of their own
         module = module.base_layer  # type: ignore[assignment]
     tensors = (*module.parameters(), *module.buffers())
-    return any(not tensor.is_floating_point() for tensor in tensors) or hasattr(module, "_packed_params")
+    return any(not tensor.is_floating_point() for tensor in tensors) or is_packed(module)
 
 
 def rate(dropout: Any) -> float:

@@ -13,19 +13,20 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-_OWN: Any = torch._C._nn.scaled_dot_product_attention
+from ckptfused.compat.torch_dispatch import function_modes
+from ckptfused.compat.torch_modules import OWN_SDPA
 
 
 def sdpa_replaced() -> bool:
     """Whether another function stands in the place of `F.scaled_dot_product_attention`, or a `TorchFunctionMode` may
     put one there. torch.compile folds the answer and guards on it.
     """
-    return functional.scaled_dot_product_attention is not _OWN or under_foreign_mode()
+    return functional.scaled_dot_product_attention is not OWN_SDPA or under_foreign_mode()
 
 
 def under_foreign_mode() -> bool:
     """Whether a `TorchFunctionMode` is active that may replace functions. Backward runs outside of it."""
-    return any(map(_foreign, _modes()))
+    return any(map(_foreign, function_modes()))
 
 
 def same_sdpa(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,13 +56,9 @@ def refuse_replaced_sdpa(who: str) -> None:
     if sdpa_replaced():
         raise RuntimeError(
             f"{who}: expected PyTorch's own scaled_dot_product_attention and no TorchFunctionMode around it, got "
-            f"{functional.scaled_dot_product_attention} and modes {_modes()}; only attention without grouped heads, "
-            "RoPE, q/k norm, window, soft-cap, scale and causal=True calls what stands there"
+            f"{functional.scaled_dot_product_attention} and modes {function_modes()}; only attention without grouped "
+            "heads, RoPE, q/k norm, window, soft-cap, scale and causal=True calls what stands there"
         )
-
-
-def _modes() -> list[Any]:
-    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
 
 
 def _foreign(mode: Any) -> bool:

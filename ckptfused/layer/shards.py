@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ckptfused.checks import is_dtensor
+from ckptfused.compat.torch_distributed import fsdp1, fsdp2
 
 
 def refuse_tensor_parallel(layer: nn.Module, name: str = "", inside_fsdp: bool = False) -> None:
@@ -33,8 +34,8 @@ def refuse_tensor_parallel(layer: nn.Module, name: str = "", inside_fsdp: bool =
 
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether FSDP2 gathers the weights of a module when it runs."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    sharded = fsdp2()
+    return sharded is not None and isinstance(module, sharded)
 
 
 @contextmanager
@@ -44,12 +45,12 @@ def gathered(module: nn.Module) -> Iterator[None]:
     if there:
         yield
         return
-    fsdp: Any = module
-    fsdp.unshard()
+    sharded: Any = module
+    sharded.unshard()
     try:
         yield
     finally:
-        fsdp.reshard()
+        sharded.reshard()
 
 
 def _gathered(layer: nn.Module, key: str) -> bool:
@@ -60,8 +61,8 @@ def _gathered(layer: nn.Module, key: str) -> bool:
 
 def holds_fsdp1(layer: nn.Module) -> bool:
     """Whether FSDP1 wraps a module within a layer."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in layer.modules())
+    wrapper = fsdp1()
+    return wrapper is not None and any(isinstance(module, wrapper) for module in layer.modules())
 
 
 def is_flattened(layer: nn.Module) -> bool:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import autocast_enabled
+from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
 from ckptfused.cost.opened import device_of
 from ckptfused.layer.call import build_call, learned
 from ckptfused.layer.hooks import LENT, lent_weights

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
+from ckptfused.compat.transformers import is_checkpointing_layer
 from ckptfused.models.family import Family, family_of
 from ckptfused.models.wrapper import unwrapped
 from ckptfused.modules.fused import FusedModule
@@ -34,7 +34,7 @@ def _below(
     inner = _repeating(module)
     if isinstance(module, nn.ModuleList):  # of a list of lists, too
         inner += repeating
-    if family is not None or _checkpointing_layer(module) or (repeated and not _holds_layers(module, inner)):
+    if family is not None or is_checkpointing_layer(module) or (repeated and not _holds_layers(module, inner)):
         yield name, module, family
         return
     for child_name, child in module.named_children():
@@ -102,11 +102,6 @@ def _wrapped(module: nn.Module) -> Iterator[nn.Module]:
     while len(children) == 1:
         yield children[0]
         children = list(children[0].children())
-
-
-def _checkpointing_layer(module: nn.Module) -> bool:
-    layers = sys.modules.get("transformers.modeling_layers")
-    return layers is not None and isinstance(module, layers.GradientCheckpointingLayer)
 
 
 def _is_large(module: nn.Module) -> bool:

@@ -8,16 +8,20 @@ its layers inherit lets converted layers through to what it is around. It stays 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ckptfused.compat.patches import LOCK
+from ckptfused.compat.torch_modules import REPLICATE
+from ckptfused.compat.transformers import (
+    checkpoint_of,
+    checkpointing_layer,
+    checkpoints_with_cache,
+    is_checkpointing_layer,
+)
 
-# An attribute of every converted layer, which `NotReplicated` tells from the method that all modules have.
-REPLICATE = "_replicate_for_data_parallel"
 # Arguments by which layers hand on a key/value cache.
 CACHES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 
@@ -29,7 +33,7 @@ NOT_REPLICATED = (
 
 
 class NotReplicated:
-    """In place of a layer's `_replicate_for_data_parallel`: all its replicas would run this layer's own weights."""
+    """Refuses, as a converted layer's `REPLICATE`, by which it is known: all replicas would run its own weights."""
 
     def __call__(self) -> nn.Module:
         raise RuntimeError(f"{NOT_REPLICATED}; or undo the conversion with ckptfused.revert(model)")
@@ -37,10 +41,9 @@ class NotReplicated:
 
 def let_converted_through() -> None:
     """Has Hugging Face's layers call a converted one directly, where they would checkpoint it once more."""
-    modeling: Any = sys.modules.get("transformers.modeling_layers")
-    if modeling is None:
+    base = checkpointing_layer()
+    if base is None:
         return
-    base = modeling.GradientCheckpointingLayer
     with LOCK:
         theirs = vars(base).get("__call__")
         if theirs is None or hasattr(theirs, "lets_converted_through"):
@@ -48,7 +51,7 @@ def let_converted_through() -> None:
 
         @functools.wraps(theirs)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if type(self._replicate_for_data_parallel) is NotReplicated and "forward" in self.__dict__:
+            if type(getattr(self, REPLICATE)) is NotReplicated and "forward" in self.__dict__:
                 return super(base, self).__call__(*args, **kwargs)
             return theirs(self, *args, **kwargs)
 
@@ -63,12 +66,11 @@ def checkpoints_itself(layer: nn.Module) -> bool:
 
 def as_it_would(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`forward` as a layer runs it that `checkpoints_itself`, be it in `__call__`, which was not entered, or there."""
-    modeling: Any = sys.modules.get("transformers.modeling_layers")
-    base = None if modeling is None else modeling.GradientCheckpointingLayer
-    if base is None or not isinstance(layer, base) or "__call__" not in vars(base):
+    checkpoint = checkpoint_of(layer)
+    if checkpoint is None or not is_checkpointing_layer(layer) or "__call__" not in vars(checkpointing_layer()):
         return forward(*args, **kwargs)
     if kwargs.get("use_cache"):
         kwargs = {**kwargs, "use_cache": False}
-    if not getattr(layer, "_can_checkpoint_with_cache", False):
+    if not checkpoints_with_cache(layer):
         kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
-    return layer._gradient_checkpointing_func(functools.partial(forward, **kwargs), *args)
+    return checkpoint(functools.partial(forward, **kwargs), *args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptfused.layer.hooks import collects
+from ckptfused.compat.torch_modules import forward_hooks
+from ckptfused.compat.transformers import attention_function, attention_implementation, collects, output_collector
 from ckptfused.layer.parts import Inputs, Reason
 from ckptfused.masks import Mask
 from ckptfused.models.caches import CACHES, cache_reason, keeper
@@ -31,14 +31,13 @@ def collecting(layer: nn.Module, made: tuple[str, ...] = ()) -> bool:
 
     made: what the fused layer's own submodules make too, since it calls them.
     """
-    capturing: Any = sys.modules.get("transformers.utils.output_capturing")
-    if capturing is None:
+    collector = output_collector()
+    if collector is None:
         return False
-    collector = capturing._active_collector
     # In a layer compiled by itself Dynamo cannot read that context variable. Without a hook that collects, nothing is
     # collected; with one, the original layer reads it as well. Other hooks, such as FSDP's, have no part in it.
     alone = torch.compiler.is_compiling() and not collector.compiling
-    if alone and not any(collects(hook) for module in layer.modules() for hook in module._forward_hooks.values()):
+    if alone and not any(collects(hook) for module in layer.modules() for hook in forward_hooks(module).values()):
         return False
     collected = collector.get()
     return bool(collected) and any(not key.startswith(("hidden_states", "_", *made)) for key in collected)
@@ -107,7 +106,7 @@ def layer_inputs(layer: Any, attention: Any, given: dict[str, Any], made: tuple[
     index = getattr(attention, "layer_idx", None)
     if (why := cache_reason(layer, cache, index)) is not None:
         return why
-    implementation = attention.config._attn_implementation
+    implementation = attention_implementation(attention.config)
     if implementation not in IMPLEMENTATIONS or _replaced(implementation):
         return Reason(f"attention implementation {implementation!r}")
     for name in _FOREIGN:
@@ -133,8 +132,7 @@ def layer_inputs(layer: Any, attention: Any, given: dict[str, Any], made: tuple[
 
 def _replaced(implementation: str) -> bool:
     """Whether somebody registered an attention function of theirs by this name."""
-    modeling: Any = sys.modules["transformers.modeling_utils"]
-    function = modeling.ALL_ATTENTION_FUNCTIONS.get(implementation)
+    function = attention_function(implementation)
     return function is not None and not function.__module__.startswith("transformers.")
 
 

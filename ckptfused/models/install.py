@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ckptfused.compat.accelerate import BELOW_HOOKS
 from ckptfused.layer.peft import given_caches
 from ckptfused.layer.shards import is_flattened, is_fully_sharded, refuse_tensor_parallel
 from ckptfused.layer.source import patched
@@ -36,9 +37,7 @@ from ckptfused.recompute.joined_calls import Segment
 
 Found = tuple[str, nn.Module, Family | None]
 
-# Where accelerate keeps the forward that it put hooks around.
-_BELOW_HOOKS = "_old_forward"
-_TOUCHED = ("forward", _BELOW_HOOKS, REPLICATE)
+_TOUCHED = ("forward", BELOW_HOOKS, REPLICATE)
 PREFIX = "prefix tuning: each call has a filled key/value cache, with which a layer runs as it was"
 
 
@@ -157,7 +156,7 @@ def _take_out(layer: nn.Module) -> bool:
     """Gives a layer the forward back that it had; whether it had another."""
     if isinstance(vars(layer).get(REPLICATE), NotReplicated):
         del vars(layer)[REPLICATE]
-    places = [key for key in (_BELOW_HOOKS, "forward") if isinstance(vars(layer).get(key), ConvertedForward)]
+    places = [key for key in (BELOW_HOOKS, "forward") if isinstance(vars(layer).get(key), ConvertedForward)]
     for key in places:
         before = vars(layer)[key].before
         if before is not None:

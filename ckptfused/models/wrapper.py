@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
 
+from ckptfused.compat.torch_distributed import WRAPPED, checkpoint_wrappers
 from ckptfused.layer.spec_text import Mode
-
-_INNER = "_checkpoint_wrapped_module"
 
 
 def unwrapped(module: nn.Module, name: str = "") -> tuple[str, nn.Module]:
     """What wrappers of activations (`checkpoint_wrapper`, `offload_wrapper`) are around, and its name in the model."""
-    wrappers = _wrappers()
+    wrappers = checkpoint_wrappers()
     while wrappers is not None and isinstance(module, wrappers.ActivationWrapper):
-        name, module = f"{name}.{_INNER}".lstrip("."), getattr(module, _INNER)
+        name, module = f"{name}.{WRAPPED}".lstrip("."), getattr(module, WRAPPED)
     return name, module
 
 
 def wrapper_note(model: nn.Module, name: str, mode: Mode) -> str:
     """What the report says of a `checkpoint_wrapper` around the layer of this name; nothing where there is none."""
-    wrappers, (place, _, last) = _wrappers(), name.rpartition(".")
-    outer: Any = model.get_submodule(place) if last == _INNER else None
+    wrappers, (place, _, last) = checkpoint_wrappers(), name.rpartition(".")
+    outer: Any = model.get_submodule(place) if last == WRAPPED else None
     if wrappers is None or not isinstance(outer, wrappers.CheckpointWrapper):
         return ""
     kind, options = type(outer).__name__, getattr(outer.checkpoint_fn, "keywords", {})
@@ -33,7 +31,3 @@ def wrapper_note(model: nn.Module, name: str, mode: Mode) -> str:
     if mode.inputs_alone:
         return f"the {kind} around it has nothing to replay"
     return f"the {kind} around it saves the input alone, and replays what keep names"
-
-
-def _wrappers() -> Any:
-    return sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")

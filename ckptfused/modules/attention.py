@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Dropout, MultiheadAttention
 
+from ckptfused.compat.torch_modules import projects_alike
 from ckptfused.layer import encoder
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.norms import make_norm
@@ -28,7 +29,7 @@ def attention_parts(layer: Any) -> Attention | Reason:
     why = another(_ATTENTION, self_attn=attn) or another(_DROPOUT, dropout1=dropout)
     if why is not None:
         return why
-    if not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn:
+    if not projects_alike(attn) or attn.bias_k is not None or attn.add_zero_attn:
         return Reason("self_attn has keys and values of another width, bias_k or add_zero_attn")
     variants: dict[str, Any] = {}
     if type(attn) is GroupedAttention:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import LayerNorm, TransformerEncoderLayer
 
+from ckptfused.compat.torch_modules import ENCODER_HALVES
 from ckptfused.layer import encoder
 from ckptfused.layer.activations import Activation, activation_kind, plain_activation
 from ckptfused.layer.norms import make_norm
@@ -24,7 +25,7 @@ from ckptfused.spec import GATED_ACTIVATIONS, Keep
 from ckptfused.spec.checks import check_flag, check_integer
 
 # PyTorch's own class is the one of this import: torch.nn's name for it is where somebody may put the block.
-_METHODS = {name: getattr(TransformerEncoderLayer, name) for name in ("_sa_block", "_ff_block")}
+_METHODS = {name: getattr(TransformerEncoderLayer, name) for name in ENCODER_HALVES}
 
 
 class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
@@ -168,7 +169,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         """
         if not isinstance(layer, TransformerEncoderLayer):
             raise TypeError(f"layer: expected an nn.TransformerEncoderLayer, got {type(layer).__name__}")
-        for name in ("forward", "_sa_block", "_ff_block"):
+        for name in ("forward", *ENCODER_HALVES):
             ours = isinstance(layer, FusedCheckpointBlock) and getattr(type(layer), name) is getattr(cls, name)
             if not ours and getattr(type(layer), name) is not getattr(TransformerEncoderLayer, name):
                 raise TypeError(f"layer: expected PyTorch's own {name}, but {type(layer).__name__} overrides it")

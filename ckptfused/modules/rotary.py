@@ -8,10 +8,9 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from ckptfused.compat.torch_compile import constant_result
+from ckptfused.compat.torch_dispatch import FakeTensor, is_traceable_wrapper_subclass, without_modes_and_transforms
 from ckptfused.spec.checks import check_integer, check_number
 
 _FIRST_LENGTH = 512
@@ -83,13 +82,7 @@ def _computed(key: _Key, length: int, like: Tensor) -> Pair:
 
 def _stored(key: _Key, length: int) -> Pair:
     """A table to be read in other calls: no mode and no transform of this one gets at it, and backward may save it."""
-    with (
-        _disable_current_modes(),
-        torch._C._DisableFuncTorch(),
-        torch._C.DisableTorchFunction(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):
+    with without_modes_and_transforms(), torch.inference_mode(False), torch.no_grad():
         return _computed(key, length, torch.empty(0, device=key.device))
 
 

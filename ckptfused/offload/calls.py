@@ -15,13 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptfused.compat.torch_autograd import (
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks,
+    saved_tensor_hooks_allowed,
+)
+from ckptfused.compat.torch_memory import storage_id
 from ckptfused.offload.copies import Copies, copies_of
 from ckptfused.offload.saved import Held, Saved
 from ckptfused.ops.enclosing_checkpoint import captured
 from ckptfused.recompute.copy_on_write import is_plain
 
 _NOTHING = nullcontext()
-_hooks: Any = torch._C._autograd  # what `torch.autograd.graph.saved_tensors_hooks` calls
 
 
 class _Order(threading.local):
@@ -99,10 +105,10 @@ class _Call(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self.follow(self._x)
-        _hooks._push_saved_tensors_default_hooks(self.pack, self.unpack)
+        push_saved_tensor_hooks(self.pack, self.unpack)
 
     def __exit__(self, *exception: object) -> None:
-        _hooks._pop_saved_tensors_default_hooks()
+        pop_saved_tensor_hooks()
         if self._order.waiting:
             self._order.end()
         del self._x, self._found  # a graph may hold its hooks
@@ -118,7 +124,7 @@ class _Call(AbstractContextManager[None]):
     def pack(self, t: Tensor) -> Held | Saved:
         """What autograd holds for t."""
         x = self._x
-        if not (is_plain(t) and t.untyped_storage()._cdata == x.untyped_storage()._cdata and _may_leave(t)):
+        if not (is_plain(t) and storage_id(t) == storage_id(x) and _may_leave(t)):
             return Held(t)
         view = (t.shape, t.stride())
         if view not in self._found:
@@ -151,9 +157,9 @@ def saving(offloader: Offloader | None, x: Any) -> AbstractContextManager[None]:
     if offloader is None or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _NOTHING
     copies = offloader.copies(x)
-    if copies is None or not _hooks._saved_tensors_hooks_is_enabled():
+    if copies is None or not saved_tensor_hooks_allowed():
         return _NOTHING
-    if _hooks._top_saved_tensors_default_hooks(False) is not None:
+    if saved_tensor_hooks() is not None:
         follow(x)
         return _NOTHING
     return _Call(offloader, copies, x)
@@ -163,7 +169,7 @@ def follow(x: Tensor) -> None:
     """Says that the layer called just now, if its input is offloaded, goes on with x, which a further step saves."""
     if torch.compiler.is_compiling():
         return
-    pack, _ = _hooks._top_saved_tensors_default_hooks(False) or (None, None)
+    pack, _ = saved_tensor_hooks() or (None, None)
     call = getattr(pack, "__self__", None)
     if isinstance(call, _Call):
         call.follow(x)

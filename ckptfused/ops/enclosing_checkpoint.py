@@ -20,9 +20,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
-_Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+from ckptfused.compat.torch_autograd import (
+    SavedTensorHooks,
+    graph_task,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks,
+)
+from ckptfused.compat.torch_dispatch import without_dispatch_modes
 
 
 class _Around(NamedTuple):
@@ -35,7 +41,7 @@ class _Around(NamedTuple):
 
 class _Passed(threading.local):
     def __init__(self) -> None:
-        self.hooks: list[tuple[int, _Hooks]] = []
+        self.hooks: list[tuple[int, SavedTensorHooks]] = []
         """The hooks that `passed` took away, each with the number of those below it."""
 
 
@@ -52,7 +58,7 @@ def source(x: Tensor, generator: torch.Generator | None) -> torch.Generator | No
     itself restored it, and what draws after this call has to find it moved on. **Saves** in a checkpoint's forward a
     copy of the generator, for as long as the checkpoint is held.
     """
-    if torch.compiler.is_compiling() or not (_passed.hooks or _top()) or captured(x):
+    if torch.compiler.is_compiling() or not (_passed.hooks or saved_tensor_hooks()) or captured(x):
         return generator
     forwards, replay = _checkpoints()
     current = default_generator(x) if generator is None else generator
@@ -69,7 +75,7 @@ def source(x: Tensor, generator: torch.Generator | None) -> torch.Generator | No
 
 
 def _same_state(a: torch.Generator, b: torch.Generator) -> bool:
-    with _disable_current_modes():  # selective checkpointing counts operations, and fake tensors are no states
+    with without_dispatch_modes():  # selective checkpointing counts operations, and fake tensors are no states
         return a.get_state().equal(b.get_state())
 
 
@@ -79,7 +85,7 @@ def ends_with(count: int) -> Callable[[Tensor], Any] | None:
     It ends, by an exception, once it has the last of them. A call that saves so many of its inputs, and nothing else,
     need not compute what it would return.
     """
-    hooks = None if torch.compiler.is_compiling() else _top()
+    hooks = None if torch.compiler.is_compiling() else saved_tensor_hooks()
     if hooks is None:
         return None
     around = _checkpoint((getattr(hooks[0], "hands_on_to", hooks[0]), hooks[1]))
@@ -104,7 +110,7 @@ def hidden_from_it(module: nn.Module, saves_inputs_alone: bool = True) -> Abstra
 
     Not where the module saves more than its inputs, which are all that such a checkpoint holds.
     """
-    hooks = _top() if saves_inputs_alone and not torch.compiler.is_compiling() else None
+    hooks = saved_tensor_hooks() if saves_inputs_alone and not torch.compiler.is_compiling() else None
     around = None if hooks is None else _checkpoint(hooks)
     if hooks is None or around is None or not _is_around(around.frame, module):
         return _NOTHING
@@ -115,30 +121,26 @@ _NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _without(hooks: _Hooks) -> Iterator[None]:
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+def _without(hooks: SavedTensorHooks) -> Iterator[None]:
+    pop_saved_tensor_hooks()
     _passed.hooks.append((len(_hooks()), hooks))
     try:
         yield
     finally:
         _passed.hooks.pop()
-        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+        push_saved_tensor_hooks(*hooks)
 
 
-def _top() -> _Hooks | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def _hooks() -> list[_Hooks]:
+def _hooks() -> list[SavedTensorHooks]:
     """The hooks for saved tensors of this thread, the last one first."""
-    found: list[_Hooks] = []
+    found: list[SavedTensorHooks] = []
     try:
-        while (top := _top()) is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        while (top := saved_tensor_hooks()) is not None:
+            pop_saved_tensor_hooks()
             found.append(top)
     finally:
         for hooks in reversed(found):
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+            push_saved_tensor_hooks(*hooks)
     return found
 
 
@@ -155,7 +157,7 @@ def _checkpoints() -> tuple[list[Any], _Around | None]:
     return forwards, None
 
 
-def _checkpoint(hooks: _Hooks) -> _Around | None:
+def _checkpoint(hooks: SavedTensorHooks) -> _Around | None:
     """The checkpoint to which hooks belong."""
     pack = inspect.unwrap(hooks[0])
     if getattr(pack, "__module__", None) != "torch.utils.checkpoint":
@@ -168,13 +170,13 @@ def _checkpoint(hooks: _Hooks) -> _Around | None:
     return None if frame is None else _Around(frame, hooks[0])
 
 
-def forget_past_replays(hooks: _Hooks) -> None:
+def forget_past_replays(hooks: SavedTensorHooks) -> None:
     """Lets go, within a replay with these hooks, of what PyTorch notes of earlier ones through a graph that is
     retained, once backward has had all that they saved."""
     around = _checkpoint(hooks)
     if around is None or around.replay is None or len(around.frame.recomputed) < 2:
         return
-    frame, now = around.frame, torch._C._current_graph_task_id()
+    frame, now = around.frame, graph_task()
     past = [task for task, saved in frame.recomputed.items() if not saved and task != now]
     for noted in (frame.recomputed, frame.recomp_counter, frame.is_recomputed):
         for task in past:

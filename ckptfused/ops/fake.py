@@ -7,11 +7,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ckptfused import _extension, cost  # noqa: F401  (the first registers the ops)
+from ckptfused.compat.torch_compile import partitioner_budget
 from ckptfused.cost.loss import loss_flops
 from ckptfused.cost.opened import counting
 from ckptfused.spec import BlockSpec, param_names, parse, parse_loss
@@ -111,7 +111,7 @@ def _loss_bwd(
 
 
 def _rng_state(like: Tensor, call_id: int, *, generator: torch.Generator | None = None) -> Tensor:
-    if torch.is_grad_enabled() and functorch_config.activation_memory_budget == 0:
+    if torch.is_grad_enabled() and partitioner_budget() == 0:
         raise RuntimeError(
             "ckptfused: dropout needs torch._functorch.config.activation_memory_budget above 0: "
             "at 0 torch.compile draws backward's dropout masks anew, and the gradients are wrong"

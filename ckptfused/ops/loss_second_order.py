@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptfused import _extension, rng  # noqa: F401  (the first registers the ops)
+from ckptfused.compat.torch_dispatch import below_autograd
 from ckptfused.eager.loss import eager_linear_cross_entropy
 from ckptfused.ops.second_order import apart, batched_gradients, one_by_one
 from ckptfused.spec import FIRST_SITE, LossSpec, parse_loss
@@ -54,7 +55,7 @@ def _differentiable(
         loss = eager_linear_cross_entropy(x, weight, bias, target, class_weight, adapters, spec, masks).loss
         wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
         return list(torch.autograd.grad(loss, wanted, dloss, create_graph=True))
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return op(dloss, x, weight, bias, target, class_weight, adapters, lse, kept, state, text, needs)
 
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_unflatten
 
 from ckptfused import _extension  # noqa: F401  (registers the ops)
+from ckptfused.compat.pytree import broadcast_to_and_flatten, tree_flatten, tree_unflatten
+from ckptfused.compat.torch_dispatch import LegacyBatch, below_autograd
 from ckptfused.eager.from_op import drawn_masks, plain_block
 from ckptfused.spec import AUX_NAMES
 
@@ -41,7 +42,7 @@ class _Backward(torch.autograd.Function):
         ctx.problem = problem
         ctx.save_for_backward(dy, x, *rest)
         params, aux, state = _split(rest)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return tuple(problem.op(dy, x, params, aux, kept, state, problem.text, problem.needs))
 
     @staticmethod
@@ -100,14 +101,14 @@ def _differentiable(
     """The Autograd kernel: the op itself, and, where a graph of the backward is made, its derivative."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (dy, x, *params)):
         return list(_Backward.apply(_Problem(op, text, needs), kept, dy, x, *params, *aux, state))
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return op(dy, x, params, aux, kept, state, text, needs)
 
 
 def one_by_one(op: Callable[..., list[Tensor]], info: Any, places: Any, *args: Any) -> tuple[list[Tensor], list[int]]:
     """The rule by which `torch.vmap` calls the op: once for each gradient."""
     leaves, structure = tree_flatten(args)
-    dims = _broadcast_to_and_flatten(places, structure) or []
+    dims = broadcast_to_and_flatten(places, structure) or []
     results = []
     for i in range(info.batch_size):
         one = [leaf if dim is None else leaf.select(dim, i) for leaf, dim in zip(leaves, dims, strict=True)]
@@ -117,18 +118,14 @@ def one_by_one(op: Callable[..., list[Tensor]], info: Any, places: Any, *args: A
 
 def batched_gradients(op: Callable[..., list[Tensor]], *args: Any) -> list[Tensor]:
     """The same for `is_grads_batched` and `vectorize=True`, which PyTorch maps by the forerunner of `torch.vmap`."""
-    level = torch._C._vmapmode_increment_nesting() - 1
-    torch._C._vmapmode_decrement_nesting()
+    batch = LegacyBatch()
     leaves, structure = tree_flatten(args)
-    batched = [isinstance(leaf, Tensor) and torch._C._functorch.is_legacy_batchedtensor(leaf) for leaf in leaves]
-    leaves = [
-        torch._remove_batch_dim(leaf, level, 1, 0) if mapped else leaf
-        for leaf, mapped in zip(leaves, batched, strict=True)
-    ]
+    batched = list(map(batch.holds, leaves))
+    leaves = [batch.opened(leaf) if mapped else leaf for leaf, mapped in zip(leaves, batched, strict=True)]
     size = next(leaf.size(0) for leaf, mapped in zip(leaves, batched, strict=True) if mapped)
     places = tree_unflatten([0 if mapped else None for mapped in batched], structure)
     results, _ = one_by_one(op, SimpleNamespace(batch_size=size), places, *tree_unflatten(leaves, structure))
-    return [torch._add_batch_dim(result, 0, level) for result in results]
+    return list(map(batch.closed, results))
 
 
 def _register() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ckptfused.compat.torch_devices import record_allocations, recorded_allocations
 from ckptfused.profiler.trace import Change
 
 _MARK = "ckptfused mark"
@@ -112,7 +113,7 @@ class CUDAAllocator:
             function()
             end = self._count()
             torch.cuda.synchronize(self._device)
-            history = torch.cuda.memory._snapshot(self._device)["device_traces"][self._device.index or 0]
+            history = recorded_allocations(self._device)
         stats = torch.cuda.memory_stats(self._device)
         log = read_history(history, end - begin, [place - begin for place in self._places], self.asked)
         log.fragmentation = max(0, stats["reserved_bytes.all.peak"] - stats["allocated_bytes.all.peak"])
@@ -123,11 +124,11 @@ class CUDAAllocator:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # what was reserved for other sizes is no part of this step's fragmentation
         torch.cuda.reset_peak_memory_stats(self._device)
-        torch.cuda.memory._record_memory_history(context=None)
+        record_allocations(True)
         try:
             yield
         finally:
-            torch.cuda.memory._record_memory_history(None)
+            record_allocations(False)
 
 
 def read_history(history: Iterable[Any], count: int, places: list[int], asked: list[list[int]]) -> AllocatorLog:

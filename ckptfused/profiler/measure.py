@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ckptfused.compat.pytree import tree_leaves
 from ckptfused.models.describe.saved_bytes import stored_bytes
 from ckptfused.profiler.allocator import AllocatorLog, CPUAllocator, CUDAAllocator
 from ckptfused.profiler.analysis import profile_of

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from ckptfused._extension import _C
+from ckptfused.compat.pytree import tree_leaves
 from ckptfused.cost import OpenLedger
 from ckptfused.models.describe.saved_bytes import stored_bytes
 from ckptfused.profiler.analysis import profile_of

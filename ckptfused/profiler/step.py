@@ -11,8 +11,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
+from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_memory import sparse_bytes
 from ckptfused.models import find
 from ckptfused.modules.fused import FusedModule
 from ckptfused.profiler.phases import BACKWARD, END, FORWARD, HEAD_BACKWARD, OPTIMIZER, REPLAY, Phase
@@ -173,7 +174,7 @@ def _weighted(t: Tensor) -> Tensor:
 
 def _bytes(t: Tensor) -> int:
     if t.layout == torch.sparse_coo:  # the gradient of an embedding, say
-        return t._indices().nbytes + t._values().nbytes
+        return sparse_bytes(t)
     return t.nbytes
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from ckptfused.compat import pytree
 
 CYCLE = "expected arguments that can be copied, with no container that is among its own contents"
 

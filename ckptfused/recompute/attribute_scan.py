@@ -8,16 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ckptfused.compat.torch_distributed import is_flat_view, is_managed
 from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, known
 from ckptfused.state.bindings import Slots
 from ckptfused.state.containers import (
     CONTAINERS,
-    MANAGED,
     SHOWN,
     Attributes,
     ClassAttributes,
     Contents,
-    is_moved,
     without_graph,
 )
 from ckptfused.state.generators import is_generator
@@ -60,7 +59,7 @@ class AttributeScan:
 
     def attributes(self, held: dict[str, Any]) -> None:
         """Notes the attributes of a module, or of an object among the arguments."""
-        found, managed = held.copy(), held.get(MANAGED)
+        found, managed = held.copy(), is_managed(held)
         for name, value in held.items():
             kind = _kinds[type(value)]
             if kind is _OTHER:
@@ -68,7 +67,7 @@ class AttributeScan:
             if kind is not _CONTAINER:
                 if kind is not _TENSOR:
                     self.look_at(value)
-                elif not (managed and is_moved(value)):
+                elif not (managed and is_flat_view(value)):
                     found[name] = without_graph(value)
                     self.tensors.append(TrackedTensor(found[name], True))
             elif not value:

@@ -13,6 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ckptfused._extension import _C
 from ckptfused.checks import transformed
+from ckptfused.compat.torch_autograd import saved_tensor_hooks_allowed, vmap_saves_inputs
 from ckptfused.ops import numerics
 from ckptfused.recompute.arguments import CYCLE, Arguments, Given
 from ckptfused.recompute.copy_on_write import Aliases, CopiesOnWrite, clone, share_memory
@@ -116,9 +117,8 @@ def checkpoint(
     # torch.utils.checkpoint reads from positional tensors which devices' random states to replay.
     markers = [torch.empty(0, device=device) for device in devices]
     if transformed():
-        hooks: Any = torch._C._autograd
         # torch.func.grad and its kind have no place for a replay, nor has torch.vmap in PyTorch 2.11.
-        if not hooks._saved_tensors_hooks_is_enabled() or hasattr(torch_checkpoint, "_NoopSaveInputs"):
+        if not saved_tensor_hooks_allowed() or vmap_saves_inputs():
             return on_copies(*tensors)
         return torch_checkpoint.checkpoint(lambda *markers: on_copies(*tensors), *markers, **options)
     if torch.is_grad_enabled():

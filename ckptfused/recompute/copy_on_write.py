@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from ckptfused._extension import _C
+from ckptfused.compat import pytree
+from ckptfused.compat.torch_dispatch import dispatch_modes, is_transformed, without_dispatch_modes
+from ckptfused.compat.torch_memory import storage_id
 from ckptfused.cost.opened import counting
 from ckptfused.recompute.arguments import Arguments
 
@@ -21,7 +22,7 @@ from ckptfused.recompute.arguments import Arguments
 def is_plain(t: Tensor) -> bool:
     """Whether t is a view of a storage, and nothing else."""
     ordinary = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_nested
-    return ordinary and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    return ordinary and not is_transformed(t)
 
 
 def clone(t: Tensor) -> Tensor:
@@ -83,15 +84,15 @@ class CopiesOnWrite:
 def unseen() -> AbstractContextManager[Any]:
     """A context that no dispatch mode sees into, such as selective checkpointing's, which counts operations: these are
     not the function's. PyTorch's own modes for tracing do see it."""
-    modes = _get_current_dispatch_mode_stack() if torch._C._len_torch_dispatch_stack() else []
+    modes = dispatch_modes()
     if modes and not any(mode.is_infra_mode() for mode in modes):
-        return _disable_current_modes()
+        return without_dispatch_modes()
     return nullcontext()
 
 
 def storage_of(t: Tensor) -> int:
     """What tells the memory of one plain tensor from another's; for others, what tells the tensors."""
-    return t.untyped_storage()._cdata if is_plain(t) else id(t)
+    return storage_id(t) if is_plain(t) else id(t)
 
 
 def version(t: Tensor) -> int | None:
@@ -120,7 +121,7 @@ class Aliases:
         groups: dict[int, list[int]] = defaultdict(list)
         for i, t in enumerate(self.tensors):
             if is_plain(t):
-                groups[t.untyped_storage()._cdata].append(i)
+                groups[storage_id(t)].append(i)
         for group in groups.values():
             for i, j in itertools.permutations(group, 2):
                 if version(self.copies[i]) != self.versions[i] and _overlap(self.tensors[i], self.tensors[j]):

@@ -17,9 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as torch_checkpoint
 
+from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_autograd import (
+    open_checkpoint,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks,
+)
+from ckptfused.compat.torch_memory import storage_id
 from ckptfused.ops import numerics
 from ckptfused.ops.enclosing_checkpoint import captured
 from ckptfused.recompute.arguments import Arguments
@@ -29,7 +36,6 @@ from ckptfused.recompute.per_thread_tensors import entered
 from ckptfused.recompute.replay_state import State
 from ckptfused.recompute.saved_tensor_versions import SavedTensorVersions
 
-_hooks: Any = torch._C._autograd  # what `torch.autograd.graph.saved_tensors_hooks` calls
 _OPTIONS: Any = (torch_checkpoint.noop_context_fn, "default", False, True)  # the check of metadata, and early stopping
 
 
@@ -84,7 +90,7 @@ def may_be_chained(args: tuple[Any, ...], kwargs: dict[str, Any], x: Any) -> boo
         return False
     if captured(x):  # the random state cannot be read
         return False
-    return not any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in pytree.tree_leaves((args, kwargs)))
+    return not any(isinstance(leaf, Tensor) and leaf.is_inference() for leaf in tree_leaves((args, kwargs)))
 
 
 def not_made_again() -> None:
@@ -117,12 +123,12 @@ def chained(
     """
     chain = _chain_of(segment, x)
     if chain is None:
-        chain = _Chain(segment, x, [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
+        chain = _Chain(segment, x, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
     return chain.call(function, module, args, kwargs, around)
 
 
 def _chain_of(segment: Segment, x: Tensor) -> _Chain | None:
-    chain = _chains.get(x.untyped_storage()._cdata)
+    chain = _chains.get(storage_id(x))
     if chain is None or chain.segment is not segment or not chain.is_open() or chain.place(x) is None:
         return None
     return chain
@@ -157,11 +163,9 @@ class _Chain:
         self._needed: set[tuple[int, int]] = set()
         devices = dict.fromkeys(t.device for t in (x, *tensors) if t.device.type != "cpu")
         # A checkpoint whose forward is over at once: its hooks are put to work in each call.
-        opened = torch_checkpoint._checkpoint_without_reentrant_generator(
-            self._replay, True, *_OPTIONS, *(torch.empty(0, device=device) for device in devices)
-        )
+        opened = open_checkpoint(self._replay, True, _OPTIONS, *(torch.empty(0, device=device) for device in devices))
         next(opened)
-        pack, self._first = _hooks._top_saved_tensors_default_hooks(False)
+        pack, self._first = saved_tensor_hooks()
         next(opened, None)
         # What is saved holds `unpack`, which holds the chain; not the other way round, so that it ends with the graph.
         self._first._pack = pack
@@ -175,7 +179,7 @@ class _Chain:
         """Which leaf of which call's result t is, if it has not been changed since."""
         if not is_plain(t) or t.is_inference():
             return None
-        _, places = self._made.get(t.untyped_storage()._cdata, (None, {}))
+        _, places = self._made.get(storage_id(t), (None, {}))
         return places.get(_layout(t))
 
     def call(
@@ -205,12 +209,12 @@ class _Chain:
         if not can_be_replayed:  # backward gets what it saved, and the chain ends before it
             self._steps.pop()
             return result
-        for i, leaf in enumerate(pytree.tree_leaves(result)):
+        for i, leaf in enumerate(tree_leaves(result)):
             if isinstance(leaf, Tensor) and is_plain(leaf) and not leaf.is_inference():
                 storage = leaf.untyped_storage()
-                _, places = self._made.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
+                _, places = self._made.setdefault(storage_id(storage), (StorageWeakRef(storage), {}))
                 places[_layout(leaf)] = (len(self._steps) - 1, i)
-                _chains[storage._cdata] = self
+                _chains[storage_id(storage)] = self
         self._ended, self.segment.last = False, weakref.ref(self)
         return result
 
@@ -218,7 +222,7 @@ class _Chain:
         made: dict[tuple[int, int], Tensor] = {}
         with numerics.under(self._settings):
             for number, step in enumerate(self._steps):
-                leaves = pytree.tree_leaves(step.replay(made))
+                leaves = tree_leaves(step.replay(made))
                 made.update({(n, i): leaves[i] for n, i in self._needed if n == number})
                 del leaves
 
@@ -262,11 +266,11 @@ class _Step:
 
 @contextmanager
 def _at_work(pack: Any, unpack: Any) -> Iterator[None]:
-    _hooks._push_saved_tensors_default_hooks(pack, unpack)
+    push_saved_tensor_hooks(pack, unpack)
     try:
         yield
     finally:
-        _hooks._pop_saved_tensors_default_hooks()
+        pop_saved_tensor_hooks()
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from ckptfused.compat.torch_distributed import fsdp1, is_managed
 from ckptfused.recompute.attribute_scan import AttributeScan, is_shared
 from ckptfused.recompute.copy_on_write import storage_of, version
 from ckptfused.recompute.per_thread_tensors import shown
@@ -25,7 +25,7 @@ from ckptfused.recompute.tracked_tensors import (
 )
 from ckptfused.recompute.uncopied_tensors import UncopiedTensors
 from ckptfused.state.bindings import Bindings
-from ckptfused.state.containers import CONTAINERS, MANAGED, Plain
+from ckptfused.state.containers import CONTAINERS, Plain
 from ckptfused.state.generators import RngStates, is_default, is_global
 from ckptfused.state.reach import Reached, below, drawn_by, of_torch, reach
 
@@ -71,7 +71,7 @@ class State:
         for module in self._modules:
             held = vars(module)
             parameters, buffers = held["_parameters"], held["_buffers"]
-            if parameters and not held.get(MANAGED):
+            if parameters and not is_managed(held):
                 self._uncopied.add(module, parameters)
             for name, t in self._uncopied.take_buffers(module, buffers) if buffers else ():
                 self._tensors.append(TrackedTensor(t, True, (module, "_buffers", name)))
@@ -179,9 +179,9 @@ def _with_hidden(modules: list[nn.Module], scan: AttributeScan) -> Iterator[nn.M
 
 def _with_open_books(modules: list[nn.Module]) -> list[nn.Module]:
     """Without FSDP1's wrappers, scripted modules, and lazy ones before their first call."""
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    wrapper = fsdp1()
     kinds: set[Any] = set(map(type, modules))
-    books = {kind: found for kind in kinds if any(found := _books(kind, fsdp))}
+    books = {kind: found for kind in kinds if any(found := _books(kind, wrapper))}
     if not books:
         return modules
 
@@ -193,7 +193,7 @@ def _with_open_books(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _books(kind: Any, fsdp: type | None) -> tuple[bool, bool]:
+def _books(kind: Any, wrapper: type | None) -> tuple[bool, bool]:
     """Whether a class of modules keeps its own books: always, and before the first call."""
-    theirs = issubclass(kind, (torch.jit.ScriptModule, *filter(None, [fsdp])))
+    theirs = issubclass(kind, (torch.jit.ScriptModule, *filter(None, [wrapper])))
     return theirs, issubclass(kind, LazyModuleMixin)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptfused.compat.torch_autograd import saved_tensor_hooks
 from ckptfused.ops.enclosing_checkpoint import forget_past_replays
 from ckptfused.recompute.copy_on_write import version
 
@@ -38,7 +39,7 @@ class SavedTensorVersions:
 
     def of_forward(self, held: bool = False) -> AbstractContextManager[Any]:
         """Around the forward, within the hooks that start its replay. held: these get what it saves from `settle`."""
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack, unpack = saved_tensor_hooks()
         places = itertools.count()
 
         def get(packed: _Packed) -> Tensor:
@@ -85,7 +86,7 @@ class SavedTensorVersions:
 
     def of_replay(self, saved: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
         """Around a replay; `saved` says what is saved in the place of a tensor."""
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack, unpack = saved_tensor_hooks()
         if self._replayed:
             forget_past_replays((pack, unpack))
         self._replayed = True

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_autograd import unversioned
+from ckptfused.compat.torch_dispatch import TorchDispatchMode
+from ckptfused.compat.torch_memory import is_view
 from ckptfused.recompute.copy_on_write import is_plain, storage_of, unseen
 from ckptfused.recompute.copy_on_write import version as version_of
 
@@ -116,7 +118,7 @@ def with_old_values(swapped: list[TrackedTensor]) -> Iterator[None]:
     """A context in which the tensors have the values that the forward found, and no graph."""
     tensors = [w.tensor for w in swapped]
     now = [_clone(t) for t in tensors]
-    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+    with unversioned(*tensors):
         ends = [_end_of_graph(t) for t in tensors]
         for w in swapped:
             _fill(w.tensor, w.found)
@@ -134,7 +136,7 @@ def _end_of_graph(t: Tensor) -> Tensor | None:
     """The graph of a tensor into which the function accumulates, taken from it; None where it has none."""
     if t.grad_fn is None:
         return None
-    if t._is_view():
+    if is_view(t):
         raise RuntimeError(
             f"ckptfused.checkpoint: the function itself changes a view of shape {list(t.shape)} in place, with a "
             "gradient: expected one that returns what it adds. Return it, and add it outside"
@@ -191,7 +193,7 @@ def _clone(t: Tensor) -> Tensor | None:
 
 def _fill(t: Tensor, values: Tensor | None) -> None:
     if values is not None:
-        with torch.no_grad(), unseen(), torch.autograd._unsafe_preserve_version_counter(t):
+        with torch.no_grad(), unseen(), unversioned(t):
             t.copy_(values)
 
 

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ckptfused.compat.kernels import Kernel, operation, replaced, without_replaced
 from ckptfused.compat.patches import here, instead, patched
+from ckptfused.compat.pytree import tree_leaves, tree_map
+from ckptfused.compat.torch_dispatch import has_kernel, operations, schema_of
 
 _OWN = ("block", "attention_block", "ffn_block", "linear_cross_entropy")
 """Ops of ckptfused, which cast within themselves and are told to what."""
@@ -124,7 +125,7 @@ class Casts:
     def _with_result(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with float32 as the type of the result, where none is given."""
         first = args[0] if args else None
-        place = next(place for place, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
+        place = next(place for place, argument in enumerate(schema_of(op).arguments) if argument.name == "dtype")
         told = args[place] if place < len(args) else kwargs.get("dtype")
         if told is not None or self._cast(first, torch.float32) is first:
             return args, kwargs
@@ -188,9 +189,8 @@ def _told(value: Any, dtype: torch.dtype, lower: torch.dtype) -> Any:
 @lru_cache(maxsize=2)
 def _names(kind: str) -> tuple[str, ...]:
     """PyTorch's ops that autocast knows on a device of this kind."""
-    known = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
-    found = [name for name in names if known(name, {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[kind])]
+    names = [name for name in operations() if name.startswith("aten::")]
+    found = [name for name in names if has_kernel(name, {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[kind])]
     return tuple(sorted(name.removeprefix("aten::") for name in found))
 
 

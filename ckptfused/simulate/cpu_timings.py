@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptfused._extension import _C
+from ckptfused.compat.torch_dispatch import TorchDispatchMode
 from ckptfused.cost.work import accumulation_type
 from ckptfused.simulate.alone import Call
 from ckptfused.simulate.scratch import Scratch

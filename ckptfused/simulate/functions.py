@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from ckptfused._extension import _C
 from ckptfused.compat.kernels import replaced
 from ckptfused.compat.patches import here, instead, patched
+from ckptfused.compat.transformers import packing_lookup, pretrained_model
 from ckptfused.cost.attention import attention_cost
 from ckptfused.modules import rotary
 from ckptfused.simulate.autocast_kernels import Casts
@@ -47,19 +47,16 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
     kernels["aten::_grouped_mm"] = partial(_grouped, work)
     if device == "cpu":
         kernels |= {f"aten::{name}": partial(recurrent, name, work) for name in RECURRENT}
-    masking: Any = sys.modules.get("transformers.masking_utils")
     with contextlib.ExitStack() as stack:
         stack.enter_context(casts.functions())
         stack.enter_context(replaced(kernels))
         stack.enter_context(patched(rotary, "_computed", here(shared)))
         if device == "cpu":
             stack.enter_context(patched(torch, "get_rng_state", here(_counted_state)))
-        if hasattr(masking, "find_packed_sequence_indices"):
-            looks = here(lambda plain: partial(_packed, plain))
-            stack.enter_context(patched(masking, "find_packed_sequence_indices", looks))
-        base: Any = sys.modules.get("transformers.modeling_utils")
-        if hasattr(getattr(base, "PreTrainedModel", None), _WARNING):
-            stack.enter_context(patched(base.PreTrainedModel, _WARNING, instead(_says_nothing)))
+        if (place := packing_lookup()) is not None:
+            stack.enter_context(patched(*place, here(lambda plain: partial(_packed, plain))))
+        if hasattr(base := pretrained_model(), _WARNING):
+            stack.enter_context(patched(base, _WARNING, instead(_says_nothing)))
         yield
 
 

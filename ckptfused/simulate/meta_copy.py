@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+
+from ckptfused.compat.pytree import tree_map
+from ckptfused.compat.torch_memory import storage_id
 
 T = TypeVar("T")
 
@@ -145,8 +147,8 @@ class _WithoutData(TorchFunctionMode):
         if t.layout != torch.strided:
             return torch.empty_like(t, device="meta")
         storage = t.untyped_storage()
-        meta_copy = self._storages.get(storage._cdata)
+        meta_copy = self._storages.get(storage_id(storage))
         if meta_copy is None:
-            meta_copy = self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+            meta_copy = self._storages[storage_id(storage)] = torch.UntypedStorage(storage.nbytes(), device="meta")
         found = torch.empty(0, dtype=t.dtype, device="meta")
         return found.set_(meta_copy, t.storage_offset(), t.shape, t.stride())  # type: ignore[call-overload, no-any-return]

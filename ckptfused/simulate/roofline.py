@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_dispatch import TorchDispatchMode, schema_of
+from ckptfused.compat.torch_memory import storage_id
 from ckptfused.cost import OpenLedger
 from ckptfused.cost.seconds import TYPES, ledger_seconds
 from ckptfused.cost.work import AttentionWork
@@ -173,7 +174,7 @@ class Work(TorchDispatchMode):
 
     def _storage(self, t: Tensor) -> Any:
         number = self._opened.number_of(t)
-        return ("before", t.untyped_storage()._cdata) if number is None else number
+        return ("before", storage_id(t)) if number is None else number
 
     def _rated(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
         """By the roofline."""
@@ -204,7 +205,7 @@ class Work(TorchDispatchMode):
         given = args[1:] if packet in _PICK else args
         moved = _bytes((given, kwargs)) + _bytes(out) * (2 if packet in _PICK else 1)
         results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if not results and func._schema.is_mutable:  # of lists of tensors, which it reads and writes
+        if not results and schema_of(func).is_mutable:  # of lists of tensors, which it reads and writes
             return 2 * moved / self._device.copy + self._device.launch
         entries = results[0].numel() if results else 0
         rate = self._device.draws if packet in _DRAW else self._device.functions if packet in _FUNCTIONS else math.inf
@@ -232,7 +233,7 @@ class Work(TorchDispatchMode):
 
 def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """What an op writes of its arguments."""
-    for place, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+    for place, argument in enumerate(schema_of(func).arguments if schema_of(func).is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
@@ -274,7 +275,7 @@ def _is_strewn(t: Tensor) -> bool:
 
 def _is_view(func: Any) -> bool:
     """Whether an op's result is its argument's memory, unchanged."""
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 

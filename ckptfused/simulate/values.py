@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ckptfused.compat.pytree import tree_leaves, tree_map
+from ckptfused.compat.torch_dispatch import TorchDispatchMode, without_dispatch_modes
+from ckptfused.compat.torch_memory import storage_id
 from ckptfused.simulate.roofline import written
 
 MOST = 1 << 18
@@ -80,7 +81,7 @@ class Known(TorchDispatchMode):
 
     def _value(self, t: Tensor) -> Tensor | None:
         found = t if t.device.type == "cpu" else self._values.get(t)
-        if found is None or any(found.untyped_storage()._cdata == storage._cdata for storage in self._spoiled):
+        if found is None or any(storage_id(found) == storage_id(storage) for storage in self._spoiled):
             return None
         return found
 
@@ -100,7 +101,7 @@ class Known(TorchDispatchMode):
         args, kwargs = tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, (args, kwargs))
         if "device" in kwargs:
             kwargs = kwargs | {"device": torch.device("cpu")}
-        with _disable_current_modes():
+        with without_dispatch_modes():
             try:
                 return func(*args, **kwargs)
             except (RuntimeError, NotImplementedError):  # such as of a kernel that the CPU does not have

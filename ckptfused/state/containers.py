@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# A module whose parameters FSDP moves: by others in their place, FSDP1 also by views of its flat ones, as attributes.
-MANAGED = "_is_fsdp_managed_module"
+from ckptfused.compat.torch_distributed import is_flat_view, is_managed
+
 # A module's dicts of tensors, which are watched by name.
 SHOWN = ("_parameters", "_buffers")
 # Subclasses may mean something else by their methods; what they hold is read and written past them.
@@ -74,10 +74,10 @@ class Attributes:
         before = held.copy()
         if _same(before, content):
             return before
-        managed = before.get(MANAGED)
+        managed = is_managed(before)
         for name in before.keys() | content.keys():
             old, new = before.get(name, _ABSENT), content.get(name, _ABSENT)
-            views = managed and (is_moved(old) or is_moved(new))
+            views = managed and (is_flat_view(old) or is_flat_view(new))
             if old is new or views or name in SHOWN or name.startswith("ds_"):  # DeepSpeed keeps its books itself
                 continue
             if new is _ABSENT:
@@ -159,11 +159,6 @@ def _put_plain(held: dict[str, Any], content: dict[str, Any]) -> None:
 _ABSENT = object()
 _known_names: dict[tuple[str, ...], tuple[str, ...]] = {}
 """By themselves the names of attributes that modules have: modules of one class share them."""
-
-
-def is_moved(value: Any) -> bool:
-    """Whether an attribute is FSDP1's view of a flat parameter."""
-    return isinstance(value, Tensor) and getattr(value._base, "_is_flat_param", False)
 
 
 def _is_data(name: str, value: Any) -> bool:

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+
+from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_dispatch import without_dispatch_modes
+from ckptfused.compat.torch_memory import is_cow, local_tensor
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _ROW = 512
@@ -40,7 +42,7 @@ class Fingerprints:
         """Fingerprints of a tensor or of all leaves of a pytree; what is neither a tensor nor a plain value does not
         count.
         """
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), without_dispatch_modes():
             return tuple(self._leaf(leaf) for leaf in leaves(value))
 
     def _leaf(self, value: Any) -> Any:
@@ -56,8 +58,7 @@ class Fingerprints:
         return tuple(t.shape), t.dtype, self._of_cpu(t) if t.is_cpu else self._elsewhere(t)
 
     def _of_cpu(self, t: Tensor) -> int:
-        cow: Any = torch._C
-        if cow._is_cow_tensor(t):  # a pointer to its values would be a write
+        if is_cow(t):  # a pointer to its values would be a write
             t = t.clone()
         values = _integers(t)
         # NumPy would never again let its storage be resized, as FSDP does with gathered weights.
@@ -77,7 +78,7 @@ class Fingerprints:
 
     def sizes(self, value: Any) -> tuple[tuple[torch.dtype, _Sum], ...]:
         """The sum and the norm of each tensor of floating point, by which values that differ can be told how far."""
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), without_dispatch_modes():
             found = [t for t in map(local, tensors(value)) if t is not None and t.is_floating_point() and not t.is_meta]
             return tuple((t.dtype, self._size(t)) for t in found if t.itemsize > 1)  # no norms of 8 bits
 
@@ -103,8 +104,8 @@ def leaves(value: Any) -> list[Any]:
 def local(t: Tensor) -> Tensor | None:
     """The values of a tensor that lie here; None of a kind that has no such, or whose memory was given back (FSDP1's
     views of weights that are in shards just now)."""
-    if hasattr(t, "_local_tensor"):  # a DTensor
-        return local(t._local_tensor)
+    if (own := local_tensor(t)) is not t:  # a DTensor
+        return local(own)
     if type(t) not in (Tensor, nn.Parameter) or t.layout != torch.strided or t.is_nested or t.is_quantized:
         return local(t.data) if isinstance(t, nn.Parameter) and type(t.data) is Tensor else None
     try:
@@ -153,5 +154,5 @@ def tensors(value: Any) -> Iterable[Tensor]:
 @contextmanager
 def unrecorded() -> Iterator[None]:
     """A context in which nothing that is computed has a graph, or is seen by a mode."""
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), without_dispatch_modes():
         yield

@@ -27,7 +27,7 @@ def _kinds() -> tuple[type, ...]:
 def behind(value: Any, code_names_random: bool) -> Any:
     """The generator that a function draws from by way of a global: the module `random`, NumPy's, or a method of one."""
     if value is random:
-        return random._inst  # type: ignore[attr-defined]
+        return random.random.__self__  # type: ignore[attr-defined]
     numpy = sys.modules.get("numpy.random")
     if numpy is not None and (value is numpy or (code_names_random and value is sys.modules["numpy"])):
         return numpy.random.__self__
@@ -41,7 +41,7 @@ def global_generators() -> Iterator[Any]:
     yield torch.default_generator
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         yield from torch.cuda.default_generators
-    yield random._inst  # type: ignore[attr-defined]
+    yield random.random.__self__  # type: ignore[attr-defined]
     numpy: Any = sys.modules.get("numpy.random")
     if numpy is not None:
         yield numpy.random.__self__
@@ -66,7 +66,7 @@ def is_default(g: Any) -> bool:
 def is_global(g: Any) -> bool:
     """Whether it is that of the module `random`, or NumPy's."""
     numpy = sys.modules.get("numpy.random")
-    return g is random._inst or (numpy is not None and g is numpy.random.__self__)  # type: ignore[attr-defined]
+    return g is random.random.__self__ or (numpy is not None and g is numpy.random.__self__)  # type: ignore[attr-defined]
 
 
 def state_of(g: Any) -> Any:

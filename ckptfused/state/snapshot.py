@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.backends import cudnn
-from torch.utils._pytree import tree_leaves
 
-from ckptfused.state.containers import CONTAINERS, MANAGED, Attributes, content_of, put_back
+from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_autograd import parameter_hooks, set_tensor_hooks, tensor_hooks
+from ckptfused.compat.torch_distributed import is_managed
+from ckptfused.state.containers import CONTAINERS, Attributes, content_of, put_back
 from ckptfused.state.fingerprints import Fingerprints, bits_equal, local, unrecorded
 from ckptfused.state.generators import global_generators, is_generator, restore, state_of, undrawn
 from ckptfused.state.reach import reach
@@ -67,17 +69,17 @@ class Unchanged:
         managed = {
             id(p)
             for module in self._model.modules()
-            if MANAGED in vars(module) or keeps_books(module)
+            if is_managed(vars(module)) or keeps_books(module)
             for p in module.parameters(recurse=False)
         }
         for p in self._model.parameters():
             self._keep(p, own_storage=id(p) not in managed and type(p) is nn.Parameter)
             self._leaf(p)
-            backward: Any = p._backward_hooks
+            backward = tensor_hooks(p)
             self._flags.append((p, p.requires_grad, backward))
             if backward is not None:
                 self._containers.append((backward, dict(backward)))
-            hooks = getattr(p, "_post_accumulate_grad_hooks", None)
+            hooks = parameter_hooks(p)
             if hooks and not self._stay:
                 self._hooks.append((hooks, dict(hooks)))
         for module in self._model.modules():
@@ -116,8 +118,8 @@ class Unchanged:
         for t, flag, backward in self._flags:
             if t.requires_grad is not flag:
                 t.requires_grad_(flag)
-            if t._backward_hooks is not backward:
-                t._backward_hooks = backward
+            if tensor_hooks(t) is not backward:
+                set_tensor_hooks(t, backward)
         for (read, put), value in zip(_SETTINGS, self._settings, strict=True):
             if read() != value:
                 put(value)
@@ -138,7 +140,7 @@ class Unchanged:
         theirs = keeps_books(module)
         if not theirs:
             self._attributes.append(Attributes(held, dict(held)))
-        if not theirs and MANAGED not in held:
+        if not theirs and not is_managed(held):
             parameters = held.get("_parameters")
             if isinstance(parameters, dict):  # torch.jit has its own
                 self._containers.append((parameters, dict(parameters)))

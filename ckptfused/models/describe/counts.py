@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from ckptfused.compat.pytree import tree_flatten
+from ckptfused.compat.torch_modules import COMPILED_CALL
 from ckptfused.models.describe.example import Known, with_tables
 from ckptfused.models.describe.saved_bytes import INDICES, TOKENS, IndexReadError, Places, described, saved_by_autograd
 
 Count = Callable[[], float | None]
 
 # What a count does not run: hooks of the layer (with hooks inside there is none), and its compiled call.
-_BESIDE = ("_compiled_call_impl", *(name for name in vars(nn.Module()) if "hook" in name))
+_BESIDE = (COMPILED_CALL, *(name for name in vars(nn.Module()) if "hook" in name))
 _PLACE = "target_name"  # PEFT's note of where in the model a projection is, which no forward reads
 _NUMBERS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 

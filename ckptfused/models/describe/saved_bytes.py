@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from ckptfused.compat.kernels import replaced
+from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_dispatch import FAKE_LOGGER, FakeTensor, FakeTensorMode
+from ckptfused.compat.torch_memory import storage_id
 from ckptfused.simulate.stand_ins import flash_attention, grouped_mm
 from ckptfused.state.undone import without_trace
 
@@ -133,7 +134,7 @@ def _silent() -> Iterator[None]:
     """A context in which this thread's calls that cannot be traced are not logged: they have no count, and PyTorch
     would print pages about each.
     """
-    log, mine = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+    log, mine = logging.getLogger(FAKE_LOGGER), threading.get_ident()
 
     def of_others(record: logging.LogRecord) -> bool:
         return threading.get_ident() != mine
@@ -171,7 +172,7 @@ def _meta_copy(value: Any, made: dict[int, Any], tensor: Callable[[Any], Any]) -
 
 def storage(t: Tensor) -> int:
     """What tells one storage from another."""
-    return t.untyped_storage()._cdata
+    return storage_id(t)
 
 
 def stored_bytes(values: Iterable[Any]) -> int:

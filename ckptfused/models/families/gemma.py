@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptfused.compat.transformers import attention_implementation
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.models.families.llama import attention, ffn
 from ckptfused.models.family import register
@@ -29,8 +30,8 @@ class Gemma(HuggingFace):
 
     def inputs_named(self, layer: Any, given: dict[str, Any]) -> Inputs | Reason:
         attn, cap = layer.self_attn, softcap(layer.self_attn)
-        if cap is not None and (cap <= 0 or attn.config._attn_implementation == "sdpa"):
-            return Reason(f"attention with soft-cap {cap} in {attn.config._attn_implementation}")
+        if cap is not None and (cap <= 0 or attention_implementation(attn.config) == "sdpa"):
+            return Reason(f"attention with soft-cap {cap} in {attention_implementation(attn.config)}")
         return super().inputs_named(layer, given)
 
 

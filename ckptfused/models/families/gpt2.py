@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptfused.compat.transformers import attention_implementation
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.layer.projections import rate
 from ckptfused.models.family import register
@@ -52,7 +53,7 @@ class GPT2(HuggingFace):
     def inputs_named(self, layer: Any, given: dict[str, Any]) -> Inputs | Reason:
         if given.get("encoder_hidden_states") is not None or hasattr(layer, "crossattention"):
             return Reason("cross-attention")
-        if layer.attn.reorder_and_upcast_attn and layer.attn.config._attn_implementation == "eager":
+        if layer.attn.reorder_and_upcast_attn and attention_implementation(layer.attn.config) == "eager":
             return Reason("reorder_and_upcast_attn with eager attention")
         return super().inputs_named(layer, given)
 
@@ -61,7 +62,7 @@ def _scale(attn: Any) -> float | None:
     """Until transformers 5.3 only eager attention knows of the model's own scale."""
     if hasattr(attn, "scaling"):
         return attn.scaling
-    if attn.config._attn_implementation != "eager":
+    if attention_implementation(attn.config) != "eager":
         return None
     scale = attn.head_dim**-0.5 if attn.scale_attn_weights else 1.0
     return scale / (attn.layer_idx + 1) if attn.scale_attn_by_inverse_layer_idx else scale

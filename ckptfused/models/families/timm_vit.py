@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ckptfused.compat.timm import is_fast
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.layer.projections import rate
 from ckptfused.masks import sdpa_mask
@@ -61,7 +62,7 @@ class TimmViT(Family):
             if path.training and getattr(path, "drop_prob", 0.0):
                 return Reason("stochastic depth (drop_path) is active")
         for norm in (layer.norm1, layer.norm2, attn.q_norm, attn.k_norm):
-            if getattr(norm, "_fast_norm", False):
+            if is_fast(norm):
                 return Reason("timm's fast norm computes in reduced precision")
         if attn_mask is None:
             return Inputs(x, sdpa_mask(None, None, x.size(0), attn.num_heads, x.size(1), is_causal))

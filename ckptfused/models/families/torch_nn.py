@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptfused.compat.torch_modules import DECODER_PARTS, ENCODER_HALVES, cross_attention, projects_alike
 from ckptfused.layer import encoder
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.peft import adapted
@@ -41,7 +42,7 @@ class TorchEncoder(_Torch):
 
     name, given = "torch_encoder", "src"
     layers = (f"{_MODULES}.TransformerEncoderLayer",)
-    methods = ("forward", "_sa_block", "_ff_block")
+    methods = ("forward", *ENCODER_HALVES)
 
     def parts(self, layer: Any) -> Parts:
         return halves(layer, layer.norm2, layer.dropout2)
@@ -68,7 +69,7 @@ class TorchDecoder(_Torch):
 
     name, given = "torch_decoder", "tgt"
     layers = (f"{_MODULES}.TransformerDecoderLayer",)
-    methods = ("forward", "_sa_block", "_mha_block", "_ff_block")
+    methods = ("forward", *DECODER_PARTS)
 
     def parts(self, layer: Any) -> Parts:
         return halves(layer, layer.norm3, layer.dropout3)
@@ -132,7 +133,7 @@ def inputs_of(attn: Any, x: Tensor, mask: Any, padding: Any, is_causal: bool) ->
     """What a self-attention half was called with. What PyTorch refuses, or takes another way, is left to it."""
     if x.is_nested:
         return Reason("a nested tensor", original=True)
-    if not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn:
+    if not projects_alike(attn) or attn.bias_k is not None or attn.add_zero_attn:
         return Reason("keys or values of another width, or added ones")
     if x.dim() not in (2, 3) or x.size(-1) != attn.embed_dim or (is_causal and mask is None):
         return Reason("PyTorch refuses this call", original=True)
@@ -154,9 +155,9 @@ def _cross(layer: Any, unbatched: bool, x: Tensor, memory: Tensor, mask: Any, pa
     batch = 0 if layer.self_attn.batch_first else 1
     x = x.squeeze(batch) if unbatched else x
     if layer.norm_first:
-        x = x + layer._mha_block(layer.norm2(x), memory, mask, padding, is_causal)
+        x = x + cross_attention(layer, layer.norm2(x), memory, mask, padding, is_causal)
     else:
-        x = layer.norm2(x + layer._mha_block(x, memory, mask, padding, is_causal))
+        x = layer.norm2(x + cross_attention(layer, x, memory, mask, padding, is_causal))
     return x.unsqueeze(batch) if unbatched else x
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
+from ckptfused.compat.transformers import pretrained_model
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.source import as_read, class_name, function_as_read
@@ -169,10 +169,10 @@ def head_of(model: nn.Module) -> LanguageModel | None:
 
 def models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The outermost models with a head that gives logits, and their names: known classes, and Hugging Face's own."""
-    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    base = pretrained_model()
     found: list[str] = []
     for name, module in model.named_modules():
-        theirs = modeling is not None and isinstance(module, modeling.PreTrainedModel)
+        theirs = base is not None and isinstance(module, base)
         if theirs and module.get_output_embeddings() is not None and not any(map(name.startswith, found)):
             found.append(name)
             yield name, module

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from types import MethodType
@@ -14,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.checks import is_dtensor, transformed
+from ckptfused.compat.accelerate import BELOW_AUTOCAST, BELOW_HOOKS
 from ckptfused.compat.torch_compile import constant_result
+from ckptfused.compat.torch_modules import forward_hooks, forward_pre_hooks, has_backward_hooks
+from ckptfused.compat.transformers import output_class
 from ckptfused.layer.hooks import EVERYWHERE, hooked_everywhere
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.projections import Projection, projection
@@ -97,7 +99,7 @@ class HeadForward:
             return linear_cross_entropy(x, weight, bias=bias, adapters=adapters, scratch=self.scratch, **options)
 
         loss = _called(module, loss_of, x) if alone else loss_of(x)
-        cls = getattr(sys.modules["transformers.modeling_outputs"], family.output)
+        cls = output_class(family.output)
         fields = {name: getattr(outputs, name, None) for name in _fields(cls) if name != "logits"}
         return cls(**fields | family.more(model, outputs, loss, given))
 
@@ -124,8 +126,8 @@ class HeadForward:
 
 def _sharded_alone(module: nn.Module) -> bool:
     """Whether a linear head is sharded by itself, or with other modules, and nobody but FSDP watches it."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    others = module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module)
+    hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
+    others = has_backward_hooks(module) or "forward" in vars(module)
     return (
         is_fully_sharded(module)
         and type(module).__bases__[-1] is nn.Linear
@@ -154,7 +156,7 @@ def _shaped(options: dict[str, Any], x: Tensor) -> dict[str, Any]:
 
 
 # Where a model's forward is, and where accelerate keeps the one that it put its own around.
-_PLACES = ("forward", "_original_forward", "_old_forward")
+_PLACES = ("forward", BELOW_AUTOCAST, BELOW_HOOKS)
 
 
 def _held(model: nn.Module, place: str) -> HeadForward | None:

@@ -1,0 +1,15 @@
+"""What of PEFT is not documented: 0.18 to 0.21."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LORA_LINEAR = "peft.tuners.lora.layer.Linear"
+"""LoRA's wrapper of a linear layer."""
+MODULES_TO_SAVE = "peft.utils.other.ModulesToSaveWrapper"
+"""The wrapper of a module that is trained as a whole."""
+
+
+def adapter_names(wrapper: Any) -> Any:
+    """The names for which a `ModulesToSaveWrapper` has a copy. `_adapters`."""
+    return wrapper._adapters

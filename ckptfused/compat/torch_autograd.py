@@ -1,0 +1,81 @@
+"""Autograd's hooks for saved tensors, version counters and the task at work. PyTorch 2.11 to 2.13 have every name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint as torch_checkpoint
+
+SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Pack and unpack, as `torch.autograd.graph.saved_tensors_hooks` takes them."""
+_hooks: Any = torch._C._autograd
+
+CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+"""By this name `torch.utils.checkpoint` calls what `open_checkpoint` calls."""
+
+
+def saved_tensor_hooks() -> Any:
+    """This thread's innermost `SavedTensorHooks`; None without any. `_top_saved_tensors_default_hooks`."""
+    return _hooks._top_saved_tensors_default_hooks(False)
+
+
+def push_saved_tensor_hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    """Puts hooks on top of this thread's. `_push_saved_tensors_default_hooks`."""
+    _hooks._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Takes the innermost hooks away. `_pop_saved_tensors_default_hooks`."""
+    _hooks._pop_saved_tensors_default_hooks()
+
+
+def saved_tensor_hooks_allowed() -> bool:
+    """Whether hooks may be pushed: transforms of torch.func forbid it. `_saved_tensors_hooks_is_enabled`."""
+    return _hooks._saved_tensors_hooks_is_enabled()
+
+
+def vmap_saves_inputs() -> bool:
+    """Whether a checkpoint has no place for a replay within `torch.vmap`. `_NoopSaveInputs`: 2.11 alone."""
+    return hasattr(torch_checkpoint, "_NoopSaveInputs")
+
+
+def open_checkpoint(
+    function: Callable[..., Any], preserve_rng_state: bool, options: Sequence[Any], *args: Any
+) -> Generator[None, None, None]:
+    """A non-reentrant checkpoint: from its hooks to the end of its forward. `CHECKPOINT_GENERATOR`."""
+    generator: Any = getattr(torch_checkpoint, CHECKPOINT_GENERATOR)
+    return generator(function, preserve_rng_state, *options, *args)
+
+
+def graph_task() -> int:
+    """The number of the backward at work in this thread; -1 for none. `_current_graph_task_id`."""
+    return torch._C._current_graph_task_id()
+
+
+def unversioned(*tensors: Tensor) -> AbstractContextManager[None]:
+    """A context whose writes autograd does not count. `_unsafe_preserve_version_counter`."""
+    return torch.autograd._unsafe_preserve_version_counter(tensors)
+
+
+def is_profiled() -> bool:
+    """Whether a profiler records. `torch.autograd._profiler_enabled`."""
+    return torch.autograd._profiler_enabled()
+
+
+def parameter_hooks(p: Tensor) -> dict[int, Any] | None:
+    """The hooks that run once a gradient is there. `_post_accumulate_grad_hooks`."""
+    return getattr(p, "_post_accumulate_grad_hooks", None)
+
+
+def tensor_hooks(t: Tensor) -> dict[int, Any] | None:
+    """The hooks on a tensor's gradient; None before the first. `_backward_hooks`."""
+    return t._backward_hooks  # type: ignore[attr-defined]
+
+
+def set_tensor_hooks(t: Tensor, hooks: dict[int, Any] | None) -> None:
+    """Exchanges the dict of hooks on a tensor's gradient. `_backward_hooks`."""
+    t._backward_hooks = hooks  # type: ignore[attr-defined]

@@ -1,0 +1,73 @@
+"""What `nn.Module`s hold beside parameters, buffers and children. PyTorch 2.11 to 2.13 have every name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+BatchNorm = nn.modules.batchnorm._BatchNorm
+"""The base of all batch norms. `_BatchNorm`."""
+Convolution = nn.modules.conv._ConvNd
+"""The base of all convolutions. `_ConvNd`."""
+DropoutBase = nn.modules.dropout._DropoutNd
+"""The base of all dropouts but those of RNNs. `_DropoutNd`."""
+ENCODER_HALVES = ("_sa_block", "_ff_block")
+"""The methods of `nn.TransformerEncoderLayer` that compute its halves."""
+DECODER_PARTS = ("_sa_block", "_mha_block", "_ff_block")
+"""The methods of `nn.TransformerDecoderLayer` that compute its parts; `cross_attention` calls the second."""
+COMPILED_CALL, COMPILED_MODULE = "_compiled_call_impl", "_orig_mod"
+"""Where `module.compile()` keeps what it made, and `torch.compile(module)` the module."""
+REPLICATE = "_replicate_for_data_parallel"
+"""The method by which `nn.DataParallel` copies a module for another GPU."""
+OWN_SDPA: Any = torch._C._nn.scaled_dot_product_attention
+"""What `F.scaled_dot_product_attention` is, unless somebody replaced it."""
+_EVERYWHERE: tuple[dict[int, Any], ...] = (
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_backward_hooks,
+    nn.modules.module._global_backward_pre_hooks,
+)
+
+
+def global_hooks() -> Iterator[Any]:
+    """The hooks on all modules. `_global_forward_hooks` and the three others."""
+    return itertools.chain.from_iterable(hooks.values() for hooks in _EVERYWHERE if hooks)
+
+
+def forward_hooks(module: nn.Module) -> dict[int, Any]:
+    """The hooks after a module's forward. `_forward_hooks`."""
+    return module._forward_hooks
+
+
+def forward_pre_hooks(module: nn.Module) -> dict[int, Any]:
+    """The hooks before a module's forward. `_forward_pre_hooks`."""
+    return module._forward_pre_hooks
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks around its backward. `_backward_hooks`, `_backward_pre_hooks`."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled, in place or not."""
+    return getattr(module, COMPILED_CALL, None) is not None or hasattr(module, COMPILED_MODULE)
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether PyTorch's own quantisation holds a module's weight. `_packed_params`."""
+    return hasattr(module, "_packed_params")
+
+
+def projects_alike(attention: nn.MultiheadAttention) -> bool:
+    """Whether keys and values are as wide as queries, with one weight for all three. `_qkv_same_embed_dim`."""
+    return attention._qkv_same_embed_dim
+
+
+def cross_attention(layer: nn.TransformerDecoderLayer, x: Any, *args: Any) -> Any:
+    """A decoder layer's attention to the encoder's result. `_mha_block`."""
+    return layer._mha_block(x, *args)

@@ -1,0 +1,356 @@
+"""Each private name of another library does, in the version at hand, what ckptfused/compat says of it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from ckptfused.compat import (
+    pytree,
+    torch_autograd,
+    torch_compile,
+    torch_devices,
+    torch_dispatch,
+    torch_distributed,
+    torch_memory,
+    torch_modules,
+)
+from tests.forks import python
+
+COMPAT = Path(torch_memory.__file__).parent
+# These have tests of their own: what they do is more than to give a name.
+MECHANISMS = {"__init__", "kernels", "patches", "versions"}
+
+
+def test_every_name_has_its_test() -> None:
+    """A function or constant of compat is named below."""
+    source = Path(__file__).read_text()
+    for path in COMPAT.glob("*.py"):
+        if path.stem not in MECHANISMS:
+            module = importlib.import_module(f"ckptfused.compat.{path.stem}")
+            assert [name for name in public(module) if f".{name}" not in source] == [], path.stem
+
+
+def public(module: ModuleType) -> list[str]:
+    """What a module of compat defines or hands on; its modules and types for annotations aside."""
+    kinds = ("collections.abc", "typing", "contextlib", "itertools", "__future__")
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType) and name not in ("Tensor", "annotations")
+        if getattr(value, "__module__", "") not in kinds
+    ]
+
+
+def test_saved_tensor_hooks() -> None:
+    auto = torch_autograd
+    hooks: auto.SavedTensorHooks = (lambda t: t, lambda t: t)
+    assert auto.saved_tensor_hooks() is None and auto.saved_tensor_hooks_allowed()
+    auto.push_saved_tensor_hooks(*hooks)
+    assert auto.saved_tensor_hooks() == hooks
+    auto.pop_saved_tensor_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(*hooks):
+        assert auto.saved_tensor_hooks() == hooks
+    assert auto.saved_tensor_hooks() is None
+    allowed: list[bool] = []
+    torch.func.grad(lambda x: (allowed.append(auto.saved_tensor_hooks_allowed()), x.sin())[1])(torch.ones(()))
+    assert allowed == [False]
+
+
+def test_checkpoints() -> None:
+    auto, calls = torch_autograd, list[int]()
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(auto.graph_task())
+        return x.sin().exp()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(function, x, use_reentrant=False).sum().backward()
+    assert calls[0] == -1 and calls[1] >= 0  # no backward is at work in a forward
+    assert auto.vmap_saves_inputs() == (torch.__version__ < "2.12")
+    opened = auto.open_checkpoint(function, True, (noop_context_fn, "default", False, True), x)
+    next(opened)
+    assert auto.saved_tensor_hooks() is not None
+    y = function(x)
+    assert next(opened, None) is None and auto.saved_tensor_hooks() is None
+    y.sum().backward()
+    assert len(calls) == 4
+    assert hasattr(torch.utils.checkpoint, auto.CHECKPOINT_GENERATOR)
+
+
+def test_autograds_books() -> None:
+    auto, x = torch_autograd, torch.ones(2, requires_grad=True)
+    with torch.no_grad(), auto.unversioned(x):
+        x.add_(1)
+    assert x._version == 0
+    assert auto.tensor_hooks(x) is None and not auto.parameter_hooks(x)
+    x.register_hook(lambda grad: grad)
+    x.register_post_accumulate_grad_hook(lambda t: None)
+    assert len(auto.tensor_hooks(x) or ()) == len(auto.parameter_hooks(x) or ()) == 1
+    auto.set_tensor_hooks(x, None)
+    assert auto.tensor_hooks(x) is None
+    assert not auto.is_profiled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert auto.is_profiled()
+
+
+def test_modes_and_transforms() -> None:
+    made, seen = torch_dispatch, list[Any]()
+
+    class Mode(made.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **kwargs or {})
+
+    assert not made.in_dispatch_mode() and not made.dispatch_modes()
+    with Mode() as mode:
+        assert made.in_dispatch_mode() and list(made.dispatch_modes()) == [mode]
+        with made.without_dispatch_modes():
+            torch.ones(1)
+        with made.without_modes_and_transforms():
+            torch.ones(1)
+        assert seen == []
+        torch.ones(1)
+        assert len(seen) == 1
+    assert made.function_modes() == []
+    with torch.device("meta"):
+        assert len(made.function_modes()) == 1
+    assert not made.in_transform()
+    found: list[tuple[bool, bool]] = []
+    torch.func.grad(lambda x: (found.append((made.in_transform(), made.is_transformed(x))), x.sin())[1])(torch.ones(()))
+    assert found == [(True, True)] and not made.is_transformed(torch.ones(()))
+    assert made.is_traceable_wrapper_subclass(torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged))
+
+
+def test_dispatch() -> None:
+    made, aten = torch_dispatch, torch.ops.aten
+    assert made.has_kernel("aten::sin", "CPU") and not made.has_kernel("aten::sin", "AutocastCPU")
+    assert "aten::mm" in made.operations()
+    assert made.schema_of(aten.add_.Tensor).is_mutable
+    x = torch.ones(2, requires_grad=True)
+    with made.below_autograd():
+        assert aten.sin.default(x).grad_fn is None
+        assert torch.equal(aten.sin.default.redispatch(made.cpu_keys(), x), x.sin().detach())
+    with made.FakeTensorMode() as mode:
+        assert isinstance(torch.ones(2), made.FakeTensor)
+    assert made.FakeTensorMode.__module__ == made.FAKE_LOGGER and mode is not None
+
+
+def test_batches_of_gradients() -> None:
+    found: list[tuple[bool, bool, Tensor]] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            batch = torch_dispatch.LegacyBatch()
+            opened = batch.opened(dy)
+            found.append((batch.holds(dy), batch.holds(opened), opened))
+            return batch.closed(opened * 2)
+
+    x = torch.ones(3, requires_grad=True)
+    (grads,) = torch.autograd.grad(Twice.apply(x), x, torch.eye(3), is_grads_batched=True)
+    assert torch.equal(grads, 2 * torch.eye(3))
+    assert found[0][:2] == (True, False) and found[0][2].shape == (3, 3)
+
+
+def test_memory() -> None:
+    t = torch.ones(4)
+    assert torch_memory.storage_id(t) == torch_memory.storage_id(t[1:]) == torch_memory.storage_id(t.untyped_storage())
+    assert torch_memory.storage_id(t) != torch_memory.storage_id(torch.ones(4))
+    assert torch_memory.is_cow(torch._lazy_clone(t)) and not torch_memory.is_cow(torch.ones(1))
+    assert torch_memory.is_view(t[1:]) and not torch_memory.is_view(t)
+    assert torch_memory.local_tensor(t) is t
+    assert torch_memory.sparse_bytes(torch.eye(3).to_sparse()) == 3 * 4 + 2 * 3 * 8
+    assert isinstance(torch_devices.cpu_has_amx(), bool)
+
+
+@pytest.mark.gpu
+def test_an_allocators_history() -> None:
+    device = torch.device("cuda", 0)
+    torch_devices.record_allocations(True)
+    held = torch.empty(1 << 20, device=device)
+    found = torch_devices.recorded_allocations(device)
+    torch_devices.record_allocations(False)
+    assert any(event["action"] == "alloc" and event["size"] >= held.nbytes for event in found)
+
+
+def test_modules() -> None:
+    made, module = torch_modules, nn.Linear(2, 2)
+    assert list(made.global_hooks()) == [] and not made.forward_hooks(module) and not made.forward_pre_hooks(module)
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert len(list(made.global_hooks())) == 1
+    module.register_forward_hook(lambda *_: None)
+    module.register_forward_pre_hook(lambda *_: None)
+    assert len(made.forward_hooks(module)) == len(made.forward_pre_hooks(module)) == 1
+    assert not made.has_backward_hooks(module)
+    module.register_full_backward_hook(lambda *_: None)
+    assert made.has_backward_hooks(module)
+    assert isinstance(nn.BatchNorm2d(1), made.BatchNorm) and isinstance(nn.Conv1d(1, 1, 1), made.Convolution)
+    assert isinstance(nn.Dropout2d(), made.DropoutBase)
+    assert made.OWN_SDPA is nn.functional.scaled_dot_product_attention
+    assert callable(getattr(module, made.REPLICATE)) and not made.is_packed(module)
+    assert made.projects_alike(nn.MultiheadAttention(4, 2)) and not made.projects_alike(
+        nn.MultiheadAttention(4, 2, kdim=2)
+    )
+    assert all(hasattr(nn.TransformerEncoderLayer, name) for name in made.ENCODER_HALVES)
+    assert all(hasattr(nn.TransformerDecoderLayer, name) for name in made.DECODER_PARTS)
+    x, layer = torch.randn(1, 3, 4), nn.TransformerDecoderLayer(4, 2, 8, 0.0, batch_first=True)
+    assert made.cross_attention(layer, x, x, None, None, False).shape == x.shape
+
+
+def test_compiled_modules() -> None:
+    code = """
+        import torch
+        from ckptfused.compat import torch_compile, torch_modules
+        assert torch_compile.is_loaded() is False
+        module = torch.nn.Linear(1, 1)
+        assert torch_compile.partitioner_budget() == 1 and torch_modules.is_compiled(module) is False
+        assert torch_modules.COMPILED_MODULE in dir(torch.compile(module, backend="eager"))
+        module.compile(backend="eager")
+        assert torch_modules.is_compiled(module) and getattr(module, torch_modules.COMPILED_CALL) is not None
+        assert torch_compile.is_loaded()
+        import torch._functorch.config as config
+        config.activation_memory_budget = 0.5
+        assert torch_compile.partitioner_budget() == 0.5
+    """
+    run = python(code)
+    assert run.returncode == 0, run.stderr
+
+
+def test_functions_marked_for_dynamo() -> None:
+    made: list[int] = []
+
+    @torch_compile.constant_result
+    def fresh() -> int:
+        made.append(0)
+        return len(made)
+
+    @torch_compile.in_graph
+    def kept(x: Tensor) -> Tensor:
+        return x.sin().exp()
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: kept(x) * fresh(), backend=backend, fullgraph=True)
+    x = torch.ones(2)
+    assert torch.equal(compiled(x), compiled(x)) and made == [0]
+    called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert len(called) == 2 and torch.sin not in called  # the function as it is, and the product
+
+
+def test_trees() -> None:
+    tree = {"a": [1, (2, 3)]}
+    leaves, spec = pytree.tree_flatten(tree)
+    assert leaves == pytree.tree_leaves(tree) == [1, 2, 3] and isinstance(spec, pytree.TreeSpec)
+    assert pytree.tree_unflatten(leaves, spec) == tree and pytree.tree_map(lambda n: n, tree) == tree
+    assert pytree.broadcast_to_and_flatten({"a": 0}, spec) == [0, 0, 0]
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+    assert paths[0] == "['a'][0]" and list in pytree.SUPPORTED_NODES
+
+
+def test_distributed() -> None:
+    from torch.distributed import fsdp
+    from torch.distributed._composable import checkpoint_activation
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+
+    made, module = torch_distributed, nn.Linear(1, 1)
+    assert made.fsdp1() is fsdp.FullyShardedDataParallel and made.fsdp2() is fsdp.FSDPModule
+    assert not made.is_managed(vars(module)) and not made.is_flat_view(module.weight)
+    assert made.checkpoint_wrappers().CheckpointWrapper is CheckpointWrapper
+    wrapped = checkpoint_wrapper(module)
+    assert getattr(wrapped, made.WRAPPED) is module
+    assert made.WRAPPED in made.WRAPPER_NAMES and checkpoint_activation.__name__ == made.COMPOSABLE_CHECKPOINT
+    assert hasattr(checkpoint_activation, torch_autograd.CHECKPOINT_GENERATOR)
+    assert not made.has_composable_checkpoint(module)
+    checkpoint_activation.checkpoint(module)
+    assert made.has_composable_checkpoint(module)
+    # What FSDP1 sets in several processes, and tests/models/distributed_runs.py meets there.
+    for place, name in (("_dynamo_utils", "_is_fsdp_managed_module"), ("_flat_param", "_is_flat_param")):
+        assert name in inspect.getsource(importlib.import_module(f"torch.distributed.fsdp.{place}"))
+
+
+def test_transformers() -> None:
+    pytest.importorskip("transformers")
+    import transformers as hf
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from ckptfused.compat import transformers as made
+
+    config = hf.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = hf.LlamaForCausalLM(config)
+    layer = model.model.layers[0]
+    assert made.checkpointing_layer() is GradientCheckpointingLayer and made.is_checkpointing_layer(layer)
+    assert not made.is_checkpointing_layer(model) and made.checkpoint_of(layer) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its new name
+        model.gradient_checkpointing_enable()
+    assert callable(made.checkpoint_of(layer)) and isinstance(made.checkpoints_with_cache(layer), bool)
+    assert made.attention_implementation(model.config) == "sdpa" and made.attention_function("eager") is None
+    assert callable(made.attention_function("sdpa"))
+    assert made.pretrained_model() is hf.PreTrainedModel and made.knows(hf.AutoModelForCausalLM, config)
+    assert not made.knows(hf.AutoModelForCausalLM, hf.ViTConfig())
+    assert made.output_class("CausalLMOutputWithPast") is type(model(torch.zeros(1, 2, dtype=torch.long)))
+    place = made.packing_lookup()
+    assert place is not None and callable(getattr(*place))
+    module, _, name = made.CONV1D.rpartition(".")
+    assert issubclass(getattr(importlib.import_module(module), name), nn.Module)
+    collector = made.output_collector()
+    if collector is not None:
+        model(torch.zeros(1, 2, dtype=torch.long), output_attentions=True, output_hidden_states=True)
+        hooks = [hook for m in model.modules() for hook in torch_modules.forward_hooks(m).values()]
+        assert any(map(made.collects, hooks)) and collector.get() is None
+    assert not made.collects(print)
+
+
+def test_peft() -> None:
+    pytest.importorskip("peft")
+    from peft import LoraConfig, get_peft_model
+
+    from ckptfused.compat import peft as made
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    model = get_peft_model(Model(), LoraConfig(target_modules=["a"], modules_to_save=["b"]))
+    kinds = {f"{type(m).__module__}.{type(m).__name__}": m for m in model.modules()}
+    assert {made.LORA_LINEAR, made.MODULES_TO_SAVE} <= kinds.keys()
+    assert "default" in made.adapter_names(kinds[made.MODULES_TO_SAVE])
+
+
+def test_accelerate() -> None:
+    pytest.importorskip("accelerate")
+    from accelerate import hooks
+
+    from ckptfused.compat import accelerate as made
+
+    module = hooks.add_hook_to_module(nn.Linear(1, 1), hooks.ModelHook())
+    assert hasattr(module, made.BELOW_HOOKS)
+    assert made.BELOW_AUTOCAST in inspect.getsource(importlib.import_module("accelerate.accelerator"))
+
+
+def test_timm() -> None:
+    layers = pytest.importorskip("timm.layers")
+    from ckptfused.compat import timm as made
+
+    assert made.is_fast(layers.LayerNorm(2)) is layers.is_fast_norm() and not made.is_fast(nn.LayerNorm(2))
