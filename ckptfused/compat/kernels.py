@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ckptfused.compat.patches import LOCK
+from ckptfused.compat.torch_compile import load
 
 Kernel = Callable[..., Any]
 """Called with the operation as it goes on without it, and with the operation's arguments."""
@@ -37,6 +38,7 @@ _libraries: list[torch.library.Library] = []  # kernels last as long as their li
 @contextlib.contextmanager
 def replaced(kernels: Mapping[str, Kernel]) -> Iterator[None]:
     """A context in which this thread's calls of operations, by names such as "aten::mm.out", go to these kernels."""
+    load()
     _register(kernels)
     _here.kernels.append(kernels)
     try:

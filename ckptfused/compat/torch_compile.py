@@ -42,6 +42,12 @@ def partitioner_budget() -> float:
     return 1.0 if config is None else config.activation_memory_budget
 
 
+def load() -> None:
+    """Imports Dynamo. PyTorch does so within the first call that a mode of its dispatcher sees, under that mode, so that
+    it sees what the import computes. `torch._compile`."""
+    import torch._dynamo  # noqa: F401
+
+
 def is_loaded() -> bool:
     """Whether anything may have been compiled: Dynamo was imported. `torch._dynamo`."""
     return "torch._dynamo" in sys.modules

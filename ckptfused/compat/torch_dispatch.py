@@ -11,16 +11,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensor as FakeTensor
 from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import (
-    TorchDispatchMode as TorchDispatchMode,
-)
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
-from torch.utils._python_dispatch import (
-    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+
+from ckptfused.compat.torch_compile import load
 
 FAKE_LOGGER = "torch._subclasses.fake_tensor"
 """Logs what cannot be run on fake tensors."""
@@ -30,6 +24,14 @@ has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
 """Whether an operation, by name, has a kernel at a key, by name. `_dispatch_has_kernel_for_dispatch_key`."""
 operations: Any = torch._C._dispatch_get_all_op_names
 """The names of all operations. `_dispatch_get_all_op_names`."""
+
+
+class DispatchMode(TorchDispatchMode):
+    """A `TorchDispatchMode` that sees nothing of Dynamo's import. `torch.utils._python_dispatch`."""
+
+    def __enter__(self) -> Any:
+        load()
+        return super().__enter__()
 
 
 def schema_of(op: Any) -> Any:

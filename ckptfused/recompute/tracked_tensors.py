@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_autograd import unversioned
-from ckptfused.compat.torch_dispatch import TorchDispatchMode
+from ckptfused.compat.torch_dispatch import DispatchMode
 from ckptfused.compat.torch_memory import is_view
 from ckptfused.recompute.copy_on_write import is_plain, storage_of, unseen
 from ckptfused.recompute.copy_on_write import version as version_of
@@ -206,7 +206,7 @@ def _same_values(a: Tensor, b: Tensor, unknown: bool) -> bool:
         return unknown
 
 
-class Reads(TorchDispatchMode):
+class Reads(DispatchMode):
     """Raises where an operation takes a tensor in one of these storages."""
 
     def __init__(self, storages: dict[int, str]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused._extension import _C
-from ckptfused.compat.torch_dispatch import TorchDispatchMode
+from ckptfused.compat.torch_dispatch import DispatchMode
 from ckptfused.cost.work import accumulation_type
 from ckptfused.simulate.alone import Call
 from ckptfused.simulate.scratch import Scratch
@@ -87,7 +87,7 @@ class _Layer(nn.Module):
         return x + self.down(self.activation(self.up(y)))
 
 
-class _Counted(TorchDispatchMode):
+class _Counted(DispatchMode):
     ops = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ckptfused.compat.pytree import tree_leaves
-from ckptfused.compat.torch_dispatch import TorchDispatchMode, schema_of
+from ckptfused.compat.torch_dispatch import DispatchMode, schema_of
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.cost import OpenLedger
 from ckptfused.cost.seconds import TYPES, ledger_seconds
@@ -68,7 +68,7 @@ class TooLargeError(ValueError):
     """A batch that no step takes."""
 
 
-class Work(TorchDispatchMode):
+class Work(DispatchMode):
     """While it is active, `spend` is told the seconds of each op."""
 
     def __init__(self, device: Device, opened: OpenLedger, spend: Callable[[float], None]) -> None:

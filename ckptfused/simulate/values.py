@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ckptfused.compat.pytree import tree_leaves, tree_map
-from ckptfused.compat.torch_dispatch import TorchDispatchMode, without_dispatch_modes
+from ckptfused.compat.torch_dispatch import DispatchMode, without_dispatch_modes
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.simulate.roofline import written
 
@@ -34,7 +34,7 @@ _CTC = {aten._ctc_loss.Tensor: (2, 3), aten._ctc_loss_backward.Tensor: (3, 4)}
 _UNSET = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.set_}
 
 
-class Known(TorchDispatchMode):
+class Known(DispatchMode):
     """While it is active, ops on known tensors are computed, too, on the CPU; what asks for a value gets it.
 
     pairs: a tensor on the meta device, and one with its values.

@@ -1,4 +1,4 @@
-"""The command that fills the user's table of FFN kernels."""
+"""The measurement that fills the user's table of FFN kernels: `python -m ckptfused tune`."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ def tune_ffn(n: int, c: int, f: int, act: str, dtype: torch.dtype, rounds: int =
     it is wrong. The choice holds from the next process on; in this one after ``reload()``, not to be called between a
     forward and its backward.
     """
-    from ckptfused.triton.ffn.measure import measure  # late: it needs Triton
-
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected bfloat16 or float16, got {dtype}")
-    device = tuning._device("cuda")
-    if device is None:
-        raise RuntimeError("tune_ffn: expected an NVIDIA GPU")
+    if not torch.cuda.is_available() or (device := tuning._device("cuda")) is None:
+        raise RuntimeError("expected an NVIDIA GPU, whose kernels are timed, got a machine where PyTorch finds none")
+    from ckptfused.triton.ffn.measure import measure  # late: it needs Triton
+
     entry = measure(n, c, f, act, dtype, candidates(device.capability), rounds)
     tuning.save(tuning.shape_key(n, c, f, act, dtype, device), entry)
     return entry

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from ckptfused._extension import _C
+from ckptfused.compat.triton import version as triton_version
 from ckptfused.triton.ffn.configs import DTYPES, FFNConfig, candidates, find_config
 
 from .backend import has_triton as _has_triton
 
 CUBLAS = "cublas"
-_FORMAT = 3  # 2: times of the products and the activation alone; 1: of an FFN in one piece, and of no kept backward
-_SHIPPED = Path(__file__).with_name("ffn_tuned.json")
+_FORMAT = 4  # 3: keys without versions; 2: fewer times; 1: of an FFN in one piece, and of no kept backward
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,10 @@ def _device(device: Device | torch.device | str) -> Device | None:
 
 
 def cache_file() -> Path:
-    folder = os.environ.get("CKPTFUSED_CACHE")
-    return (Path(folder) if folder else Path.home() / ".cache" / "ckptfused") / "ffn_tuned.json"
+    """The user's table: in the folder CKPTFUSED_CACHE, or else in ckptfused's own among the user's caches."""
+    own, shared = (os.environ.get(name) for name in ("CKPTFUSED_CACHE", "XDG_CACHE_HOME"))
+    folder = Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "ckptfused"
+    return folder / "ffn_tuned.json"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -74,8 +76,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    """Read once a process; the user's entries before the package's."""
-    return {**_read(_SHIPPED), **_read(cache_file())}
+    """Read once a process."""
+    return _read(cache_file())
 
 
 @functools.cache
@@ -110,9 +112,12 @@ def reload() -> None:
 
 
 def shape_key(n: int, c: int, f: int, act: str, dtype: torch.dtype, device: Device) -> str:
-    """Rows count by the next power of two: a batch a little shorter is the same entry, though its tiles may differ."""
-    rows = 1 << max(n - 1, 0).bit_length()
-    return f"{device.name} | {str(dtype).removeprefix('torch.')} | {act} | n {rows} | c {c} | f {f}"
+    """What a measurement holds for: device, versions of PyTorch and Triton, type, activation and sizes.
+
+    Rows count by the next power of two: a batch a little shorter is the same entry, though its tiles may differ.
+    """
+    rows, made = 1 << max(n - 1, 0).bit_length(), f"torch {torch.__version__} | triton {triton_version()}"
+    return f"{device.name} | {made} | {str(dtype).removeprefix('torch.')} | {act} | n {rows} | c {c} | f {f}"
 
 
 def ffn_choice(
@@ -151,7 +156,8 @@ def ffn_choice(
             tiles[0].name, "CKPTFUSED_FFN=triton, the default tile: this shape was not measured"
         )  # fmt: skip
     if entry is None:
-        return CUBLAS, f"not measured: {key} (ckptfused.triton.tune.tune_ffn measures it)"
+        sizes = f"--rows {n} --width {c} --hidden {f} --activation {act} --dtype {str(dtype).removeprefix('torch.')}"
+        return CUBLAS, f"not measured: python -m ckptfused tune {sizes}"
     choice = entry["choice"]
     if choice != CUBLAS and choice not in known:
         return CUBLAS, f"measured with the tile {choice}, which is no more"

@@ -106,7 +106,7 @@ def test_autograds_books() -> None:
 def test_modes_and_transforms() -> None:
     made, seen = torch_dispatch, list[Any]()
 
-    class Mode(made.TorchDispatchMode):
+    class Mode(made.DispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(func)
             return func(*args, **kwargs or {})
@@ -221,6 +221,7 @@ def test_compiled_modules() -> None:
         assert torch_modules.COMPILED_MODULE in dir(torch.compile(module, backend="eager"))
         module.compile(backend="eager")
         assert torch_modules.is_compiled(module) and getattr(module, torch_modules.COMPILED_CALL) is not None
+        torch_compile.load()
         assert torch_compile.is_loaded()
         import torch._functorch.config as config
         config.activation_memory_budget = 0.5
@@ -347,6 +348,16 @@ def test_accelerate() -> None:
     module = hooks.add_hook_to_module(nn.Linear(1, 1), hooks.ModelHook())
     assert hasattr(module, made.BELOW_HOOKS)
     assert made.BELOW_AUTOCAST in inspect.getsource(importlib.import_module("accelerate.accelerator"))
+
+
+def test_triton() -> None:
+    from ckptfused.compat import triton as made
+
+    try:
+        expected = importlib.import_module("triton").__version__
+    except ModuleNotFoundError:
+        expected = ""
+    assert made.version() == expected
 
 
 def test_timm() -> None:

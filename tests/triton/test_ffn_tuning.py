@@ -7,10 +7,13 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ckptfused.cli import main
+from ckptfused.compat.triton import version
 from ckptfused.triton import tune, tuning
 from ckptfused.triton.ffn.configs import CANDIDATES, candidates
 from ckptfused.triton.tuning import CUBLAS, Device, ffn_choice
@@ -44,9 +47,66 @@ def test_cublas_where_nothing_was_measured() -> None:
     assert choice == CUBLAS and reason.startswith("not measured")
 
 
-def test_shipped_table_is_a_table() -> None:
-    assert json.loads(tuning._SHIPPED.read_text())["format"] == tuning._FORMAT
-    assert isinstance(tuning._read(tuning._SHIPPED), dict)
+def test_the_reason_is_the_command_that_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, reason = ffn_choice(*SHAPE)
+    called: list[tuple[object, ...]] = []
+
+    def measured(*shape: object) -> dict[str, object]:
+        called.append(shape)
+        return {"choice": CUBLAS, "all_ms": {CUBLAS: {"forward": 1.0}}}
+
+    monkeypatch.setattr(tune, "tune_ffn", measured)
+    command = reason.partition("python -m ckptfused ")[2].split()
+    assert main(command) == 0 and called == [(*SHAPE[:-1], 21)]
+
+
+def test_the_command_keeps_what_it_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """On a made-up GPU, whose clock this is: the tile takes three quarters of cuBLAS's time."""
+    paths = ("forward", "replaying backward", "keeping forward", "kept backward")
+    times = {CUBLAS: dict.fromkeys(paths, 4.0), TILE: dict.fromkeys(paths, 3.0)}
+    found = SimpleNamespace(
+        measure=lambda n, c, f, act, dtype, tiles, rounds: {
+            "choice": TILE, "triton": TILE, "cublas_ms": 16.0, "triton_ms": 12.0, "all_ms": times, "rounds": rounds
+        }
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "ckptfused.triton.ffn.measure", found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tuning, "_device", lambda device: H200)
+    sizes = ["--rows", "16384", "--width", "4096", "--hidden", "14336", "--rounds", "5"]
+    assert main(["tune", *sizes]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split()[0] == "milliseconds" and said[0].endswith("kept backward")
+    assert [line.split() for line in said[1:3]] == [[CUBLAS, *["4.000"] * 4], [TILE, *["3.000"] * 4]]
+    assert said[3] == f"chosen: {TILE}, from the next process on. Kept in {tuning.cache_file()}"
+    tuning.reload()
+    assert ffn_choice(*SHAPE) == (TILE, "measured: cuBLAS 16.000 ms, Triton 12.000 ms")
+    (key,) = json.loads(tuning.cache_file().read_text())["entries"]
+    assert "H200" in key and torch.__version__ in key and f"triton {version()}" in key
+    monkeypatch.setattr(tuning, "triton_version", lambda: "another")
+    assert ffn_choice(*SHAPE)[0] == CUBLAS
+
+
+def test_the_command_says_in_one_sentence_what_it_lacks(capsys: pytest.CaptureFixture) -> None:
+    sizes = ["--rows", "64", "--width", "64", "--hidden"]
+    if not torch.cuda.is_available():
+        assert main(["tune", *sizes, "64"]) != 0
+        assert capsys.readouterr().err == (
+            "ckptfused tune: expected an NVIDIA GPU, whose kernels are timed, got a machine where PyTorch finds none\n"
+        )
+    assert main(["tune", *sizes, "63"]) != 0
+    assert capsys.readouterr().err == (
+        "ckptfused tune: --width and --hidden: expected multiples of 16, got 64 and 63\n"
+    )
+    assert not tuning.cache_file().exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "shared", "folder"), [("mine", "all", "mine"), ("", "all", "all/ckptfused"), ("", "", ".cache/ckptfused")]
+)
+def test_where_the_users_table_is(own: str, shared: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTFUSED_CACHE", own)
+    monkeypatch.setenv("XDG_CACHE_HOME", shared)
+    assert tuning.cache_file() == (Path.home() if not own + shared else Path()) / folder / "ffn_tuned.json"
 
 
 @pytest.mark.parametrize("choice", [CUBLAS, TILE])
@@ -199,7 +259,6 @@ def test_names_are_unique() -> None:
 
 
 def test_tune_needs_a_gpu_and_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
     with pytest.raises(ValueError, match="bfloat16 or float16"):
         tune.tune_ffn(64, 64, 64, "swiglu", torch.float32)
     monkeypatch.setattr(tuning, "_device", lambda device: None)

@@ -39,7 +39,7 @@ def test_what_tuning_finds_is_in_a_table_and_on_the_page(tmp_path: Path, monkeyp
     with pytest.raises(SystemExit, match="failed: 32 x 64 x 96, swiglu"):
         gpu_tune.main()
     entries = json.loads((tmp_path / "out" / "ffn_tuned.json").read_text())["entries"]
-    assert list(entries) == ["chip | bfloat16 | swiglu | n 64 | c 64 | f 96"]
+    assert list(entries) == [tuning.shape_key(64, 64, 96, "swiglu", torch.bfloat16, chip)]
     assert not (tmp_path / "mine").exists()
     found = results("day_chip", tmp_path / "out", ["tune"])
     page = summary("a chip", {"tune": Outcome("failed", 3.0, "")}, found)
