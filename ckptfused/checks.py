@@ -116,7 +116,7 @@ def check_packed(x: Tensor, cu_seqlens: Tensor, masks: Mask) -> None:
     if x.size(0) != 1:
         raise ValueError(f"x: expected shape [1, N, C] with cu_seqlens, got {list(x.shape)}")
     if masks.kind != "none" or masks.padding_kind != "none":
-        raise ValueError("mask, padding: expected none with cu_seqlens, which bounds the sequences itself")
+        raise ValueError("mask, padding: leave them out with cu_seqlens, which bounds the sequences itself")
 
 
 def rotary_view(name: str, table: Tensor, batch: int, length: int, rotary: int) -> Tensor:

@@ -96,13 +96,13 @@ def convert(
     if budget is not None:
         _check_alone("budget", others | {"policy": policy})
         if batch is None:
-            raise ValueError("batch: expected the batch of a step beside the budget, got None")
+            raise ValueError("batch: pass batch= with budget=, whose plan is for a step of that batch")
         policy, notes, peak = of_first_rank(process_group, lambda: _said(plan(model, budget=budget, **step, **counts)))
         report = apply(model, policy, process_group)
         return replace(report, notes=(*notes, *report.notes), peak=peak)
     for name, value in (step | {name: None if count == 1 else count for name, count in counts.items()}).items():
         if value is not None:
-            raise ValueError(f"{name}: expected a budget beside it, got None")
+            raise ValueError(f"{name}: pass budget= with it, or leave it out: it says of which step a plan is made")
     if policy is None:
         limits = {"scratch": scratch} | ({} if loss is None else {"loss": loss, "loss_scratch": scratch})
         policy = CheckpointPolicy.uniform("inputs" if keep is None else keep, offload=offload, **limits)
@@ -116,7 +116,7 @@ def convert(
 def _check_alone(name: str, others: dict[str, Any]) -> None:
     given = [f"{other}={value!r}" for other, value in others.items() if value is not None]
     if given:
-        raise ValueError(f"convert: expected a {name} alone, which says all of this, got {', '.join(given)} beside it")
+        raise ValueError(f"convert: pass either {name}= or {', '.join(given)}, not both: a {name} decides all of this")
 
 
 def _said(found: Plan) -> tuple[CheckpointPolicy, tuple[str, ...], int]:

@@ -153,7 +153,7 @@ def _call(
             cos = rotary_view("cos", cos, x.size(batch), x.size(time), spec.attn.rotary)
             sin = rotary_view("sin", sin, x.size(batch), x.size(time), spec.attn.rotary)
     elif mask is not None or padding is not None or cu_seqlens is not None or cos is not None or sin is not None:
-        raise ValueError("mask, padding, cu_seqlens, cos, sin: expected none without an attention half")
+        raise ValueError("mask, padding, cu_seqlens, cos, sin: leave them out, for the spec has no attention half")
     y = Call(op, x, slots, text, masks, cos, sin, cu_seqlens).run(generator)
     return y.squeeze(batch) if unbatched else y
 

@@ -69,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(f"--{error}") from None
     if arguments.memory is None and not arguments.card.memory:
-        raise CommandError(f"--memory: expected bytes, 8GiB, say, for {arguments.device}, whose memory is not known")
+        raise CommandError(
+            f"--memory: give a number of bytes such as 8GiB, for the memory of {arguments.device} is not known"
+        )
     arguments.memory = arguments.memory or usable(arguments.card.memory)
     arguments.step = arguments.step or (256 if arguments.largest == "sequence" else 1)
     given = None if arguments.configuration else model_and_batch(arguments)

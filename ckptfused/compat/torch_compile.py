@@ -43,8 +43,8 @@ def partitioner_budget() -> float:
 
 
 def load() -> None:
-    """Imports Dynamo. PyTorch does so within the first call that a mode of its dispatcher sees, under that mode, so that
-    it sees what the import computes. `torch._compile`."""
+    """Imports Dynamo. PyTorch does so within the first call that a mode of the dispatcher sees, under that mode, so
+    that it sees what the import computes. `torch._compile`."""
     import torch._dynamo  # noqa: F401
 
 

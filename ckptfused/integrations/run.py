@@ -142,7 +142,9 @@ def first_batch(loader: Any, rows: int) -> Any:
     """
     dataset = getattr(loader, "dataset", None)
     if dataset is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise ValueError("batch: expected the batch of a step beside the budget, as the dataset is one to iterate")
+        raise ValueError(
+            "batch: pass batch= with budget=: of a dataset to iterate over no batch can be taken beforehand"
+        )
     with undrawn():
         found = [dataset[i] for i in range(min(rows, len(dataset)))]
         batch = (getattr(loader, "collate_fn", None) or collated)(found)

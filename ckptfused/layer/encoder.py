@@ -35,8 +35,8 @@ def refuse_unread_adapter(attn: Any, why: str) -> None:
     """
     if type(attn) is MultiheadAttention and adapted(attn.out_proj):
         raise ValueError(
-            "self_attn.out_proj: expected no active adapter of PEFT's where nn.MultiheadAttention itself runs, which "
-            f"would leave it out without a word; fused calls apply it, but this one is not fused ({why})"
+            "self_attn.out_proj: disable PEFT's adapter or merge it for this call. nn.MultiheadAttention itself runs "
+            f"it, past the adapter; fused calls apply it, but this one is not fused ({why})"
         )
 
 

@@ -246,7 +246,7 @@ def _check(
             check_param(f"adapters[{i}].bias", lora.bias, (classes,), x)
     if num_items is not None:
         if reduction == "none":
-            raise ValueError("num_items: expected None with reduction='none', which divides by nothing")
+            raise ValueError("num_items: leave it out with reduction='none', which divides by nothing")
         if isinstance(num_items, Tensor):
             if num_items.numel() != 1:
                 raise ValueError(f"num_items: expected a tensor with one number, got shape {list(num_items.shape)}")

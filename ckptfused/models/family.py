@@ -216,7 +216,7 @@ def register(family: Family, reads: Iterable[type] = (), norms: Mapping[type, st
     **Raises** `ValueError` if the name is taken, for an unknown kind of norm, or where a class has no source to read.
     """
     if family.name in FAMILIES:
-        raise ValueError(f"family {family.name!r}: expected a new name, this one is taken")
+        raise ValueError(f"family {family.name!r}: choose another name, for this one is taken")
     for kind in (norms or {}).values():
         check_choice("norms", kind, NORMS[1:])
     vouch(reads, norms or {})

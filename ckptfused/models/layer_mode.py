@@ -43,7 +43,7 @@ class LayerMode:
             object.__setattr__(self, "scratch", parse_bytes("scratch", self.scratch))
         object.__setattr__(self, "offload", check_flag("offload", self.offload))
         if self.keep is None and (self.scratch is not None or self.offload):
-            raise ValueError("keep=None: expected neither scratch nor offload of a layer that runs as it was")
+            raise ValueError("keep=None: leave out scratch and offload, for the layer runs as it was")
 
     def __str__(self) -> str:
         said = [] if self.scratch is None else [f"scratch={self.scratch:,} bytes"]

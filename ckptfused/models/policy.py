@@ -52,14 +52,14 @@ class CheckpointPolicy:
                 raise TypeError(f"layers: expected values of LayerMode, got {mode!r}")
         if check_bool("repeat", self.repeat):
             if not layers:
-                raise ValueError("layers: expected one or more to repeat, got none")
+                raise ValueError("layers: with repeat=True pass one or more, got none")
             layers = layers[: _period(layers)]
         object.__setattr__(self, "layers", layers)
         if self.segment_count is not None:
             object.__setattr__(self, "segment_count", check_integer("segment_count", self.segment_count, 1))
         if self.segment_lengths is not None:
             if self.segment_count is not None:
-                raise ValueError("segment_lengths: expected no segment_count beside it, which says the same")
+                raise ValueError("segment_lengths: pass either segment_lengths= or segment_count=, not both")
             lengths = tuple(check_integer("segment_lengths", n, 1) for n in self.segment_lengths)
             object.__setattr__(self, "segment_lengths", lengths)
         if self.loss is not None:
@@ -67,7 +67,7 @@ class CheckpointPolicy:
         if self.loss_scratch is not None:
             object.__setattr__(self, "loss_scratch", parse_bytes("loss_scratch", self.loss_scratch))
             if self.loss is None:
-                raise ValueError('loss_scratch: expected loss="chunked" beside it, got None')
+                raise ValueError('loss_scratch: pass loss="chunked" with it, or leave it out')
 
     # Constructors. `options` are, by name, `scratch` and `offload` of the layers, `loss` and `loss_scratch`.
 

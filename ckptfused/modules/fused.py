@@ -198,7 +198,7 @@ def refuse_generic(why: str, **given: Any) -> None:
     """**Raises** `ValueError` where a call that is not one op was given what only the ops take."""
     names = ", ".join(name for name, value in given.items() if value is not None)
     if names:
-        raise ValueError(f"{names}: expected None, for this call runs generically ({why})")
+        raise ValueError(f"{names}: leave it out, for this call runs generically ({why})")
 
 
 def rates(dropout: float, **sites: float | None) -> list[float]:

@@ -193,7 +193,7 @@ def make_attention(
     if head_dim is not None:
         head_dim = check_integer("head_dim", head_dim, 1)
     elif d_model % nhead:
-        raise ValueError(f"nhead: expected a divisor of d_model={d_model} (or head_dim beside it), got {nhead}")
+        raise ValueError(f"nhead: expected a divisor of d_model={d_model} (or pass head_dim=), got {nhead}")
     extras: dict[str, Any] = {}
     if num_kv_heads is not None and nhead % check_integer("num_kv_heads", num_kv_heads, 1):
         raise ValueError(f"num_kv_heads: expected a divisor of nhead={nhead}, got {num_kv_heads}")
@@ -229,7 +229,7 @@ def _rotary(rope: Any, style: str, rotary_dim: int | None, head_dim: int) -> Rot
     check_choice("rope_style", style, ("half", "interleaved"))
     if rope is None or rope is False:
         if rotary_dim is not None:
-            raise ValueError(f"rotary_dim: expected None without rope, got {rotary_dim}")
+            raise ValueError(f"rotary_dim: pass rope= with it, or leave it out, got {rotary_dim} without rope")
         return None
     width = head_dim if rotary_dim is None else check_integer("rotary_dim", rotary_dim, 2)
     if isinstance(rope, RotaryTable):

@@ -43,7 +43,7 @@ def attention_inputs(
     cos = sin = None
     if rotary is not None:
         if table is None:
-            raise ValueError("rotary: expected None in a module without rope, got a pair of tables")
+            raise ValueError("rotary: leave it out, for this module has no rope")
         cos, sin = rotary
         check_devices(x, cos=cos, sin=sin)
     elif table is not None:

@@ -27,7 +27,7 @@ def within(budget: int | None, device: Device) -> tuple[int, tuple[str, ...]]:
     if budget is None:
         if not device.memory:
             raise ValueError(
-                f'budget: expected bytes, "8GiB" say, for {device.name}, whose memory is not known, got None'
+                f'budget: pass a number of bytes such as "8GiB", for the memory of {device.name} is not known'
             )
         budget = usable(device.memory)
         left = f"{size(device.memory - budget)} for the CUDA context, workspaces of libraries and fragmentation"

@@ -34,7 +34,9 @@ def plot(profile: Any, path: str | Path) -> None:
     **Raises** `ModuleNotFoundError` without matplotlib, `ValueError` for a profile without a timeline.
     """
     if not profile.timeline:
-        raise ValueError("profile: expected one of a step that ran, got one without a timeline")
+        raise ValueError(
+            "profile: expected one that profile() returned, whose step ran to its end, got one without a timeline"
+        )
     figure, axes = canvas(10, 5)
     (unit, name), end = byte_unit(profile.peak), max(profile.timeline[-1].seconds, 1e-9)
     scale, of_time = second_unit(end)

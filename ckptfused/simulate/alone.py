@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)

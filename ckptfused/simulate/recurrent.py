@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ckptfused.compat.allocations import allocations
 from ckptfused.compat.kernels import operation
+from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.simulate.alone import Call
 from ckptfused.simulate.roofline import Work
 from ckptfused.simulate.scratch import LARGEST, MOST_FLOPS

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ckptfused.compat.allocations import allocations
+from ckptfused.compat.pytree import tree_leaves
 from ckptfused.simulate.alone import Call
 
 LARGEST, MOST_FLOPS = 1 << 30, 1e11

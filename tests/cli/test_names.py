@@ -128,7 +128,7 @@ def test_cards_know_their_memory() -> None:
     assert "less 3.95 GiB for the CUDA context" in alone.notes[-1]
     assert above.notes[-1] == "the budget is above the 79.00 GiB that one h100 has"
     assert not plan(model, x, "79GiB", torch.optim.SGD, "h100").notes
-    with pytest.raises(ValueError, match="budget: expected bytes, .* for cpu, whose memory is not known"):
+    with pytest.raises(ValueError, match="budget: pass a number of bytes .*, for the memory of cpu is not known"):
         plan(model, x, None, torch.optim.SGD, "cpu")
 
 

@@ -163,7 +163,7 @@ def test_a_dataset_to_iterate_needs_a_batch(tmp_path: Path) -> None:
             trainer.train()
             assert callback.report.peak is not None
         else:
-            with pytest.raises(ValueError, match="batch: expected the batch of a step"):
+            with pytest.raises(ValueError, match="batch: pass batch= with budget="):
                 trainer.train()
 
 

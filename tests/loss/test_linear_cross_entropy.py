@@ -466,7 +466,7 @@ X, W, T = torch.zeros(4, 8), torch.zeros(5, 8), torch.zeros(4, dtype=torch.int64
         ({"class_weight": torch.zeros(4)}, ValueError, r"class_weight: expected shape \[5\]"),
         ({"class_weight": torch.zeros(5, requires_grad=True)}, ValueError, "class_weight: expected a tensor"),
         ({"reduction": "avg"}, ValueError, "reduction: expected one of mean, sum, none"),
-        ({"reduction": "none", "num_items": 3}, ValueError, "num_items: expected None with"),
+        ({"reduction": "none", "num_items": 3}, ValueError, "num_items: leave it out with"),
         ({"num_items": torch.zeros(2)}, ValueError, "num_items: expected a tensor with one number"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing: expected"),
         ({"softcap": -1.0}, ValueError, "softcap: expected"),

@@ -109,10 +109,14 @@ def test_modes() -> None:
         (lambda: CheckpointPolicy.segments("3"), TypeError, "segment_count: expected an integer, got '3'"),
         (lambda: CheckpointPolicy.per_layer("all"), TypeError, "layers: expected a mode, .* of each layer, got 'all'"),
         (lambda: CheckpointPolicy.segments((2, 1)).modes(4), ValueError, r"of 4 layers.* got 3 in .*=\[2, 1\]"),
-        (lambda: CheckpointPolicy(segment_count=1, segment_lengths=(1,)), ValueError, "no segment_count beside it"),
+        (
+            lambda: CheckpointPolicy(segment_count=1, segment_lengths=(1,)),
+            ValueError,
+            "segment_count=, not both",
+        ),
         (lambda: CheckpointPolicy.uniform(loss="small"), ValueError, "loss: expected"),
-        (lambda: CheckpointPolicy.uniform(loss_scratch=1), ValueError, "loss_scratch: expected"),
-        (lambda: CheckpointPolicy(()), ValueError, "layers: expected one or more"),
+        (lambda: CheckpointPolicy.uniform(loss_scratch=1), ValueError, "loss_scratch: pass loss="),
+        (lambda: CheckpointPolicy(()), ValueError, "layers: with repeat=True pass one or more"),
         (lambda: CheckpointPolicy(("all",)), TypeError, "layers: expected values of LayerMode"),  # type: ignore[arg-type]
         (lambda: CheckpointPolicy.per_layer(["all"] * 3).modes(4), ValueError, "4 layers, which the model has, got 3"),
         (

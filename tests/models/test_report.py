@@ -236,7 +236,7 @@ def test_unknown_policies() -> None:
 
 
 def test_a_family_name_is_taken_once() -> None:
-    with pytest.raises(ValueError, match="'torch_encoder': expected a new name"):
+    with pytest.raises(ValueError, match="'torch_encoder': choose another name"):
         register(TorchEncoder())
 
 

@@ -109,7 +109,9 @@ def test_functional_halves_want_their_own_spec() -> None:
     with pytest.raises(ValueError, match="expected an FFN half alone, got 'halves=attn"):
         ffn_block(X, params(), SPEC)
     only = BlockSpec(ffn=FFN)
-    with pytest.raises(ValueError, match="mask, padding, cu_seqlens, cos, sin: expected none without an attention"):
+    with pytest.raises(
+        ValueError, match="mask, padding, cu_seqlens, cos, sin: leave them out, for the spec has no attention"
+    ):
         block(X, params(only), only, mask=torch.zeros(T, T))
 
 
@@ -130,7 +132,7 @@ def test_probability(p: float, site: str) -> None:
         ({"activation": "tanh"}, r"activation: expected one of relu, .* or a callable, got 'tanh'"),
         ({"norm": "batchnorm"}, r"norm: expected one of layernorm, rmsnorm, gemma, got 'batchnorm'"),
         ({"rope": True, "rotary_dim": 3}, r"rotary_dim: expected an even number .* got 3"),
-        ({"rotary_dim": 2}, r"rotary_dim: expected None without rope, got 2"),
+        ({"rotary_dim": 2}, r"rotary_dim: pass rope= with it, or leave it out, got 2"),
         ({"rope": True, "rope_style": "spiral"}, r"rope_style: expected one of half, interleaved, got 'spiral'"),
         ({"parallel": True}, r"parallel=True: expected norm_first=True, got norm_first=False"),
         ({"window": -2}, r"^window: expected an integer of at least 0, got -2"),
@@ -163,9 +165,9 @@ def test_module_input(make: Any, device: str) -> None:
         module(x, torch.zeros(4, T, device=device))
     with pytest.raises(ValueError, match=r"src_key_padding_mask: expected shape \[2, 5\] .* got \[2, 6\]"):
         module(x, src_key_padding_mask=torch.zeros(B, T + 1, device=device))
-    with pytest.raises(ValueError, match=r"rotary: expected None in a module without rope"):
+    with pytest.raises(ValueError, match=r"rotary: leave it out, for this module has no rope"):
         module(x, rotary=(torch.zeros(T, 2, device=device), torch.zeros(T, 2, device=device)))
-    with pytest.raises(ValueError, match=r"mask, padding: expected none with cu_seqlens"):
+    with pytest.raises(ValueError, match=r"mask, padding: leave them out with cu_seqlens"):
         module(x[:1], torch.zeros(T, T, device=device), cu_seqlens=torch.tensor([0, 2, 5], device=device))
     with pytest.raises(ValueError, match=r"cu_seqlens: expected a batch_first=True module"):
         make(C, H).to(device)(x, cu_seqlens=torch.tensor([0, 2, 5], device=device))

@@ -77,7 +77,7 @@ def test_the_reason_is_said(make: Callable[[], Any], spoil: Callable[[Any], Any]
     assert f"runs generically ({module.generic_reason()})" in repr(module)
     step = ckptfused.explain(module, x, show=False).step("everything")
     assert step.reason == module.generic_reason()
-    with pytest.raises(ValueError, match="^generator: expected None, for this call runs generically") as error:
+    with pytest.raises(ValueError, match="^generator: leave it out, for this call runs generically") as error:
         module(x, generator=torch.Generator())
     assert why in str(error.value)
 
@@ -88,7 +88,7 @@ def test_what_only_ops_take_is_named(make: Callable[[], Any], name: str) -> None
     module = make()
     module.norm1.register_forward_pre_hook(lambda *_: None)
     given: Any = torch.tensor([0, 2, 5]) if name == "cu_seqlens" else (torch.ones(5, 4), torch.ones(5, 4))
-    with pytest.raises(ValueError, match=f"^{name}: expected None, for this call runs generically .norm1 has a hook"):
+    with pytest.raises(ValueError, match=f"^{name}: leave it out, for this call runs generically .norm1 has a hook"):
         module(torch.randn(1, 5, C), **{name: given})
 
 

@@ -64,7 +64,7 @@ OF_ATTENTION = {
     "num_kv_heads": (3, ValueError, "num_kv_heads: expected a divisor of nhead=4, got 3"),
     "head_dim": (0, ValueError, "head_dim: expected an integer of at least 1, got 0"),
     "rope": ("yes", TypeError, "rope: expected True, False, None, a theta or a RotaryTable, got 'yes'"),
-    "rotary_dim": (2, ValueError, "rotary_dim: expected None without rope, got 2"),
+    "rotary_dim": (2, ValueError, "rotary_dim: pass rope= with it, or leave it out, got 2 without rope"),
     "rope_style": ("x", ValueError, "rope_style: expected one of half, interleaved, got 'x'"),
     "qk_norm": ("x", ValueError, "qk_norm: expected one of layernorm, rmsnorm, gemma, got 'x'"),
     "causal": ("yes", TypeError, "causal: expected a bool, got 'yes'"),

@@ -234,7 +234,7 @@ def test_a_generic_call_that_would_leave_an_adapter_out() -> None:
     model = swapped(lora(plain_layer()))
     layer = model.get_base_model().layer
     layer.linear1.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"^self_attn.out_proj: expected no active adapter .* \(linear1 has a hook"):
+    with pytest.raises(ValueError, match=r"^self_attn.out_proj: disable PEFT.s adapter .* \(linear1 has a hook"):
         model(X)
     with model.disable_adapter():
         model(X)
@@ -323,5 +323,5 @@ def test_a_converted_layer(mode: str) -> None:
         torch.testing.assert_close(model(X), want["y"])
     layer = model.get_base_model().layer
     layer.linear1.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="^self_attn.out_proj: expected no active adapter"):
+    with pytest.raises(ValueError, match="^self_attn.out_proj: disable PEFT.s adapter"):
         model(X)

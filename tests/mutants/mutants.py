@@ -868,7 +868,7 @@ MUTANTS = (
     Mutant(
         "a meta_copy whose views of one storage have a storage each",
         file="ckptfused/simulate/meta_copy.py",
-        text="meta_copy = self._storages.get(storage._cdata)",
+        text="meta_copy = self._storages.get(storage_id(storage))",
         defect="meta_copy = None",
         test="tests/profiler/test_profile.py::test_tied_weights_count_once",
     ),

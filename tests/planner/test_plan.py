@@ -421,11 +421,14 @@ def test_the_least_budget_counts_the_optimizer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": "1GiB"}, "batch: expected the batch of a step beside the budget"),
-        ({"batch": {}}, "batch: expected a budget beside it"),
-        ({"shards": 8}, "shards: expected a budget beside it"),
-        ({"budget": "1GiB", "batch": {}, "keep": "all"}, "expected a budget alone, .* got keep='all'"),
-        ({"budget": "1GiB", "batch": {}, "policy": CheckpointPolicy.none()}, "expected a budget alone"),
+        ({"budget": "1GiB"}, "batch: pass batch= with budget="),
+        ({"batch": {}}, "batch: pass budget= with it"),
+        ({"shards": 8}, "shards: pass budget= with it"),
+        ({"budget": "1GiB", "batch": {}, "keep": "all"}, "pass either budget= or keep='all', not both"),
+        (
+            {"budget": "1GiB", "batch": {}, "policy": CheckpointPolicy.none()},
+            "pass either budget= or policy=.*, not both",
+        ),
         ({"budget": "many", "batch": {}}, "budget: expected a number of bytes"),
     ],
 )

@@ -209,7 +209,7 @@ def test_what_is_refused_and_the_command(capsys: pytest.CaptureFixture[str]) -> 
     for call in (profile, plan, doctor):
         with pytest.raises(ValueError, match="gradient_accumulation_steps: expected"):
             call(nn.Linear(2, 2), torch.ones(2), gradient_accumulation_steps=0)
-    with pytest.raises(ValueError, match="gradient_accumulation_steps: expected a budget beside it"):
+    with pytest.raises(ValueError, match="gradient_accumulation_steps: pass budget= with it"):
         convert(llama(), gradient_accumulation_steps=2)
     step = ["profile", "--config", "tests.profiler.test_accumulation:made", "--device", "l40s", "--json"]
     assert main([*step, "--gradient-accumulation-steps", "8"]) == 0

@@ -215,7 +215,7 @@ def test_plans() -> None:
     lower, full = (profile(model, batch, torch.optim.AdamW, "cpu", autocast) for autocast in (LOW, None))
     expected, other = (p.peak + p.workspace + p.above_state // UNSEEN for p in (lower, full))
     assert found.peak == expected != other
-    with pytest.raises(ValueError, match="autocast: expected a budget beside it"):
+    with pytest.raises(ValueError, match="autocast: pass budget= with it"):
         ckptfused.convert(model, autocast="bfloat16")
 
 
