@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from ckptfused.compat.allocations import allocations
 from ckptfused.compat.kernels import operation
 from ckptfused.compat.pytree import tree_leaves, tree_map
+from ckptfused.compat.torch_memory import storage_id
 from ckptfused.simulate.alone import Call
 from ckptfused.simulate.roofline import Work
 from ckptfused.simulate.scratch import LARGEST, MOST_FLOPS
@@ -120,7 +121,7 @@ def _run(name: str, needs: tuple[bool, ...], lower: torch.dtype | None, *args: A
     with torch.set_grad_enabled(bool(trained)), torch.autocast("cpu", lower, enabled=lower is not None):
         results, forward = allocations(lambda: op(*args))
     seconds = time.perf_counter() - begin
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in results}
+    sizes = {storage_id(t): t.untyped_storage().nbytes() for t in results}
     kept, most = max(0, sum(forward) - sum(sizes.values())), max(accumulate(forward, initial=0))
     found = Measured(kept, False, most - sum(forward), 0, (seconds, 0.0), tuple(t.dtype for t in results))
     if not trained:

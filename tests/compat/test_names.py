@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ckptfused.compat import (
+    allocations,
     pytree,
     torch_autograd,
     torch_compile,
@@ -46,7 +47,9 @@ def public(module: ModuleType) -> list[str]:
     return [
         name
         for name, value in vars(module).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType) and name not in ("Tensor", "annotations")
+        if not name.startswith("_")
+        and not isinstance(value, ModuleType)
+        and name not in ("Tensor", "TorchDispatchMode", "annotations")
         if getattr(value, "__module__", "") not in kinds
     ]
 
@@ -175,6 +178,13 @@ def test_memory() -> None:
     assert torch_memory.local_tensor(t) is t
     assert torch_memory.sparse_bytes(torch.eye(3).to_sparse()) == 3 * 4 + 2 * 3 * 8
     assert isinstance(torch_devices.cpu_has_amx(), bool)
+
+
+def test_allocations_of_one_thread() -> None:
+    result, sizes = allocations.allocations(lambda: torch.empty(1 << 16))
+    assert sizes == [result.nbytes]
+    _, sizes = allocations.allocations(lambda: torch.empty(1 << 16).numel())
+    assert sizes == [4 << 16, -(4 << 16)]
 
 
 @pytest.mark.gpu

@@ -110,7 +110,7 @@ CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "heads": (
         lambda: block(C, 3),
         ValueError,
-        "nhead: expected a divisor of d_model=16 (or head_dim",
+        "nhead: expected a divisor of d_model=16 (or pass head_dim=",
     ),
     "width": (lambda: block("16", H), TypeError, "d_model: expected an integer, got '16'"),
     "hidden": (lambda: block(C, H, 0), ValueError, "dim_feedforward: expected an integer of at least 1, got 0"),
