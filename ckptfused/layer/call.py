@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from ckptfused.checks import check_dtype, check_packed, check_param, check_plain, is_dtensor, rotary_view
 from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
-from ckptfused.layer.describe import Layer, describe
+from ckptfused.layer.facts import LayerFacts, facts_of
 from ckptfused.layer.parts import Inputs, Parts, Reason
-from ckptfused.layer.spec_text import Expected, Mode, SpecKey, expected, text_of
+from ckptfused.layer.spec_text import CallKey, Expected, Mode, SpecKey, expected, text_of
 from ckptfused.ops.call import Call, Slots
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -22,11 +22,11 @@ def build_call(parts: Parts, inputs: Inputs, mode: Mode, sharded: bool = False) 
 
     sharded: it is not to run now, and FSDP will have gathered the weights when it does.
     """
-    layer = describe(parts, inputs.x.dtype)
+    layer = facts_of(parts, inputs.x.dtype)
     return layer if isinstance(layer, Reason) else call_of(layer, inputs, mode, sharded)
 
 
-def call_of(layer: Layer, inputs: Inputs, mode: Mode, sharded: bool = False) -> Call | Reason:
+def call_of(layer: LayerFacts, inputs: Inputs, mode: Mode, sharded: bool = False) -> Call | Reason:
     """The op call of a layer with these inputs. sharded: as `build_call`."""
     x, masks, cu_seqlens = inputs.x, inputs.masks, inputs.cu_seqlens
     if x.dim() != 3:
@@ -54,17 +54,18 @@ def call_of(layer: Layer, inputs: Inputs, mode: Mode, sharded: bool = False) -> 
     return Call(op, x, slots, text, masks, cos, sin, cu_seqlens, inputs.keep_keys)
 
 
-def text_here(layer: Layer, inputs: Inputs, mode: Mode) -> str:
+def text_here(layer: LayerFacts, inputs: Inputs, mode: Mode) -> str:
     """The text of the spec of a layer that is called with these inputs; x is not read."""
     a, (attn, ffn), masks = layer.parts.attn, (layer.attn, layer.ffn), inputs.masks
     called: SpecKey = ()
     if a is not None:
         window = a.window if inputs.windowed and a.window else 0
         rotary = a.rotary_dim or (0 if inputs.cos is None else inputs.cos.size(-1))
-        called = (masks.kind, masks.padding_kind, masks.causal, inputs.cu_seqlens is not None, window)
-        called += (a.rope, 0 if a.rope == "none" or rotary == a.head_dim else rotary)
-    facts = None if attn is None else attn.facts, called, None if ffn is None else ffn.facts
-    return text_of(*facts, layer.parts.parallel, inputs.seq_first, *mode)
+        turned = 0 if a.rope == "none" or rotary == a.head_dim else rotary
+        packed = inputs.cu_seqlens is not None
+        called = tuple(CallKey(masks.kind, masks.padding_kind, masks.causal, packed, window, a.rope, turned))
+    keys = None if attn is None else attn.key, called, None if ffn is None else ffn.key
+    return text_of(*keys, layer.parts.parallel, inputs.seq_first, *mode)
 
 
 def learned(masks: Sequence[Tensor | None], tables: Sequence[Tensor | None] = ()) -> Reason | None:

@@ -1,8 +1,9 @@
-"""The text of a call's spec, remembered by the facts that it is made of; and the shapes that it expects."""
+"""The text of a call's spec, remembered by keys: the fields of a spec by value; and the shapes that it expects."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import namedtuple
+from collections.abc import Hashable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,18 +20,24 @@ from ckptfused.spec import (
     param_shapes,
     parse,
 )
+from ckptfused.spec.table import rows
 
 SpecKey = tuple[Hashable, ...]
 
-_ATTENTION = (
-    *("heads", "kv_heads", "head_dim", "joint", "transposed", "interleaved", "scale", "softcap"),
-    *("p_attn", "p_res", "m", "pre", "pre_eps", "post", "post_eps", "out", "out_eps", "qk_norm", "qk_eps", "lora"),
-)
-_INPUTS = ("mask", "padding", "causal", "packed", "window", "rope", "rotary_dim")
-_FFN = (
-    *("act", "hidden", "joint", "transposed", "p_hidden", "p_res", "m"),
-    *("pre", "pre_eps", "post", "post_eps", "out", "out_eps", "lora"),
-)
+CALLED = ("mask", "padding", "causal", "packed", "window", "rope", "rotary_dim")
+"""Fields of an `AttentionSpec` that each call decides anew."""
+
+
+def _key(name: str, fields: Iterable[str]) -> Any:
+    """A class of keys, which have the fields of a spec."""
+    made = namedtuple(name, fields)  # type: ignore[misc]
+    made.__module__ = __name__
+    return made
+
+
+AttentionKey = _key("AttentionKey", [row.name for row in rows(AttentionSpec) if row.name not in CALLED])
+CallKey = _key("CallKey", CALLED)
+FFNKey = _key("FFNKey", [row.name for row in rows(FFNSpec)])
 
 
 class Expected(NamedTuple):
@@ -82,7 +89,7 @@ def text_of(
     keep: str,
     scratch: int,
 ) -> str:
-    """The text of a spec of these facts. Of the names to keep of a whole layer, one half keeps those that it has."""
+    """The text of a spec of these keys. Of the names to keep of a whole layer, one half keeps those that it has."""
     return _text(attn, inputs, ffn, parallel, seq_first, keep, scratch)
 
 
@@ -90,8 +97,8 @@ def text_of(
 def _text(
     attn: SpecKey | None, inputs: SpecKey, ffn: SpecKey | None, parallel: Any, seq_first: bool, keep: str, scratch: int
 ) -> str:
-    first = None if attn is None else AttentionSpec(**_fields(_ATTENTION, attn), **_fields(_INPUTS, inputs))
-    second = None if ffn is None else FFNSpec(**_fields(_FFN, ffn))
+    first = None if attn is None else AttentionSpec(**_fields(AttentionKey, attn), **_fields(CallKey, inputs))
+    second = None if ffn is None else FFNSpec(**_fields(FFNKey, ffn))
     scratch = 0 if second is None else scratch
     spec = BlockSpec(first, second, parallel=parallel, scratch=scratch, seq_first=seq_first)
     names = kept_names(keep)
@@ -100,8 +107,8 @@ def _text(
     return spec.with_keep(names).to_string()
 
 
-def _fields(names: tuple[str, ...], facts: SpecKey) -> dict[str, Any]:
-    fields: dict[str, Any] = dict(zip(names, facts, strict=True))
+def _fields(kind: Any, key: SpecKey) -> dict[str, Any]:
+    fields: dict[str, Any] = dict(zip(kind._fields, key, strict=True))
     if "lora" in fields:
         fields["lora"] = tuple(Adapter(*adapter) for adapter in fields["lora"])
     return fields

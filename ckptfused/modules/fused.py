@@ -12,14 +12,13 @@ from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import check_generator, check_plain
 from ckptfused.layer.activations import plain_activation
 from ckptfused.layer.call import call_of, learned, text_here
-from ckptfused.layer.describe import Layer, describe
 from ckptfused.layer.encoder import refuse_unread_adapter
+from ckptfused.layer.facts import LayerFacts, facts_of
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import refuse_tensor_parallel
 from ckptfused.layer.spec_text import Mode, keep_text, kept_names
-from ckptfused.masks import NO_MASK
 from ckptfused.ops.call import Call
 from ckptfused.ops.enclosing_checkpoint import hidden_from_it
 from ckptfused.sizes import parse_bytes
@@ -72,8 +71,10 @@ class FusedModule(nn.Module):
             raise ValueError(f"spec: expected a module that runs as one op, this one runs generically ({layer.text})")
         return self._spec(layer, self._mode)
 
-    def _spec(self, layer: Layer, mode: Mode) -> BlockSpec:
-        return BlockSpec.parse(text_here(layer, self._no_inputs(), mode))
+    def _spec(self, layer: LayerFacts, mode: Mode) -> BlockSpec:
+        inputs = self.inputs(torch.empty(1, 1, layer.width, device="meta"))
+        assert isinstance(inputs, Inputs)  # reasons are of masks and tables that are given
+        return BlockSpec.parse(text_here(layer, inputs, mode))
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A name of a function is as good as in the constructor, where PyTorch's layer would fail at the call.
@@ -97,15 +98,9 @@ class FusedModule(nn.Module):
         """
         raise AssertionError("each fused module says its inputs")
 
-    def _no_inputs(self) -> Inputs:
-        """A call without anything beside x, which nothing reads."""
-        attn = getattr(self, "self_attn", self)
-        causal = getattr(attn, "causal", False)
-        return Inputs(torch.empty(0), NO_MASK._replace(causal=causal), seq_first=not attn.batch_first)
-
-    def _described(self, dtype: torch.dtype = torch.float32) -> Layer | Reason:
+    def _described(self, dtype: torch.dtype = torch.float32) -> LayerFacts | Reason:
         parts = self.parts()
-        return parts if isinstance(parts, Reason) else describe(parts, dtype)
+        return parts if isinstance(parts, Reason) else facts_of(parts, dtype)
 
     def prepare(self, src: Tensor, *args: Any, **kwargs: Any) -> Call | Reason:
         """The op call for these arguments of `forward`, checked, or why it runs generically."""

@@ -1,0 +1,192 @@
+"""What a layer is, whatever it is called with: each half as a key of its spec's text, and tensors in slot order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ckptfused.layer.hooks import EVERYWHERE, hooked_everywhere, watched
+from ckptfused.layer.parts import FFN, Attention, Parts, Reason
+from ckptfused.layer.peft import active_copy
+from ckptfused.layer.projections import NO_NORM, Norm, Projection, activation, norm, projection
+from ckptfused.layer.sdpa import sdpa_replaced
+from ckptfused.layer.source import as_read, unread
+from ckptfused.layer.spec_text import AttentionKey, FFNKey, SpecKey, settled
+from ckptfused.ops.call import Slots
+from ckptfused.spec import MAX_HEAD_DIM
+from ckptfused.spec.slots import PAIRS
+
+
+class Half(NamedTuple):
+    """A half in the op's terms, its inputs left out: a key of its text, and tensors in slot order."""
+
+    key: SpecKey
+    slots: Slots
+    adapters: Slots
+    """The tensors of its adapters, which come last of all."""
+    width: int
+    """Width of its result."""
+
+
+class LayerFacts(NamedTuple):
+    """A layer in the op's terms, its inputs left out."""
+
+    parts: Parts
+    attn: Half | None
+    ffn: Half | None
+
+    @property
+    def width(self) -> int:
+        """C."""
+        return (self.ffn or self.attn).width  # type: ignore[union-attr]
+
+
+def facts_of(parts: Parts, dtype: torch.dtype) -> LayerFacts | Reason:
+    """What the layer is, whatever it is called with, or why the kernels do not compute that. dtype: of x."""
+    a, f = parts.attn, parts.ffn
+    if hooked_everywhere():
+        return EVERYWHERE
+    if a is not None and sdpa_replaced():
+        return Reason("F.scaled_dot_product_attention is not PyTorch's own, or a TorchFunctionMode may replace it")
+    attn = None if a is None else _attention(a, parts, dtype)
+    if isinstance(attn, Reason):
+        return attn
+    ffn = None if f is None else _ffn(f, parts, dtype)
+    return ffn if isinstance(ffn, Reason) else LayerFacts(parts, attn, ffn)
+
+
+def _holders(holders: tuple[nn.Module, ...]) -> Reason | None:
+    for given in holders:
+        copy = active_copy(given)  # a wrapper of PEFT's hides the module that it runs
+        for holder in (given,) if copy is given else (given, copy):
+            if (why := watched(holder)) is not None:
+                return why
+            if not as_read(holder):
+                what = unread(type(holder), type(holder).forward)
+                return Reason(f"the code of {what} is not the one that was read (see tested versions)")
+    return None
+
+
+def _projections(names: Mapping[str, str], half: str, modules: dict[str, Any]) -> dict[str, Projection] | Reason:
+    """What projections are, by the stems of their slots."""
+    found: dict[str, Projection] = {}
+    transposed: set[bool] = set()
+    for stem, module in modules.items():
+        if module is None:
+            continue
+        name = names.get(f"{half}.{stem}", "")
+        what = projection(module, name)
+        if isinstance(what, Reason):
+            return what if name else what._replace(text=f"{stem}: {what.text}")
+        found[stem] = what
+        transposed.add(what.transposed)
+    return found if len(transposed) == 1 else Reason("projections stored both [out, in] and [in, out]")
+
+
+def _norms(
+    names: Mapping[str, str], half: str, width: int, dtype: torch.dtype, modules: dict[str, nn.Module | None]
+) -> dict[str, Norm] | Reason:
+    found: dict[str, Norm] = {}
+    for stem, module in modules.items():
+        what = NO_NORM if module is None else norm(module, width, dtype, names.get(f"{half}.{stem}", ""))
+        if isinstance(what, Reason):
+            return what
+        found[stem] = what
+    return found
+
+
+_STEMS = {name: tuple(pair.stem for pair in pairs) for name, pairs in PAIRS.items()}
+_NOTHING = Projection(None, None)  # type: ignore[arg-type]
+
+
+def _slots(half: str, found: Mapping[str, Projection | Norm]) -> Slots:
+    """The tensors of a half, by the stems of their slots, in the order of the op."""
+    pieces = [found.get(stem, _NOTHING) for stem in _STEMS[half]]
+    return [tensor for piece in pieces for tensor in (piece.weight, piece.bias)]
+
+
+def _adapters(maps: dict[str, Projection]) -> tuple[SpecKey, Slots]:
+    """What the text says of the adapters of a half, and their tensors, in the order of its projections."""
+    found = [(stem, lora) for stem, projection in maps.items() for lora in projection.adapters]
+    said = tuple((stem, lora.a.size(0), *_settled((lora.scale, lora.p))) for stem, lora in found)
+    return said, [tensor for _, lora in found for tensor in (lora.a, lora.b, lora.bias)]
+
+
+def _settled(values: SpecKey) -> SpecKey:
+    return tuple(map(settled, values)) if torch.compiler.is_compiling() else tuple(values)
+
+
+def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> Half | Reason:
+    names = parts.names
+    if (why := _holders(a.holders)) is not None:
+        return why
+    if a.head_dim > MAX_HEAD_DIM:
+        return Reason(f"heads are {a.head_dim} wide, kernels reach {MAX_HEAD_DIM}")
+    maps = _projections(names, "attn", {"q": a.q, "k": a.k, "v": a.v, "o": a.o})
+    if isinstance(maps, Reason):
+        return maps
+    o = maps["o"]
+    width = parts.width or o.out_features
+    norms = _norms(names, "attn", width, dtype, {"pre": a.pre, "post": a.post, "out": a.out})
+    if isinstance(norms, Reason):
+        return norms
+    turned = _norms(names, "attn", a.head_dim, dtype, {"q_norm": a.q_norm, "k_norm": a.k_norm})
+    if isinstance(turned, Reason):
+        return turned
+    q, k = turned["q_norm"], turned["k_norm"]
+    if q[:2] != k[:2]:
+        kinds = type(a.q_norm).__name__, type(a.k_norm).__name__
+        return Reason("q_norm is a {}, k_norm a {}, which are not of one kind and eps".format(*kinds))
+    lora, adapters = _adapters(maps)
+    key = AttentionKey(
+        heads=a.heads,
+        kv_heads=a.kv_heads,
+        head_dim=a.head_dim,
+        joint=a.k is None,
+        transposed=o.transposed,
+        interleaved=a.interleaved,
+        scale=a.scale,
+        softcap=a.softcap or 0.0,
+        p_attn=a.p_attn,
+        qk_norm=q.kind,
+        qk_eps=q.eps,
+        **_frame(a, norms, lora),
+    )
+    return Half(_settled(key), _slots("attn", {**maps, **norms, **turned}), adapters, width)
+
+
+def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> Half | Reason:
+    names, gated = parts.names, f.gate is not None
+    if (why := _holders(f.holders)) is not None:
+        return why
+    kind = activation(f.act, gated, names.get("ffn.act", ""))
+    if isinstance(kind, Reason):
+        return kind
+    maps = _projections(names, "ffn", {"gate": f.gate, "up": f.up, "down": f.down})
+    if isinstance(maps, Reason):
+        return maps
+    down = maps["down"]
+    width = parts.width or down.out_features
+    norms = _norms(names, "ffn", width, dtype, {"pre": f.pre, "post": f.post, "out": f.out})
+    if isinstance(norms, Reason):
+        return norms
+    lora, adapters = _adapters(maps)
+    key = FFNKey(
+        act=kind,
+        hidden=f.hidden or down.in_features,
+        joint=gated and f.up is None,
+        transposed=down.transposed,
+        p_hidden=f.p_hidden,
+        **_frame(f, norms, lora),
+    )
+    return Half(_settled(key), _slots("ffn", {**maps, **norms}), adapters, width)
+
+
+def _frame(half: Attention | FFN, norms: dict[str, Norm], lora: SpecKey) -> dict[str, Any]:
+    """What both halves' keys say of the frame around them."""
+    pre, post, out = norms["pre"], norms["post"], norms["out"]
+    kinds = {"pre": pre.kind, "pre_eps": pre.eps, "post": post.kind, "post_eps": post.eps}
+    return {**kinds, "out": out.kind, "out_eps": out.eps, "p_res": half.p_res, "m": half.m, "lora": lora}
