@@ -17,7 +17,8 @@ from ckptfused.modules.fused import FusedModule
 def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family | None]]:
     """The outermost layers in order, with their adapter: known classes, Hugging Face's checkpointing layers, and
     what repeats in a `ModuleList` or `Sequential`, or stands in a `ModuleList` alone, for a loop to call several times
-    (ALBERT). ckptfused's own modules are left as they are.
+    (ALBERT). Of stages that repeat it is what is large in them: blocks, and what stands beside these (downsampling).
+    ckptfused's own modules are left as they are.
     """
     yield from _below(model, "", [], set())
 
@@ -34,14 +35,16 @@ def _below(
     inner = _repeating(module)
     if isinstance(module, nn.ModuleList):  # of a list of lists, too
         inner += repeating
-    if family is not None or is_checkpointing_layer(module) or (repeated and not _holds_layers(module, inner)):
+    stage = repeated and _holds_layers(module, inner)
+    if family is not None or is_checkpointing_layer(module) or (repeated and not stage):
         yield name, module, family
         return
     for child_name, child in module.named_children():
         path = f"{name}.{child_name}" if name else child_name
         new = unwrapped(child)[1] not in seen
         found = list(_below(child, path, inner, seen))
-        if not found and new and _stands_alone(module):
+        beside = stage and not inner and _is_large(unwrapped(child)[1])
+        if not found and new and not _holds_own(child) and (beside or _stands_alone(module)):
             found = [(*unwrapped(child, path), None)]
         yield from found
 
@@ -67,10 +70,13 @@ def _held(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def _stands_alone(module: nn.Module) -> bool:
-    """Whether a list holds one large module, in which there is nothing of ckptfused's own."""
-    if not isinstance(module, nn.ModuleList) or len(module) != 1 or not _is_large(unwrapped(module[0])[1]):
-        return False
-    return not any(isinstance(inner, FusedModule) for inner in module[0].modules())
+    """Whether a list holds one large module."""
+    return isinstance(module, nn.ModuleList) and len(module) == 1 and _is_large(unwrapped(module[0])[1])
+
+
+def _holds_own(module: nn.Module) -> bool:
+    """Whether there is something of ckptfused's own in a module."""
+    return any(isinstance(inner, FusedModule) for inner in module.modules())
 
 
 def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:

@@ -89,11 +89,11 @@ class Lists(nn.Module):
 MODELS: dict[str, tuple[Any, list[str]]] = {
     "stages of sequences": (
         lambda: nn.Sequential(*(Stage(nn.Sequential(Block(), Block())) for _ in range(2))),
-        ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"],
+        [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.0", "blocks.1")],
     ),
     "stages of lists": (
         lambda: nn.Sequential(*(Stage(nn.ModuleList([WrittenOut(), WrittenOut()])) for _ in range(2))),
-        ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"],
+        [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.0", "blocks.1")],
     ),
     "blocks without children": (lambda: nn.Sequential(WrittenOut(), WrittenOut()), ["0", "1"]),
     "experts": (lambda: nn.Sequential(Experts(), Experts()), ["0", "1"]),
