@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.models import families as families
+from ckptfused.models.describe.layers import describe
 from ckptfused.models.family import Family, register
 from ckptfused.models.forward import original
-from ckptfused.models.install import apply, revert
+from ckptfused.models.install import install, revert
 from ckptfused.models.layer_mode import LayerMode
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.models.ranks import of_first_rank
@@ -98,7 +99,7 @@ def convert(
         if batch is None:
             raise ValueError("batch: pass batch= with budget=, whose plan is for a step of that batch")
         policy, notes, peak = of_first_rank(process_group, lambda: _said(plan(model, budget=budget, **step, **counts)))
-        report = apply(model, policy, process_group)
+        report = describe(model, install(model, policy, process_group))
         return replace(report, notes=(*notes, *report.notes), peak=peak)
     for name, value in (step | {name: None if count == 1 else count for name, count in counts.items()}).items():
         if value is not None:
@@ -110,7 +111,7 @@ def convert(
         if not isinstance(policy, CheckpointPolicy):
             raise TypeError(f"policy: expected a CheckpointPolicy, got {policy!r}")
         _check_alone("policy", others)
-    return apply(model, policy, process_group)
+    return describe(model, install(model, policy, process_group))
 
 
 def _check_alone(name: str, others: dict[str, Any]) -> None:

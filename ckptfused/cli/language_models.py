@@ -11,7 +11,7 @@ from torch import nn
 from ckptfused.cli.extrapolate import extrapolated
 from ckptfused.cli.longest_context import language_step
 from ckptfused.compat.transformers import knows
-from ckptfused.models.install import apply
+from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.profiler.result import Profile
 from ckptfused.simulate.meta_copy import copy_to_meta
@@ -121,7 +121,7 @@ def _vary(model: Any, variant: str, adapted: bool) -> bool:
     elif variant != PLAIN:
         scratch = LEAST_SCRATCH if variant == LEAST else None
         head: Any = {} if variant == CONVERTED else {"loss": "chunked", "loss_scratch": scratch}
-        return bool(apply(model, CheckpointPolicy.uniform(scratch=scratch, **head)).heads) or variant == CONVERTED
+        return bool(install(model, CheckpointPolicy.uniform(scratch=scratch, **head)).heads) or variant == CONVERTED
     return True
 
 

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor as FakeTensor
-from torch._subclasses import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 from ckptfused.compat.torch_compile import load
 
-FAKE_LOGGER = "torch._subclasses.fake_tensor"
-"""Logs what cannot be run on fake tensors."""
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 """A context in which operations go past autograd, whose kernel is at work. `_AutoDispatchBelowAutograd`."""
 has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key

@@ -16,6 +16,7 @@ from ckptfused.cost.opened import device_of
 from ckptfused.layer.call import build_call, learned
 from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Inputs, Parts, Reason
+from ckptfused.layer.projections import projection
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.source import class_as_read, class_name, unread, vouch
 from ckptfused.layer.spec_text import Mode
@@ -26,6 +27,8 @@ from ckptfused.spec import NORMS, BlockSpec
 from ckptfused.spec.checks import check_choice
 
 FAMILIES: dict[str, Family] = {}
+EXAMPLE_TOKENS = 256
+"""The length of the calls by which layers are judged."""
 
 
 class Outcome(NamedTuple):
@@ -141,10 +144,25 @@ class Family:
         """Arguments with which the layer's forward takes x, for counting what it saves."""
         return (x,), {}
 
-    def outcome(self, layer: Any, mode: Mode, x: Tensor) -> Outcome | Reason:
-        """What will become of calls like `example`'s."""
+    def example_call(self, layer: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`example` of an x [1, EXAMPLE_TOKENS, C] as the layer takes it."""
+        parts = self.parts(layer)
+        module = parts.ffn.down if parts.ffn is not None else parts.attn.o  # type: ignore[union-attr]
+        last = projection(module)
+        if isinstance(last, Reason):
+            floats = [p for p in layer.parameters() if p.is_floating_point()]
+            weight = floats[0] if floats else torch.empty(0)
+            # A quantised weight has neither the width nor the type of what it stands for.
+            width = getattr(module, "out_features", weight.size(-1))
+        else:
+            width, weight = last.out_features, last.weight
+        x = torch.empty(1, EXAMPLE_TOKENS, width, dtype=weight.dtype, device=weight.device, requires_grad=True)
+        return self.example(layer, x)
+
+    def outcome(self, layer: Any, mode: Mode) -> Outcome | Reason:
+        """What will become of calls like `example_call`."""
         try:
-            args, kwargs = self.example(layer, x)
+            args, kwargs = self.example_call(layer)
         except AttributeError as error:
             return lacking(error)
         steps = self._calls(layer, mode, args, kwargs, sharded=True)

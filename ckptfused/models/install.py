@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ckptfused.compat.accelerate import BELOW_HOOKS
+from ckptfused.layer.hooks import watched
+from ckptfused.layer.parts import Reason
 from ckptfused.layer.peft import given_caches
 from ckptfused.layer.shards import is_flattened, is_fully_sharded, refuse_tensor_parallel
 from ckptfused.layer.source import patched
 from ckptfused.layer.spec_text import Mode, keep_text
 from ckptfused.models import find
-from ckptfused.models.describe.counts import Counts
-from ckptfused.models.describe.layers import (
-    as_it_was,
-    describe,
-    generic_blocks,
-    input_bytes,
-    offload_note,
-    with_head_note,
-)
-from ckptfused.models.family import Family
+from ckptfused.models.family import Family, Outcome
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.models.heads import lm_heads, loss_forward
 from ckptfused.models.hf_checkpointing import NOT_REPLICATED, REPLICATE, NotReplicated
 from ckptfused.models.layer_mode import LayerMode
 from ckptfused.models.policy import CheckpointPolicy
-from ckptfused.models.ranks import agreed
-from ckptfused.models.report import HeadReport, LayerReport, Report, changed, uncounted
+from ckptfused.models.ranks import agree
+from ckptfused.models.report import HeadReport
 from ckptfused.models.wrapper import wrapper_note
 from ckptfused.offload import Offloader
 from ckptfused.recompute.joined_calls import Segment
@@ -38,10 +30,52 @@ from ckptfused.recompute.joined_calls import Segment
 Found = tuple[str, nn.Module, Family | None]
 
 _TOUCHED = ("forward", BELOW_HOOKS, REPLICATE)
-PREFIX = "prefix tuning: each call has a filled key/value cache, with which a layer runs as it was"
+PREFIX = Reason("prefix tuning: each call has a filled key/value cache, with which a layer runs as it was")
+AS_IT_WAS = Reason("as it was, says the policy")
+PATCHED = Reason("its forward is not its class's (patched or offloaded)")
 
 
-def apply(model: nn.Module, policy: CheckpointPolicy, process_group: Any = None) -> Report:
+class InstalledLayer(NamedTuple):
+    """One layer, and what will become of its calls."""
+
+    name: str
+    layer: nn.Module
+    family: Family | None
+    """The adapter that reads it."""
+    outcome: Outcome | Reason
+    reason: str
+    mode: LayerMode
+    segment: Segment | None
+
+    @property
+    def path(self) -> str:
+        """As `LayerReport.path`."""
+        if isinstance(self.outcome, Outcome):
+            return self.outcome.path
+        return "original" if self.outcome is PREFIX or self.mode.keep is None else "generic"
+
+
+class Installed(NamedTuple):
+    """A policy as it was put into a model. `describe` makes a report of it."""
+
+    layers: tuple[InstalledLayer, ...]
+    heads: tuple[HeadReport, ...]
+    policy: CheckpointPolicy
+    notes: tuple[str, ...]
+
+    @property
+    def for_other_ranks(self) -> dict[str, str]:
+        """What all ranks have to agree on, by what it is of."""
+        found = {f"layer {x.name}": _in_words(x) for x in self.layers}
+        found |= {f"the loss of {x.name}": f"{x.model}: {x.path}" for x in self.heads}
+        return found | {"the policy": str(self.policy)}
+
+
+def _in_words(one: InstalledLayer) -> str:
+    return f"{type(one.layer).__name__}: {one.path} by {one.family and one.family.name}, {one.mode}"
+
+
+def install(model: nn.Module, policy: CheckpointPolicy, process_group: Any = None) -> Installed:
     """Has a model run as the policy says, and as no other said before; `convert` says more.
 
     **Raises** as `convert`; the model is then as it was.
@@ -54,20 +88,18 @@ def apply(model: nn.Module, policy: CheckpointPolicy, process_group: Any = None)
     touched = [*(layer for _, layer, _ in found), *(inner for _, inner in language_models)]
     held = [(module, {key: vars(module)[key] for key in _TOUCHED if key in vars(module)}) for module in touched]
 
-    def both() -> Report:
+    def both() -> Installed:
         for _, inner in language_models:
             loss_forward.take_out(inner)
         asked = () if policy.loss is None else language_models
-        made = tuple(_loss(name, inner, policy.loss_scratch) for name, inner in asked)
-        report = _layers(model, found, policy)
-        if any(head.path == "chunked" for head in made):
-            return replace(report, heads=made)
-        return replace(report, heads=made, notes=with_head_note(model, report))  # type: ignore[arg-type]
+        heads = tuple(_loss(name, inner, policy.loss_scratch) for name, inner in asked)
+        layers, notes = _layers(model, found, policy)
+        return Installed(layers, heads, policy, notes)
 
     try:
         if process_group is None:
             return both()
-        return agreed(both, None if process_group is True else process_group)
+        return agree(both, lambda done: done.for_other_ranks, None if process_group is True else process_group)
     except Exception:
         for module, attributes in held:
             for key in _TOUCHED:
@@ -82,21 +114,21 @@ def _loss(name: str, model: nn.Module, scratch: int | None) -> HeadReport:
     return HeadReport(name, kind, "chunked") if why is None else HeadReport(name, kind, "original", why.text)
 
 
-def _layers(model: nn.Module, found: list[Found], policy: CheckpointPolicy) -> Report:
+def _layers(
+    model: nn.Module, found: list[Found], policy: CheckpointPolicy
+) -> tuple[tuple[InstalledLayer, ...], tuple[str, ...]]:
     sharded = any(map(is_fully_sharded, model.modules()))
     for name, layer, _ in found:
         refuse_tensor_parallel(layer, name, sharded)
     modes = policy.modes(len(found))
     offloader = Offloader() if any(mode.offload for mode in modes) else None
-    segments, divided = _segments(found, policy)
-    reports, counts, cached = [], Counts(), set(given_caches(model))
+    segments, notes = _segments(found, policy)
+    made, cached = [], set(given_caches(model))
     for one, mode, segment in zip(found, modes, segments, strict=True):
         _take_out(one[1])
         taken = offloader if mode.offload else None
-        reports.append(_put_in(model, one, mode, taken, segment, counts, one[1] in cached))
-    moved = [one for one, mode in zip(found, modes, strict=True) if mode.offload]
-    notes = (*generic_blocks(model), *(offload_note(moved) if moved else ()), *divided)
-    return Report(tuple(reports), policy, notes)
+        made.append(_put_in(model, one, mode, taken, segment, one[1] in cached))
+    return tuple(made), notes
 
 
 def _segments(found: list[Found], policy: CheckpointPolicy) -> tuple[list[Segment | None], tuple[str, ...]]:
@@ -121,35 +153,46 @@ def _put_in(
     mode: LayerMode,
     offloader: Offloader | None,
     segment: Segment | None,
-    counts: Counts,
     cached: bool,
-) -> LayerReport:
+) -> InstalledLayer:
     """Gives a layer a forward of this mode. cached: its calls have filled key/value caches."""
     name, layer, family = found
     before = vars(layer).get("forward") if patched(layer) else None
     family = None if before is not None else family
-    if mode.keep is None:
-        report, text = as_it_was(model, name, layer, family, counts), None
-    else:
+    text: Mode | None = None
+    outcome: Outcome | Reason = AS_IT_WAS if before is None else PATCHED
+    why = AS_IT_WAS.text
+    if mode.keep is not None:
         text = Mode(keep_text(mode.keep), mode.scratch or 0)
-        report = describe(model, name, layer, family, text, counts)
         if cached:
-            report = changed(report, path="original", reason=PREFIX, after=uncounted(report)["before"])
+            outcome = PREFIX
+        elif before is None:
+            outcome = _outcome(layer, family, text)
         kept = ""
-        if report.path == "generic" and not text.inputs_alone:
-            kept = "keep does not apply"
-        elif segment is not None and name == segment.names[-1] and report.path == "fused" and not text.inputs_alone:
+        if isinstance(outcome, Reason):
+            kept = "" if cached or text.inputs_alone else "keep does not apply"
+        elif segment is not None and name == segment.names[-1] and not (outcome.generic or text.inputs_alone):
             text, kept = text._replace(keep="inputs"), "keeps its input alone: its replay is followed by its backward"
-        why = filter(None, (report.reason, kept, wrapper_note(model, name, text)))
-        report = changed(report, reason="; ".join(why))
-    if segment is not None and not cached:
-        after = input_bytes(model, name, layer, family) if name == segment.names[0] else 0.0
-        report = changed(report, after=after)
+        said = outcome.text if isinstance(outcome, Reason) else outcome.reason
+        why = "; ".join(filter(None, (said, kept, wrapper_note(model, name, text))))
     if text is not None or segment is not None:
-        taken = None if text is None else report.family
+        taken = None if text is None or family is None else family.name
         layer.forward = ConvertedForward(layer, taken, text, before, offloader, segment, name)
         vars(layer)[REPLICATE] = NotReplicated()
-    return changed(report, mode=mode)
+    return InstalledLayer(name, layer, family, outcome, why, mode, segment)
+
+
+def _outcome(layer: nn.Module, family: Family | None, mode: Mode) -> Outcome | Reason:
+    """What will become of calls of a layer that is not converted at this moment."""
+    if family is None:
+        return Reason("no adapter for this class")
+    if not family.as_read(layer):  # nothing is known of where its parts are
+        return family.unread(layer)
+    if is_flattened(layer):
+        within = (module for module in layer.modules() if module is not layer)
+        why = next(filter(None, map(watched, within)), None)  # DeepSpeed's ZeRO-3
+        return why or Outcome((), reason="in shards now (FSDP, ZeRO-3); decided at each call")
+    return family.outcome(layer, mode)
 
 
 def _take_out(layer: nn.Module) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ckptfused.models.report import Report
-
 T = TypeVar("T")
 
 
@@ -33,8 +31,9 @@ def of_first_rank(group: Any, find: Callable[[], T]) -> T:
     return found
 
 
-def agreed(convert: Callable[[], Report], group: Any = None) -> Report:
-    """This rank's report, compared with the others'. A collective, also where `convert` fails.
+def agree(convert: Callable[[], T], said: Callable[[T], dict[str, str]], group: Any = None) -> T:
+    """What `convert` gives on this rank, once what is `said` of it is the same on all. A collective, also where
+    `convert` fails.
 
     **Raises** `ValueError` naming the rank that differs or failed; what `convert` raises.
     """
@@ -42,10 +41,8 @@ def agreed(convert: Callable[[], Report], group: Any = None) -> Report:
 
     failure: Exception | None = None
     try:
-        report = convert()
-        mine: Any = {f"layer {x.name}": f"{x.layer}: {x.path} by {x.family}, {x.mode}" for x in report.layers}
-        mine |= {f"the loss of {x.name}": f"{x.model}: {x.path}" for x in report.heads}
-        mine["the policy"] = str(report.policy)
+        made = convert()
+        mine: Any = said(made)
     except Exception as error:
         failure, mine = error, f"{type(error).__name__}: {error}"
     everyone: list[Any] = [None] * dist.get_world_size(group)
@@ -60,4 +57,4 @@ def agreed(convert: Callable[[], Report], group: Any = None) -> Report:
             first, other = everyone[0].get(name, "not converted"), theirs.get(name, "not converted")
             if first != other:
                 raise ValueError(f"convert: ranks differ at {name}: rank 0 has {first}, rank {rank} has {other}")
-    return report
+    return made

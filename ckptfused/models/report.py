@@ -42,16 +42,6 @@ class _Read:
         return {name: getattr(self, name) for name in vars(self)}
 
 
-def uncounted(report: Any) -> dict[str, Any]:
-    """The fields of a report, with functions in the place of what was not read so far."""
-    return dict(vars(report))
-
-
-def changed(report: LayerReport, **fields: Any) -> LayerReport:
-    """`dataclasses.replace`, which would read all fields."""
-    return LayerReport(**{**uncounted(report), **fields})
-
-
 @dataclass(frozen=True)
 class LayerReport(_Read):
     """One layer of a converted model, as it was then: its bytes are counted when they are read."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from ckptfused.models.install import apply
+from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.planner.frontier import Unit
 from ckptfused.planner.mode_costs import HeadMode, Layer, ModeCosts
@@ -79,13 +79,13 @@ class Costs:
 
 def costs(steps: Steps) -> Costs:
     """Predicts as many steps as are needed, and says what everything costs."""
-    report = apply(steps.meta_copy, CheckpointPolicy.uniform())
+    installed = install(steps.meta_copy, CheckpointPolicy.uniform())
     base = steps.of(CheckpointPolicy.uniform(), whole=True)
-    chunked = apply(steps.meta_copy, CheckpointPolicy.uniform(loss="chunked")).heads
+    chunked = install(steps.meta_copy, CheckpointPolicy.uniform(loss="chunked")).heads
     heads = [HeadMode()]
     if any(head.path == "chunked" for head in chunked):
         heads += [HeadMode("chunked", scratch) for scratch in CHUNKED_SCRATCHES]
-    table = ModeCosts(steps, report, base)
+    table = ModeCosts(steps, installed.layers, base)
     found = zip_longest(heads[1:], SCRATCHES)
     differ = [scratch for head, scratch in found if table.differs(head or heads[-1], scratch)]
     table.read((None, *filter(None, differ)))

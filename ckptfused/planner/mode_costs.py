@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckptfused.models import find
+from ckptfused.models.describe.counts import kind_of
+from ckptfused.models.install import InstalledLayer
 from ckptfused.models.layer_mode import LayerMode
 from ckptfused.models.policy import CheckpointPolicy
-from ckptfused.models.report import Report
 from ckptfused.planner import frontier
 from ckptfused.planner.frontier import Passing, Unit
 from ckptfused.planner.layer_costs import Cost, embeddings_of, held_beside, measured
@@ -45,18 +45,18 @@ class Layer(NamedTuple):
 class ModeCosts:
     """Bytes and seconds of each layer in each of its modes, of which `read` has steps predicted."""
 
-    def __init__(self, steps: Steps, report: Report, base: Profile) -> None:
+    def __init__(self, steps: Steps, installed: Iterable[InstalledLayer], base: Profile) -> None:
         self._steps = steps
         self._base = base
-        self._described = {layer.name: layer for layer in report.layers}
+        self._installed = {one.name: one for one in installed}
         self.kept = measured(base)
         """Costs of all layers and the head, all in the mode `"inputs"`."""
         self.constant, self.embeddings, self.workspace = held_beside(base), embeddings_of(base), base.workspace
         self.heads = {HeadMode(): self.kept[-1]}
         self._names = [layer.name for layer in base.layers]
-        self._places = [place for place, name in enumerate(self._names) if name in self._described]
+        self._places = [place for place, name in enumerate(self._names) if name in self._installed]
         self._modes: list[tuple[LayerMode, ...]] = []
-        self._kinds = self._kinds_of(report)
+        self._kinds = self._kinds_of()
         self._known: dict[tuple[int, LayerMode], tuple[int, Cost]] = {}
         self._as_they_were: dict[int, Cost] = {}
         """Costs of layers that were looked at as they were, between others in the mode `"inputs"`."""
@@ -76,20 +76,20 @@ class ModeCosts:
         *found, self.heads[head] = self._measured(CheckpointPolicy.uniform(scratch=scratch, **head.options))
         return found != self.kept[:-1]
 
-    def _kinds_of(self, report: Report) -> dict[int, int]:
+    def _kinds_of(self) -> dict[int, int]:
         """Which layers are alike, by numbers."""
         known: dict[Any, int] = {}
-        modules = {name: layer for name, layer, _ in find.layers(self._steps.meta_copy)}
         kinds = {}
         for place in self._places:
-            layer, described = modules[self._names[place]], self._described[self._names[place]]
-            parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in layer.parameters())
-            facts = type(layer), parameters, described.path, described.reason, described.before
+            one = self._installed[self._names[place]]
+            parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in one.layer.parameters())
+            own = kind_of(one.layer, (), {}) if one.path == "generic" else one.outcome
+            facts = type(one.layer), parameters, one.reason, own
             kinds[place] = known.setdefault(facts, len(known))
         return kinds
 
     def _modes_of(self, place: int, limits: Iterable[int | None]) -> tuple[LayerMode, ...]:
-        if self._described[self._names[place]].path not in ("fused", "part"):
+        if self._installed[self._names[place]].path not in ("fused", "part"):
             return (LayerMode(), AS_IT_WAS)
         return (*(LayerMode(keep, scratch) for scratch in limits for keep in KEEP_PRESETS), AS_IT_WAS)
 
@@ -118,7 +118,7 @@ class ModeCosts:
     def _policy(self, run: dict[int, LayerMode]) -> CheckpointPolicy:
         """These places in these modes, all others in `"inputs"`."""
         modes = {self._names[place]: mode for place, mode in run.items()}
-        return CheckpointPolicy.per_layer([modes.get(name, LayerMode()) for name in self._described])
+        return CheckpointPolicy.per_layer([modes.get(name, LayerMode()) for name in self._installed])
 
     def _read_as_they_were(self, members: list[list[int]]) -> None:
         """Predicts steps in which one layer of each kind is as it was, between others that keep no output of theirs: it
@@ -159,7 +159,7 @@ class ModeCosts:
             own: list[tuple[LayerMode | None, frontier.Mode]] = [(None, self._mode(place, None, cost))]
             if place in self._kinds:
                 costs = {mode: self._cost(place, mode) for mode in self._modes_of(place, self._limits)}
-                fused = self._described[name].path == "fused"
+                fused = self._installed[name].path == "fused"
                 ends = {mode: costs[replace(mode, keep="inputs")] for mode in costs if fused and mode.keep is not None}
                 own = [(mode, self._mode(place, mode, cost, ends.get(mode))) for mode, cost in costs.items()]
                 if (x := inputs[place]) > 0:

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptfused.models.install import apply
+from ckptfused.models.describe.layers import describe
+from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.models.report import Report
 from ckptfused.planner import frontier
@@ -67,7 +68,7 @@ class Plan:
 
     def apply(self, model: nn.Module) -> Report:
         """`convert(model, policy=plan.policy)`."""
-        return apply(model, self.policy)
+        return describe(model, install(model, self.policy))
 
     def summary(self) -> str:
         """A table for a person."""

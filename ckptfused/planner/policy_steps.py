@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ckptfused.models.install import apply
+from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.profiler.predict import predicted
 from ckptfused.profiler.result import Profile
@@ -38,7 +38,7 @@ class Steps:
             self._said(str(policy))
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                apply(self.meta_copy, policy)
+                install(self.meta_copy, policy)
                 found = predicted(self.meta_copy, self.step if whole else replace(self.step, optimizer=None))
             if any("is divided before" in str(warning.message) for warning in said):
                 self.broken.add(policy)

@@ -20,7 +20,7 @@ from ckptfused.simulate.autocast_kernels import Casts
 from ckptfused.simulate.recurrent import OPS as RECURRENT
 from ckptfused.simulate.recurrent import recurrent
 from ckptfused.simulate.roofline import Work
-from ckptfused.simulate.stand_ins import flash_attention, grouped_mm
+from ckptfused.simulate.stand_ins import flash_attention, grouped_mm, nowhere
 from ckptfused.spec import AttentionSpec
 
 _WARNING = "warn_if_padding_and_no_attention_mask"
@@ -43,8 +43,8 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
 
     casts = Casts(device)
     kernels = casts.kernels()
-    kernels["aten::scaled_dot_product_attention"] = casts.lower(partial(_attention, device, work))
-    kernels["aten::_grouped_mm"] = partial(_grouped, work)
+    kernels["aten::scaled_dot_product_attention"] = casts.lower(partial(attention_on_meta, device, work))
+    kernels["aten::_grouped_mm"] = partial(grouped_mm_on_meta, work)
     if device == "cpu":
         kernels |= {f"aten::{name}": partial(recurrent, name, work) for name in RECURRENT}
     with contextlib.ExitStack() as stack:
@@ -64,9 +64,9 @@ def _says_nothing(*given: Any) -> None:
     """A stand-in for a warning that looks at tokens."""
 
 
-def _attention(
+def attention_on_meta(
     device: str,
-    work: Work,
+    work: Work | None,
     below: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
@@ -78,6 +78,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """`F.scaled_dot_product_attention` as on a device of this kind: what it saves, and its scratch."""
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if not query.is_meta:
         return below(query, key, value, attn_mask, **options)
@@ -88,13 +89,17 @@ def _attention(
     # PyTorch adds a mask of booleans as numbers: each call has a copy of its own.
     bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
     scratch = (_scratch if device == "cuda" else _scratch_on_cpu)(query, key, is_causal)
-    return flash_attention(query, key, value, bias, scratch, work.attention(is_causal))
+    noted = nowhere if work is None else work.attention(is_causal)
+    return flash_attention(query, key, value, bias, scratch, noted)
 
 
-def _grouped(work: Work, below: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+def grouped_mm_on_meta(
+    work: Work | None, below: Callable[..., Tensor], input: Tensor, weight: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """`F.grouped_mm`, which on tensors without data takes bfloat16 only."""
     if not input.is_meta:
         return below(input, weight, *args, **kwargs)
-    return grouped_mm(input, weight, *args, **{**kwargs, "noted": work.grouped})
+    return grouped_mm(input, weight, *args, **{**kwargs, "noted": nowhere if work is None else work.grouped})
 
 
 def _counted_state(random_state: Callable[[], Tensor]) -> Callable[[], Tensor]:

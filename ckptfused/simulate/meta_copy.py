@@ -76,18 +76,32 @@ def _rebound(value: Any, memo: dict[int, Any], depth: int = 4) -> Any:
     return made
 
 
-def without_data(batch: T) -> T:
-    """The same batch with tensors on the meta device; what is one tensor stays one."""
-    made: dict[int, Tensor] = {}
+def without_data(value: T) -> T:
+    """The same batch, or module, with tensors on the meta device (whole ones of shards). Modules and containers are its
+    own: what a forward keeps, replaces or registers there is not seen by the original. Other objects are shared.
+
+    What is one tensor, module or set stays one.
+    """
+    made: dict[int, Any] = {}
 
     def meta_copy(value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor | nn.Module | set):
             return value
         if id(value) not in made:
-            made[id(value)] = value.detach().to("meta").requires_grad_(value.requires_grad)
+            if isinstance(value, nn.Module):
+                made[id(value)] = copied = object.__new__(type(value))
+                copied.__dict__.update(tree_map(meta_copy, vars(value)))
+            else:
+                made[id(value)] = set(map(meta_copy, value)) if isinstance(value, set) else _like(value)
         return made[id(value)]
 
-    return tree_map(meta_copy, batch)
+    return tree_map(meta_copy, value)
+
+
+def _like(t: Tensor) -> Tensor:
+    known = type(t) in (Tensor, nn.Parameter) or t.is_nested
+    found = t.detach().to("meta") if known else torch.empty(t.shape, dtype=t.dtype, device="meta")
+    return found.requires_grad_(t.requires_grad)
 
 
 def held(model: nn.Module) -> Iterator[Tensor]:

@@ -14,8 +14,8 @@ Noted = Callable[[float, Tensor, Tensor], None]
 """Told of work by how often it is a forward's, and two operands of it."""
 
 
-def _nowhere(share: float, a: Tensor, b: Tensor) -> None:
-    return None
+def nowhere(share: float, a: Tensor, b: Tensor) -> None:
+    """Takes no note of work."""
 
 
 class _Flash(torch.autograd.Function):
@@ -57,7 +57,7 @@ def flash_attention(
     v: Tensor,
     bias: Tensor | None = None,
     scratch: tuple[int, int] = (0, 0),
-    noted: Noted = _nowhere,
+    noted: Noted = nowhere,
 ) -> Tensor:
     """Attention by a flash kernel.
 
@@ -91,7 +91,7 @@ def grouped_mm(
     offs: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    noted: Noted = _nowhere,
+    noted: Noted = nowhere,
 ) -> Tensor:
     """Products of groups of rows with a matrix each, for `F.grouped_mm` (mixtures of experts), which on tensors without
     data takes bfloat16 only. PyTorch takes no bias yet.

@@ -42,7 +42,7 @@ def agreement_on_the_loss(rank: int) -> None:
 
 def agreement_with_a_failure(rank: int) -> None:
     model = llama()
-    failing = mock.patch("ckptfused.models.install.describe", side_effect=RuntimeError("no memory"))
+    failing = mock.patch("ckptfused.models.install._outcome", side_effect=RuntimeError("no memory"))
     if rank == 1:
         with failing, pytest.raises(RuntimeError, match="no memory"):
             ckptfused.convert(model, process_group=True)

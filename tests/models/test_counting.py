@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import ckptfused
+from ckptfused.models.describe.counts import Counts
 from ckptfused.state.generators import state_of
 
 WIDTH = 16
@@ -126,6 +127,16 @@ def test_convert_runs_nothing() -> None:
     calls = itertools.count()
     report = ckptfused.convert(model(lambda layer, x: next(calls)))
     assert [layer.path for layer in report.layers] == ["generic"] * 2 and report.fused == 0 and next(calls) == 0
+
+
+def test_a_planner_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It installs each policy, and looks at predicted steps alone."""
+    counted: list[Any] = []
+    monkeypatch.setattr(Counts, "of", lambda *given: counted.append(given))
+    ckptfused.plan(nn.Sequential(*model()), torch.ones(2, WIDTH), "1GiB")
+    assert not counted
+    ckptfused.convert(model())
+    assert len(counted) == 2
 
 
 def test_what_tells_other_threads_stays() -> None:

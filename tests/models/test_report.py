@@ -15,8 +15,9 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import ckptfused
-from ckptfused.models.describe.saved_bytes import TOKENS, storage
+from ckptfused.models.describe.saved_bytes import storage
 from ckptfused.models.families.torch_nn import TorchEncoder
+from ckptfused.models.family import EXAMPLE_TOKENS as TOKENS
 from ckptfused.models.family import FAMILIES, register
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.models.policy import CheckpointPolicy

@@ -346,14 +346,14 @@ MUTANTS = (
     ),
     Mutant(
         "a block that attends past what stands for attention",
-        file="ckptfused/layer/describe.py",
+        file="ckptfused/layer/facts.py",
         text="if a is not None and sdpa_replaced():",
         defect="if False:",
         test="tests/modules/test_sdpa.py::test_a_block_calls_it[function]",
     ),
     Mutant(
         "a converted layer that does",
-        file="ckptfused/layer/describe.py",
+        file="ckptfused/layer/facts.py",
         text="if a is not None and sdpa_replaced():",
         defect="if False:",
         test="tests/models/test_sdpa.py::test_it_is_called[llama-function]",
@@ -406,6 +406,21 @@ MUTANTS = (
         text="for block in _repeating(child) if _has_parts(block)]",
         defect="for block in _repeating(child) if not _has_parts(block)]",
         test="tests/models/test_find.py::test_layers[stages of sequences]",
+    ),
+    Mutant(
+        "stages whose downsampling is held whole",
+        file="ckptfused/models/find.py",
+        text="beside = stage and ",
+        defect="beside = False and ",
+        test="tests/models/test_find.py::test_layers[stages of sequences]",
+    ),
+    Mutant(
+        "a planner that describes what it installs",
+        file="ckptfused/planner/policy_steps.py",
+        text="                install(self.meta_copy, policy)\n",
+        defect="                from ckptfused.models.describe.layers import describe\n"
+        "                describe(self.meta_copy, install(self.meta_copy, policy))\n",
+        test="tests/models/test_counting.py::test_a_planner_counts_nothing",
     ),
     Mutant(
         "a count that leaves its tensors in the lists that a forward fills",
@@ -636,7 +651,7 @@ MUTANTS = (
     ),
     Mutant(
         "a fused block past hooks on all modules",
-        file="ckptfused/layer/describe.py",
+        file="ckptfused/layer/facts.py",
         text="    if hooked_everywhere():",
         defect="    if False and hooked_everywhere():",
         test="tests/modules/test_patches.py::test_hooks_on_all_modules[register_module_forward_hook-block]",

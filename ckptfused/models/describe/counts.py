@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from ckptfused.compat.pytree import tree_flatten
 from ckptfused.compat.torch_modules import COMPILED_CALL
 from ckptfused.models.describe.example import Known, with_tables
-from ckptfused.models.describe.saved_bytes import INDICES, TOKENS, IndexReadError, Places, described, saved_by_autograd
+from ckptfused.models.describe.saved_bytes import INDICES, IndexReadError, Places, in_training, saved_by_autograd
+from ckptfused.models.family import EXAMPLE_TOKENS
+from ckptfused.models.hf_checkpointing import REPLICATE
+from ckptfused.simulate.meta_copy import without_data
 
 Count = Callable[[], float | None]
 
-# What a count does not run: hooks of the layer (with hooks inside there is none), and its compiled call.
-_BESIDE = (COMPILED_CALL, *(name for name in vars(nn.Module()) if "hook" in name))
+# What a count does not run: the layer's converted forward, its hooks (with hooks inside there is none), its compiled
+# call.
+_BESIDE = ("forward", REPLICATE, COMPILED_CALL, *(name for name in vars(nn.Module()) if "hook" in name))
 _PLACE = "target_name"  # PEFT's note of where in the model a projection is, which no forward reads
 _NUMBERS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -37,9 +41,9 @@ class Counts:
 
     def of(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Count:
         """What says how many bytes a token the layer saves in this call, as both are now; None where its forward
-        fails on fake tensors. No tensor of theirs is held, and nothing runs before it is asked.
+        fails without data. No tensor of theirs is held, and nothing runs before it is asked.
         """
-        key = kind(layer, args, kwargs)
+        key = kind_of(layer, args, kwargs)
         if key not in self._kinds:
             self._kinds[key] = _Kind(layer, args, kwargs)
         places = tuple(
@@ -49,10 +53,13 @@ class Counts:
 
 
 class _Kind:
-    """A layer of a kind, described, with what was counted of it."""
+    """A layer of a kind without its data, and what was counted of it."""
 
     def __init__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._layer, self._call = described(layer), described((args, kwargs))
+        with in_training():
+            self._layer, self._call = without_data((layer, (args, kwargs)))
+        for name in _BESIDE[:2]:
+            vars(self._layer).pop(name, None)
         self._found: dict[Places | None, float | None] = {}
         self._reads_place = False
         self._counting = threading.RLock()
@@ -71,7 +78,7 @@ class _Kind:
         if places not in self._found:
             args, kwargs = self._call
             try:
-                self._found[places] = saved_by_autograd(self._layer, args, with_tables(kwargs), places) / TOKENS
+                self._found[places] = saved_by_autograd(self._layer, args, with_tables(kwargs), places) / EXAMPLE_TOKENS
             except IndexReadError:
                 raise
             except Exception:  # a count for the table: any forward may raise anything on arguments that were guessed
@@ -79,7 +86,7 @@ class _Kind:
         return self._found[places]
 
 
-def kind(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def kind_of(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """All that decides what a layer's forward does with these arguments, its place in the model aside."""
     seen: dict[int, int] = {}
     leaves, tree = tree_flatten((args, kwargs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptfused.models.describe.saved_bytes import TOKENS
+from ckptfused.models.family import EXAMPLE_TOKENS
+from ckptfused.simulate.meta_copy import without_data
+from ckptfused.simulate.values import Known as KnownValues
 from ckptfused.state.undone import without_trace
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -22,17 +23,18 @@ class Tables:
     """The tables that a model's rotary module makes for its layers, made when they are asked for."""
 
     def __init__(self, rotary: nn.Module, kind: str | None, width: int, dtype: torch.dtype) -> None:
-        self._rotary = copy.deepcopy(rotary)  # a copy, since tables that grow keep how far they grew
+        self._rotary = without_data(rotary)
         takes_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
         self._kind = (kind,) if takes_kind else ()
         self._width, self._dtype = width, dtype
 
     def made(self) -> Any:
-        """cos and sin of positions 0 … TOKENS - 1."""
-        device = next((t.device for t in self._rotary.buffers()), torch.device("cpu"))
-        x = torch.empty(1, TOKENS, self._width, dtype=self._dtype, device=device)
-        with without_trace(self._rotary), torch.no_grad():
-            return self._rotary(x, _positions(x), *self._kind)
+        """cos and sin of positions 0 … EXAMPLE_TOKENS - 1, without their values."""
+        x = torch.empty(1, EXAMPLE_TOKENS, self._width, dtype=self._dtype, device="meta")
+        positions = _positions(torch.empty(0))
+        known = KnownValues([(positions.to("meta"), positions)])
+        with without_trace(self._rotary), torch.no_grad(), known:
+            return self._rotary(x, positions.to("meta"), *self._kind)
 
 
 Known = dict[Any, Tables]
@@ -40,14 +42,14 @@ Known = dict[Any, Tables]
 
 
 def example(model: nn.Module, name: str, layer: nn.Module, known: Known | None = None) -> Arguments:
-    """Arguments for `layer`, which stands at `name` in `model`: x [1, TOKENS, C], positions, and nothing else. Nothing
-    of the model runs for it: rotary tables are `Tables`.
+    """Arguments for `layer`, which stands at `name` in `model`: x [1, EXAMPLE_TOKENS, C], positions, and nothing else.
+    Nothing of the model runs for it: rotary tables are `Tables`.
 
     **Raises** `LookupError` where the width of x or what an argument takes is not known.
     """
     owners = list(_owners(model, name))
     parameter = next((p for p in layer.parameters() if p.is_floating_point()), torch.empty(0))
-    x = torch.empty(1, TOKENS, _width(layer, owners), dtype=parameter.dtype, device=parameter.device)
+    x = torch.empty(1, EXAMPLE_TOKENS, _width(layer, owners), dtype=parameter.dtype, device=parameter.device)
     _, *others = inspect.signature(type(layer).forward.__get__(layer)).parameters.values()
     kwargs: dict[str, Any] = {}
     for other in others:
@@ -70,7 +72,7 @@ def with_tables(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _positions(x: Tensor) -> Tensor:
-    return torch.arange(TOKENS, device=x.device)[None]
+    return torch.arange(EXAMPLE_TOKENS, device=x.device)[None]
 
 
 def _owners(model: nn.Module, name: str) -> Iterator[nn.Module]:

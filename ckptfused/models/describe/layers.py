@@ -1,120 +1,80 @@
-"""What will become of a layer, known before it runs."""
+"""The report on what was installed: its bytes are counted when they are read."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ckptfused import cost
-from ckptfused.layer.hooks import hooked, watched
+from ckptfused.layer.hooks import hooked
 from ckptfused.layer.parts import Reason
-from ckptfused.layer.projections import projection
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
-from ckptfused.layer.source import patched
-from ckptfused.layer.spec_text import Mode
 from ckptfused.models.describe.counts import Counts
 from ckptfused.models.describe.example import example
-from ckptfused.models.describe.saved_bytes import TOKENS
-from ckptfused.models.family import Family, lacking
+from ckptfused.models.family import EXAMPLE_TOKENS
 from ckptfused.models.heads.lm_heads import head_of
-from ckptfused.models.report import Bytes, LayerReport, Report, changed, uncounted
+from ckptfused.models.install import PATCHED, PREFIX, Installed, InstalledLayer
+from ckptfused.models.report import Bytes, LayerReport, Report
 from ckptfused.modules.fused import FusedModule
 
 
-def describe(
-    model: nn.Module, name: str, layer: nn.Module, family: Family | None, mode: Mode, counts: Counts
-) -> LayerReport:
-    """The report on one layer of a model, not converted at this moment."""
-    kind = type(layer).__name__
-    if family is None and patched(layer):
-        return LayerReport(name, kind, None, "generic", "its forward is not its class's (patched or offloaded)")
-    if family is None or not family.as_read(layer):  # nothing is known of where its parts are
-        unread = "no adapter for this class" if family is None else family.unread(layer).text
-        sizes = _without_adapter(model, name, layer, counts)
-        return LayerReport(name, kind, None if family is None else family.name, "generic", unread, *sizes)
-    if is_flattened(layer):
-        for module in layer.modules():
-            if module is not layer and (why := watched(module)) is not None:  # DeepSpeed's ZeRO-3
-                return LayerReport(name, kind, family.name, "generic", why.text)
-        return LayerReport(name, kind, family.name, "fused", "in shards now (FSDP, ZeRO-3); decided at each call")
+def describe(model: nn.Module, installed: Installed) -> Report:
+    """What `convert` says of the layers of a model as they are now."""
+    counts = Counts()
+    layers = tuple(_layer(model, one, counts) for one in installed.layers)
+    moved = [one.layer for one in installed.layers if one.mode.offload]
+    notes: Any = (*_generic_blocks(model), *_offload_note(moved), *installed.notes)
+    if not any(head.path == "chunked" for head in installed.heads):
+        notes = _with_head_note(model, layers, notes)
+    return Report(layers, installed.policy, notes, installed.heads)
+
+
+def _layer(model: nn.Module, one: InstalledLayer, counts: Counts) -> LayerReport:
+    family = None if one.family is None else one.family.name
+    before, after = _bytes(model, one, counts)
+    kind = type(one.layer).__name__
+    return LayerReport(one.name, kind, family, one.path, one.reason, before, after, one.mode)
+
+
+def _bytes(model: nn.Module, one: InstalledLayer, counts: Counts) -> tuple[Bytes, Bytes]:
+    """Bytes a token that a layer saves as it was, and as it is installed; None where they are not known."""
+    layer, outcome = one.layer, one.outcome
+    is_read = one.family is not None and one.family.as_read(layer)
+    before: Bytes = None
     try:
-        x = _example(layer, family)
-    except AttributeError as error:
-        return LayerReport(name, kind, family.name, "generic", lacking(error).text)
-    before = None
-    if _can_be_traced(layer):
-        with contextlib.suppress(Exception):  # a count for the table
-            before = counts.of(layer, *family.example(layer, x))
-    outcome = family.outcome(layer, mode, x)
-    if isinstance(outcome, Reason):
-        return LayerReport(name, kind, family.name, "generic", outcome.text, before, x.size(-1) * x.element_size())
-    after = sum(cost.saved_bytes(spec, 1, TOKENS, x.size(-1), x.dtype) for spec in outcome.specs) / TOKENS
-    after += outcome.generic * x.size(-1) * x.element_size()
-    return LayerReport(name, kind, family.name, outcome.path, outcome.reason, before, after)
-
-
-def as_it_was(model: nn.Module, name: str, layer: nn.Module, family: Family | None, counts: Counts) -> LayerReport:
-    """The report on a layer that is not converted."""
-    report = describe(model, name, layer, None if patched(layer) else family, Mode(), counts)
-    return changed(report, path="original", reason="as it was, says the policy", after=uncounted(report)["before"])
-
-
-def input_bytes(model: nn.Module, name: str, layer: nn.Module, family: Family | None) -> float | None:
-    """Bytes a token of a layer's input; None where it is not known."""
-    try:
-        x = (
-            _example(layer, family)
-            if family is not None and family.as_read(layer)
-            else example(model, name, layer)[0][0]
-        )
-    except Exception:  # as in `_without_adapter`
-        return None
-    return x.size(-1) * x.element_size()
-
-
-def _without_adapter(model: nn.Module, name: str, layer: nn.Module, counts: Counts) -> tuple[Bytes, Bytes]:
-    """Bytes a token before and after for a layer of which only the forward's signature is known; None where that is not
-    enough to call it."""
-    if not _can_be_traced(layer):
-        return None, None
-    try:
-        (x,), kwargs = example(model, name, layer, counts.tables)
-        before, after = counts.of(layer, (x,), kwargs), x.size(-1) * x.element_size()
-    except Exception:  # as of any code that was not read
-        return None, None
-    return before, lambda: None if before() is None else after  # else x was guessed wrong
-
-
-def _example(layer: nn.Module, family: Family) -> Tensor:
-    """An x that the layer could be called with: [1, TOKENS, C]."""
-    parts = family.parts(layer)
-    module = parts.ffn.down if parts.ffn is not None else parts.attn.o  # type: ignore[union-attr]
-    last = projection(module)
-    if isinstance(last, Reason):
-        floats = [p for p in layer.parameters() if p.is_floating_point()]
-        first = floats[0] if floats else torch.empty(0)
-        # A quantised weight has neither the width nor the type of what it stands for.
-        width, dtype, device = getattr(module, "out_features", first.size(-1)), first.dtype, first.device
-    else:
-        width, dtype, device = last.out_features, last.weight.dtype, last.weight.device
-    return torch.empty(1, TOKENS, width, dtype=dtype, device=device, requires_grad=True)
+        call = one.family.example_call(layer) if is_read else example(model, one.name, layer, counts.tables)  # type: ignore[union-attr]
+        if outcome is not PATCHED and _can_be_traced(layer):
+            before = counts.of(layer, *call)
+    except Exception:  # as in any code that was not read
+        call = None
+    x = None if call is None else call[0][0]
+    each: Any = None if x is None else x.size(-1) * x.element_size()
+    if one.segment is not None and outcome is not PREFIX:
+        return before, each if one.name == one.segment.names[0] else 0.0
+    if one.path == "original":
+        return before, before
+    if x is None or outcome is PATCHED or is_flattened(layer):
+        return before, None
+    if not isinstance(outcome, Reason):
+        after = sum(cost.saved_bytes(spec, 1, EXAMPLE_TOKENS, x.size(-1), x.dtype) for spec in outcome.specs)
+        return before, after / EXAMPLE_TOKENS + outcome.generic * each
+    # Of a class that was not read, x was guessed: wrongly, where its forward fails.
+    return before, each if is_read else before and (lambda: None if before() is None else each)
 
 
 def _can_be_traced(layer: nn.Module) -> bool:
-    """Whether a layer's forward may be called on fake tensors: not where hooks inside would be called, nor where
-    quantised projections (bitsandbytes) or FSDP1's shards inside would take the fake weights into their own state.
+    """Whether a layer's forward may be called without data: not where hooks inside would be called, nor where
+    quantised projections (bitsandbytes) or FSDP1's shards inside would take the weights into their own state.
     """
     inside = (module for module in layer.modules() if module is not layer)
-    if any(map(hooked, inside)) or holds_fsdp1(layer):
+    if any(map(hooked, inside)) or holds_fsdp1(layer) or is_flattened(layer):
         return False
     return all(p.is_floating_point() for p in layer.parameters())
 
 
-def generic_blocks(model: nn.Module) -> tuple[str, ...]:
+def _generic_blocks(model: nn.Module) -> tuple[str, ...]:
     """Which of ckptfused's own modules in a model run generically, and why."""
     blocks: dict[tuple[str, str], list[str]] = {}
     for name, module in model.named_modules():
@@ -123,30 +83,34 @@ def generic_blocks(model: nn.Module) -> tuple[str, ...]:
     return tuple(f"{', '.join(names)}: {kind} runs generically ({why})" for (kind, why), names in blocks.items())
 
 
-def offload_note(layers: Iterable[tuple[str, nn.Module, Family | None]]) -> tuple[str, ...]:
-    """Where the inputs of layers are between forward and backward, if they are to be offloaded."""
-    devices = {p.device.type for _, layer, _ in layers for p in layer.parameters()}
+def _offload_note(layers: list[nn.Module]) -> tuple[str, ...]:
+    """Where the inputs of these layers are between forward and backward."""
+    if not layers:
+        return ()
+    devices = {p.device.type for layer in layers for p in layer.parameters()}
     where = "" if "cuda" in devices else "nothing moves on the CPU; on a GPU, "
     return (f"offload: {where}inputs of all layers but the last wait for backward in host memory.",)
 
 
-def with_head_note(model: Any, report: Report) -> Callable[[], tuple[str, ...]]:
+def _with_head_note(
+    model: Any, layers: tuple[LayerReport, ...], known: tuple[str, ...]
+) -> Callable[[], tuple[str, ...]]:
     """What makes a report's notes, with one where the logits outweigh what all layers save."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     weight = getattr(head, "weight", None)
-    if not isinstance(weight, Tensor) or not report.layers:  # PyTorch's quantised layers have a method
-        return lambda: report.notes
+    if not isinstance(weight, Tensor) or not layers:  # PyTorch's quantised layers have a method
+        return lambda: known
     # Logits in the model's type, a float32 copy for the loss, and its log-softmax kept for backward.
     size, logits = weight.size(0), weight.size(0) * (weight.element_size() + 8)
     hint = ' convert(model, loss="chunked") takes them away.' if any(map(head_of, model.modules())) else ""
 
     def notes() -> tuple[str, ...]:
-        saved = [layer.after for layer in report.layers]
+        saved = [layer.after for layer in layers]
         total = sum(bytes for bytes in saved if bytes is not None)
         if None in saved or logits <= total:
-            return report.notes
+            return known
         return (
-            *report.notes,
+            *known,
             f"The loss head sets the peak: {size:,} logits hold about {logits:,} bytes a token, all layers "
             f"together {total:,.0f}.{hint}",
         )

@@ -33,8 +33,8 @@ class _Torch(Family):
     def refuse_original(self, layer: Any, why: str) -> None:
         encoder.refuse_unread_adapter(layer.self_attn, why)
 
-    def outcome(self, layer: Any, mode: Mode, x: Tensor) -> Outcome | Reason:
-        return _with_adapters(layer, super().outcome(layer, mode, x))
+    def outcome(self, layer: Any, mode: Mode) -> Outcome | Reason:
+        return _with_adapters(layer, super().outcome(layer, mode))
 
 
 class TorchEncoder(_Torch):
