@@ -1,4 +1,4 @@
-"""The command line: ``python -m ckptfused context|profile|plan|doctor|tune|demo|bench``.
+"""The command line: ``python -m ckptfused context|profile|plan|doctor|layer|tune|demo|bench``.
 
 Its modules import PyTorch, and what does, within the functions that work: options are read without.
 """
@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from ckptfused.cli import bench, context, demo, doctor, plan, profile, tune
+from ckptfused.cli import bench, context, demo, doctor, layer, plan, profile, tune
 from ckptfused.cli.errors import FAILED, MISUSED, STATUSES, CommandError
 from ckptfused.cli.options import configuration, whole_package
 from ckptfused.spec.checks import nearest
@@ -55,7 +55,7 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="ckptfused", description=DESCRIPTION, epilog=STATUSES)
     parser.add_argument("--version", action="store_true", help="print what is installed, and exit")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    for module in (context, profile, plan, doctor, tune, demo, bench):
+    for module in (context, profile, plan, doctor, layer, tune, demo, bench):
         name = module.__name__.rpartition(".")[2]
         doc = (module.__doc__ or "").strip()
         command = commands.add_parser(name, help=doc.splitlines()[0], description=doc)

@@ -101,8 +101,12 @@ class Norm(NamedTuple):
 NO_NORM = Norm()
 
 
-def norm(module: nn.Module, width: int, dtype: torch.dtype, name: str = "") -> Norm | Reason:
-    """The norm that a module computes over its last dimension, `width` wide, or why it cannot be fused."""
+def norm(module: nn.Module | Norm, width: int, dtype: torch.dtype, name: str = "") -> Norm | Reason:
+    """The norm that a module computes over its last dimension, `width` wide, or why it cannot be fused. A `Norm` stands
+    for itself; its eps may be None, as PyTorch's.
+    """
+    if isinstance(module, Norm):
+        return module._replace(eps=_eps(module.eps, dtype))
     found: Any = module
     kind = own_kind(type(module).forward)
     if kind is None:
@@ -116,11 +120,15 @@ def norm(module: nn.Module, width: int, dtype: torch.dtype, name: str = "") -> N
     attributes = vars(found)
     if attributes.get("normalized_shape", (width,)) != (width,):
         return Reason(f"{name or 'a norm'} is a {cls.__name__} that the kernels do not compute over {width} values")
-    eps = getattr(found, "variance_epsilon" if "variance_epsilon" in attributes else "eps")
-    if eps is None:
-        eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0  # of another type is no x that a block takes
+    eps = _eps(getattr(found, "variance_epsilon" if "variance_epsilon" in attributes else "eps"), dtype)
     bias = weight(found, "bias") if kind == "layernorm" else None
     return Norm(kind, eps, weight(found, "weight"), bias)
+
+
+def _eps(eps: float | None, dtype: torch.dtype) -> float:
+    if eps is not None:
+        return eps
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0  # of another type is no x that a block takes
 
 
 def activation(act: Any, gated: bool, name: str = "") -> str | Reason:

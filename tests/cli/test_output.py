@@ -47,7 +47,7 @@ def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) ->
     assert main([]) == 2
     out, said = capsys.readouterr()
     assert out == "" and all(
-        f"\n    {name} " in said for name in ("context", "profile", "plan", "doctor", "demo", "bench")
+        f"\n    {name} " in said for name in ("context", "profile", "plan", "doctor", "layer", "demo", "bench")
     )
 
 

@@ -401,6 +401,20 @@ MUTANTS = (
         test="tests/modules/test_tensor_parallel.py::test_a_parallel_block",
     ),
     Mutant(
+        "a layer that is taken for what was read of it, though its gradients are others",
+        file="ckptfused/models/derive/prove.py",
+        text="            if not error <= LIMIT:",
+        defect="            if error == float('inf'):",
+        test="tests/models/derive/test_mutants.py::test_a_gradient_that_differs_is_not_derived",
+    ),
+    Mutant(
+        "a proof at small shapes that is not held to the shape at hand",
+        file="ckptfused/models/derive/derive.py",
+        text="        hold(proof, layer, args, kwargs)\n",
+        defect="",
+        test="tests/models/derive/test_mutants.py::test_what_depends_on_the_length_is_not_derived",
+    ),
+    Mutant(
         "a stage that is one checkpoint",
         file="ckptfused/models/find.py",
         text="for block in _repeating(child) if _has_parts(block)]",

@@ -1,0 +1,102 @@
+"""Show what a model's layers compute, as it is read off their own code, and proved.
+
+Of each kind of layer the forward is recorded, read call by call, and compared in float64, gradients and dropout
+included, with the block that it was read to be. Where that fails, the first call that does not fit is shown with its
+line. Nothing is converted: for reading what convert would have to know of a layer of your own. Exit status 3: some
+layer is not what a block computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from ckptfused.cli.errors import NO
+from ckptfused.cli.options import add_model, add_step, model_and_batch, ran
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ckptfused.models.derive.derive import Derivation
+
+Calls = dict[int, tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    add_step(parser, seq=64, checkpoint=False)
+    parser.add_argument("--calls", action="store_true", help="print every recorded call, and the rule that takes it")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    model, batch = model_and_batch(arguments)
+    found = ran(arguments, lambda: derived(model, batch))
+    for names, kind, derivation in found:
+        print(text_of(names, kind, derivation, arguments.calls))
+    return 0 if all(derivation.proof is not None for *_, derivation in found) else NO
+
+
+def derived(model: nn.Module, batch: Any) -> list[tuple[list[str], str, Derivation]]:
+    """What the layers of a model compute: names, class and derivation, one for each kind of layer and call."""
+    from ckptfused.models import find
+    from ckptfused.models.derive.derive import Derivation, derive
+    from ckptfused.models.describe.counts import kind
+
+    layers = [(name, layer) for name, layer, _ in find.layers(model)] or [("", model)]
+    calls = called(model, batch, [layer for _, layer in layers])
+    found: dict[Any, tuple[list[str], str, Derivation]] = {}
+    for name, layer in layers:
+        if id(layer) not in calls:
+            key: Any = name
+            derivation = Derivation(None, "the model was not called with it")
+        else:
+            key = kind(layer, *calls[id(layer)])
+            derivation = found[key][2] if key in found else derive(layer, *calls[id(layer)])
+        found.setdefault(key, ([], type(layer).__name__, derivation))[0].append(name)
+    return list(found.values())
+
+
+def called(model: nn.Module, batch: Any, layers: list[nn.Module]) -> Calls:
+    """What each layer is first called with in a forward of the model, which runs once without gradients."""
+    import torch
+
+    from ckptfused.profiler.step import called as run_model
+
+    calls: Calls = {}
+    hooks = [
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs: calls.setdefault(id(module), (args, kwargs)) and None, with_kwargs=True
+        )
+        for layer in layers
+    ]
+    try:
+        with torch.no_grad():
+            run_model(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def text_of(names: list[str], kind: str, derivation: Derivation, calls: bool) -> str:
+    """A derivation for a person."""
+    others = f" and {len(names) - 1} more alike" if len(names) > 1 else ""
+    lines = [f"{names[0] or 'the model'}{others}: {kind}, {len(derivation.calls)} calls"]
+    proof = derivation.proof
+    if calls:
+        for call in derivation.calls:
+            mark = ">" if call is derivation.call else " "
+            rule = "" if proof is None else f"  [{proof.rules[call]}]"
+            shapes = ", ".join(str(list(v.shape)) for v in call.values)
+            lines.append(f"  {mark} {_short(call.place)}  {call.op} -> {shapes}{rule}")
+    if proof is None:
+        lines.append(f"  not derived: {derivation.why}")
+    else:
+        worst = max(proof.errors.values())
+        lines.append(f"  reads as {proof.text}")
+        lines.append(f"  proved: the result and {len(proof.errors) - 1} gradients, to {worst:.0e} of the largest value")
+    return "\n".join(lines)
+
+
+def _short(place: str) -> str:
+    return "/".join(place.split("/")[-2:])

@@ -1,0 +1,141 @@
+"""Copies of a layer and of a call: in float64 with random weights for the proof, without data for other shapes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ckptfused.layer.peft import is_lora
+from ckptfused.models.derive.recorder import RefusedError
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
+_COPIED: Any = (nn.Module, Tensor, list, dict, tuple, set)
+
+
+MOST = 2**26
+"""Numbers in the weights of a layer that is proved: half a gigabyte in float64, and as much for gradients."""
+
+
+class Sizes(NamedTuple):
+    """The batch and the tokens of a call."""
+
+    batch: int
+    tokens: int
+
+
+def copied(layer: nn.Module, made: Callable[[Tensor, bool], Tensor]) -> nn.Module:
+    """A copy of a layer as its class runs it: no forward of its own, no hooks, no adapters. What is no module, tensor
+    or container is shared. made: the tensor in another's place; the flag says that it is a parameter.
+
+    **Raises** `RefusedError` where it cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for module in layer.modules():
+        for t in module._parameters.values():
+            if t is not None and id(t) not in memo:
+                if not t.is_floating_point():
+                    raise RefusedError(f"weights of type {t.dtype}")
+                memo[id(t)] = nn.Parameter(made(t.detach(), True))
+        for key, t in (*module._buffers.items(), *vars(module).items()):
+            if isinstance(t, Tensor):
+                memo.setdefault(id(t), made(t.detach(), False))
+            elif not isinstance(t, _COPIED):
+                memo[id(t)] = t
+            if key == "forward" and module is not layer:
+                raise RefusedError("a module within has a forward of its own")
+    shell = copy.copy(layer)
+    vars(shell).pop("forward", None)
+    try:
+        found: nn.Module = copy.deepcopy(shell, memo)
+    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        raise RefusedError(f"it cannot be copied: {error}") from error
+    for module in found.modules():
+        for name in _HOOKS:
+            if isinstance(held := vars(module).get(name), dict):
+                held.clear()
+        for name, child in module._modules.items():
+            if child is not None and is_lora(child):
+                module._modules[name] = child.base_layer  # type: ignore[assignment]
+    return found
+
+
+def wide(layer: nn.Module, generator: torch.Generator) -> nn.Module:
+    """A copy in float64 on the CPU, whose weights are random numbers and whose buffers are as they were."""
+    if (size := sum(p.numel() for p in layer.parameters())) > MOST:
+        raise RefusedError(f"its weights have {size:,} numbers, more than are proved in float64 ({MOST:,})")
+
+    def made(t: Tensor, parameter: bool) -> Tensor:
+        if not parameter:
+            if t.is_meta:
+                raise RefusedError("a buffer without data")
+            return t.to("cpu", torch.float64 if t.is_floating_point() else t.dtype, copy=True)
+        found = torch.randn(t.shape, dtype=torch.float64, generator=generator)
+        return found / t.shape[-1] ** 0.5 if t.dim() > 1 else found * 0.4 + 0.6
+
+    return copied(layer, made)
+
+
+def without_data(layer: nn.Module) -> nn.Module:
+    """A copy on the meta device."""
+    return copied(layer, lambda t, _: torch.empty_like(t, device="meta"))
+
+
+def resized(args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, first_key: bool) -> tuple[Any, Any]:
+    """A call of other sizes with random values in float64. first_key: what boolean masks say of the first key."""
+    leaves, tree = tree_flatten((args, kwargs))
+    x = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if x is None or x.dim() != 3:
+        raise RefusedError("the layer is not called with x [B, T, C]")
+    was = Sizes(x.size(0), x.size(1))
+    made = []
+    for leaf in leaves:
+        if leaf is x:
+            made.append(torch.randn(*sizes, x.size(2), dtype=torch.float64, generator=generator).requires_grad_())
+        elif isinstance(leaf, Tensor):
+            made.append(_resized(leaf, was, sizes, generator, first_key))
+        else:
+            made.append(leaf)
+    return tree_unflatten(made, tree)
+
+
+def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, first_key: bool) -> Tensor:
+    table = t.is_floating_point() and t.dim() in (2, 3) and t.size(-2) == was.tokens
+    shape = list(t.shape)
+    for i, size in enumerate(shape):
+        if i == 0 and size == was.batch and t.dim() > 1 and not (t.dim() == 2 and table):
+            shape[i] = now.batch if size > 1 else 1
+        elif size == was.tokens and not (table and i == t.dim() - 1 and t.shape[-1] != t.shape[-2]):
+            shape[i] = now.tokens
+    if table and t.size(-1) == was.tokens and t.dim() == 3:
+        shape[-1] = t.size(-1)
+    made = torch.randn(shape, dtype=torch.float64, generator=generator)
+    if t.dtype == torch.bool:
+        found = made > 0
+        if found.dim():
+            found[..., 0], found[..., 1] = first_key, not first_key
+        return found
+    if not t.is_floating_point():
+        return torch.arange(shape[-1] if shape else 1).expand(shape).to(t.dtype).clone()
+    if t.dim() == 4 and shape[-1] == now.tokens and shape[-2] in (1, now.tokens):
+        hidden = torch.rand(shape, generator=generator) < 0.3
+        hidden[..., 0] = False
+        return made.masked_fill(hidden, -torch.inf)
+    return _like_table(t, made)
+
+
+def _like_table(t: Tensor, made: Tensor) -> Tensor:
+    """Random numbers whose halves, or neighbours, are the same where those of `t` are."""
+    if t.size(-1) % 2 or t.dim() < 2:
+        return made
+    half = t.size(-1) // 2
+    first = made[..., :half]
+    if t.is_meta or torch.equal(t[..., :half], t[..., half:]):
+        return torch.cat((first, first), -1)
+    if torch.equal(t[..., ::2], t[..., 1::2]):
+        return first.repeat_interleave(2, -1)
+    return made

@@ -1,0 +1,221 @@
+"""The normal form as data that outlives its recording: where a layer's pieces are, by name, and what a call gives."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from ckptfused.eager.activation import FUNCTIONS
+from ckptfused.layer.parts import FFN, Attention, Inputs, Parts
+from ckptfused.layer.projections import Norm, Projection
+from ckptfused.masks import NO_MASK, Mask
+from ckptfused.models.derive.attention import Core, Outer
+from ckptfused.models.derive.pieces import Linear, NormPiece
+from ckptfused.models.derive.read import Form
+from ckptfused.models.derive.record import Recording
+from ckptfused.models.derive.recorder import Recorded, RefusedError
+from ckptfused.models.derive.walk import Walk
+
+
+class Map(NamedTuple):
+    """A projection by the names of its tensors."""
+
+    weight: str
+    bias: str
+    transposed: bool
+
+
+class NormOf(NamedTuple):
+    """A norm by the names of its tensors."""
+
+    kind: str
+    eps: float | None
+    weight: str
+    bias: str
+
+
+class Half(NamedTuple):
+    """A half as `layer.parts` has it, with names in the place of modules; numbers and dropout's calls beside."""
+
+    maps: tuple[Map | None, ...]
+    norms: tuple[NormOf | None, ...]
+    numbers: tuple[Any, ...]
+    rates: tuple[float, float]
+    """Of attention's probabilities or the hidden value, and of what the half adds."""
+    dropouts: tuple[int, int]
+    """The numbers of those calls in the recording, -1 without one."""
+
+
+class Layout(NamedTuple):
+    """A layer in normal form."""
+
+    attn: Half | None
+    ffn: Half | None
+    parallel: bool | Literal["shared"]
+    cos: Outer | None = None
+    sin: Outer | None = None
+    mask: Outer | None = None
+    kind: str = "none"
+    causal: bool = False
+    own_mask: tuple[int, str] = (-1, "")
+    """The causal mask that the layer makes itself: its call's number in the recording, and its kind."""
+
+    def parts(self, layer: nn.Module) -> Parts:
+        """The pieces of a layer, as they are now."""
+        attn, ffn = self.attn, self.ffn
+        return Parts(
+            None if attn is None else _attention(layer, attn), None if ffn is None else _ffn(layer, ffn), self.parallel
+        )
+
+    def inputs(self, x: Tensor, outer: dict[str, Tensor]) -> Inputs:
+        """A call in the block's terms. outer: what stands outside, by the names of a recording."""
+        masks = NO_MASK
+        if self.mask is not None:
+            mask = _mask(outer[self.mask.name], self.mask.form)
+            masks = Mask(mask, self.kind, causal=self.causal)
+        elif self.causal:
+            masks = Mask(causal=True)
+        cos, sin = (None if t is None else _table(outer[t.name], t.form, x.size(1)) for t in (self.cos, self.sin))
+        return Inputs(x, masks, cos, sin)
+
+    def masks(self, recording: Recording) -> dict[int, Tensor]:
+        """The keep masks that a recording drew, by site."""
+        sites = (*(self.attn.dropouts if self.attn else (-1, -1)), *(self.ffn.dropouts if self.ffn else (-1, -1)))
+        rows = recording.x.shape[:2]
+        drawn = {site: recording.calls[n].mask for site, n in enumerate(sites) if n >= 0}
+        return {site: m if site == 0 else m.reshape(*rows, -1) for site, m in drawn.items()}  # type: ignore[union-attr, misc]
+
+    @property
+    def outer(self) -> tuple[Outer, ...]:
+        """What it takes from outside beside x."""
+        return tuple(t for t in (self.cos, self.sin, self.mask) if t is not None)
+
+
+def layout_of(form: Form, walk: Walk, layer: nn.Module) -> Layout:
+    """A form without its recording."""
+    rate = lambda call, i, name: 0.0 if call is None else float(call.given(i, name, 0.5))  # noqa: E731
+    attn = ffn = None
+    found = Layout(None, None, form.parallel)
+    if (branch := form.attn) is not None:
+        core, heads = branch.core, branch.heads
+        assert core is not None and heads is not None
+        dropped = core.dropout
+        p = 0.0 if dropped is None else rate(dropped, *((4, "dropout_p") if "scaled" in dropped.op else (1, "p")))
+        numbers = (
+            *(heads.heads, heads.kv_heads, heads.head_dim, heads.rope, heads.rotary_dim),
+            *(_scale(core.scale * heads.factor, heads.head_dim), core.softcap, branch.m, heads.interleaved),
+        )
+        attn = Half(
+            tuple(map(_map, (heads.q, heads.k, heads.v, branch.last))),
+            tuple(map(_norm, (branch.pre, branch.post, form.attn_out, heads.q_norm, heads.k_norm))),
+            numbers,
+            (p, rate(branch.dropped, 1, "p")),
+            _numbers(dropped, branch.dropped),
+        )
+        found = found._replace(cos=heads.cos, sin=heads.sin, mask=core.mask, kind=core.kind)
+        found = found._replace(causal=core.causal, own_mask=_own_mask(core))
+    if (branch := form.ffn) is not None:
+        made = branch.hidden
+        assert made is not None
+        gated = made.up is not None or made.act not in _PLAIN
+        first, second = (made.first, made.up) if gated else (None, made.first)
+        ffn = Half(
+            tuple(map(_map, (first, second, branch.last))),
+            tuple(map(_norm, (branch.pre, branch.post, form.ffn_out))),
+            (made.act, branch.m),
+            (rate(branch.hidden_dropped, 1, "p"), rate(branch.dropped, 1, "p")),
+            _numbers(branch.hidden_dropped, branch.dropped),
+        )
+    return found._replace(attn=attn, ffn=ffn)
+
+
+def _own_mask(core: Core) -> tuple[int, str]:
+    if core.constant is None:
+        return -1, ""
+    if core.constant.call is None:
+        raise RefusedError("a buffer is the mask of one length only")
+    return core.constant.call.number, core.constant_kind
+
+
+_PLAIN = ("relu", "gelu", "gelu_tanh", "silu", "relu2", "quick_gelu")
+
+
+def _scale(scale: float, head_dim: int) -> float | None:
+    return None if abs(scale * head_dim**0.5 - 1) < 1e-9 else scale
+
+
+def _numbers(*calls: Recorded | None) -> Any:
+    return tuple(-1 if call is None else call.number for call in calls)
+
+
+def _map(made: Linear | None) -> Map | None:
+    return None if made is None else Map(made.weight, made.bias, made.transposed)
+
+
+def _norm(found: NormPiece | None) -> NormOf | None:
+    return None if found is None else NormOf(found.kind, found.eps, found.weight, found.bias)
+
+
+def _tensor(layer: nn.Module, name: str) -> Tensor | None:
+    if not name:
+        return None
+    module, _, last = name.rpartition(".")
+    return getattr(layer.get_submodule(module), last)  # type: ignore[no-any-return]
+
+
+def _projected(layer: nn.Module, found: Map | None) -> Any:
+    """The module of a projection where it is PyTorch's or PEFT's, for `layer.projections`; else its tensors."""
+    if found is None:
+        return None
+    path, _, last = found.weight.rpartition(".")
+    module = layer.get_submodule(path)
+    base = getattr(module, "base_layer", module)
+    bias = f"{path}.bias" if getattr(base, "bias", None) is not None else ""
+    if isinstance(base, nn.Linear) and last == "weight" and found.bias == bias and not found.transposed:
+        return module
+    return Projection(_tensor(layer, found.weight), _tensor(layer, found.bias), found.transposed)  # type: ignore[arg-type]
+
+
+def _normed(layer: nn.Module, found: NormOf | None) -> Any:
+    if found is None:
+        return None
+    weight, bias = _tensor(layer, found.weight), _tensor(layer, found.bias)
+    return Norm(found.kind, found.eps, weight, bias)  # type: ignore[arg-type]
+
+
+def _attention(layer: nn.Module, half: Half) -> Attention:
+    heads, kv_heads, head_dim, rope, rotary_dim, scale, softcap, m, interleaved = half.numbers
+    q, k, v, o = (_projected(layer, found) for found in half.maps)
+    pre, post, out, q_norm, k_norm = (_normed(layer, found) for found in half.norms)
+    return Attention(
+        *(heads, kv_heads, head_dim, q, k, v, o, pre, post, out, q_norm, k_norm, rope, rotary_dim, scale),
+        softcap=softcap or None,
+        p_attn=half.rates[0],
+        p_res=half.rates[1],
+        m=m,
+        interleaved=interleaved,
+    )
+
+
+def _ffn(layer: nn.Module, half: Half) -> FFN:
+    act, m = half.numbers
+    gate, up, down = (_projected(layer, found) for found in half.maps)
+    pre, post, out = (_normed(layer, found) for found in half.norms)
+    return FFN(FUNCTIONS[act], gate, up, down, pre, post, out, half.rates[0], half.rates[1], m)
+
+
+def _mask(mask: Tensor, form: str) -> Tensor:
+    if form == "batch":
+        return mask[:, None]
+    if form == "square":
+        return mask[None, None]
+    return mask[:, None, None, :] if form == "padding" else mask
+
+
+def _table(table: Tensor, form: str, length: int) -> Tensor:
+    if form.startswith("heads"):
+        table = table.squeeze(1 if table.size(1) == 1 else 2)
+    elif form.startswith("first rows"):
+        table = table[..., :length, :]
+    return table[..., : table.size(-1) // 2] if form.endswith("first half") else table

@@ -1,0 +1,229 @@
+"""Rules for projections, norms and activations: a short walk finds the inputs, the numbers say what was computed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ckptfused.eager.activation import FUNCTIONS, activation
+from ckptfused.eager.norm import norm as eager_norm
+from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, named
+from ckptfused.models.derive.walk import Walk, arranges, close
+from ckptfused.spec import GATED_ACTIVATIONS, NORMS, PLAIN_ACTIVATIONS
+
+_TURNED = ("t", "T", "transpose", "mT", "permute", "swapaxes")
+_NORM = named(
+    "add radd sub rsub mul rmul multiply div truediv rtruediv pow square rsqrt sqrt mean var layer_norm rms_norm",
+    "reciprocal neg",
+)
+_REDUCES = ("mean", "var", "layer_norm", "rms_norm")
+_ELEMENTWISE = named(
+    "add radd sub rsub mul rmul multiply div truediv rtruediv pow square sqrt tanh erf sigmoid silu gelu relu exp",
+    "neg rpow reciprocal",
+)
+_MOST = 40
+"""Calls of one norm or activation at most."""
+
+
+class Linear(NamedTuple):
+    """A projection: the names of its weight and bias, what it takes and what it makes."""
+
+    weight: str
+    bias: str
+    transposed: bool
+    x: Value
+    y: Value
+
+
+class NormPiece(NamedTuple):
+    """A norm: its kind as `spec.NORMS`, eps (None: by the type of x), its tensors' names, what it takes."""
+
+    kind: str
+    eps: float | None
+    weight: str
+    bias: str
+    x: Value
+
+
+def linear(walk: Walk, v: Value) -> Linear:
+    """The projection that made a value. **Raises** `RefusedError` where none did."""
+    v = walk.same(v)
+    call = v.call
+    if call is None:
+        raise RefusedError("expected a projection, found what the layer is given")
+    bias, operands = "", call.inputs
+    if call.op == "linear":
+        w = walk.parameter(operands[1])
+        bias = walk.parameter(operands[2]) if len(operands) > 2 else ""
+        if w and (bias or len(operands) == 2):
+            walk.take(call, "projection")
+            return Linear(w, bias, False, operands[0], v)
+    elif call.op == "addmm" and not call.kwargs and (w := walk.parameter(operands[2])):
+        bias = walk.parameter(operands[0])
+        if bias:
+            walk.take(call, "projection")
+            return Linear(w, bias, True, operands[1], v)
+    elif call.op in ("matmul", "mm"):
+        right = walk.same(operands[1])
+        if w := walk.parameter(right):
+            walk.take(call, "projection")
+            return Linear(w, "", True, operands[0], v)
+        if right.call is not None and right.op in _TURNED and (w := walk.parameter(right.call.inputs[0])):
+            walk.take(right.call, "projection")
+            walk.take(call, "projection")
+            return Linear(w, "", False, operands[0], v)
+    elif call.op in ("add", "radd") and len(operands) == 2 and not call.kwargs:
+        for a, b in (operands, operands[::-1]):
+            if (name := walk.parameter(b)) and b.data.dim() == 1:
+                found = linear(walk, walk.through(a))
+                if not found.bias and found.y.shape[-1:] == b.shape:
+                    walk.take(call, "projection")
+                    return found._replace(bias=name, y=v)
+    raise RefusedError(f"no rule takes {call}", call)
+
+
+def norm(walk: Walk, v: Value) -> NormPiece:
+    """The norm over the last dimension that made a value. **Raises** `RefusedError` where none did."""
+    v = walk.same(v)
+    if v.call is None or v.op not in _NORM:
+        raise RefusedError("not a norm")
+    for reduced in _reduced(walk, v):
+        found = walk.attempt(_norm_of, walk, v, reduced)
+        if found is not None:
+            return found
+    raise RefusedError(f"no rule takes {v.call}", v.call)
+
+
+def _reduced(walk: Walk, v: Value) -> list[Value]:
+    """What the nearest reductions before a value are of: the candidates for a norm's input."""
+    found: dict[Value, None] = {}
+    queue: list[Value] = [v]
+    seen: set[Value] = set()
+    with_taken = dict(walk.taken)
+    while queue and len(found) < 4 and len(seen) < _MOST:
+        v = walk.same(queue.pop(0))
+        if v.call is None or v in seen or v.op not in _NORM:
+            continue
+        seen.add(v)
+        if v.op in _REDUCES:
+            inner = walk.same(v.call.inputs[0])
+            for _ in range(3):
+                found[inner] = None
+                if inner.call is None or inner.op not in ("pow", "square", "mul", "sub"):
+                    break
+                inner = walk.same(inner.call.inputs[0])
+        else:
+            queue += v.call.inputs
+    walk.taken = with_taken
+    return list(found)
+
+
+def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
+    params: dict[str, Tensor] = {}
+    numbers: dict[float | None, None] = {}
+    seen: dict[Value, None] = {}
+    queue, met = [v], False
+    while queue:
+        at = walk.same(queue.pop())
+        if at is x:
+            met = True
+        elif name := walk.parameter(at):
+            params[name] = at.data
+        elif at.call is not None and at.op in _NORM and len(seen) < _MOST:
+            if at not in seen:
+                seen[at] = None
+                queue += at.call.inputs
+                numbers.update(dict.fromkeys(n for n in at.call.numbers if type(n) is float and 0 < n < 0.1))
+                if at.op == "rms_norm" and at.call.given(3, "eps") is None:
+                    numbers[None] = None
+                if at.op == "layer_norm" and at.call.given(4, "eps") is None:
+                    numbers[1e-5] = None
+        else:
+            raise RefusedError("not a norm")
+    if not met or len(params) > 2:
+        raise RefusedError("not a norm")
+    orders = [tuple(params), tuple(params)[::-1]] if len(params) == 2 else [(*params, *("",) * (2 - len(params)))]
+    for eps in numbers:
+        number = torch.finfo(torch.float64).eps if eps is None else eps
+        for kind in NORMS[1:]:
+            for w, b in orders:
+                if b and kind != "layernorm":
+                    continue
+                shapes = {params[name].shape for name in (w, b) if name}
+                if shapes <= {x.shape[-1:]} and close(
+                    eager_norm(x.data, params.get(w), params.get(b), kind, number), v.data
+                ):
+                    for at in seen:
+                        walk.take(at.call, "norm")
+                    return NormPiece(kind, eps, w, b, x)
+    raise RefusedError("not a norm")
+
+
+class Hidden(NamedTuple):
+    """An FFN's hidden value: the activation and its projections. up None: `first` makes gate and up."""
+
+    act: str
+    first: Linear
+    up: Linear | None
+
+
+def hidden(walk: Walk, h: Value) -> Hidden:
+    """The activation that made a hidden value, and of what. **Raises** `RefusedError` where no rule reads it."""
+    leaves: dict[Value, Linear] = {}
+    calls: dict[Recorded, None] = {}
+    queue = [h]
+    while queue:
+        v = walk.same(queue.pop(0))
+        if v in leaves or (v.call is not None and v.call in calls):
+            continue
+        found = walk.attempt(lambda v=v: linear(walk, walk.through(v)))
+        if found is not None:
+            leaves[v] = found
+        elif v.call is not None and v.op in _ELEMENTWISE and len(calls) < _MOST:
+            calls[v.call] = None
+            queue += v.call.inputs
+        else:
+            raise RefusedError(f"no rule takes {v}", v.call)
+    for call in calls:
+        walk.take(call, "activation")
+    values = list(leaves)
+    if len(values) == 1 and calls:
+        for act in PLAIN_ACTIVATIONS:
+            if close(FUNCTIONS[act](values[0].data), h.data) and _whole(values[0], leaves[values[0]]):
+                return Hidden(act, leaves[values[0]], None)
+    elif len(values) == 2:
+        for gate, up in (values, values[::-1]):
+            for act in GATED_ACTIVATIONS:
+                if gate.shape == up.shape and close(activation(gate.data, up.data, act), h.data):
+                    return _gated(act, gate, up, leaves[gate], leaves[up])
+    raise RefusedError("the activation has no kernel", next(iter(calls), h.call))
+
+
+def _gated(act: str, gate: Value, up: Value, first: Linear, second: Linear) -> Hidden:
+    if first.y is not second.y:
+        if _whole(gate, first) and _whole(up, second):
+            return Hidden(act, first, second)
+        raise RefusedError("gate or up is a part of a product", gate.call)
+    halves = first.y.data.reshape(*gate.shape[:-1], -1).chunk(2, -1)
+    if len(halves) == 2 and close(gate.data, halves[0]) and close(up.data, halves[1]):
+        return Hidden(act, first, None)
+    raise RefusedError("the rows of gate and up are not one after the other, gate first", gate.call)
+
+
+def _whole(v: Value, made: Linear) -> bool:
+    return v.data.numel() == made.y.data.numel()
+
+
+def layout_only(walk: Walk, v: Value, end: Value) -> bool:
+    """Whether only layout is between two values."""
+    while v is not end:
+        v = walk.same(v)
+        if v is end:
+            break
+        if v.call is None or not arranges(v):
+            return False
+        walk.take(v.call, "layout")
+        v = v.call.inputs[0]
+    return True

@@ -1,0 +1,196 @@
+"""The proof: a layer's own forward against the block that was read, in float64, with every gradient and mask."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from ckptfused.eager.from_op import plain_block
+from ckptfused.layer.call import build_call
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.spec_text import Mode
+from ckptfused.models.derive.copies import Sizes, resized, wide
+from ckptfused.models.derive.normal_form import Layout, layout_of
+from ckptfused.models.derive.read import Form, read
+from ckptfused.models.derive.record import Recording, record
+from ckptfused.models.derive.recorder import Recorded, RefusedError
+from ckptfused.models.derive.walk import Walk
+from ckptfused.ops.call import Call
+from ckptfused.spec import parse
+
+SHAPES = (Sizes(2, 5), Sizes(3, 7))
+LIMIT = 1e-8
+"""Error of a result or gradient relative to the largest value of it: rounding of float64 is some 1e-13, a constant that
+is written with ten digits some 1e-10."""
+
+
+class Proof(NamedTuple):
+    """What was proved, with the recordings that it was proved of."""
+
+    layout: Layout
+    text: str
+    recordings: tuple[Recording, ...]
+    rules: dict[Recorded, str]
+    """The rule that took each call of the first recording."""
+    errors: dict[str, float]
+    """The largest relative error of the result and of every gradient, over all shapes."""
+
+
+def prove(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> Proof:
+    """The normal form of a layer that is called so, proved at two shapes.
+
+    **Raises** `RefusedError` saying which call no rule takes, or where and by how much the two differ.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found: list[tuple[Layout, str, Recording]] = []
+    rules: dict[Recorded, str] = {}
+    errors: dict[str, float] = {}
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        own = wide(layer, generator)
+        for sizes in SHAPES:
+            recording, (form, walk) = _recorded(own, args, kwargs, sizes, generator)
+            layout, text, differing = _compared(own, form, walk)
+            found.append((layout, text, recording))
+            rules = rules or walk.taken
+            errors = {name: max(errors.get(name, 0.0), e) for name, e in differing.items()}
+    if len({(layout, text) for layout, text, _ in found}) > 1:
+        raise RefusedError("what it computes depends on the shape of x: " + " and ".join(text for _, text, _ in found))
+    same_structure(found[0][2], found[1][2])
+    layout, text, _ = found[0]
+    return Proof(layout, text, tuple(recording for *_, recording in found), rules, errors)
+
+
+def _recorded(
+    own: nn.Module, args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator
+) -> tuple[Recording, tuple[Form, Walk]]:
+    trouble: RefusedError | None = None
+    for first_key in (True, False):
+        given = resized(args, kwargs, sizes, generator, first_key)
+        recording = record(own, *given, wide=True, generator=generator)
+        if recording.y.data.isfinite().all():
+            return recording, read(recording)
+        trouble = RefusedError("its result is not finite", recording.y.call)
+    assert trouble is not None
+    raise trouble
+
+
+def _compared(own: nn.Module, form: Form, walk: Walk) -> tuple[Layout, str, dict[str, float]]:
+    """The layout, the text of its block, and the relative errors. **Raises** `RefusedError` above the limit."""
+    recording = walk.recording
+    layout = layout_of(form, walk, own)
+    x = recording.x.data
+    inputs = layout.inputs(x, recording.roots)
+    call = build_call(layout.parts(own), inputs, Mode())
+    if isinstance(call, Reason):
+        raise RefusedError(call.text)
+    text, masks = call.text, layout.masks(recording)
+    wanted = [(name, p) for name, p in own.named_parameters() if p.requires_grad]
+    y = recording.y.data
+    if y.shape != x.shape:
+        raise RefusedError(f"it makes {list(y.shape)} of {list(x.shape)}", recording.y.call)
+    weights = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
+    ways = [plain_block(x, call.slots, call.aux, text, masks)]
+    if not parse(text).has_dropout:
+        ways.append(call.run())
+    leaves = [x, *(p for _, p in wanted)]
+    own_gradients = _gradients(y, weights, leaves)
+    errors: dict[str, float] = {}
+    for made in ways:
+        pairs = [("the result", y, made)]
+        pairs += zip(("the gradient of x", *(f"the gradient of {name}" for name, _ in wanted)), own_gradients,
+                     _gradients(made, weights, leaves), strict=True)  # fmt: skip
+        # The gradient of a bias of k, say, is zero but for rounding: it is compared with the largest of all.
+        least = 1e-3 * max(float(a.detach().abs().max()) for _, a, _ in pairs[1:] if a.numel())
+        for name, a, b in pairs:
+            a, b = a.detach(), b.detach()
+            error = float((a - b).abs().max()) / max(float(a.abs().max()), least) if a.numel() else 0.0
+            if not error <= LIMIT:
+                raise RefusedError(f"{name} differs by {error:.1e} of its largest value from what was read ({text})")
+            errors[name] = max(errors.get(name, 0.0), error)
+    return layout, text, errors
+
+
+def _gradients(y: Tensor, weights: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    found = torch.autograd.grad(y, leaves, weights, retain_graph=True, allow_unused=True)
+    return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+
+
+def same_structure(a: Recording, b: Recording) -> None:
+    """**Raises** `RefusedError` at the first call in which two recordings differ but for sizes."""
+    for one, other in zip(_steps(a), _steps(b), strict=False):
+        if one[:-1] != other[:-1]:
+            raise RefusedError("another call at another shape, type or length", other[-1])
+    if len(_steps(a)) != len(_steps(b)):
+        raise RefusedError("other calls at another shape, type or length", b.y.call)
+
+
+_CASTS = ("to", "float", "double", "type", "type_as", "contiguous", "clone")
+
+
+def _steps(recording: Recording) -> list[Any]:
+    """The calls on which the result depends, casts aside: what, of which others, with which numbers, where."""
+    places: dict[int, Any] = {}
+
+    def place(v: Any) -> Any:
+        while v.call is not None and v.call.op in _CASTS:
+            v = v.call.inputs[0]
+        return v.name if v.call is None else (places[v.call.number], v.index)
+
+    steps: list[Any] = []
+    for call in recording.before(recording.y):
+        if call.op in _CASTS:
+            continue
+        places[call.number] = len(steps)
+        numbers = tuple(
+            -torch.inf if type(n) is float and n <= -5e8 else n
+            for n in call.numbers
+            if isinstance(n, float | bool | str | type(None))
+        )
+        steps.append((call.op, call.place, tuple(map(place, call.inputs)), numbers, call))
+    return steps
+
+
+def same_shapes(proof: Proof, recording: Recording, sizes: Sizes) -> None:
+    """**Raises** `RefusedError` where a call of another size makes what does not follow from the proof."""
+    same_structure(proof.recordings[0], recording)
+    all_calls = [r.before(r.y) for r in (*proof.recordings, recording)]
+    kept = [[call for call in calls if call.op not in _CASTS] for calls in all_calls]
+    for one, two, here in zip(*kept, strict=True):
+        for a, b, c in zip(one.values, two.values, here.values, strict=True):
+            if a.data.dim() != c.data.dim() or not all(
+                map(_follows, a.shape, b.shape, c.shape, [sizes] * c.data.dim())
+            ):
+                raise RefusedError(f"makes {list(c.shape)}, which does not grow as it did in the proof", here)
+
+
+def _follows(a: int, b: int, c: int, sizes: Sizes) -> bool:
+    """Whether a size is a multiple of 1, B, T, B·T or T² at all three shapes."""
+    ways = [(1, 1, 1)]
+    ways += [tuple(f(s) for s in (*SHAPES, sizes)) for f in (_batch, _tokens, _rows)]  # type: ignore[misc]
+    return any(a * w2 == b * w1 and a * w3 == c * w1 for w1, w2, w3 in ways)
+
+
+def _batch(sizes: Sizes) -> int:
+    return sizes.batch
+
+
+def _tokens(sizes: Sizes) -> int:
+    return sizes.tokens
+
+
+def _rows(sizes: Sizes) -> int:
+    return sizes.batch * sizes.tokens
+
+
+def leaves_of(args: Any, kwargs: Any) -> dict[str, Tensor]:
+    """The tensors of a call by the names that a recording gives them."""
+    leaves = tree_flatten((args, kwargs))[0]
+    return {f"arg:{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+
+
+def proved_call(proof: Proof, layer: nn.Module, x: Tensor, outer: dict[str, Tensor], mode: Mode) -> Call | Reason:
+    """The op call of a layer with a proof."""
+    return build_call(proof.layout.parts(layer), proof.layout.inputs(x, outer), mode)

@@ -1,0 +1,275 @@
+"""The reading of a recording: residual sums, their branches, and the normal form that these make."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from ckptfused.models.derive.attention import Core, core
+from ckptfused.models.derive.heads import Heads, heads
+from ckptfused.models.derive.pieces import Hidden, Linear, NormPiece, hidden, layout_only, linear, norm
+from ckptfused.models.derive.record import Recording
+from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.walk import Walk, arranges, close, ratio
+
+_FACTORS = ("mul", "rmul", "div", "truediv", "multiply")
+
+
+class Branch(NamedTuple):
+    """What one half adds to the residual stream."""
+
+    source: Value
+    """What it reads, before its norm."""
+    pre: NormPiece | None
+    normed: Value
+    """What its first projections take."""
+    post: NormPiece | None
+    last: Linear
+    m: float
+    dropped: Recorded | None
+    """The dropout of what it adds."""
+    core: Core | None = None
+    heads: Heads | None = None
+    hidden: Hidden | None = None
+    hidden_dropped: Recorded | None = None
+
+
+class Form(NamedTuple):
+    """A layer in normal form."""
+
+    attn: Branch | None
+    ffn: Branch | None
+    attn_out: NormPiece | None
+    ffn_out: NormPiece | None
+    parallel: bool | Literal["shared"]
+
+
+@torch.no_grad()
+def read(recording: Recording) -> tuple[Form, Walk]:
+    """The normal form of a layer. **Raises** `RefusedError` naming the first call that no rule takes."""
+    walk = Walk(recording)
+    try:
+        form = _form(walk)
+        for call in recording.before(recording.y):
+            if call not in walk.taken:
+                raise RefusedError(f"no rule takes {call}", call)
+    except RefusedError as error:
+        error.calls = recording.before(recording.y)
+        raise
+    return form, walk
+
+
+def _form(walk: Walk) -> Form:
+    x = walk.recording.x
+    if x.data.dim() != 3:
+        raise RefusedError(f"x has shape {list(x.shape)}, expected [B, T, C]")
+    stages: list[tuple[list[Branch], NormPiece | None]] = []
+    at = walk.through(walk.recording.y)
+    while at is not x:
+        if len(stages) == 2:
+            raise RefusedError(f"no rule takes {at}", at.call)
+        branches, out, at = _stage(walk, at)
+        stages.insert(0, (branches, out))
+    if len(stages) == 1 and len(stages[0][0]) == 2:
+        return _parallel(walk, *stages[0])
+    if any(len(branches) != 1 for branches, _ in stages) or not stages:
+        raise RefusedError("the layer adds nothing to its input, or more than two things")
+    halves = [(branches[0], out) for branches, out in stages]
+    kinds = ["attn" if half.core is not None else "ffn" for half, _ in halves]
+    if kinds not in (["attn", "ffn"], ["attn"], ["ffn"]):
+        raise RefusedError(f"halves in the order {' and '.join(kinds)}", halves[0][0].last.y.call)
+    found = dict(zip(kinds, halves, strict=True))
+    attn, attn_out = found.get("attn", (None, None))
+    ffn, ffn_out = found.get("ffn", (None, None))
+    return Form(attn, ffn, attn_out, ffn_out, False)
+
+
+def _parallel(walk: Walk, branches: list[Branch], out: NormPiece | None) -> Form:
+    attn = next((b for b in branches if b.core is not None), None)
+    ffn = next((b for b in branches if b.core is None), None)
+    if attn is None or ffn is None or out is not None:
+        raise RefusedError("two halves of one kind beside each other, or a norm of their sum", walk.recording.y.call)
+    shared = attn.pre is not None and attn.normed is ffn.normed
+    return Form(attn, ffn._replace(pre=None) if shared else ffn, None, None, "shared" if shared else True)
+
+
+def _stage(walk: Walk, y: Value) -> tuple[list[Branch], NormPiece | None, Value]:
+    """One sum of the residual stream: its branches, its closing norm, and the stream before it."""
+    out = walk.attempt(norm, walk, y)
+    if out is not None:
+        y = walk.through(out.x)
+    if y.call is None or y.op not in ("add", "radd"):
+        raise RefusedError(f"no rule takes {y}", y.call)
+    terms = _terms(walk, y)
+    branches: list[Branch] = []
+    streams: list[Value] = []
+    trouble: RefusedError | None = None
+    for term in terms:
+        if term is walk.recording.x or _is_closed_sum(walk, term):
+            streams.append(term)
+            continue
+        try:
+            with walk.trial():
+                branches.append(_branch(walk, term))
+        except RefusedError as error:
+            trouble = error
+    if trouble is not None:
+        raise trouble
+    if len(streams) != 1:
+        raise RefusedError(f"a sum of {len(terms)} values, {len(streams)} of which are the residual stream", y.call)
+    if len(streams) == 1:  # the closing norm of the sum before is the stream itself, not a norm of this half
+        branches = [b._replace(pre=None, source=b.normed) if b.normed is streams[0] else b for b in branches]
+    sources = {id(branch.source) for branch in branches}
+    if len(branches) == 2 and sources != {id(streams[0])}:
+        return _serial(walk, y, branches, streams[0], out)
+    for branch in branches:
+        if branch.source is not streams[0] and branch.pre is None:
+            raise RefusedError(f"no rule takes {branch.normed}", branch.normed.call)
+    if any(branch.source is not streams[0] for branch in branches):
+        raise RefusedError("a half reads another value than the one that it is added to", y.call)
+    for call in _adds(walk, y, terms):
+        walk.take(call, "residual")
+    return branches, out, streams[0]
+
+
+def _serial(
+    walk: Walk, y: Value, branches: list[Branch], stream: Value, out: NormPiece | None
+) -> tuple[list[Branch], NormPiece | None, Value]:
+    """The later of two branches, which reads the sum of the stream and the earlier one."""
+    for first, second in (branches, branches[::-1]):
+        if first.source is stream and second.source.op in ("add", "radd"):
+            terms = _terms(walk, second.source)
+            calls = _adds(walk, second.source, terms)
+            whole = _adds(walk, y, _terms(walk, y))
+            if len(terms) == 2 and len(whole) == 2 and set(calls) < set(whole):
+                walk.take(y.call, "residual")
+                return [second], out, second.source
+    for branch in branches:
+        if branch.source is not stream and branch.pre is None and not _is_sum(walk, branch.source):
+            raise RefusedError(f"no rule takes {branch.source}", branch.source.call)
+    raise RefusedError("halves that are neither one after the other nor beside each other", y.call)
+
+
+def _terms(walk: Walk, y: Value) -> list[Value]:
+    """What a sum is of, residual sums within it opened."""
+    terms: list[Value] = []
+    queue = [y]
+    while queue:
+        v = walk.through(queue.pop(0))
+        if _is_sum(walk, v):
+            queue = [*v.call.inputs, *queue]  # type: ignore[union-attr]
+        else:
+            terms.append(v)
+    return terms
+
+
+def _is_sum(walk: Walk, v: Value) -> bool:
+    call = v.call
+    if call is None or call.op not in ("add", "radd") or len(call.inputs) != 2 or call.kwargs:
+        return False
+    return all(i.shape == v.shape for i in call.inputs) and not any(map(walk.parameter, call.inputs))
+
+
+def _adds(walk: Walk, y: Value, terms: list[Value]) -> list[Recorded]:
+    """The additions of a sum."""
+    calls: list[Recorded] = []
+    queue = [y]
+    while queue:
+        v = walk.through(queue.pop())
+        if v not in terms and v.call is not None:
+            calls.append(v.call)
+            queue += v.call.inputs
+    return calls
+
+
+def _is_closed_sum(walk: Walk, v: Value) -> bool:
+    """Whether a value is a norm of a sum: the stream of a post-norm layer."""
+    found = walk.attempt(norm, walk, v)
+    if found is None:
+        return False
+    return _is_sum(walk, walk.through(found.x))
+
+
+def _branch(walk: Walk, term: Value) -> Branch:
+    m, post, dropped = 1.0, None, None
+    v = walk.same(term)
+    while True:
+        if v.call is None:
+            raise RefusedError("a sum of what the layer is given")
+        call = v.call
+        if dropped is None and v.op == "dropout" and call.mask is not None:
+            dropped = call
+            walk.take(call, "residual dropout")
+            v = walk.same(call.inputs[0])
+        elif v.op in _FACTORS and len(call.inputs) == 1 and post is None:
+            m *= _ratio(v)
+            walk.take(call, "residual multiplier")
+            v = walk.same(call.inputs[0])
+        elif (last := walk.attempt(linear, walk, v)) is not None:
+            break
+        elif post is None and (found := walk.attempt(norm, walk, v)) is not None:
+            post = found
+            v = walk.same(found.x)
+        elif arranges(v):
+            walk.take(call, "layout")
+            v = walk.same(call.inputs[0])
+        else:
+            raise RefusedError(f"no rule takes {call}", call)
+    branch = Branch(v, None, v, post, last, m, dropped)
+    inner = walk.same(last.x)
+    base = inner
+    with_taken = dict(walk.taken)
+    while base.call is not None and arranges(base):
+        base = walk.same(base.call.inputs[0])
+    walk.taken = with_taken
+    if base.op in ("scaled_dot_product_attention", "matmul", "bmm", "einsum") and not _is_projection(walk, base):
+        return _attention(walk, branch, inner, base)
+    return _ffn(walk, branch, inner)
+
+
+def _is_projection(walk: Walk, v: Value) -> bool:
+    taken = dict(walk.taken)
+    found = walk.attempt(linear, walk, v)
+    walk.taken = taken
+    return found is not None
+
+
+def _ratio(v: Value) -> float:
+    by = ratio(v.call.inputs[0].data, v.data)  # type: ignore[union-attr]
+    if by is None:
+        raise RefusedError(f"no rule takes {v.call}", v.call)
+    return by
+
+
+def _attention(walk: Walk, branch: Branch, inner: Value, base: Value) -> Branch:
+    found = core(walk, base)
+    if not layout_only(walk, inner, base):
+        raise RefusedError(f"no rule takes {inner}", inner.call)
+    if not close(inner.data, base.data.transpose(1, 2).reshape(inner.shape)):
+        raise RefusedError("heads come together in another order than the block's", inner.call)
+    made = heads(walk, found)
+    sides = [side for side in (made.q, made.k, made.v) if side is not None]
+    return _entered(walk, branch._replace(core=found, heads=made), sides)
+
+
+def _ffn(walk: Walk, branch: Branch, inner: Value) -> Branch:
+    h = walk.through(inner)
+    dropped = None
+    if h.op == "dropout" and h.call is not None and h.call.mask is not None:
+        dropped = h.call
+        walk.take(dropped, "hidden dropout")
+        h = walk.through(h.call.inputs[0])
+    made = hidden(walk, h)
+    sides = [side for side in (made.first, made.up) if side is not None]
+    return _entered(walk, branch._replace(hidden=made, hidden_dropped=dropped), sides)
+
+
+def _entered(walk: Walk, branch: Branch, sides: list[Linear]) -> Branch:
+    """A branch with what its first projections read, and the norm before it."""
+    taken = [walk.through(side.x) for side in sides]
+    if any(v is not taken[0] for v in taken):
+        raise RefusedError("projections of one half read different values", sides[-1].y.call)
+    pre = walk.attempt(norm, walk, taken[0])
+    source = taken[0] if pre is None else walk.through(pre.x)
+    return branch._replace(source=source, pre=pre, normed=taken[0])

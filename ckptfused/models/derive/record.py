@@ -1,0 +1,99 @@
+"""A recording of one forward: its calls, what it was given, and what came out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from ckptfused.models.derive.recorder import Recorded, Recorder, RefusedError, Value
+
+
+class Recording:
+    """A forward that was recorded: its calls, x, the result and what is around it."""
+
+    def __init__(self, recorder: Recorder, x: Value, y: Any) -> None:
+        self.calls, self.x, self.roots = recorder.calls, x, recorder.roots
+        leaves, self.tree = tree_flatten(y)
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        if len(tensors) != 1:
+            raise RefusedError(f"the layer returns {len(tensors)} tensors, expected one")
+        self.y = recorder.value(tensors[0])
+        self.leaves = [v if not isinstance(v, Tensor) else None for v in leaves]
+
+    def before(self, *ends: Value) -> list[Recorded]:
+        """The calls on which values depend, in order."""
+        found: dict[Recorded, None] = {}
+        queue = [v.call for v in ends if v.call is not None]
+        while queue:
+            call = queue.pop()
+            if call not in found:
+                found[call] = None
+                queue += [v.call for v in call.inputs if v.call is not None]
+        return sorted(found, key=lambda call: call.number)
+
+
+def record(
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wide: bool,
+    generator: torch.Generator | None = None,
+) -> Recording:
+    """The recording of a copy's forward (see `copies`). x is its first argument, or the first tensor among them.
+
+    **Raises** `RefusedError` where the forward does what no recording can follow.
+    """
+    recorder, state = Recorder(wide, generator), _state(layer)
+    roots: list[Value] = []
+    for i, leaf in enumerate(tree_flatten((args, kwargs))[0]):
+        if isinstance(leaf, Tensor):
+            roots.append(recorder.root(f"arg:{i}", leaf))
+    if not roots:
+        raise RefusedError("the layer is called without a tensor")
+    for name, weight in layer.named_parameters():
+        recorder.root(f"param:{name}", weight)
+    for name, t in held(layer):
+        recorder.root(f"buffer:{name}", t)
+    drawn = random.getstate(), torch.get_rng_state() if wide else None
+    try:
+        with recorder:
+            y = type(layer).forward(layer, *args, **kwargs)
+    except RefusedError:
+        raise
+    except Exception as error:  # any forward may raise anything on arguments that were guessed
+        raise RefusedError(f"its forward raised {type(error).__name__}: {error}") from error
+    if random.getstate() != drawn[0] or (drawn[1] is not None and not torch.equal(torch.get_rng_state(), drawn[1])):
+        raise RefusedError("it draws random numbers beside those of dropout")
+    if _state(layer) != state:
+        raise RefusedError("its forward changes the layer's own attributes or buffers")
+    return Recording(recorder, roots[0], y)
+
+
+def held(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that modules hold beside parameters, by name: buffers and plain attributes."""
+    for name, module in layer.named_modules():
+        for key, t in (*module._buffers.items(), *vars(module).items()):
+            if isinstance(t, Tensor):
+                yield f"{name}.{key}".lstrip("."), t
+
+
+def _state(layer: nn.Module) -> Any:
+    """What a forward could change: attributes of modules by value, tensors by identity and version."""
+    return [
+        (key, (id(v), v._version) if isinstance(v, Tensor) else v if isinstance(v, _PLAIN) else _size(v))
+        for module in layer.modules()
+        for key, v in (*vars(module).items(), *module._buffers.items(), *module._parameters.items())
+        if not key.startswith("_") or key in ("_buffers", "_parameters")
+    ]
+
+
+_PLAIN: Any = (int, float, str, bool, type(None))
+
+
+def _size(value: Any) -> Any:
+    return (id(value), len(value)) if isinstance(value, list | dict | set) else id(value)

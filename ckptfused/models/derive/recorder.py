@@ -1,0 +1,236 @@
+"""What runs under a mode, written down: every call of PyTorch's with its inputs, results and line of source."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ckptfused.eager.attention import attention
+from ckptfused.eager.dropout import dropout
+
+_NOT_THE_LAYERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def named(*lines: str) -> frozenset[str]:
+    """The words of some lines."""
+    return frozenset(" ".join(lines).split())
+
+
+_LOOKS = named(
+    "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex __len__ get_device",
+    "element_size is_nested is_same_size has_names is_inference storage_offset _is_view is_cuda shape dtype",
+    "device ndim requires_grad is_meta layout is_cpu names is_quantized is_sparse is_xpu is_mps is_leaf grad_fn",
+    "_version itemsize nbytes",
+)
+"""Calls and attributes that say something about a tensor, no value of it."""
+
+
+_VALUES = named(
+    "item tolist __bool__ __int__ __float__ __index__ __contains__ nonzero equal allclose numpy __array__ unique",
+    "is_nonzero",
+)
+"""Calls whose results depend on values in a way that decides what runs."""
+
+
+class RefusedError(Exception):
+    """Why no recording, no reading or no proof can be had of a layer."""
+
+    def __init__(self, why: str, call: Recorded | None = None) -> None:
+        super().__init__(why if call is None else f"{call.place}: {why}")
+        self.call = call
+        self.calls: list[Recorded] = []
+        """What was recorded, where a rule is at fault."""
+
+
+class Value:
+    """A tensor of a recording: a result of `call`, or what the layer had (`name`: `"arg:0"`, `"param:norm.weight"`)."""
+
+    __slots__ = ("call", "data", "index", "name")
+
+    def __init__(self, data: Tensor, call: Recorded | None = None, index: int = 0, name: str = "") -> None:
+        self.data, self.call, self.index, self.name = data, call, index, name
+
+    @property
+    def op(self) -> str:
+        """The name of the call that made it, "" of none."""
+        return "" if self.call is None else self.call.op
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def is_param(self) -> bool:
+        return self.name.startswith("param:")
+
+    def __repr__(self) -> str:
+        return self.name or f"{self.call}"
+
+
+class Recorded:
+    """One call: `args` and `kwargs` as they were, with a `Value` in the place of each tensor."""
+
+    __slots__ = ("args", "func", "kwargs", "mask", "number", "op", "place", "values")
+
+    def __init__(self, number: int, func: Any, op: str, args: Any, kwargs: Any, place: str) -> None:
+        self.number, self.func, self.op, self.place = number, func, op, place
+        self.args, self.kwargs = args, kwargs
+        self.values: list[Value] = []
+        self.mask: Tensor | None = None
+        """The keep mask of a dropout."""
+
+    def given(self, index: int, name: str, default: Any = None) -> Any:
+        """An argument by place or name."""
+        return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
+
+    @property
+    def inputs(self) -> list[Value]:
+        return [v for v in tree_flatten((self.args, self.kwargs))[0] if isinstance(v, Value)]
+
+    @property
+    def numbers(self) -> list[Any]:
+        """What is no tensor among its arguments."""
+        return [v for v in tree_flatten((self.args, self.kwargs))[0] if not isinstance(v, Value)]
+
+    def __repr__(self) -> str:
+        return f"{self.op} of {', '.join(str(list(v.shape)) for v in self.inputs) or 'nothing'}"
+
+
+class Recorder(TorchFunctionMode):
+    """Writes down what runs under it. wide: float32 becomes float64, and dropout's masks are drawn here and kept."""
+
+    def __init__(self, wide: bool, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.calls: list[Recorded] = []
+        self.values: dict[int, Value] = {}
+        self.roots: dict[str, Tensor] = {}
+        self._wide, self._generator = wide, generator
+
+    def root(self, name: str, t: Tensor) -> Value:
+        """Makes a tensor known that the layer has from the start."""
+        self.roots[name] = t
+        return self.values.setdefault(id(t), Value(t, name=name))
+
+    def value(self, t: Tensor) -> Value:
+        """The value that a tensor is. **Raises** `RefusedError` where no call that was seen made it."""
+        if id(t) not in self.values:
+            raise RefusedError(f"a tensor of shape {list(t.shape)} comes from no call that was seen")
+        return self.values[id(t)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, op = kwargs or {}, _name(func)
+        place = _place()
+        if getattr(func, "__name__", "") in _VALUES:
+            raise RefusedError(f"{place}: {op} of a tensor: what runs depends on values")
+        if self._wide:
+            args, kwargs = tree_map(_widened, (args, kwargs))
+            func, op = (Tensor.double, "double") if op == "float" else (func, op)
+        given, options = self._noted(args, kwargs)
+        noted = Recorded(len(self.calls), func, op, given, options, place)
+        result = self._dropped(noted, func, args, kwargs) if self._wide else None
+        result = func(*args, **kwargs) if result is None else result
+        tensors = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+        if not tensors:
+            if op not in _LOOKS:
+                raise RefusedError(f"{place}: {op} is not known")
+            return result
+        if _writes(op, kwargs) or any(
+            t is g and op != "to" for t in tensors for g in _tensors(args, kwargs) if _same(op)
+        ):
+            raise RefusedError(f"{place}: {op} writes in place")
+        noted.values = [Value(t, noted, i) for i, t in enumerate(tensors)]
+        self.values.update((id(value.data), value) for value in noted.values)
+        self.calls.append(noted)
+        return result
+
+    def _noted(self, args: Any, kwargs: Any) -> Any:
+        return tree_map(lambda v: self.value(v) if isinstance(v, Tensor) else v, (args, kwargs))
+
+    def _dropped(self, noted: Recorded, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+        """The result of a dropout, or of attention with one, by a mask that the call keeps; None of any other call."""
+        if func is F.dropout:
+            p, training = noted.given(1, "p", 0.5), noted.given(2, "training", True)
+            if not training or p == 0:
+                return None
+            x = args[0] if args else kwargs["input"]
+            noted.mask = torch.rand(x.shape, generator=self._generator) >= p
+            return dropout(x, noted.mask, p)
+        if func is F.scaled_dot_product_attention and (p := noted.given(4, "dropout_p", 0.0)) > 0:
+            q, k, v = (args[i] if len(args) > i else kwargs[n] for i, n in enumerate(("query", "key", "value")))
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            noted.mask = torch.rand(*q.shape[:-1], k.size(-2), generator=self._generator) >= p
+            kind = "none" if mask is None else "keep" if mask.dtype == torch.bool else "add"
+            mask = mask if mask is None else mask[(None,) * (4 - mask.dim())]
+            causal, scale = noted.given(5, "is_causal", False), noted.kwargs.get("scale")
+            return attention(
+                q, k, v, mask=mask, mask_kind=kind, causal=causal, scale=scale, keep=noted.mask, p=p, window=0
+            )[0]
+        return None
+
+
+def _same(op: str) -> bool:
+    """Whether a call that returns its own argument must have written to it."""
+    return op not in (
+        "contiguous",
+        "dropout",
+        "type",
+        "type_as",
+        "expand",
+        "reshape",
+        "view",
+        "double",
+        "float",
+        "broadcast_to",
+    )
+
+
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    return [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+
+
+def _writes(op: str, kwargs: Any) -> bool:
+    augmented = op in (
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "iand",
+        "ior",
+        "ixor",
+        "imatmul",
+    )
+    return (
+        augmented or op == "setitem" or op.endswith("_") or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+    )
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def _name(func: Any) -> str:
+    """`"add"` of `Tensor.__add__`, `"T"` of a property's getter."""
+    name = getattr(func, "__name__", type(func).__name__)
+    if name == "__get__":
+        name = getattr(func.__self__, "__name__", name)
+    return name.strip("_") if name.startswith("__") else name
+
+
+def _place() -> str:
+    """File and line of the layer's code that runs now."""
+    frame: Any = sys._getframe(2)
+    inner = frame
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_LAYERS):
+        frame = frame.f_back
+    frame = inner if frame is None else frame
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

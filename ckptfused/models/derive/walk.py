@@ -1,0 +1,117 @@
+"""Walking back through a recording: what each rule shares, and which call belongs to which rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ckptfused.models.derive.record import Recording
+from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, named
+
+TOLERANCE = 1e-9
+"""Relative error of float64 values that are to be the same: constants such as GELU's are written with ten digits."""
+LAYOUT = named(
+    "view reshape flatten unflatten transpose permute unsqueeze squeeze expand getitem chunk split narrow unbind",
+    "t T mT swapaxes swapdims movedim select expand_as view_as tensor_split split_with_sizes broadcast_to",
+    "repeat_interleave repeat",
+)
+"""Calls that only arrange values; each must be right by the numbers that come out at its end."""
+
+
+def arranges(v: Value) -> bool:
+    """Whether a value is another one arranged anew, by numbers alone: not picked by an index tensor."""
+    return v.call is not None and v.op in LAYOUT and (len(v.call.inputs) == 1 or v.op in ("expand_as", "view_as"))
+
+
+_SAME = ("to", "float", "double", "type", "type_as", "contiguous", "clone", "dropout", "half", "bfloat16")
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Whether two float64 tensors are the same but for rounding."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    finite = b.isfinite()
+    if not torch.equal(a[~finite], b[~finite]):
+        return False
+    a, b = a[finite], b[finite]
+    return bool((a - b).abs().max() <= TOLERANCE * b.abs().max()) if a.numel() else True
+
+
+def ratio(before: Tensor, after: Tensor) -> float | None:
+    """The number that makes one tensor of another, without its rounding; None where there is none."""
+    by = float((before * after).sum() / before.square().sum())
+    by = next((n for n in (float(f"{by:.{digits}g}") for digits in (6, 9, 12)) if abs(n - by) < 1e-13 * abs(by)), by)
+    return by if by and close(before * by, after) else None
+
+
+class Walk:
+    """A recording, and the calls that a rule has taken so far."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.taken: dict[Recorded, str] = {}
+        self._outer: dict[Value, bool] = {}
+
+    def take(self, call: Recorded | None, rule: str) -> None:
+        """Notes that a call belongs to a rule. **Raises** `RefusedError` where it belongs to another one."""
+        if call is not None and self.taken.setdefault(call, rule) != rule:
+            raise RefusedError(f"{call.op} is read as {self.taken[call]} and as {rule}", call)
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """A context after which nothing is taken that was not before, if it raises."""
+        before = dict(self.taken)
+        try:
+            yield
+        except RefusedError:
+            self.taken = before
+            raise
+
+    def attempt(self, rule: Callable[..., Any], *args: Any) -> Any:
+        """What a rule reads, None where it does not apply."""
+        try:
+            with self.trial():
+                return rule(*args)
+        except RefusedError:
+            return None
+
+    def same(self, v: Value) -> Value:
+        """The value before casts, copies and dropouts that do nothing."""
+        while v.call is not None and v.op in _SAME and v.call.mask is None:
+            before = v.call.inputs[0]
+            if before.data.dtype != v.data.dtype or before.shape != v.shape or not _equal(before.data, v.data):
+                break
+            self.take(v.call, "a cast or copy")
+            v = before
+        return v
+
+    def through(self, v: Value, layout: str = "layout") -> Value:
+        """The value before what only arranges it."""
+        v = self.same(v)
+        while v.call is not None and arranges(v):
+            self.take(v.call, layout)
+            v = self.same(v.call.inputs[0])
+        return v
+
+    def parameter(self, v: Any) -> str:
+        """The name of a parameter that a call was given; "" where it is none."""
+        return self.same(v).name.removeprefix("param:") if isinstance(v, Value) and self.same(v).is_param else ""
+
+    def outer(self, v: Value) -> bool:
+        """Whether a value depends on no parameter and not on x: a mask, a table."""
+        if v not in self._outer:
+            if v.call is None:
+                self._outer[v] = v is not self.recording.x and not v.is_param
+            else:
+                self._outer[v] = v.call.mask is None and all(map(self.outer, v.call.inputs))
+        return self._outer[v]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a is b or bool(((a == b) | (a != a)).all())

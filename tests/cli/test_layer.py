@@ -1,0 +1,72 @@
+"""`python -m ckptfused layer`: what is read off a layer, or the line that does not fit."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from ckptfused.cli import main
+
+BLOCKS = """
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(24, 8)
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, x):
+            return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+    class Gated(Block):
+        def forward(self, x):
+            y = self.down(F.gelu(self.up(self.norm(x))))
+            return x + y * x.sigmoid()
+
+    def fits():
+        return nn.Sequential(Block(), Block(), Block()), torch.zeros(2, 6, 8)
+
+    def neither():
+        return nn.Sequential(Block(), Gated(), Gated()), torch.zeros(2, 6, 8)
+
+    def one():
+        return Block(), torch.zeros(2, 6, 8)
+"""
+
+
+def printed(
+    factory: str, options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> tuple[int, str]:
+    (tmp_path / "blocks_of_layer.py").write_text(textwrap.dedent(BLOCKS))
+    monkeypatch.chdir(tmp_path)
+    status = main(["layer", "--config", f"blocks_of_layer:{factory}", *options])
+    return status, capsys.readouterr().out
+
+
+def test_a_layer_is_read_and_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    status, out = printed("fits", ["--calls"], tmp_path, monkeypatch, capsys)
+    assert status == 0
+    assert "0 and 2 more alike: Block, 6 calls" in out
+    assert "blocks_of_layer.py:13  gelu -> [2, 5, 24]  [activation]" in out
+    assert "reads as halves=ffn ffn.act=gelu ffn.hidden=24 ffn.pre=layernorm ffn.p_res=0.1" in out
+    assert "proved: the result and 7 gradients" in out
+
+
+def test_the_first_call_that_does_not_fit_has_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    status, out = printed("neither", ["--calls"], tmp_path, monkeypatch, capsys)
+    assert status == 3
+    assert "> " in out and "blocks_of_layer.py:18: no rule takes mul of [2, 5, 8], [2, 5, 8]" in out
+
+
+def test_a_block_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    status, out = printed("one", [], tmp_path, monkeypatch, capsys)
+    assert status == 0 and "the model: Block" in out and "gelu" not in out.split("reads as")[0]

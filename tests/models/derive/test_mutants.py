@@ -1,0 +1,133 @@
+"""A layer that was changed in one place runs as it was written: what is derived of it computes the same, or nothing is
+derived."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.spec_text import Mode
+from ckptfused.models.derive.copies import copied
+from ckptfused.models.derive.derive import derive
+from ckptfused.models.derive.prove import leaves_of, proved_call
+from ckptfused.models.derive.record import held
+from tests.models.derive.mutations import IN_GPT, IN_LLAMA
+from tests.models.derive.written import GPT, LLAMA, arguments, made
+
+T_OF = "T_OF = lambda x: x.shape[1]\n"
+MUTANTS = [(LLAMA, *change) for change in IN_LLAMA] + [(GPT, *change) for change in IN_GPT]
+
+
+def in_double(source: str) -> str:
+    """A text whose norm and softmax compute in double precision, as its neighbourhood."""
+    return source.replace(".float()", ".double()").replace("dtype=torch.float32", "dtype=torch.float64")
+
+
+def outside(layer: nn.Module, args: Any) -> dict[str, Tensor]:
+    """What a derivation takes beside x, by name."""
+    return {**leaves_of(args, {}), **{f"buffer:{name}": t for name, t in held(layer)}}
+
+
+def check(layer: nn.Module, args: Any) -> bool:
+    """Whether something was derived; it then computes, with every gradient, what the layer does."""
+    found = derive(layer, args, {})
+    if found.proof is None:
+        assert found.why
+        return False
+    if "p_" in found.proof.text:  # it drops whatever its rates are
+        return True
+    x = args[0].requires_grad_()
+    own = type(layer).forward(layer, *args)
+    call = proved_call(found.proof, layer, x, outside(layer, args), Mode())
+    assert not isinstance(call, Reason), call
+    fused, leaves = call.run(), [x, *layer.parameters()]
+    torch.testing.assert_close(fused, own, rtol=1e-9, atol=1e-9)
+    weights = torch.randn(own.shape, dtype=own.dtype, generator=torch.Generator().manual_seed(3))
+    for a, b in zip(*(torch.autograd.grad(y, leaves, weights, allow_unused=True) for y in (own, fused)), strict=True):
+        zero = torch.zeros(())
+        torch.testing.assert_close(*(zero if g is None or not g.any() else g for g in (b, a)), rtol=1e-8, atol=1e-9)
+    return True
+
+
+@pytest.mark.parametrize("index", range(len(MUTANTS)))
+def test_a_mutant_runs_as_written(index: int) -> None:
+    source, old, new = MUTANTS[index]
+    assert source.count(old) >= 1
+    layer = made(T_OF + in_double(source.replace(old, new, 1))).double()
+    check(layer, arguments(source, tokens=13, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("index", range(len(IN_LLAMA), len(MUTANTS)))
+def test_a_mutant_with_dropout_keeps_its_sites(index: int) -> None:
+    """The rates of what is derived are those of the calls; what drops elsewhere is not derived."""
+    source, old, new = MUTANTS[index]
+    layer = made(T_OF + source.replace(old, new, 1), p=0.2)
+    found = derive(layer, arguments(source), {})
+    if "F.dropout(att, 0.5)" in new:
+        assert found.proof is not None and "p_attn=0.5" in found.proof.text
+    elif "0.3, True" in new:
+        assert found.proof is not None and "p_res=0.3" in found.proof.text.split("ffn.act")[0]
+    elif "drop" in new or "bernoulli" in new:
+        assert found.proof is None, found.proof
+    elif found.proof is not None:
+        assert "p_res=0.2" in found.proof.text
+        assert ("p_attn=0.2" in found.proof.text) == (new != "pass")
+
+
+@pytest.mark.parametrize("source", [LLAMA, GPT])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_the_originals_are_derived(source: str, p: float) -> None:
+    layer = made(source, p=p)
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    found = derive(layer, arguments(source), {})
+    assert found.proof is not None, found.why
+    assert ("p_attn=0.1" in found.proof.text) == ("p_res=0.1" in found.proof.text) == (p > 0)
+    assert max(found.proof.errors.values()) < 1e-12
+    assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+    if p == 0:
+        assert check(made(in_double(source)).double(), arguments(source, tokens=13, dtype=torch.float64))
+
+
+def test_what_depends_on_the_length_is_not_derived() -> None:
+    """It computes the same at the lengths of the proof."""
+    old, new = "return x + 0.5 * self.drop(f)", "return x + 0.5 * self.drop(f) if T_OF(x) < 10 else x"
+    layer = made(T_OF + LLAMA.replace(old, new))
+    assert derive(layer, arguments(LLAMA, tokens=9), {}).proof is not None
+    found = derive(layer, arguments(LLAMA, tokens=13), {})
+    assert found.proof is None and "at another shape" in found.why
+
+
+def test_a_gradient_that_differs_is_not_derived() -> None:
+    """Its result is right."""
+    layer = made(LLAMA.replace("* torch.rsqrt(wide", "* torch.rsqrt(wide.detach()"))
+    found = derive(layer, arguments(LLAMA), {})
+    assert found.proof is None
+    turned = made(LLAMA.replace("f = self.w2(h)", "f = TURNED.apply(self.w2(h))"))
+    type(turned).forward.__globals__["TURNED"] = _Turned
+    found = derive(turned, arguments(LLAMA), {})
+    assert found.proof is None and "differs by" in found.why
+
+
+class _Turned(torch.autograd.Function):
+    """The identity, whose gradient is turned round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return -gradient
+
+
+def test_a_copy_has_neither_hooks_nor_a_forward_of_its_own() -> None:
+    layer = made(GPT)
+    layer.ln_1.register_forward_hook(lambda *_: None)  # type: ignore[union-attr, operator]
+    layer.forward = lambda x: x  # type: ignore[method-assign, assignment]
+    found: Any = copied(layer, lambda t, _: t.clone())
+    assert not found.ln_1._forward_hooks and "forward" not in vars(found)
+    assert layer.ln_1._forward_hooks and "forward" in vars(layer)  # type: ignore[union-attr]

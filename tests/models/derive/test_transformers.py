@@ -1,0 +1,143 @@
+"""Layers of transformers, without a word about any family: those that a block can compute are derived, others say at
+which line they are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+
+from ckptfused.layer.parts import Reason  # noqa: E402
+from ckptfused.layer.spec_text import Mode  # noqa: E402
+from ckptfused.models import find  # noqa: E402
+from ckptfused.models.derive.derive import derive  # noqa: E402
+from ckptfused.models.derive.prove import leaves_of, proved_call  # noqa: E402
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+IN_ONE_HALF_OF_A_HEAD = {"hidden_size": 64, "head_dim": 16, "partial_rotary_factor": 0.5}
+# Names of models, what their configurations say beside, and words of the text that is to be read.
+FUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("Llama", {}, "attn.rope=half ffn.act=swiglu"),
+    ("Llama", {"attention_bias": True, "mlp_bias": True, "attention_dropout": 0.1}, "attn.p_attn=0.1"),
+    ("Mistral", {"sliding_window": 5}, "attn.rope=half ffn.act=swiglu"),
+    ("Qwen2", {}, "attn.pre=rmsnorm"),
+    ("Qwen3", {}, "attn.qk_norm=rmsnorm"),
+    ("Gemma", {}, "attn.pre=gemma ffn.act=geglu_tanh"),
+    ("Gemma2", {"query_pre_attn_scalar": 12}, "attn.softcap=50.0 attn.post=gemma ffn.post=gemma"),
+    ("Gemma3", {"query_pre_attn_scalar": 12}, "attn.qk_norm=gemma attn.post=gemma"),
+    ("Olmo", {}, "attn.pre=layernorm ffn.act=swiglu"),
+    ("Granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.2}, "attn.m=0.3 ffn.m=0.3 attn.scale=0.2"),
+    ("SmolLM3", {}, "attn.rope=half"),
+    ("Glm", IN_ONE_HALF_OF_A_HEAD, "attn.rope=interleaved attn.rotary_dim=8 ffn.joint=1"),
+    ("Glm4", IN_ONE_HALF_OF_A_HEAD, "attn.rope=interleaved attn.rotary_dim=8 attn.post=rmsnorm ffn.post=rmsnorm"),
+    ("StableLm", IN_ONE_HALF_OF_A_HEAD, "attn.rotary_dim=8 ffn.act=swiglu"),
+    ("Starcoder2", {}, "attn.pre=layernorm ffn.act=gelu_tanh"),
+    ("Phi", {}, "parallel=shared attn.rotary_dim=6 ffn.act=gelu_tanh"),
+    ("Phi3", {}, "attn.joint=1 ffn.joint=1"),
+    ("GPTNeoX", {}, "parallel=1 attn.interleaved=1 attn.rotary_dim=4"),
+    ("GPTNeoX", {"use_parallel_residual": False}, "attn.interleaved=1 ffn.pre=layernorm"),
+    ("Cohere", {}, "parallel=shared attn.rope=interleaved"),
+    ("Cohere2", {}, "parallel=shared attn.rope=interleaved"),
+    ("Helium", {}, "attn.rope=interleaved"),
+    ("Exaone4", {}, "attn.post=rmsnorm attn.qk_norm=rmsnorm"),
+    ("Arcee", {}, "ffn.act=relu2"),
+    ("SeedOss", {}, "attn.p_res=0.1"),
+    ("Persimmon", {}, "attn.interleaved=1 attn.qk_norm=layernorm ffn.act=relu2"),
+    ("OPT", {"ffn_dim": 88, "word_embed_proj_dim": 48}, "ffn.act=relu attn.p_res=0.1"),
+    ("GPT2", {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 64}, "attn.transposed=1 ffn.act=gelu_tanh"),
+    ("Bert", {}, "attn.out=layernorm ffn.out=layernorm"),
+]
+GENERIC = [
+    ("Olmo2", "modeling_olmo2.py", "the norm of q or k is over all heads together"),
+    ("Olmo3", "modeling_olmo3.py", "the norm of q or k is over all heads together"),
+    ("Nemotron", "modeling_nemotron.py", "no rule takes layer_norm"),
+    ("Apertus", "activations.py", "no rule takes where"),
+]
+
+
+def model_of(name: str, implementation: str, **options: Any) -> nn.Module:
+    """A small model with random weights."""
+    configured = f"{name}TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(transformers, configured)(**{**SIZES, **options}, attn_implementation=implementation)
+    torch.manual_seed(0)
+    made = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
+    return getattr(transformers, made if hasattr(transformers, made) else f"{name}Model")(config)
+
+
+def called(model: nn.Module, tokens: int = 16) -> tuple[nn.Module, Any, Any]:
+    """The first layer of a model, with what the model calls it with."""
+    _, layer, _ = next(iter(find.layers(model)))
+    calls: list[Any] = []
+    hook = layer.register_forward_pre_hook(lambda _, a, k: calls.append((a, k)), with_kwargs=True)
+    with torch.no_grad():
+        model(torch.randint(1, 96, (2, tokens)), **({} if "Bert" in type(model).__name__ else {"use_cache": False}))
+    hook.remove()
+    return layer, *calls[0]
+
+
+def agrees(layer: Any, args: Any, kwargs: Any, proof: Any) -> None:
+    """In the layer's own type and shape: the op's result and gradients against the layer's own, in eval."""
+    leaves = leaves_of(args, kwargs)
+    x: Tensor = leaves["arg:0"].detach().requires_grad_()
+    call = proved_call(proof, layer, x, leaves, Mode())
+    assert not isinstance(call, Reason), call
+    given = (x, *args[1:]) if args else args
+    own = type(layer).forward(layer, *given, **kwargs)
+    fused, wanted = call.run(), [x, *(p for p in layer.parameters() if p.requires_grad)]
+    # Float32 on both sides, each with its own order of sums.
+    torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-5)
+    weights = torch.randn_like(own)
+    pairs = zip(torch.autograd.grad(own, wanted, weights), torch.autograd.grad(fused, wanted, weights), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("index", range(len(FUSED)), ids=[name for name, *_ in FUSED])
+def test_layers_are_derived(index: int, implementation: str) -> None:
+    name, options, words = FUSED[index]
+    if name == "Gemma2" and implementation == "sdpa":
+        pytest.skip("transformers has no such model")
+    layer, args, kwargs = called(model_of(name, implementation, **options))
+    found = derive(layer.train(), args, kwargs)
+    assert found.proof is not None, found.why
+    text = found.proof.text
+    assert set(words.split()) <= set(text.split()), text
+    assert ("attn.causal=1" in text) != ("attn.mask=" in text) or name == "Bert"
+    assert max(found.proof.errors.values()) < 1e-11
+    layer.eval()
+    found = derive(layer, args, kwargs)
+    assert found.proof is not None and "p_" not in found.proof.text, found.why
+    agrees(layer, args, kwargs, found.proof)
+
+
+@pytest.mark.parametrize(("name", "file", "why"), GENERIC)
+def test_others_say_where_they_do_not_fit(name: str, file: str, why: str) -> None:
+    layer, args, kwargs = called(model_of(name, "sdpa"))
+    found = derive(layer, args, kwargs)
+    assert found.proof is None and found.call is not None
+    assert file in found.call.place and why in found.why
+
+
+def test_a_mask_is_the_callers_own() -> None:
+    layer, args, kwargs = called(model_of("Llama", "eager"))
+    found = derive(layer, args, kwargs)
+    assert found.proof is not None, found.why
+    leaves = leaves_of(args, kwargs)
+    call = proved_call(found.proof, layer, leaves["arg:0"], leaves, Mode())
+    assert not isinstance(call, Reason) and call.masks.mask is not None
+    assert call.masks.mask.data_ptr() == kwargs["attention_mask"].data_ptr()
