@@ -40,7 +40,7 @@ def derived(model: nn.Module, batch: Any) -> list[tuple[list[str], str, Derivati
     """What the layers of a model compute: names, class and derivation, one for each kind of layer and call."""
     from ckptfused.models import find
     from ckptfused.models.derive.derive import Derivation, derive
-    from ckptfused.models.describe.counts import kind
+    from ckptfused.models.describe.counts import kind_of
 
     layers = [(name, layer) for name, layer, _ in find.layers(model)] or [("", model)]
     calls = called(model, batch, [layer for _, layer in layers])
@@ -50,7 +50,7 @@ def derived(model: nn.Module, batch: Any) -> list[tuple[list[str], str, Derivati
             key: Any = name
             derivation = Derivation(None, "the model was not called with it")
         else:
-            key = kind(layer, *calls[id(layer)])
+            key = kind_of(layer, *calls[id(layer)])
             derivation = found[key][2] if key in found else derive(layer, *calls[id(layer)])
         found.setdefault(key, ([], type(layer).__name__, derivation))[0].append(name)
     return list(found.values())

@@ -185,9 +185,7 @@ def test_records_can_be_turned_off(launcher: Launcher) -> None:
 
 
 @pytest.mark.parametrize(("variable", "asked"), [({}, True), ({"CKPTFUSED_LAUNCH_RECORDS": "1"}, False)])
-def test_the_environment_turns_them_on(
-    variable: dict[str, str], asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environment_turns_them_on(variable: dict[str, str], asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "from tests.ops import test_launch_records as t\n"
         "with t.launching() as launcher: print([launcher.is_asked(t.base()) for _ in range(2)])"
