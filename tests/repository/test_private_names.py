@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "ckptfused"
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "timm", "triton", "lightning", "trl")
 # What nobody will rename: the dicts that pickles of all nn.Modules have, two attributes that PyTorch's documentation of
 # in-place operations and views names, and Python's own for named tuples, whose underscore keeps fields apart.
-STABLE = {"_modules", "_parameters", "_buffers", "_version", "_base", "_replace", "_asdict", "_make"}
+STABLE = {"_modules", "_parameters", "_buffers", "_version", "_base", "_replace", "_asdict", "_make", "_getframe"}
 # Packages of transformers that its users import from, models' own modules among them: adapters name what they read.
 OPEN = re.compile(r"transformers(\.models(\.\w+\.(modeling|modular)_\w+.*)?)?")
 BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "patched", "attrgetter", "get", "pop"}

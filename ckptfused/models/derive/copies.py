@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.layer.peft import is_lora
 from ckptfused.models.derive.recorder import RefusedError
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
+from ckptfused.compat.pytree import tree_flatten, tree_map
 from ckptfused.models.derive.attention import is_causal
 from ckptfused.models.derive.copies import Sizes, without_data
 from ckptfused.models.derive.prove import Proof, prove, same_shapes

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from ckptfused.compat.pytree import tree_flatten
 from ckptfused.eager.from_op import plain_block
 from ckptfused.layer.call import build_call
 from ckptfused.layer.parts import Reason

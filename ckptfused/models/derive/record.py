@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from ckptfused.compat.pytree import tree_flatten
 from ckptfused.models.derive.recorder import Recorded, Recorder, RefusedError, Value
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
 
+from ckptfused.compat.pytree import tree_flatten, tree_map
 from ckptfused.eager.attention import attention
 from ckptfused.eager.dropout import dropout
 
