@@ -5,7 +5,8 @@
 namespace ckptfused {
 
 // The number of targets that are not ignored: an int where their values are at hand, otherwise (on
-// a device, under a mode, of tensors that stand for others) a tensor.
+// a device, under a mode, of tensors that stand for others) a tensor. Counted for a CPU it is an
+// int, of which only the kind matters there.
 at::IValue number_of_targets(const at::Tensor& target, int64_t ignored);
 
 // t by a count, or by `least` where that is more. Without any target that counts a mean is NaN; its
