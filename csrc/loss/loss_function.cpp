@@ -145,14 +145,15 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     variable_list made = fwd_op().call(a.x, a.weight, a.bias, a.target, a.class_weight, a.adapters,
                                        call.rng_state, call.spec, needs);
     variable_list saved = {a.target, a.class_weight.value_or(Tensor()),
-                           call.rng_state.value_or(Tensor()), made[1]};
+                           call.rng_state.value_or(Tensor()), made[1],
+                           call.count.isTensor() ? call.count.toTensor() : Tensor()};
     for (const Tensor& t : a.differentiable()) saved.push_back(t);
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["kept"] = c10::List<Tensor>(at::TensorList(made).slice(3));
     ctx->saved_data["needs"] = needs;
     ctx->saved_data["spec"] = call.spec;
     ctx->saved_data["settings"] = settings.settings();
-    ctx->saved_data["count"] = call.count;
+    ctx->saved_data["count"] = call.count.isTensor() ? at::IValue() : call.count;
     const Tensor loss = reduced(made[0], call.per_token, call.count);
     ctx->mark_non_differentiable({made[0], made[1], made[2]});
     return {loss, made[0], made[1], made[2]};
@@ -161,7 +162,8 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list dloss) {
     const variable_list saved = ctx->get_saved_variables();
     const Tensor &target = saved[0], &class_weight = saved[1], &rng = saved[2], &lse = saved[3];
-    const variable_list tensors(saved.begin() + 4, saved.end());
+    const at::IValue count = saved[4].defined() ? saved[4] : ctx->saved_data["count"];
+    const variable_list tensors(saved.begin() + 5, saved.end());
     c10::List<bool> needs;
     size_t edges = 0;
     for (const Tensor& t : tensors) {
@@ -170,7 +172,6 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     }
     variable_list grads(edges + 1);  // of the present tensors, and LossCall
     if (!dloss[0].defined()) return grads;
-    const at::IValue& count = ctx->saved_data["count"];
     if (!count.isNone()) dloss[0] = divided(dloss[0], count, 1);
     const SettingsGuard guard(ctx->saved_data["settings"].toIntVector());
     const variable_list kept = wanted(ctx, needs);
