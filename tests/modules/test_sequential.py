@@ -120,7 +120,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="segments: expected an integer of at least 1, got 0"):
         FusedCheckpointSequential(segments=0)
     encoder = FusedCheckpointSequential(*blocks(1), nn.TransformerEncoderLayer(C, H, HIDDEN, batch_first=True))
-    with pytest.raises(ValueError, match="generator: expected None, .*TransformerEncoderLayer does not take them"):
+    with pytest.raises(ValueError, match="generator: leave it out, .*TransformerEncoderLayer does not take them"):
         encoder(source("cpu"), generator=torch.Generator())
     with pytest.raises(ValueError, match=r"segments: expected 1 to 2 .* got 3"):
         FusedCheckpointSequential(*blocks(2), segments=3)

@@ -92,7 +92,7 @@ def test_it_says_what_runs_by_itself_and_why() -> None:
     sequential[3].activation = torch.tanh
     for why in ("1 (self_attn has a hook", "3 (activation tanh has no kernel)", "4 (it has a hook"):
         assert why in repr(sequential)
-    with pytest.raises(ValueError, match="generator: expected None, .*runs generically"):
+    with pytest.raises(ValueError, match="generator: leave it out, .*runs generically"):
         sequential(source(), generator=torch.Generator())
     assert "not in" not in repr(sequence())
 

@@ -242,15 +242,15 @@ MUTANTS = (
     Mutant(
         "buffers that a replay finds as they are now",
         file="ckptfused/recompute/replay_state.py",
-        text="with with_old_values(swapped), shown(instead), reads",
-        defect="with with_old_values(swapped), reads",
+        text="with with_old_values(swapped), shown(instead), nullcontext() if reads is None else reads:",
+        defect="with with_old_values(swapped), nullcontext() if reads is None else reads:",
         test="tests/recompute/test_replay_state.py::test_state_is_updated_once[mean-in-place-1]",
     ),
     Mutant(
         "buffers of modules whose parameters FSDP moves, left out",
         file="ckptfused/recompute/replay_state.py",
-        text="for name, t in buffers.items():",
-        defect="for name, t in ({} if held.get(MANAGED) else buffers).items():",
+        text="for name, t in self._uncopied.take_buffers(module, buffers) if buffers else ():",
+        defect="for name, t in self._uncopied.take_buffers(module, buffers) if buffers and not is_managed(held) else ():",
         test="tests/recompute/test_wrapped.py::test_state_is_updated_once[fsdp2]",
     ),
     Mutant(
