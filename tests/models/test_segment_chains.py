@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -293,3 +294,14 @@ def test_a_buffer_that_is_written_late(place: int) -> None:
         assert torch.equal(a.grad, b.grad)
     for a, b in zip(plain.layers, converted.layers, strict=True):
         assert torch.equal(a.count, b.count) and a.calls == b.calls == len(b.seen) == 7
+
+
+def test_a_segment_ends_where_a_buffer_is_written_late() -> None:
+    model: Any = nn.Module()
+    model.layers = nn.ModuleList(Late(i == 1) for i in range(3))
+    ckptfused.convert(model, policy=CheckpointPolicy.segments(1))
+    called = functools.partial(functools.reduce, lambda y, layer: layer(y), model.layers)
+    called(torch.randn(4, 16))
+    called(torch.randn(4, 16))
+    with pytest.warns(UserWarning, match="is divided before"):
+        called(torch.randn(4, 16))

@@ -117,7 +117,7 @@ MUTANTS = (
         file="ckptfused/recompute/joined_calls.py",
         text="if not can_be_replayed:",
         defect="if False:",
-        test="tests/models/test_segment_chains.py::test_a_buffer_that_is_written_late[1]",
+        test="tests/models/test_segment_chains.py::test_a_segment_ends_where_a_buffer_is_written_late",
     ),
     Mutant(
         "a segment that is held when its graph is gone",
@@ -249,8 +249,8 @@ MUTANTS = (
     Mutant(
         "buffers of modules whose parameters FSDP moves, left out",
         file="ckptfused/recompute/replay_state.py",
-        text="for name, t in self._uncopied.take_buffers(module, buffers) if buffers else ():",
-        defect="for name, t in self._uncopied.take_buffers(module, buffers) if buffers and not is_managed(held) else ():",
+        text="self._uncopied.take_buffers(module, buffers) if buffers else ():",
+        defect="self._uncopied.take_buffers(module, buffers) if buffers and not is_managed(held) else ():",
         test="tests/recompute/test_wrapped.py::test_state_is_updated_once[fsdp2]",
     ),
     Mutant(
@@ -490,8 +490,8 @@ MUTANTS = (
     Mutant(
         "a generic replay under the settings of the present",
         file="ckptfused/recompute/checkpoint.py",
-        text="            numerics.under(self.settings),\n",
-        defect="",
+        text="with entered(), numerics.under(self.settings), self.state",
+        defect="with entered(), self.state",
         test="tests/ops/test_numerics.py::test_generic_replays[four threads, then one]",
     ),
     Mutant(
@@ -693,10 +693,17 @@ MUTANTS = (
     ),
     Mutant(
         "a batch without targets whose gradients are NaN",
+        file="csrc/loss/loss_function.cpp",
+        text="divided(dloss[0], count, 1)",
+        defect="divided(dloss[0], count, 0)",
+        test="tests/models/test_loss_head.py::test_a_micro_batch_without_targets_spoils_nothing[mean]",
+    ),
+    Mutant(
+        "a batch without items whose gradients are NaN",
         file="ckptfused/loss/function.py",
         text="nothing = ~counted.any()",
         defect="nothing = counted.new_zeros(())",
-        test="tests/models/test_loss_head.py::test_a_micro_batch_without_targets_spoils_nothing[mean]",
+        test="tests/models/test_loss_head.py::test_a_micro_batch_without_targets_spoils_nothing[no items]",
     ),
     Mutant(
         "Gemma's cap of the logits left out of a chunked loss",
