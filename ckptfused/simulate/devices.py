@@ -93,6 +93,7 @@ _FED = 128 * 128 / (128 + 128)
 """Results for each operand read, in a tile of 128 x 128: in smaller ones products wait for their operands."""
 
 
+@lru_cache(maxsize=4096)
 def _wave_flops(rows: int, columns: int, depth: int, batch: int, multiprocessors: int, tile: tuple[int, int]) -> float:
     """What the multiprocessors could multiply in the time that they take."""
     share = min(1.0, tile[0] * tile[1] / (tile[0] + tile[1]) / _FED)

@@ -60,8 +60,9 @@ _FUNCTIONS = {
 }
 
 
-MOST_PIECES = 100_000
-"""Tiles of FFNs and chunks of losses in one step, about, above which they are not counted one by one."""
+MOST_PIECES = 7_000
+"""Tiles of FFNs and chunks of losses in one step, about, above which they are not counted one by one: a thousand take
+up to a second."""
 
 
 class TooLargeError(ValueError):

@@ -162,12 +162,23 @@ def test_a_sequence_has_no_more_tokens_than_the_model_has_positions(
     assert main(["context", "--config", str(path), "--memory", "8GiB", "--step", "64", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["variants"].values()
     assert {row["tokens"] for row in rows} == {positions} and all("size" in row["refused"] for row in rows)
-    assert main(["profile", "--config", str(path), "--seq", str(positions + 1)]) == 1
-    said = capsys.readouterr().err
-    assert "expected one that takes this batch" in said and said.count("\n") == 1
+    for command in ("profile", "plan"):
+        assert main([command, "--config", str(path), "--seq", str(positions + 1)]) == 1
+        said = capsys.readouterr().err
+        assert "expected one that takes this batch" in said and said.count("\n") == 1
     ids = torch.full((1, 64), 1 << 40)  # as of torch.empty: of ids shapes count
     assert profile(
         build(read_config(str(path)), PLAIN, torch.float32), {"input_ids": ids, "labels": ids}, device="h200"
     )
     assert main(["context", "--config", str(path), "--memory", "8GiB", "--step", "1024"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_absurd_batch_is_answered_soon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of some 12,000 tiles a layer none is counted: the answer is one sentence."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small("llama-3-8b", 1) | {"intermediate_size": 1 << 18}))
+    assert main(["context", "--config", str(path), "--memory", "8GiB", "--batch", "100000"]) == 1
+    said = capsys.readouterr().err
+    assert "run in at most 7,000 pieces of 1.00 GiB, got 25,600,000 tokens: predict fewer" in said
+    assert said.count("\n") == 1

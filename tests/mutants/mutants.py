@@ -874,6 +874,13 @@ MUTANTS = (
         test="tests/simulate/test_cpu_timings.py::test_no_ledger_sees_an_op_that_runs_alone",
     ),
     Mutant(
+        "a prediction that counts tiles by the hundred thousand",
+        file="ckptfused/simulate/roofline.py",
+        text="MOST_PIECES = 7_000",
+        defect="MOST_PIECES = 100_000",
+        test="tests/cli/test_longest_context.py::test_an_absurd_batch_is_answered_soon",
+    ),
+    Mutant(
         "convolutions whose reordered operands are in no budget",
         file="ckptfused/simulate/roofline.py",
         text="                return [given[0].new_empty(measured, dtype=torch.uint8)] if measured else []\n",

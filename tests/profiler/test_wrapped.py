@@ -181,7 +181,7 @@ def test_an_absurd_batch_is_answered_by_its_shapes() -> None:
     with pytest.raises(ValueError, match="not read of more than 16,777,216 entries: predict fewer"):
         profile(model, masked, device="h200")
     ckptfused.convert(model, scratch=1 << 20)
-    with pytest.raises(ValueError, match="at most 100,000 pieces of 1.00 MiB, got 819,200,000 tokens: predict fewer"):
+    with pytest.raises(ValueError, match="at most 7,000 pieces of 1.00 MiB, got 819,200,000 tokens: predict fewer"):
         profile(model, {"input_ids": ids, "labels": ids}, device="h200")
 
 
