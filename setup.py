@@ -37,7 +37,7 @@ import setup_progress  # noqa: E402
 TOOLKIT = setup_cuda.toolkit_to_use()
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402  (reads CUDA_HOME)
 
-VERSION = "0.1.0"
+VERSION = setup_platform.VERSIONS["VERSION"]
 FOLDERS = ("kernels/cpu", "ops", "block", "autograd", "loss", "python")
 CUDA_FOLDERS = ("kernels/cuda",)
 # The one header through which these folders see torch: parsed once, not once a file.

@@ -12,12 +12,12 @@ TRY_ANYWAY = "CKPTFUSED_ANY_PLATFORM"
 X86_64 = ("x86_64", "amd64")
 
 
-VERSIONS = Path(__file__).parent / "ckptfused/compat/versions.py"
+VERSIONS = runpy.run_path(str(Path(__file__).parent / "ckptfused/compat/versions.py"))
 
 
 def check(torch_version: str) -> None:
     """Ends the build with a PyTorch or on a system that is none of ours, warns on a processor that is no x86-64."""
-    unsupported = runpy.run_path(str(VERSIONS))["unsupported"](torch_version)
+    unsupported = VERSIONS["unsupported"](torch_version)
     if unsupported and os.environ.get(TRY_ANYWAY, "0") == "0":
         sys.exit(f"{unsupported}. {TRY_ANYWAY}=1 tries the build all the same.")
     system, machine = platform.system(), platform.machine()

@@ -10,10 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 from ckptfused.cli import bench, context, demo, doctor, layer, plan, profile, tune
 from ckptfused.cli.errors import FAILED, MISUSED, STATUSES, CommandError
-from ckptfused.cli.options import configuration, whole_package
+from ckptfused.cli.options import configuration
+from ckptfused.compat.versions import VERSION
 from ckptfused.spec.checks import nearest
 
 DESCRIPTION = "Activation checkpointing with fused recompute."
@@ -63,8 +65,11 @@ def _run(argv: Sequence[str] | None) -> int:
         command.set_defaults(run=module.run)
     arguments, rest = parser.parse_known_args(argv)
     if arguments.version:
-        build = whole_package().build_info()
-        print(f"ckptfused {build['version']} for PyTorch {build['torch']}, Python {sys.version.split()[0]}")
+        try:
+            torch = version("torch")
+        except PackageNotFoundError:
+            torch = "(not installed)"
+        print(f"ckptfused {VERSION}, PyTorch {torch}, Python {sys.version.split()[0]}")
         return 0
     if arguments.command is None:
         parser.print_help(sys.stderr)

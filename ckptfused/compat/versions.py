@@ -1,5 +1,9 @@
-"""The versions of PyTorch that the names in this folder hold for. The build reads this file, so it imports nothing."""
+"""ckptfused's version, and those of PyTorch that the names in this folder hold for.
 
+The build and `--version` read this file, so it imports nothing.
+"""
+
+VERSION = "0.1.0"
 OLDEST, NEWEST = (2, 11), (2, 13)
 
 

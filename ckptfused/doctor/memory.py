@@ -41,7 +41,7 @@ def memory_of_the_step(look: Look) -> Iterator[Finding]:
             "advice",
             "the model",
             f"with sequences{length} checkpointing only costs time: the predicted peak is {size(configured.peak, 1)}, "
-            f"and {size(saving.peak, 1)} where everything is saved",
+            f"and {size(saving.peak, 1)} where everything is saved{_caveats(configured, saving)}",
             "switch it off, or train with longer sequences or larger batches",
         )
 
@@ -61,9 +61,15 @@ def _other_means(model: nn.Module, memory: Profile, activations: int) -> Finding
         "advice",
         "the model",
         f"activations are {activations / memory.peak:.0%} of the predicted peak of {size(memory.peak, 1)}, at "
-        f"{memory.moment}; most of the rest is {place} (state {size(state, 1)}, loss head {size(memory.loss_head, 1)})",
+        f"{memory.moment}; most of the rest is {place} (state {size(state, 1)}, loss head {size(memory.loss_head, 1)})"
+        f"{_caveats(memory)}",
         what,
     )
+
+
+def _caveats(*steps: Profile) -> str:
+    """The notes of predictions, such as what was measured on this machine rather than counted."""
+    return "".join(f"; {note}" for note in dict.fromkeys(note for step in steps for note in step.notes))
 
 
 def predicted(look: Look) -> tuple[Profile, Profile] | None:

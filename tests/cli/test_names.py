@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptfused import plan, profile
+from ckptfused import build_info, plan, profile
 from ckptfused.cli import main
 from ckptfused.cli.configurations import MODELS, read_config
 from ckptfused.simulate import cards
@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[2]
     [
         ([], 2, "usage:"),
         (["--help"], 0, "context"),
+        (["--version"], 0, "ckptfused "),
         (["pln"], 2, "did you mean plan?"),
         (["context", "--confg", "llama-3-8b"], 2, "there is no --confg; did you mean --config?"),
         (["plan", "--config", "llama-3-8"], 1, "did you mean llama-3-8b?"),
@@ -65,8 +66,9 @@ def test_a_command_that_works_has_the_whole_package(tmp_path: Path) -> None:
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """The file that the build reads says the version, PyTorch's metadata its own."""
     assert main(["--version"]) == 0
-    assert f"for PyTorch {torch.__version__}" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(f"ckptfused {build_info()['version']}, PyTorch {torch.__version__}, ")
 
 
 @pytest.mark.parametrize(

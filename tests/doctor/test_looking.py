@@ -301,6 +301,24 @@ def test_memory_of_a_model_that_is_partly_unknown_is_not_judged() -> None:
     assert "activations" not in str(doctor(Model(Opaque), batch))
 
 
+def test_what_was_measured_is_said() -> None:
+    """A prediction's notes are in the advice that rests on it: what convolutions hold is not counted."""
+
+    class Convolutional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer = (nn.Conv2d(n, 8, 3, padding=1) for n in (3, 8))
+            self.out = nn.Linear(8 * 8 * 8, 2000)
+
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            return self.out(self.layer(self.first(pixels)).flatten(1)).square().mean()
+
+    batch = {"pixels": torch.randn(1, 3, 8, 8)}
+    found = [f for f in doctor(Convolutional(), batch) if "of the predicted peak of" in f.text]
+    assert len(found) == 1 and "; convolutions hold up to " in found[0].text, found
+    assert found[0].text.endswith("within one, as measured on this CPU")
+
+
 def test_all_that_is_large_has_a_mend() -> None:
     """State and logits of like size get both; one that outweighs the other, one."""
     for size, mends in (({"hidden_size": 512}, (True, False)), ({"vocab_size": 60_000}, (True, True))):

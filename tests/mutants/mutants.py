@@ -881,6 +881,13 @@ MUTANTS = (
         test="tests/cli/test_longest_context.py::test_an_absurd_batch_is_answered_soon",
     ),
     Mutant(
+        "advice by a prediction that keeps its caveats to itself",
+        file="ckptfused/doctor/memory.py",
+        text='f"{_caveats(memory)}",',
+        defect='"",',
+        test="tests/doctor/test_looking.py::test_what_was_measured_is_said",
+    ),
+    Mutant(
         "convolutions whose reordered operands are in no budget",
         file="ckptfused/simulate/roofline.py",
         text="                return [given[0].new_empty(measured, dtype=torch.uint8)] if measured else []\n",
