@@ -43,6 +43,13 @@ MUTANTS = (
         test="tests/triton/test_attention_aten.py::test_cudnn_gets_layouts_that_follow_from_qs[sequence first]",
     ),
     Mutant(
+        "a thread's first calls noted without an end",
+        file="csrc/ops/attention_gpu.cpp",
+        text="    if (seen.size() >= kMost) seen.clear();\n",
+        defect="",
+        test="tests/ops/test_cuda_threads.py::test_first_calls_are_a_threads_and_few",
+    ),
+    Mutant(
         "a gradient that is not repeatable where deterministic algorithms are asked for",
         file="csrc/ops/attention_gpu.cpp",
         text="if (context.deterministicAlgorithms() && !context.deterministicAlgorithmsWarnOnly()) {",
