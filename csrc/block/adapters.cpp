@@ -9,6 +9,7 @@
 #include "block/block.h"
 #include "math/dropout.h"
 #include "ops/ledger.h"
+#include "ops/linear.h"
 
 namespace ckptfused {
 
@@ -114,10 +115,56 @@ Tensor Block::adapter_grad(int slot) {
   return grads_[slot];
 }
 
-// The adapters of a part, on the columns [col0, col0 + width) of their input.
-Adapters Block::adapters_of(const Part& part, int64_t col0, int64_t width, AdapterUse use) {
-  Adapters list;
+// Whether the adapter of a part is made of half-precision products with float32 sums: on devices
+// that have them, the one adapter of a projection, without dropout, which scales what it keeps, and
+// without a bias. A pure function of these, so that a replay makes the bits again.
+bool Block::adapters_in_halves(const Tensor& like, const Part& part) {
+  if (P_ != at::kBFloat16 || !through_aten(like)) return false;
+  int64_t found = 0;
   for (const AdapterSlots& s : adapters_) {
+    if (s.weight != part.weight) continue;
+    if (s.spec->p > 0 || params_[s.first + kBias].defined()) return false;
+    ++found;
+  }
+  return found == 1 && (Ledger::current() != nullptr || like.is_cpu() || widens(like));
+}
+
+// The numbers of all wider adapters as two of half precision, in a few kernels for all of them.
+void Block::split_adapters() {
+  if (!adapter_places_.empty()) return;
+  std::vector<Tensor> wide;
+  int64_t numbers = 0;
+  for (const AdapterSlots& s : adapters_) {
+    for (const int part : {kA, kB}) {
+      const Tensor t = adapter_param(s.first + part);
+      const bool exact = t.scalar_type() == P_;
+      adapter_places_.push_back(exact ? -1 : numbers);
+      if (exact) continue;
+      wide.push_back(t.reshape({-1}));
+      numbers += t.numel();
+    }
+  }
+  if (wide.empty()) return;
+  const Ledger::Name name("adapters in halves");
+  adapter_halves_ = empty({2, numbers}, P_, "adapters in halves");
+  split_into(at::cat(wide), adapter_halves_[0], adapter_halves_[1]);
+}
+
+// The adapters of a part, on the columns [col0, col0 + width) of their input.
+Adapters Block::adapters_of(const Part& part, int64_t col0, int64_t width, AdapterUse use,
+                            const Tensor& like) {
+  Adapters list;
+  const bool halves = adapters_in_halves(like, part);
+  if (halves) split_adapters();
+  // Of slot a or b: the numbers as they are, or one of their halves, undefined where it is nothing.
+  const auto numbers = [&](size_t adapter, int slot, int half) {
+    const Tensor t = adapter_param(adapters_[adapter].first + slot);
+    const int64_t place = halves ? adapter_places_[2 * adapter + slot] : -1;
+    if (place < 0) return half == 0 ? t : Tensor();
+    return adapter_halves_[half].narrow(0, place, t.numel()).view(t.sizes());
+  };
+  for (size_t i = 0; i < adapters_.size(); ++i) {
+    const AdapterSlots& s = adapters_[i];
     if (s.weight != part.weight) continue;
     const auto columns = [&](const Tensor& a) {
       return a.defined() ? a.narrow(1, col0, width) : a;
@@ -125,12 +172,8 @@ Adapters Block::adapters_of(const Part& part, int64_t col0, int64_t width, Adapt
     const auto rows = [&](const Tensor& b) {
       return b.defined() ? b.narrow(0, part.row0, part.width) : b;
     };
-    Adapter adapter{columns(adapter_param(s.first + kA)),
-                    rows(adapter_param(s.first + kB)),
-                    {},
-                    s.spec->scale,
-                    s.spec->p,
-                    s.site};
+    Adapter adapter{
+        columns(numbers(i, kA, 0)), rows(numbers(i, kB, 0)), {}, s.spec->scale, s.spec->p, s.site};
     if (use == AdapterUse::all_grads) {
       adapter.da = columns(adapter_grad(s.first + kA));
       adapter.db = rows(adapter_grad(s.first + kB));
@@ -139,6 +182,11 @@ Adapters Block::adapters_of(const Part& part, int64_t col0, int64_t width, Adapt
     } else if (use == AdapterUse::forward) {
       adapter.bias = rows(adapter_param(s.first + kBias));
     }
+    if (halves) {
+      adapter.halves = true;
+      adapter.a_rest = columns(numbers(i, kA, 1));
+      adapter.b_rest = rows(numbers(i, kB, 1));
+    }
     list.push_back(std::move(adapter));
   }
   return list;
@@ -146,7 +194,7 @@ Adapters Block::adapters_of(const Part& part, int64_t col0, int64_t width, Adapt
 
 void Block::add_adapters(const Tensor& out, const Tensor& in, const Part& part, int64_t row0) {
   const int64_t width = in.size(1);
-  const Adapters list = adapters_of(part, 0, width, AdapterUse::forward);
+  const Adapters list = adapters_of(part, 0, width, AdapterUse::forward, out);
   if (list.empty()) return;
   count(list, part, in.size(0), width);
   count_launch("adapters_fwd", out);
@@ -161,7 +209,7 @@ void Block::adapters_backward(const Tensor& dout, const Tensor& in, const Part& 
   if (adapters_.empty()) return;
   const int64_t width = (in.defined() ? in : din).size(1);
   const AdapterUse use = in.defined() ? AdapterUse::all_grads : AdapterUse::input_grad;
-  Adapters list = adapters_of(part, col0, width, use);
+  Adapters list = adapters_of(part, col0, width, use, dout);
   if (!din.defined()) {
     const auto idle = [](const Adapter& a) {
       return !a.da.defined() && !a.db.defined() && !a.dbias.defined();

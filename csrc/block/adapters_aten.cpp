@@ -14,31 +14,131 @@ using at::Tensor;
 constexpr int64_t kRows = 4096;
 
 // t = drop(t), in place. Dropout alone is a gated unit whose gate is open: reglu(1, t) = t.
-void drop(const Tensor& t, const Adapter& adapter, const AdapterPlace& place, int64_t row) {
+void drop(const Tensor& t, const Tensor& gate, const Adapter& adapter, const AdapterPlace& place,
+          int64_t row) {
   if (adapter.p == 0) return;
-  const Tensor gate = at::empty({1, t.size(1)}, t.options()).fill_(1).expand_as(t);
-  call::activation_fwd(gate, t, place.rng, t, "reglu", adapter.p, adapter.site, place.cols,
-                       place.row0 + row, place.col0, place.rows);
+  call::activation_fwd(gate.expand_as(t), t, place.rng, t, "reglu", adapter.p, adapter.site,
+                       place.cols, place.row0 + row, place.col0, place.rows);
 }
 
-// A copy of the rows in the type of the arithmetic, dropped as the adapter wants it.
-Tensor dropped(const Tensor& rows, at::ScalarType type, const Adapter& adapter,
-               const AdapterPlace& place, int64_t row) {
-  const bool copy = adapter.p > 0;
-  const Tensor wide = rows.to(type, /*non_blocking=*/false, copy);
-  drop(wide, adapter, place, row);
-  return wide;
-}
-
-// sum += scale · a @ b. Of meta tensors PyTorch's is a score of ops in Python, which no device
-// runs.
-void add_product(const Tensor& sum, const Tensor& a, const Tensor& b, double scale) {
+// out = scale · a @ b, or out += it, of operands of one type; out has it too, and is rounded once,
+// or is float32 where they are of half precision. The CPU has no such products, and makes them of
+// float32 copies. Of meta tensors PyTorch's is a score of ops in Python, which no device runs.
+void scaled_product(const Tensor& out, const Tensor& a, const Tensor& b, double scale, bool onto) {
+  const auto operand = [&](const Tensor& t) {
+    return on_cpu(out) ? t.to(acc_dtype(t.scalar_type())) : t;
+  };
+  Tensor sum = operand(out);
+  const Tensor left = operand(a), right = operand(b);
   if (Ledger* ledger = Ledger::current()) {
-    ledger->launched("aten::addmm_", 1, 2 * int64_t(sum.nbytes()));  // its operands are counted
+    const int64_t written = (onto ? 2 : 1) * int64_t(out.nbytes());
+    ledger->launched("aten::addmm", 1, int64_t(a.nbytes() + b.nbytes()) + written);
+  } else if (sum.scalar_type() == left.scalar_type()) {
+    at::addmm_out(sum, sum, left, right, onto ? 1 : 0, scale);
   } else {
-    sum.addmm_(a, b, 1, scale);
+    at::addmm_out(sum, sum, left, right, at::kFloat, onto ? 1 : 0, scale);
+  }
+  if (!sum.is_same(out)) out.copy_(sum);
+}
+
+// in @ (high + rest)^T in float32.
+Tensor low_rank(const Tensor& in, const Tensor& high, const Tensor& rest) {
+  const Tensor t = at::empty({in.size(0), high.size(0)}, in.options().dtype(at::kFloat));
+  scaled_product(t, in, high.t(), 1, false);
+  if (rest.defined()) scaled_product(t, in, rest.t(), 1, true);
+  return t;
+}
+
+// rest = t - high, rounded to its type.
+void subtract(const Tensor& rest, const Tensor& t, const Tensor& high) {
+  Ledger* ledger = Ledger::current();
+  if (on_cpu(t)) {  // what its sub_out does within itself
+    rest.copy_(t.sub(high.to(t.scalar_type())));
+  } else if (ledger != nullptr) {
+    ledger->launched("aten::sub", 1, int64_t(t.nbytes() + high.nbytes() + rest.nbytes()));
+  } else {
+    at::sub_out(const_cast<Tensor&>(rest), t, high);
   }
 }
+
+// What is multiplied again, in halves: t [n, r] rounded, the rest of it, and t rounded once more.
+struct Halves {
+  Tensor all, high, rest;
+  Halves(const Tensor& t, at::ScalarType type) {
+    const int64_t n = t.size(0), r = t.size(1);
+    all = at::empty({n, 3 * r}, t.options().dtype(type));
+    high = all.narrow(1, 0, r);
+    rest = all.narrow(1, r, r);
+    all.as_strided({n, 2, r}, {3 * r, 2 * r, 1}).copy_(t.unsqueeze(1).expand({n, 2, r}));
+    subtract(rest, t, high);
+  }
+};
+
+// out += scale · t @ (high + rest) but for the product of both rests: in one product, rounded once.
+void add_wide(const Tensor& out, const Halves& t, const Tensor& high, const Tensor& rest,
+              double scale) {
+  std::vector<Tensor> pieces{high, high};
+  if (rest.defined()) pieces.push_back(rest);
+  const Tensor all = at::cat(pieces);
+  scaled_product(out, t.all.narrow(1, 0, all.size(0)), all, scale, true);
+}
+
+Tensor transposed(const Tensor& t) {
+  return t.defined() ? t.t() : t;
+}
+
+void half_fwd(const Tensor& y, const Tensor& in, const Adapter& adapter) {
+  const Halves t(low_rank(in, adapter.a, adapter.a_rest), y.scalar_type());
+  add_wide(y, t, adapter.b.t(), transposed(adapter.b_rest), adapter.scale);
+}
+
+void half_bwd(const Tensor& dy, const Tensor& in, const Tensor& din, const Adapter& adapter) {
+  const at::ScalarType type = dy.scalar_type();
+  if (adapter.db.defined()) {
+    const Halves t(low_rank(in, adapter.a, adapter.a_rest), type);
+    scaled_product(adapter.db, dy.t(), t.high, adapter.scale, true);
+    scaled_product(adapter.db, dy.t(), t.rest, adapter.scale, true);
+  }
+  if (!adapter.da.defined() && !din.defined()) return;
+  const Halves dt(low_rank(dy, adapter.b.t(), transposed(adapter.b_rest)), type);
+  if (adapter.da.defined()) {
+    scaled_product(adapter.da, dt.high.t(), in, adapter.scale, true);
+    scaled_product(adapter.da, dt.rest.t(), in, adapter.scale, true);
+  }
+  if (din.defined()) add_wide(din, dt, adapter.a, adapter.a_rest, adapter.scale);
+}
+
+// What the blocks of rows have in common, in the type of the arithmetic.
+struct Wide {
+  at::ScalarType type;
+  std::vector<Tensor> a, b;
+  Tensor gate;  // of `drop`
+
+  Wide(const Adapters& adapters, const Tensor& y, int64_t width)
+      : type(acc_dtype(y.scalar_type())) {
+    bool drops = false;
+    for (const Adapter& adapter : adapters) {
+      a.push_back(adapter.a.to(type));
+      b.push_back(adapter.b.to(type));
+      drops |= adapter.p > 0;
+    }
+    if (drops) gate = at::empty({1, width}, y.options().dtype(type)).fill_(1);
+  }
+
+  // The rows in this type, in a copy where the adapter drops of them.
+  Tensor dropped(const Tensor& rows, const Adapter& adapter, const AdapterPlace& place,
+                 int64_t row) const {
+    const Tensor wide = rows.to(type, /*non_blocking=*/false, /*copy=*/adapter.p > 0);
+    drop(wide, gate, adapter, place, row);
+    return wide;
+  }
+
+  Tensor scaled(const Tensor& left, const Tensor& right, double scale) const {
+    const Tensor out = at::empty({left.size(0), right.size(1)}, left.options());
+    scaled_product(out, left, right, scale, false);
+    return out;
+  }
+};
 
 // Calls f(row, rows) for the blocks of n rows.
 template <typename F>
@@ -48,22 +148,28 @@ void for_blocks(int64_t n, F f) {
 
 }  // namespace
 
+void split_into(const Tensor& t, const Tensor& high, const Tensor& rest) {
+  high.copy_(t);
+  subtract(rest, t, high);
+}
+
 void adapters_fwd_aten(const Tensor& y, const Tensor& in, const Adapters& adapters,
                        const AdapterPlace& place) {
   if (adapters.empty()) return;
-  const at::ScalarType type = acc_dtype(y.scalar_type());
+  if (adapters[0].halves) return half_fwd(y, in, adapters[0]);
+  const Wide wide(adapters, y, in.size(1));
   for_blocks(y.size(0), [&](int64_t row, int64_t rows) {
     Tensor sum;
-    for (const Adapter& adapter : adapters) {
-      const Tensor x = dropped(in.narrow(0, row, rows), type, adapter, place, row);
-      const Tensor t = at::mm(x, adapter.a.to(type).t());
-      const Tensor b = adapter.b.to(type);
+    for (size_t i = 0; i < adapters.size(); ++i) {
+      const Adapter& adapter = adapters[i];
+      const Tensor x = wide.dropped(in.narrow(0, row, rows), adapter, place, row);
+      const Tensor t = at::mm(x, wide.a[i].t());
       if (!sum.defined()) {
-        sum = at::mm(t, b.t()).mul_(adapter.scale);
+        sum = wide.scaled(t, wide.b[i].t(), adapter.scale);
       } else {
-        add_product(sum, t, b.t(), adapter.scale);
+        scaled_product(sum, t, wide.b[i].t(), adapter.scale, true);
       }
-      if (adapter.bias.defined()) sum.add_(adapter.bias.to(type), adapter.scale);
+      if (adapter.bias.defined()) sum.add_(adapter.bias.to(wide.type), adapter.scale);
     }
     Tensor out = y.narrow(0, row, rows);
     out.add_(sum);
@@ -73,25 +179,25 @@ void adapters_fwd_aten(const Tensor& y, const Tensor& in, const Adapters& adapte
 void adapters_bwd_aten(const Tensor& dy, const Tensor& in, const Tensor& din,
                        const Adapters& adapters, const AdapterPlace& place) {
   if (adapters.empty()) return;
-  const at::ScalarType type = acc_dtype(dy.scalar_type());
+  if (adapters[0].halves) return half_bwd(dy, in, din, adapters[0]);
+  const Wide wide(adapters, dy, (in.defined() ? in : din).size(1));
   for_blocks(dy.size(0), [&](int64_t row, int64_t rows) {
-    const Tensor d = dy.narrow(0, row, rows).to(type);
-    for (const Adapter& adapter : adapters) {
-      Tensor da = adapter.da, db = adapter.db, dbias = adapter.dbias;
-      const Tensor a = adapter.a.to(type);
-      Tensor x, dt;
-      if (da.defined() || db.defined()) {
-        x = dropped(in.narrow(0, row, rows), type, adapter, place, row);
+    const Tensor d = dy.narrow(0, row, rows).to(wide.type);
+    for (size_t i = 0; i < adapters.size(); ++i) {
+      const Adapter& adapter = adapters[i];
+      Tensor dbias = adapter.dbias, x, dt;
+      if (adapter.da.defined() || adapter.db.defined()) {
+        x = wide.dropped(in.narrow(0, row, rows), adapter, place, row);
       }
-      if (db.defined()) add_product(db, d.t(), at::mm(x, a.t()), adapter.scale);
+      if (adapter.db.defined()) {
+        scaled_product(adapter.db, d.t(), at::mm(x, wide.a[i].t()), adapter.scale, true);
+      }
       if (dbias.defined()) dbias.add_(d.sum(0), adapter.scale);
-      if (da.defined() || din.defined()) {
-        dt = at::mm(d, adapter.b.to(type)).mul_(adapter.scale);
-      }
-      if (da.defined()) add_product(da, dt.t(), x, 1);
+      if (adapter.da.defined() || din.defined()) dt = wide.scaled(d, wide.b[i], adapter.scale);
+      if (adapter.da.defined()) scaled_product(adapter.da, dt.t(), x, 1, true);
       if (!din.defined()) continue;
-      const Tensor dx = at::mm(dt, a);
-      drop(dx, adapter, place, row);
+      const Tensor dx = at::mm(dt, wide.a[i]);
+      drop(dx, wide.gate, adapter, place, row);
       Tensor to = din.narrow(0, row, rows);
       to.add_(dx);
     }

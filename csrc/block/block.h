@@ -172,8 +172,11 @@ class Block {
     return need(s.first) || need(s.first + 1) || need(s.first + 2);
   }
   at::Tensor adapter_param(int slot);
+  bool adapters_in_halves(const at::Tensor& like, const Part& part);
+  void split_adapters();
   at::Tensor adapter_grad(int slot);
-  Adapters adapters_of(const Part& part, int64_t col0, int64_t width, AdapterUse use);
+  Adapters adapters_of(const Part& part, int64_t col0, int64_t width, AdapterUse use,
+                       const at::Tensor& like);
   void add_adapters(const at::Tensor& out, const at::Tensor& in, const Part& part, int64_t row0);
   void adapters_backward(const at::Tensor& dout, const at::Tensor& in, const Part& part,
                          const at::Tensor& din, int64_t row0, int64_t col0, int64_t cols);
@@ -218,6 +221,8 @@ class Block {
   std::vector<bool> needs_;
   std::vector<at::Tensor> grads_;
   std::vector<std::pair<int, at::Tensor>> partials_;  // of the gradients of slots
+  at::Tensor adapter_halves_;  // [2, numbers] of all of them that are wider: rounded, and the rest
+  std::vector<int64_t> adapter_places_;  // of slots among the numbers, from the first adapter's; -1
 };
 
 }  // namespace ckptfused

@@ -19,6 +19,10 @@ struct Adapter {
   int64_t site;
   // Gradients in the accumulation type, added to what is there. Undefined: not asked for.
   at::Tensor da{}, db{}, dbias{};
+  // Where the products are of half precision: what a and b, rounded to it, leave; undefined:
+  // nothing.
+  bool halves = false;
+  at::Tensor a_rest{}, b_rest{};
 };
 
 // Where `in` lies in the tensor that the dropout applies to (docs of the ops on rows: ops/qk.h,

@@ -169,9 +169,8 @@ void float_blocks_out(const at::Tensor& out, const at::Tensor& a, const at::Tens
   }
 }
 
-// Whether this PyTorch has products of a half-precision type with a float32 result on this kind of
-// device: where it has not, it refuses before anything runs. Asked once, so that a product made
-// again is made the same way.
+}  // namespace
+
 bool widens(const at::Tensor& like) {
   static std::mutex mutex;
   static std::map<std::pair<at::DeviceType, at::ScalarType>, bool> known;
@@ -197,6 +196,8 @@ bool widens(const at::Tensor& like) {
   }
   return entry->second;
 }
+
+namespace {
 
 void count_product(Ledger& ledger, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
                    bool bias, bool float_blocks, bool accumulate) {

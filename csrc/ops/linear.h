@@ -29,6 +29,11 @@ void matmul_out(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
 // PyTorch's product with a float32 result or, where PyTorch refuses that, through float32 blocks.
 void widened_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b, bool accumulate);
 
+// Whether this PyTorch has products of a half-precision type with a float32 result on this kind of
+// device: where it has not, it refuses before anything runs. Asked once, so that a product made
+// again is made the same way.
+bool widens(const at::Tensor& like);
+
 // Whether the CPU's products of this dtype go through float32 blocks.
 bool runs_as_float(at::ScalarType dtype);
 

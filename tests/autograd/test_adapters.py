@@ -5,8 +5,10 @@ What they compute is an axis of the all-pairs cases (test_block_oracle, test_kee
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -188,6 +190,77 @@ def test_as_other_devices_do_it() -> None:
     """Through PyTorch's products, as on a GPU: the same masks and values."""
     done = forks.python(AS_ELSEWHERE, CKPTFUSED_ADAPTERS="aten")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _block_results(
+    spec: BlockSpec, x: Tensor, params: dict[str, Tensor], dy: Tensor, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """What a block and its backward make of these, in another type if one is given."""
+    used = {n: t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad) for n, t in params.items()}
+    inputs = {"x": x.to(dtype or x.dtype).requires_grad_(), **{n: t for n, t in used.items() if ".lora" in n}}
+    y = block(inputs["x"], used, spec)
+    grads = torch.autograd.grad(y, tuple(inputs.values()), dy.to(y.dtype))
+    return {"y": y.detach(), **dict(zip(inputs, grads, strict=True))}
+
+
+def half_precision_errors(device: str) -> dict[str, float]:
+    """Relative errors of a bfloat16 block with an adapter beside each projection, in float32 and in bfloat16, against
+    float64; whatever is kept, the bits are the same."""
+    squares: dict[str, list[float]] = {}
+    for wide, scale in product((torch.float32, torch.bfloat16), (0.5, 8.0)):
+        attn = AttentionSpec(4, 2, 16, causal=True, lora=tuple(Adapter(target, 8, scale) for target in "qkvo"))
+        ffn = FFNSpec("swiglu", 96, lora=tuple(Adapter(target, 8, scale) for target in ("gate", "up", "down")))
+        spec, generator = BlockSpec(attn, ffn), torch.Generator().manual_seed(0)
+        shapes = {n: s for n, (s, _) in param_shapes(spec, 64).items() if not n.endswith(("_b", ".bias"))}
+        params = {
+            n: (torch.randn(s, generator=generator) / s[-1] ** 0.5 if len(s) > 1 else torch.ones(s))
+            .to(device, wide if ".lora" in n else torch.bfloat16)
+            .requires_grad_(".lora" in n)
+            for n, s in shapes.items()
+        }
+        x, dy = torch.randn(2, 1, 150, 64, generator=generator).to(device, torch.bfloat16)
+
+        found, truth = _block_results(spec, x, params, dy), _block_results(spec, x, params, dy, torch.float64)
+        kept = _block_results(spec.with_keep("all"), x, params, dy)
+        assert all(t.equal(found[name]) for name, t in kept.items())
+        for name, t in truth.items():
+            pair = ((found[name].double() - t).square().sum().item(), t.square().sum().item())
+            squares.setdefault(f"{name.rpartition('.')[2]} {wide} {scale}", []).append(pair[0] / pair[1])
+    return {name: (sum(of) / len(of)) ** 0.5 for name, of in squares.items()}
+
+
+def half_precision_gradients(device: str) -> dict[str, list[float]]:
+    """Those of one float32 adapter whose input and output have the same bits however it is multiplied."""
+    spec = BlockSpec(ffn=FFNSpec("relu", F, lora=(Adapter("down", 3, 0.5),)))
+    params = {n: t.detach().to(device).requires_grad_(".lora" in n) for n, t in _params(spec, torch.bfloat16).items()}
+    x = torch.randn(1, 300, C, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    names = [name for name in params if name.endswith((".a", ".b"))]
+    grads = torch.autograd.grad(ffn_block(x, params, spec).float().square().sum(), [params[name] for name in names])
+    return {name: grad.flatten().tolist() for name, grad in zip(names, grads, strict=True)}
+
+
+def check_half_precision(errors: dict[str, float], gradients: dict[str, list[float]]) -> None:
+    """Against the CPU's float32: the error is that of the values around it, and two roundings to 16 bits differ by
+    2^-17 at most, where one to half precision would by 2^-9."""
+    own = half_precision_errors("cpu")
+    assert {name: (error, own[name]) for name, error in errors.items() if error > 1.5 * own[name]} == {}
+    for name, numbers in half_precision_gradients("cpu").items():
+        wanted = torch.tensor(numbers, dtype=torch.float64)
+        assert 0 < (torch.tensor(gradients[name], dtype=torch.float64) - wanted).norm() <= 2**-16 * wanted.norm(), name
+
+
+def test_half_precision_products_are_as_exact() -> None:
+    """As a GPU has them: what is `rank` wide and multiplied again is two numbers of half precision."""
+    done = forks.python(
+        """
+        import json
+        from tests.autograd.test_adapters import half_precision_errors, half_precision_gradients
+        print(json.dumps([half_precision_errors("cpu"), half_precision_gradients("cpu")]))
+        """,
+        CKPTFUSED_ADAPTERS="aten",
+    )
+    assert done.returncode == 0, done.stderr
+    check_half_precision(*json.loads(done.stdout))
 
 
 def test_no_rows() -> None:

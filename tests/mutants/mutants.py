@@ -198,6 +198,13 @@ MUTANTS = (
         test=_tiled(700),
     ),
     Mutant(
+        "low-rank values of adapters on a GPU rounded to half precision, without the rest",
+        file="csrc/block/adapters_aten.cpp",
+        text="rest.copy_(t.sub(high.to(t.scalar_type())));",
+        defect="rest.zero_();",
+        test="tests/autograd/test_adapters.py::test_half_precision_products_are_as_exact",
+    ),
+    Mutant(
         "ensure_mid without its replay",
         file="csrc/block/block.cpp",
         text="  if (value_.mid.defined()) return;\n  ensure_proj();\n",

@@ -1,0 +1,16 @@
+"""Adapters whose products a GPU makes in half precision."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.autograd.test_adapters import check_half_precision, half_precision_errors, half_precision_gradients
+from tests.devices import repeatable
+
+pytestmark = pytest.mark.gpu
+
+
+def test_half_precision_products_are_as_exact() -> None:
+    """As the CPU's in float32, with the same bits whatever is kept."""
+    repeatable("cuda")
+    check_half_precision(half_precision_errors("cuda"), half_precision_gradients("cuda"))
