@@ -1,9 +1,9 @@
 """Tile sizes of the attention kernels: a pure function of shape, options and device, so that forward and its replay
 agree.
 
-The table is tiles.json: for sm_90, for sm_80, and one tile a kernel and width for every other device. Nothing is timed
-at run time. tests/triton/test_compile.py compiles the entries for the devices below and holds them to their limits (no
-spilled registers, shared memory, tensor-core instructions).
+The table is tiles.json: for each class of device (`device_class`), and one tile a kernel and width for every other
+device. Nothing is timed at run time. tests/triton/test_compile.py compiles the entries for each class and holds them
+to their limits (no spilled registers, shared memory, tensor-core instructions).
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ class Config:
 
 
 def device_class(capability: tuple[int, int]) -> str:
-    """sm_90: data-centre chips since Hopper; sm_80: A100 and Orin; generic: every other."""
-    if capability[0] in (9, 10):
-        return "sm_90"
-    return "sm_80" if capability in ((8, 0), (8, 7)) else GENERIC
+    """sm_80: A100, Orin; sm_90: Hopper; sm_100: data-centre Blackwell; sm_120: other Blackwells; generic: the rest."""
+    if capability[0] == 8:
+        return "sm_80" if capability[1] in (0, 7) else GENERIC
+    name = f"sm_{capability[0]}0"
+    return name if name in TABLE else GENERIC
 
 
 def block_d(head_dim: int) -> int:
@@ -52,18 +53,20 @@ def block_d(head_dim: int) -> int:
 def delta_config(head_dim: int) -> Config:
     """The configuration of the kernel that makes each row's shift and delta, whatever the type and the device: it
     multiplies nothing and reads once, 32 numbers a thread of do and of o."""
-    return Config(min(64, 4096 // block_d(head_dim)), 0, warps=4, stages=1)
+    return Config(min(64, 4096 // block_d(head_dim)), 0, warps=4, stages=1, registers=_ALL_REGISTERS)
 
 
 # Of half precision the table has, by class of device, stage and class of options, a cell for each padded D: queries x
 # keys of a tile / tiles in flight, "w4" where four warps make it, else eight (two warp groups of 64 rows each on
 # sm_90), "r" with all registers; behind a bar the tile with dropout, where it is another. Where there is no cell, that
-# of "none" serves. For sm_90 and sm_80 each is the largest of those tried that spills no register, with a pipeline that
-# fits in shared memory; generic ones are those that fit the most demanding kernel. dkdv holds dk, dv and two tiles of
-# scores at once, so its tiles are smaller than forward's; the draws of a dropout tile (four words a call, 64-bit
-# products) take up to a hundred registers more. A mask tensor that is not aligned (packed sequences begin anywhere) is
-# read an element at a time, and costs forward the most. "mask" are also the tiles of a head narrower than its padded D,
-# whose loads have masks of their own. No GPU has timed them.
+# of "none" serves. Of a class each is the largest of those tried that spills no register, with a pipeline that fits in
+# shared memory; generic ones are those that fit the most demanding kernel. sm_100 multiplies in tensor memory, 128 or
+# 64 rows (dkdv: keys) at a time; fewer go the way of sm_80, as dkdv does for D = 256. For D = 128 it rather has no
+# pipeline there, whose addresses take the registers. sm_120 has neither that memory nor sm_90's instructions. dkdv
+# holds dk, dv and two tiles of scores at once, so its tiles are smaller than forward's; the draws of a dropout tile
+# (four words a call, 64-bit products) take up to a hundred registers more. A mask tensor that is not aligned (packed
+# sequences begin anywhere) is read an element at a time, and costs forward the most. "mask" are also the tiles of a
+# head narrower than its padded D, whose loads have masks of their own. No GPU has timed them.
 
 
 def _config(cell: str) -> Config:
@@ -84,13 +87,17 @@ def _half(device: str, stage: str, options: str, d: int, dropout: bool) -> Confi
 
 
 # float32 and float64 are multiplied exactly. Without tensor cores, which have no float32 and on most devices no
-# float64, a thread holds the rows that it multiplies, of a wide head a piece at a time. (Left: in float64 on generic
-# devices, dk and dv of heads 256 wide, with options but no dropout, spill some bytes, whatever the piece.)
+# float64, a thread holds the rows that it multiplies, of a wide head a piece at a time. (Left: in float64 dk and dv of
+# heads 256 wide spill some bytes, whatever the piece: up to 176 on sm_100, 96 on sm_120, and on generic devices with
+# options but no dropout.)
 def _piece(stage: str, dtype: torch.dtype, d: int, dropout: bool, device: str) -> int:
     if d <= 64:
         return 0
-    if dtype == torch.float64 and d == 256 and device == "sm_80":
-        return 32 if stage == "dkdv" and dropout else 128
+    if dtype == torch.float64 and d == 256:
+        if device == "sm_80":
+            return 32 if stage == "dkdv" and dropout else 128
+        if device in ("sm_100", "sm_120") and stage == "dkdv":
+            return 128
     return 64
 
 
@@ -111,6 +118,6 @@ def attention_config(
         return _half(device, stage, options, d, dropout)
     if dtype == torch.float64 or d > 64 or options != "none":
         return Config(16, 16, 8, 1, _piece(stage, dtype, d, dropout, device), _ALL_REGISTERS)
-    if stage == "dkdv" and d <= 32:
+    if stage == "dkdv" and d <= 32 and device not in ("sm_100", "sm_120"):
         return Config(32, 32, 4, 1, registers=_ALL_REGISTERS)
     return Config(16, 32, 8, 1) if stage == "fwd" else Config(32, 32, 8, 1)

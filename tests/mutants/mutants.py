@@ -539,6 +539,13 @@ MUTANTS = (
         source="ops/adapters_fwd_cpu.cpp",
     ),
     Mutant(
+        "Hopper's tiles on Blackwell",
+        file="ckptfused/triton/configs.py",
+        text='name = f"sm_{capability[0]}0"',
+        defect='name = f"sm_{min(capability[0], 9)}0"',
+        test="tests/triton/test_backend.py::test_there_is_a_tile_for_everything",
+    ),
+    Mutant(
         "calls that all have the seed of the generator",
         file="csrc/ops/rng_cpu.cpp",
         text="source->random64()",

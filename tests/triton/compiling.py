@@ -24,7 +24,8 @@ from triton.compiler import ASTSource
 
 from ckptfused.triton import attention_bwd, attention_delta, attention_fwd, configs
 
-CAPABILITIES = {"sm_90": (9, 0), "sm_80": (8, 0), "generic": (8, 6)}
+CAPABILITIES = {"sm_90": (9, 0), "sm_80": (8, 0), "sm_100": (10, 0), "sm_120": (12, 0), "generic": (8, 6)}
+TENSOR_MEMORY = 512  # columns of sm_100's
 KERNELS = {
     "delta": attention_delta.attention_delta_kernel,
     "fwd": attention_fwd.attention_fwd_kernel,
@@ -90,6 +91,7 @@ class Result:
     spilled: int  # bytes, loads and stores
     stack: int
     shared: int
+    tensor_memory: int  # columns
     ptx: str
     cubin: bytes
     seconds: float
@@ -160,19 +162,20 @@ def compile_kernel(k: Kernel) -> Result:
     seconds = time.time() - start
     registers, spilled, stack = ptxas(compiled.asm["ptx"])
     return Result(
-        registers, spilled, stack, compiled.metadata.shared, compiled.asm["ptx"], compiled.asm["cubin"], seconds,
-        signature,
+        registers, spilled, stack, compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", None) or 0,
+        compiled.asm["ptx"], compiled.asm["cubin"], seconds, signature,
     )  # fmt: skip
 
 
 def ptxas(ptx: str) -> tuple[int, int, int]:
     """Registers, bytes spilled and bytes of stack, as Triton's own ptxas reports them."""
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    target = re.search(r"^\.target (sm_(\d+)\w*)", ptx, re.MULTILINE)
     assert target is not None
+    tool = triton.knobs.nvidia.ptxas_blackwell if int(target[2]) >= 100 else triton.knobs.nvidia.ptxas
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={target[1]}", str(source), "-o", f"{folder}/out"]
+        command = [tool.path, "-v", f"--gpu-name={target[1]}", str(source), "-o", f"{folder}/out"]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     numbers = [re.search(rf"(\d+) {what}", said) for what in ("registers", "bytes stack")]
     spills = re.findall(r"(\d+) bytes spill", said)
@@ -223,9 +226,9 @@ def main() -> int:
         ):
             continue
         r = compile_kernel(k)
-        bad = r.spilled or r.stack or r.shared > configs.SHARED[k.device]
+        bad = r.spilled or r.stack or r.shared > configs.SHARED[k.device] or r.tensor_memory > TENSOR_MEMORY
         failed += bool(bad)
-        counts = {name: r.ptx.count(name) for name in ("wgmma.mma", "mma.sync", "cp.async", "fma.rn")}
+        counts = {name: r.ptx.count(name) for name in ("tcgen05.mma", "wgmma.mma", "mma.sync", "cp.async", "fma.rn")}
         memory = f"{r.spilled} spilled, stack {r.stack}, shared {r.shared / 1024:.1f} KiB"
         said = f"{r.registers} registers, {memory}"
         print("BAD" if bad else "ok ", k.id, k.config, said, counts, f"{r.seconds:.1f} s", flush=True)

@@ -70,14 +70,16 @@ class Result:
     spilled: int  # bytes, loads and stores
     stack: int
     shared: int
+    tensor_memory: int  # columns
     ptx: str
     seconds: float
 
     @property
     def products(self) -> set[str]:
-        """Shapes of the tensor-core instructions."""
+        """The tensor-core instructions with their shapes, which those of the tensor memory read from a register."""
         found = re.findall(r"(wgmma\.mma_async|mma)\.sync\.aligned\.(m\d+n\d+k\d+)", self.ptx)
-        return {f"{'wgmma' if kind.startswith('wgmma') else 'mma'}.{shape}" for kind, shape in found}
+        own = {f"{'wgmma' if kind.startswith('wgmma') else 'mma'}.{shape}" for kind, shape in found}
+        return own | set(re.findall(r"tcgen05\.mma\.[\w.:]+", self.ptx))
 
 
 def compile_kernel(k: Kernel) -> Result:
@@ -114,7 +116,8 @@ def compile_kernel(k: Kernel) -> Result:
         options={"num_warps": config.warps, "num_stages": config.stages},
     )
     registers, spilled, stack = ptxas(compiled.asm["ptx"])
-    return Result(registers, spilled, stack, compiled.metadata.shared, compiled.asm["ptx"], time.time() - start)
+    memory = (compiled.metadata.shared, getattr(compiled.metadata, "tmem_size", None) or 0)
+    return Result(registers, spilled, stack, *memory, compiled.asm["ptx"], time.time() - start)
 
 
 def kernels() -> Iterator[Kernel]:

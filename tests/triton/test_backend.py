@@ -189,7 +189,16 @@ def test_one_gap() -> None:
 
 
 def test_there_is_a_tile_for_everything() -> None:
-    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
+    classes = {
+        (8, 0): "sm_80",
+        (8, 7): "sm_80",
+        (9, 0): "sm_90",
+        (10, 0): "sm_100",
+        (10, 3): "sm_100",
+        (12, 0): "sm_120",
+    }
+    for capability in (*classes, (12, 1), (7, 5), (8, 6), (8, 9), (11, 0)):
+        assert device_class(capability) == classes.get(capability, "sm_120" if capability[0] == 12 else "generic")
         assert device_class(capability) in SHARED
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             for head_dim in (1, 7, *BLOCK_D, 100, 192):
