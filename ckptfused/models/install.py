@@ -15,6 +15,9 @@ from ckptfused.layer.shards import is_flattened, is_fully_sharded, refuse_tensor
 from ckptfused.layer.source import patched
 from ckptfused.layer.spec_text import Mode, keep_text
 from ckptfused.models import find
+from ckptfused.models.derive.family import DERIVED, forget
+from ckptfused.models.derive.record import RAISED
+from ckptfused.models.describe.example import Known, example, with_values
 from ckptfused.models.family import Family, Outcome
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.models.heads import lm_heads, loss_forward
@@ -124,10 +127,11 @@ def _layers(
     offloader = Offloader() if any(mode.offload for mode in modes) else None
     segments, notes = _segments(found, policy)
     made, cached = [], set(given_caches(model))
+    tables: Known = {}
     for one, mode, segment in zip(found, modes, segments, strict=True):
         _take_out(one[1])
         taken = offloader if mode.offload else None
-        made.append(_put_in(model, one, mode, taken, segment, one[1] in cached))
+        made.append(_put_in(model, one, mode, taken, segment, one[1] in cached, tables))
     return tuple(made), notes
 
 
@@ -154,6 +158,7 @@ def _put_in(
     offloader: Offloader | None,
     segment: Segment | None,
     cached: bool,
+    tables: Known,
 ) -> InstalledLayer:
     """Gives a layer a forward of this mode. cached: its calls have filled key/value caches."""
     name, layer, family = found
@@ -167,7 +172,7 @@ def _put_in(
         if cached:
             outcome = PREFIX
         elif before is None:
-            outcome = _outcome(layer, family, text)
+            family, outcome = _taken(model, found, text, tables)
         kept = ""
         if isinstance(outcome, Reason):
             kept = "" if cached or text.inputs_alone else "keep does not apply"
@@ -180,6 +185,23 @@ def _put_in(
         layer.forward = ConvertedForward(layer, taken, text, before, offloader, segment, name)
         vars(layer)[REPLICATE] = NotReplicated()
     return InstalledLayer(name, layer, family, outcome, why, mode, segment)
+
+
+def _taken(model: nn.Module, found: Found, mode: Mode, tables: Known) -> tuple[Family | None, Outcome | Reason]:
+    """The family by which a layer runs that is not converted at this moment, and what will become of its calls."""
+    name, layer, family = found
+    outcome = _outcome(layer, family, mode)
+    if not isinstance(outcome, Reason):
+        return family, outcome
+    try:
+        derived = DERIVED.outcome_of(layer, mode, *with_values(*example(model, name, layer, tables)))
+    except Exception:  # making an example for code that was not read
+        derived = Reason(RAISED)
+    if isinstance(derived, Outcome):
+        return DERIVED, derived
+    if derived.text.startswith(RAISED):
+        return family or DERIVED, outcome._replace(text=f"{outcome.text}; what it takes is seen at its first call")
+    return family, outcome._replace(text=f"{outcome.text}; not derived: {derived.text}")
 
 
 def _outcome(layer: nn.Module, family: Family | None, mode: Mode) -> Outcome | Reason:
@@ -197,6 +219,7 @@ def _outcome(layer: nn.Module, family: Family | None, mode: Mode) -> Outcome | R
 
 def _take_out(layer: nn.Module) -> bool:
     """Gives a layer the forward back that it had; whether it had another."""
+    forget(layer)
     if isinstance(vars(layer).get(REPLICATE), NotReplicated):
         del vars(layer)[REPLICATE]
     places = [key for key in (BELOW_HOOKS, "forward") if isinstance(vars(layer).get(key), ConvertedForward)]

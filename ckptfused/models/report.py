@@ -51,7 +51,7 @@ class LayerReport(_Read):
     layer: str
     """Its class."""
     family: str | None
-    """The adapter that reads it, None if there is none."""
+    """The adapter that reads it; "derived" without one, where its code is read; None if neither does."""
     path: str
     """"fused": one op. "part": halves fused, the rest checkpointed. "generic": its own forward, checkpointed.
     "original": its own forward, as it was."""

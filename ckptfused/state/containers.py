@@ -28,7 +28,7 @@ def content_of(held: Any) -> Any:
 def put_back(held: Any, content: Any) -> Any:
     """Has a container hold that, and returns what it held; touches nothing where these are the same."""
     before = content_of(held)
-    if _same(before, content):
+    if same_content(before, content):
         return before
     base = next(base for base in CONTAINERS if isinstance(held, base))
     if not isinstance(content, dict):
@@ -72,7 +72,7 @@ class Attributes:
         """Has it hold that, and returns what it held; touches nothing where these are the same."""
         held = self._held
         before = held.copy()
-        if _same(before, content):
+        if same_content(before, content):
             return before
         managed = is_managed(before)
         for name in before.keys() | content.keys():
@@ -103,7 +103,7 @@ class ClassAttributes:
     def put(self, content: dict[str, Any]) -> dict[str, Any]:
         """Has it hold that, and returns what it held; touches nothing where these are the same."""
         before = self._now()
-        if not _same(before, content):
+        if not same_content(before, content):
             for name in before.keys() - content.keys():
                 delattr(self._class, name)
             for name, value in content.items():
@@ -141,7 +141,7 @@ class Plain:
             for held, names in zip(self._held, content[0], strict=True):
                 _put_plain(held, dict(zip(names, itertools.islice(values, len(names)), strict=True)))
         for children, wanted in zip(self._children, content[2], strict=True):
-            if not _same(children, wanted):
+            if not same_content(children, wanted):
                 children.clear()
                 children.update(wanted)
         return before
@@ -180,7 +180,8 @@ def _without_graphs(found: Any, items: Iterable[tuple[Any, Any]]) -> None:
         found[key] = without_graph(value)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same_content(a: Any, b: Any) -> bool:
+    """Whether what `content_of` gave twice is the same."""
     if len(a) != len(b):
         return False
     if isinstance(a, dict):

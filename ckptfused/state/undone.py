@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ckptfused.state.bindings import Bindings
-from ckptfused.state.containers import content_of, put_back
+from ckptfused.state.containers import content_of, put_back, same_content
 from ckptfused.state.generators import RngStates, global_generators
 from ckptfused.state.reach import of_torch, reach
 
@@ -20,11 +21,13 @@ _FOR_THREADS = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", 
 
 
 @contextmanager
-def without_trace(module: nn.Module) -> Iterator[None]:
+def without_trace(module: nn.Module) -> Iterator[list[str]]:
     """A context in which the forward of a module runs whose own attributes and containers nobody else holds; afterwards
     what its code reaches is as it was: generators, global ones too; containers and objects, by way of globals that the
-    code names, of closures, defaults and attributes; attributes of classes; and what those names stand for.
+    code names, of closures, defaults and attributes; attributes of classes; and what those names stand for. It gives a
+    list, in which is afterwards what was not as it had been.
     """
+    left: list[str] = []
     kinds = _classes(module.modules())
     found = reach(
         [
@@ -40,20 +43,25 @@ def without_trace(module: nn.Module) -> Iterator[None]:
     bindings = [(binding, binding.found) for binding in map(Bindings, found.functions)]
     draws = RngStates([*global_generators(), *found.generators])
     try:
-        yield
+        yield left
     finally:
         for one, content in contents:
-            put_back(one, content)
+            before = put_back(one, content)
+            if not same_content(before, content):
+                left.append(f"a {type(one).__name__}")
         for kind, attributes in classes:
             for name in vars(kind).keys() - attributes.keys():
+                left.append(f"{kind.__name__}.{name}")
                 delattr(kind, name)
             for name, value in attributes.items():
                 if vars(kind).get(name, _ABSENT) is not value:
+                    left.append(f"{kind.__name__}.{name}")
                     setattr(kind, name, value)
         for binding, names in bindings:
-            binding.put(names)
+            if not all(map(operator.is_, binding.put(names), names)):
+                left.append("a global name")
         draws.settle()
-        draws.rewind()
+        left += ["a random generator"] * bool(draws.rewind())
 
 
 def _is_for_threads(value: Any) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptfused.layer.parts import Reason
+from ckptfused.models.derive.family import DERIVED
 from tests.models.versions import since
 from tests.models.zoo import ZOO, Specimen
 
@@ -36,3 +37,9 @@ def reasons() -> Iterator[list[Reason]]:
 
     with unfused() as found:
         yield found
+
+
+@pytest.fixture
+def underived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers without an adapter run generically, whatever they compute."""
+    monkeypatch.setattr(DERIVED, "call", lambda *given, **options: Reason("nothing is derived in this test"))

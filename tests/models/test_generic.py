@@ -84,7 +84,8 @@ def test_custom_layers(result: str) -> None:
     """Dropout, an in-place module, keyword arguments that need gradients, results of any form."""
     _, report = same_steps(randomize(Custom(result)), {"x": torch.randn(5, 16)})
     assert paths(report) == {f"layers.{i}": "generic" for i in range(3)}
-    assert {x.reason for x in report.layers} == {"no adapter for this class"}
+    assert all(x.reason.startswith("no adapter for this class; not derived: ") for x in report.layers)
+    assert all(x.reason.endswith("relu writes in place") for x in report.layers)
 
 
 class Residual(nn.Module):
@@ -217,7 +218,7 @@ def hugging_face(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["electra", "convbert"])
-def test_unknown_hugging_face_models(name: str) -> None:
+def test_unknown_hugging_face_models(name: str, underived: None) -> None:
     """Their layers say what they are; dropout on."""
     converted, report = same_steps(hugging_face(name), text_batch())
     assert {x.path for x in report.layers} == {"generic"} and len(report.layers) == 2

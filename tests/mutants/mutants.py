@@ -424,9 +424,30 @@ MUTANTS = (
     Mutant(
         "a proof at small shapes that is not held to the shape at hand",
         file="ckptfused/models/derive/derive.py",
-        text="        hold(proof, layer, args, kwargs)\n",
+        text="            _hold(proof, layer, here)\n",
         defect="",
         test="tests/models/derive/test_mutants.py::test_what_depends_on_the_length_is_not_derived",
+    ),
+    Mutant(
+        "a derived layer that is not looked at again",
+        file="ckptfused/models/derive/state.py",
+        text="                all(now == was for now, was in self._dicts)",
+        defect="                True",
+        test="tests/models/derive/test_convert.py::test_what_changes_is_seen[other_heads]",
+    ),
+    Mutant(
+        "a derived layer whose own causal mask may change",
+        file="ckptfused/models/derive/state.py",
+        text="                and all(t._version == version for t, version in self._tensors)\n",
+        defect="",
+        test="tests/models/derive/test_convert.py::test_what_changes_is_seen[written_buffer]",
+    ),
+    Mutant(
+        "a derived layer that no longer does what it did beside its result",
+        file="ckptfused/models/derive/derive.py",
+        text="    if left:\n",
+        defect="    if False:\n",
+        test="tests/models/derive/test_convert.py::test_what_is_done_beside_the_result_is_done[a list]",
     ),
     Mutant(
         "a stage that is one checkpoint",

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.layer.peft import is_lora
 from ckptfused.models.derive.recorder import RefusedError
+from ckptfused.models.describe.saved_bytes import forget_places
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 _COPIED: Any = (nn.Module, Tensor, list, dict, tuple, set)
@@ -28,9 +29,10 @@ class Sizes(NamedTuple):
     tokens: int
 
 
-def copied(layer: nn.Module, made: Callable[[Tensor, bool], Tensor]) -> nn.Module:
+def copied(layer: nn.Module, made: Callable[[Tensor, bool], Tensor], placed: bool = True) -> nn.Module:
     """A copy of a layer as its class runs it: no forward of its own, no hooks, no adapters. What is no module, tensor
-    or container is shared. made: the tensor in another's place; the flag says that it is a parameter.
+    or container is shared. made: the tensor in another's place; the flag says that it is a parameter. placed: it knows
+    where in the model it stands.
 
     **Raises** `RefusedError` where it cannot be copied.
     """
@@ -61,10 +63,12 @@ def copied(layer: nn.Module, made: Callable[[Tensor, bool], Tensor]) -> nn.Modul
         for name, child in module._modules.items():
             if child is not None and is_lora(child):
                 module._modules[name] = child.base_layer  # type: ignore[assignment]
+    if not placed:
+        forget_places(found)
     return found
 
 
-def wide(layer: nn.Module, generator: torch.Generator) -> nn.Module:
+def wide(layer: nn.Module, generator: torch.Generator, placed: bool = True) -> nn.Module:
     """A copy in float64 on the CPU, whose weights are random numbers and whose buffers are as they were."""
     if (size := sum(p.numel() for p in layer.parameters())) > MOST:
         raise RefusedError(f"its weights have {size:,} numbers, more than are proved in float64 ({MOST:,})")
@@ -77,12 +81,16 @@ def wide(layer: nn.Module, generator: torch.Generator) -> nn.Module:
         found = torch.randn(t.shape, dtype=torch.float64, generator=generator)
         return found / t.shape[-1] ** 0.5 if t.dim() > 1 else found * 0.4 + 0.6
 
-    return copied(layer, made)
+    return copied(layer, made, placed)
 
 
-def without_data(layer: nn.Module) -> nn.Module:
+def without_data(layer: nn.Module, placed: bool = True) -> nn.Module:
     """A copy on the meta device."""
-    return copied(layer, lambda t, _: torch.empty_like(t, device="meta"))
+    return copied(layer, _shape_of, placed)
+
+
+def _shape_of(t: Tensor, parameter: bool) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 def resized(args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, first_key: bool) -> tuple[Any, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +14,12 @@ from ckptfused.compat.pytree import tree_flatten, tree_map
 from ckptfused.models.derive.attention import is_causal
 from ckptfused.models.derive.copies import Sizes, without_data
 from ckptfused.models.derive.prove import Proof, prove, same_shapes
-from ckptfused.models.derive.record import Recording, held, record
+from ckptfused.models.derive.record import Recording, forget_values, held, record
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
+from ckptfused.models.describe.saved_bytes import IndexReadError
+from ckptfused.state.undone import without_trace
+
+T = TypeVar("T")
 
 
 class Derivation(NamedTuple):
@@ -26,28 +33,97 @@ class Derivation(NamedTuple):
     """What was recorded at the first shape of the proof, as far as the result depends on it."""
 
 
-def derive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Derivation:
+def derive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool = True) -> Derivation:
     """What a layer computes in this call, in its present mode and type. The layer itself does not run, nor change.
 
-    **Raises** nothing: whatever cannot be read, proved, or followed from the proof to this shape is the reason.
+    placed: its forward may ask where in the model the layer stands; if not, and it does, **raises** `IndexReadError`.
+    **Raises** nothing else: whatever cannot be read, proved, or followed from the proof to this shape is the reason.
     """
+    return _alone(lambda: _derived(layer, args, kwargs, placed))
+
+
+def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool) -> Derivation:
     try:
-        proof = prove(layer, args, kwargs)
-        hold(proof, layer, args, kwargs)
+        with _unseen(layer):
+            here = _recorded_here(layer, args, kwargs, placed)
+            proof = prove(layer, args, kwargs, placed=placed)
+            _hold(proof, layer, here)
     except RefusedError as error:
+        forget_values((*error.calls, *filter(None, (error.call,))))
         return Derivation(None, str(error), error.call, tuple(error.calls))
+    except IndexReadError:
+        raise
     except Exception as error:  # rules meet what nobody thought of: the layer then runs as it is
         return Derivation(None, f"it cannot be read ({type(error).__name__}: {error})")
     first = proof.recordings[0]
-    return Derivation(proof, calls=tuple(first.before(first.y)))
+    calls = tuple(first.before(first.y))
+    for recording in proof.recordings:
+        recording.roots = {}
+        forget_values(recording.calls, recording.x, recording.y)
+    return Derivation(proof, calls=calls)
 
 
-def hold(proof: Proof, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Holds a proof to a call of any size: the same calls, sizes that follow from those of the proof, and a mask of the
-    layer's own that is causal here too. **Raises** `RefusedError`.
+@contextmanager
+def _unseen(layer: nn.Module) -> Iterator[None]:
+    """A context in which copies of a layer run. **Raises** `RefusedError` afterwards where these did something beside
+    what they return, which is undone.
     """
+    with without_trace(layer) as left:
+        yield
+    if left:
+        raise RefusedError(f"its forward changes {left[0]}, beside what it returns")
+
+
+def _alone(function: Callable[[], T]) -> T:
+    """The result of a function in a thread of its own, where no mode, hook or autocast of the caller's is at work."""
+    made: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(function())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="ckptfused-derive")
+    thread.start()
+    thread.join()
+    if raised:
+        raise raised[0]
+    return made[0]
+
+
+def _recorded_here(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool) -> Recording:
+    """The recording of this very call on tensors without data."""
     args, kwargs = tree_map(lambda v: _without_data(v) if isinstance(v, Tensor) else v, (args, kwargs))
-    here = record(without_data(layer), args, kwargs, wide=False)
+    return record(without_data(layer, placed), args, kwargs, wide=False)
+
+
+def hold(
+    proof: Proof, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool = True
+) -> str | None:
+    """Why a proof does not hold of a call of another size; None where it does: the same calls, sizes that follow from
+    those of the proof, and a mask of the layer's own that is causal here too.
+    """
+
+    def held_to() -> None:
+        with _unseen(layer):
+            _hold(proof, layer, _recorded_here(layer, args, kwargs, placed))
+
+    try:
+        _alone(held_to)
+    except RefusedError as error:
+        return str(error)
+    except IndexReadError:
+        raise
+    except Exception as error:  # as in `derive`
+        return f"it cannot be read ({type(error).__name__}: {error})"
+    return None
+
+
+def _hold(proof: Proof, layer: nn.Module, here: Recording) -> None:
+    if here.y.data.dtype != here.x.data.dtype:
+        raise RefusedError(f"it makes {here.y.data.dtype} of {here.x.data.dtype}", here.y.call)
     same_shapes(proof, here, Sizes(*here.x.shape[:2]))
     number, kind = proof.layout.own_mask
     if number >= 0:

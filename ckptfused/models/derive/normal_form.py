@@ -165,14 +165,11 @@ def _tensor(layer: nn.Module, name: str) -> Tensor | None:
 
 
 def _projected(layer: nn.Module, found: Map | None) -> Any:
-    """The module of a projection where it is PyTorch's or PEFT's, for `layer.projections`; else its tensors."""
+    """The module of a projection that PEFT wraps, for `layer.projections`; of any other its tensors."""
     if found is None:
         return None
-    path, _, last = found.weight.rpartition(".")
-    module = layer.get_submodule(path)
-    base = getattr(module, "base_layer", module)
-    bias = f"{path}.bias" if getattr(base, "bias", None) is not None else ""
-    if isinstance(base, nn.Linear) and last == "weight" and found.bias == bias and not found.transposed:
+    module = layer.get_submodule(found.weight.rpartition(".")[0])
+    if "base_layer" in module._modules:
         return module
     return Projection(_tensor(layer, found.weight), _tensor(layer, found.bias), found.transposed)  # type: ignore[arg-type]
 

@@ -39,7 +39,7 @@ class Proof(NamedTuple):
     """The largest relative error of the result and of every gradient, over all shapes."""
 
 
-def prove(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0) -> Proof:
+def prove(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0, placed: bool = True) -> Proof:
     """The normal form of a layer that is called so, proved at two shapes.
 
     **Raises** `RefusedError` saying which call no rule takes, or where and by how much the two differ.
@@ -49,7 +49,7 @@ def prove(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed:
     rules: dict[Recorded, str] = {}
     errors: dict[str, float] = {}
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        own = wide(layer, generator)
+        own = wide(layer, generator, placed)
         for sizes in SHAPES:
             recording, (form, walk) = _recorded(own, args, kwargs, sizes, generator)
             layout, text, differing = _compared(own, form, walk)

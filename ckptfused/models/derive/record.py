@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,10 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
 from ckptfused.models.derive.recorder import Recorded, Recorder, RefusedError, Value
+from ckptfused.models.describe.saved_bytes import IndexReadError
+
+RAISED = "its forward raised"
+"""How the reason begins where a call was not one that the layer takes."""
 
 
 class Recording:
@@ -23,7 +27,9 @@ class Recording:
         if len(tensors) != 1:
             raise RefusedError(f"the layer returns {len(tensors)} tensors, expected one")
         self.y = recorder.value(tensors[0])
-        self.leaves = [v if not isinstance(v, Tensor) else None for v in leaves]
+        self.place = [v is tensors[0] for v in leaves].index(True)
+        """The place of the result among the leaves of what the forward returns."""
+        self.leaves = [None if isinstance(v, Tensor) else v for v in leaves]
 
     def before(self, *ends: Value) -> list[Recorded]:
         """The calls on which values depend, in order."""
@@ -35,6 +41,16 @@ class Recording:
                 found[call] = None
                 queue += [v.call for v in call.inputs if v.call is not None]
         return sorted(found, key=lambda call: call.number)
+
+
+def forget_values(calls: Iterable[Recorded], *others: Value) -> None:
+    """Leaves of the tensors of recorded calls their shapes and types alone, and no mask."""
+    values = [*others]
+    for call in calls:
+        call.mask = None
+        values += (*call.inputs, *call.values)
+    for value in values:
+        value.data = value.data.detach().to("meta")
 
 
 def record(
@@ -63,10 +79,10 @@ def record(
     try:
         with recorder:
             y = type(layer).forward(layer, *args, **kwargs)
-    except RefusedError:
+    except (RefusedError, IndexReadError):
         raise
     except Exception as error:  # any forward may raise anything on arguments that were guessed
-        raise RefusedError(f"its forward raised {type(error).__name__}: {error}") from error
+        raise RefusedError(f"{RAISED} {type(error).__name__}: {error}") from error
     if random.getstate() != drawn[0] or (drawn[1] is not None and not torch.equal(torch.get_rng_state(), drawn[1])):
         raise RefusedError("it draws random numbers beside those of dropout")
     if _state(layer) != state:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
 from ckptfused.compat.torch_modules import COMPILED_CALL
+from ckptfused.models.derive.state import KNOWN
 from ckptfused.models.describe.example import Known, with_tables
 from ckptfused.models.describe.saved_bytes import INDICES, IndexReadError, Places, in_training, saved_by_autograd
 from ckptfused.models.family import EXAMPLE_TOKENS
@@ -22,7 +23,7 @@ Count = Callable[[], float | None]
 
 # What a count does not run: the layer's converted forward, its hooks (with hooks inside there is none), its compiled
 # call.
-_BESIDE = ("forward", REPLICATE, COMPILED_CALL, *(name for name in vars(nn.Module()) if "hook" in name))
+_BESIDE = ("forward", REPLICATE, KNOWN, COMPILED_CALL, *(name for name in vars(nn.Module()) if "hook" in name))
 _PLACE = "target_name"  # PEFT's note of where in the model a projection is, which no forward reads
 _NUMBERS = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 

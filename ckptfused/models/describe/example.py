@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,7 @@ class Tables:
     """The tables that a model's rotary module makes for its layers, made when they are asked for."""
 
     def __init__(self, rotary: nn.Module, kind: str | None, width: int, dtype: torch.dtype) -> None:
-        self._rotary = without_data(rotary)
+        self._rotary, self._whole = without_data(rotary), copy.deepcopy(rotary)
         takes_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
         self._kind = (kind,) if takes_kind else ()
         self._width, self._dtype = width, dtype
@@ -35,6 +36,12 @@ class Tables:
         known = KnownValues([(positions.to("meta"), positions)])
         with without_trace(self._rotary), torch.no_grad(), known:
             return self._rotary(x, positions.to("meta"), *self._kind)
+
+    def values(self, device: torch.device) -> Any:
+        """The same with their values."""
+        x = torch.empty(1, EXAMPLE_TOKENS, self._width, dtype=self._dtype, device=device)
+        with without_trace(self._whole), torch.no_grad():
+            return self._whole(x, _positions(x), *self._kind)
 
 
 Known = dict[Any, Tables]
@@ -71,6 +78,12 @@ def with_tables(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value.made() if isinstance(value, Tables) else value for name, value in kwargs.items()}
 
 
+def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """An example whose tables have values. **Raises** whatever making them does."""
+    device = args[0].device
+    return args, {name: v.values(device) if isinstance(v, Tables) else v for name, v in kwargs.items()}
+
+
 def _positions(x: Tensor) -> Tensor:
     return torch.arange(EXAMPLE_TOKENS, device=x.device)[None]
 
@@ -92,7 +105,9 @@ def _width(layer: nn.Module, owners: list[nn.Module]) -> int:
             return module.in_features
         if isinstance(module, nn.LayerNorm | nn.RMSNorm):
             return module.normalized_shape[-1]
-        if next(module.parameters(recurse=False), None) is not None:
+        if (weight := next(module.parameters(recurse=False), None)) is not None:
+            if weight.dim() == 1:  # a norm of somebody's own
+                return weight.numel()
             break
     raise LookupError(f"{type(layer).__name__}: the width of its input is not known")
 

@@ -11,6 +11,7 @@ from ckptfused import cost
 from ckptfused.layer.hooks import hooked
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
+from ckptfused.models.derive.family import DERIVED
 from ckptfused.models.describe.counts import Counts
 from ckptfused.models.describe.example import example
 from ckptfused.models.family import EXAMPLE_TOKENS
@@ -41,7 +42,7 @@ def _layer(model: nn.Module, one: InstalledLayer, counts: Counts) -> LayerReport
 def _bytes(model: nn.Module, one: InstalledLayer, counts: Counts) -> tuple[Bytes, Bytes]:
     """Bytes a token that a layer saves as it was, and as it is installed; None where they are not known."""
     layer, outcome = one.layer, one.outcome
-    is_read = one.family is not None and one.family.as_read(layer)
+    is_read = one.family not in (None, DERIVED) and one.family.as_read(layer)  # type: ignore[union-attr]
     before: Bytes = None
     try:
         call = one.family.example_call(layer) if is_read else example(model, one.name, layer, counts.tables)  # type: ignore[union-attr]

@@ -36,6 +36,13 @@ _OPERATIONS = vars(int).keys() - {"__new__", "__getattribute__", "__doc__", "__s
 _Index: Any = type("_Index", (), dict.fromkeys([*_OPERATIONS, "__getattr__"], _read))
 """Stands for a number that nothing may depend on: every operation of an integer raises."""
 
+
+def forget_places(layer: nn.Module) -> None:
+    """Has a layer raise `IndexReadError` where its code asks where it stands."""
+    for module in layer.modules():
+        vars(module).update({index: _Index() for index in INDICES if type(vars(module).get(index)) is int})
+
+
 # As on a GPU, where attention is a flash kernel's.
 _KERNELS = {
     "aten::scaled_dot_product_attention": partial(attention_on_meta, "cuda", None),
@@ -56,8 +63,8 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     """
     with in_training():
         layer, args, kwargs = without_data((layer, args, kwargs))
-    for module in layer.modules() if places is None else ():
-        vars(module).update({index: _Index() for index in INDICES if type(vars(module).get(index)) is int})
+    if places is None:
+        forget_places(layer)
     for name, index, number in places or ():
         vars(layer.get_submodule(name))[index] = number
     given = tree_leaves((args[1:], kwargs))

@@ -1,0 +1,277 @@
+"""What a layer's code may read beside its tensors: a key by value, and a quick look at whether it is as it was."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.compat.transformers import attention_function, attention_implementation
+from ckptfused.layer.hooks import watched
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.peft import is_lora
+from ckptfused.layer.source import replaced
+from ckptfused.models.describe.saved_bytes import INDICES
+from ckptfused.models.hf_checkpointing import REPLICATE
+from ckptfused.state.reach import names_of, of_torch
+
+_PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
+_ABSENT: Any = object()
+_HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
+KNOWN = "_ckptfused_derived"
+"""The attribute of a layer under which is remembered what was found out about it."""
+_APART = frozenset(("forward", KNOWN, REPLICATE, "_parameters", "_buffers", "_modules", *_HOOKS))
+_NOT_FOLLOWED = frozenset(("torch", "ckptfused", *sys.stdlib_module_names))
+_TELLING = frozenset(("asyncio", "concurrent", "multiprocessing", "queue", "threading"))
+_FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod, property)
+
+
+class _Same:
+    """A value as a part of a key, equal to itself alone while it lives. It is held only where it has to be."""
+
+    __slots__ = ("_hash", "_value")
+
+    def __init__(self, value: Any) -> None:
+        self._hash = id(value)
+        try:
+            self._value: Callable[[], Any] = weakref.ref(value)
+        except TypeError:
+            self._value = lambda: value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return NotImplemented
+        value = self._value()
+        return self is other or (value is not None and value is other._value())
+
+
+class _Content:
+    """What a tensor holds, as a part of a key: masks and tables, by which a layer is read."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, t: Tensor) -> None:
+        self._held = t.detach().clone()
+
+    def __hash__(self) -> int:
+        return hash((self._held.shape, self._held.dtype, self._held.device))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Content) or hash(self) != hash(other):
+            return False
+        return self._held.is_meta or torch.equal(self._held, other._held)
+
+
+class State:
+    """Attributes of a layer's modules and of what these hold, the code of their classes, and the functions, numbers and
+    tables that this code finds by name.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._lists: list[tuple[Any, Any]] = []
+        self._names: list[tuple[dict[str, Any], str, Any]] = []
+        self._tensors: list[tuple[Tensor, int]] = []
+        self._hooks: list[dict[Any, Any]] = []
+        self._parameters: list[dict[str, Any]] = []
+        self._modules: list[nn.Module] = []
+        self._attention: dict[str, Any] = {}
+        self._classes: dict[Any, None] = {}
+        self._functions: dict[Any, None] = {}
+        self._seen: dict[int, int] = {}
+        self._found: list[Hashable] = []
+        self.why = ""
+        """Why nothing can be told of what its code does, where it holds what changes by being read."""
+        self._places: list[int] = []
+        self._layer = layer
+        tree = self._module(layer)
+        code = tuple(map(_Same, (*self._functions, *(value for *_, value in self._names), *self._attention.values())))
+        self.key: Any = (tree, code, tuple(self._found))
+        self.places: Hashable = tuple(self._places)
+        """The numbers by which modules say where in the model they stand; no part of `key`."""
+        self._given = self._present()
+        self._patched = any("forward" in vars(module) for module in self._modules)
+        del self._seen, self._layer, self._functions, self._found
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        try:
+            return (
+                all(now == was for now, was in self._dicts)
+                and all(now == was for now, was in self._lists)
+                and all(named.get(name, _ABSENT) is was for named, name, was in self._names)
+                and all(t._version == version for t, version in self._tensors)
+                and self._present() == self._given
+                and all(attention_function(name) is was for name, was in self._attention.items())
+            )
+        except RuntimeError:  # a tensor in the place of another one: whether they are equal is many answers
+            return False
+
+    def watched(self) -> Reason | None:
+        """Why modules within have to be called: somebody watches or patches them."""
+        if self._patched or any(self._hooks) or any(map(replaced, self._classes)):
+            return next(filter(None, map(watched, self._modules)), None)
+        return None
+
+    def _present(self) -> list[bool]:
+        return [p is None for held in self._parameters for p in held.values()]
+
+    def _value(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind in _PLAIN:
+            return kind, value
+        if isinstance(value, nn.Module | Tensor) or kind in (dict, list, tuple, set, frozenset) or _opened(value):
+            if id(value) in self._seen:
+                return "again", self._seen[id(value)]
+            self._seen[id(value)] = len(self._seen)
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        if isinstance(value, Tensor):
+            if isinstance(value, nn.Parameter):
+                return kind, tuple(value.shape), value.dtype
+            if kind is not Tensor or value.is_inference():
+                self.why = f"it holds a {kind.__name__} whose changes leave no trace"
+                return _Same(value)
+            self._tensors.append((value, value._version))
+            return _Content(value)
+        if isinstance(value, dict):
+            self._dicts.append((value, dict(value)))
+            return kind, tuple((_hashable(k), self._value(v)) for k, v in value.items())
+        if kind in (list, tuple):
+            if kind is list:
+                self._lists.append((value, list(value)))
+            return kind, tuple(map(self._value, value))
+        if kind in (set, frozenset):
+            self._lists.append((value, set(value)))
+            return kind, frozenset(map(self._value, value))
+        if kind is functools.partial:
+            return kind, self._value(value.func), self._value(value.args), self._value(value.keywords)
+        if kind is types.MethodType:
+            return kind, self._value(value.__func__), self._value(value.__self__)
+        if isinstance(value, types.FunctionType):
+            self._follow(value)
+        elif _opened(value):
+            return kind, self._value(vars(value))
+        elif isinstance(value, Iterator) or kind.__module__.partition(".")[0] in _TELLING:
+            self.why = f"it holds a {kind.__name__}, of which nobody can tell what its code does to it"
+        return _Same(value)
+
+    def _module(self, module: nn.Module) -> Hashable:
+        if is_lora(module):
+            return self._value(module.base_layer)  # adapters are read anew at each call
+        if module is not self._layer:
+            self._modules.append(module)
+        self._hooks += [held for name in _HOOKS if isinstance(held := vars(module).get(name), dict)]
+        self._parameters.append(module._parameters)
+        own = vars(module)
+        beside = {k: v for k, v in own.items() if k not in _APART}
+        if module is self._layer:
+            self._lists.append((_Beside(own), beside))
+        else:
+            self._dicts.append((own, dict(own)))
+        self._dicts += [(held, dict(held)) for held in (module._buffers, module._modules)]
+        self._code(type(module))
+        places = {k: v for k, v in beside.items() if k in INDICES and type(v) is int}
+        self._places += places.values()
+        if (name := attention_implementation(beside.get("config"))) is not None:
+            self._attention[name] = attention_function(name)
+            self._follow(self._attention[name])
+        held = ((k, v) for k, v in (*beside.items(), *module._buffers.items()) if k not in places)
+        parameters = tuple((k, None if p is None else self._value(p)) for k, p in module._parameters.items())
+        children = tuple((k, self._value(child)) for k, child in module._modules.items())
+        return type(module), tuple((k, self._value(v)) for k, v in held), parameters, children
+
+    def _code(self, cls: Any) -> None:
+        """The functions of a class and of those that it is made of, and what they find by name."""
+        if cls in self._classes:
+            return
+        self._classes[cls] = None
+        for base in cls.__mro__:
+            if base is object or of_torch(base):
+                continue
+            held = {k: v for k, v in vars(base).items() if not k.startswith("__") or k == "__call__"}
+            self._lists.append((_ClassAttributes(base, tuple(held)), (len(vars(base)), *held.values())))
+            for value in held.values():
+                if isinstance(value, _FUNCTIONS):
+                    self._follow(value)
+                else:
+                    self._found.append(self._value(value))
+
+    def _follow(self, function: Any) -> None:
+        queue = [function]
+        while queue:
+            found: Any = queue.pop()
+            found = getattr(found, "fget", getattr(found, "__func__", found))
+            if not isinstance(found, types.FunctionType) or found in self._functions:
+                continue
+            if (found.__module__ or "").partition(".")[0] in _NOT_FOLLOWED:
+                continue
+            self._functions[found] = None
+            for cell in found.__closure__ or ():
+                try:
+                    value = cell.cell_contents
+                except ValueError:  # not yet assigned
+                    continue
+                if isinstance(value, _FUNCTIONS):
+                    queue.append(value)
+                elif not isinstance(value, nn.Module):
+                    self._found.append(self._value(value))
+            for name in names_of(found.__code__):
+                value = found.__globals__.get(name, _ABSENT)
+                if not isinstance(value, types.ModuleType | type) and value is not _ABSENT:
+                    self._names.append((found.__globals__, name, value))
+                    if isinstance(value, _FUNCTIONS):
+                        queue.append(value)
+                    elif not isinstance(value, nn.Module):
+                        self._found.append(self._value(value))
+
+
+class _Beside:
+    """The attributes of a converted layer, its forward and hooks aside, for comparing."""
+
+    __slots__ = ("_own",)
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        self._own = own
+
+    def __eq__(self, was: object) -> bool:
+        return {k: v for k, v in self._own.items() if k not in _APART} == was
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _ClassAttributes:
+    """Attributes of a class and how many it has, for comparing."""
+
+    __slots__ = ("_cls", "_names")
+
+    def __init__(self, cls: type, names: tuple[str, ...]) -> None:
+        self._cls, self._names = cls, names
+
+    def __eq__(self, was: object) -> bool:
+        held = vars(self._cls)
+        now = (len(held), *map(held.get, self._names))
+        return all(map(operator.is_, now, was))  # type: ignore[call-overload]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _opened(value: Any) -> bool:
+    """Whether a value is an object whose attributes are looked at: a configuration."""
+    if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType | types.MethodType):
+        return False
+    return type(value).__module__.partition(".")[0] not in _NOT_FOLLOWED and type(getattr(value, "__dict__", 0)) is dict
+
+
+def _hashable(key: Any) -> Hashable:
+    return (type(key), key) if isinstance(key, Hashable) else _Same(key)
