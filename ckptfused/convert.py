@@ -63,10 +63,10 @@ def convert(
     """Turns an existing model into a fused-checkpoint model, in place.
 
     Each layer gets a `forward` of its own, as an attribute of the instance; its class, parameters, submodules,
-    hooks and `state_dict` stay as they are. A layer that an adapter reads, or whose computation was derived from its code
-    and proved, runs as one fused op that saves its input; any other is checkpointed with `ckptfused.checkpoint`. What is safe is decided at each call: with a
-    key/value cache, or where attention weights are asked for, a layer runs as it was. A second `convert` changes
-    what is kept. `revert` undoes it.
+    hooks and `state_dict` stay as they are. A layer that an adapter reads, or that is derived from its own code and
+    proved, runs as one fused op that saves its input; any other is checkpointed with `ckptfused.checkpoint`. What is
+    safe is decided at each call: with a key/value cache, or where attention weights are asked for, a layer runs as it
+    was. A second `convert` changes what is kept. `revert` undoes it.
 
     keep: what each layer keeps for backward beside its input: a preset or names (`ckptfused.spec.KEEP_PRESETS`);
     None: "inputs", or what the policy says.

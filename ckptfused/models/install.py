@@ -15,7 +15,7 @@ from ckptfused.layer.shards import is_flattened, is_fully_sharded, refuse_tensor
 from ckptfused.layer.source import patched
 from ckptfused.layer.spec_text import Mode, keep_text
 from ckptfused.models import find
-from ckptfused.models.derive.family import DERIVED, forget
+from ckptfused.models.derive.family import DERIVED, IN_SHARDS, forget
 from ckptfused.models.derive.record import RAISED
 from ckptfused.models.describe.example import Known, example, with_values
 from ckptfused.models.family import Family, Outcome
@@ -199,8 +199,10 @@ def _taken(model: nn.Module, found: Found, mode: Mode, tables: Known) -> tuple[F
         derived = Reason(RAISED)
     if isinstance(derived, Outcome):
         return DERIVED, derived
-    if derived.text.startswith(RAISED):
+    if derived.text.startswith((RAISED, IN_SHARDS)):
         return family or DERIVED, outcome._replace(text=f"{outcome.text}; what it takes is seen at its first call")
+    if family is not None and family.as_read(layer):  # its adapter says it better
+        return family, outcome
     return family, outcome._replace(text=f"{outcome.text}; not derived: {derived.text}")
 
 

@@ -40,7 +40,7 @@ def of_its_family(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [of_its_family(name) for name in REFUSED])
-def test_refused(name: str, reasons: list[Reason]) -> None:
+def test_refused(name: str, reasons: list[Reason], underived: None) -> None:
     make, implementation, why = REFUSED[name]
     model = randomize(make(0.0, implementation)).train()
     other = copy.deepcopy(model)

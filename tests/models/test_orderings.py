@@ -205,7 +205,7 @@ def drawn(change: Callable[[Any], Any], model: Any) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after", "after a step"])
 @pytest.mark.parametrize("name", [*FUSED, *OTHERWISE])
-def test_changes(name: str, when: str) -> None:
+def test_changes(name: str, when: str, underived: None) -> None:
     change = {**FUSED, **OTHERWISE}[name]
     plain, model = llama(), llama()
     if when == "before":

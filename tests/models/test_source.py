@@ -123,7 +123,7 @@ def check(model: nn.Module, paths: list[str], why: str) -> None:
     close(run(other, text_batch()), run(model, text_batch()), 0.0)
 
 
-def test_subclass_with_another_forward() -> None:
+def test_subclass_with_another_forward(underived: None) -> None:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
     class Louder(LlamaDecoderLayer):
@@ -203,7 +203,7 @@ def swiglu_of_another_library(self: Any, x: Tensor) -> Tensor:
     return self.down_proj(F.silu(self.gate_proj(x)).mul(self.up_proj(x)))
 
 
-def test_class_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_patched(monkeypatch: pytest.MonkeyPatch, underived: None) -> None:
     """Liger does this to LlamaMLP: the class stays, its forward is another's. What is taken back is fused again."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -215,7 +215,7 @@ def test_class_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     check(model, ["fused", "fused"], "")
 
 
-def test_norm_class_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_class_patched(monkeypatch: pytest.MonkeyPatch, underived: None) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     def centred(self: Any, hidden_states: Tensor) -> Tensor:

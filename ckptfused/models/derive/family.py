@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ckptfused.checks import autocast_enabled
+from ckptfused.checks import autocast_enabled, is_dtensor
 from ckptfused.compat.pytree import TreeSpec, tree_flatten, tree_unflatten
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import under_foreign_mode
-from ckptfused.layer.shards import is_flattened
+from ckptfused.layer.shards import holds_fsdp1, is_flattened
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.caches import left_empty
 from ckptfused.models.derive.derive import Derivation, derive, hold
@@ -28,6 +28,8 @@ from ckptfused.offload import follow
 from ckptfused.ops.call import Call
 from ckptfused.spec import BlockSpec
 
+IN_SHARDS = "its weights are in shards"
+"""Why nothing is derived of a layer whose weights are not whole: FSDP may gather them for a call."""
 MOST_CALLS = 256
 """Kinds of calls that are known of one kind of layer: lengths, mostly."""
 MOST_TRIES = 4
@@ -168,8 +170,8 @@ def _seen(layer: nn.Module) -> _Seen | Reason:
                 return one  # type: ignore[no-any-return]
     else:
         known = _Known(layer)
-    if is_flattened(layer):
-        return Reason("its weights are in shards that its code does not see (FSDP1, ZeRO-3)")
+    if is_flattened(layer) or holds_fsdp1(layer) or any(map(is_dtensor, layer.parameters())):
+        return Reason(IN_SHARDS)
     if known.changes >= MOST_CHANGES:
         return Reason("what its code reads is another from call to call")
     known.changes += 1

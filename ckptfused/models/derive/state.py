@@ -139,7 +139,8 @@ class State:
         if isinstance(value, Tensor):
             if isinstance(value, nn.Parameter):
                 return kind, tuple(value.shape), value.dtype
-            if kind is not Tensor or value.is_inference():
+            freed = not value.is_meta and value.numel() > 0 and value.untyped_storage().nbytes() == 0  # FSDP1's views
+            if kind is not Tensor or value.is_inference() or freed:
                 self.why = f"it holds a {kind.__name__} whose changes leave no trace"
                 return _Same(value)
             self._tensors.append((value, value._version))
