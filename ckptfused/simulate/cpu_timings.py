@@ -146,7 +146,7 @@ def attention_forward(q: Tensor, k: Tensor, causal: bool) -> Any:
 
 def attention_backward(q: Tensor, k: Tensor, causal: bool) -> Any:
     """Its backward, of a log-sum-exp of zeros."""
-    k, lse = _heads(k, q.size(-3)), q.new_zeros(q.shape[:-1])
+    k, lse = _heads(k, q.size(-3)), q.new_zeros(q.shape[:-1], dtype=accumulation_type(q.dtype))
     return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(q, q, k, k, q, lse, 0.0, causal)
 
 

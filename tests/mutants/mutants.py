@@ -909,6 +909,13 @@ MUTANTS = (
         test="tests/profiler/test_profile.py::test_a_replay_belongs_to_the_layer_that_runs_again",
     ),
     Mutant(
+        "attention in half precision timed by a call that PyTorch refuses",
+        file="ckptfused/simulate/cpu_timings.py",
+        text="k, lse = _heads(k, q.size(-3)), q.new_zeros(q.shape[:-1], dtype=accumulation_type(q.dtype))",
+        defect="k, lse = _heads(k, q.size(-3)), q.new_zeros(q.shape[:-1])",
+        test="tests/simulate/test_cpu_timings.py::test_attention_and_grouped_products_run[torch.bfloat16]",
+    ),
+    Mutant(
         "an op that is timed where a ledger is open, in which it counts itself and does not run",
         file="ckptfused/simulate/alone.py",
         text="        thread.start()\n        thread.join()\n",

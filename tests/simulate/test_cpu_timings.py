@@ -79,9 +79,10 @@ def test_an_op_that_refuses_its_arguments_is_rated() -> None:
     assert device.alone(1e-3, torch.mm, (), size=1 << 40) == 1e-3
 
 
-def test_attention_and_grouped_products_run() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_attention_and_grouped_products_run(dtype: torch.dtype) -> None:
     """None is refused in the form in which they are called."""
-    q, k = Like((2, 4, 16, 8), (512, 8, 32, 1), torch.float32), Like((2, 2, 16, 8), (256, 8, 16, 1), torch.float32)
+    q, k = Like((2, 4, 16, 8), (512, 8, 32, 1), dtype), Like((2, 2, 16, 8), (256, 8, 16, 1), dtype)
     for run in (cpu_timings.attention_forward, cpu_timings.attention_backward):
         assert here().seconds(run, (q, k, True)) is not None
     for run in (cpu_timings.block_attention_forward, cpu_timings.block_attention_backward):
@@ -91,8 +92,8 @@ def test_attention_and_grouped_products_run() -> None:
             for rest in ((False, True), (True, False))
         }
         assert None not in times
-    weights = Like((3, 8, 4), (32, 4, 1), torch.float32)
-    assert here().seconds(cpu_timings.grouped_products, (Like.matrix(7, 8, torch.float32), weights)) is not None
+    weights = Like((3, 8, 8), (64, 8, 1), dtype)  # rows of 16 bytes, as it asks for
+    assert here().seconds(cpu_timings.grouped_products, (Like.matrix(7, 8, dtype), weights)) is not None
 
 
 def test_what_a_cache_holds() -> None:
