@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -75,13 +75,19 @@ def _unseen(layer: nn.Module) -> Iterator[None]:
 
 
 def _alone(function: Callable[[], T]) -> T:
-    """The result of a function in a thread of its own, where no mode, hook or autocast of the caller's is at work."""
+    """The result of a function in a thread of its own, where no mode or hook of the caller's is at work. Whether
+    gradients and autocast are on is as it is there: a forward may ask.
+    """
     made: list[T] = []
     raised: list[BaseException] = []
+    grad, cast = torch.is_grad_enabled(), {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
 
     def run() -> None:
         try:
-            made.append(function())
+            with torch.set_grad_enabled(grad), ExitStack() as modes:
+                for kind in (kind for kind, on in cast.items() if on):
+                    modes.enter_context(torch.autocast(kind, torch.get_autocast_dtype(kind)))
+                made.append(function())
         except BaseException as error:
             raised.append(error)
 

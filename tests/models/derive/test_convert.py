@@ -194,6 +194,19 @@ def test_what_depends_on_the_length_is_as_it_is_there() -> None:
 
 
 COUNT, TOLD = itertools.count(), queue.Queue[int]()
+
+
+@pytest.mark.parametrize("asked", ["not torch.is_grad_enabled()", "torch.is_autocast_enabled('cpu')"])
+def test_a_layer_that_asks_for_a_mode(asked: str) -> None:
+    """It is fused in the one in which it is a block, and runs as it is in the other."""
+    source = GPT.replace("        return x\n", f"        return 2 * x if {asked} else x\n")
+    plain, converted = twins(source)
+    same(plain, converted, GPT, 2)
+    x = arguments(GPT, 9, dtype=DOUBLE)[0]
+    with torch.no_grad() if "grad" in asked else torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(converted(x), plain(x), rtol=1e-10, atol=1e-12)
+
+
 SEEN: list[Any] = []
 LOOKED: dict[str, Any] = {}
 BESIDE: dict[str, Any] = {
