@@ -62,11 +62,24 @@ TESTS = (
     "convert",
     "offload",
     "triton_ffn",
+    "adapters",
 )
 # Folders of the suite with tests for a GPU, likewise; the rest of them follow.
 SUITE = ("autograd", "triton", "ops", "kernels", "modules", "loss")
 # These have no such test, or import packages that may be missing there.
-WITHOUT_GPU = ("cli", "convert", "docs", "examples", "generic", "gpu", "mutants", "repository")
+WITHOUT_GPU = (
+    "cli",
+    "docs",
+    "doctor",
+    "examples",
+    "gpu",
+    "integrations",
+    "models",
+    "mutants",
+    "planner",
+    "profiler",
+    "repository",
+)
 
 
 @dataclass

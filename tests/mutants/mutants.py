@@ -474,8 +474,8 @@ MUTANTS = (
     Mutant(
         "a count that leaves its tensors in the lists that a forward fills",
         file="ckptfused/state/undone.py",
-        text="        for one, content in contents:\n            put_back(one, content)\n",
-        defect="",
+        text="before = put_back(one, content)",
+        defect="before = content",
         test="tests/models/test_counting.py::test_the_first_step_after_a_report",
     ),
     Mutant(
