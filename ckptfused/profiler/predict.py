@@ -5,7 +5,6 @@ The ledger sees every storage of the meta device begin and end, PyTorch's and ck
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,7 +56,6 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     at_once = bool(notes) or (optimizer is not None and bool(optimizer.defaults.get("fused")))
     opaque: dict[int, str] = {}
     while True:
-        gc.collect()  # an earlier step's tensors in reference cycles would count, or not, by when Python collects them
         opened = OpenLedger(device.kind)
         marks = Marks(model, opened.mark)
         try:

@@ -51,13 +51,13 @@ class Call:
     def run(self, observe: Callable[[Callable[[], Any]], None]) -> bool:
         """Has the op observed, in a thread of its own, where no ledger, mode or autocast of the caller's is at work;
         whether it took its arguments."""
-        raised: list[Exception] = []
-        thread = threading.Thread(target=self._run, args=(observe, raised))
+        done: list[bool] = []
+        thread = threading.Thread(target=self._run, args=(observe, done))
         thread.start()
         thread.join()
-        return not raised
+        return bool(done)
 
-    def _run(self, observe: Callable[[Callable[[], Any]], None], raised: list[Exception]) -> None:
+    def _run(self, observe: Callable[[Callable[[], Any]], None], done: list[bool]) -> None:
         leaves = self._leaves
         likes = {
             id(leaf): Like.of(leaf) if isinstance(leaf, Tensor) else leaf
@@ -69,8 +69,9 @@ class Call:
                 made = {key: like.made() for key, like in likes.items()}
                 args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], self._structure)
                 observe(lambda: self._function(*args, **kwargs))
-            except Exception as error:  # of whatever an op has against such arguments
-                raised.append(error)
+                done.append(True)
+            except Exception:  # whatever an op has against such arguments; kept, its frames would hold the tensors
+                return
 
 
 def _kind(value: Any) -> Hashable:
