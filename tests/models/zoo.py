@@ -37,13 +37,18 @@ class Specimen:
     still: Callable[[Any], None] = lambda model: None
     """Switches dropout off where a checkpointed piece inside a layer draws from PyTorch."""
     since: tuple[int, int] = (0, 0)
-    """The transformers from which on these layers are fused; with an older one they are checkpointed as they are."""
+    """The transformers from which on an adapter takes these layers. With an older one they are derived, or checkpointed
+    as they are."""
 
     def paths(self, model: Any) -> tuple[str, ...]:
-        """What the report says of each layer of a model, with the transformers that is installed."""
-        if transformers() < self.since:
-            return ("generic",) * len(self.layers(model))
+        """What an adapter makes of each layer of a model."""
         return self.path if isinstance(self.path, tuple) else (self.path,) * len(self.layers(model))
+
+    def expects(self, model: Any, paths: tuple[str, ...]) -> bool:
+        """Whether these paths of a model's layers are right, with the transformers that is installed."""
+        if transformers() < self.since:
+            return len(paths) == len(self.layers(model)) and {*paths} <= {"generic", "fused"}
+        return paths == self.paths(model)
 
 
 ZOO: dict[str, Specimen] = {}
