@@ -51,6 +51,24 @@ def open_checkpoint(
     return generator(function, preserve_rng_state, *options, *args)
 
 
+def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """`torch.utils.checkpoint.checkpoint`. Before PyTorch 2.13 its hooks stay behind when the function raises, for as
+    long as the error lives."""
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13):
+        return torch_checkpoint.checkpoint(function, *args, **options)
+    context_fn = options.get("context_fn", torch_checkpoint.noop_context_fn)
+    rest = (context_fn, options["determinism_check"], options["debug"], options["early_stop"])
+    opened = open_checkpoint(function, options["preserve_rng_state"], rest, *args)
+    next(opened)
+    try:
+        result = function(*args)
+    except BaseException as error:
+        opened.throw(error)
+        raise
+    next(opened, None)
+    return result
+
+
 def graph_task() -> int:
     """The number of the backward at work in this thread; -1 for none. `_current_graph_task_id`."""
     return torch._C._current_graph_task_id()

@@ -13,6 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from ckptfused._extension import _C
 from ckptfused.checks import transformed
+from ckptfused.compat import torch_autograd
 from ckptfused.compat.torch_autograd import saved_tensor_hooks_allowed, vmap_saves_inputs
 from ckptfused.ops import numerics
 from ckptfused.recompute.arguments import CYCLE, Arguments, Given
@@ -134,7 +135,7 @@ def checkpoint(
         with entered():  # before it looks at buffers: those are the module's own from now on
             segment = _Segment(function, inputs, tensors, (copies, given), preserve_rng_state)
             del given
-            result = torch_checkpoint.checkpoint(segment, *markers, **options)
+            result = torch_autograd.checkpoint(segment, *markers, **options)
             segment.saved_tensor_versions.settle(segment.state.settle())
     else:
         with entered():
