@@ -17,17 +17,15 @@ from ckptfused.ops.call import Call, Slots
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def build_call(parts: Parts, inputs: Inputs, mode: Mode, sharded: bool = False) -> Call | Reason:
+def build_call(layer: Parts | LayerFacts, inputs: Inputs, mode: Mode, sharded: bool = False) -> Call | Reason:
     """The op call of a layer, or why it cannot be one.
 
-    sharded: it is not to run now, and FSDP will have gathered the weights when it does.
+    layer: its parts, or what `facts_of` says of them. sharded: it is not to run now, and FSDP will have gathered the
+    weights when it does.
     """
-    layer = facts_of(parts, inputs.x.dtype)
-    return layer if isinstance(layer, Reason) else call_of(layer, inputs, mode, sharded)
-
-
-def call_of(layer: LayerFacts, inputs: Inputs, mode: Mode, sharded: bool = False) -> Call | Reason:
-    """The op call of a layer with these inputs. sharded: as `build_call`."""
+    if isinstance(layer, Parts):
+        found = facts_of(layer, inputs.x.dtype)
+        return found if isinstance(found, Reason) else build_call(found, inputs, mode, sharded)
     x, masks, cu_seqlens = inputs.x, inputs.masks, inputs.cu_seqlens
     if x.dim() != 3:
         return Reason(f"the input has shape {list(x.shape)}, expected [B, T, C]")
@@ -62,8 +60,16 @@ def text_here(layer: LayerFacts, inputs: Inputs, mode: Mode) -> str:
         window = a.window if inputs.windowed and a.window else 0
         rotary = a.rotary_dim or (0 if inputs.cos is None else inputs.cos.size(-1))
         turned = 0 if a.rope == "none" or rotary == a.head_dim else rotary
-        packed = inputs.cu_seqlens is not None
-        called = tuple(CallKey(masks.kind, masks.padding_kind, masks.causal, packed, window, a.rope, turned))
+        key = CallKey(
+            mask=masks.kind,
+            padding=masks.padding_kind,
+            causal=masks.causal,
+            packed=inputs.cu_seqlens is not None,
+            window=window,
+            rope=a.rope,
+            rotary_dim=turned,
+        )
+        called = tuple(key)
     keys = None if attn is None else attn.key, called, None if ffn is None else ffn.key
     return text_of(*keys, layer.parts.parallel, inputs.seq_first, *mode)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,20 +24,17 @@ from ckptfused.spec.table import rows
 
 SpecKey = tuple[Hashable, ...]
 
-CALLED = ("mask", "padding", "causal", "packed", "window", "rope", "rotary_dim")
-"""Fields of an `AttentionSpec` that each call decides anew."""
 
-
-def _key(name: str, fields: Iterable[str]) -> Any:
-    """A class of keys, which have the fields of a spec."""
-    made = namedtuple(name, fields)  # type: ignore[misc]
+def _key(name: str, half: type, called: bool = False) -> Any:
+    """A class of keys, which have the fields of a half's spec that a call decides, or those that the layer does."""
+    made = namedtuple(name, [row.name for row in rows(half) if row.key.called is called])  # type: ignore[misc]
     made.__module__ = __name__
     return made
 
 
-AttentionKey = _key("AttentionKey", [row.name for row in rows(AttentionSpec) if row.name not in CALLED])
-CallKey = _key("CallKey", CALLED)
-FFNKey = _key("FFNKey", [row.name for row in rows(FFNSpec)])
+AttentionKey = _key("AttentionKey", AttentionSpec)
+CallKey = _key("CallKey", AttentionSpec, called=True)
+FFNKey = _key("FFNKey", FFNSpec)
 
 
 class Expected(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import check_generator, check_plain
 from ckptfused.layer.activations import plain_activation
-from ckptfused.layer.call import call_of, learned, text_here
+from ckptfused.layer.call import build_call, learned, text_here
 from ckptfused.layer.encoder import refuse_unread_adapter
 from ckptfused.layer.facts import LayerFacts, facts_of
 from ckptfused.layer.hooks import watched
@@ -108,7 +108,7 @@ class FusedModule(nn.Module):
         if isinstance(layer, Reason):
             return layer
         inputs = self.inputs(src, *args, **kwargs)
-        call = inputs if isinstance(inputs, Reason) else call_of(layer, inputs, self._mode)
+        call = inputs if isinstance(inputs, Reason) else build_call(layer, inputs, self._mode)
         if isinstance(call, Reason) and call.error is not None:
             raise call.error(call.text)
         return call

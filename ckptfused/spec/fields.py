@@ -51,17 +51,21 @@ class AttentionSpec(Frame):
     _: KW_ONLY
     interleaved: Annotated[bool, Key("Joint only: rows are [H, 3, D], of each head q, k and v (GPT-NeoX).")] = False
     scale: Annotated[float | None, Key("Factor of the logits; None: 1/sqrt(head_dim).")] = None
-    causal: Annotated[bool, Key("Key j is hidden from query i where j > i.")] = False
-    window: Annotated[int, Key("Key j is visible where i - j < window (j - i too, not causal); 0: no window.")] = 0
+    causal: Annotated[bool, Key("Key j is hidden from query i where j > i.", called=True)] = False
+    window: Annotated[
+        int, Key("Key j is visible where i - j < window (j - i too, not causal); 0: no window.", called=True)
+    ] = 0
     softcap: Annotated[float, Key("Logits become softcap * tanh(logits / softcap); 0: as they are.", least=0)] = 0.0
-    rope: Annotated[str, Key("How RoPE pairs the entries of a head.", ROPES)] = "none"
-    rotary_dim: Annotated[int, Key("RoPE turns the first rotary_dim entries of a head; 0: the whole head.")] = 0
+    rope: Annotated[str, Key("How RoPE pairs the entries of a head.", ROPES, called=True)] = "none"
+    rotary_dim: Annotated[
+        int, Key("RoPE turns the first rotary_dim entries of a head; 0: the whole head.", called=True)
+    ] = 0
     qk_norm: Annotated[str, Key("Norm of each head of q and k.", NORMS)] = "none"
     qk_eps: Annotated[float, Key("What `qk_norm` adds to the variance.", least=0)] = 1e-5
     p_attn: Annotated[float, Key("Dropout of the attention probabilities.", probability=True)] = 0.0
-    mask: Annotated[str, Key("The mask that the call gives.", MASK_KINDS)] = "none"
-    padding: Annotated[str, Key("The padding mask that the call gives.", MASK_KINDS)] = "none"
-    packed: Annotated[bool, Key("The call gives cu_seqlens: x holds sequences one after another.")] = False
+    mask: Annotated[str, Key("The mask that the call gives.", MASK_KINDS, called=True)] = "none"
+    padding: Annotated[str, Key("The padding mask that the call gives.", MASK_KINDS, called=True)] = "none"
+    packed: Annotated[bool, Key("The call gives cu_seqlens: x holds sequences one after another.", called=True)] = False
 
     def __post_init__(self) -> None:
         check_rows(self, "attn.")

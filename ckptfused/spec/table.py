@@ -15,12 +15,14 @@ class Key(NamedTuple):
     """What a declaration says of a field beside its name, type and default: `Annotated[int, Key("Heads.", least=1)]`.
 
     `least` bounds a number (None: any finite one; an int is never below 0), `allowed` lists the words of a str.
+    `called`: each call decides it anew, whatever the layer is.
     """
 
     meaning: str
     allowed: tuple[str, ...] = ()
     least: int | None = None
     probability: bool = False
+    called: bool = False
 
 
 TYPES: dict[Any, str] = {
