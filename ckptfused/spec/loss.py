@@ -27,7 +27,7 @@ class LossSpec:
     keep: Annotated[str, Key("What forward makes for backward, or what it keeps.", ("gradients", "inputs"))] = (
         "gradients"
     )
-    reduction: Annotated[str, Key("The sum over tokens, or each token's loss.", ("sum", "mean", "none"))] = "sum"
+    reduction: Annotated[str, Key("Sum or mean over tokens, or each token's loss.", ("sum", "mean", "none"))] = "sum"
     ignore_index: Annotated[int, Key("A token with this target has no loss.", least=-(2**63))] = -100
     label_smoothing: Annotated[float, Key("Share of the loss spread over all classes.", probability=True)] = 0.0
     logit_scale: Annotated[float, Key("Factor of the logits.")] = 1.0

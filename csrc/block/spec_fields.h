@@ -134,7 +134,7 @@ void for_fields(BlockFields& s, F&& f) {
 // A loss head's.
 struct LossFields {
   std::string keep = "gradients";  // What forward makes for backward, or what it keeps.
-  std::string reduction = "sum";  // The sum over tokens, or each token's loss.
+  std::string reduction = "sum";  // Sum or mean over tokens, or each token's loss.
   int64_t ignore_index = -100;  // A token with this target has no loss.
   double label_smoothing = 0.0;  // Share of the loss spread over all classes.
   double logit_scale = 1.0;  // Factor of the logits.
