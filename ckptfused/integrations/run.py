@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,17 +38,25 @@ class TrainingRun:
         self._meter: PeakMeter | None = None
         self._reverted = False
 
-    def begin(self, model: nn.Module, loader: Any = None, rows: int = 1, **step: Any) -> None:
+    def begin(
+        self,
+        model: nn.Module,
+        loader: Any = None,
+        rows: int = 1,
+        as_called: Callable[[Any], Any] = lambda batch: batch,
+        **step: Any,
+    ) -> None:
         """Converts a model.
 
-        loader: where a batch comes from, of its first `rows`, if the options name a budget and no batch. step: what
-        the trainer knows of a step (`optimizer`, `autocast`, `gradient_accumulation_steps`), which options overrule.
+        loader: where a batch comes from, of its first `rows`, if the options name a budget and no batch. as_called:
+        from a batch to what the trainer calls the model with. step: what the trainer knows of a step (`optimizer`,
+        `autocast`, `gradient_accumulation_steps`), which options overrule.
         """
         asked = self.options
         if "budget" in asked:
             asked = {**step, **asked}
-            if "batch" not in asked:
-                asked["batch"] = first_batch(loader, rows)
+            given = asked["batch"] if "batch" in asked else first_batch(loader, rows)
+            asked["batch"] = as_called(given)
         if _ranks() > 1:
             asked = {"process_group": True, **asked}
         self.report, self._model, self._reverted = convert(model, **asked), model, False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from transformers import TrainerCallback
 
+from ckptfused.compat.trl import as_trained
 from ckptfused.integrations.run import RunFigures, TrainingRun, plain_optimizer
 
 
@@ -37,6 +39,7 @@ class CkptfusedCallback(RunFigures, TrainerCallback):
             optimizer=plain_optimizer(held.get("optimizer")),
             autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
+            as_called=partial(as_trained, held["model"]),
         )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **held: Any) -> None:

@@ -54,13 +54,15 @@ def copy_to_meta(model: nn.Module, optimizer: T) -> tuple[nn.Module, T]:
 def _rebound(value: Any, memo: dict[int, Any], depth: int = 4) -> Any:
     """A forward that somebody put around a module's own, whose closure knows the copies: functions are not copied.
 
-    TRL's trainers keep the forward that they replace so.
+    TRL's trainers keep the forward that they replace so, and accelerate's autocast, an object, keeps theirs.
     """
     if isinstance(value, types.MethodType):
         owner = memo.get(id(value.__self__), value.__self__)
         return types.MethodType(_rebound(value.__func__, memo, depth), owner)
+    if isinstance(value, nn.Module):
+        return memo.get(id(value), value)
     if not isinstance(value, types.FunctionType):
-        return memo.get(id(value), value) if isinstance(value, nn.Module) else value
+        return _rebound_object(value, memo, depth)
     try:
         held = [cell.cell_contents for cell in value.__closure__ or ()] if depth else []
     except ValueError:  # an empty cell, of a function that is not yet made
@@ -73,6 +75,20 @@ def _rebound(value: Any, memo: dict[int, Any], depth: int = 4) -> Any:
     )
     made.__kwdefaults__, made.__qualname__, made.__module__ = value.__kwdefaults__, value.__qualname__, value.__module__
     made.__dict__.update(vars(value))
+    return made
+
+
+def _rebound_object(value: Any, memo: dict[int, Any], depth: int) -> Any:
+    """An object of a Python class that is called for a forward, with those of its attributes that know a module."""
+    plain = callable(value) and type(value).__new__ is object.__new__ and not isinstance(value, type)
+    held = getattr(value, "__dict__", None) if plain and depth else None
+    if not held:
+        return value
+    found = {name: _rebound(inner, memo, depth - 1) for name, inner in held.items()}
+    if all(found[name] is inner or found[name] == inner for name, inner in held.items()):
+        return value
+    made = object.__new__(type(value))
+    made.__dict__.update(found)
     return made
 
 

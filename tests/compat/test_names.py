@@ -375,3 +375,12 @@ def test_timm() -> None:
     from ckptfused.compat import timm as made
 
     assert made.is_fast(layers.LayerNorm(2)) is layers.is_fast_norm() and not made.is_fast(nn.LayerNorm(2))
+
+
+def test_trl() -> None:
+    utils = pytest.importorskip("trl.trainer.utils")
+    from ckptfused.compat import trl as made
+
+    assert made.HEAD in inspect.getsource(utils.add_fused_lm_head)
+    model, batch = nn.Linear(1, 1), {"input_ids": None}
+    assert made.as_trained(model, batch) == batch

@@ -230,3 +230,22 @@ def test_a_forward_around_the_models_own(converted: bool) -> None:
     found = profile(model, batch, device="cpu")
     assert not found.notes and (found.peak < alone.peak if converted else found.peak == alone.peak)
     assert model.forward.__func__ is around and own.__self__ is model
+
+
+def test_an_object_around_the_models_own_forward() -> None:
+    """Accelerate's autocast is one, around a forward of TRL's that holds the model's own, bound."""
+
+    class Around:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __call__(self, *args: Any, **given: Any) -> Any:
+            return self.inner(*args, **given)
+
+    model, batch = llama(), tokens()
+    alone, own = profile(model, batch, device="cpu"), model.forward
+    called = Around(lambda self, **given: own(**given))
+    model.forward = (lambda self, **given: called(self, **given)).__get__(model)
+    found = profile(model, batch, device="cpu")
+    assert found.peak == alone.peak and not found.notes
+    assert called.inner.__closure__[0].cell_contents is own and own.__self__ is model
