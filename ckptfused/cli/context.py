@@ -90,13 +90,19 @@ def _longest(given: Any, variant: str, arguments: argparse.Namespace) -> Longest
     """given: the user's own model and its batch, or None. None: there is no such variant of it."""
     from ckptfused.cli.longest_context import longest
 
-    step = _steps(given, variant, arguments)
+    found = _steps(given, variant, arguments)
+    if found is None:
+        return None
+    step, least = found
     first = 2048 if arguments.largest == "sequence" else 8
-    return step and ran(arguments, lambda: longest(step, arguments.memory, arguments.step, first=first))
+    return ran(arguments, lambda: longest(step, arguments.memory, arguments.step, first=first, least=least))
 
 
-def _steps(given: Any, variant: str, arguments: argparse.Namespace) -> Callable[[int], Profile] | None:
-    """What predicts a step of so many tokens, or sequences."""
+_Steps = tuple[Callable[[int], "Profile"], Callable[[int], int]]
+
+
+def _steps(given: Any, variant: str, arguments: argparse.Namespace) -> _Steps | None:
+    """What predicts a step of so many tokens, or sequences, and what knows bytes that it takes at least."""
     import torch
 
     from ckptfused.cli import language_models
@@ -112,12 +118,18 @@ def _steps(given: Any, variant: str, arguments: argparse.Namespace) -> Callable[
                 f"--config: expected {arguments.config} to return a model and a batch, got a model alone"
             )
         model = ran(arguments, lambda: language_models.varied(own, variant))
-        return model and (lambda count: profile(model, resized(batch, **{of: count}), make, **options))
+        if model is None:
+            return None
+        return lambda count: profile(model, resized(batch, **{of: count}), make, **options), lambda _: 0
     dtype = getattr(torch, arguments.dtype)
     trained = built(lambda: language_models.Trained(arguments.configuration, variant, dtype, arguments.lora))
-    if of == "tokens":
-        return lambda count: trained.step(count, arguments.batch, optimizer=make, **options)
-    return lambda count: trained.step(arguments.seq, count, optimizer=make, **options)
+
+    def sizes(count: int) -> tuple[int, int]:
+        return (count, arguments.batch) if of == "tokens" else (arguments.seq, count)
+
+    return lambda count: trained.step(*sizes(count), optimizer=make, **options), lambda count: trained.least(
+        *sizes(count)
+    )
 
 
 def as_json(found: dict[str, Longest], arguments: argparse.Namespace) -> dict[str, Any]:

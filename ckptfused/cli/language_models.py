@@ -38,6 +38,7 @@ class Trained:
         if self._period is not None and self._depth > 3 * self._period:
             found = (2 * self._period, 3 * self._period)  # type: ignore[assignment]
         self._models = [(depth, build(_cut(config, depth), variant, dtype, lora)) for depth in found]
+        self._stream = _config(config).hidden_size * dtype.itemsize
 
     def step(self, tokens: int, sequences: int = 1, **options: Any) -> Profile:
         """`language_step`."""
@@ -46,6 +47,10 @@ class Trained:
             return found[0][1]
         (less, few), (greater, more) = found
         return extrapolated(few, more, (less, greater, self._depth), self._period or 1)
+
+    def least(self, tokens: int, sequences: int = 1) -> int:
+        """Bytes that such a step takes at least, known without predicting it: those of one layer's result."""
+        return tokens * sequences * self._stream
 
 
 def _depth(config: dict[str, Any]) -> tuple[int, int | None]:

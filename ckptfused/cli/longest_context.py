@@ -12,6 +12,7 @@ from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.profiler.api import profile
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, adamw
+from ckptfused.sizes import size
 
 
 class Longest(NamedTuple):
@@ -51,19 +52,33 @@ def resized(batch: Batch, sequences: int | None = None, tokens: int | None = Non
 
 
 def longest(
-    step_of: Callable[[int], Profile], budget: int, step: int = 256, most: int = 1 << 22, first: int = 2048
+    step_of: Callable[[int], Profile],
+    budget: int,
+    step: int = 256,
+    most: int = 1 << 22,
+    first: int = 2048,
+    least: Callable[[int], int] = lambda count: 0,
 ) -> Longest:
     """A multiple of `step` tokens that fits into `budget` bytes where `step` more, or `most`, would not.
 
-    first: how many are tried first. Tokens may as well be sequences, of which `step_of` predicts as many.
+    first: how many are tried first. Tokens may as well be sequences, of which `step_of` predicts as many. least: bytes
+    that a step of so many takes at least, for which none is predicted that cannot fit.
 
     Between a length that fits and one that does not the next guess is where a straight line between their peaks meets
     the budget; where that did not halve the gap, the middle. A length that the model does not take, beyond its
-    positions, is one that does not fit. **Raises** what `step_of` raises for the shortest.
+    positions, is one that does not fit. **Raises** what `step_of` raises for the shortest; `ValueError` where already
+    `least` of the shortest is too much.
     """
+    if (bytes_ := least(step)) > budget:
+        raise ValueError(
+            f"expected a batch of which a step fits into {size(budget)}: the result of one layer alone takes "
+            f"{size(bytes_)}"
+        )
     refused: dict[int, str] = {}
 
     def tried(count: int) -> Profile | None:
+        if least(count * step) > budget:
+            return None
         try:
             return step_of(count * step)
         except ValueError as error:

@@ -46,6 +46,7 @@ def test_few_layers_say_the_same_as_all(name: str, layers: int, variant: str) ->
     found = Trained(*call).step(200, 2, **options)
     assert found.sizes() == whole.sizes()
     assert bytes_of(found) == bytes_of(whole)
+    assert 400 * 128 * 2 == Trained(*call).least(200, 2) < whole.peak
     if options.get("device") != "cpu":  # whose cache holds some of a few layers, and little of all
         assert found.seconds == pytest.approx(whole.seconds, rel=1e-9)  # sums in another order
 
@@ -85,6 +86,21 @@ def test_the_search(power: int, budget: int) -> None:
     assert found.tokens == expected or found.tokens >= 100_000
     assert found.profile.peak == 900 + (found.tokens or 10) ** power
     assert len(asked) == len(set(asked)) <= 30
+
+
+def test_no_step_is_predicted_that_cannot_fit() -> None:
+    asked = []
+
+    def step_of(tokens: int) -> Profile:
+        asked.append(tokens)
+        return Profile(900 + tokens, 0, 0, 0, 0, 0, 0, "")
+
+    budget = 5_130
+    found = longest(step_of, budget, step=10, first=1 << 20, least=lambda tokens: tokens)
+    assert found.tokens == 4_230 and found.profile.peak == budget
+    assert max(asked) <= budget
+    with pytest.raises(ValueError, match="of which a step fits into 9 B: the result of one layer alone takes 10 B"):
+        longest(pytest.fail, 9, step=10, least=lambda tokens: tokens)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +188,15 @@ def test_a_sequence_has_no_more_tokens_than_the_model_has_positions(
     )
     assert main(["context", "--config", str(path), "--memory", "8GiB", "--step", "1024"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_what_one_layer_cannot_hold_is_answered_without_a_prediction(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ckptfused.cli.language_models.language_step", pytest.fail)
+    assert main(["context", "--config", "llama-3-8b", "--device", "h100", "--batch", "100000"]) == 1
+    said = capsys.readouterr().err
+    assert "the result of one layer alone takes 195.31 GiB" in said and said.count("\n") == 1
 
 
 def test_an_absurd_batch_is_answered_soon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
