@@ -1,4 +1,4 @@
-"""LayerNorm, RMSNorm and Gemma's RMSNorm with a gain of 1 + w."""
+"""LayerNorm, RMSNorm, Gemma's RMSNorm with a gain of 1 + w, and LayerScale, which is a gain alone."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor:
-    """Normalise the last dimension of x.
+    """Normalise the last dimension of x, or scale it (LayerScale).
 
     **Shapes**: x [..., C]; weight, bias [C] or None; returns x's shape.
 
     **Source**: ``F.layer_norm``; ``F.rms_norm``; gemma as in Hugging Face ``GemmaRMSNorm`` (float32 inside for the
-    16-bit types, ``1 + weight`` applied before rounding). kind ``"none"`` returns x.
+    16-bit types, ``1 + weight`` applied before rounding); layerscale as in timm's ``LayerScale``. kind ``"none"`` returns x.
     """
     width = x.shape[-1:]
     if kind == "none":
@@ -30,4 +30,7 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: 
         if weight is not None:
             y = y * (1 + weight.to(wide.dtype))
         return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype)
-    raise ValueError(f"kind: expected none, layernorm, rmsnorm or gemma, got {kind!r}")
+    if kind == "layerscale":
+        wide = x if x.dtype == torch.float64 else x.float()
+        return (wide if weight is None else wide * weight.to(wide.dtype)).to(x.dtype)
+    raise ValueError(f"kind: expected none, layernorm, rmsnorm, gemma or layerscale, got {kind!r}")

@@ -9,7 +9,8 @@ from ckptfused.spec import AttentionSpec, FFNSpec
 
 
 def _norm(kind: str) -> str:
-    return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "gemma": "RMSNorm with 1 + w"}[kind]
+    names = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "gemma": "RMSNorm with 1 + w", "layerscale": "LayerScale"}
+    return names[kind]
 
 
 def attention_steps(s: Setting, a: AttentionSpec, after: dict[str, str]) -> list[Step]:

@@ -14,6 +14,8 @@ from .table import Key, check_rows
 
 MAX_HEAD_DIM = 256
 NORMS = ("none", "layernorm", "rmsnorm", "gemma")
+POST_NORMS = (*NORMS, "layerscale")
+"""LayerScale multiplies by its weight and normalises nothing."""
 ROPES = ("none", "half", "interleaved")
 MASK_KINDS = ("none", "keep", "drop", "add")
 SCALAR_TYPES = {"float64": "Double", "float32": "Float", "bfloat16": "BFloat16", "float16": "Half"}
@@ -26,7 +28,7 @@ class Frame:
     """What both halves share: `out_norm?(x + m * drop(post_norm?(f(pre_norm?(x)))))`."""
 
     pre: Annotated[str, Key("Norm of x.", NORMS)] = "none"
-    post: Annotated[str, Key("Norm of what the half adds to x.", NORMS)] = "none"
+    post: Annotated[str, Key("Norm of what the half adds to x.", POST_NORMS)] = "none"
     out: Annotated[str, Key("Closing norm, of the sum.", NORMS)] = "none"
     pre_eps: Annotated[float, Key("What `pre` adds to the variance.", least=0)] = 1e-5
     post_eps: Annotated[float, Key("What `post` adds to the variance.", least=0)] = 1e-5

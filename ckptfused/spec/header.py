@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .activations import GATE, GATED_BY, PLAIN_ACTIVATIONS
-from .fields import NORMS, SCALAR_TYPES, AttentionSpec, BlockFields, FFNSpec, Frame
+from .fields import NORMS, POST_NORMS, SCALAR_TYPES, AttentionSpec, BlockFields, FFNSpec, Frame
 from .keep import KEEP
 from .loss import LossSpec
 from .slots import ADAPTER_SLOTS, AUX_NAMES, PARAM_SLOTS, PROJECTIONS
@@ -43,9 +43,13 @@ def _literal(row: Row) -> str:
     return f'"{row.default}"' if row.type == "str" else repr(row.default)
 
 
+def _is_norm(row: Row) -> bool:
+    return row.key.allowed in (NORMS, POST_NORMS)
+
+
 def _member(row: Row) -> str:
     """Where a field is in its struct: of a norm (`pre`, `pre_eps`; `qk_norm`, `qk_eps`) kind and eps are together."""
-    if row.key.allowed == NORMS:
+    if _is_norm(row):
         return f"{row.name.removesuffix('_norm')}.kind"
     return row.name.removesuffix("_eps") + ".eps" if row.name.endswith("_eps") else row.name
 
@@ -56,7 +60,7 @@ def _struct(name: str, base: str, found: Iterable[Row], meaning: str) -> Iterato
     yield f"// {meaning}"
     yield f"struct {name}{f' : {base}' if base else ''} {{"
     for row in named.values():
-        if row.key.allowed == NORMS:
+        if _is_norm(row):
             stem = row.name.removesuffix("_norm")
             yield f"  NormSpec {stem}{{{_literal(row)}, {named[f'{stem}_eps'].default!r}}};  // {row.key.meaning}"
         elif not row.name.endswith("_eps"):

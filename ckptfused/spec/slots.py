@@ -41,7 +41,7 @@ def param_names(spec: BlockFields) -> tuple[str, ...]:
 
 
 def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes:
-    """Norm weights and biases may be left out; only LayerNorm has a bias."""
+    """Norm weights and biases may be left out, but not LayerScale's; only LayerNorm has a bias."""
     shapes: Shapes = {}
     products = half.products(width)
     for stem, norm in PAIRS[name]:
@@ -54,7 +54,7 @@ def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes
         kind = getattr(half, norm)
         entries = half.head_dim if isinstance(half, AttentionSpec) and norm == "qk_norm" else width
         if kind != "none":
-            shapes[f"{name}.{stem}_w"] = ((entries,), False)
+            shapes[f"{name}.{stem}_w"] = ((entries,), kind == "layerscale")
         if kind == "layernorm":
             shapes[f"{name}.{stem}_b"] = ((entries,), False)
     return shapes

@@ -10,7 +10,8 @@ namespace ckptfused {
 // What the fields of a spec are made of (spec_fields.h).
 
 struct NormSpec {
-  std::string kind;  // none | layernorm | rmsnorm | gemma (weight is 1 + w)
+  // none | layernorm | rmsnorm | gemma (weight is 1 + w) | layerscale (weight alone)
+  std::string kind;
   double eps;
   bool on() const { return kind != "none"; }
 };

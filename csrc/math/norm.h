@@ -4,12 +4,18 @@
 
 namespace ckptfused {
 
-enum class NormKind : int { none, layernorm, rmsnorm, gemma };
+enum class NormKind : int { none, layernorm, rmsnorm, gemma, layerscale };
 
 // The RMS norms are layer norms whose mean is taken as 0, so one set of formulas serves all kinds.
 // Gemma's gain of 1 + w is added where weights are converted to the accumulation type.
 CKPT_HD bool norm_is_centred(NormKind kind) {
   return kind == NormKind::layernorm;
+}
+
+// LayerScale multiplies a row by its weight and normalises nothing: its mean is 0, its rstd is 1,
+// and neither depends on the row.
+CKPT_HD bool norm_has_stats(NormKind kind) {
+  return kind != NormKind::none && kind != NormKind::layerscale;
 }
 
 template <typename A>

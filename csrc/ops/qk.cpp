@@ -55,6 +55,7 @@ QkShape qk_shape(const char* op, const at::Tensor& x, std::string_view norm, dou
   QkShape a{};
   a.dtype = kernel_dtype(op, "x", x);
   a.norm = norm_kind(op, norm);
+  TORCH_CHECK(a.norm != NormKind::layerscale, op, ": norm: expected one of heads, got layerscale");
   a.eps = eps;
   a.rope = rope_kind(op, rope);
   a.time = x.size(1);

@@ -50,9 +50,10 @@ inline NormKind norm_kind(const char* op, std::string_view kind) {
   if (kind == "none") return NormKind::none;
   if (kind == "layernorm") return NormKind::layernorm;
   if (kind == "rmsnorm") return NormKind::rmsnorm;
-  TORCH_CHECK(kind == "gemma", op, ": expected a norm of none, layernorm, rmsnorm or gemma, got ",
-              kind);
-  return NormKind::gemma;
+  if (kind == "gemma") return NormKind::gemma;
+  TORCH_CHECK(kind == "layerscale", op,
+              ": expected a norm of none, layernorm, rmsnorm, gemma or layerscale, got ", kind);
+  return NormKind::layerscale;
 }
 
 // A norm's weight or bias [cols] as the model holds it.

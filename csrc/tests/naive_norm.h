@@ -12,10 +12,11 @@ namespace ckptfused {
 struct NaiveNorm {
   std::vector<double> xhat;
   double rstd = 1;
-  bool centred = false;
+  bool centred = false, stats = false;
 
   NaiveNorm(NormKind kind, const std::vector<double>& x, double eps) : xhat(x) {
-    if (kind == NormKind::none) return;
+    stats = norm_has_stats(kind);
+    if (!stats) return;
     const double n = double(x.size());
     double mean = 0, variance = 0;
     centred = kind == NormKind::layernorm;
@@ -40,7 +41,7 @@ struct NaiveNorm {
     for (size_t j = 0; j < dx.size(); ++j) {
       for (size_t i = 0; i < dx.size(); ++i) {
         const double jacobian =
-            rstd * ((i == j ? 1 : 0) - (centred ? 1 / n : 0) - xhat[i] * xhat[j] / n);
+            rstd * ((i == j ? 1 : 0) - (centred ? 1 / n : 0) - (stats ? xhat[i] * xhat[j] / n : 0));
         dx[j] += dy[i] * w[i] * jacobian;
       }
     }

@@ -27,6 +27,8 @@ constexpr Setting kSettings[] = {
     {NormKind::none, NormKind::layernorm, 0.25, 0.0, true},
     {NormKind::layernorm, NormKind::rmsnorm, 0.5, 0.3, true},
     {NormKind::rmsnorm, NormKind::layernorm, 1.0, 1.0, false},
+    {NormKind::layerscale, NormKind::layernorm, 0.5, 0.3, true},
+    {NormKind::layerscale, NormKind::none, 1.0, 0.0, true},
 };
 
 double row_terms(int64_t n) {

@@ -144,11 +144,11 @@ CKPT_HD A lane_sum(int64_t n, Term term) {
   return fold_lanes<kLanes>(lane);
 }
 
-// Statistics of a row held in the accumulation type: two passes, mean then variance. Those of kind
-// none leave the row as it is.
+// Statistics of a row held in the accumulation type: two passes, mean then variance. Those of a
+// kind without any leave the row as it is.
 template <typename A>
 CKPT_HD NormStats<A> norm_stats(NormKind kind, const A* x, int64_t n, A eps) {
-  if (kind == NormKind::none) return {A(0), A(1)};
+  if (!norm_has_stats(kind)) return {A(0), A(1)};
   A mean = 0;
   if (norm_is_centred(kind)) {
     mean = lane_sum<A>(n, [&](int64_t i) CKPT_INLINE { return x[i]; }) / A(n);
@@ -205,7 +205,7 @@ CKPT_HD void norm_grad(NormKind kind, A* x, A* dy, const A* weight, A* dweight, 
     CKPT_IVDEP
     for (int64_t i = 0; i < n; ++i) dbias[i] += dy[i];
   }
-  const A mean_g = sum_g / A(n), mean_gx = sum_gx / A(n);
+  const A mean_g = sum_g / A(n), mean_gx = norm_has_stats(kind) ? sum_gx / A(n) : A(0);
   CKPT_IVDEP
   for (int64_t i = 0; i < n; ++i) {
     dy[i] = norm_input_grad(dy[i] * weight[i], x[i], stats.rstd, mean_g, mean_gx);

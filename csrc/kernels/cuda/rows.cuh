@@ -135,12 +135,12 @@ struct RowLoad {
 };
 
 // Statistics of the row whose groups get(step, x) gives, zeros where there is no column: two
-// passes, mean then variance. kPlain: the norm is one of those without a mean. Those of kind none
-// leave a row as it is.
+// passes, mean then variance. kPlain: the norm is one of those without a mean. Those of a kind
+// without any leave a row as it is.
 template <int kSteps, bool kPlain, typename A, typename Get>
 __device__ __forceinline__ NormStats<A> row_stats(RowTeam& team, NormKind kind, A inv_n, A eps,
                                                   Get get) {
-  if (!kPlain && kind == NormKind::none) return {A(0), A(1)};
+  if (!norm_has_stats(kind)) return {A(0), A(1)};
   A mean = 0, sum;
   if (!kPlain && norm_is_centred(kind)) {
     row_sums<kSteps, 1>(team, &sum, [&](int step, A* value) {
@@ -221,7 +221,7 @@ __device__ __forceinline__ void store_row_group(const RowTeam& team, int step, b
 constexpr int64_t kMaxCols = int64_t(1) << 30;  // columns are counted in int
 constexpr const char* kTooWide = "rows of more than 2^30 columns";
 
-// Whether a norm has neither a mean nor a bias, as RMS norms have none.
+// Whether a norm has neither a mean nor a bias, as RMS norms and LayerScale have none.
 inline bool norm_is_plain(NormKind kind, const NormParam& bias) {
   return kind != NormKind::none && !norm_is_centred(kind) && bias.data == nullptr;
 }

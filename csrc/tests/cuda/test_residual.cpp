@@ -25,6 +25,8 @@ constexpr Setting kSettings[] = {
     {NormKind::layernorm, NormKind::gemma, 0.5, 0.1, true},
     {NormKind::gemma, NormKind::layernorm, 1.0, 1.0, false},
     {NormKind::rmsnorm, NormKind::none, 1.0, 0.5, true},
+    {NormKind::layerscale, NormKind::layernorm, 0.5, 0.1, true},
+    {NormKind::layerscale, NormKind::rmsnorm, 1.0, 0.0, true},
 };
 
 RowMap map_of(const Setting& s) {
