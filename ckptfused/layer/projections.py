@@ -46,7 +46,7 @@ def projection(module: Any, name: str = "") -> Projection | Reason:
 
     name: by which the user knows it, here and below; "" for that of its class.
     """
-    if isinstance(module, Projection):
+    if isinstance(module, Projection | Reason):
         return module
     kind = type(module)
     if kind in _LINEAR:

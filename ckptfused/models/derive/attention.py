@@ -1,4 +1,4 @@
-"""Rules for attention itself: its core in either spelling, and its masks."""
+"""Rules for attention itself: its core in either spelling."""
 
 from __future__ import annotations
 
@@ -7,20 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.masks import Outer, mask_steps, masked, take_all
+from ckptfused.models.derive.products import PRODUCTS, by_heads, product, softmax_last
+from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, named
 from ckptfused.models.derive.walk import Walk, arranges, close, ratio
 
-HIDES = -5e8
-"""What is added to a logit hides its key from here downwards."""
 _LOGITS = frozenset(("mul", "rmul", "div", "truediv", "tanh"))
-
-
-class Outer(NamedTuple):
-    """A tensor from outside: an argument of the forward (`"arg:2"`) or what the layer holds (`"buffer:cos"`)."""
-
-    name: str
-    form: str = ""
-    """How it is arranged: of masks one of `_MASKS`, of tables one of `_TABLES`."""
+_AFTER_SOFTMAX = named("to type_as float double type half bfloat16 dropout clone contiguous")
 
 
 class Core(NamedTuple):
@@ -30,6 +23,8 @@ class Core(NamedTuple):
     k: Value
     v: Value
     y: Value
+    ends: tuple[Tensor, Tensor, Tensor, Tensor]
+    """Of these the numbers, as [B, heads, T, D]."""
     scale: float
     softcap: float = 0.0
     causal: bool = False
@@ -39,7 +34,9 @@ class Core(NamedTuple):
     """The causal mask that the layer makes itself, where it does; it has to be one at every length."""
     constant_kind: str = ""
     dropout: Recorded | None = None
-    k_turned: bool = False
+    padding: Outer | None = None
+    """A second mask, of keys."""
+    padding_kind: str = "none"
 
 
 def core(walk: Walk, y: Value) -> Core:
@@ -47,53 +44,113 @@ def core(walk: Walk, y: Value) -> Core:
     call = y.call
     if call is not None and call.op == "scaled_dot_product_attention":
         return _sdpa(walk, y, call)
-    if call is not None and call.op in ("matmul", "bmm", "einsum"):
+    if call is not None and call.op in PRODUCTS:
         return _written_out(walk, y, call)
     raise RefusedError("not attention", call)
 
 
 def _sdpa(walk: Walk, y: Value, call: Recorded) -> Core:
     q, k, v = (call.given(i, name) for i, name in enumerate(("query", "key", "value")))
-    if q.data.dim() != 4:
-        raise RefusedError("attention of tensors with other than four dimensions", call)
+    ends = tuple(by_heads(one.data, walk.batch) for one in (q, k, v, y))
+    if any(t is None for t in ends):
+        raise RefusedError("attention of tensors with other than three or four dimensions", call)
     walk.take(call, "attention")
     given, scale = call.given(3, "attn_mask"), call.kwargs.get("scale")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    found = Core(q, k, v, y, scale, causal=bool(call.given(5, "is_causal", False)))
+    found = Core(q, k, v, y, ends, scale, causal=bool(call.given(5, "is_causal", False)))  # type: ignore[arg-type]
     if given is not None:
         kind = "keep" if given.data.dtype == torch.bool else "add"
-        found = _masked(walk, found, given, kind)
+        found = masked(walk, found, given, kind)
     return found._replace(dropout=call if call.mask is not None else None)
 
 
 def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
-    if call.op == "einsum" or y.data.dim() != 4:
-        raise RefusedError(f"no rule takes {call}", call)
     walk.take(call, "attention")
-    probs, v = walk.same(call.inputs[0]), call.inputs[1]
+    operands = [v for v in call.inputs if _is_softmax(walk, v)]
+    if len(operands) != 1:
+        raise RefusedError(f"no rule takes {call}", call)
+    last = product(call, walk.batch, operands[0])
+    probs, v = walk.same(last.left), last.right
+    if last.added is not None or last.factor != 1 or last.left is not operands[0]:
+        raise RefusedError(f"no rule takes {call}", call)
     dropped = None
     if probs.call is not None and probs.op == "dropout" and probs.call.mask is not None:
         dropped = probs.call
         walk.take(dropped, "attention")
         probs = walk.same(probs.call.inputs[0])
     soft = probs.call
-    if soft is None or soft.op != "softmax" or soft.given(1, "dim") not in (-1, 3):
-        raise RefusedError(f"no rule takes {probs}", soft)
+    assert soft is not None
     walk.take(soft, "attention")
-    logits, found = walk.same(soft.inputs[0]), Core(v, v, v, y, 1.0, dropout=dropped)
-    logits, found = _mask_steps(walk, logits, found)
+    arranged = by_heads(probs.data, walk.batch)
+    if not softmax_last(soft, probs.data.dim()) or arranged is None:
+        raise RefusedError(f"no rule takes {probs}", soft)
+    if dropped is None and not close(last.ends[0] @ last.ends[1], arranged @ last.ends[1]):
+        raise RefusedError("attention over another dimension than the last", soft)
+    logits = _shifted(walk, walk.same(soft.inputs[0]))
+    found = Core(v, v, v, y, (last.ends[2],) * 4, 1.0, dropout=dropped)
     chain: list[Recorded] = []
-    raw = logits
-    while raw.call is not None and raw.op in _LOGITS and len(raw.call.inputs) == 1:
-        walk.take(raw.call, "attention")
-        chain.append(raw.call)
+    while True:
+        if not chain:
+            logits, found = mask_steps(walk, logits, found)
+            raw = logits
+        if raw.call is None or len(raw.call.inputs) != 1 or not (raw.op in _LOGITS or arranges(raw)):
+            break
+        walk.take(raw.call, "attention" if raw.op in _LOGITS else "layout")
+        chain += [raw.call] if raw.op in _LOGITS else []
         raw = walk.same(raw.call.inputs[0])
-    if raw.op not in ("matmul", "bmm"):
+        logits = logits if chain else raw
+    if raw.call is None or raw.op not in PRODUCTS:
         raise RefusedError(f"no rule takes {raw}", raw.call)
     walk.take(raw.call, "attention")
-    scale, cap = _scaled(raw.data, logits.data, [n for c in chain for n in c.numbers], chain)
-    q, k = raw.call.inputs  # type: ignore[union-attr]
-    return found._replace(q=q, k=k, k_turned=True, scale=scale, softcap=cap)
+    first = product(raw.call, walk.batch, _left_of(raw.call))
+    if not first.in_order:
+        raise RefusedError("the logits are not [B, H, T, T]", raw.call)
+    scale, cap = first.factor, 0.0
+    if first.added is not None:
+        if chain:
+            raise RefusedError("logits that are scaled after a mask", raw.call)
+        found = masked(walk, found, first.added, "add")
+    else:
+        made = by_heads(logits.data, walk.batch)
+        assert made is not None
+        by, cap = _scaled(first.ends[2] * first.factor, made, [n for c in chain for n in c.numbers], chain)
+        scale *= by
+        if raw.op == "baddbmm":
+            take_all(walk, raw.call.inputs[0])
+    k = first.ends[1].transpose(-1, -2)
+    ends = (first.ends[0], k, last.ends[1], last.ends[2])
+    return found._replace(q=first.left, k=first.right, ends=ends, scale=scale, softcap=cap)
+
+
+def _is_softmax(walk: Walk, v: Value) -> bool:
+    """Whether a value is made by a softmax, casts and dropout aside."""
+    while v.call is not None and v.op in _AFTER_SOFTMAX:
+        v = v.call.inputs[0]
+    return v.op == "softmax"
+
+
+def _left_of(call: Recorded) -> Value | None:
+    """The operand of a product whose rows are those of the result, where the call does not say."""
+    return call.inputs[0] if call.op == "einsum" else None
+
+
+def _shifted(walk: Walk, logits: Value) -> Value:
+    """Logits before their largest was taken off, which changes no probability."""
+    call = logits.call
+    if call is None or call.op != "sub" or len(call.inputs) != 2:
+        return logits
+    before, most = call.inputs
+    taken = [call]
+    while most.call is not None and most.op in ("detach", "getitem") and most is not before:
+        taken.append(most.call)
+        most = most.call.inputs[0]
+    if most.call is None or most.op not in ("amax", "max") or most.call.inputs[0] is not before:
+        return logits
+    if most.call.given(1, "dim") not in (-1, before.data.dim() - 1) or not most.call.given(2, "keepdim", False):
+        return logits
+    for one in (*taken, most.call):
+        walk.take(one, "attention")
+    return walk.same(before)
 
 
 def _scaled(raw: Tensor, logits: Tensor, numbers: list[Any], chain: list[Recorded]) -> tuple[float, float]:
@@ -107,116 +164,3 @@ def _scaled(raw: Tensor, logits: Tensor, numbers: list[Any], chain: list[Recorde
         if scale is not None and close(cap * torch.tanh(raw * scale / cap), logits):
             return scale, cap
     raise RefusedError("logits that no scale and soft-cap make", chain[0])
-
-
-def _mask_steps(walk: Walk, logits: Value, found: Core) -> tuple[Value, Core]:
-    """The logits before the masks, which come after everything else."""
-    while logits.call is not None:
-        call, inputs = logits.call, logits.call.inputs
-        if call.op in ("add", "radd") and len(inputs) == 2 and walk.outer(inputs[1]) != walk.outer(inputs[0]):
-            logits, mask = inputs if walk.outer(inputs[1]) else inputs[::-1]
-            found = _masked(walk, found, mask, "add")
-        elif call.op == "masked_fill" and walk.outer(inputs[1]) and _hides(call.given(2, "value")):
-            logits = inputs[0]
-            found = _masked(walk, found, inputs[1], "drop")
-        elif call.op == "where" and len(inputs) > 1 and walk.outer(inputs[0]):
-            at, fill = (call.given(i, "") for i in (1, 2))
-            value = float(fill.data) if isinstance(fill, Value) and fill.data.numel() == 1 else fill
-            if not isinstance(at, Value) or isinstance(value, Value) or not _hides(value):
-                break
-            logits = at
-            if isinstance(fill, Value):
-                _take_all(walk, fill)
-            found = _masked(walk, found, inputs[0], "keep")
-        else:
-            break
-        walk.take(call, "mask")
-        logits = walk.same(logits)
-    return logits, found
-
-
-def _hides(value: Any) -> bool:
-    return isinstance(value, int | float) and value <= HIDES
-
-
-def _take_all(walk: Walk, v: Value) -> None:
-    for call in walk.recording.before(v):
-        walk.take(call, "mask")
-
-
-def _masked(walk: Walk, found: Core, mask: Value, kind: str) -> Core:
-    """The core with one more mask, given or the layer's own."""
-    if mask.data.dtype == torch.bool and kind == "add":
-        raise RefusedError("a boolean mask is added", mask.call)
-    if not any(root.startswith("arg:") for root in _roots(walk, mask)):
-        t_q, t_k = found.y.shape[-2], found.v.shape[-2]
-        if not is_causal(mask.data, kind, t_q, t_k):
-            raise RefusedError("a mask of the layer's own that is not the causal one", mask.call)
-        if found.causal:
-            raise RefusedError("two causal masks", mask.call)
-        _take_all(walk, mask)
-        return found._replace(causal=True, constant=walk.same(mask), constant_kind=kind)
-    if found.mask is not None:
-        raise RefusedError("two masks", mask.call)
-    inverted = 0
-    root = walk.same(mask)
-    while root.call is not None and (
-        arranges(root) or root.op in ("logical_not", "invert", "bitwise_not") or _is_zero(root.call)
-    ):
-        inverted += not arranges(root)
-        walk.take(root.call, "mask")
-        root = walk.same(root.call.inputs[0])
-    if root.call is not None or (inverted and root.data.dtype != torch.bool):
-        raise RefusedError("the layer computes its mask", root.call)
-    effective = mask.data if inverted % 2 == 0 else ~mask.data
-    batch, t = walk.recording.x.shape[:2]
-    for form, arranged in _arranged(root.data, batch, t).items():
-        view = arranged[..., : mask.shape[-1]]
-        shape = torch.broadcast_shapes(view.shape, effective[(None,) * (4 - effective.dim())].shape)
-        if close(view.expand(shape), effective[(None,) * (4 - effective.dim())].expand(shape)):
-            if inverted % 2:
-                kind = {"keep": "drop", "drop": "keep"}[kind]
-            return found._replace(mask=Outer(root.name, form), kind=kind)
-    raise RefusedError("a mask of unknown arrangement", mask.call)
-
-
-def _is_zero(call: Recorded) -> bool:
-    return call.op == "eq" and [n for n in call.numbers if n is not False and n != 0] == []
-
-
-def _arranged(mask: Tensor, batch: int, t: int) -> dict[str, Tensor]:
-    """A mask as [B, H, T, T], in every way in which one may be meant."""
-    found: dict[str, Tensor] = {}
-    if mask.dim() == 4:
-        found["full"] = mask
-    elif mask.dim() == 3:
-        found["batch"] = mask[:, None]
-    elif mask.dim() == 2:
-        if tuple(mask.shape) == (t, t):
-            found["square"] = mask[None, None]
-        if tuple(mask.shape) == (batch, t):
-            found["padding"] = mask[:, None, None, :]
-    return found
-
-
-def is_causal(mask: Tensor, kind: str, t_q: int, t_k: int) -> bool:
-    """Whether a mask hides exactly the keys after each query."""
-    hidden = torch.ones(t_q, t_k, dtype=torch.bool).triu(1)
-    try:
-        mask = mask.expand(torch.broadcast_shapes(mask.shape, hidden.shape))
-    except RuntimeError:
-        return False
-    if kind == "add":
-        dropped = mask <= HIDES
-        return bool((dropped == hidden).all()) and bool((mask[~dropped] == 0).all())
-    if mask.dtype not in (torch.bool, torch.uint8):
-        return False
-    return bool(((mask.bool() if kind == "drop" else ~mask.bool()) == hidden).all())
-
-
-def _roots(walk: Walk, v: Value) -> set[str]:
-    """The names of what a value comes from."""
-    names = {v.name} if v.call is None else set()
-    for call in walk.recording.before(v):
-        names |= {i.name for i in call.inputs if i.call is None}
-    return names

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.layer.peft import is_lora
+from ckptfused.models.derive.masks import HIDES
 from ckptfused.models.derive.recorder import RefusedError
 from ckptfused.models.describe.saved_bytes import forget_places
 
@@ -77,7 +78,8 @@ def wide(layer: nn.Module, generator: torch.Generator, placed: bool = True) -> n
         if not parameter:
             if t.is_meta:
                 raise RefusedError("a buffer without data")
-            return t.to("cpu", torch.float64 if t.is_floating_point() else t.dtype, copy=True)
+            dtype = torch.promote_types(t.dtype, torch.float64) if t.is_floating_point() or t.is_complex() else t.dtype
+            return t.to("cpu", dtype, copy=True)
         found = torch.randn(t.shape, dtype=torch.float64, generator=generator)
         return found / t.shape[-1] ** 0.5 if t.dim() > 1 else found * 0.4 + 0.6
 
@@ -112,11 +114,19 @@ def resized(args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, fi
 
 
 def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, first_key: bool) -> Tensor:
-    table = t.is_floating_point() and t.dim() in (2, 3) and t.size(-2) == was.tokens
+    if t.is_complex():
+        return torch.view_as_complex(_resized(torch.view_as_real(t), was, now, generator, first_key))
+    adds = _adds(t, was.tokens)
+    table = t.is_floating_point() and t.dim() in (2, 3) and t.size(-2) == was.tokens and not adds
+    pairs = t.is_floating_point() and t.dim() > 2 and t.size(-1) == 2
     shape = list(t.shape)
     for i, size in enumerate(shape):
         if i == 0 and size == was.batch and t.dim() > 1 and not (t.dim() == 2 and table):
             shape[i] = now.batch if size > 1 else 1
+        elif i == 0 and adds and t.dim() == 3 and size % was.batch == 0 and size > 1:
+            shape[i] = size // was.batch * now.batch
+        elif pairs and was.tokens in t.shape[:i]:
+            continue
         elif size == was.tokens and not (table and i == t.dim() - 1 and t.shape[-1] != t.shape[-2]):
             shape[i] = now.tokens
     if table and t.size(-1) == was.tokens and t.dim() == 3:
@@ -129,11 +139,18 @@ def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, firs
         return found
     if not t.is_floating_point():
         return torch.arange(shape[-1] if shape else 1).expand(shape).to(t.dtype).clone()
-    if t.dim() == 4 and shape[-1] == now.tokens and shape[-2] in (1, now.tokens):
+    if adds or (t.dim() == 4 and shape[-1] == now.tokens and shape[-2] in (1, now.tokens)):
         hidden = torch.rand(shape, generator=generator) < 0.3
         hidden[..., 0] = False
         return made.masked_fill(hidden, -torch.inf)
     return _like_table(t, made)
+
+
+def _adds(t: Tensor, tokens: int) -> bool:
+    """Whether a tensor is a mask to be added to logits: nothing but zeros, or with entries that hide a key."""
+    if not t.is_floating_point() or t.is_meta or t.dim() < 2 or t.numel() == 0:
+        return False
+    return t.size(-1) == t.size(-2) == tokens and bool((t <= HIDES).any() or (t == 0).all())
 
 
 def _like_table(t: Tensor, made: Tensor) -> Tensor:

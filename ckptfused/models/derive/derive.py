@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten, tree_map
-from ckptfused.models.derive.attention import is_causal
 from ckptfused.models.derive.copies import Sizes, without_data
+from ckptfused.models.derive.masks import is_causal
 from ckptfused.models.derive.prove import Proof, prove, same_shapes
 from ckptfused.models.derive.record import Recording, forget_values, held, record
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from ckptfused.eager.norm import norm as eager_norm
-from ckptfused.eager.rope import rope
-from ckptfused.models.derive.attention import Core, Outer
+from ckptfused.models.derive.attention import Core
+from ckptfused.models.derive.layouts import Laid, layouts
+from ckptfused.models.derive.masks import Outer
 from ckptfused.models.derive.pieces import Linear, NormPiece, linear, norm
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
-from ckptfused.models.derive.walk import LAYOUT, Walk, arranges, close, ratio
+from ckptfused.models.derive.rotations import TURNS, Turned, turned
+from ckptfused.models.derive.walk import LAYOUT, Walk, close
 
-_TURNS = LAYOUT | {"cat", "concat", "stack", "mul", "rmul", "add", "radd", "sub", "rsub", "neg", "div", "truediv"}
 _MOST = 60
 
 
@@ -64,7 +65,7 @@ def _side(walk: Walk, end: Value, what: str) -> _Side:
         elif (normed := walk.attempt(norm, walk, v)) is not None:
             norms[v] = normed
             queue.append(normed.x)
-        elif v.call is not None and v.op in _TURNS and len(seen) < _MOST:
+        elif v.call is not None and v.op in TURNS and len(seen) < _MOST:
             seen[v.call] = None
             queue += v.call.inputs
         else:
@@ -78,67 +79,35 @@ def _side(walk: Walk, end: Value, what: str) -> _Side:
 
 def heads(walk: Walk, found: Core) -> Heads:
     """The projections, norms and rotation before an attention core."""
-    q, k, v = _side(walk, found.q, "q"), _side(walk, found.k, "k"), _side(walk, found.v, "v")
-    batch, t, d = found.q.shape[0], found.q.shape[2], found.q.shape[3]
-    h = found.q.shape[1]
-    width = q.made.y.shape[-1]
-    joint = q.made.y is k.made.y
-    if v.norm is not None or v.tables or (joint and v.made.y is not q.made.y):
-        raise RefusedError("v has a norm or a rotation, or shares a product with one of q and k only", found.v.call)
-    if not joint and len({id(side.made.y) for side in (q, k, v)}) != 3:
-        raise RefusedError("two of q, k and v share a product", found.v.call)
-    g = (width // d - h) // 2 if joint else k.made.y.shape[-1] // d
-    if g < 1 or h % g:
-        raise RefusedError(f"{h} query heads for {g} key heads", found.k.call)
-    turned = found.k.data.transpose(-1, -2) if found.k_turned else found.k.data
-    ends = [t.transpose(1, 2) for t in (found.q.data, turned, found.v.data)]
-    for interleaved in (False, True) if joint and h == g else (False,):
-        parts = _split(q.made, k.made, v.made, (h, g, d), (batch, t), joint, interleaved)
-        if parts is not None and close(_repeated(parts[2], ends[2].shape[2]), ends[2]):
-            break
-    else:
-        raise RefusedError("the rows of the projections are not head by head", found.v.call)
-    turned_by: list[tuple[str, int, Outer | None, Outer | None, float]] = []
-    for side, part, end, at in ((q, parts[0], ends[0], found.q), (k, parts[1], ends[1], found.k)):
+    sides = {name: _side(walk, v, name) for name, v in zip("qkv", (found.q, found.k, found.v), strict=True)}
+    if sides["v"].norm is not None or sides["v"].tables:
+        raise RefusedError("v has a norm or a rotation", found.v.call)
+    if (sides["q"].norm is None) != (sides["k"].norm is None):
+        raise RefusedError("only one of q and k has a norm", found.k.call)
+    ends = dict(zip("qkv", (t.transpose(1, 2) for t in found.ends), strict=False))
+    trouble = RefusedError("the rows of the projections are not head by head", found.v.call)
+    for laid in layouts({name: side.made for name, side in sides.items()}, found.ends[0].shape):
+        if close(_repeated(laid.parts["v"], ends["v"].shape[2]), ends["v"]):
+            try:
+                return _turned_alike(walk, found, sides, laid, ends)
+            except RefusedError as error:
+                trouble = error
+    raise trouble
+
+
+def _turned_alike(walk: Walk, found: Core, sides: dict[str, _Side], laid: Laid, ends: dict[str, Tensor]) -> Heads:
+    turned_by: list[Turned] = []
+    for name, at in (("q", found.q), ("k", found.k)):
+        side, part = sides[name], laid.parts[name]
         if side.norm is not None:
             part = _normed(part, side.norm, walk, at)
-        turned_by.append(_turned(walk, side, part, end, at))
-    (kind, wide, cos, sin, by), (k_kind, k_wide, k_cos, k_sin, k_by) = turned_by
-    if (kind, wide, cos, sin) != (k_kind, k_wide, k_cos, k_sin):
+        turned_by.append(turned(walk, side.tables, _repeated(part, ends[name].shape[2]), ends[name], at))
+    if turned_by[0][:-1] != turned_by[1][:-1]:
         raise RefusedError("q and k are turned in different ways", found.k.call)
-    if (q.norm is None) != (k.norm is None):
-        raise RefusedError("only one of q and k has a norm", found.k.call)
-    return Heads(
-        h,
-        g,
-        d,
-        q.made,
-        None if joint else k.made,
-        None if joint else v.made,
-        interleaved,
-        q.norm,
-        k.norm,
-        kind,
-        wide,
-        cos,
-        sin,
-        by * k_by,
-    )
-
-
-def _split(
-    q: Linear, k: Linear, v: Linear, sizes: tuple[int, int, int], rows: tuple[int, int], joint: bool, interleaved: bool
-) -> list[Tensor] | None:
-    """q, k and v as [B, T, heads, D] by the layouts that a block knows."""
-    h, g, d = sizes
-    if interleaved:
-        return list(q.y.data.reshape(*rows, h, 3 * d).chunk(3, -1)) if q.y.shape[-1] == 3 * h * d else None
-    if joint and q.y.shape[-1] != (h + 2 * g) * d:
-        return None
-    parts = q.y.data.split((h * d, g * d, g * d), -1) if joint else tuple(made.y.data for made in (q, k, v))
-    if [part.shape[-1] for part in parts] != [h * d, g * d, g * d]:
-        return None
-    return [part.reshape(*rows, -1, d) for part in parts]
+    kind, wide, cos, sin, by = turned_by[0]
+    norms = sides["q"].norm, sides["k"].norm
+    sizes = ends["q"].shape[2], laid.parts["v"].shape[2], ends["q"].shape[3]
+    return Heads(*sizes, *laid.maps, laid.interleaved, *norms, kind, wide, cos, sin, by * turned_by[1][-1])
 
 
 def _repeated(part: Tensor, heads: int) -> Tensor:
@@ -151,65 +120,3 @@ def _normed(part: Tensor, found: NormPiece, walk: Walk, at: Value) -> Tensor:
     weight, bias = (walk.recording.roots.get(f"param:{name}") for name in (found.weight, found.bias))
     eps = torch.finfo(torch.float64).eps if found.eps is None else found.eps
     return eager_norm(part, weight, bias, found.kind, eps)
-
-
-def _turned(
-    walk: Walk, side: _Side, part: Tensor, end: Tensor, at: Value
-) -> tuple[str, int, Outer | None, Outer | None, float]:
-    """The rotation, the tables and the factor that make the heads in `end` of those in `part`."""
-    part = _repeated(part, end.shape[2])
-    if not side.tables:
-        return "none", 0, None, None, _factor(part, end, at)
-    tables: dict[Outer, Tensor] = {}
-    roots: set[str] = set()
-    for v in side.tables:
-        root = walk.same(v)
-        while root.call is not None and (arranges(root) or root.op in ("cat", "stack")):
-            walk.take(root.call, "layout")
-            root = walk.same(root.call.inputs[0])
-        if root.call is not None:
-            raise RefusedError("the layer computes its rotary tables", root.call)
-        roots.add(root.name)
-        tables.update(_table(root, part.shape[1]))
-    if len(roots) != 2:
-        raise RefusedError(f"a rotation by {len(roots)} tables, expected cos and sin", at.call)
-    for cos, sin in _pairs(tables):
-        for wide in dict.fromkeys((tables[cos].shape[-1], 2 * tables[cos].shape[-1])):
-            for kind in ("half", "interleaved"):
-                if wide % 2 or wide > part.shape[-1] or tables[cos].shape != tables[sin].shape:
-                    continue
-                made = rope(part, tables[cos], tables[sin], kind, wide)
-                if (by := ratio(made, end)) is not None:
-                    return kind, wide, cos, sin, by
-    raise RefusedError("a rotation that is neither by halves nor interleaved", at.call)
-
-
-def _table(root: Value, length: int) -> dict[Outer, Tensor]:
-    """A table as [T, r] or [B, T, r]."""
-    table, form = root.data, "given"
-    if not table.is_floating_point():
-        raise RefusedError(f"a rotary table of type {table.dtype}")
-    if table.dim() == 4 and 1 in (table.shape[1], table.shape[2]):
-        form, table = "heads", table.squeeze(1 if table.shape[1] == 1 else 2)
-    if table.dim() not in (2, 3):
-        raise RefusedError(f"a rotary table of shape {list(root.shape)}")
-    if root.name.startswith("buffer:"):
-        form, table = "first rows", table[..., :length, :]
-    if table.shape[-2] != length:
-        raise RefusedError(f"a rotary table of shape {list(root.shape)}")
-    found = {Outer(root.name, form): table}
-    if table.shape[-1] % 2 == 0:
-        found[Outer(root.name, f"{form}, first half")] = table[..., : table.shape[-1] // 2]
-    return found
-
-
-def _pairs(tables: dict[Outer, Tensor]) -> list[tuple[Outer, Outer]]:
-    """Two tables in either order, arranged in the same way."""
-    return [(a, b) for a in tables for b in tables if a.name != b.name and a.form == b.form]
-
-
-def _factor(part: Tensor, end: Tensor, at: Value) -> float:
-    by = ratio(part, end) if part.shape == end.shape else None
-    if by is None:
-        raise RefusedError("heads that are not the rows of a projection", at.call)
-    return by

@@ -7,14 +7,17 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from ckptfused.eager.activation import FUNCTIONS
-from ckptfused.layer.parts import FFN, Attention, Inputs, Parts
+from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.layer.projections import Norm, Projection
 from ckptfused.masks import NO_MASK, Mask
-from ckptfused.models.derive.attention import Core, Outer
+from ckptfused.models.derive.attention import Core
+from ckptfused.models.derive.masks import Outer
 from ckptfused.models.derive.pieces import Linear, NormPiece
+from ckptfused.models.derive.products import by_heads
 from ckptfused.models.derive.read import Form
 from ckptfused.models.derive.record import Recording
 from ckptfused.models.derive.recorder import Recorded, RefusedError
+from ckptfused.models.derive.rotations import table_of
 from ckptfused.models.derive.walk import Walk
 
 
@@ -24,6 +27,8 @@ class Map(NamedTuple):
     weight: str
     bias: str
     transposed: bool
+    rows: tuple[int, int] | None = None
+    """The first and the number of those that are meant; None: all."""
 
 
 class NormOf(NamedTuple):
@@ -58,6 +63,8 @@ class Layout(NamedTuple):
     mask: Outer | None = None
     kind: str = "none"
     causal: bool = False
+    padding: Outer | None = None
+    padding_kind: str = "none"
     own_mask: tuple[int, str] = (-1, "")
     """The causal mask that the layer makes itself: its call's number in the recording, and its kind."""
 
@@ -72,11 +79,12 @@ class Layout(NamedTuple):
         """A call in the block's terms. outer: what stands outside, by the names of a recording."""
         masks = NO_MASK
         if self.mask is not None:
-            mask = _mask(outer[self.mask.name], self.mask.form)
-            masks = Mask(mask, self.kind, causal=self.causal)
+            mask = _mask(outer[self.mask.name], self.mask.form, x.size(0))
+            padding = None if self.padding is None else outer[self.padding.name]
+            masks = Mask(mask, self.kind, padding, self.padding_kind, self.causal)
         elif self.causal:
             masks = Mask(causal=True)
-        cos, sin = (None if t is None else _table(outer[t.name], t.form, x.size(1)) for t in (self.cos, self.sin))
+        cos, sin = (None if t is None else table_of(outer[t.name], t.form, x.size(1)) for t in (self.cos, self.sin))
         return Inputs(x, masks, cos, sin)
 
     def masks(self, recording: Recording) -> dict[int, Tensor]:
@@ -84,12 +92,12 @@ class Layout(NamedTuple):
         sites = (*(self.attn.dropouts if self.attn else (-1, -1)), *(self.ffn.dropouts if self.ffn else (-1, -1)))
         rows = recording.x.shape[:2]
         drawn = {site: recording.calls[n].mask for site, n in enumerate(sites) if n >= 0}
-        return {site: m if site == 0 else m.reshape(*rows, -1) for site, m in drawn.items()}  # type: ignore[union-attr, misc]
+        return {site: m.reshape(*rows, -1) if site else by_heads(m, rows[0]) for site, m in drawn.items()}  # type: ignore[union-attr, misc, arg-type]
 
     @property
     def outer(self) -> tuple[Outer, ...]:
         """What it takes from outside beside x."""
-        return tuple(t for t in (self.cos, self.sin, self.mask) if t is not None)
+        return tuple(t for t in (self.cos, self.sin, self.mask, self.padding) if t is not None)
 
 
 def layout_of(form: Form, walk: Walk, layer: nn.Module) -> Layout:
@@ -115,6 +123,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> Layout:
         )
         found = found._replace(cos=heads.cos, sin=heads.sin, mask=core.mask, kind=core.kind)
         found = found._replace(causal=core.causal, own_mask=_own_mask(core))
+        found = found._replace(padding=core.padding, padding_kind=core.padding_kind)
     if (branch := form.ffn) is not None:
         made = branch.hidden
         assert made is not None
@@ -150,7 +159,7 @@ def _numbers(*calls: Recorded | None) -> Any:
 
 
 def _map(made: Linear | None) -> Map | None:
-    return None if made is None else Map(made.weight, made.bias, made.transposed)
+    return None if made is None else Map(made.weight, made.bias, made.transposed, made.rows)
 
 
 def _norm(found: NormPiece | None) -> NormOf | None:
@@ -170,8 +179,12 @@ def _projected(layer: nn.Module, found: Map | None) -> Any:
         return None
     module = layer.get_submodule(found.weight.rpartition(".")[0])
     if "base_layer" in module._modules:
-        return module
-    return Projection(_tensor(layer, found.weight), _tensor(layer, found.bias), found.transposed)  # type: ignore[arg-type]
+        return module if found.rows is None else Reason("an adapter beside a product of which parts are taken")
+    weight, bias = _tensor(layer, found.weight), _tensor(layer, found.bias)
+    if found.rows is not None:
+        weight = weight.narrow(1 if found.transposed else 0, *found.rows)  # type: ignore[union-attr]
+        bias = None if bias is None else bias.narrow(0, *found.rows)
+    return Projection(weight, bias, found.transposed)  # type: ignore[arg-type]
 
 
 def _normed(layer: nn.Module, found: NormOf | None) -> Any:
@@ -202,17 +215,11 @@ def _ffn(layer: nn.Module, half: Half) -> FFN:
     return FFN(FUNCTIONS[act], gate, up, down, pre, post, out, half.rates[0], half.rates[1], m)
 
 
-def _mask(mask: Tensor, form: str) -> Tensor:
+def _mask(mask: Tensor, form: str, batch: int) -> Tensor:
     if form == "batch":
         return mask[:, None]
+    if form == "heads":
+        return mask.unflatten(0, (batch, -1))
     if form == "square":
         return mask[None, None]
     return mask[:, None, None, :] if form == "padding" else mask
-
-
-def _table(table: Tensor, form: str, length: int) -> Tensor:
-    if form.startswith("heads"):
-        table = table.squeeze(1 if table.size(1) == 1 else 2)
-    elif form.startswith("first rows"):
-        table = table[..., :length, :]
-    return table[..., : table.size(-1) // 2] if form.endswith("first half") else table

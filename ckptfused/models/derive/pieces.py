@@ -35,6 +35,8 @@ class Linear(NamedTuple):
     transposed: bool
     x: Value
     y: Value
+    rows: tuple[int, int] | None = None
+    """The first and the number of those of its rows that are meant; None: all."""
 
 
 class NormPiece(NamedTuple):
@@ -161,6 +163,17 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
     raise RefusedError("not a norm")
 
 
+def layer_scale(walk: Walk, v: Value) -> NormPiece:
+    """The product of a value and a vector that is learnt (LayerScale). **Raises** `RefusedError` of any other value."""
+    call = walk.same(v).call
+    if call is not None and call.op in ("mul", "rmul", "multiply") and len(call.inputs) == 2:
+        for x, weight in (call.inputs, call.inputs[::-1]):
+            if (name := walk.parameter(weight)) and weight.shape == v.shape[-1:] and x.shape == v.shape:
+                walk.take(call, "LayerScale")
+                return NormPiece("layerscale", 1e-5, name, "", x)
+    raise RefusedError("not LayerScale", call)
+
+
 class Hidden(NamedTuple):
     """An FFN's hidden value: the activation and its projections. up None: `first` makes gate and up."""
 
@@ -209,7 +222,10 @@ def _gated(act: str, gate: Value, up: Value, first: Linear, second: Linear) -> H
     halves = first.y.data.reshape(*gate.shape[:-1], -1).chunk(2, -1)
     if len(halves) == 2 and close(gate.data, halves[0]) and close(up.data, halves[1]):
         return Hidden(act, first, None)
-    raise RefusedError("the rows of gate and up are not one after the other, gate first", gate.call)
+    if len(halves) == 2 and close(gate.data, halves[1]) and close(up.data, halves[0]):
+        width = halves[0].shape[-1]
+        return Hidden(act, first._replace(rows=(width, width)), first._replace(rows=(0, width)))
+    raise RefusedError("the rows of gate and up are not one after the other", gate.call)
 
 
 def _whole(v: Value, made: Linear) -> bool:

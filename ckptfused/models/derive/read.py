@@ -8,10 +8,11 @@ import torch
 
 from ckptfused.models.derive.attention import Core, core
 from ckptfused.models.derive.heads import Heads, heads
-from ckptfused.models.derive.pieces import Hidden, Linear, NormPiece, hidden, layout_only, linear, norm
+from ckptfused.models.derive.pieces import Hidden, Linear, NormPiece, hidden, layer_scale, layout_only, linear, norm
+from ckptfused.models.derive.products import PRODUCTS, merged
 from ckptfused.models.derive.record import Recording
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
-from ckptfused.models.derive.walk import Walk, arranges, close, ratio
+from ckptfused.models.derive.walk import Walk, arranges, ratio
 
 _FACTORS = ("mul", "rmul", "div", "truediv", "multiply")
 
@@ -208,6 +209,9 @@ def _branch(walk: Walk, term: Value) -> Branch:
             v = walk.same(call.inputs[0])
         elif (last := walk.attempt(linear, walk, v)) is not None:
             break
+        elif post is None and (scaled := walk.attempt(layer_scale, walk, v)) is not None:
+            post = scaled
+            v = walk.same(scaled.x)
         elif post is None and (found := walk.attempt(norm, walk, v)) is not None:
             post = found
             v = walk.same(found.x)
@@ -223,7 +227,7 @@ def _branch(walk: Walk, term: Value) -> Branch:
     while base.call is not None and arranges(base):
         base = walk.same(base.call.inputs[0])
     walk.taken = with_taken
-    if base.op in ("scaled_dot_product_attention", "matmul", "bmm", "einsum") and not _is_projection(walk, base):
+    if base.op in ("scaled_dot_product_attention", *PRODUCTS) and not _is_projection(walk, base):
         return _attention(walk, branch, inner, base)
     return _ffn(walk, branch, inner)
 
@@ -246,7 +250,7 @@ def _attention(walk: Walk, branch: Branch, inner: Value, base: Value) -> Branch:
     found = core(walk, base)
     if not layout_only(walk, inner, base):
         raise RefusedError(f"no rule takes {inner}", inner.call)
-    if not close(inner.data, base.data.transpose(1, 2).reshape(inner.shape)):
+    if not merged(inner.data, found.ends[3]):
         raise RefusedError("heads come together in another order than the block's", inner.call)
     made = heads(walk, found)
     sides = [side for side in (made.q, made.k, made.v) if side is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ckptfused.compat.pytree import tree_flatten, tree_map
+from ckptfused.compat.torch_functional import OPENED
 from ckptfused.eager.attention import attention
 from ckptfused.eager.dropout import dropout
+from ckptfused.models.derive.in_place import let_go, without_writing, writes
 
 _NOT_THE_LAYERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
@@ -111,12 +114,14 @@ class Recorder(TorchFunctionMode):
         self.calls: list[Recorded] = []
         self.values: dict[int, Value] = {}
         self.roots: dict[str, Tensor] = {}
+        self._first: list[Value] = []
         self._wide, self._generator = wide, generator
 
     def root(self, name: str, t: Tensor) -> Value:
         """Makes a tensor known that the layer has from the start."""
         self.roots[name] = t
-        return self.values.setdefault(id(t), Value(t, name=name))
+        self._first.append(Value(t, name=name))
+        return self.values.setdefault(id(t), self._first[-1])
 
     def value(self, t: Tensor) -> Value:
         """The value that a tensor is. **Raises** `RefusedError` where no call that was seen made it."""
@@ -129,20 +134,24 @@ class Recorder(TorchFunctionMode):
         place = _place()
         if getattr(func, "__name__", "") in _VALUES:
             raise RefusedError(f"{place}: {op} of a tensor: what runs depends on values")
+        if func in OPENED:
+            with self:
+                return OPENED[func](*args, **kwargs)
         if self._wide:
             args, kwargs = tree_map(_widened, (args, kwargs))
             func, op = (Tensor.double, "double") if op == "float" else (func, op)
         given, options = self._noted(args, kwargs)
         noted = Recorded(len(self.calls), func, op, given, options, place)
+        written = self._written(noted, args, kwargs)
         result = self._dropped(noted, func, args, kwargs) if self._wide else None
         result = func(*args, **kwargs) if result is None else result
         tensors = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
         if not tensors:
-            if op not in _LOOKS:
+            if op not in _LOOKS and not (op == "_assert" and not noted.inputs):
                 raise RefusedError(f"{place}: {op} is not known")
             return result
-        if _writes(op, kwargs) or any(
-            t is g and op != "to" for t in tensors for g in _tensors(args, kwargs) if _same(op)
+        if op != "to" and any(
+            t is g and t is not written for t in tensors for g in _tensors(args, kwargs) if _same(op)
         ):
             raise RefusedError(f"{place}: {op} writes in place")
         noted.values = [Value(t, noted, i) for i, t in enumerate(tensors)]
@@ -152,6 +161,21 @@ class Recorder(TorchFunctionMode):
 
     def _noted(self, args: Any, kwargs: Any) -> Any:
         return tree_map(lambda v: self.value(v) if isinstance(v, Tensor) else v, (args, kwargs))
+
+    def _written(self, noted: Recorded, args: Any, kwargs: Any) -> Tensor | None:
+        """The tensor that a call writes to: one that the layer made, whose value becomes another. None: it writes to
+        none.
+        """
+        if not writes(noted.op, kwargs):
+            return None
+        target = next(iter(_tensors(args, kwargs)), None)
+        if target is None or noted.op == "setitem" or noted.op == "dropout" or kwargs.get("out") is not None:
+            raise RefusedError(f"{noted.place}: {noted.op} writes in place")
+        others = itertools.chain(self._first, (v for call in self.calls for v in call.values))
+        if not let_go(self.value(target), others):
+            raise RefusedError(f"{noted.place}: {noted.op} writes in place to what others see")
+        noted.op, noted.kwargs = without_writing(noted.op), {k: v for k, v in noted.kwargs.items() if k != "inplace"}
+        return target
 
     def _dropped(self, noted: Recorded, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """The result of a dropout, or of attention with one, by a mask that the call keeps; None of any other call."""
@@ -193,25 +217,6 @@ def _same(op: str) -> bool:
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
     return [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-
-
-def _writes(op: str, kwargs: Any) -> bool:
-    augmented = op in (
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "iand",
-        "ior",
-        "ixor",
-        "imatmul",
-    )
-    return (
-        augmented or op == "setitem" or op.endswith("_") or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
-    )
 
 
 def _widened(value: Any) -> Any:

@@ -58,6 +58,10 @@ class Walk:
         self.taken: dict[Recorded, str] = {}
         self._outer: dict[Value, bool] = {}
 
+    @property
+    def batch(self) -> int:
+        return self.recording.x.shape[0]
+
     def take(self, call: Recorded | None, rule: str) -> None:
         """Notes that a call belongs to a rule. **Raises** `RefusedError` where it belongs to another one."""
         if call is not None and self.taken.setdefault(call, rule) != rule:

@@ -1,0 +1,182 @@
+"""Rules for the masks of attention: given ones, in every arrangement, and the causal one that a layer makes itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ckptfused.models.derive.products import by_heads
+from ckptfused.models.derive.recorder import RefusedError, Value, named
+from ckptfused.models.derive.walk import Walk, arranges, close
+
+if TYPE_CHECKING:
+    from ckptfused.models.derive.attention import Core
+
+HIDES = -5e8
+"""What is added to a logit hides its key from here downwards."""
+_OPPOSITE = {"keep": "drop", "drop": "keep"}
+_SAYS = named(
+    "masked_fill where zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full invert logical_not",
+    "bitwise_not eq ne to float double type type_as clone contiguous tensor scalar_tensor",
+)
+"""Calls that make a mask to be added of a boolean one."""
+
+
+class Outer(NamedTuple):
+    """A tensor from outside: an argument of the forward (`"arg:2"`) or what the layer holds (`"buffer:cos"`)."""
+
+    name: str
+    form: str = ""
+    """How it is arranged: of masks as in `_arranged`, of tables as in `rotations`."""
+
+
+def mask_steps(walk: Walk, logits: Value, found: Core) -> tuple[Value, Core]:
+    """The logits before the masks, which come after everything else."""
+    while logits.call is not None:
+        call, inputs = logits.call, logits.call.inputs
+        if call.op in ("add", "radd") and len(inputs) == 2 and walk.outer(inputs[1]) != walk.outer(inputs[0]):
+            logits, mask = inputs if walk.outer(inputs[1]) else inputs[::-1]
+            found = masked(walk, found, mask, "add")
+        elif call.op == "masked_fill" and walk.outer(inputs[1]) and _hides(call.given(2, "value")):
+            logits = inputs[0]
+            found = masked(walk, found, inputs[1], "drop")
+        elif call.op == "where" and len(inputs) > 1 and walk.outer(inputs[0]):
+            at, fill = (call.given(i, "") for i in (1, 2))
+            value = float(fill.data) if isinstance(fill, Value) and fill.data.numel() == 1 else fill
+            if not isinstance(at, Value) or isinstance(value, Value) or not _hides(value):
+                break
+            logits = at
+            if isinstance(fill, Value):
+                take_all(walk, fill)
+            found = masked(walk, found, inputs[0], "keep")
+        else:
+            break
+        walk.take(call, "mask")
+        logits = walk.same(logits)
+    return logits, found
+
+
+def _hides(value: Any) -> bool:
+    return isinstance(value, int | float) and value <= HIDES
+
+
+def take_all(walk: Walk, v: Value) -> None:
+    """Takes whatever a value comes of."""
+    for call in walk.recording.before(v):
+        walk.take(call, "mask")
+
+
+def masked(walk: Walk, found: Core, mask: Value, kind: str) -> Core:
+    """The core with one more mask, given or the layer's own, or with the two that it is the sum of."""
+    if mask.data.dtype == torch.bool and kind == "add":
+        raise RefusedError("a boolean mask is added", mask.call)
+    if kind == "add" and mask.op in ("add", "radd") and len(mask.call.inputs) == 2:  # type: ignore[union-attr]
+        walk.take(mask.call, "mask")
+        for one in mask.call.inputs:  # type: ignore[union-attr]
+            found = masked(walk, found, walk.same(one), kind)
+        return found
+    if not any(root.startswith("arg:") for root in _roots(walk, mask)):
+        if not is_causal(mask.data, kind, found.ends[3].shape[-2], found.ends[2].shape[-2]):
+            raise RefusedError("a mask of the layer's own that is not the causal one", mask.call)
+        if found.causal:
+            raise RefusedError("two causal masks", mask.call)
+        take_all(walk, mask)
+        return found._replace(causal=True, constant=walk.same(mask), constant_kind=kind)
+    outer, kind = _outer(walk, found, mask, kind)
+    if found.mask is None:
+        return found._replace(mask=outer, kind=kind)
+    first = found.mask
+    if found.padding is None and "padding" in (outer.form, first.form) and outer.form != first.form:
+        if outer.form == "padding":
+            return found._replace(padding=outer, padding_kind=kind)
+        return found._replace(mask=outer, kind=kind, padding=first, padding_kind=found.kind)
+    raise RefusedError("two masks", mask.call)
+
+
+def _outer(walk: Walk, found: Core, mask: Value, kind: str) -> tuple[Outer, str]:
+    """The tensor that a mask is, and what it says."""
+    tokens = found.ends[3].shape[-2], found.ends[2].shape[-2]
+    root = walk.through(mask, "mask")
+    if root.call is None:
+        said = {kind: mask.data}
+    else:
+        root, hidden = _said(walk, mask, kind)
+        said = {"drop": hidden, "keep": ~hidden}
+    for form, arranged in _arranged(root.data, walk.batch, tokens[0]).items():
+        for what, made in said.items():
+            made = _by_heads(made, walk.batch, found.ends[3].shape[1])
+            view = arranged[..., : made.shape[-1]]
+            try:
+                shape = torch.broadcast_shapes(view.shape, made.shape)
+            except RuntimeError:
+                continue
+            if close(view.expand(shape), made.expand(shape)):
+                return Outer(root.name, form), what
+    raise RefusedError("a mask of unknown arrangement", mask.call)
+
+
+def _said(walk: Walk, mask: Value, kind: str) -> tuple[Value, Tensor]:
+    """The one boolean tensor from which the layer computes a mask, and where the mask hides keys."""
+    roots: dict[Value, None] = {}
+    for call in walk.recording.before(mask):
+        if call.op not in _SAYS and not all(map(arranges, call.values)):
+            raise RefusedError("the layer computes its mask", call)
+        roots.update(dict.fromkeys(v for v in call.inputs if v.call is None))
+        walk.take(call, "mask")
+    if len(roots) != 1 or (root := next(iter(roots))).data.dtype != torch.bool:
+        raise RefusedError("the layer computes its mask", mask.call)
+    if mask.data.dtype == torch.bool:
+        return root, mask.data if kind == "drop" else ~mask.data
+    hidden = mask.data <= HIDES
+    if kind != "add" or not bool((mask.data[~hidden] == 0).all()):
+        raise RefusedError("the layer computes its mask", mask.call)
+    return root, hidden
+
+
+def _by_heads(mask: Tensor, batch: int, heads: int) -> Tensor:
+    """A mask of logits as [B or 1, H or 1, T or 1, T]."""
+    if mask.dim() == 3 and mask.shape[0] == batch * heads:
+        return by_heads(mask, batch)  # type: ignore[return-value]
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def _arranged(mask: Tensor, batch: int, t: int) -> dict[str, Tensor]:
+    """A mask as [B, H, T, T], in every way in which one may be meant."""
+    found: dict[str, Tensor] = {}
+    if mask.dim() == 4:
+        found["full"] = mask
+    elif mask.dim() == 3:
+        found["batch"] = mask[:, None]
+        if mask.shape[0] % batch == 0:
+            found["heads"] = mask.unflatten(0, (batch, -1))
+    elif mask.dim() == 2:
+        if tuple(mask.shape) == (t, t):
+            found["square"] = mask[None, None]
+        if tuple(mask.shape) == (batch, t):
+            found["padding"] = mask[:, None, None, :]
+    return found
+
+
+def is_causal(mask: Tensor, kind: str, t_q: int, t_k: int) -> bool:
+    """Whether a mask hides exactly the keys after each query."""
+    hidden = torch.ones(t_q, t_k, dtype=torch.bool).triu(1)
+    try:
+        mask = mask.expand(torch.broadcast_shapes(mask.shape, hidden.shape))
+    except RuntimeError:
+        return False
+    if kind == "add":
+        dropped = mask <= HIDES
+        return bool((dropped == hidden).all()) and bool((mask[~dropped] == 0).all())
+    if mask.dtype not in (torch.bool, torch.uint8):
+        return False
+    return bool(((mask.bool() if kind == "drop" else ~mask.bool()) == hidden).all())
+
+
+def _roots(walk: Walk, v: Value) -> set[str]:
+    """The names of what a value comes from."""
+    names = {v.name} if v.call is None else set()
+    for call in walk.recording.before(v):
+        names |= {i.name for i in call.inputs if i.call is None}
+    return names

@@ -1,0 +1,107 @@
+"""Rules for the rotation of q and k, and for the tables of cosines and sines that it is by."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from torch import Tensor
+
+from ckptfused.eager.rope import rope
+from ckptfused.models.derive.masks import Outer
+from ckptfused.models.derive.recorder import RefusedError, Value
+from ckptfused.models.derive.walk import LAYOUT, Walk, arranges, ratio
+
+TURNS = LAYOUT | {
+    *("cat", "concat", "stack", "mul", "rmul", "add", "radd", "sub", "rsub", "neg", "div", "truediv"),
+    *("view_as_complex", "view_as_real"),
+}
+Turned = tuple[str, int, Outer | None, Outer | None, float]
+"""Kind, width, tables and factor of a rotation."""
+_BOTH = (("real", "imaginary"), ("first of two", "second of two"))
+"""Forms of a table that holds cosines and sines: complex numbers, or pairs in the last dimension."""
+
+
+def turned(walk: Walk, tables: tuple[Value, ...], part: Tensor, end: Tensor, at: Value) -> Turned:
+    """The rotation that makes the heads in `end` of those in `part`, both [B, T, heads, D]."""
+    if not tables:
+        return "none", 0, None, None, _factor(part, end, at)
+    known: dict[Outer, Tensor] = {}
+    roots: set[str] = set()
+    for v in tables:
+        root = walk.same(v)
+        while root.call is not None and (arranges(root) or root.op in ("cat", "stack", "view_as_complex")):
+            walk.take(root.call, "layout")
+            root = walk.same(root.call.inputs[0])
+        if root.call is not None:
+            raise RefusedError("the layer computes its rotary tables", root.call)
+        roots.add(root.name)
+        known.update(_table(root, part.shape[1]))
+    pairs = [(cos, sin) for cos, sin in product(known, known) if _belong(cos, sin)]
+    if len(roots) > 2 or not pairs:
+        raise RefusedError(f"a rotation by {len(roots)} tables, expected cos and sin", at.call)
+    for cos, sin in pairs:
+        for wide in dict.fromkeys((known[cos].shape[-1], 2 * known[cos].shape[-1])):
+            for kind in ("half", "interleaved"):
+                if wide % 2 or wide > part.shape[-1] or known[cos].shape != known[sin].shape:
+                    continue
+                made = rope(part, known[cos], known[sin], kind, wide)
+                if (by := ratio(made, end)) is not None:
+                    return kind, wide, cos, sin, by
+    raise RefusedError("a rotation that is neither by halves nor interleaved", at.call)
+
+
+def _table(root: Value, length: int) -> dict[Outer, Tensor]:
+    """A table as [T, r] or [B, T, r], in every way in which it may be meant."""
+    table = root.data
+    tries: list[tuple[str, Tensor]] = []
+    if table.is_complex():
+        tries = list(zip(_BOTH[0], (table.real, table.imag), strict=True))
+    elif table.is_floating_point():
+        tries = [("given", table)]
+        if table.shape[-1] == 2 and table.dim() > 2:
+            tries += zip(_BOTH[1], table.unbind(-1), strict=True)
+    found: dict[Outer, Tensor] = {}
+    for form, one in tries:
+        if one.dim() == 4 and 1 in (one.shape[1], one.shape[2]):
+            form, one = f"{form}, heads", one.squeeze(1 if one.shape[1] == 1 else 2)
+        if one.dim() not in (2, 3):
+            continue
+        if root.name.startswith("buffer:"):
+            form, one = f"{form}, first rows", one[..., :length, :]
+        if one.shape[-2] != length:
+            continue
+        found[Outer(root.name, form)] = one
+        if one.shape[-1] % 2 == 0 and form.startswith("given"):
+            found[Outer(root.name, f"{form}, first half")] = one[..., : one.shape[-1] // 2]
+    if not found:
+        raise RefusedError(f"a rotary table of shape {list(root.shape)} and type {table.dtype}")
+    return found
+
+
+def table_of(table: Tensor, form: str, length: int) -> Tensor:
+    """A table as the block takes it, by what `turned` called it."""
+    kind, *then = form.split(", ")
+    if kind in _BOTH[0]:
+        table = table.real if kind == "real" else table.imag
+    elif kind in _BOTH[1]:
+        table = table[..., _BOTH[1].index(kind)]
+    if "heads" in then:
+        table = table.squeeze(1 if table.size(1) == 1 else 2)
+    if "first rows" in then:
+        table = table[..., :length, :]
+    return table[..., : table.size(-1) // 2] if "first half" in then else table
+
+
+def _belong(cos: Outer, sin: Outer) -> bool:
+    """Whether two are the tables of one rotation: two tensors in one form, or the two sides of one."""
+    if cos.name != sin.name:
+        return cos.form == sin.form and cos.form.startswith("given")
+    sides = cos.form.split(", ")[0], sin.form.split(", ")[0]
+    return sides in _BOTH or sides[::-1] in _BOTH
+
+
+def _factor(part: Tensor, end: Tensor, at: Value) -> float:
+    by = ratio(part, end) if part.shape == end.shape else None
+    if by is None:
+        raise RefusedError("heads that are not the rows of a projection", at.call)
+    return by
