@@ -429,6 +429,13 @@ MUTANTS = (
         test="tests/models/derive/test_mutants.py::test_what_depends_on_the_length_is_not_derived",
     ),
     Mutant(
+        "columns of a matrix that are taken for its rows in a proof",
+        file="ckptfused/models/derive/factors.py",
+        text="        if op in _CUTS and _of_rows(op, args, kwargs):",
+        defect="        if op in _CUTS:",
+        test="tests/models/derive/test_factors.py::test_arrangements_of_a_stand_in",
+    ),
+    Mutant(
         "a derived layer that is not looked at again",
         file="ckptfused/models/derive/state.py",
         text="                all(now == was for now, was in self._dicts)",

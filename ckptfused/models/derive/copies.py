@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.layer.peft import is_lora
+from ckptfused.models.derive.factors import stand_in
 from ckptfused.models.derive.masks import HIDES
 from ckptfused.models.derive.recorder import RefusedError
 from ckptfused.models.describe.saved_bytes import forget_places
@@ -19,8 +20,12 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 _COPIED: Any = (nn.Module, Tensor, list, dict, tuple, set)
 
 
-MOST = 2**26
-"""Numbers in the weights of a layer that is proved: half a gigabyte in float64, and as much for gradients."""
+MOST = 2**22
+"""Random numbers that the weights of a layer are made of for its proof: a tenth of a second."""
+
+
+class TooManyError(RefusedError):
+    """A layer with more numbers in its weights than are made for a proof."""
 
 
 class Sizes(NamedTuple):
@@ -69,10 +74,13 @@ def copied(layer: nn.Module, made: Callable[[Tensor, bool], Tensor], placed: boo
     return found
 
 
-def wide(layer: nn.Module, generator: torch.Generator, placed: bool = True) -> nn.Module:
-    """A copy in float64 on the CPU, whose weights are random numbers and whose buffers are as they were."""
-    if (size := sum(p.numel() for p in layer.parameters())) > MOST:
-        raise RefusedError(f"its weights have {size:,} numbers, more than are proved in float64 ({MOST:,})")
+def wide(layer: nn.Module, generator: torch.Generator, placed: bool = True, dense: bool = False) -> nn.Module:
+    """A copy in float64 on the CPU, whose weights are random numbers and whose buffers are as they were. dense: no
+    matrix is a `factors.stand_in`.
+    """
+    stands = (lambda t: None) if dense else stand_in
+    if (size := sum(p.numel() for p in layer.parameters() if stands(p) is None)) > MOST:
+        raise TooManyError(f"{size:,} numbers in weights that are used otherwise than in products, more than {MOST:,}")
 
     def made(t: Tensor, parameter: bool) -> Tensor:
         if not parameter:
@@ -80,6 +88,8 @@ def wide(layer: nn.Module, generator: torch.Generator, placed: bool = True) -> n
                 raise RefusedError("a buffer without data")
             dtype = torch.promote_types(t.dtype, torch.float64) if t.is_floating_point() or t.is_complex() else t.dtype
             return t.to("cpu", dtype, copy=True)
+        if (stand := stands(t)) is not None:
+            return stand
         found = torch.randn(t.shape, dtype=torch.float64, generator=generator)
         return found / t.shape[-1] ** 0.5 if t.dim() > 1 else found * 0.4 + 0.6
 
@@ -155,7 +165,7 @@ def _adds(t: Tensor, tokens: int) -> bool:
 
 def _like_table(t: Tensor, made: Tensor) -> Tensor:
     """Random numbers whose halves, or neighbours, are the same where those of `t` are."""
-    if t.size(-1) % 2 or t.dim() < 2:
+    if t.size(-1) % 2 or t.dim() < 2 or made.size(-1) != t.size(-1):
         return made
     half = t.size(-1) // 2
     first = made[..., :half]

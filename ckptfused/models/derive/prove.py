@@ -12,7 +12,8 @@ from ckptfused.eager.from_op import plain_block
 from ckptfused.layer.call import build_call
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.derive.copies import Sizes, resized, wide
+from ckptfused.models.derive.copies import Sizes, TooManyError, resized, wide
+from ckptfused.models.derive.factors import Factored, UnfactoredError
 from ckptfused.models.derive.normal_form import Layout, layout_of
 from ckptfused.models.derive.read import Form, read
 from ckptfused.models.derive.record import Recording, record
@@ -44,15 +45,26 @@ def prove(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed:
 
     **Raises** `RefusedError` saying which call no rule takes, or where and by how much the two differ.
     """
+    try:
+        return _proved(layer, args, kwargs, seed, placed, dense=False)
+    except UnfactoredError as error:
+        try:
+            return _proved(layer, args, kwargs, seed, placed, dense=True)
+        except TooManyError:
+            raise error from None
+
+
+def _proved(layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, dense: bool) -> Proof:
     generator = torch.Generator().manual_seed(seed)
     found: list[tuple[Layout, str, Recording]] = []
     rules: dict[Recorded, str] = {}
     errors: dict[str, float] = {}
+    own = wide(layer, generator, placed, dense)
+    factored = Factored(own, generator)
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        own = wide(layer, generator, placed)
         for sizes in SHAPES:
-            recording, (form, walk) = _recorded(own, args, kwargs, sizes, generator)
-            layout, text, differing = _compared(own, form, walk)
+            recording, (form, walk) = _recorded(own, args, kwargs, sizes, generator, factored)
+            layout, text, differing = _compared(own, form, walk, factored)
             found.append((layout, text, recording))
             rules = rules or walk.taken
             errors = {name: max(errors.get(name, 0.0), e) for name, e in differing.items()}
@@ -64,12 +76,13 @@ def prove(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed:
 
 
 def _recorded(
-    own: nn.Module, args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator
+    own: nn.Module, args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, factored: Factored
 ) -> tuple[Recording, tuple[Form, Walk]]:
     trouble: RefusedError | None = None
     for first_key in (True, False):
         given = resized(args, kwargs, sizes, generator, first_key)
-        recording = record(own, *given, wide=True, generator=generator)
+        with factored:
+            recording = record(own, *given, wide=True, generator=generator)
         if recording.y.data.isfinite().all():
             return recording, read(recording)
         trouble = RefusedError("its result is not finite", recording.y.call)
@@ -77,7 +90,7 @@ def _recorded(
     raise trouble
 
 
-def _compared(own: nn.Module, form: Form, walk: Walk) -> tuple[Layout, str, dict[str, float]]:
+def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tuple[Layout, str, dict[str, float]]:
     """The layout, the text of its block, and the relative errors. **Raises** `RefusedError` above the limit."""
     recording = walk.recording
     layout = layout_of(form, walk, own)
@@ -87,13 +100,14 @@ def _compared(own: nn.Module, form: Form, walk: Walk) -> tuple[Layout, str, dict
     if isinstance(call, Reason):
         raise RefusedError(call.text)
     text, masks = call.text, layout.masks(recording)
-    wanted = [(name, p) for name, p in own.named_parameters() if p.requires_grad]
+    wanted = [(name, leaf) for name, p in own.named_parameters() if p.requires_grad for leaf in factored.leaves(p)]
     y = recording.y.data
     if y.shape != x.shape:
         raise RefusedError(f"it makes {list(y.shape)} of {list(x.shape)}", recording.y.call)
     weights = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
-    ways = [plain_block(x, call.slots, call.aux, text, masks)]
-    if not parse(text).has_dropout:
+    with factored:
+        ways = [plain_block(x, call.slots, call.aux, text, masks)]
+    if not parse(text).has_dropout and not factored.matrices:
         ways.append(call.run())
     leaves = [x, *(p for _, p in wanted)]
     own_gradients = _gradients(y, weights, leaves)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ckptfused.compat.pytree import tree_flatten, tree_map
+from ckptfused.compat.pytree import tree_flatten, tree_leaves, tree_map
 from ckptfused.compat.torch_functional import OPENED
 from ckptfused.eager.attention import attention
 from ckptfused.eager.dropout import dropout
@@ -26,7 +26,7 @@ def named(*lines: str) -> frozenset[str]:
     return frozenset(" ".join(lines).split())
 
 
-_LOOKS = named(
+LOOKS = named(
     "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex __len__ get_device",
     "element_size is_nested is_same_size has_names is_inference storage_offset _is_view is_cuda shape dtype",
     "device ndim requires_grad is_meta layout is_cpu names is_quantized is_sparse is_xpu is_mps is_leaf grad_fn",
@@ -80,27 +80,22 @@ class Value:
 class Recorded:
     """One call: `args` and `kwargs` as they were, with a `Value` in the place of each tensor."""
 
-    __slots__ = ("args", "func", "kwargs", "mask", "number", "op", "place", "values")
+    __slots__ = ("args", "func", "inputs", "kwargs", "mask", "number", "numbers", "op", "place", "values")
 
     def __init__(self, number: int, func: Any, op: str, args: Any, kwargs: Any, place: str) -> None:
         self.number, self.func, self.op, self.place = number, func, op, place
         self.args, self.kwargs = args, kwargs
         self.values: list[Value] = []
+        leaves = tree_leaves((args, kwargs))
+        self.inputs: list[Value] = [v for v in leaves if isinstance(v, Value)]
+        self.numbers = [v for v in leaves if not isinstance(v, Value)]
+        """What is no tensor among its arguments."""
         self.mask: Tensor | None = None
         """The keep mask of a dropout."""
 
     def given(self, index: int, name: str, default: Any = None) -> Any:
         """An argument by place or name."""
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
-
-    @property
-    def inputs(self) -> list[Value]:
-        return [v for v in tree_flatten((self.args, self.kwargs))[0] if isinstance(v, Value)]
-
-    @property
-    def numbers(self) -> list[Any]:
-        """What is no tensor among its arguments."""
-        return [v for v in tree_flatten((self.args, self.kwargs))[0] if not isinstance(v, Value)]
 
     def __repr__(self) -> str:
         return f"{self.op} of {', '.join(str(list(v.shape)) for v in self.inputs) or 'nothing'}"
@@ -130,10 +125,10 @@ class Recorder(TorchFunctionMode):
         return self.values[id(t)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, op = kwargs or {}, _name(func)
-        place = _place()
+        kwargs, op = kwargs or {}, name_of(func)
+        at = place()
         if getattr(func, "__name__", "") in _VALUES:
-            raise RefusedError(f"{place}: {op} of a tensor: what runs depends on values")
+            raise RefusedError(f"{at}: {op} of a tensor: what runs depends on values")
         if func in OPENED:
             with self:
                 return OPENED[func](*args, **kwargs)
@@ -141,19 +136,19 @@ class Recorder(TorchFunctionMode):
             args, kwargs = tree_map(_widened, (args, kwargs))
             func, op = (Tensor.double, "double") if op == "float" else (func, op)
         given, options = self._noted(args, kwargs)
-        noted = Recorded(len(self.calls), func, op, given, options, place)
-        written = self._written(noted, args, kwargs)
+        noted = Recorded(len(self.calls), func, op, given, options, at)
+        noted, written = self._written(noted, args, kwargs)
         result = self._dropped(noted, func, args, kwargs) if self._wide else None
         result = func(*args, **kwargs) if result is None else result
         tensors = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
         if not tensors:
-            if op not in _LOOKS and not (op == "_assert" and not noted.inputs):
-                raise RefusedError(f"{place}: {op} is not known")
+            if op not in LOOKS and not (op == "_assert" and not noted.inputs):
+                raise RefusedError(f"{at}: {op} is not known")
             return result
         if op != "to" and any(
             t is g and t is not written for t in tensors for g in _tensors(args, kwargs) if _same(op)
         ):
-            raise RefusedError(f"{place}: {op} writes in place")
+            raise RefusedError(f"{at}: {op} writes in place")
         noted.values = [Value(t, noted, i) for i, t in enumerate(tensors)]
         self.values.update((id(value.data), value) for value in noted.values)
         self.calls.append(noted)
@@ -162,20 +157,20 @@ class Recorder(TorchFunctionMode):
     def _noted(self, args: Any, kwargs: Any) -> Any:
         return tree_map(lambda v: self.value(v) if isinstance(v, Tensor) else v, (args, kwargs))
 
-    def _written(self, noted: Recorded, args: Any, kwargs: Any) -> Tensor | None:
-        """The tensor that a call writes to: one that the layer made, whose value becomes another. None: it writes to
-        none.
+    def _written(self, noted: Recorded, args: Any, kwargs: Any) -> tuple[Recorded, Tensor | None]:
+        """A call as one that writes nothing, and the tensor that it writes to: one that the layer made, whose value
+        becomes another. None: it writes to none.
         """
         if not writes(noted.op, kwargs):
-            return None
+            return noted, None
         target = next(iter(_tensors(args, kwargs)), None)
         if target is None or noted.op == "setitem" or noted.op == "dropout" or kwargs.get("out") is not None:
             raise RefusedError(f"{noted.place}: {noted.op} writes in place")
         others = itertools.chain(self._first, (v for call in self.calls for v in call.values))
         if not let_go(self.value(target), others):
             raise RefusedError(f"{noted.place}: {noted.op} writes in place to what others see")
-        noted.op, noted.kwargs = without_writing(noted.op), {k: v for k, v in noted.kwargs.items() if k != "inplace"}
-        return target
+        op, options = without_writing(noted.op), {k: v for k, v in noted.kwargs.items() if k != "inplace"}
+        return Recorded(noted.number, noted.func, op, noted.args, options, noted.place), target
 
     def _dropped(self, noted: Recorded, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """The result of a dropout, or of attention with one, by a mask that the call keeps; None of any other call."""
@@ -223,7 +218,7 @@ def _widened(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-def _name(func: Any) -> str:
+def name_of(func: Any) -> str:
     """`"add"` of `Tensor.__add__`, `"T"` of a property's getter."""
     name = getattr(func, "__name__", type(func).__name__)
     if name == "__get__":
@@ -231,7 +226,7 @@ def _name(func: Any) -> str:
     return name.strip("_") if name.startswith("__") else name
 
 
-def _place() -> str:
+def place() -> str:
     """File and line of the layer's code that runs now."""
     frame: Any = sys._getframe(2)
     inner = frame

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import Mode
+from ckptfused.models.derive import factors
 from ckptfused.models.derive.copies import copied
 from ckptfused.models.derive.derive import derive
 from ckptfused.models.derive.prove import leaves_of, proved_call
@@ -54,7 +55,9 @@ def check(layer: nn.Module, args: Any) -> bool:
 
 
 @pytest.mark.parametrize("index", range(len(MUTANTS)))
-def test_a_mutant_runs_as_written(index: int) -> None:
+@pytest.mark.parametrize("least", [1, factors.LEAST], ids=["factors", "whole"])
+def test_a_mutant_runs_as_written(index: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factors, "LEAST", least)
     source, old, new = MUTANTS[index]
     assert source.count(old) >= 1
     layer = made(T_OF + in_double(source.replace(old, new, 1))).double()
