@@ -67,6 +67,17 @@ def check_param(name: str, value: Tensor, shape: tuple[int, ...], x: Tensor) -> 
         raise TypeError(f"{name}: expected a floating-point tensor, got {value.dtype}")
 
 
+def check_stored(name: str, value: Tensor, size: int, x: Tensor) -> None:
+    """Raise unless a tensor beside or of a weight in few bits is dense, on x's device, of so many bytes and frozen."""
+    check_plain(name, value)
+    if value.nbytes != size or not value.is_contiguous():
+        raise ValueError(f"{name}: expected {size} bytes in a row, got {value.nbytes} of shape {list(value.shape)}")
+    if value.device != x.device:
+        raise ValueError(f"{name}: expected x's device {x.device}, got {value.device}")
+    if value.requires_grad:
+        raise ValueError(f"{name}: expected a frozen weight (requires_grad=False), got one that is trained")
+
+
 def autocast_enabled(x: Tensor) -> bool:
     """Whether autocast is on where x lies. The meta device, which torch.is_autocast_enabled refuses, has it while it
     stands for another (`policy.autocast`)."""

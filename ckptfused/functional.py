@@ -18,12 +18,13 @@ from ckptfused.checks import (
     check_input,
     check_packed,
     check_param,
+    check_stored,
     rotary_view,
 )
 from ckptfused.compat.torch_compile import constant_result
 from ckptfused.masks import NO_MASK, sdpa_mask
 from ckptfused.ops.call import Call
-from ckptfused.spec import PROJECTION_SLOTS, BlockSpec, param_names, param_shapes, parse
+from ckptfused.spec import PROJECTION_SLOTS, BlockSpec, param_names, param_shapes, parse, quantized_slots
 
 __all__ = ["attention_block", "block", "ffn_block"]
 
@@ -175,9 +176,9 @@ def _check_params(x: Tensor, params: Mapping[str, Tensor | None], spec: BlockSpe
     for name in params:
         if name not in names:
             raise ValueError(f"params: unknown slot {name!r}; expected names among {', '.join(names)}")
-    width = _width(params, spec)
+    width = _width(x, params, spec)
     check_input(x, width)
-    shapes = param_shapes(spec, width)
+    shapes, stored = param_shapes(spec, width), quantized_slots(spec)
     slots: list[Tensor | None] = []
     for name in names:
         value = params.get(name)
@@ -193,15 +194,20 @@ def _check_params(x: Tensor, params: Mapping[str, Tensor | None], spec: BlockSpe
             if required:
                 raise ValueError(f"params[{name!r}]: expected a tensor of shape {list(shape)}, got None")
             continue
+        if name in stored:
+            check_stored(f"params[{name!r}]", value, *shape, x)
+            continue
         check_param(f"params[{name!r}]", value, shape, x)
         if name in PROJECTION_SLOTS:
             check_dtype(f"params[{name!r}]", value, x, spec.compute)
     return slots
 
 
-def _width(params: Mapping[str, Tensor | None], spec: BlockSpec) -> int:
-    """C, read off the weight of the last projection."""
+def _width(x: Tensor, params: Mapping[str, Tensor | None], spec: BlockSpec) -> int:
+    """C, read off the weight of the last projection, or off x where that is stored in few bits."""
     half, name = (spec.attn, "attn.o_w") if spec.ffn is None else (spec.ffn, "ffn.down_w")
+    if name in quantized_slots(spec) and isinstance(x, Tensor) and x.dim():
+        return x.size(-1)
     weight = params.get(name)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
         raise ValueError(f"params[{name!r}]: expected a matrix, got {_describe(weight)}")

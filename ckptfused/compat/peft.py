@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-LORA_LINEAR = "peft.tuners.lora.layer.Linear"
-"""LoRA's wrapper of a linear layer."""
+LORA_LINEARS = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit", "peft.tuners.lora.bnb.Linear8bitLt")
+"""LoRA's wrappers of a linear layer: PyTorch's, and bitsandbytes'."""
 MODULES_TO_SAVE = "peft.utils.other.ModulesToSaveWrapper"
 """The wrapper of a module that is trained as a whole."""
 

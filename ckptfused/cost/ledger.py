@@ -17,7 +17,7 @@ from ckptfused._extension import _C
 from ckptfused.compat.torch_dispatch import has_kernel
 from ckptfused.cost.attention import attention_cost, multiprocessors
 from ckptfused.cost.work import AttentionWork, LowRank, Product, compute_type
-from ckptfused.spec import BlockSpec, param_names, param_shapes
+from ckptfused.spec import BlockSpec, param_names, param_shapes, quantized_slots
 
 Event = tuple[str, str, int, Sequence[int], str]  # kind, name, slot or -1, sizes, type of a product's operands
 
@@ -35,9 +35,8 @@ class Ledger:
         _, name, slot, _, _ = event
         if slot < 0 or not self.slots:
             return name
-        return (
-            f"{name} {self.slots[slot]}" if name in ("d", "cast") else f"{name} {self.slots[slot].removesuffix('_w')}"
-        )
+        whole = name in ("d", "cast")
+        return f"{name} {self.slots[slot] if whole else self.slots[slot].removesuffix('_w')}"
 
     @cached_property
     def work(self) -> list[Product | AttentionWork | LowRank]:
@@ -147,7 +146,8 @@ def count(
     is now. Whether the FFN's products take their activation along is as a block finds it on the current GPU.
     """
     names, shapes = param_names(spec), param_shapes(spec, width)
-    types = dict.fromkeys(shapes, dtype) if params is None else params
+    types = dict.fromkeys(shapes, dtype) if params is None else dict(params)
+    types.update((name, torch.uint8) for name in quantized_slots(spec) & types.keys())  # shapes are their bytes
     filled = tuple((shapes[name][0], _name(types[name])) if name in types else None for name in names)
     attention: tuple[int, ...] = (0, 1, 0, 1)
     bounds: tuple[int, ...] = (0,)

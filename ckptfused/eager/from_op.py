@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ckptfused import _extension  # noqa: F401  (registers the ops)
 from ckptfused.eager.block import eager_block, mask_shapes
+from ckptfused.eager.dequantize import with_plain_weights
 from ckptfused.eager.philox import DECISIONS, keep_threshold
 from ckptfused.spec import AUX_NAMES, param_names, parse
 
@@ -29,7 +30,7 @@ def plain_block(
     **Source** `eager.block.eager_block`.
     """
     spec = parse(text)
-    named: Any = dict(zip(param_names(spec), params, strict=True))
+    named: Any = with_plain_weights(dict(zip(param_names(spec), params, strict=True)), spec, x)
     inputs: Any = dict(zip(AUX_NAMES, aux, strict=True))
     with _computing_in(x, spec.compute):
         return eager_block(x, named, spec, **inputs, masks=masks)

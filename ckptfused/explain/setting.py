@@ -73,7 +73,8 @@ class Setting:
     def gate_up(self, f: FFNSpec) -> tuple[str, str, bool]:
         """Kernel, reason, and whether the activation is in it."""
         rows = self.batch * self.length
-        if not self.cuda or f.post != "none" or f.out != "none" or f.lora or not rows:  # as Block::choose_up_kernel
+        apart = f.post != "none" or f.out != "none" or f.lora or f.quant  # as Block::choose_up_kernel
+        if not self.cuda or apart or not rows:
             return *self.product(), False
         name, reason = tuning.ffn_choice(rows, self.width, f.hidden, f.act, self.dtype, self.x.device)
         return ("cuBLAS", reason, False) if name == tuning.CUBLAS else (f"Triton ({name})", reason, True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ckptfused.checks import check_dtype, check_packed, check_param, check_plain, is_dtensor, rotary_view
+from ckptfused.checks import check_dtype, check_packed, check_param, check_plain, check_stored, is_dtensor, rotary_view
 from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
 from ckptfused.layer.facts import LayerFacts, facts_of
 from ckptfused.layer.parts import Inputs, Parts, Reason
@@ -45,7 +45,7 @@ def build_call(layer: Parts | LayerFacts, inputs: Inputs, mode: Mode, sharded: b
                 cos, sin = rotary_view("cos", cos, B, T, width), rotary_view("sin", sin, B, T, width)
     text = text_here(layer, inputs, mode)
     halves = [half for half in (attn, ffn) if half is not None]
-    slots = [tensor for half in halves for tensor in half.slots] + [t for half in halves for t in half.adapters]
+    slots = [t for group in ("slots", "adapters", "quantized") for half in halves for t in getattr(half, group)]
     if (why := _misfit(x, slots, text, halves[-1].width, layer.parts.names, sharded)) is not None:
         return why
     op = "block" if len(halves) == 2 else "ffn_block" if attn is None else "attention_block"
@@ -114,6 +114,9 @@ def _misfit_of(x: Tensor, tensor: Tensor, slot: Expected, name: str, sharded: bo
         return Reason(f"{name}: expected a plain tensor, got {type(tensor).__name__}", error=TypeError)
     try:
         check_plain(name, tensor)
+        if slot.kind == "stored":
+            check_stored(name, tensor, *slot.shape, x)
+            return None
         check_param(name, tensor, slot.shape, x)
         if slot.kind == "projection" or (slot.kind == "adapter" and tensor.dtype != torch.float32):
             check_dtype(name, tensor, x)
@@ -124,7 +127,7 @@ def _misfit_of(x: Tensor, tensor: Tensor, slot: Expected, name: str, sharded: bo
 
 def _name(slot: str, names: Mapping[str, str]) -> str:
     """The name of a slot's tensor by the names of the pieces: that of an adapter by itself."""
-    if slot in names or ".lora" in slot:
+    if slot in names or ".lora" in slot or ".quant" in slot:
         return names.get(slot, slot)
     piece, _, part = slot.rpartition("_")
     return f"{names.get(piece, piece.partition('.')[2])}.{'weight' if part == 'w' else 'bias'}"

@@ -26,7 +26,9 @@ class Half(NamedTuple):
     key: SpecKey
     slots: Slots
     adapters: Slots
-    """The tensors of its adapters, which come last of all."""
+    """The tensors of its adapters, which come after both halves' slots."""
+    quantized: Slots
+    """What stands beside its weights in few bits, which comes last of all."""
     width: int
     """Width of its result."""
 
@@ -70,7 +72,9 @@ def _holders(holders: tuple[nn.Module, ...]) -> Reason | None:
     return None
 
 
-def _projections(names: Mapping[str, str], half: str, modules: dict[str, Any]) -> dict[str, Projection] | Reason:
+def _projections(
+    names: Mapping[str, str], half: str, dtype: torch.dtype, modules: dict[str, Any]
+) -> dict[str, Projection] | Reason:
     """What projections are, by the stems of their slots."""
     found: dict[str, Projection] = {}
     transposed: set[bool] = set()
@@ -78,7 +82,7 @@ def _projections(names: Mapping[str, str], half: str, modules: dict[str, Any]) -
         if module is None:
             continue
         name = names.get(f"{half}.{stem}", "")
-        what = projection(module, name)
+        what = projection(module, name, dtype)
         if isinstance(what, Reason):
             return what if name else what._replace(text=f"{stem}: {what.text}")
         found[stem] = what
@@ -115,6 +119,13 @@ def _adapters(maps: dict[str, Projection]) -> tuple[SpecKey, Slots]:
     return said, [tensor for _, lora in found for tensor in (lora.a, lora.b, lora.bias)]
 
 
+def _quantized(maps: dict[str, Projection]) -> tuple[SpecKey, Slots]:
+    """What the text says of the weights of a half that are in few bits, and the tensors beside them."""
+    found = [(stem, projection.stored) for stem, projection in maps.items() if projection.stored is not None]
+    said = tuple((stem, *stored[:3]) for stem, stored in found)
+    return said, [tensor for _, stored in found for tensor in stored.state]
+
+
 def _settled(values: SpecKey) -> SpecKey:
     return tuple(map(settled, values)) if torch.compiler.is_compiling() else tuple(values)
 
@@ -125,7 +136,7 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> Half | Reason:
         return why
     if a.head_dim > MAX_HEAD_DIM:
         return Reason(f"heads are {a.head_dim} wide, kernels reach {MAX_HEAD_DIM}")
-    maps = _projections(names, "attn", {"q": a.q, "k": a.k, "v": a.v, "o": a.o})
+    maps = _projections(names, "attn", dtype, {"q": a.q, "k": a.k, "v": a.v, "o": a.o})
     if isinstance(maps, Reason):
         return maps
     o = maps["o"]
@@ -140,7 +151,7 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> Half | Reason:
     if q[:2] != k[:2]:
         kinds = type(a.q_norm).__name__, type(a.k_norm).__name__
         return Reason("q_norm is a {}, k_norm a {}, which are not of one kind and eps".format(*kinds))
-    lora, adapters = _adapters(maps)
+    (lora, adapters), (quant, quantized) = _adapters(maps), _quantized(maps)
     key = AttentionKey(
         heads=a.heads,
         kv_heads=a.kv_heads,
@@ -153,9 +164,9 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> Half | Reason:
         p_attn=a.p_attn,
         qk_norm=q.kind,
         qk_eps=q.eps,
-        **_frame(a, norms, lora),
+        **_frame(a, norms, lora, quant),
     )
-    return Half(_settled(key), _slots("attn", {**maps, **norms, **turned}), adapters, width)
+    return Half(_settled(key), _slots("attn", {**maps, **norms, **turned}), adapters, quantized, width)
 
 
 def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> Half | Reason:
@@ -165,7 +176,7 @@ def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> Half | Reason:
     kind = activation(f.act, gated, names.get("ffn.act", ""))
     if isinstance(kind, Reason):
         return kind
-    maps = _projections(names, "ffn", {"gate": f.gate, "up": f.up, "down": f.down})
+    maps = _projections(names, "ffn", dtype, {"gate": f.gate, "up": f.up, "down": f.down})
     if isinstance(maps, Reason):
         return maps
     down = maps["down"]
@@ -173,20 +184,21 @@ def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> Half | Reason:
     norms = _norms(names, "ffn", width, dtype, {"pre": f.pre, "post": f.post, "out": f.out})
     if isinstance(norms, Reason):
         return norms
-    lora, adapters = _adapters(maps)
+    (lora, adapters), (quant, quantized) = _adapters(maps), _quantized(maps)
     key = FFNKey(
         act=kind,
         hidden=f.hidden or down.in_features,
         joint=gated and f.up is None,
         transposed=down.transposed,
         p_hidden=f.p_hidden,
-        **_frame(f, norms, lora),
+        **_frame(f, norms, lora, quant),
     )
-    return Half(_settled(key), _slots("ffn", {**maps, **norms}), adapters, width)
+    return Half(_settled(key), _slots("ffn", {**maps, **norms}), adapters, quantized, width)
 
 
-def _frame(half: Attention | FFN, norms: dict[str, Norm], lora: SpecKey) -> dict[str, Any]:
+def _frame(half: Attention | FFN, norms: dict[str, Norm], lora: SpecKey, quant: SpecKey) -> dict[str, Any]:
     """What both halves' keys say of the frame around them."""
     pre, post, out = norms["pre"], norms["post"], norms["out"]
     kinds = {"pre": pre.kind, "pre_eps": pre.eps, "post": post.kind, "post_eps": post.eps}
-    return {**kinds, "out": out.kind, "out_eps": out.eps, "p_res": half.p_res, "m": half.m, "lora": lora}
+    beside = {"lora": lora, "quant": quant}
+    return {**kinds, "out": out.kind, "out_eps": out.eps, "p_res": half.p_res, "m": half.m, **beside}

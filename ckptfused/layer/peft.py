@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Dropout, Identity, Linear
 
 from ckptfused.checks import autocast_enabled
-from ckptfused.compat.peft import LORA_LINEAR, MODULES_TO_SAVE, adapter_names
+from ckptfused.compat.peft import LORA_LINEARS, MODULES_TO_SAVE, adapter_names
 from ckptfused.layer.hooks import hooked
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.source import as_read, class_name
@@ -29,7 +29,7 @@ class LoRA(NamedTuple):
 
 def is_lora(module: nn.Module) -> bool:
     """Whether a projection is wrapped by PEFT's LoRA, and runs the code that was read."""
-    return class_name(type(module)) == LORA_LINEAR and as_read(module)
+    return class_name(type(module)) in LORA_LINEARS and as_read(module)
 
 
 def adapted(module: nn.Module) -> bool:
@@ -53,8 +53,8 @@ def active_copy(module: nn.Module) -> nn.Module:
     return found.modules_to_save[active[0]]
 
 
-def adapters(module: Any) -> tuple[LoRA, ...] | Reason:
-    """The adapters that a LoRA projection adds at this call, in PEFT's order."""
+def adapters(module: Any, base: torch.dtype) -> tuple[LoRA, ...] | Reason:
+    """The adapters that a LoRA projection adds at this call, in PEFT's order. base: the type of the weight beside."""
     if module.disable_adapters:
         # PEFT takes merged adapters out of the weight at this moment.
         return Reason("merged adapters are about to be unmerged", original=True) if module.merged else ()
@@ -71,7 +71,7 @@ def adapters(module: Any) -> tuple[LoRA, ...] | Reason:
             return Reason("an adapter whose A or B is no plain Linear")
         if type(dropout) not in (Dropout, Identity):
             return Reason(f"adapter dropout of type {type(dropout).__name__}")
-        own, base = a.weight.dtype, module.base_layer.weight.dtype
+        own = a.weight.dtype
         if not module.cast_input_dtype_enabled and own != base:
             return Reason("an adapter of another dtype than its input, with casting switched off")
         if own not in (base, torch.float32) and not autocast_enabled(a.weight):

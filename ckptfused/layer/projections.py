@@ -17,6 +17,7 @@ from ckptfused.layer.hooks import watched
 from ckptfused.layer.norms import own_kind
 from ckptfused.layer.parts import Reason, weight
 from ckptfused.layer.peft import LoRA, active_copy, adapters, is_lora
+from ckptfused.layer.quantized import Stored, is_quantized, stored_weight
 from ckptfused.layer.source import activation_of, as_read, class_name, norm_of
 from ckptfused.spec import GATED_ACTIVATIONS, GATED_BY
 
@@ -25,26 +26,29 @@ _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 
 
 class Projection(NamedTuple):
-    """A linear map: weight [out, in], or [in, out] where `transposed`, and the adapters beside it."""
+    """A linear map: weight [out, in], or [in, out] where `transposed`, and the adapters beside it. `stored`: the weight
+    is codes of few bits."""
 
     weight: Tensor
     bias: Tensor | None
     transposed: bool = False
     adapters: tuple[LoRA, ...] = ()
+    stored: Stored | None = None
 
     @property
     def in_features(self) -> int:
-        return self.weight.size(0 if self.transposed else 1)
+        return self.stored.shape[1] if self.stored is not None else self.weight.size(0 if self.transposed else 1)
 
     @property
     def out_features(self) -> int:
-        return self.weight.size(1 if self.transposed else 0)
+        return self.stored.shape[0] if self.stored is not None else self.weight.size(1 if self.transposed else 0)
 
 
-def projection(module: Any, name: str = "") -> Projection | Reason:
+def projection(module: Any, name: str = "", dtype: torch.dtype = torch.float32) -> Projection | Reason:
     """The tensors of a projection, or why it cannot be fused. A `Projection` stands for itself.
 
-    name: by which the user knows it, here and below; "" for that of its class.
+    name: by which the user knows it, here and below; "" for that of its class. dtype: of x, where the weight is stored
+    in few bits.
     """
     if isinstance(module, Projection | Reason):
         return module
@@ -52,16 +56,20 @@ def projection(module: Any, name: str = "") -> Projection | Reason:
     if kind in _LINEAR:
         return watched(module, name) or _plain(Projection(weight(module, "weight"), weight(module, "bias")), name)
     if (copy := active_copy(module)) is not module:
-        return projection(copy, name)
+        return projection(copy, name, dtype)
     if (why := watched(module, name)) is not None:
         return why
     if class_name(kind) == CONV1D and as_read(module):
         return _plain(Projection(module.weight, module.bias, True), name)  # type: ignore[arg-type]
     if is_lora(module):
-        base, found = projection(module.base_layer, name), adapters(module)  # type: ignore[arg-type]
-        if isinstance(base, Reason) or isinstance(found, Reason):
-            return base if isinstance(base, Reason) else found  # type: ignore[return-value]
-        return base._replace(adapters=found)
+        base = projection(module.base_layer, name, dtype)
+        if isinstance(base, Reason):
+            return base
+        found = adapters(module, base.weight.dtype if base.stored is None else dtype)
+        return found if isinstance(found, Reason) else base._replace(adapters=found)
+    if is_quantized(module):
+        read = stored_weight(module, dtype, name)
+        return read if isinstance(read, Reason) else Projection(read[0], weight(module, "bias"), stored=read[1])
     found_name = f"{kind.__module__}.{kind.__name__}"
     if _quantised(module):
         return Reason(f"{found_name} is quantised and runs a kernel of its own: the layer is checkpointed as it is")

@@ -15,10 +15,12 @@ from ckptfused.spec import (
     AttentionSpec,
     BlockSpec,
     FFNSpec,
+    Quantized,
     keepable,
     param_names,
     param_shapes,
     parse,
+    quantized_slots,
 )
 from ckptfused.spec.table import rows
 
@@ -39,7 +41,7 @@ FFNKey = _key("FFNKey", FFNSpec)
 
 class Expected(NamedTuple):
     """What a slot takes: "norm" tensors have any floating type, "projection" ones that of x, or what autocast casts;
-    "adapter" ones float32 beside.
+    "adapter" ones float32 beside, "stored" ones so many bytes: of a weight in few bits.
     """
 
     name: str
@@ -108,6 +110,7 @@ def _fields(kind: Any, key: SpecKey) -> dict[str, Any]:
     fields: dict[str, Any] = dict(zip(kind._fields, key, strict=True))
     if "lora" in fields:
         fields["lora"] = tuple(Adapter(*adapter) for adapter in fields["lora"])
+        fields["quant"] = tuple(Quantized(*stored) for stored in fields["quant"])
     return fields
 
 
@@ -120,8 +123,11 @@ def expected(text: str, width: int) -> tuple[Expected | None, ...]:
 @lru_cache(maxsize=MOST_TEXTS)
 def _expected(text: str, width: int) -> tuple[Expected | None, ...]:
     spec = parse(text)
-    shapes = param_shapes(spec, width)
-    return tuple(Expected(name, shapes[name][0], _kind(name)) if name in shapes else None for name in param_names(spec))
+    shapes, stored = param_shapes(spec, width), quantized_slots(spec)
+    return tuple(
+        Expected(name, shapes[name][0], "stored" if name in stored else _kind(name)) if name in shapes else None
+        for name in param_names(spec)
+    )
 
 
 def _kind(slot: str) -> str:

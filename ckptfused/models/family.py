@@ -149,10 +149,10 @@ class Family:
         parts = self.parts(layer)
         module = parts.ffn.down if parts.ffn is not None else parts.attn.o  # type: ignore[union-attr]
         last = projection(module)
-        if isinstance(last, Reason):
-            floats = [p for p in layer.parameters() if p.is_floating_point()]
+        if isinstance(last, Reason) or last.stored is not None:
+            # A quantized weight has neither the width nor the type of what it stands for: vectors have the type of x.
+            floats = sorted((p for p in layer.parameters() if p.is_floating_point()), key=Tensor.dim)
             weight = floats[0] if floats else torch.empty(0)
-            # A quantised weight has neither the width nor the type of what it stands for.
             width = getattr(module, "out_features", weight.size(-1))
         else:
             width, weight = last.out_features, last.weight

@@ -14,6 +14,7 @@ from ckptfused import _extension, cost  # noqa: F401  (the first registers the o
 from ckptfused.compat.torch_compile import partitioner_budget
 from ckptfused.cost.loss import loss_flops
 from ckptfused.cost.opened import counting
+from ckptfused.eager.dequantize import dequantize
 from ckptfused.spec import BlockSpec, param_names, parse, parse_loss
 
 _FAMILIES = ("block", "attention_block", "ffn_block")
@@ -160,6 +161,10 @@ def _or_counted(fake: Callable[..., Any], op: Any, block: bool) -> Callable[...,
     return kernel
 
 
+def _dequantized(codes: Tensor, state: Any, kind: str, block: int, nested: int, sizes: Any, dtype: Any) -> Tensor:
+    return codes.new_empty(sizes, dtype=dtype)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -206,6 +211,8 @@ def _register() -> None:
     fake("ckptfused::rng_state", _rng_state)
     fake("ckptfused::copy_on_write", _copy_on_write)
     fake("ckptfused::dropout_mask", _dropout_mask)
+    fake("ckptfused::dequantize", _dequantized)
+    torch.library.impl("ckptfused::dequantize", ("cpu", "cuda"))(dequantize)
 
 
 _register()

@@ -84,7 +84,9 @@ def _split(rest: Sequence[_Optional]) -> tuple[list[_Optional], list[_Optional],
 def apart(t: Tensor) -> Tensor:
     """A tensor to differentiate by that stands in one place only (a tied weight in two), which nothing else depends on
     (x may on a weight), differentiable in its turn."""
-    return t.view_as(t) if torch.is_grad_enabled() and t.requires_grad else t.detach().requires_grad_()
+    if torch.is_grad_enabled() and t.requires_grad:
+        return t.view_as(t)
+    return t.detach().requires_grad_(t.is_floating_point())  # codes of few bits are no numbers
 
 
 def _differentiable(

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ckptfused.compat.allocations import allocations
 from ckptfused.compat.kernels import operation
 from ckptfused.compat.pytree import tree_leaves, tree_map
-from ckptfused.compat.torch_memory import storage_id
+from ckptfused.compat.torch_memory import allocations, storage_id
 from ckptfused.simulate.alone import Call
 from ckptfused.simulate.roofline import Work
 from ckptfused.simulate.scratch import LARGEST, MOST_FLOPS

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ckptfused.compat.allocations import allocations
 from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_memory import allocations
 from ckptfused.simulate.alone import Call
 
 LARGEST, MOST_FLOPS = 1 << 30, 1e11

@@ -12,7 +12,18 @@ from .checks import check_probability
 from .fields import COMPUTE_TYPES, MASK_KINDS, MAX_HEAD_DIM, NORMS, ROPES, AttentionSpec, FFNSpec
 from .keep import KEEP_NAMES, KEEP_PRESETS, Keep, check_names, keepable, resolve_keep
 from .loss import HEAD, LossSpec, parse_loss
-from .slots import AUX_NAMES, PARAM_SLOTS, PROJECTION_SLOTS, adapter_input, adapter_output, param_names, param_shapes
+from .quantized import Quantized
+from .slots import (
+    AUX_NAMES,
+    PARAM_SLOTS,
+    PROJECTION_SLOTS,
+    QUANT_SLOTS,
+    adapter_input,
+    adapter_output,
+    param_names,
+    param_shapes,
+    quantized_slots,
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -33,6 +44,7 @@ __all__ = [
     "PARAM_SLOTS",
     "PLAIN_ACTIVATIONS",
     "PROJECTION_SLOTS",
+    "QUANT_SLOTS",
     "ROPES",
     "Adapter",
     "AttentionSpec",
@@ -40,6 +52,7 @@ __all__ = [
     "FFNSpec",
     "Keep",
     "LossSpec",
+    "Quantized",
     "adapter_input",
     "adapter_output",
     "check_names",
@@ -49,5 +62,6 @@ __all__ = [
     "param_shapes",
     "parse",
     "parse_loss",
+    "quantized_slots",
     "resolve_keep",
 ]

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from .activations import ACTIVATIONS, GATED_ACTIVATIONS
 from .adapters import Adapter, checked_adapters
+from .quantized import Quantized, checked_quantized
 from .table import Key, check_rows
 
 MAX_HEAD_DIM = 256
@@ -38,6 +39,7 @@ class Frame:
     p_res: Annotated[float, Key("Dropout of what the half adds to x.", probability=True)] = 0.0
     m: Annotated[float, Key("Factor of what the half adds to x.")] = 1.0
     lora: Annotated[tuple[Adapter, ...], Key("Adapters beside projections, in the order of adding.")] = ()
+    quant: Annotated[tuple[Quantized, ...], Key("Projections whose weights are stored in few bits.")] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,9 @@ class AttentionSpec(Frame):
                 "attn.packed: packed sequences take no mask and no padding, "
                 f"got mask={self.mask!r}, padding={self.padding!r}"
             )
-        object.__setattr__(self, "lora", checked_adapters("attn.lora", self.lora, tuple(self.products(0))))
+        targets = tuple(self.products(0))
+        object.__setattr__(self, "lora", checked_adapters("attn.lora", self.lora, targets))
+        object.__setattr__(self, "quant", checked_quantized("attn.quant", self.quant, targets, self.transposed))
 
     @property
     def rotary(self) -> int:
@@ -139,7 +143,9 @@ class FFNSpec(Frame):
             raise ValueError(
                 f"ffn.joint: expected a gated activation ({', '.join(GATED_ACTIVATIONS)}), got act={self.act!r}"
             )
-        object.__setattr__(self, "lora", checked_adapters("ffn.lora", self.lora, tuple(self.products(0))))
+        targets = tuple(self.products(0))
+        object.__setattr__(self, "lora", checked_adapters("ffn.lora", self.lora, targets))
+        object.__setattr__(self, "quant", checked_quantized("ffn.quant", self.quant, targets, self.transposed))
 
     @property
     def gated(self) -> bool:
@@ -184,3 +190,8 @@ class BlockFields:
     def adapters(self) -> dict[str, Adapter]:
         """The adapters by the prefix of their slots (`"attn.lora0"`), in the order of slots and sites."""
         return {f"{n}.lora{i}": a for n, half in self.halves.items() for i, a in enumerate(half.lora)}
+
+    @property
+    def quantized(self) -> dict[str, Quantized]:
+        """The weights stored in few bits, by the prefix of the slots beside them (`"attn.quant0"`), in their order."""
+        return {f"{n}.quant{i}": q for n, half in self.halves.items() for i, q in enumerate(half.quant)}

@@ -12,7 +12,7 @@ from .activations import GATE, GATED_BY, PLAIN_ACTIVATIONS
 from .fields import NORMS, POST_NORMS, SCALAR_TYPES, AttentionSpec, BlockFields, FFNSpec, Frame
 from .keep import KEEP
 from .loss import LossSpec
-from .slots import ADAPTER_SLOTS, AUX_NAMES, PARAM_SLOTS, PROJECTIONS
+from .slots import ADAPTER_SLOTS, AUX_NAMES, PARAM_SLOTS, PROJECTIONS, QUANT_SLOTS
 from .table import Row, rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +31,7 @@ _TYPES = {
     "bool | 'shared'": ("Parallel", "Parallel::no"),
     "names": ("KeepSpec", "{}"),
     "adapters": ("std::vector<AdapterSpec>", "{}"),
+    "quantized": ("std::vector<QuantizedSpec>", "{}"),
 }
 # The slots of both halves have the same names here and there.
 _HALVES = {"attn": ("Attention", "Attn"), "ffn": ("FFN", "FFN")}
@@ -90,10 +91,11 @@ def _slot(half: str, slot: str) -> str:
 
 
 def _slots() -> Iterator[str]:
-    yield "// Slots of the params list. A half that is absent has none. The adapters' follow those of both halves."
+    yield "// Slots of the params list. Absent halves have none. Adapters' follow, then those of quantized weights."
     for half, (name, _) in _HALVES.items():
         yield _enum(f"{name}Param", (_slot(half, slot) for slot in PARAM_SLOTS[half]), f"k{name}Params")
     yield _enum("AdapterParam", (f"k{_camel(slot)}" for slot in ADAPTER_SLOTS), "kAdapterParams")
+    yield _enum("QuantParam", (f"k{_camel(slot)}" for slot in QUANT_SLOTS), "kQuantParams")
     yield _enum("AuxSlot", (f"k{_camel(name)}" for name in AUX_NAMES), "kAuxSlots")
     names = ", ".join(f'"{name}"' for name in AUX_NAMES)
     yield f"constexpr const char* kAuxNames[kAuxSlots] = {{{names}}};"

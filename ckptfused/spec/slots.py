@@ -28,16 +28,25 @@ PARAM_SLOTS = {name: tuple(f"{pair.stem}_{kind}" for pair in pairs for kind in "
 PROJECTIONS = {name: tuple(pair.stem for pair in pairs if pair.norm is None) for name, pairs in PAIRS.items()}
 PROJECTION_SLOTS = frozenset(f"{name}.{stem}_{kind}" for name in PAIRS for stem in PROJECTIONS[name] for kind in "wb")
 ADAPTER_SLOTS = ("a", "b", "bias")
+QUANT_SLOTS = ("absmax", "nested_absmax", "nested_code", "offset")
 AUX_NAMES = ("cos", "sin", "mask", "padding", "cu_seqlens")
 
 
 def param_names(spec: BlockFields) -> tuple[str, ...]:
     """The parameter slots of a block in the order in which the ops take them: `"attn.q_w"`, …
 
-    Last the adapters': `"attn.lora0.a"`, `"attn.lora0.b"`, `"attn.lora0.bias"`, `"attn.lora1.a"`, …
+    Then the adapters': `"attn.lora0.a"`, `"attn.lora0.b"`, `"attn.lora0.bias"`, `"attn.lora1.a"`, …; last what stands
+    beside quantized weights: `"attn.quant0.absmax"`, …
     """
     base = (f"{name}.{slot}" for name in spec.halves for slot in PARAM_SLOTS[name])
-    return (*base, *(f"{prefix}.{slot}" for prefix in spec.adapters for slot in ADAPTER_SLOTS))
+    adapters = (f"{prefix}.{slot}" for prefix in spec.adapters for slot in ADAPTER_SLOTS)
+    return (*base, *adapters, *(f"{prefix}.{slot}" for prefix in spec.quantized for slot in QUANT_SLOTS))
+
+
+def quantized_slots(spec: BlockFields) -> frozenset[str]:
+    """The slots of weights that are stored in few bits, and of what stands beside them."""
+    beside = (f"{prefix}.{slot}" for prefix in spec.quantized for slot in QUANT_SLOTS)
+    return frozenset((*(f"{prefix.split('.')[0]}.{q.target}_w" for prefix, q in spec.quantized.items()), *beside))
 
 
 def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes:
@@ -61,7 +70,8 @@ def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes
 
 
 def param_shapes(spec: BlockFields, width: int) -> Shapes:
-    """The slots that a block of this width may fill: name to (shape, whether it must be filled)."""
+    """The slots that a block of this width may fill: name to (shape, whether it must be filled); of quantized weights,
+    and of what stands beside them, bytes in place of a shape."""
     shapes: Shapes = {}
     for name, half in spec.halves.items():
         shapes |= _half_shapes(name, half, width)
@@ -69,6 +79,11 @@ def param_shapes(spec: BlockFields, width: int) -> Shapes:
         shapes[f"{prefix}.a"] = ((adapter.rank, adapter_input(spec, prefix, width)), True)
         shapes[f"{prefix}.b"] = ((adapter_output(spec, prefix, width), adapter.rank), True)
         shapes[f"{prefix}.bias"] = ((adapter_output(spec, prefix, width),), False)
+    for prefix, quantized in spec.quantized.items():
+        half = prefix.split(".")[0]
+        into, out = spec.halves[half].products(width)[quantized.target]
+        for slot, size in quantized.sizes(out, into).items():
+            shapes[f"{half}.{quantized.target}_w" if slot == "w" else f"{prefix}.{slot}"] = ((size,), True)
     return shapes
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from .adapters import Adapter
 from .checks import check_at_least, check_bool, check_choice, check_integer, check_number, check_probability
+from .quantized import Quantized
 
 
 class Key(NamedTuple):
@@ -35,6 +36,7 @@ TYPES: dict[Any, str] = {
     bool | Literal["shared"]: "bool | 'shared'",
     tuple[str, ...]: "names",
     tuple[Adapter, ...]: "adapters",
+    tuple[Quantized, ...]: "quantized",
 }
 
 

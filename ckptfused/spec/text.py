@@ -7,13 +7,14 @@ from typing import Any
 
 from .adapters import parse_adapters
 from .fields import AttentionSpec, BlockFields, FFNSpec
+from .quantized import parse_quantized
 from .table import Row, rows
 
 HALVES: dict[str, type[AttentionSpec] | type[FFNSpec]] = {"attn": AttentionSpec, "ffn": FFNSpec}
 
 
 def format_value(value: object) -> str:
-    """Bools as 0 and 1, floats so that they read back the same, names and adapters joined by +."""
+    """Bools as 0 and 1, floats so that they read back the same, names, adapters and stored weights joined by +."""
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, tuple):
@@ -53,6 +54,8 @@ def parse_value(row: Row, key: str, text: str) -> Any:
         return tuple(text.split("+")) if text else ()
     if kind == "adapters":
         return parse_adapters(key, text)
+    if kind == "quantized":
+        return parse_quantized(key, text)
     if kind == "str" or row.type == "bool | 'shared'":  # whether it is 'shared' is for the spec to check
         return text
     raise ValueError(f"spec: {key}: expected a value of type {row.type}, got {text!r}")

@@ -62,9 +62,9 @@ void count_launch(const char* name, const Tensor& t) {
 
 }  // namespace
 
-// The adapters of both halves with their slots, which follow all others in the same order.
+// The adapters of both halves with their slots, which follow the halves' own in the same order.
 void Block::find_adapters() {
-  int slot = int(params_.size() - adapter_params());
+  int slot = int(params_.size() - adapter_params() - quantized_params());
   const auto add = [&](const std::vector<AdapterSpec>& list, int first) {
     for (const AdapterSpec& spec : list) {
       const int64_t site = kFirstAdapterSite + int64_t(adapters_.size());
@@ -86,11 +86,13 @@ size_t Block::adapter_params() const {
 
 void Block::check_adapters() const {
   for (const AdapterSlots& s : adapters_) {
-    const Tensor &w = params_[s.weight], &a = params_[s.first + kA], &b = params_[s.first + kB];
-    TORCH_CHECK(w.defined() && a.defined() && b.defined(), "ckptfused: an adapter of ",
-                s.spec->target, " needs a, b and the weight beside it");
+    const Tensor &a = params_[s.first + kA], &b = params_[s.first + kB];
+    TORCH_CHECK(params_[s.weight].defined() && a.defined() && b.defined(),
+                "ckptfused: an adapter of ", s.spec->target,
+                " needs a, b and the weight beside it");
     const bool transposed = s.weight < ffn_slot(0) ? spec_.attn.transposed : spec_.ffn.transposed;
-    const int64_t into = w.size(transposed ? 0 : 1), out = w.size(transposed ? 1 : 0);
+    const std::vector<int64_t> sizes = weight_sizes(s.weight);
+    const int64_t into = sizes[transposed ? 0 : 1], out = sizes[transposed ? 1 : 0];
     const int64_t rank = s.spec->rank;
     TORCH_CHECK(
         a.sizes() == at::IntArrayRef({rank, into}) && b.sizes() == at::IntArrayRef({out, rank}),

@@ -61,7 +61,8 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
   x_ = x.contiguous().view({N_, C_});
 
   const size_t expected = (spec.has_attn ? size_t(kAttentionParams) : 0) +
-                          (spec.has_ffn ? size_t(kFFNParams) : 0) + adapter_params();
+                          (spec.has_ffn ? size_t(kFFNParams) : 0) + adapter_params() +
+                          quantized_params();
   TORCH_CHECK(params.size() == expected, "ckptfused: the spec has ", expected,
               " parameter slots, got ", params.size());
   TORCH_CHECK(aux.size() == size_t(kAuxSlots), "ckptfused: expected ", int(kAuxSlots),
@@ -75,9 +76,10 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
     // Kernels read vectors in place; matrix products read any strides.
     params_.push_back(p.has_value() ? as_operand(*p) : Tensor());
   }
+  cast_.resize(params_.size());
+  find_quantized();
   find_adapters();
   check_adapters();
-  cast_.resize(params_.size());
   grads_.resize(params_.size());
   if (spec.has_attn) {
     cos_ = normalise_angles(aux_at(aux, kCos), spec.attn, T_, A_);

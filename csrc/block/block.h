@@ -181,6 +181,38 @@ class Block {
   void adapters_backward(const at::Tensor& dout, const at::Tensor& in, const Part& part,
                          const at::Tensor& din, int64_t row0, int64_t col0, int64_t cols);
 
+  // quantized.cpp: weights that are stored in few bits
+  struct QuantizedSlots {
+    const QuantizedSpec* spec;
+    int weight;  // slot of the codes
+    int first;   // slot of absmax; the others follow
+  };
+  std::vector<QuantizedSlots> quantized_;
+  void find_quantized();
+  size_t quantized_params() const;
+  const QuantizedSlots* quantized(int slot) const;
+  std::vector<int64_t> weight_sizes(int slot) const;  // whatever it is stored as
+  at::Tensor dequantized(const QuantizedSlots& stored);
+  // While one lives that is to hold them, the weights that it meets are dequantized once; else for
+  // each product, and freed with it.
+  class HeldWeights {
+   public:
+    HeldWeights(Block& block, bool hold) : block_(block), hold_(hold && !block.holds_weights_) {
+      if (hold_) block_.holds_weights_ = true;
+    }
+    ~HeldWeights() {
+      if (hold_) block_.release_weights();
+    }
+    HeldWeights(const HeldWeights&) = delete;
+    HeldWeights& operator=(const HeldWeights&) = delete;
+
+   private:
+    Block& block_;
+    bool hold_;
+  };
+  bool holds_weights_ = false;
+  void release_weights();
+
   // The residual frame.
   at::Tensor pre_norm(const at::Tensor& x, const NormSpec& norm, int weight, int bias,
                       at::ScalarType type, const char* name);

@@ -81,7 +81,7 @@ void Block::activate(const GateUp& gu, const Tile& t, const Tensor& h) const {
 void Block::choose_up_kernel() {
   const FFNSpec& f = spec_.ffn;
   const bool half = P_ == at::kBFloat16 || P_ == at::kHalf;
-  if (!half || f.post.on() || f.out.on() || N_ == 0 || !f.lora.empty()) return;
+  if (!half || f.post.on() || f.out.on() || N_ == 0 || !f.lora.empty() || !f.quant.empty()) return;
   up_kernel_ = call::ffn_choice(x_, P_, N_, C_, f.hidden, f.act);
 }
 
@@ -125,6 +125,7 @@ bool Block::down_adds() const {
 void Block::ensure_down(const Tensor& onto) {
   if (value_.down.defined()) return;
   const FFNSpec& f = spec_.ffn;
+  const HeldWeights held(*this, tiled());
   const std::vector<Part> part = {{ffn_slot(kDownW), ffn_slot(kDownB), 0, C_, 0}};
   const bool cut_cols = tiles_.cols < f.hidden;
   Tensor down;
@@ -182,6 +183,7 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
   const bool need_gu = need_n2 || need_gate_up;
   const bool need_h = need_any(down_w, down_w + 1);
   if (!need_gu && !need_any(down_w, ffn_slot(kFFNPostB) + 1)) return {};
+  const HeldWeights held(*this, tiled());
 
   if (f.post.on()) ensure_down();
   const Tensor ddown =
@@ -215,9 +217,11 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
       GateUp gu = make_gu(t);
       h = empty({t.rows, t.cols}, P_, "h");  // dh, and then h over it
       if (need_gu) {
-        const Tensor w = down_weight(t);
-        const Ledger::Name name("d h");
-        matmul_out(h, ddown_tile, f.transposed ? w.t() : w, false);
+        {
+          const Tensor w = down_weight(t);
+          const Ledger::Name name("d h");
+          matmul_out(h, ddown_tile, f.transposed ? w.t() : w, false);
+        }
         adapters_backward(ddown_tile, Tensor(), down_part, h, t.row0, t.col0, f.hidden);
         // The kernel writes over its scratch, but never over a saved value.
         dgu = gu.buffer.defined()

@@ -21,6 +21,7 @@ Tensor Block::empty(at::IntArrayRef size, at::ScalarType type, const char* name,
 }
 
 Tensor Block::weight(int slot) {
+  if (const QuantizedSlots* stored = quantized(slot)) return dequantized(*stored);
   const Tensor& p = params_[slot];
   if (!p.defined() || p.scalar_type() == P_) return p;
   const Ledger::Name name("cast", slot);

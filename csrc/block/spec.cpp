@@ -94,6 +94,16 @@ void read(const std::string& value, std::vector<AdapterSpec>& adapters) {
   }
 }
 
+// target:kind:block:nested, joined by +
+void read(const std::string& value, std::vector<QuantizedSpec>& weights) {
+  for (const std::string& text : split(value, '+')) {
+    const std::vector<std::string> parts = split(text, ':');
+    TORCH_CHECK(parts.size() == 4, "ckptfused: spec expects target:kind:block:nested, got '", text,
+                "'");
+    weights.push_back({parts[0], parts[1], to_int(parts[2]), to_int(parts[3])});
+  }
+}
+
 // Sets the field of that key; whether there is one.
 template <typename Fields>
 bool set(Fields& fields, const std::string& key, const std::string& value) {
@@ -126,14 +136,15 @@ void check_probability(double p, const char* name) {
 
 template <size_t kCount>
 void find_targets(HalfSpec& half, const Projection (&projections)[kCount]) {
-  for (AdapterSpec& adapter : half.lora) {
+  const auto find = [&](auto& beside) {
     const auto* found =
         std::find_if(std::begin(projections), std::end(projections),
-                     [&](const Projection& known) { return adapter.target == known.name; });
-    TORCH_CHECK(found != std::end(projections), "ckptfused: unknown target '", adapter.target,
-                "' of an adapter");
-    adapter.weight = found->weight;
-  }
+                     [&](const Projection& known) { return beside.target == known.name; });
+    TORCH_CHECK(found != std::end(projections), "ckptfused: unknown target '", beside.target, "'");
+    beside.weight = found->weight;
+  };
+  std::for_each(half.lora.begin(), half.lora.end(), find);
+  std::for_each(half.quant.begin(), half.quant.end(), find);
 }
 
 // Sets the fields of a spec by the words of a text.

@@ -22,6 +22,7 @@ struct HalfSpec {
   double p_res = 0.0;  // Dropout of what the half adds to x.
   double m = 1.0;  // Factor of what the half adds to x.
   std::vector<AdapterSpec> lora = {};  // Adapters beside projections, in the order of adding.
+  std::vector<QuantizedSpec> quant = {};  // Projections whose weights are stored in few bits.
 };
 // Calls f(key, member) for each field.
 template <typename F>
@@ -37,6 +38,7 @@ void for_fields(HalfSpec& s, F&& f) {
   f("p_res", s.p_res);
   f("m", s.m);
   f("lora", s.lora);
+  f("quant", s.quant);
 }
 
 // The attention half's own.
@@ -161,10 +163,11 @@ void for_fields(LossFields& s, F&& f) {
 
 constexpr ComputeType kComputeTypes[] = {{"float64", c10::ScalarType::Double}, {"float32", c10::ScalarType::Float}, {"bfloat16", c10::ScalarType::BFloat16}, {"float16", c10::ScalarType::Half}};
 
-// Slots of the params list. A half that is absent has none. The adapters' follow those of both halves.
+// Slots of the params list. Absent halves have none. Adapters' follow, then those of quantized weights.
 enum AttentionParam : int { kAttnPreW, kAttnPreB, kQW, kQB, kKW, kKB, kVW, kVB, kQNormW, kQNormB, kKNormW, kKNormB, kOW, kOB, kAttnPostW, kAttnPostB, kAttnOutW, kAttnOutB, kAttentionParams };
 enum FFNParam : int { kFFNPreW, kFFNPreB, kGateW, kGateB, kUpW, kUpB, kDownW, kDownB, kFFNPostW, kFFNPostB, kFFNOutW, kFFNOutB, kFFNParams };
 enum AdapterParam : int { kA, kB, kBias, kAdapterParams };
+enum QuantParam : int { kAbsmax, kNestedAbsmax, kNestedCode, kOffset, kQuantParams };
 enum AuxSlot : int { kCos, kSin, kMask, kPadding, kCuSeqlens, kAuxSlots };
 constexpr const char* kAuxNames[kAuxSlots] = {"cos", "sin", "mask", "padding", "cu_seqlens"};
 // The projections that adapters stand beside, with the slots of their weights.

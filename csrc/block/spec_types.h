@@ -30,6 +30,13 @@ struct AdapterSpec {
   int weight = 0;  // the target's slot in its half
 };
 
+// A weight that is stored in few bits: see ckptfused/spec/quantized.py.
+struct QuantizedSpec {
+  std::string target, kind;
+  int64_t block, nested;
+  int weight = 0;  // the target's slot in its half
+};
+
 enum class Parallel { no, two_norms, shared_norm };
 
 struct ComputeType {

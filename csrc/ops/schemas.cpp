@@ -51,6 +51,13 @@ TORCH_LIBRARY(ckptfused, m) {
   m.def("dropout_mask(int[] shape, float p, Tensor rng_state, int site) -> Tensor",
         {at::Tag::pt2_compliant_tag});
 
+  // A weight that is stored in few bits, as bitsandbytes does it, of these sizes; state: absmax,
+  // and where scales are stored in few bits, too, nested_absmax, nested_code and offset.
+  m.def(
+      "dequantize(Tensor codes, Tensor?[] state, str kind, int block, int nested, int[] sizes, "
+      "ScalarType dtype) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+
   // Tensors over the memory of others, each copied when it is first written, and what makes them so
   // for as long as it lives; afterwards each has memory of its own.
   m.def("copy_on_write(Tensor[] tensors) -> (Tensor[], Tensor)", {at::Tag::pt2_compliant_tag});

@@ -29,6 +29,7 @@ at::ScalarType dtype_named(const std::string& name) {
   if (name == "float64") return at::kDouble;
   if (name == "float32") return at::kFloat;
   if (name == "bfloat16") return at::kBFloat16;
+  if (name == "uint8") return at::kByte;  // of weights that are stored in few bits
   TORCH_CHECK(name == "float16", "expected float64, float32, bfloat16 or float16, got ", name);
   return at::kHalf;
 }

@@ -53,9 +53,14 @@ def small_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from tests.models import zoo_llama  # noqa: F401
     from tests.models.zoo import ZOO
+    from tests.quantized import Way, quantize_linears
 
-    def small(*args: Any, **kwargs: Any) -> Any:
-        return ZOO["qwen3"].make(0.0, "sdpa")
+    def small(*args: Any, dtype: Any = None, quantization_config: Any = None, **kwargs: Any) -> Any:
+        model = ZOO["qwen3"].make(0.0, "sdpa")
+        if quantization_config is None:
+            return model
+        quantize_linears(model.to(dtype), Way("nf4", nested=True), dtype)
+        return model
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", small)
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckptfused
 from ckptfused import plan, profile
-from ckptfused.compat.allocations import allocations
+from ckptfused.compat.torch_memory import allocations
 from ckptfused.profiler.allocator import CPUAllocator
 from ckptfused.simulate import values
 from tests.profiler.test_predicted import llama, tokens

@@ -49,7 +49,7 @@ def test_words_reach_their_fields() -> None:
         ("ffn.act=relu compute=int8", "unknown compute type 'int8'"),
         ("ffn.act=relu parallel=2", "spec expects 0 or 1, got '2'"),
         ("ffn.act=relu ffn.m=one", "spec expects a number, got 'one'"),
-        ("ffn.act=relu ffn.lora=q:1:1.0:0.0", "unknown target 'q' of an adapter"),
+        ("ffn.act=relu ffn.lora=q:1:1.0:0.0", "unknown target 'q'"),
         ("ffn.act=tanh", "unknown activation 'tanh'"),
         ("", "unknown activation ''"),
         ("ffn.act=relu ffn", "'ffn' is not key=value"),

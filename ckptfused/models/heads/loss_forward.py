@@ -121,6 +121,8 @@ class HeadForward:
         found = projection(module, "the head")
         if isinstance(found, Reason):
             return found
+        if found.stored is not None:
+            return Reason("its weight is quantized")
         return Reason("its weight is transposed") if found.transposed else found
 
 

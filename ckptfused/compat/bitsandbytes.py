@@ -1,0 +1,35 @@
+"""What of bitsandbytes is not documented: 0.49 and 0.50."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
+LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
+
+
+def state_of(module: Any) -> Any:
+    """The scales of a 4-bit layer; None before its weight is quantized. A move or FSDP leaves them with the module."""
+    state = getattr(module._parameters["weight"], "quant_state", None)
+    return getattr(module, "quant_state", None) if state is None else state
+
+
+def repacked(state: Any) -> bool:
+    """Whether an evaluation on a processor with AVX512-BF16 has packed a weight anew, for good; then its layer
+    gives no gradients. `packing_format_for_cpu`."""
+    return getattr(state, "packing_format_for_cpu", False)
+
+
+def compute_type(module: Any, dtype: Any, safe: tuple[Any, ...]) -> Any:
+    """The type in which a 4-bit layer will compute with an x of this type: its own once that is settled, at the first
+    call. safe: types that then settle it."""
+    if not module.compute_type_is_set and dtype in safe:
+        return dtype
+    return dtype if module.compute_dtype is None else module.compute_dtype
+
+
+def row_scales(module: Any) -> tuple[Any, Any]:
+    """The int8 weight of an 8-bit layer and its rows' scales, which its first call takes over; None without."""
+    weight, state = module._parameters["weight"], module.state
+    own = getattr(weight, "CB", None), getattr(weight, "SCB", None)
+    return own if own[0] is not None else (state.CB, state.SCB)

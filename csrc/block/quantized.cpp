@@ -1,0 +1,87 @@
+// Weights that are stored in few bits: dequantized for a product, and freed with it.
+#include "ops/torch.h"
+
+#include <algorithm>
+
+#include "block/block.h"
+
+namespace ckptfused {
+
+using at::Tensor;
+
+// Of both halves, with the slots beside them, which come last of all.
+void Block::find_quantized() {
+  int slot = int(params_.size() - quantized_params());
+  const auto add = [&](const std::vector<QuantizedSpec>& list, int first) {
+    for (const QuantizedSpec& spec : list) {
+      const int weight = first + spec.weight;
+      TORCH_CHECK(params_[weight].defined() && params_[slot + kAbsmax].defined(),
+                  "ckptfused: the quantized weight of ", spec.target, " needs codes and absmax");
+      TORCH_CHECK(!params_[weight].requires_grad(), "ckptfused: the quantized weight of ",
+                  spec.target, " cannot be trained");
+      quantized_.push_back({&spec, weight, slot});
+      slot += kQuantParams;
+    }
+  };
+  if (spec_.has_attn) add(spec_.attn.quant, attn_slot(0));
+  if (spec_.has_ffn) add(spec_.ffn.quant, ffn_slot(0));
+}
+
+size_t Block::quantized_params() const {
+  const size_t attn = spec_.has_attn ? spec_.attn.quant.size() : 0;
+  const size_t ffn = spec_.has_ffn ? spec_.ffn.quant.size() : 0;
+  return kQuantParams * (attn + ffn);
+}
+
+const Block::QuantizedSlots* Block::quantized(int slot) const {
+  const auto found = std::find_if(quantized_.begin(), quantized_.end(),
+                                  [&](const QuantizedSlots& q) { return q.weight == slot; });
+  return found == quantized_.end() ? nullptr : &*found;
+}
+
+std::vector<int64_t> Block::weight_sizes(int slot) const {
+  if (quantized(slot) == nullptr) return params_[slot].sizes().vec();
+  if (slot < ffn_slot(0)) {
+    const AttentionSpec& a = spec_.attn;
+    if (slot == kOW) return {C_, a.q_width()};
+    return {slot != kQW ? a.kv_width() : a.joint ? a.qkv_width() : a.q_width(), C_};
+  }
+  const FFNSpec& f = spec_.ffn;
+  if (slot == ffn_slot(kDownW)) return {C_, f.hidden};
+  return {slot == ffn_slot(kGateW) && f.joint ? f.gu_width() : f.hidden, C_};
+}
+
+Tensor Block::dequantized(const QuantizedSlots& stored) {
+  Tensor& held = cast_[stored.weight];
+  if (held.defined()) return held;
+  const QuantizedSpec& q = *stored.spec;
+  const std::vector<int64_t> sizes = weight_sizes(stored.weight);
+  Tensor made;
+  if (Ledger* ledger = Ledger::current()) {
+    const int64_t blocks = q.block > 0 ? (sizes[0] * sizes[1] + q.block - 1) / q.block : sizes[0];
+    Tensor scales;
+    if (q.nested > 0) {
+      scales = empty({blocks}, at::kFloat, "scales of", stored.weight);
+      ledger->launched("dequantize_blockwise", 1, 5 * blocks);
+      ledger->launched("aten::add_", 1, 8 * blocks);
+    }
+    made = empty(sizes, P_, "weight of", stored.weight);
+    ledger->launched("dequantize", 1,
+                     int64_t(params_[stored.weight].nbytes() + made.nbytes()) + 4 * blocks);
+  } else {
+    OptTensorList state;
+    for (int slot = 0; slot < kQuantParams; ++slot) {
+      state.push_back(call::opt(params_[stored.first + slot]));
+    }
+    made = call::dequantize(params_[stored.weight], state, q.kind, q.block, q.nested, sizes, P_);
+  }
+  if (holds_weights_) held = made;
+  return made;
+}
+
+void Block::release_weights() {
+  holds_weights_ = false;
+  for (const QuantizedSlots& stored : quantized_) cast_[stored.weight].reset();
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,176 @@
+"""Blocks whose weights are in few bits: the bits of the same block with the weights as numbers, never all at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("bitsandbytes")
+
+from ckptfused import cost, functional
+from ckptfused.compat.torch_memory import allocations
+from ckptfused.spec import KEEP_PRESETS, BlockSpec, Quantized, parse
+from tests.cases import TILED, Case, all_pairs
+from tests.oracle import Inputs, make_inputs
+from tests.quantized import WAYS, quantized, stored
+
+CASES = [case for case in all_pairs() if not case.transposed][::4]
+
+
+def run(spec: BlockSpec, inputs: Inputs, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
+    """y and the gradients of x and of all parameters that are not frozen."""
+    x = inputs.x.detach().requires_grad_()
+    params = {name: t.detach().requires_grad_() for name, t in inputs.params.items() if name not in frozen}
+    halves = {2: "block", 1: "attention_block" if spec.attn else "ffn_block"}
+    call = getattr(functional, halves[len(spec.halves)])
+    y = call(x, params | frozen, spec, **inputs.aux, generator=torch.Generator().manual_seed(3))
+    gradients = torch.autograd.grad(y, [x, *params.values()], inputs.dy)
+    return {"y": y.detach(), **dict(zip(("x", *params), gradients, strict=True))}
+
+
+def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, t in got.items():
+        assert torch.equal(t, expected[name]), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_the_bits_are_those_of_plain_weights(case: Case, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    spec, frozen, weights = quantized(case.spec(), inputs)
+    assert parse(spec.to_string()) == spec
+    same(run(spec, inputs, frozen), run(case.spec(), inputs, weights))
+
+
+@pytest.mark.parametrize(
+    "case", [case for case, dtype in TILED if dtype == torch.float32 and not case.transposed], ids=lambda case: case.id
+)
+def test_tiles(case: Case) -> None:
+    inputs = make_inputs(case, torch.float32)
+    spec, frozen, weights = quantized(case.spec(), inputs)
+    same(run(spec, inputs, frozen), run(case.spec(), inputs, weights))
+
+
+@pytest.mark.parametrize(
+    "case", [Case(drop="all", lora="drop"), Case(layout="post", lora="all", act="gelu")], ids=lambda c: c.id
+)
+def test_the_bits_are_those_of_every_keep(case: Case) -> None:
+    inputs = make_inputs(case, torch.bfloat16)
+    spec, frozen, _ = quantized(case.spec(), inputs)
+    expected = run(spec.with_keep("all"), inputs, frozen)
+    for keep in KEEP_PRESETS:
+        same(run(spec.with_keep(keep), inputs, frozen), expected)
+
+
+def dequantizations(spec: BlockSpec, inputs: Inputs, frozen: dict[str, Tensor]) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run(spec, inputs, frozen)
+    return sum(event.count for event in profile.key_averages() if event.key == "ckptfused::dequantize")
+
+
+@pytest.mark.parametrize(("scratch", "expected"), [(0, 7 + 6 + 7), (1, 4 + 4 + 4 + 3 + 3)], ids=["whole", "tiles"])
+def test_each_weight_is_dequantized_at_most_three_times(scratch: int, expected: int) -> None:
+    """Once a pass: in forward, where it is replayed (all but down), and for the gradient of what it takes. The tiles of
+    an FFN share its weights, forward and backward."""
+    case = Case(lora="all", tokens=300, scratch=scratch)
+    inputs = make_inputs(case, torch.float32)
+    spec, frozen, _ = quantized(case.spec(), inputs)
+    assert dequantizations(spec, inputs, frozen) == expected
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "case",
+    [Case(lora="all", tokens=300, width=96, hidden=130), Case(tokens=300, hidden=256, width=128, scratch=1)],
+    ids=lambda c: c.id,
+)
+def test_the_ledger_is_the_allocators(case: Case, backward: bool) -> None:
+    """Its peak has each weight's scratch in it, one weight at a time where the FFN is not in tiles."""
+    inputs = make_inputs(case, torch.float32)
+    spec, frozen, _ = quantized(case.spec(), inputs)
+    x = inputs.x.detach().requires_grad_()
+    params = {n: t.detach().requires_grad_(".lora" in n) for n, t in inputs.params.items() if n not in frozen}
+    needs = ("x", *(name for name, t in params.items() if t.requires_grad)) if backward else None
+    types = {name: t.dtype for name, t in (params | frozen).items()}
+    ledger = cost.count(spec, case.batch, case.tokens, case.width, torch.float32, params=types, needs=needs)
+    y = functional.block(x, params | frozen, spec, **inputs.aux)
+    leaves = [t for t in (x, *params.values()) if t.requires_grad]
+    if backward:
+        _, events = allocations(lambda: torch.autograd.grad(y, leaves, inputs.dy))
+    else:
+        _, events = allocations(lambda: functional.block(x, params | frozen, spec, **inputs.aux))
+    level = peak = 0
+    for size in events:
+        level += size
+        peak = max(peak, level)
+    assert peak == ledger.peak
+
+
+def test_second_derivatives() -> None:
+    """By plain PyTorch, on the same weights."""
+    case = Case(lora="all", tokens=5)
+    inputs = make_inputs(case, torch.float64)
+    spec, frozen, weights = quantized(case.spec(), inputs)
+
+    def second(spec: BlockSpec, given: dict[str, Tensor]) -> Tensor:
+        x = inputs.x.detach().requires_grad_()
+        params = {name: t for name, t in inputs.params.items() if name not in given} | given
+        (dx,) = torch.autograd.grad(functional.block(x, params, spec, **inputs.aux), x, inputs.dy, create_graph=True)
+        (ddx,) = torch.autograd.grad(dx.square().sum(), x)
+        return ddx
+
+    torch.testing.assert_close(second(spec, frozen), second(case.spec(), weights), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.kind}-{way.block}-{way.nested}-{way.storage}")
+def test_it_is_what_bitsandbytes_dequantizes(way) -> None:
+    """Odd lengths of rows, blocks over rows' ends, and the last one short."""
+    for shape in ((24, 56), (7, 10), (3, 34), (96, 130)):
+        if shape[0] * shape[1] // 2 % way.storage.itemsize:
+            continue  # bitsandbytes cannot store it so
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        tensors, nested, expected = stored(weight, way)
+        state = [tensors.get(name) for name in ("absmax", "nested_absmax", "nested_code", "offset")]
+        codes = tensors["w"]
+        sizes = Quantized("q", way.kind, way.block, nested).sizes(*shape)
+        assert {name: t.nbytes for name, t in tensors.items()} == sizes
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            got = torch.ops.ckptfused.dequantize(codes, state, way.kind, way.block, nested, shape, dtype)
+            assert got.dtype == dtype and torch.equal(got.float(), expected.to(dtype).float())
+
+
+def test_what_is_wrong_is_said() -> None:
+    case = Case()
+    inputs = make_inputs(case, torch.float32)
+    spec, frozen, _ = quantized(case.spec(), inputs)
+
+    def call(**changed: Tensor | None) -> None:
+        params = {n: t for n, t in inputs.params.items() if n not in frozen} | frozen
+        functional.block(inputs.x, params | {n.replace("__", "."): t for n, t in changed.items()}, spec)
+
+    with pytest.raises(ValueError, match=r"params\['attn.quant0.absmax'\]: expected a tensor of shape .*, got None"):
+        call(attn__quant0__absmax=None)
+    with pytest.raises(ValueError, match=r"params\['ffn.down_w'\]: expected \d+ bytes in a row, got"):
+        call(ffn__down_w=inputs.params["ffn.down_w"])
+    with pytest.raises(ValueError, match=r"attn.quant: expected weights stored \[out, in\]"):
+        replace(spec.attn, transposed=True)
+    with pytest.raises(ValueError, match=r"attn.quant\[0\].kind: expected .* got 'int4'"):
+        replace(case.spec().attn, quant=(Quantized("q", "int4", 64),))
+    assert "q:nf4:64:256" in spec.to_string()
+
+
+def test_a_changed_scale_raises_in_backward() -> None:
+    """Codes and scales are saved tensors."""
+    case = Case()
+    inputs = make_inputs(case, torch.float32)
+    spec, frozen, _ = quantized(case.spec(), inputs)
+    params = {n: t for n, t in inputs.params.items() if n not in frozen} | frozen
+    for name in ("attn.q_w", "attn.quant0.absmax", "attn.quant0.nested_absmax"):
+        y = functional.block(inputs.x.detach().requires_grad_(), params, spec)
+        params[name].add_(0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()

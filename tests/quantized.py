@@ -1,0 +1,84 @@
+"""Blocks, and models of Hugging Face, whose weights bitsandbytes stores in few bits."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.spec import QUANT_SLOTS, BlockSpec, Quantized
+from tests.oracle import Inputs
+
+STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
+
+
+class Way(NamedTuple):
+    """One way to store a weight."""
+
+    kind: str
+    block: int = 64
+    nested: bool = False
+    storage: torch.dtype = torch.uint8
+
+
+WAYS = tuple(
+    Way(kind, block, nested, storage)
+    for (kind, nested), block, storage in zip(
+        itertools.cycle(itertools.product(("nf4", "fp4"), (True, False))),
+        (64, 32, 128, 256, 512, 1024, 64, 2048),
+        itertools.cycle(STORAGE),
+    )
+)
+
+
+def stored(weight: Tensor, way: Way) -> tuple[dict[str, Tensor], int, Tensor]:
+    """A weight in few bits: its codes (`"w"`) and what stands beside them, how many scales share one, and the same in
+    float32 again."""
+    import bitsandbytes.functional as bnb
+
+    options = {"blocksize": way.block, "compress_statistics": way.nested, "quant_storage": way.storage}
+    codes, state = bnb.quantize_4bit(weight.float(), quant_type=way.kind, **options)
+    found = {"w": codes, "absmax": state.absmax}
+    if way.nested:
+        inner = state.state2
+        found |= {"nested_absmax": inner.absmax, "nested_code": inner.code, "offset": state.offset}
+    return found, state.state2.blocksize if way.nested else 0, bnb.dequantize_4bit(codes, state)
+
+
+def quantized(spec: BlockSpec, inputs: Inputs) -> tuple[BlockSpec, dict[str, Tensor], dict[str, Tensor]]:
+    """The spec with every projection in few bits, the frozen tensors that these are, and the weights in x's type."""
+    frozen: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
+    ways = itertools.cycle(WAYS)
+    halves: dict[str, Any] = {}
+    for half, of in spec.halves.items():
+        targets = list(of.products(0))
+        lists = []
+        for i, target in enumerate(targets):
+            way = next(ways)
+            tensors, nested, plain = stored(inputs.params[f"{half}.{target}_w"], way)
+            lists.append(Quantized(target, way.kind, way.block, nested))
+            weights[f"{half}.{target}_w"] = plain.to(inputs.x.dtype)
+            frozen[f"{half}.{target}_w"] = tensors.pop("w")
+            frozen.update((f"{half}.quant{i}.{slot}", tensors[slot]) for slot in QUANT_SLOTS if slot in tensors)
+        halves[half] = replace(of, quant=tuple(lists))
+    return replace(spec, **halves), frozen, weights
+
+
+def quantize_linears(model: nn.Module, way: Way, compute: torch.dtype | None = None) -> None:
+    """Puts bitsandbytes' 4-bit layers in the place of all linear layers but the head."""
+    import bitsandbytes
+
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is not nn.Linear or name == "lm_head":
+                continue
+            made = bitsandbytes.nn.Linear4bit(
+                *(child.in_features, child.out_features, child.bias is not None),
+                compute_dtype=compute, compress_statistics=way.nested, quant_type=way.kind, quant_storage=way.storage,
+            )  # fmt: skip
+            made.load_state_dict(child.state_dict())
+            setattr(module, name, made.to("cpu"))
