@@ -6,8 +6,9 @@ steps that are predicted do not grow in number with the depth of a model.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from ckptfused.models.install import install
@@ -36,8 +37,8 @@ class Costs:
     """The most in the backward of what runs before the layers, beside their gradients, whatever the head's mode."""
     constant: int
     """What is held beside the layers' own, from forward to backward."""
-    workspace: int
-    """The most that a product may allocate within itself."""
+    workspaces: tuple[int, ...]
+    """The most that a product may allocate within itself, by the mode of the head."""
     least: int
     """The least that a step needs whatever the plan: that of the optimizer's step."""
     rest_seconds: float
@@ -49,10 +50,26 @@ class Costs:
     def units(self) -> tuple[Unit, ...]:
         return (*(layer.unit for layer in self.layers), self.head)
 
-    def peak(self, above: int) -> int:
-        """Peak bytes of a step whose layers and head need so much."""
+    def apart(self) -> list[Costs]:
+        """The same, of the modes of the head with one workspace each: of two plans, one that needs less beside it may
+        need more with it."""
+        groups = defaultdict(list)
+        for place, workspace in enumerate(self.workspaces):
+            groups[workspace].append(place)
+        return [
+            replace(
+                self,
+                heads=tuple(self.heads[place] for place in places),
+                head=self.head._replace(modes=tuple(self.head.modes[place] for place in places)),
+                workspaces=(workspace,) * len(places),
+            )
+            for workspace, places in groups.items()
+        ]
+
+    def peak(self, above: int, head: int = 0) -> int:
+        """Peak bytes of a step whose layers and head, in this mode of its, need so much."""
         own = max(self.constant + above, self.embeddings + sum(unit.gradients for unit in self.units))
-        return max(self.state + own + unseen(own, self.workspace, self.base.device), self.least)
+        return max(self.state + own + unseen(own, self.workspaces[head], self.base.device), self.least)
 
     def seconds(self, own: float) -> float:
         """Seconds of a step whose layers and head take so much for a batch."""
@@ -100,7 +117,7 @@ def costs(steps: Steps) -> Costs:
         state=own + base.accumulated,
         embeddings=table.embeddings,
         constant=table.constant,
-        workspace=table.workspace,
+        workspaces=table.workspaces(heads),
         least=max(own + at_end, 0 if base.layers else base.peak),
         rest_seconds=batch_seconds - spent,
         base=base,

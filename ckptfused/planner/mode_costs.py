@@ -51,7 +51,8 @@ class ModeCosts:
         self._installed = {one.name: one for one in installed}
         self.kept = measured(base)
         """Costs of all layers and the head, all in the mode `"inputs"`."""
-        self.constant, self.embeddings, self.workspace = held_beside(base), embeddings_of(base), base.workspace
+        self.constant, self.embeddings = held_beside(base), embeddings_of(base)
+        self._workspaces = {HeadMode(): base.workspace}
         self.heads = {HeadMode(): self.kept[-1]}
         self._names = [layer.name for layer in base.layers]
         self._places = [place for place, name in enumerate(self._names) if name in self._installed]
@@ -68,13 +69,21 @@ class ModeCosts:
         profile = self._steps.of(policy)
         self.constant = max(self.constant, held_beside(profile))
         self.embeddings = min(self.embeddings, embeddings_of(profile))
-        self.workspace = max(self.workspace, profile.workspace)
+        head = HeadMode(policy.loss, policy.loss_scratch)
+        self._workspaces[head] = max(self._workspaces.get(head, 0), profile.workspace)
         return measured(profile)
 
     def differs(self, head: HeadMode, scratch: int | None) -> bool:
         """Whether a limit changes what any layer costs; and what a head costs."""
         *found, self.heads[head] = self._measured(CheckpointPolicy.uniform(scratch=scratch, **head.options))
         return found != self.kept[:-1]
+
+    def workspaces(self, heads: Iterable[HeadMode]) -> tuple[int, ...]:
+        """The most that a product may allocate within itself, by the mode of the head. Layers were looked at beside the
+        plain head: what they add to it, they add to others."""
+        own = self._workspaces
+        of_layers = own[HeadMode()] if own[HeadMode()] > self._base.workspace else 0
+        return tuple(max(own[head], of_layers) for head in heads)
 
     def _kinds_of(self) -> dict[int, int]:
         """Which layers are alike, by numbers."""

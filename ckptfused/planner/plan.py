@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from ckptfused.models.report import Report
 from ckptfused.planner import frontier
 from ckptfused.planner.budget import BudgetError, not_enough, within
 from ckptfused.planner.costs import Costs, costs
+from ckptfused.planner.counted import Counted
 from ckptfused.planner.policy_steps import Steps
 from ckptfused.planner.segments import Divided
 from ckptfused.planner.sharding import sharded
@@ -153,14 +155,6 @@ def _device_of(model: nn.Module) -> str:
     raise ValueError(f"device: expected one of {', '.join(NAMES)}, got None for a model on {', '.join(sorted(kinds))}")
 
 
-class Counted(NamedTuple):
-    """Plans by memory, each faster than the ones before it."""
-
-    peaks: Sequence[int]
-    seconds: Sequence[float]
-    policy: Callable[[int], CheckpointPolicy]
-
-
 class _Planner:
     """Finds the plan among those that were counted.
 
@@ -170,7 +164,7 @@ class _Planner:
     def __init__(self, steps: Steps, whole: Costs, own: Costs) -> None:
         self._steps, self._shards = steps, steps.step.shards
         self._whole, self._costs = whole, own
-        self._front = frontier.Front(own.units)
+        self._fronts = [(costs, frontier.Front(costs.units)) for costs in own.apart()]
         self._known: dict[CheckpointPolicy, int] = {}
 
     def within(self, budget: int) -> Plan:
@@ -215,13 +209,18 @@ class _Planner:
         return place
 
     def _counted(self) -> Counted:
-        costs, front = self._costs, self._front
-        seconds = [*map(costs.seconds, front.seconds)]
-        return Counted([*map(costs.peak, front.peaks)], seconds, lambda i: costs.policy(front[i].parts))  # type: ignore[arg-type]
+        def policy(costs: Costs, front: frontier.Front, place: int) -> CheckpointPolicy:
+            return costs.policy(front[place].parts)  # type: ignore[arg-type]
+
+        return Counted(
+            ([*map(costs.peak, front.peaks)], [*map(costs.seconds, front.seconds)], partial(policy, costs, front))
+            for costs, front in self._fronts
+        )
 
     def _divided(self) -> Counted:
-        divided = Divided(self._costs, self._front.peaks[0])  # with more than that, layers need not be joined
-        return Counted(divided.peaks, divided.seconds, divided.policy)
+        # With more memory than the least that layers alone need, they need not be joined.
+        fronts = [Divided(costs, front.peaks[0]) for costs, front in self._fronts]
+        return Counted((divided.peaks, divided.seconds, divided.policy) for divided in fronts)
 
     def _search(self, counted: Counted, budget: int) -> int | None:
         """The last of them that fits: what was counted says where to look, predictions of whole steps say whether."""
@@ -245,7 +244,7 @@ class _Planner:
             needed = self._one_device(self._steps.of(policy))
             chosen = None if self._shards == 1 else self._whole.indices(policy)
             if chosen is not None:
-                one, each = (c.peak(frontier.peak_of(c.units, chosen)) for c in (self._whole, self._costs))
+                one, each = (c.peak(frontier.peak_of(c.units, chosen), chosen[-1]) for c in (self._whole, self._costs))
                 needed = each + max(0, needed - one)
             self._known[policy] = NEVER if policy in self._steps.broken else needed
         return self._known[policy]
@@ -291,4 +290,4 @@ class _Planner:
         if chosen is None:
             return None
         peak, seconds = frontier.peak_of(costs.units, chosen), frontier.seconds_of(costs.units, chosen)
-        return costs.peak(peak), costs.seconds(seconds)
+        return costs.peak(peak, chosen[-1]), costs.seconds(seconds)

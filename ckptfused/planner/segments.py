@@ -55,7 +55,7 @@ class Divided:
         alone = policy.segment_lengths is not None  # where a run of one layer is no segment
         units = [run[0] if alone and len(run) == 1 else _joined(run) for run in runs] + [_only(costs.head, [head])]
         first = [0] * len(units)
-        return costs.peak(peak_of(units, first)), costs.seconds(seconds_of(units, first))
+        return costs.peak(peak_of(units, first), head), costs.seconds(seconds_of(units, first))
 
 
 def _staying(unit: Unit) -> list[int]:

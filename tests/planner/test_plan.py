@@ -217,6 +217,26 @@ def test_what_two_layers_keep_counts_once(make: Callable[[], nn.Module]) -> None
     assert none.peak == peaks[CheckpointPolicy.per_layer([None] * 4)]
 
 
+def test_a_head_whose_products_have_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunked head's product has one, the plain one's, which is PyTorch's, and the layers' have none: at budgets so
+    near one another that it decides, the plan is none the slower than the fastest of 48 policies, by what is predicted
+    of each; and where one of them fits, one is found."""
+    monkeypatch.setattr(_C, "onednn_workspace", lambda multiplications: 800 << 10 if multiplications >= 1 << 24 else 0)
+    planner = planner_of(llama(num_hidden_layers=2, vocab_size=256), tokens(2, 512), "cpu")
+    costs = planner._costs
+    assert costs.workspaces == (0, 800 << 10, 800 << 10)
+    some = [[0, 1, 3, len(layer.modes) - 1] for layer in costs.layers]
+    policies = [costs.policy(chosen) for chosen in itertools.product(*some, range(3))]
+    peaks = {policy: planner._peak(policy) for policy in policies}
+    seconds = {policy: planner._steps.of(policy).seconds for policy in policies}
+    for policy in policies:
+        point = planner._point(policy)
+        assert point is not None and point[0] == peaks[policy]
+    for budget in sorted(set(peaks.values())):
+        best = min(seconds[policy] for policy in policies if peaks[policy] <= budget)
+        assert planner.within(budget).seconds <= best * (1 + 1e-6)
+
+
 def tied_gpt2() -> Any:
     sizes: dict[str, Any] = {"vocab_size": 512, "n_embd": 64, "n_layer": 3, "n_head": 4, "use_cache": False}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).train()
