@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback
+from torch.nn.parallel import DistributedDataParallel
 
 from ckptfused.integrations.run import RunFigures, TrainingRun, plain_optimizer
 
@@ -40,6 +41,7 @@ class LightningCallback(RunFigures, Callback):
             optimizer=plain_optimizer(next(iter(trainer.optimizers), None)),
             autocast=_AUTOCAST.get(trainer.precision),
             gradient_accumulation_steps=trainer.accumulate_grad_batches,
+            replicated=isinstance(trainer.strategy.model, DistributedDataParallel),
         )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

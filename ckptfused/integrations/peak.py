@@ -21,14 +21,16 @@ class PeakMeter:
     On a GPU it reads the allocator's own peak since the process began, or since `torch.cuda.reset_peak_memory_stats`,
     at no cost. On a CPU, which has no such number, it runs the step under PyTorch's profiler: weights, gradients and
     the optimizer's state as they are now, and what is allocated from then on. Not while another profiler is at work.
+
+    buckets: bytes of those of a `DistributedDataParallel`, for the CPU.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, buckets: int = 0) -> None:
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._stack = contextlib.ExitStack()
         self._trace: AllocatorLog | None = None
         if self._device.type == "cpu" and not is_profiled():
-            self._held = held(model, optimizer)
+            self._held = held(model, optimizer) + buckets
             self._trace = self._stack.enter_context(CPUAllocator().recording())
 
     def ends(self) -> int | None:

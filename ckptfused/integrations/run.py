@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +14,13 @@ from torch.utils.data import default_collate as collated
 
 from ckptfused.convert import Report, convert, revert
 from ckptfused.integrations.peak import PeakMeter
+from ckptfused.simulate.meta_copy import bucket_bytes
 from ckptfused.sizes import size
 from ckptfused.spec.checks import check_flag, check_integer
 from ckptfused.state.generators import undrawn
 
 logger = logging.getLogger(__name__)
+_BUCKETS = "_ckptfused_buckets"
 
 
 class TrainingRun:
@@ -37,6 +40,7 @@ class TrainingRun:
         self._model: nn.Module | None = None
         self._meter: PeakMeter | None = None
         self._reverted = False
+        self._buckets = 0
 
     def begin(
         self,
@@ -44,14 +48,17 @@ class TrainingRun:
         loader: Any = None,
         rows: int = 1,
         as_called: Callable[[Any], Any] = lambda batch: batch,
+        replicated: bool = False,
         **step: Any,
     ) -> None:
-        """Converts a model.
+        """Converts a model; a collective where several processes train.
 
         loader: where a batch comes from, of its first `rows`, if the options name a budget and no batch. as_called:
-        from a batch to what the trainer calls the model with. step: what the trainer knows of a step (`optimizer`,
-        `autocast`, `gradient_accumulation_steps`), which options overrule.
+        from a batch to what the trainer calls the model with. replicated: a `DistributedDataParallel` is around the
+        model, with its buckets. step: what the trainer knows of a step (`optimizer`, `autocast`,
+        `gradient_accumulation_steps`), which options overrule.
         """
+        self._buckets = bucket_bytes(model) if replicated else 0
         asked = self.options
         if "budget" in asked:
             asked = {**step, **asked}
@@ -59,14 +66,15 @@ class TrainingRun:
             asked["batch"] = as_called(given)
         if _ranks() > 1:
             asked = {"process_group": True, **asked}
-        self.report, self._model, self._reverted = convert(model, **asked), model, False
+        with _with_buckets(model, self._buckets):
+            self.report, self._model, self._reverted = convert(model, **asked), model, False
         self.peaks.clear()
-        logger.info("ckptfused: training begins\n%s", self.report)
+        _log(logging.INFO, f"training begins\n{self.report}")
 
     def step_begins(self, step: int, optimizer: torch.optim.Optimizer | None) -> None:
         """A step, from 1; it is measured if its turn has come."""
         if self._model is not None and (step % self.every == 0 or not self.peaks):
-            self._meter = PeakMeter(self._model, optimizer)
+            self._meter = PeakMeter(self._model, optimizer, self._buckets)
 
     def step_ends(self, step: int) -> None:
         """Compares the peak of a step that is measured with the plan."""
@@ -78,12 +86,12 @@ class TrainingRun:
         self.peaks[step] = max(peak, self.peaks.get(step, 0))
         planned = None if self.report is None else self.report.peak
         if planned is None:
-            logger.info("ckptfused: step %d: %s at the peak", step, size(peak))
+            _log(logging.INFO, f"step {step}: {size(peak)} at the peak")
             return
         level = logging.WARNING if peak > planned else logging.INFO
         share = f"{peak / planned:.0%} of the plan's {size(planned)}"
         more = ": plan for the longest batch (batch=...)" if peak > planned else ""
-        logger.log(level, "ckptfused: step %d: %s at the peak, %s%s", step, size(peak), share, more)
+        _log(level, f"step {step}: {size(peak)} at the peak, {share}{more}")
 
     def saving_begins(self) -> None:
         """The model is about to be saved."""
@@ -98,12 +106,14 @@ class TrainingRun:
             self._reverted = False
 
     def end(self) -> str:
-        """What was saved; it is logged, too."""
+        """What was saved; it is logged, too. A collective where several processes train: peaks are the largest rank's."""
         if self._meter is not None:  # a step that failed
             self._meter.ends()
         self.saving_begins()
+        if _ranks() > 1 and self.report is not None:
+            self.peaks = _largest(self.peaks)
         said = self.summary()
-        logger.info(said)
+        _log(logging.INFO, said.removeprefix("ckptfused: "))
         self._model = self._meter = None
         return said
 
@@ -169,3 +179,30 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
 def _ranks() -> int:
     dist: Any = torch.distributed
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _log(level: int, said: str) -> None:
+    """A message of the first rank's; a warning is any rank's, which it names."""
+    rank = torch.distributed.get_rank() if _ranks() > 1 else 0
+    if rank == 0 or level > logging.INFO:
+        logger.log(level, "ckptfused: %s%s", f"rank {rank}, " if rank else "", said)
+
+
+def _largest(peaks: dict[int, int]) -> dict[int, int]:
+    """The peaks of each step on the rank where it was highest."""
+    everyone: list[Any] = [None] * _ranks()
+    torch.distributed.all_gather_object(everyone, peaks)
+    return {step: max(theirs.get(step, 0) for theirs in everyone) for step in sorted(set().union(*everyone))}
+
+
+@contextlib.contextmanager
+def _with_buckets(model: nn.Module, size: int) -> Iterator[None]:
+    """A model that a plan sees to hold the buckets of the `DistributedDataParallel` around it."""
+    if not size:
+        yield
+        return
+    model.register_buffer(_BUCKETS, torch.empty(size, dtype=torch.uint8, device="meta"), persistent=False)
+    try:
+        yield
+    finally:
+        delattr(model, _BUCKETS)

@@ -139,7 +139,12 @@ def _within(value: Any, depth: int) -> Iterator[Tensor]:
 def buckets(model: nn.Module) -> int:
     """Bytes that `DistributedDataParallel` holds to reduce gradients in, from step to step."""
     wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    return sum(p.nbytes for wrapper in wrappers for p in wrapper.module.parameters() if p.requires_grad)
+    return sum(bucket_bytes(wrapper.module) for wrapper in wrappers)
+
+
+def bucket_bytes(model: nn.Module) -> int:
+    """Bytes of the buckets in which a `DistributedDataParallel` around a model reduces its gradients."""
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
 def _replica(wrapper: nn.Module, memo: dict[int, Any]) -> nn.Module:
