@@ -106,7 +106,7 @@ class TrainingRun:
             self._reverted = False
 
     def end(self) -> str:
-        """What was saved; it is logged, too. A collective where several processes train: peaks are the largest rank's."""
+        """What was saved; it is logged, too. A collective of several processes: peaks become the largest rank's."""
         if self._meter is not None:  # a step that failed
             self._meter.ends()
         self.saving_begins()

@@ -73,7 +73,8 @@ def picture(plan: Any, path: str) -> None:
     low, high = (pick(peak for _, peak, _ in points) for pick in (min, max))
     (unit, name), (scale, of_time) = byte_unit(high), second_unit(max(seconds for *_, seconds in points))
     peaks, seconds = [point.peak / unit for point in plan.front], [point.seconds / scale for point in plan.front]
-    axes.step(peaks, seconds, where="post", color="tab:blue", label="the fastest for each memory")
+    if len(peaks) > 1:
+        axes.step(peaks, seconds, where="post", color="tab:blue", label="the fastest for each memory")
     axes.plot(plan.peak / unit, plan.seconds / scale, "*", color="tab:red", markersize=16, label="this plan")
     by_hand = [(_SAID.get(name, name), peak / unit, took / scale) for name, peak, took in plan.standard]
     axes.plot([x for _, x, _ in by_hand], [y for *_, y in by_hand], "o", color="black", markersize=5)

@@ -14,8 +14,8 @@ from ckptfused.sizes import byte_unit, second_unit, size
 COLOURS = ("#4c566a", "#81a1c1", "#a3be8c", "#ebcb8b", "#d08770", "#bf616a")
 FAR = 1.5
 """Multiple of what a picture shows beyond which a value is said in the margin."""
-_NARROW = 0.15
-"""Share of the width: a phase that is narrower has its name to the left of its end."""
+_LETTER = 0.0085
+"""Share of the width that a letter of a phase's name takes."""
 
 
 def canvas(width: float, height: float) -> tuple[Any, Any]:
@@ -43,28 +43,41 @@ def plot(profile: Any, path: str | Path) -> None:
     times = [moment.seconds / scale for moment in profile.timeline]
     levels = [[moment.bytes[kind] / unit for moment in profile.timeline] for kind in range(len(KINDS))]
     axes.stackplot(times, levels, labels=KINDS, colors=COLOURS, step="post")
-    for when, phase in profile.marks:
+    for when, _ in profile.marks:
         axes.axvline(when / scale, color="black", linewidth=0.8, linestyle=":")
-        if phase != "end":
-            narrow = when > (1 - _NARROW) * end
-            place, side = (end / scale, "right") if narrow else (when / scale, "left")
-            axes.text(place, 1.01, f" {phase}", transform=axes.get_xaxis_transform(), fontsize=9, ha=side)
+    for place, phase in _side_by_side([(when / end, phase) for when, phase in profile.marks if phase != "end"]):
+        axes.text(place, 1.01, f" {phase}", transform=axes.transAxes, fontsize=9)
     top = profile.peak * 1.08
-    lines = [(profile.peak, f"peak {size(profile.peak)}", "-")]
+    lines = [(profile.peak, f"peak {size(profile.peak)}", "-", "left")]
     card = CARDS.get(profile.device)
     if card is not None:
         has, said = card.memory * GIB, f"one {card.name} has {card.memory:g} GiB"
         top = max(top, has * 1.05) if has < FAR * profile.peak else top
-        lines += [(has, said, "--")] if has <= top else []
+        lines += [(has, said, "--", "right")] if has <= top else []
         if has > top:
             axes.text(0.995, 0.985, f"{said} ↑", transform=axes.transAxes, fontsize=8, ha="right", va="top")
-    for level, said, style in lines:
+    for level, said, style, side in lines:
         axes.axhline(level / unit, color="black", linewidth=0.8, linestyle=style)
-        axes.text(0.005, level / unit, said, transform=axes.get_yaxis_transform(), fontsize=8, va="bottom")
+        at = 0.005 if side == "left" else 0.995
+        axes.text(at, level / unit, said, transform=axes.get_yaxis_transform(), fontsize=8, va="bottom", ha=side)
     axes.set(xlabel=of_time, ylabel=name, xlim=(0, end / scale), ylim=(0, top / unit))
     figure.suptitle(f"A step {profile.way} for {profile.device}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=len(KINDS), fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def _side_by_side(names: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Names at their places, shares of the width, or as near to them as they all fit beside each other."""
+    found, limit = [], 1.0
+    for place, name in reversed(names):
+        limit = min(place, limit - _LETTER * (len(name) + 1))
+        found.append((limit, name))
+    names, limit = found[::-1], 0.0
+    found = []
+    for place, name in names:
+        found.append((max(place, limit), name))
+        limit = found[-1][0] + _LETTER * (len(name) + 1)
+    return found
 
 
 def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from ckptfused import plan, profile
-from ckptfused.profiler.plot import canvas, label_points
+from ckptfused.profiler.plot import _side_by_side, canvas, label_points
 
 pytestmark = pytest.mark.once
 
@@ -81,3 +81,29 @@ def test_a_timeline_has_the_cards_line_and_units_by_size(figures: list[Figure]) 
     assert len(phases) == 3
     boxes = [text.get_window_extent() for text in (*phases, figure._suptitle)]  # type: ignore[attr-defined]
     assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+
+
+@pytest.mark.parametrize("places", [(0, 0.03, 0.97), (0, 0.9, 0.95), (0, 0.01, 0.02), (0, 0.3, 0.8)])
+def test_names_of_narrow_phases_are_beside_one_another(places: tuple[float, ...]) -> None:
+    """A name begins at its phase, or as near to it as all of them fit."""
+    figure, axes = canvas(10, 5)
+    names = ("forward", "backward", "optimizer")
+    found = _side_by_side(list(zip(places, names, strict=True)))
+    if places[1:] == (0.3, 0.8):
+        assert [place for place, _ in found] == list(places)
+    drawn = [axes.text(place, 1.01, f" {name}", transform=axes.transAxes, fontsize=9) for place, name in found]
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in drawn]
+    assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+    assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 + 1 for box in boxes)
+
+
+def test_a_peak_just_below_the_card_is_said_beside_it(figures: list[Figure]) -> None:
+    with torch.device("meta"):
+        wide = nn.Linear(16384, 16384, bias=False)
+    found = profile(wide, torch.empty(16384 * 11, 16384, device="meta"), optimizer=torch.optim.SGD, device="rtx4090")
+    found.plot("step.png")
+    figures[0].draw_without_rendering()
+    levels = [text for text in figures[0].axes[0].texts if "GiB" in text.get_text()]
+    assert len(levels) == 2 and abs(found.peak / 2**30 - 23.5) < 1.5, found.peak / 2**30
+    assert not levels[0].get_window_extent().overlaps(levels[1].get_window_extent())
