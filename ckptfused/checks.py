@@ -80,7 +80,7 @@ def check_stored(name: str, value: Tensor, size: int, x: Tensor) -> None:
 
 def autocast_enabled(x: Tensor) -> bool:
     """Whether autocast is on where x lies. The meta device, which torch.is_autocast_enabled refuses, has it while it
-    stands for another (`policy.autocast`)."""
+    stands for another (`simulate.autocast_kernels`)."""
     if x.is_meta and not torch.amp.is_autocast_available("meta"):
         return False
     return torch.is_autocast_enabled(x.device.type)

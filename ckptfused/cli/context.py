@@ -13,21 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ckptfused.cli import options
 from ckptfused.cli.errors import CommandError
-from ckptfused.cli.options import (
-    OPTIMIZERS,
-    add_device,
-    add_model,
-    add_step,
-    add_training,
-    built,
-    checked,
-    model_and_batch,
-    optimizer,
-    positive,
-    ran,
-    whole_package,
-)
 from ckptfused.simulate.cards import usable
 from ckptfused.sizes import parse_bytes, size
 
@@ -41,12 +28,9 @@ AS_IT_IS = "as it is"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    add_step(parser, checkpoint=False)
-    add_training(parser)
-    add_device(parser)
+    options.add_prediction(parser, checkpoint=False)
     add = parser.add_argument
-    memory = checked(lambda text: parse_bytes("memory", text))
+    memory = options.checked(lambda text: parse_bytes("memory", text))
     add("--memory", type=memory, metavar="BYTES", help="80GiB, say; without it the card's own, less a twentieth")
     add(
         "--largest",
@@ -54,13 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="sequence",
         help="what is looked for: the longest sequence, of --batch sequences, or the largest batch, of --seq tokens",
     )
-    add("--step", type=positive, help="the answer is a multiple of so many tokens (256) or sequences (1)")
+    add("--step", type=options.positive, help="the answer is a multiple of so many tokens (256) or sequences (1)")
     add("--json", action="store_true", help="print JSON, with the parts of each peak in bytes")
     parser.epilog = "Example: python -m ckptfused context --config llama-3-8b --device h100 --largest batch --seq 4096"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    whole_package()
+    options.whole_package()
     from ckptfused.cli.language_models import VARIANTS
     from ckptfused.simulate.devices import device_named
 
@@ -74,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     arguments.memory = arguments.memory or usable(arguments.card.memory)
     arguments.step = arguments.step or (256 if arguments.largest == "sequence" else 1)
-    given = None if arguments.configuration else model_and_batch(arguments)
+    given = None if arguments.configuration else options.model_and_batch(arguments, needs_batch=True)
     found = {}
     for variant in VARIANTS:
         if not arguments.json and sys.stderr.isatty():
@@ -95,7 +79,7 @@ def _longest(given: Any, variant: str, arguments: argparse.Namespace) -> Longest
         return None
     step, least = found
     first = 2048 if arguments.largest == "sequence" else 8
-    return ran(arguments, lambda: longest(step, arguments.memory, arguments.step, first=first, least=least))
+    return options.ran(arguments, lambda: longest(step, arguments.memory, arguments.step, first=first, least=least))
 
 
 _Steps = tuple[Callable[[int], "Profile"], Callable[[int], int]]
@@ -108,28 +92,22 @@ def _steps(given: Any, variant: str, arguments: argparse.Namespace) -> _Steps | 
     from ckptfused.cli import language_models
     from ckptfused.cli.longest_context import resized
 
-    make = optimizer(arguments)
-    options = {name: getattr(arguments, name) for name in STEP}
+    make = options.optimizer(arguments)
+    how = {name: getattr(arguments, name) for name in STEP}
     of = "tokens" if arguments.largest == "sequence" else "sequences"
     if given is not None:
-        (own, batch), profile = given, whole_package().profile
-        if batch is None:
-            raise CommandError(
-                f"--config: expected {arguments.config} to return a model and a batch, got a model alone"
-            )
-        model = ran(arguments, lambda: language_models.varied(own, variant))
+        (own, batch), profile = given, options.whole_package().profile
+        model = options.ran(arguments, lambda: language_models.varied(own, variant))
         if model is None:
             return None
-        return lambda count: profile(model, resized(batch, **{of: count}), make, **options), lambda _: 0
+        return lambda count: profile(model, resized(batch, **{of: count}), make, **how), lambda _: 0
     dtype = getattr(torch, arguments.dtype)
-    trained = built(lambda: language_models.Trained(arguments.configuration, variant, dtype, arguments.lora))
+    trained = options.built(lambda: language_models.Trained(arguments.configuration, variant, dtype, arguments.lora))
 
     def sizes(count: int) -> tuple[int, int]:
         return (count, arguments.batch) if of == "tokens" else (arguments.seq, count)
 
-    return lambda count: trained.step(*sizes(count), optimizer=make, **options), lambda count: trained.least(
-        *sizes(count)
-    )
+    return lambda count: trained.step(*sizes(count), optimizer=make, **how), lambda count: trained.least(*sizes(count))
 
 
 def as_json(found: dict[str, Longest], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -137,7 +115,7 @@ def as_json(found: dict[str, Longest], arguments: argparse.Namespace) -> dict[st
     count = "tokens" if arguments.largest == "sequence" else "sequences"
     rows = {name: {count: best.tokens, "refused": best.refused, **best.profile.sizes()} for name, best in found.items()}
     asked = {name: getattr(arguments, name) for name in names if name != {"tokens": "seq", "sequences": "batch"}[count]}
-    return asked | {"optimizer": OPTIMIZERS[arguments.optimizer], "variants": rows}
+    return asked | {"optimizer": options.OPTIMIZERS[arguments.optimizer], "variants": rows}
 
 
 def table(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
@@ -156,7 +134,7 @@ def table(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
                 (
                     arguments.config,
                     of.format(conditions(step)),
-                    OPTIMIZERS[arguments.optimizer],
+                    options.OPTIMIZERS[arguments.optimizer],
                     asked if arguments.configuration else None,
                     f"{size(arguments.memory)} of {step.device}",
                 ),

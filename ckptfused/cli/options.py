@@ -31,7 +31,7 @@ CHECKPOINTING = {
     "ckptfused": "CONVERTED",
     "ckptfused-and-loss": "CHUNKED",
 }
-"""By option the variant's name in `policy.variants`."""
+"""By option the variant's name in `cli.language_models`."""
 OPTIMIZERS = {"adamw": "fused AdamW", "sgd": "SGD", "none": "no optimizer"}
 
 
@@ -82,12 +82,12 @@ def picture(text: str) -> str:
     return output(text)
 
 
-def add_model(parser: argparse.ArgumentParser, factory: bool = True) -> None:
-    """Which model: `--config`, `--lora`, `--dtype`. factory: whether it may be the user's own."""
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Which model: `--config`, `--lora`, `--dtype`."""
     named = f"{', '.join(MODELS)}, a config.json, its folder, or a model of the Hub's that was downloaded before"
     own = "; or module:factory, a function without arguments that returns a model, or a model and its batch"
     add = parser.add_argument
-    add("--config", required=True, metavar="MODEL", help=named + own * factory)
+    add("--config", required=True, metavar="MODEL", help=named + own)
     add("--lora", type=positive, metavar="RANK", help="train adapters of this rank alone; default: all weights")
     add("--dtype", choices=DTYPES, default="bfloat16", help="of a configuration's weights (bfloat16)")
 
@@ -140,6 +140,14 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         default="adamw",
         help="AdamW is fused, as Hugging Face's Trainer has it (adamw)",
     )
+
+
+def add_prediction(parser: argparse.ArgumentParser, checkpoint: bool = True) -> None:
+    """All that a predicted step depends on."""
+    add_model(parser)
+    add_step(parser, checkpoint=checkpoint)
+    add_training(parser)
+    add_device(parser)
 
 
 def optimizer(arguments: argparse.Namespace) -> MakeOptimizer | None:
@@ -212,14 +220,19 @@ def _where(error: BaseException | None) -> str:
     return found
 
 
-def model_and_batch(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
+def model_and_batch(arguments: argparse.Namespace, needs_batch: bool = False) -> tuple[nn.Module, Any]:
     """A configuration's model on the meta device, with a batch of tokens; or what the user's own function returns.
 
-    **Raises** `CommandError` where there is neither.
+    **Raises** `CommandError` where there is neither, or no batch where one is needed.
     """
     whole_package()
     if is_factory(arguments.config):
-        return ran(arguments, lambda: _own(arguments))
+        model, batch = ran(arguments, lambda: _own(arguments))
+        if batch is None and needs_batch:
+            raise CommandError(
+                f"--config: expected {arguments.config} to return a model and a batch, got a model alone"
+            )
+        return model, batch
     import torch
 
     from ckptfused.cli import language_models

@@ -13,49 +13,42 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ckptfused.cli import options
 from ckptfused.cli.errors import NO, CommandError
-from ckptfused.cli.options import (
-    add_device,
-    add_model,
-    add_step,
-    add_training,
-    checked,
-    model_and_batch,
-    optimizer,
-    output,
-    picture,
-    positive,
-    ran,
-    whole_package,
-)
 from ckptfused.sizes import parse_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    add_step(parser, checkpoint=False)
-    add_training(parser)
-    add_device(parser)
+    options.add_prediction(parser, checkpoint=False)
     add = parser.add_argument
-    budget = checked(lambda text: parse_bytes("budget", text))
+    budget = options.checked(lambda text: parse_bytes("budget", text))
     add("--budget", type=budget, metavar="BYTES", help="80GiB, say; without it the card's own memory, less a twentieth")
-    add("--shards", type=positive, default=1, metavar="RANKS", help="ranks over which FSDP2 shards the model (1)")
+    add(
+        "--shards",
+        type=options.positive,
+        default=1,
+        metavar="RANKS",
+        help="ranks over which FSDP2 shards the model (1)",
+    )
     add("--json", action="store_true", help="print JSON, in bytes and seconds, with the policy")
-    add("--policy", type=output, metavar="FILE", help="write the policy's JSON, for CheckpointPolicy.from_json")
-    add("--plot", type=picture, metavar="FILE", help="write a picture of memory against time; needs matplotlib")
+    add("--policy", type=options.output, metavar="FILE", help="write the policy's JSON, for CheckpointPolicy.from_json")
+    add(
+        "--plot",
+        type=options.picture,
+        metavar="FILE",
+        help="write a picture of memory against time; needs matplotlib",
+    )
     parser.epilog = "Example: python -m ckptfused plan --config llama-3-8b --batch 2 --seq 8192 --budget 130GiB"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plan, BudgetError = whole_package().plan, whole_package().BudgetError
-    model, batch = model_and_batch(arguments)
-    if batch is None:
-        raise CommandError(f"--config: expected {arguments.config} to return a model and a batch, got a model alone")
-    step = {"batch": batch, "optimizer": optimizer(arguments)}
+    plan, BudgetError = options.whole_package().plan, options.whole_package().BudgetError
+    model, batch = options.model_and_batch(arguments, needs_batch=True)
+    step = {"batch": batch, "optimizer": options.optimizer(arguments)}
     step |= {name: getattr(arguments, name) for name in ("device", "shards", "autocast", "gradient_accumulation_steps")}
     try:
         with _progress(quiet=arguments.json) as said:
-            found = ran(arguments, lambda: plan(model, budget=arguments.budget, said=said, **step))
+            found = options.ran(arguments, lambda: plan(model, budget=arguments.budget, said=said, **step))
     except BudgetError as error:
         if arguments.json:
             print(json.dumps({"fits": False, "budget": arguments.budget, "least": error.least}))

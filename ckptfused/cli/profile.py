@@ -9,28 +9,18 @@ from __future__ import annotations
 import argparse
 import sys
 
+from ckptfused.cli import options
 from ckptfused.cli.errors import CommandError
-from ckptfused.cli.options import (
-    add_device,
-    add_model,
-    add_step,
-    add_training,
-    model_and_batch,
-    optimizer,
-    picture,
-    ran,
-    whole_package,
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    add_step(parser)
-    add_training(parser)
-    add_device(parser)
+    options.add_prediction(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.add_argument(
-        "--plot", type=picture, metavar="FILE", help="write a picture of the step's timeline; needs matplotlib"
+        "--plot",
+        type=options.picture,
+        metavar="FILE",
+        help="write a picture of the step's timeline; needs matplotlib",
     )
     parser.epilog = "Example: python -m ckptfused profile --config llama-3-8b --batch 2 --seq 8192 --lora 16"
 
@@ -38,11 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if not arguments.json and sys.stderr.isatty():
         print("running a step without data …", end="\r", file=sys.stderr, flush=True)
-    model, batch = model_and_batch(arguments)
-    if batch is None:
-        raise CommandError(f"--config: expected {arguments.config} to return a model and a batch, got a model alone")
+    model, batch = options.model_and_batch(arguments, needs_batch=True)
     step = {name: getattr(arguments, name) for name in ("device", "autocast", "gradient_accumulation_steps")}
-    found = ran(arguments, lambda: whole_package().profile(model, batch, optimizer(arguments), **step))
+    found = options.ran(
+        arguments, lambda: options.whole_package().profile(model, batch, options.optimizer(arguments), **step)
+    )
     print(found.to_json() if arguments.json else found)
     if arguments.plot:
         try:

@@ -42,8 +42,8 @@ def profile(
 
     Memory is predicted exactly to what the allocator is asked for, but for what an op of PyTorch's allocates and frees
     within itself, and for workspaces and fragmentation. Attention by `F.scaled_dot_product_attention` is a flash
-    kernel's. Time is a roofline's (`policy.devices`), for the "cpu" what ops take that run alone (`policy.machine`).
-    Model and optimizer are left as they were.
+    kernel's. Time is a roofline's (`simulate.devices`), for the "cpu" what ops take that run alone
+    (`simulate.cpu_timings`). Model and optimizer are left as they were.
 
     **Raises** `TypeError` for what is no module, `ValueError` for a batch without labels or a model of which nothing is
     trained, and of a prediction for a model that cannot be copied, or that

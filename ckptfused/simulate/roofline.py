@@ -3,7 +3,7 @@
 A product takes the longer of its FLOPs and its bytes, attention its FLOPs, everything else the bytes that it reads and
 writes; each op a launch beside. Ops that make views or memory take nothing. Nothing runs beside anything else.
 
-On the CPU at hand (`policy.machine`) an op of PyTorch's takes what it takes alone, and so do the products and the
+On the CPU at hand (`simulate.cpu_timings`) an op of PyTorch's takes what it takes alone, and so do the products and the
 attention of a block of ckptfused's; beside that what it waits for operands, and for being called.
 """
 
