@@ -19,7 +19,10 @@ from tests.models.compare import close, gradients, run
 from tests.models.small import llama, unfused
 from tests.models.zoo import text_batch
 
-pytestmark = pytest.mark.each_torch
+pytestmark = [
+    pytest.mark.each_torch,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning", "ignore:MatMul8bitLt"),
+]
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32, bits: int = 4, **options: Any) -> Any:
@@ -40,7 +43,6 @@ def adapted(model: Any, **options: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=4, **targets | options)).train()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning", "ignore:MatMul8bitLt")
 @pytest.mark.parametrize("first", [True, False], ids=["convert-adapt", "adapt-convert"])
 @pytest.mark.parametrize(
     ("bits", "options"),
@@ -112,6 +114,7 @@ def test_what_is_kept_does_not_change_bits(tmp_path: Path) -> None:
         assert all(torch.equal(t, found[0][name]) for name, t in other.items())
 
 
+@pytest.mark.filterwarnings("ignore:Merge lora module to 4-bit", "ignore:Unmerge lora", "ignore:Already unmerged")
 def test_adapters_come_and_go(tmp_path: Path) -> None:
     """A second adapter, both at once, none, merged and unmerged: as the model that is not converted."""
     pytest.importorskip("bitsandbytes")
@@ -132,13 +135,11 @@ def test_adapters_come_and_go(tmp_path: Path) -> None:
     same()
     for each in (plain, model):
         each.base_model.set_adapter("other")
-        with pytest.warns(UserWarning, match="Merge lora module to 4-bit"):
-            each.merge_adapter()
+        each.merge_adapter()
     with torch.no_grad():  # merged, nothing is trained
         torch.testing.assert_close(model(**text_batch()).loss, plain(**text_batch()).loss, rtol=1e-5, atol=1e-5)
     for each in (plain, model):
-        with pytest.warns(UserWarning, match="Unmerge lora module to 4-bit"):
-            each.unmerge_adapter()
+        each.unmerge_adapter()
     same()
 
 
