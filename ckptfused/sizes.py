@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ckptfused.spec.checks import check_at_least, check_integer
 
@@ -41,6 +42,12 @@ def byte_unit(count: float) -> tuple[int, str]:
 def second_unit(count: float) -> tuple[float, str]:
     """The same of seconds."""
     return next((u for u in ((1.0, "s"), (1e-3, "ms")) if count >= u[0]), (1e-6, "µs"))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table whose columns begin one below the other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def counted(count: int, noun: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptfused.sizes import size
+from ckptfused.sizes import aligned, size
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,8 @@ class Explanation:
         raise KeyError(name)
 
     def __str__(self) -> str:
-        rows = [("step", "kernel", "in backward", "why")]
-        rows += [(s.name, s.kernel, s.backward, s.reason) for s in self.steps]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = [self.title, ""]
-        for row in rows:
-            lines.append(
-                "  ".join([*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3]]).rstrip()
-            )
+        steps = ((s.name, s.kernel, s.backward, s.reason) for s in self.steps)
+        lines = [self.title, "", *aligned([("step", "kernel", "in backward", "why"), *steps])]
         if self.saved:
             parts = ", ".join(f"{name} {size(count, 1)}" for name, count in self.saved.items())
             lines += ["", f"Saved for backward: {size(sum(self.saved.values()), 1)} ({parts})."]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptfused.models.layer_mode import LayerMode
 from ckptfused.models.policy import CheckpointPolicy
-from ckptfused.sizes import counted
+from ckptfused.sizes import aligned, counted
 
 Bytes = Any
 MOST_RUNS = 8  # that a line of the table names
@@ -117,12 +117,10 @@ class Report(_Read):
             names = _names(group, self.layers)
             mode = [str(first.mode)] if differ else []
             rows.append((names, first.layer, first.family or "–", first.path, size, *mode, first.reason))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         paths = ", ".join(f"{count} {path}" for path, count in Counter(x.path for x in self.layers).items())
         return "\n".join(
             [
-                *lines,
+                *aligned(rows),
                 f"{counted(len(self.layers), 'layer')}: {paths}; {self.policy}",
                 *map(str, self.heads),
                 *self.notes,
