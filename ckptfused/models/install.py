@@ -52,7 +52,7 @@ class InstalledLayer(NamedTuple):
 
     @property
     def path(self) -> str:
-        """As `LayerReport.path`."""
+        """One of those that `LayerReport.path` lists."""
         if isinstance(self.outcome, Outcome):
             return self.outcome.path
         return "original" if self.outcome is PREFIX or self.mode.keep is None else "generic"

@@ -35,16 +35,16 @@ class Measured(NamedTuple):
     keeps_output: bool
     """Whether it needs its first result in backward."""
     forward_scratch: int
-    """Beside the results."""
+    """The most that forward holds beside its results."""
     backward_scratch: int
-    """Beside the gradients."""
+    """The most that backward holds beside the gradients."""
     seconds: tuple[float, float]
-    """Of forward and backward."""
+    """Forward takes the first, backward the second."""
     types: tuple[torch.dtype, ...]
     """The results'."""
 
     def times(self, parts: int) -> Measured:
-        """That of so many such calls at once."""
+        """What so many such calls need at once."""
         names = ("kept", "forward_scratch", "backward_scratch")
         sizes: dict[str, Any] = {name: parts * getattr(self, name) for name in names}
         return self._replace(**sizes, seconds=(parts * self.seconds[0], parts * self.seconds[1]))
@@ -92,7 +92,7 @@ def recurrent(name: str, work: Work, below: Callable[..., Any], *args: Any) -> A
 
 
 def _measured(name: str, known: dict[Hashable, Measured | None], args: Any) -> Measured | None:
-    """Of too large a batch a part is measured."""
+    """What a call needs; of too large a batch a part is measured."""
     x, states, parameters, batch_first = args[0], args[1], args[2], args[8]
     lower = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     needs = tuple(t.requires_grad and torch.is_grad_enabled() for t in tree_leaves(args[:3]))
