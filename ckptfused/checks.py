@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -85,6 +86,15 @@ def autocast_enabled(x: Tensor) -> bool:
     if x.is_meta and not torch.amp.is_autocast_available("meta"):
         return False
     return torch.is_autocast_enabled(x.device.type)
+
+
+def computing_in(x: Tensor, dtype: torch.dtype | None = None) -> AbstractContextManager[Any]:
+    """Autocast to a half-precision type where x lies, whatever is on now; of any other type, none. Meta tensors, of
+    which nothing is computed, stay under what there is."""
+    if x.is_meta:
+        return nullcontext()
+    half = dtype in (torch.bfloat16, torch.float16)
+    return torch.autocast(x.device.type, dtype if half else None, enabled=half, cache_enabled=False)
 
 
 def compute_word(x: Tensor, residual: bool = True) -> str:

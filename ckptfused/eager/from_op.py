@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckptfused import _extension  # noqa: F401  (registers the ops)
+from ckptfused.checks import computing_in
 from ckptfused.eager.block import eager_block, mask_shapes
 from ckptfused.eager.dequantize import with_plain_weights
 from ckptfused.eager.philox import DECISIONS, keep_threshold
@@ -32,7 +32,7 @@ def plain_block(
     spec = parse(text)
     named: Any = with_plain_weights(dict(zip(param_names(spec), params, strict=True)), spec, x)
     inputs: Any = dict(zip(AUX_NAMES, aux, strict=True))
-    with _computing_in(x, spec.compute):
+    with computing_in(x, x.dtype if spec.compute is None else getattr(torch, spec.compute)):  # as the op had it
         return eager_block(x, named, spec, **inputs, masks=masks)
 
 
@@ -56,12 +56,3 @@ def _mask_shapes(x: Tensor, aux: Sequence[Tensor | None], text: str) -> dict[int
     spec = parse(text)
     batch, tokens = x.shape[1::-1] if spec.seq_first else x.shape[:2]
     return mask_shapes(spec, batch, tokens, x.size(-1), aux[AUX_NAMES.index("cu_seqlens")])
-
-
-def _computing_in(x: Tensor, compute: str | None) -> AbstractContextManager[Any]:
-    """Autocast as the op had it, whatever is on now: to the text's type, else that of a half-precision x."""
-    if x.is_meta:
-        return nullcontext()
-    dtype = getattr(torch, compute) if compute is not None else x.dtype
-    half = dtype in (torch.bfloat16, torch.float16)
-    return torch.autocast(x.device.type, dtype if half else None, enabled=half, cache_enabled=False)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ckptfused.checks import computing_in
 from ckptfused.spec import LossSpec
 
 
@@ -57,7 +57,7 @@ def eager_linear_cross_entropy(
 
     **Source** `torch.nn.functional.cross_entropy` and, for z-loss, Chowdhery et al. 2022 (PaLM), section 5.
     """
-    with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+    with computing_in(x):
         logits = eager_logits(x, weight, bias, adapters, spec, masks).view(target.numel(), weight.size(0))
         options = {"ignore_index": spec.ignore_index, "label_smoothing": spec.label_smoothing, "reduction": "none"}
         targets = target.flatten()

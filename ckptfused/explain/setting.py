@@ -6,7 +6,7 @@ import torch
 
 from ckptfused import cost
 from ckptfused._extension import _C
-from ckptfused.checks import autocast_enabled
+from ckptfused.checks import compute_word
 from ckptfused.ops.call import Call
 from ckptfused.sizes import counted, size
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
@@ -28,15 +28,11 @@ class Setting:
     """A block call, as far as it decides kernels."""
 
     def __init__(self, call: Call) -> None:
-        self.x, spec = call.x, BlockSpec.parse(call.text)
-        kind = self.x.device.type
-        if autocast_enabled(self.x) and self.x.dtype == torch.float32:  # as csrc/autograd/function.cpp
-            compute = name_of(torch.get_autocast_dtype(kind))
-            spec = BlockSpec.parse(f"{call.text} compute={compute}") if compute != "float32" else spec
-        self.spec = spec
-        self.cuda = kind == "cuda"
-        self.dtype = cost.compute_type(spec, self.x.dtype)
-        length, batch = self.x.shape[:2] if spec.seq_first else (self.x.shape[1], self.x.shape[0])
+        self.x, self.text = call.x, call.text + compute_word(call.x)
+        self.spec = BlockSpec.parse(self.text)
+        self.cuda = self.x.device.type == "cuda"
+        self.dtype = cost.compute_type(self.spec, self.x.dtype)
+        length, batch = self.x.shape[:2] if self.spec.seq_first else (self.x.shape[1], self.x.shape[0])
         self.batch, self.length, self.width = batch, length, self.x.shape[2]
         self.rows = "CUDA C++" if self.cuda else f"row kernel ({_C.cpu_target()})"
 
@@ -45,36 +41,21 @@ class Setting:
         return self.batch, self.length, self.width
 
     def product(self) -> tuple[str, str]:
-        if self.cuda:
-            return "cuBLAS", ""
-        if _C.runs_as_float(name_of(self.dtype)):
-            return "float32 blocks", f"this processor has no matrix instructions for {name_of(self.dtype)}"
-        if self.dtype == torch.float32 and _C.mkl_is_slow():
-            return "PyTorch's product", "large ones by oneDNN: MKL leaves this processor's AVX-512 alone"
-        return "PyTorch's product", ""
+        return ("cuBLAS", "") if self.cuda else _C.product_choice(name_of(self.dtype))
 
     def attention(self, a: AttentionSpec) -> tuple[str, str]:
         """A name in ATTENTION, and the reason."""
-        if not self.cuda:
-            return self._cpu_attention(a)
         shape = backend.Shape.of_spec(a, self.dtype, self.batch, self.length)
-        return backend.attention_backend(shape, torch.cuda.get_device_capability(self.x.device))
-
-    def _cpu_attention(self, a: AttentionSpec) -> tuple[str, str]:
-        """The kernel that csrc/ops/attention_cpu.cpp chooses, and a reason in words."""
-        if "flash attention" in cost.forward_ledger(self.spec, *self.dims, self.x.dtype).launches:
-            return "flash", f"softmax over {'the causal' if a.causal else 'all'} keys and nothing else"
-        if special := backend.Shape.of_spec(a, self.dtype, self.batch, self.length).special:
-            return "tiles", f"PyTorch's kernel has no {', no '.join(special)}"
-        if _C.runs_as_float(name_of(self.dtype)):
-            return "tiles", f"this processor has no matrix instructions for {name_of(self.dtype)}"
-        return "tiles", "causal and a few hundred long: PyTorch's kernel would compute most of what the mask hides"
+        if self.cuda:
+            return backend.attention_backend(shape, torch.cuda.get_device_capability(self.x.device))
+        sizes = (self.batch, a.heads, a.kv_heads, self.length, a.head_dim)
+        flash, reason = _C.flash_choice(shape.bits, name_of(self.dtype), sizes, a.causal)
+        return "flash" if flash else "tiles", reason
 
     def gate_up(self, f: FFNSpec) -> tuple[str, str, bool]:
         """Kernel, reason, and whether the activation is in it."""
         rows = self.batch * self.length
-        apart = f.post != "none" or f.out != "none" or f.lora or f.quant  # as Block::choose_up_kernel
-        if not self.cuda or apart or not rows:
+        if not self.cuda or not _C.may_fuse_up(self.text, rows):
             return *self.product(), False
         name, reason = tuning.ffn_choice(rows, self.width, f.hidden, f.act, self.dtype, self.x.device)
         return ("cuBLAS", reason, False) if name == tuning.CUBLAS else (f"Triton ({name})", reason, True)

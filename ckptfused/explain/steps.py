@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptfused import cost
+from ckptfused._extension import _C
 from ckptfused.explain.result import Step
 from ckptfused.explain.setting import ATTENTION, Setting, name_of
 from ckptfused.spec import AttentionSpec, FFNSpec
@@ -54,8 +55,7 @@ def ffn_steps(s: Setting, f: FFNSpec, after: dict[str, str]) -> list[Step]:
     steps = []
     product, why = s.product()
     if f.pre != "none":
-        before = s.spec.attn if not s.spec.parallel else None  # as Block::ensure_mid
-        kernel = "(residual of attention)" if before is not None and before.out == "none" else s.rows
+        kernel = "(residual of attention)" if _C.residual_makes_next_norm(s.text) else s.rows
         steps.append(Step("norm before FFN", kernel, _norm(f.pre), "made again"))
     first = "gate and up products" if f.gated else "up product"
     kernel, reason, activated = s.gate_up(f)

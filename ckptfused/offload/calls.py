@@ -22,6 +22,7 @@ from ckptfused.compat.torch_autograd import (
     saved_tensor_hooks_allowed,
 )
 from ckptfused.compat.torch_memory import storage_id
+from ckptfused.cost.opened import device_of
 from ckptfused.offload.copies import Copies, copies_of
 from ckptfused.offload.saved import Held, Saved
 from ckptfused.ops.enclosing_checkpoint import captured
@@ -64,7 +65,7 @@ class Offloader:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[torch.device, Copies | None] = {}
+        self._copies: dict[tuple[torch.device, str], Copies | None] = {}
         self.order = _Order()
         self._lock = threading.RLock()
         self._ahead: weakref.ref[Saved] | None = None
@@ -76,11 +77,10 @@ class Offloader:
         """The copies between x's device and the host; None where x stays."""
         if not isinstance(x, Tensor) or not is_plain(x) or captured(x):
             return None
-        if x.is_meta:  # there are some while a ledger is open
-            return copies_of(x.device)
-        if x.device not in self._copies:
-            self._copies[x.device] = copies_of(x.device)
-        return self._copies[x.device]
+        place = x.device, device_of(x)
+        if place not in self._copies:
+            self._copies[place] = copies_of(*place)
+        return self._copies[place]
 
     def take(self, saved: Saved) -> Tensor:
         """An input that backward asks for, and the one that it will ask for next is on its way."""

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ckptfused.cost.opened import counting
-
 PAGEABLE = (
     "ckptfused: host memory could not be pinned ({}), so inputs of layers are offloaded to ordinary memory: the copies "
     "are slower, and forward waits for them. Give the process more memory that it may lock, or let it offload less"
@@ -123,9 +121,11 @@ class CountedCopies:
         pass
 
 
-def copies_of(device: torch.device) -> Copies | None:
-    """The copies between a device and the host; None of what is on the host already, and of other devices than GPUs."""
-    if device.type == "meta":
-        opened = counting()
-        return CountedCopies() if opened is not None and opened.device == "cuda" else None
-    return CudaCopies(device) if device.type == "cuda" else None
+def copies_of(device: torch.device, kind: str) -> Copies | None:
+    """The copies between a device and the host; None of what is on the host already, and of other devices than GPUs.
+
+    kind: the device's, or that of the one that it stands for.
+    """
+    if kind != "cuda":
+        return None
+    return CudaCopies(device) if device.type == kind else CountedCopies()

@@ -15,7 +15,6 @@ from ckptfused._extension import _C
 from ckptfused.compat import pytree
 from ckptfused.compat.torch_dispatch import dispatch_modes, is_transformed, without_dispatch_modes
 from ckptfused.compat.torch_memory import storage_id
-from ckptfused.cost.opened import counting
 from ckptfused.recompute.arguments import Arguments
 
 
@@ -56,7 +55,7 @@ class CopiesOnWrite:
         """Tensors with the values and the gradients of these."""
         originals = list(tensors)
         with unseen():
-            copies = self._made.make(originals, counting() is not None)
+            copies = self._made.make(originals)
             for i, (copy, t) in enumerate(zip(copies, originals, strict=True)):
                 if copy is None:
                     copies[i] = clone(t)

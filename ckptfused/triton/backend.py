@@ -55,6 +55,11 @@ class Shape:
     length: int
     head_dim: int
 
+    @property
+    def bits(self) -> int:
+        """The special ones as C++ takes them."""
+        return sum(1 << i for i, name in enumerate(_C.attention_special) if name in self.special)
+
     @classmethod
     def of_spec(cls, a: AttentionSpec, dtype: torch.dtype, batch: int, length: int) -> Shape:
         """The shape of the call that a block makes; dtype: its compute type."""
@@ -75,8 +80,7 @@ def attention_backend(
     override: wanted where it can do the job; elsewhere the choice is as without it. cudnn: the library's version as it
     numbers itself; None: of the one at hand.
     """
-    bits = sum(1 << i for i, name in enumerate(_C.attention_special) if name in shape.special)
     sizes = (shape.batch, shape.heads, shape.length, shape.length, shape.head_dim)
     gpu = (*capability, _cudnn_version() if cudnn is None else cudnn)
-    name, reason = _C.attention_choice(bits, str(shape.dtype).removeprefix("torch."), sizes, gpu, override or "")
+    name, reason = _C.attention_choice(shape.bits, str(shape.dtype).removeprefix("torch."), sizes, gpu, override or "")
     return name, reason

@@ -4,6 +4,8 @@
 
 #include <c10/core/impl/COW.h>
 
+#include "ops/ledger.h"
+
 namespace ckptfused {
 namespace {
 
@@ -17,13 +19,13 @@ bool spans_little(const Tensor& x) {
 
 }  // namespace
 
-bool MadeCopies::can_share(const Tensor& x, bool meta) {
+bool MadeCopies::can_share(const Tensor& x) {
   static const auto ordinary =
       c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta,
                            c10::DispatchKey::ADInplaceOrView}) |
       c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset;
   // A copy of all that lies between its elements would otherwise be the larger one.
-  return ordinary.has_all(x.key_set()) && (meta || !x.is_meta()) && x.numel() > 0 &&
+  return ordinary.has_all(x.key_set()) && (counting() || !x.is_meta()) && x.numel() > 0 &&
          spans_little(x);
 }
 

@@ -23,8 +23,8 @@ SharingCopies call_copy_on_write(at::TensorList tensors);
 class MadeCopies {
  public:
   // Whether x is a view of a storage on a CPU or a CUDA device and nothing else, and no large part
-  // of what lies between its elements is not its own. meta: of the meta device, too.
-  static bool can_share(const at::Tensor& x, bool meta);
+  // of what lies between its elements is not its own. In a count of the meta device, too.
+  static bool can_share(const at::Tensor& x);
   // In the place of each tensor its copy.
   std::vector<std::optional<at::Tensor>> make(
       const std::vector<std::optional<at::Tensor>>& tensors);

@@ -29,12 +29,12 @@ bool through_aten(const Tensor& t) {
 void count_product(const char* name, const Part& part, int64_t n, int64_t k, int64_t c,
                    int64_t rank) {
   const Ledger::Name named(name, part.weight);
-  Ledger::current()->add(Ledger::low_rank, {n, k, c, rank});
+  counted_work(Ledger::low_rank, {n, k, c, rank});
 }
 
 // The products of a forward.
 void count(const Adapters& list, const Part& part, int64_t n, int64_t c) {
-  if (Ledger::current() == nullptr) return;
+  if (!counting()) return;
   for (const Adapter& a : list) {
     count_product("adapter of", part, n, part.width, c, a.a.size(0));
   }
@@ -42,7 +42,7 @@ void count(const Adapters& list, const Part& part, int64_t n, int64_t c) {
 
 // Of a backward: t again for the gradient of b, that of t for those of a and of the input.
 void count_gradients(const Adapters& list, const Part& part, int64_t n, int64_t c, bool din) {
-  if (Ledger::current() == nullptr) return;
+  if (!counting()) return;
   for (const Adapter& a : list) {
     const int64_t k = part.width, rank = a.a.size(0);
     const bool da = a.da.defined(), db = a.db.defined();
@@ -56,8 +56,7 @@ void count_gradients(const Adapters& list, const Part& part, int64_t n, int64_t 
 
 // On the CPU one op does all of it; elsewhere it is PyTorch's products that launch.
 void count_launch(const char* name, const Tensor& t) {
-  Ledger* ledger = Ledger::current();
-  if (ledger != nullptr && !through_aten(t)) ledger->launched(name);
+  if (counting() && !through_aten(t)) counted_launch(name);
 }
 
 }  // namespace
@@ -128,7 +127,7 @@ bool Block::adapters_in_halves(const Tensor& like, const Part& part) {
     if (s.spec->p > 0 || params_[s.first + kBias].defined()) return false;
     ++found;
   }
-  return found == 1 && (Ledger::current() != nullptr || like.is_cpu() || widens(like));
+  return found == 1 && (counting() || like.is_cpu() || widens(like));
 }
 
 // The numbers of all wider adapters as two of half precision, in a few kernels for all of them.

@@ -30,9 +30,9 @@ void scaled_product(const Tensor& out, const Tensor& a, const Tensor& b, double 
   };
   Tensor sum = operand(out);
   const Tensor left = operand(a), right = operand(b);
-  if (Ledger* ledger = Ledger::current()) {
+  if (counting()) {
     const int64_t written = (onto ? 2 : 1) * int64_t(out.nbytes());
-    ledger->launched("aten::addmm", 1, int64_t(a.nbytes() + b.nbytes()) + written);
+    counted_launch("aten::addmm", int64_t(a.nbytes() + b.nbytes()) + written);
   } else if (sum.scalar_type() == left.scalar_type()) {
     at::addmm_out(sum, sum, left, right, onto ? 1 : 0, scale);
   } else {
@@ -51,12 +51,9 @@ Tensor low_rank(const Tensor& in, const Tensor& high, const Tensor& rest) {
 
 // rest = t - high, rounded to its type.
 void subtract(const Tensor& rest, const Tensor& t, const Tensor& high) {
-  Ledger* ledger = Ledger::current();
   if (on_cpu(t)) {  // what its sub_out does within itself
     rest.copy_(t.sub(high.to(t.scalar_type())));
-  } else if (ledger != nullptr) {
-    ledger->launched("aten::sub", 1, int64_t(t.nbytes() + high.nbytes() + rest.nbytes()));
-  } else {
+  } else if (!counted_launch("aten::sub", int64_t(t.nbytes() + high.nbytes() + rest.nbytes()))) {
     at::sub_out(const_cast<Tensor&>(rest), t, high);
   }
 }

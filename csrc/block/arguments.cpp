@@ -91,12 +91,11 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
     cu_seqlens_ = aux_at(aux, kCuSeqlens);
   }
   if (spec.has_ffn) {
-    const Ledger* ledger = Ledger::current();
-    const bool whole = ledger != nullptr && !ledger->device().cut_ffn;
     tiles_ =
-        whole ? FFNTiles{N_, spec.ffn.hidden}
-              : ffn_tiles(N_, C_, spec.ffn.hidden, spec.ffn.gated(), int64_t(c10::elementSize(P_)),
-                          ffn_scratch_limit(spec.scratch, !on_cpu(x_)), !on_cpu(x_));
+        counts_whole_ffn()
+            ? FFNTiles{N_, spec.ffn.hidden}
+            : ffn_tiles(N_, C_, spec.ffn.hidden, spec.ffn.gated(), int64_t(c10::elementSize(P_)),
+                        ffn_scratch_limit(spec.scratch, !on_cpu(x_)), !on_cpu(x_));
     choose_up_kernel();
   }
   if (spec.has_dropout()) {

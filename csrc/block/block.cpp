@@ -11,6 +11,11 @@ namespace ckptfused {
 
 using at::Tensor;
 
+bool residual_makes_next_norm(const BlockSpec& spec) {
+  const bool follows = spec.has_attn && spec.has_ffn && spec.parallel == Parallel::no;
+  return follows && !spec.attn.out.on() && spec.ffn.pre.on();
+}
+
 // mid = x + m * drop(post(proj)); the norm that comes next is made in the same pass.
 void Block::ensure_mid() {
   if (value_.mid.defined()) return;
@@ -21,7 +26,7 @@ void Block::ensure_mid() {
   const NormSpec& next = closing ? a.out : spec_.ffn.pre;
   const int next_weight = closing ? attn_slot(kAttnOutW) : ffn_slot(kFFNPreW);
   // Backward of the attention half alone reads no closing norm's result.
-  const bool fuse_next = closing ? !backward_ || ffn_follows : ffn_follows && next.on();
+  const bool fuse_next = closing ? !backward_ || ffn_follows : residual_makes_next_norm(spec_);
   // Forward needs the sum itself unless a closing norm takes its place on the stream.
   const bool need_sum = backward_ || !closing || spec_.keep.mid;
   const Tensor sum = need_sum ? like_x(R_, "mid") : Tensor();

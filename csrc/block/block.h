@@ -42,6 +42,12 @@ struct Joined {
   bool tile = false;        // whether the gradients of its weights are one product
 };
 
+// Whether one kernel may make the products of the hidden value and its activation, on a device that
+// has one.
+bool may_fuse_up(const FFNSpec& f, int64_t rows);
+// Whether the kernel that closes the attention half makes the FFN's first norm, too.
+bool residual_makes_next_norm(const BlockSpec& spec);
+
 // A block call: what it is given, its intermediates, and one idempotent producer per intermediate.
 // Forward calls the producers and drops what is not kept; backward calls them again for what is
 // missing. That is why gradients do not depend on what was kept: there is no second way to make a

@@ -78,10 +78,14 @@ void Block::activate(const GateUp& gu, const Tile& t, const Tensor& h) const {
 
 // Backward of a block with a norm behind the FFN makes h twice, by way of a gu that may be kept:
 // there the pointwise kernel serves both.
+bool may_fuse_up(const FFNSpec& f, int64_t rows) {
+  return !f.post.on() && !f.out.on() && rows > 0 && f.lora.empty() && f.quant.empty();
+}
+
 void Block::choose_up_kernel() {
   const FFNSpec& f = spec_.ffn;
   const bool half = P_ == at::kBFloat16 || P_ == at::kHalf;
-  if (!half || f.post.on() || f.out.on() || N_ == 0 || !f.lora.empty() || !f.quant.empty()) return;
+  if (!half || !may_fuse_up(f, N_)) return;
   up_kernel_ = call::ffn_choice(x_, P_, N_, C_, f.hidden, f.act);
 }
 

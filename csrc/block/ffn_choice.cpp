@@ -29,8 +29,7 @@ std::string ffn_choice(const Tensor& like, at::ScalarType dtype, int64_t n, int6
   static const auto handle =
       c10::Dispatcher::singleton().findSchemaOrThrow("ckptfused::ffn_choice", "");
   // A count asks for the device that it is for; where there is none, it is the platform's products.
-  const Ledger* ledger = Ledger::current();
-  const OptTensor there = ledger != nullptr ? ledger->device().like : like;
+  const OptTensor there = like_there(like);
   if (!there.has_value()) return "cublas";
   const auto key = there->is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
   if (!handle.hasKernelForDispatchKey(key)) return "cublas";

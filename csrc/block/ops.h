@@ -36,7 +36,7 @@ c10::TypedOperatorHandle<Signature> found(const char* name) {
   static const auto handle =                                                        \
       found<std::remove_pointer_t<decltype(&*counted::name)>>("ckptfused::" #name); \
   const auto op = [](const auto&... arguments) {                                    \
-    if (Ledger::current() == nullptr) return handle.call(arguments...);             \
+    if (!counting()) return handle.call(arguments...);                              \
     const Ledger::Given given(arguments...);                                        \
     return counted::name(arguments...);                                             \
   }

@@ -98,10 +98,10 @@ void Block::add_bias_grad(int slot, int64_t row0, const Tensor& dout, bool add) 
   if (!grad.defined()) return;
   const Ledger::Name name("d", slot);
   Tensor target = grad.narrow(0, row0, dout.size(1));
-  if (Ledger* ledger = Ledger::current()) {  // PyTorch's own on meta tensors is slow Python
+  if (counting()) {  // PyTorch's own on meta tensors is slow Python
     const Tensor sum = add ? empty(target.sizes(), A_, "d", slot) : target;
-    ledger->launched("aten::sum", 1, int64_t(dout.nbytes() + sum.nbytes()));
-    if (add) ledger->launched("aten::add_", 1, 3 * int64_t(sum.nbytes()));
+    counted_launch("aten::sum", int64_t(dout.nbytes() + sum.nbytes()));
+    if (add) counted_launch("aten::add_", 3 * int64_t(sum.nbytes()));
   } else if (add) {
     target.add_(dout.sum({0}, false, A_));
   } else {

@@ -57,17 +57,17 @@ Tensor Block::dequantized(const QuantizedSlots& stored) {
   const QuantizedSpec& q = *stored.spec;
   const std::vector<int64_t> sizes = weight_sizes(stored.weight);
   Tensor made;
-  if (Ledger* ledger = Ledger::current()) {
+  if (counting()) {
     const int64_t blocks = q.block > 0 ? (sizes[0] * sizes[1] + q.block - 1) / q.block : sizes[0];
     Tensor scales;
     if (q.nested > 0) {
       scales = empty({blocks}, at::kFloat, "scales of", stored.weight);
-      ledger->launched("dequantize_blockwise", 1, 5 * blocks);
-      ledger->launched("aten::add_", 1, 8 * blocks);
+      counted_launch("dequantize_blockwise", 5 * blocks);
+      counted_launch("aten::add_", 8 * blocks);
     }
     made = empty(sizes, P_, "weight of", stored.weight);
-    ledger->launched("dequantize", 1,
-                     int64_t(params_[stored.weight].nbytes() + made.nbytes()) + 4 * blocks);
+    counted_launch("dequantize",
+                   int64_t(params_[stored.weight].nbytes() + made.nbytes()) + 4 * blocks);
   } else {
     OptTensorList state;
     for (int slot = 0; slot < kQuantParams; ++slot) {

@@ -14,7 +14,7 @@ using at::Tensor;
 
 at::IValue number_of_targets(const Tensor& target, int64_t ignored) {
   const bool is_long = target.scalar_type() == at::kLong;
-  if (is_long && target.is_meta() && Ledger::current() && on_cpu(target)) return target.numel();
+  if (is_long && target.is_meta() && counting() && on_cpu(target)) return target.numel();
   constexpr c10::DispatchKeySet at_hand({c10::DispatchKey::CPU, c10::DispatchKey::ADInplaceOrView});
   const auto ordinary = at_hand | c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset;
   if (!ordinary.has_all(target.key_set()) || !is_long ||

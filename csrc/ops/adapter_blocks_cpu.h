@@ -87,7 +87,7 @@ std::vector<Operands<A>> operands_of(const Adapters& adapters, const AdapterPlac
     o.rank = adapter.a.size(0);
     o.rank0 = rank0;
     rank0 += o.rank;
-    if (adapter.p > 0 && Ledger::current() == nullptr) {
+    if (adapter.p > 0 && !counting()) {
       check_rng_state("adapter", place.rng, at::kCPU);
       o.dropout = make_dropout(place.rng.const_data_ptr<int64_t>(), adapter.p, int(adapter.site),
                                place.cols);

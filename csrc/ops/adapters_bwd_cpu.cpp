@@ -148,7 +148,7 @@ void backward(const at::Tensor& dy, const at::Tensor& in, const at::Tensor& din,
                      scratch);
     }
   });
-  if (Ledger::current() == nullptr) add_sums(adapters, s, ranges, sums_data);
+  if (!counting()) add_sums(adapters, s, ranges, sums_data);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels/cpu/attention.h"
+#include "ops/attention_choice.h"
 #include "ops/checks.h"
 
 namespace ckptfused {
@@ -45,11 +46,13 @@ struct AttentionProblem {
   int64_t head_dim() const { return q.size(3); }
   int64_t group() const { return heads() / kv_heads(); }
 
-  // Softmax over all keys, or the causal ones, and nothing else: what PyTorch's kernels do.
-  bool plain() const {
-    return mask_kind == MaskKind::none && padding_kind == MaskKind::none && !dropout.active() &&
-           window == 0 && softcap == 0.0 && !packed && max_queries == max_keys &&
-           scale >= kLeastScale;
+  // What decides who computes it.
+  AttentionShape shape() const {
+    const unsigned special = (mask_kind != MaskKind::none) * kHasMasks |
+                             (padding_kind != MaskKind::none) * kHasPadding | packed * kHasPacked |
+                             (window != 0) * kHasWindow | (softcap != 0.0) * kHasSoftcap |
+                             dropout.active() * kHasDropout | !(scale >= kLeastScale) * kHasScale;
+    return {special, q.scalar_type(), batch(), heads(), max_queries, max_keys, head_dim()};
   }
 };
 

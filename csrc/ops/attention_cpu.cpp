@@ -9,25 +9,10 @@
 namespace ckptfused {
 namespace {
 
-// Whether PyTorch's flash kernel does the job: where it can, but for two kinds of shapes where the
-// tiles took less time.
-bool flash(const AttentionProblem& a) {
-  if (!a.plain() || a.q.numel() == 0 || a.k.numel() == 0) return false;
-  // Half precision on a processor without matrix instructions for the type: its backward takes
-  // three to four times as long as the tiles, which multiply in float32 as linear.h does.
-  if (runs_as_float(a.q.scalar_type())) return false;
-  // Causal lengths of a few hundred: it takes 512 keys at a time and so computes most of what the
-  // mask hides (1.3 to 1.4 times the tiles at 512; the limits are counted). The tiles' backward
-  // goes a key/value head at a time, of which there must be some.
-  const bool few_hundred = a.causal && a.max_keys > 256 && a.max_keys <= 1024;
-  return !(few_hundred && a.batch() * a.kv_heads() >= 4);
-}
-
-// The same, which an open ledger notes.
+// Whether PyTorch's flash kernel does the job; a count notes it.
 bool use_flash(const AttentionProblem& a) {
-  const bool used = flash(a);
-  Ledger* ledger = Ledger::current();
-  if (ledger != nullptr) ledger->launched(used ? "flash attention" : "tiled attention");
+  const bool used = attention_is_flash(a.shape(), a.kv_heads(), a.causal);
+  counted_launch(used ? "flash attention" : "tiled attention");
   return used;
 }
 
@@ -36,7 +21,7 @@ bool use_flash(const AttentionProblem& a) {
 void count_flash_scratch(const AttentionProblem& a, const at::Tensor* dout) {
   const Ledger::Name name("scratch of attention");
   int64_t bytes = flash_scratch_bytes(a.q.scalar_type(), a.q.size(2), a.k.size(2), a.q.size(3),
-                                      Ledger::current()->device().threads, dout != nullptr);
+                                      cpu_threads(), dout != nullptr);
   if (dout != nullptr && !dout->transpose(1, 2).is_contiguous()) bytes += dout->nbytes();
   at::empty({bytes}, a.q.options().dtype(at::kByte));
 }
@@ -49,6 +34,36 @@ std::tuple<at::Tensor, at::Tensor> flash_outputs(const AttentionProblem& a) {
 }
 
 }  // namespace
+
+// Flash where it can, but for two kinds of shapes where the tiles took less time.
+bool attention_is_flash(const AttentionShape& shape, int64_t kv_heads, bool causal,
+                        std::string* reason) {
+  const auto because = [&](bool answer, const auto&... parts) {
+    if (reason != nullptr) *reason = c10::str(parts...);
+    return answer;
+  };
+  if (!shape.plain()) {
+    return reason != nullptr && because(false, "PyTorch's kernel has ", shape.missing());
+  }
+  if (std::min({shape.batch, shape.heads, kv_heads, shape.queries, shape.head_dim}) == 0) {
+    return because(false, "nothing to compute");
+  }
+  // Half precision on a processor without matrix instructions for the type: its backward takes
+  // three to four times as long as the tiles, which multiply in float32 as linear.h does.
+  if (runs_as_float(shape.dtype)) {
+    return because(false, "this processor has no matrix instructions for ", half_name(shape.dtype));
+  }
+  // Causal lengths of a few hundred: it takes 512 keys at a time and so computes most of what the
+  // mask hides (1.3 to 1.4 times the tiles at 512; the limits are counted). The tiles' backward
+  // goes a key/value head at a time, of which there must be some.
+  const bool few_hundred = causal && shape.keys > 256 && shape.keys <= 1024;
+  if (few_hundred && shape.batch * kv_heads >= 4) {
+    return because(false,
+                   "causal and a few hundred long: PyTorch's kernel would compute most of "
+                   "what the mask hides");
+  }
+  return because(true, "softmax over ", causal ? "the causal" : "all", " keys and nothing else");
+}
 
 int64_t flash_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys, int64_t head_dim,
                             int64_t threads, bool backward) {
@@ -73,7 +88,7 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd_cpu(
       attention_problem("attention_fwd", q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind,
                         padding_kind, scale, causal, window, softcap, p);
   if (!use_flash(a)) return attention_tiled_fwd(a);
-  const bool counted = Ledger::current() != nullptr;
+  const bool counted = counting();
   const auto [o, lse] = counted ? flash_outputs(a)
                                 : at::_scaled_dot_product_flash_attention_for_cpu(
                                       a.q, a.k, a.v, 0.0, causal, std::nullopt, scale);
@@ -95,7 +110,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
                         scale, causal, window, softcap, p);
   const AttentionResult result = attention_result(op, a, dout, o, lse);
   if (!use_flash(a)) return attention_tiled_bwd(a, result.dout, result.o, result.lse);
-  if (Ledger::current() != nullptr) {
+  if (counting()) {
     std::tuple<at::Tensor, at::Tensor, at::Tensor> grads = {at::empty_like(q), at::empty_like(k),
                                                             at::empty_like(v)};
     count_flash_scratch(a, &result.dout);

@@ -51,13 +51,13 @@ AttentionKernel kernel_of(const Tensor& q, const Tensor& k, const OptionalTensor
   if (q.dim() != 4 || k.dim() != 4) return AttentionKernel::triton;
   const int64_t queries = q.size(2), keys = k.size(2);
   unsigned special = 0;
-  if (given(mask)) special |= kMasks;
-  if (given(padding)) special |= kPadding;
-  if (given(cu_seqlens)) special |= kPacked;
-  if (window != 0 && window < std::max(queries, keys)) special |= kWindow;
-  if (softcap != 0.0) special |= kSoftcap;
-  if (std::nearbyint(p * 65536) != 0) special |= kDropout;
-  if (!(scale >= kLeastScale)) special |= kScale;
+  if (given(mask)) special |= kHasMasks;
+  if (given(padding)) special |= kHasPadding;
+  if (given(cu_seqlens)) special |= kHasPacked;
+  if (window != 0 && window < std::max(queries, keys)) special |= kHasWindow;
+  if (softcap != 0.0) special |= kHasSoftcap;
+  if (std::nearbyint(p * 65536) != 0) special |= kHasDropout;
+  if (!(scale >= kLeastScale)) special |= kHasScale;
   const AttentionShape shape = {special, q.scalar_type(), q.size(0), q.size(1), queries,
                                 keys,    q.size(3)};
   return attention_kernel(shape, gpu_of(q.device()), attention_override());

@@ -30,22 +30,10 @@ bool because(std::string* reason, const Parts&... parts) {
   return true;
 }
 
-std::string missing(const AttentionShape& s) {
-  std::string list;
-  const auto add = [&](const char* name) {
-    list += (list.empty() ? "no " : ", no ") + std::string(name);
-  };
-  for (size_t i = 0; i < std::size(kAttentionSpecial); ++i) {
-    if ((s.special >> i) & 1) add(kAttentionSpecial[i]);
-  }
-  if (s.queries != s.keys) add("unequal lengths");
-  return list;
-}
-
 // Why neither of PyTorch's kernels can be used.
 bool only_ours(const AttentionShape& s, const AttentionGpu& gpu, std::string* reason) {
-  if (s.special != 0 || s.queries != s.keys) {
-    return reason == nullptr || because(reason, "PyTorch's kernels have ", missing(s));
+  if (!s.plain()) {
+    return reason == nullptr || because(reason, "PyTorch's kernels have ", s.missing());
   }
   if (s.dtype != at::kBFloat16 && s.dtype != at::kHalf) {
     return because(reason, s.dtype == at::kDouble ? "float64" : "float32",

@@ -6,6 +6,8 @@
 #include <string_view>
 #include <tuple>
 
+#include "ops/attention_choice.h"
+
 // Attention on a GPU: which kernel makes a call, and PyTorch's own. Neither needs CUDA to be
 // compiled, so that a machine without a GPU can ask for the choice and run the calls on meta
 // tensors.
@@ -15,25 +17,6 @@ namespace ckptfused {
 enum class AttentionKernel { triton, flash, cudnn };
 const char* attention_kernel_name(AttentionKernel kernel);
 
-// What PyTorch's kernels do not do, as bits; unequal lengths of queries and keys are one more.
-enum AttentionSpecial : unsigned {
-  kMasks = 1,
-  kPadding = 2,
-  kPacked = 4,
-  kWindow = 8,
-  kSoftcap = 16,
-  kDropout = 32,
-  kScale = 64,
-};
-inline constexpr const char* kAttentionSpecial[] = {
-    "masks", "padding", "packed sequences", "window", "soft cap", "dropout", "scale of 0 or less"};
-
-// What the choice depends on, beside PyTorch's settings.
-struct AttentionShape {
-  unsigned special;
-  at::ScalarType dtype;
-  int64_t batch, heads, queries, keys, head_dim;
-};
 struct AttentionGpu {
   int64_t major, minor;
   int64_t cudnn;  // the library's version as it numbers itself; 0: none

@@ -184,6 +184,24 @@ void Ledger::launched(const char* name, int64_t times, int64_t bytes) {
   }
 }
 
+int64_t cpu_threads() {
+  return counting() ? Ledger::current()->device().threads : at::get_num_threads();
+}
+
+std::optional<at::Tensor> like_there(const at::Tensor& t) {
+  return counting() ? Ledger::current()->device().like : t;
+}
+
+bool counted_launch(const char* name, int64_t bytes, int64_t times) {
+  if (counting()) Ledger::current()->launched(name, times, bytes);
+  return counting();
+}
+
+bool counted_work(Ledger::Kind kind, std::array<int64_t, 5> sizes, at::ScalarType dtype) {
+  if (counting()) Ledger::current()->add(kind, sizes, dtype);
+  return counting();
+}
+
 // What one of PyTorch's operators allocates and frees within itself is its own affair: meta kernels
 // have other temporaries than the device's.
 void Ledger::forget(const Buffer& buffer) {

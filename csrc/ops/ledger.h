@@ -7,7 +7,8 @@
 #include <vector>
 
 // A block is counted by running it on meta tensors, for a named device, while a Ledger is open:
-// everything below then writes down what it would allocate, multiply and launch there.
+// everything below then writes down what it would allocate, multiply and launch there. Code that
+// runs for both asks the functions at the end of this file, and nothing else, which it is.
 
 namespace ckptfused {
 
@@ -133,10 +134,31 @@ class Ledger {
   at::CallbackHandle operators_;
 };
 
+// Whether this thread counts: there are no values, and nothing is to be computed.
+inline bool counting() {
+  return Ledger::current() != nullptr;
+}
 // Whether the work on t is a CPU's: that of the device that is counted for, where that is so.
 inline bool on_cpu(const at::Tensor& t) {
-  const Ledger* ledger = Ledger::current();
-  return ledger != nullptr ? !ledger->device().cuda : t.is_cpu();
+  return counting() ? !Ledger::current()->device().cuda : t.is_cpu();
 }
+// Where a CPU's memory is.
+inline at::Device host() {
+  return counting() ? at::kMeta : at::kCPU;
+}
+// How many threads a CPU's work is for.
+int64_t cpu_threads();
+// An empty tensor on the device that the work on t is for, if there is such a device: t itself.
+std::optional<at::Tensor> like_there(const at::Tensor& t);
+// Whether a count is of an FFN half in one piece, whatever its size.
+inline bool counts_whole_ffn() {
+  return counting() && !Ledger::current()->device().cut_ffn;
+}
+// Whether this thread counts; if so, these launches of a kernel are written down. bytes: of the
+// tensors that one is given.
+bool counted_launch(const char* name, int64_t bytes = 0, int64_t times = 1);
+// Likewise work of a kind.
+bool counted_work(Ledger::Kind kind, std::array<int64_t, 5> sizes,
+                  at::ScalarType dtype = at::kFloat);
 
 }  // namespace ckptfused

@@ -199,14 +199,14 @@ bool widens(const at::Tensor& like) {
 
 namespace {
 
-void count_product(Ledger& ledger, const at::Tensor& out, const at::Tensor& a, const at::Tensor& b,
-                   bool bias, bool float_blocks, bool accumulate) {
+void count_product(const at::Tensor& out, const at::Tensor& a, const at::Tensor& b, bool bias,
+                   bool float_blocks, bool accumulate) {
   const int64_t n = a.size(0), k = out.size(1), c = a.size(1);
   const int64_t written = out.scalar_type() != a.scalar_type() ? int64_t(out.nbytes()) : 0;
   const int64_t read = accumulate ? int64_t(out.nbytes()) : 0;
-  ledger.add(Ledger::product, {n, k, c, written + read}, a.scalar_type());
+  counted_work(Ledger::product, {n, k, c, written + read}, a.scalar_type());
   if (out.numel() == 0) return;
-  ledger.launched("product");
+  counted_launch("product");
   if (float_blocks) FloatBuffers(out, a, b, bias);
 }
 
@@ -220,9 +220,7 @@ void product_out(at::Tensor out, const at::Tensor& a, const at::Tensor& b,
               dtype, " @ ", b.scalar_type(), " -> ", out.scalar_type());
   const bool float_blocks = (on_cpu(a) && (widened || runs_as_float(dtype))) ||
                             (dtype == at::kFloat && runs_in_onednn(a, b));
-  if (Ledger* ledger = Ledger::current()) {
-    return count_product(*ledger, out, a, b, bias.has_value(), float_blocks, accumulate);
-  }
+  if (counting()) return count_product(out, a, b, bias.has_value(), float_blocks, accumulate);
   if (out.numel() == 0) return;
   if (a.size(1) == 0) {
     if (!accumulate) bias ? out.copy_(bias->expand_as(out)) : out.zero_();
@@ -269,6 +267,21 @@ int64_t onednn_workspace(int64_t multiplications) {
 
 bool mkl_is_slow() {
   return processor().mkl_is_slow && &at::native::mkldnn_matmul != nullptr;
+}
+
+const char* product_kernel(at::ScalarType dtype, std::string* reason) {
+  if (runs_as_float(dtype)) {
+    *reason = "this processor has no matrix instructions for " + half_name(dtype);
+    return "float32 blocks";
+  }
+  if (dtype == at::kFloat && mkl_is_slow()) {
+    *reason = "large ones by oneDNN: MKL leaves this processor's AVX-512 alone";
+  }
+  return "PyTorch's product";
+}
+
+std::string half_name(at::ScalarType dtype) {
+  return dtype == at::kBFloat16 ? "bfloat16" : "float16";
 }
 
 bool runs_as_float(at::ScalarType dtype) {

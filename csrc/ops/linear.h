@@ -2,6 +2,8 @@
 
 #include "ops/torch.h"
 
+#include <string>
+
 // The one place where matrix products are called. Outputs and operands may be column slices of
 // wider buffers or transposed views: nothing is copied to make them contiguous. The kernel and
 // its blocks are a pure function of shape, dtype and device, so that a product made again gives
@@ -40,6 +42,12 @@ bool runs_as_float(at::ScalarType dtype);
 // Whether large float32 products are oneDNN's on this processor, where PyTorch's are MKL's (all of
 // them are while `torch.backends.mkldnn.enabled` is False).
 bool mkl_is_slow();
+
+// What makes the CPU's products of this dtype, for a person, and why that.
+const char* product_kernel(at::ScalarType dtype, std::string* reason);
+
+// Of bfloat16 or float16.
+std::string half_name(at::ScalarType dtype);
 
 // The most bytes that oneDNN allocates within a float32 product of so many multiplications.
 int64_t onednn_workspace(int64_t multiplications);

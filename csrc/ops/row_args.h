@@ -89,10 +89,8 @@ inline Dropout checked_dropout(const char* op, const OptionalTensor& state, doub
 // Likewise with the state, which is on the host.
 inline Dropout host_dropout(const char* op, const OptionalTensor& state, double p, int64_t site,
                             int64_t cols) {
-  const bool counting = Ledger::current() != nullptr;
-  const at::Device device(counting ? at::kMeta : at::kCPU);
-  const Dropout dropout = checked_dropout(op, state, p, site, cols, device);
-  if (counting || !dropout.active()) return dropout;
+  const Dropout dropout = checked_dropout(op, state, p, site, cols, host());
+  if (counting() || !dropout.active()) return dropout;
   return with_state(dropout, state->const_data_ptr<int64_t>());
 }
 

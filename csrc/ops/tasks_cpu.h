@@ -81,13 +81,10 @@ void product(const Matrix<A>& out, const Matrix<A>& a, const Matrix<A>& b, doubl
 template <typename F>
 void run_tasks(int64_t tasks, int64_t bytes, F f) {
   if (tasks == 0) return;
-  const Ledger* ledger = Ledger::current();
-  const int64_t threads = ledger != nullptr ? ledger->device().threads : at::get_num_threads();
   const Ledger::Name name("scratch of the threads");
   const at::Tensor scratch =
-      at::empty({std::min(threads, tasks), bytes},
-                at::device(ledger != nullptr ? at::kMeta : at::kCPU).dtype(at::kByte));
-  if (ledger != nullptr) return;
+      at::empty({std::min(cpu_threads(), tasks), bytes}, at::device(host()).dtype(at::kByte));
+  if (counting()) return;
   char* memory = static_cast<char*>(scratch.mutable_data_ptr());
   parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) {
     // A thread's first use of PyTorch sets its number of threads: now, not within a product.

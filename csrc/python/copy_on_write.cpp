@@ -16,13 +16,12 @@ using ckptfused::MadeCopies;
 
 // In the place of each tensor its copy, or None where there is nothing to share: of subclasses, and
 // what MadeCopies leaves.
-std::vector<std::optional<at::Tensor>> make(MadeCopies& copies, const pybind11::list& tensors,
-                                            bool meta) {
+std::vector<std::optional<at::Tensor>> make(MadeCopies& copies, const pybind11::list& tensors) {
   std::vector<std::optional<at::Tensor>> shared;
   shared.reserve(tensors.size());
   for (const pybind11::handle t : tensors) {
     const bool exact = THPVariable_CheckExact(t.ptr());
-    const bool shares = exact && MadeCopies::can_share(THPVariable_Unpack(t.ptr()), meta);
+    const bool shares = exact && MadeCopies::can_share(THPVariable_Unpack(t.ptr()));
     shared.emplace_back(shares ? std::optional(THPVariable_Unpack(t.ptr())) : std::nullopt);
   }
   return copies.make(shared);

@@ -10,6 +10,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "autograd/numerics.h"
+#include "block/block.h"
 #include "block/count.h"
 #include "block/ops.h"
 #include "block/tiles.h"
@@ -130,6 +131,23 @@ std::pair<std::string, std::string> attention_choice(unsigned special, const std
   return {ckptfused::attention_kernel_name(kernel), reason};
 }
 
+// As attention_is_flash, for as many keys as queries: likewise.
+std::pair<bool, std::string> flash_choice(unsigned special, const std::string& dtype,
+                                          std::array<int64_t, 5> sizes, bool causal) {
+  const auto [batch, heads, kv_heads, length, head_dim] = sizes;
+  std::string reason;
+  const bool flash = ckptfused::attention_is_flash(
+      {special, dtype_named(dtype), batch, heads, length, length, head_dim}, kv_heads, causal,
+      &reason);
+  return {flash, reason};
+}
+
+std::pair<std::string, std::string> product_choice(const std::string& dtype) {
+  std::string reason;
+  const std::string kernel = ckptfused::product_kernel(dtype_named(dtype), &reason);
+  return {kernel, reason};
+}
+
 // Address, Python's lists of hooks, (tensor, fill) of those made, how many are results, and of each
 // launch function, grid, threads, shared memory, values and tensors.
 void keep_launches(
@@ -197,6 +215,14 @@ PYBIND11_MODULE(_C, m) {
   });
   m.def("runs_as_float",
         [](const std::string& dtype) { return ckptfused::runs_as_float(dtype_named(dtype)); });
+  m.def("product_choice", &product_choice);
+  m.def("flash_choice", &flash_choice);
+  m.def("may_fuse_up", [](const std::string& spec, int64_t rows) {
+    return ckptfused::may_fuse_up(ckptfused::parse_spec(spec)->ffn, rows);
+  });
+  m.def("residual_makes_next_norm", [](const std::string& spec) {
+    return ckptfused::residual_makes_next_norm(*ckptfused::parse_spec(spec));
+  });
   m.attr("attention_override") = std::string(ckptfused::attention_override());
   m.attr("attention_special") = std::vector<std::string>(std::begin(ckptfused::kAttentionSpecial),
                                                          std::end(ckptfused::kAttentionSpecial));
