@@ -18,7 +18,7 @@ AXES: dict[str, tuple[object, ...]] = {
         *("pad-keep", "pad-drop", "pad-add", "causal+pad", "keep+pad", "packed", "packed-causal"),
     ),
     "act": ("swiglu", *(act for act in ACTIVATIONS if act != "swiglu")),
-    "layout": ("pre", "post", "sandwich", "pre+out", "bare", "parallel", "shared", "attn", "ffn"),
+    "layout": ("pre", "post", "sandwich", "pre+out", "bare", "parallel", "shared", "attn", "ffn", "scaled"),
     "rope": ("none", "half", "interleaved", "half-partial", "interleaved-partial", "half-wide", "interleaved-batch"),
     "keep": ("inputs", "mid", "attention", "attention+mid", "attention+mid+qkv", "all"),
     "drop": ("0", "attn", "res", "hidden", "all"),
@@ -134,11 +134,12 @@ class Case:
         """pre, post and out of a half."""
         kind = self.norm.removesuffix("-nobias")
         places = {
-            "pre": ("pre", "sandwich", "pre+out", "parallel", "shared", "attn", "ffn"),
+            "pre": ("pre", "sandwich", "pre+out", "parallel", "shared", "attn", "ffn", "scaled"),
             "post": ("sandwich",),
             "out": ("post", "pre+out"),
         }
-        return {place: kind if self.layout in layouts else "none" for place, layouts in places.items()}
+        found = {place: kind if self.layout in layouts else "none" for place, layouts in places.items()}
+        return {**found, "post": "layerscale"} if self.layout == "scaled" else found
 
     def adapters(self, targets: str) -> tuple[Adapter, ...]:
         """Adapters of a half that has these targets, its closing projection last."""
