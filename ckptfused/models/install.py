@@ -181,7 +181,8 @@ def _put_in(
         said = outcome.text if isinstance(outcome, Reason) else outcome.reason
         why = "; ".join(filter(None, (said, kept, wrapper_note(model, name, text))))
     if text is not None or segment is not None:
-        taken = None if text is None or family is None else family.name
+        derived = family is None or not family.as_read(layer)  # each call is looked at, whatever became of the example
+        taken = None if text is None or before is not None else (DERIVED if derived else family).name
         layer.forward = ConvertedForward(layer, taken, text, before, offloader, segment, name)
         vars(layer)[REPLICATE] = NotReplicated()
     return InstalledLayer(name, layer, family, outcome, why, mode, segment)
@@ -199,9 +200,12 @@ def _taken(model: nn.Module, found: Found, mode: Mode, tables: Known) -> tuple[F
         derived = Reason(RAISED)
     if isinstance(derived, Outcome):
         return DERIVED, derived
+    read = family is not None and family.as_read(layer)
     if derived.text.startswith((RAISED, IN_SHARDS)):
-        return family or DERIVED, outcome._replace(text=f"{outcome.text}; what it takes is seen at its first call")
-    if family is not None and family.as_read(layer):  # its adapter says it better
+        return family if read else DERIVED, outcome._replace(
+            text=f"{outcome.text}; what it takes is seen at its first call"
+        )
+    if read:  # its adapter says it better
         return family, outcome
     return family, outcome._replace(text=f"{outcome.text}; not derived: {derived.text}")
 

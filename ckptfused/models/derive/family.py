@@ -22,7 +22,7 @@ from ckptfused.models.derive.derive import Derivation, derive, hold
 from ckptfused.models.derive.normal_form import Layout
 from ckptfused.models.derive.state import KNOWN, State
 from ckptfused.models.describe.saved_bytes import IndexReadError
-from ckptfused.models.family import FAMILIES, Family, Outcome, fused_call, register
+from ckptfused.models.family import FAMILIES, Family, Outcome, family_of, fused_call, register
 from ckptfused.models.hugging_face import collecting
 from ckptfused.offload import follow
 from ckptfused.ops.call import Call
@@ -126,6 +126,10 @@ class Derived(Family):
         ready, call = found
         follow(call.x)
         return ready.result(call.run())
+
+    def refuse_original(self, layer: Any, why: str) -> None:
+        if (family := family_of(layer)) is not None:
+            family.refuse_original(layer, why)
 
     def call(
         self, layer: nn.Module, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False

@@ -193,6 +193,20 @@ def test_what_depends_on_the_length_is_as_it_is_there() -> None:
     same(plain, converted, GPT, 0, tokens=12)
 
 
+def test_what_is_no_block_at_the_length_of_the_example_may_be_one_at_another() -> None:
+    """A layer that `convert` cannot derive is looked at again when it is called."""
+    source = GPT.replace("        return x\n", "        return x if x.shape[1] < 12 else 2 * x\n")
+    torch.manual_seed(0)
+    plain = Stack(source)
+    converted = copy.deepcopy(plain)
+    report = ckptfused.convert(converted)
+    assert {(layer.path, layer.family) for layer in report.layers} == {("generic", None)}
+    assert "another shape" in report.layers[0].reason or "no rule takes mul" in report.layers[0].reason
+    same(plain, converted, GPT, 2, tokens=11)
+    same(plain, converted, GPT, 0, tokens=12)
+    same(plain, converted, GPT, 2, tokens=9)
+
+
 COUNT, TOLD = itertools.count(), queue.Queue[int]()
 
 
