@@ -195,7 +195,7 @@ def _check_params(x: Tensor, params: Mapping[str, Tensor | None], spec: BlockSpe
                 raise ValueError(f"params[{name!r}]: expected a tensor of shape {list(shape)}, got None")
             continue
         if name in stored:
-            check_stored(f"params[{name!r}]", value, *shape, x)
+            check_stored(f"params[{name!r}]", value, shape[0], x)
             continue
         check_param(f"params[{name!r}]", value, shape, x)
         if name in PROJECTION_SLOTS:

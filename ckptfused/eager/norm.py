@@ -13,7 +13,8 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: 
     **Shapes**: x [..., C]; weight, bias [C] or None; returns x's shape.
 
     **Source**: ``F.layer_norm``; ``F.rms_norm``; gemma as in Hugging Face ``GemmaRMSNorm`` (float32 inside for the
-    16-bit types, ``1 + weight`` applied before rounding); layerscale as in timm's ``LayerScale``. kind ``"none"`` returns x.
+    16-bit types, ``1 + weight`` applied before rounding); layerscale as in timm's ``LayerScale``. kind ``"none"``
+    returns x.
     """
     width = x.shape[-1:]
     if kind == "none":

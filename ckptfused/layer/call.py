@@ -115,7 +115,7 @@ def _misfit_of(x: Tensor, tensor: Tensor, slot: Expected, name: str, sharded: bo
     try:
         check_plain(name, tensor)
         if slot.kind == "stored":
-            check_stored(name, tensor, *slot.shape, x)
+            check_stored(name, tensor, slot.shape[0], x)
             return None
         check_param(name, tensor, slot.shape, x)
         if slot.kind == "projection" or (slot.kind == "adapter" and tensor.dtype != torch.float32):

@@ -181,8 +181,9 @@ def _put_in(
         said = outcome.text if isinstance(outcome, Reason) else outcome.reason
         why = "; ".join(filter(None, (said, kept, wrapper_note(model, name, text))))
     if text is not None or segment is not None:
-        derived = family is None or not family.as_read(layer)  # each call is looked at, whatever became of the example
-        taken = None if text is None or before is not None else (DERIVED if derived else family).name
+        # A derived layer's calls are looked at each, whatever became of the example.
+        reads = family if family is not None and family.as_read(layer) else DERIVED
+        taken = None if text is None or before is not None else reads.name
         layer.forward = ConvertedForward(layer, taken, text, before, offloader, segment, name)
         vars(layer)[REPLICATE] = NotReplicated()
     return InstalledLayer(name, layer, family, outcome, why, mode, segment)

@@ -80,10 +80,10 @@ def param_shapes(spec: BlockFields, width: int) -> Shapes:
         shapes[f"{prefix}.b"] = ((adapter_output(spec, prefix, width), adapter.rank), True)
         shapes[f"{prefix}.bias"] = ((adapter_output(spec, prefix, width),), False)
     for prefix, quantized in spec.quantized.items():
-        half = prefix.split(".")[0]
-        into, out = spec.halves[half].products(width)[quantized.target]
+        name = prefix.split(".")[0]
+        into, out = spec.halves[name].products(width)[quantized.target]
         for slot, size in quantized.sizes(out, into).items():
-            shapes[f"{half}.{quantized.target}_w" if slot == "w" else f"{prefix}.{slot}"] = ((size,), True)
+            shapes[f"{name}.{quantized.target}_w" if slot == "w" else f"{prefix}.{slot}"] = ((size,), True)
     return shapes
 
 
