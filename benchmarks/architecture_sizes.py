@@ -15,14 +15,18 @@ _WIDTHS = {
     "linear_num_key_heads n_shared_experts",
     16: "head_dim qk_nope_head_dim v_head_dim kv_lora_rank kv_channels attention_head_dim dim_head d_kv head_size "
     "linear_key_head_dim linear_value_head_dim mamba_d_state ssm_state_size state_size",
-    8: "qk_rope_head_dim rotary_dim sliding_window local_attention window_size attention_window_size attention_chunk_size",
+    8: "qk_rope_head_dim rotary_dim sliding_window local_attention window_size attention_window_size "
+    "attention_chunk_size",
     24: "q_lora_rank",
     32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size "
     "shared_intermediate_size expert_ffn_hidden_size",
     96: "vocab_size vocab_size_per_layer_input",
     1: "n_group topk_group first_k_dense_replace num_nextn_predict_layers moe_num_shared_experts",
 }
-_LENGTHS = "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length seq_length original_max_position_embeddings"
+_LENGTHS = (
+    "max_position_embeddings n_positions n_ctx max_seq_len max_sequence_length seq_length "
+    "original_max_position_embeddings"
+)
 _SIZES = {name: size for size, names in _WIDTHS.items() for name in names.split()} | dict.fromkeys(_LENGTHS.split(), 64)
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "decoder_start_token_id")
 
@@ -37,6 +41,8 @@ OWN: dict[str, dict[str, Any]] = {
     "zaya": {},
 }
 """What a model type needs beside."""
+SINGLE = ("xglm",)
+"""Model types that do not run in float64."""
 _MLA = {"head_dim": 8, "num_key_value_heads": 4}
 
 

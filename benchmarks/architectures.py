@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import ckptfused
-from benchmarks.architecture_sizes import smaller
+from benchmarks.architecture_sizes import SINGLE, smaller
 from ckptfused.layer.parts import Reason
 from ckptfused.models import find
 from ckptfused.models.forward import ConvertedForward
@@ -40,10 +40,11 @@ LIMIT = 1e-4
 float64 there."""
 INTRODUCTION = """# Architectures
 
-What `convert` makes of the decoders of transformers {version}, as `python benchmarks/architectures.py` printed it: of each
-causal language model a small random one, built from its shrunk configuration in float64 and without dropout, is converted
-and trained a step. Bytes are those that a layer saves for backward per token, before and after, the layers' mean.
-Gradients are compared with those of the model as it was; the largest difference is relative to a gradient's largest value.
+What `convert` makes of the decoders of transformers {version}, as `python benchmarks/architectures.py` printed it: of
+each causal language model a small random one, built from its shrunk configuration in float64 and without dropout, is
+converted and trained a step. Bytes are those that a layer saves for backward per token, before and after, the layers'
+mean. Gradients are compared with those of the model as it was; the largest difference is relative to a gradient's
+largest value.
 
 A `derived` layer has no adapter: [its own code was read and proved](convert.md#layers-without-an-adapter).
 """
@@ -79,14 +80,12 @@ class Row(NamedTuple):
 
 
 def names() -> dict[str, str]:
-    """The model types of transformers' causal language models, with the class of each; models of several modalities left
-    out.
-    """
+    """The model types of transformers' causal language models, with the class of each, those of text alone."""
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
+    from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
-    for name, kind in known.items():
+    for name, kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
         if name not in CONFIG_MAPPING or kind in found.values():
             continue
         config = CONFIG_MAPPING[name]
@@ -113,9 +112,9 @@ def model_of(name: str, kind: str) -> Any:
     except ValueError:
         config._attn_implementation = "eager"
         model = made(config)
-    model = model.double().train()
+    model = (model.float() if name in SINGLE else model.double()).train()
     with torch.no_grad():
-        for key, parameter in model.named_parameters():
+        for parameter in model.parameters():
             noise = torch.randn_like(parameter) * (0.1 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5)
             parameter.copy_(parameter + noise if parameter.dim() < 2 else noise)
     return model
@@ -144,15 +143,15 @@ def swept(name: str, kind: str) -> Row:
     report = ckptfused.convert(model)
     reasons = _reasons(model)
     found, ours = step(model)
-    error = abs(found - loss) / abs(loss)
+    worst = abs(found - loss) / abs(loss)
     least = 1e-3 * max(float(g.abs().max()) for g in gradients.values())
     for key in gradients.keys() | ours.keys():
         if key not in ours or key not in gradients:
-            error = float("inf")
+            worst = float("inf")
             continue
         a, b = gradients[key], ours[key]
-        error = max(error, float((a - b).abs().max()) / max(float(a.abs().max()), least))
-    return _row(name, kind, model, report.layers, reasons, error)
+        worst = max(worst, float((a - b).abs().max()) / max(float(a.abs().max()), least))
+    return _row(name, kind, model, report.layers, reasons, worst)
 
 
 def _reasons(model: nn.Module) -> dict[int, str]:

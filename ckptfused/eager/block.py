@@ -103,10 +103,16 @@ def qkv(
             parts = [_linear(x, params, f"attn.{name}", spec, adapter_keep) for name in "qkv"]
         heads = [part.unflatten(-1, (-1, d)) for part in parts]
     for index, name in enumerate("qk"):
-        heads[index] = _norm(heads[index], params, f"attn.{name}_norm", spec.qk_norm, spec.qk_eps)
+        normed = (params, f"attn.{name}_norm", spec.qk_norm, spec.qk_eps)
+        if spec.qk_place == "row":
+            heads[index] = _norm(heads[index].flatten(-2), *normed).unflatten(-1, (-1, d))
+        elif spec.qk_place == "head":
+            heads[index] = _norm(heads[index], *normed)
         if spec.rope != "none":
             assert cos is not None and sin is not None, "rope: cos and sin are missing"
             heads[index] = rope(heads[index], cos, sin, spec.rope, spec.rotary_dim)
+        if spec.qk_place == "turned":
+            heads[index] = _norm(heads[index], *normed)
     return [head.transpose(1, 2) for head in heads]
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm, RMSNorm, Gemma's RMSNorm with a gain of 1 + w, and LayerScale, which is a gain alone."""
+"""LayerNorm, RMSNorm, each with a gain of 1 + w too (Nemotron, Gemma), and LayerScale, which is a gain alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: 
     **Shapes**: x [..., C]; weight, bias [C] or None; returns x's shape.
 
     **Source**: ``F.layer_norm``; ``F.rms_norm``; gemma as in Hugging Face ``GemmaRMSNorm`` (float32 inside for the
-    16-bit types, ``1 + weight`` applied before rounding); layerscale as in timm's ``LayerScale``. kind ``"none"``
-    returns x.
+    16-bit types, ``1 + weight`` applied before rounding); layernorm1p as ``NemotronLayerNorm1P``; layerscale as in
+    timm's ``LayerScale``. kind ``"none"`` returns x.
     """
     width = x.shape[-1:]
     if kind == "none":
         return x
+    if kind == "layernorm1p":
+        kind, weight = "layernorm", None if weight is None else 1 + weight
     if kind in ("layernorm", "rmsnorm"):
         wide = x if weight is None else x.to(torch.promote_types(x.dtype, weight.dtype))  # autocast: wider weights
         if kind == "layernorm":
@@ -34,4 +36,4 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: 
     if kind == "layerscale":
         wide = x if x.dtype == torch.float64 else x.float()
         return (wide if weight is None else wide * weight.to(wide.dtype)).to(x.dtype)
-    raise ValueError(f"kind: expected none, layernorm, rmsnorm, gemma or layerscale, got {kind!r}")
+    raise ValueError(f"kind: expected none, layernorm, rmsnorm, gemma, layernorm1p or layerscale, got {kind!r}")

@@ -10,8 +10,13 @@ from ckptfused.spec import AttentionSpec, FFNSpec
 
 
 def _norm(kind: str) -> str:
-    names = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "gemma": "RMSNorm with 1 + w", "layerscale": "LayerScale"}
-    return names[kind]
+    return {
+        "layernorm": "LayerNorm",
+        "rmsnorm": "RMSNorm",
+        "gemma": "RMSNorm with 1 + w",
+        "layernorm1p": "LayerNorm with 1 + w",
+        "layerscale": "LayerScale",
+    }[kind]
 
 
 def attention_steps(s: Setting, a: AttentionSpec, after: dict[str, str]) -> list[Step]:
@@ -22,6 +27,7 @@ def attention_steps(s: Setting, a: AttentionSpec, after: dict[str, str]) -> list
     steps.append(Step("QKV product", product, why, after["qkv"]))
     steps += _adapters(s, a, ("q", "k", "v"), after["qkv"])
     turned = ["q/k norm"] * (a.qk_norm != "none") + [f"RoPE ({a.rope})"] * (a.rope != "none")
+    turned = turned[::-1] if a.qk_place == "turned" else turned
     if turned:
         steps.append(Step("q, k", s.rows, " and ".join(turned), "made again"))
     name, reason = s.attention(a)

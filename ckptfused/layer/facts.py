@@ -144,9 +144,12 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> Half | Reason:
     norms = _norms(names, "attn", width, dtype, {"pre": a.pre, "post": a.post, "out": a.out})
     if isinstance(norms, Reason):
         return norms
-    turned = _norms(names, "attn", a.head_dim, dtype, {"q_norm": a.q_norm, "k_norm": a.k_norm})
-    if isinstance(turned, Reason):
-        return turned
+    turned: dict[str, Norm] = {}
+    for stem, module, count in (("q_norm", a.q_norm, a.heads), ("k_norm", a.k_norm, a.kv_heads)):
+        found = _norms(names, "attn", a.head_dim * (count if a.qk_place == "row" else 1), dtype, {stem: module})
+        if isinstance(found, Reason):
+            return found
+        turned |= found
     q, k = turned["q_norm"], turned["k_norm"]
     if q[:2] != k[:2]:
         kinds = type(a.q_norm).__name__, type(a.k_norm).__name__
@@ -164,6 +167,7 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> Half | Reason:
         p_attn=a.p_attn,
         qk_norm=q.kind,
         qk_eps=q.eps,
+        qk_place=a.qk_place if a.q_norm is not None else "head",
         **_frame(a, norms, lora, quant),
     )
     return Half(_settled(key), _slots("attn", {**maps, **norms, **turned}), adapters, quantized, width)

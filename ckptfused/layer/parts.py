@@ -55,6 +55,8 @@ class Attention(NamedTuple):
     interleaved: bool = False
     holders: tuple[nn.Module, ...] = ()
     """Modules whose own `forward` the fused one replaces: their code has to be the code that was read."""
+    qk_place: str = "head"
+    """What q_norm and k_norm are of, as `spec.QK_PLACES`."""
 
 
 class FFN(NamedTuple):

@@ -19,7 +19,7 @@ from ckptfused.layer.parts import Reason, weight
 from ckptfused.layer.peft import LoRA, active_copy, adapters, is_lora
 from ckptfused.layer.quantized import Stored, is_quantized, stored_weight
 from ckptfused.layer.source import activation_of, as_read, class_name, norm_of
-from ckptfused.spec import GATED_ACTIVATIONS, GATED_BY
+from ckptfused.spec import BIASED_NORMS, GATED_ACTIVATIONS, GATED_BY
 
 # As they are now: a subclass that somebody puts in their place in torch.nn may compute something else.
 _LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
@@ -129,7 +129,7 @@ def norm(module: nn.Module | Norm, width: int, dtype: torch.dtype, name: str = "
     if attributes.get("normalized_shape", (width,)) != (width,):
         return Reason(f"{name or 'a norm'} is a {cls.__name__} that the kernels do not compute over {width} values")
     eps = _eps(getattr(found, "variance_epsilon" if "variance_epsilon" in attributes else "eps"), dtype)
-    bias = weight(found, "bias") if kind == "layernorm" else None
+    bias = weight(found, "bias") if kind in BIASED_NORMS else None
     return Norm(kind, eps, weight(found, "weight"), bias)
 
 

@@ -21,12 +21,12 @@ def keeping_qkv(text: str) -> tuple[str, bool]:
 
 
 @constant_result
-def _layout(text: str) -> tuple[int, int, int, bool, bool, str, float, str, int]:
+def _layout(text: str) -> tuple[int, int, int, bool, bool, str, float, str, str, int]:
     spec = parse(text)
     a = spec.attn
     assert a is not None
     heads = (a.heads, a.kv_heads, a.head_dim, a.interleaved)
-    return *heads, spec.seq_first, a.qk_norm, a.qk_eps, a.rope, a.rotary_dim
+    return *heads, spec.seq_first, a.qk_norm, a.qk_eps, a.qk_place, a.rope, a.rotary_dim
 
 
 def keys_and_values(
@@ -37,14 +37,19 @@ def keys_and_values(
     **Shapes** qkv: the raw product [B, T, (H+2G)·D]. Results: [B, G, T, D], in the type of the product; k in that of
     wider rotary tables.
     """
-    h, g, d, interleaved, seq_first, kind, eps, turning, width = _layout(text)
+    h, g, d, interleaved, seq_first, kind, eps, place, turning, width = _layout(text)
     qkv = qkv.transpose(0, 1) if seq_first else qkv
     if interleaved:
         _, k, v = qkv.unflatten(-1, (h, 3, d)).unbind(-2)
     else:
         _, k, v = qkv.unflatten(-1, (h + 2 * g, d)).split((h, g, g), -2)
     weight, bias = (slots[PARAM_SLOTS["attn"].index(f"k_norm_{part}")] for part in "wb")
-    k = norm(k, weight, bias, kind, eps)
+    if place == "row":
+        k = norm(k.flatten(-2), weight, bias, kind, eps).unflatten(-1, (g, d))
+    elif place == "head":
+        k = norm(k, weight, bias, kind, eps)
     if cos is not None and sin is not None:
         k = rope(k.to(torch.promote_types(k.dtype, cos.dtype)), cos, sin, turning, width)  # wider under autocast
+    if place == "turned":
+        k = norm(k, weight, bias, kind, eps)
     return k.transpose(1, 2), v.transpose(1, 2)

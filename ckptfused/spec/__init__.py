@@ -9,7 +9,17 @@ from .activations import ACTIVATIONS, GATE, GATED_ACTIVATIONS, GATED_BY, PLAIN_A
 from .adapters import FIRST_SITE, MOST_ADAPTERS, Adapter
 from .block import MOST_TEXTS, BlockSpec, parse
 from .checks import check_probability
-from .fields import COMPUTE_TYPES, MASK_KINDS, MAX_HEAD_DIM, NORMS, ROPES, AttentionSpec, FFNSpec
+from .fields import (
+    BIASED_NORMS,
+    COMPUTE_TYPES,
+    MASK_KINDS,
+    MAX_HEAD_DIM,
+    NORMS,
+    QK_PLACES,
+    ROPES,
+    AttentionSpec,
+    FFNSpec,
+)
 from .keep import KEEP_NAMES, KEEP_PRESETS, Keep, check_names, keepable, resolve_keep
 from .loss import HEAD, LossSpec, parse_loss
 from .quantized import Quantized
@@ -28,6 +38,7 @@ from .slots import (
 __all__ = [
     "ACTIVATIONS",
     "AUX_NAMES",
+    "BIASED_NORMS",
     "COMPUTE_TYPES",
     "FIRST_SITE",
     "GATE",
@@ -44,6 +55,7 @@ __all__ = [
     "PARAM_SLOTS",
     "PLAIN_ACTIVATIONS",
     "PROJECTION_SLOTS",
+    "QK_PLACES",
     "QUANT_SLOTS",
     "ROPES",
     "Adapter",

@@ -14,9 +14,11 @@ from .quantized import Quantized, checked_quantized
 from .table import Key, check_rows
 
 MAX_HEAD_DIM = 256
-NORMS = ("none", "layernorm", "rmsnorm", "gemma")
+NORMS = ("none", "layernorm", "rmsnorm", "gemma", "layernorm1p")
+BIASED_NORMS = ("layernorm", "layernorm1p")
 POST_NORMS = (*NORMS, "layerscale")
 """LayerScale multiplies by its weight and normalises nothing."""
+QK_PLACES = ("head", "row", "turned")
 ROPES = ("none", "half", "interleaved")
 MASK_KINDS = ("none", "keep", "drop", "add")
 SCALAR_TYPES = {"float64": "Double", "float32": "Float", "bfloat16": "BFloat16", "float16": "Half"}
@@ -64,8 +66,11 @@ class AttentionSpec(Frame):
     rotary_dim: Annotated[
         int, Key("RoPE turns the first rotary_dim entries of a head; 0: the whole head.", called=True)
     ] = 0
-    qk_norm: Annotated[str, Key("Norm of each head of q and k.", NORMS)] = "none"
+    qk_norm: Annotated[str, Key("Norm of q and k.", NORMS)] = "none"
     qk_eps: Annotated[float, Key("What `qk_norm` adds to the variance.", least=0)] = 1e-5
+    qk_place: Annotated[
+        str, Key("What `qk_norm` is of: a head, all heads of q or k as one row, a head that RoPE turned.", QK_PLACES)
+    ] = "head"
     p_attn: Annotated[float, Key("Dropout of the attention probabilities.", probability=True)] = 0.0
     mask: Annotated[str, Key("The mask that the call gives.", MASK_KINDS, called=True)] = "none"
     padding: Annotated[str, Key("The padding mask that the call gives.", MASK_KINDS, called=True)] = "none"
@@ -85,6 +90,8 @@ class AttentionSpec(Frame):
             raise ValueError(f"attn.rotary_dim: expected at most head_dim={self.head_dim}, got {self.rotary_dim}")
         if self.rope != "none" and self.rotary % 2:
             raise ValueError(f"attn.rotary_dim: expected an even number, got {self.rotary}")
+        if self.qk_place == "row" and self.interleaved:
+            raise ValueError("attn.qk_place: expected head or turned where q, k and v are interleaved, got 'row'")
         if self.scale == 0:
             raise ValueError("attn.scale: expected a number other than 0 (None: 1/sqrt(head_dim)), got 0.0")
         if self.packed and (self.mask != "none" or self.padding != "none"):
@@ -115,6 +122,12 @@ class AttentionSpec(Frame):
     def qkv_width(self) -> int:
         """(H+2G)·D, the width of the joint product."""
         return self.q_width + 2 * self.kv_width
+
+    def normed_width(self, stem: str) -> int:
+        """How many entries the norm of q (`"q_norm"`) or k (`"k_norm"`) is over."""
+        if self.qk_place != "row":
+            return self.head_dim
+        return self.q_width if stem == "q_norm" else self.kv_width
 
     def products(self, width: int) -> dict[str, tuple[int, int]]:
         """The projections of x, `width` wide, by name: how wide what they take is, and what they make."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .fields import AttentionSpec, BlockFields, FFNSpec
+from .fields import BIASED_NORMS, AttentionSpec, BlockFields, FFNSpec
 
 Shapes = dict[str, tuple[tuple[int, ...], bool]]
 
@@ -50,7 +50,7 @@ def quantized_slots(spec: BlockFields) -> frozenset[str]:
 
 
 def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes:
-    """Norm weights and biases may be left out, but not LayerScale's; only LayerNorm has a bias."""
+    """Norm weights and biases may be left out, but not LayerScale's; only LayerNorms have a bias."""
     shapes: Shapes = {}
     products = half.products(width)
     for stem, norm in PAIRS[name]:
@@ -61,10 +61,10 @@ def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes
                 shapes[f"{name}.{stem}_b"] = ((made,), False)
             continue
         kind = getattr(half, norm)
-        entries = half.head_dim if isinstance(half, AttentionSpec) and norm == "qk_norm" else width
+        entries = half.normed_width(stem) if isinstance(half, AttentionSpec) and norm == "qk_norm" else width
         if kind != "none":
             shapes[f"{name}.{stem}_w"] = ((entries,), kind == "layerscale")
-        if kind == "layernorm":
+        if kind in BIASED_NORMS:
             shapes[f"{name}.{stem}_b"] = ((entries,), False)
     return shapes
 

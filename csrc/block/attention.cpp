@@ -67,6 +67,10 @@ void Block::ensure_qk() {
   if (value_.q.defined()) return;
   ensure_qkv();
   const AttentionSpec& a = spec_.attn;
+  if (a.qk_in_steps()) {
+    make_qk_in_steps();
+    return;
+  }
   const bool plain = !a.qk.on() && a.rope == "none";
   // The raw product has to survive where it is saved, or where the norm's backward will read it. q
   // and k then go to a buffer of the same strides, whose columns for v nobody touches: a matrix
@@ -156,7 +160,9 @@ Tensor Block::attention_backward(const Tensor& ds) {
   const auto place = [&](const HeadColumns& columns) {
     return heads_view(dqkv, columns).transpose(1, 2);
   };
-  if (a.qk.on() || a.rope != "none") {
+  if (a.qk_in_steps()) {
+    qk_backward_in_steps(dq, dk, dv, raw, dqkv);
+  } else if (a.qk.on() || a.rope != "none") {
     const auto turned_back = [&](const Tensor& d, const HeadColumns& columns,
                                  int slot) -> call::QkGradHeads {
       const Tensor from = raw.defined() ? heads_view(raw, columns).transpose(1, 2) : Tensor();

@@ -78,6 +78,10 @@ class Block {
   void ensure_n1();
   void ensure_qkv();
   void ensure_qk();
+  void make_qk_in_steps();
+  void qk_backward_in_steps(const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
+                            const at::Tensor& raw, const at::Tensor& dqkv);
+  at::Tensor turned_heads(const at::Tensor& raw) const;
   void ensure_attn();
   void ensure_proj();
   void release_n1();

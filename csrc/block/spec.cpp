@@ -174,6 +174,9 @@ BlockSpec parse(const std::string& text) {
                 ") must be a multiple of kv_heads (", attn.kv_heads, ")");
     TORCH_CHECK(!attn.interleaved || (attn.joint && attn.heads == attn.kv_heads),
                 "ckptfused: interleaved needs one joint weight and heads == kv_heads");
+    TORCH_CHECK(attn.qk_place == "head" || attn.qk_place == "turned" ||
+                    (attn.qk_place == "row" && !attn.interleaved),
+                "ckptfused: unknown qk_place '", attn.qk_place, "', or row where interleaved");
     if (attn.scale == 0.0) attn.scale = 1.0 / std::sqrt(double(attn.head_dim));
     if (attn.rotary_dim == 0) attn.rotary_dim = attn.head_dim;
     find_targets(attn, kAttentionProjections);

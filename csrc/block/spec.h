@@ -27,6 +27,8 @@ struct AttentionSpec : AttentionFields {
   int64_t q_width() const { return heads * head_dim; }
   int64_t kv_width() const { return kv_heads * head_dim; }
   int64_t qkv_width() const { return q_width() + 2 * kv_width(); }
+  // Whether the norm of q and k and RoPE are two kernels, not one.
+  bool qk_in_steps() const { return qk.on() && qk_place != "head"; }
   HeadColumns q_columns() const { return {heads, 0, head_stride()}; }
   HeadColumns k_columns() const {
     return {kv_heads, interleaved ? head_dim : q_width(), head_stride()};

@@ -53,7 +53,8 @@ struct AttentionFields : HalfSpec {
   double softcap = 0.0;  // Logits become softcap * tanh(logits / softcap); 0: as they are.
   std::string rope = "none";  // How RoPE pairs the entries of a head.
   int64_t rotary_dim = 0;  // RoPE turns the first rotary_dim entries of a head; 0: the whole head.
-  NormSpec qk{"none", 1e-05};  // Norm of each head of q and k.
+  NormSpec qk{"none", 1e-05};  // Norm of q and k.
+  std::string qk_place = "head";  // What `qk_norm` is of: a head, all heads of q or k as one row, a head that RoPE turned.
   double p_attn = 0.0;  // Dropout of the attention probabilities.
   std::string mask = "none";  // The mask that the call gives.
   std::string padding = "none";  // The padding mask that the call gives.
@@ -75,6 +76,7 @@ void for_fields(AttentionFields& s, F&& f) {
   f("rotary_dim", s.rotary_dim);
   f("qk_norm", s.qk.kind);
   f("qk_eps", s.qk.eps);
+  f("qk_place", s.qk_place);
   f("p_attn", s.p_attn);
   f("mask", s.mask);
   f("padding", s.padding);

@@ -10,8 +10,7 @@ namespace ckptfused {
 // What the fields of a spec are made of (spec_fields.h).
 
 struct NormSpec {
-  // none | layernorm | rmsnorm | gemma (weight is 1 + w) | layerscale (weight alone)
-  std::string kind;
+  std::string kind;  // one of POST_NORMS
   double eps;
   bool on() const { return kind != "none"; }
 };

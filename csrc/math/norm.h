@@ -4,12 +4,16 @@
 
 namespace ckptfused {
 
-enum class NormKind : int { none, layernorm, rmsnorm, gemma, layerscale };
+enum class NormKind : int { none, layernorm, rmsnorm, gemma, layernorm1p, layerscale };
 
 // The RMS norms are layer norms whose mean is taken as 0, so one set of formulas serves all kinds.
-// Gemma's gain of 1 + w is added where weights are converted to the accumulation type.
 CKPT_HD bool norm_is_centred(NormKind kind) {
-  return kind == NormKind::layernorm;
+  return kind == NormKind::layernorm || kind == NormKind::layernorm1p;
+}
+
+// Whether the gain is 1 + w: the 1 is added where weights are converted to the accumulation type.
+CKPT_HD bool norm_adds_one(NormKind kind) {
+  return kind == NormKind::gemma || kind == NormKind::layernorm1p;
 }
 
 // LayerScale multiplies a row by its weight and normalises nothing: its mean is 0, its rstd is 1,

@@ -23,7 +23,7 @@ const A* norm_gain(NormKind kind, NormParam weight, int64_t n, RowScratch& scrat
     return ones;
   }
   A* gain = converted<A>(weight, n, scratch);
-  if (kind == NormKind::gemma) {
+  if (norm_adds_one(kind)) {
     for (int64_t i = 0; i < n; ++i) gain[i] += A(1);
   }
   return gain;

@@ -40,7 +40,7 @@ CKPT_HD void load_param(const NormParam& param, int64_t col, int count, A absent
 template <typename A>
 CKPT_HD void load_gain(NormKind kind, const NormParam& weight, int64_t col, int count, A* out) {
   load_param(weight, col, count, A(1), out);
-  if (kind == NormKind::gemma && weight.data != nullptr) {
+  if (norm_adds_one(kind) && weight.data != nullptr) {
     CKPT_UNROLL
     for (int i = 0; i < kGroup; ++i) out[i] += A(1);
   }
