@@ -22,8 +22,9 @@ AXES: dict[str, tuple[object, ...]] = {
     "rope": ("none", "half", "interleaved", "half-partial", "interleaved-partial", "half-wide", "interleaved-batch"),
     "keep": ("inputs", "mid", "attention", "attention+mid", "attention+mid+qkv", "all"),
     "drop": ("0", "attn", "res", "hidden", "all"),
-    "norm": ("layernorm", "layernorm-nobias", "rmsnorm", "gemma"),
+    "norm": ("layernorm", "layernorm-nobias", "rmsnorm", "gemma", "layernorm1p"),
     "qk_norm": ("none", "layernorm", "rmsnorm", "gemma"),
+    "qk_place": ("head", "row", "turned"),
     "head_dim": (8, 20, 64, 7),
     "tokens": (67, 5, 150, 300),
     "heads": ("2/2", "4/2", "3/1"),
@@ -48,7 +49,7 @@ LARGE: dict[str, dict[int, int]] = {
     "hidden": {56: 256, 37: 193, 130: 384},
 }
 DEFAULTS = {axis: values[0] for axis, values in AXES.items()}
-ATTENTION_AXES = ("mask", "rope", "qk_norm", "head_dim", "heads", "window", "softcap", "scale")
+ATTENTION_AXES = ("mask", "rope", "qk_norm", "qk_place", "head_dim", "heads", "window", "softcap", "scale")
 
 # Adapters of a half by the value of "lora"; `first` is the first product, `last` the half's closing one. With "float32"
 # (and "twice") their tensors are float32 beside half-precision weights.
@@ -79,6 +80,7 @@ class Case:
     drop: str = "0"
     norm: str = "layernorm"
     qk_norm: str = "none"
+    qk_place: str = "head"
     head_dim: int = 8
     tokens: int = 67
     heads: str = "2/2"
@@ -165,6 +167,7 @@ class Case:
             rope=self.rope.split("-")[0],
             rotary_dim=self.rotary_dim(),
             qk_norm=self.qk_norm,
+            qk_place=self.qk_place,
             p_attn=self.p("attn"),
             p_res=self.p("res"),
             m=self.m,
@@ -208,6 +211,8 @@ def _one_way(axis: str, value: object, other: str, other_value: object) -> bool:
             return other in ("batch", "seq_first") and not plain
         case "weights", "interleaved":  # joint where there is no attention
             return (other, other_value) == ("layout", "ffn") or (other == "heads" and not plain)
+        case "qk_place", "row":
+            return (other, other_value) == ("weights", "interleaved")
         case "tokens", 300:
             return (other, other_value) == ("batch", 3)  # only to keep the suite short
     return False

@@ -124,7 +124,10 @@ def test_parse_refuses(text: str, message: str) -> None:
         ({"p_attn": 1.5}, r"attn.p_attn: expected a number in \[0, 1\], got 1.5"),
         ({"p_res": -0.1}, r"attn.p_res: expected a number in \[0, 1\], got -0.1"),
         ({"p_res": float("nan")}, r"attn.p_res: expected a number in \[0, 1\], got nan"),
-        ({"pre": "batchnorm"}, r"attn.pre: expected one of none, layernorm, rmsnorm, gemma, got 'batchnorm'"),
+        (
+            {"pre": "batchnorm"},
+            r"attn.pre: expected one of none, layernorm, rmsnorm, gemma, layernorm1p, got 'batchnorm'",
+        ),
         ({"rope": "half", "rotary_dim": 5}, r"attn.rotary_dim: expected an even number, got 5"),
         ({"rope": "half", "rotary_dim": 10}, r"attn.rotary_dim: expected at most head_dim=8, got 10"),
         ({"interleaved": True}, r"attn.interleaved: expected one tensor for q, k and v .* got joint=False"),

@@ -13,6 +13,7 @@ from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, name
 from ckptfused.models.derive.walk import Walk, arranges, close, ratio
 
 _LOGITS = frozenset(("mul", "rmul", "div", "truediv", "tanh"))
+_ZEROS = ("zeros", "zeros_like", "new_zeros")
 _AFTER_SOFTMAX = named("to type_as float double type half bfloat16 dropout clone contiguous")
 
 
@@ -37,6 +38,12 @@ class Core(NamedTuple):
     padding: Outer | None = None
     """A second mask, of keys."""
     padding_kind: str = "none"
+    window: int = 0
+    """How far back a query sees by the layer's own mask; 0: all the way."""
+    also: tuple[tuple[Outer, str], ...] = ()
+    """Masks beside those, with their kinds."""
+    weights: tuple[Value, ...] = ()
+    """The probabilities, before and after their dropout, where the layer has them."""
 
 
 def core(walk: Walk, y: Value) -> Core:
@@ -70,14 +77,15 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
     if len(operands) != 1:
         raise RefusedError(f"no rule takes {call}", call)
     last = product(call, walk.batch, operands[0])
-    probs, v = walk.same(last.left), last.right
+    probs, v = walk.through(last.left), last.right
     if last.added is not None or last.factor != 1 or last.left is not operands[0]:
         raise RefusedError(f"no rule takes {call}", call)
-    dropped = None
+    dropped, weights = None, [probs]
     if probs.call is not None and probs.op == "dropout" and probs.call.mask is not None:
         dropped = probs.call
         walk.take(dropped, "attention")
-        probs = walk.same(probs.call.inputs[0])
+        probs = walk.through(probs.call.inputs[0])
+        weights.append(probs)
     soft = probs.call
     assert soft is not None
     walk.take(soft, "attention")
@@ -87,7 +95,7 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
     if dropped is None and not close(last.ends[0] @ last.ends[1], arranged @ last.ends[1]):
         raise RefusedError("attention over another dimension than the last", soft)
     logits = _shifted(walk, walk.same(soft.inputs[0]))
-    found = Core(v, v, v, y, (last.ends[2],) * 4, 1.0, dropout=dropped)
+    found = Core(v, v, v, y, (last.ends[2],) * 4, 1.0, dropout=dropped, weights=tuple(weights))
     chain: list[Recorded] = []
     while True:
         if not chain:
@@ -106,7 +114,9 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
     if not first.in_order:
         raise RefusedError("the logits are not [B, H, T, T]", raw.call)
     scale, cap = first.factor, 0.0
-    if first.added is not None:
+    if first.added is not None and first.added.op in _ZEROS:
+        take_all(walk, first.added)
+    elif first.added is not None:
         if chain:
             raise RefusedError("logits that are scaled after a mask", raw.call)
         found = masked(walk, found, first.added, "add")
@@ -124,7 +134,7 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
 
 def _is_softmax(walk: Walk, v: Value) -> bool:
     """Whether a value is made by a softmax, casts and dropout aside."""
-    while v.call is not None and v.op in _AFTER_SOFTMAX:
+    while v.call is not None and (v.op in _AFTER_SOFTMAX or arranges(v)):
         v = v.call.inputs[0]
     return v.op == "softmax"
 

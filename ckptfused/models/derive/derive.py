@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ckptfused.compat.pytree import tree_flatten, tree_map
+from ckptfused.compat.pytree import tree_map
 from ckptfused.models.derive.copies import Sizes, without_data
-from ckptfused.models.derive.masks import is_causal
+from ckptfused.models.derive.masks import causal_window
+from ckptfused.models.derive.normal_form import Layout
+from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.prove import Proof, prove, same_shapes
 from ckptfused.models.derive.record import Recording, forget_values, held, record
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
@@ -20,6 +22,15 @@ from ckptfused.models.describe.saved_bytes import IndexReadError
 from ckptfused.state.undone import without_trace
 
 T = TypeVar("T")
+
+
+class Here(NamedTuple):
+    """What a proof leaves open until the length of a call is known."""
+
+    recipes: dict[str, Value]
+    """How the layer computes what the layout takes from outside by the name of a call."""
+    window: int
+    """How far back a query sees by the layer's own mask; 0: all the way."""
 
 
 class Derivation(NamedTuple):
@@ -31,6 +42,14 @@ class Derivation(NamedTuple):
     """The first call that does not fit, where it is one call's fault."""
     calls: tuple[Recorded, ...] = ()
     """What was recorded at the first shape of the proof, as far as the result depends on it."""
+    here: Here = Here({}, 0)
+    """What is so in calls of this size."""
+
+    @property
+    def layout(self) -> Layout:
+        """The proved layout, as it is in calls of this size."""
+        assert self.proof is not None
+        return self.proof.layout._replace(window=self.here.window)
 
 
 def derive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool = True) -> Derivation:
@@ -47,7 +66,7 @@ def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pl
         with _unseen(layer):
             here = _recorded_here(layer, args, kwargs, placed)
             proof = prove(layer, args, kwargs, placed=placed)
-            _hold(proof, layer, here)
+            found = _hold(proof, layer, here)
     except RefusedError as error:
         forget_values((*error.calls, *filter(None, (error.call,))))
         return Derivation(None, str(error), error.call, tuple(error.calls))
@@ -60,7 +79,7 @@ def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pl
     for recording in proof.recordings:
         recording.roots = {}
         forget_values(recording.calls, recording.x, recording.y)
-    return Derivation(proof, calls=calls)
+    return Derivation(proof, calls=calls, here=found)
 
 
 @contextmanager
@@ -107,37 +126,45 @@ def _recorded_here(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def hold(
     proof: Proof, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool = True
-) -> str | None:
-    """Why a proof does not hold of a call of another size; None where it does: the same calls, sizes that follow from
-    those of the proof, and a mask of the layer's own that is causal here too.
+) -> str | Here:
+    """Why a proof does not hold of a call of another size, or what is so there where it does: the same calls, sizes
+    that follow from those of the proof, and a mask of the layer's own that is causal here too.
     """
 
-    def held_to() -> None:
+    def held_to() -> Here:
         with _unseen(layer):
-            _hold(proof, layer, _recorded_here(layer, args, kwargs, placed))
+            return _hold(proof, layer, _recorded_here(layer, args, kwargs, placed))
 
     try:
-        _alone(held_to)
+        return _alone(held_to)
     except RefusedError as error:
         return str(error)
     except IndexReadError:
         raise
     except Exception as error:  # as in `derive`
         return f"it cannot be read ({type(error).__name__}: {error})"
-    return None
 
 
-def _hold(proof: Proof, layer: nn.Module, here: Recording) -> None:
+def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
     if here.y.data.dtype != here.x.data.dtype:
         raise RefusedError(f"it makes {here.y.data.dtype} of {here.x.data.dtype}", here.y.call)
     same_shapes(proof, here, Sizes(*here.x.shape[:2]))
-    number, kind = proof.layout.own_mask
+    (number, kind), window = proof.layout.own_mask, 0
+    kept = [call.number for call in proof.recordings[0].before(proof.recordings[0].y)]
     if number >= 0:
-        kept = [call.number for call in proof.recordings[0].before(proof.recordings[0].y)]
         mask = _matching(proof.recordings[0], here, kept.index(number))
         tokens = here.x.shape[1]
-        if not is_causal(_evaluated(mask.values[0], dict(held(layer))), kind, tokens, tokens):
+        buffers = {f"buffer:{name}": t.cpu() for name, t in held(layer)}
+        made = evaluated(mask.values[0], buffers.__getitem__, torch.device("cpu"))
+        seen = causal_window(made, kind, tokens, tokens)
+        if seen is None or proof.layout.window not in (0, seen):
             raise RefusedError(f"its own mask is not the causal one at {tokens} tokens", mask)
+        window = seen
+    recipes: dict[str, Value] = {}
+    for name in (outer.name for outer in proof.layout.outer if outer.name.startswith("call:")):
+        place, index = map(int, name.removeprefix("call:").split("."))
+        recipes[name] = _matching(proof.recordings[0], here, kept.index(place)).values[index]
+    return Here(recipes, window)
 
 
 def _without_data(t: Tensor) -> Tensor:
@@ -152,19 +179,3 @@ def _matching(proved: Recording, here: Recording, index: int) -> Recorded:
     nth = sum(call.place == place for call in same)
     matches = [call for call in here.before(here.y) if call.op == from_proof[index].op and call.place == place]
     return matches[nth - 1]
-
-
-def _evaluated(value: Value, buffers: dict[str, Tensor]) -> Tensor:
-    """A value that depends on buffers and numbers alone."""
-    if value.call is None:
-        return buffers[value.name.removeprefix("buffer:")].cpu()
-    call = value.call
-
-    def made(v: Any) -> Any:
-        if isinstance(v, Value):
-            return _evaluated(v, buffers)
-        return torch.device("cpu") if isinstance(v, torch.device) or v == "meta" else v
-
-    args, kwargs = tree_map(made, (call.args, call.kwargs))
-    found = [t for t in tree_flatten(call.func(*args, **kwargs))[0] if isinstance(t, Tensor)]
-    return found[value.index]

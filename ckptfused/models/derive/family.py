@@ -20,6 +20,8 @@ from ckptfused.layer.spec_text import Mode
 from ckptfused.models.caches import left_empty
 from ckptfused.models.derive.derive import Derivation, derive, hold
 from ckptfused.models.derive.normal_form import Layout
+from ckptfused.models.derive.outside import recalled
+from ckptfused.models.derive.recorder import Value
 from ckptfused.models.derive.state import KNOWN, State
 from ckptfused.models.describe.saved_bytes import IndexReadError
 from ckptfused.models.family import FAMILIES, Family, Outcome, family_of, fused_call, register
@@ -48,8 +50,10 @@ class Ready(NamedTuple):
     """Names of what stands outside, as the layout knows them, and their places; -1: the layer holds it."""
     place: int
     leaves: tuple[Any, ...]
-    """What the forward returns, its result at `place`."""
+    """What the forward returns, its result at `place`; in the place of attention weights None."""
     tree: TreeSpec
+    recipes: dict[str, Value]
+    """How what has the name of a call is made of the call's leaves and of what the layer holds."""
 
     def result(self, y: Tensor) -> Any:
         """What the forward returns with this result."""
@@ -148,7 +152,7 @@ class Derived(Family):
         if isinstance(ready, Reason):
             return ready
         held: Any = seen.modules
-        outer = {name: leaves[i] if i >= 0 else _held(held, name) for name, i in ready.outer}
+        outer = {name: leaves[i] if i >= 0 else _outer(ready, held, leaves, name) for name, i in ready.outer}
         inputs = ready.layout.inputs(leaves[ready.x], outer)
         call = fused_call(ready.layout.parts(held), inputs, mode, sharded)
         return call if isinstance(call, Reason) else (ready, call)
@@ -203,6 +207,14 @@ def _held(modules: Any, name: str) -> Tensor:
     return getattr(modules[path], last)  # type: ignore[no-any-return]
 
 
+def _outer(ready: Ready, modules: Any, leaves: list[Any], name: str) -> Tensor:
+    """What the layer holds, or computes of that and of arguments."""
+    if name not in ready.recipes:
+        return _held(modules, name)
+    given = lambda root: leaves[_place(root)] if root.startswith("arg:") else _held(modules, root)  # noqa: E731
+    return recalled(ready.recipes[name], given, leaves[ready.x].device)
+
+
 def _ready(
     seen: _Seen, layer: nn.Module, call: tuple[Any, Any], leaves: list[Any], tree: TreeSpec, where: int
 ) -> Ready | Reason:
@@ -248,8 +260,10 @@ def _proved(kind: _Kind, layer: nn.Module, call: Any, form: Hashable, leaves: li
     tried = kind.forms.setdefault(form, [])
     for made in tried:
         if made.proof is not None:
-            why = hold(made.proof, layer, args, kwargs, placed=kind.placed)
-            return Reason(why) if why is not None else _to_be_called(made, leaves, where)
+            found = hold(made.proof, layer, args, kwargs, placed=kind.placed)
+            if isinstance(found, str):
+                return Reason(found)
+            return _to_be_called(made._replace(here=found), leaves, where)
     if len(tried) >= MOST_TRIES:
         return Reason(tried[-1].why)
     made = derive(layer, args, kwargs, placed=kind.placed)
@@ -269,7 +283,8 @@ def _to_be_called(made: Derivation, leaves: list[Any], where: int) -> Ready | Re
         forms = {t.form for t in (proof.layout.cos, proof.layout.sin) if t is not None and t.name == name}
         if t is not None and any(form.endswith("half") for form in forms) and not _in_halves(t):
             return Reason("rotary tables whose halves differ")
-    return Ready(proof.layout, where, outer, recording.place, tuple(recording.leaves), recording.tree)
+    leaves_of = tuple(recording.leaves)
+    return Ready(made.layout, where, outer, recording.place, leaves_of, recording.tree, made.here.recipes)
 
 
 def _place(name: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from ckptfused.models.derive.pieces import Linear, NormPiece, linear, norm
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rotations import TURNS, Turned, turned
 from ckptfused.models.derive.walk import LAYOUT, Walk, close
+from ckptfused.spec import QK_PLACES
 
 _MOST = 60
 
@@ -37,6 +40,8 @@ class Heads(NamedTuple):
     sin: Outer | None
     factor: float
     """Of the logits, by what q and k were multiplied."""
+    place: str = "head"
+    """What the norms are of, as `spec.QK_PLACES`."""
 
 
 class _Side(NamedTuple):
@@ -96,27 +101,46 @@ def heads(walk: Walk, found: Core) -> Heads:
 
 
 def _turned_alike(walk: Walk, found: Core, sides: dict[str, _Side], laid: Laid, ends: dict[str, Tensor]) -> Heads:
-    turned_by: list[Turned] = []
-    for name, at in (("q", found.q), ("k", found.k)):
-        side, part = sides[name], laid.parts[name]
-        if side.norm is not None:
-            part = _normed(part, side.norm, walk, at)
-        turned_by.append(turned(walk, side.tables, _repeated(part, ends[name].shape[2]), ends[name], at))
-    if turned_by[0][:-1] != turned_by[1][:-1]:
+    trouble: list[RefusedError] = []
+    for place in QK_PLACES if sides["q"].norm is not None else QK_PLACES[:1]:
+        try:
+            with walk.trial():
+                pairs = (("q", found.q), ("k", found.k))
+                by = [_placed(walk, sides[n], laid.parts[n], ends[n], at, place) for n, at in pairs]
+            break
+        except RefusedError as error:
+            trouble.append(error)
+    else:
+        raise trouble[0]
+    if by[0][:-1] != by[1][:-1]:
         raise RefusedError("q and k are turned in different ways", found.k.call)
-    kind, wide, cos, sin, by = turned_by[0]
+    kind, wide, cos, sin, factor = by[0]
     norms = sides["q"].norm, sides["k"].norm
     sizes = ends["q"].shape[2], laid.parts["v"].shape[2], ends["q"].shape[3]
-    return Heads(*sizes, *laid.maps, laid.interleaved, *norms, kind, wide, cos, sin, by * turned_by[1][-1])
+    return Heads(*sizes, *laid.maps, laid.interleaved, *norms, kind, wide, cos, sin, factor * by[1][-1], place)
+
+
+def _placed(walk: Walk, side: _Side, part: Tensor, end: Tensor, at: Value, place: str) -> Turned:
+    """The rotation that makes the heads in `end` of those in `part`, the norm being of what `place` says."""
+    normed: Callable[[Tensor], Tensor] = partial(_normed, walk, side.norm)
+    if side.norm is not None:
+        width = part.shape[-1] * (part.shape[2] if place == "row" else 1)
+        if side.norm.x.shape[-1] != width:
+            raise RefusedError(f"a norm of q or k over {side.norm.x.shape[-1]} values", at.call)
+    count = end.shape[2]
+    if place == "turned":
+        return turned(walk, side.tables, _repeated(part, count), end, at, normed)
+    part = normed(part.flatten(-2)).view(part.shape) if place == "row" else normed(part)
+    return turned(walk, side.tables, _repeated(part, count), end, at, lambda t: t)
 
 
 def _repeated(part: Tensor, heads: int) -> Tensor:
     return part.repeat_interleave(heads // part.shape[2], 2) if heads % part.shape[2] == 0 else part
 
 
-def _normed(part: Tensor, found: NormPiece, walk: Walk, at: Value) -> Tensor:
-    if found.x.shape[-1] != part.shape[-1]:
-        raise RefusedError("the norm of q or k is over all heads together, which has no kernel", at.call)
+def _normed(walk: Walk, found: NormPiece | None, part: Tensor) -> Tensor:
+    if found is None:
+        return part
     weight, bias = (walk.recording.roots.get(f"param:{name}") for name in (found.weight, found.bias))
     eps = torch.finfo(torch.float64).eps if found.eps is None else found.eps
     return eager_norm(part, weight, bias, found.kind, eps)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ckptfused.models.derive.in_place import writes
 from ckptfused.models.derive.products import by_heads
-from ckptfused.models.derive.recorder import RefusedError, Value, named
+from ckptfused.models.derive.recorder import RefusedError, Value, name_of, named
 from ckptfused.models.derive.walk import Walk, arranges, close
 
 if TYPE_CHECKING:
@@ -78,13 +79,18 @@ def masked(walk: Walk, found: Core, mask: Value, kind: str) -> Core:
             found = masked(walk, found, walk.same(one), kind)
         return found
     if not any(root.startswith("arg:") for root in _roots(walk, mask)):
-        if not is_causal(mask.data, kind, found.ends[3].shape[-2], found.ends[2].shape[-2]):
+        window = causal_window(mask.data, kind, found.ends[3].shape[-2], found.ends[2].shape[-2])
+        if window is None:
             raise RefusedError("a mask of the layer's own that is not the causal one", mask.call)
         if found.causal:
             raise RefusedError("two causal masks", mask.call)
         take_all(walk, mask)
-        return found._replace(causal=True, constant=walk.same(mask), constant_kind=kind)
-    outer, kind = _outer(walk, found, mask, kind)
+        return found._replace(causal=True, window=window, constant=walk.same(mask), constant_kind=kind)
+    try:
+        with walk.trial():
+            outer, kind = _outer(walk, found, mask, kind)
+    except RefusedError:
+        outer = _computed(walk, found, mask)
     if found.mask is None:
         return found._replace(mask=outer, kind=kind)
     first = found.mask
@@ -92,7 +98,32 @@ def masked(walk: Walk, found: Core, mask: Value, kind: str) -> Core:
         if outer.form == "padding":
             return found._replace(padding=outer, padding_kind=kind)
         return found._replace(mask=outer, kind=kind, padding=first, padding_kind=found.kind)
-    raise RefusedError("two masks", mask.call)
+    return found._replace(also=(*found.also, (outer, kind)))
+
+
+def _computed(walk: Walk, found: Core, mask: Value) -> Outer:
+    """A mask that the layer computes of arguments alone, so that all layers share it."""
+    mask = walk.same(mask)
+    if mask.call is None or not all(root.startswith("arg:") for root in _roots(walk, mask)):
+        raise RefusedError("a mask of unknown arrangement", mask.call)
+    batch, heads, tokens = walk.batch, *found.ends[3].shape[1:3]
+    for form, arranged in _arranged(mask.data, batch, tokens).items():
+        sizes = zip(arranged.shape, (batch, heads, tokens, found.ends[2].shape[-2]), strict=True)
+        if all(n in (1, size) for n, size in sizes):
+            walk.take_before("mask", mask)
+            return Outer(computed(walk, mask), form)
+    raise RefusedError("a mask of unknown arrangement", mask.call)
+
+
+def computed(walk: Walk, v: Value) -> str:
+    """The name of a value that the layer computes of what stands outside; the recording has it by this name."""
+    assert v.call is not None
+    for call in walk.recording.before(v):
+        if writes(name_of(call.func), {}):
+            raise RefusedError("a mask or table that is written in place", call)
+    name = f"call:{v.call.number}.{v.index}"
+    walk.recording.roots[name] = v.data
+    return name
 
 
 def _outer(walk: Walk, found: Core, mask: Value, kind: str) -> tuple[Outer, str]:
@@ -151,6 +182,7 @@ def _arranged(mask: Tensor, batch: int, t: int) -> dict[str, Tensor]:
         found["batch"] = mask[:, None]
         if mask.shape[0] % batch == 0:
             found["heads"] = mask.unflatten(0, (batch, -1))
+        found["by head"] = mask[None]
     elif mask.dim() == 2:
         if tuple(mask.shape) == (t, t):
             found["square"] = mask[None, None]
@@ -159,19 +191,29 @@ def _arranged(mask: Tensor, batch: int, t: int) -> dict[str, Tensor]:
     return found
 
 
-def is_causal(mask: Tensor, kind: str, t_q: int, t_k: int) -> bool:
-    """Whether a mask hides exactly the keys after each query."""
-    hidden = torch.ones(t_q, t_k, dtype=torch.bool).triu(1)
-    try:
-        mask = mask.expand(torch.broadcast_shapes(mask.shape, hidden.shape))
-    except RuntimeError:
-        return False
+def causal_window(mask: Tensor, kind: str, t_q: int, t_k: int) -> int | None:
+    """How far back each query sees where a mask hides all keys after it and those before that: 0 for all of them, None
+    where it hides others.
+    """
     if kind == "add":
-        dropped = mask <= HIDES
-        return bool((dropped == hidden).all()) and bool((mask[~dropped] == 0).all())
-    if mask.dtype not in (torch.bool, torch.uint8):
-        return False
-    return bool(((mask.bool() if kind == "drop" else ~mask.bool()) == hidden).all())
+        hidden = mask <= HIDES
+        if (mask[~hidden] != 0).any():
+            return None
+    elif mask.dtype in (torch.bool, torch.uint8):
+        hidden = mask.bool() if kind == "drop" else ~mask.bool()
+    else:
+        return None
+    after = torch.ones(t_q, t_k, dtype=torch.bool).triu(1)
+    try:
+        hidden = hidden.expand(torch.broadcast_shapes(hidden.shape, after.shape))
+    except RuntimeError:
+        return None
+    if hidden.shape[-2:] != after.shape or not hidden.numel():
+        return None
+    seen = int((~hidden).sum(-1).max())
+    window = 0 if seen >= t_k else seen
+    wanted = after | torch.ones(t_q, t_k, dtype=torch.bool).tril(-window) if window else after
+    return window if bool((hidden == wanted).all()) else None
 
 
 def _roots(walk: Walk, v: Value) -> set[str]:

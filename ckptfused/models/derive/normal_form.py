@@ -12,6 +12,7 @@ from ckptfused.layer.projections import Norm, Projection
 from ckptfused.masks import NO_MASK, Mask
 from ckptfused.models.derive.attention import Core
 from ckptfused.models.derive.masks import Outer
+from ckptfused.models.derive.outside import joined, once
 from ckptfused.models.derive.pieces import Linear, NormPiece
 from ckptfused.models.derive.products import by_heads
 from ckptfused.models.derive.read import Form
@@ -65,6 +66,10 @@ class Layout(NamedTuple):
     causal: bool = False
     padding: Outer | None = None
     padding_kind: str = "none"
+    window: int = 0
+    """How far back a query sees by the layer's own mask, at the length of the call; 0: all the way."""
+    also: tuple[tuple[Outer, str], ...] = ()
+    """Masks beside these, with their kinds: what `mask` and they say is made once and shared by all layers."""
     own_mask: tuple[int, str] = (-1, "")
     """The causal mask that the layer makes itself: its call's number in the recording, and its kind."""
 
@@ -72,20 +77,35 @@ class Layout(NamedTuple):
         """The pieces of a layer, as they are now."""
         attn, ffn = self.attn, self.ffn
         return Parts(
-            None if attn is None else _attention(layer, attn), None if ffn is None else _ffn(layer, ffn), self.parallel
+            None if attn is None else _attention(layer, attn, self.window),
+            None if ffn is None else _ffn(layer, ffn),
+            self.parallel,
         )
 
     def inputs(self, x: Tensor, outer: dict[str, Tensor]) -> Inputs:
         """A call in the block's terms. outer: what stands outside, by the names of a recording."""
         masks = NO_MASK
         if self.mask is not None:
-            mask = _mask(outer[self.mask.name], self.mask.form, x.size(0))
+            mask, kind = _mask(outer[self.mask.name], self.mask.form, x.size(0)), self.kind
+            if self.also:
+                mask, kind = self._joined(x, outer), "add"
             padding = None if self.padding is None else outer[self.padding.name]
-            masks = Mask(mask, self.kind, padding, self.padding_kind, self.causal)
+            masks = Mask(mask, kind, padding, self.padding_kind, self.causal)
         elif self.causal:
             masks = Mask(causal=True)
         cos, sin = (None if t is None else table_of(outer[t.name], t.form, x.size(1)) for t in (self.cos, self.sin))
         return Inputs(x, masks, cos, sin)
+
+    def _joined(self, x: Tensor, outer: dict[str, Tensor]) -> Tensor:
+        """All masks as one that is added."""
+        given = ((self.mask, self.kind), *self.also)
+        of = tuple(outer[t.name] for t, _ in given if t is not None)
+
+        def made() -> Tensor:
+            arranged = (_mask(outer[t.name], t.form, x.size(0)) for t, _ in given if t is not None)
+            return joined(zip(arranged, (kind for _, kind in given), strict=True), x.dtype)
+
+        return once(of, (given, x.dtype, x.size(0)), made)
 
     def masks(self, recording: Recording) -> dict[int, Tensor]:
         """The keep masks that a recording drew, by site."""
@@ -97,7 +117,8 @@ class Layout(NamedTuple):
     @property
     def outer(self) -> tuple[Outer, ...]:
         """What it takes from outside beside x."""
-        return tuple(t for t in (self.cos, self.sin, self.mask, self.padding) if t is not None)
+        found = (self.cos, self.sin, self.mask, self.padding, *(t for t, _ in self.also))
+        return tuple(t for t in found if t is not None)
 
 
 def layout_of(form: Form, walk: Walk, layer: nn.Module) -> Layout:
@@ -112,7 +133,13 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> Layout:
         p = 0.0 if dropped is None else rate(dropped, *((4, "dropout_p") if "scaled" in dropped.op else (1, "p")))
         numbers = (
             *(heads.heads, heads.kv_heads, heads.head_dim, heads.rope, heads.rotary_dim),
-            *(_scale(core.scale * heads.factor, heads.head_dim), core.softcap, branch.m, heads.interleaved),
+            *(
+                _scale(core.scale * heads.factor, heads.head_dim),
+                core.softcap,
+                branch.m,
+                heads.interleaved,
+                heads.place,
+            ),
         )
         attn = Half(
             tuple(map(_map, (heads.q, heads.k, heads.v, branch.last))),
@@ -122,7 +149,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> Layout:
             _numbers(dropped, branch.dropped),
         )
         found = found._replace(cos=heads.cos, sin=heads.sin, mask=core.mask, kind=core.kind)
-        found = found._replace(causal=core.causal, own_mask=_own_mask(core))
+        found = found._replace(causal=core.causal, window=core.window, also=core.also, own_mask=_own_mask(core))
         found = found._replace(padding=core.padding, padding_kind=core.padding_kind)
     if (branch := form.ffn) is not None:
         made = branch.hidden
@@ -194,17 +221,19 @@ def _normed(layer: nn.Module, found: NormOf | None) -> Any:
     return Norm(found.kind, found.eps, weight, bias)  # type: ignore[arg-type]
 
 
-def _attention(layer: nn.Module, half: Half) -> Attention:
-    heads, kv_heads, head_dim, rope, rotary_dim, scale, softcap, m, interleaved = half.numbers
+def _attention(layer: nn.Module, half: Half, window: int) -> Attention:
+    heads, kv_heads, head_dim, rope, rotary_dim, scale, softcap, m, interleaved, place = half.numbers
     q, k, v, o = (_projected(layer, found) for found in half.maps)
     pre, post, out, q_norm, k_norm = (_normed(layer, found) for found in half.norms)
     return Attention(
         *(heads, kv_heads, head_dim, q, k, v, o, pre, post, out, q_norm, k_norm, rope, rotary_dim, scale),
         softcap=softcap or None,
+        window=window or None,
         p_attn=half.rates[0],
         p_res=half.rates[1],
         m=m,
         interleaved=interleaved,
+        qk_place=place,
     )
 
 
@@ -218,6 +247,8 @@ def _ffn(layer: nn.Module, half: Half) -> FFN:
 def _mask(mask: Tensor, form: str, batch: int) -> Tensor:
     if form == "batch":
         return mask[:, None]
+    if form == "by head":
+        return mask[None]
     if form == "heads":
         return mask.unflatten(0, (batch, -1))
     if form == "square":

@@ -11,7 +11,7 @@ from ckptfused.eager.activation import FUNCTIONS, activation
 from ckptfused.eager.norm import norm as eager_norm
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, named
 from ckptfused.models.derive.walk import Walk, arranges, close
-from ckptfused.spec import GATED_ACTIVATIONS, NORMS, PLAIN_ACTIVATIONS
+from ckptfused.spec import BIASED_NORMS, GATED_ACTIVATIONS, NORMS, PLAIN_ACTIVATIONS
 
 _TURNED = ("t", "T", "transpose", "mT", "permute", "swapaxes")
 _NORM = named(
@@ -78,9 +78,10 @@ def linear(walk: Walk, v: Value) -> Linear:
             return Linear(w, "", False, operands[0], v)
     elif call.op in ("add", "radd") and len(operands) == 2 and not call.kwargs:
         for a, b in (operands, operands[::-1]):
-            if (name := walk.parameter(b)) and b.data.dim() == 1:
+            if name := walk.bias(b):
                 found = linear(walk, walk.through(a))
-                if not found.bias and found.y.shape[-1:] == b.shape:
+                if not found.bias and found.y.shape[-1:] == b.shape[-1:]:
+                    walk.take_before("projection", b)
                     walk.take(call, "projection")
                     return found._replace(bias=name, y=v)
     raise RefusedError(f"no rule takes {call}", call)
@@ -151,7 +152,7 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
         number = torch.finfo(torch.float64).eps if eps is None else eps
         for kind in NORMS[1:]:
             for w, b in orders:
-                if b and kind != "layernorm":
+                if b and kind not in BIASED_NORMS:
                     continue
                 shapes = {params[name].shape for name in (w, b) if name}
                 if shapes <= {x.shape[-1:]} and close(

@@ -154,7 +154,8 @@ def _steps(recording: Recording) -> list[Any]:
         return v.name if v.call is None else (places[v.call.number], v.index)
 
     steps: list[Any] = []
-    for call in recording.before(recording.y):
+    ends = (recording.y, *recording.beside)
+    for call in recording.before(*ends):
         if call.op in _CASTS:
             continue
         places[call.number] = len(steps)
@@ -164,7 +165,7 @@ def _steps(recording: Recording) -> list[Any]:
             if isinstance(n, float | bool | str | type(None))
         )
         steps.append((call.op, call.place, tuple(map(place, call.inputs)), numbers, call))
-    return steps
+    return [*steps, (*map(place, ends), recording.y.call)]
 
 
 def same_shapes(proof: Proof, recording: Recording, sizes: Sizes) -> None:
@@ -205,6 +206,6 @@ def leaves_of(args: Any, kwargs: Any) -> dict[str, Tensor]:
     return {f"arg:{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
 
 
-def proved_call(proof: Proof, layer: nn.Module, x: Tensor, outer: dict[str, Tensor], mode: Mode) -> Call | Reason:
-    """The op call of a layer with a proof."""
-    return build_call(proof.layout.parts(layer), proof.layout.inputs(x, outer), mode)
+def proved_call(layout: Layout, layer: nn.Module, x: Tensor, outer: dict[str, Tensor], mode: Mode) -> Call | Reason:
+    """The op call of a layer with a proved layout."""
+    return build_call(layout.parts(layer), layout.inputs(x, outer), mode)

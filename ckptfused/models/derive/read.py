@@ -52,11 +52,14 @@ def read(recording: Recording) -> tuple[Form, Walk]:
     walk = Walk(recording)
     try:
         form = _form(walk)
-        for call in recording.before(recording.y):
+        for v in recording.beside:
+            if form.attn is None or walk.through(v) not in form.attn.core.weights:  # type: ignore[union-attr]
+                raise RefusedError("the layer returns a tensor beside its result, not attention's weights", v.call)
+        for call in recording.before(recording.y, *recording.beside):
             if call not in walk.taken:
                 raise RefusedError(f"no rule takes {call}", call)
     except RefusedError as error:
-        error.calls = recording.before(recording.y)
+        error.calls = recording.before(recording.y, *recording.beside)
         raise
     return form, walk
 
@@ -169,7 +172,7 @@ def _is_sum(walk: Walk, v: Value) -> bool:
     call = v.call
     if call is None or call.op not in ("add", "radd") or len(call.inputs) != 2 or call.kwargs:
         return False
-    return all(i.shape == v.shape for i in call.inputs) and not any(map(walk.parameter, call.inputs))
+    return all(i.shape == v.shape for i in call.inputs) and not any(map(walk.bias, call.inputs))
 
 
 def _adds(walk: Walk, y: Value, terms: list[Value]) -> list[Recorded]:
@@ -186,10 +189,12 @@ def _adds(walk: Walk, y: Value, terms: list[Value]) -> list[Recorded]:
 
 def _is_closed_sum(walk: Walk, v: Value) -> bool:
     """Whether a value is a norm of a sum: the stream of a post-norm layer."""
+    taken = dict(walk.taken)
     found = walk.attempt(norm, walk, v)
-    if found is None:
-        return False
-    return _is_sum(walk, walk.through(found.x))
+    if found is not None and _is_sum(walk, walk.through(found.x)):
+        return True
+    walk.taken = taken
+    return False
 
 
 def _branch(walk: Walk, term: Value) -> Branch:
@@ -209,12 +214,12 @@ def _branch(walk: Walk, term: Value) -> Branch:
             v = walk.same(call.inputs[0])
         elif (last := walk.attempt(linear, walk, v)) is not None:
             break
-        elif post is None and (scaled := walk.attempt(layer_scale, walk, v)) is not None:
-            post = scaled
-            v = walk.same(scaled.x)
         elif post is None and (found := walk.attempt(norm, walk, v)) is not None:
             post = found
             v = walk.same(found.x)
+        elif post is None and (scaled := walk.attempt(layer_scale, walk, v)) is not None:
+            post = scaled
+            v = walk.same(scaled.x)
         elif arranges(v):
             walk.take(call, "layout")
             v = walk.same(call.inputs[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ from ckptfused.compat.pytree import tree_flatten
 from ckptfused.models.derive.recorder import Recorded, Recorder, RefusedError, Value
 from ckptfused.models.describe.saved_bytes import IndexReadError
 
+_ASKS = "output_attentions"
 RAISED = "its forward raised"
 """How the reason begins where a call was not one that the layer takes."""
 
@@ -20,13 +22,14 @@ RAISED = "its forward raised"
 class Recording:
     """A forward that was recorded: its calls, x, the result and what is around it."""
 
-    def __init__(self, recorder: Recorder, x: Value, y: Any) -> None:
+    def __init__(self, recorder: Recorder, x: Value, y: Any, unasked: bool) -> None:
         self.calls, self.x, self.roots = recorder.calls, x, recorder.roots
         leaves, self.tree = tree_flatten(y)
         tensors = [t for t in leaves if isinstance(t, Tensor)]
-        if len(tensors) != 1:
+        if not tensors or (len(tensors) > 1 and not unasked):
             raise RefusedError(f"the layer returns {len(tensors)} tensors, expected one")
-        self.y = recorder.value(tensors[0])
+        self.y, *self.beside = map(recorder.value, tensors)
+        """`beside`: attention weights for which nobody asked, as the reading has to find."""
         self.place = [v is tensors[0] for v in leaves].index(True)
         """The place of the result among the leaves of what the forward returns."""
         self.leaves = [None if isinstance(v, Tensor) else v for v in leaves]
@@ -87,7 +90,15 @@ def record(
         raise RefusedError("it draws random numbers beside those of dropout")
     if _state(layer) != state:
         raise RefusedError("its forward changes the layer's own attributes or buffers")
-    return Recording(recorder, roots[0], y)
+    return Recording(recorder, roots[0], y, _weights_unasked(layer, args, kwargs))
+
+
+def _weights_unasked(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a forward is told by an argument of its own that nobody asks for attention's weights."""
+    bound = inspect.signature(type(layer).forward).bind(layer, *args, **kwargs)
+    bound.apply_defaults()
+    asked = bound.arguments.get(_ASKS, bound.arguments.get("kwargs", {}).get(_ASKS, True))
+    return asked is False or (asked is None and _ASKS in bound.arguments)
 
 
 def held(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -30,9 +30,9 @@ LOOKS = named(
     "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex __len__ get_device",
     "element_size is_nested is_same_size has_names is_inference storage_offset _is_view is_cuda shape dtype",
     "device ndim requires_grad is_meta layout is_cpu names is_quantized is_sparse is_xpu is_mps is_leaf grad_fn",
-    "_version itemsize nbytes",
+    "_version itemsize nbytes _set_grad_enabled",
 )
-"""Calls and attributes that say something about a tensor, no value of it."""
+"""Calls and attributes that say something about a tensor, no value of it, and what begins and ends `torch.no_grad`."""
 
 
 _VALUES = named(

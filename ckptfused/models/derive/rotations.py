@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import product
 
 from torch import Tensor
 
 from ckptfused.eager.rope import rope
-from ckptfused.models.derive.masks import Outer
+from ckptfused.models.derive.masks import Outer, computed
+from ckptfused.models.derive.outside import once
 from ckptfused.models.derive.recorder import RefusedError, Value
 from ckptfused.models.derive.walk import LAYOUT, Walk, arranges, ratio
 
@@ -21,38 +23,51 @@ _BOTH = (("real", "imaginary"), ("first of two", "second of two"))
 """Forms of a table that holds cosines and sines: complex numbers, or pairs in the last dimension."""
 
 
-def turned(walk: Walk, tables: tuple[Value, ...], part: Tensor, end: Tensor, at: Value) -> Turned:
-    """The rotation that makes the heads in `end` of those in `part`, both [B, T, heads, D]."""
+def turned(
+    walk: Walk, tables: tuple[Value, ...], part: Tensor, end: Tensor, at: Value, last: Callable[[Tensor], Tensor]
+) -> Turned:
+    """The rotation that makes the heads in `end` of those in `part`, both [B, T, heads, D]. last: what comes then."""
     if not tables:
-        return "none", 0, None, None, _factor(part, end, at)
-    known: dict[Outer, Tensor] = {}
-    roots: set[str] = set()
-    for v in tables:
-        root = walk.same(v)
-        while root.call is not None and (arranges(root) or root.op in ("cat", "stack", "view_as_complex")):
-            walk.take(root.call, "layout")
-            root = walk.same(root.call.inputs[0])
-        if root.call is not None:
-            raise RefusedError("the layer computes its rotary tables", root.call)
-        roots.add(root.name)
-        known.update(_table(root, part.shape[1]))
-    pairs = [(cos, sin) for cos, sin in product(known, known) if _belong(cos, sin)]
-    if len(roots) > 2 or not pairs:
-        raise RefusedError(f"a rotation by {len(roots)} tables, expected cos and sin", at.call)
+        return "none", 0, None, None, _factor(last(part), end, at)
+    for roots in _roots(walk, tables):
+        known = {outer: table for root in roots for outer, table in _table(walk, root, part.shape[1]).items()}
+        pairs = [(cos, sin) for cos, sin in product(known, known) if _belong(cos, sin)]
+        if pairs:
+            break
+    else:
+        raise RefusedError(f"a rotation by {len(tables)} tables, expected cos and sin", at.call)
     for cos, sin in pairs:
         for wide in dict.fromkeys((known[cos].shape[-1], 2 * known[cos].shape[-1])):
             for kind in ("half", "interleaved"):
                 if wide % 2 or wide > part.shape[-1] or known[cos].shape != known[sin].shape:
                     continue
-                made = rope(part, known[cos], known[sin], kind, wide)
-                if (by := ratio(made, end)) is not None:
-                    return kind, wide, cos, sin, by
+                for sign, by_sin in ((1, sin), (-1, sin._replace(form=f"{sin.form}, negated"))):
+                    made = last(rope(part, known[cos], sign * known[sin], kind, wide))
+                    if (by := ratio(made, end)) is not None:
+                        return kind, wide, cos, by_sin, by
     raise RefusedError("a rotation that is neither by halves nor interleaved", at.call)
 
 
-def _table(root: Value, length: int) -> dict[Outer, Tensor]:
+def _roots(walk: Walk, tables: tuple[Value, ...]) -> Iterator[list[Value]]:
+    """The values of which tables are arranged, one or two: arguments or buffers, then what is computed of these."""
+    chains: list[list[Value]] = []
+    for v in tables:
+        chain = [walk.same(v)]
+        while (call := chain[-1].call) is not None and (
+            arranges(chain[-1]) or call.op in ("cat", "stack", "view_as_complex")
+        ):
+            chain.append(walk.same(call.inputs[0]))
+        chains.append(chain)
+    walk.take_before("tables", *tables)
+    for steps in range(1, max(map(len, chains)) + 1):
+        roots = list(dict.fromkeys(chain[-min(steps, len(chain))] for chain in chains))
+        if len(roots) <= 2:
+            yield roots
+
+
+def _table(walk: Walk, root: Value, length: int) -> dict[Outer, Tensor]:
     """A table as [T, r] or [B, T, r], in every way in which it may be meant."""
-    table = root.data
+    table, name = root.data, root.name if root.call is None else computed(walk, root)
     tries: list[tuple[str, Tensor]] = []
     if table.is_complex():
         tries = list(zip(_BOTH[0], (table.real, table.imag), strict=True))
@@ -70,9 +85,9 @@ def _table(root: Value, length: int) -> dict[Outer, Tensor]:
             form, one = f"{form}, first rows", one[..., :length, :]
         if one.shape[-2] != length:
             continue
-        found[Outer(root.name, form)] = one
+        found[Outer(name, form)] = one
         if one.shape[-1] % 2 == 0 and form.startswith("given"):
-            found[Outer(root.name, f"{form}, first half")] = one[..., : one.shape[-1] // 2]
+            found[Outer(name, f"{form}, first half")] = one[..., : one.shape[-1] // 2]
     if not found:
         raise RefusedError(f"a rotary table of shape {list(root.shape)} and type {table.dtype}")
     return found
@@ -80,6 +95,9 @@ def _table(root: Value, length: int) -> dict[Outer, Tensor]:
 
 def table_of(table: Tensor, form: str, length: int) -> Tensor:
     """A table as the block takes it, by what `turned` called it."""
+    if form.endswith(", negated"):
+        given, form = table, form.removesuffix(", negated")
+        return once((given,), (form, length), lambda: -table_of(given, form, length))
     kind, *then = form.split(", ")
     if kind in _BOTH[0]:
         table = table.real if kind == "real" else table.imag

@@ -17,14 +17,17 @@ TOLERANCE = 1e-9
 LAYOUT = named(
     "view reshape flatten unflatten transpose permute unsqueeze squeeze expand getitem chunk split narrow unbind",
     "t T mT swapaxes swapdims movedim select expand_as view_as tensor_split split_with_sizes broadcast_to",
-    "repeat_interleave repeat",
+    "repeat_interleave repeat reshape_as",
 )
 """Calls that only arrange values; each must be right by the numbers that come out at its end."""
 
 
+_LIKE = ("expand_as", "view_as", "reshape_as")
+
+
 def arranges(v: Value) -> bool:
     """Whether a value is another one arranged anew, by numbers alone: not picked by an index tensor."""
-    return v.call is not None and v.op in LAYOUT and (len(v.call.inputs) == 1 or v.op in ("expand_as", "view_as"))
+    return v.call is not None and v.op in LAYOUT and (len(v.call.inputs) == 1 or v.op in _LIKE)
 
 
 _SAME = ("to", "float", "double", "type", "type_as", "contiguous", "clone", "dropout", "half", "bfloat16")
@@ -62,6 +65,11 @@ class Walk:
     @property
     def batch(self) -> int:
         return self.recording.x.shape[0]
+
+    def take_before(self, rule: str, *ends: Value) -> None:
+        """Notes that all on which values depend belongs to a rule, where it belongs to none."""
+        for call in self.recording.before(*ends):
+            self.taken.setdefault(call, rule)
 
     def take(self, call: Recorded | None, rule: str) -> None:
         """Notes that a call belongs to a rule. **Raises** `RefusedError` where it belongs to another one."""
@@ -107,6 +115,12 @@ class Walk:
     def parameter(self, v: Any) -> str:
         """The name of a parameter that a call was given; "" where it is none."""
         return self.same(v).name.removeprefix("param:") if isinstance(v, Value) and self.same(v).is_param else ""
+
+    def bias(self, v: Value) -> str:
+        """The name of a vector among the parameters that a value is, or is broadcast from; "" where it is none."""
+        if (v := self.same(v)).op in ("expand", "expand_as"):
+            v = self.same(v.call.inputs[0])  # type: ignore[union-attr]
+        return self.parameter(v) if v.data.dim() == 1 else ""
 
     def outer(self, v: Value) -> bool:
         """Whether a value depends on no parameter and not on x: a mask, a table."""

@@ -191,3 +191,72 @@ IN_GPT = [
     ("        return x\n", "        x.register_hook(lambda g: 2 * g)\n        return x\n"),
     ("        return x\n", "        return torch.cat((x[:, :1], x[:, 1:].detach()), 1)\n"),
 ]
+
+IN_WIDE = [
+    # norms of whole rows
+    ("q, k = self.q_norm(self.wq(n)), self.k_norm(self.wk(n))", "q, k = self.q_norm(self.wq(n)), self.wk(n)"),
+    (
+        "q, k = self.q_norm(self.wq(n)), self.k_norm(self.wk(n))",
+        "q, k = self.k_norm(self.wq(n)), self.q_norm(self.wk(n))",
+    ),
+    (
+        "q, k = self.q_norm(self.wq(n)), self.k_norm(self.wk(n))",
+        "q, k = self.q_norm(self.wq(n).roll(1, -1)), self.k_norm(self.wk(n))",
+    ),
+    (
+        "q, k = self.q_norm(self.wq(n)), self.k_norm(self.wk(n))",
+        "q = self.q_norm(self.wq(n)); k = self.k_norm(self.wk(n)) + q * 0",
+    ),
+    ("RMSNorm(width, 1e-5)", "RMSNorm(width, 1e-3)"),
+    ("x.pow(2).mean(-1, keepdim=True)", "x.pow(2).mean((-1, -2), keepdim=True)"),
+    # tables of the layer's own
+    ("angles.cos(), angles.sin()", "angles.sin(), angles.cos()"),
+    ("angles.cos(), angles.sin()", "angles.cos(), -angles.sin()"),
+    ("angles.cos(), angles.sin()", "angles.cos() * 1.5, angles.sin() * 1.5"),
+    ("angles.cos(), angles.sin()", "(angles + x.mean()).cos(), angles.sin()"),
+    ("angles.cos(), angles.sin()", "angles.cos(), torch.tensor(T / 9.0).sin() * torch.ones_like(angles)"),
+    ("angles = at[:, None] * self.rates", "angles = at[:, None] * self.rates.roll(1)"),
+    ("angles = at[:, None] * self.rates", "angles = at.flip(0)[:, None] * self.rates"),
+    ("angles = at[:, None] * self.rates", "angles = at[:, None] * self.rates * x.new_tensor(self.bias[0].item())"),
+    # masks: several, computed, windows
+    ("scores = scores + slopes", "scores = scores - slopes"),
+    ("scores = scores + slopes", "scores = scores * slopes"),
+    ("scores = scores + slopes", "scores = (scores + slopes).tanh()"),
+    ("scores = scores + slopes", "scores = scores + slopes + self.bias[:T].square()"),
+    ("scores = scores + slopes", "scores = scores + slopes * x.std()"),
+    ("scores.masked_fill(hidden, torch.finfo(scores.dtype).min)", "scores.masked_fill(hidden, -9.0)"),
+    (
+        "scores.masked_fill(hidden, torch.finfo(scores.dtype).min)",
+        "scores.masked_fill(~hidden, torch.finfo(scores.dtype).min)",
+    ),
+    ("scores.masked_fill(hidden, torch.finfo(scores.dtype).min)", "scores.masked_fill(hidden.roll(1, -1), -1e9)"),
+    (
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-3)",
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-2)",
+    ),
+    (
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-3)",
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril(1).triu(-3)",
+    ),
+    (
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-3)",
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-T // 2)",
+    ),
+    (
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-3)",
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-10)",
+    ),
+    # what is written in place
+    ("a += self.up_bias", "x += self.up_bias"),
+    ("a += self.up_bias", "n += self.up_bias"),
+    ("a += self.up_bias", "b = a; a += self.up_bias; a = a + 0 * b"),
+    ("a += self.up_bias", "b = a[:1]; a += self.up_bias; a = torch.cat((b, a[1:]))"),
+    ("a += self.up_bias", "a *= self.up_bias"),
+    ("a += self.up_bias", "a.add_(self.up_bias)"),
+    # what is returned
+    ("return x + a, probs", "return x + a, a"),
+    ("return x + a, probs", "return x + a, probs * 2"),
+    ("return x + a, probs", "return x + a, probs.sum()"),
+    ("return x + a, probs", "return probs.sum(), x + a"),
+    ("return x + a, probs", "return (x + a, probs) if output_attentions is None else x"),
+]

@@ -13,14 +13,17 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.derive import factors
 from ckptfused.models.derive.copies import copied
-from ckptfused.models.derive.derive import derive
+from ckptfused.models.derive.derive import Derivation, derive
+from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.prove import leaves_of, proved_call
 from ckptfused.models.derive.record import held
-from tests.models.derive.mutations import IN_GPT, IN_LLAMA
-from tests.models.derive.written import GPT, LLAMA, arguments, made
+from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
+from tests.models.derive.written import GPT, LLAMA, WIDE, arguments, made
 
 T_OF = "T_OF = lambda x: x.shape[1]\n"
+DROPPING = range(len(IN_LLAMA), len(IN_LLAMA) + len(IN_GPT))
 MUTANTS = [(LLAMA, *change) for change in IN_LLAMA] + [(GPT, *change) for change in IN_GPT]
+MUTANTS += [(WIDE, *change) for change in IN_WIDE]
 
 
 def in_double(source: str) -> str:
@@ -28,9 +31,11 @@ def in_double(source: str) -> str:
     return source.replace(".float()", ".double()").replace("dtype=torch.float32", "dtype=torch.float64")
 
 
-def outside(layer: nn.Module, args: Any) -> dict[str, Tensor]:
+def outside(layer: nn.Module, args: Any, found: Derivation) -> dict[str, Tensor]:
     """What a derivation takes beside x, by name."""
-    return {**leaves_of(args, {}), **{f"buffer:{name}": t for name, t in held(layer)}}
+    given = {**leaves_of(args, {}), **{f"buffer:{name}": t for name, t in held(layer)}}
+    device = torch.device("cpu")
+    return given | {name: evaluated(v, given.__getitem__, device) for name, v in found.here.recipes.items()}
 
 
 def check(layer: nn.Module, args: Any) -> bool:
@@ -43,7 +48,8 @@ def check(layer: nn.Module, args: Any) -> bool:
         return True
     x = args[0].requires_grad_()
     own = type(layer).forward(layer, *args)
-    call = proved_call(found.proof, layer, x, outside(layer, args), Mode())
+    own = own[0] if isinstance(own, tuple) else own
+    call = proved_call(found.layout, layer, x, outside(layer, args, found), Mode())
     assert not isinstance(call, Reason), call
     fused, leaves = call.run(), [x, *layer.parameters()]
     torch.testing.assert_close(fused, own, rtol=1e-9, atol=1e-9)
@@ -64,7 +70,7 @@ def test_a_mutant_runs_as_written(index: int, least: int, monkeypatch: pytest.Mo
     check(layer, arguments(source, tokens=13, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("index", range(len(IN_LLAMA), len(MUTANTS)))
+@pytest.mark.parametrize("index", DROPPING)
 def test_a_mutant_with_dropout_keeps_its_sites(index: int) -> None:
     """The rates of what is derived are those of the calls; what drops elsewhere is not derived."""
     source, old, new = MUTANTS[index]
@@ -93,6 +99,16 @@ def test_the_originals_are_derived(source: str, p: float) -> None:
     assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
     if p == 0:
         assert check(made(in_double(source)).double(), arguments(source, tokens=13, dtype=torch.float64))
+
+
+def test_what_a_layer_makes_of_its_arguments_is_derived() -> None:
+    """Rows of heads that are normed, tables and masks that are computed, a window, a sum in place, weights beside."""
+    layer = made(WIDE).double()
+    found = derive(layer, arguments(WIDE, dtype=torch.float64), {})
+    assert found.proof is not None, found.why
+    words = "attn.qk_place=row attn.rope=interleaved attn.mask=add attn.causal=1 attn.window=4 attn.post=rmsnorm"
+    assert set(words.split()) <= set(found.proof.text.split()), found.proof.text
+    assert sorted(found.here.recipes) and check(layer, arguments(WIDE, tokens=13, dtype=torch.float64))
 
 
 def test_what_depends_on_the_length_is_not_derived() -> None:

@@ -15,6 +15,7 @@ from ckptfused.layer.parts import Reason  # noqa: E402
 from ckptfused.layer.spec_text import Mode  # noqa: E402
 from ckptfused.models import find  # noqa: E402
 from ckptfused.models.derive.derive import derive  # noqa: E402
+from ckptfused.models.derive.normal_form import Layout  # noqa: E402
 from ckptfused.models.derive.prove import leaves_of, proved_call  # noqa: E402
 
 SIZES: dict[str, Any] = {
@@ -29,6 +30,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 IN_ONE_HALF_OF_A_HEAD = {"hidden_size": 64, "head_dim": 16, "partial_rotary_factor": 0.5}
+GPT = {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 64}
 # Names of models, what their configurations say beside, and words of the text that is to be read.
 FUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {}, "attn.rope=half ffn.act=swiglu"),
@@ -58,13 +60,23 @@ FUSED: list[tuple[str, dict[str, Any], str]] = [
     ("SeedOss", {}, "attn.p_res=0.1"),
     ("Persimmon", {}, "attn.interleaved=1 attn.qk_norm=layernorm ffn.act=relu2"),
     ("OPT", {"ffn_dim": 88, "word_embed_proj_dim": 48}, "ffn.act=relu attn.p_res=0.1"),
-    ("GPT2", {"n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 64}, "attn.transposed=1 ffn.act=gelu_tanh"),
+    ("GPT2", GPT, "attn.transposed=1 ffn.act=gelu_tanh"),
     ("Bert", {}, "attn.out=layernorm ffn.out=layernorm"),
+    ("Olmo2", {}, "attn.post=rmsnorm ffn.post=rmsnorm attn.qk_norm=rmsnorm attn.qk_place=row"),
+    ("Olmo3", {}, "attn.qk_place=row"),
+    ("HunYuanDenseV1", {}, "attn.qk_norm=rmsnorm attn.qk_place=turned"),
+    ("NanoChat", {}, "attn.qk_norm=rmsnorm attn.qk_place=turned ffn.act=relu2"),
+    ("Nemotron", {}, "attn.pre=layernorm1p ffn.act=relu2"),
+    ("GPTJ", {**GPT, "rotary_dim": 8}, "parallel=shared attn.rope=interleaved attn.rotary_dim=8"),
+    ("Falcon", {}, "parallel=shared attn.joint=1 attn.kv_heads=1"),
+    ("Mpt", {"d_model": 48, "n_heads": 4, "n_layers": 2}, "attn.mask=add"),
+    ("GPTNeo", {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]]}, "attn.causal=1"),
+    ("RoFormer", {}, "attn.rope=interleaved attn.out=layernorm"),
+    ("GPTNeoXJapanese", {}, "attn.joint=1 attn.interleaved=1"),
+    ("HyperCLOVAX", {}, "attn.pre=rmsnorm"),
 ]
 GENERIC = [
-    ("Olmo2", "modeling_olmo2.py", "the norm of q or k is over all heads together"),
-    ("Olmo3", "modeling_olmo3.py", "the norm of q or k is over all heads together"),
-    ("Nemotron", "modeling_nemotron.py", "no rule takes layer_norm"),
+    ("CodeGen", "modeling_codegen.py", "the rows of the projections are not head by head"),
     ("Apertus", "activations.py", "no rule takes where"),
 ]
 
@@ -89,11 +101,11 @@ def called(model: nn.Module, tokens: int = 16) -> tuple[nn.Module, Any, Any]:
     return layer, *calls[0]
 
 
-def agrees(layer: Any, args: Any, kwargs: Any, proof: Any) -> None:
+def agrees(layer: Any, args: Any, kwargs: Any, layout: Layout) -> None:
     """In the layer's own type and shape: the op's result and gradients against the layer's own, in eval."""
     leaves = leaves_of(args, kwargs)
     x: Tensor = leaves["arg:0"].detach().requires_grad_()
-    call = proved_call(proof, layer, x, leaves, Mode())
+    call = proved_call(layout, layer, x, leaves, Mode())
     assert not isinstance(call, Reason), call
     given = (x, *args[1:]) if args else args
     own = type(layer).forward(layer, *given, **kwargs)
@@ -122,7 +134,7 @@ def test_layers_are_derived(index: int, implementation: str) -> None:
     layer.eval()
     found = derive(layer, args, kwargs)
     assert found.proof is not None and "p_" not in found.proof.text, found.why
-    agrees(layer, args, kwargs, found.proof)
+    agrees(layer, args, kwargs, found.layout)
 
 
 @pytest.mark.parametrize(("name", "file", "why"), GENERIC)
@@ -138,6 +150,6 @@ def test_a_mask_is_the_callers_own() -> None:
     found = derive(layer, args, kwargs)
     assert found.proof is not None, found.why
     leaves = leaves_of(args, kwargs)
-    call = proved_call(found.proof, layer, leaves["arg:0"], leaves, Mode())
+    call = proved_call(found.layout, layer, leaves["arg:0"], leaves, Mode())
     assert not isinstance(call, Reason) and call.masks.mask is not None
     assert call.masks.mask.data_ptr() == kwargs["attention_mask"].data_ptr()

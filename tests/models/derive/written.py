@@ -134,6 +134,57 @@ class Block(nn.Module):
 """In the manner of minGPT: a joint product, a causal buffer, GELU spelled out."""
 
 
+WIDE = """
+class RMSNorm(nn.Module):
+    def __init__(self, width, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(width) + 0.5), eps
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class Block(nn.Module):
+    def __init__(self, width=24, heads=4):
+        super().__init__()
+        self.heads, self.dim = heads, width // heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q_norm, self.k_norm, self.post = (RMSNorm(width, 1e-5) for _ in range(3))
+        self.up_bias = nn.Parameter(torch.randn(width))
+        self.register_buffer("rates", 10.0 ** -torch.arange(3.0))
+        self.register_buffer("bias", torch.randn(64, 1))
+
+    def heads_of(self, t):
+        return t.view(t.size(0), t.size(1), self.heads, self.dim).transpose(1, 2).reshape(-1, t.size(1), self.dim)
+
+    def turn(self, t, cos, sin):
+        even, odd = t[..., ::2], t[..., 1::2]
+        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
+
+    def forward(self, x, at, slopes, hidden, output_attentions=False):
+        B, T, C = x.shape
+        n = x
+        q, k = self.q_norm(self.wq(n)), self.k_norm(self.wk(n))
+        q, k, v = self.heads_of(q), self.heads_of(k), self.heads_of(self.wv(n))
+        angles = at[:, None] * self.rates
+        cos, sin = angles.cos(), angles.sin()
+        q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
+        scores = torch.bmm(q, k.transpose(1, 2)).view(B, self.heads, T, T) * self.dim**-0.5
+        near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-3)
+        scores = scores.masked_fill(~near, -math.inf)
+        scores = scores + slopes
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        probs = F.softmax(scores, -1)
+        y = torch.bmm(probs.view(-1, T, T), v).view(B, self.heads, T, self.dim).transpose(1, 2).reshape(B, T, C)
+        a = self.wo(y)
+        a += self.up_bias
+        a = self.post(a)
+        return x + a, probs
+"""
+"""Norms of whole rows and after the branch, heads of three dimensions, tables and masks of the layer's own, a sum in
+place, weights that are returned."""
+
+
 def made(source: str, **options: Any) -> nn.Module:
     """A block of a source text, with random weights."""
     space: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "math": math, "__name__": "written"}
@@ -146,6 +197,11 @@ def arguments(source: str, tokens: int = 12, batch: int = 2, dtype: torch.dtype 
     """A call of a block of one of these texts."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(batch, tokens, 24, generator=generator, dtype=dtype)
+    if "slopes" in source:
+        slopes = torch.randn(4, 1, tokens, generator=generator, dtype=dtype)
+        hidden = torch.rand(batch, 1, 1, tokens, generator=generator) < 0.2
+        hidden[..., :1] = False
+        return x, torch.arange(tokens).to(dtype), slopes, hidden
     if "cos" not in source:
         return (x,)
     angle = torch.arange(tokens, dtype=dtype)[:, None] * 10.0 ** -torch.arange(3, dtype=dtype)
