@@ -19,6 +19,7 @@ pytestmark = pytest.mark.once
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     made = Ranks(tmp_path_factory.mktemp("ranks") / "store")
+    made.run(callback_steps.imported)
     yield made
     made.stop()
 

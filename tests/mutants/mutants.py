@@ -797,6 +797,20 @@ MUTANTS = (
         test="tests/planner/test_frontier.py::test_the_gradients_of_later_units_count",
     ),
     Mutant(
+        "a callback's plan without the buckets of DistributedDataParallel",
+        file="ckptfused/integrations/run.py",
+        text="with _with_buckets(model, self._buckets):",
+        defect="with contextlib.nullcontext():",
+        test="tests/integrations/test_several_processes.py::test_it_trains[callback]",
+    ),
+    Mutant(
+        "a callback's plan for logits that TRL's trainers do not make",
+        file="ckptfused/compat/trl.py",
+        text="        return {HEAD: True, **batch}\n",
+        defect="        return batch\n",
+        test="tests/integrations/test_transformers.py::test_a_plan_is_for_the_fused_head_of_trls_trainers[False-False]",
+    ),
+    Mutant(
         "a plan a step of the front above its budget",
         file="ckptfused/planner/frontier.py",
         text='budget, side="right")) - 1\n',
@@ -865,6 +879,13 @@ MUTANTS = (
         text="self._note(t)",
         defect="pass",
         test=f"{_CERTIFICATE}::test_a_fault_is_named[an iterator after the last module]",
+    ),
+    Mutant(
+        "ranks that decide by themselves whether the doctor takes a third step",
+        file="ckptfused/doctor/certificate.py",
+        text="    ranks = everyones((complete, differ, any(cause.certain for cause in causes)))\n",
+        defect="    ranks = [(complete, differ, any(cause.certain for cause in causes))]\n",
+        test="tests/doctor/test_ranks.py::test_a_fault_on_one_rank[False]",
     ),
     Mutant(
         "checksums of sparse gradients that see shapes alone",
