@@ -20,6 +20,7 @@ from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import gathered, refuse_tensor_parallel
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.caches import left_empty
+from ckptfused.models.derive.compiled import known_to_compiler
 from ckptfused.models.family import FAMILIES
 from ckptfused.models.heads.loss_forward import HeadForward, installed
 from ckptfused.models.hf_checkpointing import as_it_would, checkpoints_itself, let_converted_through
@@ -66,11 +67,15 @@ class ConvertedForward:
         self.segment = segment
         """Layers that save one input together; None: each for itself."""
         self.name = name
-        let_converted_through()
+        self._enter()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._enter()
+
+    def _enter(self) -> None:
         let_converted_through()
+        known_to_compiler(self.layer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.segment is not None and not self.paused and not transformed():

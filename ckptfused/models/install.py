@@ -15,7 +15,8 @@ from ckptfused.layer.shards import is_flattened, is_fully_sharded, refuse_tensor
 from ckptfused.layer.source import patched
 from ckptfused.layer.spec_text import Mode, keep_text
 from ckptfused.models import find
-from ckptfused.models.derive.family import DERIVED, IN_SHARDS, forget
+from ckptfused.models.derive.calls import IN_SHARDS, forget
+from ckptfused.models.derive.family import DERIVED
 from ckptfused.models.derive.record import RAISED
 from ckptfused.models.describe.example import Known, example, with_values
 from ckptfused.models.family import Family, Outcome

@@ -200,6 +200,16 @@ def _says_random(code: types.CodeType) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
+def attributes_of(code: types.CodeType) -> frozenset[str]:
+    """The names that a function's code, and that of the functions in it, may look up as attributes: all that it has,
+    and its strings, which `getattr` may take.
+    """
+    inner = (attributes_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    strings = (constant for constant in code.co_consts if isinstance(constant, str))
+    return frozenset(itertools.chain(code.co_names, strings, *inner))
+
+
+@functools.lru_cache(maxsize=4096)
 def names_of(code: types.CodeType) -> tuple[str, ...]:
     """The names that a function's code, and that of the functions in it, looks up or assigns among its globals."""
     own = (step.argval for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS)

@@ -20,14 +20,14 @@ from ckptfused.layer.peft import is_lora
 from ckptfused.layer.source import replaced
 from ckptfused.models.describe.saved_bytes import INDICES
 from ckptfused.models.hf_checkpointing import REPLICATE
-from ckptfused.state.reach import names_of, of_torch
+from ckptfused.state.reach import attributes_of, names_of, of_torch
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 _ABSENT: Any = object()
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 KNOWN = "_ckptfused_derived"
 """The attribute of a layer under which is remembered what was found out about it."""
-_APART = frozenset(("forward", KNOWN, REPLICATE, "_parameters", "_buffers", "_modules", *_HOOKS))
+_APART = frozenset(("forward", "_compiled_call_impl", KNOWN, REPLICATE, "_parameters", "_buffers", "_modules", *_HOOKS))
 _NOT_FOLLOWED = frozenset(("torch", "ckptfused", *sys.stdlib_module_names))
 _TELLING = frozenset(("asyncio", "concurrent", "multiprocessing", "queue", "threading"))
 _FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod, property)
@@ -101,6 +101,8 @@ class State:
         """The numbers by which modules say where in the model they stand; no part of `key`."""
         self._given = self._present()
         self._patched = any("forward" in vars(module) for module in self._modules)
+        self.names = frozenset(name for function in self._functions for name in attributes_of(function.__code__))
+        """Names of attributes in the code."""
         del self._seen, self._layer, self._functions, self._found
 
     def holds(self) -> bool:
@@ -130,7 +132,7 @@ class State:
         kind = type(value)
         if kind in _PLAIN:
             return kind, value
-        if isinstance(value, nn.Module | Tensor) or kind in (dict, list, tuple, set, frozenset) or _opened(value):
+        if isinstance(value, nn.Module | Tensor) or kind in (dict, list, tuple, set, frozenset) or opened(value):
             if id(value) in self._seen:
                 return "again", self._seen[id(value)]
             self._seen[id(value)] = len(self._seen)
@@ -161,7 +163,7 @@ class State:
             return kind, self._value(value.__func__), self._value(value.__self__)
         if isinstance(value, types.FunctionType):
             self._follow(value)
-        elif _opened(value):
+        elif opened(value):
             return kind, self._value(vars(value))
         elif isinstance(value, Iterator) or kind.__module__.partition(".")[0] in _TELLING:
             self.why = f"it holds a {kind.__name__}, of which nobody can tell what its code does to it"
@@ -267,7 +269,7 @@ class _ClassAttributes:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _opened(value: Any) -> bool:
+def opened(value: Any) -> bool:
     """Whether a value is an object whose attributes are looked at: a configuration."""
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType | types.MethodType):
         return False

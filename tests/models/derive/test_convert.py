@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import ckptfused
-from ckptfused.models.derive import family
+from ckptfused.models.derive import calls
 from tests.models.compare import close
 from tests.models.derive.written import GPT, LLAMA, arguments, made
 from tests.models.dropout_oracle import RecordStates, with_masks
@@ -93,8 +93,8 @@ def test_what_is_derived_computes_the_same(source: str) -> None:
 def test_a_kind_is_derived_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that are alike share what was proved, and so do copies, calls of other lengths, and later conversions."""
     asked: list[int] = []
-    whole = family.derive
-    monkeypatch.setattr(family, "derive", lambda *given, **options: asked.append(1) or whole(*given, **options))
+    whole = calls.derive
+    monkeypatch.setattr(calls, "derive", lambda *given, **options: asked.append(1) or whole(*given, **options))
     plain, converted = twins(GPT.replace("1e-5)", "2e-5)"), count=4)
     for tokens in (9, 11, 9):
         same(plain, converted, GPT, 4, tokens)
@@ -279,5 +279,5 @@ def test_under_an_outer_checkpoint() -> None:
 
 def test_a_model_goes_through_a_file() -> None:
     linear = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)))
-    known = family._Known(linear)
+    known = calls._Known(linear)
     assert pickle.loads(pickle.dumps(known)).layer() is None and copy.deepcopy(known).layer() is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 from typing import Any
 
 import torch
@@ -187,7 +189,9 @@ place, weights that are returned."""
 
 def made(source: str, **options: Any) -> nn.Module:
     """A block of a source text, with random weights."""
-    space: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "math": math, "__name__": "written"}
+    module = sys.modules["written"] = types.ModuleType("written")  # Dynamo looks for the globals of code there
+    space: dict[str, Any] = vars(module)
+    space |= {"torch": torch, "nn": nn, "F": F, "math": math}
     exec(compile(source, "written.py", "exec"), space)
     torch.manual_seed(0)
     return space["Block"](**options)

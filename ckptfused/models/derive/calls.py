@@ -1,0 +1,225 @@
+"""The kinds of layers that are derived, and of their calls: each by a proof that is made at the first."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.checks import autocast_enabled, is_dtensor
+from ckptfused.compat.pytree import TreeSpec, tree_unflatten
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.shards import holds_fsdp1, is_flattened
+from ckptfused.models.derive.derive import Derivation, derive, hold
+from ckptfused.models.derive.normal_form import Layout
+from ckptfused.models.derive.outside import recalled
+from ckptfused.models.derive.recorder import Value
+from ckptfused.models.derive.state import KNOWN, State
+from ckptfused.models.describe.saved_bytes import IndexReadError
+
+IN_SHARDS = "its weights are in shards"
+"""Why nothing is derived of a layer whose weights are not whole: FSDP may gather them for a call."""
+MOST_CALLS = 256
+"""Kinds of calls that are known of one kind of layer: lengths, mostly."""
+MOST_TRIES = 4
+"""Shapes of one form of call at which a layer is read before it is given up; and kinds that one layer may become."""
+MOST_CHANGES = 64
+"""States of one layer, beside those that it comes back to, after which it is given up."""
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+
+
+class Ready(NamedTuple):
+    """A proved call: what a layer's block is, and where among the leaves of its arguments the tensors are."""
+
+    layout: Layout
+    x: int
+    outer: tuple[tuple[str, int], ...]
+    """Names of what stands outside, as the layout knows them, and their places; -1: the layer holds it."""
+    place: int
+    leaves: tuple[Any, ...]
+    """What the forward returns, its result at `place`; in the place of attention weights None."""
+    tree: TreeSpec
+    recipes: dict[str, Value]
+    """How what has the name of a call is made of the call's leaves and of what the layer holds."""
+
+    def result(self, y: Tensor) -> Any:
+        """What the forward returns with this result."""
+        if len(self.leaves) == 1 and self.tree.is_leaf():
+            return y
+        return tree_unflatten([*self.leaves[: self.place], y, *self.leaves[self.place + 1 :]], self.tree)
+
+
+class _Kind:
+    """Layers of one kind: what was proved of their calls."""
+
+    def __init__(self, placed: bool = False) -> None:
+        self.placed = placed
+        """Whether they stand at one place in their model, for which their code asks."""
+        self.by_place: dict[Hashable, _Kind] = {}
+        self.forms: dict[Hashable, list[Derivation]] = {}
+        self.calls: OrderedDict[Hashable, Ready | Reason] = OrderedDict()
+
+
+class Seen(NamedTuple):
+    """A layer in one of its states."""
+
+    state: State
+    kind: _Kind
+    modules: _Modules
+
+
+class _Modules(dict[str, nn.Module]):
+    """The modules of a layer by name."""
+
+    get_submodule = dict.__getitem__
+
+
+class _Known:
+    """The states in which a layer was seen, which it holds itself; copies of it know nothing."""
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        self.layer = (lambda: None) if layer is None else weakref.ref(layer)
+        self.seen: list[Seen] = []
+        self.changes = 0
+
+    def __reduce__(self) -> Any:
+        return _Known, ()
+
+    def __deepcopy__(self, memo: Any) -> _Known:
+        return _Known()
+
+
+_KINDS: OrderedDict[Hashable, _Kind] = OrderedDict()
+_LOCK = threading.RLock()
+
+
+def seen(layer: nn.Module) -> Seen | Reason:
+    """A layer in its present state."""
+    known = vars(layer).get(KNOWN)
+    if known is not None and known.layer() is layer:
+        for one in known.seen:
+            if one.state.holds():
+                return one  # type: ignore[no-any-return]
+    else:
+        known = _Known(layer)
+    if is_flattened(layer) or holds_fsdp1(layer) or any(map(is_dtensor, layer.parameters())):
+        return Reason(IN_SHARDS)
+    if known.changes >= MOST_CHANGES:
+        return Reason("what its code reads is another from call to call")
+    known.changes += 1
+    state = State(layer)
+    with _LOCK:
+        kind = _KINDS.setdefault(state.key, _Kind())
+        _KINDS.move_to_end(state.key)
+        if len(_KINDS) > MOST_CALLS:
+            _KINDS.popitem(last=False)
+        state.key = None  # it has copies of buffers
+        one = Seen(state, kind, _Modules(layer.named_modules()))
+        known.seen = [one, *known.seen][:MOST_TRIES]
+        vars(layer)[KNOWN] = known
+    return one
+
+
+def forget(layer: nn.Module) -> None:
+    """Takes what is remembered of a layer out of it."""
+    vars(layer).pop(KNOWN, None)
+
+
+def held_tensor(modules: _Modules | nn.Module, name: str) -> Tensor:
+    """A buffer or tensor that a module holds."""
+    path, _, last = name.removeprefix("buffer:").rpartition(".")
+    return getattr(modules.get_submodule(path), last)  # type: ignore[no-any-return]
+
+
+def outer_tensor(made: Ready, modules: Any, leaves: list[Any], name: str) -> Tensor:
+    """What the layer holds, or computes of that and of arguments."""
+    if name not in made.recipes:
+        return held_tensor(modules, name)
+    given = lambda root: leaves[_place(root)] if root.startswith("arg:") else held_tensor(modules, root)  # noqa: E731
+    return recalled(made.recipes[name], given, leaves[made.x].device)
+
+
+def ready(
+    one: Seen, layer: nn.Module, call: tuple[Any, Any], leaves: list[Any], tree: TreeSpec, where: int
+) -> Ready | Reason:
+    """The proved call of this kind; read and proved now, where it is the first."""
+    x, kind = leaves[where], one.kind
+    if kind.by_place:
+        kind = kind.by_place.setdefault(one.state.places, _Kind(placed=True))
+    modes = torch.is_grad_enabled(), autocast_enabled(x)
+    parts: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            parts.append((type(leaf), leaf.dtype, leaf.device.type, leaf.shape))
+        elif type(leaf) in _PLAIN:
+            parts.append((type(leaf), leaf))
+        else:
+            return Reason(f"an argument of type {type(leaf).__name__}")
+    key = (tree, where, modes, *parts)
+    found = kind.calls.get(key)
+    if found is None:
+        with _LOCK:
+            try:
+                found = _proved(kind, layer, call, (tree, modes, _form(parts, x)), leaves, where)
+            except IndexReadError:
+                kind.by_place[one.state.places] = _Kind(placed=True)
+                return ready(one, layer, call, leaves, tree, where)
+            kind.calls[key] = found
+            if len(kind.calls) > MOST_CALLS:
+                kind.calls.popitem(last=False)
+    return found
+
+
+def _form(parts: list[Any], x: Tensor) -> Hashable:
+    """The kind of a call but for its length: types, dimensions, and which of them are T or go with B."""
+    rows, tokens = x.size(0), x.size(1)
+    return tuple(
+        (*part[:3], tuple((n in (1, rows), n == tokens) for n in part[3])) if len(part) == 4 else part for part in parts
+    )
+
+
+def _proved(kind: _Kind, layer: nn.Module, call: Any, form: Hashable, leaves: list[Any], where: int) -> Ready | Reason:
+    """A call that is new: held to what was proved of its form, or else proved."""
+    args, kwargs = call
+    tried = kind.forms.setdefault(form, [])
+    for made in tried:
+        if made.proof is not None:
+            found = hold(made.proof, layer, args, kwargs, placed=kind.placed)
+            if isinstance(found, str):
+                return Reason(found)
+            return _to_be_called(made._replace(here=found), leaves, where)
+    if len(tried) >= MOST_TRIES:
+        return Reason(tried[-1].why)
+    made = derive(layer, args, kwargs, placed=kind.placed)
+    tried.append(made)
+    return Reason(made.why) if made.proof is None else _to_be_called(made, leaves, where)
+
+
+def _to_be_called(made: Derivation, leaves: list[Any], where: int) -> Ready | Reason:
+    proof = made.proof
+    assert proof is not None
+    recording = proof.recordings[0]
+    if any(type(leaf) not in _PLAIN for leaf in recording.leaves):
+        return Reason("it returns what is no tensor beside its result")
+    outer = tuple((t.name, _place(t.name)) for t in proof.layout.outer)
+    for name, i in outer:
+        t = leaves[i] if i >= 0 else None
+        forms = {t.form for t in (proof.layout.cos, proof.layout.sin) if t is not None and t.name == name}
+        if t is not None and any(form.endswith("half") for form in forms) and not _in_halves(t):
+            return Reason("rotary tables whose halves differ")
+    leaves_of = tuple(recording.leaves)
+    return Ready(made.layout, where, outer, recording.place, leaves_of, recording.tree, made.here.recipes)
+
+
+def _place(name: str) -> int:
+    return int(name.removeprefix("arg:")) if name.startswith("arg:") else -1
+
+
+def _in_halves(t: Tensor) -> bool:
+    half = t.size(-1) // 2
+    return t.is_meta or torch.equal(t[..., :half], t[..., half:])
