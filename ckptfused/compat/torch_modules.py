@@ -53,6 +53,12 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of any of these kinds: one look at all, for each call of a layer asks."""
+    after = module._forward_hooks or module._backward_hooks
+    return bool(after or module._forward_pre_hooks or module._backward_pre_hooks)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module was compiled, in place or not."""
     return getattr(module, COMPILED_CALL, None) is not None or hasattr(module, COMPILED_MODULE)

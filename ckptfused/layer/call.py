@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
+from ckptfused._extension import _C
 from ckptfused.checks import check_dtype, check_packed, check_param, check_plain, check_stored, is_dtensor, rotary_view
 from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
 from ckptfused.layer.facts import LayerFacts, facts_of
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.spec_text import CallKey, Expected, Mode, SpecKey, expected, text_of
 from ckptfused.ops.call import Call, Slots
+from ckptfused.spec import MOST_TEXTS
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -93,8 +96,17 @@ def _beside_fits(inputs: Inputs) -> Reason | None:
     return None
 
 
+@lru_cache(maxsize=MOST_TEXTS)
+def _fit(text: str, width: int) -> Callable[[Tensor, Slots], bool]:
+    """Whether the tensors of a call with this text surely fit."""
+    slots = expected(text, width)
+    return _C.ExpectedTensors([((), "") if slot is None else (slot.shape, slot.kind) for slot in slots]).fit
+
+
 def _misfit(x: Tensor, slots: Slots, text: str, width: int, names: Mapping[str, str], sharded: bool) -> Reason | None:
     """The first tensor that does not fit op and input in shape, device, kind or type."""
+    if not torch.compiler.is_compiling() and _fit(text, width)(x, slots):
+        return None
     dtype, device = x.dtype, x.device
     for tensor, slot in zip(slots, expected(text, width), strict=True):
         if tensor is None or slot is None:

@@ -115,6 +115,8 @@ def _slots(half: str, found: Mapping[str, Projection | Norm]) -> Slots:
 def _adapters(maps: dict[str, Projection]) -> tuple[SpecKey, Slots]:
     """What the text says of the adapters of a half, and their tensors, in the order of its projections."""
     found = [(stem, lora) for stem, projection in maps.items() for lora in projection.adapters]
+    if not found:
+        return (), []
     said = tuple((stem, lora.a.size(0), *_settled((lora.scale, lora.p))) for stem, lora in found)
     return said, [tensor for _, lora in found for tensor in (lora.a, lora.b, lora.bias)]
 
@@ -127,7 +129,7 @@ def _quantized(maps: dict[str, Projection]) -> tuple[SpecKey, Slots]:
 
 
 def _settled(values: SpecKey) -> SpecKey:
-    return tuple(map(settled, values)) if torch.compiler.is_compiling() else tuple(values)
+    return tuple(map(settled, values)) if torch.compiler.is_compiling() else values
 
 
 def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> Half | Reason:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from ckptfused.compat.torch_distributed import is_flat_view
-from ckptfused.compat.torch_modules import forward_hooks, forward_pre_hooks, global_hooks, has_backward_hooks
+from ckptfused.compat.torch_modules import (
+    forward_hooks,
+    forward_pre_hooks,
+    global_hooks,
+    has_backward_hooks,
+    has_hooks,
+)
 from ckptfused.compat.transformers import collects
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import is_fully_sharded
@@ -21,10 +27,10 @@ def hooked(module: nn.Module) -> bool:
     Hugging Face's own hooks, which stay once outputs were collected, count only while it collects: there the
     original forward runs (`convert.hugging_face.collecting`).
     """
-    others, after = forward_pre_hooks(module) or has_backward_hooks(module), forward_hooks(module)
-    if not (after or others or "forward" in vars(module)):
+    if not (has_hooks(module) or "forward" in vars(module)):
         return replaced(type(module))
-    own = bool(others) or patched(module) or not all(map(collects, after.values()))
+    others = forward_pre_hooks(module) or has_backward_hooks(module)
+    own = bool(others) or patched(module) or not all(map(collects, forward_hooks(module).values()))
     return own or replaced(type(module))
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ckptfused import _extension  # noqa: F401  (the first registers the ops)
+from ckptfused._extension import _C  # registers the ops, too
 from ckptfused.checks import (
     check_dtype,
     check_generator,
@@ -31,6 +31,7 @@ from ckptfused.spec import HEAD, Adapter, LossSpec, parse_loss
 from ckptfused.spec.checks import check_choice, check_flag, check_number
 
 REDUCTIONS = ("mean", "sum", "none")
+_OP = torch.ops.ckptfused.linear_cross_entropy.default  # a name without its overload is looked up at each call
 
 
 class HeadAdapter(NamedTuple):
@@ -64,21 +65,34 @@ class LossOutput(NamedTuple):
 _Lora = tuple[tuple[int, float, float], ...]
 
 
-def _checked_text(adapters: _Lora, **options: Any) -> str:
+def _checked_text(
+    reduction: str,
+    outside: bool,
+    softcap: float | None,
+    logit_scale: float,
+    scratch: int | str | None,
+    keep: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    adapters: _Lora,
+) -> str:
+    same = {"keep": keep, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    options = spec_options(reduction, softcap, scratch, **same, logit_scale=logit_scale, z_loss=z_loss)
     lora = tuple(Adapter(HEAD, *adapter) for adapter in adapters)
-    return LossSpec(**options, lora=lora).to_string()
+    return LossSpec(**{**options, "reduction": "sum"} if outside else options, lora=lora).to_string()
 
 
 _known_text = lru_cache(maxsize=1024, typed=True)(_checked_text)  # typed: True is no 1, and refused
 
 
 @constant_result
-def _text(options: tuple[tuple[str, Any], ...], adapters: _Lora) -> str:
+def _text(*options: Any) -> str:
     """The spec's text. From plain values, so that torch.compile can fold it; checked here, once."""
     try:
-        return (_checked_text if adapters else _known_text)(adapters, **dict(options))
+        return _known_text(*options)
     except TypeError:  # of a value that cannot be hashed, too: the check says what it should be
-        return _checked_text(adapters, **dict(options))
+        return _checked_text(*options)
 
 
 def _plain_value(value: Any) -> Any:
@@ -150,8 +164,11 @@ def linear_cross_entropy(
     `linear_bias` and `weight` are weight, bias and class_weight here; gradients in forward: Hsu et al. 2024 (Liger,
     arXiv 2410.10989).
     """
-    _check(x, weight, target, bias, class_weight, adapters, reduction, num_items)
-    if not torch.compiler.is_compiling():  # Dynamo traces no error of ours
+    compiling = torch.compiler.is_compiling()
+    more = compiling or len(adapters) > 0 or num_items is not None
+    if more or not _C.loss_arguments_fit(x, weight, target, bias, class_weight):
+        _check(x, weight, target, bias, class_weight, adapters, reduction, num_items)
+    if not compiling and not (shift is False and return_tokens is False):  # Dynamo traces no error of ours
         check_flag("shift", shift)
         check_flag("return_tokens", return_tokens)
     if shift and target.dim() == 0:
@@ -159,30 +176,28 @@ def linear_cross_entropy(
     check_generator(generator)
     if shift:
         target = F.pad(target[..., 1:], (0, 1), value=ignore_index)[..., : target.size(-1)]
-    same = {"keep": keep, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    plainly = transformed()
     # Divided by something else than the number of targets, and under transforms: outside of the op.
-    divided = num_items is not None or (reduction == "mean" and (class_weight is not None or transformed()))
-    options = spec_options(reduction, softcap, scratch, **same, logit_scale=logit_scale, z_loss=z_loss)
-    if divided:
-        options["reduction"] = "sum"
+    outside = num_items is not None or (reduction == "mean" and (class_weight is not None or plainly))
+    numbers = (softcap, logit_scale, scratch, keep, ignore_index, label_smoothing, z_loss)
     lora_options = tuple((lora.a.size(0), lora.scale, lora.p) for lora in adapters)
-    if torch.compiler.is_compiling():
-        options = {name: _plain_value(value) for name, value in options.items()}
+    if compiling:
+        reduction, *rest = (_plain_value(value) for value in (reduction, *numbers))
+        numbers = tuple(rest)  # type: ignore[assignment]
         lora_options = tuple(
             (_plain_value(rank), _plain_value(scale), _plain_value(p)) for rank, scale, p in lora_options
         )
-    text = _text(tuple(options.items()), lora_options)
+    text = _text(reduction, outside, *numbers, lora_options)
     tensors = [t for lora in adapters for t in (lora.a, lora.b, lora.bias)]
-    if transformed():
+    if plainly:
         spec = parse_loss(text + compute_word(x, residual=False))
-        made = LossOutput(*eager_linear_cross_entropy(x, weight, bias, target, class_weight, tensors, spec))
+        made = eager_linear_cross_entropy(x, weight, bias, target, class_weight, tensors, spec)
     else:
-        if any(lora.p for lora in adapters) and not torch.compiler.is_compiling():
+        if not compiling and any(lora.p for lora in adapters):
             generator = enclosing_checkpoint.source(x, generator)
-        op = torch.ops.ckptfused.linear_cross_entropy
-        made = LossOutput(*op(x, weight, bias, target, class_weight, tensors, text, generator=generator))
-    loss = _divided(made.loss, num_items, target, ignore_index, class_weight) if divided else made.loss
-    return made._replace(loss=loss) if return_tokens else loss
+        made = _OP(x, weight, bias, target, class_weight, tensors, text, generator=generator)
+    loss = _divided(made[0], num_items, target, ignore_index, class_weight) if outside else made[0]
+    return LossOutput(loss, *made[1:]) if return_tokens else loss
 
 
 def _divided(

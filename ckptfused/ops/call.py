@@ -17,6 +17,8 @@ from ckptfused.ops.kv_cache import keeping_qkv, keys_and_values
 from ckptfused.spec import parse
 
 Slots = list[Tensor | None]
+# A name without its overload is looked up at each call.
+_OPS = {name: getattr(torch.ops.ckptfused, name).default for name in ("block", "attention_block", "ffn_block")}
 
 
 def end_replay(x: Tensor, beside: Slots, state: Callable[[], Tensor] | None = None) -> None:
@@ -67,7 +69,7 @@ class Call(NamedTuple):
                 generator = enclosing_checkpoint.source(x, generator)
             if "keep=" not in text:
                 end_replay(x, [*slots, *aux], (lambda: rng.state(x, generator)) if draws else None)
-        return getattr(torch.ops.ckptfused, self.op)(x, slots, aux, text, generator=generator)
+        return _OPS[self.op](x, slots, aux, text, generator=generator)
 
     def _handing_keys_on(
         self, keep_keys: Callable[[Tensor, Tensor], object], generator: torch.Generator | None

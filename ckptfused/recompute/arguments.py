@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
@@ -22,6 +23,12 @@ class _Slot:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+@functools.lru_cache(maxsize=256)
+def _slots(count: int) -> tuple[_Slot, ...]:
+    """The first ones, which calls share."""
+    return tuple(map(_Slot, range(count)))
 
 
 @dataclasses.dataclass
@@ -120,18 +127,26 @@ class Arguments:
 
     def take_tensors(self) -> list[Tensor]:
         """The distinct tensors; places remain."""
-        places: dict[int, int] = {}
+        if not torch.compiler.is_compiling():  # Dynamo knows no identities as numbers
+            return self._take_tensors()
         tensors: list[Tensor] = []
-        compiling = torch.compiler.is_compiling()
         for i, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
-                if compiling:  # Dynamo knows no identities as numbers
-                    at = next((j for j, t in enumerate(tensors) if t is leaf), len(tensors))
-                else:
-                    at = places.setdefault(id(leaf), len(tensors))
+                at = next((j for j, t in enumerate(tensors) if t is leaf), len(tensors))
                 if at == len(tensors):
                     tensors.append(leaf)
                 self.leaves[i] = _Slot(at)
+        return tensors
+
+    def _take_tensors(self) -> list[Tensor]:
+        found = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        distinct = {id(t): t for t in found}
+        tensors = [*distinct.values()]
+        at = dict(zip(distinct, _slots(len(tensors)), strict=True))
+        if len(found) == len(tensors) == len(self.leaves):
+            self.leaves = [*at.values()]
+        elif found:
+            self.leaves = [at[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return tensors
 
     def others(self) -> list[Any]:

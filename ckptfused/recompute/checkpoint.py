@@ -112,8 +112,11 @@ def checkpoint(
     on_copies: Callable[..., Any] = lambda *given: inputs.call(function, [t.clone() for t in given])  # noqa: E731
     if torch.compiler.is_compiling():
         return torch_checkpoint.checkpoint(on_copies, *tensors, **options)
-    devices = dict.fromkeys(t.device for t in tensors if not t.is_cpu)
-    if any(t.is_nested and t.layout == torch.strided for t in tensors):  # PyTorch's check asks for their sizes
+    ordinary = _C.ordinary(tensors)
+    devices = {} if ordinary else dict.fromkeys(t.device for t in tensors if not t.is_cpu)
+    if not ordinary and any(
+        t.is_nested and t.layout == torch.strided for t in tensors
+    ):  # PyTorch's check asks for their sizes
         options["determinism_check"] = "none"
     # torch.utils.checkpoint reads from positional tensors which devices' random states to replay.
     markers = [torch.empty(0, device=device) for device in devices]
@@ -122,7 +125,7 @@ def checkpoint(
         if not saved_tensor_hooks_allowed() or vmap_saves_inputs():
             return on_copies(*tensors)
         return torch_checkpoint.checkpoint(lambda *markers: on_copies(*tensors), *markers, **options)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not ordinary:
         # What was made in inference mode can be neither saved nor written to.
         tensors = [clone(t) if t.is_inference() else t for t in tensors]
     made = CopiesOnWrite()

@@ -55,12 +55,10 @@ class CopiesOnWrite:
         """Tensors with the values and the gradients of these."""
         originals = list(tensors)
         with unseen():
-            copies = self._made.make(originals)
-            for i, (copy, t) in enumerate(zip(copies, originals, strict=True)):
-                if copy is None:
-                    copies[i] = clone(t)
-                elif t.__dict__:
-                    _with_attributes(copy, t)
+            copies, unfinished = self._made.make(originals)
+            for i in unfinished:
+                t = originals[i]
+                copies[i] = clone(t) if copies[i] is None else _with_attributes(copies[i], t)
         return copies
 
     def settle(self, result: Any) -> Any:

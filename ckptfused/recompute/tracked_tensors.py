@@ -168,12 +168,8 @@ def _can_be_copied(t: Tensor) -> bool:
 
 def known(t: Tensor) -> bool:
     """Whether all forwards so far left it alone, and there was one."""
-    return _is_among(t, _unwritten) and not _is_among(t, _written)
-
-
-def _is_among(t: Tensor, noted: dict[int, weakref.ref[Tensor]]) -> bool:
-    found = noted.get(id(t))
-    return found is not None and found() is t
+    left, written = _unwritten.get(id(t)), _written.get(id(t))
+    return left is not None and left() is t and (written is None or written() is not t)
 
 
 def _note(t: Tensor, noted: dict[int, weakref.ref[Tensor]]) -> None:

@@ -32,14 +32,13 @@ class UncopiedTensors:
 
     def take_buffers(self, module: nn.Module, buffers: dict[str, Tensor | None]) -> list[tuple[str, Tensor]]:
         """Takes the large buffers of a module that all forwards so far have left alone, and returns the others."""
-        others: list[tuple[str, Tensor]] = []
-        for name, t in buffers.items():
-            if t is not None:
-                if known(t) and t.nbytes > STATISTICS and not t.requires_grad:
-                    self._buffers.add(module, name, t)
-                else:
-                    others.append((name, t))
-        return others
+        left = {
+            name: t
+            for name, t in buffers.items()
+            if t is not None and t.nbytes > STATISTICS and known(t) and not t.requires_grad
+        }
+        self._buffers.add(module, left)
+        return [(name, t) for name, t in buffers.items() if t is not None and name not in left]
 
     def has_buffers(self) -> bool:
         """Whether there is a buffer, which the forward may write after all."""
@@ -74,10 +73,10 @@ class _Buffers:
         self.tensors: list[Tensor] = []
         self.versions: list[int] = []
 
-    def add(self, module: nn.Module, name: str, t: Tensor) -> None:
-        self.modules.append(module)
-        self.names.append(name)
-        self.tensors.append(t)
+    def add(self, module: nn.Module, buffers: dict[str, Tensor]) -> None:
+        self.modules += [module] * len(buffers)
+        self.names += buffers
+        self.tensors += buffers.values()
 
     def settle(self) -> list[TrackedTensor]:
         now = [t._version for t in self.tensors]

@@ -65,7 +65,7 @@ Block::GateUp Block::make_gu(const Tile& t) {
   ensure_n2();
   const Tensor buffer =
       kept.defined() ? kept : empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_, "gu tile");
-  project("gu", buffer, value_.n2.narrow(0, t.row0, t.rows), gu_parts(t), f.transposed, t.row0,
+  project("gu", buffer, part_of(value_.n2, 0, t.row0, t.rows), gu_parts(t), f.transposed, t.row0,
           join(t));
   return gate_up(buffer, t);
 }
@@ -93,7 +93,7 @@ call::UpWeights Block::up_weights(const Tile& t) {
   const FFNSpec& f = spec_.ffn;
   const auto columns = [&](int slot, int64_t col0) {
     const Tensor w = weight(ffn_slot(slot));
-    return w.defined() ? w.narrow(f.transposed ? w.dim() - 1 : 0, col0, t.cols) : w;
+    return w.defined() ? part_of(w, f.transposed ? w.dim() - 1 : 0, col0, t.cols) : w;
   };
   if (!f.gated()) return {Tensor(), Tensor(), columns(kUpW, t.col0), columns(kUpB, t.col0)};
   const int64_t up0 = f.joint ? f.hidden + t.col0 : t.col0;
@@ -103,7 +103,7 @@ call::UpWeights Block::up_weights(const Tile& t) {
 
 // The columns of the down projection that read a tile of h.
 Tensor Block::down_weight(const Tile& t) {
-  return weight(ffn_slot(kDownW)).narrow(spec_.ffn.transposed ? 0 : 1, t.col0, t.cols);
+  return part_of(weight(ffn_slot(kDownW)), spec_.ffn.transposed ? 0 : 1, t.col0, t.cols);
 }
 
 call::HiddenMask Block::hidden_mask(const Tile& t) const {
@@ -157,7 +157,7 @@ void Block::ensure_down(const Tensor& onto) {
       h_tile = hidden_tile(t);
       const Tensor buffer = kept_gu(t);
       const GateUp kept = buffer.defined() ? gate_up(buffer, t) : GateUp();
-      call::ffn_up_fwd(value_.n2.narrow(0, t.row0, t.rows), up_weights(t), h_tile, kept.gate,
+      call::ffn_up_fwd(part_of(value_.n2, 0, t.row0, t.rows), up_weights(t), h_tile, kept.gate,
                        kept.up, f.act, f.transposed, hidden_mask(t), up_kernel_);
       release_input(t);
     } else {
@@ -170,7 +170,7 @@ void Block::ensure_down(const Tensor& onto) {
     }
     if (cut_cols) continue;
     if (!down.defined()) down = onto.defined() ? onto : like_x(P_, "down");
-    product(down.narrow(0, t.row0, t.rows), h_tile, t.row0);
+    product(part_of(down, 0, t.row0, t.rows), h_tile, t.row0);
   }
   joined_ = {};
   if (cut_cols) {
@@ -203,7 +203,7 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
   bool first = true;
   for (const Tile& t : tiles()) {
     begin(t);
-    const Tensor ddown_tile = ddown.narrow(0, t.row0, t.rows);
+    const Tensor ddown_tile = part_of(ddown, 0, t.row0, t.rows);
     GateUp dgu;
     Tensor h;
     if (one_kernel()) {
@@ -213,7 +213,7 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
       if (need_h) h = empty({t.rows, t.cols}, P_, "h");
       if (need_gu)
         dgu = gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_, "gu tile"), t);
-      call::ffn_up_bwd(kept.up.defined() ? Tensor() : value_.n2.narrow(0, t.row0, t.rows),
+      call::ffn_up_bwd(kept.up.defined() ? Tensor() : part_of(value_.n2, 0, t.row0, t.rows),
                        kept.up.defined() ? call::UpWeights() : up_weights(t), kept.gate, kept.up,
                        ddown_tile, down_weight(t), h, dgu.gate, dgu.up, f.act, f.transposed,
                        hidden_mask(t), up_kernel_);
@@ -248,8 +248,8 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
     if (need_gate_up) ensure_n2();
     if (need_n2 && !dn2.defined()) dn2 = like_x(cut_cols ? A_ : P_, "d n2");
     project_backward(
-        dgu.buffer, value_.n2.defined() ? value_.n2.narrow(0, t.row0, t.rows) : Tensor(),
-        gu_parts(t), f.transposed, dn2.defined() ? dn2.narrow(0, t.row0, t.rows) : Tensor(),
+        dgu.buffer, value_.n2.defined() ? part_of(value_.n2, 0, t.row0, t.rows) : Tensor(),
+        gu_parts(t), f.transposed, dn2.defined() ? part_of(dn2, 0, t.row0, t.rows) : Tensor(),
         add_rows, cut_cols && !first, t.row0, dn2.defined() ? join(t) : joined_);
     first = false;
   }

@@ -65,9 +65,9 @@ void Block::add_weight_grad(int slot, bool transposed, int64_t row0, int64_t row
   const Tensor grad = weight_grad(slot, cut_rows ? A_ : P_);
   const Ledger::Name name("d", slot);
   if (transposed) {
-    matmul_out(grad.narrow(0, col0, cols).narrow(1, row0, rows), in.t(), dout, add);
+    matmul_out(part_of(part_of(grad, 0, col0, cols), 1, row0, rows), in.t(), dout, add);
   } else {
-    matmul_out(grad.narrow(0, row0, rows).narrow(1, col0, cols), dout.t(), in, add);
+    matmul_out(part_of(part_of(grad, 0, row0, rows), 1, col0, cols), dout.t(), in, add);
   }
 }
 
@@ -97,7 +97,7 @@ void Block::add_bias_grad(int slot, int64_t row0, const Tensor& dout, bool add) 
   const Tensor grad = grad_vector(slot);
   if (!grad.defined()) return;
   const Ledger::Name name("d", slot);
-  Tensor target = grad.narrow(0, row0, dout.size(1));
+  Tensor target = part_of(grad, 0, row0, dout.size(1));
   if (counting()) {  // PyTorch's own on meta tensors is slow Python
     const Tensor sum = add ? empty(target.sizes(), A_, "d", slot) : target;
     counted_launch("aten::sum", int64_t(dout.nbytes() + sum.nbytes()));
@@ -110,12 +110,12 @@ void Block::add_bias_grad(int slot, int64_t row0, const Tensor& dout, bool add) 
 }
 
 Tensor Block::part_weight(const Part& part, bool transposed) {
-  return weight(part.weight).narrow(transposed ? 1 : 0, part.row0, part.width);
+  return part_of(weight(part.weight), transposed ? 1 : 0, part.row0, part.width);
 }
 
 std::optional<Tensor> Block::part_bias(const Part& part) {
   const Tensor b = weight(part.bias);
-  return b.defined() ? std::optional<Tensor>(b.narrow(0, part.row0, part.width)) : std::nullopt;
+  return b.defined() ? std::optional<Tensor>(part_of(b, 0, part.row0, part.width)) : std::nullopt;
 }
 
 // Tensors along a dimension in one buffer.
@@ -152,7 +152,7 @@ void Block::project(const char* name, const Tensor& out, const Tensor& in,
   if (joined.weight.defined())
     linear_out(out, in, joined.weight, call::opt(joined.bias), transposed);
   for (const Part& part : parts) {
-    const Tensor columns = out.narrow(1, part.col0, part.width);
+    const Tensor columns = part_of(out, 1, part.col0, part.width);
     if (!joined.weight.defined()) {
       linear_out(columns, in, part_weight(part, transposed), part_bias(part), transposed);
     }
@@ -172,7 +172,7 @@ void Block::project_backward(const Tensor& dout, const Tensor& in, const std::ve
   if (one_input) input_grad(dout, joined.weight, parts[0].weight);
   const bool one_weight = joined.tile && add_weight_grads(parts, transposed, dout, in);
   for (const Part& part : parts) {
-    const Tensor d = dout.narrow(1, part.col0, part.width);
+    const Tensor d = part_of(dout, 1, part.col0, part.width);
     if (din.defined() && !one_input) input_grad(d, part_weight(part, transposed), part.weight);
     if (need(part.weight) && !one_weight) {
       add_weight_grad(part.weight, transposed, part.row0, part.width, 0, in.size(1), d, in,

@@ -114,7 +114,7 @@ Adapters LossHead::adapters(int64_t col0, int64_t cols, bool gradients) {
   Adapters list;
   for (size_t i = 0; i < spec_.lora.size(); ++i) {
     const int slot = int(kAdapterParams * i);
-    const auto rows = [&](const Tensor& t) { return t.defined() ? t.narrow(0, col0, cols) : t; };
+    const auto rows = [&](const Tensor& t) { return t.defined() ? part_of(t, 0, col0, cols) : t; };
     // As autocast does it: where the products have a compute type of their own, adapters have it.
     const auto param = [&](int which) {
       const Tensor& t = tensors_.adapters[slot + which];
@@ -142,8 +142,8 @@ Adapters LossHead::adapters(int64_t col0, int64_t cols, bool gradients) {
 void LossHead::logits(const Tensor& out, const Tensor& x, int64_t row0, int64_t col0) {
   const int64_t cols = out.size(1);
   std::optional<Tensor> bias;
-  if (bias_.defined()) bias = bias_.narrow(0, col0, cols);
-  linear_out(out, x, weight_.narrow(0, col0, cols), bias, false);
+  if (bias_.defined()) bias = part_of(bias_, 0, col0, cols);
+  linear_out(out, x, part_of(weight_, 0, col0, cols), bias, false);
   const AdapterPlace place{row0, 0, C_, {}, tensors_.rng};
   (on_cpu(out) ? adapters_fwd_cpu : adapters_fwd_aten)(out, x, adapters(col0, cols, false), place);
 }
@@ -177,13 +177,13 @@ void LossHead::add_gradients(const Tensor& dlogits, const Tensor& x, int64_t row
   const int64_t rows = dlogits.size(0), cols = dlogits.size(1);
   Tensor dx;
   if (need(kLossX)) {
-    dx = sums_[kLossX].narrow(0, row0, rows);
-    matmul_out(dx, dlogits, weight_.narrow(0, col0, cols), !first_of_x);
+    dx = part_of(sums_[kLossX], 0, row0, rows);
+    matmul_out(dx, dlogits, part_of(weight_, 0, col0, cols), !first_of_x);
   }
   if (need(kLossWeight)) {
-    matmul_out(sums_[kLossWeight].narrow(0, col0, cols), dlogits.t(), x, !first_of_weight);
+    matmul_out(part_of(sums_[kLossWeight], 0, col0, cols), dlogits.t(), x, !first_of_weight);
   }
-  if (need(kLossBias)) sums_[kLossBias].narrow(0, col0, cols).add_(dlogits.sum(0, false, A_));
+  if (need(kLossBias)) part_of(sums_[kLossBias], 0, col0, cols).add_(dlogits.sum(0, false, A_));
   const AdapterPlace place{row0, 0, C_, {}, tensors_.rng};
   const Adapters list = adapters(col0, cols, true);
   if (list.empty()) return;
@@ -215,11 +215,11 @@ std::vector<Tensor> LossHead::forward() {
   for (int64_t row = 0; row < N_; row += step) {
     const int64_t rows = std::min(step, N_ - row);
     const Tensor out = matrix(buffer, rows, V_);
-    const Tensor x = in_type(x_.narrow(0, row, rows), P_);
+    const Tensor x = in_type(part_of(x_, 0, row, rows), P_);
     logits(out, x, row, 0);
-    call::cross_entropy_fwd(out, tensors_.target.narrow(0, row, rows), class_weight_,
-                            loss.narrow(0, row, rows), lse.narrow(0, row, rows),
-                            predicted.narrow(0, row, rows), grad, args());
+    call::cross_entropy_fwd(out, part_of(tensors_.target, 0, row, rows), class_weight_,
+                            part_of(loss, 0, row, rows), part_of(lse, 0, row, rows),
+                            part_of(predicted, 0, row, rows), grad, args());
     if (grad) add_gradients(out, x, row, 0, true, row == 0);
   }
   const at::IntArrayRef shape = target_sizes_;
@@ -252,13 +252,14 @@ std::vector<Tensor> LossHead::backward(const Tensor& dloss, const Tensor& lse) {
   const Tensor row_lse = lse.contiguous().view({N_}), buffer = logits_buffer(rows, cols);
   for (int64_t row = 0; row < N_; row += rows) {
     const int64_t n = std::min(rows, N_ - row);
-    const Tensor x = in_type(x_.narrow(0, row, n), P_), target = tensors_.target.narrow(0, row, n);
+    const Tensor x = in_type(part_of(x_, 0, row, n), P_);
+    const Tensor target = part_of(tensors_.target, 0, row, n);
     for (int64_t col = 0; col < V_; col += cols) {
       const int64_t k = std::min(cols, V_ - col);
       const Tensor out = matrix(buffer, n, k);
       logits(out, x, row, col);
-      call::cross_entropy_bwd(out, target, class_weight_, row_lse.narrow(0, row, n),
-                              each ? factor.narrow(0, row, n) : factor, V_, col, args());
+      call::cross_entropy_bwd(out, target, class_weight_, part_of(row_lse, 0, row, n),
+                              each ? part_of(factor, 0, row, n) : factor, V_, col, args());
       add_gradients(out, x, row, col, col == 0, true);
     }
   }
@@ -270,15 +271,17 @@ std::vector<Tensor> LossHead::backward(const Tensor& dloss, const Tensor& lse) {
 }
 
 void scale_gradient(const Tensor& grad, const Tensor& dloss) {
-  if (on_cpu(dloss)) {
-    const double factor = dloss.is_cpu() ? dloss.item<double>() : 0;  // counted: of no memory
-    if (factor != 1.0) grad.mul_(factor);
-    return;
-  }
-  // As a tensor of its own the factor would first be rounded to the gradient's type; reading it
-  // would wait for the device.
+  const bool cpu = on_cpu(dloss);
+  const double factor = dloss.is_cpu() ? dloss.item<double>() : 0;  // counted: of no memory
+  if (cpu && factor == 1.0) return;
   if (grad.element_size() >= 4) {
     grad.mul_(dloss);
+    return;
+  }
+  // As a tensor the factor would first be rounded to the gradient's type; of a device reading it
+  // would wait.
+  if (cpu) {
+    grad.mul_(factor);
     return;
   }
   constexpr int64_t kElements = int64_t(1) << 24;

@@ -139,6 +139,7 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
                                const LossCall& call) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const SettingsGuard settings;
+    ctx->set_materialize_grads(false);
     const LossArgs& a = call.args;
     c10::List<bool> needs;
     for (const bool need : call.needs) needs.push_back(need && call.keep_gradients);

@@ -14,9 +14,16 @@ namespace {
 
 using ckptfused::MadeCopies;
 
+bool has_attributes(const pybind11::handle& value) {
+  PyObject** held = _PyObject_GetDictPtr(value.ptr());
+  return held != nullptr && *held != nullptr && PyDict_GET_SIZE(*held) > 0;
+}
+
 // In the place of each tensor its copy, or None where there is nothing to share: of subclasses, and
-// what MadeCopies leaves.
-std::vector<std::optional<at::Tensor>> make(MadeCopies& copies, const pybind11::list& tensors) {
+// what MadeCopies leaves. And the places where Python has more to do: those, and of tensors with
+// attributes.
+std::pair<std::vector<std::optional<at::Tensor>>, std::vector<size_t>> make(
+    MadeCopies& copies, const pybind11::list& tensors) {
   std::vector<std::optional<at::Tensor>> shared;
   shared.reserve(tensors.size());
   for (const pybind11::handle t : tensors) {
@@ -24,7 +31,27 @@ std::vector<std::optional<at::Tensor>> make(MadeCopies& copies, const pybind11::
     const bool shares = exact && MadeCopies::can_share(THPVariable_Unpack(t.ptr()));
     shared.emplace_back(shares ? std::optional(THPVariable_Unpack(t.ptr())) : std::nullopt);
   }
-  return copies.make(shared);
+  auto made = copies.make(shared);
+  std::vector<size_t> unfinished;
+  for (size_t i = 0; i < made.size(); ++i) {
+    if (!made[i] || has_attributes(tensors[i])) unfinished.push_back(i);
+  }
+  return {std::move(made), std::move(unfinished)};
+}
+
+// Whether all are dense tensors in this memory that stand for no others, made outside of inference
+// mode.
+bool ordinary(const pybind11::list& tensors) {
+  for (const pybind11::handle t : tensors) {
+    if (!THPVariable_Check(t.ptr())) return false;
+    const at::Tensor& x = THPVariable_Unpack(t.ptr());
+    const bool stands_for_another = x.key_set().has(c10::DispatchKey::Python);
+    if (stands_for_another || !x.is_cpu() || x.is_nested() || x.layout() != at::kStrided ||
+        x.is_inference()) {
+      return false;
+    }
+  }
+  return true;
 }
 
 // Whether two of the tensors lie in one storage; subclasses, and what has none, lie in none.
@@ -76,6 +103,7 @@ void bind_copy_on_write(pybind11::module_& m) {
       .def(pybind11::init<const std::vector<at::Tensor>&>())
       .def("unpack", &SavedTensors::unpack);
   m.def("share_memory", &share_memory);
+  m.def("ordinary", &ordinary);
   pybind11::class_<ckptfused::VersionCounters>(m, "VersionCounters")
       .def(pybind11::init<const std::vector<at::Tensor>&>())
       .def("now", &ckptfused::VersionCounters::now);

@@ -21,6 +21,7 @@
 #include "ops/launch_records.h"
 #include "ops/linear.h"
 
+void bind_arguments(pybind11::module_& m);
 void bind_copy_on_write(pybind11::module_& m);
 void bind_testing(pybind11::module_ testing);
 
@@ -239,6 +240,7 @@ PYBIND11_MODULE(_C, m) {
       .def("events", &OpenLedger::events, pybind11::arg("first") = 0)
       .def("number_of", &OpenLedger::number_of)
       .def("set_attention", &OpenLedger::set_attention);
+  bind_arguments(m);
   bind_copy_on_write(m);
   bind_testing(m.def_submodule("testing"));
 }

@@ -210,6 +210,12 @@ def test_modules() -> None:
     assert made.has_backward_hooks(module)
     assert isinstance(nn.BatchNorm2d(1), made.BatchNorm) and isinstance(nn.Conv1d(1, 1, 1), made.Convolution)
     assert isinstance(nn.Dropout2d(), made.DropoutBase)
+    assert not made.has_hooks(nn.Linear(2, 2))
+    kinds = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
+    for register in (*kinds, "register_full_backward_pre_hook"):
+        hooked = nn.Linear(2, 2)
+        getattr(hooked, register)(lambda *_: None)
+        assert made.has_hooks(hooked), register
     assert made.OWN_SDPA is nn.functional.scaled_dot_product_attention
     assert callable(getattr(module, made.REPLICATE)) and not made.is_packed(module)
     assert made.projects_alike(nn.MultiheadAttention(4, 2)) and not made.projects_alike(

@@ -1,0 +1,88 @@
+// A quick look at the tensors of a call, so that Python asks them one by one, and says what is
+// amiss, only where something is.
+#include "ops/torch.h"
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+namespace {
+
+using at::Tensor;
+using pybind11::handle;
+
+// The dense tensor that stands for no other; null for anything else.
+const Tensor* plain(const handle& value) {
+  if (!THPVariable_Check(value.ptr())) return nullptr;
+  const Tensor& t = THPVariable_Unpack(value.ptr());
+  const bool stands_for_another = t.key_set().has(c10::DispatchKey::Python);
+  return stands_for_another || t.layout() != at::kStrided ? nullptr : &t;
+}
+
+bool is_compute_type(at::ScalarType type) {
+  return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble;
+}
+
+// Whether Python's checks of these arguments of linear_cross_entropy would find nothing. They find
+// nothing, too, in calls of which this is not sure: with types that autocast makes one, say.
+bool loss_arguments_fit(const handle& x_, const handle& weight_, const handle& target_,
+                        const handle& bias, const handle& class_weight) {
+  const Tensor *x = plain(x_), *weight = plain(weight_), *target = plain(target_);
+  if (!x || !weight || !target) return false;
+  const bool shaped = x->dim() >= 1 && weight->dim() == 2 && weight->size(0) > 0 &&
+                      x->size(-1) == weight->size(1) &&
+                      target->sizes() == x->sizes().slice(0, x->dim() - 1);
+  const bool typed = is_compute_type(x->scalar_type()) &&
+                     weight->scalar_type() == x->scalar_type() &&
+                     target->scalar_type() == at::kLong;
+  const auto is_vector = [&](const handle& value, bool trained) {
+    if (value.is_none()) return true;
+    const Tensor* t = plain(value);
+    return t && t->dim() == 1 && t->size(0) == weight->size(0) && t->device() == x->device() &&
+           t->is_floating_point() &&
+           (trained || !t->requires_grad() || !at::GradMode::is_enabled());
+  };
+  return shaped && typed && weight->device() == x->device() && target->device() == x->device() &&
+         is_vector(bias, true) && is_vector(class_weight, false);
+}
+
+// What the slots of a block call take.
+class ExpectedTensors {
+ public:
+  // Of each slot the shape, and the kind as Python's `Expected` has it; "" takes anything.
+  using Slot = std::tuple<std::vector<int64_t>, std::string>;
+  explicit ExpectedTensors(std::vector<Slot> slots) : slots_(std::move(slots)) {}
+
+  // As loss_arguments_fit.
+  bool fit(const handle& x_, const pybind11::list& tensors) const {
+    const Tensor* x = plain(x_);
+    if (!x || tensors.size() != slots_.size()) return false;
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      const auto& [shape, kind] = slots_[i];
+      const handle value = tensors[i];
+      if (value.is_none() || kind.empty()) continue;
+      const Tensor* t = plain(value);
+      const bool typed =
+          t && (kind == "norm" ? t->is_floating_point() : t->scalar_type() == x->scalar_type());
+      if (!typed || t->sizes() != at::IntArrayRef(shape) || t->device() != x->device())
+        return false;
+    }
+    return true;
+  }
+
+ private:
+  std::vector<Slot> slots_;
+};
+
+}  // namespace
+
+void bind_arguments(pybind11::module_& m) {
+  m.def("loss_arguments_fit", &loss_arguments_fit);
+  pybind11::class_<ExpectedTensors>(m, "ExpectedTensors")
+      .def(pybind11::init<std::vector<ExpectedTensors::Slot>>())
+      .def("fit", &ExpectedTensors::fit);
+}
