@@ -18,7 +18,7 @@ from ckptfused.eager import dropout_masks, eager_block
 from ckptfused.eager.activation import FUNCTIONS
 from ckptfused.eager.attention import probabilities
 from ckptfused.eager.dropout import dropout
-from ckptfused.spec import BlockSpec, param_shapes
+from ckptfused.spec import BIASED_NORMS, BlockSpec, param_shapes
 from tests.cases import Case
 
 SEED = 2024  # of the dropout masks
@@ -72,8 +72,8 @@ def make_params(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
     def norm(name: str, kind: str, width: int) -> None:
         if kind == "none":
             return
-        params[f"{name}_w"] = _normal((width,), 0.2, generator) + (kind != "gemma")
-        if kind == "layernorm" and case.norm != "layernorm-nobias":
+        params[f"{name}_w"] = _normal((width,), 0.2, generator) + (kind not in ("gemma", "layernorm1p"))
+        if kind in BIASED_NORMS and case.norm != "layernorm-nobias":
             params[f"{name}_b"] = _normal((width,), 0.2, generator)
 
     biased, qkv_biased = case.bias == "all", case.bias != "none"
@@ -84,8 +84,8 @@ def make_params(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
         else:
             for name, out in (("q", attn.q_width), ("k", attn.kv_width), ("v", attn.kv_width)):
                 linear(f"attn.{name}", out, c, qkv_biased)
-        norm("attn.q_norm", attn.qk_norm, attn.head_dim)
-        norm("attn.k_norm", attn.qk_norm, attn.head_dim)
+        for name in ("q_norm", "k_norm"):
+            norm(f"attn.{name}", attn.qk_norm, attn.normed_width(name))
         linear("attn.o", c, attn.q_width, biased)
         norm("attn.post", attn.post, c)
         norm("attn.out", attn.out, c)

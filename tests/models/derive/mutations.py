@@ -224,26 +224,26 @@ IN_WIDE = [
     ("scores = scores + slopes", "scores = (scores + slopes).tanh()"),
     ("scores = scores + slopes", "scores = scores + slopes + self.bias[:T].square()"),
     ("scores = scores + slopes", "scores = scores + slopes * x.std()"),
-    ("scores.masked_fill(hidden, torch.finfo(scores.dtype).min)", "scores.masked_fill(hidden, -9.0)"),
+    ("scores.masked_fill(hidden, -math.inf)", "scores.masked_fill(hidden, -9.0)"),
     (
-        "scores.masked_fill(hidden, torch.finfo(scores.dtype).min)",
-        "scores.masked_fill(~hidden, torch.finfo(scores.dtype).min)",
+        "scores.masked_fill(hidden, -math.inf)",
+        "scores.masked_fill(hidden | hidden.roll(1, 0), -math.inf)",
     ),
-    ("scores.masked_fill(hidden, torch.finfo(scores.dtype).min)", "scores.masked_fill(hidden.roll(1, -1), -1e9)"),
+    ("scores.masked_fill(hidden, -math.inf)", "scores.masked_fill(hidden.roll(1, -1), -1e9)"),
     (
-        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-3)",
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-8)",
         "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-2)",
     ),
     (
-        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-3)",
-        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril(1).triu(-3)",
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-8)",
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril(1).triu(-8)",
     ),
     (
-        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-3)",
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-8)",
         "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-T // 2)",
     ),
     (
-        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-3)",
+        "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-8)",
         "near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-10)",
     ),
     # what is written in place

@@ -104,11 +104,12 @@ def test_the_originals_are_derived(source: str, p: float) -> None:
 def test_what_a_layer_makes_of_its_arguments_is_derived() -> None:
     """Rows of heads that are normed, tables and masks that are computed, a window, a sum in place, weights beside."""
     layer = made(WIDE).double()
-    found = derive(layer, arguments(WIDE, dtype=torch.float64), {})
+    found = derive(layer, arguments(WIDE, tokens=13, dtype=torch.float64), {})
     assert found.proof is not None, found.why
-    words = "attn.qk_place=row attn.rope=interleaved attn.mask=add attn.causal=1 attn.window=4 attn.post=rmsnorm"
+    words = "attn.qk_place=row attn.rope=interleaved attn.mask=add attn.causal=1 attn.post=rmsnorm"
     assert set(words.split()) <= set(found.proof.text.split()), found.proof.text
-    assert sorted(found.here.recipes) and check(layer, arguments(WIDE, tokens=13, dtype=torch.float64))
+    assert found.layout.window == 9 and found.here.recipes
+    assert check(layer, arguments(WIDE, tokens=13, dtype=torch.float64))
 
 
 def test_what_depends_on_the_length_is_not_derived() -> None:

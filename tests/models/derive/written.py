@@ -172,10 +172,10 @@ class Block(nn.Module):
         cos, sin = angles.cos(), angles.sin()
         q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
         scores = torch.bmm(q, k.transpose(1, 2)).view(B, self.heads, T, T) * self.dim**-0.5
-        near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-3)
+        near = torch.ones(T, T, dtype=torch.bool, device=x.device).tril().triu(-8)
         scores = scores.masked_fill(~near, -math.inf)
         scores = scores + slopes
-        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(hidden, -math.inf)
         probs = F.softmax(scores, -1)
         y = torch.bmm(probs.view(-1, T, T), v).view(B, self.heads, T, self.dim).transpose(1, 2).reshape(B, T, C)
         a = self.wo(y)
