@@ -87,7 +87,12 @@ def model_of(name: str, implementation: str, **options: Any) -> nn.Module:
     config = getattr(transformers, configured)(**{**SIZES, **options}, attn_implementation=implementation)
     torch.manual_seed(0)
     made = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
-    return getattr(transformers, made if hasattr(transformers, made) else f"{name}Model")(config)
+    try:
+        return getattr(transformers, made if hasattr(transformers, made) else f"{name}Model")(config)
+    except ValueError as error:
+        if implementation == "sdpa" and "does not support an attention implementation" in str(error):
+            pytest.skip("transformers has no such model")
+        raise
 
 
 def called(model: nn.Module, tokens: int = 16) -> tuple[nn.Module, Any, Any]:
@@ -109,6 +114,7 @@ def agrees(layer: Any, args: Any, kwargs: Any, layout: Layout) -> None:
     assert not isinstance(call, Reason), call
     given = (x, *args[1:]) if args else args
     own = type(layer).forward(layer, *given, **kwargs)
+    own = own[0] if isinstance(own, tuple) else own  # and attention weights, or a cache
     fused, wanted = call.run(), [x, *(p for p in layer.parameters() if p.requires_grad)]
     # Float32 on both sides, each with its own order of sums.
     torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-5)
@@ -129,7 +135,7 @@ def test_layers_are_derived(index: int, implementation: str) -> None:
     assert found.proof is not None, found.why
     text = found.proof.text
     assert set(words.split()) <= set(text.split()), text
-    assert ("attn.causal=1" in text) != ("attn.mask=" in text) or name == "Bert"
+    assert ("attn.causal=1" in text) != ("attn.mask=" in text) or name in ("Bert", "RoFormer")
     assert max(found.proof.errors.values()) < 1e-11
     layer.eval()
     found = derive(layer, args, kwargs)
@@ -139,7 +145,7 @@ def test_layers_are_derived(index: int, implementation: str) -> None:
 
 @pytest.mark.parametrize(("name", "file", "why"), GENERIC)
 def test_others_say_where_they_do_not_fit(name: str, file: str, why: str) -> None:
-    layer, args, kwargs = called(model_of(name, "sdpa"))
+    layer, args, kwargs = called(model_of(name, "eager" if name == "CodeGen" else "sdpa"))
     found = derive(layer, args, kwargs)
     assert found.proof is None and found.call is not None
     assert file in found.call.place and why in found.why
