@@ -235,8 +235,8 @@ MUTANTS = (
     Mutant(
         "arguments that are lazily cloned",
         file="ckptfused/recompute/copy_on_write.py",
-        text="copies = self._made.make(originals)",
-        defect="copies = [torch._lazy_clone(t) for t in originals]",
+        text="copies, unfinished = self._made.make(originals)",
+        defect="copies, unfinished = [torch._lazy_clone(t) for t in originals], []",
         test="tests/recompute/test_checkpoint.py::test_arguments_keep_their_memory[itself-no_grad-numpy]",
     ),
     Mutant(
@@ -949,6 +949,13 @@ MUTANTS = (
         text="        thread.start()\n        thread.join()\n",
         defect="        thread.run()\n",
         test="tests/simulate/test_cpu_timings.py::test_no_ledger_sees_an_op_that_runs_alone",
+    ),
+    Mutant(
+        "the workspace of one mode of the loss in the plans of all",
+        file="ckptfused/planner/costs.py",
+        text="groups[workspace].append(place)",
+        defect="groups[max(self.workspaces)].append(place)",
+        test="tests/planner/test_plan.py::test_a_head_whose_products_have_a_workspace",
     ),
     Mutant(
         "a prediction that counts tiles by the hundred thousand",
