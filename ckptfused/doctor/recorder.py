@@ -18,11 +18,7 @@ import torch
 from torch import nn
 
 from ckptfused.compat.patches import patched
-from ckptfused.compat.torch_autograd import (
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-    saved_tensor_hooks,
-)
+from ckptfused.compat.torch_autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, saved_tensor_hooks
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.doctor.regions import Event, Region, keywords_of, owner_of
 from ckptfused.doctor.saving import replaced_checkpoints

@@ -189,6 +189,36 @@ def test_rooms_are_small() -> None:
     } == {}
 
 
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    first = function.body[0]
+    docstring = first.end_lineno - first.lineno + 1 if ast.get_docstring(function) and first.end_lineno else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - docstring
+
+
+def too_long(tree: ast.Module) -> list[str]:
+    """The functions above 60 lines, and kernels (whose decorator is one of Triton's) above 150."""
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    limits = ((f, 150 if any("triton" in ast.unparse(d) for d in f.decorator_list) else 60) for f in functions)
+    return [f.name for f, limit in limits if lines_of(f) > limit]
+
+
+def test_files_and_functions_are_short() -> None:
+    ours = [*python_files(), *sorted((ROOT / "benchmarks").rglob("*.py"))]
+    files = [*ours, *(path for path in cpp_files() if layer_of(path) != "tests")]
+    assert [str(path) for path in files if path.read_text().count("\n") > 300] == []
+    found = {str(path): too_long(ast.parse(path.read_text())) for path in ours}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_a_long_function_is_seen() -> None:
+    body = "    x = 1\n" * 60
+    assert too_long(ast.parse(f'def f():\n    """Words\n    of it."""\n{body}')) == ["f"]
+    assert too_long(ast.parse(f'def f():\n    """Words\n    of it."""\n{body[10:]}')) == []
+    assert too_long(ast.parse(f"@triton.jit\ndef f():\n{body}")) == []
+    assert too_long(ast.parse(f"@triton.jit(x=1)\ndef f():\n{body * 3}")) == ["f"]
+
+
 def dotted(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
