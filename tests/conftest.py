@@ -67,6 +67,14 @@ def _fresh_state() -> Iterator[None]:
         _end_if_the_gpu_is_lost()
 
 
+@pytest.fixture
+def ranks() -> Any:
+    """Two processes joined by gloo, the same for all tests of this one."""
+    from tests.models.ranks import joined  # late: few tests need them
+
+    return joined()
+
+
 def _end_if_the_gpu_is_lost() -> None:
     """After an illegal access every later call of the process fails: under pytest-xdist a new one takes over."""
     try:

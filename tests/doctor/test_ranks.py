@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,13 +13,6 @@ from tests.doctor import ranks_steps as steps
 from tests.models.ranks import Ranks
 
 pytestmark = pytest.mark.once
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: Any) -> Iterator[Ranks]:
-    found = Ranks(tmp_path_factory.mktemp("gloo") / "store")
-    yield found
-    found.stop()
 
 
 @pytest.mark.parametrize("right", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,6 @@ from tests.models.ranks import Ranks
 pytestmark = pytest.mark.each_torch
 
 both_orders = pytest.mark.parametrize("first", [True, False], ids=["convert-wrap", "wrap-convert"])
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: Any) -> Iterator[Ranks]:
-    found = Ranks(tmp_path_factory.mktemp("gloo") / "store")
-    yield found
-    found.stop()
 
 
 @both_orders

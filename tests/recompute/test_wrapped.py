@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 
@@ -15,13 +12,6 @@ from tests.models.ranks import Ranks
 from tests.recompute import wrapped_steps
 
 pytestmark = pytest.mark.each_torch
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: Any) -> Iterator[Ranks]:
-    found = Ranks(tmp_path_factory.mktemp("gloo") / "store")
-    yield found
-    found.stop()
 
 
 @pytest.mark.parametrize("name", wrapped_steps.WRAPPERS)
