@@ -3,7 +3,7 @@
 #   make test        every promise of the library, on the CPU at hand: Python's tests and the C++ ones (eleven minutes)
 # What takes longer:
 #   make test-all    make test, and with it more types, tiles and architectures of the same, and make mutants
-#   make mutants     plants each fault of tests/mutants and says which test noticed it; spills of CUDA kernels on sm_80
+#   make mutants     plants each fault of tests/mutants and says which test noticed it; CUDA kernels' spills and instructions
 # Each torch version has a virtual environment and a build folder of its own:
 #   make test TORCH=2.11.0 PYTHON=python3.12
 # What convert does with another transformers than that environment's, in one on top of it:
@@ -56,7 +56,7 @@ pytest: build gtest
 	$(PYTEST) $(PYTEST_ARGS)
 
 mutants: build
-	$(PYTEST) -v --all -m extended tests/mutants tests/kernels/test_host_cuda.py tests/kernels/test_ptxas.py
+	$(PYTEST) -v --all -m extended tests/mutants $(addprefix tests/kernels/test_,host_cuda.py instructions.py ptxas.py)
 
 test-transformers: build $(TRANSFORMERS_VENV)/.ready
 	$(PYTEST:$(BIN)/%=$(TRANSFORMERS_VENV)/bin/%) $(PYTEST_ARGS) tests/models

@@ -140,6 +140,7 @@ def table(found: list[Count]) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("source", [path for path in KERNELS if FILES.match(path.stem)], ids=lambda path: path.stem)
 def test_budget(
     source: Path, tmp_path_factory: pytest.TempPathFactory, record_property: Callable[[str, object], None]
