@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from accelerate.state import AcceleratorState
 from transformers import TrainerCallback
 
+from ckptfused.compat.accelerate import by_ddp
 from ckptfused.compat.trl import as_trained
 from ckptfused.integrations.run import RunFigures, TrainingRun, plain_optimizer
 
@@ -41,7 +41,7 @@ class CkptfusedCallback(RunFigures, TrainerCallback):
             autocast="bfloat16" if args.bf16 else "float16" if args.fp16 else None,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             as_called=partial(as_trained, held["model"]),
-            replicated=AcceleratorState().distributed_type.startswith("MULTI_"),  # not FSDP, nor DeepSpeed
+            replicated=by_ddp(),  # not FSDP, nor DeepSpeed
         )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **held: Any) -> None:

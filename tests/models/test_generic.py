@@ -28,7 +28,8 @@ class Mlp(nn.Module):
 
     def __init__(self, result: str = "tensor") -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(16, 32), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.Linear(32, 16))
+        hidden = (nn.ReLU(inplace=True), nn.Softplus(), nn.Dropout(0.3))  # an activation that no block has
+        self.inner = nn.Sequential(nn.Linear(16, 32), *hidden, nn.Linear(32, 16))
         self.result = result
 
     def forward(self, x: Tensor, *, scale: Tensor | None = None, extras: dict[str, Any] | None = None) -> Any:
@@ -85,7 +86,6 @@ def test_custom_layers(result: str) -> None:
     _, report = same_steps(randomize(Custom(result)), {"x": torch.randn(5, 16)})
     assert paths(report) == {f"layers.{i}": "generic" for i in range(3)}
     assert all(x.reason.startswith("no adapter for this class; not derived: ") for x in report.layers)
-    assert all(x.reason.endswith("relu writes in place") for x in report.layers)
 
 
 class Residual(nn.Module):

@@ -130,7 +130,7 @@ def test_probability(p: float, site: str) -> None:
         ({"keep": ("proj",)}, r"keep: expected names among .*, got 'proj'"),
         ({"num_kv_heads": 3}, r"^num_kv_heads: expected a divisor of nhead=4, got 3"),
         ({"activation": "tanh"}, r"activation: expected one of relu, .* or a callable, got 'tanh'"),
-        ({"norm": "batchnorm"}, r"norm: expected one of layernorm, rmsnorm, gemma, got 'batchnorm'"),
+        ({"norm": "batchnorm"}, r"norm: expected one of layernorm, rmsnorm, gemma, layernorm1p, got 'batchnorm'"),
         ({"rope": True, "rotary_dim": 3}, r"rotary_dim: expected an even number .* got 3"),
         ({"rotary_dim": 2}, r"rotary_dim: pass rope= with it, or leave it out, got 2"),
         ({"rope": True, "rope_style": "spiral"}, r"rope_style: expected one of half, interleaved, got 'spiral'"),

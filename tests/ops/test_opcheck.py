@@ -142,4 +142,5 @@ def test_every_op_is_checked() -> None:
         "attention_triton_bwd",
     }  # no kernel for the CPU: tests/triton/interpreted
     of_loss = {f"linear_cross_entropy{way}" for way in ("", "_fwd", "_bwd")}  # tests/loss
-    assert names == blocks | set(small_op_args()) | of_triton | of_loss | {"grad_chunks"}  # which makes a number
+    others = {"grad_chunks", "dequantize"}  # the first makes a number, the other has tests/ops/test_quantized.py
+    assert names == blocks | set(small_op_args()) | of_triton | of_loss | others

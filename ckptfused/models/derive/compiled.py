@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
+from ckptfused.compat.torch_compile import constant_result
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import settled
@@ -64,7 +65,7 @@ def _made(kind: str, *of: Any) -> Any:
     return (list if kind == "list" else tuple)(_made(*v) for v in of[0])
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _reads_of(cls: type[nn.Module]) -> tuple[tuple[str, ...], Reads]:
     """The paths of modules and the attributes that some layer of a class has: others lack one, or differ in it."""
     for layer in _LAYERS.get(cls, ()):
@@ -86,7 +87,7 @@ def _reads(layer: nn.Module) -> tuple[tuple[str, ...], Reads]:
     return tuple(path for path, _ in layer.named_modules()), tuple(reads)
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def _found(cls: type[nn.Module], values: Any, args: Any, kwargs: Any, where: int) -> Ready | str:
     """What is proved of all layers of a class whose attributes are these, or why nothing is."""
     call = _made(*args), _made(*kwargs)
