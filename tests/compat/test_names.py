@@ -363,6 +363,28 @@ def test_accelerate() -> None:
     module = hooks.add_hook_to_module(nn.Linear(1, 1), hooks.ModelHook())
     assert hasattr(module, made.BELOW_HOOKS)
     assert made.BELOW_AUTOCAST in inspect.getsource(importlib.import_module("accelerate.accelerator"))
+    importlib.import_module("accelerate").PartialState(cpu=True)
+    importlib.import_module("accelerate").Accelerator(cpu=True)
+    assert not made.by_ddp()  # one process
+
+
+def test_bitsandbytes() -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    from ckptfused.compat import bitsandbytes as made
+
+    layer = bnb.nn.Linear4bit(64, 64, quant_type="nf4")
+    assert f"{type(layer).__module__}.{type(layer).__name__}" == made.LINEAR_4BIT and made.state_of(layer) is None
+    assert made.compute_type(layer, torch.bfloat16, (torch.bfloat16,)) is torch.bfloat16
+    state = made.state_of(layer.to("cpu"))
+    assert state.quant_type == "nf4" and not made.repacked(state)
+    layer.weight.quant_state = None  # as FSDP leaves it
+    assert made.state_of(layer) is state
+    layer = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float16)
+    assert made.compute_type(layer, torch.bfloat16, (torch.bfloat16,)) is torch.float16
+    layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")
+    assert f"{type(layer).__module__}.{type(layer).__name__}" == made.LINEAR_8BIT
+    codes, scales = made.row_scales(layer)
+    assert codes.dtype == torch.int8 and scales.shape == (64,)
 
 
 def test_triton() -> None:
