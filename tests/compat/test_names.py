@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ckptfused.compat import (
@@ -222,6 +223,21 @@ def test_modules() -> None:
     )
     assert all(hasattr(nn.TransformerEncoderLayer, name) for name in made.ENCODER_HALVES)
     assert all(hasattr(nn.TransformerDecoderLayer, name) for name in made.DECODER_PARTS)
+    attention, q = nn.MultiheadAttention(4, 2), torch.randn(3, 1, 4)
+    seen: list[Any] = []
+
+    class Seeing(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            if func in made.OPENED:
+                with self:
+                    return made.OPENED[func](*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with Seeing():
+        y = attention(q, q, q, need_weights=False)[0]
+    assert torch.equal(y, attention(q, q, q, need_weights=False)[0])
+    assert {*made.OPENED, nn.functional.linear, nn.functional.scaled_dot_product_attention} <= set(seen)
     x, layer = torch.randn(1, 3, 4), nn.TransformerDecoderLayer(4, 2, 8, 0.0, batch_first=True)
     assert made.cross_attention(layer, x, x, None, None, False).shape == x.shape
 

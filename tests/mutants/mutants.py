@@ -436,6 +436,14 @@ MUTANTS = (
         test="tests/models/derive/test_factors.py::test_arrangements_of_a_stand_in",
     ),
     Mutant(
+        "LayerScale's gradient, as if it normalised",
+        file="csrc/kernels/cpu/rows.h",
+        text="norm_has_stats(kind) ? sum_gx / A(n) : A(0);",
+        defect="sum_gx / A(n);",
+        test="tests/models/derive/test_others.py::test_a_converted_model_of_them_steps_as_it_did[tower-inputs]",
+        source="kernels/cpu/residual.cpp",
+    ),
+    Mutant(
         "a derived layer that is not looked at again",
         file="ckptfused/models/derive/state.py",
         text="                all(now == was for now, was in self._dicts)",

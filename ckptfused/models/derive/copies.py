@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.layer.peft import is_lora
 from ckptfused.models.derive.factors import stand_in
-from ckptfused.models.derive.masks import HIDES
 from ckptfused.models.derive.recorder import RefusedError
+from ckptfused.models.derive.rules.masks import HIDES
 from ckptfused.models.describe.saved_bytes import forget_places
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_map
 from ckptfused.models.derive.copies import Sizes, without_data
-from ckptfused.models.derive.masks import causal_window
 from ckptfused.models.derive.normal_form import Layout
 from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.prove import Proof, prove, same_shapes
 from ckptfused.models.derive.record import Recording, forget_values, held, record
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.rules.masks import causal_window
 from ckptfused.models.describe.saved_bytes import IndexReadError
 from ckptfused.state.undone import without_trace
 

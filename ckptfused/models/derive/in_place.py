@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ckptfused.models.derive.recorder import Value
+from ckptfused.compat.torch_memory import storage_id
 
 _AUGMENTED = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "imatmul")
 
@@ -22,12 +21,16 @@ def without_writing(op: str) -> str:
     return op[1:] if op in _AUGMENTED else op.rstrip("_")
 
 
-def let_go(target: Value, known: Iterable[Value]) -> bool:
-    """Keeps what a value was before a call writes to its tensor. False where that may be seen elsewhere: the layer did
-    not make the tensor, or another value is a view of it.
+def let_go(target: Any, known: dict[int, Any], every: Iterable[Any]) -> bool:
+    """Keeps what a recording's values were before a call writes to their storage, and knows no view of it any more: who
+    uses one later uses what no call made that was seen. False where somebody else sees the write.
     """
-    storage = target.data.untyped_storage()._cdata
-    if target.call is None or any(v is not target and v.data.untyped_storage()._cdata == storage for v in known):
+    storage = storage_id(target.data)
+    written = [v for v in every if storage_id(v.data) == storage]
+    if any(v.call is None for v in written):
         return False
-    target.data = target.data.detach().clone()
+    for v in written:
+        if id(v.data) in known and known[id(v.data)] is v:
+            del known[id(v.data)]
+        v.data = v.data.detach().clone()
     return True

@@ -10,15 +10,14 @@ from ckptfused.eager.activation import FUNCTIONS
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.layer.projections import Norm, Projection
 from ckptfused.masks import NO_MASK, Mask
-from ckptfused.models.derive.attention import Core
-from ckptfused.models.derive.masks import Outer
 from ckptfused.models.derive.outside import joined, once
-from ckptfused.models.derive.pieces import Linear, NormPiece
-from ckptfused.models.derive.products import by_heads
 from ckptfused.models.derive.read import Form
 from ckptfused.models.derive.record import Recording
 from ckptfused.models.derive.recorder import Recorded, RefusedError
-from ckptfused.models.derive.rotations import table_of
+from ckptfused.models.derive.rules.core import Core, Outer
+from ckptfused.models.derive.rules.pieces import Linear, NormPiece
+from ckptfused.models.derive.rules.products import by_heads
+from ckptfused.models.derive.rules.rotations import table_of
 from ckptfused.models.derive.walk import Walk
 
 

@@ -6,12 +6,22 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ckptfused.models.derive.attention import Core, core
-from ckptfused.models.derive.heads import Heads, heads
-from ckptfused.models.derive.pieces import Hidden, Linear, NormPiece, hidden, layer_scale, layout_only, linear, norm
-from ckptfused.models.derive.products import PRODUCTS, merged
 from ckptfused.models.derive.record import Recording
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.rules.attention import core
+from ckptfused.models.derive.rules.core import Core
+from ckptfused.models.derive.rules.heads import Heads, heads
+from ckptfused.models.derive.rules.pieces import (
+    Hidden,
+    Linear,
+    NormPiece,
+    hidden,
+    layer_scale,
+    layout_only,
+    linear,
+    norm,
+)
+from ckptfused.models.derive.rules.products import PRODUCTS, merged
 from ckptfused.models.derive.walk import Walk, arranges, ratio
 
 _FACTORS = ("mul", "rmul", "div", "truediv", "multiply")

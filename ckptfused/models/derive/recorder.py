@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ckptfused.compat.pytree import tree_flatten, tree_leaves, tree_map
-from ckptfused.compat.torch_functional import OPENED
+from ckptfused.compat.torch_modules import OPENED
 from ckptfused.eager.attention import attention
 from ckptfused.eager.dropout import dropout
 from ckptfused.models.derive.in_place import let_go, without_writing, writes
@@ -166,8 +166,8 @@ class Recorder(TorchFunctionMode):
         target = next(iter(_tensors(args, kwargs)), None)
         if target is None or noted.op == "setitem" or noted.op == "dropout" or kwargs.get("out") is not None:
             raise RefusedError(f"{noted.place}: {noted.op} writes in place")
-        others = itertools.chain(self._first, (v for call in self.calls for v in call.values))
-        if not let_go(self.value(target), others):
+        every = itertools.chain(self._first, (v for call in self.calls for v in call.values))
+        if not let_go(self.value(target), self.values, every):
             raise RefusedError(f"{noted.place}: {noted.op} writes in place to what others see")
         op, options = without_writing(noted.op), {k: v for k, v in noted.kwargs.items() if k != "inplace"}
         return Recorded(noted.number, noted.func, op, noted.args, options, noted.place), target

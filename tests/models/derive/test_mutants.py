@@ -18,11 +18,17 @@ from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.prove import leaves_of, proved_call
 from ckptfused.models.derive.record import held
 from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
+from tests.models.derive.others import FOLDED, IN_FOLDED, IN_SUMS, IN_TOWER, SUMS, TOWER, called
 from tests.models.derive.written import GPT, LLAMA, WIDE, arguments, made
 
 T_OF = "T_OF = lambda x: x.shape[1]\n"
 DROPPING = range(len(IN_LLAMA), len(IN_LLAMA) + len(IN_GPT))
 MUTANTS = [(LLAMA, *change) for change in IN_LLAMA] + [(GPT, *change) for change in IN_GPT]
+OTHERS = [
+    *((TOWER, *change) for change in IN_TOWER),
+    *((SUMS, *change) for change in IN_SUMS),
+    *((FOLDED, *change) for change in IN_FOLDED),
+]
 MUTANTS += [(WIDE, *change) for change in IN_WIDE]
 
 
@@ -68,6 +74,17 @@ def test_a_mutant_runs_as_written(index: int, least: int, monkeypatch: pytest.Mo
     assert source.count(old) >= 1
     layer = made(T_OF + in_double(source.replace(old, new, 1))).double()
     check(layer, arguments(source, tokens=13, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("index", range(len(OTHERS)))
+def test_a_mutant_of_another_style_runs_as_written(index: int) -> None:
+    source, old, new = OTHERS[index]
+    assert source.count(old) >= 1
+    layer = made(source.replace(old, new, 1)).double()
+    args = called(source, tokens=13, dtype=torch.float64)
+    with torch.no_grad():
+        layer(*args)  # the text is one that runs
+    check(layer, args)
 
 
 @pytest.mark.parametrize("index", DROPPING)

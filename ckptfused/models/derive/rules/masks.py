@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ckptfused.models.derive.in_place import writes
-from ckptfused.models.derive.products import by_heads
 from ckptfused.models.derive.recorder import RefusedError, Value, name_of, named
+from ckptfused.models.derive.rules.core import Core, Outer
+from ckptfused.models.derive.rules.products import by_heads
 from ckptfused.models.derive.walk import Walk, arranges, close
-
-if TYPE_CHECKING:
-    from ckptfused.models.derive.attention import Core
 
 HIDES = -5e8
 """What is added to a logit hides its key from here downwards."""
@@ -23,14 +21,6 @@ _SAYS = named(
     "bitwise_not eq ne to float double type type_as clone contiguous tensor scalar_tensor",
 )
 """Calls that make a mask to be added of a boolean one."""
-
-
-class Outer(NamedTuple):
-    """A tensor from outside: an argument of the forward (`"arg:2"`) or what the layer holds (`"buffer:cos"`)."""
-
-    name: str
-    form: str = ""
-    """How it is arranged: of masks as in `_arranged`, of tables as in `rotations`."""
 
 
 def mask_steps(walk: Walk, logits: Value, found: Core) -> tuple[Value, Core]:

@@ -8,9 +8,10 @@ from itertools import product
 from torch import Tensor
 
 from ckptfused.eager.rope import rope
-from ckptfused.models.derive.masks import Outer, computed
 from ckptfused.models.derive.outside import once
 from ckptfused.models.derive.recorder import RefusedError, Value
+from ckptfused.models.derive.rules.core import Outer
+from ckptfused.models.derive.rules.masks import computed
 from ckptfused.models.derive.walk import LAYOUT, Walk, arranges, ratio
 
 TURNS = LAYOUT | {

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ckptfused.models.derive.pieces import Linear
+from ckptfused.models.derive.rules.pieces import Linear
 
 
 class Laid(NamedTuple):

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ckptfused.eager.norm import norm as eager_norm
-from ckptfused.models.derive.attention import Core
-from ckptfused.models.derive.layouts import Laid, layouts
-from ckptfused.models.derive.masks import Outer
-from ckptfused.models.derive.pieces import Linear, NormPiece, linear, norm
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
-from ckptfused.models.derive.rotations import TURNS, Turned, turned
+from ckptfused.models.derive.rules.core import Core, Outer
+from ckptfused.models.derive.rules.layouts import Laid, layouts
+from ckptfused.models.derive.rules.pieces import Linear, NormPiece, linear, norm
+from ckptfused.models.derive.rules.rotations import TURNS, Turned, turned
 from ckptfused.models.derive.walk import LAYOUT, Walk, close
 from ckptfused.spec import QK_PLACES
 

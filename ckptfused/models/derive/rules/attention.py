@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ckptfused.models.derive.masks import Outer, mask_steps, masked, take_all
-from ckptfused.models.derive.products import PRODUCTS, by_heads, product, softmax_last
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, named
+from ckptfused.models.derive.rules.core import Core
+from ckptfused.models.derive.rules.masks import mask_steps, masked, take_all
+from ckptfused.models.derive.rules.products import PRODUCTS, by_heads, product, softmax_last
 from ckptfused.models.derive.walk import Walk, arranges, close, ratio
 
 _LOGITS = frozenset(("mul", "rmul", "div", "truediv", "tanh"))
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
 _AFTER_SOFTMAX = named("to type_as float double type half bfloat16 dropout clone contiguous")
-
-
-class Core(NamedTuple):
-    """Attention itself, whichever way it was written."""
-
-    q: Value
-    k: Value
-    v: Value
-    y: Value
-    ends: tuple[Tensor, Tensor, Tensor, Tensor]
-    """Of these the numbers, as [B, heads, T, D]."""
-    scale: float
-    softcap: float = 0.0
-    causal: bool = False
-    mask: Outer | None = None
-    kind: str = "none"
-    constant: Value | None = None
-    """The causal mask that the layer makes itself, where it does; it has to be one at every length."""
-    constant_kind: str = ""
-    dropout: Recorded | None = None
-    padding: Outer | None = None
-    """A second mask, of keys."""
-    padding_kind: str = "none"
-    window: int = 0
-    """How far back a query sees by the layer's own mask; 0: all the way."""
-    also: tuple[tuple[Outer, str], ...] = ()
-    """Masks beside those, with their kinds."""
-    weights: tuple[Value, ...] = ()
-    """The probabilities, before and after their dropout, where the layer has them."""
 
 
 def core(walk: Walk, y: Value) -> Core:

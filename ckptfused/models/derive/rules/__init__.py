@@ -1,0 +1,1 @@
+"""Rules that read a recording: each takes the calls of one pattern."""
