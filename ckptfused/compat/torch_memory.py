@@ -1,6 +1,4 @@
-"""Memory of tensors: identities of storages, copy-on-write, local parts, allocations. PyTorch 2.11 to 2.13 have every
-name.
-"""
+"""What tensors and devices tell of their memory, and processors of themselves. PyTorch 2.11 to 2.13 have every name."""
 
 from __future__ import annotations
 
@@ -52,3 +50,21 @@ def allocations(function: Callable[[], Any]) -> tuple[Any, list[int]]:
         threads = torch._C._autograd._disable_profiler_legacy()
     events = (event for thread in threads for event in thread if event.kind() == "memory_alloc")
     return result, [event.cpu_memory_usage() for event in events]
+
+
+def cpu_has_amx() -> bool:
+    """Whether the processor has matrix products in bfloat16. `torch.cpu._is_amx_tile_supported`."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+def record_allocations(on: bool) -> None:
+    """Has CUDA's allocator note what it does, without stacks, or no longer. `_record_memory_history`."""
+    if on:
+        torch.cuda.memory._record_memory_history(context=None)
+    else:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def recorded_allocations(device: torch.device) -> Any:
+    """What it noted: events with `action`, `addr`, `size`. `_snapshot`."""
+    return torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0]

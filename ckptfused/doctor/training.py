@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ckptfused.compat.torch_devices import cpu_has_amx
+from ckptfused.compat.torch_memory import cpu_has_amx
 from ckptfused.compat.transformers import attention_implementation
 from ckptfused.doctor.findings import Finding, joined
 from ckptfused.doctor.look import HUGGING_FACE, OURS, Look

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ckptfused.compat.torch_devices import record_allocations, recorded_allocations
+from ckptfused.compat.torch_memory import record_allocations, recorded_allocations
 from ckptfused.profiler.trace import Change
 
 _MARK = "ckptfused mark"

@@ -113,13 +113,7 @@ def checkpoint(
     if torch.compiler.is_compiling():
         return torch_checkpoint.checkpoint(on_copies, *tensors, **options)
     ordinary = _C.ordinary(tensors)
-    devices = {} if ordinary else dict.fromkeys(t.device for t in tensors if not t.is_cpu)
-    if not ordinary and any(
-        t.is_nested and t.layout == torch.strided for t in tensors
-    ):  # PyTorch's check asks for their sizes
-        options["determinism_check"] = "none"
-    # torch.utils.checkpoint reads from positional tensors which devices' random states to replay.
-    markers = [torch.empty(0, device=device) for device in devices]
+    markers = [] if ordinary else _markers(tensors, options)
     if transformed():
         # torch.func.grad and its kind have no place for a replay, nor has torch.vmap in PyTorch 2.11.
         if not saved_tensor_hooks_allowed() or vmap_saves_inputs():
@@ -146,6 +140,13 @@ def checkpoint(
     if aliases is not None:
         aliases.check()
     return made.settle(result)
+
+
+def _markers(tensors: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
+    """Tensors on the devices of others: torch.utils.checkpoint reads from them whose random states to replay."""
+    if any(t.is_nested and t.layout == torch.strided for t in tensors):
+        options["determinism_check"] = "none"  # which asks for their sizes
+    return [torch.empty(0, device=device) for device in dict.fromkeys(t.device for t in tensors if not t.is_cpu)]
 
 
 def _options(

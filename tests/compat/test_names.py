@@ -20,7 +20,6 @@ from ckptfused.compat import (
     pytree,
     torch_autograd,
     torch_compile,
-    torch_devices,
     torch_dispatch,
     torch_distributed,
     torch_memory,
@@ -177,7 +176,7 @@ def test_memory() -> None:
     assert torch_memory.is_view(t[1:]) and not torch_memory.is_view(t)
     assert torch_memory.local_tensor(t) is t
     assert torch_memory.sparse_bytes(torch.eye(3).to_sparse()) == 3 * 4 + 2 * 3 * 8
-    assert isinstance(torch_devices.cpu_has_amx(), bool)
+    assert isinstance(torch_memory.cpu_has_amx(), bool)
 
 
 def test_allocations_of_one_thread() -> None:
@@ -190,10 +189,10 @@ def test_allocations_of_one_thread() -> None:
 @pytest.mark.gpu
 def test_an_allocators_history() -> None:
     device = torch.device("cuda", 0)
-    torch_devices.record_allocations(True)
+    torch_memory.record_allocations(True)
     held = torch.empty(1 << 20, device=device)
-    found = torch_devices.recorded_allocations(device)
-    torch_devices.record_allocations(False)
+    found = torch_memory.recorded_allocations(device)
+    torch_memory.record_allocations(False)
     assert any(event["action"] == "alloc" and event["size"] >= held.nbytes for event in found)
 
 
