@@ -347,7 +347,7 @@ MUTANTS = (
     Mutant(
         "keys that a cache takes without their norm",
         file="ckptfused/ops/kv_cache.py",
-        text="    k = norm(k, weight, bias, kind, eps)\n",
+        text='    elif place == "head":\n        k = norm(k, weight, bias, kind, eps)\n',
         defect="",
         test="tests/models/test_caches.py::test_what_is_in_the_cache[qwen3]",
     ),
@@ -424,8 +424,8 @@ MUTANTS = (
     Mutant(
         "a proof at small shapes that is not held to the shape at hand",
         file="ckptfused/models/derive/derive.py",
-        text="            _hold(proof, layer, here)\n",
-        defect="",
+        text="            found = _hold(proof, layer, here)\n",
+        defect="            found = Here({}, 0)\n",
         test="tests/models/derive/test_mutants.py::test_what_depends_on_the_length_is_not_derived",
     ),
     Mutant(
