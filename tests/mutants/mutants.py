@@ -345,6 +345,20 @@ MUTANTS = (
         test="tests/models/test_caches.py::test_a_pass_is_the_same_with_and_without_gradients[llama]",
     ),
     Mutant(
+        "a weight that was packed for inference and trains without gradients",
+        file="ckptfused/compat/bitsandbytes.py",
+        text='    return getattr(state, "packing_format_for_cpu", False)\n',
+        defect="    return False\n",
+        test="tests/models/test_quantised.py::test_a_weight_that_was_packed_for_inference_raises",
+    ),
+    Mutant(
+        "a base that computes in another type than the block",
+        file="ckptfused/layer/quantized.py",
+        text="    if own != wanted:\n",
+        defect="    if False:\n",
+        test="tests/models/test_quantised.py::test_another_compute_type_is_left_to_the_layer",
+    ),
+    Mutant(
         "keys that a cache takes without their norm",
         file="ckptfused/ops/kv_cache.py",
         text='    elif place == "head":\n        k = norm(k, weight, bias, kind, eps)\n',
