@@ -96,7 +96,9 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
     layout = layout_of(form, walk, own)
     x = recording.x.data
     inputs = layout.inputs(x, recording.roots)
-    call = build_call(layout.parts(own), inputs, Mode())
+    with factored:  # a part of a product is rows of its weight
+        parts = layout.parts(own)
+    call = build_call(parts, inputs, Mode())
     if isinstance(call, Reason):
         raise RefusedError(call.text)
     text, masks = call.text, layout.masks(recording)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import ckptfused
+from ckptfused.models.derive import factors
 from ckptfused.models.derive.derive import derive
 from tests.models.compare import close
 from tests.models.derive.others import FOLDED, SUMS, TOWER, called
@@ -41,6 +43,15 @@ def test_they_are_derived(kind: str) -> None:
     assert max(found.proof.errors.values()) < 1e-12
     assert {word for word in text if ".p_" in word} == set(RATES[kind].split())
     assert check(made(source).double(), called(source, tokens=13, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_they_are_derived_where_factors_stand_for_matrices(kind: str) -> None:
+    """Those of large matrices, of which a block may take some rows only."""
+    source = KINDS[kind]
+    with mock.patch.object(factors, "LEAST", 1):
+        found = derive(made(source), called(source), {})
+    assert found.proof is not None, found.why
 
 
 class Stack(nn.Module):
