@@ -17,8 +17,8 @@ pytestmark = pytest.mark.once
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    made = Ranks(tmp_path_factory.mktemp("ranks") / "store")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()  # of its own: accelerate's state stays in a process
     made.run(callback_steps.imported)
     yield made
     made.stop()
