@@ -907,7 +907,7 @@ MUTANTS = (
         file="ckptfused/doctor/certificate.py",
         text="    ranks = everyones((complete, differ, any(cause.certain for cause in causes)))\n",
         defect="    ranks = [(complete, differ, any(cause.certain for cause in causes))]\n",
-        test="tests/doctor/test_ranks.py::test_a_fault_on_one_rank[False]",
+        test="tests/doctor/test_ranks.py::test_a_fault_on_one_rank[True]",
     ),
     Mutant(
         "checksums of sparse gradients that see shapes alone",
