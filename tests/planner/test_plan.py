@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -234,7 +235,11 @@ def test_a_head_whose_products_have_a_workspace(monkeypatch: pytest.MonkeyPatch)
         assert point is not None and point[0] == peaks[policy]
     for budget in sorted(set(peaks.values())):
         best = min(seconds[policy] for policy in policies if peaks[policy] <= budget)
-        assert planner.within(budget).seconds <= best * (1 + 1e-6)
+        try:
+            found = planner.within(budget).seconds
+        except BudgetError:
+            found = math.inf
+        assert found <= best * (1 + 1e-6)
 
 
 def tied_gpt2() -> Any:

@@ -151,7 +151,9 @@ __global__ void __launch_bounds__(kSteps > 0 ? kGradThreads : 256, 1)
     if (!kPlain && add_dres) dres.start(team, a.dres, at);  // no registers before
     NormStats<A> stats = make_norm_stats(mean, mul_rn(sums[0], inv_n), A(a.eps));
     A mean_gx = mul_rn(stats.rstd, mul_rn(sums[1], inv_n));
-    if (!norm_has_stats(a.kind)) stats = {A(0), A(1)}, mean_gx = A(0);
+    if constexpr (kPlain || kSteps == 0) {  // LayerScale is plain, where rows are held
+      if (!norm_has_stats(a.kind)) stats = {A(0), A(1)}, mean_gx = A(0);
+    }
 
     for_steps<kSteps>(team, [&](int step) {
       A x[kGroup], dy[kGroup], gain[kGroup], dx[kGroup];
