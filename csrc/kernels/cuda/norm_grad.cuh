@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kSteps > 0 ? kGradThreads : 256, 1)
     if (!kPlain && add_dres) dres.start(team, a.dres, at);  // no registers before
     NormStats<A> stats = make_norm_stats(mean, mul_rn(sums[0], inv_n), A(a.eps));
     A mean_gx = mul_rn(stats.rstd, mul_rn(sums[1], inv_n));
-    if constexpr (kPlain || kSteps == 0) {  // LayerScale is plain, where rows are held
+    if constexpr (kPlain || kSteps == 0) {  // LayerScale comes to no other
       if (!norm_has_stats(a.kind)) stats = {A(0), A(1)}, mean_gx = A(0);
     }
 
@@ -201,8 +201,9 @@ const char* norm_grad_cuda(const NormGrad& a, const int64_t* rng_state, void* st
   };
   if constexpr (sizeof(A) == sizeof(float)) {
     constexpr int kMostWarps = kGradThreads / kLanes;
-    if (a.vectors && a.cols % kGroup == 0 && warps <= 2 * kMostWarps) {
-      const bool plain = a.dbias == nullptr && norm_is_plain(a.kind, {});
+    const bool plain = a.dbias == nullptr && norm_is_plain(a.kind, {});
+    const bool held = plain || norm_has_stats(a.kind);
+    if (held && a.vectors && a.cols % kGroup == 0 && warps <= 2 * kMostWarps) {
       const std::integral_constant<int, 2> two;
       return plain ? run(kMostWarps, two, std::true_type{})
                    : run(kMostWarps, two, std::false_type{});
