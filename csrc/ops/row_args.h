@@ -52,9 +52,10 @@ inline NormKind norm_kind(const char* op, std::string_view kind) {
   if (kind == "rmsnorm") return NormKind::rmsnorm;
   if (kind == "gemma") return NormKind::gemma;
   if (kind == "layernorm1p") return NormKind::layernorm1p;
-  TORCH_CHECK(kind == "layerscale", op,
-              ": expected a norm of none, layernorm, rmsnorm, gemma, layernorm1p or layerscale, got ",
-              kind);
+  TORCH_CHECK(
+      kind == "layerscale", op,
+      ": expected a norm of none, layernorm, rmsnorm, gemma, layernorm1p or layerscale, got ",
+      kind);
   return NormKind::layerscale;
 }
 

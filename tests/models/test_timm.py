@@ -56,6 +56,7 @@ def specimen(name: str, **options: Any) -> Specimen:
 SPECIMENS = (
     specimen("timm"),
     specimen("timm-qk-norm", qk_norm=True, qkv_bias=False, proj_bias=False),
+    specimen("timm-layer-scale", init_values=0.1),
     specimen("timm-rmsnorm", norm_layer=RmsNorm, qk_norm=True, act_layer=nn.SiLU),
 )
 CASES = [pytest.param(s, i, id=f"{s.name}-{i}") for s in SPECIMENS for i in s.implementations]
@@ -98,7 +99,6 @@ def test_stochastic_depth() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"init_values": 0.1}, "LayerScale"),
         ({"scale_attn_norm": True}, "LayerNorm"),
         ({"scale_mlp_norm": True}, "LayerNorm"),
     ],
