@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from benchmarks.cases import Case
 from benchmarks.differences import worst as place
-from ckptfused.cli.models import Shape, plain_layers, variant_layers
+from ckptfused.cli.models import LayerShape, plain_layers, variant_layers
 from ckptfused.spec import KEEP_PRESETS
 
 
@@ -105,7 +105,7 @@ def _ungrouped(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: boo
 
 
 def same_bits(
-    shape: Shape, plain: nn.ModuleList, x: Tensor, dy: Tensor, seed: int, keeps: Collection[str] = ("inputs",)
+    shape: LayerShape, plain: nn.ModuleList, x: Tensor, dy: Tensor, seed: int, keeps: Collection[str] = ("inputs",)
 ) -> str:
     """Raises unless, with dropout, every gradient has the same bits however much is kept.
 

@@ -40,7 +40,7 @@ from ckptfused import FusedCheckpointBlock
 from ckptfused._extension import _C
 from ckptfused.triton import attention, launch, records, tuning
 
-H200 = tuning.Device("NVIDIA H200", (9, 0))
+H200 = tuning.DeviceKey("NVIDIA H200", (9, 0))
 PLAIN: dict[str, dict[str, Any]] = {"no dropout": {}, "no dropout, attention kept": {"keep": "attention"}}
 DROPPED: dict[str, dict[str, Any]] = {
     "dropout in attention": {"attention_dropout": 0.1},

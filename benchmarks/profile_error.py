@@ -28,7 +28,7 @@ from benchmarks.profiled_models import Made, models
 from benchmarks.step_time import summary, take_turns
 from ckptfused import convert, profile
 from ckptfused.profiler import Profile
-from ckptfused.profiler.step import called, loss_of
+from ckptfused.profiler.step import loss_of, model_output
 
 WIDTHS = (256, 512)
 WAYS = ("plain", "checkpointed", "inputs", "mid", "attention", "all")
@@ -74,7 +74,7 @@ def timed_ways(make: Callable[[], Made], seconds: float) -> dict[str, dict[str, 
         predicted[name] = profile(model, batch, optimizer, "cpu").seconds
 
         def step(model: nn.Module = model, batch: Any = batch, optimizer: Any = optimizer) -> None:
-            loss_of(called(model, batch)).backward()
+            loss_of(model_output(model, batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
 

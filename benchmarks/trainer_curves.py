@@ -34,7 +34,7 @@ class Text(Dataset[dict[str, Tensor]]):
     """Windows of text, byte by byte."""
 
     def __init__(self, windows: int, seed: int) -> None:
-        self.corpus = data.load(None, windows * TOKENS)
+        self.corpus = data.load_corpus(None, windows * TOKENS)
         generator = torch.Generator().manual_seed(seed)
         self.starts = torch.randint(0, len(self.corpus) - TOKENS, (windows,), generator=generator)
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING or f"{__name__}.cli" in sys.modules or not _is_command():
     from ckptfused.planner import BudgetError
     from ckptfused.planner.plan import plan
     from ckptfused.profiler import profile
-    from ckptfused.triton.register import register
+    from ckptfused.triton.register import register_kernels
 
-    register()
+    register_kernels()
     __version__ = str(build_info()["version"])
 
 __all__ = [

@@ -70,4 +70,4 @@ def dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) -
 
 def keep_scale(p: float) -> float:
     """What kept values are multiplied by: 65536 / (65536 − round(65536 p)), 0 when all is dropped."""
-    return dropout.keep_scale(check_probability("p", p))
+    return dropout.scale_of_kept(check_probability("p", p))

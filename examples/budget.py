@@ -12,7 +12,7 @@ from rich.console import Console
 
 import ckptfused
 from ckptfused.cli.configurations import MODELS
-from ckptfused.cli.language_models import PLAIN, build
+from ckptfused.cli.language_models import UNCONVERTED_MODEL, build_language_model
 from ckptfused.profiler import adamw
 
 # Less than the cards have, by the CUDA context and fragmentation.
@@ -29,7 +29,7 @@ def main() -> None:
     ids = torch.empty(arguments.batch, arguments.tokens, dtype=torch.int64, device="meta")
     batch = {"input_ids": ids, "labels": ids}
     for trained, lora in (("all weights", None), ("LoRA", 16)):
-        model = build(MODELS["llama-3-8b"], PLAIN, torch.bfloat16, lora)
+        model = build_language_model(MODELS["llama-3-8b"], UNCONVERTED_MODEL, torch.bfloat16, lora)
         for device in [arguments.card] if arguments.card else CARDS:
             card, budget = CARDS[device]
             with console.status(f"{trained}, {card}: steps without data …") as status:

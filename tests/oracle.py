@@ -191,7 +191,7 @@ def masks_of(spec: BlockSpec, inputs: Inputs, state: Tensor | None, slow: bool =
     holds to it: that takes less time, and every mask is still one that the device had no part in.
     """
     x = inputs.x.transpose(0, 1) if spec.seq_first else inputs.x
-    by_op = mock.patch.object(reference_module, "dropout_mask", _op_mask)
+    by_op = mock.patch.object(reference_module, "philox_mask", _op_mask)
     with contextlib.nullcontext() if x.is_cpu and slow else by_op:
         masks = dropout_masks(spec, *x.shape, state, inputs.aux.get("cu_seqlens"))
     return {site: mask.to(x.device) for site, mask in masks.items()}

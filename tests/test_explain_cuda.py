@@ -25,7 +25,7 @@ MISSING = "Triton, which attention needs here, is not installed: this call will 
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of which nothing was measured, Triton, and no override."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(tuning, "_cuda_device", lambda index: tuning.Device("NVIDIA H100 80GB HBM3", (9, 0)))
+    monkeypatch.setattr(tuning, "_cuda_device", lambda index: tuning.DeviceKey("NVIDIA H100 80GB HBM3", (9, 0)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(tuning, "_table", dict)
     monkeypatch.setattr(tuning, "_has_triton", lambda: True)

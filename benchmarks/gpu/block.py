@@ -29,7 +29,7 @@ from benchmarks.gpu import goals
 from benchmarks.gpu.timing import Clock, Times, arguments, path_of, write
 from benchmarks.tables import goal_table, table
 from ckptfused import FusedCheckpointBlock, cost
-from ckptfused.cli.models import PlainBlock, Shape, plain_layers, variant_layers
+from ckptfused.cli.models import LayerShape, PlainBlock, plain_layers, variant_layers
 from ckptfused.spec import BlockSpec
 
 KEEPS = ("all", "attention+mid+qkv", "attention+mid", "attention", "inputs")
@@ -39,7 +39,7 @@ def attention_kernel(block: FusedCheckpointBlock, x: Tensor) -> str:
     """The kernel that ckptfused uses: flash, cudnn, triton, or cpu."""
     if not x.is_cuda:
         return "cpu"
-    from ckptfused.triton.backend import Shape as Problem
+    from ckptfused.triton.backend import AttentionShape as Problem
     from ckptfused.triton.backend import attention_backend
 
     attn = block.spec(x.dtype).attn
@@ -173,7 +173,7 @@ def main() -> None:
     case = TINY if options.tiny else LLAMA_3_8B
     torch.manual_seed(0)
     # With dropout, equal bits are something to check.
-    dropping = Case(case.name, Shape(**{**vars(case.shape), "residual_dropout": 0.1}), case.batch, case.tokens)
+    dropping = Case(case.name, LayerShape(**{**vars(case.shape), "residual_dropout": 0.1}), case.batch, case.tokens)
     checks = check_gradients(dropping, torch.bfloat16, 0, options.device, whole=True)
     print("\n".join(checks), flush=True)
     variants, clock = Variants(case, options.device), Clock(options.device)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from benchmarks.baselines import HuggingFaceBlock
-from ckptfused.cli.models import Shape, plain_layers
+from ckptfused.cli.models import LayerShape, plain_layers
 
 
 def test_the_eager_layer_is_the_same_layer() -> None:
     """The Hugging Face way to write it gives the values of the plain one."""
-    shape = Shape(64, 4, 96, layers=1, num_kv_heads=2)
+    shape = LayerShape(64, 4, 96, layers=1, num_kv_heads=2)
     plain = plain_layers(shape, dtype=torch.float64)[0]
     eager = HuggingFaceBlock(plain)  # type: ignore[arg-type]
     x = torch.randn(2, 9, 64, dtype=torch.float64)

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         best = _longest(given, variant, arguments)
         if best is not None:
             found[AS_IT_IS if given and variant == VARIANTS[0] else variant] = best
-    print(json.dumps(as_json(found, arguments), indent=2) if arguments.json else table(found, arguments))
+    print(json.dumps(as_json(found, arguments), indent=2) if arguments.json else table_text(found, arguments))
     return 0
 
 
@@ -90,7 +90,7 @@ def _steps(given: Any, variant: str, arguments: argparse.Namespace) -> _Steps | 
     import torch
 
     from ckptfused.cli import language_models
-    from ckptfused.cli.longest_context import resized
+    from ckptfused.cli.longest_context import resized_batch
 
     make = options.optimizer(arguments)
     how = {name: getattr(arguments, name) for name in STEP}
@@ -100,7 +100,7 @@ def _steps(given: Any, variant: str, arguments: argparse.Namespace) -> _Steps | 
         model = options.ran(arguments, lambda: language_models.varied(own, variant))
         if model is None:
             return None
-        return lambda count: profile(model, resized(batch, **{of: count}), make, **how), lambda _: 0
+        return lambda count: profile(model, resized_batch(batch, **{of: count}), make, **how), lambda _: 0
     dtype = getattr(torch, arguments.dtype)
     trained = options.built(lambda: language_models.Trained(arguments.configuration, variant, dtype, arguments.lora))
 
@@ -118,7 +118,7 @@ def as_json(found: dict[str, Longest], arguments: argparse.Namespace) -> dict[st
     return asked | {"optimizer": options.OPTIMIZERS[arguments.optimizer], "variants": rows}
 
 
-def table(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
+def table_text(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
     """What a person reads."""
     from ckptfused.profiler.table import conditions
 

@@ -17,10 +17,10 @@ from ckptfused.profiler.result import Profile
 from ckptfused.simulate.meta_copy import copy_to_meta
 
 LEAST_SCRATCH = "64MiB"
-PLAIN, CHECKPOINTED = "Hugging Face", "its gradient checkpointing"
+UNCONVERTED_MODEL, CHECKPOINTED = "Hugging Face", "its gradient checkpointing"
 CONVERTED, CHUNKED = "convert(model)", 'convert(model, loss="chunked")'
 LEAST = f'convert(model, loss="chunked", scratch="{LEAST_SCRATCH}")'
-VARIANTS = (PLAIN, CHECKPOINTED, CONVERTED, CHUNKED, LEAST)
+VARIANTS = (UNCONVERTED_MODEL, CHECKPOINTED, CONVERTED, CHUNKED, LEAST)
 
 # Of whose layers all are alike, or repeat as the configuration's layer_types say.
 _UNIFORM = ("gemma", "gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -37,7 +37,7 @@ class Trained:
         found = (self._depth,)
         if self._period is not None and self._depth > 3 * self._period:
             found = (2 * self._period, 3 * self._period)  # type: ignore[assignment]
-        self._models = [(depth, build(_cut(config, depth), variant, dtype, lora)) for depth in found]
+        self._models = [(depth, build_language_model(_cut(config, depth), variant, dtype, lora)) for depth in found]
         self._stream = _config(config).hidden_size * dtype.itemsize
 
     def step(self, tokens: int, sequences: int = 1, **options: Any) -> Profile:
@@ -96,7 +96,9 @@ def _kind(config: Any) -> Any:
     )
 
 
-def build(config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | None = None) -> nn.Module:
+def build_language_model(
+    config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | None = None
+) -> nn.Module:
     """The language model of a configuration without its weights, in training, as one of `VARIANTS`.
 
     lora: the rank of PEFT's adapters on all linear layers, which alone are trained then, in float32 as PEFT has them;
@@ -123,7 +125,7 @@ def _vary(model: Any, variant: str, adapted: bool) -> bool:
         if adapted:
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
-    elif variant != PLAIN:
+    elif variant != UNCONVERTED_MODEL:
         scratch = LEAST_SCRATCH if variant == LEAST else None
         head: Any = {} if variant == CONVERTED else {"loss": "chunked", "loss_scratch": scratch}
         return bool(install(model, CheckpointPolicy.uniform(scratch=scratch, **head)).heads) or variant == CONVERTED

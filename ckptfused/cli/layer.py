@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     model, batch = model_and_batch(arguments)
     found = ran(arguments, lambda: derived(model, batch))
     for names, kind, derivation in found:
-        print(text_of(names, kind, derivation, arguments.calls))
+        print(derivation_text(names, kind, derivation, arguments.calls))
     return 0 if all(derivation.proof is not None for *_, derivation in found) else NO
 
 
@@ -43,7 +43,7 @@ def derived(model: nn.Module, batch: Any) -> list[tuple[list[str], str, Derivati
     from ckptfused.models.describe.counts import kind_of
 
     layers = [(name, layer) for name, layer, _ in find.layers(model)] or [("", model)]
-    calls = called(model, batch, [layer for _, layer in layers])
+    calls = layer_calls(model, batch, [layer for _, layer in layers])
     found: dict[Any, tuple[list[str], str, Derivation]] = {}
     for name, layer in layers:
         if id(layer) not in calls:
@@ -56,11 +56,11 @@ def derived(model: nn.Module, batch: Any) -> list[tuple[list[str], str, Derivati
     return list(found.values())
 
 
-def called(model: nn.Module, batch: Any, layers: list[nn.Module]) -> Calls:
+def layer_calls(model: nn.Module, batch: Any, layers: list[nn.Module]) -> Calls:
     """What each layer is first called with in a forward of the model, which runs once without gradients."""
     import torch
 
-    from ckptfused.profiler.step import called as run_model
+    from ckptfused.profiler.step import model_output as run_model
 
     calls: Calls = {}
     hooks = [
@@ -78,7 +78,7 @@ def called(model: nn.Module, batch: Any, layers: list[nn.Module]) -> Calls:
     return calls
 
 
-def text_of(names: list[str], kind: str, derivation: Derivation, calls: bool) -> str:
+def derivation_text(names: list[str], kind: str, derivation: Derivation, calls: bool) -> str:
     """A derivation for a person."""
     others = f" and {len(names) - 1} more alike" if len(names) > 1 else ""
     lines = [f"{names[0] or 'the model'}{others}: {kind}, {len(derivation.calls)} calls"]

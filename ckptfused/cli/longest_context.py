@@ -32,7 +32,7 @@ def language_step(model: nn.Module, tokens: int, sequences: int = 1, **options: 
     return profile(model, {"input_ids": ids, "labels": ids}, **options)
 
 
-def resized(batch: Batch, sequences: int | None = None, tokens: int | None = None) -> Batch:
+def resized_batch(batch: Batch, sequences: int | None = None, tokens: int | None = None) -> Batch:
     """A batch with as many sequences, or as long ones, as are asked for: its values repeat, those of fractions and ids
     are on the meta device. **Raises** `ValueError` for longer sequences of what has none, [B, T] integers."""
     tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 0]

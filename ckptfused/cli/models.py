@@ -20,7 +20,7 @@ VARIANTS: tuple[Variant, ...] = get_args(Variant)
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """Sizes of one layer, in PyTorch's words, and how often it is stacked."""
 
     d_model: int
@@ -63,7 +63,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class PlainAttention(nn.Module):
     """Causal attention with RoPE and grouped heads, [B, T, C] to [B, T, C]."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         self.shape = shape
         rows = (shape.nhead + 2 * shape.kv_heads) * shape.head_dim
@@ -83,7 +83,7 @@ class PlainAttention(nn.Module):
 class PlainBlock(nn.Module):
     """A pre-norm Llama layer in eager PyTorch."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         self.shape = shape
         self.self_attn = PlainAttention(shape)
@@ -120,7 +120,7 @@ class TorchCheckpoint(nn.Module):
 class Decoder(nn.Module):
     """Byte-level language model: embedding, layers, norm, logits; called, the mean loss of a batch."""
 
-    def __init__(self, shape: Shape, layers: nn.ModuleList, vocabulary: int = 256) -> None:
+    def __init__(self, shape: LayerShape, layers: nn.ModuleList, vocabulary: int = 256) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, shape.d_model)
         self.layers = layers
@@ -155,7 +155,7 @@ def initialise(module: nn.Module, layers: int, seed: int) -> None:
 
 
 def plain_layers(
-    shape: Shape, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
+    shape: LayerShape, *, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
 ) -> nn.ModuleList:
     """The plain stack with its initial weights, from which every other variant is made."""
     with torch.device(device):
@@ -164,7 +164,7 @@ def plain_layers(
     return layers.to(dtype)
 
 
-def variant_layers(variant: Variant, plain: nn.ModuleList, shape: Shape) -> nn.ModuleList:
+def variant_layers(variant: Variant, plain: nn.ModuleList, shape: LayerShape) -> nn.ModuleList:
     """The same stack with the same weights, as ``variant`` trains it. ``plain`` itself is left alone."""
     if variant == "plain":
         return plain

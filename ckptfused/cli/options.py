@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from ckptfused.profiler.step import MakeOptimizer
 
 T = TypeVar("T")
-DTYPES = ("bfloat16", "float16", "float32")
-AUTOCAST = DTYPES[:2]
+DTYPE_NAMES = ("bfloat16", "float16", "float32")
+AUTOCAST = DTYPE_NAMES[:2]
 CHECKPOINTING = {
-    "none": "PLAIN",
+    "none": "UNCONVERTED_MODEL",
     "hugging-face": "CHECKPOINTED",
     "ckptfused": "CONVERTED",
     "ckptfused-and-loss": "CHUNKED",
@@ -68,7 +68,7 @@ def output(text: str) -> str:
     return text
 
 
-def picture(text: str) -> str:
+def picture_path(text: str) -> str:
     """The path of a picture, of a kind that matplotlib writes; a name without an ending becomes a PNG."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -89,7 +89,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", required=True, metavar="MODEL", help=named + own)
     add("--lora", type=positive, metavar="RANK", help="train adapters of this rank alone; default: all weights")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of a configuration's weights (bfloat16)")
+    add("--dtype", choices=DTYPE_NAMES, default="bfloat16", help="of a configuration's weights (bfloat16)")
 
 
 def add_step(parser: argparse.ArgumentParser, seq: int = 2048, checkpoint: bool = True) -> None:
@@ -239,7 +239,7 @@ def model_and_batch(arguments: argparse.Namespace, needs_batch: bool = False) ->
 
     variant = getattr(language_models, CHECKPOINTING[arguments.checkpoint])
     dtype = getattr(torch, arguments.dtype)
-    model = built(lambda: language_models.build(arguments.configuration, variant, dtype, arguments.lora))
+    model = built(lambda: language_models.build_language_model(arguments.configuration, variant, dtype, arguments.lora))
     ids = torch.empty(arguments.batch, arguments.seq, dtype=torch.int64, device="meta")
     return model, {"input_ids": ids, "labels": ids}
 

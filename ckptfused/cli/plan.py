@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--policy", type=options.output, metavar="FILE", help="write the policy's JSON, for CheckpointPolicy.from_json")
     add(
         "--plot",
-        type=options.picture,
+        type=options.picture_path,
         metavar="FILE",
         help="write a picture of memory against time; needs matplotlib",
     )

@@ -37,12 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
         entry = tune.tune_ffn(*sizes, arguments.activation, dtype, arguments.rounds)
     except (RuntimeError, ImportError) as error:
         raise CommandError(str(error)) from error
-    print(table(entry))
+    print(table_text(entry))
     print(f"chosen: {entry['choice']}, from the next process on. Kept in {tuning.cache_file()}")
     return 0
 
 
-def table(entry: dict[str, Any]) -> str:
+def table_text(entry: dict[str, Any]) -> str:
     """Milliseconds of each kernel on each path of a block, as text."""
     kernels: dict[str, dict[str, float]] = entry["all_ms"]
     paths = list(next(iter(kernels.values())))

@@ -8,7 +8,7 @@ LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
 LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
 
 
-def state_of(module: Any) -> Any:
+def four_bit_state(module: Any) -> Any:
     """The scales of a 4-bit layer; None before its weight is quantized. A move or FSDP leaves them with the module."""
     state = getattr(module._parameters["weight"], "quant_state", None)
     return getattr(module, "quant_state", None) if state is None else state
@@ -20,7 +20,7 @@ def repacked(state: Any) -> bool:
     return getattr(state, "packing_format_for_cpu", False)
 
 
-def compute_type(module: Any, dtype: Any, safe: tuple[Any, ...]) -> Any:
+def four_bit_compute_type(module: Any, dtype: Any, safe: tuple[Any, ...]) -> Any:
     """The type in which a 4-bit layer will compute with an x of this type: its own once that is settled, at the first
     call. safe: types that then settle it."""
     if not module.compute_type_is_set and dtype in safe:

@@ -1,7 +1,7 @@
 """Other kernels for operations of PyTorch in one thread, for a while: nothing that another thread sees is replaced.
 
 They are at the dispatch key that PyTorch leaves to other libraries' modes, which comes before autograd and autocast. A
-thread's calls go by way of it within `replaced` alone.
+thread's calls go by way of it within `replaced_kernels` alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ckptfused.compat.patches import LOCK
-from ckptfused.compat.torch_compile import load
+from ckptfused.compat.torch_compile import load_dynamo
 
 Kernel = Callable[..., Any]
 """Called with the operation as it goes on without it, and with the operation's arguments."""
@@ -36,9 +36,9 @@ _libraries: list[torch.library.Library] = []  # kernels last as long as their li
 
 
 @contextlib.contextmanager
-def replaced(kernels: Mapping[str, Kernel]) -> Iterator[None]:
+def replaced_kernels(kernels: Mapping[str, Kernel]) -> Iterator[None]:
     """A context in which this thread's calls of operations, by names such as "aten::mm.out", go to these kernels."""
-    load()
+    load_dynamo()
     _register(kernels)
     _here.kernels.append(kernels)
     try:

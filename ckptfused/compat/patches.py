@@ -48,7 +48,7 @@ _places: dict[tuple[int, str], _Place] = {}
 
 
 @contextlib.contextmanager
-def patched(owner: Any, name: str, make: Make) -> Iterator[None]:
+def patched_attribute(owner: Any, name: str, make: Make) -> Iterator[None]:
     """A context in which `owner.name` is what `make` makes of the value that is there, for all threads.
 
     A stand-in sees every thread's calls, and passes those on that are not for it; `here` makes one that does.
@@ -70,7 +70,7 @@ def patched(owner: Any, name: str, make: Make) -> Iterator[None]:
 
 
 def here(make: Make) -> Make:
-    """For `patched`: a stand-in for this thread; calls of other threads go to the original."""
+    """For `patched_attribute`: a stand-in for this thread; calls of other threads go to the original."""
     mine = threading.get_ident()
 
     def both(plain: Any) -> Any:

@@ -51,7 +51,7 @@ def open_checkpoint(
     return generator(function, preserve_rng_state, *options, *args)
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def checkpoint_of_torch(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """`torch.utils.checkpoint.checkpoint`. Before PyTorch 2.13 its hooks stay behind when the function raises, for as
     long as the error lives."""
     if tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13):

@@ -42,7 +42,7 @@ def partitioner_budget() -> float:
     return 1.0 if config is None else config.activation_memory_budget
 
 
-def load() -> None:
+def load_dynamo() -> None:
     """Imports Dynamo. PyTorch does so within the first call that a mode of the dispatcher sees, under that mode, so
     that it sees what the import computes. `torch._compile`."""
     import torch._dynamo  # noqa: F401

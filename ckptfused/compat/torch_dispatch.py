@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
-from ckptfused.compat.torch_compile import load
+from ckptfused.compat.torch_compile import load_dynamo
 
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 """A context in which operations go past autograd, whose kernel is at work. `_AutoDispatchBelowAutograd`."""
@@ -27,7 +27,7 @@ class DispatchMode(TorchDispatchMode):
     """A `TorchDispatchMode` that sees nothing of Dynamo's import. `torch.utils._python_dispatch`."""
 
     def __enter__(self) -> Any:
-        load()
+        load_dynamo()
         return super().__enter__()
 
 

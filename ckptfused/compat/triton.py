@@ -8,7 +8,7 @@ import importlib.util
 
 
 @functools.cache
-def version() -> str:
+def triton_version() -> str:
     """The installed Triton's version; empty without Triton. `importlib.metadata`."""
     if importlib.util.find_spec("triton") is None:
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-HEAD = "fused_lm_head"
+FUSED_HEAD = "fused_lm_head"
 """The argument with which a model makes its loss in tiles instead of logits. Its signature hides it."""
 
 
@@ -15,8 +15,8 @@ def as_trained(model: Any, batch: Any) -> Any:
     One that names the argument itself is as it was: with a loss function of the user's, SFTTrainer makes logits.
     """
     inner = getattr(model, "get_base_model", lambda: model)()
-    if isinstance(batch, Mapping) and any(HEAD in names for names in _arguments(vars(inner).get("forward"))):
-        return {HEAD: True, **batch}
+    if isinstance(batch, Mapping) and any(FUSED_HEAD in names for names in _arguments(vars(inner).get("forward"))):
+        return {FUSED_HEAD: True, **batch}
     return batch
 
 

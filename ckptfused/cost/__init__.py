@@ -21,7 +21,6 @@ from ckptfused.cost.work import (
     AttentionWork,
     LowRank,
     Product,
-    accumulation_type,
     compute_type,
     forward_adapters,
     forward_products,
@@ -31,6 +30,7 @@ from ckptfused.cost.work import (
 )
 from ckptfused.ffn_tiles import ffn_tiles
 from ckptfused.spec import BlockSpec, param_names
+from ckptfused.triton.problem import accumulation_type
 
 __all__ = [
     "AttentionWork",

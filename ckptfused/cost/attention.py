@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ckptfused.spec import AttentionSpec
-from ckptfused.triton.backend import Shape, attention_backend, capability_at_hand
+from ckptfused.triton.backend import AttentionShape, attention_backend, capability_at_hand
 from ckptfused.triton.problem import accumulation_type, backward_rows
 
 
@@ -25,7 +25,7 @@ def attention_cost(
     profilers show on sm_90: compute_dot_do_o, flash_bprop, convert_dq and, where query heads share keys,
     fmha_reduce_head for dk and for dv.
     """
-    name = attention_backend(Shape.of_spec(a, dtype, batch, length), capability_at_hand())[0]
+    name = attention_backend(AttentionShape.of_spec(a, dtype, batch, length), capability_at_hand())[0]
     if not backward:
         return 0, 3 if name == "triton" and a.packed else 1  # o and lse are filled first
     if name == "triton":

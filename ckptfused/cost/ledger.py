@@ -19,18 +19,18 @@ from ckptfused.cost.attention import attention_cost, multiprocessors
 from ckptfused.cost.work import AttentionWork, LowRank, Product, compute_type
 from ckptfused.spec import BlockSpec, param_names, param_shapes, quantized_slots
 
-Event = tuple[str, str, int, Sequence[int], str]  # kind, name, slot or -1, sizes, type of a product's operands
+LedgerEvent = tuple[str, str, int, Sequence[int], str]  # kind, name, slot or -1, sizes, type of a product's operands
 
 
 @dataclass(frozen=True)
 class Ledger:
     """What happened in one forward or one backward, in order."""
 
-    events: tuple[Event, ...]
+    events: tuple[LedgerEvent, ...]
     slots: tuple[str, ...]
     """Names of the parameter slots; none in a ledger of several blocks."""
 
-    def name(self, event: Event) -> str:
+    def name(self, event: LedgerEvent) -> str:
         """What an event is about: `"qkv"`, `"d attn.q_w"`, `"d in of attn.q"`, …"""
         _, name, slot, _, _ = event
         if slot < 0 or not self.slots:
@@ -113,7 +113,7 @@ def attention_on_gpu(
     return (*attention_cost(*call, backward=False), *attention_cost(*call, backward=True))
 
 
-def _count(*call: Any) -> tuple[Event, ...]:
+def _count(*call: Any) -> tuple[LedgerEvent, ...]:
     return tuple(_C.count(*call))
 
 

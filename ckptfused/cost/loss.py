@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ckptfused.cost.ledger import Ledger
 from ckptfused.cost.opened import OpenLedger
-from ckptfused.cost.work import accumulation_type
 from ckptfused.spec import LossSpec
+from ckptfused.triton.problem import accumulation_type
 
 Shape = Sequence[int]
 

@@ -29,7 +29,7 @@ def counting() -> OpenLedger | None:
     return _open.ledger
 
 
-def device_of(x: Tensor) -> str:
+def device_counted(x: Tensor) -> str:
     """The kind of device that a call on x is for: of meta tensors, where a ledger is open, the one that it is for."""
     return _open.ledger.device if x.is_meta and _open.ledger is not None else x.device.type
 

@@ -15,7 +15,7 @@ from ckptfused.cost.ledger import Ledger, count
 from ckptfused.cost.work import AttentionWork, LowRank, compute_type
 from ckptfused.spec import BlockSpec, param_names
 
-TYPES = {"Float": torch.float32, "Double": torch.float64, "BFloat16": torch.bfloat16, "Half": torch.float16}
+LEDGER_TYPES = {"Float": torch.float32, "Double": torch.float64, "BFloat16": torch.bfloat16, "Half": torch.float16}
 
 
 class Rates(Protocol):
@@ -65,7 +65,7 @@ def ledger_seconds(ledger: Ledger, device: Rates, dtype: torch.dtype, causal: bo
         kind, name, _, sizes, operands = event
         if kind == "product":
             rows, columns, depth, summed = sizes[:4]
-            products += device.product_seconds(rows, columns, depth, TYPES[operands])
+            products += device.product_seconds(rows, columns, depth, LEDGER_TYPES[operands])
             sums += summed / device.copy
         elif kind == "launch" and name != "product":
             launches += device.launch

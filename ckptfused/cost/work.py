@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptfused.spec import BlockSpec, adapter_input, adapter_output
+from ckptfused.triton.problem import accumulation_type
 
 RNG_STATE_BYTES = 16
 
@@ -15,11 +16,6 @@ RNG_STATE_BYTES = 16
 def compute_type(spec: BlockSpec, dtype: torch.dtype) -> torch.dtype:
     """The type of the matrix products of a block whose x has this dtype."""
     return dtype if spec.compute is None else getattr(torch, spec.compute)
-
-
-def accumulation_type(dtype: torch.dtype) -> torch.dtype:
-    """The type that norms, softmax and reductions accumulate in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ckptfused.doctor.regions import Event, Region
+from ckptfused.doctor.regions import Region, RegionEvent
 
 Name = Callable[[nn.Module | None], str]
 
@@ -61,7 +61,7 @@ def surroundings(region: Region, name: Name) -> Cause | None:
     return None
 
 
-def _aligned(region: Region, replay: list[Event]) -> list[Event]:
+def _aligned(region: Region, replay: list[RegionEvent]) -> list[RegionEvent]:
     """A replay without the call of the owner, where the forward was noted from within that call."""
     first = region.forward[0].module if region.forward else None
     if replay and replay[0].module is region.owner and first is not region.owner:
@@ -70,8 +70,8 @@ def _aligned(region: Region, replay: list[Event]) -> list[Event]:
 
 
 def difference(
-    before: list[Event],
-    after: list[Event],
+    before: list[RegionEvent],
+    after: list[RegionEvent],
     name: Name,
     region: Region | None = None,
     written: Container[int] = (),
@@ -103,11 +103,11 @@ def difference(
     return None
 
 
-def _called(event: Event, name: Name) -> str:
+def _called(event: RegionEvent, name: Name) -> str:
     return "what it saves for backward" if event.saved else name(event.module)
 
 
-def _far(a: Event, b: Event) -> bool:
+def _far(a: RegionEvent, b: RegionEvent) -> bool:
     """Whether values are further apart than the order of sums could put them."""
     pairs = zip(a.sizes, b.sizes, strict=False)
     return any(
@@ -120,8 +120,8 @@ def _far(a: Event, b: Event) -> bool:
 def _of_code(
     begun: int | None,
     i: int,
-    before: list[Event],
-    after: list[Event],
+    before: list[RegionEvent],
+    after: list[RegionEvent],
     name: Name,
     region: Region | None,
     when: str,
@@ -178,7 +178,7 @@ def _who(module: nn.Module | None) -> str:
 
 
 def _drawn_within(
-    begun: int | None, i: int, before: list[Event], after: list[Event], place: str, code: str, when: str
+    begun: int | None, i: int, before: list[RegionEvent], after: list[RegionEvent], place: str, code: str, when: str
 ) -> Cause | None:
     """The draw of random numbers by code itself, not by modules that it calls, which gave the same results."""
     depth, own = 0, int(begun is not None)
@@ -201,7 +201,7 @@ def _of_parameters(module: nn.Module, place: str, when: str, written: Container[
     )
 
 
-def _end(events: list[Event], begun: int) -> Event | None:
+def _end(events: list[RegionEvent], begun: int) -> RegionEvent | None:
     """Where a call of a module ends that begins at a place; None where what was noted stops before."""
     depth = 0
     for event in events[begun:]:
@@ -211,7 +211,7 @@ def _end(events: list[Event], begun: int) -> Event | None:
     return None
 
 
-def _routes(a: Event, b: Event, module: nn.Module) -> bool:
+def _routes(a: RegionEvent, b: RegionEvent, module: nn.Module) -> bool:
     """Whether a module's results are choices: whole numbers that differ, or its name says so."""
     if _ROUTER.search(type(module).__name__):
         return True
@@ -219,7 +219,7 @@ def _routes(a: Event, b: Event, module: nn.Module) -> bool:
     return any(isinstance(x, tuple) and str(x[1]) in _INTEGERS and x != y for x, y in pairs)
 
 
-def _drawn(place: str, who: str, before: list[Event], after: Event, when: str) -> Cause:
+def _drawn(place: str, who: str, before: list[RegionEvent], after: RegionEvent, when: str) -> Cause:
     """before: the events of the forward between which it drew."""
     states = zip(before[0].random, before[1].random, after.random, strict=False)
     if any(a != b and a != replayed for a, b, replayed in states):
@@ -237,7 +237,9 @@ def _drawn(place: str, who: str, before: list[Event], after: Event, when: str) -
     )
 
 
-def _state(before: Event, after: Event, place: str, when: str, facts: tuple[str, ...] | None = None) -> Cause | None:
+def _state(
+    before: RegionEvent, after: RegionEvent, place: str, when: str, facts: tuple[str, ...] | None = None
+) -> Cause | None:
     """What a module was found with, where that was another in the second run. facts: those to look at."""
     a, b = before.facts, after.facts
     for fact in sorted(a.keys() | b.keys(), reverse=True) if facts is None else facts:  # mode first, then buffers
@@ -276,7 +278,7 @@ def _state(before: Event, after: Event, place: str, when: str, facts: tuple[str,
     return None
 
 
-def _types(event: Event) -> str:
+def _types(event: RegionEvent) -> str:
     return joined_words(sorted({str(v[1]).removeprefix("torch.") for v in event.values if isinstance(v, tuple)}))
 
 

@@ -13,7 +13,7 @@ from ckptfused.doctor.comparison import OUT_OF_MEMORY, Compared, Name, grouped, 
 from ckptfused.doctor.findings import Finding
 from ckptfused.doctor.ranks import everyones, joined, rank
 from ckptfused.doctor.saving import Share, everything_saved, fused, units
-from ckptfused.doctor.steps import Step, eager, run
+from ckptfused.doctor.steps import StepRun, eager, run_as_is
 from ckptfused.profiler.step import TrainingStep
 from ckptfused.state.snapshot import Unchanged
 
@@ -31,7 +31,7 @@ def certify(model: nn.Module, step: TrainingStep, name: Name) -> tuple[list[Find
     **Raises** what the model raises where it fails without any checkpointing, too.
     """
     with torch.inference_mode(False), Unchanged(model, hooks=False) as unchanged, eager():
-        configured = run(model, step.batch, sizes=not (exact := _exact(model)))
+        configured = run_as_is(model, step.batch, sizes=not (exact := _exact(model)))
         unchanged.restore()
         regions = [region for region in configured.recorder.regions if not region.foreign]
         causes = grouped(filter(None, (cause_of(region, name, unchanged.written) for region in regions)))
@@ -39,7 +39,7 @@ def certify(model: nn.Module, step: TrainingStep, name: Name) -> tuple[list[Find
         again, everyone = None, everyones(causes)
         if _in_doubt(configured, reference, causes):
             unchanged.restore()
-            again = run(model, step.batch, configured)
+            again = run_as_is(model, step.batch, configured)
     compared = Compared(name, causes, configured, reference, again)
     compared.parts, compared.fused, compared.exact = parts, fused(model), exact
     compared.elsewhere = [
@@ -51,7 +51,7 @@ def certify(model: nn.Module, step: TrainingStep, name: Name) -> tuple[list[Find
     return compared.findings(), compared.text()
 
 
-def _in_doubt(configured: Step, reference: Step, causes: list[Cause]) -> bool:
+def _in_doubt(configured: StepRun, reference: StepRun, causes: list[Cause]) -> bool:
     """Whether a third step could say more: on some rank steps differ, none failed, and no rank is certain why."""
     complete = reference.error is None and configured.error is None
     differ = complete and unlike(configured, reference)
@@ -59,7 +59,7 @@ def _in_doubt(configured: Step, reference: Step, causes: list[Cause]) -> bool:
     return all(r[0] for r in ranks) and any(r[1] for r in ranks) and not any(r[2] for r in ranks)
 
 
-def _reference(model: nn.Module, batch: Any, configured: Step, unchanged: Unchanged) -> tuple[Step, int]:
+def _reference(model: nn.Module, batch: Any, configured: StepRun, unchanged: Unchanged) -> tuple[StepRun, int]:
     """A step that saves everything, or, in so many parts as it has to be for memory's sake, the first one that differs
     from the step as configured.
 
@@ -72,7 +72,7 @@ def _reference(model: nn.Module, batch: Any, configured: Step, unchanged: Unchan
         for number in range(parts):
             unchanged.restore()
             with everything_saved(model, Share(number, parts, calls)):
-                found = run(model, batch, configured, guarded=not joined())
+                found = run_as_is(model, batch, configured, guarded=not joined())
             if found.error is not None or unlike(configured, found):
                 break
         if not isinstance(found.error, OUT_OF_MEMORY) or parts == most or joined():

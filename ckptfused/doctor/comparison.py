@@ -12,7 +12,7 @@ import torch
 from ckptfused.doctor.causes import Cause, cause_of, difference, surroundings
 from ckptfused.doctor.findings import Finding, joined
 from ckptfused.doctor.left_behind import attributes, moved_twice
-from ckptfused.doctor.steps import Step
+from ckptfused.doctor.steps import StepRun
 from ckptfused.sizes import counted
 
 Name = Callable[[Any], str]
@@ -26,7 +26,7 @@ _NOT_REPEATED = {
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
-def unlike(a: Step, b: Step) -> bool:
+def unlike(a: StepRun, b: StepRun) -> bool:
     """Whether two steps differ in a bit."""
     return (a.loss, a.gradients, a.buffers, a.held) != (b.loss, b.gradients, b.buffers, b.held)
 
@@ -43,7 +43,9 @@ class Compared:
     rounded = False
     """Whether gradients are the same but for the order in which they were summed."""
 
-    def __init__(self, name: Name, causes: list[Cause], configured: Step, reference: Step, again: Step | None) -> None:
+    def __init__(
+        self, name: Name, causes: list[Cause], configured: StepRun, reference: StepRun, again: StepRun | None
+    ) -> None:
         self.name, self.causes = name, causes
         self.configured, self.reference, self.again = configured, reference, again
         self.regions = configured.recorder.regions
@@ -229,7 +231,7 @@ def grouped(causes: Iterable[Cause]) -> list[Cause]:
     return [replace(cause, place=joined(where)) for cause, where in places.items()]
 
 
-def _off(step: Step, names: Iterable[str]) -> tuple[str, float]:
+def _off(step: StepRun, names: Iterable[str]) -> tuple[str, float]:
     """The parameter whose gradient is off most in a step that was compared, and the norm of all differences over that
     of all gradients."""
     wrong = {n: step.norms[n] for n in names if n in step.norms}

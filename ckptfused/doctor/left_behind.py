@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckptfused.doctor.findings import Finding, joined
-from ckptfused.doctor.steps import Step, alike
+from ckptfused.doctor.steps import StepRun, alike
 
 _STATE = {
     "buffers": (
@@ -21,7 +21,7 @@ _STATE = {
 }
 
 
-def moved_twice(configured: Step, reference: Step, name: Callable[[Any], str]) -> Iterator[Finding]:
+def moved_twice(configured: StepRun, reference: StepRun, name: Callable[[Any], str]) -> Iterator[Finding]:
     """Buffers, parameters and tensors that modules hold which have other values after the two steps."""
     regions = configured.recorder.regions
     replayed = {name(event.module) for region in regions for replay in region.replays for event in replay}
@@ -41,7 +41,7 @@ def moved_twice(configured: Step, reference: Step, name: Callable[[Any], str]) -
             yield Finding("error", joined(places), text, mend)
 
 
-def attributes(configured: Step, reference: Step, name: Callable[[Any], str]) -> Iterator[Finding]:
+def attributes(configured: StepRun, reference: StepRun, name: Callable[[Any], str]) -> Iterator[Finding]:
     """Numbers and texts that modules hold which the two steps left with other values."""
     a, b = configured.attributes, reference.attributes
     for full, value in a.items():

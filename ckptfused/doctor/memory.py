@@ -28,7 +28,7 @@ def memory_of_the_step(look: Look) -> Iterator[Finding]:
     """Where activations are not what fills the memory, or checkpointing them saves next to nothing."""
     if not isinstance(look.step.batch, Mapping) or not look.trained:
         return
-    found = predicted(look)
+    found = predicted_profiles(look)
     if found is None:
         return
     configured, saving = found
@@ -72,7 +72,7 @@ def _caveats(*steps: Profile) -> str:
     return "".join(f"; {note}" for note in dict.fromkeys(note for step in steps for note in step.notes))
 
 
-def predicted(look: Look) -> tuple[Profile, Profile] | None:
+def predicted_profiles(look: Look) -> tuple[Profile, Profile] | None:
     """A step as configured and one that saves everything; None where that cannot be predicted, or not all of it."""
     batch, given = look.step.batch, look.step
     assert isinstance(batch, Mapping)

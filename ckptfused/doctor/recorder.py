@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckptfused.compat.patches import patched
+from ckptfused.compat.patches import patched_attribute
 from ckptfused.compat.torch_autograd import pop_saved_tensor_hooks, push_saved_tensor_hooks, saved_tensor_hooks
 from ckptfused.compat.torch_memory import storage_id
-from ckptfused.doctor.regions import Event, Region, keywords_of, owner_of
+from ckptfused.doctor.regions import Region, RegionEvent, keywords_of, owner_of
 from ckptfused.doctor.saving import replaced_checkpoints
 from ckptfused.state.fingerprints import Fingerprints, local, tensors
 from ckptfused.state.generators import global_generators, is_generator, state_of
@@ -29,7 +29,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _LARGE = 1 << 18  # entries of a buffer that is not read at each call
 
 
-class Recorder:
+class RegionRecorder:
     """A recorder that notes events within `recording`."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Recorder:
         self._prints = Fingerprints()
         self._threads = threading.local()
         self.regions: list[Region] = []
-        self.calls: list[Event] = []
+        self.calls: list[RegionEvent] = []
         """Events of the whole forward."""
         self.in_backward = False
         self.last_replayed: Region | None = None
@@ -51,14 +51,14 @@ class Recorder:
         """The modules that run, the outermost first; after an exception, those that it went through."""
 
     @property
-    def _open(self) -> list[list[Event]]:
+    def _open(self) -> list[list[RegionEvent]]:
         """The lists into which this thread's events go."""
         if not hasattr(self._threads, "open"):
             self._threads.open = []
         return self._threads.open
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Recorder]:
+    def recording(self) -> Iterator[RegionRecorder]:
         """The replaced functions are put back whatever happens."""
 
         def calls(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ class Recorder:
             return functools.wraps(plain)(called)
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(patched(nn.Module, "__call__", calls))
+            stack.enter_context(patched_attribute(nn.Module, "__call__", calls))
             if self._watch_regions:
                 replays_here = lambda: bool(self._open)  # noqa: E731  # in a thread of autograd's
                 stack.enter_context(replaced_checkpoints(self._generator, self._reentrant, replays_here))
@@ -89,10 +89,10 @@ class Recorder:
         _append(lists, self._event(module, False, result, {}))
         return result
 
-    def _event(self, module: nn.Module | None, begins: bool, values: Any, facts: dict[str, Any]) -> Event:
+    def _event(self, module: nn.Module | None, begins: bool, values: Any, facts: dict[str, Any]) -> RegionEvent:
         sizes = self._prints.sizes(values) if self._sizes else ()
         states = tuple(_number(state_of(g)) for g in global_generators())
-        return Event(module, begins, self._prints.of(values), states, facts, sizes)
+        return RegionEvent(module, begins, self._prints.of(values), states, facts, sizes)
 
     def _note(self, values: Any) -> None:
         """What backward reads, in every list that is open; weights are compared as gradients are."""
@@ -143,7 +143,7 @@ class Recorder:
 
         It is the last one with the same arguments; where there is none, the region's forward is empty.
         """
-        values, found = self._prints.of((args, kwargs)), list[Event]()
+        values, found = self._prints.of((args, kwargs)), list[RegionEvent]()
         self._prints.settle()
         begins = [i for i, event in enumerate(self.calls) if event.module is module and event.begins]
         for begin in reversed(begins):
@@ -261,7 +261,7 @@ class Recorder:
 class _Both:
     """The context of a checkpoint's forward or replay, with the recorder's around it; entered any number of times."""
 
-    def __init__(self, recorder: Recorder, region: Region, replay: bool, context: Any) -> None:
+    def __init__(self, recorder: RegionRecorder, region: Region, replay: bool, context: Any) -> None:
         self._make = functools.partial(recorder.running, region, replay)
         self._saving = recorder.saving
         self._context = context
@@ -278,7 +278,7 @@ class _Both:
         return self._entered.pop().__exit__(*exception)
 
 
-def _append(lists: list[list[Event]], event: Event) -> None:
+def _append(lists: list[list[RegionEvent]], event: RegionEvent) -> None:
     for events in lists:
         events.append(event)
 

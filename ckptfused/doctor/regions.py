@@ -12,7 +12,7 @@ from torch import nn
 
 
 @dataclass
-class Event:
+class RegionEvent:
     """A call of a module begins or ends, or a checkpointed function computed what backward reads."""
 
     module: nn.Module | None
@@ -47,8 +47,8 @@ class Region:
     """Whether an argument requires a gradient."""
     arguments: list[tuple[str, Any, Any]]
     """Tensors that the checkpoint holds without a guard: their name, a reference, and their fingerprint."""
-    forward: list[Event] = field(default_factory=list)
-    replays: list[list[Event]] = field(default_factory=list)
+    forward: list[RegionEvent] = field(default_factory=list)
+    replays: list[list[RegionEvent]] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     """The arguments that a replay found changed."""
     foreign: bool = False

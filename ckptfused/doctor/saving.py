@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 
-from ckptfused.compat.patches import patched
+from ckptfused.compat.patches import patched_attribute
 from ckptfused.compat.torch_autograd import CHECKPOINT_GENERATOR
 from ckptfused.compat.torch_distributed import COMPOSABLE_CHECKPOINT
 from ckptfused.models.forward import ConvertedForward
@@ -49,10 +49,10 @@ def replaced_checkpoints(
         return type("Replaced", (), {"apply": apply})
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patched(torch_checkpoint, CHECKPOINT_GENERATOR, generated))
-        stack.enter_context(patched(torch_checkpoint, REENTRANT, applied))
+        stack.enter_context(patched_attribute(torch_checkpoint, CHECKPOINT_GENERATOR, generated))
+        stack.enter_context(patched_attribute(torch_checkpoint, REENTRANT, applied))
         if COMPOSABLE_CHECKPOINT in sys.modules:
-            stack.enter_context(patched(sys.modules[COMPOSABLE_CHECKPOINT], CHECKPOINT_GENERATOR, generated))
+            stack.enter_context(patched_attribute(sys.modules[COMPOSABLE_CHECKPOINT], CHECKPOINT_GENERATOR, generated))
         yield
 
 
@@ -99,13 +99,13 @@ def _keeping_all(module: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if isinstance(forward, ConvertedForward):
             kept = forward.mode and forward.mode._replace(keep="all")
-            stack.enter_context(patched(forward, "mode", lambda _: kept))
-            stack.enter_context(patched(forward, "segment", lambda _: None))
+            stack.enter_context(patched_attribute(forward, "mode", lambda _: kept))
+            stack.enter_context(patched_attribute(forward, "segment", lambda _: None))
         if isinstance(module, FusedModule):
-            stack.enter_context(patched(module, "_mode", lambda mode: mode._replace(keep="all")))
+            stack.enter_context(patched_attribute(module, "_mode", lambda mode: mode._replace(keep="all")))
         # Of a block that stands there twice, the gradients of segments are summed in another order.
         if isinstance(module, FusedCheckpointSequential) and 0 < len(module) == len(set(module)):
-            stack.enter_context(patched(module, "segments", lambda _: len(module)))
+            stack.enter_context(patched_attribute(module, "segments", lambda _: len(module)))
         yield
 
 

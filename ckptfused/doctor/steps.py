@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_map
 from ckptfused.compat.torch_compile import is_loaded
-from ckptfused.doctor.recorder import Recorder
+from ckptfused.doctor.recorder import RegionRecorder
 from ckptfused.profiler.step import NoLossError, forward_and_backward
-from ckptfused.state.fingerprints import Fingerprints, leaves, values_of
+from ckptfused.state.fingerprints import Fingerprints, leaves, tensor_values
 from ckptfused.state.snapshot import keeps_books
 
 _PLAIN = (bool, int, float, str)
@@ -25,10 +25,10 @@ LEAST_FREE = 0.04  # of the host's memory, below which a step ends that saves ev
 
 
 @dataclass
-class Step:
+class StepRun:
     """What a step computed and left behind."""
 
-    recorder: Recorder
+    recorder: RegionRecorder
     loss: Any = None
     gradients: dict[str, Any] = field(default_factory=dict)
     """Fingerprints, by parameter; those of arguments by `argument i`."""
@@ -52,14 +52,16 @@ class Step:
         self.recorder.in_backward = True
 
 
-def run(model: nn.Module, batch: Any, first: Step | None = None, guarded: bool = False, sizes: bool = False) -> Step:
+def run_as_is(
+    model: nn.Module, batch: Any, first: StepRun | None = None, guarded: bool = False, sizes: bool = False
+) -> StepRun:
     """A step of the model as it is, whose gradients are gone afterwards. Errors are in the result.
 
     first: the step that it is compared with; without one, what checkpoints replay is noted, and gradients are kept.
     guarded: raise `MemoryError` before the host's memory is spent. sizes: note how large results are, too.
     """
-    recorder = Recorder(model, first is None, _refuse_to_fill_memory if guarded else None, sizes)
-    step, given, before = Step(recorder), copied(batch, device_of(model)), plain_attributes(model)
+    recorder = RegionRecorder(model, first is None, _refuse_to_fill_memory if guarded else None, sizes)
+    step, given, before = StepRun(recorder), copied_batch(batch, one_device(model)), plain_attributes(model)
     try:
         with recorder.recording(), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # training says them, too
@@ -76,7 +78,7 @@ def run(model: nn.Module, batch: Any, first: Step | None = None, guarded: bool =
     return step
 
 
-def _read(model: nn.Module, given: Any, step: Step, before: dict[str, Any], first: Step | None) -> None:
+def _read(model: nn.Module, given: Any, step: StepRun, before: dict[str, Any], first: StepRun | None) -> None:
     prints = Fingerprints()
     named: list[tuple[str, Tensor]] = list(model.named_parameters())
     named += [(f"argument {i}", t) for i, t in enumerate(leaves(given)) if isinstance(t, Tensor) and t.is_leaf]
@@ -91,7 +93,7 @@ def _read(model: nn.Module, given: Any, step: Step, before: dict[str, Any], firs
     other = first is not None and first.gradients != step.gradients
     for name, t in named:
         grad, t.grad = t.grad, None  # one at a time, so that there are never two sets of all
-        own = None if grad is None else values_of(grad)
+        own = None if grad is None else tensor_values(grad)
         if own is not None and first is None:
             step.values[name] = own.to("cpu", copy=True)
         elif own is not None and other:
@@ -149,13 +151,13 @@ def _copied_plain(value: Any) -> Any:
     return type(value)(value) if type(value) in (list, dict) else value
 
 
-def device_of(model: nn.Module) -> torch.device | None:
+def one_device(model: nn.Module) -> torch.device | None:
     """The one device of all parameters and buffers; None if they are on several."""
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     return next(iter(devices)) if len(devices) == 1 else None
 
 
-def copied(batch: Any, device: torch.device | None) -> Any:
+def copied_batch(batch: Any, device: torch.device | None) -> Any:
     """A batch of a step's own, on the device of the model."""
 
     def copy(value: Any) -> Any:

@@ -6,6 +6,6 @@ One small file a stem, written for reading, not for speed. Everything here is or
 
 from .attention import attention
 from .block import dropout_masks, eager_block
-from .philox import dropout_mask, keep_threshold, philox4x32
+from .philox import keep_threshold, philox4x32, philox_mask
 
-__all__ = ["attention", "dropout_mask", "dropout_masks", "eager_block", "keep_threshold", "philox4x32"]
+__all__ = ["attention", "dropout_masks", "eager_block", "keep_threshold", "philox4x32", "philox_mask"]

@@ -14,14 +14,14 @@ from .activation import activation
 from .attention import attention
 from .dropout import dropout
 from .norm import norm
-from .philox import dropout_mask
+from .philox import philox_mask
 from .rope import rope
 
 Params = Mapping[str, Tensor | None]
-Keep = Mapping[str, Tensor]
+KeepMasks = Mapping[str, Tensor]
 
 
-def _linear(x: Tensor, params: Params, name: str, spec: AttentionSpec | FFNSpec, keep: Keep) -> Tensor:
+def _linear(x: Tensor, params: Params, name: str, spec: AttentionSpec | FFNSpec, keep: KeepMasks) -> Tensor:
     """The projection `name` ("attn.q") of x with its adapters, each of which has a keep mask by its name if p > 0."""
     weight, bias = params.get(f"{name}_w"), params.get(f"{name}_b")
     assert weight is not None, f"{name}_w is missing"
@@ -47,7 +47,7 @@ def _lengths(cu_seqlens: Tensor | None, tokens: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
-def _adapter_masks(keep: Mapping[int, Tensor], name: str, spec: BlockSpec) -> Keep:
+def _adapter_masks(keep: Mapping[int, Tensor], name: str, spec: BlockSpec) -> KeepMasks:
     """The masks of one half's adapters by name."""
     first = 4 if name == "attn" or spec.attn is None else 4 + len(spec.attn.lora)
     return {f"{name}.lora{site - first}": mask for site, mask in keep.items() if site >= first}
@@ -86,11 +86,11 @@ def dropout_masks(
     if rng_state is None:
         raise ValueError("rng_state: expected an int64[2] tensor for a spec with dropout, got None")
     seed, offset = rng_state.tolist()
-    return {site: dropout_mask(shape, p, seed, offset, site) for site, (p, shape) in wanted.items()}
+    return {site: philox_mask(shape, p, seed, offset, site) for site, (p, shape) in wanted.items()}
 
 
 def qkv(
-    x: Tensor, params: Params, spec: AttentionSpec, cos: Tensor | None, sin: Tensor | None, adapter_keep: Keep
+    x: Tensor, params: Params, spec: AttentionSpec, cos: Tensor | None, sin: Tensor | None, adapter_keep: KeepMasks
 ) -> list[Tensor]:
     """q, k, v after q/k norm and RoPE. **Shapes**: x [B, T, C]; returns [B, H, T, D] and twice [B, G, T, D]."""
     h, g, d = spec.heads, spec.kv_heads, spec.head_dim
@@ -127,7 +127,7 @@ def attention_branch(
     padding: Tensor | None,
     cu_seqlens: Tensor | None,
     keep: Tensor | None,
-    adapter_keep: Keep,
+    adapter_keep: KeepMasks,
     eager: bool,
 ) -> Tensor:
     """The attention half's f: projections, attention inside each sequence, output projection. [B, T, C] both ways."""
@@ -159,7 +159,7 @@ def attention_branch(
     return _linear(o, params, "attn.o", spec, adapter_keep)
 
 
-def ffn_branch(x: Tensor, params: Params, spec: FFNSpec, keep: Tensor | None, adapter_keep: Keep) -> Tensor:
+def ffn_branch(x: Tensor, params: Params, spec: FFNSpec, keep: Tensor | None, adapter_keep: KeepMasks) -> Tensor:
     """The FFN half's f: up (and gate), activation, dropout, down. [B, T, C] both ways."""
     gate = None
     if spec.gated:

@@ -8,7 +8,7 @@ from torch import Tensor
 from .philox import DECISIONS, keep_threshold
 
 
-def keep_scale(p: float) -> float:
+def scale_of_kept(p: float) -> float:
     """What kept values are multiplied by: 65536 / (65536 - t), so that the mean is exact; 0 when all are dropped."""
     t = keep_threshold(p)
     return DECISIONS / (DECISIONS - t) if t < DECISIONS else 0.0
@@ -21,4 +21,4 @@ def dropout(x: Tensor, keep: Tensor | None, p: float) -> Tensor:
     """
     if keep is None:
         return x
-    return torch.where(keep, x * keep_scale(p), torch.zeros((), dtype=x.dtype, device=x.device))
+    return torch.where(keep, x * scale_of_kept(p), torch.zeros((), dtype=x.dtype, device=x.device))

@@ -36,7 +36,7 @@ def plain_block(
         return eager_block(x, named, spec, **inputs, masks=masks)
 
 
-def drawn_masks(x: Tensor, aux: Sequence[Tensor | None], text: str, state: Tensor | None) -> dict[int, Tensor]:
+def masks_of_op(x: Tensor, aux: Sequence[Tensor | None], text: str, state: Tensor | None) -> dict[int, Tensor]:
     """The keep masks that the op drew from `state`, by site."""
     wanted = _mask_shapes(x, aux, text) if state is not None else {}
     return {site: torch.ops.ckptfused.dropout_mask(list(shape), p, state, site) for site, (p, shape) in wanted.items()}  # type: ignore[arg-type]

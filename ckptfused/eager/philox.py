@@ -68,7 +68,7 @@ def decisions(rows: int, cols: int, seed: int, offset: int, site: int) -> np.nda
     return (word >> (np.uint64(16) * (lane & np.uint64(1)))) & np.uint64(0xFFFF)
 
 
-def dropout_mask(shape: Sequence[int], p: float, seed: int, offset: int, site: int) -> Tensor:
+def philox_mask(shape: Sequence[int], p: float, seed: int, offset: int, site: int) -> Tensor:
     """The keep mask of a whole dropout tensor in batch-first order.
 
     **Shapes**: returns bool ``shape``; all dimensions but the last count as rows.

@@ -45,7 +45,7 @@ class Setting:
 
     def attention(self, a: AttentionSpec) -> tuple[str, str]:
         """A name in ATTENTION, and the reason."""
-        shape = backend.Shape.of_spec(a, self.dtype, self.batch, self.length)
+        shape = backend.AttentionShape.of_spec(a, self.dtype, self.batch, self.length)
         if self.cuda:
             return backend.attention_backend(shape, torch.cuda.get_device_capability(self.x.device))
         sizes = (self.batch, a.heads, a.kv_heads, self.length, a.head_dim)

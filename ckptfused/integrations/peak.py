@@ -30,7 +30,7 @@ class PeakMeter:
         self._stack = contextlib.ExitStack()
         self._trace: AllocatorLog | None = None
         if self._device.type == "cpu" and not is_profiled():
-            self._held = held(model, optimizer) + buckets
+            self._held = state_bytes(model, optimizer) + buckets
             self._trace = self._stack.enter_context(CPUAllocator().recording())
 
     def ends(self) -> int | None:
@@ -43,7 +43,7 @@ class PeakMeter:
         return self._held + max(itertools.accumulate(c.size for c in self._trace.changes), default=0)
 
 
-def held(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
+def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes of weights, buffers, gradients and the optimizer's state, each storage once."""
     state: Any = {} if optimizer is None else optimizer.state
     weights = list(model.parameters())

@@ -13,8 +13,8 @@ from ckptfused.checks import check_dtype, check_packed, check_param, check_plain
 from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
 from ckptfused.layer.facts import LayerFacts, facts_of
 from ckptfused.layer.parts import Inputs, Parts, Reason
-from ckptfused.layer.spec_text import CallKey, Expected, Mode, SpecKey, expected, text_of
-from ckptfused.ops.call import Call, Slots
+from ckptfused.layer.spec_text import CallKey, Expected, Mode, SpecKey, expected, half_text
+from ckptfused.ops.call import Call, SlotTensors
 from ckptfused.spec import MOST_TEXTS
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -74,7 +74,7 @@ def text_here(layer: LayerFacts, inputs: Inputs, mode: Mode) -> str:
         )
         called = tuple(key)
     keys = None if attn is None else attn.key, called, None if ffn is None else ffn.key
-    return text_of(*keys, layer.parts.parallel, inputs.seq_first, *mode)
+    return half_text(*keys, layer.parts.parallel, inputs.seq_first, *mode)
 
 
 def learned(masks: Sequence[Tensor | None], tables: Sequence[Tensor | None] = ()) -> Reason | None:
@@ -97,13 +97,15 @@ def _beside_fits(inputs: Inputs) -> Reason | None:
 
 
 @lru_cache(maxsize=MOST_TEXTS)
-def _fit(text: str, width: int) -> Callable[[Tensor, Slots], bool]:
+def _fit(text: str, width: int) -> Callable[[Tensor, SlotTensors], bool]:
     """Whether the tensors of a call with this text surely fit."""
     slots = expected(text, width)
     return _C.ExpectedTensors([((), "") if slot is None else (slot.shape, slot.kind) for slot in slots]).fit
 
 
-def _misfit(x: Tensor, slots: Slots, text: str, width: int, names: Mapping[str, str], sharded: bool) -> Reason | None:
+def _misfit(
+    x: Tensor, slots: SlotTensors, text: str, width: int, names: Mapping[str, str], sharded: bool
+) -> Reason | None:
     """The first tensor that does not fit op and input in shape, device, kind or type."""
     if not torch.compiler.is_compiling() and _fit(text, width)(x, slots):
         return None

@@ -11,7 +11,7 @@ from ckptfused.layer.parts import FFN, Attention, child, weight
 from ckptfused.layer.peft import adapted
 from ckptfused.layer.projections import Projection, rate
 
-NAMES = {
+ENCODER_NAMES = {
     "attn.pre": "norm1",
     "attn.out": "norm1",
     "attn.q": "self_attn.in_proj",

@@ -15,19 +15,19 @@ from ckptfused.layer.projections import NO_NORM, Norm, Projection, activation, n
 from ckptfused.layer.sdpa import sdpa_replaced
 from ckptfused.layer.source import as_read, unread
 from ckptfused.layer.spec_text import AttentionKey, FFNKey, SpecKey, settled
-from ckptfused.ops.call import Slots
+from ckptfused.ops.call import SlotTensors
 from ckptfused.spec import MAX_HEAD_DIM
 from ckptfused.spec.slots import PAIRS
 
 
-class Half(NamedTuple):
+class HalfFacts(NamedTuple):
     """A half in the op's terms, its inputs left out: a key of its text, and tensors in slot order."""
 
     key: SpecKey
-    slots: Slots
-    adapters: Slots
+    slots: SlotTensors
+    adapters: SlotTensors
     """The tensors of its adapters, which come after both halves' slots."""
-    quantized: Slots
+    quantized: SlotTensors
     """What stands beside its weights in few bits, which comes last of all."""
     width: int
     """Width of its result."""
@@ -37,8 +37,8 @@ class LayerFacts(NamedTuple):
     """A layer in the op's terms, its inputs left out."""
 
     parts: Parts
-    attn: Half | None
-    ffn: Half | None
+    attn: HalfFacts | None
+    ffn: HalfFacts | None
 
     @property
     def width(self) -> int:
@@ -106,13 +106,13 @@ _STEMS = {name: tuple(pair.stem for pair in pairs) for name, pairs in PAIRS.item
 _NOTHING = Projection(None, None)  # type: ignore[arg-type]
 
 
-def _slots(half: str, found: Mapping[str, Projection | Norm]) -> Slots:
+def _slots(half: str, found: Mapping[str, Projection | Norm]) -> SlotTensors:
     """The tensors of a half, by the stems of their slots, in the order of the op."""
     pieces = [found.get(stem, _NOTHING) for stem in _STEMS[half]]
     return [tensor for piece in pieces for tensor in (piece.weight, piece.bias)]
 
 
-def _adapters(maps: dict[str, Projection]) -> tuple[SpecKey, Slots]:
+def _adapters(maps: dict[str, Projection]) -> tuple[SpecKey, SlotTensors]:
     """What the text says of the adapters of a half, and their tensors, in the order of its projections."""
     found = [(stem, lora) for stem, projection in maps.items() for lora in projection.adapters]
     if not found:
@@ -121,7 +121,7 @@ def _adapters(maps: dict[str, Projection]) -> tuple[SpecKey, Slots]:
     return said, [tensor for _, lora in found for tensor in (lora.a, lora.b, lora.bias)]
 
 
-def _quantized(maps: dict[str, Projection]) -> tuple[SpecKey, Slots]:
+def _quantized(maps: dict[str, Projection]) -> tuple[SpecKey, SlotTensors]:
     """What the text says of the weights of a half that are in few bits, and the tensors beside them."""
     found = [(stem, projection.stored) for stem, projection in maps.items() if projection.stored is not None]
     said = tuple((stem, *stored[:3]) for stem, stored in found)
@@ -132,7 +132,7 @@ def _settled(values: SpecKey) -> SpecKey:
     return tuple(map(settled, values)) if torch.compiler.is_compiling() else values
 
 
-def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> Half | Reason:
+def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> HalfFacts | Reason:
     names = parts.names
     if (why := _holders(a.holders)) is not None:
         return why
@@ -172,10 +172,10 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> Half | Reason:
         qk_place=a.qk_place if a.q_norm is not None else "head",
         **_frame(a, norms, lora, quant),
     )
-    return Half(_settled(key), _slots("attn", {**maps, **norms, **turned}), adapters, quantized, width)
+    return HalfFacts(_settled(key), _slots("attn", {**maps, **norms, **turned}), adapters, quantized, width)
 
 
-def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> Half | Reason:
+def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> HalfFacts | Reason:
     names, gated = parts.names, f.gate is not None
     if (why := _holders(f.holders)) is not None:
         return why
@@ -199,7 +199,7 @@ def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> Half | Reason:
         p_hidden=f.p_hidden,
         **_frame(f, norms, lora, quant),
     )
-    return Half(_settled(key), _slots("ffn", {**maps, **norms}), adapters, quantized, width)
+    return HalfFacts(_settled(key), _slots("ffn", {**maps, **norms}), adapters, quantized, width)
 
 
 def _frame(half: Attention | FFN, norms: dict[str, Norm], lora: SpecKey, quant: SpecKey) -> dict[str, Any]:

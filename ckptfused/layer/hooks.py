@@ -15,7 +15,7 @@ from ckptfused.compat.torch_modules import (
 from ckptfused.compat.transformers import collects
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import is_fully_sharded
-from ckptfused.layer.source import patched, replaced
+from ckptfused.layer.source import is_patched, is_replaced
 
 EVERYWHERE = Reason("hooks on all modules")
 LENT = Reason("tensors stand in for its weights (functional_call)", original=True)
@@ -28,10 +28,10 @@ def hooked(module: nn.Module) -> bool:
     original forward runs (`convert.hugging_face.collecting`).
     """
     if not (has_hooks(module) or "forward" in vars(module)):
-        return replaced(type(module))
+        return is_replaced(type(module))
     others = forward_pre_hooks(module) or has_backward_hooks(module)
-    own = bool(others) or patched(module) or not all(map(collects, forward_hooks(module).values()))
-    return own or replaced(type(module))
+    own = bool(others) or is_patched(module) or not all(map(collects, forward_hooks(module).values()))
+    return own or is_replaced(type(module))
 
 
 def watched(module: nn.Module, name: str = "") -> Reason | None:
@@ -45,7 +45,7 @@ def watched(module: nn.Module, name: str = "") -> Reason | None:
     if is_fully_sharded(module):
         name = name.removeprefix("FSDP")
         return Reason(f"{name} is sharded by itself (fully_shard inside the layer), so FSDP's hooks on it have to run")
-    if replaced(type(module)):
+    if is_replaced(type(module)):
         return Reason(f"{name}: the forward or __call__ of the class {type(module).__name__} was patched")
     return Reason(f"{name} has a hook or a forward of its own")
 

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.checks import autocast_enabled
-from ckptfused.compat.bitsandbytes import LINEAR_4BIT, LINEAR_8BIT, compute_type, repacked, row_scales, state_of
+from ckptfused.compat.bitsandbytes import (
+    LINEAR_4BIT,
+    LINEAR_8BIT,
+    four_bit_compute_type,
+    four_bit_state,
+    repacked,
+    row_scales,
+)
 from ckptfused.layer.parts import Reason, weight
 from ckptfused.layer.source import as_read, class_name
 
@@ -42,7 +49,7 @@ def stored_weight(module: nn.Module, dtype: torch.dtype, name: str) -> tuple[Ten
 
 
 def _four_bits(module: Any, dtype: torch.dtype, name: str) -> tuple[Tensor, Stored] | Reason:
-    codes, state = weight(module, "weight"), state_of(module)
+    codes, state = weight(module, "weight"), four_bit_state(module)
     if state is None:
         return Reason(f"{name}: its weight is not quantized yet (move the model to its device)")
     if repacked(state):
@@ -52,7 +59,7 @@ def _four_bits(module: Any, dtype: torch.dtype, name: str) -> tuple[Tensor, Stor
                 "and now trains without gradients: load the model again, and evaluate it converted"
             )
         return Reason(f"{name}: bitsandbytes packed its weight for inference", original=True)
-    own, wanted = compute_type(module, dtype, (torch.float32, torch.bfloat16)), _wanted(codes, dtype)
+    own, wanted = four_bit_compute_type(module, dtype, (torch.float32, torch.bfloat16)), _wanted(codes, dtype)
     if own != wanted:
         return Reason(f"{name} computes in {own} beside {wanted}: load the model with bnb_4bit_compute_dtype={wanted}")
     shape = tuple(state.shape)

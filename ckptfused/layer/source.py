@@ -31,7 +31,7 @@ _LAYOUT = {tokenize.COMMENT: "", tokenize.NL: "", tokenize.NEWLINE: "", tokenize
 
 
 @cache
-def known() -> dict[str, Any]:
+def known_code() -> dict[str, Any]:
     """What was read: `{"classes": {name: {fingerprint: version}}, "functions": …}`, the kind of norm by its fingerprint
     (`"norms"`) and of activation by the name of its class (`"activations"`)."""
     return json.loads(KNOWN_FILE.read_text())
@@ -73,7 +73,7 @@ class Called(NamedTuple):
 
 
 @cache
-def called(function: Callable[..., Any]) -> tuple[Called, ...]:
+def called_functions(function: Callable[..., Any]) -> tuple[Called, ...]:
     """The functions that a function calls by their global names, and those that these call in the same module.
 
     PyTorch's own are its own affair: nobody patches them for one model.
@@ -86,17 +86,17 @@ def called(function: Callable[..., Any]) -> tuple[Called, ...]:
             continue
         for name in caller.__code__.co_names:
             callee = Called(caller.__globals__, name)
-            value = without_kernel(callee.value)
-            if name not in found and (inspect.isfunction(value) or callee.full_name in known()["functions"]):
+            value = unwrapped_kernel(callee.value)
+            if name not in found and (inspect.isfunction(value) or callee.full_name in known_code()["functions"]):
                 found[name] = callee
                 if getattr(value, "__module__", None) == caller.__module__:
                     queue.append(value)
     return tuple(found.values())
 
 
-def without_kernel(value: Any) -> Any:
+def unwrapped_kernel(value: Any) -> Any:
     """The function that `kernels` made a module of, so that a kernel can take its place, while none does."""
-    if isinstance(value, nn.Module) and hasattr(type(value), "kernel_layer_name") and not patched(value):
+    if isinstance(value, nn.Module) and hasattr(type(value), "kernel_layer_name") and not is_patched(value):
         cells = getattr(type(value).forward, "__closure__", None) or ()
         return next((cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)), value)
     return value
@@ -115,7 +115,7 @@ def class_name(cls: type) -> str:
     """`module.Class`, of the class that was written down: FSDP2 and others derive one of their own from it."""
     if cls not in _CLASS_NAMES:
         names = [f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__]
-        _CLASS_NAMES[cls] = next((name for name in names if name in known()["classes"]), names[0])
+        _CLASS_NAMES[cls] = next((name for name in names if name in known_code()["classes"]), names[0])
     return _CLASS_NAMES[cls]
 
 
@@ -125,11 +125,11 @@ def unread(cls: Any, forward: Callable[..., Any]) -> str:
 
     A function that is replaced after torch.compile ran is not seen.
     """
-    now = tuple(without_kernel(callee.value) for callee in called(forward))
+    now = tuple(unwrapped_kernel(callee.value) for callee in called_functions(forward))
     key = (cls, forward, now)
     if key not in _UNREAD:
-        read = fingerprint(forward) in known()["classes"].get(class_name(cls), ())
-        others = (callee.name for callee in called(forward) if not _function_as_read(callee))
+        read = fingerprint(forward) in known_code()["classes"].get(class_name(cls), ())
+        others = (callee.name for callee in called_functions(forward) if not _function_as_read(callee))
         _UNREAD[key] = next((f"{name} in {cls.__name__}" for name in others), "") if read else cls.__name__
     return _UNREAD[key]
 
@@ -145,25 +145,27 @@ def function_as_read(function: Any) -> bool:
     if not inspect.isfunction(function):
         return False
     name = f"{function.__module__}.{function.__qualname__}"
-    return fingerprint(function) in known()["functions"].get(name, ()) and all(map(_function_as_read, called(function)))
+    return fingerprint(function) in known_code()["functions"].get(name, ()) and all(
+        map(_function_as_read, called_functions(function))
+    )
 
 
 def _function_as_read(callee: Called) -> bool:
     """Whether a function is the one that was read; of others it is enough to be of the library that calls them."""
-    value, module = without_kernel(callee.value), callee.namespace["__name__"]
-    marks = known()["functions"].get(callee.full_name)
+    value, module = unwrapped_kernel(callee.value), callee.namespace["__name__"]
+    marks = known_code()["functions"].get(callee.full_name)
     if marks is None:
         return getattr(value, "__module__", "").partition(".")[0] == module.partition(".")[0]
     return inspect.isfunction(value) and fingerprint(value) in marks
 
 
-def patched(module: nn.Module) -> bool:
+def is_patched(module: nn.Module) -> bool:
     """Whether a module's forward is another than its class's. Libraries that take a patch back leave the latter."""
     own = vars(module).get("forward")
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
-def replaced(cls: Any) -> bool:
+def is_replaced(cls: Any) -> bool:
     """Whether somebody put another function in the place of `forward` or `__call__` of a class of PyTorch's or ours:
     all modules of it run something else. Other libraries' classes are for `as_read`.
     """
@@ -195,28 +197,28 @@ def _defined_in(cls: type, method: Any) -> bool:
 
 def as_read(module: nn.Module) -> bool:
     """Whether this module's forward is its class's, and its class's is the one that was read."""
-    return not patched(module) and class_as_read(type(module), type(module).forward)
+    return not is_patched(module) and class_as_read(type(module), type(module).forward)
 
 
 @constant_result
 def norm_of(cls: Any, forward: Callable[..., Any]) -> str | None:
     """The kind of norm that a class's forward computes, None if it is not known."""
     if (cls, forward) not in _NORMS:
-        _NORMS[cls, forward] = known()["norms"].get(fingerprint(forward))
+        _NORMS[cls, forward] = known_code()["norms"].get(fingerprint(forward))
     return _NORMS[cls, forward]
 
 
 @constant_result
 def activation_of(cls: Any) -> str | None:
     """The activation that a class computes as long as its code is the one that was read, None if it is not known."""
-    return known()["activations"].get(f"{cls.__module__}.{cls.__qualname__}")
+    return known_code()["activations"].get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def note_functions(found: dict[str, Any], function: Callable[..., Any], said: str) -> None:
     """Writes down the functions that a function calls as they are now."""
-    called.cache_clear()
-    for callee in called(function):
-        written = fingerprint(without_kernel(callee.value))
+    called_functions.cache_clear()
+    for callee in called_functions(function):
+        written = fingerprint(unwrapped_kernel(callee.value))
         if written:
             found["functions"].setdefault(callee.full_name, {}).setdefault(written, said)
 
@@ -228,8 +230,8 @@ def vouch(classes: Iterable[type], norms: Mapping[type, str]) -> None:
         if not written:
             raise ValueError(f"{cls.__qualname__}: expected a class whose source can be read, found none")
         if cls in norms:
-            known()["norms"][written] = norms[cls]
-        known()["classes"].setdefault(f"{cls.__module__}.{cls.__qualname__}", {})[written] = "vouched for"
-        note_functions(known(), cls.forward, "vouched for")  # type: ignore[attr-defined]
+            known_code()["norms"][written] = norms[cls]
+        known_code()["classes"].setdefault(f"{cls.__module__}.{cls.__qualname__}", {})[written] = "vouched for"
+        note_functions(known_code(), cls.forward, "vouched for")  # type: ignore[attr-defined]
     for found in (_CLASS_NAMES, _UNREAD, _NORMS):
         found.clear()  # type: ignore[attr-defined]

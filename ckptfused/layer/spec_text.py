@@ -79,7 +79,7 @@ def kept_names(keep: str) -> tuple[str, ...] | str:
 
 
 @constant_result
-def text_of(
+def half_text(
     attn: SpecKey | None,
     inputs: SpecKey,
     ffn: SpecKey | None,

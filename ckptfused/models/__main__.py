@@ -13,13 +13,13 @@ import json
 import sys
 from typing import Any
 
-from ckptfused.layer.source import KNOWN_FILE, fingerprint, known, note_functions
+from ckptfused.layer.source import KNOWN_FILE, fingerprint, known_code, note_functions
 
 
 def main(names: list[str]) -> None:
     """Adds the fingerprint of each class's forward, or of the method that is named, to known.json, and those of the
     functions that it calls."""
-    found = known()
+    found = known_code()
     for named in names:
         name, _, method = named.partition(":")
         holder, said = _holder(name)

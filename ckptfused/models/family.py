@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import autocast_enabled
 from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
-from ckptfused.cost.opened import device_of
+from ckptfused.cost.opened import device_counted
 from ckptfused.layer.call import build_call, learned
 from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Inputs, Parts, Reason
@@ -211,7 +211,7 @@ def fused_call(parts: Parts, inputs: Inputs, mode: Mode, sharded: bool = False) 
 
 def _closing_norm_fits(parts: Parts, x: Tensor) -> Reason | None:
     """Autocast, but for the CPU's, gives the result of a LayerNorm in float32; a block's has the type of x."""
-    if device_of(x) == "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
+    if device_counted(x) == "cpu" or x.dtype not in (torch.bfloat16, torch.float16):
         return None
     closing = any(half is not None and half.out is not None for half in (parts.attn, parts.ffn))
     if closing and autocast_enabled(x):

@@ -12,13 +12,13 @@ from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.peft import given_caches
 from ckptfused.layer.shards import is_flattened, is_fully_sharded, refuse_tensor_parallel
-from ckptfused.layer.source import patched
+from ckptfused.layer.source import is_patched
 from ckptfused.layer.spec_text import Mode, keep_text
 from ckptfused.models import find
 from ckptfused.models.derive.calls import IN_SHARDS, forget
 from ckptfused.models.derive.family import DERIVED
 from ckptfused.models.derive.record import RAISED
-from ckptfused.models.describe.example import Known, example, with_values
+from ckptfused.models.describe.example import KnownTables, example, with_values
 from ckptfused.models.family import Family, Outcome
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.models.heads import lm_heads, loss_forward
@@ -128,7 +128,7 @@ def _layers(
     offloader = Offloader() if any(mode.offload for mode in modes) else None
     segments, notes = _segments(found, policy)
     made, cached = [], set(given_caches(model))
-    tables: Known = {}
+    tables: KnownTables = {}
     for one, mode, segment in zip(found, modes, segments, strict=True):
         _take_out(one[1])
         taken = offloader if mode.offload else None
@@ -159,11 +159,11 @@ def _put_in(
     offloader: Offloader | None,
     segment: Segment | None,
     cached: bool,
-    tables: Known,
+    tables: KnownTables,
 ) -> InstalledLayer:
     """Gives a layer a forward of this mode. cached: its calls have filled key/value caches."""
     name, layer, family = found
-    before = vars(layer).get("forward") if patched(layer) else None
+    before = vars(layer).get("forward") if is_patched(layer) else None
     family = None if before is not None else family
     text: Mode | None = None
     outcome: Outcome | Reason = AS_IT_WAS if before is None else PATCHED
@@ -190,7 +190,7 @@ def _put_in(
     return InstalledLayer(name, layer, family, outcome, why, mode, segment)
 
 
-def _taken(model: nn.Module, found: Found, mode: Mode, tables: Known) -> tuple[Family | None, Outcome | Reason]:
+def _taken(model: nn.Module, found: Found, mode: Mode, tables: KnownTables) -> tuple[Family | None, Outcome | Reason]:
     """The family by which a layer runs that is not converted at this moment, and what will become of its calls."""
     name, layer, family = found
     outcome = _outcome(layer, family, mode)

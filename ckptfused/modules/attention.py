@@ -101,7 +101,11 @@ class FusedCheckpointAttention(FusedModule):
 
     def parts(self) -> Parts | Reason:
         attn = attention_parts(self)
-        return attn if isinstance(attn, Reason) else Parts(attn, width=self.self_attn.embed_dim, names=encoder.NAMES)
+        return (
+            attn
+            if isinstance(attn, Reason)
+            else Parts(attn, width=self.self_attn.embed_dim, names=encoder.ENCODER_NAMES)
+        )
 
     inputs = attention_inputs
 

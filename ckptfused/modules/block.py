@@ -15,11 +15,11 @@ from ckptfused.layer.activations import Activation, activation_kind, plain_activ
 from ckptfused.layer.norms import make_norm
 from ckptfused.layer.parts import Parts, Reason, child
 from ckptfused.layer.peft import adapted
-from ckptfused.layer.source import replaced
+from ckptfused.layer.source import is_replaced
 from ckptfused.modules.attention import attention_parts
 from ckptfused.modules.ffn import ffn_parts
 from ckptfused.modules.fused import FusedModule, rates, refuse_generic, run_module
-from ckptfused.modules.grouped_attention import is_plain, make_attention
+from ckptfused.modules.grouped_attention import has_fast_path, make_attention
 from ckptfused.modules.inputs import attention_inputs
 from ckptfused.spec import GATED_ACTIVATIONS, Keep
 from ckptfused.spec.checks import check_flag, check_integer
@@ -129,7 +129,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     @property
     def activation_relu_or_gelu(self) -> int:  # type: ignore[override]
         """What PyTorch's own fast path may take over (nested tensors) in the present state: 0 none, 1 relu, 2 gelu."""
-        usual = is_plain(self.self_attn) and type(self.norm1) is LayerNorm and not self.parallel
+        usual = has_fast_path(self.self_attn) and type(self.norm1) is LayerNorm and not self.parallel
         usual = usual and not (adapted(self.linear1) or adapted(self.linear2))  # it reads their weights past PEFT
         return {"relu": 1, "gelu": 2}.get(activation_kind(self.activation) or "", 0) if usual else 0
 
@@ -214,7 +214,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         for name, method in _METHODS.items():
             if getattr(type(self), name) is not method or name in vars(self):
                 return Reason(f"{type(self).__name__} overrides _sa_block or _ff_block")
-        if replaced(TransformerEncoderLayer):  # which the generic path calls
+        if is_replaced(TransformerEncoderLayer):  # which the generic path calls
             return Reason("nn.TransformerEncoderLayer.forward was patched")
         attn = attention_parts(self)
         if isinstance(attn, Reason):
@@ -222,7 +222,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         ffn = ffn_parts(self)
         if isinstance(ffn, Reason):
             return ffn
-        return Parts(attn, ffn, self.parallel, child(self, "self_attn").embed_dim, encoder.NAMES)
+        return Parts(attn, ffn, self.parallel, child(self, "self_attn").embed_dim, encoder.ENCODER_NAMES)
 
     inputs = attention_inputs
 

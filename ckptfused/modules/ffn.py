@@ -86,7 +86,11 @@ class FusedCheckpointFFN(FusedModule):
 
     def parts(self) -> Parts | Reason:
         ffn = ffn_parts(self)
-        return ffn if isinstance(ffn, Reason) else Parts(ffn=ffn, width=self.linear2.out_features, names=encoder.NAMES)
+        return (
+            ffn
+            if isinstance(ffn, Reason)
+            else Parts(ffn=ffn, width=self.linear2.out_features, names=encoder.ENCODER_NAMES)
+        )
 
     def inputs(self, src: Tensor, *args: Any, **kwargs: Any) -> Inputs:
         check_input(src, self.linear2.out_features, "src")

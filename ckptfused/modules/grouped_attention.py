@@ -151,7 +151,7 @@ class GroupedAttention(nn.MultiheadAttention):
         return ", ".join(words)
 
 
-def is_plain(attention: nn.MultiheadAttention) -> bool:
+def has_fast_path(attention: nn.MultiheadAttention) -> bool:
     """Whether PyTorch's own fast path computes this attention."""
     return type(attention) is MultiheadAttention
 

@@ -15,7 +15,7 @@ from ckptfused.spec.checks import check_integer, check_number
 
 _FIRST_LENGTH = 512
 _ANY_LENGTH = 32768  # 16 MiB for heads 128 wide, once a process: up to there a graph for any length reads the table
-Pair = tuple[Tensor, Tensor]
+RotaryTables = tuple[Tensor, Tensor]
 
 
 class _Key(NamedTuple):
@@ -33,11 +33,11 @@ class _Table:
     def __init__(self, key: _Key) -> None:
         self.key = key
         self.pair = _stored(key, _FIRST_LENGTH)
-        self.captured: list[Pair] = []
+        self.captured: list[RotaryTables] = []
         """What a CUDA graph reads: it has to outlive a longer table that takes its place."""
         self._growing = threading.Lock()
 
-    def reaching(self, length: int) -> Pair:
+    def reaching(self, length: int) -> RotaryTables:
         """cos and sin of at least so many positions."""
         pair = self.pair  # read once: another thread may put a longer one in place
         if length <= pair[0].size(0):
@@ -47,7 +47,7 @@ class _Table:
                 self.pair = _stored(self.key, 1 << (length - 1).bit_length())
             return self.pair
 
-    def for_capture(self, length: int) -> Pair | None:
+    def for_capture(self, length: int) -> RotaryTables | None:
         """The table for a CUDA graph; None where it is too short: what is computed now is not there yet."""
         pair = self.pair
         if length > pair[0].size(0):
@@ -72,7 +72,7 @@ def _shared(key: _Key) -> _Table:
         return table
 
 
-def _computed(key: _Key, length: int, like: Tensor) -> Pair:
+def _computed(key: _Key, length: int, like: Tensor) -> RotaryTables:
     """cos and sin of positions 0 … length - 1, computed in float64 where `like` is; a fake tensor makes fake ones."""
     steps, positions = (like.new_ones(n, dtype=torch.int64).cumsum(0) - 1 for n in (key.dim // 2, length))
     frequencies = torch.pow(key.theta, -2.0 * steps.double() / key.dim)
@@ -80,14 +80,14 @@ def _computed(key: _Key, length: int, like: Tensor) -> Pair:
     return angles.cos().to(key.dtype), angles.sin().to(key.dtype)
 
 
-def _stored(key: _Key, length: int) -> Pair:
+def _stored(key: _Key, length: int) -> RotaryTables:
     """A table to be read in other calls: no mode and no transform of this one gets at it, and backward may save it."""
     with without_modes_and_transforms(), torch.inference_mode(False), torch.no_grad():
         return _computed(key, length, torch.empty(0, device=key.device))
 
 
 @constant_result
-def _constant(words: str, dtype: torch.dtype, device: torch.device, length: int) -> Pair:
+def _constant(words: str, dtype: torch.dtype, device: torch.device, length: int) -> RotaryTables:
     """The table when torch.compile traces, for so many positions. The compiled graph holds it, for others to share.
 
     words: width and theta, as text: torch.compile may trace a float as a symbol.
@@ -128,7 +128,7 @@ class RotaryTable(nn.Module):
         self._words = f"{self.dim} {self.theta!r}"
         self._read: dict[tuple[torch.device, torch.dtype], _Table] = {}
 
-    def forward(self, length: int, like: Tensor | None = None) -> Pair:
+    def forward(self, length: int, like: Tensor | None = None) -> RotaryTables:
         """cos and sin of positions 0 … length - 1, for a tensor on this device and of this type (None: PyTorch's
         defaults): views of the table.
         """
@@ -147,7 +147,7 @@ class RotaryTable(nn.Module):
             pair = table.reaching(length)
         return pair[0][:length], pair[1][:length]
 
-    def _traced(self, length: int, like: Tensor, dtype: torch.dtype) -> Pair:
+    def _traced(self, length: int, like: Tensor, dtype: torch.dtype) -> RotaryTables:
         """The table where torch.compile traces: for this length alone, or for any."""
         from torch.fx.experimental.symbolic_shapes import has_static_value
 
@@ -160,7 +160,7 @@ class RotaryTable(nn.Module):
                 return cos.narrow(0, 0, length), sin.narrow(0, 0, length)  # a slice would settle the length
         return _computed(_Key(self.dim, self.theta, dtype, like.device), length, like)
 
-    def packed(self, cu_seqlens: Tensor, length: int, like: Tensor) -> Pair:
+    def packed(self, cu_seqlens: Tensor, length: int, like: Tensor) -> RotaryTables:
         """cos and sin of positions that start anew in each of the packed sequences; new tensors."""
         cos, sin = self(length, like)
         place = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)

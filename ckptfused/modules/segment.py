@@ -13,7 +13,7 @@ from torch import Tensor
 from ckptfused.checks import compute_word
 from ckptfused.compat.torch_compile import constant_result, in_graph
 from ckptfused.ops import enclosing_checkpoint, numerics
-from ckptfused.ops.call import Call, Slots, end_replay
+from ckptfused.ops.call import Call, SlotTensors, end_replay
 from ckptfused.ops.second_order import apart
 from ckptfused.spec import AUX_NAMES, MOST_TEXTS, parse
 
@@ -34,7 +34,7 @@ class _Step(NamedTuple):
     slots: int
 
 
-def _split(steps: tuple[_Step, ...], tensors: Slots) -> list[tuple[Slots, Slots, Tensor | None]]:
+def _split(steps: tuple[_Step, ...], tensors: SlotTensors) -> list[tuple[SlotTensors, SlotTensors, Tensor | None]]:
     """The flat tensors of a segment as (parameters, auxiliary inputs, random state) of each block."""
     parts, start = [], 0
     for step in steps:
@@ -119,7 +119,7 @@ def _segment(steps: tuple[_Step, ...], x: Tensor, *tensors: Tensor | None) -> Te
 
 
 def _differentiable_gradients(
-    steps: tuple[_Step, ...], dy: Tensor, inputs: Slots, wanted: Sequence[bool]
+    steps: tuple[_Step, ...], dy: Tensor, inputs: SlotTensors, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
     """The gradients of a segment as functions of dy and its inputs, by way of segments of one block.
 
@@ -139,12 +139,19 @@ def _differentiable_gradients(
     return grads
 
 
-def _forward(step: _Step, x: Tensor, params: Slots, aux: Slots, state: Tensor | None, save: bool) -> list[Tensor]:
+def _forward(
+    step: _Step, x: Tensor, params: SlotTensors, aux: SlotTensors, state: Tensor | None, save: bool
+) -> list[Tensor]:
     return getattr(torch.ops.ckptfused, f"{step.op}_fwd")(x, params, aux, state, step.text, save)
 
 
 def _backward(
-    step: _Step, dy: Tensor, x: Tensor, part: tuple[Slots, Slots, Tensor | None], kept: list[Tensor], needs: list[bool]
+    step: _Step,
+    dy: Tensor,
+    x: Tensor,
+    part: tuple[SlotTensors, SlotTensors, Tensor | None],
+    kept: list[Tensor],
+    needs: list[bool],
 ) -> list[Tensor]:
     op, (params, aux, state) = getattr(torch.ops.ckptfused, f"{step.op}_bwd"), part
     return op(dy, x, params, aux, kept, state, step.text, needs)

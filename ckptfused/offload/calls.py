@@ -22,11 +22,11 @@ from ckptfused.compat.torch_autograd import (
     saved_tensor_hooks_allowed,
 )
 from ckptfused.compat.torch_memory import storage_id
-from ckptfused.cost.opened import device_of
+from ckptfused.cost.opened import device_counted
 from ckptfused.offload.copies import Copies, copies_of
-from ckptfused.offload.saved import Held, Saved
+from ckptfused.offload.saved import Held, OffloadedInput
 from ckptfused.ops.enclosing_checkpoint import captured
-from ckptfused.recompute.copy_on_write import is_plain
+from ckptfused.recompute.copy_on_write import is_plain_view
 
 _NOTHING = nullcontext()
 
@@ -35,10 +35,10 @@ class _Order(threading.local):
     """What the calls of one thread saved."""
 
     def __init__(self) -> None:
-        self.last: weakref.ref[Saved] | None = None
-        self.waiting: list[weakref.ref[Saved]] = []
+        self.last: weakref.ref[OffloadedInput] | None = None
+        self.waiting: list[weakref.ref[OffloadedInput]] = []
         """Saved by the call before, which may have been the last."""
-        self.leaving: list[weakref.ref[Saved]] = []
+        self.leaving: list[weakref.ref[OffloadedInput]] = []
 
     def begin(self) -> None:
         """A call begins, so the one before it was not the last."""
@@ -68,21 +68,21 @@ class Offloader:
         self._copies: dict[tuple[torch.device, str], Copies | None] = {}
         self.order = _Order()
         self._lock = threading.RLock()
-        self._ahead: weakref.ref[Saved] | None = None
+        self._ahead: weakref.ref[OffloadedInput] | None = None
 
     def __reduce__(self) -> tuple[type[Offloader], tuple[()]]:
         return Offloader, ()
 
     def copies(self, x: Any) -> Copies | None:
         """The copies between x's device and the host; None where x stays."""
-        if not isinstance(x, Tensor) or not is_plain(x) or captured(x):
+        if not isinstance(x, Tensor) or not is_plain_view(x) or captured(x):
             return None
-        place = x.device, device_of(x)
+        place = x.device, device_counted(x)
         if place not in self._copies:
             self._copies[place] = copies_of(*place)
         return self._copies[place]
 
-    def take(self, saved: Saved) -> Tensor:
+    def take(self, saved: OffloadedInput) -> Tensor:
         """An input that backward asks for, and the one that it will ask for next is on its way."""
         with self._lock:
             ahead = None if self._ahead is None else self._ahead()
@@ -116,27 +116,27 @@ class _Call(AbstractContextManager[None]):
     def follow(self, x: Tensor) -> None:
         """Says what is saved next: a layer in several steps has an input for each."""
         self._x = x
-        self._found: dict[Any, Saved] = {}
+        self._found: dict[Any, OffloadedInput] = {}
         self._home = self._copies.home()
         self._made = self._copies.point(self._home)
         self._order.begin()
 
-    def pack(self, t: Tensor) -> Held | Saved:
+    def pack(self, t: Tensor) -> Held | OffloadedInput:
         """What autograd holds for t."""
         x = self._x
-        if not (is_plain(t) and storage_id(t) == storage_id(x) and _may_leave(t)):
+        if not (is_plain_view(t) and storage_id(t) == storage_id(x) and _may_leave(t)):
             return Held(t)
         view = (t.shape, t.stride())
         if view not in self._found:
             order = self._order
-            saved = self._found[view] = Saved(self._copies, t, self._home, self._made, order.last)
+            saved = self._found[view] = OffloadedInput(self._copies, t, self._home, self._made, order.last)
             order.last = weakref.ref(saved)
             order.waiting.append(order.last)
         return self._found[view]
 
-    def unpack(self, packed: Held | Saved) -> Tensor:
+    def unpack(self, packed: Held | OffloadedInput) -> Tensor:
         """What t was."""
-        return self._offloader.take(packed) if isinstance(packed, Saved) else packed.take()
+        return self._offloader.take(packed) if isinstance(packed, OffloadedInput) else packed.take()
 
 
 def _may_leave(t: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ckptfused._extension import _C
 from ckptfused.offload.copies import Copies
-from ckptfused.recompute.copy_on_write import version
+from ckptfused.recompute.copy_on_write import write_count
 
 
 class Held:
@@ -17,22 +17,24 @@ class Held:
 
     def __init__(self, t: Tensor) -> None:
         self._t = t if t.is_leaf else t.detach()  # with its graph, a node that saves its own result would hold itself
-        self._version = version(t)
+        self._version = write_count(t)
 
     def take(self) -> Tensor:
         """The tensor. **Raises** `RuntimeError` if it was changed in place."""
-        _check(_name(self._t), version(self._t), self._version)
+        _check(_name(self._t), write_count(self._t), self._version)
         return self._t
 
 
-class Saved:
+class OffloadedInput:
     """An input of a layer that goes to the host and comes back.
 
     On the device, on the host, or on both: while a copy is under way, and before the device memory is given up. It dies
     with the graph, and what it holds with it.
     """
 
-    def __init__(self, copies: Copies, x: Tensor, home: Any, made: Any, before: weakref.ref[Saved] | None) -> None:
+    def __init__(
+        self, copies: Copies, x: Tensor, home: Any, made: Any, before: weakref.ref[OffloadedInput] | None
+    ) -> None:
         self._copies = copies
         self._home = home
         self._made = made  # the point from which on x has its values
@@ -45,7 +47,7 @@ class Saved:
         self._before = before
 
     @property
-    def before(self) -> Saved | None:
+    def before(self) -> OffloadedInput | None:
         """What was saved before it, and so is asked for after it; None if that is gone."""
         return None if self._before is None else self._before()
 

@@ -16,12 +16,12 @@ from ckptfused.ops import enclosing_checkpoint, second_order  # noqa: F401  (the
 from ckptfused.ops.kv_cache import keeping_qkv, keys_and_values
 from ckptfused.spec import parse
 
-Slots = list[Tensor | None]
+SlotTensors = list[Tensor | None]
 # A name without its overload is looked up at each call.
 _OPS = {name: getattr(torch.ops.ckptfused, name).default for name in ("block", "attention_block", "ffn_block")}
 
 
-def end_replay(x: Tensor, beside: Slots, state: Callable[[], Tensor] | None = None) -> None:
+def end_replay(x: Tensor, beside: SlotTensors, state: Callable[[], Tensor] | None = None) -> None:
     """Ends a replay that waits for these inputs alone, before the call that saves them and its random state:
     nobody would use what it returns."""
     inputs = [t for t in beside if t is not None]
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     op: str
     """`"block"`, `"attention_block"` or `"ffn_block"`."""
     x: Tensor
-    slots: Slots
+    slots: SlotTensors
     text: str
     masks: Mask = NO_MASK
     cos: Tensor | None = None
@@ -49,7 +49,7 @@ class Call(NamedTuple):
     """Takes the call's keys and values, where gradients are off: a key/value cache."""
 
     @property
-    def aux(self) -> Slots:
+    def aux(self) -> SlotTensors:
         """The tensors beside x and the parameters, in the order of `spec.AUX_NAMES`."""
         return [self.cos, self.sin, self.masks.mask, self.masks.padding, self.cu_seqlens]
 

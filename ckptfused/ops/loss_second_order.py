@@ -19,7 +19,7 @@ _KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
 _library = torch.library.Library("ckptfused", "IMPL")
 
 
-def drawn_masks(x: Tensor, spec: LossSpec, state: Tensor | None) -> list[Tensor]:
+def adapter_dropout(x: Tensor, spec: LossSpec, state: Tensor | None) -> list[Tensor]:
     """What each adapter's dropout multiplies its input by, in a call with this random state."""
     masks = []
     for site, adapter in enumerate(spec.lora, FIRST_SITE):
@@ -51,7 +51,7 @@ def _differentiable(
         spec = parse_loss(text)
         own: list[Any] = [t if t is None or not need else apart(t) for t, need in zip(variables, needs, strict=True)]
         x, weight, bias, *adapters = own
-        masks = drawn_masks(x, spec, state)
+        masks = adapter_dropout(x, spec, state)
         loss = eager_linear_cross_entropy(x, weight, bias, target, class_weight, adapters, spec, masks).loss
         wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
         return list(torch.autograd.grad(loss, wanted, dloss, create_graph=True))

@@ -17,7 +17,7 @@ from torch import Tensor
 from ckptfused import _extension  # noqa: F401  (registers the ops)
 from ckptfused.compat.pytree import broadcast_to_and_flatten, tree_flatten, tree_unflatten
 from ckptfused.compat.torch_dispatch import LegacyBatch, below_autograd
-from ckptfused.eager.from_op import drawn_masks, plain_block
+from ckptfused.eager.from_op import masks_of_op, plain_block
 from ckptfused.spec import AUX_NAMES
 
 _Optional = Tensor | None
@@ -52,7 +52,7 @@ class _Backward(torch.autograd.Function):
         text, needs = ctx.problem.text, ctx.problem.needs
         variables: list[Any] = [None if t is None else apart(t) for t in (dy, x, *params)]
         with torch.enable_grad():
-            y = plain_block(variables[1], variables[2:], aux, text, drawn_masks(x, aux, text, state))
+            y = plain_block(variables[1], variables[2:], aux, text, masks_of_op(x, aux, text, state))
             inputs = [t for t, need in zip(variables[1:], needs, strict=True) if need and t is not None]
             first = torch.autograd.grad(y, inputs, variables[0], create_graph=True, allow_unused=True)
         pairs = [

@@ -15,7 +15,7 @@ from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.planner.frontier import Unit
 from ckptfused.planner.mode_costs import HeadMode, Layer, ModeCosts
-from ckptfused.planner.policy_steps import UNSEEN, Steps, unseen
+from ckptfused.planner.policy_steps import UNSEEN, PredictedSteps, unseen_bytes
 from ckptfused.profiler.result import Profile
 
 SCRATCHES = (64 << 20, 16 << 30)
@@ -69,7 +69,7 @@ class Costs:
     def peak(self, above: int, head: int = 0) -> int:
         """Peak bytes of a step whose layers and head, in this mode of its, need so much."""
         own = max(self.constant + above, self.embeddings + sum(unit.gradients for unit in self.units))
-        return max(self.state + own + unseen(own, self.workspaces[head], self.base.device), self.least)
+        return max(self.state + own + unseen_bytes(own, self.workspaces[head], self.base.device), self.least)
 
     def seconds(self, own: float) -> float:
         """Seconds of a step whose layers and head take so much for a batch."""
@@ -94,7 +94,7 @@ class Costs:
             return None
 
 
-def costs(steps: Steps) -> Costs:
+def costs(steps: PredictedSteps) -> Costs:
     """Predicts as many steps as are needed, and says what everything costs."""
     installed = install(steps.meta_copy, CheckpointPolicy.uniform())
     base = steps.of(CheckpointPolicy.uniform(), whole=True)

@@ -38,7 +38,7 @@ Chains of a few kinds of units have hundreds. Of others a plan may then be one t
 Ints = npt.NDArray[np.int64]
 
 
-class Mode(NamedTuple):
+class UnitMode(NamedTuple):
     """One way of running a unit. Bytes are above what the units before it hold."""
 
     seconds: float
@@ -52,14 +52,14 @@ class Mode(NamedTuple):
     lingers: int = 0
     """What waits on the host, and is on the device, beside `saved`, while the units after it run, forward and backward,
     up to the next one of which something waits there."""
-    ending: Mode | None = None
+    ending: UnitMode | None = None
     """What it is in a replay that ends with it, whose forward is left out; None: the same."""
     keeps_output: bool = False
     """Whether it holds its output, the next unit's input, until its own backward."""
-    spared: Mode | None = None
+    spared: UnitMode | None = None
     """What it is after a unit that holds its input for it; None: the same."""
 
-    def beside(self, forward: int, backward: int) -> Mode:
+    def beside(self, forward: int, backward: int) -> UnitMode:
         """The mode of a unit that needs so much more while it runs."""
         ending, spared = (other and other.beside(forward, backward) for other in (self.ending, self.spared))
         more: dict[str, Any] = {"forward": self.forward + forward, "backward": self.backward + backward}
@@ -77,7 +77,7 @@ class Passing(NamedTuple):
 class Unit(NamedTuple):
     """A part of a step, with the modes that it may run in."""
 
-    modes: tuple[Mode, ...]
+    modes: tuple[UnitMode, ...]
     gradients: int = 0
     """Bytes of the gradients that its backward leaves."""
     input: int = 0
@@ -98,11 +98,11 @@ class Before(NamedTuple):
     lingers: int = 0
     keeps_output: bool = False
 
-    def after(self, mode: Mode) -> Before:
+    def after(self, mode: UnitMode) -> Before:
         """What is left to the unit after one that runs in this mode."""
         return Before(mode.lingers or self.lingers, mode.keeps_output)
 
-    def of(self, mode: Mode) -> Mode:
+    def of(self, mode: UnitMode) -> UnitMode:
         """What a mode is here."""
         return (mode.spared if self.keeps_output else None) or mode
 

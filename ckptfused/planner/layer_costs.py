@@ -12,8 +12,8 @@ from ckptfused.profiler.phases import (
     BACKWARD,
     EMBEDDINGS_BACKWARD,
     FORWARD,
-    HEAD,
     HEAD_BACKWARD,
+    HEAD_FORWARD,
     REPLAY,
     Phase,
 )
@@ -47,20 +47,22 @@ class Cost(NamedTuple):
 
     def mode(
         self, lingers: int = 0, waits: float = 0.0, ending: Cost | None = None, keeps_output: bool = False
-    ) -> frontier.Mode:
+    ) -> frontier.UnitMode:
         """For the programme. lingers: bytes of `saved` that are on the host; waits: seconds for them to come; ending:
         what the layer costs that saves its input alone, as it does at the end of a replay.
         """
         seconds = self.forward_seconds + self.backward_seconds + waits
-        last = ending and frontier.Mode(ending.backward_seconds, ending.saved, ending.saved, ending.backward)
-        return frontier.Mode(seconds, self.saved - lingers, self.forward, self.backward, lingers, last, keeps_output)
+        last = ending and frontier.UnitMode(ending.backward_seconds, ending.saved, ending.saved, ending.backward)
+        return frontier.UnitMode(
+            seconds, self.saved - lingers, self.forward, self.backward, lingers, last, keeps_output
+        )
 
 
 _OF = {REPLAY: BACKWARD.name, AFTER_FORWARD: FORWARD.name, AFTER_BACKWARD: BACKWARD.name}
 """Names of phases that count as another of the same layer."""
 
 
-def measured(profile: Profile) -> list[Cost]:
+def measured_costs(profile: Profile) -> list[Cost]:
     """What each layer cost in a step, and the loss head after them."""
     most: defaultdict[Phase, int] = defaultdict(int)
     for (name, index), parts, _ in profile.phases:
@@ -75,7 +77,7 @@ def measured(profile: Profile) -> list[Cost]:
         found.append(Cost(layer.saved, forward, backward, layer.forward_seconds, layer.backward_seconds))
         held += layer.saved
     head = profile.head
-    forward, backward = (max(0, most[phase] - held) for phase in (HEAD, HEAD_BACKWARD))
+    forward, backward = (max(0, most[phase] - held) for phase in (HEAD_FORWARD, HEAD_BACKWARD))
     return [*found, Cost(0, forward, backward, head.forward_seconds, head.backward_seconds)]
 
 

@@ -13,12 +13,12 @@ from ckptfused.models.layer_mode import LayerMode
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.planner import frontier
 from ckptfused.planner.frontier import Passing, Unit
-from ckptfused.planner.layer_costs import Cost, embeddings_of, held_beside, measured
-from ckptfused.planner.policy_steps import Steps
+from ckptfused.planner.layer_costs import Cost, embeddings_of, held_beside, measured_costs
+from ckptfused.planner.policy_steps import PredictedSteps
 from ckptfused.profiler.result import Profile
 from ckptfused.spec.keep import KEEP_PRESETS
 
-AS_IT_WAS = LayerMode(None)
+UNCONVERTED = LayerMode(None)
 
 
 class HeadMode(NamedTuple):
@@ -45,11 +45,11 @@ class Layer(NamedTuple):
 class ModeCosts:
     """Bytes and seconds of each layer in each of its modes, of which `read` has steps predicted."""
 
-    def __init__(self, steps: Steps, installed: Iterable[InstalledLayer], base: Profile) -> None:
+    def __init__(self, steps: PredictedSteps, installed: Iterable[InstalledLayer], base: Profile) -> None:
         self._steps = steps
         self._base = base
         self._installed = {one.name: one for one in installed}
-        self.kept = measured(base)
+        self.kept = measured_costs(base)
         """Costs of all layers and the head, all in the mode `"inputs"`."""
         self.constant, self.embeddings = held_beside(base), embeddings_of(base)
         self._workspaces = {HeadMode(): base.workspace}
@@ -71,7 +71,7 @@ class ModeCosts:
         self.embeddings = min(self.embeddings, embeddings_of(profile))
         head = HeadMode(policy.loss, policy.loss_scratch)
         self._workspaces[head] = max(self._workspaces.get(head, 0), profile.workspace)
-        return measured(profile)
+        return measured_costs(profile)
 
     def differs(self, head: HeadMode, scratch: int | None) -> bool:
         """Whether a limit changes what any layer costs; and what a head costs."""
@@ -99,8 +99,8 @@ class ModeCosts:
 
     def _modes_of(self, place: int, limits: Iterable[int | None]) -> tuple[LayerMode, ...]:
         if self._installed[self._names[place]].path not in ("fused", "part"):
-            return (LayerMode(), AS_IT_WAS)
-        return (*(LayerMode(keep, scratch) for scratch in limits for keep in KEEP_PRESETS), AS_IT_WAS)
+            return (LayerMode(), UNCONVERTED)
+        return (*(LayerMode(keep, scratch) for scratch in limits for keep in KEEP_PRESETS), UNCONVERTED)
 
     def read(self, limits: tuple[int | None, ...]) -> None:
         """Predicts steps in which one layer of each kind keeps what each of its modes does once, and others in which
@@ -140,7 +140,7 @@ class ModeCosts:
 
         def look(places: Iterable[int]) -> None:
             for odd in (0, 1):
-                if run := {place: AS_IT_WAS for place in places if place % 2 == odd}:
+                if run := {place: UNCONVERTED for place in places if place % 2 == odd}:
                     found = self._measured(self._policy(run))
                     alone.update((place, found[place]) for place in run)
                     nexts = (place + 1 for place in run)
@@ -148,7 +148,7 @@ class ModeCosts:
 
         shown = [next((place for place in own if place % 2), own[0]) for own in members]
         look(shown)
-        self._known.update(((self._kinds[place], AS_IT_WAS), (place, alone[place])) for place in shown)
+        self._known.update(((self._kinds[place], UNCONVERTED), (place, alone[place])) for place in shown)
         if after:
             look(self._places)
             together = self._measured(CheckpointPolicy.none())
@@ -165,7 +165,7 @@ class ModeCosts:
         inputs = self._inputs()
         found = []
         for place, (name, cost, profile) in enumerate(zip(self._names, self.kept, self._base.layers, strict=False)):
-            own: list[tuple[LayerMode | None, frontier.Mode]] = [(None, self._mode(place, None, cost))]
+            own: list[tuple[LayerMode | None, frontier.UnitMode]] = [(None, self._mode(place, None, cost))]
             if place in self._kinds:
                 costs = {mode: self._cost(place, mode) for mode in self._modes_of(place, self._limits)}
                 fused = self._installed[name].path == "fused"
@@ -183,14 +183,14 @@ class ModeCosts:
         return tuple(found)
 
     def _cost(self, place: int, mode: LayerMode) -> Cost:
-        if mode == AS_IT_WAS and place in self._as_they_were:
+        if mode == UNCONVERTED and place in self._as_they_were:
             return self._as_they_were[place]
         there, cost = self._known[self._kinds[place], mode]
         return cost.shifted(self.kept[place], self.kept[there])
 
-    def _mode(self, place: int, mode: LayerMode | None, cost: Cost, ending: Cost | None = None) -> frontier.Mode:
+    def _mode(self, place: int, mode: LayerMode | None, cost: Cost, ending: Cost | None = None) -> frontier.UnitMode:
         """For the programme: alone, and after a layer that keeps its output."""
-        keeps_output = mode == AS_IT_WAS and place + 1 in self._spared
+        keeps_output = mode == UNCONVERTED and place + 1 in self._spared
         alone = cost.mode(ending=ending, keeps_output=keeps_output)
         if place not in self._spared:
             return alone
@@ -202,7 +202,7 @@ class ModeCosts:
         """What a layer costs whose input is held by the one before it."""
         if place not in self._spared:
             return cost
-        return cost.spared(*self._spared[place][mode == AS_IT_WAS])
+        return cost.spared(*self._spared[place][mode == UNCONVERTED])
 
     def _inputs(self) -> list[int]:
         """Bytes of each layer's input that may wait on the host: not the last one's."""

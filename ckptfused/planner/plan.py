@@ -20,10 +20,10 @@ from ckptfused.planner import frontier
 from ckptfused.planner.budget import BudgetError, not_enough, within
 from ckptfused.planner.costs import Costs, costs
 from ckptfused.planner.counted import Counted
-from ckptfused.planner.policy_steps import Steps
+from ckptfused.planner.policy_steps import PredictedSteps
 from ckptfused.planner.segments import Divided
 from ckptfused.planner.sharding import sharded
-from ckptfused.planner.view import picture, table, written
+from ckptfused.planner.view import plan_json, plan_picture, plan_table
 from ckptfused.profiler.predict import simulated
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, MakeOptimizer, TrainingStep, check_model, has_vocabulary
@@ -74,7 +74,7 @@ class Plan:
 
     def summary(self) -> str:
         """A table for a person."""
-        return table(self)
+        return plan_table(self)
 
     __str__ = summary
 
@@ -83,11 +83,11 @@ class Plan:
 
         **Raises** `ImportError` without matplotlib.
         """
-        picture(self, path)
+        plan_picture(self, path)
 
     def to_json(self) -> str:
         """All of it but the profile, in bytes and seconds."""
-        return written(self)
+        return plan_json(self)
 
 
 def plan(
@@ -133,7 +133,7 @@ def plan(
     with simulated(model, step) as (meta_copy, on_meta):
         if not meta_copy.training:
             meta_copy.train()
-        steps = Steps(meta_copy, on_meta, said)
+        steps = PredictedSteps(meta_copy, on_meta, said)
         found = _Planner(steps, whole := costs(steps), sharded(whole, meta_copy, shards)).within(limit)
         notes += () if optimizer is not None else (_no_optimizer(meta_copy, shards),)
     return replace(found, notes=(*found.notes, *notes))
@@ -161,7 +161,7 @@ class _Planner:
     whole: on one device; own: on each of the shards.
     """
 
-    def __init__(self, steps: Steps, whole: Costs, own: Costs) -> None:
+    def __init__(self, steps: PredictedSteps, whole: Costs, own: Costs) -> None:
         self._steps, self._shards = steps, steps.step.shards
         self._whole, self._costs = whole, own
         self._fronts = [(costs, frontier.Front(costs.units)) for costs in own.apart()]

@@ -20,7 +20,7 @@ UNSEEN = 100
 which a step on meta tensors does not show (docs/memory.md)."""
 
 
-class Steps:
+class PredictedSteps:
     """Predicted steps of one model under policies. The model is a copy without data, which they change."""
 
     def __init__(self, meta_copy: nn.Module, step: TrainingStep, said: Callable[[str], None]) -> None:
@@ -42,11 +42,11 @@ class Steps:
                 found = predicted(self.meta_copy, self.step if whole else replace(self.step, optimizer=None))
             if any("is divided before" in str(warning.message) for warning in said):
                 self.broken.add(policy)
-            more = unseen(found.above_state, found.workspace, found.device)
+            more = unseen_bytes(found.above_state, found.workspace, found.device)
             self._found[policy] = replace(found, peak=found.peak + more, transients=found.transients + more)
         return self._found[policy]
 
 
-def unseen(above_state: int, workspace: int, device: str) -> int:
+def unseen_bytes(above_state: int, workspace: int, device: str) -> int:
     """Bytes to leave free beside what a step was counted to need above its state."""
     return workspace + above_state // UNSEEN if device == "cpu" else 0

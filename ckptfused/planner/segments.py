@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.planner.costs import Costs
-from ckptfused.planner.frontier import Before, Front, Mode, Unit, peak_of, seconds_of
+from ckptfused.planner.frontier import Before, Front, Unit, UnitMode, peak_of, seconds_of
 
 
 class Divided:
@@ -78,12 +78,12 @@ def _joined(units: list[Unit]) -> Unit:
     first, again = [0] * len(units), [*before, last._replace(modes=(last.modes[0].ending or last.modes[0],))]
     seconds = sum(unit.passing.seconds for unit in units if unit.passing is not None) + seconds_of(again, first)
 
-    def mode(left: Before) -> Mode:
+    def mode(left: Before) -> UnitMode:
         held, passing = left.input(units[0]), 0
         for place, unit in enumerate(units):
             assert unit.passing is not None
             passing = max(passing, held + unit.passing.peak + (unit.input if place else 0))
-        return Mode(seconds, held, passing, peak_of(again, first, left))
+        return UnitMode(seconds, held, passing, peak_of(again, first, left))
 
     alone = mode(Before())._replace(spared=mode(Before(keeps_output=True)))
     return Unit((alone,), sum(unit.gradients for unit in units))

@@ -12,7 +12,7 @@ from ckptfused.simulate.cards import CARDS, GIB
 from ckptfused.sizes import byte_unit, counted, second_unit, size
 
 
-def rich_table(plan: Any) -> Any:
+def rich_plan(plan: Any) -> Any:
     """For `rich.print`."""
     from rich.console import Group
     from rich.table import Table
@@ -50,12 +50,12 @@ def policy_line(policy: Any) -> str:
     return ", ".join(said)
 
 
-def table(plan: Any) -> str:
+def plan_table(plan: Any) -> str:
     """The same as text; without rich, fewer words."""
-    return printed(lambda: rich_table(plan), lambda: "\n".join((_first(plan), str(plan.policy), *plan.notes)))
+    return printed(lambda: rich_plan(plan), lambda: "\n".join((_first(plan), str(plan.policy), *plan.notes)))
 
 
-def written(plan: Any) -> str:
+def plan_json(plan: Any) -> str:
     """JSON."""
     points = {name: [point._asdict() for point in getattr(plan, name)] for name in ("front", "standard")}
     for point in points["front"]:
@@ -66,7 +66,7 @@ def written(plan: Any) -> str:
     return json.dumps(sizes | step | policy | points | {"notes": list(plan.notes)}, indent=2)
 
 
-def picture(plan: Any, path: str) -> None:
+def plan_picture(plan: Any, path: str) -> None:
     """Memory against time."""
     figure, axes = canvas(8, 5)
     points = [*plan.standard, *plan.front, ("", plan.peak, plan.seconds)]

@@ -15,14 +15,14 @@ from ckptfused.profiler.phases import (
     Alive,
     LayerProfile,
     Moment,
-    Parts,
+    PartBytes,
     Peak,
     Phase,
 )
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import TrainingStep
 from ckptfused.profiler.trace import AFTER, BETWEEN, EMBEDDINGS, Buffers, Change, Stretch, Trace, place_of
-from ckptfused.simulate.autocast import named
+from ckptfused.simulate.autocast import autocast_name
 
 
 def profile_of(trace: Trace, device: str, way: str, step: TrainingStep, **more: Any) -> Profile:
@@ -48,7 +48,7 @@ def profile_of(trace: Trace, device: str, way: str, step: TrainingStep, **more: 
         alive=_alive(trace, buffers),
         timeline=tuple(_timeline(trace, buffers)),
         marks=_marked(trace),
-        autocast=named(step.autocast),
+        autocast=autocast_name(step.autocast),
         gradient_accumulation_steps=step.gradient_accumulation_steps,
         **more,
     )
@@ -64,7 +64,7 @@ def _peaks(trace: Trace, buffers: Buffers) -> list[Peak]:
         for number, size, op in trace.changes[stretch.begin : stretch.end]:
             now[buffers.kinds[number]] += size
             if size > 0 and (stretch.phase not in found or sum(now) > sum(found[stretch.phase].parts)):
-                parts: Parts = (now[0], now[1], now[2], now[3])
+                parts: PartBytes = (now[0], now[1], now[2], now[3])
                 found[stretch.phase] = Peak(stretch.phase, parts, op)
     return list(found.values()) or [Peak(FORWARD, (now[0], now[1], now[2], now[3]), "nothing")]
 

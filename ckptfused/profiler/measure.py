@@ -18,7 +18,7 @@ from ckptfused.profiler.analysis import profile_of
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Marks, TrainingStep, run_step
 from ckptfused.profiler.trace import Trace
-from ckptfused.simulate.meta_copy import buckets, held
+from ckptfused.simulate.meta_copy import buckets, model_tensors
 from ckptfused.state.snapshot import Unchanged, drawn_alike
 
 TIMED = 3
@@ -46,7 +46,7 @@ def measured(model: nn.Module, step: TrainingStep, device: torch.device) -> Prof
         log, marks, received, gradients = _record(model, run, allocator)
         state = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
         found = [(place, phase) for place, (_, phase) in zip(log.marks, marks.found, strict=True)]
-        weights = stored_bytes([*held(model), *tree_leaves(step.batch)]) + buckets(model)
+        weights = stored_bytes([*model_tensors(model), *tree_leaves(step.batch)]) + buckets(model)
         trace = Trace(log.changes, found, received, seconds, marks.names, gradients, weights, stored_bytes(state))
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return profile_of(trace, name, "measured", step, fragmentation=log.fragmentation)

@@ -17,14 +17,14 @@ class Phase(NamedTuple):
 
 
 FORWARD, BACKWARD, OPTIMIZER, END = Phase("forward"), Phase("backward"), Phase("optimizer"), Phase("end")
-HEAD, HEAD_BACKWARD = Phase("forward of the loss head"), Phase("backward of the loss head")
+HEAD_FORWARD, HEAD_BACKWARD = Phase("forward of the loss head"), Phase("backward of the loss head")
 EMBEDDINGS_BACKWARD = Phase("backward of the embeddings")
 REPLAY = "replay in backward"
 """The name of the phase in which a checkpoint runs a layer's forward again."""
 AFTER_FORWARD, AFTER_BACKWARD = "after the forward", "after the backward"
 """The names of the phases between a layer and the next one that runs."""
 
-Parts = tuple[int, int, int, int]
+PartBytes = tuple[int, int, int, int]
 KINDS = ("weights", "optimizer", "gradients", "activations", "loss head", "transients")
 """Kinds of bytes; the last four are a `Peak`'s parts."""
 
@@ -33,7 +33,7 @@ class Peak(NamedTuple):
     """The most that a phase holds: gradients, activations, loss head and transients, and what was allocated last."""
 
     phase: Phase
-    parts: Parts
+    parts: PartBytes
     what: str
 
 

@@ -27,9 +27,9 @@ from ckptfused.profiler.trace import Change, Trace
 from ckptfused.simulate.autocast import outside
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.functions import functions_for_meta
-from ckptfused.simulate.meta_copy import copy_to_meta, held, without_data
+from ckptfused.simulate.meta_copy import copy_to_meta, model_tensors, without_data
 from ckptfused.simulate.roofline import TooLargeError, Work
-from ckptfused.simulate.values import LARGEST, Known, values_of
+from ckptfused.simulate.values import LARGEST, KnownValues, tensors_with_values
 from ckptfused.sizes import size
 from ckptfused.state.snapshot import drawn_alike
 from ckptfused.state.undone import without_trace
@@ -141,10 +141,10 @@ def _record(
     work = Work(device, opened, spend)
     marks.received = given
     twins, optimizer = without_data(step.batch), step.optimizer_of(model)
-    weights = stored_bytes([*held(model), *tree_leaves(twins)])
+    weights = stored_bytes([*model_tensors(model), *tree_leaves(twins)])
     state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
     optimize = None if optimizer is None else step_at_once if at_once else optimizer.step
-    known = Known(values_of(step.batch, twins))
+    known = KnownValues(tensors_with_values(step.batch, twins))
     with functions_for_meta(device.kind, work), marks, opened, work, known:
         gradients = run_step(model, replace(step, batch=twins), optimize, marks)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))

@@ -115,7 +115,7 @@ def misspelt(model: Any, batch: Any) -> str:
     return ""
 
 
-def called(model: nn.Module, batch: Batch) -> Any:
+def model_output(model: nn.Module, batch: Batch) -> Any:
     """The model's output of a batch."""
     if isinstance(batch, Mapping):
         return model(**batch)
@@ -266,7 +266,7 @@ def forward_and_backward(
 ) -> None:
     """One batch of a step. around: what is around its forward pass; backward_begins: is told of the loss."""
     with around:
-        loss = loss_of(called(model, batch), any_tensor)
+        loss = loss_of(model_output(model, batch), any_tensor)
     backward_begins(loss)
     loss.backward()
 

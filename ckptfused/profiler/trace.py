@@ -13,12 +13,12 @@ from ckptfused.profiler.phases import (
     EMBEDDINGS_BACKWARD,
     END,
     FORWARD,
-    HEAD,
     HEAD_BACKWARD,
+    HEAD_FORWARD,
     Phase,
 )
 
-GRADIENTS, ACTIVATIONS, LOSS_HEAD, TRANSIENTS = range(4)
+GRADIENTS, SAVED_ACTIVATIONS, LOSS_HEAD, TRANSIENTS = range(4)
 """Places in `Parts`."""
 EMBEDDINGS, AFTER, BETWEEN = -1, -2, -3
 """Stand-ins for a layer's index: what is in none."""
@@ -119,7 +119,7 @@ def _named(marks: list[tuple[int, Phase]]) -> list[Phase]:
     found, before = [], None
     for place, (_, phase) in enumerate(marks):
         if phase == FORWARD and place > last:
-            phase = HEAD
+            phase = HEAD_FORWARD
         elif phase == BACKWARD and place > of_layers[-1]:
             phase = EMBEDDINGS_BACKWARD
         elif phase in (FORWARD, BACKWARD) and before is not None:
@@ -151,9 +151,9 @@ class Buffers:
         self._read(trace, _shared(trace))
 
     def _read(self, trace: Trace, shared: set[int]) -> None:
-        of_layers, backward = trace.begin(HEAD, HEAD_BACKWARD), trace.begin(HEAD_BACKWARD)
+        of_layers, backward = trace.begin(HEAD_FORWARD, HEAD_BACKWARD), trace.begin(HEAD_BACKWARD)
         of_head = next(
-            (s.begin for s in trace.stretches if s.begin >= of_layers and s.phase not in (HEAD, HEAD_BACKWARD)),
+            (s.begin for s in trace.stretches if s.begin >= of_layers and s.phase not in (HEAD_FORWARD, HEAD_BACKWARD)),
             backward,
         )
         inside = False
@@ -163,7 +163,7 @@ class Buffers:
             for index in range(stretch.begin, stretch.end):
                 number, size, _ = trace.changes[index]
                 if size > 0:
-                    made = ACTIVATIONS if index < of_layers else LOSS_HEAD if index < of_head else TRANSIENTS
+                    made = SAVED_ACTIVATIONS if index < of_layers else LOSS_HEAD if index < of_head else TRANSIENTS
                     self.kinds[number] = GRADIENTS if number in self.gradients else made
                     self.places[number] = here
                     if index < backward:
@@ -181,7 +181,7 @@ def place_of(phase: Phase, inside: bool) -> int:
         return BETWEEN
     if phase.layer is not None:
         return phase.layer
-    if phase in (HEAD, HEAD_BACKWARD):
+    if phase in (HEAD_FORWARD, HEAD_BACKWARD):
         return AFTER
     return EMBEDDINGS if phase == EMBEDDINGS_BACKWARD or (phase == FORWARD and not inside) else BETWEEN
 

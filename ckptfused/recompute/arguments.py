@@ -101,7 +101,7 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _pairs(theirs: Any, ours: Any, above: tuple[int, ...] = ()) -> Iterator[tuple[Any, Any]]:
-    """Lists, dicts, dataclasses and registered containers, each with the one that `Arguments` built in its place."""
+    """Lists, dicts, dataclasses and registered containers, each with the one that `HeldArgs` built in its place."""
     if theirs is ours or id(ours) in above:
         return
     inside: list[tuple[Any, Any]] = []
@@ -116,7 +116,7 @@ def _pairs(theirs: Any, ours: Any, above: tuple[int, ...] = ()) -> Iterator[tupl
         yield from _pairs(a, b, (*above, id(ours)))
 
 
-class Arguments:
+class HeldArgs:
     """The arguments of one call as they were given: what containers held then, tensors by their index."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ckptfused.compat.torch_distributed import is_flat_view, is_managed
-from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, known
-from ckptfused.state.bindings import Slots
+from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, is_left_alone
+from ckptfused.state.bindings import SlotAttributes
 from ckptfused.state.containers import (
     CONTAINERS,
     SHOWN,
@@ -20,7 +20,7 @@ from ckptfused.state.containers import (
     without_graph,
 )
 from ckptfused.state.generators import is_generator
-from ckptfused.state.reach import DEPTH, LIMIT, WIDTH, of_torch, slots_of
+from ckptfused.state.reach import DEPTH, MOST_REACHED, WIDTH, of_torch, slots_of
 
 
 class _Kind(enum.Enum):
@@ -86,7 +86,7 @@ class AttributeScan:
         if type(held) is dict:
             self.attributes(held)
         if slots_of(kind):
-            self.holders.append(slots := Slots(value))
+            self.holders.append(slots := SlotAttributes(value))
             for inner in slots.found.values():
                 self.look_at(inner)
 
@@ -111,12 +111,14 @@ class AttributeScan:
         if kind is _OTHER:
             return
         if kind is _TENSOR:
-            self.tensors.append(TrackedTensor(without_graph(value), value.nbytes <= STATISTICS or not known(value)))
+            self.tensors.append(
+                TrackedTensor(without_graph(value), value.nbytes <= STATISTICS or not is_left_alone(value))
+            )
         elif kind is _Kind.MODULE:
             self.hidden.append(value)
         elif kind is _Kind.GENERATOR:
             self.generators.append(value)
-        elif id(value) not in self._seen and len(self._seen) < LIMIT:
+        elif id(value) not in self._seen and len(self._seen) < MOST_REACHED:
             self._seen.add(id(value))
             if kind is _CONTAINER:
                 self.holders.append(Contents(value))

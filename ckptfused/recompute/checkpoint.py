@@ -16,10 +16,10 @@ from ckptfused.checks import transformed
 from ckptfused.compat import torch_autograd
 from ckptfused.compat.torch_autograd import saved_tensor_hooks_allowed, vmap_saves_inputs
 from ckptfused.ops import numerics
-from ckptfused.recompute.arguments import CYCLE, Arguments, Given
+from ckptfused.recompute.arguments import CYCLE, Given, HeldArgs
 from ckptfused.recompute.copy_on_write import Aliases, CopiesOnWrite, clone, share_memory
 from ckptfused.recompute.per_thread_tensors import entered
-from ckptfused.recompute.replay_state import State, itself
+from ckptfused.recompute.replay_state import ReplayState, itself
 from ckptfused.recompute.saved_tensor_versions import SavedTensorVersions
 from ckptfused.spec.checks import check_choice, check_flag, check_integer
 
@@ -103,7 +103,7 @@ def checkpoint(
     flags = {"debug": debug, "early_stop": early_stop, "preserve_rng_state": preserve_rng_state}
     options = _options(context_fn, determinism_check, flags)
     try:
-        inputs = Arguments(args, kwargs)
+        inputs = HeldArgs(args, kwargs)
     except RecursionError:
         raise ValueError(f"ckptfused.checkpoint: {CYCLE}") from None
     tensors = inputs.take_tensors()
@@ -132,7 +132,7 @@ def checkpoint(
         with entered():  # before it looks at buffers: those are the module's own from now on
             segment = _Segment(function, inputs, tensors, (copies, given), preserve_rng_state)
             del given
-            result = torch_autograd.checkpoint(segment, *markers, **options)
+            result = torch_autograd.checkpoint_of_torch(segment, *markers, **options)
             segment.saved_tensor_versions.settle(segment.state.settle())
     else:
         with entered():
@@ -198,11 +198,11 @@ def checkpoint_sequential(
             f"checkpoint_sequential: expected 1 to {len(steps)} segments, one function each, got {segments}"
         )
     size = len(steps) // segments
-    theirs = Arguments((input,), {}).take_tensors()
+    theirs = HeldArgs((input,), {}).take_tensors()
     for i in range(segments - 1):
         part = _Chain(steps[i * size : (i + 1) * size])
         input = checkpoint(part, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
-    last = Arguments((input,), {})
+    last = HeldArgs((input,), {})
     # What the last segment writes to is never the caller's.
     copied = segments == 1 or torch.compiler.is_compiling() or transformed()
     copy = torch.clone if torch.compiler.is_compiling() else clone  # Dynamo knows no attributes of tensors
@@ -227,15 +227,15 @@ class _Segment:
     def __init__(
         self,
         function: Callable[..., Any],
-        inputs: Arguments,
+        inputs: HeldArgs,
         tensors: list[Tensor],
         first: tuple[list[Tensor], Given],
         random_state: bool,
     ) -> None:
         self.function = function
         self.inputs = inputs
-        self.saved = Saved(inputs, tensors)
-        self.state = State(function, inputs.others(), random_state)
+        self.saved = SavedArguments(inputs, tensors)
+        self.state = ReplayState(function, inputs.others(), random_state)
         self.settings = numerics.current()
         self.saved_tensor_versions = SavedTensorVersions()
         self.first: tuple[list[Tensor], Given] | None = first  # the copies for the forward, and what the caller gave
@@ -258,11 +258,11 @@ class _Segment:
                 made.forget()
 
 
-class Saved:
+class SavedArguments:
     """The tensors among the arguments, held by autograd like any saved tensor: an enclosing checkpoint drops and
     remakes them, the user's hooks see them."""
 
-    def __init__(self, inputs: Arguments, tensors: list[Tensor], places: list[int] | None = None) -> None:
+    def __init__(self, inputs: HeldArgs, tensors: list[Tensor], places: list[int] | None = None) -> None:
         """places: by which the inputs know these tensors; None: they are all."""
         self.inputs = inputs
         self.places = places

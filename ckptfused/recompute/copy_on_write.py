@@ -15,10 +15,10 @@ from ckptfused._extension import _C
 from ckptfused.compat import pytree
 from ckptfused.compat.torch_dispatch import dispatch_modes, is_transformed, without_dispatch_modes
 from ckptfused.compat.torch_memory import storage_id
-from ckptfused.recompute.arguments import Arguments
+from ckptfused.recompute.arguments import HeldArgs
 
 
-def is_plain(t: Tensor) -> bool:
+def is_plain_view(t: Tensor) -> bool:
     """Whether t is a view of a storage, and nothing else."""
     ordinary = type(t) in (Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_nested
     return ordinary and not is_transformed(t)
@@ -54,7 +54,7 @@ class CopiesOnWrite:
     def of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Tensors with the values and the gradients of these."""
         originals = list(tensors)
-        with unseen():
+        with unseen_by_modes():
             copies, unfinished = self._made.make(originals)
             for i in unfinished:
                 t = originals[i]
@@ -78,7 +78,7 @@ class CopiesOnWrite:
         return value if is_leaf else original
 
 
-def unseen() -> AbstractContextManager[Any]:
+def unseen_by_modes() -> AbstractContextManager[Any]:
     """A context that no dispatch mode sees into, such as selective checkpointing's, which counts operations: these are
     not the function's. PyTorch's own modes for tracing do see it."""
     modes = dispatch_modes()
@@ -89,10 +89,10 @@ def unseen() -> AbstractContextManager[Any]:
 
 def storage_of(t: Tensor) -> int:
     """What tells the memory of one plain tensor from another's; for others, what tells the tensors."""
-    return storage_id(t) if is_plain(t) else id(t)
+    return storage_id(t) if is_plain_view(t) else id(t)
 
 
-def version(t: Tensor) -> int | None:
+def write_count(t: Tensor) -> int | None:
     """The number of writes to t that autograd knows; None for a tensor made in inference mode."""
     try:
         return t._version
@@ -108,20 +108,20 @@ def share_memory(tensors: list[Tensor]) -> bool:
 class Aliases:
     """Refuses a write to an argument that another one would have seen, had the function worked on the caller's own."""
 
-    def __init__(self, inputs: Arguments, tensors: list[Tensor], copies: list[Tensor]) -> None:
+    def __init__(self, inputs: HeldArgs, tensors: list[Tensor], copies: list[Tensor]) -> None:
         self.inputs = inputs
         self.tensors, self.copies = list(tensors), list(copies)
-        self.versions = [version(t) for t in copies]
+        self.versions = [write_count(t) for t in copies]
 
     def check(self) -> None:
         """**Raises** `RuntimeError` naming the two arguments."""
         groups: dict[int, list[int]] = defaultdict(list)
         for i, t in enumerate(self.tensors):
-            if is_plain(t):
+            if is_plain_view(t):
                 groups[storage_id(t)].append(i)
         for group in groups.values():
             for i, j in itertools.permutations(group, 2):
-                if version(self.copies[i]) != self.versions[i] and _overlap(self.tensors[i], self.tensors[j]):
+                if write_count(self.copies[i]) != self.versions[i] and _overlap(self.tensors[i], self.tensors[j]):
                     raise RuntimeError(
                         f"ckptfused.checkpoint: the function changes {self.inputs.name(i)} in place, which shares "
                         f"memory with {self.inputs.name(j)}; each is a copy of its own there. Give the function one "

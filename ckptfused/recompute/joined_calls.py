@@ -29,11 +29,11 @@ from ckptfused.compat.torch_autograd import (
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.ops import numerics
 from ckptfused.ops.enclosing_checkpoint import captured
-from ckptfused.recompute.arguments import Arguments
-from ckptfused.recompute.checkpoint import Saved
-from ckptfused.recompute.copy_on_write import is_plain
+from ckptfused.recompute.arguments import HeldArgs
+from ckptfused.recompute.checkpoint import SavedArguments
+from ckptfused.recompute.copy_on_write import is_plain_view
 from ckptfused.recompute.per_thread_tensors import entered
-from ckptfused.recompute.replay_state import State
+from ckptfused.recompute.replay_state import ReplayState
 from ckptfused.recompute.saved_tensor_versions import SavedTensorVersions
 
 _OPTIONS: Any = (torch_checkpoint.noop_context_fn, "default", False, True)  # the check of metadata, and early stopping
@@ -86,7 +86,12 @@ _chains: weakref.WeakValueDictionary[int, _Chain] = weakref.WeakValueDictionary(
 
 def may_be_chained(args: tuple[Any, ...], kwargs: dict[str, Any], x: Any) -> bool:
     """Whether a call may be a part of a chain, its first argument being x."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not isinstance(x, Tensor) or not is_plain(x):
+    if (
+        torch.compiler.is_compiling()
+        or not torch.is_grad_enabled()
+        or not isinstance(x, Tensor)
+        or not is_plain_view(x)
+    ):
         return False
     if captured(x):  # the random state cannot be read
         return False
@@ -177,7 +182,7 @@ class _Chain:
 
     def place(self, t: Tensor) -> tuple[int, int] | None:
         """Which leaf of which call's result t is, if it has not been changed since."""
-        if not is_plain(t) or t.is_inference():
+        if not is_plain_view(t) or t.is_inference():
             return None
         _, places = self._made.get(storage_id(t), (None, {}))
         return places.get(_layout(t))
@@ -210,7 +215,7 @@ class _Chain:
             self._steps.pop()
             return result
         for i, leaf in enumerate(tree_leaves(result)):
-            if isinstance(leaf, Tensor) and is_plain(leaf) and not leaf.is_inference():
+            if isinstance(leaf, Tensor) and is_plain_view(leaf) and not leaf.is_inference():
                 storage = leaf.untyped_storage()
                 _, places = self._made.setdefault(storage_id(storage), (StorageWeakRef(storage), {}))
                 places[_layout(leaf)] = (len(self._steps) - 1, i)
@@ -240,13 +245,13 @@ class _Step:
         around: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.function, self.around = function, around
-        self.inputs = Arguments(args, kwargs)
+        self.inputs = HeldArgs(args, kwargs)
         tensors = self.inputs.take_tensors()
         self.places = [chain.place(t) for t in tensors]
         self.needs_gradient = [t.requires_grad for t in tensors]
         given = [i for i, place in enumerate(self.places) if place is None]
-        self.saved = Saved(self.inputs, [tensors[i] for i in given], given)
-        self.state = State(module, self.inputs.others(), True)
+        self.saved = SavedArguments(self.inputs, [tensors[i] for i in given], given)
+        self.state = ReplayState(module, self.inputs.others(), True)
         self.saved_tensor_versions = SavedTensorVersions()
         self.random = torch.get_rng_state(), *torch_checkpoint.get_device_states(*tensors)
 

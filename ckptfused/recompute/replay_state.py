@@ -13,13 +13,13 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckptfused.compat.torch_distributed import fsdp1, is_managed
 from ckptfused.recompute.attribute_scan import AttributeScan, is_shared
-from ckptfused.recompute.copy_on_write import storage_of, version
+from ckptfused.recompute.copy_on_write import storage_of, write_count
 from ckptfused.recompute.per_thread_tensors import shown
 from ckptfused.recompute.tracked_tensors import (
     STATISTICS,
     Reads,
     TrackedTensor,
-    known,
+    is_left_alone,
     shown_and_swapped,
     with_old_values,
 )
@@ -35,7 +35,7 @@ MANY = 128
 _FEW = 64
 
 
-class State:
+class ReplayState:
     """Taken before the forward; `settle` after it; each replay runs within `replayed`.
 
     - Attributes of modules, of objects among the arguments and of those that the function is bound to, and what its
@@ -77,7 +77,9 @@ class State:
                 self._tensors.append(TrackedTensor(t, True, (module, "_buffers", name)))
         self._uncopied.settle()
         few = len(found.tensors) <= _FEW
-        self._tensors += [TrackedTensor(t, (few and t.nbytes <= STATISTICS) or not known(t)) for t in found.tensors]
+        self._tensors += [
+            TrackedTensor(t, (few and t.nbytes <= STATISTICS) or not is_left_alone(t)) for t in found.tensors
+        ]
         for kind in set(map(type, self._modules)):
             generators += drawn_by(kind)
         self._rng_states = RngStates(
@@ -112,7 +114,7 @@ class State:
         instead, swapped = shown_and_swapped(tensors)
         changed = {
             storage_of(tracked.tensor): f"{self._name(tracked)} was changed in place between forward and backward: "
-            f"expected version {tracked.version}, got version {version(tracked.tensor)}"
+            f"expected version {tracked.version}, got version {write_count(tracked.tensor)}"
             for tracked in tensors
             if tracked.changed()
         }

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ckptfused.compat.torch_autograd import saved_tensor_hooks
 from ckptfused.ops.enclosing_checkpoint import forget_past_replays
-from ckptfused.recompute.copy_on_write import version
+from ckptfused.recompute.copy_on_write import write_count
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +56,7 @@ class SavedTensorVersions:
         def put(t: Tensor) -> _Packed:
             packed = _Packed(next(places))
             if held:
-                self._held[packed.place] = t, version(t)
+                self._held[packed.place] = t, write_count(t)
                 self._waiting.append((t, packed, pack))
             else:
                 packed.holder = pack(t)
@@ -95,7 +95,7 @@ class SavedTensorVersions:
         def put(given: Tensor) -> tuple[Any, Tensor, int | None]:
             t = saved(given)
             t = t.detach() if t.requires_grad else t  # as PyTorch's hook would; it then keeps this very object
-            self._saved[next(places)] = id(t), (now := version(t))
+            self._saved[next(places)] = id(t), (now := write_count(t))
             return pack(t), t, now
 
         def get(packed: tuple[Any, Tensor, int | None]) -> Any:
@@ -109,7 +109,7 @@ class SavedTensorVersions:
 
 
 def _check(t: Tensor, expected: int | None) -> None:
-    if (now := version(t)) != expected:
+    if (now := write_count(t)) != expected:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{t.type()} {list(t.shape)}], saved within ckptfused.checkpoint, is at version {now}; expected "

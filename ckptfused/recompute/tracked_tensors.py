@@ -15,8 +15,8 @@ from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_autograd import unversioned
 from ckptfused.compat.torch_dispatch import DispatchMode
 from ckptfused.compat.torch_memory import is_view
-from ckptfused.recompute.copy_on_write import is_plain, storage_of, unseen
-from ckptfused.recompute.copy_on_write import version as version_of
+from ckptfused.recompute.copy_on_write import is_plain_view, storage_of, unseen_by_modes
+from ckptfused.recompute.copy_on_write import write_count as version_of
 
 # Up to this size a tensor is copied at each call: kernels may write it behind its version counter, as batch norm's do,
 # and a later write may leave its values as they are. Larger ones are copied until a forward was seen that leaves them
@@ -61,7 +61,7 @@ class TrackedTensor:
 
     def _differs(self) -> bool:
         """Whether it has other values than before: batch norm's kernels write statistics behind the version counter."""
-        if self.found is None or not is_plain(self.tensor):
+        if self.found is None or not is_plain_view(self.tensor):
             return False
         if not self.tensor.is_cpu:  # the host would have to wait for the answer
             return self.place is not None and self.tensor.nbytes <= STATISTICS
@@ -69,7 +69,7 @@ class TrackedTensor:
 
     def changed(self) -> bool:
         """Whether somebody else wrote to it since the forward; a small one's own values (DDP's broadcast) are none."""
-        if self.written or version_of(self.tensor) == self.version or not is_plain(self.tensor):
+        if self.written or version_of(self.tensor) == self.version or not is_plain_view(self.tensor):
             return False
         return self.found is None or not _same_values(self.found, self.tensor, unknown=False)
 
@@ -128,7 +128,7 @@ def with_old_values(swapped: list[TrackedTensor]) -> Iterator[None]:
             for t, values, end in zip(tensors, now, ends, strict=True):
                 _fill(t, values)
                 if end is not None:
-                    with torch.enable_grad(), unseen():
+                    with torch.enable_grad(), unseen_by_modes():
                         _Rejoin.apply(t.detach_(), end)
 
 
@@ -141,7 +141,7 @@ def _end_of_graph(t: Tensor) -> Tensor | None:
             f"ckptfused.checkpoint: the function itself changes a view of shape {list(t.shape)} in place, with a "
             "gradient: expected one that returns what it adds. Return it, and add it outside"
         )
-    with torch.enable_grad(), unseen():
+    with torch.enable_grad(), unseen_by_modes():
         end = t.clone()  # a view would get the graph of the replay
     t.detach_()
     return end
@@ -163,10 +163,10 @@ class _Rejoin(torch.autograd.Function):
 def _can_be_copied(t: Tensor) -> bool:
     if t.requires_grad or t.is_inference():
         return False
-    return t.nbytes <= STATISTICS or (t.nbytes <= LARGE and not known(t))
+    return t.nbytes <= STATISTICS or (t.nbytes <= LARGE and not is_left_alone(t))
 
 
-def known(t: Tensor) -> bool:
+def is_left_alone(t: Tensor) -> bool:
     """Whether all forwards so far left it alone, and there was one."""
     left, written = _unwritten.get(id(t)), _written.get(id(t))
     return left is not None and left() is t and (written is None or written() is not t)
@@ -181,7 +181,7 @@ def _note(t: Tensor, noted: dict[int, weakref.ref[Tensor]]) -> None:
 def _clone(t: Tensor) -> Tensor | None:
     """A copy; None of what PyTorch cannot copy."""
     try:
-        with torch.no_grad(), unseen():
+        with torch.no_grad(), unseen_by_modes():
             return t.detach().clone()
     except (RuntimeError, NotImplementedError):
         return None
@@ -189,14 +189,14 @@ def _clone(t: Tensor) -> Tensor | None:
 
 def _fill(t: Tensor, values: Tensor | None) -> None:
     if values is not None:
-        with torch.no_grad(), unseen(), unversioned(t):
+        with torch.no_grad(), unseen_by_modes(), unversioned(t):
             t.copy_(values)
 
 
 def _same_values(a: Tensor, b: Tensor, unknown: bool) -> bool:
     """Whether all values are the same, NaN and NaN, too; `unknown` of types that PyTorch cannot compare."""
     try:
-        with torch.no_grad(), unseen():
+        with torch.no_grad(), unseen_by_modes():
             return torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())
     except (RuntimeError, NotImplementedError):
         return unknown
@@ -216,7 +216,7 @@ class Reads(DispatchMode):
 
     def check(self, t: Tensor) -> None:
         """**Raises** `RuntimeError` for a tensor in one of the storages."""
-        what = self.storages.get(storage_of(t)) if is_plain(t) else None
+        what = self.storages.get(storage_of(t)) if is_plain_view(t) else None
         if what is not None:
             raise RuntimeError(f"ckptfused.checkpoint: {what}. The replay needs it as it was: change it after backward")
 

@@ -7,8 +7,8 @@ import operator
 
 from torch import Tensor, nn
 
-from ckptfused.recompute.copy_on_write import version
-from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, known
+from ckptfused.recompute.copy_on_write import write_count
+from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, is_left_alone
 
 
 class UncopiedTensors:
@@ -35,7 +35,7 @@ class UncopiedTensors:
         left = {
             name: t
             for name, t in buffers.items()
-            if t is not None and t.nbytes > STATISTICS and known(t) and not t.requires_grad
+            if t is not None and t.nbytes > STATISTICS and is_left_alone(t) and not t.requires_grad
         }
         self._buffers.add(module, left)
         return [(name, t) for name, t in buffers.items() if t is not None and name not in left]
@@ -107,4 +107,4 @@ def _versions(tensors: list[Tensor | None]) -> list[int | None]:
     try:
         return [None if t is None else t._version for t in tensors]
     except RuntimeError:  # made in inference mode
-        return [None if t is None else version(t) for t in tensors]
+        return [None if t is None else write_count(t) for t in tensors]

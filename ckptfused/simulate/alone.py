@@ -40,7 +40,7 @@ class Like:
         return made if made.shape == self.shape else made.expand(self.shape)
 
 
-class Call:
+class OpCall:
     """A call of an op. Its kind are shapes, strides and types of tensors, and other arguments but floats."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any = None) -> None:

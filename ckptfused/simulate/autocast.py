@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTOCAST_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Autocast = torch.dtype | str | None
 """How it is asked for: a type, its name, or None."""
 
@@ -17,8 +17,8 @@ def autocast_type(autocast: Autocast, kind: str) -> torch.dtype | None:
     around the call. **Raises** `ValueError` for another than bfloat16 and float16."""
     if autocast is None:
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    found = TYPES.get(autocast) if isinstance(autocast, str) else autocast
-    if found not in TYPES.values():
+    found = AUTOCAST_TYPES.get(autocast) if isinstance(autocast, str) else autocast
+    if found not in AUTOCAST_TYPES.values():
         raise ValueError(f"autocast: expected torch.bfloat16, torch.float16, their names or None, got {autocast!r}")
     return found
 
@@ -48,6 +48,6 @@ def region(kind: str, dtype: torch.dtype | None) -> contextlib.AbstractContextMa
     return contextlib.nullcontext() if dtype is None else torch.autocast(kind, dtype)
 
 
-def named(dtype: torch.dtype | None) -> str:
-    """One of `TYPES`; "" of None."""
-    return "" if dtype is None else next(name for name, found in TYPES.items() if found == dtype)
+def autocast_name(dtype: torch.dtype | None) -> str:
+    """One of `AUTOCAST_TYPES`; "" of None."""
+    return "" if dtype is None else next(name for name, found in AUTOCAST_TYPES.items() if found == dtype)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ckptfused.compat.kernels import Kernel, operation, replaced, without_replaced
-from ckptfused.compat.patches import here, instead, patched
+from ckptfused.compat.kernels import Kernel, operation, replaced_kernels, without_replaced
+from ckptfused.compat.patches import here, instead, patched_attribute
 from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_dispatch import has_kernel, operations, schema_of
 
@@ -162,7 +162,7 @@ class Casts:
             stand_ins.append((torch.cuda, "is_bf16_supported", instead(lambda *args: True)))
         with contextlib.ExitStack() as stack:
             for place, name, make in stand_ins:
-                stack.enter_context(patched(place, name, make))
+                stack.enter_context(patched_attribute(place, name, make))
             yield
 
 
@@ -199,5 +199,5 @@ def autocast_on_meta(kind: str) -> Iterator[None]:
     """A context in which autocast for a device of this kind, "cpu" or "cuda", acts on the meta device as it does there;
     so that models ask for it by either name, and none of it needs a GPU."""
     casts = Casts(kind)
-    with casts.functions(), replaced(casts.kernels()):
+    with casts.functions(), replaced_kernels(casts.kernels()):
         yield

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ckptfused._extension import _C
 from ckptfused.compat.torch_dispatch import DispatchMode
-from ckptfused.cost.work import accumulation_type
-from ckptfused.simulate.alone import Call
+from ckptfused.simulate.alone import OpCall
 from ckptfused.simulate.scratch import Scratch
+from ckptfused.triton.problem import accumulation_type
 
 _ATEN: Any = torch.ops.aten
 _OPS: Any = torch.ops.ckptfused
@@ -50,12 +50,12 @@ class CpuTimings:
 
     def seconds(self, function: Callable[..., Any], args: Any, kwargs: Any = None) -> float | None:
         """Seconds of one call; None: it cannot be run alone."""
-        call = Call(function, args, kwargs)
+        call = OpCall(function, args, kwargs)
         if call.kind not in self._known:
             self._known[call.kind] = self._timed(call)
         return self._known[call.kind]
 
-    def _timed(self, call: Call) -> float | None:
+    def _timed(self, call: OpCall) -> float | None:
         times = []
 
         def observed(function: Callable[[], Any]) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ckptfused._extension import _C
-from ckptfused.compat.kernels import replaced
-from ckptfused.compat.patches import here, instead, patched
+from ckptfused.compat.kernels import replaced_kernels
+from ckptfused.compat.patches import here, instead, patched_attribute
 from ckptfused.compat.transformers import packing_lookup, pretrained_model
 from ckptfused.cost.attention import attention_cost
 from ckptfused.modules import rotary
@@ -49,14 +49,14 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
         kernels |= {f"aten::{name}": partial(recurrent, name, work) for name in RECURRENT}
     with contextlib.ExitStack() as stack:
         stack.enter_context(casts.functions())
-        stack.enter_context(replaced(kernels))
-        stack.enter_context(patched(rotary, "_computed", here(shared)))
+        stack.enter_context(replaced_kernels(kernels))
+        stack.enter_context(patched_attribute(rotary, "_computed", here(shared)))
         if device == "cpu":
-            stack.enter_context(patched(torch, "get_rng_state", here(_counted_state)))
+            stack.enter_context(patched_attribute(torch, "get_rng_state", here(_counted_state)))
         if (place := packing_lookup()) is not None:
-            stack.enter_context(patched(*place, here(lambda plain: partial(_packed, plain))))
+            stack.enter_context(patched_attribute(*place, here(lambda plain: partial(_packed, plain))))
         if hasattr(base := pretrained_model(), _WARNING):
-            stack.enter_context(patched(base, _WARNING, instead(_says_nothing)))
+            stack.enter_context(patched_attribute(base, _WARNING, instead(_says_nothing)))
         yield
 
 

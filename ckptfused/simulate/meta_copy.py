@@ -120,7 +120,7 @@ def _like(t: Tensor) -> Tensor:
     return found.requires_grad_(t.requires_grad)
 
 
-def held(model: nn.Module) -> Iterator[Tensor]:
+def model_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers, and what quantised parameters hold beside their values, such as scales."""
     for t in (*model.parameters(), *model.buffers()):
         yield t

@@ -12,7 +12,7 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def without_kernel(func: Any, copies: list[Tensor]) -> Callable[..., Any]:
+def kernelless(func: Any, copies: list[Tensor]) -> Callable[..., Any]:
     """An op, or what stands for one without a kernel. copies: gets what the op holds until it ends."""
     stand_in = _STAND_INS.get(func.overloadpacket)
     return func if stand_in is None else partial(stand_in, copies)

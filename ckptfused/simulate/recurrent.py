@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from ckptfused.compat.kernels import operation
 from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_memory import allocations, storage_id
-from ckptfused.simulate.alone import Call
+from ckptfused.simulate.alone import OpCall
 from ckptfused.simulate.roofline import Work
 from ckptfused.simulate.scratch import LARGEST, MOST_FLOPS
 
@@ -102,7 +102,7 @@ def _measured(name: str, known: dict[Hashable, Measured | None], args: Any) -> M
     each = max(1, int(batch / max(1.0, over)))
     part = x.narrow(0 if batch_first else 1, 0, each)
     cut = tree_map(lambda state: state.narrow(1, 0, each), states)
-    call = Call(_run, (name, needs, lower, part, cut, *args[2:]))
+    call = OpCall(_run, (name, needs, lower, part, cut, *args[2:]))
     if call.kind not in known:
         found: list[Measured] = []
         ran = call.run(lambda function: found.extend((function(), function())))

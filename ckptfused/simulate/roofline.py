@@ -23,7 +23,7 @@ from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_dispatch import DispatchMode, schema_of
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.cost import OpenLedger
-from ckptfused.cost.seconds import TYPES, ledger_seconds
+from ckptfused.cost.seconds import LEDGER_TYPES, ledger_seconds
 from ckptfused.cost.work import AttentionWork
 from ckptfused.ops.fake import gets_own_memory
 from ckptfused.simulate.alone import Like
@@ -36,7 +36,7 @@ from ckptfused.simulate.cpu_timings import (
     grouped_products,
 )
 from ckptfused.simulate.devices import Device
-from ckptfused.simulate.meta_kernels import without_kernel
+from ckptfused.simulate.meta_kernels import kernelless
 from ckptfused.simulate.scratch import LARGEST
 from ckptfused.sizes import size
 from ckptfused.spec import AttentionSpec, parse
@@ -93,10 +93,10 @@ class Work(DispatchMode):
         begin = len(self._opened) if own else 0
         if own:
             self._check_pieces(args)
-        for t in written(func, args, kwargs):
+        for t in written_arguments(func, args, kwargs):
             gets_own_memory(t)
         self._opened.held.clear()
-        out = without_kernel(func, self._opened.held)(*args, **kwargs)
+        out = kernelless(func, self._opened.held)(*args, **kwargs)
         if not own and not self._opened.held:  # else it was counted by what stands for a kernel
             self._opened.held += self._within(func, args, kwargs, out)
         if own:
@@ -219,7 +219,7 @@ class Work(DispatchMode):
         if x is None:
             return 0.0
         types = {event[4] for event in ledger.events if event[0] == "product"} - {"Undefined"}
-        dtype = TYPES.get(next(iter(types), ""), x.dtype)
+        dtype = LEDGER_TYPES.get(next(iter(types), ""), x.dtype)
         spec = _attention_of(args)
         rated = ledger_seconds(ledger, self._device, dtype, spec is not None and spec.causal)
         if spec is None or self._device.machine is None:
@@ -232,7 +232,7 @@ class Work(DispatchMode):
         return rated._replace(attention=alone).total
 
 
-def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     """What an op writes of its arguments."""
     for place, argument in enumerate(schema_of(func).arguments if schema_of(func).is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:

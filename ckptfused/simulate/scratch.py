@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_memory import allocations
-from ckptfused.simulate.alone import Call
+from ckptfused.simulate.alone import OpCall
 
 LARGEST, MOST_FLOPS = 1 << 30, 1e11
 """Bytes of operands and results, and FLOPs, above which an op is not run as it is."""
@@ -49,14 +49,14 @@ class Scratch:
             parts = -(-batch // each)
             places = _BATCHED[packet]
             args = [value[:each] if place in places else value for place, value in enumerate(args)]
-        call = Call(op, args, kwargs)
+        call = OpCall(op, args, kwargs)
         if call.kind not in self._known:
             self._known[call.kind] = scratch_of(call)
         found = self._known[call.kind]
         return found if found is None else parts * found
 
 
-def scratch_of(call: Call) -> int | None:
+def scratch_of(call: OpCall) -> int | None:
     """Bytes that a call holds at most beside its results; None: it cannot be run alone."""
     found: list[int] = []
 

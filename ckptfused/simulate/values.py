@@ -17,9 +17,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_dispatch import DispatchMode, without_dispatch_modes
 from ckptfused.compat.torch_memory import storage_id
-from ckptfused.simulate.roofline import written
+from ckptfused.simulate.roofline import written_arguments
 
-MOST = 1 << 18
+MOST_ENTRIES = 1 << 18
 """Entries of a tensor whose values are kept, or as many as the largest mask or positions of the batch have: what holds
 no fractions, or is square."""
 LARGEST = 1 << 24
@@ -34,7 +34,7 @@ _CTC = {aten._ctc_loss.Tensor: (2, 3), aten._ctc_loss_backward.Tensor: (3, 4)}
 _UNSET = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.set_}
 
 
-class Known(DispatchMode):
+class KnownValues(DispatchMode):
     """While it is active, ops on known tensors are computed, too, on the CPU; what asks for a value gets it.
 
     pairs: a tensor on the meta device, and one with its values.
@@ -48,7 +48,7 @@ class Known(DispatchMode):
         self._spoiled: list[torch.UntypedStorage] = []
         pairs = list(pairs)
         masks = (t for _, t in pairs if not t.is_floating_point() or (t.dim() > 1 and t.size(-1) == t.size(-2)))
-        self._most = max([MOST, *(t.numel() for t in masks if t.numel() <= LARGEST)])
+        self._most = max([MOST_ENTRIES, *(t.numel() for t in masks if t.numel() <= LARGEST)])
         for meta_copy, value in pairs:
             self._given[meta_copy] = True
             if meta_copy.is_meta and self._is_small(value):
@@ -136,10 +136,12 @@ class Known(DispatchMode):
 
     def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
         """What an op writes of others."""
-        self._spoiled += [self._values[t].untyped_storage() for t in written(func, args, kwargs) if t in self._values]
+        self._spoiled += [
+            self._values[t].untyped_storage() for t in written_arguments(func, args, kwargs) if t in self._values
+        ]
 
 
-def values_of(batch: Any, twins: Any) -> list[tuple[Tensor, Tensor]]:
+def tensors_with_values(batch: Any, twins: Any) -> list[tuple[Tensor, Tensor]]:
     """The tensors of a batch that have values, behind their twins."""
     pairs = zip(tree_leaves(twins), tree_leaves(batch), strict=True)
     return [(meta_copy, t) for meta_copy, t in pairs if isinstance(t, Tensor) and not t.is_meta]

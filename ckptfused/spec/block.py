@@ -10,7 +10,7 @@ from .adapters import MOST_ADAPTERS, Adapter
 from .fields import AttentionSpec, BlockFields, FFNSpec
 from .keep import Keep, resolve_keep
 from .table import check_rows, rows
-from .text import text_of, values_of
+from .text import fields_of, text_of
 
 MOST_TEXTS = 1024
 """Texts remembered: a model has a handful, a schedule of dropout probabilities one a step."""
@@ -104,7 +104,7 @@ def parse(text: str, keep: Keep | None = None, inputs: tuple[str, str, bool] | N
 
     `inputs`: the arguments of `with_inputs`. **Raises** `ValueError`.
     """
-    spec = BlockSpec(**values_of(text))
+    spec = BlockSpec(**fields_of(text))
     if keep is not None:
         spec = spec.with_keep(keep)
     return spec if inputs is None else spec.with_inputs(*inputs)

@@ -90,7 +90,7 @@ def refuse_unknown(words: dict[str, str], text: str) -> None:
         raise ValueError(f"spec: unknown key {key!r} in {text!r}")
 
 
-def values_of(text: str) -> dict[str, Any]:
+def fields_of(text: str) -> dict[str, Any]:
     """The fields of a block by its text form, the inverse of `text_of`. **Raises** `ValueError`."""
     words = split_words(text)
     halves = words.pop("halves", "")

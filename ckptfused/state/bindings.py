@@ -63,7 +63,7 @@ def _put(named: dict[str, Any], name: str, value: Any) -> None:
         named[name] = value
 
 
-class Slots:
+class SlotAttributes:
     """The attributes of an object that are in none of its dicts."""
 
     __slots__ = ("_held", "found")

@@ -116,7 +116,7 @@ def local(t: Tensor) -> Tensor | None:
     return None if given_back else t.detach()
 
 
-def values_of(t: Tensor) -> Tensor | None:
+def tensor_values(t: Tensor) -> Tensor | None:
     """The values of a tensor that lie here, of a sparse one those of the dense one; None of a kind that has no such."""
     return local(t.detach().to_dense() if t.layout != torch.strided and not t.is_nested else t)
 

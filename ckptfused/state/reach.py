@@ -20,7 +20,7 @@ from ckptfused.state.generators import behind, is_generator, is_global
 
 DEPTH = 6  # steps at most from a function to a module: a closure's dict of objects with lists of layers takes 5
 WIDTH = 256  # values at most that are looked at in one container
-LIMIT = 2000  # and in all: nearest first
+MOST_REACHED = 2000  # and in all: nearest first
 
 _NOTHING_INSIDE = frozenset(
     {
@@ -71,7 +71,7 @@ def reach(roots: Iterable[Any]) -> Reached:
             kind: Any = type(value)
             if kind in _NOTHING_INSIDE or id(value) in seen:
                 continue
-            if len(seen) == LIMIT:
+            if len(seen) == MOST_REACHED:
                 break
             seen.add(id(value))
             if isinstance(value, Tensor):

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .backend import has_triton
-from .problem import Problem, accumulation_type, make_problem, operand, wrong
+from .problem import Problem, accumulation_type, call_error, make_problem, operand
 
 AUXILIARY = ("mask", "padding", "cu_seqlens", "rng_state")  # the first arguments of `rest`
 
@@ -19,7 +19,7 @@ def _problem(op: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Problem:
     problem = make_problem(op, q, k, v, *rest)
     if not has_triton():
         said = "this call needs Triton, which is not installed: PyTorch's kernels do not do it"
-        raise wrong(op, f"{said} (ckptfused.explain says why)")
+        raise call_error(op, f"{said} (ckptfused.explain says why)")
     return problem
 
 
@@ -45,14 +45,14 @@ def attention_bwd(
     a = _problem(op, q, k, v, *rest)
     for t in (do, o):
         if t.shape != q.shape or t.dtype != q.dtype or t.device != q.device:
-            raise wrong(
+            raise call_error(
                 op,
                 f"expected do and o like q, {q.dtype} {list(q.shape)} on {q.device}, got {t.dtype} {list(t.shape)} "
                 f"on {t.device}",
             )
     acc = accumulation_type(q.dtype)
     if lse.shape != q.shape[:3] or lse.dtype != acc or lse.device != q.device:
-        raise wrong(
+        raise call_error(
             op,
             f"lse: expected {acc} {list(q.shape[:3])} on {q.device}, got {lse.dtype} {list(lse.shape)} on {lse.device}",
         )

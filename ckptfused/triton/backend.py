@@ -45,7 +45,7 @@ def _cudnn_version() -> int:
 
 
 @dataclass(frozen=True)
-class Shape:
+class AttentionShape:
     """What the choice depends on, besides the device and PyTorch's settings."""
 
     special: tuple[str, ...]  # of _C.attention_special: what PyTorch's kernels do not do
@@ -61,7 +61,7 @@ class Shape:
         return sum(1 << i for i, name in enumerate(_C.attention_special) if name in self.special)
 
     @classmethod
-    def of_spec(cls, a: AttentionSpec, dtype: torch.dtype, batch: int, length: int) -> Shape:
+    def of_spec(cls, a: AttentionSpec, dtype: torch.dtype, batch: int, length: int) -> AttentionShape:
         """The shape of the call that a block makes; dtype: its compute type."""
         there = (
             *(a.mask != "none", a.padding != "none", a.packed),
@@ -73,7 +73,7 @@ class Shape:
 
 
 def attention_backend(
-    shape: Shape, capability: tuple[int, int], override: str | None = OVERRIDE, cudnn: int | None = None
+    shape: AttentionShape, capability: tuple[int, int], override: str | None = OVERRIDE, cudnn: int | None = None
 ) -> tuple[str, str]:
     """(name, reason) of a call under PyTorch's present settings.
 

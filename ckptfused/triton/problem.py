@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MASK_KINDS = {"none": 0, "keep": 1, "drop": 2, "add": 3}  # as in tiles.py
+MASK_CODES = {"none": 0, "keep": 1, "drop": 2, "add": 3}  # as in tiles.py
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Rows of a tile are apart by 32-bit offsets: at most 256 rows of this stride.
 _MAX_ROW_STRIDE = 1 << 22
@@ -27,14 +27,14 @@ def accumulation_type(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def wrong(op: str, message: str) -> RuntimeError:
+def call_error(op: str, message: str) -> RuntimeError:
     """To be raised. Its text is made only where it is: a call's checks take much of its host time."""
     return RuntimeError(f"{op}: {message}")
 
 
 def expect(fine: bool, op: str, message: str) -> None:
     if not fine:
-        raise wrong(op, message)
+        raise call_error(op, message)
 
 
 @dataclass(frozen=True)
@@ -84,26 +84,26 @@ def _mask(
     device = q.device
     if mask is None:
         if kind != "none":
-            raise wrong(op, f"{name}: expected a tensor for kind {kind}, got none")
+            raise call_error(op, f"{name}: expected a tensor for kind {kind}, got none")
         return None, 0
     if kind not in ("keep", "drop", "add"):
-        raise wrong(op, f"{name}_kind: expected keep, drop or add, got {kind}")
+        raise call_error(op, f"{name}_kind: expected keep, drop or add, got {kind}")
     if mask.device != device:
-        raise wrong(op, f"{name}: expected a tensor on {device}, got one on {mask.device}")
+        raise call_error(op, f"{name}: expected a tensor on {device}, got one on {mask.device}")
     if kind == "add":
         if mask.dtype not in DTYPES:
-            raise wrong(op, f"{name}: expected Double, Float, BFloat16 or Half, got {mask.dtype}")
+            raise call_error(op, f"{name}: expected Double, Float, BFloat16 or Half, got {mask.dtype}")
     else:
         if mask.dtype != torch.bool:
-            raise wrong(op, f"{name}: expected Bool for kind {kind}, got {mask.dtype}")
+            raise call_error(op, f"{name}: expected Bool for kind {kind}, got {mask.dtype}")
         mask = mask.view(torch.uint8)
     if q.dtype == torch.float64 and mask.dtype.itemsize < 8:
         # Triton 3.6 compiles no float64 product that reads beside a narrower load.
         mask = mask.to(torch.float64 if mask.is_floating_point() else torch.int64)
     ends = list(zip(reversed(mask.shape), reversed(sizes), strict=False))
     if mask.dim() > len(sizes) or any(have not in (1, want) for have, want in ends):
-        raise wrong(op, f"{name}: expected a shape that broadcasts to {list(sizes)}, got {list(mask.shape)}")
-    return mask.expand(sizes), MASK_KINDS[kind]
+        raise call_error(op, f"{name}: expected a shape that broadcasts to {list(sizes)}, got {list(mask.shape)}")
+    return mask.expand(sizes), MASK_CODES[kind]
 
 
 def _check_operands(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -117,26 +117,28 @@ def _check_operands(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         and keys == v.shape
     )
     if not fits:
-        raise wrong(
+        raise call_error(
             op,
             "expected q [B, H, T, D] and k, v [B, G, T, D] with H a multiple of G, got "
             f"q {list(shape)}, k {list(keys)}, v {list(v.shape)}",
         )
     if q.dtype not in DTYPES:
-        raise wrong(op, f"q: expected Double, Float, BFloat16 or Half, got {q.dtype}")
+        raise call_error(op, f"q: expected Double, Float, BFloat16 or Half, got {q.dtype}")
     if not q.dtype == k.dtype == v.dtype:
-        raise wrong(op, f"expected q, k and v of one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise call_error(op, f"expected q, k and v of one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.device == k.device == v.device:
-        raise wrong(op, f"expected q, k and v on one device, got {q.device}, {k.device}, {v.device}")
+        raise call_error(op, f"expected q, k and v on one device, got {q.device}, {k.device}, {v.device}")
     if shape[3] > _MAX_HEAD_DIM:
-        raise wrong(op, f"expected head widths up to {_MAX_HEAD_DIM}, got {shape[3]}")
+        raise call_error(op, f"expected head widths up to {_MAX_HEAD_DIM}, got {shape[3]}")
 
 
 def _check_packed(op: str, q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise wrong(op, f"cu_seqlens: expected Int or Long [S + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+        raise call_error(
+            op, f"cu_seqlens: expected Int or Long [S + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        )
     if q.shape[0] != 1 or k.shape[2] != q.shape[2]:
-        raise wrong(
+        raise call_error(
             op,
             "cu_seqlens: expected q, k and v of one packed batch [1, heads, N, D], got "
             f"q {list(q.shape)} and k {list(k.shape)}",
@@ -154,11 +156,11 @@ def make_problem(
     """
     _check_operands(op, q, k, v)
     if window < 0:
-        raise wrong(op, f"window: expected 0 (none) or more, got {window}")
+        raise call_error(op, f"window: expected 0 (none) or more, got {window}")
     if softcap < 0.0:
-        raise wrong(op, f"softcap: expected 0 (none) or more, got {softcap}")
+        raise call_error(op, f"softcap: expected 0 (none) or more, got {softcap}")
     if not 0.0 <= p <= 1.0:
-        raise wrong(op, f"p: expected a probability in [0, 1], got {p}")
+        raise call_error(op, f"p: expected a probability in [0, 1], got {p}")
     batch, heads, queries, _ = q.shape
     keys = k.shape[2]
     mask, kind = _mask(op, "mask", mask, mask_kind, (batch, heads, queries, keys), q)
@@ -166,14 +168,14 @@ def make_problem(
     if cu_seqlens is not None:
         _check_packed(op, q, k, cu_seqlens)
         if kind or pad_kind:
-            raise wrong(
+            raise call_error(
                 op,
                 "mask, padding: expected none beside cu_seqlens, which bounds the sequences itself, "
                 f"got kinds {mask_kind} and {padding_kind}",
             )
         place = cu_seqlens.device  # a copy from the host would wait, and could not be captured in a graph
         if place != q.device:
-            raise wrong(op, f"cu_seqlens: expected a tensor on {q.device}, got one on {place}")
+            raise call_error(op, f"cu_seqlens: expected a tensor on {q.device}, got one on {place}")
         cu_seqlens = cu_seqlens.contiguous()
     if p > 0.0:
         fits = (
@@ -184,7 +186,7 @@ def make_problem(
         )
         if not fits:
             came = "none" if rng_state is None else f"{rng_state.dtype} {list(rng_state.shape)} on {rng_state.device}"
-            raise wrong(op, f"rng_state: expected Long [2] on {q.device}, got {came}")
+            raise call_error(op, f"rng_state: expected Long [2] on {q.device}, got {came}")
     threshold = round(p * 65536)
     return Problem(
         operand(q), operand(k), operand(v), mask, padding, cu_seqlens, rng_state if threshold else None, kind, pad_kind,

@@ -29,7 +29,7 @@ def _ffn_up_bwd(*args: Any, **options: Any) -> None:
     ffn_up_bwd(*args, **options)
 
 
-def register() -> bool:
+def register_kernels() -> bool:
     """Register them, once; False where PyTorch has no CUDA.
 
     Without Triton the attention ops say that they need it.

@@ -14,14 +14,14 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 INF: tl.constexpr = tl.constexpr(float("inf"))
 
 # Kinds of mask, as MaskKind in csrc/kernels/cpu/attention.h.
-NONE: tl.constexpr = tl.constexpr(0)
-KEEP: tl.constexpr = tl.constexpr(1)
-DROP: tl.constexpr = tl.constexpr(2)
-ADD: tl.constexpr = tl.constexpr(3)
+MASK_NONE: tl.constexpr = tl.constexpr(0)
+MASK_KEEP: tl.constexpr = tl.constexpr(1)
+MASK_DROP: tl.constexpr = tl.constexpr(2)
+MASK_ADD: tl.constexpr = tl.constexpr(3)
 
 
 @triton.jit
-def bounds(cu_seqlens, sequence, sequences, tokens):
+def sequence_bounds(cu_seqlens, sequence, sequences, tokens):
     """Begin and length of sequences; 0 and 0 beyond the last. Numbers out of order give empty ones, no stray reads."""
     there = sequence < sequences
     begin = tl.load(cu_seqlens + sequence, mask=there, other=0).to(tl.int32)
@@ -44,7 +44,7 @@ def find_tile(tile, cu_seqlens, sequences, tokens, BLOCK: tl.constexpr, LANES: t
     longest = 0
     for base in range(0, sequences, LANES):
         lane = base + tl.arange(0, LANES)
-        _, length = bounds(cu_seqlens, lane, sequences, tokens)
+        _, length = sequence_bounds(cu_seqlens, lane, sequences, tokens)
         tiles = (length + BLOCK - 1) // BLOCK
         ends = before + tl.cumsum(tiles, 0)
         passed = (ends <= tile) & (lane < sequences)
@@ -63,7 +63,7 @@ def place(program, tiles, heads, cu_seqlens, sequences, queries, keys, BLOCK: tl
     batch = program // tiles // heads
     if PACKED:
         sequence, tile, longest = find_tile(tile, cu_seqlens, sequences, queries, BLOCK, 128)
-        begin, length = bounds(cu_seqlens, sequence, sequences, queries)
+        begin, length = sequence_bounds(cu_seqlens, sequence, sequences, queries)
         return tile, head, batch, sequence, begin, length, length, longest, longest
     else:  # noqa: RET505  (Triton joins the two at compile time only in this form)
         return tile, head, batch, batch, 0, queries, keys, queries, keys
@@ -228,9 +228,9 @@ def masked(s, value, KIND: tl.constexpr):
 
     So does an added value of -5e8 or less (float16: its lowest), which would swallow the logit.
     """
-    if KIND == KEEP:
+    if KIND == MASK_KEEP:
         return tl.where(value != 0, s, -INF)
-    elif KIND == DROP:  # noqa: RET505
+    elif KIND == MASK_DROP:  # noqa: RET505
         return tl.where(value == 0, s, -INF)
     else:
         bias = value.to(s.dtype)
@@ -261,10 +261,10 @@ def logits(
     else:
         s = products * (scale * LOG2E)
         slope = s
-    if MASK != NONE:
+    if MASK != MASK_NONE:
         at = mask + m.to(tl.int64) * mask_m + n.to(tl.int64) * mask_n
         s = masked(s, tl.load(at, mask=(m < q_len) & (n < k_len), other=0), MASK)
-    if PADDING != NONE:
+    if PADDING != MASK_NONE:
         s = masked(s, tl.load(padding + n.to(tl.int64) * padding_n, mask=n < k_len, other=0), PADDING)
     if shift is not None:
         s = s - shift

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ckptfused.triton.ffn.configs import DTYPES, candidates
+from ckptfused.triton.ffn.configs import HALF_DTYPES, candidates
 
 from . import tuning
 
@@ -23,7 +23,7 @@ def tune_ffn(n: int, c: int, f: int, act: str, dtype: torch.dtype, rounds: int =
     it is wrong. The choice holds from the next process on; in this one after ``reload()``, not to be called between a
     forward and its backward.
     """
-    if dtype not in DTYPES:
+    if dtype not in HALF_DTYPES:
         raise ValueError(f"dtype: expected bfloat16 or float16, got {dtype}")
     if not torch.cuda.is_available() or (device := tuning._device("cuda")) is None:
         raise RuntimeError("expected an NVIDIA GPU, whose kernels are timed, got a machine where PyTorch finds none")

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from ckptfused._extension import _C
-from ckptfused.compat.triton import version as triton_version
-from ckptfused.triton.ffn.configs import DTYPES, FFNConfig, candidates, find_config
+from ckptfused.compat.triton import triton_version
+from ckptfused.triton.ffn.configs import HALF_DTYPES, FFNConfig, candidates, find_config
 
 from .backend import has_triton as _has_triton
 
@@ -30,7 +30,7 @@ _FORMAT = 4  # 3: keys without versions; 2: fewer times; 1: of an FFN in one pie
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceKey:
     """What decides, of a device: two machines with the same answer here choose alike."""
 
     name: str
@@ -38,13 +38,13 @@ class Device:
 
 
 @functools.cache
-def _cuda_device(index: int) -> Device:
-    return Device(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
+def _cuda_device(index: int) -> DeviceKey:
+    return DeviceKey(torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
 
 
-def _device(device: Device | torch.device | str) -> Device | None:
+def _device(device: DeviceKey | torch.device | str) -> DeviceKey | None:
     """None: no NVIDIA GPU."""
-    if isinstance(device, Device):
+    if isinstance(device, DeviceKey):
         return device
     device = torch.device(device)
     if device.type != "cuda" or torch.version.hip is not None:
@@ -111,7 +111,7 @@ def reload() -> None:
     _C.forget_ffn_choices()
 
 
-def shape_key(n: int, c: int, f: int, act: str, dtype: torch.dtype, device: Device) -> str:
+def shape_key(n: int, c: int, f: int, act: str, dtype: torch.dtype, device: DeviceKey) -> str:
     """What a measurement holds for: device, versions of PyTorch and Triton, type, activation and sizes.
 
     Rows count by the next power of two: a batch a little shorter is the same entry, though its tiles may differ.
@@ -121,7 +121,7 @@ def shape_key(n: int, c: int, f: int, act: str, dtype: torch.dtype, device: Devi
 
 
 def ffn_choice(
-    n: int, c: int, f: int, act: str, dtype: torch.dtype, device: Device | torch.device | str
+    n: int, c: int, f: int, act: str, dtype: torch.dtype, device: DeviceKey | torch.device | str
 ) -> tuple[str, str]:
     """Which way the FFN of n rows goes: (``"cublas"`` or the name of a tile in ffn_configs.py, the reason).
 
@@ -134,7 +134,7 @@ def ffn_choice(
     forced = override()
     if forced == CUBLAS:
         return CUBLAS, "CKPTFUSED_FFN=cublas"
-    if dtype not in DTYPES:
+    if dtype not in HALF_DTYPES:
         return CUBLAS, f"the Triton kernels are for bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     if c % 16 or f % 16:
         return CUBLAS, f"the Triton kernels are for widths that are multiples of 16, not {c} and {f}"
@@ -172,7 +172,7 @@ def _ms(entry: Mapping[str, Any], name: str) -> str:
 
 
 def config_for(
-    name: str, n: int, c: int, f: int, act: str, dtype: torch.dtype, device: Device | torch.device | str
+    name: str, n: int, c: int, f: int, act: str, dtype: torch.dtype, device: DeviceKey | torch.device | str
 ) -> FFNConfig:
     """The tile of that name, or ("") the one that ffn_choice has, or the device's first."""
     found = _device(device)

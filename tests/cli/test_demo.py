@@ -21,7 +21,7 @@ from ckptfused.cli.demo.job import REORDERED, Job, Result
 
 JOB = Job(
     variant="plain",
-    shape=models.Shape(d_model=64, nhead=2, dim_feedforward=96, layers=2),
+    shape=models.LayerShape(d_model=64, nhead=2, dim_feedforward=96, layers=2),
     steps=20,
     batch=2,
     tokens=48,
@@ -41,7 +41,7 @@ SMALL = [
 def losses(job: Job, monkeypatch: pytest.MonkeyPatch, twist: float = 0.0) -> list[float]:
     """The loss curve of a job run in this process, one weight's gradient misdirected by ``twist``."""
     records: list[dict[str, float]] = []
-    build = worker.build
+    build = worker.built_decoder
 
     def built(job: Job) -> models.Decoder:
         model = build(job)
@@ -53,7 +53,7 @@ def losses(job: Job, monkeypatch: pytest.MonkeyPatch, twist: float = 0.0) -> lis
     threads = torch.get_num_threads()
     with monkeypatch.context() as patch:
         patch.setattr(worker, "emit", records.append)
-        patch.setattr(worker, "build", built)
+        patch.setattr(worker, "built_decoder", built)
         worker.train(job)
     torch.set_num_threads(threads)
     return [record["loss"] for record in records if "loss" in record]
@@ -70,9 +70,9 @@ def test_curves_agree_within_rounding_and_a_small_fault_does_not(monkeypatch: py
 
 
 def test_reordered_is_the_same_function() -> None:
-    tokens, targets = data.batch(data.load(None, 1000), step=3, size=2, tokens=24, seed=0)
+    tokens, targets = data.batch(data.load_corpus(None, 1000), step=3, size=2, tokens=24, seed=0)
     job = replace(JOB, dtype="float64")
-    plain, other = (worker.build(replace(job, variant=name)).double() for name in ("plain", REORDERED))
+    plain, other = (worker.built_decoder(replace(job, variant=name)).double() for name in ("plain", REORDERED))
     assert not torch.equal(plain.embedding.weight, other.embedding.weight)
     # cross entropy is taken in float32; the logits feed it in float64, so only its own rounding is left
     torch.testing.assert_close(plain(tokens, targets), other(tokens, targets), rtol=2.0**-22, atol=0.0)
@@ -81,7 +81,7 @@ def test_reordered_is_the_same_function() -> None:
 def test_what_frequencies_of_bytes_cost() -> None:
     assert data.entropy(torch.arange(256, dtype=torch.uint8)) == pytest.approx(math.log(256))
     assert data.entropy(torch.zeros(9, dtype=torch.uint8)) == 0
-    assert 2.9 < data.entropy(data.load(None, 1000)) < 3.4
+    assert 2.9 < data.entropy(data.load_corpus(None, 1000)) < 3.4
 
 
 def test_it_learns_more_than_frequencies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_it_learns_more_than_frequencies(monkeypatch: pytest.MonkeyPatch) -> Non
     words = ["checkpoint", "tensor", "module", "saved", "kernel", "x"]
     order = torch.randint(len(words), (4000,), generator=torch.Generator().manual_seed(0))
     corpus = torch.tensor(list(" ".join(words[i] for i in order.tolist()).encode()), dtype=torch.uint8)
-    monkeypatch.setattr(data, "load", lambda path, minimum: corpus)
+    monkeypatch.setattr(data, "load_corpus", lambda path, minimum: corpus)
     job = replace(JOB, variant="ckptfused inputs", steps=150, batch=8, tokens=32, learning_rate=8e-3)
     assert losses(job, monkeypatch)[-1] < 0.5 * data.entropy(corpus)
 
@@ -97,7 +97,7 @@ def test_it_learns_more_than_frequencies(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_variants_start_from_equal_weights() -> None:
     states = []
     for variant in models.VARIANTS:
-        state = worker.build(replace(JOB, variant=variant)).state_dict()
+        state = worker.built_decoder(replace(JOB, variant=variant)).state_dict()
         states.append({name.replace(".block.", "."): value for name, value in state.items()})
     for other in states[1:]:
         assert other.keys() == states[0].keys()

@@ -12,7 +12,14 @@ import torch
 
 from ckptfused.cli import context, main
 from ckptfused.cli.configurations import MODELS, read_config
-from ckptfused.cli.language_models import CHECKPOINTED, CHUNKED, PLAIN, VARIANTS, Trained, build
+from ckptfused.cli.language_models import (
+    CHECKPOINTED,
+    CHUNKED,
+    UNCONVERTED_MODEL,
+    VARIANTS,
+    Trained,
+    build_language_model,
+)
 from ckptfused.cli.longest_context import language_step, longest
 from ckptfused.profiler import Profile, profile
 
@@ -42,7 +49,7 @@ def test_few_layers_say_the_same_as_all(name: str, layers: int, variant: str) ->
     """Gemma 2's are of two kinds by turns. Each variant of each model, each in one of three ways to train."""
     classes, lora, options = TRAINED[(VARIANTS.index(variant) + layers // 8) % 3]
     call: Any = (small(name, layers) | {"vocab_size": classes}, variant, torch.bfloat16, lora)
-    whole = language_step(build(*call), 200, 2, **options)
+    whole = language_step(build_language_model(*call), 200, 2, **options)
     found = Trained(*call).step(200, 2, **options)
     assert found.sizes() == whole.sizes()
     assert bytes_of(found) == bytes_of(whole)
@@ -66,7 +73,7 @@ def test_layers_that_do_not_repeat_are_all_run() -> None:
 def test_the_published_sizes() -> None:
     """Parameters as the model cards count them: 8.03, 8.19 and 9.24 billion."""
     for name, billions in (("llama-3-8b", 8.03), ("qwen3-8b", 8.19), ("gemma-2-9b", 9.24)):
-        model = build(MODELS[name], CHECKPOINTED, torch.bfloat16)
+        model = build_language_model(MODELS[name], CHECKPOINTED, torch.bfloat16)
         assert round(sum(p.numel() for p in model.parameters()) / 1e9, 2) == billions, name
 
 
@@ -121,7 +128,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert list(tokens) == list(VARIANTS) and list(tokens.values()) == sorted(tokens.values())
     for name in (CHECKPOINTED, VARIANTS[-1]):
         row = found["variants"][name]
-        model = build(small("llama-3-8b", 4), name, torch.bfloat16, 4)
+        model = build_language_model(small("llama-3-8b", 4), name, torch.bfloat16, 4)
         longest_step = language_step(model, tokens[name])
         assert row["peak"] == longest_step.peak <= 16 << 20
         assert language_step(model, tokens[name] + 64).peak > 16 << 20
@@ -184,7 +191,9 @@ def test_a_sequence_has_no_more_tokens_than_the_model_has_positions(
         assert "expected one that takes this batch" in said and said.count("\n") == 1
     ids = torch.full((1, 64), 1 << 40)  # as of torch.empty: of ids shapes count
     assert profile(
-        build(read_config(str(path)), PLAIN, torch.float32), {"input_ids": ids, "labels": ids}, device="h200"
+        build_language_model(read_config(str(path)), UNCONVERTED_MODEL, torch.float32),
+        {"input_ids": ids, "labels": ids},
+        device="h200",
     )
     assert main(["context", "--config", str(path), "--memory", "8GiB", "--step", "1024"]) == 1
     assert capsys.readouterr().err.count("\n") == 1

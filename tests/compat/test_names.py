@@ -90,6 +90,17 @@ def test_checkpoints() -> None:
     assert hasattr(torch.utils.checkpoint, auto.CHECKPOINT_GENERATOR)
 
 
+def test_a_checkpoint_that_raises_leaves_no_hooks() -> None:
+    options = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default"}
+
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError("asked")
+
+    with pytest.raises(ValueError, match="asked") as raised:
+        torch_autograd.checkpoint_of_torch(fail, torch.ones(2), **options, debug=False, early_stop=True)
+    assert torch_autograd.saved_tensor_hooks() is None and raised.traceback
+
+
 def test_autograds_books() -> None:
     auto, x = torch_autograd, torch.ones(2, requires_grad=True)
     with torch.no_grad(), auto.unversioned(x):
@@ -251,7 +262,7 @@ def test_compiled_modules() -> None:
         assert torch_modules.COMPILED_MODULE in dir(torch.compile(module, backend="eager"))
         module.compile(backend="eager")
         assert torch_modules.is_compiled(module) and getattr(module, torch_modules.COMPILED_CALL) is not None
-        torch_compile.load()
+        torch_compile.load_dynamo()
         assert torch_compile.is_loaded()
         import torch._functorch.config as config
         config.activation_memory_budget = 0.5
@@ -388,14 +399,14 @@ def test_bitsandbytes() -> None:
     from ckptfused.compat import bitsandbytes as made
 
     layer = bnb.nn.Linear4bit(64, 64, quant_type="nf4")
-    assert f"{type(layer).__module__}.{type(layer).__name__}" == made.LINEAR_4BIT and made.state_of(layer) is None
-    assert made.compute_type(layer, torch.bfloat16, (torch.bfloat16,)) is torch.bfloat16
-    state = made.state_of(layer.to("cpu"))
+    assert f"{type(layer).__module__}.{type(layer).__name__}" == made.LINEAR_4BIT and made.four_bit_state(layer) is None
+    assert made.four_bit_compute_type(layer, torch.bfloat16, (torch.bfloat16,)) is torch.bfloat16
+    state = made.four_bit_state(layer.to("cpu"))
     assert state.quant_type == "nf4" and not made.repacked(state)
     layer.weight.quant_state = None  # as FSDP leaves it
-    assert made.state_of(layer) is state
+    assert made.four_bit_state(layer) is state
     layer = bnb.nn.Linear4bit(64, 64, compute_dtype=torch.float16)
-    assert made.compute_type(layer, torch.bfloat16, (torch.bfloat16,)) is torch.float16
+    assert made.four_bit_compute_type(layer, torch.bfloat16, (torch.bfloat16,)) is torch.float16
     layer = bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False).to("cpu")
     assert f"{type(layer).__module__}.{type(layer).__name__}" == made.LINEAR_8BIT
     codes, scales = made.row_scales(layer)
@@ -409,7 +420,7 @@ def test_triton() -> None:
         expected = importlib.import_module("triton").__version__
     except ModuleNotFoundError:
         expected = ""
-    assert made.version() == expected
+    assert made.triton_version() == expected
 
 
 def test_timm() -> None:
@@ -423,6 +434,6 @@ def test_trl() -> None:
     utils = pytest.importorskip("trl.trainer.utils")
     from ckptfused.compat import trl as made
 
-    assert made.HEAD in inspect.getsource(utils.add_fused_lm_head)
+    assert made.FUSED_HEAD in inspect.getsource(utils.add_fused_lm_head)
     model, batch = nn.Linear(1, 1), {"input_ids": None}
     assert made.as_trained(model, batch) == batch

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckptfused
 from ckptfused.compat import kernels
-from ckptfused.compat.patches import here, patched
+from ckptfused.compat.patches import here, patched_attribute
 from ckptfused.simulate.autocast_kernels import autocast_on_meta
 
 WIDTH = 16
@@ -58,7 +58,10 @@ def test_contexts_end_in_any_order(first_goes_first: bool) -> None:
     """Contexts of threads that overlap end so."""
     owner = place()
     original = owner.name
-    first, second = patched(owner, "name", around("first")), patched(owner, "name", around("second"))
+    first, second = (
+        patched_attribute(owner, "name", around("first")),
+        patched_attribute(owner, "name", around("second")),
+    )
     first.__enter__()
     second.__enter__()
     assert owner.name() == "second first original"
@@ -72,7 +75,7 @@ def test_what_is_inherited_is_inherited_again() -> None:
     class Own(nn.Linear):
         pass
 
-    with patched(Own, "forward", lambda plain: lambda self, x: plain(self, x) + 1):
+    with patched_attribute(Own, "forward", lambda plain: lambda self, x: plain(self, x) + 1):
         layer = Own(2, 2)
         assert torch.equal(layer(torch.zeros(2)), layer.bias + 1)
     assert "forward" not in vars(Own) and torch.equal(layer(torch.zeros(2)), layer.bias)
@@ -81,14 +84,14 @@ def test_what_is_inherited_is_inherited_again() -> None:
 def test_what_others_put_there_meanwhile_stays() -> None:
     owner = place()
     theirs = lambda: "theirs"  # noqa: E731
-    with patched(owner, "name", around("ours")):
+    with patched_attribute(owner, "name", around("ours")):
         owner.name = theirs
     assert owner.name is theirs
 
 
 def test_a_stand_in_for_one_thread() -> None:
     owner = place()
-    with patched(owner, "name", here(around("ours"))):
+    with patched_attribute(owner, "name", here(around("ours"))):
         assert owner.name() == "ours original" and in_thread(owner.name) == "original"
 
 
@@ -96,12 +99,12 @@ def test_kernels_are_those_of_one_thread() -> None:
     q = torch.randn(1, 2, 3, 4)
     want = F.scaled_dot_product_attention(q, q, q)
     zero = {"aten::scaled_dot_product_attention": lambda below, q, *args, **kwargs: torch.zeros_like(q)}
-    with kernels.replaced(zero):
+    with kernels.replaced_kernels(zero):
         assert not F.scaled_dot_product_attention(q, q, q).any()
         assert torch.equal(in_thread(lambda: F.scaled_dot_product_attention(q, q, q)), want)
         with kernels.without_replaced():
             assert torch.equal(F.scaled_dot_product_attention(q, q, q), want)
-        with kernels.replaced({}):
+        with kernels.replaced_kernels({}):
             assert torch.equal(F.scaled_dot_product_attention(q, q, q), want)
     assert torch.equal(F.scaled_dot_product_attention(q, q, q), want)
 

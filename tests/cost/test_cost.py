@@ -516,7 +516,7 @@ def test_launches_of_attention_by_device(
         block = ckptfused.FusedCheckpointBlock.llama(4096, 32, **size, device="meta", dtype=torch.bfloat16)
         spec = block.spec(torch.bfloat16).attn
         assert spec is not None
-        shape = backend.Shape.of_spec(spec, torch.bfloat16, 2, 8192)
+        shape = backend.AttentionShape.of_spec(spec, torch.bfloat16, 2, 8192)
         assert backend.attention_backend(shape, capability)[0] == name
         cost_of = partial(attention_cost.attention_cost, spec, torch.bfloat16, 2, 8192, None)
         assert (cost_of(backward=False)[1], cost_of(backward=True)[1]) == (1, launches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptfused.eager.philox import decisions, dropout_mask, keep_threshold, philox4x32
+from ckptfused.eager.philox import decisions, keep_threshold, philox4x32, philox_mask
 
 ONES = 0xFFFFFFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
@@ -52,12 +52,12 @@ def test_decision_of_one_element_by_hand() -> None:
 
 
 def test_masks_ignore_how_leading_dimensions_are_grouped() -> None:
-    flat = dropout_mask((24, 11), 0.3, -5, 0, 1)
-    assert flat.equal(dropout_mask((2, 3, 4, 11), 0.3, -5, 0, 1).reshape(24, 11))
+    flat = philox_mask((24, 11), 0.3, -5, 0, 1)
+    assert flat.equal(philox_mask((2, 3, 4, 11), 0.3, -5, 0, 1).reshape(24, 11))
 
 
 def test_all_kept_and_all_dropped() -> None:
-    assert dropout_mask((3, 9), 0.0, 1, 0, 0).all()
-    assert not dropout_mask((3, 9), 1.0, 1, 0, 0).any()
+    assert philox_mask((3, 9), 0.0, 1, 0, 0).all()
+    assert not philox_mask((3, 9), 1.0, 1, 0, 0).any()
     with pytest.raises(ValueError, match=r"p: expected a probability in \[0, 1\], got 1.5"):
-        dropout_mask((3, 9), 1.5, 1, 0, 0)
+        philox_mask((3, 9), 1.5, 1, 0, 0)

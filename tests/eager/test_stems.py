@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckptfused.eager.activation import FUNCTIONS, activation
-from ckptfused.eager.dropout import dropout, keep_scale
+from ckptfused.eager.dropout import dropout, scale_of_kept
 from ckptfused.eager.norm import norm
 from ckptfused.eager.rope import rope
 from ckptfused.spec import ACTIVATIONS, GATED_BY, PLAIN_ACTIVATIONS
@@ -73,5 +73,5 @@ def test_dropout_keeps_the_mean() -> None:
     x = torch.tensor([3.0, math.nan], dtype=torch.float64)
     assert dropout(x, keep, 0.25).tolist() == [4.0, 0.0]
     assert dropout(x, None, 0.25) is x
-    assert keep_scale(1.0) == 0.0
-    assert keep_scale(0.1) == 65536 / (65536 - 6554)
+    assert scale_of_kept(1.0) == 0.0
+    assert scale_of_kept(0.1) == 65536 / (65536 - 6554)

@@ -19,7 +19,7 @@ from ckptfused import rng
 from ckptfused.cost.loss import loss_saved_bytes
 from ckptfused.eager.loss import eager_linear_cross_entropy
 from ckptfused.loss import HeadAdapter, LossOutput
-from ckptfused.ops.loss_second_order import drawn_masks
+from ckptfused.ops.loss_second_order import adapter_dropout
 from ckptfused.spec import HEAD, Adapter, LossSpec
 from tests.accounting import Events
 
@@ -376,7 +376,7 @@ def test_dropout_in_adapters_is_that_of_its_masks(keep: str) -> None:
     state = rng.state(tensors["x"], generator=torch.Generator().manual_seed(3))
     spec = LossSpec(lora=lora)
     flat = [t for i in range(2) for t in (tensors[f"a{i}"], tensors[f"b{i}"], None)]
-    masks = drawn_masks(tensors["x"], spec, state)
+    masks = adapter_dropout(tensors["x"], spec, state)
     expected = eager_linear_cross_entropy(*args[:2], None, problem.target, None, flat, spec, masks).loss
     torch.testing.assert_close(loss, expected)
     wanted = gradients(expected, tensors)

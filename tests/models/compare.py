@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptfused.compat.kernels import replaced
+from ckptfused.compat.kernels import replaced_kernels
 from ckptfused.simulate.stand_ins import flash_attention
 
 
@@ -19,7 +19,7 @@ def flash_alone() -> AbstractContextManager[None]:
     def flash(below: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return flash_attention(query, key, value)
 
-    return replaced({"aten::scaled_dot_product_attention": flash})
+    return replaced_kernels({"aten::scaled_dot_product_attention": flash})
 
 
 def run(model: nn.Module, batch: dict[str, Any], scale: float = 1.0) -> dict[str, Tensor]:

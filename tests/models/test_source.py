@@ -19,7 +19,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import ckptfused
-from ckptfused.layer.source import class_name, fingerprint, known
+from ckptfused.layer.source import class_name, fingerprint, known_code
 from tests.models.test_families import build, close, run
 from tests.models.zoo import ZOO, text_batch
 
@@ -91,12 +91,14 @@ def test_where_a_block_ends_matters(load: Callable[[str], Any]) -> None:
 def test_no_source_no_fingerprint() -> None:
     assert fingerprint(eval("lambda self, x: x")) == ""
     assert fingerprint(len) == ""
-    assert "" not in {mark for marks in known()["classes"].values() for mark in marks} | known()["norms"].keys()
+    assert (
+        "" not in {mark for marks in known_code()["classes"].values() for mark in marks} | known_code()["norms"].keys()
+    )
 
 
 def test_every_entry_names_a_class() -> None:
     """A name that is misspelt would never be found, and its layers never fused."""
-    for name, read in known()["classes"].items():
+    for name, read in known_code()["classes"].items():
         module, _, cls = name.rpartition(".")
         library = module.partition(".")[0]
         if library not in ("torch", "transformers"):

@@ -228,7 +228,7 @@ MUTANTS = (
     Mutant(
         "saved tensors beside an offloaded input whose version nobody looks at",
         file="ckptfused/offload/saved.py",
-        text="        _check(_name(self._t), version(self._t), self._version)\n",
+        text="        _check(_name(self._t), write_count(self._t), self._version)\n",
         defect="",
         test="tests/offload/test_offload.py::test_what_stays_is_checked_too",
     ),
@@ -312,7 +312,7 @@ MUTANTS = (
     Mutant(
         "saved tensors that are handed out as they have become",
         file="ckptfused/recompute/saved_tensor_versions.py",
-        text="if (now := version(t)) != expected:",
+        text="if (now := write_count(t)) != expected:",
         defect="now = expected\n    if False:",
         test="tests/recompute/test_saved_tensor_versions.py::test_each_backward_raises",
     ),
@@ -431,7 +431,7 @@ MUTANTS = (
     Mutant(
         "a layer that is taken for what was read of it, though its gradients are others",
         file="ckptfused/models/derive/prove.py",
-        text="            if not error <= LIMIT:",
+        text="            if not error <= PROOF_ERROR:",
         defect="            if error == float('inf'):",
         test="tests/models/derive/test_mutants.py::test_a_gradient_that_differs_is_not_derived",
     ),
@@ -744,7 +744,7 @@ MUTANTS = (
     Mutant(
         "a fused block past a patch of a class that it stands in for",
         file="ckptfused/layer/hooks.py",
-        text="        return replaced(type(module))\n",
+        text="        return is_replaced(type(module))\n",
         defect="        return False\n",
         test="tests/modules/test_patches.py::test_a_patched_class[block-Linear-forward]",
     ),
@@ -807,7 +807,7 @@ MUTANTS = (
     Mutant(
         "a plan that counts an output twice which two layers keep",
         file="ckptfused/planner/mode_costs.py",
-        text="mode == AS_IT_WAS and place + 1 in self._spared",
+        text="mode == UNCONVERTED and place + 1 in self._spared",
         defect="False",
         test="tests/planner/test_plan.py::test_what_two_layers_keep_counts_once[sizes]",
     ),
@@ -828,7 +828,7 @@ MUTANTS = (
     Mutant(
         "a callback's plan for logits that TRL's trainers do not make",
         file="ckptfused/compat/trl.py",
-        text="        return {HEAD: True, **batch}\n",
+        text="        return {FUSED_HEAD: True, **batch}\n",
         defect="        return batch\n",
         test="tests/integrations/test_transformers.py::test_a_plan_is_for_the_fused_head_of_trls_trainers[False-False]",
     ),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ckptfused  # noqa: F401  (registers the ops)
 from ckptfused.eager.attention import attention
-from ckptfused.eager.philox import dropout_mask
+from ckptfused.eager.philox import philox_mask
 
 SEED, OFFSET = 0x1234567890ABCDEF, 5
 
@@ -133,7 +133,7 @@ def reference(call: Call, dtype: torch.dtype) -> tuple[Tensor, ...]:
     bounds = c.packed or (0, c.tokens)
     longest = max(b - a for a, b in itertools.pairwise(bounds))
     sequences = len(bounds) - 1 if c.packed else c.batch
-    drops = dropout_mask((sequences, c.heads, longest, longest), c.p, SEED, OFFSET, 0) if c.p else None
+    drops = philox_mask((sequences, c.heads, longest, longest), c.p, SEED, OFFSET, 0) if c.p else None
     o = torch.zeros(call.q.shape, dtype=dtype, device=call.q.device)
     lse = torch.full(call.q.shape[:3], -torch.inf, dtype=dtype, device=call.q.device)
     for s, (a, b) in enumerate(itertools.pairwise(bounds)):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfused.planner import frontier
-from ckptfused.planner.frontier import Choice, Front, Mode, Part, Passing, Unit, peak_of, seconds_of
+from ckptfused.planner.frontier import Choice, Front, Part, Passing, Unit, UnitMode, peak_of, seconds_of
 
 pytestmark = pytest.mark.once
 
@@ -77,11 +77,11 @@ def length(parts: Sequence[Part]) -> int:
 def drawn(rng: random.Random, most_units: int, most_modes: int, kinds: int = 9, lingers: bool = True) -> list[Unit]:
     """A chain in whole seconds, so that sums are exact."""
 
-    def mode(ending: Mode | None = None) -> Mode:
+    def mode(ending: UnitMode | None = None) -> UnitMode:
         saved, x = rng.randint(0, 12), rng.randint(0, 4)
         forward, backward = saved + rng.randint(0, 12), saved + rng.randint(0, 12)
         waits, keeps = rng.choice((0, 0, 3, 5)) if lingers else 0, rng.random() < 0.3
-        alone = Mode(rng.randint(1, 9), saved, forward, backward, waits, ending, keeps)
+        alone = UnitMode(rng.randint(1, 9), saved, forward, backward, waits, ending, keeps)
         spared = alone._replace(saved=max(0, saved - x), forward=max(0, forward - x), backward=max(0, backward - x))
         return alone._replace(spared=rng.choice((None, spared)))
 
@@ -168,7 +168,7 @@ def test_a_limit_leaves_out_what_needs_more(depth: int | None) -> None:
 
 def test_segments_need_less_than_any_mode() -> None:
     """Sixteen units that save their input, of 100 bytes: segments of them hold the square root."""
-    unit = Unit((Mode(3.0, 100, 200, 200), Mode(2.0, 500, 500, 500)), 0, 100, Passing(1.0, 100))
+    unit = Unit((UnitMode(3.0, 100, 200, 200), UnitMode(2.0, 500, 500, 500)), 0, 100, Passing(1.0, 100))
     least = {depth: Front([unit] * 16, depth)[0] for depth in (0, 1, 2, None)}
     assert [choice.peak for choice in least.values()] == sorted((c.peak for c in least.values()), reverse=True)
     assert least[0].peak == 15 * 100 + 200 and least[1].peak == 700 and least[None].peak < 600
@@ -191,10 +191,10 @@ def awkward(count: int, modes: int) -> list[Unit]:
     """Units of which no two are alike, in bytes and seconds as they are in a model."""
     rng = random.Random(3)
 
-    def mode() -> Mode:
+    def mode() -> UnitMode:
         saved = rng.randint(10**7, 10**9)
         seconds = rng.uniform(1e-3, 5e-3) + 0.1 * (1 - saved / 10**9)
-        return Mode(seconds, saved, saved + rng.randint(0, 10**8), saved + rng.randint(0, 10**8))
+        return UnitMode(seconds, saved, saved + rng.randint(0, 10**8), saved + rng.randint(0, 10**8))
 
     return [Unit(tuple(mode() for _ in range(modes)), rng.randint(0, 10**9)) for _ in range(count)]
 
@@ -219,14 +219,14 @@ def test_long_chains_of_units_that_differ(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_gradients_of_later_units_count() -> None:
     """Backward of the first unit meets those of the second; forward does not."""
-    first, second = Unit((Mode(1, 10, 30, 20),), 5), Unit((Mode(1, 0, 0, 7),), 7)
+    first, second = Unit((UnitMode(1, 10, 30, 20),), 5), Unit((UnitMode(1, 0, 0, 7),), 7)
     assert Front([first, second]).peaks == [30] == [peak_of([first, second], (0, 0))]
     heavier = second._replace(gradients=11)
     assert Front([first, heavier]).peaks == [31]
 
 
 def test_of_what_is_alike_the_earlier_stays() -> None:
-    unit = Unit((Mode(2, 1, 1, 1), Mode(1, 2, 2, 2), Mode(1, 2, 2, 2)))
+    unit = Unit((UnitMode(2, 1, 1, 1), UnitMode(1, 2, 2, 2), UnitMode(1, 2, 2, 2)))
     assert Front([unit] * 3)[-1] == Choice(6, 3.0, (1, 1, 1))
 
 
@@ -237,7 +237,7 @@ import random, runpy
 chain = runpy.run_path({frontier.__file__!r}, run_name="chain")
 rng = random.Random(0)
 for _ in range(20):
-    modes = {{chain["Mode"](rng.randint(1, 3), *[rng.randint(1, 3)] * 3) for _ in range(9)}}
+    modes = {{chain["UnitMode"](rng.randint(1, 3), *[rng.randint(1, 3)] * 3) for _ in range(9)}}
     units = [chain["Unit"](tuple(sorted(modes)), 1, 1, chain["Passing"](1, 1))] * 9
     front = chain["Front"](units, 1)
     print([front[i] for i in range(len(front))])
@@ -252,6 +252,6 @@ for _ in range(20):
 
 def test_no_units_and_no_modes() -> None:
     assert Front([]).within(0) == Choice(0, 0.0, ())
-    assert Front([Unit((Mode(1, 5, 5, 5),))]).within(4) is None
+    assert Front([Unit((UnitMode(1, 5, 5, 5),))]).within(4) is None
     with pytest.raises(ValueError, match="at least one mode"):
         Front([Unit(())])

@@ -36,11 +36,11 @@ from ckptfused._extension import _C
 from ckptfused.planner import frontier
 from ckptfused.planner.costs import Costs, costs
 from ckptfused.planner.plan import _Planner
-from ckptfused.planner.policy_steps import Steps
+from ckptfused.planner.policy_steps import PredictedSteps
 from ckptfused.planner.segments import Divided
 from ckptfused.planner.sharding import sharded
 from ckptfused.profiler import profile
-from ckptfused.profiler.step import TrainingStep, called, loss_of
+from ckptfused.profiler.step import TrainingStep, loss_of, model_output
 from ckptfused.simulate.devices import device_named
 from ckptfused.simulate.meta_copy import copy_to_meta, without_data
 from tests.accounting import Events
@@ -74,10 +74,10 @@ def on_meta(make: Callable[[], Any] = llama) -> Any:
         return make()
 
 
-def counted(model: nn.Module, device: str = "h200", optimizer: Any = ADAMW) -> tuple[Steps, Costs]:
+def counted(model: nn.Module, device: str = "h200", optimizer: Any = ADAMW) -> tuple[PredictedSteps, Costs]:
     meta_copy, _ = copy_to_meta(model, None)
     step = TrainingStep(without_data(tokens()), optimizer(list(meta_copy.parameters())), device_named(device))
-    steps = Steps(meta_copy, step, lambda text: None)
+    steps = PredictedSteps(meta_copy, step, lambda text: None)
     return steps, costs(steps)
 
 
@@ -85,7 +85,7 @@ def measured(model: nn.Module, batch: Any) -> int:
     """The most that a step needs by PyTorch's allocator: weights, the batch, and what comes beside them."""
 
     def step() -> None:
-        loss_of(called(model, batch)).backward()
+        loss_of(model_output(model, batch)).backward()
 
     step()
     model.zero_grad(set_to_none=True)
@@ -373,7 +373,7 @@ def test_the_least_budget_that_is_named_is_the_least() -> None:
 def planner_of(model: nn.Module, batch: Any, device: str = "cpu") -> _Planner:
     """The planner that `plan` has, for several budgets."""
     step = TrainingStep(without_data(batch), None, device_named(device))
-    steps = Steps(copy_to_meta(model, None)[0].train(), step, lambda text: None)
+    steps = PredictedSteps(copy_to_meta(model, None)[0].train(), step, lambda text: None)
     whole = costs(steps)
     return _Planner(steps, whole, whole)
 

@@ -16,10 +16,10 @@ from ckptfused import BudgetError, convert, doctor, plan, profile
 from ckptfused.cli import main
 from ckptfused.planner import frontier
 from ckptfused.planner.costs import costs
-from ckptfused.planner.policy_steps import Steps
+from ckptfused.planner.policy_steps import PredictedSteps
 from ckptfused.planner.sharding import sharded
 from ckptfused.profiler import Profile
-from ckptfused.profiler.step import TrainingStep, called, loss_of
+from ckptfused.profiler.step import TrainingStep, loss_of, model_output
 from ckptfused.simulate.devices import device_named
 from ckptfused.simulate.meta_copy import copy_to_meta, without_data
 from tests.accounting import Events
@@ -93,7 +93,7 @@ def second_batch(model: nn.Module, batch: dict[str, Tensor]) -> int:
     """The most that PyTorch's allocator holds while a batch runs that finds the gradients of another one."""
 
     def step() -> None:
-        loss_of(called(model, batch)).backward()
+        loss_of(model_output(model, batch)).backward()
 
     step()
     made = [p.grad for p in model.parameters() if p.grad is not None]
@@ -178,7 +178,7 @@ def test_what_is_counted_is_what_is_predicted() -> None:
         meta_copy, _ = copy_to_meta(llama(), None)
     optimizer = torch.optim.AdamW(list(meta_copy.parameters()))
     step = TrainingStep(without_data(tokens()), optimizer, device_named("h200"), gradient_accumulation_steps=2)
-    steps = Steps(meta_copy, step, lambda text: None)
+    steps = PredictedSteps(meta_copy, step, lambda text: None)
     found = costs(steps)
     front = frontier.Front(found.units)
     for index in range(0, len(front), 8):

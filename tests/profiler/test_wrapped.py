@@ -148,15 +148,15 @@ def test_a_mask_of_more_entries_than_are_kept_of_other_tensors(monkeypatch: pyte
     batch = tokens()
     batch["attention_mask"] = torch.ones_like(batch["input_ids"]).index_fill_(1, torch.arange(3), 0)
     expected = profile(llama(), batch, device="h200").peak
-    monkeypatch.setattr(values, "MOST", 50)
+    monkeypatch.setattr(values, "MOST_ENTRIES", 50)
     assert batch["attention_mask"].numel() > 50
     assert profile(llama(), batch, device="h200").peak == expected
 
 
-@pytest.mark.parametrize("most", [values.MOST, 50])
+@pytest.mark.parametrize("most", [values.MOST_ENTRIES, 50])
 def test_a_mask_of_pytorchs_encoder(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which compares it with one that it makes, of zeros and -inf."""
-    monkeypatch.setattr(values, "MOST", most)
+    monkeypatch.setattr(values, "MOST_ENTRIES", most)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2)
     batch = {"src": torch.randn(2, 24, 16), "mask": nn.Transformer.generate_square_subsequent_mask(24)}
     measured, found = (profile(model, batch, device=device) for device in (None, "cpu"))

@@ -12,13 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ckptfused._extension import _C
 from ckptfused.spec import AttentionSpec
-from ckptfused.triton.backend import Shape, attention_backend
+from ckptfused.triton.backend import AttentionShape, attention_backend
 from ckptfused.triton.configs import BLOCK_D, OPTION_CLASSES, SHARED, STAGES, attention_config, block_d, device_class
 from ckptfused.triton.problem import GAP
 from tests import forks
 from tests.forks import python
 
-PLAIN = Shape(special=(), dtype=torch.bfloat16, batch=2, heads=4, length=100, head_dim=128)
+PLAIN = AttentionShape(special=(), dtype=torch.bfloat16, batch=2, heads=4, length=100, head_dim=128)
 HOPPER, BLACKWELL, AMPERE, ADA = (9, 0), (10, 0), (8, 0), (8, 9)
 CUDNN = 91900  # torch 2.11's
 
@@ -113,8 +113,8 @@ def test_what_scaled_dot_product_attention_may_use(
 
 def test_cudnn_is_last_where_pytorch_is_told_so() -> None:
     code = (
-        "import torch; from ckptfused.triton.backend import Shape, attention_backend\n"
-        "print(attention_backend(Shape((), torch.bfloat16, 1, 1, 64, 64), (9, 0), None, 91900)[0])"
+        "import torch; from ckptfused.triton.backend import AttentionShape, attention_backend\n"
+        "print(attention_backend(AttentionShape((), torch.bfloat16, 1, 1, 64, 64), (9, 0), None, 91900)[0])"
     )
     assert python(code, TORCH_CUDNN_SDPA_DEPRIORITIZED="1").stdout.strip() == "flash"
 
@@ -152,9 +152,9 @@ def test_the_choice_is_pytorchs_own() -> None:
 )
 def test_what_is_special_in_a_block(change: dict[str, Any], special: tuple[str, ...]) -> None:
     spec = AttentionSpec(heads=4, kv_heads=2, head_dim=16, **change)
-    assert Shape.of_spec(spec, torch.bfloat16, 2, 5) == Shape(special, torch.bfloat16, 2, 4, 5, 16)
+    assert AttentionShape.of_spec(spec, torch.bfloat16, 2, 5) == AttentionShape(special, torch.bfloat16, 2, 4, 5, 16)
     if special:
-        reason = attention_backend(Shape.of_spec(spec, torch.bfloat16, 2, 5), HOPPER)[1]
+        reason = attention_backend(AttentionShape.of_spec(spec, torch.bfloat16, 2, 5), HOPPER)[1]
         assert all(f"no {name}" in reason for name in special)
 
 
@@ -173,7 +173,7 @@ def test_importing_needs_no_triton() -> None:
         "importlib.util.find_spec = lambda name, *rest: None if name == 'triton' else find(name, *rest)\n"
         "import ckptfused\n"
         "import ckptfused.triton.attention as attention, ckptfused.triton.register as register\n"
-        "assert register.register() == (torch.version.cuda is not None)\n"
+        "assert register.register_kernels() == (torch.version.cuda is not None)\n"
         "q = torch.ones(1, 1, 4, 8)\n"
         "attention.attention_fwd(q, q, q, *[None] * 4, 'none', 'none', 1.0, True, 0, 0.0, 0.0)\n"
     )

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from ckptfused.cli import main
-from ckptfused.compat.triton import version
+from ckptfused.compat.triton import triton_version
 from ckptfused.triton import tune, tuning
 from ckptfused.triton.ffn.configs import CANDIDATES, candidates
-from ckptfused.triton.tuning import CUBLAS, Device, ffn_choice
+from ckptfused.triton.tuning import CUBLAS, DeviceKey, ffn_choice
 from tests import forks
 from tests.triton.clock import Clock
 
-H200 = Device("NVIDIA H200", (9, 0))
+H200 = DeviceKey("NVIDIA H200", (9, 0))
 SHAPE = (16384, 4096, 14336, "swiglu", torch.bfloat16, H200)
 TILE = CANDIDATES["sm_90"][1].name
 
@@ -82,7 +82,7 @@ def test_the_command_keeps_what_it_measures(monkeypatch: pytest.MonkeyPatch, cap
     tuning.reload()
     assert ffn_choice(*SHAPE) == (TILE, "measured: cuBLAS 16.000 ms, Triton 12.000 ms")
     (key,) = json.loads(tuning.cache_file().read_text())["entries"]
-    assert "H200" in key and torch.__version__ in key and f"triton {version()}" in key
+    assert "H200" in key and torch.__version__ in key and f"triton {triton_version()}" in key
     monkeypatch.setattr(tuning, "triton_version", lambda: "another")
     assert ffn_choice(*SHAPE)[0] == CUBLAS
 
@@ -128,7 +128,7 @@ def test_another_shape_type_or_device_is_another_entry() -> None:
     n, c, f, act, dtype, device = SHAPE
     others = (
         (n, c + 64, f, act, dtype, device), (n, c, f + 64, act, dtype, device), (n, c, f, "geglu", dtype, device),
-        (n, c, f, act, torch.float16, device), (n, c, f, act, dtype, Device("NVIDIA H100", (9, 0))),
+        (n, c, f, act, torch.float16, device), (n, c, f, act, dtype, DeviceKey("NVIDIA H100", (9, 0))),
     )  # fmt: skip
     assert all(ffn_choice(*other)[0] == CUBLAS for other in others)
 
@@ -149,7 +149,7 @@ def test_odd_widths_stay_with_cublas(c: int, f: int) -> None:
 def test_cpu_and_old_gpus() -> None:
     *shape, _ = SHAPE
     assert ffn_choice(*shape, "cpu")[0] == CUBLAS
-    assert ffn_choice(*shape, Device("Tesla V100", (7, 0)))[0] == CUBLAS
+    assert ffn_choice(*shape, DeviceKey("Tesla V100", (7, 0)))[0] == CUBLAS
 
 
 def test_environment_forces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,9 +279,9 @@ def test_imports_without_triton() -> None:
 
 
 def of_paths(*ms: float) -> dict[str, float]:
-    from ckptfused.triton.ffn.measure import FORWARD, KEEPING, KEPT, REPLAYING
+    from ckptfused.triton.ffn.measure import FORWARD_PATH, KEEPING, KEPT, REPLAYING
 
-    return dict(zip((FORWARD, REPLAYING, KEEPING, KEPT), ms, strict=True))
+    return dict(zip((FORWARD_PATH, REPLAYING, KEEPING, KEPT), ms, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -345,14 +345,14 @@ def test_times_are_in_turns_and_not_of_the_flush(clock: Clock) -> None:
 
 def test_wrong() -> None:
     pytest.importorskip("triton")
-    from ckptfused.triton.ffn.measure import wrong
+    from ckptfused.triton.ffn.measure import worse_than_cublas
 
     true = {"h": {"": torch.linspace(1, 2, 64, dtype=torch.float64)}}
     cublas = {"h": {path: true["h"][""].bfloat16() for path in ("a", "b")}}
-    assert wrong(cublas, cublas, true, torch.bfloat16) == ""
+    assert worse_than_cublas(cublas, cublas, true, torch.bfloat16) == ""
     for off, message in ((1.1, "h of the b: relative error"), (torch.nan, "relative error nan"), (1.002, "in bits")):
         other = {"h": cublas["h"] | {"b": (true["h"][""] * off).bfloat16()}}
-        assert message in wrong(other, cublas, true, torch.bfloat16)
+        assert message in worse_than_cublas(other, cublas, true, torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from ckptfused.triton import tune, tuning
 
 def test_what_tuning_finds_is_in_a_table_and_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are made up: measuring takes a GPU."""
-    chip = tuning.Device("chip", (9, 0))
+    chip = tuning.DeviceKey("chip", (9, 0))
 
     def measured(n: int, c: int, f: int, act: str, dtype: torch.dtype) -> dict[str, object]:
         if n == 32:

@@ -16,7 +16,7 @@ import ckptfused
 from ckptfused.cli.demo import data, verdict
 from ckptfused.cli.demo.job import REORDERED, Job, Result
 from ckptfused.cli.errors import CommandError
-from ckptfused.cli.models import VARIANTS, Shape
+from ckptfused.cli.models import VARIANTS, LayerShape
 from ckptfused.sizes import counted
 
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device == "cuda" and default_device() != "cuda":
         why = "ckptfused was built without CUDA kernels" if torch.cuda.is_available() else "PyTorch sees none"
         raise CommandError(f"--device: expected cpu, or a GPU to run on, got cuda; {why}")
-    guess = data.entropy(data.load(arguments.data, minimum=2 * arguments.tokens))
+    guess = data.entropy(data.load_corpus(arguments.data, minimum=2 * arguments.tokens))
     try:
         from rich.console import Console
 
@@ -47,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     results = {name: train(job_of(name, shape, arguments), console) for name in names}
 
     shown = [results[name] for name in VARIANTS]
-    console.print(report.table(shown))
+    console.print(report.results_table(shown))
     console.print(report.texts(shown))
-    report.picture(shown, arguments.out / "demo.png", guess)
+    report.results_picture(shown, arguments.out / "demo.png", guess)
     record = {name: vars(result) for name, result in results.items()}
     (arguments.out / "demo.json").write_text(
         json.dumps({"options": vars(arguments), "guess": guess, "results": record}, default=str)
@@ -65,8 +65,8 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() and ckptfused.build_info()["cuda_architectures"] else "cpu"
 
 
-def shape_of(arguments: argparse.Namespace) -> Shape:
-    return Shape(
+def shape_of(arguments: argparse.Namespace) -> LayerShape:
+    return LayerShape(
         d_model=arguments.d_model,
         nhead=arguments.heads,
         num_kv_heads=arguments.kv_heads,
@@ -76,7 +76,7 @@ def shape_of(arguments: argparse.Namespace) -> Shape:
     )
 
 
-def job_of(variant: str, shape: Shape, arguments: argparse.Namespace) -> Job:
+def job_of(variant: str, shape: LayerShape, arguments: argparse.Namespace) -> Job:
     return Job(
         variant=variant,
         shape=shape,
@@ -136,7 +136,7 @@ def judge(results: dict[str, Result]) -> list[str]:
         raise CommandError(f"the ckptfused curves leave the plain one by more than rounding explains; {left}")
     first = min(verdict.FIRST, len(plain))
     ours = max(abs(a - b) for a, b in zip(inputs[:first], plain, strict=False))
-    limit = verdict.bounds(plain, reordered)[first - 1]
+    limit = verdict.rounding_bounds(plain, reordered)[first - 1]
     return [
         *lines,
         f"For {counted(first, 'step')} they stay within {ours:.1e} of the plain curve, where rounding explains up to "

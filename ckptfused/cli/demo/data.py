@@ -14,7 +14,7 @@ from ckptfused.sizes import counted
 CORPUS_BYTES = 8 << 20
 
 
-def load(path: Path | None, minimum: int) -> Tensor:
+def load_corpus(path: Path | None, minimum: int) -> Tensor:
     """The corpus as uint8 [bytes]; at least ``minimum`` of them."""
     if path is None:
         origin = Path(sysconfig.get_path("stdlib"))

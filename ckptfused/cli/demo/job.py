@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckptfused.cli.models import Shape
+from ckptfused.cli.models import LayerShape
 
 REORDERED = "plain, reordered"
 
@@ -16,7 +16,7 @@ class Job:
     """One variant's run; sent to its process as JSON."""
 
     variant: str
-    shape: Shape
+    shape: LayerShape
     steps: int
     batch: int
     tokens: int
@@ -33,7 +33,7 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> Job:
         fields = json.loads(text)
-        return cls(**{**fields, "shape": Shape(**fields["shape"])})
+        return cls(**{**fields, "shape": LayerShape(**fields["shape"])})
 
 
 @dataclass

@@ -11,10 +11,10 @@ from rich.text import Text
 from ckptfused.cli.demo.job import Result
 
 MIB = 2.0**20
-COLOURS = ("#4c566a", "#a3a9b5", "#e0a458", "#c8553d")
+VARIANT_COLOURS = ("#4c566a", "#a3a9b5", "#e0a458", "#c8553d")
 
 
-def table(results: Sequence[Result]) -> Table:
+def results_table(results: Sequence[Result]) -> Table:
     """One row a variant; ratios are against the first."""
     first = results[0]
     view = Table(title="Saved for backward; peak above the resting process")
@@ -43,7 +43,7 @@ def texts(results: Sequence[Result]) -> Table:
     return view
 
 
-def picture(results: Sequence[Result], path: Path, guess: float) -> None:
+def results_picture(results: Sequence[Result], path: Path, guess: float) -> None:
     """Loss curves on the left, beside the loss of a `guess` by frequencies; memory and time bars on the right."""
     import matplotlib
 
@@ -51,7 +51,7 @@ def picture(results: Sequence[Result], path: Path, guess: float) -> None:
     from matplotlib import pyplot as plt
 
     figure, (curves, memory, time) = plt.subplots(1, 3, figsize=(14, 4), width_ratios=(2, 1, 1), layout="constrained")
-    for index, (result, colour) in enumerate(zip(results, COLOURS, strict=False)):
+    for index, (result, colour) in enumerate(zip(results, VARIANT_COLOURS, strict=False)):
         style = "--" if index % 2 else "-"
         curves.plot(result.losses, style, color=colour, label=result.variant, linewidth=2 - 0.3 * index)
     curves.axhline(guess, color="#888888", linestyle=":", linewidth=1, label="byte frequencies alone")
@@ -60,10 +60,12 @@ def picture(results: Sequence[Result], path: Path, guess: float) -> None:
 
     names = [result.variant.replace(" ", "\n").replace(".checkpoint", "\n.checkpoint") for result in results]
     places = range(len(results))
-    memory.bar([x - 0.2 for x in places], [r.saved_bytes / MIB for r in results], 0.4, color=COLOURS, label="saved")
-    memory.bar([x + 0.2 for x in places], [r.peak_bytes / MIB for r in results], 0.4, color=COLOURS, alpha=0.45)
+    memory.bar(
+        [x - 0.2 for x in places], [r.saved_bytes / MIB for r in results], 0.4, color=VARIANT_COLOURS, label="saved"
+    )
+    memory.bar([x + 0.2 for x in places], [r.peak_bytes / MIB for r in results], 0.4, color=VARIANT_COLOURS, alpha=0.45)
     memory.set(title="saved for backward | peak (pale), MiB", xticks=list(places))
-    time.bar(places, [r.step_time * 1e3 for r in results], 0.6, color=COLOURS)
+    time.bar(places, [r.step_time * 1e3 for r in results], 0.6, color=VARIANT_COLOURS)
     time.set(title="median step, ms", xticks=list(places))
     for axes in (memory, time):
         axes.set_xticklabels(names, fontsize=7)

@@ -27,7 +27,7 @@ def identical(ours: list[float], other: list[float]) -> str | None:
     return None
 
 
-def bounds(plain: list[float], reordered: list[float]) -> list[float]:
+def rounding_bounds(plain: list[float], reordered: list[float]) -> list[float]:
     """For each step, how far from ``plain`` rounding may bring a curve."""
     distance = [abs(a - b) for a, b in zip(plain, reordered, strict=True)]
     worst = [max(distance[: max(step + 1, FIRST)]) for step in range(len(plain))]
@@ -36,7 +36,7 @@ def bounds(plain: list[float], reordered: list[float]) -> list[float]:
 
 def within_rounding(ours: list[float], plain: list[float], reordered: list[float]) -> str | None:
     """None if ``ours`` stays within the bound, else where it leaves."""
-    limits = bounds(plain, reordered)
+    limits = rounding_bounds(plain, reordered)
     for step, (a, b, limit) in enumerate(zip(ours, plain, limits, strict=True)):
         if not abs(a - b) <= limit:
             return (

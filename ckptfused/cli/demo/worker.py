@@ -23,7 +23,7 @@ from ckptfused.cli.models import VARIANTS, Decoder, PlainBlock, Variant, initial
 TEMPERATURE = 0.6  # of the text that a model writes: nearer to its best guess than what it was trained on
 
 
-def build(job: Job) -> Decoder:
+def built_decoder(job: Job) -> Decoder:
     """The job's model; equal weights for every variant, by construction."""
     dtype = getattr(torch, job.dtype)
     plain = plain_layers(job.shape, seed=job.seed)
@@ -56,7 +56,7 @@ def reorder(decoder: Decoder, plain: nn.ModuleList, seed: int) -> None:
         block.linear2.weight.data = block.linear2.weight.data[channels][:, hidden]
 
 
-def saved_bytes(model: nn.Module, tokens: Tensor, targets: Tensor) -> int:
+def autograd_bytes(model: nn.Module, tokens: Tensor, targets: Tensor) -> int:
     """Bytes that autograd holds between forward and backward: unique storages that are not parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     found: dict[int, int] = {}
@@ -105,13 +105,13 @@ def train(job: Job) -> None:
     device = torch.device(job.device)
     if device.type == "cuda":  # two runs of one variant must agree to the bit before two variants can
         torch.use_deterministic_algorithms(True)
-    corpus = data.load(Path(job.data) if job.data else None, minimum=2 * job.tokens)
+    corpus = data.load_corpus(Path(job.data) if job.data else None, minimum=2 * job.tokens)
 
     def batch(step: int, sequences: int, tokens: int) -> tuple[Tensor, Tensor]:
         inputs, targets = data.batch(corpus, step, sequences, tokens, job.seed)
         return inputs.to(device), targets.to(device)
 
-    model = build(job).to(device)
+    model = built_decoder(job).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1)
     # A step on four bytes brings optimizer state and library buffers into the baseline. With lr 0 it moves no
     # weight; its moments are cleared.
@@ -136,7 +136,7 @@ def train(job: Job) -> None:
         del loss
         emit({"step": step, "loss": value, "seconds": time.perf_counter() - start})
     peak = peak_bytes(device) - baseline
-    saved = saved_bytes(model, *batch(0, job.batch, job.tokens))
+    saved = autograd_bytes(model, *batch(0, job.batch, job.tokens))
     emit({"saved": saved, "peak": peak, "text": write(model, job.tokens, job.seed, device)})
 
 

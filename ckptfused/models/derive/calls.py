@@ -15,11 +15,11 @@ from ckptfused.checks import autocast_enabled, is_dtensor
 from ckptfused.compat.pytree import TreeSpec, tree_unflatten
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
-from ckptfused.models.derive.derive import Derivation, derive, hold
-from ckptfused.models.derive.normal_form import Layout
+from ckptfused.models.derive.derive import Derivation, derive, refuted_by
+from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.outside import recalled
 from ckptfused.models.derive.recorder import Value
-from ckptfused.models.derive.state import KNOWN, State
+from ckptfused.models.derive.state import KNOWN, LayerState
 from ckptfused.models.describe.saved_bytes import IndexReadError
 
 IN_SHARDS = "its weights are in shards"
@@ -36,7 +36,7 @@ _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device
 class Ready(NamedTuple):
     """A proved call: what a layer's block is, and where among the leaves of its arguments the tensors are."""
 
-    layout: Layout
+    layout: DerivedLayer
     x: int
     outer: tuple[tuple[str, int], ...]
     """Names of what stands outside, as the layout knows them, and their places; -1: the layer holds it."""
@@ -68,7 +68,7 @@ class _Kind:
 class Seen(NamedTuple):
     """A layer in one of its states."""
 
-    state: State
+    state: LayerState
     kind: _Kind
     modules: _Modules
 
@@ -112,7 +112,7 @@ def seen(layer: nn.Module) -> Seen | Reason:
     if known.changes >= MOST_CHANGES:
         return Reason("what its code reads is another from call to call")
     known.changes += 1
-    state = State(layer)
+    state = LayerState(layer)
     with _LOCK:
         kind = _KINDS.setdefault(state.key, _Kind())
         _KINDS.move_to_end(state.key)
@@ -189,7 +189,7 @@ def _proved(kind: _Kind, layer: nn.Module, call: Any, form: Hashable, leaves: li
     tried = kind.forms.setdefault(form, [])
     for made in tried:
         if made.proof is not None:
-            found = hold(made.proof, layer, args, kwargs, placed=kind.placed)
+            found = refuted_by(made.proof, layer, args, kwargs, placed=kind.placed)
             if isinstance(found, str):
                 return Reason(found)
             return _to_be_called(made._replace(here=found), leaves, where)

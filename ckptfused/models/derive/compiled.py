@@ -23,7 +23,7 @@ from ckptfused.models.describe.saved_bytes import INDICES
 
 _PLAIN = (int, float, bool, str, type(None))
 _LAYERS: dict[type, weakref.WeakSet[nn.Module]] = {}
-Reads = tuple[tuple[str, str, str], ...]
+AttributeReads = tuple[tuple[str, str, str], ...]
 """Attributes: the path of a module, the name under which it holds the object that has it ("" itself), its own name."""
 
 
@@ -66,14 +66,14 @@ def _made(kind: str, *of: Any) -> Any:
 
 
 @constant_result
-def _reads_of(cls: type[nn.Module]) -> tuple[tuple[str, ...], Reads]:
+def _reads_of(cls: type[nn.Module]) -> tuple[tuple[str, ...], AttributeReads]:
     """The paths of modules and the attributes that some layer of a class has: others lack one, or differ in it."""
     for layer in _LAYERS.get(cls, ()):
         return _reads(layer)
     return (), ()
 
 
-def _reads(layer: nn.Module) -> tuple[tuple[str, ...], Reads]:
+def _reads(layer: nn.Module) -> tuple[tuple[str, ...], AttributeReads]:
     one, reads = seen(layer), []
     names = frozenset() if isinstance(one, Reason) else one.state.names
     for path, module in layer.named_modules():
@@ -111,7 +111,7 @@ def _found(cls: type[nn.Module], values: Any, args: Any, kwargs: Any, where: int
     return "torch.compile cannot follow what it makes of its arguments" if made or found.recipes else found
 
 
-def _values(layer: nn.Module, reads: Reads) -> Any:
+def _values(layer: nn.Module, reads: AttributeReads) -> Any:
     """The attributes of a layer, and what is told of its weights; None where it lacks an attribute."""
     values: list[Any] = []
     for path, within, name in reads:

@@ -20,7 +20,7 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 _COPIED: Any = (nn.Module, Tensor, list, dict, tuple, set)
 
 
-MOST = 2**22
+MOST_WEIGHTS = 2**22
 """Random numbers that the weights of a layer are made of for its proof: a tenth of a second."""
 
 
@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
     tokens: int
 
 
-def copied(layer: nn.Module, made: Callable[[Tensor, bool], Tensor], placed: bool = True) -> nn.Module:
+def layer_copy(layer: nn.Module, made: Callable[[Tensor, bool], Tensor], placed: bool = True) -> nn.Module:
     """A copy of a layer as its class runs it: no forward of its own, no hooks, no adapters. What is no module, tensor
     or container is shared. made: the tensor in another's place; the flag says that it is a parameter. placed: it knows
     where in the model it stands.
@@ -79,8 +79,10 @@ def wide(layer: nn.Module, generator: torch.Generator, placed: bool = True, dens
     matrix is a `factors.stand_in`.
     """
     stands = (lambda t: None) if dense else stand_in
-    if (size := sum(p.numel() for p in layer.parameters() if stands(p) is None)) > MOST:
-        raise TooManyError(f"{size:,} numbers in weights that are used otherwise than in products, more than {MOST:,}")
+    if (size := sum(p.numel() for p in layer.parameters() if stands(p) is None)) > MOST_WEIGHTS:
+        raise TooManyError(
+            f"{size:,} numbers in weights that are used otherwise than in products, more than {MOST_WEIGHTS:,}"
+        )
 
     def made(t: Tensor, parameter: bool) -> Tensor:
         if not parameter:
@@ -93,19 +95,19 @@ def wide(layer: nn.Module, generator: torch.Generator, placed: bool = True, dens
         found = torch.randn(t.shape, dtype=torch.float64, generator=generator)
         return found / t.shape[-1] ** 0.5 if t.dim() > 1 else found * 0.4 + 0.6
 
-    return copied(layer, made, placed)
+    return layer_copy(layer, made, placed)
 
 
-def without_data(layer: nn.Module, placed: bool = True) -> nn.Module:
+def layer_without_data(layer: nn.Module, placed: bool = True) -> nn.Module:
     """A copy on the meta device."""
-    return copied(layer, _shape_of, placed)
+    return layer_copy(layer, _shape_of, placed)
 
 
 def _shape_of(t: Tensor, parameter: bool) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
-def resized(args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, first_key: bool) -> tuple[Any, Any]:
+def resized_call(args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, first_key: bool) -> tuple[Any, Any]:
     """A call of other sizes with random values in float64. first_key: what boolean masks say of the first key."""
     leaves, tree = tree_flatten((args, kwargs))
     x = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_map
-from ckptfused.models.derive.copies import Sizes, without_data
-from ckptfused.models.derive.normal_form import Layout
+from ckptfused.models.derive.copies import Sizes, layer_without_data
+from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.prove import Proof, prove, same_shapes
-from ckptfused.models.derive.record import Recording, forget_values, held, record
+from ckptfused.models.derive.record import Recording, forget_values, record, tensors_held
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.masks import causal_window
 from ckptfused.models.describe.saved_bytes import IndexReadError
@@ -46,7 +46,7 @@ class Derivation(NamedTuple):
     """What is so in calls of this size."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> DerivedLayer:
         """The proved layout, as it is in calls of this size."""
         assert self.proof is not None
         return self.proof.layout._replace(window=self.here.window)
@@ -121,10 +121,10 @@ def _alone(function: Callable[[], T]) -> T:
 def _recorded_here(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool) -> Recording:
     """The recording of this very call on tensors without data."""
     args, kwargs = tree_map(lambda v: _without_data(v) if isinstance(v, Tensor) else v, (args, kwargs))
-    return record(without_data(layer, placed), args, kwargs, wide=False)
+    return record(layer_without_data(layer, placed), args, kwargs, wide=False)
 
 
-def hold(
+def refuted_by(
     proof: Proof, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool = True
 ) -> str | Here:
     """Why a proof does not hold of a call of another size, or what is so there where it does: the same calls, sizes
@@ -154,7 +154,7 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
     if number >= 0:
         mask = _matching(proof.recordings[0], here, kept.index(number))
         tokens = here.x.shape[1]
-        buffers = {f"buffer:{name}": t.cpu() for name, t in held(layer)}
+        buffers = {f"buffer:{name}": t.cpu() for name, t in tensors_held(layer)}
         made = evaluated(mask.values[0], buffers.__getitem__, torch.device("cpu"))
         seen = causal_window(made, kind, tokens, tokens)
         if seen is None or proof.layout.window not in (0, seen):

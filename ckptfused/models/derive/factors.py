@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ckptfused.compat.pytree import tree_leaves
-from ckptfused.models.derive.recorder import LOOKS, RefusedError, name_of, named, place
+from ckptfused.models.derive.recorder import LOOKS, RefusedError, code_place, function_name, words_of
 
 RANK = 8
-LEAST = 2**14
+LEAST_FACTORED = 2**14
 """Numbers in a matrix from which on its factors stand for it."""
-_TURNS = named("t T mT transpose permute swapaxes swapdims")
-_CASTS = named("to double type type_as contiguous")
-_CUTS = named("chunk split narrow getitem")
+_TURNS = words_of("t T mT transpose permute swapaxes swapdims")
+_CASTS = words_of("to double type type_as contiguous")
+_CUTS = words_of("chunk split narrow getitem")
 
 
 class UnfactoredError(RefusedError):
@@ -44,7 +44,7 @@ def stand_in(t: Tensor) -> Tensor | None:
     """What has the shape of a matrix that factors stand for, and no memory; None of other tensors. It holds NaN, which
     no product makes of it that is computed by factors: what comes of it otherwise is not finite.
     """
-    if t.dim() != 2 or t.numel() < LEAST:
+    if t.dim() != 2 or t.numel() < LEAST_FACTORED:
         return None
     return torch.full((), torch.nan, dtype=torch.float64).expand(t.shape)
 
@@ -81,14 +81,14 @@ class Factored(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.matrices or not any(id(leaf) in self.matrices for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
-        op = name_of(func)
+        op = function_name(func)
         if op in LOOKS:
             return func(*args, **kwargs)
         made = self._product(op, args, kwargs)
         if made is None and args and (whole := self._of(args[0])) is not None:
             made = self._arranged(func, op, whole, args[0], args[1:], kwargs)
         if made is None:
-            raise UnfactoredError(f"{place()}: {op} of a weight, which is no product with it")
+            raise UnfactoredError(f"{code_place()}: {op} of a weight, which is no product with it")
         return made
 
     def _product(self, op: str, args: Any, kwargs: Any) -> Tensor | None:

@@ -10,7 +10,7 @@ from ckptfused.eager.activation import FUNCTIONS
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.layer.projections import Norm, Projection
 from ckptfused.masks import NO_MASK, Mask
-from ckptfused.models.derive.outside import joined, once
+from ckptfused.models.derive.outside import joined_masks, once
 from ckptfused.models.derive.read import Form
 from ckptfused.models.derive.record import Recording
 from ckptfused.models.derive.recorder import Recorded, RefusedError
@@ -40,7 +40,7 @@ class NormOf(NamedTuple):
     bias: str
 
 
-class Half(NamedTuple):
+class DerivedHalf(NamedTuple):
     """A half as `layer.parts` has it, with names in the place of modules; numbers and dropout's calls beside."""
 
     maps: tuple[Map | None, ...]
@@ -52,11 +52,11 @@ class Half(NamedTuple):
     """The numbers of those calls in the recording, -1 without one."""
 
 
-class Layout(NamedTuple):
+class DerivedLayer(NamedTuple):
     """A layer in normal form."""
 
-    attn: Half | None
-    ffn: Half | None
+    attn: DerivedHalf | None
+    ffn: DerivedHalf | None
     parallel: bool | Literal["shared"]
     cos: Outer | None = None
     sin: Outer | None = None
@@ -102,7 +102,7 @@ class Layout(NamedTuple):
 
         def made() -> Tensor:
             arranged = (_mask(outer[t.name], t.form, x.size(0)) for t, _ in given if t is not None)
-            return joined(zip(arranged, (kind for _, kind in given), strict=True), x.dtype)
+            return joined_masks(zip(arranged, (kind for _, kind in given), strict=True), x.dtype)
 
         return once(of, (given, x.dtype, x.size(0)), made)
 
@@ -120,11 +120,11 @@ class Layout(NamedTuple):
         return tuple(t for t in found if t is not None)
 
 
-def layout_of(form: Form, walk: Walk, layer: nn.Module) -> Layout:
+def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
     """A form without its recording."""
     rate = lambda call, i, name: 0.0 if call is None else float(call.given(i, name, 0.5))  # noqa: E731
     attn = ffn = None
-    found = Layout(None, None, form.parallel)
+    found = DerivedLayer(None, None, form.parallel)
     if (branch := form.attn) is not None:
         core, heads = branch.core, branch.heads
         assert core is not None and heads is not None
@@ -140,7 +140,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> Layout:
                 heads.place,
             ),
         )
-        attn = Half(
+        attn = DerivedHalf(
             tuple(map(_map, (heads.q, heads.k, heads.v, branch.last))),
             tuple(map(_norm, (branch.pre, branch.post, form.attn_out, heads.q_norm, heads.k_norm))),
             numbers,
@@ -155,7 +155,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> Layout:
         assert made is not None
         gated = made.up is not None or made.act not in _PLAIN
         first, second = (made.first, made.up) if gated else (None, made.first)
-        ffn = Half(
+        ffn = DerivedHalf(
             tuple(map(_map, (first, second, branch.last))),
             tuple(map(_norm, (branch.pre, branch.post, form.ffn_out))),
             (made.act, branch.m),
@@ -220,7 +220,7 @@ def _normed(layer: nn.Module, found: NormOf | None) -> Any:
     return Norm(found.kind, found.eps, weight, bias)  # type: ignore[arg-type]
 
 
-def _attention(layer: nn.Module, half: Half, window: int) -> Attention:
+def _attention(layer: nn.Module, half: DerivedHalf, window: int) -> Attention:
     heads, kv_heads, head_dim, rope, rotary_dim, scale, softcap, m, interleaved, place = half.numbers
     q, k, v, o = (_projected(layer, found) for found in half.maps)
     pre, post, out, q_norm, k_norm = (_normed(layer, found) for found in half.norms)
@@ -236,7 +236,7 @@ def _attention(layer: nn.Module, half: Half, window: int) -> Attention:
     )
 
 
-def _ffn(layer: nn.Module, half: Half) -> FFN:
+def _ffn(layer: nn.Module, half: DerivedHalf) -> FFN:
     act, m = half.numbers
     gate, up, down = (_projected(layer, found) for found in half.maps)
     pre, post, out = (_normed(layer, found) for found in half.norms)

@@ -34,7 +34,7 @@ def once(of: tuple[Tensor, ...], what: Hashable, make: Callable[[], Tensor]) -> 
     return found
 
 
-def joined(masks: Iterable[tuple[Tensor, str]], dtype: torch.dtype) -> Tensor:
+def joined_masks(masks: Iterable[tuple[Tensor, str]], dtype: torch.dtype) -> Tensor:
     """Several masks as one that is added. **Shapes** each broadcastable to [B, H, T, T]."""
     first, *rest = (t.to(dtype) if kind == "add" else _added(t if kind == "keep" else ~t, dtype) for t, kind in masks)
     return sum(rest, first)

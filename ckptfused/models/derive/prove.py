@@ -12,9 +12,9 @@ from ckptfused.eager.from_op import plain_block
 from ckptfused.layer.call import build_call
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.derive.copies import Sizes, TooManyError, resized, wide
+from ckptfused.models.derive.copies import Sizes, TooManyError, resized_call, wide
 from ckptfused.models.derive.factors import Factored, UnfactoredError
-from ckptfused.models.derive.normal_form import Layout, layout_of
+from ckptfused.models.derive.normal_form import DerivedLayer, layout_of
 from ckptfused.models.derive.read import Form, read
 from ckptfused.models.derive.record import Recording, record
 from ckptfused.models.derive.recorder import Recorded, RefusedError
@@ -23,7 +23,7 @@ from ckptfused.ops.call import Call
 from ckptfused.spec import parse
 
 SHAPES = (Sizes(2, 5), Sizes(3, 7))
-LIMIT = 1e-8
+PROOF_ERROR = 1e-8
 """Error of a result or gradient relative to the largest value of it: rounding of float64 is some 1e-13, a constant that
 is written with ten digits some 1e-10."""
 
@@ -31,7 +31,7 @@ is written with ten digits some 1e-10."""
 class Proof(NamedTuple):
     """What was proved, with the recordings that it was proved of."""
 
-    layout: Layout
+    layout: DerivedLayer
     text: str
     recordings: tuple[Recording, ...]
     rules: dict[Recorded, str]
@@ -56,7 +56,7 @@ def prove(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed:
 
 def _proved(layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, dense: bool) -> Proof:
     generator = torch.Generator().manual_seed(seed)
-    found: list[tuple[Layout, str, Recording]] = []
+    found: list[tuple[DerivedLayer, str, Recording]] = []
     rules: dict[Recorded, str] = {}
     errors: dict[str, float] = {}
     own = wide(layer, generator, placed, dense)
@@ -80,7 +80,7 @@ def _recorded(
 ) -> tuple[Recording, tuple[Form, Walk]]:
     trouble: RefusedError | None = None
     for first_key in (True, False):
-        given = resized(args, kwargs, sizes, generator, first_key)
+        given = resized_call(args, kwargs, sizes, generator, first_key)
         with factored:
             recording = record(own, *given, wide=True, generator=generator)
         if recording.y.data.isfinite().all():
@@ -90,7 +90,7 @@ def _recorded(
     raise trouble
 
 
-def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tuple[Layout, str, dict[str, float]]:
+def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tuple[DerivedLayer, str, dict[str, float]]:
     """The layout, the text of its block, and the relative errors. **Raises** `RefusedError` above the limit."""
     recording = walk.recording
     layout = layout_of(form, walk, own)
@@ -123,7 +123,7 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
         for name, a, b in pairs:
             a, b = a.detach(), b.detach()
             error = float((a - b).abs().max()) / max(float(a.abs().max()), least) if a.numel() else 0.0
-            if not error <= LIMIT:
+            if not error <= PROOF_ERROR:
                 raise RefusedError(f"{name} differs by {error:.1e} of its largest value from what was read ({text})")
             errors[name] = max(errors.get(name, 0.0), error)
     return layout, text, errors
@@ -208,6 +208,8 @@ def leaves_of(args: Any, kwargs: Any) -> dict[str, Tensor]:
     return {f"arg:{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
 
 
-def proved_call(layout: Layout, layer: nn.Module, x: Tensor, outer: dict[str, Tensor], mode: Mode) -> Call | Reason:
+def proved_call(
+    layout: DerivedLayer, layer: nn.Module, x: Tensor, outer: dict[str, Tensor], mode: Mode
+) -> Call | Reason:
     """The op call of a layer with a proved layout."""
     return build_call(layout.parts(layer), layout.inputs(x, outer), mode)

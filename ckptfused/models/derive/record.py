@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
-from ckptfused.models.derive.recorder import Recorded, Recorder, RefusedError, Value
+from ckptfused.models.derive.recorder import CallRecorder, Recorded, RefusedError, Value
 from ckptfused.models.describe.saved_bytes import IndexReadError
 
 _ASKS = "output_attentions"
@@ -22,7 +22,7 @@ RAISED = "its forward raised"
 class Recording:
     """A forward that was recorded: its calls, x, the result and what is around it."""
 
-    def __init__(self, recorder: Recorder, x: Value, y: Any, unasked: bool) -> None:
+    def __init__(self, recorder: CallRecorder, x: Value, y: Any, unasked: bool) -> None:
         self.calls, self.x, self.roots = recorder.calls, x, recorder.roots
         leaves, self.tree = tree_flatten(y)
         tensors = [t for t in leaves if isinstance(t, Tensor)]
@@ -67,7 +67,7 @@ def record(
 
     **Raises** `RefusedError` where the forward does what no recording can follow.
     """
-    recorder, state = Recorder(wide, generator), _state(layer)
+    recorder, state = CallRecorder(wide, generator), _state(layer)
     roots: list[Value] = []
     for i, leaf in enumerate(tree_flatten((args, kwargs))[0]):
         if isinstance(leaf, Tensor):
@@ -76,7 +76,7 @@ def record(
         raise RefusedError("the layer is called without a tensor")
     for name, weight in layer.named_parameters():
         recorder.root(f"param:{name}", weight)
-    for name, t in held(layer):
+    for name, t in tensors_held(layer):
         recorder.root(f"buffer:{name}", t)
     drawn = random.getstate(), torch.get_rng_state() if wide else None
     try:
@@ -101,7 +101,7 @@ def _weights_unasked(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return asked is False or (asked is None and _ASKS in bound.arguments)
 
 
-def held(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def tensors_held(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that modules hold beside parameters, by name: buffers and plain attributes."""
     for name, module in layer.named_modules():
         for key, t in (*module._buffers.items(), *vars(module).items()):

@@ -21,12 +21,12 @@ from ckptfused.models.derive.in_place import let_go, without_writing, writes
 _NOT_THE_LAYERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
-def named(*lines: str) -> frozenset[str]:
+def words_of(*lines: str) -> frozenset[str]:
     """The words of some lines."""
     return frozenset(" ".join(lines).split())
 
 
-LOOKS = named(
+LOOKS = words_of(
     "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex __len__ get_device",
     "element_size is_nested is_same_size has_names is_inference storage_offset _is_view is_cuda shape dtype",
     "device ndim requires_grad is_meta layout is_cpu names is_quantized is_sparse is_xpu is_mps is_leaf grad_fn",
@@ -35,7 +35,7 @@ LOOKS = named(
 """Calls and attributes that say something about a tensor, no value of it, and what begins and ends `torch.no_grad`."""
 
 
-_VALUES = named(
+_VALUES = words_of(
     "item tolist __bool__ __int__ __float__ __index__ __contains__ nonzero equal allclose numpy __array__ unique",
     "is_nonzero",
 )
@@ -101,7 +101,7 @@ class Recorded:
         return f"{self.op} of {', '.join(str(list(v.shape)) for v in self.inputs) or 'nothing'}"
 
 
-class Recorder(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Writes down what runs under it. wide: float32 becomes float64, and dropout's masks are drawn here and kept."""
 
     def __init__(self, wide: bool, generator: torch.Generator | None = None) -> None:
@@ -125,8 +125,8 @@ class Recorder(TorchFunctionMode):
         return self.values[id(t)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, op = kwargs or {}, name_of(func)
-        at = place()
+        kwargs, op = kwargs or {}, function_name(func)
+        at = code_place()
         if getattr(func, "__name__", "") in _VALUES:
             raise RefusedError(f"{at}: {op} of a tensor: what runs depends on values")
         if func in OPENED:
@@ -218,7 +218,7 @@ def _widened(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
 
 
-def name_of(func: Any) -> str:
+def function_name(func: Any) -> str:
     """`"add"` of `Tensor.__add__`, `"T"` of a property's getter."""
     name = getattr(func, "__name__", type(func).__name__)
     if name == "__get__":
@@ -226,7 +226,7 @@ def name_of(func: Any) -> str:
     return name.strip("_") if name.startswith("__") else name
 
 
-def place() -> str:
+def code_place() -> str:
     """File and line of the layer's code that runs now."""
     frame: Any = sys._getframe(2)
     inner = frame

@@ -17,7 +17,7 @@ from ckptfused.compat.transformers import attention_function, attention_implemen
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.peft import is_lora
-from ckptfused.layer.source import replaced
+from ckptfused.layer.source import is_replaced
 from ckptfused.models.describe.saved_bytes import INDICES
 from ckptfused.models.hf_checkpointing import REPLICATE
 from ckptfused.state.reach import attributes_of, names_of, of_torch
@@ -72,7 +72,7 @@ class _Content:
         return self._held.is_meta or torch.equal(self._held, other._held)
 
 
-class State:
+class LayerState:
     """Attributes of a layer's modules and of what these hold, the code of their classes, and the functions, numbers and
     tables that this code finds by name.
     """
@@ -121,7 +121,7 @@ class State:
 
     def watched(self) -> Reason | None:
         """Why modules within have to be called: somebody watches or patches them."""
-        if self._patched or any(self._hooks) or any(map(replaced, self._classes)):
+        if self._patched or any(self._hooks) or any(map(is_replaced, self._classes)):
             return next(filter(None, map(watched, self._modules)), None)
         return None
 

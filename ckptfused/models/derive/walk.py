@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ckptfused.models.derive.record import Recording
-from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, named
+from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, words_of
 
 TOLERANCE = 1e-9
 """Relative error of float64 values that are to be the same: constants such as GELU's are written with ten digits."""
-LAYOUT = named(
+LAYOUT = words_of(
     "view reshape flatten unflatten transpose permute unsqueeze squeeze expand getitem chunk split narrow unbind",
     "t T mT swapaxes swapdims movedim select expand_as view_as tensor_split split_with_sizes broadcast_to",
     "repeat_interleave repeat reshape_as",

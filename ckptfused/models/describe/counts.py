@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ckptfused.compat.pytree import tree_flatten
 from ckptfused.compat.torch_modules import COMPILED_CALL
 from ckptfused.models.derive.state import KNOWN
-from ckptfused.models.describe.example import Known, with_tables
+from ckptfused.models.describe.example import KnownTables, with_tables
 from ckptfused.models.describe.saved_bytes import INDICES, IndexReadError, Places, in_training, saved_by_autograd
 from ckptfused.models.family import EXAMPLE_TOKENS
 from ckptfused.models.hf_checkpointing import REPLICATE
@@ -38,7 +38,7 @@ class Counts:
 
     def __init__(self) -> None:
         self._kinds: dict[Any, _Kind] = {}
-        self.tables: Known = {}
+        self.tables: KnownTables = {}
 
     def of(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Count:
         """What says how many bytes a token the layer saves in this call, as both are now; None where its forward

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ckptfused.models.family import EXAMPLE_TOKENS
 from ckptfused.simulate.meta_copy import without_data
-from ckptfused.simulate.values import Known as KnownValues
+from ckptfused.simulate.values import KnownValues as KnownValues
 from ckptfused.state.undone import without_trace
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Parts of the names of arguments without which a layer runs in training.
 _ABSENT = ("mask", "past", "cache", "bias", "output_", "encoder_")
 
@@ -44,11 +44,11 @@ class Tables:
             return self._whole(x, _positions(x), *self._kind)
 
 
-Known = dict[Any, Tables]
+KnownTables = dict[Any, Tables]
 """Tables by what they depend on: layers share them."""
 
 
-def example(model: nn.Module, name: str, layer: nn.Module, known: Known | None = None) -> Arguments:
+def example(model: nn.Module, name: str, layer: nn.Module, known: KnownTables | None = None) -> CallArguments:
     """Arguments for `layer`, which stands at `name` in `model`: x [1, EXAMPLE_TOKENS, C], positions, and nothing else.
     Nothing of the model runs for it: rotary tables are `Tables`.
 
@@ -78,7 +78,7 @@ def with_tables(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value.made() if isinstance(value, Tables) else value for name, value in kwargs.items()}
 
 
-def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
     """An example whose tables have values. **Raises** whatever making them does."""
     device = args[0].device
     return args, {name: v.values(device) if isinstance(v, Tables) else v for name, v in kwargs.items()}
@@ -112,7 +112,7 @@ def _width(layer: nn.Module, owners: list[nn.Module]) -> int:
     raise LookupError(f"{type(layer).__name__}: the width of its input is not known")
 
 
-def _rotary(owners: list[nn.Module], layer: nn.Module, x: Tensor, known: Known | None) -> Tables | None:
+def _rotary(owners: list[nn.Module], layer: nn.Module, x: Tensor, known: KnownTables | None) -> Tables | None:
     """The tables that a model of Hugging Face's hands to its layers; None where it has none."""
     for owner in owners:
         rotary = getattr(owner, "rotary_emb", None)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptfused.compat.kernels import replaced
+from ckptfused.compat.kernels import replaced_kernels
 from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.simulate.functions import attention_on_meta, grouped_mm_on_meta
@@ -78,7 +78,7 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         return t
 
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with without_trace(layer), replaced(_KERNELS), in_training(), torch.device("meta"), saving:
+    with without_trace(layer), replaced_kernels(_KERNELS), in_training(), torch.device("meta"), saving:
         layer.forward(*args, **kwargs)
     return sum(size for _, size in found.values())
 

@@ -68,7 +68,7 @@ class LanguageModel:
         return {"loss": loss}
 
 
-class Gemma(LanguageModel):
+class GemmaLanguageModel(LanguageModel):
     """Gemma 2 and 3, which hold logits below a cap."""
 
     classes = tuple(f"{_MODELS}.gemma{n}.modeling_gemma{n}.Gemma{n}ForCausalLM" for n in (2, 3))
@@ -77,14 +77,14 @@ class Gemma(LanguageModel):
         return super().options(model, labels, given) | {"softcap": model.config.final_logit_softcapping}
 
 
-class GPT2(LanguageModel):
+class GPT2LanguageModel(LanguageModel):
     """Its body passes on what cross-attention found."""
 
     classes = (f"{_MODELS}.gpt2.modeling_gpt2.GPT2LMHeadModel",)
     output = "CausalLMOutputWithCrossAttentions"
 
 
-class OPT(LanguageModel):
+class OPTLanguageModel(LanguageModel):
     """Its forward calls the decoder inside its body."""
 
     classes = (f"{_MODELS}.opt.modeling_opt.OPTForCausalLM",)
@@ -157,7 +157,15 @@ class Roberta(MaskedLanguageModel):
 
 HEADS = {
     name: adapter
-    for adapter in (LanguageModel(), Gemma(), GPT2(), OPT(), Mixture(), MaskedLanguageModel(), Roberta())
+    for adapter in (
+        LanguageModel(),
+        GemmaLanguageModel(),
+        GPT2LanguageModel(),
+        OPTLanguageModel(),
+        Mixture(),
+        MaskedLanguageModel(),
+        Roberta(),
+    )
     for name in adapter.classes
 }
 

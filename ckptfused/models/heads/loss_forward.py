@@ -21,7 +21,7 @@ from ckptfused.layer.hooks import EVERYWHERE, hooked_everywhere
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.projections import Projection, projection
 from ckptfused.layer.shards import is_fully_sharded
-from ckptfused.layer.source import class_as_read, class_name, patched, unread
+from ckptfused.layer.source import class_as_read, class_name, is_patched, unread
 from ckptfused.loss import HeadAdapter, linear_cross_entropy
 from ckptfused.models.heads.lm_heads import HEADS, head_of
 
@@ -187,7 +187,7 @@ def take_out(model: nn.Module) -> bool:
 def put_in(model: nn.Module, scratch: int | None) -> Reason | None:
     """Has the loss of a model, which was taken out before, made without its logits; or says why not."""
     below = installed(model)
-    if below is None and patched(model):
+    if below is None and is_patched(model):
         return Reason("its forward is not its class's: convert before accelerate, or whoever else, wraps it")
     found = HeadForward(model, scratch) if below is None else below
     if isinstance(head := found.head(), Reason):

@@ -13,7 +13,7 @@ import torch
 
 from ckptfused.triton.configs import TABLE, device_class
 
-DTYPES = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def _config(name: str) -> FFNConfig:
 CANDIDATES = {device: tuple(map(_config, entry["ffn"])) for device, entry in TABLE.items()}
 
 # Of CPU tensors: large enough for the interpreter, small enough for tests to see several of them.
-INTERPRETED = FFNConfig(32, 32, 32, 4, 1, 2)
+INTERPRETED_FFN = FFNConfig(32, 32, 32, 4, 1, 2)
 
 
 def candidates(capability: tuple[int, int]) -> tuple[FFNConfig, ...]:

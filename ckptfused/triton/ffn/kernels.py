@@ -12,7 +12,7 @@ import triton.language as tl
 from ckptfused.triton.ffn.activation import activation, activation_grads
 
 # Arguments whose value compiles nothing: one kernel serves every number of rows and every place in the mask.
-PLAIN = ["rows", "threshold", "row0", "col0", "mask_cols", "batch", "tokens"]
+UNSPECIALIZED = ["rows", "threshold", "row0", "col0", "mask_cols", "batch", "tokens"]
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def finish(acc, bias, n0, cols, BLOCK_N: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def hold(g, u, gate_b, up_b, n0, cols, GATED: tl.constexpr, BLOCK_N: tl.constexpr, ELEMENT: tl.constexpr):
+def pack_pair(g, u, gate_b, up_b, n0, cols, GATED: tl.constexpr, BLOCK_N: tl.constexpr, ELEMENT: tl.constexpr):
     """The finished g and u in one 32-bit word: as 16-bit values each would take a register of its own."""
     held = tl.zeros(u.shape, tl.uint32)
     if n0 < cols:  # a branch, so that the compiler does not load the biases of all parts at once
@@ -123,20 +123,20 @@ def store_tile(base, stride, value, m0, n0, rows, cols, BLOCK_M: tl.constexpr, B
 
 
 @triton.jit
-def halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def left_and_right(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The left and the right half of a tile's columns, in the registers where they are."""
     return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def quarters(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    left, right = halves(tile, BLOCK_M, BLOCK_N)
-    a, b = halves(left, BLOCK_M, BLOCK_N // 2)
-    c, d = halves(right, BLOCK_M, BLOCK_N // 2)
+    left, right = left_and_right(tile, BLOCK_M, BLOCK_N)
+    a, b = left_and_right(left, BLOCK_M, BLOCK_N // 2)
+    c, d = left_and_right(right, BLOCK_M, BLOCK_N // 2)
     return a, b, c, d
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def ffn_up_fwd_kernel(
     x, gate_w, up_w, gate_b, up_b, rng_state, h, g_out, u_out,
     rows, cols, depth, x_m, gate_n, gate_k, up_n, up_k, h_m, g_m, u_m,
@@ -172,7 +172,7 @@ def ffn_up_fwd_kernel(
             store_tile(h, h_m, value, m0, n, rows, cols, BLOCK_M, PART)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def ffn_up_bwd_kernel(
     x, gate_w, up_w, gate_b, up_b, g_in, u_in, ddown, down_w, rng_state, h, dg, du,
     rows, cols, depth, x_m, gate_n, gate_k, up_n, up_k, gi_m, ui_m, dd_m, down_n, down_k, h_m, dg_m, du_m,
@@ -195,10 +195,10 @@ def ffn_up_bwd_kernel(
         if GATED:
             g0, g1, g2, g3 = quarters(g, BLOCK_M, BLOCK_N)
         held_parts = (
-            hold(g0, u0, gate_b, up_b, n0, cols, GATED, PART, ELEMENT),
-            hold(g1, u1, gate_b, up_b, n0 + PART, cols, GATED, PART, ELEMENT),
-            hold(g2, u2, gate_b, up_b, n0 + 2 * PART, cols, GATED, PART, ELEMENT),
-            hold(g3, u3, gate_b, up_b, n0 + 3 * PART, cols, GATED, PART, ELEMENT),
+            pack_pair(g0, u0, gate_b, up_b, n0, cols, GATED, PART, ELEMENT),
+            pack_pair(g1, u1, gate_b, up_b, n0 + PART, cols, GATED, PART, ELEMENT),
+            pack_pair(g2, u2, gate_b, up_b, n0 + 2 * PART, cols, GATED, PART, ELEMENT),
+            pack_pair(g3, u3, gate_b, up_b, n0 + 3 * PART, cols, GATED, PART, ELEMENT),
         )
     dd = ddown + m0 * tl.cast(dd_m, tl.int64)
     down_w += n0 * tl.cast(down_n, tl.int64)

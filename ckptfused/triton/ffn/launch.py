@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckptfused.spec import GATE
-from ckptfused.triton.ffn.configs import DTYPES, INTERPRETED, FFNConfig
+from ckptfused.triton.ffn.configs import HALF_DTYPES, INTERPRETED_FFN, FFNConfig
 from ckptfused.triton.ffn.kernels import ffn_up_bwd_kernel, ffn_up_fwd_kernel
 from ckptfused.triton.problem import expect
 from ckptfused.triton.tuning import config_for
@@ -78,7 +78,7 @@ def _mask_options(
 
 
 def _config(name: str, n: int, c: int, f: int, act: str, like: Tensor) -> FFNConfig:
-    return config_for(name, n, c, f, act, like.dtype, like.device) if like.is_cuda else INTERPRETED
+    return config_for(name, n, c, f, act, like.dtype, like.device) if like.is_cuda else INTERPRETED_FFN
 
 
 def _start(
@@ -94,7 +94,7 @@ def _start(
 
 def _check(op: str, name: str, t: Tensor, act: str) -> bool:
     expect(act in ACTS, op, f"act: expected one of {', '.join(ACTS)}, got {act}")
-    fits = t.dim() == 2 and t.dtype in DTYPES and t.shape[0] < 1 << 31
+    fits = t.dim() == 2 and t.dtype in HALF_DTYPES and t.shape[0] < 1 << 31
     expect(fits, op, f"{name}: expected BFloat16 or Half [N, C], got {t.dtype} {list(t.shape)}")
     return ACTS[act][1]
 

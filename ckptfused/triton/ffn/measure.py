@@ -23,11 +23,11 @@ from ckptfused.triton.ffn.configs import FFNConfig
 from ckptfused.triton.tuning import CUBLAS, going
 
 # Of a block that keeps no gu, and of one that keeps it.
-FORWARD, REPLAYING, KEEPING, KEPT = PATHS = "forward", "replaying backward", "keeping forward", "kept backward"
+FORWARD_PATH, REPLAYING, KEEPING, KEPT = PATHS = "forward", "replaying backward", "keeping forward", "kept backward"
 _CHECKED_ROWS, _CHECKED_COLUMNS = 256, 8
 _FLUSHED = 256 << 20  # bytes: more than any L2 cache has
-Run = Callable[[], list[Tensor]]
-Runs = Mapping[str, Run]  # by path
+TimedRun = Callable[[], list[Tensor]]
+Runs = Mapping[str, TimedRun]  # by path
 Results = dict[str, dict[str, Tensor]]  # by value and path; of the truth, which has no path: ""
 Times = Mapping[str, Mapping[str, float]]  # milliseconds by way and path
 
@@ -73,7 +73,7 @@ def block_runs(o: Operands, way: str) -> Runs:
 
     gu = forward(keeping, True)[1:]
     return {
-        FORWARD: lambda: forward(lean, False),
+        FORWARD_PATH: lambda: forward(lean, False),
         REPLAYING: lambda: backward(lean, []),
         KEEPING: lambda: forward(keeping, True),
         KEPT: lambda: backward(keeping, gu),
@@ -98,7 +98,7 @@ def results(o: Operands, runs: Runs) -> Results:
     found: Results = {name: {} for name in ("y", "gu", "dx", "d gu_w", "d down_w")}
     for path, run in runs.items():
         made = run()
-        if path in (FORWARD, KEEPING):
+        if path in (FORWARD_PATH, KEEPING):
             found["y"][path] = _rows(made[0])
             if path == KEEPING:
                 found["gu"][path] = _rows(made[1])
@@ -131,7 +131,7 @@ def truth(o: Operands) -> Results:
     return {name: {"": value.detach()} for name, value in made.items()}
 
 
-def wrong(got: Results, cublas: Results, true: Results, dtype: torch.dtype) -> str:
+def worse_than_cublas(got: Results, cublas: Results, true: Results, dtype: torch.dtype) -> str:
     """What is further from the truth than twice cuBLAS's error and half an ulp allow; "" where all is well."""
     for name, values in got.items():
         t = true[name][""]
@@ -176,7 +176,7 @@ def measure(
     for tile in tiles:
         try:
             candidate = block_runs(operands, tile.name)
-            fault = wrong(results(operands, candidate), cublas, true, dtype)
+            fault = worse_than_cublas(results(operands, candidate), cublas, true, dtype)
         except (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError) as error:
             fault = str(error)
         if fault:

@@ -63,16 +63,16 @@ def read(change: tuple[str, str]) -> Derivation:
     return derive(layer, arguments(LLAMA), {})
 
 
-@pytest.fixture(params=[1, factors.LEAST], ids=["factors", "whole"])
+@pytest.fixture(params=[1, factors.LEAST_FACTORED], ids=["factors", "whole"])
 def least(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(factors, "LEAST", request.param)
+    monkeypatch.setattr(factors, "LEAST_FACTORED", request.param)
     return request.param  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("change", RIGHT, ids=[new for _, new in RIGHT])
 def test_a_product_is_read_as_one(change: tuple[str, str], least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if least == 1:
-        monkeypatch.setattr(copies, "MOST", 24 * 8)  # norms and biases alone
+        monkeypatch.setattr(copies, "MOST_WEIGHTS", 24 * 8)  # norms and biases alone
     found = read(change)
     assert found.proof is not None, found.why
     assert found.proof.text == derive(made(LLAMA), arguments(LLAMA), {}).proof.text  # type: ignore[union-attr]
@@ -115,8 +115,8 @@ def test_a_wide_layer_takes_no_memory(source: str) -> None:
 
 
 def test_what_is_no_product_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factors, "LEAST", 1)
-    monkeypatch.setattr(copies, "MOST", 24 * 8)
+    monkeypatch.setattr(factors, "LEAST_FACTORED", 1)
+    monkeypatch.setattr(copies, "MOST_WEIGHTS", 24 * 8)
     found = read(("f = self.w2(h)", "f = F.linear(h, self.w2.weight * 2)"))
     line = LLAMA[: LLAMA.index("f = self.w2(h)")].count("\n") + 1
     assert found.proof is None and f"written.py:{line}: mul of a weight, which is no product with it" in found.why
@@ -124,7 +124,7 @@ def test_what_is_no_product_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_arrangements_of_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turned, cut into rows and cast it stands for what a matrix of these factors would."""
-    monkeypatch.setattr(factors, "LEAST", 1)
+    monkeypatch.setattr(factors, "LEAST_FACTORED", 1)
     layer = torch.nn.Linear(6, 9, bias=False)
     with torch.no_grad():
         layer.weight = torch.nn.Parameter(factors.stand_in(layer.weight))  # type: ignore[arg-type]

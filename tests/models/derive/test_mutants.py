@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.derive import factors
-from ckptfused.models.derive.copies import copied
+from ckptfused.models.derive.copies import layer_copy
 from ckptfused.models.derive.derive import Derivation, derive
 from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.prove import leaves_of, proved_call
-from ckptfused.models.derive.record import held
+from ckptfused.models.derive.record import tensors_held
 from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
 from tests.models.derive.others import FOLDED, IN_FOLDED, IN_SUMS, IN_TOWER, SUMS, TOWER, called
 from tests.models.derive.written import GPT, LLAMA, WIDE, arguments, made
@@ -39,7 +39,7 @@ def in_double(source: str) -> str:
 
 def outside(layer: nn.Module, args: Any, found: Derivation) -> dict[str, Tensor]:
     """What a derivation takes beside x, by name."""
-    given = {**leaves_of(args, {}), **{f"buffer:{name}": t for name, t in held(layer)}}
+    given = {**leaves_of(args, {}), **{f"buffer:{name}": t for name, t in tensors_held(layer)}}
     device = torch.device("cpu")
     return given | {name: evaluated(v, given.__getitem__, device) for name, v in found.here.recipes.items()}
 
@@ -67,9 +67,9 @@ def check(layer: nn.Module, args: Any) -> bool:
 
 
 @pytest.mark.parametrize("index", range(len(MUTANTS)))
-@pytest.mark.parametrize("least", [1, factors.LEAST], ids=["factors", "whole"])
+@pytest.mark.parametrize("least", [1, factors.LEAST_FACTORED], ids=["factors", "whole"])
 def test_a_mutant_runs_as_written(index: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factors, "LEAST", least)
+    monkeypatch.setattr(factors, "LEAST_FACTORED", least)
     source, old, new = MUTANTS[index]
     assert source.count(old) >= 1
     layer = made(T_OF + in_double(source.replace(old, new, 1))).double()
@@ -165,6 +165,6 @@ def test_a_copy_has_neither_hooks_nor_a_forward_of_its_own() -> None:
     layer = made(GPT)
     layer.ln_1.register_forward_hook(lambda *_: None)  # type: ignore[union-attr, operator]
     layer.forward = lambda x: x  # type: ignore[method-assign, assignment]
-    found: Any = copied(layer, lambda t, _: t.clone())
+    found: Any = layer_copy(layer, lambda t, _: t.clone())
     assert not found.ln_1._forward_hooks and "forward" not in vars(found)
     assert layer.ln_1._forward_hooks and "forward" in vars(layer)  # type: ignore[union-attr]

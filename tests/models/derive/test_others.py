@@ -49,7 +49,7 @@ def test_they_are_derived(kind: str) -> None:
 def test_they_are_derived_where_factors_stand_for_matrices(kind: str) -> None:
     """Those of large matrices, of which a block may take some rows only."""
     source = KINDS[kind]
-    with mock.patch.object(factors, "LEAST", 1):
+    with mock.patch.object(factors, "LEAST_FACTORED", 1):
         found = derive(made(source), called(source), {})
     assert found.proof is not None, found.why
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from ckptfused._extension import _C
 from ckptfused.triton import register
 from ckptfused.triton.ffn import measure
-from ckptfused.triton.ffn.configs import INTERPRETED
+from ckptfused.triton.ffn.configs import INTERPRETED_FFN
 from ckptfused.triton.ffn.launch import ffn_up_bwd, ffn_up_fwd
-from ckptfused.triton.ffn.measure import FORWARD, KEEPING, PATHS, Operands, Run, Runs
+from ckptfused.triton.ffn.measure import FORWARD_PATH, KEEPING, PATHS, Operands, Runs, TimedRun
 from ckptfused.triton.tuning import CUBLAS
 from tests.triton.clock import Clock
 
@@ -48,7 +48,7 @@ def costing(monkeypatch: pytest.MonkeyPatch, clock: Clock, slow: str | None) -> 
     """Every path takes that long. What it does it does once, for the check: the interpreter is slow."""
     real = measure.block_runs
 
-    def counted(run: Run, ms: float) -> Run:
+    def counted(run: TimedRun, ms: float) -> TimedRun:
         made: list[list[Tensor]] = []
 
         def go() -> list[Tensor]:
@@ -72,10 +72,10 @@ def test_measure(
 ) -> None:
     kernels_on_the_cpu.clear()
     costing(monkeypatch, clock, slow)
-    entry = measure.measure(*SHAPE, act, torch.bfloat16, [INTERPRETED], 1, "cpu")
+    entry = measure.measure(*SHAPE, act, torch.bfloat16, [INTERPRETED_FFN], 1, "cpu")
     assert kernels_on_the_cpu == ["ffn_up_fwd"] * 2 + ["ffn_up_bwd", "ffn_up_fwd", "ffn_up_bwd"]  # first of all gu
-    assert entry["triton"] == INTERPRETED.name, "left out"
-    assert entry["choice"] == (CUBLAS if slow else INTERPRETED.name)
+    assert entry["triton"] == INTERPRETED_FFN.name, "left out"
+    assert entry["choice"] == (CUBLAS if slow else INTERPRETED_FFN.name)
     assert entry["no_faster"] == ([slow] if slow else [])
     assert entry["ffn_tiles"] == [(0, 40, 0, 48)]
     assert entry["all_ms"][CUBLAS] == dict.fromkeys(PATHS, 2.0)
@@ -91,7 +91,7 @@ def test_a_tile_that_is_wrong_on_one_path_is_left_out(path: str, monkeypatch: py
 
         def run() -> list[Tensor]:
             made = runs[path]()
-            out = made[0][0] if path in (FORWARD, KEEPING) else made[-1]
+            out = made[0][0] if path in (FORWARD_PATH, KEEPING) else made[-1]
             out[-1, -1] = torch.nextafter(out[-1, -1], torch.tensor(torch.inf, dtype=out.dtype))
             return made
 
@@ -99,5 +99,5 @@ def test_a_tile_that_is_wrong_on_one_path_is_left_out(path: str, monkeypatch: py
 
     monkeypatch.setattr(measure, "block_runs", planted)
     with pytest.warns(UserWarning, match=r"left out at .*(y|d down_w) differs in bits"):
-        entry = measure.measure(*SHAPE, "swiglu", torch.bfloat16, [INTERPRETED], 1, "cpu")
+        entry = measure.measure(*SHAPE, "swiglu", torch.bfloat16, [INTERPRETED_FFN], 1, "cpu")
     assert entry["choice"] == CUBLAS and entry["triton"] is None

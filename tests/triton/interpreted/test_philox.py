@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 import ckptfused.rng
-from ckptfused.eager.philox import dropout_mask, philox4x32
+from ckptfused.eager.philox import philox4x32, philox_mask
 from ckptfused.triton.philox import keep_tile, keep_tile_kernel, load_state
 
 SEED, OFFSET = -0x1234567890ABCDEF, (7 << 40) + 5
@@ -34,7 +34,7 @@ def test_bits(shape: tuple[int, int], p: float) -> None:
     for site in (0, 3):
         mask = triton_mask(*shape, p, state, site)
         assert torch.equal(mask, ckptfused.rng.dropout_mask(shape, p, state, site))
-        assert torch.equal(mask, dropout_mask(shape, p, SEED, OFFSET, site))
+        assert torch.equal(mask, philox_mask(shape, p, SEED, OFFSET, site))
 
 
 @pytest.mark.parametrize(("block_m", "block_n"), [(16, 8), (32, 64), (64, 16), (128, 128)])
@@ -50,7 +50,7 @@ def test_the_order_of_keys_does_not_matter(order: int, p: float) -> None:
     state = torch.tensor([SEED, OFFSET])
     for block_n in (32, 128):
         mask = triton_mask(70, 331, p, state, 0, 16, block_n, order)
-        assert torch.equal(mask, dropout_mask((70, 331), p, SEED, OFFSET, 0))
+        assert torch.equal(mask, philox_mask((70, 331), p, SEED, OFFSET, 0))
 
 
 @triton.jit

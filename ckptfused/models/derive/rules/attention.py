@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, named
+from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, words_of
 from ckptfused.models.derive.rules.core import Core
-from ckptfused.models.derive.rules.masks import mask_steps, masked, take_all
-from ckptfused.models.derive.rules.products import PRODUCTS, by_heads, product, softmax_last
+from ckptfused.models.derive.rules.masks import mask_steps, take_all, with_mask
+from ckptfused.models.derive.rules.products import PRODUCTS, by_heads, head_product, softmax_last
 from ckptfused.models.derive.walk import Walk, arranges, close, ratio
 
 _LOGITS = frozenset(("mul", "rmul", "div", "truediv", "tanh"))
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
-_AFTER_SOFTMAX = named("to type_as float double type half bfloat16 dropout clone contiguous")
+_AFTER_SOFTMAX = words_of("to type_as float double type half bfloat16 dropout clone contiguous")
 
 
 def core(walk: Walk, y: Value) -> Core:
@@ -39,7 +39,7 @@ def _sdpa(walk: Walk, y: Value, call: Recorded) -> Core:
     found = Core(q, k, v, y, ends, scale, causal=bool(call.given(5, "is_causal", False)))  # type: ignore[arg-type]
     if given is not None:
         kind = "keep" if given.data.dtype == torch.bool else "add"
-        found = masked(walk, found, given, kind)
+        found = with_mask(walk, found, given, kind)
     return found._replace(dropout=call if call.mask is not None else None)
 
 
@@ -48,7 +48,7 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
     operands = [v for v in call.inputs if _is_softmax(walk, v)]
     if len(operands) != 1:
         raise RefusedError(f"no rule takes {call}", call)
-    last = product(call, walk.batch, operands[0])
+    last = head_product(call, walk.batch, operands[0])
     probs, v = walk.through(last.left), last.right
     if last.added is not None or last.factor != 1 or last.left is not operands[0]:
         raise RefusedError(f"no rule takes {call}", call)
@@ -82,7 +82,7 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
     if raw.call is None or raw.op not in PRODUCTS:
         raise RefusedError(f"no rule takes {raw}", raw.call)
     walk.take(raw.call, "attention")
-    first = product(raw.call, walk.batch, _left_of(raw.call))
+    first = head_product(raw.call, walk.batch, _left_of(raw.call))
     if not first.in_order:
         raise RefusedError("the logits are not [B, H, T, T]", raw.call)
     scale, cap = first.factor, 0.0
@@ -91,7 +91,7 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
     elif first.added is not None:
         if chain:
             raise RefusedError("logits that are scaled after a mask", raw.call)
-        found = masked(walk, found, first.added, "add")
+        found = with_mask(walk, found, first.added, "add")
     else:
         made = by_heads(logits.data, walk.batch)
         assert made is not None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ckptfused.models.derive.in_place import writes
-from ckptfused.models.derive.recorder import RefusedError, Value, name_of, named
+from ckptfused.models.derive.recorder import RefusedError, Value, function_name, words_of
 from ckptfused.models.derive.rules.core import Core, Outer
 from ckptfused.models.derive.rules.products import by_heads
 from ckptfused.models.derive.walk import Walk, arranges, close
@@ -16,7 +16,7 @@ from ckptfused.models.derive.walk import Walk, arranges, close
 HIDES = -5e8
 """What is added to a logit hides its key from here downwards."""
 _OPPOSITE = {"keep": "drop", "drop": "keep"}
-_SAYS = named(
+_SAYS = words_of(
     "masked_fill where zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full invert logical_not",
     "bitwise_not eq ne to float double type type_as clone contiguous tensor scalar_tensor",
 )
@@ -29,10 +29,10 @@ def mask_steps(walk: Walk, logits: Value, found: Core) -> tuple[Value, Core]:
         call, inputs = logits.call, logits.call.inputs
         if call.op in ("add", "radd") and len(inputs) == 2 and walk.outer(inputs[1]) != walk.outer(inputs[0]):
             logits, mask = inputs if walk.outer(inputs[1]) else inputs[::-1]
-            found = masked(walk, found, mask, "add")
+            found = with_mask(walk, found, mask, "add")
         elif call.op == "masked_fill" and walk.outer(inputs[1]) and _hides(call.given(2, "value")):
             logits = inputs[0]
-            found = masked(walk, found, inputs[1], "drop")
+            found = with_mask(walk, found, inputs[1], "drop")
         elif call.op == "where" and len(inputs) > 1 and walk.outer(inputs[0]):
             at, fill = (call.given(i, "") for i in (1, 2))
             value = float(fill.data) if isinstance(fill, Value) and fill.data.numel() == 1 else fill
@@ -41,7 +41,7 @@ def mask_steps(walk: Walk, logits: Value, found: Core) -> tuple[Value, Core]:
             logits = at
             if isinstance(fill, Value):
                 take_all(walk, fill)
-            found = masked(walk, found, inputs[0], "keep")
+            found = with_mask(walk, found, inputs[0], "keep")
         else:
             break
         walk.take(call, "mask")
@@ -59,14 +59,14 @@ def take_all(walk: Walk, v: Value) -> None:
         walk.take(call, "mask")
 
 
-def masked(walk: Walk, found: Core, mask: Value, kind: str) -> Core:
+def with_mask(walk: Walk, found: Core, mask: Value, kind: str) -> Core:
     """The core with one more mask, given or the layer's own, or with the two that it is the sum of."""
     if mask.data.dtype == torch.bool and kind == "add":
         raise RefusedError("a boolean mask is added", mask.call)
     if kind == "add" and mask.op in ("add", "radd") and len(mask.call.inputs) == 2:  # type: ignore[union-attr]
         walk.take(mask.call, "mask")
         for one in mask.call.inputs:  # type: ignore[union-attr]
-            found = masked(walk, found, walk.same(one), kind)
+            found = with_mask(walk, found, walk.same(one), kind)
         return found
     if not any(root.startswith("arg:") for root in _roots(walk, mask)):
         window = causal_window(mask.data, kind, found.ends[3].shape[-2], found.ends[2].shape[-2])
@@ -109,7 +109,7 @@ def computed(walk: Walk, v: Value) -> str:
     """The name of a value that the layer computes of what stands outside; the recording has it by this name."""
     assert v.call is not None
     for call in walk.recording.before(v):
-        if writes(name_of(call.func), {}):
+        if writes(function_name(call.func), {}):
             raise RefusedError("a mask or table that is written in place", call)
     name = f"call:{v.call.number}.{v.index}"
     walk.recording.roots[name] = v.data

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from ckptfused.eager.activation import FUNCTIONS, activation
 from ckptfused.eager.norm import norm as eager_norm
-from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, named
+from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, words_of
 from ckptfused.models.derive.walk import Walk, arranges, close
 from ckptfused.spec import BIASED_NORMS, GATED_ACTIVATIONS, NORMS, PLAIN_ACTIVATIONS
 
 _TURNED = ("t", "T", "transpose", "mT", "permute", "swapaxes")
-_NORM = named(
+_NORM = words_of(
     "add radd sub rsub mul rmul multiply div truediv rtruediv pow square rsqrt sqrt mean var layer_norm rms_norm",
     "reciprocal neg",
 )
 _REDUCES = ("mean", "var", "layer_norm", "rms_norm")
-_ELEMENTWISE = named(
+_ELEMENTWISE = words_of(
     "add radd sub rsub mul rmul multiply div truediv rtruediv pow square sqrt tanh erf sigmoid silu gelu relu exp",
     "neg rpow reciprocal",
 )

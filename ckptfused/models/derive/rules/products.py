@@ -12,7 +12,7 @@ from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
 PRODUCTS = ("matmul", "bmm", "einsum", "baddbmm")
 
 
-class Product(NamedTuple):
+class HeadProduct(NamedTuple):
     """A product over heads: y[b, h, i, j] = sum over s of left[b, h, i, s] * right[b, h, s, j]."""
 
     left: Value
@@ -33,7 +33,7 @@ def by_heads(t: Tensor, batch: int) -> Tensor | None:
     return t if t.dim() == 4 else None
 
 
-def product(call: Recorded, batch: int, left: Value | None = None) -> Product:
+def head_product(call: Recorded, batch: int, left: Value | None = None) -> HeadProduct:
     """The product that a call is. left: which of its operands stands at the left, where that is known.
 
     **Raises** `RefusedError` where it is none over heads.
@@ -52,10 +52,10 @@ def product(call: Recorded, batch: int, left: Value | None = None) -> Product:
     if a is None or b is None:
         raise RefusedError(f"no rule takes {call}", call)
     x, y = operands
-    return Product(x, y, (a, b, a @ b), True, factor, added)
+    return HeadProduct(x, y, (a, b, a @ b), True, factor, added)
 
 
-def _einsum(call: Recorded, left: Value | None) -> Product:
+def _einsum(call: Recorded, left: Value | None) -> HeadProduct:
     operands = call.inputs
     equation = call.args[0]
     if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation:
@@ -73,7 +73,7 @@ def _einsum(call: Recorded, left: Value | None) -> Product:
             continue
         rows, columns = [*shared, *row, *summed], [*shared, *summed, *column]
         ends = first.data.permute(*map(x.index, rows)), second.data.permute(*map(y.index, columns))
-        return Product(first, second, (*ends, ends[0] @ ends[1]), out == [*shared, *row, *column])
+        return HeadProduct(first, second, (*ends, ends[0] @ ends[1]), out == [*shared, *row, *column])
     raise RefusedError(f"no rule takes {call}", call)
 
 
