@@ -62,7 +62,24 @@ def run(code: str, folder: Path) -> str:
         flags = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *(f"-I{path}" for path in includes)]
         source = Path(__file__).with_name("runtime.c")
         subprocess.run(["cc", *flags, str(source), "-o", str(library)], check=True)
-    environment = os.environ | {"LD_PRELOAD": str(library), LIBRARY: str(library), "PYTHONPATH": str(ROOT)}
+    return _python(code, library, LD_PRELOAD=str(library))
+
+
+def run_without_cuda(code: str, folder: Path) -> str:
+    """What code prints in a process where device.cpp stands for the GPUs, as PyTorch's CPU build knows none.
+
+    The code loads it, by `calls()`, before it looks at a device.
+    """
+    library = folder / "libdevice.so"
+    torch_folder = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-shared", "-fPIC", f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"]
+    source = Path(__file__).with_name("device.cpp")
+    subprocess.run(["c++", str(source), *flags, "-o", str(library)], check=True)
+    return _python(code, library)
+
+
+def _python(code: str, library: Path, **environment: str) -> str:
+    environment = os.environ | {LIBRARY: str(library), "PYTHONPATH": str(ROOT)} | environment
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -240,6 +240,22 @@ MUTANTS = (
         test="tests/recompute/test_checkpoint.py::test_arguments_keep_their_memory[itself-no_grad-numpy]",
     ),
     Mutant(
+        "a lent tensor's copy on a GPU by PyTorch's allocator, which knows no stream",
+        file="csrc/autograd/copy_on_write.cpp",
+        text="    allocator = StreamCopies::of(allocator, *stream);\n",
+        defect="",
+        test="tests/recompute/test_copy_on_write_streams.py"
+        "::test_a_copy_belongs_to_its_stream_and_device_without_cuda[first write-steps1]",
+    ),
+    Mutant(
+        "a loan whose end copies on the stream of whoever ends it",
+        file="csrc/autograd/copy_on_write.cpp",
+        text="      const c10::OptionalStreamGuard guard(stream_);\n",
+        defect="",
+        test="tests/recompute/test_copy_on_write_streams.py"
+        "::test_a_copy_belongs_to_its_stream_and_device_without_cuda[end in another thread-steps4]",
+    ),
+    Mutant(
         "generators that a replay draws on from",
         file="ckptfused/state/generators.py",
         text="            restore(g, found)",
@@ -506,6 +522,13 @@ MUTANTS = (
         text="before = put_back(one, content)",
         defect="before = content",
         test="tests/models/test_counting.py::test_the_first_step_after_a_report",
+    ),
+    Mutant(
+        "a count that moves the generators of Python and NumPy",
+        file="ckptfused/state/undone.py",
+        text="bool(draws.rewind())",
+        defect="False",
+        test="tests/models/test_counting.py::test_nothing_is_left[NumPy's generator-asked]",
     ),
     Mutant(
         "layers counted as one whose weights differ in what is trained",
@@ -1013,6 +1036,13 @@ MUTANTS = (
         text="            place.makes.remove(own)\n",
         defect="            place.makes.pop()\n",
         test="tests/compat/test_patches.py::test_contexts_end_in_any_order[True]",
+    ),
+    Mutant(
+        "a stand-in for one thread that answers the calls of all",
+        file="ckptfused/compat/patches.py",
+        text="(stand_in if threading.get_ident() == mine else plain)(*args",
+        defect="stand_in(*args",
+        test="tests/compat/test_patches.py::test_a_stand_in_for_one_thread",
     ),
     Mutant(
         "casts of weights that a prediction keeps after the region of autocast",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptfused
 from tests.fake_cuda import gpus
@@ -140,6 +141,93 @@ def test_a_copy_belongs_to_its_stream_and_device(
     seen: dict[str, Any], scene: str, steps: list[tuple[str, str]]
 ) -> None:
     assert seen[scene] == expected(seen, *steps)
+
+
+# The same of what PyTorch's CPU build can run: two GPUs that it is told of, a kernel of Python's.
+WITHOUT_CUDA = """
+    import ctypes, json, threading
+    import torch
+    import ckptfused
+    from tests.fake_cuda import gpus
+
+    gpus.calls()
+    fake, python = gpus._library(), ctypes.pythonapi
+    python.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    python.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+    address = torch._C._data_address
+    torch.cuda._lazy_init = lambda: None
+
+    def on_second_gpu(x):
+        capsule = torch.utils.dlpack.to_dlpack(x)
+        data = python.PyCapsule_GetPointer(capsule, b"dltensor")
+        device = ctypes.cast(data + ctypes.sizeof(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int32))
+        device[0], device[1] = 2, 1
+        return torch._C._from_dlpack(capsule)
+
+    def copy(to, source, non_blocking=False):
+        assert non_blocking and to.device == source.device == torch.device("cuda:1")
+        fake.fake_copy(*map(ctypes.c_void_p, map(address, (to, source))), ctypes.c_size_t(to.nbytes))
+        return to
+
+    kernel = torch.library.Library("aten", "IMPL")
+    kernel.impl("copy_", copy, "CUDA")
+    values = torch.arange(1000.0)
+    x, seen = on_second_gpu(values), {}
+
+    def scene(name):
+        seen[name] = [call[:3] for call in gpus.calls("allocate", "copy", "copy and wait", "event")]
+        assert fake.fake_current() == 0
+
+    def same(t):
+        return ctypes.string_at(address(t), 4000) == ctypes.string_at(address(values), 4000)
+
+    fake.fake_stream(5)
+    [lent], guard = torch.ops.ckptfused.copy_on_write([x])
+    scene("no write")
+    lent.data_ptr()
+    scene("first write")
+    assert same(lent) and address(lent) != address(x)
+    del guard
+    scene("end after a write")
+
+    [lent], guard = torch.ops.ckptfused.copy_on_write([x])
+    fake.fake_stream(6)
+    lent.data_ptr()
+    scene("write on another stream")
+    fake.fake_stream(5)
+
+    [lent], guard = torch.ops.ckptfused.copy_on_write([x])
+    held = [guard]
+    del guard
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    scene("end in another thread")
+    assert same(lent) and address(lent) != address(x)
+    print(json.dumps(seen))
+"""
+
+
+@pytest.fixture(scope="module")
+def seen_without_cuda(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return json.loads(gpus.run_without_cuda(WITHOUT_CUDA, tmp_path_factory.mktemp("device")).splitlines()[-1])
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a PyTorch that is built without CUDA")
+@pytest.mark.parametrize(
+    ("scene", "steps"),
+    [
+        ("no write", []),
+        ("first write", [("allocate", 5), ("copy", 5)]),
+        ("end after a write", []),
+        ("write on another stream", [("allocate", 6), ("event", 5), ("copy", 6)]),
+        ("end in another thread", [("allocate", 5), ("copy", 5)]),
+    ],
+)
+def test_a_copy_belongs_to_its_stream_and_device_without_cuda(
+    seen_without_cuda: dict[str, Any], scene: str, steps: list[tuple[str, int]]
+) -> None:
+    assert seen_without_cuda[scene] == [[name, 1, stream] for name, stream in steps]
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
