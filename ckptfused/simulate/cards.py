@@ -78,7 +78,7 @@ def device_name(text: str) -> str:
     if found is None:
         raise ValueError(
             f"expected one of {', '.join(CARDS)}, cuda (the GPU at hand), cpu, got {text!r}"
-            f"{nearest(_plain(text), names)}"
+            f"{nearest(text, (*CARDS, 'cpu'))}"
         )
     return found
 

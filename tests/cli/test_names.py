@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[2]
         (["plan", "--config", "llama-3-8"], 1, "did you mean llama-3-8b?"),
         (["plan", "--config", "llama-3-8b", "--budget", "3XiB"], 2, "expected a number of bytes"),
         (["profile", "--config", "llama-3-8b", "--device", "h10"], 2, "did you mean h100?"),
+        (["profile", "--config", "llama-3-8b", "--device", "A1000"], 2, "did you mean a100-80?"),
         (["doctor", "--config", "llama-3-8b", "--dtype", "bfloat6"], 2, "did you mean bfloat16?"),
         (["demo", "--steps", "0"], 1, "--steps: expected at least 1"),
     ],
