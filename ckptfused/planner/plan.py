@@ -61,7 +61,8 @@ class Plan:
     """The prediction. Of shards, that of the whole model on one device."""
     front: tuple[Point, ...]
     """The plans that none beats in both, by memory, as they were counted layer by layer: the whole step of one,
-    predicted, needs no more, but where a layer is called several times."""
+    predicted, needs no more, but where a layer is called several times, or where autocast casts weights for layers that
+    are not fused."""
     standard: tuple[Point, ...]
     """Policies that are made by hand, with the loss of this plan."""
     device: str

@@ -142,10 +142,10 @@ def test_no_step_needs_more_than_was_predicted(name: str, autocast: str | None) 
     assert measured.above_state <= predicted.above_state <= most * measured.above_state
 
 
-@pytest.mark.parametrize("name", ["convnext", "unet", "lstm"])
+@pytest.mark.parametrize("name", ["convnext", "unet", "resnet", "products", "lstm", "gru"])
 def test_a_step_stays_within_its_budget(name: str) -> None:
     model, batch = MODELS[name]()
-    if name != "convnext":
+    if name not in ("convnext", "resnet"):
         model = nn.Sequential(model)
     most = plan(model, batch, "8GiB", torch.optim.SGD, "cpu").front
     for point in (most[0], most[-1]):
