@@ -73,15 +73,6 @@ def test_halves_masks_and_layouts(device: str) -> None:
 
 
 @on_devices
-def test_partial_gradients(device: str) -> None:
-    sequential = FusedCheckpointSequential(*blocks(3, device), segments=1)
-    sequential[0].requires_grad_(False)
-    sequential[1].linear1.requires_grad_(False)
-    check_equal(sequential, source(device).detach())
-    check_equal(sequential, source(device))
-
-
-@on_devices
 def test_shared_block_and_second_backward(device: str) -> None:
     repeatable(device)
     (block,) = blocks(1, device)
@@ -104,14 +95,6 @@ def test_a_block_that_cannot_be_fused(device: str) -> None:
     x = source(device)
     check_equal(sequential, x)
     assert FusedCheckpointSequential()(x) is x
-
-
-@on_devices
-def test_autocast(device: str) -> None:
-    sequential = FusedCheckpointSequential(*blocks(2, device))
-    x = source(device)
-    with torch.autocast(device, torch.bfloat16):
-        check_equal(sequential, x)
 
 
 def test_refusals() -> None:
