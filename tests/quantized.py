@@ -40,12 +40,14 @@ def stored(weight: Tensor, way: Way) -> tuple[dict[str, Tensor], int, Tensor]:
     import bitsandbytes.functional as bnb
 
     options = {"blocksize": way.block, "compress_statistics": way.nested, "quant_storage": way.storage}
-    codes, state = bnb.quantize_4bit(weight.float(), quant_type=way.kind, **options)
+    with torch.compiler.set_stance("force_eager"):  # it would have a C++ compiler run for every shape
+        codes, state = bnb.quantize_4bit(weight.float(), quant_type=way.kind, **options)
+        plain = bnb.dequantize_4bit(codes, state)
     found = {"w": codes, "absmax": state.absmax}
     if way.nested:
         inner = state.state2
         found |= {"nested_absmax": inner.absmax, "nested_code": inner.code, "offset": state.offset}
-    return found, state.state2.blocksize if way.nested else 0, bnb.dequantize_4bit(codes, state)
+    return found, state.state2.blocksize if way.nested else 0, plain
 
 
 def quantized(spec: BlockSpec, inputs: Inputs) -> tuple[BlockSpec, dict[str, Tensor], dict[str, Tensor]]:
