@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 import torch
 
 from ckptfused.spec import ACTIVATIONS, GATED_ACTIVATIONS, Adapter, AttentionSpec, BlockSpec, FFNSpec
@@ -252,6 +254,22 @@ def all_pairs() -> tuple[Case, ...]:
         open_pairs -= set(itertools.combinations(row, 2))
         cases.append(Case(**dict(row)))  # type: ignore[arg-type]
     return tuple(cases)
+
+
+def by_turns(*axes: Iterable[Any]) -> list[Any]:
+    """The product of axes, for `parametrize`, of which `make test` has one value of the last axis by turns with all
+    that the others have; `make test-all` has the rest. Where others are as long as the last, all pairs of values stay.
+    """
+    *others, last = map(list, axes)
+    return [
+        pytest.param(
+            *(axis[n] for axis, n in zip(others, chosen, strict=True)),
+            value,
+            marks=() if sum(chosen) % len(last) == turn else pytest.mark.extended,
+        )
+        for chosen in itertools.product(*(range(len(axis)) for axis in others))
+        for turn, value in enumerate(last)
+    ]
 
 
 # FFN halves just below and above the hidden-wide scratch (3 N F values gated, else 2 N F) from which on the backward

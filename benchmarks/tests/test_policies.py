@@ -52,9 +52,12 @@ def test_plans_beside_policies_made_by_hand(monkeypatch: pytest.MonkeyPatch, tmp
         assert abs(row["measured"] - row["predicted"]) < MIB / 8
 
 
-def test_a_certificate_beside_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["ckptfused", pytest.param("PyTorch, without random states", marks=pytest.mark.extended)]
+)
+def test_a_certificate_beside_a_step(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It needs the memory of a step that saves everything, with a copy of the weights and one of the gradients."""
-    kinds = {name: certificate.MODELS[name] for name in ("ckptfused", "PyTorch, without random states")}
+    kinds = {kind: certificate.MODELS[kind]}
     monkeypatch.setattr(certificate, "MODELS", kinds)
     result = small_run(certificate, "certificate", monkeypatch, tmp_path)
     assert result["rows"].keys() == kinds.keys()

@@ -12,7 +12,9 @@ pytestmark = [
     pytest.mark.once,
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
 ]
-EIGHT = ("llama", "llama-lora", "bert", "gpt2", "vit", "mixtral", "resnet18-segments", "custom")
+FEW = ("llama-lora", "gpt2", "resnet18-segments", "custom")
+OTHERS = ("llama", "bert", "vit", "mixtral")
+EIGHT = [*FEW, *(pytest.param(name, marks=pytest.mark.extended) for name in OTHERS)]
 
 
 @pytest.mark.parametrize("name", EIGHT)

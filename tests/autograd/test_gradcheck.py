@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import AXES, Case
+from tests.cases import AXES, Case, by_turns
 from tests.devices import on_devices, repeatable
 from tests.oracle import Inputs, fused, make_inputs
 
@@ -60,8 +60,7 @@ def _check(case: Case, device: str, fast: bool = False, check: Any = torch.autog
 
 
 @on_devices
-@pytest.mark.parametrize("drop", ["0", "all"])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "drop"), by_turns(BLOCKS, ["all", "0"]))
 def test_variants(name: str, drop: str, device: str) -> None:
     case = BLOCKS[name]
     _check(Case(**{**vars(case), "drop": drop}), device)
@@ -77,8 +76,7 @@ def test_keep_presets_with_dropout(name: str, keep: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("drop", ["0", "all"])
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "drop"), by_turns(BLOCKS, ["0", "all"]))
 def test_second_order(name: str, drop: str, device: str) -> None:
     """The gradients' own gradients, by x, by every parameter and by what comes back into the block."""
     case = BLOCKS[name]

@@ -130,9 +130,9 @@ def train_here(job: Job, console: object) -> Result:
 def test_demo_runs(
     options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone, apart = demo_command.train, () if options else ("plain", "ckptfused inputs")
+    alone, apart = demo_command.train, () if options else ("ckptfused inputs",)
 
-    def train(job: Job, console: Any) -> Result:  # that a variant has a process of its own shows with two of them
+    def train(job: Job, console: Any) -> Result:  # that a variant has a process of its own shows with one of them
         return (alone if job.variant in apart else train_here)(job, console)
 
     monkeypatch.setattr(demo_command, "train", train)

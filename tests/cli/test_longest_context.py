@@ -22,6 +22,7 @@ from ckptfused.cli.language_models import (
 )
 from ckptfused.cli.longest_context import language_step, longest
 from ckptfused.profiler import Profile, profile
+from tests.cases import by_turns
 
 pytestmark = [
     pytest.mark.once,
@@ -43,10 +44,10 @@ TRAINED: tuple[tuple[int, int | None, dict[str, Any]], ...] = (
 )
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("name", "layers"), [("llama-3-8b", 4), ("gemma-2-9b", 8)])
-def test_few_layers_say_the_same_as_all(name: str, layers: int, variant: str) -> None:
+@pytest.mark.parametrize(("variant", "of"), by_turns(VARIANTS, [("llama-3-8b", 4), ("gemma-2-9b", 8)]))
+def test_few_layers_say_the_same_as_all(variant: str, of: tuple[str, int]) -> None:
     """Gemma 2's are of two kinds by turns. Each variant of each model, each in one of three ways to train."""
+    name, layers = of
     classes, lora, options = TRAINED[(VARIANTS.index(variant) + layers // 8) % 3]
     call: Any = (small(name, layers) | {"vocab_size": classes}, variant, torch.bfloat16, lora)
     whole = language_step(build_language_model(*call), 200, 2, **options)

@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ckptfused.integrations import CkptfusedCallback
 from ckptfused.models.forward import ConvertedForward
+from tests.cases import by_turns
 from tests.models.small import llama
 from tests.models.test_trainer import Texts, assert_curves_agree, fine_tune, trainer_warnings
 
@@ -115,8 +116,7 @@ class TrainsWithFusedHead(Trainer):
         return model(**inputs, fused_lm_head=True)["loss"]
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("bf16", "own"), by_turns([False, True], [False, True]))
 def test_a_plan_is_for_the_fused_head_of_trls_trainers(bf16: bool, own: bool, tmp_path: Path) -> None:
     """Under accelerate's autocast, too, whose wrapper is around the patched forward; a batch may say otherwise."""
     arguments = TrainingArguments(

@@ -22,6 +22,7 @@ from ckptfused.loss import HeadAdapter, LossOutput
 from ckptfused.ops.loss_second_order import adapter_dropout
 from ckptfused.spec import HEAD, Adapter, LossSpec
 from tests.accounting import Events
+from tests.cases import by_turns
 
 lce: Any = ckptfused.linear_cross_entropy
 KEEPS = ("gradients", "inputs")
@@ -402,8 +403,7 @@ def test_autocast(keep: str) -> None:
         assert error <= 2 * base, name
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize(("keep", "backend"), by_turns(KEEPS, ["aot_eager", "inductor"]))
 def test_compiled_without_a_graph_break(keep: str, backend: str) -> None:
     problem = Problem(torch.float32, bias=True, options={"softcap": 3.0, "shift": True})
     tensors = problem.tensors()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import ckptfused
 from ckptfused.models.describe.counts import Counts
 from ckptfused.state.generators import state_of
+from tests.cases import by_turns
 
 WIDTH = 16
 LOSSES: list[Tensor] = []
@@ -96,8 +97,7 @@ def budgeted(layers: nn.ModuleList) -> None:
     ckptfused.convert(nn.Sequential(*layers), budget="1GiB", batch=torch.ones(2, WIDTH))
 
 
-@pytest.mark.parametrize("way", [converted, asked, predicted, budgeted])
-@pytest.mark.parametrize("what", BESIDE)
+@pytest.mark.parametrize(("what", "way"), by_turns(BESIDE, [converted, asked, predicted, budgeted]))
 def test_nothing_is_left(what: str, way: Callable[[nn.ModuleList], None]) -> None:
     beside, read = BESIDE[what]
     layers = model(beside)

@@ -311,7 +311,9 @@ def test_autocast() -> None:
 
 
 @pytest.mark.each_torch
-@pytest.mark.parametrize("name", ["llama", "gemma2", "neox", "bert"])
+@pytest.mark.parametrize(
+    "name", ["llama", "bert", *(pytest.param(name, marks=pytest.mark.extended) for name in ("gemma2", "neox"))]
+)
 def test_compiled_whole(name: str) -> None:
     torch._dynamo.reset()
     plain = make(name)

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import transformers as hf
 
 import ckptfused
+from tests.cases import by_turns
 from tests.models.compare import close, gradients
 from tests.models.zoo import VOCABULARY, text_batch
 
@@ -32,8 +33,7 @@ OTHERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("use_cache", [None, True, False])
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "use_cache"), by_turns(OTHERS, [None, True, False]))
 def test_models_of_other_caches(name: str, use_cache: bool | None) -> None:
     """Two steps of training are the unconverted model's."""
     torch.manual_seed(0)

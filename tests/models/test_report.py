@@ -22,6 +22,7 @@ from ckptfused.models.family import FAMILIES, register
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.models.report import LayerReport, Report
+from tests.cases import by_turns
 from tests.models import zoo_decoders, zoo_encoders, zoo_llama, zoo_moe, zoo_seq2seq, zoo_torch  # noqa: F401
 from tests.models.compare import close, flash_alone, result, run
 from tests.models.versions import since
@@ -60,9 +61,7 @@ def saved(layer: nn.Module, family: str) -> int:
     return sum(t.untyped_storage().nbytes() for t in held.values())
 
 
-@pytest.mark.parametrize("p", [0.0, 0.25])
-@pytest.mark.parametrize("keep", ["inputs", "attention+mid", "all"])
-@pytest.mark.parametrize("name", SPECIMENS)
+@pytest.mark.parametrize(("name", "keep", "p"), by_turns(SPECIMENS, ["inputs", "attention+mid", "all"], [0.0, 0.25]))
 def test_bytes_after_are_those_of_a_real_call(name: str, keep: str, p: float) -> None:
     """To the byte, for fused layers and for those that are fused in part."""
     model, specimen = build(name, p)

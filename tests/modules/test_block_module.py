@@ -289,7 +289,7 @@ def test_compiles_again_after_a_change(device: str) -> None:
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     x = x_like(device, False, torch.float32)
     mask = (torch.rand(T, T) > 0.8).to(device)
-    for p in (0.5, 0.25, 0.125):
+    for p in (0.5, 0.25):
         block.dropout.p = p
         for arguments in ((), (mask,)):
             torch.manual_seed(1)

@@ -126,7 +126,7 @@ def test_made_under_a_transform_of_torch_func() -> None:
     assert torch.equal(table(3, torch.ones(1))[0][0], torch.ones(4))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.extended)])
 def test_compiled_blocks_share_it(backend: str, fills: list[int]) -> None:
     torch._dynamo.reset()
     theta = 5000.0 + len(backend)

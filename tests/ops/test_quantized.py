@@ -13,7 +13,7 @@ pytest.importorskip("bitsandbytes")
 from ckptfused import cost, functional
 from ckptfused.compat.torch_memory import allocations
 from ckptfused.spec import KEEP_PRESETS, BlockSpec, Quantized, parse
-from tests.cases import TILED, Case, all_pairs
+from tests.cases import TILED, Case, all_pairs, by_turns
 from tests.oracle import Inputs, make_inputs
 from tests.quantized import WAYS, quantized, stored
 
@@ -37,8 +37,11 @@ def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(t, expected[name]), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    by_turns(CASES, [torch.float32, torch.bfloat16, torch.float64]),
+    ids=lambda value: value.id if isinstance(value, Case) else str(value),
+)
 def test_the_bits_are_those_of_plain_weights(case: Case, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     spec, frozen, weights = quantized(case.spec(), inputs)

@@ -51,7 +51,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 176,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -97,7 +97,8 @@ def measured(model: nn.Module, batch: Any) -> int:
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 def test_what_is_counted_is_what_is_predicted(device: str) -> None:
     """Plans all along the front agree to the byte; an offloaded layer's input counts once more than it is there."""
-    steps, found = counted(on_meta(), device, lambda parameters: torch.optim.SGD(parameters))
+    model = on_meta(lambda: llama(num_hidden_layers=6))
+    steps, found = counted(model, device, lambda parameters: torch.optim.SGD(parameters))
     front = frontier.Front(found.units)
     assert len(front) > 20
     for index in range(0, len(front), 5):
@@ -220,13 +221,13 @@ def test_what_two_layers_keep_counts_once(make: Callable[[], nn.Module]) -> None
 
 def test_a_head_whose_products_have_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunked head's product has one, the plain one's, which is PyTorch's, and the layers' have none: at budgets so
-    near one another that it decides, the plan is none the slower than the fastest of 48 policies, by what is predicted
+    near one another that it decides, the plan is none the slower than the fastest of 27 policies, by what is predicted
     of each; and where one of them fits, one is found."""
     monkeypatch.setattr(_C, "onednn_workspace", lambda multiplications: 800 << 10 if multiplications >= 1 << 24 else 0)
     planner = planner_of(llama(num_hidden_layers=2, vocab_size=256), tokens(2, 512), "cpu")
     costs = planner._costs
     assert costs.workspaces == (0, 800 << 10, 800 << 10)
-    some = [[0, 1, 3, len(layer.modes) - 1] for layer in costs.layers]
+    some = [[0, 2, len(layer.modes) - 1] for layer in costs.layers]
     policies = [costs.policy(chosen) for chosen in itertools.product(*some, range(3))]
     peaks = {policy: planner._peak(policy) for policy in policies}
     seconds = {policy: planner._steps.of(policy).seconds for policy in policies}
@@ -249,11 +250,12 @@ def tied_gpt2() -> Any:
 
 def t5() -> Any:
     sizes: dict[str, Any] = {"vocab_size": 512, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(**sizes, num_layers=2, use_cache=False, decoder_start_token_id=0))
+    layers: dict[str, Any] = {"num_layers": 1, "num_decoder_layers": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, **layers, use_cache=False, decoder_start_token_id=0))
 
 
 def mixtral() -> Any:
-    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3}
+    experts: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
     return MixtralForCausalLM(MixtralConfig(**SIZES | experts)).train()
 
 
@@ -304,7 +306,7 @@ def test_the_allocator_agrees(name: str) -> None:
         ("llama", "h200", True),
         ("bert", "rtx4090", True),
         ("gpt2-tied", "l40s", True),
-        ("t5-in-eval", "a100-80", True),
+        pytest.param("t5-in-eval", "a100-80", True, marks=pytest.mark.extended),
         ("kinds", "h100", True),
         ("mixtral", "h200", False),
         ("large head", "cpu", False),
@@ -315,7 +317,7 @@ def test_no_point_of_the_front_needs_more_than_it_says(name: str, device: str, o
     make, batch = MODELS.get(name, (llama, tokens(2, 512)))
     planner = planner_of(make(), batch, device)
     counted = planner._counted()
-    points = sorted({round(step * (len(counted.peaks) - 1) / 7) for step in range(8)})
+    points = sorted({round(step * (len(counted.peaks) - 1) / 4) for step in range(5)})
     policies = [counted.policy(point) for point in points]
     assert any(mode.offload for policy in policies for mode in policy.layers) == offloads
     for point, policy in zip(points, policies, strict=True):
@@ -492,7 +494,7 @@ def _converted(model: nn.Module) -> nn.Module:
 def test_it_beats_what_is_made_by_hand() -> None:
     """It is the fastest of the policies that fit, by what is predicted of each whole step."""
     model, batch = on_meta(), tokens()
-    for budget in ("3.4MiB", "4MiB", "6MiB"):
+    for budget in ("2.7MiB", "3.2MiB", "4.5MiB"):
         found = plan(model, batch, budget, None, "h200")
         loss = {"loss": found.policy.loss, "loss_scratch": found.policy.loss_scratch}
         by_hand = [CheckpointPolicy.none(**loss), CheckpointPolicy.uniform(**loss), CheckpointPolicy.every(2, **loss)]
@@ -516,7 +518,7 @@ def test_offload_is_counted_on_a_gpu() -> None:
         convert(model, policy=CheckpointPolicy.uniform(offload=offload))
         sizes[offload] = profile(model, tokens(), device="h200")
     x = 2 * 128 * 64 * 4
-    assert sizes[False].saved - sizes[True].saved == 5 * x
+    assert sizes[False].saved - sizes[True].saved == 3 * x
     assert {layer.saved for layer in sizes[True].layers[:-1]} == {0}
     convert(model, policy=CheckpointPolicy.uniform(offload=True))
     assert profile(model, tokens(), device="cpu").saved == sizes[False].saved
@@ -530,7 +532,7 @@ def test_shards_divide_what_is_sharded() -> None:
     model = on_meta()
     rest = sum(p.nbytes for name, p in model.named_parameters() if ".layers." not in name)
     total = sum(p.nbytes for p in model.parameters())
-    layer = (total - rest) // 6
+    layer = (total - rest) // 4
     assert each.state == whole.base.weights - total + -(-total // 8) + -(-whole.base.optimizer // 8) + rest
     first, before = each.layers[1].unit, whole.layers[1].unit
     assert first.gradients == -(-layer // 8)

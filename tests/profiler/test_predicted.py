@@ -26,6 +26,7 @@ from transformers import (
 import ckptfused
 from ckptfused import plan, profile
 from ckptfused.simulate.devices import _cpu
+from tests.cases import by_turns
 
 pytestmark = [
     pytest.mark.once,
@@ -196,8 +197,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("how", ["plain", "checkpointed", "converted"])
-@pytest.mark.parametrize("case", CASES)
+RUNS = by_turns(CASES, ["converted", "plain"]) + [(case, "checkpointed") for case in CASES]
+
+
+@pytest.mark.parametrize(("case", "how"), RUNS)
 def test_as_measured(case: str, how: str) -> None:
     torch.manual_seed(0)
     make, batch_of = CASES[case]

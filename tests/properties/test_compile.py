@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ckptfused import FusedCheckpointBlock, FusedCheckpointSequential
 from tests.accounting import saved_bytes
+from tests.cases import by_turns
 from tests.devices import generator_state, on_devices, repeatable
-from tests.properties.entries import ENTRIES, each, equal, made, source, step
+from tests.properties.entries import ENTRIES, equal, made, source, step
 
 LENGTH, WIDTH = 33, 32
 
@@ -42,9 +43,8 @@ def gradients(function: Callable[[Tensor], Tensor], block: torch.nn.Module, x: T
 
 
 @on_devices
-@pytest.mark.parametrize("keep", ["inputs", "attention+mid", "all"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_block_has_the_bits_of_eager(backend: str, keep: str, device: str) -> None:
+@pytest.mark.parametrize(("keep", "backend"), by_turns(["inputs", "attention+mid", "all"], ["aot_eager", "inductor"]))
+def test_compiled_block_has_the_bits_of_eager(keep: str, backend: str, device: str) -> None:
     block, x = make_block(device, keep), make_x(device)
     compiled = torch.compile(block, fullgraph=True, backend=backend)
     for want, got in zip(gradients(block, block, x), gradients(compiled, block, x), strict=True):
@@ -96,7 +96,7 @@ def test_two_identical_calls_draw_two_masks(backend: str, device: str) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_generator_advances_alike_for_every_preset(compiled: bool, device: str) -> None:
     states = []
-    for keep in ("inputs", "mid", "attention", "all"):
+    for keep in ("inputs", "all") if compiled else ("inputs", "mid", "attention", "all"):
         block, x = make_block(device, keep), make_x(device)
         function = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
         gradients(function, block, x)
@@ -123,9 +123,20 @@ def test_compile_with_torch_checkpoint_around_a_block(backend: str, device: str)
             assert torch.equal(a, b)
 
 
+AS_ANOTHER = ("sequential", "one segment", "hooked attention", "generic ffn", "generic sequential", "converted generic")
+"""Entry points of which another one, beside them, has whatever torch.compile traces."""
+
+
 # Those that need no spec made in the call, which torch.compile does not trace.
 @on_devices
-@each({name: entry for name, entry in ENTRIES.items() if name != "functional"})
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.extended if name in AS_ANOTHER else ())
+        for name in ENTRIES
+        if name != "functional"
+    ],
+)
 def test_one_graph_with_the_bits_of_eager(name: str, device: str) -> None:
     """And the next random number."""
     call, x = made(name, device=device), source(device)
@@ -143,8 +154,7 @@ def test_without_gradients(device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(("backend", "blocks"), by_turns(["aot_eager", "eager"], [1, 2]))
 def test_second_order_is_right_or_refused(backend: str, blocks: int, device: str) -> None:
     sequential = FusedCheckpointSequential(*(make_block(device, dropout=0.0) for _ in range(blocks)))
     x = make_x(device)

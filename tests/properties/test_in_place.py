@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import ckptfused
-from tests.cases import AXES, Case, all_pairs
+from tests.cases import AXES, Case, all_pairs, by_turns
 from tests.devices import on_devices
 from tests.oracle import Function, Inputs, fused, make_inputs, run
 from tests.properties.entries import CHANGED, OURS, C, each, equal, made, source, step, wanted
@@ -147,6 +147,10 @@ PACKED = Case(mask="packed", layout="post", weights="joint", act="relu", tokens=
 BIASED = Case(mask="add4d", layout="sandwich", qk_norm="rmsnorm", tokens=33)
 
 
+def _id(value: Any) -> str:
+    return value.id if isinstance(value, Case) else str(value)
+
+
 def _leaves(inputs: Inputs) -> Inputs:
     params = {name: t.detach().requires_grad_() for name, t in inputs.params.items()}
     return replace(inputs, x=inputs.x.detach().requires_grad_(), params=params)
@@ -223,8 +227,7 @@ def _both(function: Function, inputs: Inputs) -> tuple[dict[str, Tensor], dict[s
 
 
 @on_devices
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize("case", CASES[::2], ids=lambda case: case.id)
+@pytest.mark.parametrize(("case", "autocast"), by_turns(CASES[::2], [False, True]), ids=_id)
 def test_poisoned_scratch_changes_nothing(case: Case, autocast: bool, device: str) -> None:
     """Fresh memory full of NaN: whatever reads a value that nobody wrote gives another result."""
     inputs = make_inputs(case, torch.float32, device=device)

@@ -326,8 +326,20 @@ COMPILED: dict[str, Callable[[Callable[..., Tensor], nn.Module, Tensor], Tensor]
 }
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.once])])
-@pytest.mark.parametrize("name", COMPILED)
+INDUCTOR = [pytest.mark.slow, pytest.mark.once]
+"""Of what it compiles AOTAutograd has made the graph: it is asked for one in `make test`."""
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "aot_eager") for name in COMPILED),
+        *(
+            pytest.param(name, "inductor", marks=INDUCTOR if name == "in-place" else [*INDUCTOR, pytest.mark.extended])
+            for name in COMPILED
+        ),
+    ],
+)
 def test_compiled(name: str, backend: str) -> None:
     torch._dynamo.reset()
     module, x = layers(), batch()

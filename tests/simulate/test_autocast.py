@@ -27,6 +27,7 @@ from ckptfused import plan, profile
 from ckptfused.planner.policy_steps import UNSEEN
 from ckptfused.profiler import Profile
 from ckptfused.simulate.autocast_kernels import LOWER, RESULT, WIDEST, autocast_on_meta
+from tests.cases import by_turns
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -115,8 +116,9 @@ def bytes_of(found: Profile) -> list[tuple[str, int]]:
     return [(part.name, part.saved) for part in found.parts]
 
 
-# Each model plain and converted; a chunked loss where there is one; both checkpoints of Hugging Face's by turns.
-PAIRS = [(name, way) for name in MODELS for way in ("plain", "converted")[: 1 + (name != "convolutions")]]
+# Each model plain or converted, a chunked loss where there is one, both checkpoints of Hugging Face's by turns.
+PAIRS: list[Any] = by_turns([name for name in MODELS if name != "convolutions"], ["plain", "converted"])
+PAIRS += [("convolutions", "plain")]
 PAIRS += [(name, "chunked") for name in ("llama", "lora", "tied", "gpt2")]
 PAIRS += [("llama", "checkpointed"), ("bert", "checkpointed"), ("lora", "reentrant"), ("tied", "reentrant")]
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ckptfused import convert, plan, profile, revert
 from ckptfused.simulate import scratch
 from ckptfused.simulate.scratch import Scratch
+from tests.cases import by_turns
 
 pytestmark = pytest.mark.once
 aten: Any = torch.ops.aten
@@ -130,8 +131,7 @@ class First(nn.Module):
         return results[0]
 
 
-@pytest.mark.parametrize("autocast", [None, "bfloat16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "autocast"), by_turns(MODELS, [None, "bfloat16"]))
 def test_no_step_needs_more_than_was_predicted(name: str, autocast: str | None) -> None:
     """Of convolutions and products to a byte, but where layouts differ; recurrent layers keep what oneDNN keeps."""
     model, batch = MODELS[name]()

@@ -17,6 +17,7 @@ from ckptfused.models.derive.derive import Derivation, derive
 from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.prove import leaves_of, proved_call
 from ckptfused.models.derive.record import tensors_held
+from tests.cases import by_turns
 from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
 from tests.models.derive.others import FOLDED, IN_FOLDED, IN_SUMS, IN_TOWER, SUMS, TOWER, called
 from tests.models.derive.written import GPT, LLAMA, WIDE, arguments, made
@@ -66,8 +67,7 @@ def check(layer: nn.Module, args: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("index", range(len(MUTANTS)))
-@pytest.mark.parametrize("least", [1, factors.LEAST_FACTORED], ids=["factors", "whole"])
+@pytest.mark.parametrize(("index", "least"), by_turns(range(len(MUTANTS)), [1, factors.LEAST_FACTORED]))
 def test_a_mutant_runs_as_written(index: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factors, "LEAST_FACTORED", least)
     source, old, new = MUTANTS[index]

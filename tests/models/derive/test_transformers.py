@@ -17,6 +17,7 @@ from ckptfused.models import find  # noqa: E402
 from ckptfused.models.derive.derive import derive  # noqa: E402
 from ckptfused.models.derive.family import DERIVED  # noqa: E402
 from ckptfused.models.derive.prove import leaves_of, proved_call  # noqa: E402
+from tests.cases import by_turns  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -125,8 +126,11 @@ def agrees(layer: Any, args: Any, kwargs: Any) -> None:
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("index", range(len(FUSED)), ids=[name for name, *_ in FUSED])
+@pytest.mark.parametrize(
+    ("index", "implementation"),
+    by_turns(range(len(FUSED)), ["sdpa", "eager"]),
+    ids=lambda value: FUSED[value][0] if isinstance(value, int) else None,
+)
 def test_layers_are_derived(index: int, implementation: str) -> None:
     name, options, words = FUSED[index]
     if name == "Gemma2" and implementation == "sdpa":
