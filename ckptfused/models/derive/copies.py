@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,16 +63,39 @@ def layer_copy(layer: nn.Module, made: Callable[[Tensor, bool], Tensor], placed:
         found: nn.Module = copy.deepcopy(shell, memo)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise RefusedError(f"it cannot be copied: {error}") from error
+    memo[id(layer)] = found
+    for module in filter(is_lora, layer.modules()):
+        memo.pop(id(module.base_layer), None)  # whoever calls it calls no adapter
     for module in found.modules():
-        for name in _HOOKS:
-            if isinstance(held := vars(module).get(name), dict):
+        for name, held in vars(module).items():
+            if name in _HOOKS and isinstance(held, dict):
                 held.clear()
+            elif isinstance(held, types.FunctionType):
+                vars(module)[name] = _closed_over(held, memo)
         for name, child in module._modules.items():
             if child is not None and is_lora(child):
                 module._modules[name] = child.base_layer  # type: ignore[assignment]
     if not placed:
         forget_places(found)
     return found
+
+
+def _closed_over(function: types.FunctionType, copies: dict[int, Any]) -> types.FunctionType:
+    """A function that a layer holds (minGPT's lambda), with the copies in the place of the modules that it is closed
+    over.
+    """
+    cells: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not yet assigned
+            value = None
+        known = isinstance(value, nn.Module) and id(value) in copies
+        cells.append(types.CellType(copies[id(value)]) if known else cell)
+    code, name, defaults = function.__code__, function.__name__, function.__defaults__
+    made = types.FunctionType(code, function.__globals__, name, defaults, tuple(cells) or None)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def wide(layer: nn.Module, generator: torch.Generator, placed: bool = True, dense: bool = False) -> nn.Module:
