@@ -44,7 +44,8 @@ class Pair(nn.Module):
 
     def __init__(self, source: str, p: float = 0.0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(made(source, p=p).double() for _ in range(2))
+        block = type(made(source))
+        self.layers = nn.ModuleList(block(p=p).double() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -66,7 +67,7 @@ def test_a_layer_with_a_lambda_is_fused(held: str) -> None:
     assert found.proof is not None, found.why
     assert {"ffn.act=gelu_tanh", "ffn.p_res=0.1", "attn.p_attn=0.1"} <= set(found.proof.text.split())
     plain, converted = Pair(source), Pair(source)
-    ckptfused.convert(converted)
+    assert ckptfused.convert(converted).fused == 2
     args = arguments(source, dtype=torch.float64)
     with unfused() as reasons:
         got = step(converted, args)
@@ -78,7 +79,7 @@ def test_what_it_is_closed_over_is_watched() -> None:
     """A number that the lambda finds through its closure, changed after a call."""
     source = with_lambda(SCALED)
     plain, converted = Pair(source), Pair(source)
-    ckptfused.convert(converted)
+    assert ckptfused.convert(converted).fused == 2
     args = arguments(source, dtype=torch.float64)
     step(converted, args)
     for model in (plain, converted):
@@ -114,13 +115,13 @@ def test_it_runs_what_the_lambda_says(change: Any, before: bool) -> None:
     plain, converted = Pair(source), Pair(source)
     args = arguments(source, dtype=torch.float64)
     if not before:
-        ckptfused.convert(converted)
+        assert len(ckptfused.convert(converted).layers) == 2
         step(converted, args)
     for model in (plain, converted):
         for layer in model.layers:
             change(layer)
     if before:
-        ckptfused.convert(converted)
+        assert len(ckptfused.convert(converted).layers) == 2
     agree(step(converted, args), step(plain, args))
 
 
