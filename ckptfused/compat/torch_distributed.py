@@ -16,6 +16,7 @@ WRAPPER_NAMES = (WRAPPED, "_fsdp_wrapped_module", COMPILED_MODULE)
 """What wrappers put into the names of parameters."""
 COMPOSABLE_CHECKPOINT = "torch.distributed._composable.checkpoint_activation"
 """The module of `torch.distributed`'s checkpoint without a wrapper."""
+_CONTRACT = "torch.distributed._composable.contract"
 _MANAGED = "_is_fsdp_managed_module"
 
 
@@ -27,6 +28,20 @@ def fsdp1() -> Any:
 def fsdp2() -> Any:
     """The class of modules that `fully_shard` was applied to; None likewise. `FSDPModule`."""
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+
+
+def own_class(cls: Any) -> Any:
+    """The class of a module before `fully_shard` derived another one of it."""
+    sharded = fsdp2()
+    if sharded is None or not issubclass(cls, sharded):
+        return cls
+    return next(base for base in cls.__mro__ if not issubclass(base, sharded))
+
+
+def composable_names() -> tuple[str, ...]:
+    """The attributes in which `fully_shard` and its like keep their own state of a module. `contract.STATE_KEY`."""
+    contract: Any = sys.modules.get(_CONTRACT)
+    return () if contract is None else (contract.STATE_KEY, contract.REGISTRY_KEY)
 
 
 def is_managed(held: Mapping[str, Any]) -> bool:
@@ -47,6 +62,6 @@ def checkpoint_wrappers() -> Any:
 
 def has_composable_checkpoint(module: nn.Module) -> bool:
     """Whether `torch.distributed._composable.checkpoint` was applied to a module. `contract.STATE_KEY`."""
-    contract: Any = sys.modules.get("torch.distributed._composable.contract")
+    contract: Any = sys.modules.get(_CONTRACT)
     states = {} if contract is None else vars(module).get(contract.STATE_KEY, {})
     return any(getattr(state, "enable_hook", False) for state in states.values())

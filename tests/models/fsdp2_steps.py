@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,14 +18,16 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from transformers import Olmo2Config, Olmo2ForCausalLM
 
 import ckptfused
+from ckptfused.models.derive.derive import derive
 from tests.models import zoo_decoders, zoo_encoders, zoo_llama  # noqa: F401
 from tests.models.compare import all_close, close, no_worse, run, train
 from tests.models.distributed_runs import alone, batch, full, fused_step, fused_steps, shard
 from tests.models.ranks import RANKS
 from tests.models.small import llama, unfused
-from tests.models.zoo import ZOO, randomize
+from tests.models.zoo import VOCABULARY, ZOO, randomize
 
 
 def fsdp2(rank: int, first: bool, reshard: bool, p: float = 0.0, offload: bool = False) -> None:
@@ -39,6 +44,91 @@ def fsdp2(rank: int, first: bool, reshard: bool, p: float = 0.0, offload: bool =
     ckptfused.revert(model)
     if p == 0:
         close(full(run(model, batch(rank))), alone(plain), 1e-5)
+
+
+def olmo2(p: float = 0.0) -> Any:
+    """A model whose layers are derived."""
+    sizes: dict[str, Any] = {"hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_dropout": p}
+    config = Olmo2Config(**sizes, **heads, vocab_size=VOCABULARY, pad_token_id=0, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    return randomize(Olmo2ForCausalLM(config)).train()
+
+
+def fsdp2_derived(rank: int, first: bool, reshard: bool, p: float = 0.0, offload: bool = False) -> None:
+    """Derived layers in shards: fused in every step, and reported so in either order."""
+    model = olmo2(p)
+    plain = copy.deepcopy(model)
+    for what in ("convert", "shard") if first else ("shard", "convert"):
+        if what == "convert":
+            report = ckptfused.convert(model, process_group=True)
+            assert [(one.family, one.path) for one in report.layers] == [("derived", "fused")] * 2, str(report)
+        else:
+            shard(model, reshard, offload=offload)
+    if p > 0:
+        ckptfused.convert(plain)  # the same masks
+    all_close(fused_steps(model, rank), train(plain, alone), 1e-5)
+    kept = {type(layer).__name__ for layer in model.model.layers}
+    assert kept == {"FSDPOlmo2DecoderLayer"}
+    ckptfused.revert(model)
+    if p == 0:
+        close(full(run(model, batch(rank))), alone(plain), 1e-5)
+
+
+def fsdp2_derived_around_the_whole_model(rank: int) -> None:
+    model = olmo2()
+    plain = copy.deepcopy(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    ckptfused.convert(model)
+    close(fused_step(model, rank), alone(plain), 1e-5)
+
+
+def fsdp2_derived_watched(rank: int) -> None:
+    """What a layer's code reads is compared at every call, in shards too; layers are read once a kind."""
+    model = olmo2()
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.37  # a kind that nobody saw
+    plain = copy.deepcopy(model)
+    ckptfused.convert(model)
+    shard(model)
+    with counted_derivations() as derived:
+        close(fused_step(model, rank), alone(plain), 1e-5)
+    assert len(derived) == 1
+    for one in (model, plain):
+        for layer in one.model.layers:
+            layer.self_attn.scaling = 0.3
+            layer.post_feedforward_layernorm.variance_epsilon = 0.01
+    with counted_derivations() as derived:
+        close(fused_step(model, rank), alone(plain), 1e-5)
+    assert len(derived) == 1
+
+
+def fsdp2_derived_compiled(rank: int) -> None:
+    """Each layer compiled alone, then in shards: the op is a part of the graph."""
+    torch._dynamo.reset()
+    plain = olmo2()
+    model = copy.deepcopy(plain)
+    ckptfused.convert(model)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    shard(model)
+    with unfused() as reasons:
+        close(full(run(model, batch(rank))), alone(plain), 1e-5)
+    torch._dynamo.reset()
+    assert not reasons, reasons
+
+
+@contextlib.contextmanager
+def counted_derivations() -> Iterator[list[Any]]:
+    """The layers that are read within."""
+    found: list[Any] = []
+
+    def counted(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        found.append(layer)
+        return derive(layer, *args, **kwargs)
+
+    with mock.patch("ckptfused.models.derive.calls.derive", counted):
+        yield found
 
 
 def fsdp2_root_only(rank: int, hybrid: bool) -> None:

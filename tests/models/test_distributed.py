@@ -28,6 +28,29 @@ def test_fsdp2(ranks: Ranks, reshard: bool, p: float, first: bool) -> None:
     ranks.run(fsdp2_steps.fsdp2, first=first, reshard=reshard, p=p)
 
 
+@both_orders
+@pytest.mark.parametrize("p", [0.0, 0.25])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_derived_layers_under_fsdp2(ranks: Ranks, reshard: bool, p: float, first: bool) -> None:
+    ranks.run(fsdp2_steps.fsdp2_derived, first=first, reshard=reshard, p=p)
+
+
+def test_derived_layers_under_fsdp2_with_cpu_offload(ranks: Ranks) -> None:
+    ranks.run(fsdp2_steps.fsdp2_derived, first=True, reshard=True, offload=True)
+
+
+def test_derived_layers_under_fsdp2_around_the_whole_model(ranks: Ranks) -> None:
+    ranks.run(fsdp2_steps.fsdp2_derived_around_the_whole_model)
+
+
+def test_derived_layers_compiled_under_fsdp2(ranks: Ranks) -> None:
+    ranks.run(fsdp2_steps.fsdp2_derived_compiled)
+
+
+def test_derived_layers_under_fsdp2_are_watched(ranks: Ranks) -> None:
+    ranks.run(fsdp2_steps.fsdp2_derived_watched)
+
+
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_fsdp2_around_the_whole_model(ranks: Ranks, hybrid: bool) -> None:
     ranks.run(fsdp2_steps.fsdp2_root_only, hybrid=hybrid)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ckptfused.checks import autocast_enabled, is_dtensor
+from ckptfused.checks import autocast_enabled
 from ckptfused.compat.pytree import TreeSpec, tree_unflatten
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
@@ -23,7 +23,7 @@ from ckptfused.models.derive.state import KNOWN, LayerState
 from ckptfused.models.describe.saved_bytes import IndexReadError
 
 IN_SHARDS = "its weights are in shards"
-"""Why nothing is derived of a layer whose weights are not whole: FSDP may gather them for a call."""
+"""Why nothing is derived of a layer whose weights FSDP1 holds in flat shards: it may gather them for a call."""
 MOST_CALLS = 256
 """Kinds of calls that are known of one kind of layer: lengths, mostly."""
 MOST_TRIES = 4
@@ -107,7 +107,7 @@ def seen(layer: nn.Module) -> Seen | Reason:
                 return one  # type: ignore[no-any-return]
     else:
         known = _Known(layer)
-    if is_flattened(layer) or holds_fsdp1(layer) or any(map(is_dtensor, layer.parameters())):
+    if is_flattened(layer) or holds_fsdp1(layer):
         return Reason(IN_SHARDS)
     if known.changes >= MOST_CHANGES:
         return Reason("what its code reads is another from call to call")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
 from ckptfused.compat.torch_compile import constant_result
+from ckptfused.compat.torch_distributed import own_class
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import settled
@@ -29,7 +30,7 @@ AttributeReads = tuple[tuple[str, str, str], ...]
 
 def known_to_compiler(layer: nn.Module) -> None:
     """Makes a converted layer known before its calls are traced."""
-    _LAYERS.setdefault(type(layer), weakref.WeakSet()).add(layer)
+    _LAYERS.setdefault(own_class(type(layer)), weakref.WeakSet()).add(layer)
 
 
 def ready_in_compiler(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], where: int) -> Any:
@@ -68,7 +69,7 @@ def _made(kind: str, *of: Any) -> Any:
 @constant_result
 def _reads_of(cls: type[nn.Module]) -> tuple[tuple[str, ...], AttributeReads]:
     """The paths of modules and the attributes that some layer of a class has: others lack one, or differ in it."""
-    for layer in _LAYERS.get(cls, ()):
+    for layer in _LAYERS.get(own_class(cls), ()):
         return _reads(layer)
     return (), ()
 
@@ -93,7 +94,7 @@ def _found(cls: type[nn.Module], values: Any, args: Any, kwargs: Any, where: int
     call = _made(*args), _made(*kwargs)
     leaves, tree = tree_flatten(call)
     reads, kinds = _reads_of(cls)[1], {}
-    for layer in _LAYERS.get(cls, ()):
+    for layer in _LAYERS.get(own_class(cls), ()):
         if _values(layer, reads) == values:
             one = seen(layer)
             if isinstance(one, Reason) or one.state.why:

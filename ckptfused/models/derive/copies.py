@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten, tree_unflatten
+from ckptfused.compat.torch_distributed import composable_names, own_class
 from ckptfused.layer.peft import is_lora
+from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.models.derive.factors import stand_in
 from ckptfused.models.derive.recorder import RefusedError
 from ckptfused.models.derive.rules.masks import HIDES
@@ -57,7 +59,7 @@ def layer_copy(layer: nn.Module, made: Callable[[Tensor, bool], Tensor], placed:
                 memo[id(t)] = t
             if key == "forward" and module is not layer:
                 raise RefusedError("a module within has a forward of its own")
-    shell = copy.copy(layer)
+    shell = _whole(layer)
     vars(shell).pop("forward", None)
     try:
         found: nn.Module = copy.deepcopy(shell, memo)
@@ -78,6 +80,20 @@ def layer_copy(layer: nn.Module, made: Callable[[Tensor, bool], Tensor], placed:
     if not placed:
         forget_places(found)
     return found
+
+
+def _whole(layer: nn.Module) -> nn.Module:
+    """A shallow copy of a layer; of one that `fully_shard` was applied to, of the class that it had before, and without
+    what FSDP put into it: its hooks and its state, which hold the layer itself.
+    """
+    if not is_fully_sharded(layer):
+        return copy.copy(layer)
+    own = own_class(type(layer))
+    made: nn.Module = own.__new__(own)
+    for name, value in vars(layer).items():
+        if name not in composable_names():
+            vars(made)[name] = type(value)() if name in _HOOKS and isinstance(value, dict) else value
+    return made
 
 
 def _closed_over(function: types.FunctionType, copies: dict[int, Any]) -> types.FunctionType:

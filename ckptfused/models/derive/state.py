@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptfused.checks import is_dtensor
+from ckptfused.compat.torch_distributed import composable_names
 from ckptfused.compat.transformers import attention_function, attention_implementation
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
@@ -140,6 +142,7 @@ class LayerState:
             return self._module(value)
         if isinstance(value, Tensor):
             if isinstance(value, nn.Parameter):
+                kind = nn.Parameter if is_dtensor(value) else kind  # in FSDP2's shards: it is whole at a call
                 return kind, tuple(value.shape), value.dtype
             freed = not value.is_meta and value.numel() > 0 and value.untyped_storage().nbytes() == 0  # FSDP1's views
             if kind is not Tensor or value.is_inference() or freed:
@@ -189,7 +192,8 @@ class LayerState:
         if (name := attention_implementation(beside.get("config"))) is not None:
             self._attention[name] = attention_function(name)
             self._follow(self._attention[name])
-        held = ((k, v) for k, v in (*beside.items(), *module._buffers.items()) if k not in places)
+        apart = {*places, *composable_names()}
+        held = ((k, v) for k, v in (*beside.items(), *module._buffers.items()) if k not in apart)
         parameters = tuple((k, None if p is None else self._value(p)) for k, p in module._parameters.items())
         children = tuple((k, self._value(child)) for k, child in module._modules.items())
         return type(module), tuple((k, self._value(v)) for k, v in held), parameters, children
