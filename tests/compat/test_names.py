@@ -323,6 +323,9 @@ def test_distributed() -> None:
     assert not made.has_composable_checkpoint(module)
     checkpoint_activation.checkpoint(module)
     assert made.has_composable_checkpoint(module)
+    assert {*made.composable_names()} <= vars(module).keys()
+    sharded = type("FSDPLinear", (fsdp.FSDPModule, nn.Linear), {})  # as `fully_shard` makes it
+    assert made.own_class(sharded) is made.own_class(nn.Linear) is nn.Linear
     # What FSDP1 sets in several processes, and tests/models/distributed_runs.py meets there.
     for place, name in (("_dynamo_utils", "_is_fsdp_managed_module"), ("_flat_param", "_is_flat_param")):
         assert name in inspect.getsource(importlib.import_module(f"torch.distributed.fsdp.{place}"))
