@@ -31,6 +31,8 @@ KNOWN = "_ckptfused_derived"
 """The attribute of a layer under which is remembered what was found out about it."""
 _APART = frozenset(("forward", "_compiled_call_impl", KNOWN, REPLICATE, "_parameters", "_buffers", "_modules", *_HOOKS))
 _NOT_FOLLOWED = frozenset(("torch", "ckptfused", *sys.stdlib_module_names))
+_NAMESPACES = ("argparse", "types")
+"""Modules of the standard library whose objects people take for a configuration."""
 _TELLING = frozenset(("asyncio", "concurrent", "multiprocessing", "queue", "threading"))
 _FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod, property)
 
@@ -277,7 +279,9 @@ def opened(value: Any) -> bool:
     """Whether a value is an object whose attributes are looked at: a configuration."""
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType | types.FunctionType | types.MethodType):
         return False
-    return type(value).__module__.partition(".")[0] not in _NOT_FOLLOWED and type(getattr(value, "__dict__", 0)) is dict
+    module = type(value).__module__
+    followed = module in _NAMESPACES or module.partition(".")[0] not in _NOT_FOLLOWED
+    return followed and type(getattr(value, "__dict__", 0)) is dict
 
 
 def _hashable(key: Any) -> Hashable:

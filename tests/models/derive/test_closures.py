@@ -75,9 +75,12 @@ def test_a_layer_with_a_lambda_is_fused(held: str) -> None:
     agree(got, step(plain, args))
 
 
-def test_what_it_is_closed_over_is_watched() -> None:
+@pytest.mark.parametrize("kind", ["types.SimpleNamespace", "argparse.Namespace"])
+def test_what_it_is_closed_over_is_watched(kind: str) -> None:
     """A number that the lambda finds through its closure, changed after a call."""
-    source = with_lambda(SCALED)
+    source = with_lambda(
+        SCALED.replace("types.SimpleNamespace", kind).replace("import types", "import argparse, types")
+    )
     plain, converted = Pair(source), Pair(source)
     assert len(ckptfused.convert(converted).layers) == 2
     args = arguments(source, dtype=torch.float64)
