@@ -1,21 +1,23 @@
-"""What becomes of every decoder of transformers: a small random model of each is converted, trained a step, compared.
+"""What becomes of the layers of many models: a small random one of each is converted, trained a step, compared.
 
-Each causal language model that transformers knows is built from its configuration, shrunk, in float64 and without
-dropout. A step of the converted model is compared with one of the model as it was: the loss and every gradient. Prints
-a Markdown page; docs/architectures.md is the last one that was printed.
+Swept are transformers' decoders, its encoders and towers, and blocks that others wrote. Each model is built in float64
+and without dropout. A step of the converted model is compared with one of the model as it was: the loss and every
+gradient. Prints a Markdown page; docs/architectures.md is the last one that was printed. Libraries beside transformers
+may be in an environment of their own that sees this one; a model whose library is not there does not run.
 
     python benchmarks/architectures.py > docs/architectures.md
-    python benchmarks/architectures.py olmo2 falcon
+    python benchmarks/architectures.py olmo2 whisper nanoGPT
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import contextlib
 import logging
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,29 +27,46 @@ import torch
 from torch import Tensor, nn
 
 import ckptfused
-from benchmarks.architecture_sizes import SINGLE, smaller
+from benchmarks.architecture_models import Subject, decoders, encoders
+from benchmarks.architecture_others import import_torchvision, others
+from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.layer.parts import Reason
 from ckptfused.models import find
+from ckptfused.models.describe.saved_bytes import saved_by_autograd
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.models.report import LayerReport
 
-TOKENS = 12
 SEEN_LATER = "what it takes is seen at its first call"
-MOST = 10**7
-"""Parameters of a model: more are those of a configuration that was not shrunk."""
 LIMIT = 1e-4
 """Error of a gradient relative to its largest value. Most decoders have float32 inside (norms, softmax), blocks have
 float64 there."""
+HEAD = """| name | class | layers | read by | bytes/token before | after | gradients | why not whole |
+|---|---|---|---|---|---|---|---|"""
+MOST_REASONS = 3
+"""Of one architecture that are printed."""
 INTRODUCTION = """# Architectures
 
-What `convert` makes of the decoders of transformers {version}, as `python benchmarks/architectures.py` printed it: of
-each causal language model a small random one, built from its shrunk configuration in float64 and without dropout, is
-converted and trained a step. Bytes are those that a layer saves for backward per token, before and after, the layers'
-mean. Gradients are compared with those of the model as it was; the largest difference is relative to a gradient's
-largest value.
+What `convert` makes of the layers of many models, as `python benchmarks/architectures.py` printed it with transformers
+{version}: of each a small random model in float64 and without dropout is converted and trained a step. Bytes are those
+that a layer saves for backward per token, before and after, the layers' mean. Gradients are compared with those of the
+model as it was; the largest difference is relative to a gradient's largest value.
 
 A `derived` layer has no adapter: [its own code was read and proved](convert.md#layers-without-an-adapter).
 """
+SECTIONS: dict[str, tuple[str, str, Callable[[], Iterator[Subject]]]] = {
+    "Decoders": (
+        "architectures",
+        "The causal language models of transformers, from their shrunk configurations.",
+        decoders,
+    ),
+    "Encoders and towers": (
+        "encoders and towers",
+        "Those of transformers, from their shrunk configurations.",
+        encoders,
+    ),
+    "Blocks by others": ("kinds", "Of other libraries, and written by hand after well-known repositories.", others),
+}
+"""Tables of the page: what is counted in each, what it is of."""
 
 
 class Row(NamedTuple):
@@ -79,70 +98,27 @@ class Row(NamedTuple):
         return "| " + " | ".join((*cells, error, self.why)) + " |"
 
 
-def names() -> dict[str, str]:
-    """The model types of transformers' causal language models, with the class of each, those of text alone."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto import modeling_auto
-
-    found: dict[str, str] = {}
-    for name, kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if name not in CONFIG_MAPPING or kind in found.values():
-            continue
-        config = CONFIG_MAPPING[name]
-        if not {"text_config", "decoder", "audio_encoder"} & {*getattr(config, "sub_configs", {})}:
-            found[name] = kind
-    return found
-
-
-def model_of(name: str, kind: str) -> Any:
-    """A small model in float64, without dropout, its weights random. **Raises** whatever building it does."""
-    import transformers
-
-    made: Any = getattr(transformers, kind)
-    config = smaller(transformers.CONFIG_MAPPING[name], name)
-    config._experts_implementation = "eager"
-    with torch.device("meta"):
-        size = sum(p.numel() for p in made(copy.deepcopy(config)).parameters())
-    if size > MOST:
-        raise ValueError(f"{size:,} parameters")
-    torch.manual_seed(0)
-    try:
-        config._attn_implementation = "sdpa"
-        model = made(config)
-    except ValueError:
-        config._attn_implementation = "eager"
-        model = made(config)
-    model = (model.float() if name in SINGLE else model.double()).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn_like(parameter) * (0.1 if parameter.dim() < 2 else parameter.shape[-1] ** -0.5)
-            parameter.copy_(parameter + noise if parameter.dim() < 2 else noise)
-    return model
-
-
-def step(model: Any) -> tuple[float, dict[str, Tensor]]:
+def step(model: Any, subject: Subject) -> tuple[float, dict[str, Tensor]]:
     """The loss of one batch and all gradients."""
-    tokens = torch.randint(3, 90, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     model.zero_grad(set_to_none=True)
     torch.manual_seed(2)
-    made = model(input_ids=tokens, use_cache=False)
-    logits = made.logits
-    loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).double(), tokens[:, 1:].flatten())
+    loss = subject.loss(model)
     loss.backward()
-    return float(loss), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return float(loss), {n: p.grad for n, p in model.named_parameters() if p.grad is not None and p.numel()}
 
 
-def swept(name: str, kind: str) -> Row:
+def swept(subject: Subject) -> Row:
     """What becomes of one architecture."""
+    name, kind, make, _ = subject
     try:
-        model = model_of(name, kind)
-        loss, gradients = step(copy.deepcopy(model))
+        loss, gradients = step(make(), subject)
+        model = make()
     except Exception as error:  # what does not run without us has nothing to be compared
         said = f"{type(error).__name__}: {error}".splitlines()[0][:160]
         return Row(name, kind, Counter(), (), None, None, None, f"does not run as it is: {said}")
     report = ckptfused.convert(model)
-    reasons = _reasons(model)
-    found, ours = step(model)
+    reasons, calls = _noted(model)
+    found, ours = step(model, subject)
     worst = abs(found - loss) / abs(loss)
     least = 1e-3 * max(float(g.abs().max()) for g in gradients.values())
     for key in gradients.keys() | ours.keys():
@@ -151,31 +127,61 @@ def swept(name: str, kind: str) -> Row:
             continue
         a, b = gradients[key], ours[key]
         worst = max(worst, float((a - b).abs().max()) / max(float(a.abs().max()), least))
-    return _row(name, kind, model, report.layers, reasons, worst)
+    sizes = [(one.before, one.after) for one in report.layers]
+    ckptfused.revert(model)
+    for i, one in enumerate(report.layers):
+        layer = model.get_submodule(one.name)
+        if None in sizes[i] and id(layer) in calls and id(layer) not in reasons:
+            sizes[i] = _bytes(layer, *calls[id(layer)])
+    return _row(name, kind, model, report.layers, reasons, sizes, worst)
 
 
-def _reasons(model: nn.Module) -> dict[int, str]:
-    """Why calls of layers are not fused, by the layer: filled while the model runs."""
-    found: dict[int, str] = {}
+def _noted(model: nn.Module) -> tuple[dict[int, str], dict[int, tuple[Any, Any]]]:
+    """Why calls of layers are not fused, and the last call, by the layer: filled while the model runs."""
+    reasons: dict[int, str] = {}
+    calls: dict[int, tuple[Any, Any]] = {}
+
+    class Noting(ConvertedForward):
+        def alone(self, *args: Any, **kwargs: Any) -> Any:
+            calls[id(self.layer)] = tree_map(_apart, (args, kwargs))
+            return super().alone(*args, **kwargs)
+
+        def unfused(self, reason: Reason, args: Any, kwargs: Any) -> Any:
+            reasons[id(self.layer)] = reason.text
+            return super().unfused(reason, args, kwargs)
+
     for _, layer, _ in find.layers(model):
         forward: Any = vars(layer).get("forward")
         if isinstance(forward, ConvertedForward):
-            vars(layer)["forward"] = _noting(forward, found, id(layer))
-    return found
+            forward.__class__ = Noting
+    return reasons, calls
 
 
-def _noting(forward: ConvertedForward, found: dict[int, str], key: int) -> ConvertedForward:
-    class Noting(ConvertedForward):
-        def unfused(self, reason: Reason, args: Any, kwargs: Any) -> Any:
-            found[key] = reason.text
-            return super().unfused(reason, args, kwargs)
+def _apart(value: Any) -> Any:
+    """A tensor without what made it."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
-    forward.__class__ = Noting
-    return forward
+
+def _bytes(layer: nn.Module, args: Any, kwargs: Any) -> tuple[float | None, float | None]:
+    """Bytes a token that a layer saves in a call that no report can guess: of its own, and of x alone."""
+    x = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+    if x is None or x.dim() != 3:
+        return None, None
+    try:
+        before = saved_by_autograd(layer, args, kwargs, ()) / (x.numel() // x.size(-1))
+    except Exception:  # any forward may raise anything without data
+        before = None
+    return before, float(x.size(-1) * x.element_size())
 
 
 def _row(
-    name: str, kind: str, model: nn.Module, layers: tuple[LayerReport, ...], reasons: dict[int, str], error: float
+    name: str,
+    kind: str,
+    model: nn.Module,
+    layers: tuple[LayerReport, ...],
+    reasons: dict[int, str],
+    sizes: list[tuple[float | None, float | None]],
+    error: float,
 ) -> Row:
     paths: Counter[str] = Counter()
     families: dict[str, None] = {}
@@ -191,12 +197,16 @@ def _row(
         said = one.reason if settled else reason
         if said:
             why[_short(said)] = None
-    sizes = [(one.before, one.after) for one in layers]
     means = [[size[i] for size in sizes if size[i] is not None] for i in (0, 1)]
-    before, after = (sum(mean) / len(mean) if mean else None for mean in means)
+    before, after = (sum(mean) / len(mean) if mean else None for mean in means)  # type: ignore[arg-type]
     if "generic" in paths and paths.total() == paths["generic"]:
         families = {}
-    return Row(name, kind, paths, tuple(families), before, after, error, "; ".join(why))
+    return Row(name, kind, paths, tuple(families), before, after, error, _joined(list(why)))
+
+
+def _joined(reasons: list[str]) -> str:
+    more = len(reasons) - MOST_REASONS
+    return "; ".join(reasons[:MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _short(reason: str) -> str:
@@ -207,25 +217,30 @@ def _short(reason: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="model types; default: all")
+    parser.add_argument("names", nargs="*", help="names in the tables' first columns; default: all")
     asked = parser.parse_args().names
+    import_torchvision()
     import transformers
 
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    known = names()
-    print(INTRODUCTION.format(version=transformers.__version__))
-    print("| model type | class | layers | read by | bytes/token before | after | gradients | why not whole |")
-    print("|---|---|---|---|---|---|---|---|")
-    rows = []
-    for name in asked or known:
-        rows.append(swept(name, known[name]))
-        print(rows[-1], flush=True)
-    ran = [row for row in rows if row.error is not None]
-    total = Counter(row.path for row in ran)
-    print(f"\n{len(ran)} architectures ran: {', '.join(f'{n} {path}' for path, n in total.most_common())}.")
-    wrong = [row.name for row in ran if row.error is None or not row.error <= LIMIT]
+    print(INTRODUCTION.format(version=transformers.__version__), end="")
+    wrong: list[str] = []
+    for title, (counted, said, subjects) in SECTIONS.items():
+        chosen = [subject for subject in subjects() if not asked or subject.name in asked]
+        if not chosen:
+            continue
+        print(f"\n## {title}\n\n{said}\n\n{HEAD}")
+        rows = []
+        for subject in chosen:
+            with contextlib.redirect_stdout(sys.stderr):  # what libraries say is no part of the page
+                rows.append(swept(subject))
+            print(rows[-1], flush=True)
+        ran = [row for row in rows if row.error is not None]
+        total = Counter(row.path for row in ran)
+        print(f"\n{len(ran)} {counted} ran: {', '.join(f'{n} {path}' for path, n in total.most_common())}.")
+        wrong += [row.name for row in ran if row.error is None or not row.error <= LIMIT]
     if wrong:
         print(f"gradients differ: {', '.join(wrong)}", file=sys.stderr)
     return len(wrong)
