@@ -79,6 +79,7 @@ FUSED: list[tuple[str, dict[str, Any], str]] = [
 GENERIC = [
     ("CodeGen", "modeling_codegen.py", "no rule takes add"),
     ("Apertus", "activations.py", "no rule takes where"),
+    ("DebertaV2", "modeling_deberta_v2.py", "a rotary table of shape []"),
 ]
 
 

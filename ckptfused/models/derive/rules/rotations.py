@@ -31,7 +31,7 @@ def turned(
     if not tables:
         return "none", 0, None, None, _factor(last(part), end, at)
     for roots in _roots(walk, tables):
-        known = {outer: table for root in roots for outer, table in _table(walk, root, part.shape[1]).items()}
+        known = {outer: table for root in roots for outer, table in _table(walk, root, part.shape[1], at).items()}
         pairs = [(cos, sin) for cos, sin in product(known, known) if _belong(cos, sin)]
         if pairs:
             break
@@ -66,7 +66,7 @@ def _roots(walk: Walk, tables: tuple[Value, ...]) -> Iterator[list[Value]]:
             yield roots
 
 
-def _table(walk: Walk, root: Value, length: int) -> dict[Outer, Tensor]:
+def _table(walk: Walk, root: Value, length: int, at: Value) -> dict[Outer, Tensor]:
     """A table as [T, r] or [B, T, r], in every way in which it may be meant."""
     table, name = root.data, root.name if root.call is None else computed(walk, root)
     tries: list[tuple[str, Tensor]] = []
@@ -74,7 +74,7 @@ def _table(walk: Walk, root: Value, length: int) -> dict[Outer, Tensor]:
         tries = list(zip(_BOTH[0], (table.real, table.imag), strict=True))
     elif table.is_floating_point():
         tries = [("given", table)]
-        if table.shape[-1] == 2 and table.dim() > 2:
+        if table.dim() > 2 and table.shape[-1] == 2:
             tries += zip(_BOTH[1], table.unbind(-1), strict=True)
     found: dict[Outer, Tensor] = {}
     for form, one in tries:
@@ -90,7 +90,7 @@ def _table(walk: Walk, root: Value, length: int) -> dict[Outer, Tensor]:
         if one.shape[-1] % 2 == 0 and form.startswith("given"):
             found[Outer(name, f"{form}, first half")] = one[..., : one.shape[-1] // 2]
     if not found:
-        raise RefusedError(f"a rotary table of shape {list(root.shape)} and type {table.dtype}")
+        raise RefusedError(f"a rotary table of shape {list(root.shape)} and type {table.dtype}", at.call)
     return found
 
 
