@@ -86,13 +86,15 @@ def derivation_text(names: list[str], kind: str, derivation: Derivation, calls: 
     if calls:
         for call in derivation.calls:
             mark = ">" if call is derivation.call else " "
-            rule = "" if proof is None else f"  [{proof.rules[call]}]"
+            rule = "" if proof is None else f"  [{proof.rules.get(call, 'as written')}]"
             shapes = ", ".join(str(list(v.shape)) for v in call.values)
             lines.append(f"  {mark} {_short(call.place)}  {call.op} -> {shapes}{rule}")
     if proof is None:
         lines.append(f"  not derived: {derivation.why}")
     else:
         worst = max(proof.errors.values())
+        if derivation.why:
+            lines.append(f"  only a half of it: {derivation.why}")
         lines.append(f"  reads as {proof.text}")
         lines.append(f"  proved: the result and {len(proof.errors) - 1} gradients, to {worst:.0e} of the largest value")
     return "\n".join(lines)

@@ -70,7 +70,8 @@ class Generic(NamedTuple):
 Steps = Sequence[Fused | Generic]
 
 
-def _checkpointed(step: Generic, x: Tensor) -> Any:
+def checkpointed(step: Generic, x: Tensor) -> Any:
+    """What a step makes of x: it is replayed in backward."""
     if not torch.is_grad_enabled() or under_foreign_mode():
         with entered():
             return step.function(x, *step.args, **step.kwargs)
@@ -128,7 +129,7 @@ class Family:
             if isinstance(step, Call):
                 x = (step if step.x is x else step._replace(x=x)).run()
                 continue
-            made = _checkpointed(step, x)
+            made = checkpointed(step, x)
             x, *more = (made,) if isinstance(made, Tensor) else made
             rest += more
         return self.result(x, *rest)

@@ -452,10 +452,24 @@ MUTANTS = (
         test="tests/models/derive/test_mutants.py::test_a_gradient_that_differs_is_not_derived",
     ),
     Mutant(
+        "what follows a half of a layer called again without a proof that this is the same",
+        file="ckptfused/models/derive/prove.py",
+        text="    if recording.rest is not None:\n",
+        defect="    if False:\n",
+        test="tests/models/derive/test_halves.py::test_what_cannot_be_called_again_is_generic[no gradient]",
+    ),
+    Mutant(
+        "hooks within the half that is fused of a layer stepped over",
+        file="ckptfused/models/derive/family.py",
+        text="() if isinstance(found, Reason) else found.called(held)",
+        defect="() if isinstance(found, Reason) else held.values()",
+        test="tests/models/derive/test_halves.py::test_hooks_within_the_fused_half_are_not_stepped_over",
+    ),
+    Mutant(
         "a proof at small shapes that is not held to the shape at hand",
         file="ckptfused/models/derive/derive.py",
-        text="            found = _hold(proof, layer, here)\n",
-        defect="            found = Here({}, 0)\n",
+        text="                found = _hold(proof, layer, here)\n",
+        defect="                found = Here({}, 0)\n",
         test="tests/models/derive/test_mutants.py::test_what_depends_on_the_length_is_not_derived",
     ),
     Mutant(

@@ -17,7 +17,7 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
 from ckptfused.models.derive.derive import Derivation, derive, refuted_by
 from ckptfused.models.derive.normal_form import DerivedLayer
-from ckptfused.models.derive.outside import recalled
+from ckptfused.models.derive.outside import Rest, recalled
 from ckptfused.models.derive.recorder import Value
 from ckptfused.models.derive.state import KNOWN, LayerState
 from ckptfused.models.describe.saved_bytes import IndexReadError
@@ -46,6 +46,16 @@ class Ready(NamedTuple):
     tree: TreeSpec
     recipes: dict[str, Value]
     """How what has the name of a call is made of the call's leaves and of what the layer holds."""
+    rest: Rest | None = None
+    """What follows the op."""
+    beside: tuple[tuple[str, int], ...] = ()
+    """Names and places, as `outer`, of what the rest takes beside the op's result."""
+    why: str = ""
+    """Why there is a rest."""
+
+    def called(self, modules: _Modules) -> list[nn.Module]:
+        """The modules of a layer that are called as such."""
+        return [] if self.rest is None else [modules[name.removeprefix("module:")] for name in self.rest.modules]
 
     def result(self, y: Tensor) -> Any:
         """What the forward returns with this result."""
@@ -132,7 +142,7 @@ def forget(layer: nn.Module) -> None:
 
 def held_tensor(modules: _Modules | nn.Module, name: str) -> Tensor:
     """A buffer or tensor that a module holds."""
-    path, _, last = name.removeprefix("buffer:").rpartition(".")
+    path, _, last = name.partition(":")[2].rpartition(".")
     return getattr(modules.get_submodule(path), last)  # type: ignore[no-any-return]
 
 
@@ -213,7 +223,10 @@ def _to_be_called(made: Derivation, leaves: list[Any], where: int) -> Ready | Re
         if t is not None and any(form.endswith("half") for form in forms) and not _in_halves(t):
             return Reason("rotary tables whose halves differ")
     leaves_of = tuple(recording.leaves)
-    return Ready(made.layout, where, outer, recording.place, leaves_of, recording.tree, made.here.recipes)
+    rest = made.here.rest
+    beside = () if rest is None else tuple((name, _place(name)) for name in rest.given)
+    of_call = (made.layout, where, outer, recording.place, leaves_of, recording.tree, made.here.recipes)
+    return Ready(*of_call, rest, beside, made.why)
 
 
 def _place(name: str) -> int:

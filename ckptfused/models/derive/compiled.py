@@ -108,7 +108,7 @@ def _found(cls: type[nn.Module], values: Any, args: Any, kwargs: Any, where: int
         return "torch.compile cannot tell where in the model it stands"
     if isinstance(found, Reason):
         return found.text
-    made = found.layout.also or any(t.form.endswith("negated") for t in found.layout.outer)
+    made = found.rest is not None or found.layout.also or any(t.form.endswith("negated") for t in found.layout.outer)
     return "torch.compile cannot follow what it makes of its arguments" if made or found.recipes else found
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,11 @@ class TooManyError(RefusedError):
     """A layer with more numbers in its weights than are made for a proof."""
 
 
+Opaques = Mapping[str, nn.Module]
+"""What stands in copies of a layer for modules within that are not copied, by their names."""
+NO_OPAQUES: Opaques = types.MappingProxyType({})
+
+
 class Sizes(NamedTuple):
     """The batch and the tokens of a call."""
 
@@ -38,15 +44,17 @@ class Sizes(NamedTuple):
     tokens: int
 
 
-def layer_copy(layer: nn.Module, made: Callable[[Tensor, bool], Tensor], placed: bool = True) -> nn.Module:
+def layer_copy(
+    layer: nn.Module, made: Callable[[Tensor, bool], Tensor], placed: bool = True, opaque: Opaques = NO_OPAQUES
+) -> nn.Module:
     """A copy of a layer as its class runs it: no forward of its own, no hooks, no adapters. What is no module, tensor
     or container is shared. made: the tensor in another's place; the flag says that it is a parameter. placed: it knows
-    where in the model it stands.
+    where in the model it stands. opaque: what stands for modules within.
 
     **Raises** `RefusedError` where it cannot be copied.
     """
-    memo: dict[int, Any] = {}
-    for module in layer.modules():
+    memo: dict[int, Any] = {id(layer.get_submodule(name)): stand for name, stand in opaque.items()}
+    for module in _copied(layer, opaque):
         for t in module._parameters.values():
             if t is not None and id(t) not in memo:
                 if not t.is_floating_point():
@@ -114,14 +122,31 @@ def _closed_over(function: types.FunctionType, copies: dict[int, Any]) -> types.
     return made
 
 
-def wide(layer: nn.Module, generator: torch.Generator, placed: bool = True, dense: bool = False) -> nn.Module:
+def _copied(layer: nn.Module, opaque: Opaques) -> Iterator[nn.Module]:
+    """The modules of a layer without those that something stands for."""
+    apart = {id(module) for name in opaque for module in layer.get_submodule(name).modules()}
+    return (module for module in layer.modules() if id(module) not in apart)
+
+
+def wide(
+    layer: nn.Module,
+    generator: torch.Generator,
+    placed: bool = True,
+    dense: bool = False,
+    opaque: Opaques = NO_OPAQUES,
+) -> nn.Module:
     """A copy in float64 on the CPU, whose weights are random numbers and whose buffers are as they were. dense: no
     matrix is a `factors.stand_in`.
     """
     stands = (lambda t: None) if dense else stand_in
-    if (size := sum(p.numel() for p in layer.parameters() if stands(p) is None)) > MOST_WEIGHTS:
+    left = {id(p) for module in _copied(layer, opaque) for p in module.parameters(recurse=False) if stands(p) is None}
+    sizes: Counter[str] = Counter()
+    for name, p in layer.named_parameters():
+        sizes[name.partition(".")[0]] += p.numel() if id(p) in left else 0
+    if (size := sizes.total()) > MOST_WEIGHTS:
         raise TooManyError(
-            f"{size:,} numbers in weights that are used otherwise than in products, more than {MOST_WEIGHTS:,}"
+            f"{size:,} numbers in weights that are used otherwise than in products, more than {MOST_WEIGHTS:,}",
+            within=sizes.most_common(1)[0][0],
         )
 
     def made(t: Tensor, parameter: bool) -> Tensor:
@@ -135,12 +160,12 @@ def wide(layer: nn.Module, generator: torch.Generator, placed: bool = True, dens
         found = torch.randn(t.shape, dtype=torch.float64, generator=generator)
         return found / t.shape[-1] ** 0.5 if t.dim() > 1 else found * 0.4 + 0.6
 
-    return layer_copy(layer, made, placed)
+    return layer_copy(layer, made, placed, opaque)
 
 
-def layer_without_data(layer: nn.Module, placed: bool = True) -> nn.Module:
+def layer_without_data(layer: nn.Module, placed: bool = True, opaque: Opaques = NO_OPAQUES) -> nn.Module:
     """A copy on the meta device."""
-    return layer_copy(layer, _shape_of, placed)
+    return layer_copy(layer, _shape_of, placed, opaque)
 
 
 def _shape_of(t: Tensor, parameter: bool) -> Tensor:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_map
-from ckptfused.models.derive.copies import Sizes, layer_without_data
+from ckptfused.models.derive.copies import Opaques, Sizes, layer_without_data
 from ckptfused.models.derive.normal_form import DerivedLayer
-from ckptfused.models.derive.outside import evaluated
+from ckptfused.models.derive.opaque import Opaque
+from ckptfused.models.derive.outside import Rest, evaluated
 from ckptfused.models.derive.prove import Proof, prove, same_shapes
 from ckptfused.models.derive.record import Recording, forget_values, record, tensors_held
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
@@ -21,6 +22,8 @@ from ckptfused.models.derive.rules.masks import causal_window
 from ckptfused.models.describe.saved_bytes import IndexReadError
 from ckptfused.state.undone import without_trace
 
+MOST_OPAQUE = 3
+"""Modules of one layer that are not followed."""
 T = TypeVar("T")
 
 
@@ -31,6 +34,8 @@ class Here(NamedTuple):
     """How the layer computes what the layout takes from outside by the name of a call."""
     window: int
     """How far back a query sees by the layer's own mask; 0: all the way."""
+    rest: Rest | None = None
+    """What follows what is fused."""
 
 
 class Derivation(NamedTuple):
@@ -38,6 +43,7 @@ class Derivation(NamedTuple):
 
     proof: Proof | None
     why: str = ""
+    """Why there is none, or why it is of a half."""
     call: Recorded | None = None
     """The first call that does not fit, where it is one call's fault."""
     calls: tuple[Recorded, ...] = ()
@@ -62,24 +68,32 @@ def derive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plac
 
 
 def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool) -> Derivation:
-    try:
-        with _unseen(layer):
-            here = _recorded_here(layer, args, kwargs, placed)
-            proof = prove(layer, args, kwargs, placed=placed)
-            found = _hold(proof, layer, here)
-    except RefusedError as error:
-        forget_values((*error.calls, *filter(None, (error.call,))))
-        return Derivation(None, str(error), error.call, tuple(error.calls))
-    except IndexReadError:
-        raise
-    except Exception as error:  # rules meet what nobody thought of: the layer then runs as it is
-        return Derivation(None, f"it cannot be read ({type(error).__name__}: {error})")
+    opaque: dict[str, nn.Module] = {}
+    whole: RefusedError | None = None
+    while True:
+        try:
+            with _unseen(layer):
+                here = _recorded_here(layer, args, kwargs, placed, opaque)
+                proof = prove(layer, args, kwargs, placed=placed, opaque=opaque)
+                found = _hold(proof, layer, here)
+            break
+        except RefusedError as error:
+            forget_values((*error.calls, *filter(None, (error.call,))))
+            whole = whole or error
+            if not error.within or error.within in opaque or len(opaque) == MOST_OPAQUE:
+                return Derivation(None, str(whole), whole.call, tuple(whole.calls))
+            opaque[error.within] = Opaque(layer.get_submodule(error.within))
+        except IndexReadError:
+            raise
+        except Exception as error:  # rules meet what nobody thought of: the layer then runs as it is
+            why = f"it cannot be read ({type(error).__name__}: {error})"
+            return Derivation(None, str(whole or why))
     first = proof.recordings[0]
-    calls = tuple(first.before(first.y))
+    calls = tuple(first.before(first.end))
     for recording in proof.recordings:
         recording.roots = {}
-        forget_values(recording.calls, recording.x, recording.y)
-    return Derivation(proof, calls=calls, here=found)
+        forget_values(recording.calls, recording.x, recording.y, recording.end)
+    return Derivation(proof, "" if whole is None else str(whole), calls=calls, here=found)
 
 
 @contextmanager
@@ -118,10 +132,12 @@ def _alone(function: Callable[[], T]) -> T:
     return made[0]
 
 
-def _recorded_here(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool) -> Recording:
+def _recorded_here(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool, opaque: Opaques
+) -> Recording:
     """The recording of this very call on tensors without data."""
     args, kwargs = tree_map(lambda v: _without_data(v) if isinstance(v, Tensor) else v, (args, kwargs))
-    return record(layer_without_data(layer, placed), args, kwargs, wide=False)
+    return record(layer_without_data(layer, placed, opaque), args, kwargs, wide=False)
 
 
 def refuted_by(
@@ -133,7 +149,7 @@ def refuted_by(
 
     def held_to() -> Here:
         with _unseen(layer):
-            return _hold(proof, layer, _recorded_here(layer, args, kwargs, placed))
+            return _hold(proof, layer, _recorded_here(layer, args, kwargs, placed, proof.opaque))
 
     try:
         return _alone(held_to)
@@ -164,7 +180,7 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
     for name in (outer.name for outer in proof.layout.outer if outer.name.startswith("call:")):
         place, index = map(int, name.removeprefix("call:").split("."))
         recipes[name] = _matching(proof.recordings[0], here, kept.index(place)).values[index]
-    return Here(recipes, window)
+    return Here(recipes, window, here.rest)
 
 
 def _without_data(t: Tensor) -> Tensor:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
+from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import under_foreign_mode
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.caches import left_empty
-from ckptfused.models.derive.calls import Ready, forget, outer_tensor, ready, seen
+from ckptfused.models.derive.calls import Ready, forget, held_tensor, outer_tensor, ready, seen
 from ckptfused.models.derive.compiled import ready_in_compiler
-from ckptfused.models.family import FAMILIES, Family, Outcome, family_of, fused_call, register
+from ckptfused.models.family import FAMILIES, Family, Generic, Outcome, checkpointed, family_of, fused_call, register
 from ckptfused.models.hugging_face import collecting
 from ckptfused.offload import follow
 from ckptfused.ops.call import Call
@@ -30,8 +32,8 @@ class Derived(Family):
         return True
 
     def run(self, layer: Any, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if collecting(layer):
-            return Reason("attention weights or router logits are asked for", original=True)
+        if collecting(layer, _OF_ROUTERS):
+            return _ASKED
         if under_foreign_mode():
             return Reason("a TorchFunctionMode may replace what the layer calls")
         given = left_empty(layer, type(layer).forward, args, kwargs)
@@ -40,9 +42,15 @@ class Derived(Family):
         found = self.call(layer, mode, *given)
         if isinstance(found, Reason):
             return found
-        made, call = found
+        made, call, rest = found
+        if not rest and collecting(layer):
+            return _ASKED
         follow(call.x)
-        return made.result(call.run())
+        y = call.run()
+        for step in rest:
+            follow(y)
+            y = checkpointed(step, y)
+        return made.result(y)
 
     def refuse_original(self, layer: Any, why: str) -> None:
         if (family := family_of(layer)) is not None:
@@ -50,8 +58,8 @@ class Derived(Family):
 
     def call(
         self, layer: nn.Module, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
-    ) -> tuple[Ready, Call] | Reason:
-        """The op call of a layer that is called so, and what it returns. sharded: as `layer.build_call`."""
+    ) -> tuple[Ready, Call, tuple[Generic, ...]] | Reason:
+        """The op call of a layer that is called so, what it returns, what follows. sharded: as `layer.build_call`."""
         leaves, tree = tree_flatten((args, kwargs))
         where = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
         if where is None or leaves[where].dim() != 3 or leaves[where].size(1) < 2:
@@ -63,23 +71,35 @@ class Derived(Family):
             one = seen(layer)
             if isinstance(one, Reason):
                 return one
-            if (why := one.state.watched()) is not None or one.state.why:
-                return why or Reason(one.state.why)
+            if one.state.why:
+                return Reason(one.state.why)
             found, held = ready(one, layer, (args, kwargs), leaves, tree, where), one.modules
+            if (why := one.state.watched(() if isinstance(found, Reason) else found.called(held))) is not None:
+                return why
         if isinstance(found, Reason):
             return found
         outer = {name: leaves[i] if i >= 0 else outer_tensor(found, held, leaves, name) for name, i in found.outer}
         inputs = found.layout.inputs(leaves[found.x], outer)
         call = fused_call(found.layout.parts(held), inputs, mode, sharded)
-        return call if isinstance(call, Reason) else (found, call)
+        if isinstance(call, Reason) or found.rest is None:
+            return call if isinstance(call, Reason) else (found, call, ())
+        given = [held_tensor(held, name) if i < 0 else leaves[i] for name, i in found.beside]
+        step = Generic(found.why, partial(found.rest.run, layer), tuple(given))
+        return LENT if lent_weights(layer) else (found, call, (step,))
 
     def outcome_of(self, layer: nn.Module, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What will become of calls like this one: an `Outcome` or a `Reason`. The layer remembers nothing of it."""
         found = self.call(layer, mode, args, kwargs, sharded=True)
         forget(layer)
-        return found if isinstance(found, Reason) else Outcome((BlockSpec.parse(found[1].text),))
+        if isinstance(found, Reason):
+            return found
+        _, call, rest = found
+        return Outcome((BlockSpec.parse(call.text),), len(rest), "".join(step.why for step in rest))
 
 
+_ASKED = Reason("attention weights or router logits are asked for", original=True)
+_OF_ROUTERS = ("router_logits",)
+"""What modules make that are called after the op: hooks on them collect it."""
 DERIVED = Derived()
 if DERIVED.name not in FAMILIES:
     register(DERIVED)

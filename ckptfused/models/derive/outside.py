@@ -1,18 +1,22 @@
-"""What a layer makes of its arguments and buffers alone, before it meets x: made once and shared by layers."""
+"""Calls of a layer made again from its recording: what it makes of arguments and buffers alone, which layers share, and
+what follows a half that is fused."""
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten, tree_map
-from ckptfused.models.derive.recorder import Value
+from ckptfused.eager.dropout import dropout
+from ckptfused.models.derive.recorder import Recorded, Value
 
+NOTHING: Mapping[Value, Recorded] = MappingProxyType({})
 _MOST = 64
 _MADE: OrderedDict[Hashable, tuple[Any, ...]] = OrderedDict()
 
@@ -44,20 +48,61 @@ def _added(keep: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros((), dtype=dtype, device=keep.device).where(keep, -torch.inf)
 
 
-def evaluated(value: Value, given: Callable[[str], Tensor], device: torch.device) -> Tensor:
-    """A value that depends on arguments, buffers and numbers alone, by the calls that made it."""
-    if value.call is None:
-        return given(value.name)
-    call = value.call
+def evaluated(
+    value: Value,
+    given: Callable[[str], Any],
+    device: torch.device,
+    known: dict[Value, Tensor] | None = None,
+    returned: Mapping[Value, Recorded] = NOTHING,
+) -> Tensor:
+    """A value that depends on arguments, buffers, numbers and `known` alone, by the calls that made it. returned: what
+    calls of modules returned, which are made as such. **Raises** `RuntimeError` where one returns something else.
+    """
+    known = {} if known is None else known
+    if value in known:
+        return known[value]
+    call = returned.get(value, value.call)
+    if call is None:
+        return given(value.name)  # type: ignore[no-any-return]
 
     def made(v: Any) -> Any:
         if isinstance(v, Value):
-            return evaluated(v, given, device)
+            return evaluated(v, given, device, known, returned)
         return device if isinstance(v, torch.device) or v == "meta" else v
 
     args, kwargs = tree_map(made, (call.args, call.kwargs))
-    found = [t for t in tree_flatten(call.func(*args, **kwargs))[0] if isinstance(t, Tensor)]
-    return found[value.index]
+    if call.mask is not None:
+        found = [dropout(tree_flatten((args, kwargs))[0][0], call.mask, call.given(1, "p", 0.5))]
+    else:
+        y = (given(call.op) if call.func is None else call.func)(*args, **kwargs)
+        found = [t for t in tree_flatten(y)[0] if isinstance(t, Tensor)]
+    if len(found) != len(call.values):
+        raise RuntimeError(f"{call.op} gave {len(found)} tensors, expected {len(call.values)} as when it was read")
+    known.update(zip(call.values, found, strict=True))
+    return known[value]
+
+
+class Rest(NamedTuple):
+    """What a layer does after the half that is fused: its own calls and those of its modules."""
+
+    y: Value
+    """What that half makes."""
+    end: Value
+    given: tuple[str, ...]
+    """What it takes beside `y`: arguments, and tensors that the layer itself holds."""
+    returned: Mapping[Value, Recorded]
+    modules: frozenset[str]
+    """The modules that are called in it alone."""
+
+    def run(self, layer: nn.Module, y: Tensor, *given: Tensor) -> Tensor:
+        """The layer's result. given: in the order of `given`."""
+        tensors = dict(zip(self.given, given, strict=True))
+
+        def held(name: str) -> Any:
+            kind, _, path = name.partition(":")
+            return layer.get_submodule(path) if kind == "module" else tensors[name]
+
+        return evaluated(self.end, held, y.device, {self.y: y}, self.returned)
 
 
 def recalled(value: Value, given: Callable[[str], Tensor], device: torch.device) -> Tensor:

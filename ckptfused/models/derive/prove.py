@@ -12,13 +12,14 @@ from ckptfused.eager.from_op import plain_block
 from ckptfused.layer.call import build_call
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.derive.copies import Sizes, TooManyError, resized_call, wide
+from ckptfused.models.derive.copies import NO_OPAQUES, Opaques, Sizes, TooManyError, resized_call, wide
 from ckptfused.models.derive.factors import Factored, UnfactoredError
 from ckptfused.models.derive.normal_form import DerivedLayer, layout_of
+from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.read import Form, read
 from ckptfused.models.derive.record import Recording, record
 from ckptfused.models.derive.recorder import Recorded, RefusedError
-from ckptfused.models.derive.walk import Walk
+from ckptfused.models.derive.walk import Walk, close
 from ckptfused.ops.call import Call
 from ckptfused.spec import parse
 
@@ -36,30 +37,40 @@ class Proof(NamedTuple):
     recordings: tuple[Recording, ...]
     rules: dict[Recorded, str]
     """The rule that took each call of the first recording."""
+    opaque: Opaques
+    """The modules that were not followed."""
     errors: dict[str, float]
     """The largest relative error of the result and of every gradient, over all shapes."""
 
 
-def prove(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0, placed: bool = True) -> Proof:
-    """The normal form of a layer that is called so, proved at two shapes.
+def prove(
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    seed: int = 0,
+    placed: bool = True,
+    opaque: Opaques = NO_OPAQUES,
+) -> Proof:
+    """The normal form of a layer that is called so, proved at two shapes. opaque: as in `copies.layer_copy`; of what
+    follows the half that is fused before these it is proved that it can be called again.
 
     **Raises** `RefusedError` saying which call no rule takes, or where and by how much the two differ.
     """
     try:
-        return _proved(layer, args, kwargs, seed, placed, dense=False)
+        return _proved(layer, args, kwargs, seed, placed, opaque, dense=False)
     except UnfactoredError as error:
         try:
-            return _proved(layer, args, kwargs, seed, placed, dense=True)
+            return _proved(layer, args, kwargs, seed, placed, opaque, dense=True)
         except TooManyError:
             raise error from None
 
 
-def _proved(layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, dense: bool) -> Proof:
+def _proved(layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, opaque: Opaques, dense: bool) -> Proof:
     generator = torch.Generator().manual_seed(seed)
     found: list[tuple[DerivedLayer, str, Recording]] = []
     rules: dict[Recorded, str] = {}
     errors: dict[str, float] = {}
-    own = wide(layer, generator, placed, dense)
+    own = wide(layer, generator, placed, dense, opaque)
     factored = Factored(own, generator)
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for sizes in SHAPES:
@@ -72,7 +83,7 @@ def _proved(layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, d
         raise RefusedError("what it computes depends on the shape of x: " + " and ".join(text for _, text, _ in found))
     same_structure(found[0][2], found[1][2])
     layout, text, _ = found[0]
-    return Proof(layout, text, tuple(recording for *_, recording in found), rules, errors)
+    return Proof(layout, text, tuple(recording for *_, recording in found), rules, opaque, errors)
 
 
 def _recorded(
@@ -126,7 +137,20 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
             if not error <= PROOF_ERROR:
                 raise RefusedError(f"{name} differs by {error:.1e} of its largest value from what was read ({text})")
             errors[name] = max(errors.get(name, 0.0), error)
+    if recording.rest is not None:
+        _can_be_called_again(recording, factored)
     return layout, text, errors
+
+
+def _can_be_called_again(recording: Recording, factored: Factored) -> None:
+    """**Raises** `RefusedError` where what follows the fused half is not what its calls make of that half's result."""
+    y, end = recording.y, recording.end
+    with factored:
+        again = evaluated(end, recording.roots.__getitem__, y.data.device, {y: y.data})
+    weights = torch.randn(end.shape, dtype=end.data.dtype, generator=torch.Generator().manual_seed(2))
+    gradients = [_gradients(made, weights, [y.data])[0] for made in (end.data, again)]
+    if not close(end.data.detach(), again.detach()) or not close(*gradients):
+        raise RefusedError("what follows the half is another thing when it is called again", end.call)
 
 
 def _gradients(y: Tensor, weights: Tensor, leaves: list[Tensor]) -> list[Tensor]:
@@ -156,7 +180,7 @@ def _steps(recording: Recording) -> list[Any]:
         return v.name if v.call is None else (places[v.call.number], v.index)
 
     steps: list[Any] = []
-    ends = (recording.y, *recording.beside)
+    ends = (recording.y, recording.end, *recording.beside)
     for call in recording.before(*ends):
         if call.op in _CASTS:
             continue
@@ -167,7 +191,7 @@ def _steps(recording: Recording) -> list[Any]:
             if isinstance(n, float | bool | str | type(None))
         )
         steps.append((call.op, call.place, tuple(map(place, call.inputs)), numbers, call))
-    return [*steps, (*map(place, ends), recording.y.call)]
+    return [*steps, (*map(place, ends), recording.end.call)]
 
 
 def same_shapes(proof: Proof, recording: Recording, sizes: Sizes) -> None:

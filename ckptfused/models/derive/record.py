@@ -11,10 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
-from ckptfused.models.derive.recorder import CallRecorder, Recorded, RefusedError, Value
+from ckptfused.models.derive.in_place import writes
+from ckptfused.models.derive.outside import Rest
+from ckptfused.models.derive.recorder import CallRecorder, Recorded, RefusedError, Value, function_name
 from ckptfused.models.describe.saved_bytes import IndexReadError
 
 _ASKS = "output_attentions"
+_ARGUMENTS = frozenset((int, float, bool, str, type(None), torch.dtype))
+"""Types of what a module may be called with beside tensors, to be called so again."""
 RAISED = "its forward raised"
 """How the reason begins where a call was not one that the layer takes."""
 
@@ -29,21 +33,69 @@ class Recording:
         if not tensors or (len(tensors) > 1 and not unasked):
             raise RefusedError(f"the layer returns {len(tensors)} tensors, expected one")
         self.y, *self.beside = map(recorder.value, tensors)
+        self.end = self.y
+        """What the forward returns; `y` is before it where only a half is to be fused."""
         """`beside`: attention weights for which nobody asked, as the reading has to find."""
         self.place = [v is tensors[0] for v in leaves].index(True)
         """The place of the result among the leaves of what the forward returns."""
         self.leaves = [None if isinstance(v, Tensor) else v for v in leaves]
+        self.rest: Rest | None = None
+        """How `end` is made of `y`, where that is another value."""
+        self._returned = recorder.returned
+        if opaque := [call for call in recorder.calls if call.op == "called_whole"]:
+            self._cut(opaque)
 
-    def before(self, *ends: Value) -> list[Recorded]:
-        """The calls on which values depend, in order."""
+    def before(self, *ends: Value, since: Value | None = None, whole: bool = False) -> list[Recorded]:
+        """The calls on which values depend, in order; those by which `since` was made only where something else does.
+        whole: a call of a module by the layer is one.
+        """
         found: dict[Recorded, None] = {}
-        queue = [v.call for v in ends if v.call is not None]
+        queue = [*ends]
         while queue:
-            call = queue.pop()
-            if call not in found:
+            v = queue.pop()
+            call = self.made_by(v) if whole else v.call
+            if v is not since and call is not None and call not in found:
                 found[call] = None
-                queue += [v.call for v in call.inputs if v.call is not None]
+                queue += call.inputs
         return sorted(found, key=lambda call: call.number)
+
+    def made_by(self, v: Value) -> Recorded | None:
+        """The call in the layer's own code that made a value, which may be a module's."""
+        return self._returned.get(v, v.call)
+
+    def _cut(self, opaque: list[Recorded]) -> None:
+        """Has what is to be fused end at the last value before opaque modules by which alone x reaches the result."""
+        for call in reversed(self.before(self.end)):
+            for v in call.values:
+                before = call.number < opaque[0].number and v.shape == self.x.shape
+                if before and all(self._is_between(v, whole) for whole in (False, True)):
+                    self.y = v
+                    self.rest = self._rest({*opaque})
+                    return
+        raise RefusedError("nothing is whole before what cannot be followed")
+
+    def _is_between(self, v: Value, whole: bool) -> bool:
+        met = {i for call in self.before(self.end, since=v, whole=whole) for i in call.inputs}
+        return v in met and self.x not in met
+
+    def _rest(self, opaque: set[Recorded]) -> Rest:
+        calls = self.before(self.end, since=self.y, whole=True)
+        inputs = dict.fromkeys(i for call in calls for i in call.inputs)
+        for call in calls:
+            if call in opaque or (call.func is not None and (call.within or writes(function_name(call.func), {}))):
+                raise RefusedError("what follows the half cannot be called again", call)
+            if call.func is None and any(type(n) not in _ARGUMENTS for n in call.numbers):
+                raise RefusedError(f"{call.op} is called with what is no number", call)
+        if opaque - {*self.before(self.end, since=self.y)}:
+            raise RefusedError("what cannot be followed is no part of the result")
+        for v in inputs:
+            if v.call in opaque and v.shape != v.call.inputs[0].shape:
+                raise RefusedError("a result is used of which the shape is not known", v.call)
+            if v.call is None and v.is_param and "." in v.name:
+                raise RefusedError(f"{v.name} is used past its module")
+        names = frozenset(call.op for call in calls if call.func is None)
+        fused = {f"module:{call.within}" for call in self.before(self.y)}
+        return Rest(self.y, self.end, tuple(v.name for v in inputs if v.call is None), self._returned, names - fused)
 
 
 def forget_values(calls: Iterable[Recorded], *others: Value) -> None:
@@ -80,12 +132,15 @@ def record(
         recorder.root(f"buffer:{name}", t)
     drawn = random.getstate(), torch.get_rng_state() if wide else None
     try:
-        with recorder:
+        with recorder.watching(layer), recorder:
             y = type(layer).forward(layer, *args, **kwargs)
-    except (RefusedError, IndexReadError):
+    except RefusedError as error:
+        error.within = error.within or recorder.outermost
+        raise
+    except IndexReadError:
         raise
     except Exception as error:  # any forward may raise anything on arguments that were guessed
-        raise RefusedError(f"{RAISED} {type(error).__name__}: {error}") from error
+        raise RefusedError(f"{RAISED} {type(error).__name__}: {error}", within=recorder.outermost) from error
     if random.getstate() != drawn[0] or (drawn[1] is not None and not torch.equal(torch.get_rng_state(), drawn[1])):
         raise RefusedError("it draws random numbers beside those of dropout")
     if _state(layer) != state:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ckptfused.compat.pytree import tree_flatten, tree_leaves, tree_map
@@ -45,9 +48,11 @@ _VALUES = words_of(
 class RefusedError(Exception):
     """Why no recording, no reading or no proof can be had of a layer."""
 
-    def __init__(self, why: str, call: Recorded | None = None) -> None:
+    def __init__(self, why: str, call: Recorded | None = None, within: str = "") -> None:
         super().__init__(why if call is None else f"{call.place}: {why}")
         self.call = call
+        self.within = within or ("" if call is None else call.within)
+        """The name of the module that the layer called in which this came to light; "": none."""
         self.calls: list[Recorded] = []
         """What was recorded, where a rule is at fault."""
 
@@ -80,7 +85,7 @@ class Value:
 class Recorded:
     """One call: `args` and `kwargs` as they were, with a `Value` in the place of each tensor."""
 
-    __slots__ = ("args", "func", "inputs", "kwargs", "mask", "number", "numbers", "op", "place", "values")
+    __slots__ = ("args", "func", "inputs", "kwargs", "mask", "number", "numbers", "op", "place", "values", "within")
 
     def __init__(self, number: int, func: Any, op: str, args: Any, kwargs: Any, place: str) -> None:
         self.number, self.func, self.op, self.place = number, func, op, place
@@ -92,6 +97,8 @@ class Recorded:
         """What is no tensor among its arguments."""
         self.mask: Tensor | None = None
         """The keep mask of a dropout."""
+        self.within = ""
+        """The name of the module that the layer called for it; "": it is in the layer's own code."""
 
     def given(self, index: int, name: str, default: Any = None) -> Any:
         """An argument by place or name."""
@@ -110,7 +117,17 @@ class CallRecorder(TorchFunctionMode):
         self.values: dict[int, Value] = {}
         self.roots: dict[str, Tensor] = {}
         self._first: list[Value] = []
+        self.within: list[str] = []
+        """The names of the modules that are at work, the outermost first."""
+        self.returned: dict[Value, Recorded] = {}
+        """The calls of modules by the layer's own code, by what they return. `func` is None, `op` has the name."""
+        self._entered: Any = None
         self._wide, self._generator = wide, generator
+
+    @property
+    def outermost(self) -> str:
+        """The name of the module that the layer's own code called, and that is at work; "": none is."""
+        return self.within[0] if self.within else ""
 
     def root(self, name: str, t: Tensor) -> Value:
         """Makes a tensor known that the layer has from the start."""
@@ -138,6 +155,7 @@ class CallRecorder(TorchFunctionMode):
         given, options = self._noted(args, kwargs)
         noted = Recorded(len(self.calls), func, op, given, options, at)
         noted, written = self._written(noted, args, kwargs)
+        noted.within = self.outermost
         result = self._dropped(noted, func, args, kwargs) if self._wide else None
         result = func(*args, **kwargs) if result is None else result
         tensors = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
@@ -149,10 +167,39 @@ class CallRecorder(TorchFunctionMode):
             t is g and t is not written for t in tensors for g in _tensors(args, kwargs) if _same(op)
         ):
             raise RefusedError(f"{at}: {op} writes in place")
+        if written is None and all(any(t is g for g in _tensors(args, kwargs)) for t in tensors):
+            return result  # a cast to the type that it has
         noted.values = [Value(t, noted, i) for i, t in enumerate(tensors)]
         self.values.update((id(value.data), value) for value in noted.values)
         self.calls.append(noted)
         return result
+
+    @contextmanager
+    def watching(self, layer: nn.Module) -> Iterator[None]:
+        """A context in which calls of a layer's modules are noted."""
+
+        def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self.within:
+                self._entered = args, kwargs, len(self.calls)
+            self.within.append(name)
+
+        def leave(module: nn.Module, args: Any, y: Any) -> None:
+            name, (args, kwargs, count) = self.within.pop(), self._entered
+            every = _tensors((args, y), kwargs)
+            if self.within or len(self.calls) == count or not all(id(t) in self.values for t in every):
+                return
+            given, options = self._noted(args, kwargs)
+            call = Recorded(len(self.calls) - 1, None, f"module:{name}", given, options, self.calls[-1].place)
+            call.values = [self.value(t) for t in _tensors(y, None)]
+            self.returned.update((v, call) for v in call.values if v not in call.inputs)
+
+        with ExitStack() as hooks:
+            for name, module in layer.named_modules():
+                if module is not layer:
+                    entering = module.register_forward_pre_hook(partial(enter, name), with_kwargs=True)
+                    hooks.callback(entering.remove)
+                    hooks.callback(module.register_forward_hook(leave).remove)
+            yield
 
     def _noted(self, args: Any, kwargs: Any) -> Any:
         return tree_map(lambda v: self.value(v) if isinstance(v, Tensor) else v, (args, kwargs))

@@ -7,7 +7,7 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -123,10 +123,11 @@ class LayerState:
         except RuntimeError:  # a tensor in the place of another one: whether they are equal is many answers
             return False
 
-    def watched(self) -> Reason | None:
-        """Why modules within have to be called: somebody watches or patches them."""
+    def watched(self, called: Iterable[nn.Module] = ()) -> Reason | None:
+        """Why modules within have to be called: somebody watches or patches them. called: those that are."""
         if self._patched or any(self._hooks) or any(map(is_replaced, self._classes)):
-            return next(filter(None, map(watched, self._modules)), None)
+            apart = {id(within) for module in called for within in module.modules()}
+            return next(filter(None, (watched(m) for m in self._modules if id(m) not in apart)), None)
         return None
 
     def _present(self) -> list[bool]:

@@ -18,6 +18,7 @@ from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.prove import leaves_of, proved_call
 from ckptfused.models.derive.record import tensors_held
 from tests.cases import by_turns
+from tests.models.derive.experts import EXPERTS, IN_EXPERTS
 from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
 from tests.models.derive.others import FOLDED, IN_FOLDED, IN_SUMS, IN_TOWER, SUMS, TOWER, called
 from tests.models.derive.written import GPT, LLAMA, WIDE, arguments, made
@@ -30,7 +31,7 @@ OTHERS = [
     *((SUMS, *change) for change in IN_SUMS),
     *((FOLDED, *change) for change in IN_FOLDED),
 ]
-MUTANTS += [(WIDE, *change) for change in IN_WIDE]
+MUTANTS += [(WIDE, *change) for change in IN_WIDE] + [(EXPERTS, *change) for change in IN_EXPERTS]
 
 
 def in_double(source: str) -> str:
@@ -41,6 +42,7 @@ def in_double(source: str) -> str:
 def outside(layer: nn.Module, args: Any, found: Derivation) -> dict[str, Tensor]:
     """What a derivation takes beside x, by name."""
     given = {**leaves_of(args, {}), **{f"buffer:{name}": t for name, t in tensors_held(layer)}}
+    given |= {f"param:{name}": p for name, p in layer.named_parameters()}
     device = torch.device("cpu")
     return given | {name: evaluated(v, given.__getitem__, device) for name, v in found.here.recipes.items()}
 
@@ -54,11 +56,15 @@ def check(layer: nn.Module, args: Any) -> bool:
     if "p_" in found.proof.text:  # it drops whatever its rates are
         return True
     x = args[0].requires_grad_()
+    torch.manual_seed(4)
     own = type(layer).forward(layer, *args)
     own = own[0] if isinstance(own, tuple) else own
     call = proved_call(found.layout, layer, x, outside(layer, args, found), Mode())
     assert not isinstance(call, Reason), call
     fused, leaves = call.run(), [x, *layer.parameters()]
+    if (rest := found.here.rest) is not None:
+        torch.manual_seed(4)
+        fused = rest.run(layer, fused, *map(outside(layer, args, found).__getitem__, rest.given))
     torch.testing.assert_close(fused, own, rtol=1e-9, atol=1e-9)
     weights = torch.randn(own.shape, dtype=own.dtype, generator=torch.Generator().manual_seed(3))
     for a, b in zip(*(torch.autograd.grad(y, leaves, weights, allow_unused=True) for y in (own, fused)), strict=True):

@@ -78,8 +78,18 @@ FUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 GENERIC = [
     ("CodeGen", "modeling_codegen.py", "no rule takes add"),
-    ("Apertus", "activations.py", "no rule takes where"),
     ("DebertaV2", "modeling_deberta_v2.py", "a rotary table of shape []"),
+]
+ROUTED = {"moe_intermediate_size": 40, "num_experts_per_tok": 2}
+# Of these the attention half, and why the other one is not.
+HALVES: list[tuple[str, dict[str, Any], str, str]] = [
+    ("Mixtral", {"num_local_experts": 4}, "attn.rope=half", "nonzero"),
+    ("Qwen2Moe", {"num_experts": 4, **ROUTED, "decoder_sparse_step": 1}, "attn.rope=half", "nonzero"),
+    ("Qwen3Moe", {"num_experts": 4, **ROUTED, "attention_dropout": 0.1}, "attn.qk_norm=rmsnorm", "nonzero"),
+    ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, "attn.qk_place=row", "nonzero"),
+    ("GraniteMoe", {"num_local_experts": 4, "residual_multiplier": 0.3}, "attn.m=0.3", "nonzero"),
+    ("Glm4Moe", {"n_routed_experts": 4, **ROUTED, "first_k_dense_replace": 0}, "attn.rope=half", "nonzero"),
+    ("Apertus", {}, "attn.qk_norm=rmsnorm", "no rule takes where"),
 ]
 
 
@@ -113,16 +123,15 @@ def agrees(layer: Any, args: Any, kwargs: Any) -> None:
     """In the layer's own type and shape: the op's result and gradients against the layer's own, in eval."""
     x: Tensor = leaves_of(args, kwargs)["arg:0"].detach().requires_grad_()
     given = (x, *args[1:])
-    found = DERIVED.call(layer, Mode(), given, kwargs)
-    assert not isinstance(found, Reason), found
-    call = found[1]
+    fused = DERIVED.run(layer, Mode(), given, kwargs)
+    assert not isinstance(fused, Reason), fused
     own = type(layer).forward(layer, *given, **kwargs)
-    own = own[0] if isinstance(own, tuple) else own  # and attention weights, or a cache
-    fused, wanted = call.run(), [x, *(p for p in layer.parameters() if p.requires_grad)]
+    own, fused = (y[0] if isinstance(y, tuple) else y for y in (own, fused))  # and attention weights, or a cache
+    wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
     # Float32 on both sides, each with its own order of sums.
     torch.testing.assert_close(fused, own, rtol=1e-4, atol=1e-5)
     weights = torch.randn_like(own)
-    pairs = zip(torch.autograd.grad(own, wanted, weights), torch.autograd.grad(fused, wanted, weights), strict=True)
+    pairs = zip(*(torch.autograd.grad(y, wanted, weights, allow_unused=True) for y in (own, fused)), strict=True)
     for a, b in pairs:
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
 
@@ -147,6 +156,20 @@ def test_layers_are_derived(index: int, implementation: str) -> None:
     found = derive(layer, args, kwargs)
     assert found.proof is not None and "p_" not in found.proof.text, found.why
     agrees(layer, args, kwargs)
+
+
+@pytest.mark.parametrize("index", range(len(HALVES)), ids=[name for name, *_ in HALVES])
+def test_a_half_is_derived_where_the_other_cannot_be(index: int) -> None:
+    name, options, words, why = HALVES[index]
+    model = model_of(name, "sdpa", **options)
+    model.set_experts_implementation("eager")  # type: ignore[operator]
+    layer, args, kwargs = called(model)
+    found = derive(layer.train(), args, kwargs)
+    assert found.proof is not None and why in found.why, found.why
+    assert {"halves=attn", *words.split()} <= set(found.proof.text.split()), found.proof.text
+    assert ("attn.p_attn=0.1" in found.proof.text) == ("attention_dropout" in options)
+    assert max(found.proof.errors.values()) < 1e-11
+    agrees(layer.eval(), args, kwargs)
 
 
 @pytest.mark.parametrize(("name", "file", "why"), GENERIC)

@@ -1,0 +1,69 @@
+"""Modules within a layer that no recording can follow: what they return is told by shape, and the layer calls them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+from ckptfused.compat.pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ckptfused.models.derive.copies import layer_copy
+from ckptfused.models.derive.recorder import RefusedError, function_name, words_of
+
+_PRODUCTS = words_of("linear matmul rmatmul mm addmm bmm baddbmm einsum grouped_mm _grouped_mm")
+
+
+class Opaque(nn.Module):
+    """The stand-in of a module in copies of its layer. Its one call in a recording is `called_whole`.
+
+    A tensor that it returns of the shape of the one that it takes is some function of that; others are empty.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._of: list[nn.Module] = [module]  # no child: it holds no weights
+        self._returns: tuple[list[Any], TreeSpec] | None = None
+
+    def called_whole(self, *args: Any, **kwargs: Any) -> Any:
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if has_torch_function(tensors):
+            return handle_torch_function(self.called_whole, tensors, *args, **kwargs)
+        if len(tensors) != 1 or tensors[0].dim() < 2:
+            raise RefusedError(f"a module that cannot be followed takes {len(tensors)} tensors, expected one")
+        if self._returns is None:
+            self._returns = _returned(self._of.pop(), tensors[0], args, kwargs)
+        x, (leaves, tree) = tensors[0], self._returns
+        made = ((x * (1.5 + i)).sin() if leaf is _LIKE else leaf for i, leaf in enumerate(leaves))
+        return tree_unflatten([x.new_empty(0) if leaf is _OTHER else leaf for leaf in made], tree)
+
+    forward = called_whole
+
+
+_LIKE, _OTHER = object(), object()
+
+
+def _returned(module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
+    """What a module returns that is called with x, by a copy's call with two rows, whose weights are all one number."""
+    weights = [p for p in module.parameters() if p.is_floating_point()]
+    dtype = weights[0].dtype if weights else torch.float32
+    one = lambda t: t.new_ones((), device="cpu").expand(t.shape)  # noqa: E731
+    own = layer_copy(module, lambda t, parameter: one(t) if parameter else t.cpu())
+    rows = torch.ones(*(1 for _ in x.shape[:-2]), 2, x.size(-1), dtype=dtype)
+    args, kwargs = tree_map(lambda v: rows if isinstance(v, Tensor) else v, (args, kwargs))
+    with torch.no_grad(), torch.random.fork_rng(devices=()), _Shapes():
+        leaves, tree = tree_flatten(own(*args, **kwargs))
+    kinds = {True: _LIKE, False: _OTHER}
+    return [kinds[v.shape == rows.shape] if isinstance(v, Tensor) else v for v in leaves], tree
+
+
+class _Shapes(TorchFunctionMode):
+    """Products are of the right shape, and cost nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function_name(func) not in _PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        without = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (args, kwargs or {}))
+        made = func(*without[0], **without[1])
+        return torch.ones(made.shape, dtype=made.dtype)

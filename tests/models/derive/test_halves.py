@@ -1,0 +1,162 @@
+"""Layers of which one half is derived and the other runs as it is written: mixtures of experts."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ckptfused
+from ckptfused.models.derive import family
+from tests.models.compare import close
+from tests.models.derive.experts import EXPERTS, FUSED_TOO
+from tests.models.derive.written import made
+from tests.models.dropout_oracle import RecordStates, with_masks
+from tests.models.small import unfused
+
+
+class Stack(nn.Module):
+    """Two blocks, and what their routers said."""
+
+    def __init__(self, source: str = EXPERTS, p: float = 0.0) -> None:
+        super().__init__()
+        block = made(source, p=p).double()
+        self.layers = nn.ModuleList([block, copy.deepcopy(block)])
+        self.heard: list[Tensor] = []
+        for parameter in self.layers[1].parameters():
+            nn.init.normal_(parameter, 0.3, 0.3)
+
+    def listen(self) -> None:
+        """Has hooks collect the logits of routers, as an auxiliary loss does."""
+        for layer in self.layers:
+            layer.moe.router.register_forward_hook(lambda module, args, y: self.heard.append(y))  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.heard.clear()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def step(model: Stack, tokens: int = 9) -> dict[str, Tensor]:
+    """The result of a model and all gradients, those of the auxiliary loss among them."""
+    x = torch.randn(2, tokens, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(2)  # a fused half that drops nothing draws nothing
+    y = model(x)
+    heard = len(model.heard)
+    (y.square().mean() + sum(logits.logsumexp(-1).square().mean() for logits in model.heard)).backward()
+    made = {"y": y.detach(), "x": x.grad, "heard": torch.tensor(float(heard))}
+    return made | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}  # type: ignore[dict-item]
+
+
+def twins(source: str = EXPERTS, p: float = 0.0) -> tuple[Any, Any]:
+    """A model and its converted copy."""
+    plain = Stack(source, p)
+    converted = copy.deepcopy(plain)
+    report = ckptfused.convert(converted)
+    assert [(layer.family, layer.path) for layer in report.layers] == [("derived", "part")] * 2, str(report)
+    assert "nonzero of a tensor" in report.layers[0].reason
+    return plain, converted
+
+
+def same(plain: Any, converted: Any, fused: int = 2, tokens: int = 9) -> None:
+    with unfused() as reasons:
+        got = step(converted, tokens)
+    assert 2 - len(reasons) == fused, reasons
+    close(got, step(plain, tokens), 1e-10)
+
+
+@pytest.mark.parametrize(("old", "new"), [("nothing", "else"), *FUSED_TOO])
+def test_the_attention_half_is_derived(old: str, new: str) -> None:
+    plain, converted = twins(EXPERTS.replace(old, new))
+    for tokens in (9, 14):
+        same(plain, converted, tokens=tokens)
+    converted.eval()
+    same(plain.eval(), converted)
+    with torch.no_grad():
+        x = torch.randn(2, 9, 24, dtype=torch.float64)
+        torch.testing.assert_close(converted(x), plain(x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("keep", ["inputs", "all"])
+def test_the_router_is_called_once_and_heard(keep: str) -> None:
+    plain = Stack()
+    converted = copy.deepcopy(plain)
+    plain.listen()
+    converted.listen()
+    ckptfused.convert(converted, keep=keep)
+    same(plain, converted)
+    assert len(plain.heard) == 2 and step(converted)["heard"] == 2
+
+
+def test_hooks_within_the_fused_half_are_not_stepped_over() -> None:
+    plain, converted = twins()
+    for model in (plain, converted):
+        for layer in model.layers:
+            layer.ln_2.register_forward_hook(lambda module, args, y: 2 * y)
+    same(plain, converted)
+    for model in (plain, converted):
+        model.layers[0].attn.c_proj.register_forward_hook(lambda module, args, y: 3 * y)
+    same(plain, converted, fused=1)
+
+
+UNGRADED = "with torch.no_grad(): z = 2 * h\n        return x + self.gain * z"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("return x + self.gain * h", UNGRADED),
+        ("return x + self.gain * h", "return x + self.gain * h if x.size(1) < 9 else x - h"),
+        ("x = x + self.attn(self.ln_1(x))", "z = x; x = x + self.attn(self.ln_1(x)); x = x + 0.1 * z"),
+        ("x = x + self.attn(self.ln_1(x))", "x = self.ln_1(x) + self.attn(self.ln_1(x))"),
+        ("h, _ = self.moe(self.ln_2(x))", "h, _ = self.moe.forward(self.ln_2(x))"),
+        ("h, _ = self.moe(self.ln_2(x))", "h, r = self.moe(self.ln_2(x)); h = h * r.mean()"),
+    ],
+    ids=["no gradient", "another length", "x again", "another stream", "no call", "logits"],
+)
+def test_what_cannot_be_called_again_is_generic(change: tuple[str, str]) -> None:
+    plain = Stack(EXPERTS.replace(*change))
+    converted = copy.deepcopy(plain)
+    assert [layer.path for layer in ckptfused.convert(converted).layers] == ["generic"] * 2
+    same(plain, converted, fused=0)
+
+
+def test_what_changes_is_seen() -> None:
+    plain, converted = twins()
+    same(plain, converted)
+    for model in (plain, converted):
+        model.layers[0].attn.heads = 2
+        model.layers[1].moe.experts.append(copy.deepcopy(model.layers[1].moe.experts[0]))
+        model.layers[1].gain = nn.Parameter(torch.ones(24, dtype=torch.float64))
+    same(plain, converted)
+
+
+def test_dropout_of_the_fused_half_draws_at_its_sites() -> None:
+    source = EXPERTS.replace("MoE(width, 4, p)", "MoE(width, 4, 0.0)")
+    plain, converted = twins(source, p=0.2)
+    with RecordStates() as recorded:
+        got = step(converted)
+    with with_masks(list(plain.layers), recorded.states, lambda layer: ((0, 0), (0, 1))):
+        want = step(plain)
+    close(got, want, 1e-10)
+
+
+def test_dropout_of_the_other_half_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients are those of the same draws, not replayed."""
+    _, converted = twins(p=0.2)
+    got = step(converted)
+    monkeypatch.setattr(family, "checkpointed", lambda step, x: step.function(x, *step.args))
+    close(got, step(converted), 1e-12)
+
+
+def test_a_module_that_returns_something_else_than_was_read_is_an_error() -> None:
+    _, converted = twins()
+    for layer in converted.layers:
+        layer.moe.register_forward_hook(lambda module, args, y: (*y, y[0]))
+    with pytest.raises(RuntimeError, match="module:moe gave 3 tensors, expected 2 as when it was read"):
+        step(converted)
