@@ -32,6 +32,8 @@ from benchmarks.architecture_others import import_torchvision, others
 from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.layer.parts import Reason
 from ckptfused.models import find
+from ckptfused.models.derive.calls import Ready
+from ckptfused.models.derive.state import KNOWN
 from ckptfused.models.describe.saved_bytes import saved_by_autograd
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.models.report import LayerReport
@@ -191,12 +193,13 @@ def _row(
     for one in layers:
         layer = model.get_submodule(one.name)
         reason = reasons.get(id(layer))
-        path = "generic" if reason is not None else "part" if one.path == "part" else "fused"
+        half = _why_half(layer)
+        path = "generic" if reason is not None else "part" if one.path == "part" or half else "fused"
         paths[path] += 1
         if reason is None and one.family is not None:
             families[one.family] = None
         settled = path == "part" or (reason and one.path == "generic" and not one.reason.endswith(SEEN_LATER))
-        said = one.reason if settled else reason
+        said = half or (one.reason if settled else reason)
         if said:
             why[_short(said)] = None
     means = [[size[i] for size in sizes if size[i] is not None] for i in (0, 1)]
@@ -209,6 +212,13 @@ def _row(
 def _joined(reasons: list[str]) -> str:
     more = len(reasons) - MOST_REASONS
     return "; ".join(reasons[:MOST_REASONS]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _why_half(layer: nn.Module) -> str:
+    """Why calls of a derived layer were fused in part; "" where they were not."""
+    known = vars(layer).get(KNOWN)
+    calls = [] if known is None else [call for one in known.seen for call in one.kind.calls.values()]
+    return next((call.why for call in calls if isinstance(call, Ready) and call.rest is not None), "")
 
 
 def _short(reason: str) -> str:

@@ -3,6 +3,8 @@ which line they are not."""
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 
+import ckptfused  # noqa: E402
 from ckptfused.layer.parts import Reason  # noqa: E402
 from ckptfused.layer.spec_text import Mode  # noqa: E402
 from ckptfused.models import find  # noqa: E402
@@ -18,6 +21,8 @@ from ckptfused.models.derive.derive import derive  # noqa: E402
 from ckptfused.models.derive.family import DERIVED  # noqa: E402
 from ckptfused.models.derive.prove import leaves_of, proved_call  # noqa: E402
 from tests.cases import by_turns  # noqa: E402
+from tests.models.compare import close  # noqa: E402
+from tests.models.small import unfused  # noqa: E402
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -170,6 +175,32 @@ def test_a_half_is_derived_where_the_other_cannot_be(index: int) -> None:
     assert ("attn.p_attn=0.1" in found.proof.text) == ("attention_dropout" in options)
     assert max(found.proof.errors.values()) < 1e-11
     agrees(layer.eval(), args, kwargs)
+
+
+def test_an_auxiliary_loss_is_that_of_the_model_as_it_was() -> None:
+    """transformers' hooks collect the logits of routers, which are called once a forward."""
+    routed = {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    plain: Any = model_of("Olmoe", "sdpa", **routed).double().train()
+    plain.set_experts_implementation("eager")
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    counts = Counter[str]()
+    for name, module in converted.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda *_, name=name: counts.update([name]))
+    ids = torch.randint(1, 96, (2, 16))
+    with unfused() as reasons:
+        made = converted(ids, labels=ids, use_cache=False)
+    want = plain(ids, labels=ids, use_cache=False)
+    assert not reasons and counts.total() == len(counts) == 2
+    assert float(want.aux_loss.detach()) > 0
+    for model, loss in ((plain, want.loss), (converted, made.loss)):
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+    # Norms and routers have float32 inside, and the fused half has not.
+    torch.testing.assert_close(made.aux_loss, want.aux_loss, rtol=1e-5, atol=0)
+    gradients = [{n: p.grad for n, p in model.named_parameters()} for model in (converted, plain)]
+    close(*gradients, 1e-4)
 
 
 @pytest.mark.parametrize(("name", "file", "why"), GENERIC)
