@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
+from ckptfused.compat.torch_compile import dynamo_at_work
+
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """Pack and unpack, as `torch.autograd.graph.saved_tensors_hooks` takes them."""
 _hooks: Any = torch._C._autograd
+
+_TAKES_HOOKS_ALONG = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13)
 
 CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
 """By this name `torch.utils.checkpoint` calls what `open_checkpoint` calls."""
@@ -53,8 +57,8 @@ def open_checkpoint(
 
 def checkpoint_of_torch(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """`torch.utils.checkpoint.checkpoint`. Before PyTorch 2.13 its hooks stay behind when the function raises, for as
-    long as the error lives."""
-    if tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13):
+    long as the error lives. What keeps Dynamo out of it costs as much as all of its checks: it is for Dynamo alone."""
+    if _TAKES_HOOKS_ALONG and dynamo_at_work() is not None:
         return torch_checkpoint.checkpoint(function, *args, **options)
     context_fn = options.get("context_fn", torch_checkpoint.noop_context_fn)
     rest = (context_fn, options["determinism_check"], options["debug"], options["early_stop"])

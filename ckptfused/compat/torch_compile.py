@@ -12,6 +12,17 @@ import torch
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+dynamo_at_work: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What looks at the frames that this thread opens; None where Dynamo does not. `get_eval_frame_callback`."""
+
+
+def not_disabled(function: Any) -> Any:
+    """The function from which `torch.compiler.disable` made this one; this one if it did not.
+    `_torchdynamo_orig_callable`."""
+    original = getattr(function, "_torchdynamo_orig_callable", None)
+    # A wrapper around what it made has a copy of the attribute.
+    return function if original is None or function.__wrapped__ is not original else original
+
 
 def constant_result(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """`torch.compiler.assume_constant_result`, which sets the same mark. `_dynamo_marked_constant`."""

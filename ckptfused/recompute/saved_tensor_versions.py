@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 from ckptfused.compat.torch_autograd import saved_tensor_hooks
+from ckptfused.compat.torch_compile import dynamo_at_work, not_disabled
 from ckptfused.ops.enclosing_checkpoint import forget_past_replays
 from ckptfused.recompute.copy_on_write import write_count
+
+_hooks = torch.autograd.graph.saved_tensors_hooks
+_NOTHING = (0, None)
 
 
 @dataclass(eq=False, slots=True)
 class _Packed:
-    """What autograd holds in the place of a tensor that the forward saved."""
+    """What autograd holds in the place of a tensor that the forward saved and that waits for `settle`."""
 
     place: int
     holder: Any = None
@@ -42,28 +46,30 @@ class SavedTensorVersions:
         pack, unpack = saved_tensor_hooks()
         places = itertools.count()
 
-        def get(packed: _Packed) -> Tensor:
-            if self._held and packed.place in self._held:
-                kept, expected = self._held[packed.place]
-                _check(kept, expected)
-                return kept
-            t: Tensor = unpack(packed.holder)
-            identity, expected = self._saved.pop(packed.place, (0, None))
+        def replayed(place: int, holder: Any) -> Tensor:
+            t: Tensor = unpack(holder)
+            identity, expected = self._saved.pop(place, _NOTHING)
             if identity == id(t):
                 _check(t, expected)
             return t
 
+        if not held:
+            return _hooks(lambda t: (next(places), pack(t)), lambda packed: replayed(*packed))
+
+        def get(packed: _Packed) -> Tensor:
+            if packed.place not in self._held:
+                return replayed(packed.place, packed.holder)
+            kept, expected = self._held[packed.place]
+            _check(kept, expected)
+            return kept
+
         def put(t: Tensor) -> _Packed:
             packed = _Packed(next(places))
-            if held:
-                self._held[packed.place] = t, write_count(t)
-                self._waiting.append((t, packed, pack))
-            else:
-                packed.holder = pack(t)
+            self._held[packed.place] = t, write_count(t)
+            self._waiting.append((t, packed, pack))
             return packed
 
-        hooks = torch.autograd.graph.saved_tensors_hooks(put, get)
-        return self._cleared_by_failure(hooks) if held else hooks
+        return self._cleared_by_failure(_hooks(put, get))
 
     @contextmanager
     def _cleared_by_failure(self, hooks: AbstractContextManager[Any]) -> Iterator[None]:
@@ -77,6 +83,8 @@ class SavedTensorVersions:
 
     def settle(self, can_be_replayed: bool) -> None:
         """After the forward: lets go of what it saved, or has backward get that, in the place of a replay."""
+        if not self._waiting:
+            return
         for t, packed, pack in self._waiting if can_be_replayed else ():
             packed.holder = pack(t)
         self._waiting.clear()
@@ -91,12 +99,14 @@ class SavedTensorVersions:
             forget_past_replays((pack, unpack))
         self._replayed = True
         places = itertools.count()
+        directly = not_disabled(pack)
 
         def put(given: Tensor) -> tuple[Any, Tensor, int | None]:
             t = saved(given)
             t = t.detach() if t.requires_grad else t  # as PyTorch's hook would; it then keeps this very object
             self._saved[next(places)] = id(t), (now := write_count(t))
-            return pack(t), t, now
+            # What keeps Dynamo out of PyTorch's hook takes longer than the hook.
+            return (directly if dynamo_at_work() is None else pack)(t), t, now
 
         def get(packed: tuple[Any, Tensor, int | None]) -> Any:
             """For a backward within the function."""
@@ -105,7 +115,7 @@ class SavedTensorVersions:
             return unpack(value)
 
         put.hands_on_to = pack  # type: ignore[attr-defined]  # outer_checkpoint asks how much more the replay waits for
-        return torch.autograd.graph.saved_tensors_hooks(put, get)
+        return _hooks(put, get)
 
 
 def _check(t: Tensor, expected: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import warnings
@@ -295,6 +296,25 @@ def test_functions_marked_for_dynamo() -> None:
     assert torch.equal(compiled(x), compiled(x)) and made == [0]
     called = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
     assert len(called) == 2 and torch.sin not in called  # the function as it is, and the product
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
+def test_what_keeps_dynamo_out() -> None:
+    def function() -> None: ...
+
+    disabled: Any = torch.compiler.disable(function)
+    around = functools.wraps(disabled)(lambda: disabled())
+    assert torch_compile.not_disabled(disabled) is function
+    assert torch_compile.not_disabled(function) is function and torch_compile.not_disabled(around) is around
+    assert torch_compile.dynamo_at_work() is None
+    found: list[Any] = []
+
+    def breaks_the_graph(x: Tensor) -> Tensor:
+        found.append(torch_compile.dynamo_at_work())
+        return x.sin()
+
+    torch.compile(breaks_the_graph, backend="eager")(torch.ones(2))
+    assert found[0] is not None and torch_compile.dynamo_at_work() is None
 
 
 def test_trees() -> None:
