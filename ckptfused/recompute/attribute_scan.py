@@ -42,6 +42,7 @@ class _Kinds(dict[type, _Kind]):
 
 _kinds = _Kinds()
 _OTHER, _CONTAINER, _TENSOR = _Kind.OTHER, _Kind.CONTAINER, _Kind.TENSOR
+_DICTS = (*SHOWN, "_modules")
 
 
 class AttributeScan:
@@ -59,23 +60,26 @@ class AttributeScan:
 
     def attributes(self, held: dict[str, Any]) -> None:
         """Notes the attributes of a module, or of an object among the arguments."""
-        found, managed = held.copy(), is_managed(held)
-        for name, value in held.items():
-            kind = _kinds[type(value)]
-            if kind is _OTHER:
-                continue
-            if kind is not _CONTAINER:
-                if kind is not _TENSOR:
-                    self.look_at(value)
-                elif not (managed and is_flat_view(value)):
-                    found[name] = without_graph(value)
-                    self.tensors.append(TrackedTensor(found[name], True))
-            elif not value:
-                self._empty.append(value)
-            elif name == "_modules":
-                self.holders.append(Contents(value))
-            elif name not in SHOWN:
+        found = held.copy()
+        names, others = _looked_at(tuple(found), tuple(map(type, found.values())))
+        containers: list[Any] = [*map(found.get, names)]
+        if any(containers):
+            for value in filter(None, containers):
                 self.look_at(value)
+            containers = [value for value in containers if not value]
+        self._empty += containers
+        for name, kind in others:
+            value = found[name]
+            if kind is _CONTAINER:
+                if not value:
+                    self._empty.append(value)
+                elif name == "_modules":
+                    self.holders.append(Contents(value))
+            elif kind is not _TENSOR:
+                self.look_at(value)
+            elif not (is_managed(held) and is_flat_view(value)):
+                found[name] = without_graph(value)
+                self.tensors.append(TrackedTensor(found[name], True))
         self.holders.append(Attributes(held, found))
 
     def instance(self, value: Any) -> None:
@@ -103,6 +107,8 @@ class AttributeScan:
 
     def changed_since(self) -> list[Any]:
         """The holders, with those that were empty and are no longer."""
+        if not any(self._empty):
+            return self.holders
         return [*self.holders, *(Contents(held, {} if isinstance(held, dict) else []) for held in self._empty if held)]
 
     def look_at(self, value: Any, depth: int = 1) -> None:
@@ -125,6 +131,14 @@ class AttributeScan:
             if depth < DEPTH and len(value) <= WIDTH:
                 for inner in list(value.values() if isinstance(value, dict) else value):
                     self.look_at(inner, depth + 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _looked_at(names: tuple[str, ...], types: tuple[type, ...]) -> tuple[tuple[str, ...], list[tuple[str, _Kind]]]:
+    """Which of an object's attributes are containers but a module's own dicts, and the others to look at."""
+    kinds = [(name, _kinds[kind]) for name, kind in zip(names, types, strict=True) if _kinds[kind] is not _OTHER]
+    containers = tuple(name for name, kind in kinds if kind is _CONTAINER and name not in _DICTS)
+    return containers, [(name, kind) for name, kind in kinds if name not in containers]
 
 
 # Who has something of these shares it with other threads, which change it while a replay lasts.

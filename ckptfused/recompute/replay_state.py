@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ckptfused.state.reach import Reached, below, drawn_by, of_torch, reach
 
 # Of more modules than these, each call looks at plain attributes alone, beside children, parameters and buffers.
 MANY = 128
+_NOTHING = Reached()
 # So many tensors of closures are copied at each call; of more, those that no forward was seen to leave alone.
 _FEW = 64
 
@@ -53,14 +54,14 @@ class ReplayState:
 
     def __init__(self, function: Callable[..., Any], arguments: list[Any], random_state: bool) -> None:
         found = reach([function, *arguments])
-        given = reach(arguments) if arguments else Reached()
+        given = reach(arguments) if arguments else _NOTHING
         scan = self._scan = AttributeScan()
         self._modules = _with_open_books(found.modules)
         if len(self._modules) > MANY:
             scan.holders.append(Plain(self._modules))
         else:
-            self._modules = list(_with_hidden(self._modules, scan))
-        for value in _objects(given, found):
+            self._modules = _with_hidden(self._modules, scan)
+        for value in _objects(given, found) if given.objects or found.near else ():
             scan.instance(value)
         for container in (*given.containers, *found.near):
             scan.look_at(container)
@@ -75,34 +76,40 @@ class ReplayState:
                 self._uncopied.add(module, parameters)
             for name, t in self._uncopied.take_buffers(module, buffers) if buffers else ():
                 self._tensors.append(TrackedTensor(t, True, (module, "_buffers", name)))
-        self._uncopied.settle()
         few = len(found.tensors) <= _FEW
-        self._tensors += [
-            TrackedTensor(t, (few and t.nbytes <= STATISTICS) or not is_left_alone(t)) for t in found.tensors
-        ]
+        for t in found.tensors:
+            self._tensors.append(TrackedTensor(t, (few and t.nbytes <= STATISTICS) or not is_left_alone(t)))
         for kind in set(map(type, self._modules)):
             generators += drawn_by(kind)
-        self._rng_states = RngStates(
-            [g for g in generators if not is_default(g) and (random_state or not is_global(g))]
-        )
+        generators = [g for g in generators if not is_default(g) and (random_state or not is_global(g))]
+        self._rng_states = RngStates(generators) if generators else None
 
     def may_fail(self) -> bool:
         """Whether the forward may write something of which there is no copy."""
-        return self._uncopied.has_buffers() or any(tracked.is_copied_late() for tracked in self._tensors)
+        return self._uncopied.has_buffers() or _any_copied_late(self._tensors)
 
     def settle(self) -> bool:
         """After the forward: sees what it wrote, and returns whether a replay can have that as it was."""
         for tracked in self._tensors:
             tracked.settle()
         self._tensors += self._uncopied.settle()
-        self._rng_states.settle()
-        return not any(tracked.written and tracked.is_copied_late() for tracked in self._tensors)
+        if self._rng_states is not None:
+            self._rng_states.settle()
+        return not _any_copied_late([tracked for tracked in self._tensors if tracked.written])
 
-    @contextmanager
-    def replayed(self) -> Iterator[Callable[[Tensor], Tensor]]:
+    def replayed(self) -> AbstractContextManager[Callable[[Tensor], Tensor]]:
         """What saves a tensor in the replay has to ask what it gets. **Raises** `RuntimeError` within, where the replay
         reads what was changed since.
         """
+        return _Replay(self)
+
+    def rewind(self) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Has attributes and generators be as the forward found them, and returns what they were, for `_Replay`."""
+        before = [(holder, holder.put(holder.found)) for holder in self._scan.changed_since()]
+        return before, [] if self._rng_states is None else self._rng_states.rewind()
+
+    def old_values(self) -> AbstractContextManager[Callable[[Tensor], Tensor]] | None:
+        """A context in which tensors have the values that the forward found; None where all have."""
         for tracked in self._tensors:
             if tracked.written and tracked.found is None:
                 raise RuntimeError(
@@ -111,6 +118,8 @@ class ReplayState:
                     "nothing. Pass it as an argument, or change it outside"
                 )
         tensors = self._tensors + self._uncopied.others()
+        if not tensors:
+            return None
         instead, swapped = shown_and_swapped(tensors)
         changed = {
             storage_of(tracked.tensor): f"{self._name(tracked)} was changed in place between forward and backward: "
@@ -118,28 +127,7 @@ class ReplayState:
             for tracked in tensors
             if tracked.changed()
         }
-        reads = Reads(changed) if changed else None
-        filled = {storage_of(tracked.tensor) for tracked in swapped}
-
-        def saved(t: Tensor) -> Tensor:
-            if reads is not None:
-                reads.check(t)
-            return t.clone() if storage_of(t) in filled else t
-
-        before: list[tuple[Any, Any]] = []
-        drawn: list[tuple[Any, Any]] = []
-        try:
-            before = [(holder, holder.put(holder.found)) for holder in self._scan.changed_since()]
-            drawn = self._rng_states.rewind()
-            if not (instead or swapped or changed):
-                yield itself
-                return
-            with with_old_values(swapped), shown(instead), nullcontext() if reads is None else reads:
-                yield saved
-        finally:
-            for holder, content in reversed(before):
-                holder.put(content)
-            self._rng_states.forward(drawn)
+        return _old_values(instead, swapped, changed) if instead or swapped or changed else None
 
     def _name(self, tracked: TrackedTensor) -> str:
         kind = "a tensor"
@@ -154,6 +142,55 @@ class ReplayState:
         return f"{kind} of shape {list(tracked.tensor.shape)}"
 
 
+class _Replay:
+    """The context of a replay."""
+
+    __slots__ = ("_before", "_drawn", "_state", "_values")
+
+    def __init__(self, state: ReplayState) -> None:
+        self._state = state
+        self._before: list[tuple[Any, Any]] = []
+        self._drawn: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> Callable[[Tensor], Tensor]:
+        self._values = self._state.old_values()
+        try:
+            self._before, self._drawn = self._state.rewind()
+            return itself if self._values is None else self._values.__enter__()
+        except BaseException:
+            self._end()
+            raise
+
+    def __exit__(self, *exception: Any) -> None:
+        try:
+            if self._values is not None:
+                self._values.__exit__(*exception)
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        for holder, content in reversed(self._before):
+            holder.put(content)
+        if self._drawn:
+            RngStates.forward(self._drawn)
+
+
+@contextmanager
+def _old_values(
+    instead: dict[tuple[nn.Module, str], dict[str, Any]], swapped: list[TrackedTensor], changed: dict[int, str]
+) -> Iterator[Callable[[Tensor], Tensor]]:
+    reads = Reads(changed) if changed else None
+    filled = {storage_of(tracked.tensor) for tracked in swapped}
+
+    def saved(t: Tensor) -> Tensor:
+        if reads is not None:
+            reads.check(t)
+        return t.clone() if storage_of(t) in filled else t
+
+    with with_old_values(swapped), shown(instead), nullcontext() if reads is None else reads:
+        yield saved
+
+
 def itself(t: Tensor) -> Tensor:
     """What a replay saves in the place of a tensor where nothing was changed since the forward."""
     return t
@@ -165,37 +202,40 @@ def _objects(given: Reached, found: Reached) -> Iterable[Any]:
     return {id(value): value for value in (*given.objects, *(v for v in near if not is_shared(v)))}.values()
 
 
-def _with_hidden(modules: list[nn.Module], scan: AttributeScan) -> Iterator[nn.Module]:
-    """The modules, and those in containers that they hold, as the scan sees them."""
-    seen: set[int] = set()
-    while modules:
-        for module in modules:
-            if id(module) not in seen:
-                seen.add(id(module))
+def _any_copied_late(tensors: list[TrackedTensor]) -> bool:
+    return bool(tensors) and any(tracked.is_copied_late() for tracked in tensors)
+
+
+def _with_hidden(modules: list[nn.Module], scan: AttributeScan) -> list[nn.Module]:
+    """The modules, and those in containers that they hold, which the scan sees."""
+    for module in modules:
+        scan.class_of(module)
+        scan.attributes(vars(module))
+    found = {id(module): module for module in modules} if scan.hidden else {}
+    while scan.hidden:
+        hidden, scan.hidden = scan.hidden, []
+        for module in _with_open_books([module for root in hidden if id(root) not in found for module in below(root)]):
+            if id(module) not in found:
+                found[id(module)] = module
                 scan.class_of(module)
                 scan.attributes(vars(module))
-                yield module
-        hidden, scan.hidden = scan.hidden, []
-        modules = _with_open_books([module for root in hidden if id(root) not in seen for module in below(root)])
+    return [*found.values()] or modules
 
 
 def _with_open_books(modules: list[nn.Module]) -> list[nn.Module]:
     """Without FSDP1's wrappers, scripted modules, and lazy ones before their first call."""
-    wrapper = fsdp1()
-    kinds: set[Any] = set(map(type, modules))
-    books = {kind: found for kind in kinds if any(found := _books(kind, wrapper))}
-    if not books:
+    always, while_lazy = _books(frozenset(map(type, modules)), fsdp1())
+    if not (always or while_lazy):
         return modules
 
     def kept(module: Any) -> bool:
-        always, while_lazy = books.get(type(module), (False, False))
-        return always or (while_lazy and module.has_uninitialized_params())
+        return type(module) in always or (type(module) in while_lazy and module.has_uninitialized_params())
 
     return [module for module in modules if not kept(module)]
 
 
 @functools.lru_cache(maxsize=4096)
-def _books(kind: Any, wrapper: type | None) -> tuple[bool, bool]:
-    """Whether a class of modules keeps its own books: always, and before the first call."""
-    theirs = issubclass(kind, (torch.jit.ScriptModule, *filter(None, [wrapper])))
-    return theirs, issubclass(kind, LazyModuleMixin)
+def _books(kinds: frozenset[Any], wrapper: type | None) -> tuple[list[Any], list[Any]]:
+    """The classes of modules that keep their own books: always, and before the first call."""
+    theirs = (torch.jit.ScriptModule, *filter(None, [wrapper]))
+    return [kind for kind in kinds if issubclass(kind, theirs)], [k for k in kinds if issubclass(k, LazyModuleMixin)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections import OrderedDict, deque
@@ -16,6 +17,7 @@ from ckptfused.compat.torch_distributed import is_flat_view, is_managed
 SHOWN = ("_parameters", "_buffers")
 # Subclasses may mean something else by their methods; what they hold is read and written past them.
 CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
+_PLAIN_CONTAINERS = frozenset(CONTAINERS)
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, tuple})
 
 
@@ -27,6 +29,8 @@ def content_of(held: Any) -> Any:
 
 def put_back(held: Any, content: Any) -> Any:
     """Has a container hold that, and returns what it held; touches nothing where these are the same."""
+    if type(held) in _PLAIN_CONTAINERS and same_content(held, content):
+        return content
     before = content_of(held)
     if same_content(before, content):
         return before
@@ -71,9 +75,9 @@ class Attributes:
     def put(self, content: dict[str, Any]) -> dict[str, Any]:
         """Has it hold that, and returns what it held; touches nothing where these are the same."""
         held = self._held
+        if same_content(held, content):
+            return content
         before = held.copy()
-        if same_content(before, content):
-            return before
         managed = is_managed(before)
         for name in before.keys() | content.keys():
             old, new = before.get(name, _ABSENT), content.get(name, _ABSENT)
@@ -98,7 +102,8 @@ class ClassAttributes:
         _without_graphs(self.found, self.found.items())
 
     def _now(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self._class).items() if _is_data(name, value)}
+        held = dict(vars(self._class))
+        return {name: held[name] for name in _data(tuple(held), tuple(map(type, held.values())))}
 
     def put(self, content: dict[str, Any]) -> dict[str, Any]:
         """Has it hold that, and returns what it held; touches nothing where these are the same."""
@@ -161,8 +166,14 @@ _known_names: dict[tuple[str, ...], tuple[str, ...]] = {}
 """By themselves the names of attributes that modules have: modules of one class share them."""
 
 
-def _is_data(name: str, value: Any) -> bool:
-    return not name.startswith("__") and (type(value) in _PLAIN or isinstance(value, (Tensor, *CONTAINERS)))
+@functools.lru_cache(maxsize=4096)
+def _data(names: tuple[str, ...], types: tuple[Any, ...]) -> list[str]:
+    """Those of a class's attributes that are neither methods nor descriptors, by their types."""
+    return [
+        name
+        for name, kind in zip(names, types, strict=True)
+        if not name.startswith("__") and (kind in _PLAIN or issubclass(kind, (Tensor, *CONTAINERS)))
+    ]
 
 
 def without_graph(t: Tensor) -> Tensor:

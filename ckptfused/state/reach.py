@@ -58,10 +58,12 @@ def reach(roots: Iterable[Any]) -> Reached:
     Looked through: modules, bound methods, partials, closures, defaults, globals that the code names, containers, and
     attributes of objects. Nothing of Python's or PyTorch's own is looked into.
     """
+    near, far = [*roots], list[Any]()
+    if len(near) == 1 and isinstance(near[0], nn.Module):
+        return Reached(below(near[0]))
     found = Reached()
     modules: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    near, far = [*roots], list[Any]()
     for _ in range(DEPTH):
         if not near and not far:
             break
@@ -94,20 +96,22 @@ def reach(roots: Iterable[Any]) -> Reached:
 
 
 _children = operator.attrgetter("_modules")
-# By a root: references to it and what is below, and the identities of the children of each.
-_trees: weakref.WeakKeyDictionary[nn.Module, tuple[list[weakref.ref[nn.Module]], list[int]]] = (
-    weakref.WeakKeyDictionary()
-)
+# By a root's identity: references to it and what is below, and the identities of the children of each.
+_trees: dict[int, tuple[list[weakref.ref[nn.Module]], list[int]]] = {}
 
 
 def below(root: nn.Module) -> list[nn.Module]:
     """A module with all submodules; they are looked for again where one has other children than at the last call."""
-    references, children = _trees.get(root, ((), ()))
+    if not root._modules:
+        return [root]
+    place = id(root)
+    references, children = _trees.get(place, ((), ()))
     modules = [reference() for reference in references]
-    if modules and None not in modules and _identities(modules) == children:
+    if modules and modules[0] is root and None not in modules and _identities(modules) == children:
         return modules  # type: ignore[return-value]
     present = list(root.modules())
-    _trees[root] = [weakref.ref(module) for module in present], _identities(present)
+    ends = weakref.ref(root, lambda _: _trees.pop(place, None))
+    _trees[place] = [ends, *map(weakref.ref, present[1:])], _identities(present)
     return present
 
 
