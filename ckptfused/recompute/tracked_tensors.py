@@ -24,6 +24,8 @@ from ckptfused.recompute.copy_on_write import write_count as version_of
 STATISTICS, LARGE = 1 << 16, 1 << 26
 _unwritten: dict[int, weakref.ref[Tensor]] = {}  # by identity
 _written: dict[int, weakref.ref[Tensor]] = {}
+_left_alone: set[tuple[int, ...]] = set()
+"""The tensors, by identity, of which `all_left_alone` knows as long as none of those noted dies or is written."""
 _ORDINARY = (Tensor, nn.Parameter)
 _NOW = object()
 
@@ -172,10 +174,28 @@ def is_left_alone(t: Tensor) -> bool:
     return left is not None and left() is t and (written is None or written() is not t)
 
 
+def all_left_alone(tensors: list[Tensor]) -> bool:
+    """Whether `is_left_alone` holds of each."""
+    places = tuple(map(id, tensors))
+    if places in _left_alone:
+        return True
+    if not all(map(is_left_alone, tensors)):
+        return False
+    _left_alone.add(places)
+    return True
+
+
 def _note(t: Tensor, noted: dict[int, weakref.ref[Tensor]]) -> None:
     place = id(t)
+    if noted is _written:
+        _left_alone.clear()
     if place not in noted:
-        noted[place] = weakref.ref(t, lambda _: noted.pop(place, None))
+        noted[place] = weakref.ref(t, lambda _: _forget(place, noted))
+
+
+def _forget(place: int, noted: dict[int, weakref.ref[Tensor]]) -> None:
+    noted.pop(place, None)
+    _left_alone.clear()
 
 
 def _clone(t: Tensor) -> Tensor | None:

@@ -8,7 +8,10 @@ import operator
 from torch import Tensor, nn
 
 from ckptfused.recompute.copy_on_write import write_count
-from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, is_left_alone
+from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, all_left_alone, is_left_alone
+
+_bytes = operator.attrgetter("nbytes")
+_version = operator.attrgetter("_version")
 
 
 class UncopiedTensors:
@@ -21,41 +24,46 @@ class UncopiedTensors:
         self._names: list[str] = []
         self._tensors: list[Tensor | None] = []
         self._versions: list[int | None] = []
-        self._buffers = _Buffers()
+        self._buffers: _Buffers | None = None
 
     def add(self, module: nn.Module, parameters: dict[str, Tensor | None]) -> None:
         """Takes a module's parameters."""
         self._modules.append(module)
         self._counts.append(len(parameters))
-        self._names += parameters.keys()
+        self._names += parameters
         self._tensors += parameters.values()
 
     def take_buffers(self, module: nn.Module, buffers: dict[str, Tensor | None]) -> list[tuple[str, Tensor]]:
         """Takes the large buffers of a module that all forwards so far have left alone, and returns the others."""
-        left = {
-            name: t
-            for name, t in buffers.items()
-            if t is not None and t.nbytes > STATISTICS and is_left_alone(t) and not t.requires_grad
-        }
-        self._buffers.add(module, left)
-        return [(name, t) for name, t in buffers.items() if t is not None and name not in left]
+        left = {name: t for name, t in buffers.items() if t is not None}
+        others: list[tuple[str, Tensor]] = []
+        large = min(map(_bytes, left.values()), default=0) > STATISTICS
+        if not (large and all_left_alone([*left.values()])):
+            found = left
+            left = {name: t for name, t in found.items() if t.nbytes > STATISTICS and is_left_alone(t)}
+            others = [(name, t) for name, t in found.items() if name not in left]
+        if left:
+            self._buffers = self._buffers or _Buffers()
+            self._buffers.add(module, [*left], [*left.values()])
+        return others
 
     def has_buffers(self) -> bool:
         """Whether there is a buffer, which the forward may write after all."""
-        return bool(self._buffers.tensors)
+        return self._buffers is not None
 
     def settle(self) -> list[TrackedTensor]:
-        """Before the forward, and after it: returns the buffers that it wrote. A parameter that it writes (a lazy one's
-        first values, a forced norm) is written again by the replay."""
+        """After the forward: returns the buffers that it wrote. A parameter that it writes (a lazy one's first values,
+        a forced norm) is written again by the replay."""
         self._versions = _versions(self._tensors)
-        return self._buffers.settle()
+        return [] if self._buffers is None else self._buffers.settle()
 
     def others(self) -> list[TrackedTensor]:
         """The tensors that were changed since, or replaced."""
+        buffers = [] if self._buffers is None else self._buffers.others()
         present = itertools.chain.from_iterable([m._parameters.values() for m in self._modules])
         same = all(map(operator.is_, itertools.chain(present, (self,)), [*self._tensors, self]))
         if same and _versions(self._tensors) == self._versions:
-            return self._buffers.others()
+            return buffers
         modules = itertools.chain.from_iterable(map(itertools.repeat, self._modules, self._counts))
         places = zip(modules, itertools.repeat("_parameters"), self._names)
         tracked = [
@@ -63,44 +71,48 @@ class UncopiedTensors:
             for t, place, expected in zip(self._tensors, places, self._versions, strict=True)
             if t is not None
         ]
-        return [w for w in tracked if w.changed() or w.replaced()] + self._buffers.others()
+        return [w for w in tracked if w.changed() or w.replaced()] + buffers
 
 
 class _Buffers:
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
-        self.names: list[str] = []
+        self.held: list[tuple[nn.Module, list[str]]] = []
         self.tensors: list[Tensor] = []
         self.versions: list[int] = []
 
-    def add(self, module: nn.Module, buffers: dict[str, Tensor]) -> None:
-        self.modules += [module] * len(buffers)
-        self.names += buffers
-        self.tensors += buffers.values()
+    def add(self, module: nn.Module, names: list[str], tensors: list[Tensor]) -> None:
+        """Before the forward."""
+        self.held.append((module, names))
+        self.tensors += tensors
+        self.versions += map(_version, tensors)
 
     def settle(self) -> list[TrackedTensor]:
-        now = [t._version for t in self.tensors]
-        before, self.versions = self.versions or now, now
-        if before == now:
+        now = [*map(_version, self.tensors)]
+        if now == self.versions:
             return []
-        written = [i for i, expected in enumerate(before) if now[i] != expected]
-        tracked = [self._tracked(i, before[i]) for i in written]
-        for i in reversed(written):
-            for held in (self.modules, self.names, self.tensors, self.versions):
-                del held[i]  # type: ignore[attr-defined]
-        for w in tracked:
+        tracked = self._tracked()
+        written = [w for w, count in zip(tracked, now, strict=True) if w.version != count]
+        left = [w for w, count in zip(tracked, now, strict=True) if w.version == count]
+        self.held, self.tensors, self.versions = [], [], []
+        for w in left:
+            module, _, name = w.place  # type: ignore[misc]
+            self.add(module, [name], [w.tensor])
+        for w in written:
             w.settle()
-        return tracked
+        return written
 
     def others(self) -> list[TrackedTensor]:
-        looked_at = zip(self.modules, self.names, self.tensors, self.versions, strict=True)
-        different = [m._buffers.get(name) is not t or t._version != expected for m, name, t, expected in looked_at]
-        tracked = [self._tracked(i, self.versions[i]) for i, differs in enumerate(different) if differs]
-        return [w for w in tracked if w.changed() or w.replaced()]
+        present = itertools.chain.from_iterable([map(m._buffers.get, names) for m, names in self.held])
+        if all(map(operator.is_, present, self.tensors)) and [*map(_version, self.tensors)] == self.versions:
+            return []
+        return [w for w in self._tracked() if w.changed() or w.replaced()]
 
-    def _tracked(self, i: int, version: int) -> TrackedTensor:
-        place = self.modules[i], "_buffers", self.names[i]
-        return TrackedTensor(self.tensors[i], copy=False, place=place, version=version)
+    def _tracked(self) -> list[TrackedTensor]:
+        places = [(module, "_buffers", name) for module, names in self.held for name in names]
+        return [
+            TrackedTensor(t, copy=False, place=place, version=version)
+            for t, place, version in zip(self.tensors, places, self.versions, strict=True)
+        ]
 
 
 def _versions(tensors: list[Tensor | None]) -> list[int | None]:
