@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,12 +32,11 @@ def _slots(count: int) -> tuple[_Slot, ...]:
 
 @dataclasses.dataclass
 class Given:
-    """The caller's own arguments and the distinct tensors in them."""
+    """The caller's own arguments."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    tensors: list[Tensor]
-    originals: Callable[[Any], Any] = lambda value: value
+    originals: Callable[[Any], Any]
     """The caller's own where the function has an unwritten copy."""
 
 
@@ -140,7 +138,10 @@ class HeldArgs:
 
     def _take_tensors(self) -> list[Tensor]:
         found = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        distinct = {id(t): t for t in found}
+        if len(found) == len(self.leaves) == 1:
+            self.leaves = [*_slots(1)]
+            return found
+        distinct = dict(zip(map(id, found), found, strict=True))
         tensors = [*distinct.values()]
         at = dict(zip(distinct, _slots(len(tensors)), strict=True))
         if len(found) == len(tensors) == len(self.leaves):
@@ -159,8 +160,11 @@ class HeldArgs:
         What it puts into lists, dicts and dataclasses or takes out of them, the caller's get too, if `given`.
         """
         leaves = [tensors[leaf.index] if type(leaf) is _Slot else leaf for leaf in self.leaves]
-        changes = None if given is None or isinstance(self.structure, _Flat) else _Changes(given)
         tensors.clear()
+        if isinstance(self.structure, _Flat):
+            count, names = self.structure.positional, self.structure.names
+            return function(*leaves[:count], **dict(zip(names, leaves[count:], strict=True)))
+        changes = None if given is None else _Changes(given)
         tree = self.structure.build(iter(leaves))
         del leaves
         if changes is not None:
@@ -187,10 +191,6 @@ class _Flat:
 
     positional: int
     names: tuple[str, ...]
-
-    def build(self, leaves: Iterator[Any]) -> Any:
-        args = tuple(itertools.islice(leaves, self.positional))
-        return {"args": args, "kwargs": dict(zip(self.names, leaves, strict=True))}
 
     def paths(self) -> list[str]:
         return [f"['args'][{i}]" for i in range(self.positional)] + [f"['kwargs'][{name!r}]" for name in self.names]

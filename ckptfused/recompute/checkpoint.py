@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,28 +106,29 @@ def checkpoint(
     except RecursionError:
         raise ValueError(f"ckptfused.checkpoint: {CYCLE}") from None
     tensors = inputs.take_tensors()
-    given = Given(args, kwargs, tensors)
     # Functionalisation resolves writes, Inductor drops the copies that nobody writes to.
     on_copies: Callable[..., Any] = lambda *given: inputs.call(function, [t.clone() for t in given])  # noqa: E731
     if torch.compiler.is_compiling():
         return torch_checkpoint.checkpoint(on_copies, *tensors, **options)
-    ordinary = _C.ordinary(tensors)
+    with_gradient, ordinary = torch.is_grad_enabled(), _C.ordinary(tensors)
     markers = [] if ordinary else _markers(tensors, options)
     if transformed():
         # torch.func.grad and its kind have no place for a replay, nor has torch.vmap in PyTorch 2.11.
         if not saved_tensor_hooks_allowed() or vmap_saves_inputs():
             return on_copies(*tensors)
         return torch_checkpoint.checkpoint(lambda *markers: on_copies(*tensors), *markers, **options)
-    if torch.is_grad_enabled() and not ordinary:
+    if with_gradient and not ordinary:
         # What was made in inference mode can be neither saved nor written to.
         tensors = [clone(t) if t.is_inference() else t for t in tensors]
     made = CopiesOnWrite()
-    # The function itself may turn gradients on, and off again.
-    with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
+    if with_gradient:
         copies = made.of(tensors)
-    given.originals = made.original
+    else:  # the function itself may turn gradients on, and off again
+        with torch.enable_grad():
+            copies = made.of(tensors)
+    given = Given(args, kwargs, made.original)
     aliases = Aliases(inputs, tensors, copies) if share_memory(tensors) else None
-    if torch.is_grad_enabled():
+    if with_gradient:
         with entered():  # before it looks at buffers: those are the module's own from now on
             segment = _Segment(function, inputs, tensors, (copies, given), preserve_rng_state)
             del given
@@ -153,15 +153,16 @@ def _options(
     context_fn: Callable[[], tuple[Any, Any]], determinism_check: str, flags: dict[str, bool]
 ) -> dict[str, Any]:
     """The options of `torch.utils.checkpoint.checkpoint`, checked."""
-    _check_callable("context_fn", context_fn)
-    if not torch.compiler.is_compiling():  # Dynamo traces no error of ours
-        for name, flag in flags.items():
-            if flag is not True and flag is not False:
-                check_flag(name, flag)
-        check_choice("determinism_check", determinism_check, ("default", "none"))
     options: dict[str, Any] = {"use_reentrant": False, "determinism_check": determinism_check, **flags}
     if context_fn is not torch_checkpoint.noop_context_fn:  # Dynamo wants the default left out
+        _check_callable("context_fn", context_fn)
         options["context_fn"] = context_fn
+    # Dynamo traces no error of ours.
+    for name, flag in flags.items():
+        if flag is not True and flag is not False and not torch.compiler.is_compiling():
+            check_flag(name, flag)
+    if determinism_check != "default" and not torch.compiler.is_compiling():
+        check_choice("determinism_check", determinism_check, ("default", "none"))
     return options
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ckptfused._extension import _C
 from ckptfused.compat import pytree
-from ckptfused.compat.torch_dispatch import dispatch_modes, is_transformed, without_dispatch_modes
+from ckptfused.compat.torch_dispatch import dispatch_modes, in_dispatch_mode, is_transformed, without_dispatch_modes
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.recompute.arguments import HeldArgs
 
@@ -54,11 +54,16 @@ class CopiesOnWrite:
     def of(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Tensors with the values and the gradients of these."""
         originals = list(tensors)
-        with unseen_by_modes():
-            copies, unfinished = self._made.make(originals)
-            for i in unfinished:
-                t = originals[i]
-                copies[i] = clone(t) if copies[i] is None else _with_attributes(copies[i], t)
+        if in_dispatch_mode():
+            with unseen_by_modes():
+                return self._of(originals)
+        return self._of(originals)
+
+    def _of(self, originals: list[Tensor]) -> list[Tensor]:
+        copies, unfinished = self._made.make(originals)
+        for i in unfinished:
+            t = originals[i]
+            copies[i] = clone(t) if copies[i] is None else _with_attributes(copies[i], t)
         return copies
 
     def settle(self, result: Any) -> Any:
@@ -66,6 +71,8 @@ class CopiesOnWrite:
         may be written to where the leaf may not."""
         if not self._made.any_left():
             return result
+        if isinstance(result, Tensor):
+            return self._handed_back(result)
         leaves, structure = pytree.tree_flatten(result)
         originals = [self._handed_back(leaf) for leaf in leaves]
         if all(new is old for new, old in zip(originals, leaves, strict=True)):

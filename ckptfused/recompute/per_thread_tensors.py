@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
 
 _lock = threading.RLock()
-_inside: Counter[int] = Counter()
+_inside: dict[int, int] = {}
+"""How many calls of each thread are under way."""
 _places: dict[tuple[nn.Module, str], _Place] = {}
 
 
@@ -22,19 +23,23 @@ class entered:  # noqa: N801  (a context manager that is used like a function)
     __slots__ = ("_thread",)
 
     def __enter__(self) -> None:
-        self._thread = 0 if torch.compiler.is_compiling() else threading.get_ident()
-        if self._thread:
+        self._thread = here = 0 if torch.compiler.is_compiling() else get_ident()
+        if not here:
+            return
+        # No other thread writes at this key. Whoever makes a place looks at the keys after that.
+        _inside[here] = _inside.get(here, 0) + 1
+        if _places:
             with _lock:
-                _inside[self._thread] += 1
                 for place in _places.values():
                     place.install()
 
     def __exit__(self, *exception: object) -> None:
-        if self._thread:
-            with _lock:
-                _inside[self._thread] -= 1
-                if not _inside[self._thread]:
-                    del _inside[self._thread]
+        if here := self._thread:
+            count = _inside[here]
+            if count > 1:
+                _inside[here] = count - 1
+            else:
+                del _inside[here]
 
 
 @contextmanager
@@ -51,7 +56,7 @@ def shown(tensors: Mapping[tuple[nn.Module, str], Mapping[str, Any]]) -> Iterato
 
 @contextmanager
 def _shown(module: nn.Module, name: str, tensors: Mapping[str, Any]) -> Iterator[None]:
-    here, key = threading.get_ident(), (module, name)
+    here, key = get_ident(), (module, name)
     with _lock:
         place = _places.setdefault(key, _Place(vars(module), name))
         before = place.views.get(here)
@@ -99,7 +104,7 @@ class _Separate(dict):  # type: ignore[type-arg]
 
     def here(self) -> dict[str, Any]:
         """What the current thread sees."""
-        return self.place.views.get(threading.get_ident(), self.place.own)
+        return self.place.views.get(get_ident(), self.place.own)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self.here()),)
