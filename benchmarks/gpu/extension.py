@@ -30,7 +30,8 @@ def name() -> str:
 
 def digest(root: Path = ROOT) -> str:
     """A digest of everything that the extension is compiled from."""
-    files = [path for path in (root / "csrc").rglob("*") if path.is_file() and "tests" not in path.relative_to(root).parts]
+    sources = (path for path in (root / "csrc").rglob("*") if path.is_file())
+    files = [path for path in sources if "tests" not in path.relative_to(root).parts]
     found = hashlib.sha256()
     for path in sorted([*files, root / "setup.py", root / "setup_cuda.py"]):
         found.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode())
