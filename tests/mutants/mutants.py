@@ -542,7 +542,7 @@ MUTANTS = (
         file="ckptfused/state/undone.py",
         text="bool(draws.rewind())",
         defect="False",
-        test="tests/models/test_counting.py::test_nothing_is_left[NumPy's generator-asked]",
+        test="tests/models/test_counting.py::test_nothing_is_left[a generator of NumPy's-asked]",
     ),
     Mutant(
         "layers counted as one whose weights differ in what is trained",
