@@ -538,6 +538,13 @@ MUTANTS = (
         test="tests/models/test_counting.py::test_the_first_step_after_a_report",
     ),
     Mutant(
+        "a module that is not followed, read with the buffers that it counts in",
+        file="ckptfused/models/derive/opaque.py",
+        text='t.to("cpu", copy=True)',
+        defect="t.cpu()",
+        test="tests/models/derive/test_halves.py::test_reading_leaves_no_trace",
+    ),
+    Mutant(
         "a count that moves the generators of Python and NumPy",
         file="ckptfused/state/undone.py",
         text="bool(draws.rewind())",

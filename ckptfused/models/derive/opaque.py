@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from ckptfused.compat.pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from ckptfused.compat.torch_dispatch import DispatchMode
 from ckptfused.models.derive.copies import layer_copy
 from ckptfused.models.derive.recorder import RefusedError, function_name, words_of
 
@@ -48,11 +51,11 @@ def _returned(module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[lis
     """What a module returns that is called with x, by a copy's call with two rows, whose weights are all one number."""
     weights = [p for p in module.parameters() if p.is_floating_point()]
     dtype = weights[0].dtype if weights else torch.float32
-    one = lambda t: t.new_ones((), device="cpu").expand(t.shape)  # noqa: E731
-    own = layer_copy(module, lambda t, parameter: one(t) if parameter else t.cpu())
+    one = lambda t: torch.ones((), dtype=t.dtype).expand(t.shape)  # noqa: E731
+    own = layer_copy(module, lambda t, parameter: one(t) if parameter else t.to("cpu", copy=True))
     rows = torch.ones(*(1 for _ in x.shape[:-2]), 2, x.size(-1), dtype=dtype)
     args, kwargs = tree_map(lambda v: rows if isinstance(v, Tensor) else v, (args, kwargs))
-    with torch.no_grad(), torch.random.fork_rng(devices=()), _Shapes():
+    with torch.no_grad(), torch.random.fork_rng(devices=()), _Shapes(), _alone():
         leaves, tree = tree_flatten(own(*args, **kwargs))
     kinds = {True: _LIKE, False: _OTHER}
     return [kinds[v.shape == rows.shape] if isinstance(v, Tensor) else v for v in leaves], tree
@@ -67,3 +70,17 @@ class _Shapes(TorchFunctionMode):
         without = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (args, kwargs or {}))
         made = func(*without[0], **without[1])
         return torch.ones(made.shape, dtype=made.dtype)
+
+
+def _alone() -> AbstractContextManager[Any]:
+    """Where there are other ranks, a context that sends them nothing: they may not be here."""
+    return _Alone() if dist.is_available() and dist.is_initialized() else nullcontext()
+
+
+class _Alone(DispatchMode):
+    """**Raises** `RefusedError` where a collective is called."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise RefusedError(f"a module that cannot be followed calls {func}")
+        return func(*args, **(kwargs or {}))

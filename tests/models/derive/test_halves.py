@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import ckptfused
@@ -91,6 +95,54 @@ def test_the_router_is_called_once_and_heard(keep: str) -> None:
     ckptfused.convert(converted, keep=keep)
     same(plain, converted)
     assert len(plain.heard) == 2 and step(converted)["heard"] == 2
+
+
+NOTING = """        logits = self.router(flat)
+        self.count.add_(1)
+        self.noise.normal_(generator=self.generator)
+        self.said.append(1)
+        random.random(), np.random.rand()
+"""
+
+
+def test_reading_leaves_no_trace() -> None:
+    """What the module that is not followed counts, draws and notes, it does once a call."""
+    source = "import random\nimport numpy as np\n" + EXPERTS.replace("        logits = self.router(flat)\n", NOTING)
+    plain = Stack(source)
+    for layer in plain.layers:
+        moe: Any = layer.moe
+        moe.register_buffer("count", torch.zeros(()))
+        moe.noise, moe.generator, moe.said = torch.zeros(3), torch.Generator(), []
+    converted = copy.deepcopy(plain)
+    for layer in converted.layers:
+        layer.moe.generator = torch.Generator()  # type: ignore[union-attr]
+    drawn: list[Any] = []
+    for model in (plain, converted):
+        random.seed(1), np.random.seed(1)  # type: ignore[func-returns-value]
+        if model is converted:
+            ckptfused.convert(model)
+        for tokens in (9, 14, 9):
+            step(model, tokens)
+        drawn.append((random.random(), np.random.rand()))
+        for layer in model.layers:
+            moe = layer.moe
+            assert (float(moe.count), len(moe.said)) == (3, 3)
+    assert drawn[0] == drawn[1]
+    for one, other in zip(plain.layers, converted.layers, strict=True):
+        assert torch.equal(one.moe.noise, other.moe.noise)  # type: ignore[union-attr,arg-type]
+
+
+def test_reading_calls_no_other_ranks(tmp_path: Path) -> None:
+    """They read at another time, or not at all."""
+    summed = EXPERTS.replace(
+        "logits = self.router(flat)", "logits = self.router(flat); dist.all_reduce(logits.detach())"
+    )
+    converted = Stack("import torch.distributed as dist\n" + summed)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert [layer.path for layer in ckptfused.convert(converted).layers] == ["generic"] * 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_hooks_within_the_fused_half_are_not_stepped_over() -> None:
