@@ -104,8 +104,11 @@ def test_bfloat16(specimen: Specimen, implementation: str) -> None:
 
 @pytest.mark.parametrize(("name", "keep"), by_turns(ZOO, ["inputs", "all"]))
 def test_dropout(name: str, keep: str) -> None:
+    drops_as_its_own_layers_do(ZOO[name], keep)
+
+
+def drops_as_its_own_layers_do(specimen: Specimen, keep: str) -> None:
     """Against the unconverted model (eager attention) with our masks."""
-    specimen = ZOO[name]
     model = build(specimen, 0.25, "eager")
     specimen.still(model)
     other = converted(model, specimen, keep)

@@ -77,7 +77,7 @@ def test_bfloat16(specimen: Specimen, implementation: str) -> None:
 @pytest.mark.parametrize("keep", ["inputs", "all"])
 @pytest.mark.parametrize("specimen", [pytest.param(s, id=s.name) for s in SPECIMENS])
 def test_dropout(specimen: Specimen, keep: str) -> None:
-    families.test_dropout(specimen, keep)
+    families.drops_as_its_own_layers_do(specimen, keep)
 
 
 def test_stochastic_depth() -> None:
@@ -97,17 +97,17 @@ def test_stochastic_depth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "becomes", "why"),
     [
-        ({"scale_attn_norm": True}, "LayerNorm"),
-        ({"scale_mlp_norm": True}, "LayerNorm"),
+        ({"scale_attn_norm": True}, "generic", "LayerNorm"),
+        ({"scale_mlp_norm": True}, "part", ""),  # its attention half is derived
     ],
 )
-def test_what_is_not_fused(options: dict[str, Any], why: str) -> None:
+def test_what_is_not_fused(options: dict[str, Any], becomes: str, why: str) -> None:
     plain = randomize(Classifier(0.0, "sdpa", **options)).train()
     converted = copy.deepcopy(plain)
     report = ckptfused.convert(converted)
-    assert {x.path for x in report.layers} == {"generic"} and why in report.layers[0].reason
+    assert {x.path for x in report.layers} == {becomes} and why in report.layers[0].reason
     close(run(converted, images()), run(plain, images()), 1e-5)
 
 
