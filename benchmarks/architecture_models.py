@@ -17,7 +17,7 @@ TOKENS = 12
 MOST = 10**7
 """Parameters of a model: more are those of a configuration that was not shrunk."""
 SAMPLES = 4_000
-"""Of a sound wave: twelve frames."""
+"""The length of a sound wave: twelve frames."""
 ENCODERS = (
     "albert.AlbertModel aimv2.Aimv2VisionModel audio_spectrogram_transformer.ASTModel bart.BartEncoder beit.BeitModel "
     "bert.BertModel chinese_clip.ChineseCLIPVisionModel clip.CLIPTextModel clip.CLIPVisionModel "
@@ -33,7 +33,7 @@ ENCODERS = (
     "voxtral.VoxtralEncoder wav2vec2.Wav2Vec2Model wav2vec2_conformer.Wav2Vec2ConformerModel wavlm.WavLMModel "
     "whisper.WhisperEncoder xlm.XLMModel xlm_roberta.XLMRobertaModel yolos.YolosModel"
 )
-"""Those of transformers, by module and class."""
+"""Encoders and towers of transformers, by module and class."""
 
 
 class Subject(NamedTuple):

@@ -45,7 +45,7 @@ float64 there."""
 HEAD = """| name | class | layers | read by | bytes/token before | after | gradients | why not whole |
 |---|---|---|---|---|---|---|---|"""
 MOST_REASONS = 3
-"""Of one architecture that are printed."""
+"""The reasons of one architecture that are printed."""
 INTRODUCTION = """# Architectures
 
 What `convert` makes of the layers of many models, as `python benchmarks/architectures.py` printed it with transformers
@@ -84,7 +84,7 @@ class Row(NamedTuple):
     before: float | None
     after: float | None
     error: float | None
-    """Of the gradients; None where the model as it was does not run."""
+    """The largest relative difference of gradients; None where the model as it was does not run."""
     why: str
 
     @property

@@ -168,7 +168,7 @@ _known_names: dict[tuple[str, ...], tuple[str, ...]] = {}
 
 @functools.lru_cache(maxsize=4096)
 def _data(names: tuple[str, ...], types: tuple[Any, ...]) -> list[str]:
-    """Those of a class's attributes that are neither methods nor descriptors, by their types."""
+    """The attributes of a class that are neither methods nor descriptors, by their types."""
     return [
         name
         for name, kind in zip(names, types, strict=True)

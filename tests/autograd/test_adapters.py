@@ -230,7 +230,7 @@ def half_precision_errors(device: str) -> dict[str, float]:
 
 
 def half_precision_gradients(device: str) -> dict[str, list[float]]:
-    """Those of one float32 adapter whose input and output have the same bits however it is multiplied."""
+    """Gradients of one float32 adapter whose input and output have the same bits however it is multiplied."""
     spec = BlockSpec(ffn=FFNSpec("relu", F, lora=(Adapter("down", 3, 0.5),)))
     params = {n: t.detach().to(device).requires_grad_(".lora" in n) for n, t in _params(spec, torch.bfloat16).items()}
     x = torch.randn(1, 300, C, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
@@ -250,7 +250,7 @@ def check_half_precision(errors: dict[str, float], gradients: dict[str, list[flo
 
 
 def test_half_precision_products_are_as_exact() -> None:
-    """As a GPU has them: what is `rank` wide and multiplied again is two numbers of half precision."""
+    """A GPU's products: what is `rank` wide and multiplied again is two numbers of half precision."""
     done = forks.python(
         """
         import json

@@ -210,7 +210,7 @@ def test_what_one_layer_cannot_hold_is_answered_without_a_prediction(
 
 
 def test_an_absurd_batch_is_answered_soon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of some 12,000 tiles a layer none is counted: the answer is one sentence."""
+    """None of some 12,000 tiles a layer is counted: the answer is one sentence."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(small("llama-3-8b", 1) | {"intermediate_size": 1 << 18}))
     assert main(["context", "--config", str(path), "--memory", "8GiB", "--batch", "100000"]) == 1

@@ -11,6 +11,6 @@ pytestmark = pytest.mark.gpu
 
 
 def test_half_precision_products_are_as_exact() -> None:
-    """As the CPU's in float32, with the same bits whatever is kept."""
+    """The gradients are as exact as the CPU's in float32, with the same bits whatever is kept."""
     repeatable("cuda")
     check_half_precision(half_precision_errors("cuda"), half_precision_gradients("cuda"))

@@ -29,7 +29,7 @@ class Long(Texts):
 
 @contextlib.contextmanager
 def _of_several(rank: int) -> Iterator[None]:
-    """As torchrun has it, for accelerate, whose state does not outlive it."""
+    """The environment of torchrun, for accelerate, whose state does not outlive it."""
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
     states: tuple[Any, ...] = (AcceleratorState, GradientState, PartialState)
     with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):

@@ -77,7 +77,7 @@ def test_bitsandbytes(bits: int, options: dict[str, Any], first: bool, tmp_path:
 
 @pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=str)
 def test_kbit_training_under_autocast(storage: torch.dtype, tmp_path: Path) -> None:
-    """As Trainer has it with bf16=True: norms and the residual stream in float32, products in bfloat16."""
+    """Trainer's way with bf16=True: norms and the residual stream in float32, products in bfloat16."""
     pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
     llama().save_pretrained(tmp_path)

@@ -235,9 +235,9 @@ GENERIC: dict[str, Callable[[float], Call]] = {
 LOSS: dict[str, Callable[[float], Call]] = {"loss": _loss}
 ENTRIES = {**FUSED, **CONVERTED, **GENERIC, **LOSS}
 OURS = {**FUSED, **CONVERTED, **LOSS}
-"""Those whose random numbers the library draws."""
+"""Entry points whose random numbers the library draws."""
 PLAIN = {*GENERIC, "hugging face"}
-"""Those with gradients of PyTorch's own: all, or those of a head that is not fused."""
+"""Entry points with gradients of PyTorch's own: all, or those of a head that is not fused."""
 
 
 def _generic_in_a_row(p: float) -> Call:

@@ -56,7 +56,7 @@ def test_a_fused_call_saves_its_input_and_its_random_state(
 @RATES
 @each({**CONVERTED, **GENERIC})
 def test_what_is_allocated_in_forward_and_stays(name: str, p: float) -> None:
-    """As the allocator counts it, with generator states that no hook sees."""
+    """Bytes are the allocator's, with generator states that no hook sees."""
     call, x = made(name, p), source()
     call.run(x).sum().backward()  # what is made once for a device
     live, kept = (Events(lambda f=f: f(x)) for f in (call.run, call.kept))

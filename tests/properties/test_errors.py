@@ -53,7 +53,7 @@ def test_an_input_that_does_not_fit_is_named(name: str, device: str) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @each()
 def test_what_is_not_finite_goes_through(name: str, value: float, device: str) -> None:
-    """As with everything kept; other samples do not see it."""
+    """Results are those with everything kept; other samples do not see it."""
     call, x = made(name, 0.0, device), source(device)
     clean = call.run(x).detach()
     with torch.no_grad():

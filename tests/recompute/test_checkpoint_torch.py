@@ -327,7 +327,7 @@ COMPILED: dict[str, Callable[[Callable[..., Tensor], nn.Module, Tensor], Tensor]
 
 
 INDUCTOR = [pytest.mark.slow, pytest.mark.once]
-"""Of what it compiles AOTAutograd has made the graph: it is asked for one in `make test`."""
+"""Inductor compiles the graph that AOTAutograd has made: `make test` asks it for one."""
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ class First(nn.Module):
 
 @pytest.mark.parametrize(("name", "autocast"), by_turns(MODELS, [None, "bfloat16"]))
 def test_no_step_needs_more_than_was_predicted(name: str, autocast: str | None) -> None:
-    """Of convolutions and products to a byte, but where layouts differ; recurrent layers keep what oneDNN keeps."""
+    """Convolutions and products agree to a byte, but where layouts differ; recurrent layers keep what oneDNN keeps."""
     model, batch = MODELS[name]()
     predicted, measured = (profile(model, batch, torch.optim.AdamW, way, autocast) for way in ("cpu", None))
     if autocast is None and name in ("unet", "convnext", "resnet", "functional", "products"):
@@ -166,7 +166,7 @@ CONVOLUTION: Any = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
 
 def test_of_a_large_convolution_a_part_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As often as the batch has it, that counts; what cannot be divided, and is too large, is not run and is named."""
+    """A part counts as often as the batch has it; what cannot be divided, and is too large, is not run and is named."""
     x, weight = torch.ones(8, 16, 20, 20), torch.ones(24, 16, 3, 3)
     args, out = (x, weight, *CONVOLUTION), aten.convolution(x, weight, *CONVOLUTION)
     whole = Scratch().of(aten.convolution.default, args, {}, out)

@@ -36,7 +36,7 @@ class Factors(NamedTuple):
 
     @property
     def turned(self) -> Factors:
-        """Of the matrix turned."""
+        """The factors of the transposed matrix."""
         return Factors(self.right.t(), self.left.t())
 
 

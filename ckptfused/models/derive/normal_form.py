@@ -47,7 +47,7 @@ class DerivedHalf(NamedTuple):
     norms: tuple[NormOf | None, ...]
     numbers: tuple[Any, ...]
     rates: tuple[float, float]
-    """Of attention's probabilities or the hidden value, and of what the half adds."""
+    """Dropout's rate on attention's probabilities or the hidden value, and on what the half adds."""
     dropouts: tuple[int, int]
     """The numbers of those calls in the recording, -1 without one."""
 

@@ -115,7 +115,7 @@ def test_training_and_evaluation() -> None:
 
 
 def test_layers_compiled_by_themselves_share_code() -> None:
-    """As many as there are, each compiled alone, are compiled once."""
+    """Layers of one kind, each compiled alone, are compiled once."""
     plain, converted = twins(GPT, count=12)
     ops = Ops()
     for layer in converted.layers:

@@ -87,7 +87,7 @@ def test_what_is_done_to_a_matrix_is_seen(change: tuple[str, str], least: int) -
 
 
 def test_a_matrix_in_another_place_is_another_one(least: int) -> None:
-    """Of two matrices of one shape, each stands at its own place."""
+    """Each of two matrices of one shape stands at its own place."""
     found = derive(made(LLAMA.replace("self.w1(n)) * self.w3(n)", "self.w3(n)) * self.w1(n)")), arguments(LLAMA), {})
     assert found.proof is not None
     maps = found.proof.layout.ffn.maps  # type: ignore[union-attr]

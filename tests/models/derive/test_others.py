@@ -47,7 +47,7 @@ def test_they_are_derived(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_derived_where_factors_stand_for_matrices(kind: str) -> None:
-    """Those of large matrices, of which a block may take some rows only."""
+    """Factors stand for large matrices, of which a block may take some rows only."""
     source = KINDS[kind]
     with mock.patch.object(factors, "LEAST_FACTORED", 1):
         found = derive(made(source), called(source), {})

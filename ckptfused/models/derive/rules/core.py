@@ -25,7 +25,7 @@ class Core(NamedTuple):
     v: Value
     y: Value
     ends: tuple[Tensor, Tensor, Tensor, Tensor]
-    """Of these the numbers, as [B, heads, T, D]."""
+    """The numbers of q, k, v and the result, [B, heads, T, D]."""
     scale: float
     softcap: float = 0.0
     causal: bool = False

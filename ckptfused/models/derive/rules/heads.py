@@ -38,7 +38,7 @@ class Heads(NamedTuple):
     cos: Outer | None
     sin: Outer | None
     factor: float
-    """Of the logits, by what q and k were multiplied."""
+    """The factor of the logits by which q and k were multiplied."""
     place: str = "head"
     """What the norms are of, as `spec.QK_PLACES`."""
 

@@ -17,7 +17,7 @@ class Laid(NamedTuple):
     parts: dict[str, Tensor]
     """The numbers of each, [B, T, heads, D]."""
     maps: tuple[Linear, Linear | None, Linear | None]
-    """As a block takes them: all in the first, or one each, which may be rows of a product."""
+    """The products as a block takes them: all in the first, or one each, which may be rows of one."""
     interleaved: bool
 
 
