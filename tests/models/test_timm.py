@@ -100,7 +100,7 @@ def test_stochastic_depth() -> None:
     ("options", "becomes", "why"),
     [
         ({"scale_attn_norm": True}, "generic", "LayerNorm"),
-        ({"scale_mlp_norm": True}, "part", ""),  # its attention half is derived
+        ({"scale_mlp_norm": True}, "part", "layer_norm"),  # its attention half is derived
     ],
 )
 def test_what_is_not_fused(options: dict[str, Any], becomes: str, why: str) -> None:
