@@ -49,8 +49,7 @@ def left_empty(
 
     None where that cannot be: a cache holds something, or cannot say that it does not.
     """
-    caches = [value for value in args if _is_cache(value)]
-    caches += [value for name, value in kwargs.items() if _is_cache(value, name)]
+    caches = caches_among(args, kwargs)
     if not caches:
         return args, kwargs
     if not layer.training or any(map(_in_use, caches)):
@@ -64,6 +63,11 @@ def left_empty(
     if "use_cache" in (*names, *kwargs):
         kwargs["use_cache"] = False
     return args, kwargs
+
+
+def caches_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The caches that a layer's forward is called with."""
+    return [value for value in args if _is_cache(value)] + [v for name, v in kwargs.items() if _is_cache(v, name)]
 
 
 def _is_cache(value: Any, name: str = "") -> bool:

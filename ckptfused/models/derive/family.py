@@ -13,7 +13,7 @@ from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import under_foreign_mode
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.caches import left_empty
+from ckptfused.models.caches import caches_among, left_empty
 from ckptfused.models.derive.calls import Ready, forget, held_tensor, outer_tensor, ready, seen
 from ckptfused.models.derive.compiled import ready_in_compiler
 from ckptfused.models.family import FAMILIES, Family, Generic, Outcome, checkpointed, family_of, fused_call, register
@@ -37,7 +37,7 @@ class Derived(Family):
         if under_foreign_mode():
             return Reason("a TorchFunctionMode may replace what the layer calls")
         given = left_empty(layer, type(layer).forward, args, kwargs)
-        if given is None or (given[0] is not args and not torch.is_grad_enabled()):
+        if given is None or (not torch.is_grad_enabled() and caches_among(args, kwargs)):
             return Reason("a key/value cache is in use", original=True)
         found = self.call(layer, mode, *given)
         if isinstance(found, Reason):

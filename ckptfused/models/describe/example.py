@@ -117,10 +117,16 @@ def _rotary(owners: list[nn.Module], layer: nn.Module, x: Tensor, known: KnownTa
     for owner in owners:
         rotary = getattr(owner, "rotary_emb", None)
         if isinstance(rotary, nn.Module):
-            kind = getattr(layer, "layer_type", getattr(layer, "attention_type", None))
+            kind = _kind(layer)
             key = id(rotary), kind, x.size(-1), x.dtype
             known = {} if known is None else known
             if key not in known:
                 known[key] = Tables(rotary, kind, x.size(-1), x.dtype)
             return known[key]
     return None
+
+
+def _kind(layer: nn.Module) -> str | None:
+    """Which of a model's kinds of attention a layer has, where it or its attention says so."""
+    said = (getattr(m, name, None) for m in layer.modules() for name in ("layer_type", "attention_type"))
+    return next((kind for kind in said if isinstance(kind, str)), None)

@@ -93,9 +93,7 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
             raise RefusedError("logits that are scaled after a mask", raw.call)
         found = with_mask(walk, found, first.added, "add")
     else:
-        made = by_heads(logits.data, walk.batch)
-        assert made is not None
-        by, cap = _scaled(first.ends[2] * first.factor, made, [n for c in chain for n in c.numbers], chain)
+        by, cap = _scaled(walk, first.ends[2] * first.factor, logits, chain)
         scale *= by
         if raw.op == "baddbmm":
             take_all(walk, raw.call.inputs[0])
@@ -135,14 +133,18 @@ def _shifted(walk: Walk, logits: Value) -> Value:
     return walk.same(before)
 
 
-def _scaled(raw: Tensor, logits: Tensor, numbers: list[Any], chain: list[Recorded]) -> tuple[float, float]:
+def _scaled(walk: Walk, raw: Tensor, logits: Value, chain: list[Recorded]) -> tuple[float, float]:
     """Scale and soft-cap by which logits were made of products."""
     if not chain:
         return 1.0, 0.0
-    if all(call.op != "tanh" for call in chain) and (scale := ratio(raw, logits)) is not None:
+    made = by_heads(logits.data, walk.batch)
+    assert made is not None
+    capped = next((call.inputs[0] for call in chain if call.op == "tanh"), None)
+    before = made if capped is None else by_heads(capped.data, walk.batch)
+    scale = None if before is None else ratio(raw, before)
+    if scale is not None and capped is None:
         return scale, 0.0
-    for cap in {abs(float(n)) for n in numbers if isinstance(n, int | float) and n}:
-        scale = ratio(raw, torch.atanh(logits / cap) * cap)
-        if scale is not None and close(cap * torch.tanh(raw * scale / cap), logits):
-            return scale, cap
+    for cap in {abs(float(n)) for call in chain for n in call.numbers if isinstance(n, int | float) and n}:
+        if scale is not None and close(cap * torch.tanh(raw * scale), made):
+            return scale * cap, cap
     raise RefusedError("logits that no scale and soft-cap make", chain[0])
