@@ -80,3 +80,12 @@ def packing_lookup() -> tuple[Any, str] | None:
 def knows(auto_class: Any, config: Any) -> bool:
     """Whether an `AutoModelFor…` has a model for a config of this class. `_model_mapping`."""
     return type(config) in auto_class._model_mapping
+
+
+FLASH_CALL, FLASH_TYPE = "_flash_attention_forward", "get_target_dtype"
+"""The names by which `flash_module` calls FlashAttention's kernels, and asks for the type that they take."""
+
+
+def flash_module() -> Any:
+    """The module through which layers call FlashAttention; None before it is imported."""
+    return _module("integrations.flash_attention")

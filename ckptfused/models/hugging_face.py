@@ -18,8 +18,8 @@ from ckptfused.models.family import Family
 from ckptfused.sizes import counted
 
 # Those whose mask forms are known: 4-d additive, 4-d boolean or none, 2-d padding or none.
-_FLASH = ("flash_attention_2", "flash_attention_3")
-IMPLEMENTATIONS = ("eager", "sdpa", *_FLASH)
+FLASH = ("flash_attention_2", "flash_attention_3")
+IMPLEMENTATIONS = ("eager", "sdpa", *FLASH)
 # By these a caller reaches into the attention function.
 _FOREIGN = ("position_bias", "softcap", "s_aux", "sliding_window", "cache", "block_table")
 # Without one of them flash attention looks for packed sequences itself.
@@ -112,7 +112,7 @@ def layer_inputs(layer: Any, attention: Any, given: dict[str, Any], made: tuple[
     for name in _FOREIGN:
         if given.get(name) is not None:
             return Reason(f"the argument {name}")
-    flash = implementation in _FLASH
+    flash = implementation in FLASH
     causal = given.get("is_causal")
     causal = getattr(attention, "is_causal", True) if causal is None else causal
     # Eager attention sees what the mask lets it see, and no less.
@@ -122,7 +122,7 @@ def layer_inputs(layer: Any, attention: Any, given: dict[str, Any], made: tuple[
     if (masks.mask is None if not flash else masks.mask is not None) and mask is not None:
         return Reason(f"attention mask of shape {list(mask.shape)} for {implementation}")
     cos, sin = given.get("position_embeddings") or (None, None)
-    cu_seqlens = _packed(hidden_states, given) if flash and mask is None else None
+    cu_seqlens = packed_bounds(hidden_states, given) if flash and mask is None else None
     if isinstance(cu_seqlens, Reason):
         return cu_seqlens
     # A window is flash attention's own affair, part of the mask elsewhere.
@@ -136,7 +136,7 @@ def _replaced(implementation: str) -> bool:
     return function is not None and not function.__module__.startswith("transformers.")
 
 
-def _packed(x: Tensor, given: dict[str, Any]) -> Tensor | Reason | None:
+def packed_bounds(x: Tensor, given: dict[str, Any]) -> Tensor | Reason | None:
     """The bounds of packed sequences as flash attention finds them; None: there is one sequence in each row."""
     positions = given.get("position_ids")
     if all(given.get(name) is not None for name in _VARLEN):

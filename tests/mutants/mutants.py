@@ -488,6 +488,13 @@ MUTANTS = (
         source="kernels/cpu/residual.cpp",
     ),
     Mutant(
+        "sequences that flash attention finds packed in a derived layer's call",
+        file="ckptfused/models/derive/family.py",
+        text="inputs = inputs._replace(cu_seqlens=bounds)",
+        defect="pass",
+        test="tests/models/derive/test_flash.py::test_as_with_sdpa[Olmo2--packed]",
+    ),
+    Mutant(
         "a derived layer that is not looked at again",
         file="ckptfused/models/derive/state.py",
         text="                all(now == was for now, was in self._dicts)",

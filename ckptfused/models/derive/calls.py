@@ -16,6 +16,7 @@ from ckptfused.compat.pytree import TreeSpec, tree_unflatten
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
 from ckptfused.models.derive.derive import Derivation, derive, refuted_by
+from ckptfused.models.derive.flash import runs_flash
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.outside import Rest, recalled
 from ckptfused.models.derive.recorder import Value
@@ -81,6 +82,8 @@ class Seen(NamedTuple):
     state: LayerState
     kind: _Kind
     modules: _Modules
+    flash: bool
+    """Whether it asks for FlashAttention, which looks for packed sequences itself."""
 
 
 class _Modules(dict[str, nn.Module]):
@@ -129,7 +132,7 @@ def seen(layer: nn.Module) -> Seen | Reason:
         if len(_KINDS) > MOST_CALLS:
             _KINDS.popitem(last=False)
         state.key = None  # it has copies of buffers
-        one = Seen(state, kind, _Modules(layer.named_modules()))
+        one = Seen(state, kind, _Modules(layer.named_modules()), runs_flash(layer))
         known.seen = [one, *known.seen][:MOST_TRIES]
         vars(layer)[KNOWN] = known
     return one

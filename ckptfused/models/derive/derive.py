@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_map
 from ckptfused.models.derive.copies import Opaques, Sizes, layer_without_data
+from ckptfused.models.derive.flash import spelled_out
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.opaque import Opaque
 from ckptfused.models.derive.outside import Rest, evaluated
@@ -117,7 +118,7 @@ def _alone(function: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            with torch.set_grad_enabled(grad), ExitStack() as modes:
+            with torch.set_grad_enabled(grad), spelled_out(), ExitStack() as modes:
                 for kind in (kind for kind, on in cast.items() if on):
                     modes.enter_context(torch.autocast(kind, torch.get_autocast_dtype(kind)))
                 made.append(function())

@@ -16,6 +16,7 @@ from ckptfused.layer.spec_text import Mode
 from ckptfused.models.caches import caches_among, left_empty
 from ckptfused.models.derive.calls import Ready, forget, held_tensor, outer_tensor, ready, seen
 from ckptfused.models.derive.compiled import ready_in_compiler
+from ckptfused.models.derive.flash import packed, runs_flash
 from ckptfused.models.family import FAMILIES, Family, Generic, Outcome, checkpointed, family_of, fused_call, register
 from ckptfused.models.hugging_face import collecting
 from ckptfused.offload import follow
@@ -66,20 +67,25 @@ class Derived(Family):
             return Reason("the layer is not called with x [B, T, C] of two tokens or more")
         held: Any
         if torch.compiler.is_compiling():
-            found, held = ready_in_compiler(layer, args, kwargs, where), layer
+            found, held, flash = ready_in_compiler(layer, args, kwargs, where), layer, runs_flash(layer)
         else:
             one = seen(layer)
             if isinstance(one, Reason):
                 return one
             if one.state.why:
                 return Reason(one.state.why)
-            found, held = ready(one, layer, (args, kwargs), leaves, tree, where), one.modules
+            found, held, flash = ready(one, layer, (args, kwargs), leaves, tree, where), one.modules, one.flash
             if (why := one.state.watched(() if isinstance(found, Reason) else found.called(held))) is not None:
                 return why
         if isinstance(found, Reason):
             return found
         outer = {name: leaves[i] if i >= 0 else outer_tensor(found, held, leaves, name) for name, i in found.outer}
         inputs = found.layout.inputs(leaves[found.x], outer)
+        if flash and inputs.masks.mask is None and inputs.masks.padding is None:
+            bounds = packed(layer, inputs.x, args, kwargs)
+            if isinstance(bounds, Reason):
+                return bounds
+            inputs = inputs._replace(cu_seqlens=bounds)
         call = fused_call(found.layout.parts(held), inputs, mode, sharded)
         if isinstance(call, Reason) or found.rest is None:
             return call if isinstance(call, Reason) else (found, call, ())
