@@ -374,6 +374,9 @@ def test_transformers() -> None:
     assert made.pretrained_model() is hf.PreTrainedModel and made.knows(hf.AutoModelForCausalLM, config)
     assert not made.knows(hf.AutoModelForCausalLM, hf.ViTConfig())
     assert made.output_class("CausalLMOutputWithPast") is type(model(torch.zeros(1, 2, dtype=torch.long)))
+    made.attention_function("flash_attention_2")  # which imports it
+    flash = made.flash_module()
+    assert callable(getattr(flash, made.FLASH_CALL)) and callable(getattr(flash, made.FLASH_TYPE))
     place = made.packing_lookup()
     assert place is not None and callable(getattr(*place))
     module, _, name = made.CONV1D.rpartition(".")
