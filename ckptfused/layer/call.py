@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ckptfused._extension import _C
 from ckptfused.checks import check_dtype, check_packed, check_param, check_plain, check_stored, is_dtensor, rotary_view
 from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
-from ckptfused.layer.facts import LayerFacts, facts_of
+from ckptfused.layer.facts import LayerFacts, LayerKey, facts_of
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.spec_text import CallKey, Expected, Mode, SpecKey, expected, half_text
 from ckptfused.ops.call import Call, SlotTensors
@@ -32,49 +32,44 @@ def build_call(layer: Parts | LayerFacts, inputs: Inputs, mode: Mode, sharded: b
     x, masks, cu_seqlens = inputs.x, inputs.masks, inputs.cu_seqlens
     if x.dim() != 3:
         return Reason(f"the input has shape {list(x.shape)}, expected [B, T, C]")
-    a, (attn, ffn) = layer.parts.attn, (layer.attn, layer.ffn)
+    key, slots = layer
     cos = sin = None
-    if a is not None:
+    if key.attn is not None:
         if (why := _beside_fits(inputs)) is not None:
             return why
         if cu_seqlens is not None:
             check_packed(x, cu_seqlens, masks)
-        if a.rope != "none":
+        if key.rope != "none":
             cos, sin = inputs.cos, inputs.sin
             if cos is None or sin is None:
                 return Reason("there are no rotary tables")
             if not inputs.own_tables:
-                width, (B, T) = a.rotary_dim or cos.size(-1), x.shape[1::-1] if inputs.seq_first else x.shape[:2]
+                width, (B, T) = key.rotary_dim or cos.size(-1), x.shape[1::-1] if inputs.seq_first else x.shape[:2]
                 cos, sin = rotary_view("cos", cos, B, T, width), rotary_view("sin", sin, B, T, width)
-    text = text_here(layer, inputs, mode)
-    halves = [half for half in (attn, ffn) if half is not None]
-    slots = [t for group in ("slots", "adapters", "quantized") for half in halves for t in getattr(half, group)]
-    if (why := _misfit(x, slots, text, halves[-1].width, layer.parts.names, sharded)) is not None:
+    text = text_here(key, inputs, mode)
+    if (why := _misfit(x, slots, text, key.width, key.names, sharded)) is not None:
         return why
-    op = "block" if len(halves) == 2 else "ffn_block" if attn is None else "attention_block"
-    return Call(op, x, slots, text, masks, cos, sin, cu_seqlens, inputs.keep_keys)
+    return Call(key.op, x, slots, text, masks, cos, sin, cu_seqlens, inputs.keep_keys)
 
 
-def text_here(layer: LayerFacts, inputs: Inputs, mode: Mode) -> str:
+def text_here(layer: LayerKey, inputs: Inputs, mode: Mode) -> str:
     """The text of the spec of a layer that is called with these inputs; x is not read."""
-    a, (attn, ffn), masks = layer.parts.attn, (layer.attn, layer.ffn), inputs.masks
+    masks = inputs.masks
     called: SpecKey = ()
-    if a is not None:
-        window = a.window if inputs.windowed and a.window else 0
-        rotary = a.rotary_dim or (0 if inputs.cos is None else inputs.cos.size(-1))
-        turned = 0 if a.rope == "none" or rotary == a.head_dim else rotary
+    if layer.attn is not None:
+        rotary = layer.rotary_dim or (0 if inputs.cos is None else inputs.cos.size(-1))
+        turned = 0 if layer.rope == "none" or rotary == layer.head_dim else rotary
         key = CallKey(
             mask=masks.kind,
             padding=masks.padding_kind,
             causal=masks.causal,
             packed=inputs.cu_seqlens is not None,
-            window=window,
-            rope=a.rope,
+            window=layer.window if inputs.windowed else 0,
+            rope=layer.rope,
             rotary_dim=turned,
         )
         called = tuple(key)
-    keys = None if attn is None else attn.key, called, None if ffn is None else ffn.key
-    return half_text(*keys, layer.parts.parallel, inputs.seq_first, *mode)
+    return half_text(layer.attn, called, layer.ffn, layer.parallel, inputs.seq_first, *mode)
 
 
 def learned(masks: Sequence[Tensor | None], tables: Sequence[Tensor | None] = ()) -> Reason | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -33,31 +33,66 @@ class HalfFacts(NamedTuple):
     """Width of its result."""
 
 
+class LayerKey(NamedTuple):
+    """What a layer is, whatever it is called with and whatever its tensors hold. It holds no module and no tensor."""
+
+    attn: SpecKey | None
+    ffn: SpecKey | None
+    width: int
+    """C."""
+    parallel: bool | Literal["shared"]
+    names: Mapping[str, str]
+    """As of `Parts`, and so are the four of its attention half."""
+    rope: str = "none"
+    rotary_dim: int = 0
+    head_dim: int = 0
+    window: int = 0
+
+    @property
+    def op(self) -> str:
+        """The op that it is a call of."""
+        return "ffn_block" if self.attn is None else "attention_block" if self.ffn is None else "block"
+
+
 class LayerFacts(NamedTuple):
     """A layer in the op's terms, its inputs left out."""
 
-    parts: Parts
-    attn: HalfFacts | None
-    ffn: HalfFacts | None
-
-    @property
-    def width(self) -> int:
-        """C."""
-        return (self.ffn or self.attn).width  # type: ignore[union-attr]
+    key: LayerKey
+    slots: SlotTensors
+    """All tensors of the op but those of a call, in its order."""
 
 
 def facts_of(parts: Parts, dtype: torch.dtype) -> LayerFacts | Reason:
     """What the layer is, whatever it is called with, or why the kernels do not compute that. dtype: of x."""
     a, f = parts.attn, parts.ffn
-    if hooked_everywhere():
-        return EVERYWHERE
-    if a is not None and sdpa_replaced():
-        return Reason("F.scaled_dot_product_attention is not PyTorch's own, or a TorchFunctionMode may replace it")
+    if (why := elsewhere(a is not None)) is not None:
+        return why
     attn = None if a is None else _attention(a, parts, dtype)
     if isinstance(attn, Reason):
         return attn
     ffn = None if f is None else _ffn(f, parts, dtype)
-    return ffn if isinstance(ffn, Reason) else LayerFacts(parts, attn, ffn)
+    if isinstance(ffn, Reason):
+        return ffn
+    halves = [half for half in (attn, ffn) if half is not None]
+    slots = [t for group in ("slots", "adapters", "quantized") for half in halves for t in getattr(half, group)]
+    key = LayerKey(
+        None if attn is None else attn.key,
+        None if ffn is None else ffn.key,
+        halves[-1].width,
+        parts.parallel,
+        parts.names,
+        *(() if a is None else (a.rope, a.rotary_dim, a.head_dim, a.window or 0)),
+    )
+    return LayerFacts(key, slots)
+
+
+def elsewhere(attends: bool) -> Reason | None:
+    """Why no layer is fused just now, whatever it is. attends: it is asked for one with attention."""
+    if hooked_everywhere():
+        return EVERYWHERE
+    if attends and sdpa_replaced():
+        return Reason("F.scaled_dot_product_attention is not PyTorch's own, or a TorchFunctionMode may replace it")
+    return None
 
 
 def _holders(holders: tuple[nn.Module, ...]) -> Reason | None:

@@ -13,9 +13,10 @@ from ckptfused.checks import check_generator, check_plain
 from ckptfused.layer.activations import plain_activation
 from ckptfused.layer.call import build_call, learned, text_here
 from ckptfused.layer.encoder import refuse_unread_adapter
-from ckptfused.layer.facts import LayerFacts, facts_of
+from ckptfused.layer.facts import LayerFacts, LayerKey
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Inputs, Parts, Reason
+from ckptfused.layer.remembered import remembered_facts
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import refuse_tensor_parallel
 from ckptfused.layer.spec_text import Mode, keep_text, kept_names
@@ -48,7 +49,7 @@ class FusedModule(nn.Module):
         if isinstance(layer, Reason):
             check_names(keep)
         else:
-            self._spec(layer, Mode()).with_keep(kept_names(text))
+            self._spec(layer.key, Mode()).with_keep(kept_names(text))
         self._mode = self._mode._replace(keep=text)
 
     @property
@@ -69,9 +70,9 @@ class FusedModule(nn.Module):
         layer = self._described(dtype)
         if isinstance(layer, Reason):
             raise ValueError(f"spec: expected a module that runs as one op, this one runs generically ({layer.text})")
-        return self._spec(layer, self._mode)
+        return self._spec(layer.key, self._mode)
 
-    def _spec(self, layer: LayerFacts, mode: Mode) -> BlockSpec:
+    def _spec(self, layer: LayerKey, mode: Mode) -> BlockSpec:
         inputs = self.inputs(torch.empty(1, 1, layer.width, device="meta"))
         assert isinstance(inputs, Inputs)  # reasons are of masks and tables that are given
         return BlockSpec.parse(text_here(layer, inputs, mode))
@@ -99,8 +100,7 @@ class FusedModule(nn.Module):
         raise AssertionError("each fused module says its inputs")
 
     def _described(self, dtype: torch.dtype = torch.float32) -> LayerFacts | Reason:
-        parts = self.parts()
-        return parts if isinstance(parts, Reason) else facts_of(parts, dtype)
+        return remembered_facts(self, dtype)
 
     def prepare(self, src: Tensor, *args: Any, **kwargs: Any) -> Call | Reason:
         """The op call for these arguments of `forward`, checked, or why it runs generically."""

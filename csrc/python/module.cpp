@@ -23,6 +23,7 @@
 
 void bind_arguments(pybind11::module_& m);
 void bind_copy_on_write(pybind11::module_& m);
+void bind_module_guard(pybind11::module_& m);
 void bind_testing(pybind11::module_ testing);
 
 namespace {
@@ -242,5 +243,6 @@ PYBIND11_MODULE(_C, m) {
       .def("set_attention", &OpenLedger::set_attention);
   bind_arguments(m);
   bind_copy_on_write(m);
+  bind_module_guard(m);
   bind_testing(m.def_submodule("testing"));
 }
