@@ -29,8 +29,9 @@ from ckptfused.spec import BlockSpec, Keep, check_names, check_probability
 class FusedModule(nn.Module):
     """Base of the modules that run as one block op.
 
-    Subclasses say their `parts` and `inputs`, read anew at every call: `layer.dropout.p = 0.2` or
-    `layer.norm_first = True` take effect as they do in PyTorch. Saving is decided by grad mode and `requires_grad`
+    Subclasses say their `parts` and `inputs`, as they are at every call: `layer.dropout.p = 0.2` or
+    `layer.norm_first = True` take effect as they do in PyTorch. Parts are read anew where anything of the module or
+    its children has changed since (`layer.remembered`). Saving is decided by grad mode and `requires_grad`
     alone; `eval()` only turns dropout off.
     """
 

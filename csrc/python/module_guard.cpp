@@ -1,8 +1,8 @@
 // A look at a module and at all below it, which says whether what was once read there still holds.
 #include "ops/torch.h"
 
+#include <algorithm>
 #include <string>
-#include <unordered_set>
 #include <vector>
 
 #include <pybind11/pybind11.h>
@@ -49,7 +49,9 @@ bool are_constants(PyObject* tuple) {
 bool is_plain_function(PyObject* value) {
   if (PyCFunction_Check(value)) {
     PyObject* self = PyCFunction_GET_SELF(value);
-    return self == nullptr || PyModule_Check(self) || PyType_Check(self);
+    if (self == nullptr || PyModule_Check(self)) return true;
+    return PyType_Check(self) &&
+           !PyType_HasFeature(reinterpret_cast<PyTypeObject*>(self), Py_TPFLAGS_HEAPTYPE);
   }
   if (!PyFunction_Check(value) || PyFunction_GetClosure(value) != nullptr) return false;
   const auto* function = reinterpret_cast<PyFunctionObject*>(value);
@@ -97,6 +99,13 @@ bool is_empty(PyObject* value) {
   return PyAnySet_Check(value) ? PySet_GET_SIZE(value) == 0 : PyDict_GET_SIZE(value) == 0;
 }
 
+// The number of a value among those, -1 if it is none of them.
+Py_ssize_t position(const std::vector<object>& values, PyObject* value) {
+  const auto is_it = [&](const object& other) { return other.ptr() == value; };
+  const auto at = std::find_if(values.begin(), values.end(), is_it);
+  return at == values.end() ? -1 : at - values.begin();
+}
+
 // What was seen at one place of the tree; the entries of a dict or of a module's __dict__ follow.
 struct Step {
   enum Kind { ignored, constant, empty, dict, module, tensor };
@@ -114,45 +123,45 @@ struct Step {
 // module and no tensor: of those it says what they are, and where.
 class ModuleGuard {
  public:
-  explicit ModuleGuard(std::unordered_set<std::string> unread) : unread_(std::move(unread)) {}
+  explicit ModuleGuard(pybind11::set unread) : unread_(std::move(unread)) {}
 
   // Whether the tree is of what is_known_module, is_constant and plain know alone.
   bool look(const handle& module) {
-    std::vector<PyObject*> seen;
+    std::vector<object> seen;
     return is_known_module(module.ptr()) && add(object(), module.ptr(), seen);
   }
 
   // Remembers where in the tree each of these tensors is. False: it is not there, or the tree is
   // another by now.
   bool place(const handle& module, const pybind11::list& tensors) {
-    std::vector<PyObject*> found;
+    std::vector<object> found;
     places_.clear();
     if (!holds(module.ptr(), found)) return false;
     for (const handle t : tensors) {
-      const auto at = std::find(found.begin(), found.end(), t.ptr());
-      if (!t.is_none() && at == found.end()) return false;
-      places_.push_back(t.is_none() ? -1 : at - found.begin());
+      const Py_ssize_t at = t.is_none() ? -1 : position(found, t.ptr());
+      if (!t.is_none() && at < 0) return false;
+      places_.push_back(at);
     }
     return true;
   }
 
   // The tensors that are at these places now, or None where the tree is not as it was.
   object tensors(const handle& module) const {
-    std::vector<PyObject*> found;
+    std::vector<object> found;
     found.reserve(tensors_);
     if (!holds(module.ptr(), found)) return pybind11::none();
     pybind11::list result(places_.size());
     for (size_t i = 0; i < places_.size(); ++i) {
-      result[i] = places_[i] < 0 ? handle(Py_None) : handle(found[places_[i]]);
+      result[i] = places_[i] < 0 ? pybind11::none() : found[places_[i]];
     }
     return result;
   }
 
  private:
-  bool add(object key, PyObject* value, std::vector<PyObject*>& seen) {
+  bool add(object key, PyObject* value, std::vector<object>& seen) {
     if (steps_.size() >= kMostSteps) return false;
-    const bool ignored =
-        key && PyUnicode_Check(key.ptr()) && unread_.count(pybind11::cast<std::string>(key)) != 0;
+    if (key && !PyUnicode_CheckExact(key.ptr())) return false;
+    const bool ignored = key && unread_.contains(key);
     steps_.push_back({Step::constant, std::move(key), {}});
     Step& step = steps_.back();
     if (ignored) {
@@ -167,9 +176,8 @@ class ModuleGuard {
       step.kind = Step::tensor;
       step.type = Py_TYPE(value);
       step.sizes = t->sizes().vec();
-      const auto before = std::find(seen.begin(), seen.end(), value);
-      if (before != seen.end()) step.same = before - seen.begin();
-      seen.push_back(value);
+      step.same = position(seen, value);
+      seen.push_back(pybind11::reinterpret_borrow<object>(value));
       tensors_ = seen.size();
       return true;
     }
@@ -188,7 +196,7 @@ class ModuleGuard {
     return add_entries(steps_.size() - 1, attributes(value).ptr(), seen);
   }
 
-  bool add_entries(size_t step, PyObject* dict, std::vector<PyObject*>& seen) {
+  bool add_entries(size_t step, PyObject* dict, std::vector<object>& seen) {
     steps_[step].entries = PyDict_GET_SIZE(dict);
     Py_ssize_t at = 0;
     PyObject *key, *value;
@@ -198,13 +206,14 @@ class ModuleGuard {
     return true;
   }
 
-  // The tensors of the tree in the order of the steps, as far as it is as it was. Runs no Python.
-  bool holds(PyObject* module, std::vector<PyObject*>& found) const {
+  // Whether the tree is as it was, and its tensors in the order of the steps. Owned: a dict that is
+  // made on the way may start a collection, whose finalizers do anything.
+  bool holds(PyObject* module, std::vector<object>& found) const {
     size_t step = 0;
     return holds_at(step, module, found);
   }
 
-  bool holds_at(size_t& at, PyObject* value, std::vector<PyObject*>& found) const {
+  bool holds_at(size_t& at, PyObject* value, std::vector<object>& found) const {
     const Step& step = steps_[at++];
     switch (step.kind) {
       case Step::ignored:
@@ -221,15 +230,15 @@ class ModuleGuard {
       case Step::tensor: {
         const Tensor* t = Py_TYPE(value) == step.type ? plain(value) : nullptr;
         if (!t || t->sizes() != at::IntArrayRef(step.sizes)) return false;
-        if (step.same >= 0 && found[step.same] != value) return false;
-        found.push_back(value);
+        if (step.same >= 0 && found[step.same].ptr() != value) return false;
+        found.push_back(pybind11::reinterpret_borrow<object>(value));
         return true;
       }
     }
     return false;
   }
 
-  bool hold(const Step& step, size_t& at, PyObject* dict, std::vector<PyObject*>& found) const {
+  bool hold(const Step& step, size_t& at, PyObject* dict, std::vector<object>& found) const {
     if (PyDict_GET_SIZE(dict) != step.entries) return false;
     Py_ssize_t next = 0;
     PyObject *key, *value;
@@ -243,7 +252,7 @@ class ModuleGuard {
     return pybind11::reinterpret_steal<object>(PyObject_GenericGetDict(module, nullptr));
   }
 
-  std::unordered_set<std::string> unread_;
+  pybind11::set unread_;
   std::vector<Step> steps_;
   size_t tensors_ = 0;
   std::vector<Py_ssize_t> places_;
@@ -253,7 +262,7 @@ class ModuleGuard {
 
 void bind_module_guard(pybind11::module_& m) {
   pybind11::class_<ModuleGuard>(m, "ModuleGuard")
-      .def(pybind11::init<std::unordered_set<std::string>>())
+      .def(pybind11::init<pybind11::set>())
       .def("look", &ModuleGuard::look)
       .def("place", &ModuleGuard::place)
       .def("tensors", &ModuleGuard::tensors);

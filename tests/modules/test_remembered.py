@@ -318,6 +318,16 @@ def test_copies(copied: Callable[[Any], Any]) -> None:
         assert same(results(other, x), results(copy.deepcopy(other), x)) and torch.equal(module(x), before)
 
 
+def test_compiled_after_it_was_called() -> None:
+    block, x = encoder(), x_of()
+    block(x)
+    compiled: Any = torch.compile(block, backend="eager", fullgraph=True)
+    for change in (lambda _: None, put("norm1.eps", 0.5), put("linear1.weight", halved), put("norm_first", False)):
+        change(block)
+        assert torch.equal(compiled(x), copy.deepcopy(block)(x)) and torch.equal(compiled(x), block(x))
+    torch._dynamo.reset()
+
+
 def test_a_layer_taken_over() -> None:
     plain = nn.TransformerEncoderLayer(C, H, HIDDEN, 0.0, batch_first=True)
     x, blocks = x_of(), [FusedCheckpointBlock.from_layer(plain) for _ in range(2)]
@@ -334,10 +344,9 @@ def test_nothing_is_kept_alive() -> None:
     block(x_of())
     assert is_remembered(block)
     dies = [weakref.ref(block), weakref.ref(block.linear1), weakref.ref(block.norm1.weight)]
-    before = len(remembered._seen)
     del block
     gc.collect()
-    assert [there() for there in dies] == [None] * 3 and len(remembered._seen) == before - 1
+    assert [there() for there in dies] == [None] * 3
 
 
 class Mine(FusedCheckpointBlock):

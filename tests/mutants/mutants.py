@@ -115,7 +115,7 @@ MUTANTS = (
     Mutant(
         "a guard that takes weights which were one for one",
         file="csrc/python/module_guard.cpp",
-        text="        if (step.same >= 0 && found[step.same] != value) return false;\n",
+        text="        if (step.same >= 0 && found[step.same].ptr() != value) return false;\n",
         defect="",
         test="tests/modules/test_remembered.py::test_a_change[tied, and no longer]",
     ),
