@@ -117,7 +117,7 @@ MUTANTS = (
         file="csrc/python/module_guard.cpp",
         text="        if (step.same >= 0 && found[step.same].ptr() != value) return false;\n",
         defect="",
-        test="tests/modules/test_remembered.py::test_a_change[tied, and no longer]",
+        test="tests/modules/test_remembered.py::test_weights_that_were_one",
     ),
     Mutant(
         "a guard that says where the tensors of a changed layer are",
