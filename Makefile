@@ -149,7 +149,7 @@ docs: $(VENV)/.docs
 
 # The documents' figures and picture, from benchmarks/results/.
 pictures: $(READY)
-	$(BIN)/python benchmarks/draw.py
+	$(BIN)/python -m benchmarks draw
 
 $(VENV)/.docs: $(READY)
 	$(BIN)/pip install --quiet --group docs

@@ -5,8 +5,8 @@ and without dropout. A step of the converted model is compared with one of the m
 gradient. Prints a Markdown page; docs/architectures.md is the last one that was printed. Libraries beside transformers
 may be in an environment of their own that sees this one; a model whose library is not there does not run.
 
-    python benchmarks/architectures.py > docs/architectures.md
-    python benchmarks/architectures.py olmo2 whisper nanoGPT
+    python -m benchmarks architectures > docs/architectures.md
+    python -m benchmarks architectures olmo2 whisper nanoGPT
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +45,7 @@ MOST_REASONS = 3
 """The reasons of one architecture that are printed."""
 INTRODUCTION = """# Architectures
 
-What `convert` makes of the layers of many models, as `python benchmarks/architectures.py` printed it with transformers
+What `convert` makes of the layers of many models, as `python -m benchmarks architectures` printed it with transformers
 {version}: of each a small random model in float64 and without dropout is converted and trained a step. Bytes are those
 that a layer saves for backward per token, before and after, the layers' mean. Gradients are compared with those of the
 model as it was; the largest difference is relative to a gradient's largest value.
@@ -227,10 +224,10 @@ def _short(reason: str) -> str:
     return f"{head.rpartition('/')[2]}{found}{rest}".replace("|", "\\|")
 
 
-def main() -> int:
+def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="names in the tables' first columns; default: all")
-    asked = parser.parse_args().names
+    asked = parser.parse_args(words).names
     import_torchvision()
     import transformers
 
@@ -256,7 +253,3 @@ def main() -> int:
     if wrong:
         print(f"gradients differ: {', '.join(wrong)}", file=sys.stderr)
     return len(wrong)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

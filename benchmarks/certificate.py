@@ -1,33 +1,24 @@
 """What `ckptfused.doctor` costs beside a training step: time of its certificate and of its look, and memory.
 
 A small Llama under PyTorch's checkpoint, under Hugging Face's and converted, all sound, and one whose dropout a wrapper
-draws anew, where a third step is needed. Beside each: a step as configured, and one that saves everything. What is
-timed takes turns within one run; the certificate is quoted in steps as configured. Writes
-benchmarks/results/certificate-<layers>x<width>[-<label>].json and .md. Needs transformers.
-
-    python benchmarks/certificate.py
+draws anew, where a third step is needed. Beside each: a step as configured, and one that saves everything. Needs
+transformers.
 """
 
 from __future__ import annotations
 
-import sys
-from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ckptfused
-from benchmarks.commands import page
-from benchmarks.llama import MIB, Sizes, batch_of, command, make, step_of
+from benchmarks.benchmark import Benchmark, Column, Rows, Steps, mib, number, option
+from benchmarks.llama import LlamaSizes, LlamaStep, batch_of, described, make
 from benchmarks.memory import memory_of
-from benchmarks.step_time import summary, take_turns
 from ckptfused.doctor.certificate import certify
 from ckptfused.doctor.look import Look
 from ckptfused.doctor.saving import everything_saved
@@ -57,30 +48,18 @@ MODELS: dict[str, Callable[[Any], object]] = {
 }
 
 
-def measure(sizes: Sizes, arguments: Namespace) -> dict[str, Any]:
-    """Times and memory of each model's steps and certificates."""
-    batch, rows = batch_of(sizes, arguments.seed), {}
-    for name, checkpointed in MODELS.items():
-        model = make(sizes, arguments.seed)
-        checkpointed(model)
-        sound = checkpointed is not faulty
-        found = ckptfused.doctor(model, batch)
-        if found.healthy != sound or found.certificate.startswith("Certificate") != sound:
-            raise SystemExit(f"{name}: no time reported of a certificate that is wrong:\n{found}")
-        calls = variants(model, batch)
-        times = take_turns(calls, arguments.budget)
-        rows[name] = {
-            "seconds": {k: summary(taken) for k, taken in times.items()},
-            "least": {k: min(taken) for k, taken in times.items()},
-            "bytes": {k: peak(model, call) for k, call in calls.items()},
-        }
-    weights = sum(p.nbytes for p in model.parameters())
-    return {"sizes": asdict(sizes), "rows": rows, "weights": weights}
+@dataclass(frozen=True, kw_only=True)
+class CertificateSizes(LlamaSizes):
+    """The model, its batch, and who checkpoints it."""
+
+    by: str = option(*MODELS)
 
 
-def variants(model: nn.Module, batch: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """What is timed."""
-    step, asked = step_of(model, batch), TrainingStep(batch, None, torch.device("cpu"))
+def variants(sizes: CertificateSizes) -> Steps:
+    """What is timed of one model."""
+    batch, model = batch_of(sizes), make(sizes)
+    MODELS[sizes.by](model)
+    step, asked = LlamaStep(model, batch), TrainingStep(batch, None, torch.device("cpu"))
 
     def saving() -> None:
         with everything_saved(model):
@@ -94,37 +73,39 @@ def variants(model: nn.Module, batch: dict[str, Any]) -> dict[str, Callable[[], 
     }
 
 
-def peak(model: nn.Module, call: Callable[[], object]) -> int:
-    """Bytes at the peak, above weights."""
-    model.zero_grad(set_to_none=True)
-    return memory_of(call).peak
+def check(sizes: CertificateSizes, steps: Any) -> str:
+    """Raises unless the doctor finds what is there."""
+    sound, found = MODELS[sizes.by] is not faulty, ckptfused.doctor(steps[STEP].model, steps[STEP].batch)
+    if found.healthy != sound or found.certificate.startswith("Certificate") != sound:
+        raise SystemExit(f"{sizes.by}: no time reported of a certificate that is wrong:\n{found}")
+    return f"the certificate is {'given' if sound else 'refused'}"
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The result as a page."""
-    sizes = result["sizes"]
-    lines = [
-        f"# The certificate of a Llama with {sizes['layers']} layers, {sizes['width']} wide",
-        "",
-        f"Float32, {sizes['batch']} × {sizes['tokens']} tokens, forward and backward; seconds, the least of several, "
-        f"and MiB at the peak beside {result['weights'] / MIB:,.1f} of weights.",
-        "",
-        "| checkpoints | step | saving everything | certificate | in steps | doctor | step, MiB | saving, MiB | "
-        "certificate, MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, row in result["rows"].items():
-        least, size = row["least"], row["bytes"]
-        cells = [f"{least[k]:.3f}" for k in (STEP, SAVING, CERTIFICATE)]
-        cells += [f"**{least[CERTIFICATE] / least[STEP]:.2f}**", f"{least[WHOLE]:.3f}"]
-        cells += [f"{size[k] / MIB:,.0f}" for k in (STEP, SAVING, CERTIFICATE)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return page(lines, result)
+def figures(sizes: CertificateSizes, steps: Any) -> Rows:
+    """Bytes at the peak of each, above weights."""
+    step: LlamaStep = steps[STEP]
+    found: Rows = {}
+    for name, call in steps.items():
+        step.model.zero_grad(set_to_none=True)
+        found[name] = {"peak": memory_of(call).peak, "weights": step.weights()}
+    return found
 
 
-def main() -> None:
-    command(__doc__, 20, "certificate", measure, markdown)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    name="certificate",
+    doc=__doc__,
+    sizes=CertificateSizes(),
+    variants=variants,
+    check=check,
+    figures=figures,
+    columns=(
+        number("least, s", "least", ".3f"),
+        Column("in steps", lambda row, rows: f"{row['least'] / rows[STEP]['least']:.2f}"),
+        mib("peak beside weights", "peak", ",.0f"),
+        mib("weights", "weights"),
+    ),
+    case=lambda sizes: sizes.by,
+    stem=lambda sizes: f"certificate-{sizes.layers}x{sizes.width}",
+    shape=lambda sizes, rows: described(sizes, "forward and backward, by who checkpoints"),
+    budget=20.0,
+)

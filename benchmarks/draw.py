@@ -1,10 +1,10 @@
-"""Draws the documents' pictures from committed results, and writes their tables of measured figures.
+"""Draws the documents' pictures from committed results, and writes their tables and the results' own pages.
 
 A document quotes figures between two lines, `<!-- begin: NAME -->` and `<!-- end: NAME -->`. This command writes what
 stands between them from benchmarks/results/ alone. Without the result the lines stay as they are.
 
-    python benchmarks/draw.py            # or: make pictures
-    python benchmarks/draw.py --check    # changes nothing; fails where a table is not that of its result
+    python -m benchmarks draw            # or: make pictures
+    python -m benchmarks draw --check    # changes nothing; fails where a table or page is not that of its result
 """
 
 from __future__ import annotations
@@ -13,16 +13,21 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from benchmarks.pictures import draw_bars, pyplot, saved, short  # noqa: E402
-from ckptfused.profiler.plot import label_points  # noqa: E402
+from benchmarks import runner
+from benchmarks.benchmark import MIB
+from benchmarks.pages import page as result_page
+from benchmarks.pictures import draw_bars, pyplot, saved, short
+from benchmarks.planned_steps import best_by_hand
+from benchmarks.policies import NONE, THEIRS, above
+from benchmarks.tables import table
+from ckptfused.profiler.plot import label_points
 
-RESULTS = ROOT / "benchmarks" / "results"
+ROOT, RESULTS = runner.ROOT, runner.RESULTS
 IMAGES = ROOT / "docs" / "images"
 PICTURE, WHOLE_PICTURE = IMAGES / "encoder_step.svg", IMAGES / "whole_step.svg"
 POLICIES_PICTURE = IMAGES / "policies.svg"
@@ -56,58 +61,53 @@ def result(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def gigabytes(count: float) -> str:
-    return f"{count / 1e9:.2f} GB"
+def case_of(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Sizes and rows of a result's first case, and its threads."""
+    case = found["cases"][0]
+    return case["sizes"], case["rows"], found["environment"]["threads"]
+
+
+def seconds(rows: dict[str, Any], name: str) -> float:
+    return rows[name]["median"]
 
 
 def encoder_table(page: Path) -> str:
     """Step time and memory of PyTorch's encoder layers in three variants, and the picture of them."""
-    found = result(ENCODER)
-    shape = found["shape"]
-    lines = ["| one training step | time | peak memory |", "|---|---|---|"]
-    for variant, label in ENCODER_ROWS.items():
-        seconds, peak = found["seconds"][variant]["median"], found["peak_bytes"][variant]
-        lines.append(f"| {label} | {seconds:.2f} s | {gigabytes(peak)} |")
-    lines += [
-        "",
-        f"{shape['layers']} layers of width {shape['width']}, {shape['tokens']} tokens, {found['dtype']}, dropout "
-        f"{shape['dropout']} (PyTorch's default), {found['environment']['threads']} cores; measured as "
-        f"`benchmarks/results/{ENCODER}.md` says.",
-        "",
-        f"![Step time and peak memory of the three variants]({PICTURE.relative_to(page.parent).as_posix()})",
+    sizes, rows, threads = case_of(result(ENCODER))
+    cells = [
+        [label, f"{seconds(rows, v):.2f} s", f"{rows[v]['peak'] / 1e9:.2f} GB"] for v, label in ENCODER_ROWS.items()
     ]
-    return "\n".join(lines)
+    return f"""{table(["one training step", "time", "peak memory"], cells)}
+
+{sizes["layers"]} layers of width {sizes["width"]}, {sizes["tokens"]} tokens, bfloat16, dropout 0.1 (PyTorch's \
+default), {threads} cores; measured as `benchmarks/results/{ENCODER}.md` says.
+
+![Step time and peak memory of the three variants]({PICTURE.relative_to(page.parent).as_posix()})"""
 
 
 def whole_table(page: Path) -> str:
     """Whole training steps of a Llama, and the picture of them."""
-    found = result(WHOLE)
-    shape, peaks = found["shape"], found["peak_bytes"]
-    lines = ["| one whole step of a Llama | time | peak above weights and gradients |", "|---|---|---|"]
-    for variant, label in WHOLE_ROWS.items():
-        seconds, peak = found["seconds"][variant]["median"], peaks[variant]["above_gradients"]
-        lines.append(f"| {label} | {seconds:.2f} s | {peak / 2**20:,.0f} MiB |")
-    lines += [
-        "",
-        f"{shape['layers']} layers of width {shape['width']}, vocabulary {shape['vocabulary']:,}, {shape['batch']} × "
-        f"{shape['tokens']} tokens, {found['dtype']}, AdamW, {found['environment']['threads']} cores: "
-        f"`benchmarks/results/{WHOLE}.md`.",
-        "",
-        f"![Step time and peak memory of the variants]({WHOLE_PICTURE.relative_to(page.parent).as_posix()})",
+    sizes, rows, threads = case_of(result(WHOLE))
+    cells = [
+        [label, f"{seconds(rows, v):.2f} s", f"{rows[v]['above_gradients'] / MIB:,.0f} MiB"]
+        for v, label in WHOLE_ROWS.items()
     ]
-    return "\n".join(lines)
+    return f"""{table(["one whole step of a Llama", "time", "peak above weights and gradients"], cells)}
+
+{sizes["layers"]} layers of width {sizes["width"]}, vocabulary {sizes["vocabulary"]:,}, {sizes["batch"]} × \
+{sizes["tokens"]} tokens, float32, AdamW, {threads} cores: `benchmarks/results/{WHOLE}.md`.
+
+![Step time and peak memory of the variants]({WHOLE_PICTURE.relative_to(page.parent).as_posix()})"""
 
 
 def speed_table(page: Path) -> str:
     """What a step of `ckptfused inputs` takes of the others' time, on the processors measured."""
-    lines = ["| processor, type | plain | under `torch.utils.checkpoint` | result |", "|---|---|---|---|"]
+    cells = []
     for label, name in SPEED.items():
-        over = result(name)["inputs_over"]
-        lines.append(
-            f"| {label} | {over['plain']:.2f}× | {over['torch.utils.checkpoint']:.2f}× | "
-            f"`benchmarks/results/{name}.md` |"
-        )
-    return "\n".join(lines)
+        _, rows, _ = case_of(result(name))
+        over = [seconds(rows, "ckptfused inputs") / seconds(rows, v) for v in ("plain", "torch.utils.checkpoint")]
+        cells.append([label, *(f"{ratio:.2f}×" for ratio in over), f"`benchmarks/results/{name}.md`"])
+    return table(["processor, type", "plain", "under `torch.utils.checkpoint`", "result"], cells)
 
 
 SCRATCH = {dtype: f"ffn-scratch-8192x1024-{dtype}" for dtype in ("float32", "bfloat16")}
@@ -115,24 +115,19 @@ SCRATCH = {dtype: f"ffn-scratch-8192x1024-{dtype}" for dtype in ("float32", "bfl
 
 def scratch_table(page: Path) -> str:
     """Peak and time of a backward under limits of the FFN's scratch."""
-    found = {dtype: result(name) for dtype, name in SCRATCH.items()}
-    shape = found["float32"]["shape"]
-    lines = ["| scratch | peak, float32 | time | peak, bfloat16 | time |", "|---|---|---|---|---|"]
-    for limit in found["float32"]["seconds"]:
-        row = [f"{limit} MiB"]
-        for one in found.values():
-            seconds = [one["seconds"][name]["median"] for name in (limit, next(iter(one["seconds"])))]
-            row += [f"{one['peak_bytes'][limit] / 2**20:,.0f} MiB", f"{seconds[0] / seconds[1]:.2f}×"]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Backward of one block, C {shape['width']}, F {shape['hidden']}, {shape['tokens']:,} tokens, "
-            f"{found['float32']['environment']['threads']} cores; the first row is in one piece. Measured as "
-            f"{' and '.join(f'`benchmarks/results/{name}.md`' for name in SCRATCH.values())} say.",
-        ]
-    )
+    found = [case_of(result(name)) for name in SCRATCH.values()]
+    sizes, first, threads = found[0]
+    cells = []
+    for limit in first:
+        row = [limit]
+        for _, rows, _ in found:
+            over = seconds(rows, limit) / seconds(rows, next(iter(rows)))
+            row += [f"{rows[limit]['peak'] / MIB:,.0f} MiB", f"{over:.2f}×"]
+        cells.append(row)
+    return f"""{table(["scratch", "peak, float32", "time", "peak, bfloat16", "time"], cells)}
+
+Backward of one block, C {sizes["width"]}, F {sizes["hidden"]}, {sizes["tokens"]:,} tokens, {threads} cores; the first \
+row is in one piece. Measured as {" and ".join(f"`benchmarks/results/{name}.md`" for name in SCRATCH.values())} say."""
 
 
 HEADS = {
@@ -145,57 +140,44 @@ HEADS = {
 def heads_table(page: Path) -> str:
     """Forward and backward of the loss head alone beside PyTorch's logits as a whole."""
     plain, ours = "linear, cross_entropy", ("ckptfused", 'ckptfused, keep="inputs"')
-    lines = ['| loss head | PyTorch\'s | its peak | `keep="gradients"` | `keep="inputs"` | result |']
-    lines.append("|---|---|---|---|---|---|")
+    cells = []
     for label, name in HEADS.items():
-        found = result(name)
-        seconds = {variant: found["seconds"][variant]["median"] for variant in (plain, *ours)}
-        peaks = {variant: f"{found['peak_bytes'][variant] / 2**20:,.0f} MiB" for variant in seconds}
-        cells = [f"{seconds[variant] / seconds[plain]:.2f}×, {peaks[variant]}" for variant in ours]
-        row = [label, f"{seconds[plain]:.2f} s", peaks[plain], *cells, f"`benchmarks/results/{name}.md`"]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join([*lines, "", "Forward and backward of 2,048 tokens of width 1024, gradients included; 2 cores."])
+        _, rows, _ = case_of(result(name))
+        peaks = {v: f"{rows[v]['peak'] / MIB:,.0f} MiB" for v in (plain, *ours)}
+        beside = [f"{seconds(rows, v) / seconds(rows, plain):.2f}×, {peaks[v]}" for v in ours]
+        cells.append([label, f"{seconds(rows, plain):.2f} s", peaks[plain], *beside, f"`benchmarks/results/{name}.md`"])
+    head = ["loss head", "PyTorch's", "its peak", '`keep="gradients"`', '`keep="inputs"`', "result"]
+    return f"""{table(head, cells)}
 
-
-def above_weights(found: dict[str, Any], name: str) -> float:
-    """MiB at the peak of a step under a policy, beside the weights."""
-    return (found["rows"][name]["peak"] - found["weights"]) / 2**20
+Forward and backward of 2,048 tokens of width 1024, gradients included; 2 cores."""
 
 
 def policies_table(page: Path) -> str:
     """Memory and step time of one model under the policies that guides compare, and the picture of them."""
-    found = result(POLICIES)
-    shape, rows = found["sizes"], found["rows"]
-    lines = ["| policy | peak above weights | time |", "|---|---|---|"]
-    for name, row in rows.items():
-        lines.append(f"| {name} | {above_weights(found, name):,.1f} MiB | {row['seconds']['median']:.3f} s |")
-    lines += [
-        "",
-        f"Llama of {shape['layers']} layers of width {shape['width']}, {shape['batch']} × {shape['tokens']} tokens, "
-        f"float32, forward and backward, chunked loss, {found['environment']['threads']} cores; what is on the CPU "
-        f"stays there, so offload changes nothing here. Measured as `benchmarks/results/{POLICIES}.md` says.",
-        "",
-        f"![Peak memory and step time of the policies]({POLICIES_PICTURE.relative_to(page.parent).as_posix()})",
-    ]
-    return "\n".join(lines)
+    sizes, rows, threads = case_of(result(POLICIES))
+    cells = [[name, f"{above(row):,.1f} MiB", f"{row['median']:.3f} s"] for name, row in rows.items()]
+    return f"""{table(["policy", "peak above weights", "time"], cells)}
+
+Llama of {sizes["layers"]} layers of width {sizes["width"]}, {sizes["batch"]} × {sizes["tokens"]} tokens, float32, \
+forward and backward, chunked loss, {threads} cores; what is on the CPU stays there, so offload changes nothing here. \
+Measured as `benchmarks/results/{POLICIES}.md` says.
+
+![Peak memory and step time of the policies]({POLICIES_PICTURE.relative_to(page.parent).as_posix()})"""
 
 
 def planned_table(page: Path) -> str:
     """What planned steps need and take, measured, beside the best policy made by hand that fits."""
-    found = result(PLANNED)
-    shape = found["sizes"]
-    lines = ["| budget | measured peak | plan | best by hand that fits | |", "|---|---|---|---|---|"]
-    for row in found["rows"]:
-        budget, peak, own = row["budget"] / 2**20, row["measured"] / 2**20, row["seconds"]["median"]
-        hand = "none fits | –" if row["best_by_hand"] is None else row["best_by_hand"]
-        hand += "" if row["by_hand_seconds"] is None else f" | {row['by_hand_seconds']['median']:.3f} s"
-        lines.append(f"| {budget:,.1f} MiB | {peak:,.1f} MiB ({peak / budget:.1%}) | {own:.3f} s | {hand} |")
-    lines += [
-        "",
-        f"Llama of {shape['layers']} layers of width {shape['width']}, {shape['batch']} × {shape['tokens']} tokens, "
-        f"float32, {found['environment']['threads']} cores, as `benchmarks/results/{PLANNED}.md` says.",
-    ]
-    return "\n".join(lines)
+    sizes, rows, threads = case_of(result(PLANNED))
+    cells = []
+    for row in (row for row in rows.values() if "budget" in row):
+        best = best_by_hand(row["budget"], rows)
+        hand = ["none fits", "–"] if best is None else [best, f"{seconds(rows, best):.3f} s"]
+        peak = f"{row['peak'] / MIB:,.1f} MiB ({row['peak'] / row['budget']:.1%})"
+        cells.append([f"{row['budget'] / MIB:,.1f} MiB", peak, f"{row['median']:.3f} s", *hand])
+    return f"""{table(["budget", "measured peak", "plan", "best by hand that fits", "its time"], cells)}
+
+Llama of {sizes["layers"]} layers of width {sizes["width"]}, {sizes["batch"]} × {sizes["tokens"]} tokens, float32, \
+{threads} cores, as `benchmarks/results/{PLANNED}.md` says."""
 
 
 # By name: the result files that a table is made from, what makes it, and the pages that have it.
@@ -224,32 +206,34 @@ def filled(name: str, page: Path) -> tuple[str, str]:
 
 def draw_encoder(path: Path, found: dict[str, Any]) -> None:
     """Step time and peak memory of PyTorch's encoder layers."""
-    seconds = {variant: found["seconds"][variant]["median"] for variant in ENCODER_ROWS}
-    peaks = {variant: found["peak_bytes"][variant] / 1e9 for variant in ENCODER_ROWS}
-    draw_bars(path, seconds, ("peak memory of a step, GB", peaks, "{:.2f} GB"))
+    _, rows, _ = case_of(found)
+    peaks = {v: rows[v]["peak"] / 1e9 for v in ENCODER_ROWS}
+    draw_bars(path, {v: seconds(rows, v) for v in ENCODER_ROWS}, ("peak memory of a step, GB", peaks, "{:.2f} GB"))
 
 
 def draw_whole(path: Path, found: dict[str, Any]) -> None:
     """Step time and peak memory of whole steps of a Llama."""
-    seconds = {variant: found["seconds"][variant]["median"] for variant in WHOLE_ROWS}
-    peaks = {variant: found["peak_bytes"][variant]["above_gradients"] / 2**20 for variant in WHOLE_ROWS}
-    draw_bars(path, seconds, ("peak above weights and gradients, MiB", peaks, "{:,.0f} MiB"))
+    _, rows, _ = case_of(found)
+    peaks = {v: rows[v]["above_gradients"] / MIB for v in WHOLE_ROWS}
+    title = "peak above weights and gradients, MiB"
+    draw_bars(path, {v: seconds(rows, v) for v in WHOLE_ROWS}, (title, peaks, "{:,.0f} MiB"))
 
 
 def draw_policies(path: Path, found: dict[str, Any]) -> None:
     """Memory against time, a point for each policy; those that leave layers as they were all in another colour."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 5), layout="constrained", facecolor="white")
-    rows = sorted(found["rows"], key=lambda name: found["rows"][name]["seconds"]["median"])
-    points = [(name, above_weights(found, name), found["rows"][name]["seconds"]["median"]) for name in rows]
-    for name, x, y in points:
-        axis.plot(x, y, "o", color="#5f7fb8" if name in ("none", "Hugging Face's checkpointing") else "#d1603d")
+    _, rows, _ = case_of(found)
+    points = [(name, above(rows[name]), seconds(rows, name)) for name in sorted(rows, key=partial(seconds, rows))]
+    for colour, plain in (("#5f7fb8", True), ("#d1603d", False)):
+        series = [point[1:] for point in points if (point[0] in (NONE, THEIRS)) is plain]
+        axis.plot(*zip(*series, strict=True), "o", color=colour)
     axis.set_xlabel("peak above weights, MiB")
     axis.set_ylabel("seconds a step")
     axis.margins(x=0.15, y=0.1)
     axis.spines[["top", "right"]].set_visible(False)
     figure.draw_without_rendering()  # where points lie is known once there is a layout
-    label_points(axis, [("no checkpointing" if name == "none" else name, x, y) for name, x, y in points])
+    label_points(axis, [("no checkpointing" if name == NONE else name, x, y) for name, x, y in points])
     saved(figure, path)
 
 
@@ -264,30 +248,36 @@ def draw_plan(path: Path) -> None:
     path.write_text(short(path.read_text()))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--check", action="store_true", help="change nothing; fail where a table is out of date")
-    check = parser.parse_args().check
-    stale = []
+def stale() -> Iterator[tuple[str, Path, str]]:
+    """Tables and results' pages that are not those of their results: what is said, the page, its right text."""
     for name, page in ((name, page) for name, (_, _, pages) in TABLES.items() for page in pages):
         before, after = filled(name, page)
         if before != after:
-            stale.append(f"{page.name}: the table {name!r} is not that of its result")
-            if not check:
-                page.write_text(after)
-    if check and stale:
-        sys.exit("\n".join([*stale, "`make pictures` writes it anew"]))
+            yield f"{page.name}: the table {name!r} is not that of its result", page, after
+    for path in sorted(RESULTS.glob("*.json")):
+        found, page = json.loads(path.read_text()), path.with_suffix(".md")
+        if "benchmark" in found:  # not a GPU's
+            text = result_page(runner.module(found["benchmark"]).BENCHMARK, found)
+            if not page.exists() or page.read_text() != text:
+                yield f"{page.name}: it is not the page of its result", page, text
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks draw", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; fail where something is out of date")
+    if parser.parse_args(words).check:
+        if lines := [said for said, _, _ in stale()]:
+            print("\n".join([*lines, "`make pictures` writes it anew"]), file=sys.stderr)
+        return int(bool(lines))
+    for _, page, text in stale():
+        page.write_text(text)
     pictures = (
         (ENCODER, draw_encoder, PICTURE),
         (WHOLE, draw_whole, WHOLE_PICTURE),
         (POLICIES, draw_policies, POLICIES_PICTURE),
     )
     for name, draw, picture in pictures:
-        if not check and (RESULTS / f"{name}.json").exists():
+        if (RESULTS / f"{name}.json").exists():
             draw(picture, result(name))
-    if not check:
-        draw_plan(IMAGES / "plan.svg")
-
-
-if __name__ == "__main__":
-    main()
+    draw_plan(IMAGES / "plan.svg")
+    return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,8 @@ def processor() -> dict[str, str]:
     }
 
 
-def describe() -> dict[str, Any]:
-    """Commit, versions, device and command of this run."""
+def describe(command: str) -> dict[str, Any]:
+    """Commit, versions and device of this run, and the command that made it."""
     import ckptfused
 
     changed = git("status", "--porcelain", "--untracked-files=no")
@@ -47,13 +46,16 @@ def describe() -> dict[str, Any]:
         "cpu": processor(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": command,
     }
 
 
-def footer(where: dict[str, Any]) -> str:
-    """The last line of a page of results, from what `describe` said."""
+def footer(where: dict[str, Any], name: str) -> str:
+    """The last line of a page of results: from what `describe` said, and the command that measures it again."""
+    own = f"python -m benchmarks {name}"
+    again = "" if where["command"].startswith(own) else f"; again by `{own}`"
     return (
         f"{where['cpu']['model']} ({where['cpu']['instructions']}), {where['threads']} threads; "
-        f"torch {where['torch']}, ckptfused {where['ckptfused']}, commit {where['commit']}; `{where['command']}`."
+        f"torch {where['torch']}, ckptfused {where['ckptfused']}, commit {where['commit']}: "
+        f"`{where['command']}`{again}."
     )

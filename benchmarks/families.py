@@ -4,18 +4,14 @@ Models have the sizes of the configuration's defaults and one or two layers; the
 computed. "Before" counts what autograd saves of the layer's own forward with flash attention, every storage once.
 Prints a Markdown table; docs/convert.md quotes it.
 
-    python benchmarks/families.py
+    python -m benchmarks families
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import nn
@@ -82,7 +78,7 @@ def layers_of(model: nn.Module) -> Iterator[Any]:
             yield layer
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
     logging.disable(logging.WARNING)
     print("| model | layer | path | bytes/token before | after | ratio |\n|---|---|---|---|---|---|")
     for name, model in models():
@@ -91,7 +87,3 @@ def main() -> None:
             numbers = ["?" if v is None else f"{v:,.0f}" for v in (before, after)]
             ratio = f"{before / after:.1f}×" if before and after else ""
             print(f"| {name} | {layer.layer} | {layer.path} | {numbers[0]} | {numbers[1]} | {ratio} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,55 +1,61 @@
 """Peak memory and time of a block's backward under limits of its FFN's hidden-wide scratch.
 
 One Llama-style block that saves its input only. Gradients differ in bits from limit to limit, as sums over tiles do,
-and are checked against float64 first. The limits take turns. Writes
-benchmarks/results/ffn-scratch-<tokens>x<width>-<dtype>[-<label>].json and .md.
-
-    python benchmarks/ffn_scratch.py --dtype float32 --dtype bfloat16
+and are checked against float64.
 """
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 
-from benchmarks import environment
+from benchmarks.benchmark import Benchmark, Column, Sizes, Steps, mib, option, ratio
 from benchmarks.checks import worst_error
-from benchmarks.commands import command_line, interleaved, page, times, write
 from benchmarks.memory import memory_of
-from benchmarks.step_time import summary, take_turns
 from ckptfused import cost
 from ckptfused.functional import block
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec, param_shapes
 
-LIMITS = (1024, 64, 16, 4)  # MiB; the first one cuts nothing
-TOKENS, WIDTH, HIDDEN, HEADS = 8192, 1024, 2816, 8
-ATTENTION = AttentionSpec(HEADS, HEADS, WIDTH // HEADS, pre="rmsnorm", causal=True)
-SPEC = BlockSpec(ATTENTION, FFNSpec("swiglu", HIDDEN, pre="rmsnorm"))
+LIMITS = {f"{size} MiB": size << 20 for size in (1024, 64, 16, 4)}
+WHOLE = "1024 MiB"
+"""The limit that cuts nothing."""
+CHECKED_TOKENS = 256
 
 
-def tensors(spec: BlockSpec, tokens: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+@dataclass(frozen=True, kw_only=True)
+class ScratchSizes(Sizes):
+    """The block and its input."""
+
+    tokens: int = 8192
+    width: int = 1024
+    hidden: int = 2816
+    heads: int = 8
+    dtype: str = option("float32", "bfloat16")
+
+    def spec(self, scratch: int = 0) -> BlockSpec:
+        """The block with so many bytes of scratch."""
+        attention = AttentionSpec(self.heads, self.heads, self.width // self.heads, pre="rmsnorm", causal=True)
+        return BlockSpec(attention, FFNSpec("swiglu", self.hidden, pre="rmsnorm"), scratch=scratch)
+
+
+def tensors(sizes: ScratchSizes) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """x, the gradient that comes back, and parameters."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, dtype = torch.Generator().manual_seed(sizes.seed), getattr(torch, sizes.dtype)
 
     def normal(*shape: int, std: float = 1.0) -> Tensor:
         return (std * torch.randn(shape, generator=generator)).to(dtype)
 
     params = {
         name: (normal(*shape, std=shape[-1] ** -0.5) if len(shape) == 2 else torch.ones(shape, dtype=dtype))
-        for name, (shape, _) in param_shapes(spec, WIDTH).items()
+        for name, (shape, _) in param_shapes(sizes.spec(), sizes.width).items()
         if not name.endswith("_b")
     }
-    return normal(1, tokens, WIDTH).requires_grad_(), normal(1, tokens, WIDTH), {
-        name: t.requires_grad_() for name, t in params.items()
-    }  # fmt: skip
+    size = (1, sizes.tokens, sizes.width)
+    return normal(*size).requires_grad_(), normal(*size), {name: t.requires_grad_() for name, t in params.items()}
 
 
 def gradients(spec: BlockSpec, x: Tensor, dy: Tensor, params: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -58,79 +64,53 @@ def gradients(spec: BlockSpec, x: Tensor, dy: Tensor, params: dict[str, Tensor])
     return dict(zip(leaves, found, strict=True))
 
 
-def check(dtype: torch.dtype, seed: int) -> str:
+def check(sizes: ScratchSizes, steps: Any = None) -> str:
     """Raises unless every limit's gradients are right, as `checks.worst_error`; returns what was shown."""
-    x, dy, params = tensors(SPEC, 256, dtype, seed)
+    x, dy, params = tensors(replace(sizes, tokens=CHECKED_TOKENS))
 
     def double(t: Tensor) -> Tensor:
         return t.detach().double().requires_grad_()
 
-    exact = gradients(SPEC, double(x), double(dy), {name: double(t) for name, t in params.items()})
-    whole, worst = gradients(SPEC, x, dy, params), 0.0
-    for limit in LIMITS[1:]:
-        cut = replace(SPEC, scratch=(limit << 20) * 256 // TOKENS)
-        worst = max(worst, worst_error(exact, whole, gradients(cut, x, dy, params), dtype))
+    exact = gradients(sizes.spec(), double(x), double(dy), {name: double(t) for name, t in params.items()})
+    whole, worst = gradients(sizes.spec(), x, dy, params), 0.0
+    for limit in LIMITS.values():
+        cut = sizes.spec(limit * CHECKED_TOKENS // sizes.tokens)
+        worst = max(worst, worst_error(exact, whole, gradients(cut, x, dy, params), x.dtype))
     return f"gradients in tiles at most {worst:.2f} of the allowed error against float64"
 
 
-def measure(dtype_name: str, budget: float, seed: int) -> dict[str, Any]:
-    """Checks, then measures each limit's backward."""
-    dtype = getattr(torch, dtype_name)
-    checked = check(dtype, seed)
-    x, dy, params = tensors(SPEC, TOKENS, dtype, seed)
+def variants(sizes: ScratchSizes) -> Steps:
+    """A backward of each limit."""
+    x, dy, params = tensors(sizes)
     leaves = [x, *params.values()]
-    steps, peaks, tiles = {}, {}, {}
-    for limit in LIMITS:
-        spec = replace(SPEC, scratch=limit << 20)
-        y = block(x, params, spec)
-        steps[str(limit)] = partial(torch.autograd.grad, y, leaves, dy, retain_graph=True)
-        peaks[str(limit)] = memory_of(steps[str(limit)]).peak
-        tiles[str(limit)] = cost.ffn_tiles(TOKENS, WIDTH, HIDDEN, True, dtype.itemsize, spec.scratch)
-    times = {limit: summary(seconds) for limit, seconds in take_turns(steps, budget).items()}
-    return {
-        "case": f"ffn-scratch-{TOKENS}x{WIDTH}",
-        "dtype": dtype_name,
-        "shape": {"tokens": TOKENS, "width": WIDTH, "hidden": HIDDEN, "heads": HEADS},
-        "check": checked,
-        "seconds": times,
-        "peak_bytes": peaks,
-        "tiles": tiles,
-        "gradient_bytes": sum(t.nbytes for t in leaves),
-        "environment": environment.describe(),
-    }
+    results = {name: block(x, params, sizes.spec(limit)) for name, limit in LIMITS.items()}
+    return {name: partial(torch.autograd.grad, y, leaves, dy, retain_graph=True) for name, y in results.items()}
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The result as a page."""
-    shape, dtype = result["shape"], result["dtype"]
-    lines = [
-        f"# {result['case']}, {dtype}",
-        "",
-        f"Backward of one pre-norm block, C {shape['width']}, F {shape['hidden']}, SwiGLU, {shape['heads']} heads, "
-        f"{shape['tokens']} tokens, that saved its input. Of each peak {result['gradient_bytes'] / 2**20:.0f} MiB are "
-        "its gradients.",
-        "",
-        "| scratch | tiles of | peak MiB | median s | p20 | p80 | time |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    first = result["seconds"][str(LIMITS[0])]["median"]
-    for limit, row in result["seconds"].items():
-        rows, cols = result["tiles"][limit]
-        whole = (rows, cols) == (shape["tokens"], shape["hidden"])
-        tiles, peak = "one piece" if whole else f"{rows} × {cols}", result["peak_bytes"][limit] / 2**20
-        lines.append(f"| {limit} MiB | {tiles} | {peak:,.0f} | {times(row)} | {row['median'] / first:.2f}× |")
-    return page(lines, result, f"{interleaved(result, 'backwards')} Checked first: {result['check']}.")
+def figures(sizes: ScratchSizes, step: Any, limit: int) -> dict[str, Any]:
+    """The peak, the gradients' part of it, and the tiles."""
+    size = getattr(torch, sizes.dtype).itemsize
+    rows, columns = cost.ffn_tiles(sizes.tokens, sizes.width, sizes.hidden, True, size, limit)
+    gradient_bytes = sum(leaf.nbytes for leaf in step.args[1])
+    return {"peak": memory_of(step).peak, "gradients": gradient_bytes, "tiles": f"{rows} × {columns}"}
 
 
-def main() -> None:
-    parser = command_line(__doc__, 60.0)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append", help="default: both")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for dtype in arguments.dtype or ("float32", "bfloat16"):
-        result = measure(dtype, arguments.budget, arguments.seed)
-        write(result, markdown, arguments, result["case"], dtype)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    name="ffn-scratch",
+    doc=__doc__,
+    sizes=ScratchSizes(),
+    variants=variants,
+    check=check,
+    figures=lambda sizes, steps: {name: figures(sizes, step, LIMITS[name]) for name, step in steps.items()},
+    columns=(
+        Column("tiles of", lambda row, rows: "one piece" if row["tiles"] == rows[WHOLE]["tiles"] else row["tiles"]),
+        mib("peak", "peak", ",.0f"),
+        ratio("time", WHOLE),
+    ),
+    stem=lambda sizes: f"ffn-scratch-{sizes.tokens}x{sizes.width}-{sizes.dtype}",
+    shape=lambda sizes, rows: (
+        f"{sizes.dtype}, backward of one pre-norm block, C {sizes.width}, F {sizes.hidden}, SwiGLU, {sizes.heads} "
+        f"heads, {sizes.tokens:,} tokens, that saved its input. Of each peak "
+        f"{rows[WHOLE]['gradients'] / 2**20:.0f} MiB are its gradients."
+    ),
+)

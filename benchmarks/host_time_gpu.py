@@ -1,30 +1,23 @@
-"""Times a training step of one tiny block along a GPU's path: how much of it is host time, and the calls into Python.
+"""A training step of one tiny block along a GPU's path: how much of it is host time, and the calls into Python.
 
 x is [1, 8, 32] on the CPU, on one thread; float32 takes oneDNN's half-precision products out of the figure. The FFN's
 choice is asked of Python as on a GPU. Attention without dropout is PyTorch's, called from C++; with dropout Triton's
 kernels are launched, once through the launchers in Python and then from their records, or always through Python. The
-launches do nothing here: what Triton's own launch, or the driver's, takes is not in the figure. Prints the least and
-the median processor time, and the calls into Python of a step that is not the first.
-
-    python benchmarks/host_time_gpu.py
+launches do nothing here: what Triton's own launch, or the driver's, takes is not in the figure. Calls into
+Python are those of a step that is not the first.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import inspect
-import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch._dynamo  # before what may stand for Triton
@@ -36,6 +29,8 @@ except ImportError:  # nothing of it runs here
     stand_in.jit = lambda function=None, **_: function or (lambda decorated: decorated)
     sys.modules.update({"triton": stand_in, "triton.language": stand_in.language})
 
+from benchmarks.benchmark import PROCESSOR, Benchmark, Column, Rows, Sizes, number, option
+from benchmarks.runner import summary, take_turns
 from ckptfused import FusedCheckpointBlock
 from ckptfused._extension import _C
 from ckptfused.triton import attention, launch, records, tuning
@@ -94,30 +89,34 @@ def ffn_choice(like: torch.Tensor, dtype: torch.dtype, n: int, c: int, f: int, a
     return tuning.ffn_choice(n, c, f, act, dtype, H200)[0]
 
 
-def measure(name: str, options: dict[str, Any], dtype: torch.dtype, rounds: int) -> str:
+@dataclass(frozen=True, kw_only=True)
+class HostSizes(Sizes):
+    """The block's type, and how many steps are timed."""
+
+    dtype: str = option("bfloat16", "float32", every=False)
+    rounds: int = 2000
+
+
+def measure(options: dict[str, Any], sizes: HostSizes) -> dict[str, Any]:
+    """Times of a block's steps, and its calls into Python."""
+    dtype = getattr(torch, sizes.dtype)
     block = FusedCheckpointBlock.llama(32, 4, dim_feedforward=64, **options).to(dtype)
     x, dy = torch.randn(2, 1, 8, 32).to(dtype)
     x.requires_grad_()
-    times = []
-    for turn in range(rounds + rounds // 10):
+
+    def step() -> None:
         x.grad = None
         calls.clear()
-        before = time.process_time_ns()
         block(x).backward(dy)
-        if turn >= rounds // 10:
-            times.append((time.process_time_ns() - before) / 1e3)
-    said = f"least {min(times):5.0f} µs, median {statistics.median(times):5.0f} µs"
-    return f"{name:28} {said}, {len(calls)} calls into Python: {' '.join(calls) or '-'}"
+
+    (times,) = take_turns({"": step}, 0, PROCESSOR, sizes.rounds).values()
+    return summary(times, times) | {"calls": len(calls), "called": " ".join(calls)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=2000)
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    arguments = parser.parse_args()
-    call = getattr(torch, arguments.dtype), arguments.rounds
+def figures(sizes: HostSizes, steps: Any) -> Rows:
+    """Each kind of block by itself: what stands for Triton's kernels differs."""
+    rows: Rows = {}
     warnings.simplefilter("ignore")  # a library that replaces a kernel says so
-    torch.set_num_threads(1)
     library = torch.library.Library("ckptfused", "IMPL")
     library.impl("ffn_choice", noted(ffn_choice), "CPU")
     names = ("attention_fwd_kernel", "attention_delta_kernel", "attention_dkdv_kernel", "attention_dq_kernel")
@@ -131,18 +130,32 @@ def main() -> None:
         mock.patch.object(records, "_fits", return_value=True),
         mock.patch.object(attention, "has_triton", return_value=True),
         mock.patch.object(tuning, "_has_triton", return_value=True),
+        mock.patch.object(tuning, "triton_version", str),
     ):
         for name in PLAIN:
-            print(measure(name, PLAIN[name], *call), flush=True)
+            rows[name] = measure(PLAIN[name], sizes)
         library.impl("attention_triton_fwd", noted(attention.attention_fwd), "CPU")
         library.impl("attention_triton_bwd", noted(attention.attention_bwd), "CPU")
         as_on_gpu = _C.testing.AttentionAsOnGpu()
         for name in DROPPED:
             for used in (True, False):
                 _C.testing.use_launch_records(used)
-                print(measure(f"{name}{'' if used else ', no records'}", DROPPED[name], *call), flush=True)
+                rows[f"{name}{'' if used else ', no records'}"] = measure(DROPPED[name], sizes)
         del as_on_gpu
+    return rows
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    name="host-time-gpu",
+    doc=__doc__,
+    sizes=HostSizes(),
+    figures=figures,
+    columns=(
+        number("least", "least", ".0f"),
+        number("calls into Python", "calls", ".0f"),
+        Column("which", lambda row, rows: row["called"]),
+    ),
+    stem=lambda sizes: f"host-time-gpu-{sizes.dtype}",
+    clock=PROCESSOR,
+    threads=1,
+)

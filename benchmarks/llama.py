@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import environment
-from benchmarks.commands import command_line, write
+from benchmarks.benchmark import Sizes
 from benchmarks.memory import memory_of
 
-MIB = 2**20
 
-
-@dataclass(frozen=True)
-class Sizes:
+@dataclass(frozen=True, kw_only=True)
+class LlamaSizes(Sizes):
     """The model and its batch."""
 
     layers: int = 12
@@ -30,11 +26,11 @@ class Sizes:
     tokens: int = 512
 
 
-def make(sizes: Sizes, seed: int) -> nn.Module:
+def make(sizes: LlamaSizes) -> nn.Module:
     """A Llama with random weights in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(sizes.seed)
     config = LlamaConfig(
         vocab_size=sizes.vocabulary,
         hidden_size=sizes.width,
@@ -47,30 +43,39 @@ def make(sizes: Sizes, seed: int) -> nn.Module:
     return LlamaForCausalLM(config).train()
 
 
-def batch_of(sizes: Sizes, seed: int) -> dict[str, Tensor]:
+def batch_of(sizes: LlamaSizes) -> dict[str, Tensor]:
     """Random tokens, which are their own labels."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(sizes.seed)
     ids = torch.randint(0, sizes.vocabulary, (sizes.batch, sizes.tokens), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
-def step_of(model: Any, batch: dict[str, Tensor]) -> Callable[[], None]:
-    """Forward and backward; the gradients are made anew."""
+@dataclass
+class LlamaStep:
+    """Forward and backward of a model; the gradients are made anew."""
 
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        model(**batch).loss.backward()
+    model: Any
+    batch: dict[str, Tensor]
+    plan: Any = None
+    """The plan that the model was converted by, if any."""
 
-    return step
+    def __call__(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.model(**self.batch).loss.backward()
 
+    def loss(self) -> float:
+        return self.model(**self.batch).loss.item()
 
-def peak_of(model: Any, batch: dict[str, Tensor]) -> int:
-    """Bytes at the peak of a second step, weights and batch included."""
-    step = step_of(model, batch)
-    step()
-    model.zero_grad(set_to_none=True)
-    owned = {t.untyped_storage().data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    return sum(owned.values()) + batch["input_ids"].nbytes + memory_of(step).peak
+    def peak(self) -> int:
+        """Bytes at the peak of a second step, weights and batch included."""
+        self()
+        self.model.zero_grad(set_to_none=True)
+        owned = {t.untyped_storage().data_ptr(): t.nbytes for t in (*self.model.parameters(), *self.model.buffers())}
+        return sum(owned.values()) + self.batch["input_ids"].nbytes + memory_of(self).peak
+
+    def weights(self) -> int:
+        """Bytes of parameters."""
+        return sum(p.nbytes for p in self.model.parameters())
 
 
 def check_losses(losses: Mapping[str, float], reference: str) -> float:
@@ -84,19 +89,15 @@ def check_losses(losses: Mapping[str, float], reference: str) -> float:
     return max(differences)
 
 
-def command(
-    doc: str | None,
-    budget: float,
-    stem: str,
-    measure: Callable[[Sizes, Namespace], dict[str, Any]],
-    markdown: Callable[[dict[str, Any]], str],
-) -> None:
-    """A measurement from the command line: of the sizes that are asked for, written as `stem`-<layers>x<width>."""
-    parser = command_line(doc, budget)
-    for name, value in asdict(Sizes()).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    sizes = Sizes(**{name: getattr(arguments, name) for name in asdict(Sizes())})
-    result = measure(sizes, arguments) | {"environment": environment.describe()}
-    write(result, markdown, arguments, f"{stem}-{sizes.layers}x{sizes.width}")
+def same_losses(steps: Mapping[str, Any], reference: str) -> str:
+    """Says how far the losses of all variants are from that of one, as `check_losses`."""
+    worst = check_losses({name: step.loss() for name, step in steps.items()}, reference)
+    return f"losses differ by {worst:.1g} of themselves at most"
+
+
+def described(sizes: LlamaSizes, what: str) -> str:
+    """The model and its step, in a sentence."""
+    return (
+        f"Llama of {sizes.layers} layers, C {sizes.width}, F {sizes.hidden}, {sizes.heads} heads, vocabulary "
+        f"{sizes.vocabulary:,}, {sizes.batch} × {sizes.tokens} tokens, float32; {what}."
+    )

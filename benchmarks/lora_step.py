@@ -1,42 +1,40 @@
-"""Times a LoRA fine-tuning step of a Hugging Face Llama: PEFT, PEFT with gradient checkpointing, PEFT converted.
+"""A LoRA fine-tuning step of a Hugging Face Llama: PEFT, PEFT with gradient checkpointing, PEFT converted.
 
-Gradients are checked first, the bytes alive between forward and backward and at the peak of a step are counted by the
-allocator, and variants take turns within one run. With `--bits 4` the base is stored by bitsandbytes (QLoRA: nf4 with
-nested scales). Writes benchmarks/results/lora-4x1024[-<label>].json and .md, or qlora-4x1024. Needs transformers, peft.
-
-    python benchmarks/lora_step.py --budget 100
-    python benchmarks/lora_step.py --budget 100 --bits 4
+Bytes alive between forward and backward and at the peak of a step are counted by the allocator. With `--bits 4` the
+base is stored by bitsandbytes (QLoRA: nf4 with nested scales). Needs transformers and peft.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import sys
 import tempfile
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor, nn
 
 import ckptfused
-from benchmarks import environment
-from benchmarks.commands import command_line, interleaved, page, times, write
+from benchmarks.benchmark import Benchmark, Goal, Rows, Sizes, Steps, mib, option, ratio
+from benchmarks.checks import worst_error
 from benchmarks.memory import memory_of
-from benchmarks.step_time import summary, take_turns
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 BATCH, TOKENS = 4, 512
 VOCABULARY = {16: 256, 4: 8192}
 """By the base's bits: what is saved is not logits, and what a QLoRA step holds at its peak is, where they are made."""
-CHECKPOINTED, CONVERTED = "PEFT + gradient_checkpointing_enable()", "PEFT, ckptfused.convert"
+PLAIN, CHECKPOINTED = "PEFT", "PEFT + gradient_checkpointing_enable()"
+CONVERTED = "PEFT, ckptfused.convert"
 CHUNKED = f'{CONVERTED}(loss="chunked")'
-NAMES = {16: "LoRA", 4: "QLoRA"}
-GOAL, PEAK_GOAL = 0.8, 0.35
-"""Seconds and peak bytes of a step over checkpointing's, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSizes(Sizes):
+    """Bits of the base's projections, and dropout of the adapters' inputs."""
+
+    bits: int = option(16, 4, every=False)
+    dropout: float = 0.0
 
 
 def config(bits: int) -> Any:
@@ -83,22 +81,23 @@ def adapted(base: nn.Module, dropout: float, seed: int) -> nn.Module:
     return get_peft_model(base, lora).train()
 
 
-def variants(bits: int, dropout: float, seed: int) -> dict[str, nn.Module]:
+def models(sizes: AdapterSizes) -> dict[str, nn.Module]:
     """Models with the same weights."""
-    plain = adapted(make_base(bits, seed), dropout, seed)
+    plain = adapted(make_base(sizes.bits, sizes.seed), sizes.dropout, sizes.seed)
     checkpointed: Any = copy.deepcopy(plain)
     checkpointed.activation_checkpointing_enable()
-    models = {"PEFT": plain, CHECKPOINTED: checkpointed}
+    found = {PLAIN: plain, CHECKPOINTED: checkpointed}
     for name, loss in {CONVERTED: None, CHUNKED: "chunked"}.items():
-        if name == CONVERTED or bits == 4:
-            models[name] = copy.deepcopy(plain)
-            report = ckptfused.convert(models[name], loss=loss)
+        if name == CONVERTED or sizes.bits == 4:
+            found[name] = copy.deepcopy(plain)
+            report = ckptfused.convert(found[name], loss=loss)
             assert report.fused == len(report.layers) == 4, str(report)
-    return models
+    return found
 
 
-def batch(bits: int, seed: int) -> Tensor:
-    return torch.randint(0, VOCABULARY[bits], (BATCH, TOKENS), generator=torch.Generator().manual_seed(seed))
+def batch(sizes: AdapterSizes) -> Tensor:
+    generator = torch.Generator().manual_seed(sizes.seed)
+    return torch.randint(0, VOCABULARY[sizes.bits], (BATCH, TOKENS), generator=generator)
 
 
 def loss(model: Any, ids: Tensor) -> Tensor:
@@ -116,81 +115,64 @@ def gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def check(bits: int, seed: int) -> str:
-    """Raises unless the converted models' gradients are right: without dropout, at most twice PEFT's own bfloat16
-    error against float64, plus half an ulp of the tensor's scale. A base in 4 bits is dequantized for float64's.
+def check(sizes: AdapterSizes, steps: Any = None) -> str:
+    """Raises unless the converted models' gradients are right: without dropout, within `checks.worst_error`'s limits.
+    A base in 4 bits is dequantized for float64's.
     """
-    models = variants(bits, 0.0, seed)
-    ids = batch(bits, seed)[:1]
-    base: Any = make_base(bits, seed)
-    truth = gradients(adapted(base.dequantize() if bits == 4 else base, 0.0, seed).double(), ids)
-    own = gradients(models["PEFT"], ids)
+    found, ids = models(replace(sizes, dropout=0.0)), batch(sizes)[:1]
+    base: Any = make_base(sizes.bits, sizes.seed)
+    truth = gradients(adapted(base.dequantize() if sizes.bits == 4 else base, 0.0, sizes.seed).double(), ids)
+    own = gradients(found[PLAIN], ids)
     worst = 0.0
-    for variant in models.keys() - {"PEFT", CHECKPOINTED}:
-        ours = gradients(models[variant], ids)
+    for variant in found.keys() - {PLAIN, CHECKPOINTED}:
+        ours = gradients(found[variant], ids)
         if not ours.keys() == own.keys() == truth.keys():
             raise SystemExit(f"gradient check failed, no time reported: {variant}: other parameters have gradients")
-        for name, exact in truth.items():
-            allowed = 2 * (own[name] - exact).norm() + torch.finfo(torch.bfloat16).eps / 2 * exact.norm()
-            ratio = float((ours[name] - exact).norm() / allowed)
-            if not ratio <= 1:
-                raise SystemExit(f"gradient check failed, no time reported: {name}: {ratio:.2f} of the allowed error")
-            worst = max(worst, ratio)
+        worst = max(worst, worst_error(truth, own, ours, torch.bfloat16))
     return f"{len(truth)} gradients, at most {worst:.2f} of the allowed error against float64"
 
 
-def measure(bits: int, dropout: float, budget: float, seed: int) -> dict[str, Any]:
-    """Checks, counts bytes, then times."""
-    checked = check(bits, seed)
-    models, ids = variants(bits, dropout, seed), batch(bits, seed)
-    steps = {name: functools.partial(step, model, ids) for name, model in models.items()}
-    seconds = {name: summary(found) for name, found in take_turns(steps, budget).items()}
-    return {
-        "case": f"{NAMES[bits].lower()}-4x1024",
-        "bits": bits,
-        "dtype": "bfloat16, adapters float32",
-        "adapter_dropout": dropout,
-        "check": checked,
-        "live_bytes": {n: memory_of(functools.partial(loss, model, ids)).lasting for n, model in models.items()},
-        "peak_bytes": {name: memory_of(call).peak for name, call in steps.items()},
-        "seconds": seconds,
-        "goals": {"seconds": GOAL} | ({"peak_bytes": PEAK_GOAL} if bits == 4 else {}),
-        "environment": environment.describe(),
-    }
+def variants(sizes: AdapterSizes) -> Steps:
+    ids = batch(sizes)
+    return {name: partial(step, model, ids) for name, model in models(sizes).items()}
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The result as a page."""
-    bits, goals = result["bits"], result["goals"]
-    stored = "" if bits == 16 else ", its projections in 4 bits (nf4, nested scales, bitsandbytes)"
-    lines = [
-        f"# {NAMES[bits]}, adapter dropout {result['adapter_dropout']}",
-        "",
-        f"Llama of 4 layers, C 1024, F 2752, 16 heads, {VOCABULARY[bits]:,} classes, bfloat16 and frozen{stored}; "
-        f"rank 16 in float32 on q, v, o, gate, down; {BATCH} × {TOKENS} tokens; forward, loss and backward.",
-        "",
-        "| variant | median s | p20 | p80 | alive after forward MiB | peak of a step MiB | of checkpointing's |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    base, most = result["seconds"][CHECKPOINTED]["median"], result["peak_bytes"][CHECKPOINTED]
-    for name, row in result["seconds"].items():
-        alive, peak = result["live_bytes"][name], result["peak_bytes"][name]
-        mib = f"{alive / 2**20:.1f} | {peak / 2**20:.1f}"
-        lines.append(f"| {name} | {times(row)} | {mib} | {row['median'] / base:.2f}×, {peak / most:.2f}× |")
-    goal = ", ".join(f"{what.split('_')[0]} at most {value:.2f}×" for what, value in goals.items())
-    said = f"{interleaved(result)} Goal of the converted model: {goal}. Peaks are above weights and last gradients."
-    return page(lines, result, f"{said} Checked first: {result['check']}.")
+def figures(step: Any) -> dict[str, int]:
+    """Bytes alive after forward, and at the peak of a step that frees the gradients of the one before."""
+    step()
+    return {"alive": memory_of(partial(loss, *step.args)).lasting, "peak": memory_of(step).peak}
 
 
-def main() -> None:
-    parser = command_line(__doc__, 90.0)
-    parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters' inputs")
-    parser.add_argument("--bits", type=int, choices=sorted(NAMES), default=16, help="of the base's projections")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    result = measure(arguments.bits, arguments.dropout, arguments.budget, arguments.seed)
-    write(result, markdown, arguments, result["case"], "dropout" if arguments.dropout else "")
+def goals(sizes: AdapterSizes) -> list[Goal]:
+    time, peak = Goal(CONVERTED, CHECKPOINTED, 0.8), Goal(CHUNKED, CHECKPOINTED, 0.35, "peak", "peak")
+    return [time] if sizes.bits == 16 else [time, Goal(CHUNKED, CHECKPOINTED, 0.8), peak]
 
 
-if __name__ == "__main__":
-    main()
+def shape(sizes: AdapterSizes, rows: Rows) -> str:
+    stored = "" if sizes.bits == 16 else ", its projections in 4 bits (nf4, nested scales, bitsandbytes)"
+    return (
+        f"Llama of 4 layers, C 1024, F 2752, 16 heads, {VOCABULARY[sizes.bits]:,} classes, bfloat16 and "
+        f"frozen{stored}; rank 16 in float32 on q, v, o, gate, down, adapter dropout {sizes.dropout}; {BATCH} × "
+        f"{TOKENS} tokens; forward, loss and backward. Peaks are above weights and last gradients."
+    )
+
+
+BENCHMARK = Benchmark(
+    name="lora-step",
+    doc=__doc__,
+    sizes=AdapterSizes(),
+    variants=variants,
+    check=check,
+    figures=lambda sizes, steps: {name: figures(step) for name, step in steps.items()},
+    columns=(
+        mib("alive after forward", "alive"),
+        mib("peak of a step", "peak"),
+        ratio("time of PEFT's", PLAIN),
+        ratio("time of checkpointing's", CHECKPOINTED),
+        ratio("peak of checkpointing's", CHECKPOINTED, "peak"),
+    ),
+    goals=goals,
+    stem=lambda sizes: f"{'lora' if sizes.bits == 16 else 'qlora'}-4x1024{'-dropout' if sizes.dropout else ''}",
+    shape=shape,
+    budget=90.0,
+)

@@ -2,27 +2,16 @@
 
 For each budget the plan's peak, measured by PyTorch's allocator, and its time beside that of the fastest policy made by
 hand whose measured peak fits: each layer, every 2, every 4, selective FFN, selective attention, none, all with the
-plan's loss. Losses are compared first; all variants take turns within one run. Writes
-benchmarks/results/planned-steps-<layers>x<width>[-<label>].json and .md. Needs transformers.
-
-    python benchmarks/planned_steps.py
+plan's loss. Needs transformers.
 """
 
 from __future__ import annotations
 
-import sys
-from argparse import Namespace
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-
 import ckptfused
-from benchmarks.commands import page
-from benchmarks.llama import MIB, Sizes, batch_of, check_losses, command, make, peak_of, step_of
-from benchmarks.step_time import summary, take_turns
+from benchmarks.benchmark import MIB, Benchmark, Column, Rows, Steps, mib
+from benchmarks.llama import LlamaSizes, LlamaStep, batch_of, described, make, same_losses
 from ckptfused import CheckpointPolicy
 
 SHARES = (0.02, 0.25, 0.5, 0.75, 0.95)
@@ -41,76 +30,61 @@ def by_hand(loss: dict[str, Any]) -> dict[str, CheckpointPolicy]:
     }
 
 
-def measure(sizes: Sizes, arguments: Namespace) -> dict[str, Any]:
-    """Plans, checks, measures and times."""
-    batch = batch_of(sizes, arguments.seed)
-    model = make(sizes, arguments.seed)
+def variants(sizes: LlamaSizes) -> Steps:
+    """A step of each plan, and one of each policy made by hand."""
+    batch, model = batch_of(sizes), make(sizes)
     front = ckptfused.plan(model, batch, 1 << 50, device="cpu").front
     least, most = front[0].peak, front[-1].peak
-    plans = {}
-    for share in SHARES:
-        budget = int(least + share * (most - least))
-        plans[f"{budget / MIB:,.1f} MiB"] = ckptfused.plan(model, batch, budget, device="cpu")
-    policies = {f"plan for {name}": found.policy for name, found in plans.items()}
+    budgets = [int(least + share * (most - least)) for share in SHARES]
+    plans = {f"plan for {b / MIB:,.1f} MiB": ckptfused.plan(model, batch, b, device="cpu") for b in budgets}
+    policies = {name: found.policy for name, found in plans.items()}
     for policy in dict.fromkeys(policies.values()):
         policies |= by_hand({"loss": policy.loss, "loss_scratch": policy.loss_scratch})
-    models, peaks, losses = {}, {}, {}
-    for name, policy in policies.items():
-        models[name] = make(sizes, arguments.seed)
-        ckptfused.convert(models[name], policy=policy)
-        peaks[name] = peak_of(models[name], batch)
-        losses[name] = models[name](**batch).loss.item()
-    worst = check_losses(losses, "none")
-    times = take_turns({name: step_of(one, batch) for name, one in models.items()}, arguments.budget)
-    seconds = {name: summary(taken) for name, taken in times.items()}
-    rows = []
-    for name, found in plans.items():
-        own = f"plan for {name}"
-        fitting = [other for other in by_hand({}) if peaks[other] <= found.budget]
-        best = min(fitting, key=lambda other: seconds[other]["median"], default=None)
-        rows.append(
-            {
-                "budget": found.budget,
-                "predicted": found.peak,
-                "measured": peaks[own],
-                "policy": str(found.policy),
-                "predicted_seconds": found.seconds,
-                "seconds": seconds[own],
-                "best_by_hand": best,
-                "by_hand_seconds": None if best is None else seconds[best],
-            }
-        )
-    hand = {name: {"peak": peaks[name], "seconds": seconds[name]} for name in by_hand({})}
-    return {"sizes": asdict(sizes), "rows": rows, "by_hand": hand, "largest_loss_difference": worst}
+    steps = {name: LlamaStep(make(sizes), batch, plans.get(name)) for name in policies}
+    for name, step in steps.items():
+        ckptfused.convert(step.model, policy=policies[name])
+    return steps
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The result as a page."""
-    sizes = result["sizes"]
-    lines = [
-        f"# Planned steps of a Llama with {sizes['layers']} layers, {sizes['width']} wide",
-        "",
-        f"Float32, {sizes['batch']} × {sizes['tokens']} tokens, forward and backward; MiB at the peak, seconds a step.",
-        "",
-        "| budget | predicted | measured | of the budget | plan, s | best by hand that fits | s | plan over it |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        amounts = " | ".join(f"{row[name] / MIB:,.2f}" for name in ("budget", "predicted", "measured"))
-        own, other = row["seconds"]["median"], row["by_hand_seconds"]
-        beside = "none fits | – | –" if other is None else f"{row['best_by_hand']} | {other['median']:.3f} | "
-        beside += "" if other is None else f"{own / other['median']:.3f}"
-        lines.append(f"| {amounts} | {row['measured'] / row['budget']:.1%} | {own:.3f} | {beside} |")
-    lines += ["", "| by hand | peak | s |", "|---|---|---|"]
-    for name, found in result["by_hand"].items():
-        lines.append(f"| {name} | {found['peak'] / MIB:,.2f} | {found['seconds']['median']:.3f} |")
-    lines += ["", *(f"- {row['budget'] / MIB:,.1f} MiB: {row['policy']}" for row in result["rows"])]
-    return page(lines, result)
+def figures(sizes: LlamaSizes, steps: Any) -> Rows:
+    """Peaks, and what each plan says of itself."""
+    found: Rows = {name: {"peak": step.peak()} for name, step in steps.items()}
+    for name, step in steps.items():
+        if (plan := step.plan) is not None:
+            said = {"predicted": plan.peak, "predicted_seconds": plan.seconds, "policy": str(plan.policy)}
+            found[name] |= {"budget": plan.budget, **said}
+    return found
 
 
-def main() -> None:
-    command(__doc__, 240, "planned-steps", measure, markdown)
+def best_by_hand(budget: int, rows: Rows) -> str | None:
+    """The fastest of the policies made by hand whose measured peak fits."""
+    fitting = [name for name in by_hand({}) if name in rows and rows[name]["peak"] <= budget]
+    return min(fitting, key=lambda name: rows[name]["median"], default=None)
 
 
-if __name__ == "__main__":
-    main()
+def _beside(row: dict[str, Any], rows: Rows) -> str:
+    if "budget" not in row:
+        return ""
+    best = best_by_hand(row["budget"], rows)
+    return "none fits" if best is None else f"{best}, {row['median'] / rows[best]['median']:.3f}× its time"
+
+
+BENCHMARK = Benchmark(
+    name="planned-steps",
+    doc=__doc__,
+    sizes=LlamaSizes(),
+    variants=variants,
+    check=lambda sizes, steps: same_losses(steps, "none"),
+    figures=figures,
+    columns=(
+        mib("budget", "budget", ",.2f"),
+        mib("predicted", "predicted", ",.2f"),
+        mib("measured", "peak", ",.2f"),
+        Column("of the budget", lambda row, rows: f"{row['peak'] / row['budget']:.1%}" if "budget" in row else ""),
+        Column("best by hand that fits", _beside),
+    ),
+    stem=lambda sizes: f"planned-steps-{sizes.layers}x{sizes.width}",
+    shape=lambda sizes, rows: described(sizes, "forward and backward; MiB at the peak"),
+    said=lambda sizes, rows: [f"{name}: {row['policy']}." for name, row in rows.items() if "policy" in row],
+    budget=240.0,
+)

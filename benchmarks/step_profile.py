@@ -1,22 +1,15 @@
-"""Where the time of a training step goes: each variant of step_time.py under the profiler, by kind of work.
-
-python benchmarks/step_profile.py --dtype bfloat16
-"""
+"""Where the time of a training step goes: each variant of step_time.py under the profiler, by kind of work."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import defaultdict
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.cases import CASES, LLAMA
-from benchmarks.step_time import make_stacks, step
+from benchmarks.benchmark import Benchmark, number
+from benchmarks.cases import CASES
+from benchmarks.step_time import StackSizes, make_stacks, shape, step
 from ckptfused.cli.models import VARIANTS, Variant
 
 STEPS = 3
@@ -32,9 +25,9 @@ def part_of(operator: str) -> str:
     return next((part for part, names in PARTS.items() if any(name in operator for name in names)), "other")
 
 
-def parts(variant: Variant, case_name: str, dtype: torch.dtype) -> dict[str, float]:
+def parts(variant: Variant, sizes: StackSizes) -> dict[str, float]:
     """Seconds a step of each part: time of an operator without that of the operators it calls."""
-    stacks, x, dy = make_stacks(CASES[case_name], dtype, seed=0, variants=(variant,))
+    stacks, x, dy = make_stacks(CASES[sizes.case], getattr(torch, sizes.dtype), sizes.seed, (variant,))
     step(stacks[variant], x, dy)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         for _ in range(STEPS):
@@ -42,21 +35,15 @@ def parts(variant: Variant, case_name: str, dtype: torch.dtype) -> dict[str, flo
     seconds: dict[str, float] = defaultdict(float)
     for event in recorded.key_averages():
         seconds[part_of(event.key)] += event.self_cpu_time_total / 1e6 / STEPS
-    return seconds
+    return {part: seconds[part] for part in (*PARTS, "other")} | {"sum": sum(seconds.values())}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--case", choices=sorted(CASES), default=LLAMA.name)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append", help="default: both")
-    arguments = parser.parse_args()
-    for dtype in arguments.dtype or ("float32", "bfloat16"):
-        print(f"{arguments.case}, {dtype}: seconds a step, mean of {STEPS}")
-        for variant in VARIANTS:
-            found = parts(variant, arguments.case, getattr(torch, dtype))
-            shares = "  ".join(f"{part} {found[part]:.3f}" for part in (*PARTS, "other"))
-            print(f"  {variant:24}{shares}  sum {sum(found.values()):.3f}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    name="step-profile",
+    doc=__doc__,
+    sizes=StackSizes(),
+    figures=lambda sizes, steps: {variant: parts(variant, sizes) for variant in VARIANTS},
+    columns=[number(f"{part}, s", part, ".3f") for part in (*PARTS, "other", "sum")],
+    stem=lambda sizes: f"step-profile-{sizes.case}-{sizes.dtype}",
+    shape=lambda sizes, rows: f"{shape(sizes, rows)} Seconds a step, mean of {STEPS}.",
+)

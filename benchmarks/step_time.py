@@ -1,31 +1,29 @@
-"""Times a training step (forward and backward) of a stack of Llama-style layers in four variants.
-
-Gradients are checked first; no time is reported after a failed check. Variants take turns within one run, so that a
-slow minute of the machine falls on all of them. Writes benchmarks/results/<case>-<dtype>[-<label>].json and .md.
-
-    python benchmarks/step_time.py --dtype float32 --dtype bfloat16
-"""
+"""A training step (forward and backward) of a stack of Llama-style layers in four variants."""
 
 from __future__ import annotations
 
-import statistics
-import sys
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import environment
+from benchmarks.benchmark import Benchmark, Goal, Rows, Sizes, Steps, option, ratio
 from benchmarks.cases import CASES, GOALS, LLAMA, Case
 from benchmarks.checks import check_gradients
-from benchmarks.commands import command_line, interleaved, page, write
 from ckptfused.cli.models import VARIANTS, Variant, plain_layers, variant_layers
+
+PLAIN, CHECKPOINTED, OURS = "plain", "torch.utils.checkpoint", "ckptfused inputs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackSizes(Sizes):
+    """One of the shapes in `cases.py`, in one type."""
+
+    case: str = option(*CASES, every=False)
+    dtype: str = option(*GOALS)
 
 
 def step(layers: nn.ModuleList, x: Tensor, dy: Tensor) -> None:
@@ -36,26 +34,6 @@ def step(layers: nn.ModuleList, x: Tensor, dy: Tensor) -> None:
     for layer in layers:
         y = layer(y)
     y.backward(dy)
-
-
-def take_turns(variants: Mapping[str, Callable[[], object]], budget: float) -> dict[str, list[float]]:
-    """Seconds of each call; one untimed round, then rounds of all variants until the budget is spent (at least 3)."""
-    for call in variants.values():
-        call()
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    names, start = list(variants), time.perf_counter()
-    while len(seconds[names[0]]) < 3 or time.perf_counter() - start < budget:
-        for name in names:
-            before = time.perf_counter()
-            variants[name]()
-            seconds[name].append(time.perf_counter() - before)
-        names.append(names.pop(0))  # no variant always follows the same other one
-    return seconds
-
-
-def time_variants(stacks: dict[str, nn.ModuleList], x: Tensor, dy: Tensor, budget: float) -> dict[str, list[float]]:
-    """Seconds of each variant's steps, as `take_turns`."""
-    return take_turns({name: partial(step, layers, x, dy) for name, layers in stacks.items()}, budget)
 
 
 def make_stacks(
@@ -70,68 +48,38 @@ def make_stacks(
     return stacks, x, torch.randn(size, generator=generator).to(dtype)
 
 
-def summary(seconds: list[float]) -> dict[str, float]:
-    """Median and the 20th and 80th percentiles."""
-    if len(seconds) < 2:
-        return {"median": seconds[0], "p20": seconds[0], "p80": seconds[0], "steps": len(seconds)}
-    fifths = statistics.quantiles(seconds, n=5, method="inclusive")
-    return {"median": statistics.median(seconds), "p20": fifths[0], "p80": fifths[3], "steps": len(seconds)}
+def variants(sizes: StackSizes) -> Steps:
+    stacks, x, dy = make_stacks(CASES[sizes.case], getattr(torch, sizes.dtype), sizes.seed)
+    return {name: partial(step, layers, x, dy) for name, layers in stacks.items()}
 
 
-def measure(case: Case, dtype_name: str, budget: float, seed: int) -> dict[str, Any]:
-    """Checks, then times, one case in one dtype."""
-    dtype = getattr(torch, dtype_name)
-    checks = check_gradients(case, dtype, seed)
-    stacks, x, dy = make_stacks(case, dtype, seed)
-    times = {name: summary(seconds) for name, seconds in time_variants(stacks, x, dy, budget).items()}
-    ours = times["ckptfused inputs"]["median"]
-    goals = GOALS[dtype_name] if case is LLAMA else {}
-    return {
-        "case": case.name,
-        "dtype": dtype_name,
-        "batch": case.batch,
-        "tokens": case.tokens,
-        "shape": vars(case.shape),
-        "checks": checks,
-        "seconds": times,
-        "inputs_over": {name: ours / times[name]["median"] for name in times if name != "ckptfused inputs"},
-        "goals": goals,
-        "environment": environment.describe(),
-    }
+def check(sizes: StackSizes, steps: Any) -> str:
+    return "; ".join(check_gradients(CASES[sizes.case], getattr(torch, sizes.dtype), sizes.seed))
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """The result as a page."""
-    lines = [
-        f"# {result['case']}, {result['dtype']}",
-        "",
-        f"{result['shape']['layers']} layers, C {result['shape']['d_model']}, F {result['shape']['dim_feedforward']}, "
-        f"{result['shape']['nhead']} heads, {result['batch']} × {result['tokens']} tokens, "
-        f"residual dropout {result['shape']['residual_dropout']}; forward and backward.",
-        "",
-        "| variant | median s | p20 | p80 | ckptfused inputs takes | goal |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, row in result["seconds"].items():
-        ratio = result["inputs_over"].get(name)
-        goal = result["goals"].get(name)
-        lines.append(
-            f"| {name} | {row['median']:.3f} | {row['p20']:.3f} | {row['p80']:.3f} | "
-            f"{f'{ratio:.2f}×' if ratio else ''} | {f'≤ {goal:.2f}×' if goal else ''} |"
-        )
-    return page(lines, result, f"{interleaved(result)} Gradients checked first: {'; '.join(result['checks'])}.")
+def goals(sizes: StackSizes) -> list[Goal]:
+    limits = GOALS[sizes.dtype] if sizes.case == LLAMA.name else {}
+    return [Goal(OURS, name, limit) for name, limit in limits.items()]
 
 
-def main() -> None:
-    parser = command_line(__doc__, 90.0)
-    parser.add_argument("--case", choices=sorted(CASES), default=LLAMA.name)
-    parser.add_argument("--dtype", choices=sorted(GOALS), action="append", help="default: both")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for dtype in arguments.dtype or sorted(GOALS, reverse=True):
-        result = measure(CASES[arguments.case], dtype, arguments.budget, arguments.seed)
-        write(result, markdown, arguments, arguments.case, dtype)
+def shape(sizes: StackSizes, rows: Rows) -> str:
+    case = CASES[sizes.case]
+    return (
+        f"{sizes.dtype}, {case.shape.layers} layers, C {case.shape.d_model}, F {case.shape.dim_feedforward}, "
+        f"{case.shape.nhead} heads, {case.batch} × {case.tokens} tokens, residual dropout "
+        f"{case.shape.residual_dropout}."
+    )
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    name="step-time",
+    doc=__doc__,
+    sizes=StackSizes(),
+    variants=variants,
+    check=check,
+    columns=(ratio("of plain", PLAIN), ratio("of checkpoint", CHECKPOINTED)),
+    goals=goals,
+    stem=lambda sizes: f"{sizes.case}-{sizes.dtype}",
+    shape=shape,
+    budget=90.0,
+)

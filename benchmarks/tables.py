@@ -1,14 +1,15 @@
-"""Markdown tables of the GPU benchmarks. No torch here: `make gpu` says with them that there is none."""
+"""Markdown tables of results and documents. No torch here: `make gpu` says with them that there is none."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
-def table(head: list[str], rows: list[list[object]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table."""
-    lines = [head, ["---"] * len(head), *[[str(cell) for cell in row] for row in rows]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    first, *others = (f"| {' | '.join(str(cell) for cell in line)} |" for line in (head, *rows))
+    return "\n".join([first, f"|{'---|' * len(head)}", *others])
 
 
 def goal_table(goals: list[dict[str, Any]]) -> str:

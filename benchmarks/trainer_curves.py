@@ -1,33 +1,38 @@
-"""Fine-tunes a Llama-style model through Hugging Face's `Trainer`, with and without `ckptfused.convert`.
+"""Fine-tuning a Llama-style model through Hugging Face's `Trainer`, with and without `ckptfused.convert`.
 
 Three runs from the same weights over the same data: unconverted, unconverted with another number of threads (whose
 sums round in another order), and converted. The converted curve should stray from the unconverted one no further than
 the number of threads makes it stray: exit status 1 if it does. Needs transformers and accelerate.
-
-    python benchmarks/trainer_curves.py
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 import ckptfused
-from benchmarks import environment
-from benchmarks.commands import RESULTS
+from benchmarks.benchmark import Benchmark, Column, Goal, Rows, Sizes, number
 from ckptfused.cli.demo import data
 
 TOKENS, BATCH = 128, 4
+SHOWN = range(0, 100, 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveSizes(Sizes):
+    """How long, and the other number of threads: powers of two may give equal bits."""
+
+    steps: int = 100
+    other_threads: int = 7
+
+    @property
+    def other(self) -> str:
+        return f"unconverted, {self.other_threads} threads"
 
 
 class Text(Dataset[dict[str, Tensor]]):
@@ -48,7 +53,7 @@ class Text(Dataset[dict[str, Tensor]]):
 
 
 def model(seed: int) -> Any:
-    """About 15 M parameters in float32."""
+    """A Llama of about 15 M parameters in float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -102,39 +107,32 @@ def furthest(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--threads", type=int, nargs=2, default=(2, 7), help="powers of two may give equal bits")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    chosen = parser.parse_args()
-    first, second = chosen.threads
-    curves = {
-        f"unconverted, {first} threads": train(chosen.steps, first, chosen.seed, convert=False),
-        f"unconverted, {second} threads": train(chosen.steps, second, chosen.seed, convert=False),
-        f"converted, {first} threads": train(chosen.steps, first, chosen.seed, convert=True),
-    }
-    plain, other, ours = curves.values()
-    size = sum(p.numel() for p in model(chosen.seed).parameters())
-    lines = [f"# Fine-tuning through Trainer, {size / 1e6:.1f} M parameters, float32", ""]
-    lines += ["| step | " + " | ".join(curves) + " |", "|---" * 4 + "|"]
-    shown = sorted({*range(0, chosen.steps, 10), chosen.steps - 1})
-    lines += [f"| {i + 1} | {plain[i]:.7f} | {other[i]:.7f} | {ours[i]:.7f} |" for i in shown]
-    yardstick, found = furthest(plain, other), furthest(plain, ours)
-    lines += [
-        "",
-        f"Largest difference over {chosen.steps} steps: {yardstick:.2e} between the numbers of threads, "
-        f"{found:.2e} between unconverted and converted.",
-        "",
-    ]
-    print("\n".join(lines))
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    (chosen.out / "trainer-curves.md").write_text("\n".join(lines))
-    result = {"curves": curves, "threads": yardstick, "converted": found, "environment": environment.describe()}
-    (chosen.out / "trainer-curves.json").write_text(json.dumps(result, indent=2) + "\n")
-    return int(found > yardstick)
+def figures(sizes: CurveSizes, steps: Any) -> Rows:
+    """The three curves, and how far each strays from the first."""
+    threads = torch.get_num_threads()
+    runs = {"unconverted": (threads, False), sizes.other: (sizes.other_threads, False), "converted": (threads, True)}
+    curves = {name: train(sizes.steps, count, sizes.seed, convert) for name, (count, convert) in runs.items()}
+    torch.set_num_threads(threads)
+    plain = curves["unconverted"]
+    return {name: {"furthest": furthest(plain, curve), "losses": curve} for name, curve in curves.items()}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def loss_at(i: int) -> Column:
+    return Column(f"step {i + 1}", lambda row, rows: f"{row['losses'][i]:.7f}" if i < len(row["losses"]) else "")
+
+
+BENCHMARK = Benchmark(
+    name="trainer-curves",
+    doc=__doc__,
+    sizes=CurveSizes(),
+    figures=figures,
+    columns=(
+        number("largest difference", "furthest", ".2e"),
+        *map(loss_at, SHOWN),
+        Column("last", lambda row, rows: f"{row['losses'][-1]:.7f}"),
+    ),
+    goals=lambda sizes: (Goal("converted", sizes.other, 1.0, "furthest", "largest difference"),),
+    must_meet=True,
+    shape=lambda sizes, rows: f"14.4 M parameters, float32, {sizes.steps} steps; losses.",
+    threads=2,
+)

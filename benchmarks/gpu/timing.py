@@ -146,7 +146,7 @@ def where(device: str, case: str) -> dict[str, Any]:
     """
     from benchmarks import environment
 
-    described = environment.describe() | {"command": f"make gpu PARTS={case}"}
+    described = environment.describe(f"make gpu PARTS={case}")
     described["commit"] = os.environ.get("COMMIT") or described["commit"]
     if device == "cuda":
         gpu = torch.cuda.get_device_properties(0)

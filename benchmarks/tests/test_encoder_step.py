@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import draw, encoder_step
-from benchmarks.encoder_step import CHECKPOINTED, PLAIN, SWAPPED, VARIANTS, Sizes
+from benchmarks import draw, encoder_step, runner
+from benchmarks.encoder_step import CHECKPOINTED, PLAIN, SWAPPED, VARIANTS, EncoderSizes
 
 pytestmark = pytest.mark.once
-SMALL = Sizes(layers=2, width=64, heads=4, tokens=512)
+SMALL = EncoderSizes(layers=2, width=64, heads=4, tokens=512)
 
 
-def small_run(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
-    words = "encoder_step.py --layers 2 --width 64 --heads 4 --tokens 512 --budget 0 --threads 1 --label here --out"
-    monkeypatch.setattr(sys, "argv", [*words.split(), str(folder)])
+def small_run(folder: Path) -> dict[str, Any]:
+    words = "encoder-step --layers 2 --width 64 --heads 4 --tokens 512 --budget 0 --threads 1 --label here --out"
     before = torch.get_num_threads()
     try:
-        encoder_step.main()
+        assert runner.main([*words.split(), str(folder)]) == 0
     finally:
         torch.set_num_threads(before)
     return json.loads((folder / "encoder-2x64x512-here.json").read_text())
@@ -30,12 +28,14 @@ def small_run(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_small_run_writes_its_result_and_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    result = small_run(monkeypatch, tmp_path)
-    assert list(result["seconds"]) == list(result["peak_bytes"]) == list(VARIANTS)
+    result = small_run(tmp_path)
+    (case,) = result["cases"]
+    rows = case["rows"]
+    assert list(rows) == list(VARIANTS)
     # PyTorch's layers keep [H, T, T] probabilities several times, also while one is replayed under a checkpoint.
     probabilities = 2 * SMALL.heads * SMALL.tokens**2
-    assert result["peak_bytes"][PLAIN] - result["peak_bytes"][SWAPPED] > 4 * probabilities
-    assert result["peak_bytes"][CHECKPOINTED] - result["peak_bytes"][SWAPPED] > 4 * probabilities
+    assert rows[PLAIN]["peak"] - rows[SWAPPED]["peak"] > 4 * probabilities
+    assert rows[CHECKPOINTED]["peak"] - rows[SWAPPED]["peak"] > 4 * probabilities
     assert f"| {SWAPPED} |" in (tmp_path / "encoder-2x64x512-here.md").read_text()
 
     draw.draw_encoder(tmp_path / "picture.svg", result)
@@ -43,7 +43,7 @@ def test_a_small_run_writes_its_result_and_is_drawn(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(draw, "result", lambda name: result)
     table = draw.encoder_table(draw.ROOT / "README.md")
     for variant in VARIANTS:
-        seconds = f"{result['seconds'][variant]['median']:.2f} s"
+        seconds = f"{rows[variant]['median']:.2f} s"
         assert seconds in picture and f"| {seconds} |" in table
 
 
@@ -51,7 +51,7 @@ def test_a_small_run_writes_its_result_and_is_drawn(monkeypatch: pytest.MonkeyPa
 def test_a_wrong_gradient_ends_the_run(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     right = encoder_step.variant_layers
 
-    def faulty(variant: str, plain: Any, sizes: Sizes, **options: Any) -> Any:
+    def faulty(variant: str, plain: Any, sizes: EncoderSizes, **options: Any) -> Any:
         layers: Any = right(variant, plain, sizes, **options)
         if variant == SWAPPED and wrong == "weight":
             layers[0].linear2.weight.data[0] += 1
@@ -61,7 +61,7 @@ def test_a_wrong_gradient_ends_the_run(monkeypatch: pytest.MonkeyPatch, wrong: s
 
     monkeypatch.setattr(encoder_step, "variant_layers", faulty)
     with pytest.raises(SystemExit, match="gradient check failed, no time reported"):
-        encoder_step.check(SMALL, 0)
+        encoder_step.check(SMALL)
 
 
 def test_a_document_without_its_marks_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.profile_error import compared, order
+from benchmarks.profile_error import compared
+from benchmarks.profile_order import order
 from benchmarks.profiled_models import models
 
 pytestmark = [

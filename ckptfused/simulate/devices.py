@@ -114,8 +114,8 @@ def _gpu(card: Card) -> Device:
 
 DEVICES: dict[str, Device] = {name: _gpu(card) for name, card in CARDS.items()}
 CPU_TIME_ERROR = 0.60
-"""The largest of benchmarks/profile_error.py's models and ways of training in three runs on two quiet cores: 0.77 to
-1.60 times what was measured."""
+"""The largest of the models of `python -m benchmarks profile-error` and of the ways of training of `profile-order` in
+three runs on two quiet cores: 0.77 to 1.60 times what was measured."""
 NAMES = (*CARDS, "cpu")
 
 

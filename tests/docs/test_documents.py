@@ -164,14 +164,14 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_tables_are_those_of_the_results() -> None:
-    run = forks.command("benchmarks/draw.py", "--check")
+    run = forks.command("-m", "benchmarks", "draw", "--check")
     assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.slow
 def test_the_table_of_families_is_what_its_command_prints() -> None:
     tools.need("transformers")
-    run = forks.command("benchmarks/families.py")
+    run = forks.command("-m", "benchmarks", "families")
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("\n") > 15
     assert run.stdout in (ROOT / "docs/convert.md").read_text()

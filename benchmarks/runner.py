@@ -1,0 +1,204 @@
+"""The one runner of all benchmarks: it checks, lets variants take turns, and writes a result and its page.
+
+    python -m benchmarks --list
+    python -m benchmarks whole-step --budget 70 --label zen5
+
+An option of a benchmark takes several values: each combination is a case. Writes
+benchmarks/results/<name and sizes>[-<label>].json and .md, after every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import environment
+from benchmarks.benchmark import Benchmark, Clock, Rows, S, Steps
+from benchmarks.pages import page, sizes_of
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+NAMES = (
+    *("encoder-step", "whole-step", "step-time", "lora-step", "loss-head", "ffn-scratch", "policies", "planned-steps"),
+    *("host-time", "small-shapes", "checkpoint-time", "certificate", "predicted-steps", "profile-error"),
+    *("profile-order", "trainer-curves", "step-profile", "host-time-gpu"),
+)
+"""Commands whose module declares a `BENCHMARK`."""
+OTHERS = ("families", "architectures", "draw")
+"""Commands that print or write documents."""
+
+
+def take_turns(steps: Steps, budget: float, clock: Clock, least: int = 3) -> dict[str, list[float]]:
+    """Times of each step: one untimed round, then rounds of all until the budget in seconds is spent, or more."""
+    for step in steps.values():
+        step()
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    names, start, rounds = list(steps), time.perf_counter(), 0
+    while names and (rounds < least or time.perf_counter() - start < budget):
+        for name in names:
+            before = clock.now()
+            steps[name]()
+            taken[name].append(clock.now() - before)
+        names.append(names.pop(0))  # no variant always follows the same other one
+        rounds += 1
+    return {name: times[int(len(times) * clock.skipped) :] for name, times in taken.items()}
+
+
+def summary(times: Sequence[float], first: Sequence[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile, the least, and that over the least of the first variant."""
+    fifths = statistics.quantiles(times, n=5, method="inclusive")
+    return {
+        "median": statistics.median(times),
+        "p20": fifths[0],
+        "p80": fifths[3],
+        "least": min(times),
+        "least_ratio": min(times) / min(first),
+        "steps": len(times),
+    }
+
+
+def alone(benchmark: Benchmark[S], sizes: S, variant: str, threads: int) -> dict[str, Any]:
+    """What a variant's own process measures."""
+    values = asdict(sizes).items()
+    words = [word for name, value in values for word in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-m", "benchmarks", benchmark.name, *words, "--threads", str(threads)]
+    run = subprocess.run([*command, "--alone", variant], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def measure(benchmark: Benchmark[S], sizes: S, options: argparse.Namespace) -> dict[str, Any]:
+    """One case: checked, then measured, then timed."""
+    steps = benchmark.variants(sizes)
+    if options.variant:
+        if unknown := set(options.variant) - steps.keys():
+            raise SystemExit(f"--variant: expected some of {', '.join(steps)}, got {', '.join(unknown)}")
+        steps = {name: step for name, step in steps.items() if name in options.variant}
+    checked = benchmark.check(sizes, steps)
+    rows: Rows = {name: {} for name in steps}
+    for name, figures in benchmark.figures(sizes, steps).items():
+        rows.setdefault(name, {}).update(figures)
+    if benchmark.alone:
+        for name in steps:
+            rows[name] |= alone(benchmark, sizes, name, options.threads)
+    taken = take_turns(steps, options.budget, benchmark.clock)
+    for name, times in taken.items():
+        rows[name] = summary(times, next(iter(taken.values()))) | rows[name]
+    return {"case": benchmark.case(sizes), "sizes": asdict(sizes), "checked": checked, "rows": rows}
+
+
+def text_of(result: dict[str, Any]) -> str:
+    """A result as JSON, with a line for each variant."""
+    text = json.dumps(result, indent=1, ensure_ascii=False)
+    return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: re.sub(r"\n\s*", " ", found[0]), text) + "\n"
+
+
+def write(benchmark: Benchmark[Any], result: dict[str, Any], out: Path, stem: str) -> None:
+    """The two files of a result."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{stem}.json").write_text(text_of(result))
+    (out / f"{stem}.md").write_text(page(benchmark, result))
+
+
+def parser(benchmark: Benchmark[Any]) -> argparse.ArgumentParser:
+    """The options of a benchmark: its sizes, and those that all have."""
+    found = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {benchmark.name}",
+        description=benchmark.doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for field in fields(benchmark.sizes):
+        default = getattr(benchmark.sizes, field.name)
+        values = field.metadata.get("values", (default,))
+        words = list(values if field.metadata.get("every", True) else values[:1])
+        choices = values if len(values) > 1 and isinstance(default, str) else None
+        found.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=type(default),
+            nargs="+",
+            default=words,
+            choices=choices,
+            help=f"default: {' '.join(map(str, words))}",
+        )
+    found.add_argument("--variant", action="append", help="measure this one and others so named; default: all")
+    found.add_argument("--budget", type=float, default=benchmark.budget, help="seconds of timed steps, of each case")
+    found.add_argument("--threads", type=int, default=benchmark.threads or torch.get_num_threads())
+    found.add_argument("--label", default="", help="ends the name of the result files: the processor, say")
+    found.add_argument("--out", type=Path, default=RESULTS)
+    found.add_argument("--alone", help=argparse.SUPPRESS)
+    return found
+
+
+def cases_of(benchmark: Benchmark[S], options: argparse.Namespace) -> Iterator[S]:
+    """Every combination of the values that were asked for."""
+    names = [field.name for field in fields(benchmark.sizes)]
+    for values in itertools.product(*(getattr(options, name) for name in names)):
+        yield replace(benchmark.sizes, **dict(zip(names, values, strict=True)))
+
+
+def run(benchmark: Benchmark[Any], words: Sequence[str]) -> int:
+    """One benchmark from the command line."""
+    options = parser(benchmark).parse_args(words)
+    torch.set_num_threads(options.threads)
+    cases = list(cases_of(benchmark, options))
+    for sizes in cases:
+        torch.manual_seed(sizes.seed)
+        if benchmark.alone and options.alone:
+            print(json.dumps(benchmark.alone(sizes, options.alone)))
+            return 0
+    where = environment.describe(shlex.join(["python", "-m", "benchmarks", benchmark.name, *words]))
+    results: dict[str, dict[str, Any]] = {}
+    for sizes in cases:
+        stem = "-".join(filter(None, (benchmark.file(sizes), options.label)))
+        print(stem, benchmark.case(sizes), file=sys.stderr, flush=True)
+        torch.manual_seed(sizes.seed)
+        result = results.setdefault(
+            stem, {"benchmark": benchmark.name, "unit": benchmark.clock.unit, "cases": [], "environment": where}
+        )
+        result["cases"].append(measure(benchmark, sizes, options))
+        write(benchmark, result, options.out, stem)  # after each: what was measured stays
+    print("\n".join(page(benchmark, result) for result in results.values()), flush=True)
+    found = [case for result in results.values() for case in result["cases"]]
+    reached = [goal.reached(case["rows"]) for case in found for goal in benchmark.goals(sizes_of(benchmark, case))]
+    return int(benchmark.must_meet and any(one is not None and not one[0] for one in reached))
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(f"benchmarks.{name.replace('-', '_')}")
+
+
+def listing() -> str:
+    """Every command with what it measures and what is to be reached."""
+    lines = []
+    for name in NAMES:
+        benchmark: Benchmark[Any] = module(name).BENCHMARK
+        lines += [f"{name:17} {benchmark.about}"]
+        lines += [f"{'':17} goal: {goal}" for goal in benchmark.goals(benchmark.sizes)]
+    return "\n".join([*lines, *(f"{name:17} {module(name).__doc__.splitlines()[0]}" for name in OTHERS)])
+
+
+def main(words: Sequence[str]) -> int:
+    """A benchmark by its name, or the list of them."""
+    if not words or words[0] in ("--list", "-l", "--help", "-h"):
+        print(listing())
+        return 0
+    name, *rest = words
+    if name in NAMES:
+        return run(module(name).BENCHMARK, rest)
+    if name in OTHERS:
+        return int(module(name).main(rest) or 0)
+    print(f"benchmarks: expected one of {', '.join((*NAMES, *OTHERS))}, got {name}", file=sys.stderr)
+    return 2
