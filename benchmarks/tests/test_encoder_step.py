@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import draw, encoder_step, runner
+from benchmarks import draw, encoder_step
 from benchmarks.encoder_step import CHECKPOINTED, PLAIN, SWAPPED, VARIANTS, EncoderSizes
 
 pytestmark = pytest.mark.once
 SMALL = EncoderSizes(layers=2, width=64, heads=4, tokens=512)
 
 
-def small_run(folder: Path) -> dict[str, Any]:
-    words = "encoder-step --layers 2 --width 64 --heads 4 --tokens 512 --budget 0 --threads 1 --label here --out"
-    before = torch.get_num_threads()
-    try:
-        assert runner.main([*words.split(), str(folder)]) == 0
-    finally:
-        torch.set_num_threads(before)
-    return json.loads((folder / "encoder-2x64x512-here.json").read_text())
-
-
 @pytest.mark.slow
-def test_a_small_run_writes_its_result_and_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    result = small_run(tmp_path)
-    (case,) = result["cases"]
-    rows = case["rows"]
+def test_a_small_run_writes_its_result_and_is_drawn(
+    measured: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = "encoder-step --layers 2 --width 64 --heads 4 --tokens 512 --label here"
+    stem, result, rows = measured(words)
+    assert stem == "encoder-2x64x512-here"
     assert list(rows) == list(VARIANTS)
     # PyTorch's layers keep [H, T, T] probabilities several times, also while one is replayed under a checkpoint.
     probabilities = 2 * SMALL.heads * SMALL.tokens**2
