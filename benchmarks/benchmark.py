@@ -35,6 +35,11 @@ class Sizes:
 S = TypeVar("S", bound=Sizes)
 
 
+def no_variants(sizes: Sizes) -> Steps:
+    """Nothing takes turns: all figures are predicted, or each variant is measured by itself."""
+    return {}
+
+
 @dataclass(frozen=True)
 class Clock:
     """What a step's time is read from."""
@@ -108,7 +113,7 @@ class Benchmark(Generic[S]):
     doc: str | None
     """The docstring of its module, whose first line says what is measured."""
     sizes: S
-    variants: Callable[[S], Steps] = lambda sizes: {}
+    variants: Callable[[S], Steps] = no_variants
     """Makes what takes turns."""
     check: Callable[[S, Steps], str] = lambda sizes, steps: ""
     """Raises `SystemExit` where a variant computes something else; says what was shown."""

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from benchmarks import environment
-from benchmarks.benchmark import Benchmark, Rows
+from benchmarks.benchmark import Benchmark, Rows, no_variants
 from benchmarks.tables import table
 
 
@@ -34,7 +34,7 @@ def page(benchmark: Benchmark[Any], result: dict[str, Any]) -> str:
     lines = [f"# {benchmark.about}", "", *_shape(benchmark, *cases[0]), table(head, rows), ""]
     if timed:
         least = min(row["steps"] for _, case in cases for row in case["rows"].values() if "steps" in row)
-        lines += [f"At least {least} steps each, in turns.", ""]
+        lines += [f"At least {least} steps each{'' if benchmark.variants is no_variants else ', in turns'}.", ""]
     for sizes, case in cases:
         for said in _said(benchmark, sizes, case):
             lines += [f"{benchmark.case(sizes)}: {said}" if several else said, ""]

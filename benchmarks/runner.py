@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import Field, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,12 @@ def write(benchmark: Benchmark[Any], result: dict[str, Any], out: Path, stem: st
     (out / f"{stem}.md").write_text(page(benchmark, result))
 
 
+def default_values(benchmark: Benchmark[Any], field: Field[Any]) -> tuple[Any, ...]:
+    """The values that an option has where none are asked for."""
+    values = field.metadata.get("values", ()) if field.metadata.get("every") else ()
+    return values or (getattr(benchmark.sizes, field.name),)
+
+
 def parser(benchmark: Benchmark[Any]) -> argparse.ArgumentParser:
     """The options of a benchmark: its sizes, and those that all have."""
     found = argparse.ArgumentParser(
@@ -121,16 +127,13 @@ def parser(benchmark: Benchmark[Any]) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for field in fields(benchmark.sizes):
-        default = getattr(benchmark.sizes, field.name)
-        values = field.metadata.get("values", (default,))
-        words = list(values if field.metadata.get("every", True) else values[:1])
-        choices = values if len(values) > 1 and isinstance(default, str) else None
+        words, values = default_values(benchmark, field), field.metadata.get("values", ())
         found.add_argument(
             f"--{field.name.replace('_', '-')}",
-            type=type(default),
+            type=type(words[0]),
             nargs="+",
-            default=words,
-            choices=choices,
+            action="extend",
+            choices=values if len(values) > 1 and isinstance(values[0], str) else None,
             help=f"default: {' '.join(map(str, words))}",
         )
     found.add_argument("--variant", action="append", help="measure this one and others so named; default: all")
@@ -144,9 +147,9 @@ def parser(benchmark: Benchmark[Any]) -> argparse.ArgumentParser:
 
 def cases_of(benchmark: Benchmark[S], options: argparse.Namespace) -> Iterator[S]:
     """Every combination of the values that were asked for."""
-    names = [field.name for field in fields(benchmark.sizes)]
-    for values in itertools.product(*(getattr(options, name) for name in names)):
-        yield replace(benchmark.sizes, **dict(zip(names, values, strict=True)))
+    asked = {f.name: getattr(options, f.name) or default_values(benchmark, f) for f in fields(benchmark.sizes)}
+    for values in itertools.product(*asked.values()):
+        yield replace(benchmark.sizes, **dict(zip(asked, values, strict=True)))
 
 
 def run(benchmark: Benchmark[Any], words: Sequence[str]) -> int:

@@ -66,17 +66,17 @@ def run(benchmark: Benchmark[Weights], folder: Path, words: str) -> tuple[int, l
 
 
 def test_every_combination_is_a_case_and_cases_share_files(tmp_path: Path) -> None:
-    status, files = run(declared([]), tmp_path, "--size 3 4 --label here")
+    status, files = run(declared([]), tmp_path, "--size 3 --size 4 --label here")
     assert (status, files) == (0, [f"weights-{n}-here.{kind}" for n in (3, 4) for kind in ("json", "md")])
     result = json.loads((tmp_path / "weights-4-here.json").read_text())
     assert [case["sizes"] for case in result["cases"]] == [
         {"seed": 0, "size": 4, "kind": kind, "many": 5} for kind in ("one", "two")
     ]
-    assert result["environment"]["command"].startswith("python -m benchmarks weights --size 3 4 --label here ")
+    assert result["environment"]["command"].startswith("python -m benchmarks weights --size 3 --size 4 --label here ")
 
 
 def test_a_page(tmp_path: Path) -> None:
-    run(declared([]), tmp_path, "--kind two")
+    run(declared([]), tmp_path, "--kind two --many 7")
     page = (tmp_path / "weights-3.md").read_text()
     assert page.startswith("# Weights of things\n\n| variant | median, s | p20 | p80 | peak, B | memory |\n|---|")
     assert " | 3.0 | 0.75× |\n" in page and "| predicted |  |  |  | 1.0 | 0.25× |\n" in page
