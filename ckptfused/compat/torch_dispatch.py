@@ -36,6 +36,19 @@ def schema_of(op: Any) -> Any:
     return op._schema
 
 
+def tensors_of(*values: Any) -> list[Tensor]:
+    """Tensors among an operation's arguments or results, which a mode gets in tuples, lists and dictionaries alone."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += tensors_of(*value)
+        elif isinstance(value, dict):
+            found += tensors_of(*value.values())
+    return found
+
+
 def cpu_keys() -> Any:
     """The keys of a plain CPU tensor, for `redispatch`. `DispatchKeySet`."""
     return torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

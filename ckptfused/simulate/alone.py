@@ -45,8 +45,8 @@ class OpCall:
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any = None) -> None:
         self._function = function
-        self._leaves, self._structure = tree_flatten((args, kwargs or {}))
-        self.kind: Hashable = (function, str(self._structure), tuple(map(_kind, self._leaves)))
+        self._given = (args, kwargs or {})
+        self.kind: Hashable = (function, _kind(self._given))
 
     def run(self, observe: Callable[[Callable[[], Any]], None]) -> bool:
         """Has the op observed, in a thread of its own, where no ledger, mode or autocast of the caller's is at work;
@@ -58,7 +58,7 @@ class OpCall:
         return bool(done)
 
     def _run(self, observe: Callable[[Callable[[], Any]], None], done: list[bool]) -> None:
-        leaves = self._leaves
+        leaves, structure = tree_flatten(self._given)
         likes = {
             id(leaf): Like.of(leaf) if isinstance(leaf, Tensor) else leaf
             for leaf in leaves
@@ -67,7 +67,7 @@ class OpCall:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
                 made = {key: like.made() for key, like in likes.items()}
-                args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], self._structure)
+                args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
                 observe(lambda: self._function(*args, **kwargs))
                 done.append(True)
             except Exception:  # whatever an op has against such arguments; kept, its frames would hold the tensors
@@ -76,5 +76,9 @@ class OpCall:
 
 def _kind(value: Any) -> Hashable:
     if isinstance(value, Tensor):
-        return Like.of(value) if value.layout == torch.strided else value.layout
+        return (value.shape, value.stride(), value.dtype) if value.layout == torch.strided else value.layout
+    if isinstance(value, tuple | list):
+        return tuple(map(_kind, value))
+    if isinstance(value, dict):
+        return tuple((name, _kind(given)) for name, given in value.items())
     return float if isinstance(value, float) else value if isinstance(value, Like) else repr(value)

@@ -21,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ckptfused.compat.kernels import Kernel, operation, replaced_kernels, without_replaced
 from ckptfused.compat.patches import here, instead, patched_attribute
-from ckptfused.compat.pytree import tree_leaves, tree_map
-from ckptfused.compat.torch_dispatch import has_kernel, operations, schema_of
+from ckptfused.compat.pytree import tree_map
+from ckptfused.compat.torch_dispatch import has_kernel, operations, schema_of, tensors_of
 
 _OWN = ("block", "attention_block", "ffn_block", "linear_cross_entropy")
 """Ops of ckptfused, which cast within themselves and are told to what."""
@@ -173,7 +173,7 @@ def _policy(kind: str, name: str) -> str:
 
 
 def _widest(given: Any, lower: torch.dtype) -> torch.dtype:
-    types = {t.dtype for t in tree_leaves(given) if isinstance(t, Tensor) and t.is_meta and t.is_floating_point()}
+    types = {t.dtype for t in tensors_of(given) if t.is_meta and t.is_floating_point()}
     return torch.float32 if torch.float32 in types else lower
 
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ckptfused.compat.pytree import tree_leaves
-from ckptfused.compat.torch_dispatch import DispatchMode, schema_of
+from ckptfused.compat.torch_dispatch import DispatchMode, schema_of, tensors_of
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.cost import OpenLedger
 from ckptfused.cost.seconds import LEDGER_TYPES, ledger_seconds
@@ -110,7 +109,7 @@ class Work(DispatchMode):
 
     def _check_pieces(self, args: Any) -> None:
         """**Raises** `TooLargeError` where one of ckptfused's ops, and those before it, would run in too many."""
-        tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        tensors = tensors_of(args)
         if not tensors or tensors[0].dim() < 2:
             return
         rows = tensors[0].numel() // max(1, tensors[0].size(-1))
@@ -127,7 +126,7 @@ class Work(DispatchMode):
     def _within(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[Tensor]:
         """What stands for memory that an op of PyTorch's holds beside its results until it ends."""
         packet = func.overloadpacket
-        given = [t for t in tree_leaves((args, kwargs)) if _is_meta(t)]
+        given = [t for t in tensors_of(args, kwargs) if _is_meta(t)]
         if not given or packet in _FREE or _is_view(func):
             return []
         if self.machine is not None and func.namespace == "aten":
@@ -167,7 +166,7 @@ class Work(DispatchMode):
         if self.machine is None or self._cache is None:
             return 0.0
         read, written = (
-            {self._storage(t): min(t.nbytes, t.untyped_storage().nbytes()) for t in tree_leaves(x) if _is_meta(t)}
+            {self._storage(t): min(t.nbytes, t.untyped_storage().nbytes()) for t in tensors_of(x) if _is_meta(t)}
             for x in (given, made)
         )
         called = self.machine.calls[0 if torch.is_grad_enabled() else 1]
@@ -186,7 +185,7 @@ class Work(DispatchMode):
 
     def _of_product(self, packet: Any, args: Any, kwargs: Any, out: Any) -> float:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
-        result = next((t for t in tree_leaves(out) if isinstance(t, Tensor)), None)
+        result = next(iter(tensors_of(out)), None)
         if result is None or result.numel() == 0:
             return 0.0
         if "attention" in str(packet):
@@ -205,7 +204,7 @@ class Work(DispatchMode):
         packet = func.overloadpacket
         given = args[1:] if packet in _PICK else args
         moved = _bytes((given, kwargs)) + _bytes(out) * (2 if packet in _PICK else 1)
-        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        results = tensors_of(out)
         if not results and schema_of(func).is_mutable:  # of lists of tensors, which it reads and writes
             return 2 * moved / self._device.copy + self._device.launch
         entries = results[0].numel() if results else 0
@@ -215,7 +214,7 @@ class Work(DispatchMode):
     def _of_ledger(self, begin: int, args: Any) -> float:
         """Seconds of one op of ckptfused's, by the ledger."""
         ledger = self._opened.since(begin)
-        x = next((t for t in tree_leaves(args) if isinstance(t, Tensor)), None)
+        x = next(iter(tensors_of(args)), None)
         if x is None:
             return 0.0
         types = {event[4] for event in ledger.events if event[0] == "product"} - {"Undefined"}
@@ -237,7 +236,7 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
     for place, argument in enumerate(schema_of(func).arguments if schema_of(func).is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from (t for t in tree_leaves(value) if isinstance(t, Tensor))
+            yield from tensors_of(value)
 
 
 def _attention_of(args: Iterable[Any]) -> AttentionSpec | None:
@@ -282,5 +281,5 @@ def _is_view(func: Any) -> bool:
 
 def _bytes(values: Any) -> int:
     """Bytes that are read or written of tensors; of expanded ones, those that there are."""
-    found = (t for t in tree_leaves(values) if isinstance(t, Tensor) and t.layout == torch.strided)
+    found = (t for t in tensors_of(values) if t.layout == torch.strided)
     return sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in found)

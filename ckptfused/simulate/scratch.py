@@ -12,10 +12,9 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_dispatch import tensors_of
 from ckptfused.compat.torch_memory import allocations
 from ckptfused.simulate.alone import OpCall
 
@@ -34,7 +33,7 @@ class Scratch:
 
     def of(self, op: Any, args: Any, kwargs: Any, out: Any) -> int | None:
         """Bytes of one call beside its results; None: it cannot be run alone, or is too large. out: the results."""
-        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+        tensors = tensors_of(args, kwargs, out)
         if any(t.layout != torch.strided for t in tensors):
             return None
         sizes = sum(t.nbytes for t in tensors)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ckptfused.compat.pytree import tree_leaves, tree_map
-from ckptfused.compat.torch_dispatch import DispatchMode, without_dispatch_modes
+from ckptfused.compat.torch_dispatch import DispatchMode, tensors_of, without_dispatch_modes
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.simulate.roofline import written_arguments
 
@@ -66,7 +66,7 @@ class KnownValues(DispatchMode):
         if found is None:
             self._forget(func, args, kwargs)
             return func(*args, **kwargs)
-        if torch.Tag.data_dependent_output in func.tags or not any(isinstance(t, Tensor) for t in tree_leaves(found)):
+        if torch.Tag.data_dependent_output in func.tags or not tensors_of(found):
             return found
         if torch.Tag.dynamic_output_shape in func.tags:
             out = tree_map(lambda t: torch.empty_like(t, device="meta"), found)
@@ -75,7 +75,7 @@ class KnownValues(DispatchMode):
         for meta_copy, value in zip(tree_leaves(out), tree_leaves(found), strict=True):
             if isinstance(meta_copy, Tensor) and meta_copy.is_meta and self._is_small(value):
                 self._values[meta_copy] = value
-                if any(t in self._given for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)):
+                if any(t in self._given for t in tensors_of(args, kwargs)):
                     self._given[meta_copy] = True
         return out
 
@@ -89,7 +89,7 @@ class KnownValues(DispatchMode):
         """The result of an op all of whose operands are known, on the CPU; else None."""
         if func.namespace != "aten" or func.overloadpacket in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
             return None
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = tensors_of(args, kwargs)
         makes = not given and func.overloadpacket in _MAKE and _entries(func, args) <= self._most
         makes = makes or (func.overloadpacket is aten._to_copy and kwargs.get("device") == torch.device("meta"))
         if not makes and not any(t.is_meta for t in given):
