@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,14 @@ from ckptfused.spec import KEEP_PRESETS, BlockSpec, Quantized, parse
 from tests.cases import TILED, Case, all_pairs, by_turns
 from tests.oracle import Inputs, make_inputs
 from tests.quantized import WAYS, quantized, stored
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled() -> Iterator[None]:
+    """bitsandbytes has a C++ compiler run for every shape, where it has no kernel: float64."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
 
 CASES = [case for case in all_pairs() if not case.transposed][::4]
 
