@@ -20,6 +20,8 @@ MEASURED = ("smoke", "block", "micro", "attention", "profile", "grid", "models",
 """The parts that leave a result file: benchmarks/gpu/<name>.py."""
 WORKERS = 5
 """Processes that run tests: each holds a context of some 600 MB on the GPU, and they share it."""
+PATIENCE = 12.0
+"""Seconds that a part has to say what it has seen when its time is up."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ def run(command: Sequence[str], seconds: float, environment: dict[str, str], log
         status = "out of time"
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=12)
+            process.wait(timeout=PATIENCE)
     finally:
         with contextlib.suppress(ProcessLookupError):  # what it left behind, and itself if it would not end
             os.killpg(process.pid, signal.SIGKILL)

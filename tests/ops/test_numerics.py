@@ -239,7 +239,7 @@ def test_threads_that_need_other_settings_of_the_process_take_turns() -> None:
     thread = threading.Thread(target=work)
     with numerics.under(medium):
         thread.start()
-        entered.wait(1)  # it never comes, unless they interleave
+        entered.wait(0.3)  # it never comes, unless they interleave
         assert _of_process(numerics.current()) == _of_process(medium)
     assert entered.wait(30)
     done.set()

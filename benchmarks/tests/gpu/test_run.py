@@ -95,7 +95,8 @@ def test_tests_are_handed_out_in_the_order_given() -> None:
     assert command[command.index("--maxschedchunk") + 1] == "1"
 
 
-def test_a_part_that_fails_hangs_or_forks(tmp_path: Path) -> None:
+def test_a_part_that_fails_hangs_or_forks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PATIENCE", 0.5)
     log_path = tmp_path / "log"
     with open(log_path, "a") as log:
         environment = dict(os.environ)
