@@ -58,7 +58,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
     """The same seed for every test, and no determinism setting left behind by another."""
-    torch.manual_seed(0)
+    # Not torch.manual_seed, which notes its whole stack for each kind of accelerator that is not there.
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
     torch.backends.cudnn.allow_tf32 = False  # a GPU's convolutions in float32, too, as the bounds have it
     yield
     torch.use_deterministic_algorithms(False)
