@@ -40,6 +40,8 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -p no:benchmark --d
 
 # Test processes share the cores: waiting threads sleep instead of spinning.
 export OMP_WAIT_POLICY ?= passive
+# What processes start, a few hundred times, is compiled once: also where Python is asked to leave no files.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all mutants pytest test-transformers ctest sanitize gtest lint format bench gpu \
 	gpu-extension gpu-rehearsal build wheel docs pictures spec-header clean
