@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import setup_cuda
+from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "FAKE_CUDA_LIBRARY"
@@ -62,7 +63,11 @@ def run(code: str, folder: Path) -> str:
         flags = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *(f"-I{path}" for path in includes)]
         source = Path(__file__).with_name("runtime.c")
         subprocess.run(["cc", *flags, str(source), "-o", str(library)], check=True)
-    return _python(code, library, LD_PRELOAD=str(library))
+    environment = os.environ | {LIBRARY: str(library), "PYTHONPATH": str(ROOT), "LD_PRELOAD": str(library)}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return _said(
+        subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    )
 
 
 def run_without_cuda(code: str, folder: Path) -> str:
@@ -75,12 +80,9 @@ def run_without_cuda(code: str, folder: Path) -> str:
     flags = ["-std=c++20", "-shared", "-fPIC", f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"]
     source = Path(__file__).with_name("device.cpp")
     subprocess.run(["c++", str(source), *flags, "-o", str(library)], check=True)
-    return _python(code, library)
+    return _said(forks.python(code, **{LIBRARY: str(library)}))
 
 
-def _python(code: str, library: Path, **environment: str) -> str:
-    environment = os.environ | {LIBRARY: str(library), "PYTHONPATH": str(ROOT)} | environment
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
+def _said(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout

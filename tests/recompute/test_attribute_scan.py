@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
-import textwrap
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
 from ckptfused.state.reach import below
+from tests import forks
 from tests.recompute.test_replay_state import plain, same
 
 
@@ -327,12 +326,12 @@ def test_submodules_are_those_of_now() -> None:
 
 def test_before_anybody_imported_fsdp() -> None:
     """A checkpoint looks for modules of FSDP's, which may not be there."""
-    code = """
+    done = forks.python("""
         import sys, torch, ckptfused
         for name in [name for name in sys.modules if name.startswith("torch.distributed.fsdp")]:
             del sys.modules[name]
         x = torch.ones(2, 4, requires_grad=True)
         ckptfused.checkpoint(torch.nn.Linear(4, 4), x).sum().backward()
         assert x.grad is not None
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+    """)
+    assert done.returncode == 0, done.stderr

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import tools
+from tests import forks, tools
 
 EVERYTHING = {
     "nvcc": Path("nvcc"),
@@ -39,11 +37,10 @@ def test_what_is_missing(monkeypatch: pytest.MonkeyPatch, cuda: str | None, abse
 
 
 @pytest.mark.parametrize("required", [True, False])
-def test_pytest_does_not_start(required: bool) -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", tools.VARIABLE))}
-    environment |= {"CUDA_HOME": "/none"} | ({tools.VARIABLE: "ON"} if required else {})
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", __file__]
-    root = Path(__file__).parents[2]
-    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+def test_pytest_does_not_start(required: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("PYTEST_", tools.VARIABLE))]:
+        monkeypatch.delenv(name)
+    environment = {"CUDA_HOME": "/none"} | ({tools.VARIABLE: "ON"} if required else {})
+    run = forks.command("-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", __file__, **environment)
     assert (run.returncode == 0) != required, run.stdout + run.stderr
     assert ("here is no nvcc" in run.stderr) == required
