@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckptfused.cli.configurations import MODELS
 from tests import tools
 
 pytestmark = pytest.mark.once
@@ -63,8 +64,11 @@ def test_lora_through_trainer(run, capsys: pytest.CaptureFixture[str], tmp_path:
     assert (tmp_path / "trainer_lora/adapter_model.safetensors").exists()
 
 
-def test_plans_for_a_card(run, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_plans_for_a_card(
+    run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     tools.need("transformers", "peft", "rich")
+    monkeypatch.setitem(MODELS, "llama-3-8b", MODELS["llama-3-8b"] | {"num_hidden_layers": 8})
     run("budget.py", "--tokens", "512", "--batch", "1", "--card", "h100")
     out = capsys.readouterr().out
     assert out.count("this plan") == 2 and "LoRA, one card of 80 GB" in out
