@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_dispatch import tensors_of
 from ckptfused.models.derive.recorder import LOOKS, RefusedError, code_place, function_name, words_of
 
 RANK = 8
@@ -79,7 +79,7 @@ class Factored(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.matrices or not any(id(leaf) in self.matrices for leaf in tree_leaves((args, kwargs))):
+        if not self.matrices or not any(id(t) in self.matrices for t in tensors_of(args, kwargs)):
             return func(*args, **kwargs)
         op = function_name(func)
         if op in LOOKS:

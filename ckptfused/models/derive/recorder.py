@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ckptfused.compat.pytree import tree_flatten, tree_leaves, tree_map
+from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_dispatch import tensors_of
 from ckptfused.compat.torch_modules import OPENED
 from ckptfused.eager.attention import attention
 from ckptfused.eager.dropout import dropout
@@ -91,7 +92,8 @@ class Recorded:
         self.number, self.func, self.op, self.place = number, func, op, place
         self.args, self.kwargs = args, kwargs
         self.values: list[Value] = []
-        leaves = tree_leaves((args, kwargs))
+        leaves: list[Any] = []
+        _mapped(leaves.append, (args, kwargs))
         self.inputs: list[Value] = [v for v in leaves if isinstance(v, Value)]
         self.numbers = [v for v in leaves if not isinstance(v, Value)]
         """What is no tensor among its arguments."""
@@ -150,7 +152,7 @@ class CallRecorder(TorchFunctionMode):
             with self:
                 return OPENED[func](*args, **kwargs)
         if self._wide:
-            args, kwargs = tree_map(_widened, (args, kwargs))
+            args, kwargs = _mapped(_widened, (args, kwargs))
             func, op = (Tensor.double, "double") if op == "float" else (func, op)
         given, options = self._noted(args, kwargs)
         noted = Recorded(len(self.calls), func, op, given, options, at)
@@ -158,16 +160,14 @@ class CallRecorder(TorchFunctionMode):
         noted.within = self.outermost
         result = self._dropped(noted, func, args, kwargs) if self._wide else None
         result = func(*args, **kwargs) if result is None else result
-        tensors = [t for t in tree_flatten(result)[0] if isinstance(t, Tensor)]
+        tensors, taken = tensors_of(result), tensors_of(args, kwargs)
         if not tensors:
             if op not in LOOKS and not (op == "_assert" and not noted.inputs):
                 raise RefusedError(f"{at}: {op} is not known")
             return result
-        if op != "to" and any(
-            t is g and t is not written for t in tensors for g in _tensors(args, kwargs) if _same(op)
-        ):
+        if op != "to" and _same(op) and any(t is g and t is not written for t in tensors for g in taken):
             raise RefusedError(f"{at}: {op} writes in place")
-        if written is None and all(any(t is g for g in _tensors(args, kwargs)) for t in tensors):
+        if written is None and all(any(t is g for g in taken) for t in tensors):
             return result  # a cast to the type that it has
         noted.values = [Value(t, noted, i) for i, t in enumerate(tensors)]
         self.values.update((id(value.data), value) for value in noted.values)
@@ -185,12 +185,12 @@ class CallRecorder(TorchFunctionMode):
 
         def leave(module: nn.Module, args: Any, y: Any) -> None:
             name, (args, kwargs, count) = self.within.pop(), self._entered
-            every = _tensors((args, y), kwargs)
+            every = [t for t in tree_leaves((args, y, kwargs)) if isinstance(t, Tensor)]
             if self.within or len(self.calls) == count or not all(id(t) in self.values for t in every):
                 return
             given, options = self._noted(args, kwargs)
             call = Recorded(len(self.calls) - 1, None, f"module:{name}", given, options, self.calls[-1].place)
-            call.values = [self.value(t) for t in _tensors(y, None)]
+            call.values = [self.value(t) for t in tree_leaves(y) if isinstance(t, Tensor)]
             self.returned.update((v, call) for v in call.values if v not in call.inputs)
 
         with ExitStack() as hooks:
@@ -202,7 +202,7 @@ class CallRecorder(TorchFunctionMode):
             yield
 
     def _noted(self, args: Any, kwargs: Any) -> Any:
-        return tree_map(lambda v: self.value(v) if isinstance(v, Tensor) else v, (args, kwargs))
+        return _mapped(lambda v: self.value(v) if isinstance(v, Tensor) else v, (args, kwargs))
 
     def _written(self, noted: Recorded, args: Any, kwargs: Any) -> tuple[Recorded, Tensor | None]:
         """A call as one that writes nothing, and the tensor that it writes to: one that the layer made, whose value
@@ -210,7 +210,7 @@ class CallRecorder(TorchFunctionMode):
         """
         if not writes(noted.op, kwargs):
             return noted, None
-        target = next(iter(_tensors(args, kwargs)), None)
+        target = next(iter(tensors_of(args, kwargs)), None)
         if target is None or noted.op == "setitem" or noted.op == "dropout" or kwargs.get("out") is not None:
             raise RefusedError(f"{noted.place}: {noted.op} writes in place")
         every = itertools.chain(self._first, (v for call in self.calls for v in call.values))
@@ -257,8 +257,14 @@ def _same(op: str) -> bool:
     )
 
 
-def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    return [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """What a call of PyTorch's takes, each leaf replaced: a pytree of tuples, lists and dictionaries alone."""
+    if isinstance(value, dict):
+        return {name: _mapped(function, one) for name, one in value.items()}
+    if not isinstance(value, tuple | list) or isinstance(value, torch.Size):
+        return function(value)
+    made = [_mapped(function, one) for one in value]
+    return made if isinstance(value, list) else tuple(made)
 
 
 def _widened(value: Any) -> Any:
