@@ -63,11 +63,11 @@ mutants: build
 test-transformers: build $(TRANSFORMERS_VENV)/.ready
 	$(PYTEST:$(BIN)/%=$(TRANSFORMERS_VENV)/bin/%) $(PYTEST_ARGS) tests/models
 
-# Not again while nothing has changed: these tests know no torch.
+# Not again while nothing has changed: these tests know no torch, and the kernels are the extension's objects.
 ctest: build/cmake/.passed
 
-build/cmake/.passed: $(CXX_FILES) CMakeLists.txt | $(READY) gtest
-	$(BIN)/cmake -S . -B build/cmake $(CMAKE_ARGS)
+build/cmake/.passed: $(CXX_FILES) CMakeLists.txt | build gtest
+	$(BIN)/cmake -S . -B build/cmake -DCKPTFUSED_KERNEL_OBJECTS=$(abspath build/torch-$(TORCH)/csrc/kernels/cpu) $(CMAKE_ARGS)
 	$(BIN)/cmake --build build/cmake --parallel $(or $(MAX_JOBS),$(shell nproc))
 	$(BIN)/ctest --test-dir build/cmake --output-on-failure --parallel $(or $(MAX_JOBS),$(shell nproc))
 	touch $@
