@@ -140,6 +140,12 @@ struct Problem {
   }
 };
 
+// To ThreadSanitizer one activation is as good as another: which thread writes what depends on
+// whether there is a gate.
+bool runs(const Case& kind) {
+  return !kThreadSanitizer || kind.act == Activation::silu;
+}
+
 template <typename T>
 class ActivationCuda : public testing::Test {};
 using StorageTypes = std::conditional_t<kThreadSanitizer, testing::Types<bf16>,
@@ -148,6 +154,7 @@ TYPED_TEST_SUITE(ActivationCuda, StorageTypes);
 
 TYPED_TEST(ActivationCuda, EveryActivation) {
   for (const Case& kind : kActivations) {
+    if (!runs(kind)) continue;
     for (const double p : {0.0, 0.1}) {
       if (kThreadSanitizer && p == 0.0) continue;
       const Problem<TypeParam> problem(kind, 5, 111, p, 16, 0);
@@ -185,6 +192,7 @@ TYPED_TEST(ActivationCuda, LargeShapes) {
 TYPED_TEST(ActivationCuda, OutputsDoNotDependOnEachOther) {
   using T = TypeParam;
   for (const Case& kind : kActivations) {
+    if (!runs(kind)) continue;
     const Problem<T> p(kind, 3, 250, 0.1, 0, 0);
     std::vector<T> in = p.gu.stored, grad = p.dh.stored;
     std::vector<T> forward(in.size()), h = forward, out = forward, alone = forward;
@@ -219,6 +227,7 @@ TYPED_TEST(ActivationCuda, DropsAllAtProbabilityOne) {
 TYPED_TEST(ActivationCuda, NanAndLargeValues) {
   using T = TypeParam;
   for (const Case& kind : kActivations) {
+    if (!runs(kind)) continue;
     Problem<T> p(kind, 1, 16, 0.0, 0, 0);
     std::vector<T> in = p.gu.stored, grad = p.dh.stored, h = grad, out = in;
     const double edges[] = {std::numeric_limits<double>::quiet_NaN(), 0.0, -0.0, 60.0, -60.0};
