@@ -9,6 +9,9 @@
 #if defined(__SANITIZE_THREAD__)
 #include <pthread.h>
 
+#include <condition_variable>
+#include <functional>
+#include <mutex>
 #include <thread>
 #else
 #include <setjmp.h>
@@ -72,17 +75,58 @@ class Barrier {
   int turn_[1024] = {};  // each thread's own
 };
 
+// Threads that stay: to start hundreds for each kernel took longer than most kernels. What they
+// wait for here orders nothing within a kernel, in which none ends before all have begun: every
+// block closes with a barrier.
+class Pool {
+ public:
+  ~Pool() {
+    run(0, nullptr);
+    for (std::thread& thread : pool_) thread.join();
+  }
+  // Calls task(0) .. task(threads - 1), each on a thread of its own. nullptr: they all end.
+  void run(int threads, std::function<void(int)> task) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    task_ = std::move(task);
+    threads_ = left_ = threads;
+    ++round_;
+    while (int(pool_.size()) < threads) {
+      pool_.emplace_back(
+          [this, thread = int(pool_.size()), seen = round_ - 1] { work(thread, seen); });
+    }
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return left_ == 0; });
+  }
+
+ private:
+  void work(int thread, int64_t seen) {
+    current_thread = thread;
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return round_ != seen; });
+      seen = round_;
+      if (!task_) return;
+      if (thread >= threads_) continue;
+      lock.unlock();
+      task_(thread);
+      lock.lock();
+      if (--left_ == 0) changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::function<void(int)> task_;
+  std::vector<std::thread> pool_;
+  int threads_ = 0, left_ = 0;
+  int64_t round_ = 0;
+};
+
 // Calls run(0) .. run(threads - 1), each on a thread of its own.
 template <typename Run>
 void run_threads(int threads, Run run) {
-  std::vector<std::thread> pool;
-  for (int thread = 0; thread < threads; ++thread) {
-    pool.emplace_back([&run, thread] {
-      current_thread = thread;
-      run(thread);
-    });
-  }
-  for (std::thread& thread : pool) thread.join();
+  static Pool pool;
+  pool.run(threads, run);
 }
 
 #else
