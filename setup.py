@@ -38,7 +38,7 @@ TOOLKIT = setup_cuda.toolkit_to_use()
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402  (reads CUDA_HOME)
 
 VERSION = setup_platform.VERSIONS["VERSION"]
-FOLDERS = ("kernels/cpu", "ops", "block", "autograd", "loss", "python")
+FOLDERS = ("kernels/cpu", "ops", "block", "autograd", "loss", "experts", "python")
 CUDA_FOLDERS = ("kernels/cuda",)
 # The one header through which these folders see torch: parsed once, not once a file.
 PRECOMPILED = ROOT / "csrc/ops/torch.h"

@@ -17,7 +17,7 @@ string(REGEX MATCH "[0-9][^\"]*" version "${version_line}")
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 set_target_properties(ckptfused_kernels PROPERTIES POSITION_INDEPENDENT_CODE ON)
 file(GLOB_RECURSE EXTENSION_SOURCES CONFIGURE_DEPENDS csrc/ops/*.cpp csrc/block/*.cpp csrc/autograd/*.cpp
-  csrc/loss/*.cpp csrc/python/*.cpp)
+  csrc/loss/*.cpp csrc/experts/*.cpp csrc/python/*.cpp)
 list(FILTER EXTENSION_SOURCES EXCLUDE REGEX "_cuda\\.cpp$")
 Python_add_library(_C MODULE WITH_SOABI ${EXTENSION_SOURCES})
 target_compile_features(_C PRIVATE cxx_std_20)

@@ -45,6 +45,15 @@ TORCH_LIBRARY(ckptfused, m) {
         ", Tensor lse, Tensor[] kept, Tensor? rng_state, str spec, bool[] needs) -> Tensor[]",
         pure);
 
+  // The experts of a mixture: y[n] = the sum over j of weights[n, j] * expert[ids[n, j]](x[n]), of
+  // x [N, C], ids and weights [N, k] and stacks of weights, one matrix an expert.
+#define CKPT_EXPERTS_ARGS                                                           \
+  "Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor? up_bias, Tensor down, " \
+  "Tensor? down_bias, str spec"
+  m.def("experts(" CKPT_EXPERTS_ARGS ") -> Tensor", pure);
+  m.def("experts_fwd(" CKPT_EXPERTS_ARGS ") -> Tensor", pure);
+  m.def("experts_bwd(Tensor dy, " CKPT_EXPERTS_ARGS ", bool[] needs) -> Tensor[]", pure);
+
   // Random numbers. The call_id keeps common-subexpression elimination from merging two draws.
   m.def("rng_state(Tensor like, int call_id, *, Generator? generator=None) -> Tensor",
         {at::Tag::nondeterministic_seeded, at::Tag::pt2_compliant_tag});

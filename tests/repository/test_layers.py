@@ -25,6 +25,7 @@ CPP_MAY_USE = {
     "block": {"block", "ops", "kernels", "math"},
     "autograd": {"autograd", "block", "ops", "kernels", "math"},
     "loss": {"loss", "autograd", "block", "ops", "kernels", "math"},
+    "experts": {"experts", "autograd", "block", "ops", "kernels", "math"},
     "python": {"loss", "autograd", "block", "ops", "kernels", "math"},
     "tests": {"tests", "kernels", "math"},
 }

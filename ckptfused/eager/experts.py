@@ -1,0 +1,59 @@
+"""The experts of a mixture in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ckptfused.checks import computing_in
+from ckptfused.eager.activation import activation
+from ckptfused.spec.experts import CLAMPED, ExpertsSpec
+
+
+def eager_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    up_bias: Tensor | None,
+    down: Tensor,
+    down_bias: Tensor | None,
+    spec: ExpertsSpec,
+) -> Tensor:
+    """What the op `experts` computes, whatever autocast is on, differentiable any number of times.
+
+    **Shapes** as the op's: x [N, C], ids and weights [N, k], up [E, 2I, C], down [E, C, I], biases [E, 2I] and [E, C].
+    """
+    product = x.dtype if spec.compute is None else getattr(torch, spec.compute)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    with computing_in(x):
+        y = torch.zeros(x.shape, dtype=wide, device=x.device)
+        for expert in range(up.size(0)):
+            token, choice = torch.where(ids == expert)
+            if expert > 0 and token.numel() == 0:  # the first gives a result without tokens its graph
+                continue
+            score = weights[token, choice, None].to(wide)
+            hidden = _linear(x[token].to(product), up[expert].to(product), spec)
+            if up_bias is not None:
+                hidden = hidden + up_bias[expert].to(product)
+            h = (experts_activation(hidden, spec).to(wide) * score).to(product)
+            out = _linear(h, down[expert].to(product), spec).to(wide)
+            if down_bias is not None:
+                out = out + score * down_bias[expert].to(wide)
+            y = y.index_add(0, token, out)
+        return y.to(x.dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, spec: ExpertsSpec) -> Tensor:
+    return x @ (weight if spec.transposed else weight.t())
+
+
+def experts_activation(hidden: Tensor, spec: ExpertsSpec) -> Tensor:
+    """The hidden values of what the first product makes. **Shapes** [..., 2I] to [..., I]; without a gate [..., I]."""
+    if not spec.gated:
+        return activation(None, hidden, spec.act)
+    gate, up = (hidden[..., ::2], hidden[..., 1::2]) if spec.interleaved else hidden.chunk(2, -1)
+    if spec.act != CLAMPED:
+        return activation(gate, up, spec.act)
+    gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+    return (up + spec.offset) * (gate * torch.sigmoid(gate * spec.alpha))

@@ -1,0 +1,53 @@
+"""What the experts of a mixture compute beside their products, as data: `ExpertsSpec`."""
+
+# No `from __future__ import annotations`: `table.rows` reads the annotations themselves.
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Annotated
+
+from .activations import ACTIVATIONS, GATE
+from .fields import COMPUTE_TYPES
+from .table import Key, check_rows
+from .text import refuse_unknown, row_values, row_words, split_words
+
+CLAMPED = "clamped"
+"""A gated unit of experts alone: (clamp(u, -limit, limit) + offset) · g · sigmoid(alpha · g), g = min(gate, limit)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """Each expert is down(weight · act(up(x))), where up makes gate and up side by side if the activation is gated.
+
+    **Raises** `ValueError` or `TypeError` naming the field, what was expected and what came.
+    """
+
+    act: Annotated[str, Key("The activation.", (*ACTIVATIONS, CLAMPED))]
+    interleaved: Annotated[bool, Key("Gate and up alternate, not one behind the other.")] = False
+    transposed: Annotated[bool, Key("Weights are [E, in, out], not [E, out, in].")] = False
+    limit: Annotated[float, Key("Of clamped: where gate and up end.", least=0)] = 0.0
+    alpha: Annotated[float, Key("Of clamped: factor in the sigmoid.")] = 1.0
+    offset: Annotated[float, Key("Of clamped: what is added to up.")] = 0.0
+    compute: Annotated[str | None, Key("Type of the matrix products; None: the type of x.", COMPUTE_TYPES)] = None
+    _text: str = field(default="", init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_rows(self)
+        object.__setattr__(self, "_text", " ".join(row_words(self)))
+
+    def to_string(self) -> str:
+        """The text form that the ops take: `key=value` words, defaults left out, order fixed."""
+        return self._text
+
+    @property
+    def gated(self) -> bool:
+        """Whether there is a gate."""
+        return self.act == CLAMPED or GATE[self.act] is not None
+
+
+@lru_cache(maxsize=1024)
+def parse_experts(text: str) -> ExpertsSpec:
+    """The spec of a text form, the inverse of `ExpertsSpec.to_string`. **Raises** `ValueError`."""
+    words = split_words(text)
+    values = row_values(ExpertsSpec, words)
+    refuse_unknown(words, text)
+    return ExpertsSpec(**values)

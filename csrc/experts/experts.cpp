@@ -1,0 +1,340 @@
+// The experts of a mixture: rows sorted by expert, products a group of rows at a time.
+#include "ops/torch.h"
+
+#include "experts/experts.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "block/ops.h"
+#include "math/activation_kinds.h"
+#include "ops/checks.h"
+#include "ops/ledger.h"
+#include "ops/linear.h"
+
+namespace ckptfused {
+
+using at::Tensor;
+
+namespace {
+
+constexpr const char* kOp = "experts";
+constexpr const char* kClamped = "clamped";
+constexpr int64_t kMostExperts = int64_t(1) << 15;
+constexpr std::array<const char*, kExpertsSlots> kNames = {"x",       "weights", "up",
+                                                           "up_bias", "down",    "down_bias"};
+
+const NamedActivation* named(const std::string& act) {
+  for (const NamedActivation& known : kActivations) {
+    if (known.name == act) return &known;
+  }
+  return nullptr;
+}
+
+// t times a number for each row, rounded once.
+Tensor scaled(const Tensor& t, const Tensor& scores) {
+  return t.to(scores.scalar_type()).mul(scores).to(t.scalar_type());
+}
+
+// out = a @ b of a type of its own: one that products cannot be written in gets a copy.
+void product_into(const Tensor& out, const Tensor& a, const Tensor& b) {
+  const at::ScalarType type = a.scalar_type();
+  const bool half = type == at::kBFloat16 || type == at::kHalf;
+  if (out.scalar_type() == type || (half && out.scalar_type() == at::kFloat)) {
+    return matmul_out(out, a, b, false);
+  }
+  const Tensor made = at::empty(out.sizes(), a.options());
+  matmul_out(made, a, b, false);
+  out.copy_(made);
+}
+
+// clamped: (min(max(u, -limit), limit) + offset) * g' * sigmoid(alpha * g'), g' = min(g, limit).
+struct Clamped {
+  Tensor gate, up, sigmoid;  // the last two factors' parts, in the accumulation type
+  Clamped(const ExpertsSpec& spec, const Tensor& g, const Tensor& u)
+      : gate(g.clamp_max(spec.limit)),
+        up(u.clamp(-spec.limit, spec.limit).add_(spec.offset)),
+        sigmoid(gate.mul(spec.alpha).sigmoid_()) {}
+  Tensor h() const { return up * (gate * sigmoid); }
+};
+
+}  // namespace
+
+bool ExpertsSpec::gated() const {
+  return act == kClamped || named(act)->gated;
+}
+
+ExpertsSpec parse_experts_spec(const std::string& text) {
+  ExpertsSpec spec;
+  std::istringstream words(text);
+  for (std::string word; words >> word;) {
+    const size_t equals = word.find('=');
+    const std::string key = word.substr(0, equals);
+    const std::string value = equals == std::string::npos ? "" : word.substr(equals + 1);
+    if (key == "act") {
+      spec.act = value;
+    } else if (key == "interleaved") {
+      spec.interleaved = value == "1";
+    } else if (key == "transposed") {
+      spec.transposed = value == "1";
+    } else if (key == "limit") {
+      spec.limit = std::stod(value);
+    } else if (key == "alpha") {
+      spec.alpha = std::stod(value);
+    } else if (key == "offset") {
+      spec.offset = std::stod(value);
+    } else if (key == "compute") {
+      spec.compute = value == "bfloat16"  ? at::kBFloat16
+                     : value == "float16" ? at::kHalf
+                                          : at::kFloat;
+    } else {
+      TORCH_CHECK(false, kOp, ": spec: expected words of ExpertsSpec.to_string(), got ", word);
+    }
+  }
+  TORCH_CHECK(spec.act == kClamped || named(spec.act) != nullptr, kOp,
+              ": act: expected an activation of ckptfused or ", kClamped, ", got ", spec.act);
+  return spec;
+}
+
+Tensor narrow_ids(const Tensor& ids, int64_t experts) {
+  return ids.to(experts <= 256 ? at::kByte : at::kShort);
+}
+
+Experts::Experts(const ExpertsSpec& spec, const ExpertsTensors& tensors)
+    : spec_(spec), tensors_(tensors) {
+  const Tensor &x = slot(kExpertsX), &ids = tensors.ids, &up = slot(kExpertsUp);
+  TORCH_CHECK(x.dim() == 2 && ids.dim() == 2 && up.dim() == 3 && slot(kExpertsDown).dim() == 3, kOp,
+              ": expected x [N, C], ids [N, k] and stacks of weights [E, out, in], got ", x.sizes(),
+              ", ", ids.sizes(), ", ", up.sizes(), " and ", slot(kExpertsDown).sizes());
+  N_ = x.size(0);
+  C_ = x.size(1);
+  k_ = ids.size(1);
+  E_ = up.size(0);
+  I_ = up.size(spec.transposed ? 2 : 1) / (spec.gated() ? 2 : 1);
+  A_ = acc_dtype(x.scalar_type());
+  P_ = spec.compute == at::ScalarType::Undefined ? x.scalar_type() : spec.compute;
+  check();
+  sort_rows();
+}
+
+void Experts::check() const {
+  const Tensor& x = slot(kExpertsX);
+  const int64_t wide = I_ * (spec_.gated() ? 2 : 1);
+  const bool t = spec_.transposed;
+  const std::array<std::vector<int64_t>, kExpertsSlots> sizes = {
+      {{N_, C_},
+       {N_, k_},
+       {E_, t ? C_ : wide, t ? wide : C_},
+       {E_, wide},
+       {E_, t ? I_ : C_, t ? C_ : I_},
+       {E_, C_}}};
+  for (int i = 0; i < kExpertsSlots; ++i) {
+    const Tensor& given = slot(i);
+    if (!given.defined()) continue;
+    TORCH_CHECK(given.sizes() == at::IntArrayRef(sizes[i]) && given.device() == x.device() &&
+                    given.is_floating_point(),
+                kOp, ": ", kNames[i], ": expected floating-point ", at::IntArrayRef(sizes[i]),
+                " on ", x.device(), ", got ", given.scalar_type(), " ", given.sizes(), " on ",
+                given.device());
+    check_memory(kOp, kNames[i], given);
+  }
+  const Tensor& ids = tensors_.ids;
+  TORCH_CHECK(ids.size(0) == N_ && k_ > 0 && ids.device() == x.device() &&
+                  at::isIntegralType(ids.scalar_type(), /*includeBool=*/false),
+              kOp, ": ids: expected integers [", N_, ", k] on ", x.device(), ", got ",
+              ids.scalar_type(), " ", ids.sizes(), " on ", ids.device());
+  TORCH_CHECK(E_ > 0 && E_ <= kMostExperts, kOp, ": expected 1 to ", kMostExperts, " experts, got ",
+              E_);
+}
+
+// A stable sort: an expert's rows are in the order of tokens, and of their choices.
+void Experts::sort_rows() {
+  const Tensor flat = tensors_.ids.reshape({-1}).to(at::kLong);
+  const int64_t rows = flat.numel();
+  std::vector<int64_t> first(E_ + 1, 0);
+  const auto outside = [&](int64_t id) {
+    TORCH_CHECK_INDEX(0 <= id && id < E_, kOp, ": ids: expected experts 0 to ", E_ - 1, ", got ",
+                      id);
+  };
+  if (on_cpu(flat)) {
+    const int64_t* id = flat.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < rows; ++i) {
+      outside(id[i]);
+      ++first[id[i] + 1];
+    }
+    for (int64_t e = 0; e < E_; ++e) first[e + 1] += first[e];
+    order_ = at::empty_like(flat);
+    place_ = at::empty_like(flat);
+    int64_t *order = order_.mutable_data_ptr<int64_t>(),
+            *place = place_.mutable_data_ptr<int64_t>();
+    std::vector<int64_t> next = first;
+    for (int64_t i = 0; i < rows; ++i) {
+      place[i] = next[id[i]]++;
+      order[place[i]] = i;
+    }
+  } else {
+    const auto [sorted, order] = at::sort(flat, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+    order_ = order;
+    place_ = at::empty_like(order).scatter_(0, order, at::arange(rows, order.options()));
+    const Tensor bounds = at::searchsorted(sorted, at::arange(E_ + 1, flat.options())).cpu();
+    first.assign(bounds.const_data_ptr<int64_t>(), bounds.const_data_ptr<int64_t>() + E_ + 1);
+    if (first[0] > 0 || first[E_] < rows) {
+      outside(first[0] > 0 ? sorted[0].item<int64_t>() : sorted[rows - 1].item<int64_t>());
+    }
+  }
+  token_ = order_.div(k_, "floor");
+  place_ = place_.view({N_, k_});
+  for (int64_t e = 0; e < E_; ++e) {
+    if (first[e + 1] > first[e]) groups_.push_back({e, first[e], first[e + 1] - first[e]});
+  }
+}
+
+Tensor Experts::weight(int i, int64_t expert) const {
+  return slot(i).select(0, expert).to(P_);
+}
+
+// The rows of t [N, C] that go to a group's expert, as products take them.
+Tensor Experts::rows_of(const Tensor& t, const Group& group) const {
+  return t.index_select(0, token_.narrow(0, group.first, group.count)).to(P_);
+}
+
+Tensor Experts::scores(const Group& group) const {
+  const Tensor rows = order_.narrow(0, group.first, group.count);
+  return slot(kExpertsWeights).reshape({-1}).index_select(0, rows).to(A_).unsqueeze(1);
+}
+
+Experts::Hidden Experts::split(const Tensor& both) const {
+  if (!spec_.gated()) return {both, both, both};
+  if (!spec_.interleaved) return {both, both.narrow(1, 0, I_), both.narrow(1, I_, I_)};
+  return {both, both.slice(1, 0, std::nullopt, 2).contiguous(),
+          both.slice(1, 1, std::nullopt, 2).contiguous()};
+}
+
+// What the first product makes: forward's and, again, backward's.
+Experts::Hidden Experts::hidden(const Tensor& x, const Group& group) const {
+  const Tensor both = empty({group.count, I_ * (spec_.gated() ? 2 : 1)}, P_);
+  std::optional<Tensor> bias;
+  if (slot(kExpertsUpBias).defined()) bias = weight(kExpertsUpBias, group.expert);
+  linear_out(both, x, weight(kExpertsUp, group.expert), bias, spec_.transposed);
+  return split(both);
+}
+
+Tensor Experts::activated(const Hidden& hidden) const {
+  if (spec_.act == kClamped) {
+    return Clamped(spec_, hidden.gate.to(A_), hidden.up.to(A_)).h().to(P_);
+  }
+  const Tensor h = empty({hidden.up.size(0), I_}, P_);
+  call::activation_fwd(hidden.gate, hidden.up, {}, h, spec_.act, 0.0, 0, I_, 0, 0, {});
+  return h;
+}
+
+Tensor Experts::activation_gradient(const Hidden& hidden, const Tensor& dh) const {
+  const Tensor both = at::empty_like(hidden.both);
+  Tensor dgate, dup;
+  if (spec_.act == kClamped) {
+    const Tensor gate = hidden.gate.to(A_), up = hidden.up.to(A_), grad = dh.to(A_);
+    const Clamped c(spec_, gate, up);
+    const Tensor slope = c.sigmoid * (c.gate * (1 - c.sigmoid) * spec_.alpha + 1);
+    dgate = (grad * c.up * slope).masked_fill_(gate.gt(spec_.limit), 0);
+    dup = (grad * c.gate * c.sigmoid).masked_fill_(up.abs().gt(spec_.limit), 0);
+  } else {
+    const bool parts = spec_.gated() && !spec_.interleaved;
+    dup = parts ? both.narrow(1, I_, I_) : spec_.gated() ? at::empty_like(hidden.up) : both;
+    if (spec_.gated()) dgate = parts ? both.narrow(1, 0, I_) : at::empty_like(hidden.gate);
+    call::activation_bwd(hidden.gate, hidden.up, dh, {}, {}, dgate, dup, spec_.act, 0.0, 0, I_, 0,
+                         0, {});
+    if (!spec_.interleaved || !spec_.gated()) return both;
+  }
+  (spec_.interleaved ? both.slice(1, 0, std::nullopt, 2) : both.narrow(1, 0, I_)).copy_(dgate);
+  (spec_.interleaved ? both.slice(1, 1, std::nullopt, 2) : both.narrow(1, I_, I_)).copy_(dup);
+  return both;
+}
+
+// Each token's sum over its choices, one after the other: no order but theirs, no atomics.
+Tensor Experts::combined(const Tensor& sorted) const {
+  const Tensor sum = empty({N_, C_}, A_);
+  for (int64_t j = 0; j < k_; ++j) {
+    const Tensor rows = sorted.index_select(0, place_.select(1, j));
+    j == 0 ? sum.copy_(rows) : sum.add_(rows);
+  }
+  return sum.to(slot(kExpertsX).scalar_type());
+}
+
+Tensor Experts::forward() {
+  const Tensor sorted = empty({N_ * k_, C_}, P_);
+  for (const Group& group : groups_) {
+    const Tensor score = scores(group);
+    const Tensor h = scaled(activated(hidden(rows_of(slot(kExpertsX), group), group)), score);
+    const Tensor out = sorted.narrow(0, group.first, group.count);
+    linear_out(out, h, weight(kExpertsDown, group.expert), std::nullopt, spec_.transposed);
+    if (slot(kExpertsDownBias).defined()) {
+      out.add_(weight(kExpertsDownBias, group.expert).to(A_).mul(score));
+    }
+  }
+  return combined(sorted);
+}
+
+std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>& needs) {
+  TORCH_CHECK(dy.sizes() == slot(kExpertsX).sizes(), kOp, ": dy: expected ",
+              slot(kExpertsX).sizes(), ", got ", dy.sizes());
+  std::vector<Tensor> grads(kExpertsSlots);
+  const auto need = [&](int i) { return needs.at(i) && slot(i).defined(); };
+  const Tensor dx = need(kExpertsX) ? empty({N_ * k_, C_}, P_) : Tensor();
+  const Tensor dscore = need(kExpertsWeights) ? empty({N_ * k_}, A_) : Tensor();
+  for (int i = kExpertsUp; i < kExpertsSlots; ++i) {
+    if (!need(i)) continue;
+    grads[i] = at::empty(slot(i).sizes(), slot(i).options());
+    std::vector<bool> used(E_, false);
+    for (const Group& group : groups_) used[group.expert] = true;
+    for (int64_t e = 0; e < E_; ++e) {
+      if (!used[e]) grads[i].select(0, e).zero_();
+    }
+  }
+  const bool below = need(kExpertsX) || need(kExpertsUp) || need(kExpertsUpBias);
+  const bool t = spec_.transposed;
+  for (const Group& group : groups_) {
+    const Tensor dout = rows_of(dy, group), score = scores(group);
+    const auto grad_of = [&](int i) { return grads[i].select(0, group.expert); };
+    if (need(kExpertsDownBias)) grad_of(kExpertsDownBias).copy_(dout.to(A_).mul(score).sum(0));
+    const Tensor x = rows_of(slot(kExpertsX), group);
+    const Hidden replayed = hidden(x, group);
+    const Tensor h = activated(replayed);
+    if (need(kExpertsDown)) {
+      const Tensor s = scaled(h, score);
+      product_into(grad_of(kExpertsDown), t ? s.t() : dout.t(), t ? dout : s);
+    }
+    if (!below && !dscore.defined()) continue;
+    const Tensor down = weight(kExpertsDown, group.expert), dh = empty({group.count, I_}, P_);
+    matmul_out(dh, dout, t ? down.t() : down, false);
+    if (dscore.defined()) {
+      const Tensor sum = dscore.narrow(0, group.first, group.count);
+      sum.copy_(h.to(A_).mul(dh).sum(1));
+      if (slot(kExpertsDownBias).defined()) {
+        sum.add_(dout.to(A_).mul(weight(kExpertsDownBias, group.expert)).sum(1));
+      }
+    }
+    if (!below) continue;
+    const Tensor dboth = activation_gradient(replayed, scaled(dh, score));
+    if (need(kExpertsUpBias)) grad_of(kExpertsUpBias).copy_(dboth.sum(0, false, A_));
+    if (need(kExpertsUp)) {
+      product_into(grad_of(kExpertsUp), t ? x.t() : dboth.t(), t ? dboth : x);
+    }
+    if (dx.defined()) {
+      const Tensor up = weight(kExpertsUp, group.expert);
+      matmul_out(dx.narrow(0, group.first, group.count), dboth, t ? up.t() : up, false);
+    }
+  }
+  if (dx.defined()) grads[kExpertsX] = combined(dx);
+  if (dscore.defined()) {
+    grads[kExpertsWeights] = dscore.index_select(0, place_.reshape({-1}))
+                                 .view({N_, k_})
+                                 .to(slot(kExpertsWeights).scalar_type());
+  }
+  std::vector<Tensor> result;
+  for (int i = 0; i < kExpertsSlots; ++i) {
+    if (need(i)) result.push_back(std::move(grads[i]));
+  }
+  return result;
+}
+
+}  // namespace ckptfused

@@ -1,0 +1,85 @@
+#pragma once
+
+#include "ops/torch.h"
+
+#include <string>
+#include <vector>
+
+namespace ckptfused {
+
+// Of the tensors that gradients are asked for, in this order.
+enum ExpertsSlot : int {
+  kExpertsX,
+  kExpertsWeights,
+  kExpertsUp,
+  kExpertsUpBias,
+  kExpertsDown,
+  kExpertsDownBias,
+  kExpertsSlots
+};
+
+// What experts compute beside their products (ckptfused/spec/experts.py makes the text).
+struct ExpertsSpec {
+  std::string act;                          // of kActivations, or "clamped"
+  bool interleaved = false,                 // gate and up alternate, not one behind the other
+      transposed = false;                   // weights are [E, in, out]
+  double limit = 0, alpha = 1, offset = 0;  // of "clamped"
+  at::ScalarType compute = at::ScalarType::Undefined;  // of the products; x's if undefined
+  bool gated() const;
+};
+ExpertsSpec parse_experts_spec(const std::string& text);
+
+// The tensors of a call, in the order of ExpertsSlot, and which experts each token goes to.
+struct ExpertsTensors {
+  std::vector<at::Tensor> slots;  // undefined where absent
+  at::Tensor ids;                 // [N, k], integers
+};
+
+// ids as they are kept for backward: in one byte where that holds all of them, else in two.
+at::Tensor narrow_ids(const at::Tensor& ids, int64_t experts);
+
+// A call of the experts of a mixture: y[n] = sum over j of weights[n, j] * expert[ids[n, j]](x[n]).
+class Experts {
+ public:
+  Experts(const ExpertsSpec& spec, const ExpertsTensors& tensors);
+
+  at::Tensor forward();
+  // Of the slots that `needs` names. Replays the products that make gate and up, and no other.
+  std::vector<at::Tensor> backward(const at::Tensor& dy, const std::vector<bool>& needs);
+
+ private:
+  // The rows of one expert.
+  struct Group {
+    int64_t expert, first, count;
+  };
+  // Gate and up side by side, [n, 2I] ([n, I] without a gate), and its parts with rows in a row.
+  struct Hidden {
+    at::Tensor both, gate, up;
+  };
+
+  void check() const;
+  void sort_rows();
+  const at::Tensor& slot(int i) const { return tensors_.slots[i]; }
+  at::Tensor weight(int i, int64_t expert) const;
+  at::Tensor rows_of(const at::Tensor& t, const Group& group) const;
+  at::Tensor scores(const Group& group) const;
+  Hidden split(const at::Tensor& both) const;
+  Hidden hidden(const at::Tensor& x, const Group& group) const;
+  at::Tensor activated(const Hidden& hidden) const;
+  // Writes h (where defined) and returns the gradient of hidden.both.
+  at::Tensor activation_gradient(const Hidden& hidden, const at::Tensor& dh) const;
+  at::Tensor combined(const at::Tensor& sorted) const;
+  at::Tensor empty(at::IntArrayRef size, at::ScalarType type) const {
+    return at::empty(size, slot(kExpertsX).options().dtype(type));
+  }
+
+  const ExpertsSpec& spec_;
+  const ExpertsTensors& tensors_;
+  int64_t N_, C_, k_, E_, I_;
+  at::ScalarType P_, A_;       // compute, accumulation
+  at::Tensor order_, place_;   // [N * k] sorted by expert: which (token, choice); and its inverse
+  at::Tensor token_;           // [N * k] sorted by expert: which token
+  std::vector<Group> groups_;  // of experts with rows
+};
+
+}  // namespace ckptfused

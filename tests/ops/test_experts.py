@@ -1,0 +1,274 @@
+"""The op of a mixture's experts against plain PyTorch in float64: routing of every kind, gradients, what is saved."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ckptfused.eager.experts import eager_experts
+from ckptfused.ops.experts import experts
+from ckptfused.spec.experts import ExpertsSpec, parse_experts
+from tests.accounting import saved_bytes
+
+SPECS = {
+    "swiglu": ExpertsSpec(act="swiglu"),
+    "geglu_tanh transposed": ExpertsSpec(act="geglu_tanh", transposed=True),
+    "reglu interleaved": ExpertsSpec(act="reglu", interleaved=True),
+    "relu2 without a gate": ExpertsSpec(act="relu2"),
+    "gpt-oss": ExpertsSpec(act="clamped", limit=1.0, alpha=1.702, offset=1.0, interleaved=True, transposed=True),
+    "clamped silu": ExpertsSpec(act="clamped", limit=0.7),
+}
+GATED = SPECS["swiglu"]
+
+
+class Inputs(NamedTuple):
+    """A call's tensors, in the order of the op's arguments."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+    @property
+    def variables(self) -> list[Tensor]:
+        return [t for t in self if t is not None and t.is_floating_point()]
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        return Inputs(*(t if t is None or t is self.ids else t.detach().to(dtype).requires_grad_() for t in self))
+
+    def run(self, spec: ExpertsSpec) -> Tensor:
+        return experts(self.x, self.ids, self.weights, self.up, self.down, self.up_bias, self.down_bias, spec=spec)
+
+
+def make(
+    spec: ExpertsSpec = GATED, tokens: int = 17, width: int = 8, hidden: int = 6, count: int = 5, k: int = 3,
+    bias: bool = True, dtype: torch.dtype = torch.float64,
+) -> Inputs:  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    wide = hidden * (2 if spec.gated else 1)
+    shaped = lambda out, into: (count, into, out) if spec.transposed else (count, out, into)  # noqa: E731
+    randn = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    ids = torch.rand(tokens, count, generator=generator).topk(min(k, count)).indices
+    made = Inputs(
+        randn(tokens, width), ids, randn(tokens, ids.size(1)),
+        randn(*shaped(wide, width)) / width**0.5, randn(count, wide) if bias else None,
+        randn(*shaped(width, hidden)) / hidden**0.5, randn(count, width) if bias else None,
+    )  # fmt: skip
+    return made.to(dtype)
+
+
+def both(inputs: Inputs, spec: ExpertsSpec) -> tuple[list[Tensor], list[Tensor]]:
+    """Result and gradients of the op, and in float64 of plain PyTorch."""
+    dy = torch.randn(inputs.x.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    found = []
+    for given, run in ((inputs, Inputs.run), (inputs.to(torch.float64), lambda i, s: eager_experts(*i, s))):
+        y = run(given, spec)
+        grads = torch.autograd.grad(y, given.variables, dy.to(y.dtype))
+        found.append([y, *grads])
+    return found[0], found[1]
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("name", SPECS)
+def test_result_and_gradients_are_those_of_plain_pytorch(name: str, bias: bool) -> None:
+    spec = SPECS[name]
+    assert parse_experts(spec.to_string()) == spec
+    # The roundings of sums of 17 products, of which each value of float64's is exact to 1.1e-16.
+    assert_near(*both(make(spec, bias=bias), spec), 1e-14)
+    assert_near(*both(make(spec, bias=bias, dtype=torch.float32), spec), 5e-6)
+    # Gate, up, hidden values and results are rounded to 8 bits.
+    assert_near(*both(make(spec, bias=bias, dtype=torch.bfloat16), spec), 4e-2)
+    assert_near(*both(make(spec, bias=bias, dtype=torch.float16), spec), 5e-3)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_first_and_second_derivatives_are_those_of_differences(name: str) -> None:
+    inputs, spec = make(SPECS[name], tokens=4, width=3, hidden=2, count=3, k=2), SPECS[name]
+    run = lambda *given: Inputs(given[0], inputs.ids, *given[1:]).run(spec)  # noqa: E731
+    assert torch.autograd.gradcheck(run, inputs.variables)
+    assert torch.autograd.gradgradcheck(run, inputs.variables)
+
+
+ROUTES = {
+    "one choice": {"k": 1},
+    "all experts": {"k": 5},
+    "one expert": {"count": 1, "k": 1},
+    "one token": {"tokens": 1},
+    "no tokens": {"tokens": 0},
+    "two bytes an id": {"count": 300, "k": 4},
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_number_of_choices(route: str) -> None:
+    found, expected = both(make(**ROUTES[route]), GATED)
+    if route == "no tokens":
+        assert all(map(torch.equal, found, expected))
+    else:
+        assert_near(found, expected, 1e-14)
+
+
+def test_experts_without_tokens_and_one_that_is_chosen_twice() -> None:
+    inputs = make()
+    for ids in (torch.full_like(inputs.ids, 4), torch.tensor([[1, 1, 3]]).expand(17, 3)):
+        given = inputs._replace(ids=ids)
+        found, expected = both(given, GATED)
+        assert_near(found, expected, 1e-14)
+        assert not found[3][0].any()  # of an expert that nobody chose
+
+
+def test_the_last_of_256_and_of_257_experts_is_kept() -> None:
+    """An id that were cut to its byte would be another expert's in backward alone."""
+    for count in (256, 257):
+        inputs = make(count=count, k=2)
+        inputs = inputs._replace(ids=torch.tensor([[count - 1, 0]]).repeat(17, 1))
+        assert_near(*both(inputs, GATED), 1e-14)
+
+
+@pytest.mark.parametrize("outside", [-1, 5, 256 + 2, 2**40])
+def test_an_id_that_is_no_expert_is_an_error(outside: int) -> None:
+    inputs = make()
+    inputs.ids[7, 1] = outside
+    with pytest.raises(IndexError, match=f"ids: expected experts 0 to 4, got {outside}"):
+        inputs.run(GATED)
+
+
+def test_other_shapes_are_an_error() -> None:
+    inputs = make()
+    for changed, word in (
+        ({"weights": inputs.weights[:, :2]}, "weights"),
+        ({"ids": inputs.ids[:5]}, "ids"),
+        ({"ids": inputs.ids.double()}, "ids"),
+        ({"down": inputs.down[:, :, :3]}, "down"),
+        ({"up_bias": inputs.up}, "up_bias"),
+    ):
+        with pytest.raises(RuntimeError, match=f"experts: {word}: expected"):
+            inputs._replace(**changed).run(GATED)
+
+
+def test_nan_weights_are_in_their_tokens_alone() -> None:
+    inputs = make()
+    with torch.no_grad():
+        inputs.weights[3] = torch.nan
+    y = inputs.run(GATED)
+    assert y[3].isnan().all() and y[torch.arange(17) != 3].isfinite().all()
+
+
+def test_it_saves_x_weights_and_a_byte_a_choice() -> None:
+    inputs = make(dtype=torch.bfloat16)
+    own = [inputs.up, inputs.down, inputs.up_bias, inputs.down_bias]
+    assert saved_bytes(lambda: inputs.run(GATED), own=own) == 17 * (8 * 2 + 3 * 2 + 3)
+    many = make(count=300, dtype=torch.bfloat16)
+    own = [many.up, many.down, many.up_bias, many.down_bias]
+    assert saved_bytes(lambda: many.run(GATED), own=own) == 17 * (8 * 2 + 3 * 2 + 3 * 2)
+
+
+def test_a_second_backward_gives_the_same_bits() -> None:
+    inputs = make(tokens=301, dtype=torch.bfloat16)
+    y = inputs.run(GATED)
+    dy = torch.randn_like(y)
+    first = torch.autograd.grad(y, inputs.variables, dy, retain_graph=True)
+    second = torch.autograd.grad(y, inputs.variables, dy, retain_graph=True)
+    again = torch.autograd.grad(inputs.run(GATED), inputs.variables, dy)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(first, second, again, strict=True))
+
+
+def test_each_gradient_alone_has_the_same_bits() -> None:
+    inputs = make(SPECS["gpt-oss"], dtype=torch.float32)
+    y = inputs.run(SPECS["gpt-oss"])
+    dy = torch.ones(()).expand_as(y)
+    whole = torch.autograd.grad(y, inputs.variables, dy, retain_graph=True)
+    for i, variable in enumerate(inputs.variables):
+        frozen = inputs.to(torch.float32)
+        for other in frozen.variables:
+            other.requires_grad_(other is frozen.variables[i])
+        (alone,) = torch.autograd.grad(frozen.run(SPECS["gpt-oss"]), frozen.variables[i], dy)
+        assert torch.equal(alone, whole[i]), variable.shape
+
+
+@pytest.mark.parametrize("place", ["x", "weights", "up", "down", "up_bias", "down_bias"])
+def test_changed_in_place_before_backward_it_raises(place: str) -> None:
+    inputs = make()
+    y = inputs.run(GATED)
+    with torch.no_grad():
+        getattr(inputs, place).mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_ids_may_be_changed_after_the_call() -> None:
+    inputs = make()
+    expected = torch.autograd.grad(inputs.run(GATED).sum(), inputs.variables)
+    y = inputs.run(GATED)
+    inputs.ids.zero_()
+    found = torch.autograd.grad(y.sum(), inputs.variables)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_under_autocast_the_products_are_in_its_type() -> None:
+    inputs = make(dtype=torch.float32)
+    compute = ExpertsSpec(act="swiglu", compute="bfloat16")
+    dy = torch.randn_like(inputs.x)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = inputs.run(GATED)
+    assert y.dtype == torch.float32
+    expected = inputs.run(compute)
+    assert torch.equal(y, expected)
+    found = torch.autograd.grad(y, inputs.variables, dy)
+    assert all(map(torch.equal, found, torch.autograd.grad(expected, inputs.variables, dy)))
+    assert_near([y, *found], both(inputs, GATED)[1][:1] + list(_truth(inputs, dy)), 4e-2)
+
+
+def _truth(inputs: Inputs, dy: Tensor) -> tuple[Tensor, ...]:
+    wide = inputs.to(torch.float64)
+    return torch.autograd.grad(eager_experts(*wide, GATED), wide.variables, dy.double())
+
+
+def test_opcheck() -> None:
+    inputs, ops, text = make(), torch.ops.ckptfused, GATED.to_string()
+    torch.library.opcheck(ops.experts.default, (*inputs, text))
+    torch.library.opcheck(ops.experts_fwd.default, (*(t.detach() for t in inputs), text))
+    dy = torch.randn_like(inputs.x)
+    torch.library.opcheck(ops.experts_bwd.default, (dy, *(t.detach() for t in inputs), text, [True] * 6))
+
+
+def test_compiled_it_is_one_graph_with_the_same_bits() -> None:
+    inputs = make(dtype=torch.float32)
+    run: Any = torch.compile(lambda *given: Inputs(*given).run(GATED), fullgraph=True, backend="aot_eager")
+    dy = torch.randn_like(inputs.x)
+    y, expected = run(*inputs), inputs.run(GATED)
+    assert torch.equal(y, expected)
+    found = torch.autograd.grad(y, inputs.variables, dy)
+    assert all(map(torch.equal, found, torch.autograd.grad(expected, inputs.variables, dy)))
+
+
+def test_under_transforms_plain_pytorch_computes_it() -> None:
+    inputs = make()
+
+    def loss(x: Tensor) -> Tensor:
+        return inputs._replace(x=x).run(GATED).square().sum()
+
+    expected = torch.autograd.grad(loss(inputs.x), inputs.x)[0]
+    torch.testing.assert_close(torch.func.grad(loss)(inputs.x), expected)
+
+
+def test_float_operations_are_counted() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs = make(bias=False)
+    with FlopCounterMode(display=False) as counter:
+        inputs.run(GATED).sum().backward()
+    up, down = 2 * 17 * 3 * 12 * 8, 2 * 17 * 3 * 6 * 8
+    assert counter.get_total_flops() == (up + down) + (3 * up + 2 * down)
