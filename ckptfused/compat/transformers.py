@@ -89,3 +89,20 @@ FLASH_CALL, FLASH_TYPE = "_flash_attention_forward", "get_target_dtype"
 def flash_module() -> Any:
     """The module through which layers call FlashAttention; None before it is imported."""
     return _module("integrations.flash_attention")
+
+
+def experts_functions() -> Any:
+    """The functions that experts of mixtures run by the name in their config, `ALL_EXPERTS_FUNCTIONS`; None where there
+    are none. `integrations.moe`, once a model with experts is imported."""
+    return getattr(_module("integrations.moe"), "ALL_EXPERTS_FUNCTIONS", None)
+
+
+def experts_implementation(config: Any) -> Any:
+    """ "eager", "grouped_mm" or another name. `_experts_implementation`."""
+    return getattr(config, "_experts_implementation", None)
+
+
+def own_experts_forward(cls: Any) -> Any:
+    """The forward that a class of experts was written with, below what looks its implementation up.
+    `use_experts_implementation`, by `functools.wraps`."""
+    return getattr(cls.forward, "__wrapped__", None)

@@ -20,6 +20,7 @@ from ckptfused.layer.projections import projection
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.source import class_as_read, class_name, unread, vouch
 from ckptfused.layer.spec_text import Mode
+from ckptfused.models.experts.routing import routes_once, run_once
 from ckptfused.offload import follow
 from ckptfused.ops.call import Call
 from ckptfused.recompute.per_thread_tensors import entered
@@ -70,8 +71,10 @@ class Generic(NamedTuple):
 Steps = Sequence[Fused | Generic]
 
 
-def checkpointed(step: Generic, x: Tensor) -> Any:
-    """What a step makes of x: it is replayed in backward."""
+def checkpointed(layer: nn.Module, step: Generic, x: Tensor) -> Any:
+    """What a step of a layer makes of x: it is replayed in backward, but for experts that are ours and their router."""
+    if routes_once(layer, x):
+        return run_once(layer, step.function, x, *step.args, **step.kwargs)
     if not torch.is_grad_enabled() or under_foreign_mode():
         with entered():
             return step.function(x, *step.args, **step.kwargs)
@@ -129,7 +132,7 @@ class Family:
             if isinstance(step, Call):
                 x = (step if step.x is x else step._replace(x=x)).run()
                 continue
-            made = checkpointed(step, x)
+            made = checkpointed(layer, step, x)
             x, *more = (made,) if isinstance(made, Tensor) else made
             rest += more
         return self.result(x, *rest)

@@ -21,6 +21,7 @@ from ckptfused.layer.shards import gathered, refuse_tensor_parallel
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.caches import left_empty
 from ckptfused.models.derive.compiled import known_to_compiler
+from ckptfused.models.experts.routing import routes_once, run_once
 from ckptfused.models.family import FAMILIES
 from ckptfused.models.heads.loss_forward import HeadForward, installed
 from ckptfused.models.hf_checkpointing import as_it_would, checkpoints_itself, let_converted_through
@@ -145,6 +146,8 @@ class ConvertedForward:
             return forward(*args, **kwargs)
         args, kwargs = given
         with self._saving(args, kwargs), hidden_from_it(layer):
+            if self.before is None and routes_once(layer, self._input(args, kwargs)):
+                return run_once(layer, forward, *args, **kwargs)
             return checkpoint(same_sdpa(forward), *args, **kwargs)
 
     def _saving(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:

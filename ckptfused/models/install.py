@@ -19,6 +19,7 @@ from ckptfused.models.derive.calls import IN_SHARDS, forget
 from ckptfused.models.derive.family import DERIVED
 from ckptfused.models.derive.record import RAISED
 from ckptfused.models.describe.example import KnownTables, example, with_values
+from ckptfused.models.experts import install as experts
 from ckptfused.models.family import Family, Outcome
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.models.heads import lm_heads, loss_forward
@@ -33,7 +34,7 @@ from ckptfused.recompute.joined_calls import Segment
 
 Found = tuple[str, nn.Module, Family | None]
 
-_TOUCHED = ("forward", BELOW_HOOKS, REPLICATE)
+_TOUCHED = ("forward", BELOW_HOOKS, REPLICATE, "config")
 PREFIX = Reason("prefix tuning: each call has a filled key/value cache, with which a layer runs as it was")
 AS_IT_WAS = Reason("as it was, says the policy")
 PATCHED = Reason("its forward is not its class's (patched or offloaded)")
@@ -90,6 +91,7 @@ def install(model: nn.Module, policy: CheckpointPolicy, process_group: Any = Non
         raise ValueError(f"model: {NOT_REPLICATED}")
     found, language_models = list(find.layers(model)), list(lm_heads.models(model))
     touched = [*(layer for _, layer, _ in found), *(inner for _, inner in language_models)]
+    touched += [module for module in model.modules() if experts.installed(module) or experts.is_experts(module)]
     held = [(module, {key: vars(module)[key] for key in _TOUCHED if key in vars(module)}) for module in touched]
 
     def both() -> Installed:
@@ -129,6 +131,15 @@ def _layers(
     segments, notes = _segments(found, policy)
     made, cached = [], set(given_caches(model))
     tables: KnownTables = {}
+    for module in model.modules():
+        experts.take_out(module)
+    as_they_were = {
+        inner
+        for (_, layer, _), mode in zip(found, modes, strict=True)
+        if mode.keep is None
+        for inner in layer.modules()
+    }
+    notes += experts.put_in({name: module for name, module in model.named_modules() if module not in as_they_were})
     for one, mode, segment in zip(found, modes, segments, strict=True):
         _take_out(one[1])
         taken = offloader if mode.offload else None
@@ -252,5 +263,6 @@ def revert(model: nn.Module) -> int:
     count = 0
     for layer in model.modules():
         loss_forward.take_out(layer)
+        experts.take_out(layer)
         count += _take_out(layer)
     return count

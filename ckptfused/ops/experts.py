@@ -97,7 +97,8 @@ def _differentiable(
     slots = (x, weights, up, up_bias, down, down_bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (dy, *slots)):
         own: list[Any] = [t if t is None or not need else apart(t) for t, need in zip(slots, needs, strict=True)]
-        y = eager_experts(own[0], ids, *own[1:], parse_experts(text))
+        x, weights, up, up_bias, down, down_bias = own
+        y = eager_experts(x, ids, weights, up, up_bias, down, down_bias, parse_experts(text))
         wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
         found = torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True)
         return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]

@@ -50,7 +50,7 @@ class Derived(Family):
         y = call.run()
         for step in rest:
             follow(y)
-            y = checkpointed(step, y)
+            y = checkpointed(layer, step, y)
         return made.result(y)
 
     def refuse_original(self, layer: Any, why: str) -> None:

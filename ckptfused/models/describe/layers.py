@@ -14,6 +14,7 @@ from ckptfused.layer.shards import holds_fsdp1, is_flattened
 from ckptfused.models.derive.family import DERIVED
 from ckptfused.models.describe.counts import Counts
 from ckptfused.models.describe.example import example
+from ckptfused.models.experts.install import installed
 from ckptfused.models.family import EXAMPLE_TOKENS
 from ckptfused.models.heads.lm_heads import head_of
 from ckptfused.models.install import PATCHED, PREFIX, Installed, InstalledLayer
@@ -56,7 +57,8 @@ def _bytes(model: nn.Module, one: InstalledLayer, counts: Counts) -> tuple[Bytes
         return before, each if one.name == one.segment.names[0] else 0.0
     if one.path == "original":
         return before, before
-    if x is None or outcome is PATCHED or is_flattened(layer):
+    routed = any(map(installed, layer.modules()))  # what its router keeps is the router's own affair
+    if x is None or outcome is PATCHED or is_flattened(layer) or routed:
         return before, None
     if not isinstance(outcome, Reason):
         after = sum(cost.saved_bytes(spec, 1, EXAMPLE_TOKENS, x.size(-1), x.dtype) for spec in outcome.specs)

@@ -1,0 +1,106 @@
+"""Experts put into a model, and taken out again: by the one place at which Hugging Face looks for their function.
+
+Each module of experts asks its config for the name of its implementation. A converted one gets a config of its own,
+which says "ckptfused" there and is the model's in all else; the class, the config of the model, and models that were
+not converted stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.compat.transformers import experts_functions, experts_implementation, own_experts_forward
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.sdpa import under_foreign_mode
+from ckptfused.models.experts.read import IMPLEMENTATIONS, is_experts, read, unfit, weights_of
+from ckptfused.ops.experts import experts
+from ckptfused.spec.experts import ExpertsSpec
+
+NAME = "ckptfused"
+
+
+class ExpertsConfig:
+    """The config of a model as its experts see it: with an implementation of ours, the rest as it is there."""
+
+    def __init__(self, model: Any, spec: ExpertsSpec) -> None:
+        self.model = model
+        """The config of the model."""
+        self.spec = spec
+        self._experts_implementation = NAME
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("model", "spec"):  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        _register()
+
+
+def _register() -> None:
+    functions = experts_functions()
+    if functions is not None and NAME not in functions:
+        functions.register(NAME, run)
+
+
+def run(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The forward of a converted module of experts: the op, or, where it is not this call's, the module's own."""
+    config: ExpertsConfig = module.config
+    if why_original(module, x) is not None:
+        own = own_experts_forward(type(module))
+        forward = experts_functions().get_interface(experts_implementation(config.model), own)
+        # Who reads a layer by a mode knows PyTorch's calls, but not its grouped products without data in float32.
+        return (own if _by_mode() else forward)(module, x, ids, weights)  # type: ignore[no-any-return]
+    up, down, up_bias, down_bias = weights_of(module)
+    return experts(x, ids, weights, up, down, up_bias, down_bias, spec=config.spec)
+
+
+def why_original(module: Any, x: Tensor) -> Reason | None:
+    """Why a call of a converted module with x, [N, C], runs what it would run unconverted."""
+    if experts_implementation(module.config.model) not in IMPLEMENTATIONS:
+        return Reason("its config names another implementation since")
+    if _by_mode():
+        return Reason("a TorchFunctionMode may replace what it calls")
+    return unfit(module, x)
+
+
+def _by_mode() -> bool:
+    return not torch.compiler.is_compiling() and under_foreign_mode()
+
+
+def installed(module: nn.Module) -> bool:
+    """Whether a module is one of experts that was converted."""
+    return isinstance(vars(module).get("config"), ExpertsConfig)
+
+
+def put_in(named: dict[str, nn.Module]) -> tuple[str, ...]:
+    """Has these modules run as one op each, where they are experts and can; what the report says of others."""
+    left: dict[str, list[str]] = {}
+    configs: dict[Any, ExpertsConfig] = {}
+    for name, module in named.items():
+        if experts_functions() is None or not is_experts(module):
+            continue
+        config: Any = module.config
+        found = read(module, experts_implementation(config))
+        if isinstance(found, Reason):
+            left.setdefault(found.text, []).append(name)
+            continue
+        _register()
+        # Layers that are alike have one config, as before: what is proved of one is known of all.
+        module.config = configs.setdefault((id(config), found), ExpertsConfig(config, found))  # type: ignore[assignment]
+    return tuple(f"{_run(names)}: experts run as they did: {why}" for why, names in left.items())
+
+
+def _run(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+
+def take_out(module: nn.Module) -> None:
+    """Gives a module of experts the config back that it had."""
+    config = vars(module).get("config")
+    if isinstance(config, ExpertsConfig):
+        module.config = config.model

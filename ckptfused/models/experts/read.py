@@ -1,0 +1,144 @@
+"""What a module of experts computes: read from what its class says of it, and proved on small weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.checks import autocast_enabled, is_dtensor
+from ckptfused.compat.transformers import experts_functions, own_experts_forward
+from ckptfused.eager.experts import eager_experts, experts_activation
+from ckptfused.layer.hooks import watched
+from ckptfused.layer.parts import Reason
+from ckptfused.spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from ckptfused.spec.experts import CLAMPED, ExpertsSpec
+
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm", None)
+"""Those that compute what the flags of a class say; others (deepgemm, sonicmoe, kernels of a hub) are left alone."""
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "_is_expert_parallel")
+_NEAR = 1e-5  # some classes compute in float32 whatever they are given
+_LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module runs the experts implementation that its config names."""
+    return hasattr(module, "_is_expert_parallel") and own_experts_forward(type(module)) is not None
+
+
+def weights_of(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The stacks of the first and the last product, and their biases."""
+    stem = "gate_up_proj" if module.has_gate else "up_proj"
+    biases = (getattr(module, f"{stem}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
+    return (getattr(module, stem), module.down_proj, *biases)
+
+
+def unusable(module: Any) -> Reason | None:
+    """Why the weights of a module of experts cannot be the op's, as they are now."""
+    if module._is_expert_parallel:
+        return Reason("it is expert parallel")
+    for t in weights_of(module):
+        if t is None:
+            continue
+        if is_dtensor(t):
+            return Reason("a weight is a DTensor")
+        if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point() or t.element_size() == 1:
+            return Reason(f"a weight is stored as {type(t).__name__} of {t.dtype}")
+    return None
+
+
+def unfit(module: Any, x: Tensor) -> Reason | None:
+    """Why a call with x, [N, C], is not the op's."""
+    if x.dim() != 2:
+        return Reason(f"it is called with x {list(x.shape)}")
+    if x.is_meta:
+        return Reason("nothing is computed on the meta device")
+    if any(t is not None and t.dtype != x.dtype for t in weights_of(module)) and not autocast_enabled(x):
+        return Reason("its weights and its input have different types")
+    return unusable(module)
+
+
+def read(module: Any, implementation: Any) -> ExpertsSpec | Reason:
+    """What a module of experts computes, or why it is left alone. implementation: what its config names."""
+    if implementation not in IMPLEMENTATIONS:
+        return Reason(f"its implementation is {implementation!r}")
+    if any(not hasattr(module, flag) for flag in _FLAGS):
+        return Reason("its class does not say how its weights are stored")
+    if module.has_post_expert_norm:
+        return Reason("a norm follows each expert")
+    if (why := watched(module, "it") or _incomplete(module) or unusable(module)) is not None:
+        return why
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=()):
+            return _proved(module)
+    except Exception as error:  # of code that was not read
+        return Reason(f"it could not be tried on small weights ({type(error).__name__}: {error})")
+
+
+def _incomplete(module: Any) -> Reason | None:
+    try:
+        weights_of(module)
+    except AttributeError as error:
+        return Reason(f"another module than its class says: {error}")
+    return None
+
+
+def _proved(module: Any) -> ExpertsSpec | Reason:
+    torch.manual_seed(0)
+    hidden, width, count = 6, 5, 3
+    small = _small(module, hidden, width, count)
+    values = torch.randn(64, hidden * (2 if module.has_gate else 1), dtype=torch.float64)
+    values = torch.cat((values, values * 10))
+    act = small._apply_gate if module.has_gate else module.act_fn
+    expected = act(values)
+    near = (spec for spec in _candidates(module) if _alike(experts_activation(values, spec), expected))
+    spec = next(near, None)
+    if spec is None:
+        return Reason("its activation is none of ckptfused's")
+    x = torch.randn(7, width, dtype=torch.float64)
+    ids = torch.rand(7, count).topk(2).indices
+    weights = torch.rand(7, 2, dtype=torch.float64)
+    up, down, up_bias, down_bias = weights_of(small)
+    ours = eager_experts(x, ids, weights, up, up_bias, down, down_bias, spec)
+    for name in ("eager", "batched_mm"):
+        forward = experts_functions().get_interface(name, own_experts_forward(type(module)))
+        if not _alike(forward(small, x, ids, weights), ours):
+            return Reason(f"its {name} forward computes something else than its class says")
+    return spec
+
+
+def _small(module: Any, hidden: int, width: int, count: int) -> Any:
+    """A shallow copy with few and small experts in float64."""
+    small = copy.copy(module)
+    vars(small)["_parameters"] = dict(vars(module)["_parameters"])
+    small.num_experts = count
+    wide = hidden * (2 if module.has_gate else 1)
+    stem = "gate_up_proj" if module.has_gate else "up_proj"
+    shapes = {stem: (count, wide, width), "down_proj": (count, width, hidden)}
+    if module.is_transposed:
+        shapes = {name: (e, into, out) for name, (e, out, into) in shapes.items()}
+    if module.has_bias:
+        shapes |= {f"{stem}_bias": (count, wide), "down_proj_bias": (count, width)}  # type: ignore[dict-item]
+    for name, shape in shapes.items():
+        small._parameters[name] = nn.Parameter(torch.randn(shape, dtype=torch.float64))
+    return small
+
+
+def _candidates(module: Any) -> Iterator[ExpertsSpec]:
+    layout = {"interleaved": module.has_gate and not module.is_concatenated, "transposed": module.is_transposed}
+    for act in GATED_ACTIVATIONS if module.has_gate else PLAIN_ACTIVATIONS:
+        yield ExpertsSpec(act=act, **layout)
+    limit = next((value for name in _LIMITS if (value := getattr(module, name, None)) is not None), None)
+    if not module.has_gate or limit is None:
+        return
+    own = next((value for name in _ALPHAS if (value := getattr(module, name, None)) is not None), 1.0)
+    for alpha in dict.fromkeys((float(own), 1.0)):
+        for offset in (1.0, 0.0):
+            yield ExpertsSpec(act=CLAMPED, limit=float(limit), alpha=alpha, offset=offset, **layout)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=_NEAR, atol=_NEAR)
