@@ -106,3 +106,13 @@ def own_experts_forward(cls: Any) -> Any:
     """The forward that a class of experts was written with, below what looks its implementation up.
     `use_experts_implementation`, by `functools.wraps`."""
     return getattr(cls.forward, "__wrapped__", None)
+
+
+def is_expert_parallel(experts: nn.Module) -> bool | None:
+    """Whether a module of experts holds a rank's part of them; None for any other module. `_is_expert_parallel`."""
+    return getattr(experts, "_is_expert_parallel", None)
+
+
+def gate_of(experts: Any) -> Callable[..., Any]:
+    """What a module of experts makes of gate and up side by side. `_apply_gate`."""
+    return experts._apply_gate  # type: ignore[no-any-return]

@@ -91,7 +91,7 @@ def install(model: nn.Module, policy: CheckpointPolicy, process_group: Any = Non
         raise ValueError(f"model: {NOT_REPLICATED}")
     found, language_models = list(find.layers(model)), list(lm_heads.models(model))
     touched = [*(layer for _, layer, _ in found), *(inner for _, inner in language_models)]
-    touched += [module for module in model.modules() if experts.installed(module) or experts.is_experts(module)]
+    touched += [module for module in model.modules() if experts.is_converted(module) or experts.is_experts(module)]
     held = [(module, {key: vars(module)[key] for key in _TOUCHED if key in vars(module)}) for module in touched]
 
     def both() -> Installed:
@@ -132,14 +132,16 @@ def _layers(
     made, cached = [], set(given_caches(model))
     tables: KnownTables = {}
     for module in model.modules():
-        experts.take_out(module)
+        experts.revert_experts(module)
     as_they_were = {
         inner
         for (_, layer, _), mode in zip(found, modes, strict=True)
         if mode.keep is None
         for inner in layer.modules()
     }
-    notes += experts.put_in({name: module for name, module in model.named_modules() if module not in as_they_were})
+    notes += experts.convert_experts(
+        {name: module for name, module in model.named_modules() if module not in as_they_were}
+    )
     for one, mode, segment in zip(found, modes, segments, strict=True):
         _take_out(one[1])
         taken = offloader if mode.offload else None
@@ -263,6 +265,6 @@ def revert(model: nn.Module) -> int:
     count = 0
     for layer in model.modules():
         loss_forward.take_out(layer)
-        experts.take_out(layer)
+        experts.revert_experts(layer)
         count += _take_out(layer)
     return count

@@ -14,7 +14,8 @@ from ckptfused.layer.shards import holds_fsdp1, is_flattened
 from ckptfused.models.derive.family import DERIVED
 from ckptfused.models.describe.counts import Counts
 from ckptfused.models.describe.example import example
-from ckptfused.models.experts.install import installed
+from ckptfused.models.experts.install import counted_as_converted, is_converted
+from ckptfused.models.experts.routing import beside_experts
 from ckptfused.models.family import EXAMPLE_TOKENS
 from ckptfused.models.heads.lm_heads import head_of
 from ckptfused.models.install import PATCHED, PREFIX, Installed, InstalledLayer
@@ -57,14 +58,30 @@ def _bytes(model: nn.Module, one: InstalledLayer, counts: Counts) -> tuple[Bytes
         return before, each if one.name == one.segment.names[0] else 0.0
     if one.path == "original":
         return before, before
-    routed = any(map(installed, layer.modules()))  # what its router keeps is the router's own affair
-    if x is None or outcome is PATCHED or is_flattened(layer) or routed:
+    routed = any(map(is_converted, layer.modules()))
+    if x is None or outcome is PATCHED or is_flattened(layer) or (routed and isinstance(outcome, Reason)):
         return before, None
     if not isinstance(outcome, Reason):
         after = sum(cost.saved_bytes(spec, 1, EXAMPLE_TOKENS, x.size(-1), x.dtype) for spec in outcome.specs)
-        return before, after / EXAMPLE_TOKENS + outcome.generic * each
+        after = after / EXAMPLE_TOKENS + outcome.generic * each
+        return before, _with_routing(layer, x, after, counts) if routed else after
     # Of a class that was not read, x was guessed: wrongly, where its forward fails.
     return before, each if is_read else before and (lambda: None if before() is None else each)
+
+
+def _with_routing(layer: nn.Module, x: Tensor, beside: float, counts: Counts) -> Bytes:
+    """Bytes a token of a layer whose router and experts run once and keep their inputs; beside: those of the rest."""
+    block = next(m for m in layer.modules() if any(map(is_converted, m.children())))
+    if block is layer or any(beside_experts(block)) or not _can_be_traced(block):
+        return None
+    count = counts.of(block, (x,), {})
+
+    def total() -> float | None:
+        with counted_as_converted():
+            found = count()
+        return None if found is None else beside + found
+
+    return total
 
 
 def _can_be_traced(layer: nn.Module) -> bool:

@@ -7,6 +7,9 @@ not converted stay as they are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -15,11 +18,12 @@ from torch import Tensor, nn
 from ckptfused.compat.transformers import experts_functions, experts_implementation, own_experts_forward
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import under_foreign_mode
-from ckptfused.models.experts.read import IMPLEMENTATIONS, is_experts, read, unfit, weights_of
+from ckptfused.models.experts.read import COMPUTED_AS_SAID, is_experts, read_experts, unfit, weights_of
 from ckptfused.ops.experts import experts
 from ckptfused.spec.experts import ExpertsSpec
 
 NAME = "ckptfused"
+_COUNTED: ContextVar[bool] = ContextVar("_COUNTED", default=False)
 
 
 class ExpertsConfig:
@@ -61,23 +65,35 @@ def run(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 def why_original(module: Any, x: Tensor) -> Reason | None:
     """Why a call of a converted module with x, [N, C], runs what it would run unconverted."""
-    if experts_implementation(module.config.model) not in IMPLEMENTATIONS:
+    if experts_implementation(module.config.model) not in COMPUTED_AS_SAID:
         return Reason("its config names another implementation since")
     if _by_mode():
         return Reason("a TorchFunctionMode may replace what it calls")
+    if x.is_meta and not _COUNTED.get():
+        return Reason("nothing is computed on the meta device")
     return unfit(module, x)
+
+
+@contextmanager
+def counted_as_converted() -> Iterator[None]:
+    """A context in which the op runs without data, too, for what it saves."""
+    token = _COUNTED.set(True)
+    try:
+        yield
+    finally:
+        _COUNTED.reset(token)
 
 
 def _by_mode() -> bool:
     return not torch.compiler.is_compiling() and under_foreign_mode()
 
 
-def installed(module: nn.Module) -> bool:
+def is_converted(module: nn.Module) -> bool:
     """Whether a module is one of experts that was converted."""
     return isinstance(vars(module).get("config"), ExpertsConfig)
 
 
-def put_in(named: dict[str, nn.Module]) -> tuple[str, ...]:
+def convert_experts(named: dict[str, nn.Module]) -> tuple[str, ...]:
     """Has these modules run as one op each, where they are experts and can; what the report says of others."""
     left: dict[str, list[str]] = {}
     configs: dict[Any, ExpertsConfig] = {}
@@ -85,7 +101,7 @@ def put_in(named: dict[str, nn.Module]) -> tuple[str, ...]:
         if experts_functions() is None or not is_experts(module):
             continue
         config: Any = module.config
-        found = read(module, experts_implementation(config))
+        found = read_experts(module, experts_implementation(config))
         if isinstance(found, Reason):
             left.setdefault(found.text, []).append(name)
             continue
@@ -99,7 +115,7 @@ def _run(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
 
-def take_out(module: nn.Module) -> None:
+def revert_experts(module: nn.Module) -> None:
     """Gives a module of experts the config back that it had."""
     config = vars(module).get("config")
     if isinstance(config, ExpertsConfig):

@@ -10,23 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.checks import autocast_enabled, is_dtensor
-from ckptfused.compat.transformers import experts_functions, own_experts_forward
+from ckptfused.compat.transformers import experts_functions, gate_of, is_expert_parallel, own_experts_forward
 from ckptfused.eager.experts import eager_experts, experts_activation
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
 from ckptfused.spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from ckptfused.spec.experts import CLAMPED, ExpertsSpec
 
-IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm", None)
+COMPUTED_AS_SAID = ("eager", "grouped_mm", "batched_mm", None)
 """Those that compute what the flags of a class say; others (deepgemm, sonicmoe, kernels of a hub) are left alone."""
-_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "_is_expert_parallel")
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 _NEAR = 1e-5  # some classes compute in float32 whatever they are given
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
 
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module runs the experts implementation that its config names."""
-    return hasattr(module, "_is_expert_parallel") and own_experts_forward(type(module)) is not None
+    return is_expert_parallel(module) is not None and own_experts_forward(type(module)) is not None
 
 
 def weights_of(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -38,7 +38,7 @@ def weights_of(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | Non
 
 def unusable(module: Any) -> Reason | None:
     """Why the weights of a module of experts cannot be the op's, as they are now."""
-    if module._is_expert_parallel:
+    if is_expert_parallel(module):
         return Reason("it is expert parallel")
     for t in weights_of(module):
         if t is None:
@@ -54,16 +54,14 @@ def unfit(module: Any, x: Tensor) -> Reason | None:
     """Why a call with x, [N, C], is not the op's."""
     if x.dim() != 2:
         return Reason(f"it is called with x {list(x.shape)}")
-    if x.is_meta:
-        return Reason("nothing is computed on the meta device")
     if any(t is not None and t.dtype != x.dtype for t in weights_of(module)) and not autocast_enabled(x):
         return Reason("its weights and its input have different types")
     return unusable(module)
 
 
-def read(module: Any, implementation: Any) -> ExpertsSpec | Reason:
+def read_experts(module: Any, implementation: Any) -> ExpertsSpec | Reason:
     """What a module of experts computes, or why it is left alone. implementation: what its config names."""
-    if implementation not in IMPLEMENTATIONS:
+    if implementation not in COMPUTED_AS_SAID:
         return Reason(f"its implementation is {implementation!r}")
     if any(not hasattr(module, flag) for flag in _FLAGS):
         return Reason("its class does not say how its weights are stored")
@@ -92,7 +90,7 @@ def _proved(module: Any) -> ExpertsSpec | Reason:
     small = _small(module, hidden, width, count)
     values = torch.randn(64, hidden * (2 if module.has_gate else 1), dtype=torch.float64)
     values = torch.cat((values, values * 10))
-    act = small._apply_gate if module.has_gate else module.act_fn
+    act = gate_of(small) if module.has_gate else module.act_fn
     expected = act(values)
     near = (spec for spec in _candidates(module) if _alike(experts_activation(values, spec), expected))
     spec = next(near, None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
-from ckptfused.models.experts.install import installed, why_original
+from ckptfused.models.experts.install import is_converted, why_original
 from ckptfused.models.experts.read import is_experts
 from ckptfused.recompute.per_thread_tensors import entered
 
@@ -25,7 +25,7 @@ def routes_once(layer: nn.Module, x: Any) -> bool:
     if not isinstance(x, Tensor) or x.dim() < 2:
         return False
     rows = x.detach().flatten(0, -2)
-    return all(installed(module) and why_original(module, rows) is None for module in found)
+    return all(is_converted(module) and why_original(module, rows) is None for module in found)
 
 
 def run_once(layer: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -33,17 +33,17 @@ def run_once(layer: nn.Module, function: Callable[..., Any], *args: Any, **kwarg
 
     Norms and shared experts beside them are checkpointed each for itself.
     """
-    with entered(), _checkpointed(_beside(layer)):
+    with entered(), _checkpointed(beside_experts(layer)):
         return function(*args, **kwargs)
 
 
-def _beside(module: nn.Module) -> Iterator[nn.Module]:
+def beside_experts(module: nn.Module) -> Iterator[nn.Module]:
     """The modules beside experts and their routers: those with several projections, and those without a matrix."""
     for child in module.children():
         if is_experts(child):
             continue
         if any(map(is_experts, child.modules())):
-            yield from _beside(child)
+            yield from beside_experts(child)
         elif _projections(child) > 1 or all(p.dim() < 2 for p in child.parameters()):
             yield child
 

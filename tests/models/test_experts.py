@@ -1,0 +1,277 @@
+"""Mixtures whose experts run as one op: gradients, routers that are called once, and what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import ckptfused
+from ckptfused.models.experts.install import NAME, is_converted
+from ckptfused.models.experts.read import is_experts
+from tests.accounting import saved_bytes
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 64, "head_dim": 8,
+}  # fmt: skip
+LOCAL: dict[str, Any] = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1
+}  # fmt: skip
+COUNTED: dict[str, Any] = {"num_experts": 4, **{k: v for k, v in LOCAL.items() if k != "num_local_experts"}}
+GROUPS: dict[str, Any] = {
+    "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "num_key_value_heads": 4, "head_dim": 4,
+}  # fmt: skip
+# Soft-max before or after top-k, with and without renormalisation, sigmoid with groups; biases, clamps, shared experts.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", LOCAL),
+    "qwen3-moe": ("Qwen3Moe", {"moe_intermediate_size": 12, "norm_topk_prob": True, **COUNTED}),
+    "olmoe": ("Olmoe", COUNTED),
+    "gpt-oss": ("GptOss", {"swiglu_limit": 0.5, **LOCAL}),
+    "deepseek-v3": ("DeepseekV3", {**GROUPS, **LATENT}),
+    "glm4-moe": ("Glm4Moe", {**GROUPS, "n_group": 1}),
+    "granite-moe": ("GraniteMoe", LOCAL),
+}
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+
+
+def build(name: str, implementation: str = "eager", **options: Any) -> Any:
+    stem, own = MODELS[name]
+    config = getattr(transformers, f"{stem}Config")(**{**SIZES, **own, **options})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{stem}ForCausalLM")(config)
+    model.set_experts_implementation(implementation)
+    for p in model.parameters():
+        if p.dim() > 1:
+            nn.init.normal_(p, std=0.2)
+    return model.train()
+
+
+def step(model: Any, batch: int = 2, tokens: int = 9) -> tuple[Any, dict[str, Tensor]]:
+    ids = torch.randint(0, 50, (batch, tokens), generator=torch.Generator().manual_seed(1))
+    output = model(input_ids=ids, labels=ids, use_cache=False)
+    output.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return output, gradients
+
+
+def routers(model: nn.Module) -> Iterator[nn.Module]:
+    return (m for m in model.modules() if type(m).__name__.lower().endswith("router"))
+
+
+def assert_alike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        # float32 through two layers: the parts of a sum come in another order.
+        tolerance = 2e-5 * float(gradient.abs().max())
+        torch.testing.assert_close(found[name], gradient, rtol=2e-5, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_the_model_unconverted(name: str, implementation: str) -> None:
+    plain = build(name, implementation)
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    modules = [m for m in converted.modules() if is_experts(m)]
+    assert modules and all(map(is_converted, modules))
+    calls = _called(converted)
+    expected, gradients = step(plain)
+    output, found = step(converted)
+    assert calls["ours"] == len(modules)
+    torch.testing.assert_close(output.loss, expected.loss)
+    if (aux := getattr(expected, "aux_loss", None)) is not None:
+        torch.testing.assert_close(output.aux_loss, aux)
+        for logits, plainly in zip(output.router_logits, expected.router_logits, strict=True):
+            torch.testing.assert_close(logits, plainly, rtol=1e-4, atol=1e-5)
+    assert_alike(found, gradients)
+
+
+def _called(model: nn.Module) -> Counter[str]:
+    """How often the op of this model's experts runs, in forward and in any replay."""
+    from ckptfused.models.experts import install
+
+    counts: Counter[str] = Counter()
+    own: Callable[..., Tensor] = install.experts
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        counts["ours"] += 1
+        return own(*args, **kwargs)
+
+    _PATCH.setattr(install, "experts", counted)
+    return counts
+
+
+_PATCH = pytest.MonkeyPatch()
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    yield
+    _PATCH.undo()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_router_is_called_once_a_step(name: str) -> None:
+    model = build(name)
+    ckptfused.convert(model)
+    calls: Counter[nn.Module] = Counter()
+    for router in routers(model):
+        router.register_forward_hook(lambda module, *_: calls.update([module]))
+    step(model)
+    assert calls and set(calls.values()) == {1}
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_noise_that_a_replay_would_draw_anew_changes_no_gradient(name: str) -> None:
+    """A hook adds noise from a generator that no checkpoint knows, to a router whose logits are all but tied."""
+    noise: list[torch.Generator] = []
+
+    def jitter(module: nn.Module, args: Any) -> Any:
+        return (args[0] + 1e-3 * torch.randn(args[0].shape, generator=noise[0]),)
+
+    plain = build(name)
+    for router in routers(plain):
+        nn.init.normal_(router.weight, std=1e-6)
+        router.register_forward_pre_hook(jitter)
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    found = []
+    for model in (plain, converted, converted):
+        noise[:] = [torch.Generator().manual_seed(7)]
+        found.append(step(model)[1])
+    assert_alike(found[1], found[0])
+    assert all(torch.equal(found[1][name], found[2][name]) for name in found[1])
+
+
+def test_all_logits_tied() -> None:
+    plain = build("qwen3-moe")
+    for router in routers(plain):
+        nn.init.zeros_(router.weight)
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    assert_alike(step(converted)[1], step(plain)[1])
+
+
+@pytest.mark.parametrize("keep", ["inputs", "mid", "attention+mid", "all"])
+def test_bits_are_equal_for_every_keep(keep: str) -> None:
+    model = build("qwen3-moe")
+    ckptfused.convert(model)
+    expected = step(model)[1]
+    ckptfused.convert(model, keep=keep)
+    found = step(model)[1]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_bytes_that_a_layer_keeps() -> None:
+    """Its input, the FFN half's, that one normed for router and experts, and what the router keeps."""
+    model = build("qwen3-moe", num_hidden_layers=1, num_experts=8, num_experts_per_tok=3).bfloat16()
+    ckptfused.convert(model)
+    layer, rows = model.model.layers[0], 64
+    x = torch.randn(1, rows, 32, dtype=torch.bfloat16, requires_grad=True)
+    tables = model.model.rotary_emb(x, torch.arange(rows)[None])
+    found = saved_bytes(lambda: layer(x, position_embeddings=tables), layer, tables)
+    router = 4 * 8 + 8 * 3 + 4 * 3 + 4  # soft-max of the logits, ids, the weights chosen and their sum
+    assert found <= rows * (3 * 2 * 32 + router + (1 + 2) * 3)
+
+
+def test_models_that_were_not_converted_stay_as_they_are_and_revert_puts_back() -> None:
+    plain = build("mixtral", "grouped_mm")
+    other = build("mixtral", "grouped_mm")
+    config = plain.config
+    ckptfused.convert(plain)
+    assert config._experts_implementation == "grouped_mm"
+    assert plain.model.layers[0].mlp.experts.config._experts_implementation == NAME
+    assert plain.model.layers[0].mlp.experts.config.hidden_size == 32
+    assert not any(map(is_converted, other.modules()))
+    ckptfused.revert(plain)
+    assert all(m.config is config for m in plain.modules() if is_experts(m))
+
+
+def test_a_converted_model_is_copied_and_pickled() -> None:
+    model = build("mixtral")
+    ckptfused.convert(model)
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    expected = step(model)[1]
+    for other in copies:
+        assert sum(map(is_converted, other.modules())) == 2
+        found = step(other)[1]
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_layers_that_the_policy_leaves_as_they_were_keep_their_experts() -> None:
+    model = build("mixtral")
+    ckptfused.convert(model, policy=ckptfused.CheckpointPolicy.every(2))
+    kept = [is_converted(layer.mlp.experts) for layer in model.model.layers]
+    assert sorted(kept) == [False, True]
+
+
+def _parallel(experts: Any) -> None:
+    experts._is_expert_parallel = True
+
+
+def _another_activation(experts: Any) -> None:
+    experts.act_fn = nn.Mish()
+
+
+def _in_bytes(experts: Any) -> None:
+    experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def _patched(experts: Any) -> None:
+    experts.register_forward_hook(lambda *_: None)
+    experts.forward = lambda *args: type(experts).forward(experts, *args)
+
+
+def _elsewhere(experts: Any) -> None:
+    experts.config._experts_implementation_internal = "sonicmoe"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (_parallel, "it is expert parallel"),
+        (_another_activation, "its activation is none of ckptfused's"),
+        (_in_bytes, "a weight is stored as Parameter of torch.float8_e4m3fn"),
+        (_patched, "it has a hook or a forward of its own"),
+        (_elsewhere, "its implementation is 'sonicmoe'"),
+    ],
+)
+def test_what_is_left_alone_is_named(change: Callable[[Any], None], why: str) -> None:
+    model = build("mixtral", num_hidden_layers=1)
+    experts = model.model.layers[0].mlp.experts
+    change(experts)
+    report = ckptfused.convert(model)
+    assert f"model.layers.0.mlp.experts: experts run as they did: {why}" in str(report)
+    assert not is_converted(experts)
+
+
+def test_experts_that_become_parallel_after_convert_run_as_they_would() -> None:
+    model = build("mixtral")
+    ckptfused.convert(model)
+    calls = _called(model)
+    for module in filter(is_experts, model.modules()):
+        module._is_expert_parallel = True
+    model(torch.ones(1, 3, dtype=torch.long))
+    assert not calls
+
+
+def test_without_gradients_nothing_is_saved() -> None:
+    model = build("gpt-oss")
+    ckptfused.convert(model)
+    with torch.no_grad():
+        expected = model(torch.arange(9)[None]).logits
+    torch.testing.assert_close(model(torch.arange(9)[None]).logits, expected)
