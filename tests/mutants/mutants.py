@@ -778,6 +778,27 @@ MUTANTS = (
         test="tests/loss/test_linear_cross_entropy.py::test_dropout_in_adapters_is_that_of_its_masks[gradients]",
     ),
     Mutant(
+        "a mixture's router is called again in backward",
+        file="ckptfused/models/family.py",
+        text="if routes_once(layer, x):",
+        defect="if False:",
+        test="tests/models/test_experts.py::test_a_router_is_called_once_a_step[qwen3-moe]",
+    ),
+    Mutant(
+        "down's gradient of an expert as if the score came after its product",
+        file="csrc/experts/experts.cpp",
+        text="const Tensor s = scaled(h, score);",
+        defect="const Tensor s = h;",
+        test="tests/ops/test_experts.py::test_result_and_gradients_are_those_of_plain_pytorch[swiglu-plain]",
+    ),
+    Mutant(
+        "ids of experts are cut to a byte",
+        file="csrc/experts/experts.cpp",
+        text="experts <= 256 ? at::kByte",
+        defect="experts <= 512 ? at::kByte",
+        test="tests/ops/test_experts.py::test_the_last_of_256_and_of_257_experts_is_kept",
+    ),
+    Mutant(
         "a release that is not in the ledger",
         file="csrc/ops/ledger.cpp",
         text="    if (ledger->reused(*buffer)) return;\n",
