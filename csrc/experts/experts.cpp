@@ -4,6 +4,7 @@
 #include "experts/experts.h"
 
 #include <algorithm>
+#include <array>
 
 #include "block/ops.h"
 #include "ops/checks.h"
