@@ -391,6 +391,25 @@ def test_transformers() -> None:
     assert not made.collects(print)
 
 
+def test_experts_of_transformers() -> None:
+    pytest.importorskip("transformers.integrations.moe")
+    from transformers.models.mixtral import MixtralConfig, modeling_mixtral
+
+    from ckptfused.compat import transformers as made
+
+    config = MixtralConfig(hidden_size=8, intermediate_size=8, num_local_experts=2)
+    experts = modeling_mixtral.MixtralExperts(config)
+    functions = made.experts_functions()
+    if made.is_expert_parallel(experts) is None:  # before classes said so, they are left alone
+        return
+    own = made.own_experts_forward(type(experts))
+    assert functions.get_interface("eager", own) is own and callable(functions.get_interface("grouped_mm", own))
+    assert made.experts_implementation(config) in (None, "eager", "grouped_mm", "batched_mm")
+    assert made.is_expert_parallel(experts) is False and made.is_expert_parallel(nn.Linear(1, 1)) is None
+    gate = torch.randn(3, 16)
+    assert torch.equal(made.gate_of(experts)(gate), nn.functional.silu(gate[:, :8]) * gate[:, 8:])
+
+
 def test_peft() -> None:
     pytest.importorskip("peft")
     from peft import LoraConfig, get_peft_model
