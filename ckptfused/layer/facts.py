@@ -42,7 +42,7 @@ class LayerKey(NamedTuple):
     """C."""
     parallel: bool | Literal["shared"]
     names: Mapping[str, str]
-    """As of `Parts`, and so are the four of its attention half."""
+    """Names of pieces as `Parts` has them; the four below are its attention half's."""
     rope: str = "none"
     rotary_dim: int = 0
     head_dim: int = 0
