@@ -51,8 +51,8 @@ that a layer saves for backward per token, before and after, the layers' mean. G
 model as it was; the largest difference is relative to a gradient's largest value.
 
 A `derived` layer has no adapter: [its own code was read and proved](convert.md#layers-without-an-adapter). Of a `part`
-the attention half is fused, for the reason beside it; the other half runs as written, checkpointed, and the layer saves
-the inputs of both.
+the attention half is fused, for the reason beside it; the other half runs as written, checkpointed, or with its
+[experts](experts.md) as one operation.
 """
 SECTIONS: dict[str, tuple[str, str, Callable[[], Iterator[Subject]]]] = {
     "Decoders": (

@@ -18,7 +18,7 @@ from ckptfused.spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from ckptfused.spec.experts import CLAMPED, ExpertsSpec
 
 COMPUTED_AS_SAID = ("eager", "grouped_mm", "batched_mm", None)
-"""Implementations that compute what the flags of a class say; others (deepgemm, sonicmoe, kernels of a hub) are left alone."""
+"""Implementations that compute what the flags say; others (deepgemm, sonicmoe, kernels of a hub) are left alone."""
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 _NEAR = 1e-5  # some classes compute in float32 whatever they are given
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
