@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +13,8 @@ from ckptfused import _extension  # noqa: F401  (registers the ops)
 from ckptfused.checks import check_plain, compute_word, transformed
 from ckptfused.compat.torch_dispatch import below_autograd
 from ckptfused.eager.experts import eager_experts
-from ckptfused.ops.second_order import apart, batched_gradients, one_by_one
+from ckptfused.ops.second_order import asks_for_a_graph, plain_gradients, register_derivative
 from ckptfused.spec.experts import ExpertsSpec, parse_experts
-
-_KEYS = ("AutogradCPU", "AutogradCUDA", "AutogradMeta")
-_library = torch.library.Library("ckptfused", "IMPL")
 
 
 def experts(
@@ -64,55 +60,30 @@ def _fake_forward(x: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_backward(
-    dy: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    text: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    slots = (x, weights, up, up_bias, down, down_bias)
-    return [t.new_empty(t.shape) for t, need in zip(slots, needs, strict=True) if need and t is not None]
+def _slots(call: Sequence[Any]) -> tuple[Any, ...]:
+    """The tensors among a backward op's arguments that have a gradient, in its order."""
+    x, _ids, weights, up, up_bias, down, down_bias, *_ = call
+    return x, weights, up, up_bias, down, down_bias
 
 
-def _differentiable(
-    op: Any,
-    dy: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    text: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
+def _fake_backward(dy: Tensor, *call: Any) -> list[Tensor]:
+    needs = call[-1]
+    return [t.new_empty(t.shape) for t, need in zip(_slots(call), needs, strict=True) if need and t is not None]
+
+
+def _differentiable(op: Any, dy: Tensor, *call: Any) -> list[Tensor]:
     """The Autograd kernel: the op itself, or, where a graph of the backward is made, plain PyTorch's gradients."""
-    slots = (x, weights, up, up_bias, down, down_bias)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (dy, *slots)):
-        own: list[Any] = [t if t is None or not need else apart(t) for t, need in zip(slots, needs, strict=True)]
-        x, weights, up, up_bias, down, down_bias = own
-        y = eager_experts(x, ids, weights, up, up_bias, down, down_bias, parse_experts(text))
-        wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
-        found = torch.autograd.grad(y, wanted, dy, create_graph=True, allow_unused=True)
-        return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+    ids, text, needs = call[1], *call[-2:]
+    if asks_for_a_graph(dy, *_slots(call)):
+        spec = parse_experts(text)
+        plain: Any = eager_experts
+        return plain_gradients(lambda x, *rest: plain(x, ids, *rest, spec), dy, _slots(call), needs)
     with below_autograd():
-        return op(dy, x, ids, weights, up, up_bias, down, down_bias, text, needs)  # type: ignore[no-any-return]
-
-
-def _products(rows: int, up: Any, down: Any) -> int:
-    """FLOPs of one pass of so many rows through up and down. up, down: shapes."""
-    return 2 * rows * (up[1] * up[2] + down[1] * down[2])
+        return op(dy, *call)  # type: ignore[no-any-return]
 
 
 def _forward_flops(x: Any, ids: Any, weights: Any, up: Any, up_bias: Any, down: Any, *rest: Any, **_: Any) -> int:
-    return _products(ids[0] * ids[1], up, down)
+    return 2 * ids[0] * ids[1] * (up[1] * up[2] + down[1] * down[2])
 
 
 def _backward_flops(
@@ -126,17 +97,8 @@ def _backward_flops(
     return 2 * rows * (up_products * up[1] * up[2] + down_products * down[1] * down[2])
 
 
-def _register() -> None:
-    ops = torch.ops.ckptfused
-    torch.library.register_fake("ckptfused::experts_fwd", _fake_forward)
-    torch.library.register_fake("ckptfused::experts_bwd", _fake_backward)
-    register_flop_formula(ops.experts_fwd)(_forward_flops)
-    register_flop_formula(ops.experts_bwd)(_backward_flops)
-    op = ops.experts_bwd.default
-    for key in _KEYS:
-        _library.impl("experts_bwd", partial(_differentiable, op), key)
-    _library.impl("experts_bwd", partial(batched_gradients, op), "Batched")
-    torch.library.register_vmap("ckptfused::experts_bwd", partial(one_by_one, op), lib=_library)
-
-
-_register()
+torch.library.register_fake("ckptfused::experts_fwd", _fake_forward)
+torch.library.register_fake("ckptfused::experts_bwd", _fake_backward)
+register_flop_formula(torch.ops.ckptfused.experts_fwd)(_forward_flops)
+register_flop_formula(torch.ops.ckptfused.experts_bwd)(_backward_flops)
+register_derivative("experts_bwd", _differentiable)

@@ -89,6 +89,21 @@ def apart(t: Tensor) -> Tensor:
     return t.detach().requires_grad_(t.is_floating_point())  # codes of few bits are no numbers
 
 
+def asks_for_a_graph(*tensors: _Optional) -> bool:
+    """Whether a backward op that is called with these tensors is differentiated in its turn."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def plain_gradients(
+    function: Callable[..., Tensor], dy: Tensor, variables: Sequence[_Optional], needs: Sequence[bool]
+) -> list[Tensor]:
+    """The gradients of function(*variables) that are needed, with their graph."""
+    own = [t if t is None or not need else apart(t) for t, need in zip(variables, needs, strict=True)]
+    wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
+    found = torch.autograd.grad(function(*own), wanted, dy, create_graph=True, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+
+
 def _differentiable(
     op: Callable[..., list[Tensor]],
     dy: Tensor,
@@ -101,7 +116,7 @@ def _differentiable(
     needs: list[bool],
 ) -> list[Tensor]:
     """The Autograd kernel: the op itself, and, where a graph of the backward is made, its derivative."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (dy, x, *params)):
+    if asks_for_a_graph(dy, x, *params):
         return list(_Backward.apply(_Problem(op, text, needs), kept, dy, x, *params, *aux, state))
     with below_autograd():
         return op(dy, x, params, aux, kept, state, text, needs)
@@ -130,13 +145,16 @@ def batched_gradients(op: Callable[..., list[Tensor]], *args: Any) -> list[Tenso
     return list(map(batch.closed, results))
 
 
-def _register() -> None:
-    for family in ("block", "attention_block", "ffn_block"):
-        op = getattr(torch.ops.ckptfused, f"{family}_bwd").default
-        for key in _KEYS:
-            _library.impl(f"{family}_bwd", partial(_differentiable, op), key)
-        _library.impl(f"{family}_bwd", partial(batched_gradients, op), "Batched")
-        torch.library.register_vmap(f"ckptfused::{family}_bwd", partial(one_by_one, op), lib=_library)
+def register_derivative(name: str, kernel: Callable[..., list[Tensor]]) -> None:
+    """Has the backward op of this name differentiated by `kernel`, which takes the op and its arguments, and mapped
+    over batches of gradients one by one.
+    """
+    op = getattr(torch.ops.ckptfused, name).default
+    for key in _KEYS:
+        _library.impl(name, partial(kernel, op), key)
+    _library.impl(name, partial(batched_gradients, op), "Batched")
+    torch.library.register_vmap(f"ckptfused::{name}", partial(one_by_one, op), lib=_library)
 
 
-_register()
+for _family in ("block", "attention_block", "ffn_block"):
+    register_derivative(f"{_family}_bwd", _differentiable)
