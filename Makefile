@@ -1,9 +1,9 @@
 # Two commands do everything on a fresh machine with a C++ compiler and Python >= 3.10:
 #   make demo        train a small model four ways and compare them
-#   make test        every promise of the library, on the CPU at hand: Python's tests and the C++ ones (nine minutes on two cores)
+#   make test        every promise of the library, on the CPU at hand: Python's tests and the C++ ones (eight minutes on two cores)
 # What takes longer:
 #   make test-all    make test, and with it more types, tiles and architectures of the same, and make mutants
-#   make mutants     plants each fault of tests/mutants and says which test noticed it; CUDA kernels' spills and instructions
+#   make mutants     plants each fault of tests/mutants and says which test noticed it; CUDA kernels' barriers, spills and instructions
 # Each torch version has a virtual environment and a build folder of its own:
 #   make test TORCH=2.11.0 PYTHON=python3.12
 # What convert does with another transformers than that environment's, in one on top of it:
@@ -43,21 +43,26 @@ export OMP_WAIT_POLICY ?= passive
 # What processes start, a few hundred times, is compiled once: also where Python is asked to leave no files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all mutants pytest test-transformers ctest sanitize gtest lint format bench gpu \
+.PHONY: demo test test-all mutants pytest test-transformers ctest tsan sanitize gtest lint format bench gpu \
 	gpu-extension gpu-rehearsal build wheel docs pictures spec-header clean
 
 demo: build
 	$(BIN)/python -m ckptfused demo $(DEMO_ARGS)
 
-test: pytest ctest
+# The C++ tests are compiled and run in the time that processes of Python's wait for others; at the end they are reported.
+test: build gtest
+	@mkdir -p build
+	@nice $(MAKE) ctest MAX_JOBS=1 > build/ctest.log 2>&1 & trap "kill $$!" INT TERM; \
+		$(MAKE) pytest PYTEST_ARGS='$(PYTEST_ARGS)'; python=$$?; \
+		wait $$!; cpp=$$?; tail -n $$((cpp ? 200 : 4)) build/ctest.log; exit $$((python || cpp))
 
 test-all: override PYTEST_ARGS += --all
-test-all: pytest ctest
+test-all: test tsan
 
 pytest: build gtest
 	$(PYTEST) $(PYTEST_ARGS)
 
-mutants: build
+mutants: build tsan
 	$(PYTEST) -v --all -m extended tests/mutants $(addprefix tests/kernels/test_,host_cuda.py instructions.py ptxas.py)
 
 test-transformers: build $(TRANSFORMERS_VENV)/.ready
@@ -66,10 +71,14 @@ test-transformers: build $(TRANSFORMERS_VENV)/.ready
 # Not again while nothing has changed: these tests know no torch, and the kernels are the extension's objects.
 ctest: build/cmake/.passed
 
-build/cmake/.passed: $(CXX_FILES) CMakeLists.txt | build gtest
-	$(BIN)/cmake -S . -B build/cmake -DCKPTFUSED_KERNEL_OBJECTS=$(abspath build/torch-$(TORCH)/csrc/kernels/cpu) $(CMAKE_ARGS)
-	$(BIN)/cmake --build build/cmake --parallel $(or $(MAX_JOBS),$(shell nproc))
-	$(BIN)/ctest --test-dir build/cmake --output-on-failure --parallel $(or $(MAX_JOBS),$(shell nproc))
+# Those of the CUDA kernels again, in which ThreadSanitizer looks for missing barriers.
+tsan: build/tsan/.passed
+build/tsan/.passed: override CMAKE_ARGS += -DCKPTFUSED_TSAN=ON
+
+build/cmake/.passed build/tsan/.passed: $(CXX_FILES) CMakeLists.txt | build gtest
+	$(BIN)/cmake -S . -B $(@D) -DCKPTFUSED_KERNEL_OBJECTS=$(abspath build/torch-$(TORCH)/csrc/kernels/cpu) $(CMAKE_ARGS)
+	$(BIN)/cmake --build $(@D) --parallel $(or $(MAX_JOBS),$(shell nproc))
+	$(BIN)/ctest --test-dir $(@D) --output-on-failure --parallel $(or $(MAX_JOBS),$(shell nproc))
 	touch $@
 
 # The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, then Python's on an extension built alike: PyTorch's

@@ -30,13 +30,18 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption(ALL):
-        rest = [item for item in items if item.get_closest_marker("extended") is not None]
-        config.hook.pytest_deselected(items=rest)
-        items[:] = [item for item in items if item.get_closest_marker("extended") is None]
-    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
-    if marked and (reason := why_no_gpu()):
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason=reason))
+        _leave_out(config, items, "extended")
+    if reason := why_no_gpu():
+        if all(item.get_closest_marker("gpu") for item in items):  # asked for by name
+            for item in items:
+                item.add_marker(pytest.mark.skip(reason=reason))
+        else:  # to skip thousands one by one takes seconds
+            _leave_out(config, items, "gpu")
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker) is not None])
+    items[:] = [item for item in items if item.get_closest_marker(marker) is None]
 
 
 def pytest_collection_finish() -> None:
