@@ -81,6 +81,21 @@ def checkpointed(layer: nn.Module, step: Generic, x: Tensor) -> Any:
     return checkpoint(same_sdpa(step.function), x, *step.args, **step.kwargs)
 
 
+def run_steps(layer: nn.Module, steps: Sequence[Call | Generic]) -> list[Any]:
+    """The x that a layer's steps make one after the other, and what its checkpointed pieces returned beside."""
+    x = next(step.x for step in steps if isinstance(step, Call))
+    rest: list[Any] = []
+    for step in steps:
+        follow(x)
+        if isinstance(step, Call):
+            x = (step if step.x is x else step._replace(x=x)).run()
+            continue
+        made = checkpointed(layer, step, x)
+        x, *more = (made,) if isinstance(made, Tensor) else made
+        rest += more
+    return [x, *rest]
+
+
 class Family:
     """One adapter. Subclasses say `layers` (class names), `parts` and `inputs`; `register` makes them known.
 
@@ -123,19 +138,7 @@ class Family:
     def run(self, layer: Any, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's result, or a `Reason`."""
         steps = self._calls(layer, mode, args, kwargs)
-        if isinstance(steps, Reason):
-            return steps
-        x = next(step.x for step in steps if isinstance(step, Call))
-        rest: list[Any] = []
-        for step in steps:
-            follow(x)
-            if isinstance(step, Call):
-                x = (step if step.x is x else step._replace(x=x)).run()
-                continue
-            made = checkpointed(layer, step, x)
-            x, *more = (made,) if isinstance(made, Tensor) else made
-            rest += more
-        return self.result(x, *rest)
+        return steps if isinstance(steps, Reason) else self.result(*run_steps(layer, steps))
 
     def refuse_original(self, layer: Any, why: str) -> None:
         """**Raises** where the layer's own forward, which runs instead, would silently compute something else."""

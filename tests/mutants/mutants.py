@@ -488,11 +488,18 @@ MUTANTS = (
         test="tests/models/derive/test_mutants.py::test_a_gradient_that_differs_is_not_derived",
     ),
     Mutant(
-        "what follows a half of a layer called again without a proof that this is the same",
+        "what stands beside a half of a layer called again without a proof that this is the same",
         file="ckptfused/models/derive/prove.py",
         text="    if recording.rest is not None:\n",
         defect="    if False:\n",
         test="tests/models/derive/test_halves.py::test_what_cannot_be_called_again_is_generic[no gradient]",
+    ),
+    Mutant(
+        "a half that comes after what runs as it is written is made first",
+        file="ckptfused/models/derive/family.py",
+        text="(step, call) if found.rest.first else (call, step)",
+        defect="(call, step)",
+        test="tests/models/derive/test_second_halves.py::test_the_ffn_half_is_derived[nothing-else-values]",
     ),
     Mutant(
         "hooks within the half that is fused of a layer stepped over",

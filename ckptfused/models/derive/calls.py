@@ -48,9 +48,9 @@ class Ready(NamedTuple):
     recipes: dict[str, Value]
     """How what has the name of a call is made of the call's leaves and of what the layer holds."""
     rest: Rest | None = None
-    """What follows the op."""
+    """What stands beside the op."""
     beside: tuple[tuple[str, int], ...] = ()
-    """Names and places, as `outer`, of what the rest takes beside the op's result."""
+    """Names and places, as `outer`, of what the rest takes beside what it starts from."""
     why: str = ""
     """Why there is a rest."""
 

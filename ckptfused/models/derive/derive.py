@@ -36,7 +36,7 @@ class Here(NamedTuple):
     window: int
     """How far back a query sees by the layer's own mask; 0: all the way."""
     rest: Rest | None = None
-    """What follows what is fused."""
+    """What stands beside what is fused."""
 
 
 class Derivation(NamedTuple):
@@ -163,8 +163,10 @@ def refuted_by(
 
 
 def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
-    if here.y.data.dtype != here.x.data.dtype:
-        raise RefusedError(f"it makes {here.y.data.dtype} of {here.x.data.dtype}", here.y.call)
+    start = here.x if here.rest is None else here.rest.start
+    for v in (here.x, here.y):
+        if v.data.dtype != start.data.dtype:
+            raise RefusedError(f"it makes {v.data.dtype} of {start.data.dtype}", v.call)
     same_shapes(proof, here, Sizes(*here.x.shape[:2]))
     (number, kind), window = proof.layout.own_mask, 0
     kept = [call.number for call in proof.recordings[0].before(proof.recordings[0].y)]

@@ -17,9 +17,8 @@ from ckptfused.models.caches import caches_among, left_empty
 from ckptfused.models.derive.calls import Ready, forget, held_tensor, outer_tensor, ready, seen
 from ckptfused.models.derive.compiled import ready_in_compiler
 from ckptfused.models.derive.flash import packed, runs_flash
-from ckptfused.models.family import FAMILIES, Family, Generic, Outcome, checkpointed, family_of, fused_call, register
+from ckptfused.models.family import FAMILIES, Family, Generic, Outcome, family_of, fused_call, register, run_steps
 from ckptfused.models.hugging_face import collecting
-from ckptfused.offload import follow
 from ckptfused.ops.call import Call
 from ckptfused.spec import BlockSpec
 
@@ -43,15 +42,10 @@ class Derived(Family):
         found = self.call(layer, mode, *given)
         if isinstance(found, Reason):
             return found
-        made, call, rest = found
-        if not rest and collecting(layer):
+        made, steps = found
+        if collecting(layer) and (len(steps) == 1 or isinstance(steps[0], Generic)):
             return _ASKED
-        follow(call.x)
-        y = call.run()
-        for step in rest:
-            follow(y)
-            y = checkpointed(layer, step, y)
-        return made.result(y)
+        return made.result(*run_steps(layer, steps))
 
     def refuse_original(self, layer: Any, why: str) -> None:
         if (family := family_of(layer)) is not None:
@@ -59,8 +53,8 @@ class Derived(Family):
 
     def call(
         self, layer: nn.Module, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
-    ) -> tuple[Ready, Call, tuple[Generic, ...]] | Reason:
-        """The op call of a layer that is called so, what it returns, what follows. sharded: as `layer.build_call`."""
+    ) -> tuple[Ready, tuple[Call | Generic, ...]] | Reason:
+        """What a layer that is called so returns, and its steps, one an op. sharded: as `layer.build_call`."""
         leaves, tree = tree_flatten((args, kwargs))
         where = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
         if where is None or leaves[where].dim() != 3 or leaves[where].size(1) < 2:
@@ -88,10 +82,12 @@ class Derived(Family):
             inputs = inputs._replace(cu_seqlens=bounds)
         call = fused_call(found.layout.parts(held), inputs, mode, sharded)
         if isinstance(call, Reason) or found.rest is None:
-            return call if isinstance(call, Reason) else (found, call, ())
+            return call if isinstance(call, Reason) else (found, (call,))
         given = [held_tensor(held, name) if i < 0 else leaves[i] for name, i in found.beside]
         step = Generic(found.why, partial(found.rest.run, layer), tuple(given))
-        return LENT if lent_weights(layer) else (found, call, (step,))
+        if lent_weights(layer):
+            return LENT
+        return found, (step, call) if found.rest.first else (call, step)
 
     def outcome_of(self, layer: nn.Module, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What will become of calls like this one: an `Outcome` or a `Reason`. The layer remembers nothing of it."""
@@ -99,13 +95,14 @@ class Derived(Family):
         forget(layer)
         if isinstance(found, Reason):
             return found
-        _, call, rest = found
-        return Outcome((BlockSpec.parse(call.text),), len(rest), "".join(step.why for step in rest))
+        _, steps = found
+        specs = tuple(BlockSpec.parse(step.text) for step in steps if isinstance(step, Call))
+        return Outcome(specs, len(steps) - 1, "".join(step.why for step in steps if isinstance(step, Generic)))
 
 
 _ASKED = Reason("attention weights or router logits are asked for", original=True)
 _OF_ROUTERS = ("router_logits",)
-"""What modules make that are called after the op: hooks on them collect it."""
+"""What modules make that are called beside the op: hooks on them collect it."""
 DERIVED = Derived()
 if DERIVED.name not in FAMILIES:
     register(DERIVED)

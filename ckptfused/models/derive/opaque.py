@@ -21,7 +21,7 @@ _PRODUCTS = words_of("linear matmul rmatmul mm addmm bmm baddbmm einsum grouped_
 class Opaque(nn.Module):
     """The stand-in of a module in copies of its layer. Its one call in a recording is `called_whole`.
 
-    A tensor that it returns of the shape of the one that it takes is some function of that; others are empty.
+    A tensor that it returns of the shape of the first that it takes is some function of that; others are empty.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -33,10 +33,11 @@ class Opaque(nn.Module):
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if has_torch_function(tensors):
             return handle_torch_function(self.called_whole, tensors, *args, **kwargs)
-        if len(tensors) != 1 or tensors[0].dim() < 2:
-            raise RefusedError(f"a module that cannot be followed takes {len(tensors)} tensors, expected one")
+        if not tensors or tensors[0].dim() < 2 or not tensors[0].is_floating_point():
+            raise RefusedError("a module that cannot be followed takes no tensor [..., C] first")
         if self._returns is None:
-            self._returns = _returned(self._of.pop(), tensors[0], args, kwargs)
+            returned = _returned if len(tensors) == 1 else _returned_by_shapes
+            self._returns = returned(self._of.pop(), tensors[0], args, kwargs)
         x, (leaves, tree) = tensors[0], self._returns
         made = ((x * (1.5 + i)).sin() if leaf is _LIKE else leaf for i, leaf in enumerate(leaves))
         return tree_unflatten([x.new_empty(0) if leaf is _OTHER else leaf for leaf in made], tree)
@@ -57,8 +58,21 @@ def _returned(module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[lis
     args, kwargs = tree_map(lambda v: rows if isinstance(v, Tensor) else v, (args, kwargs))
     with torch.no_grad(), torch.random.fork_rng(devices=()), _Shapes(), _alone():
         leaves, tree = tree_flatten(own(*args, **kwargs))
+    return _kinds(leaves, rows), tree
+
+
+def _returned_by_shapes(module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
+    """What a module returns that is called so, by a copy's call on tensors without data: it takes more than x."""
+    own = layer_copy(module, lambda t, parameter: torch.empty_like(t, device="meta"))
+    args, kwargs = tree_map(lambda v: v.detach().to("meta") if isinstance(v, Tensor) else v, (args, kwargs))
+    with torch.no_grad(), _alone():
+        leaves, tree = tree_flatten(own(*args, **kwargs))
+    return _kinds(leaves, x), tree
+
+
+def _kinds(leaves: list[Any], x: Tensor) -> list[Any]:
     kinds = {True: _LIKE, False: _OTHER}
-    return [kinds[v.shape == rows.shape] if isinstance(v, Tensor) else v for v in leaves], tree
+    return [kinds[v.shape == x.shape] if isinstance(v, Tensor) else v for v in leaves]
 
 
 class _Shapes(TorchFunctionMode):

@@ -1,5 +1,5 @@
 """Calls of a layer made again from its recording: what it makes of arguments and buffers alone, which layers share, and
-what follows a half that is fused."""
+what stands beside a half that is fused."""
 
 from __future__ import annotations
 
@@ -83,26 +83,28 @@ def evaluated(
 
 
 class Rest(NamedTuple):
-    """What a layer does after the half that is fused: its own calls and those of its modules."""
+    """What a layer does before or after the half that is fused: its own calls and those of its modules."""
 
-    y: Value
-    """What that half makes."""
+    first: bool
+    """Whether it is before that half."""
+    start: Value
+    """What it is made of: the layer's input, or what that half makes."""
     end: Value
     given: tuple[str, ...]
-    """What it takes beside `y`: arguments, and tensors that the layer itself holds."""
+    """What it takes beside `start`: arguments, and tensors that the layer itself holds."""
     returned: Mapping[Value, Recorded]
     modules: frozenset[str]
     """The modules that are called in it alone."""
 
-    def run(self, layer: nn.Module, y: Tensor, *given: Tensor) -> Tensor:
-        """The layer's result. given: in the order of `given`."""
+    def run(self, layer: nn.Module, x: Tensor, *given: Tensor) -> Tensor:
+        """What it makes of x. given: in the order of `given`."""
         tensors = dict(zip(self.given, given, strict=True))
 
         def held(name: str) -> Any:
             kind, _, path = name.partition(":")
             return layer.get_submodule(path) if kind == "module" else tensors[name]
 
-        return evaluated(self.end, held, y.device, {self.y: y}, self.returned)
+        return evaluated(self.end, held, x.device, {self.start: x}, self.returned)
 
 
 def recalled(value: Value, given: Callable[[str], Tensor], device: torch.device) -> Tensor:

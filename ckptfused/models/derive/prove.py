@@ -52,7 +52,7 @@ def prove(
     opaque: Opaques = NO_OPAQUES,
 ) -> Proof:
     """The normal form of a layer that is called so, proved at two shapes. opaque: as in `copies.layer_copy`; of what
-    follows the half that is fused before these it is proved that it can be called again.
+    stands beside the half that is fused, with these, it is proved that it can be called again.
 
     **Raises** `RefusedError` saying which call no rule takes, or where and by how much the two differ.
     """
@@ -143,14 +143,15 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
 
 
 def _can_be_called_again(recording: Recording, factored: Factored) -> None:
-    """**Raises** `RefusedError` where what follows the fused half is not what its calls make of that half's result."""
-    y, end = recording.y, recording.end
+    """**Raises** `RefusedError` where what stands beside the fused half is not what its calls make of its start."""
+    assert recording.rest is not None
+    start, end = recording.rest.start, recording.rest.end
     with factored:
-        again = evaluated(end, recording.roots.__getitem__, y.data.device, {y: y.data})
+        again = evaluated(end, recording.roots.__getitem__, start.data.device, {start: start.data})
     weights = torch.randn(end.shape, dtype=end.data.dtype, generator=torch.Generator().manual_seed(2))
-    gradients = [_gradients(made, weights, [y.data])[0] for made in (end.data, again)]
+    gradients = [_gradients(made, weights, [start.data])[0] for made in (end.data, again)]
     if not close(end.data.detach(), again.detach()) or not close(*gradients):
-        raise RefusedError("what follows the half is another thing when it is called again", end.call)
+        raise RefusedError("what stands beside the half is another thing when it is called again", end.call)
 
 
 def _gradients(y: Tensor, weights: Tensor, leaves: list[Tensor]) -> list[Tensor]:

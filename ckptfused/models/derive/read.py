@@ -65,7 +65,7 @@ def read(recording: Recording) -> tuple[Form, Walk]:
         for v in recording.beside:
             if form.attn is None or walk.through(v) not in form.attn.core.weights:  # type: ignore[union-attr]
                 raise RefusedError("the layer returns a tensor beside its result, not attention's weights", v.call)
-        for call in recording.before(recording.y, *recording.beside):
+        for call in recording.before(recording.y, *recording.beside, since=recording.x):
             if call not in walk.taken:
                 raise RefusedError(f"no rule takes {call}", call)
     except RefusedError as error:
@@ -180,7 +180,7 @@ def _terms(walk: Walk, y: Value) -> list[Value]:
 
 def _is_sum(walk: Walk, v: Value) -> bool:
     call = v.call
-    if call is None or call.op not in ("add", "radd") or len(call.inputs) != 2 or call.kwargs:
+    if v is walk.recording.x or call is None or call.op not in ("add", "radd") or len(call.inputs) != 2 or call.kwargs:
         return False
     return all(i.shape == v.shape for i in call.inputs) and not any(map(walk.bias, call.inputs))
 
@@ -255,7 +255,7 @@ def _is_projection(walk: Walk, v: Value) -> bool:
 
 
 def _ratio(v: Value) -> float:
-    by = ratio(v.call.inputs[0].data, v.data)  # type: ignore[union-attr]
+    by = ratio(v.call.inputs[0].data, v.data, v.call.numbers)  # type: ignore[union-attr]
     if by is None:
         raise RefusedError(f"no rule takes {v.call}", v.call)
     return by

@@ -40,7 +40,7 @@ class Recording:
         """The place of the result among the leaves of what the forward returns."""
         self.leaves = [None if isinstance(v, Tensor) else v for v in leaves]
         self.rest: Rest | None = None
-        """How `end` is made of `y`, where that is another value."""
+        """How `end` is made of `y`, or `x` of what the layer was given, where these are other values."""
         self._returned = recorder.returned
         if opaque := [call for call in recorder.calls if call.op == "called_whole"]:
             self._cut(opaque)
@@ -64,38 +64,48 @@ class Recording:
         return self._returned.get(v, v.call)
 
     def _cut(self, opaque: list[Recorded]) -> None:
-        """Has what is to be fused end at the last value before opaque modules by which alone x reaches the result."""
-        for call in reversed(self.before(self.end)):
-            for v in call.values:
-                before = call.number < opaque[0].number and v.shape == self.x.shape
-                if before and all(self._is_between(v, whole) for whole in (False, True)):
-                    self.y = v
-                    self.rest = self._rest({*opaque})
-                    return
-        raise RefusedError("nothing is whole before what cannot be followed")
+        """Has what is to be fused end at the last value before opaque modules by which alone x reaches the result, or
+        begin at the first that they or others after them make.
+        """
+        calls, x, first, last = self.before(self.end), self.x, opaque[0].number, opaque[-1].number
+        before = (v for call in reversed(calls) if call.number < first for v in call.values)
+        after = (v for call in calls if call.number >= last for v in call.values)
+        if (v := next(filter(self._is_between, before), None)) is not None:
+            self.y = v
+            self.rest = self._rest({*opaque}, False, v, self.end)
+        elif (v := next(filter(self._is_between, after), None)) is not None:
+            self.x = v
+            self.rest = self._rest({*opaque}, True, x, v)
+        else:
+            raise RefusedError("nothing is whole before or after what cannot be followed")
 
-    def _is_between(self, v: Value, whole: bool) -> bool:
-        met = {i for call in self.before(self.end, since=v, whole=whole) for i in call.inputs}
-        return v in met and self.x not in met
+    def _is_between(self, v: Value) -> bool:
+        """Whether it is by this value alone that x reaches the result."""
+        if v.shape != self.x.shape:
+            return False
+        ways = [self.before(self.end, since=v, whole=whole) for whole in (False, True)]
+        met = [{i for call in calls for i in call.inputs} for calls in ways]
+        return all(v in inputs and self.x not in inputs for inputs in met)
 
-    def _rest(self, opaque: set[Recorded]) -> Rest:
-        calls = self.before(self.end, since=self.y, whole=True)
-        inputs = dict.fromkeys(i for call in calls for i in call.inputs)
+    def _rest(self, opaque: set[Recorded], first: bool, start: Value, end: Value) -> Rest:
+        calls = self.before(end, since=start, whole=True)
+        inputs = dict.fromkeys(i for call in calls for i in call.inputs if i is not start)
         for call in calls:
             if call in opaque or (call.func is not None and (call.within or writes(function_name(call.func), {}))):
-                raise RefusedError("what follows the half cannot be called again", call)
+                raise RefusedError("what stands beside the half cannot be called again", call)
             if call.func is None and any(type(n) not in _ARGUMENTS for n in call.numbers):
                 raise RefusedError(f"{call.op} is called with what is no number", call)
-        if opaque - {*self.before(self.end, since=self.y)}:
+        if opaque - {*self.before(end, since=start)}:
             raise RefusedError("what cannot be followed is no part of the result")
         for v in inputs:
-            if v.call in opaque and v.shape != v.call.inputs[0].shape:
+            if v.call in opaque and not v.data.numel():
                 raise RefusedError("a result is used of which the shape is not known", v.call)
             if v.call is None and v.is_param and "." in v.name:
                 raise RefusedError(f"{v.name} is used past its module")
         names = frozenset(call.op for call in calls if call.func is None)
-        fused = {f"module:{call.within}" for call in self.before(self.y)}
-        return Rest(self.y, self.end, tuple(v.name for v in inputs if v.call is None), self._returned, names - fused)
+        fused = {f"module:{call.within}" for call in self.before(self.y, since=self.x)}
+        given = tuple(v.name for v in inputs if v.call is None)
+        return Rest(first, start, end, given, self._returned, names - fused)
 
 
 def forget_values(calls: Iterable[Recorded], *others: Value) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,10 +47,14 @@ def close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).abs().max() <= TOLERANCE * b.abs().max()) if a.numel() else True
 
 
-def ratio(before: Tensor, after: Tensor) -> float | None:
-    """The number that makes one tensor of another, without its rounding; None where there is none."""
+def ratio(before: Tensor, after: Tensor, said: Iterable[Any] = ()) -> float | None:
+    """The number that makes one tensor of another, without its rounding; None where there is none. said: numbers in
+    the code, by one of which it may multiply or divide.
+    """
     by = float((before * after).sum() / before.square().sum())
-    by = next((n for n in (float(f"{by:.{digits}g}") for digits in (6, 9, 12)) if abs(n - by) < 1e-13 * abs(by)), by)
+    short = (float(f"{by:.{digits}g}") for digits in (6, 9, 12))
+    numbers = [float(n) for n in said if type(n) in (int, float) and n]
+    by = next((n for n in (*short, *numbers, *(1 / n for n in numbers)) if abs(n - by) < 1e-13 * abs(by)), by)
     return by if by and close(before * by, after) else None
 
 
@@ -96,7 +100,7 @@ class Walk:
 
     def same(self, v: Value) -> Value:
         """The value before casts, copies and dropouts that do nothing."""
-        while v.call is not None and v.op in _SAME and v.call.mask is None:
+        while v is not self.recording.x and v.call is not None and v.op in _SAME and v.call.mask is None:
             before = v.call.inputs[0]
             if before.data.dtype != v.data.dtype or before.shape != v.shape or not _equal(before.data, v.data):
                 break
@@ -107,7 +111,7 @@ class Walk:
     def through(self, v: Value, layout: str = "layout") -> Value:
         """The value before what only arranges it."""
         v = self.same(v)
-        while v.call is not None and arranges(v):
+        while v is not self.recording.x and v.call is not None and arranges(v):
             self.take(v.call, layout)
             v = self.same(v.call.inputs[0])
         return v

@@ -83,7 +83,7 @@ def test_a_product_is_read_as_one(change: tuple[str, str], least: int, monkeypat
 @pytest.mark.parametrize("change", WRONG, ids=[new for _, new in WRONG])
 def test_what_is_done_to_a_matrix_is_seen(change: tuple[str, str], least: int) -> None:
     found = read(change)
-    assert found.proof is None and found.why
+    assert found.why and (found.proof is None or found.layout.attn is None)  # or the other half alone
 
 
 def test_a_matrix_in_another_place_is_another_one(least: int) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ckptfused
-from ckptfused.models.derive import family
+from ckptfused.models import family
 from tests.models.compare import close
 from tests.models.derive.experts import EXPERTS, FUSED_TOO
 from tests.models.derive.written import made
