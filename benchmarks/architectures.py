@@ -51,8 +51,8 @@ that a layer saves for backward per token, before and after, the layers' mean. G
 model as it was; the largest difference is relative to a gradient's largest value.
 
 A `derived` layer has no adapter: [its own code was read and proved](convert.md#layers-without-an-adapter). Of a `part`
-the attention half is fused, for the reason beside it; the other half runs as written, checkpointed, or with its
-[experts](experts.md) as one operation.
+one half is fused, for the reason beside it; the other runs as written, checkpointed, or with its [experts](experts.md)
+as one operation.
 """
 SECTIONS: dict[str, tuple[str, str, Callable[[], Iterator[Subject]]]] = {
     "Decoders": (
@@ -129,12 +129,13 @@ def swept(subject: Subject) -> Row:
         a, b = gradients[key], ours[key]
         worst = max(worst, float((a - b).abs().max()) / max(float(a.abs().max()), least))
     sizes = [(one.before, one.after) for one in report.layers]
+    layers = [model.get_submodule(one.name) for one in report.layers]
+    halves = list(map(_why_half, layers))
     ckptfused.revert(model)
-    for i, one in enumerate(report.layers):
-        layer = model.get_submodule(one.name)
+    for i, layer in enumerate(layers):
         if None in sizes[i] and id(layer) in calls and id(layer) not in reasons:
-            sizes[i] = _bytes(layer, *calls[id(layer)])
-    return _row(name, kind, model, report.layers, reasons, sizes, worst)
+            sizes[i] = _bytes(layer, *calls[id(layer)], inputs=2 if halves[i] else 1)
+    return _row(name, kind, report.layers, [reasons.get(id(layer)) for layer in layers], halves, sizes, worst)
 
 
 def _noted(model: nn.Module) -> tuple[dict[int, str], dict[int, tuple[Any, Any]]]:
@@ -163,8 +164,8 @@ def _apart(value: Any) -> Any:
     return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def _bytes(layer: nn.Module, args: Any, kwargs: Any) -> tuple[float | None, float | None]:
-    """Bytes a token that a layer saves in a call that no report can guess: of its own, and of x alone."""
+def _bytes(layer: nn.Module, args: Any, kwargs: Any, inputs: int) -> tuple[float | None, float | None]:
+    """Bytes a token that a layer saves in a call that no report can guess: of its own, and of inputs alone."""
     x = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
     if x is None or x.dim() != 3:
         return None, None
@@ -172,25 +173,22 @@ def _bytes(layer: nn.Module, args: Any, kwargs: Any) -> tuple[float | None, floa
         before = saved_by_autograd(layer, args, kwargs, ()) / (x.numel() // x.size(-1))
     except Exception:  # any forward may raise anything without data
         before = None
-    return before, float(x.size(-1) * x.element_size())
+    return before, float(inputs * x.size(-1) * x.element_size())
 
 
 def _row(
     name: str,
     kind: str,
-    model: nn.Module,
     layers: tuple[LayerReport, ...],
-    reasons: dict[int, str],
+    reasons: list[str | None],
+    halves: list[str],
     sizes: list[tuple[float | None, float | None]],
     error: float,
 ) -> Row:
     paths: Counter[str] = Counter()
     families: dict[str, None] = {}
     why: dict[str, None] = {}
-    for one in layers:
-        layer = model.get_submodule(one.name)
-        reason = reasons.get(id(layer))
-        half = _why_half(layer)
+    for one, reason, half in zip(layers, reasons, halves, strict=True):
         path = "generic" if reason is not None else "part" if one.path == "part" or half else "fused"
         paths[path] += 1
         if reason is None and one.family is not None:

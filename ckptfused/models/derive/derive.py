@@ -17,7 +17,7 @@ from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.opaque import Opaque
 from ckptfused.models.derive.outside import Rest, evaluated
 from ckptfused.models.derive.prove import Proof, prove, same_shapes
-from ckptfused.models.derive.record import Recording, forget_values, record, tensors_held
+from ckptfused.models.derive.record import RAISED, Recording, forget_values, record, tensors_held
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.masks import causal_window
 from ckptfused.models.describe.saved_bytes import IndexReadError
@@ -72,6 +72,7 @@ def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pl
     opaque: dict[str, nn.Module] = {}
     whole: RefusedError | None = None
     while True:
+        here = None
         try:
             with _unseen(layer):
                 here = _recorded_here(layer, args, kwargs, placed, opaque)
@@ -81,7 +82,8 @@ def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pl
         except RefusedError as error:
             forget_values((*error.calls, *filter(None, (error.call,))))
             whole = whole or error
-            if not error.within or error.within in opaque or len(opaque) == MOST_OPAQUE:
+            taken = here is not None or not str(error).startswith(RAISED)
+            if not taken or not error.within or error.within in opaque or len(opaque) == MOST_OPAQUE:
                 return Derivation(None, str(whole), whole.call, tuple(whole.calls))
             opaque[error.within] = Opaque(layer.get_submodule(error.within))
         except IndexReadError:
