@@ -15,7 +15,7 @@ from ckptfused.checks import autocast_enabled
 from ckptfused.compat.pytree import TreeSpec, tree_unflatten
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
-from ckptfused.models.derive.derive import Derivation, derive, refuted_by
+from ckptfused.models.derive.derive import Derivation, Here, derive, refuted_by
 from ckptfused.models.derive.flash import runs_flash
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.outside import Rest, recalled
@@ -199,15 +199,16 @@ def _form(parts: list[Any], x: Tensor) -> Hashable:
 def _proved(kind: _Kind, layer: nn.Module, call: Any, form: Hashable, leaves: list[Any], where: int) -> Ready | Reason:
     """A call that is new: held to what was proved of its form, or else proved."""
     args, kwargs = call
-    tried = kind.forms.setdefault(form, [])
+    tried, why = kind.forms.setdefault(form, []), ""
     for made in tried:
+        why = made.why
         if made.proof is not None:
             found = refuted_by(made.proof, layer, args, kwargs, placed=kind.placed)
-            if isinstance(found, str):
-                return Reason(found)
-            return _to_be_called(made._replace(here=found), leaves, where)
+            if isinstance(found, Here):
+                return _to_be_called(made._replace(here=found), leaves, where)
+            why = found
     if len(tried) >= MOST_TRIES:
-        return Reason(tried[-1].why)
+        return Reason(why)
     made = derive(layer, args, kwargs, placed=kind.placed)
     tried.append(made)
     return Reason(made.why) if made.proof is None else _to_be_called(made, leaves, where)

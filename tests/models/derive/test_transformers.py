@@ -223,3 +223,16 @@ def test_a_mask_is_the_callers_own() -> None:
     call = proved_call(found.layout, layer, leaves["arg:0"], leaves, Mode())
     assert not isinstance(call, Reason) and call.masks.mask is not None
     assert call.masks.mask.data_ptr() == kwargs["attention_mask"].data_ptr()
+
+
+def test_tables_of_each_row_and_of_all() -> None:
+    """Rows with positions of their own, and rows that share them: two calls of one form, each of which is proved."""
+    model = model_of("Olmo2", "sdpa", intermediate_size=56).train()
+    other = copy.deepcopy(model)
+    ckptfused.convert(other)
+    ids, places = torch.randint(1, 96, (3, 11)), torch.arange(11).expand(3, 11)
+    with unfused() as reasons:
+        for positions in (places, places[:1]):
+            got, want = (m(ids, position_ids=positions, use_cache=False).logits for m in (other, model))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert not reasons, reasons
