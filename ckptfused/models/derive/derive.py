@@ -16,10 +16,10 @@ from ckptfused.models.derive.flash import spelled_out
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.opaque import Opaque
 from ckptfused.models.derive.outside import Rest, evaluated
-from ckptfused.models.derive.prove import Proof, prove, same_shapes
+from ckptfused.models.derive.prove import Proof, prove, same_shapes, same_window
 from ckptfused.models.derive.record import RAISED, Recording, forget_values, record, tensors_held
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
-from ckptfused.models.derive.rules.masks import causal_window
+from ckptfused.models.derive.rules.masks import seen_by_place
 from ckptfused.models.describe.saved_bytes import IndexReadError
 from ckptfused.state.undone import without_trace
 
@@ -177,10 +177,10 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
         tokens = here.x.shape[1]
         buffers = {f"buffer:{name}": t.cpu() for name, t in tensors_held(layer)}
         made = evaluated(mask.values[0], buffers.__getitem__, torch.device("cpu"))
-        seen = causal_window(made, kind, tokens, tokens)
-        if seen is None or proof.layout.window not in (0, seen):
-            raise RefusedError(f"its own mask is not the causal one at {tokens} tokens", mask)
-        window = seen
+        seen = seen_by_place(made, kind, tokens, tokens)
+        if seen is None or seen[0] != proof.layout.causal or not same_window(proof.layout.window, seen[1], tokens):
+            raise RefusedError(f"its own mask is another one at {tokens} tokens", mask)
+        window = seen[1]
     recipes: dict[str, Value] = {}
     for name in (outer.name for outer in proof.layout.outer if outer.name.startswith("call:")):
         place, index = map(int, name.removeprefix("call:").split("."))

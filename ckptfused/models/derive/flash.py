@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.patches import instead, patched_attribute
 from ckptfused.compat.transformers import FLASH_CALL, FLASH_TYPE, attention_implementation, flash_module
+from ckptfused.eager.attention import position_mask
 from ckptfused.layer.parts import Reason
 from ckptfused.models.derive.recorder import RefusedError
 from ckptfused.models.hugging_face import FLASH, packed_bounds
@@ -61,8 +62,6 @@ def _attention(
     """What the kernels compute. **Shapes** query [B, T, H, D], key, value [B, T, G, D], attention_mask [B, T]."""
     if found := [name for name in _ELSEWHERE if others.get(name) is not None]:
         raise RefusedError(f"flash attention with {found[0]}")
-    if sliding_window is not None and not is_causal:
-        raise RefusedError("flash attention with a window to both sides")
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     shape = (*k.shape[:2], q.shape[1] // k.shape[1], *k.shape[2:])
     k, v = (t[:, :, None].expand(shape).reshape(q.shape[0], q.shape[1], *t.shape[2:]) for t in (k, v))
@@ -70,10 +69,8 @@ def _attention(
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
     hides = torch.finfo(logits.dtype).min
-    if is_causal:
-        sees = torch.ones(query_length, k.shape[2], dtype=torch.bool, device=q.device).tril()
-        if sliding_window is not None:
-            sees = sees.triu(1 - sliding_window)
+    if is_causal or sliding_window:
+        sees = position_mask(query_length, k.shape[2], is_causal, sliding_window or 0, q.device)
         logits = logits.masked_fill(~sees, hides)
     if attention_mask is not None:
         logits = logits.masked_fill(~attention_mask[:, None, None, :], hides)

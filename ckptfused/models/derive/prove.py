@@ -79,10 +79,12 @@ def _proved(layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, o
             found.append((layout, text, recording))
             rules = rules or walk.taken
             errors = {name: max(errors.get(name, 0.0), e) for name, e in differing.items()}
-    if len({(layout, text) for layout, text, _ in found}) > 1:
-        raise RefusedError("what it computes depends on the shape of x: " + " and ".join(text for _, text, _ in found))
+    layout, text, _ = max(found, key=lambda one: one[0].window)
+    for one, _, recording in found:
+        same = same_window(layout.window, one.window, recording.x.shape[1])
+        if not same or one._replace(window=layout.window) != layout:
+            raise RefusedError("what it computes depends on the shape of x: " + " and ".join(t for _, t, _ in found))
     same_structure(found[0][2], found[1][2])
-    layout, text, _ = found[0]
     return Proof(layout, text, tuple(recording for *_, recording in found), rules, opaque, errors)
 
 
@@ -166,6 +168,11 @@ def same_structure(a: Recording, b: Recording) -> None:
             raise RefusedError("another call at another shape, type or length", other[-1])
     if len(_steps(a)) != len(_steps(b)):
         raise RefusedError("other calls at another shape, type or length", b.y.call)
+
+
+def same_window(proved: int, here: int, tokens: int) -> bool:
+    """Whether windows that were seen, the second at a length, may be one: 0, all that there is, may be a wider one."""
+    return here == proved or not proved or (not here and tokens <= proved)
 
 
 _CASTS = ("to", "float", "double", "type", "type_as", "contiguous", "clone")

@@ -169,8 +169,7 @@ def other_heads(model: Any) -> None:
 
 CHANGES: list[tuple[Callable[[Any], None], int]] = [
     *((change, 0) for change in (patched_function, own_forward, hooked)),
-    # of a written buffer the half that does not read it
-    *((change, 2) for change in (patched_class, another_module, no_bias, another_rate, other_heads, written_buffer)),
+    *((change, 2) for change in (patched_class, another_module, written_buffer, no_bias, another_rate, other_heads)),
 ]
 
 

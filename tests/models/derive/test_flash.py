@@ -22,6 +22,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.2}),
     ("Olmo2", {}),
     ("Olmo3", {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}),
+    ("Olmo3", {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}),  # as long as a proof's x
     ("Starcoder2", {"sliding_window": 9, "residual_dropout": 0.0}),
     ("StableLm", IN_ONE_HALF_OF_A_HEAD),
     ("Cohere2", {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}),
@@ -65,6 +66,19 @@ def test_as_with_sdpa(name: str, options: dict[str, Any], batch: Any) -> None:
         got = run(other, given)
     close(got, run(model, given), 1e-5)
     assert not reasons, reasons
+
+
+@pytest.mark.parametrize("window", [5, 9])
+def test_a_window_to_both_sides(window: int) -> None:
+    """Gemma 3's, as a model of embeddings."""
+    both = {"use_bidirectional_attention": True, "sliding_window": 2 * (window - 1)}
+    model: Any = model_of("Gemma3", "sdpa", **both).double()
+    model.config._attn_implementation = "flash_attention_2"
+    layer, x = model.model.layers[0], torch.randn(2, 17, 48, dtype=torch.float64)
+    tables = model.model.rotary_emb(x, torch.arange(17)[None], "sliding_attention")
+    found = derive(layer, (x,), {"position_embeddings": tables, "attention_mask": None})
+    assert found.proof is not None, found.why
+    assert (found.layout.window, found.layout.causal) == (window, False)
 
 
 def test_sequences_that_positions_do_not_tell() -> None:

@@ -32,14 +32,14 @@ class Core(NamedTuple):
     mask: Outer | None = None
     kind: str = "none"
     constant: Value | None = None
-    """The causal mask that the layer makes itself, where it does; it has to be one at every length."""
+    """The mask by place alone that the layer makes itself, where it does; it has to be that one at every length."""
     constant_kind: str = ""
     dropout: Recorded | None = None
     padding: Outer | None = None
     """A second mask, of keys."""
     padding_kind: str = "none"
     window: int = 0
-    """How far back a query sees by the layer's own mask; 0: all the way."""
+    """How far a query sees by the layer's own mask, back or to both sides; 0: all the way."""
     also: tuple[tuple[Outer, str], ...] = ()
     """Masks beside those, with their kinds."""
     weights: tuple[Value, ...] = ()

@@ -1,4 +1,4 @@
-"""Rules for the masks of attention: given ones, in every arrangement, and the causal one that a layer makes itself."""
+"""Rules for the masks of attention: given ones, in every arrangement, and those by place that a layer makes itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptfused.eager.attention import position_mask
 from ckptfused.models.derive.in_place import writes
 from ckptfused.models.derive.recorder import RefusedError, Value, function_name, words_of
 from ckptfused.models.derive.rules.core import Core, Outer
@@ -69,13 +70,13 @@ def with_mask(walk: Walk, found: Core, mask: Value, kind: str) -> Core:
             found = with_mask(walk, found, walk.same(one), kind)
         return found
     if not any(root.startswith("arg:") for root in _roots(walk, mask)):
-        window = causal_window(mask.data, kind, found.ends[3].shape[-2], found.ends[2].shape[-2])
-        if window is None:
-            raise RefusedError("a mask of the layer's own that is not the causal one", mask.call)
+        seen = seen_by_place(mask.data, kind, found.ends[3].shape[-2], found.ends[2].shape[-2])
+        if seen is None:
+            raise RefusedError("a mask of the layer's own that is neither the causal one nor a window", mask.call)
         if found.causal:
             raise RefusedError("two causal masks", mask.call)
         take_all(walk, mask)
-        return found._replace(causal=True, window=window, constant=walk.same(mask), constant_kind=kind)
+        return found._replace(causal=seen[0], window=seen[1], constant=walk.same(mask), constant_kind=kind)
     try:
         with walk.trial():
             outer, kind = _outer(walk, found, mask, kind)
@@ -181,9 +182,9 @@ def _arranged(mask: Tensor, batch: int, t: int) -> dict[str, Tensor]:
     return found
 
 
-def causal_window(mask: Tensor, kind: str, t_q: int, t_k: int) -> int | None:
-    """How far back each query sees where a mask hides all keys after it and those before that: 0 for all of them, None
-    where it hides others.
+def seen_by_place(mask: Tensor, kind: str, t_q: int, t_k: int) -> tuple[bool, int] | None:
+    """Whether a mask hides the keys after each query, and how far a query sees, back or to both sides (0: all the way);
+    None where it hides others.
     """
     if kind == "add":
         hidden = mask <= HIDES
@@ -193,17 +194,18 @@ def causal_window(mask: Tensor, kind: str, t_q: int, t_k: int) -> int | None:
         hidden = mask.bool() if kind == "drop" else ~mask.bool()
     else:
         return None
-    after = torch.ones(t_q, t_k, dtype=torch.bool).triu(1)
     try:
-        hidden = hidden.expand(torch.broadcast_shapes(hidden.shape, after.shape))
+        hidden = hidden.expand(torch.broadcast_shapes(hidden.shape, (t_q, t_k)))
     except RuntimeError:
         return None
-    if hidden.shape[-2:] != after.shape or not hidden.numel():
+    if hidden.shape[-2:] != (t_q, t_k) or not hidden.numel():
         return None
-    seen = int((~hidden).sum(-1).max())
+    seen = int((~hidden[..., -1, :]).sum(-1).max())
     window = 0 if seen >= t_k else seen
-    wanted = after | torch.ones(t_q, t_k, dtype=torch.bool).tril(-window) if window else after
-    return window if bool((hidden == wanted).all()) else None
+    for causal in (True, False):
+        if bool((~hidden == position_mask(t_q, t_k, causal, window, hidden.device)).all()):
+            return causal, window
+    return None
 
 
 def _roots(walk: Walk, v: Value) -> set[str]:
