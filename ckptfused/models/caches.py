@@ -6,6 +6,8 @@ empty, as under Hugging Face's own checkpointing, since a replay would write to 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -52,7 +54,7 @@ def left_empty(
     caches = caches_among(args, kwargs)
     if not caches:
         return args, kwargs
-    if not layer.training or any(map(_in_use, caches)):
+    if not layer.training or any(_in_use(cache, _index(layer)) for cache in caches):
         return None
     args = tuple(None if _is_cache(value) else value for value in args)
     kwargs = {name: None if _is_cache(value, name) else value for name, value in kwargs.items()}
@@ -63,6 +65,41 @@ def left_empty(
     if "use_cache" in (*names, *kwargs):
         kwargs["use_cache"] = False
     return args, kwargs
+
+
+def fill(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], x: Tensor) -> None:
+    """A layer's own forward fills its empty cache, where there are no gradients, and goes no further than that.
+    The generators stay as they are. x: the layer's input.
+    """
+    if torch.is_grad_enabled() or not caches_among(args, kwargs):
+        return
+    args = tuple(_stopping(value) if _is_cache(value) else value for value in args)
+    kwargs = {name: _stopping(value) if _is_cache(value, name) else value for name, value in kwargs.items()}
+    drawn = not torch.compiler.is_compiling()
+    devices = [x.device] if x.is_cuda else []
+    with torch.random.fork_rng(devices, drawn), contextlib.suppress(_FilledError):
+        type(layer).forward(layer, *args, **kwargs)
+
+
+class _FilledError(Exception):
+    """A cache has what it was to have."""
+
+
+def _stopping(cache: Any) -> Any:
+    """A cache that is another's, and raises `_FilledError` once it was given keys and values."""
+    made = copy.copy(cache)
+
+    def update(*args: Any, **kwargs: Any) -> Any:
+        cache.update(*args, **kwargs)
+        raise _FilledError
+
+    made.update = update
+    return made
+
+
+def _index(layer: nn.Module) -> int | None:
+    """The place of a layer in a cache, where a module of it says so."""
+    return next((vars(m)["layer_idx"] for m in layer.modules() if type(vars(m).get("layer_idx")) is int), None)
 
 
 def caches_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -82,7 +119,11 @@ def _is_cache(value: Any, name: str = "") -> bool:
 
 
 def _in_use(cache: Any, index: int | None = None) -> bool:
-    """Whether a cache holds something, for the layer of this index if one is given; one that cannot say so may."""
+    """Whether a cache holds something, for the layer of this index if one is given, or has places for what will come,
+    which masks cover (`StaticCache`); one that cannot say so may.
+    """
+    if any(hasattr(layer, "max_cache_len") for layer in getattr(cache, "layers", ())):
+        return True
     try:
         return bool(cache.get_seq_length() if index is None else cache.get_seq_length(index))
     except Exception:  # of many kinds: it has no such method, or its layers have no length

@@ -192,11 +192,10 @@ def test_autocast(dtype: torch.dtype) -> None:
         assert (ours - theirs).float().norm() < 4 * torch.finfo(dtype).eps * theirs.float().norm()
 
 
-def test_a_static_cache_runs_the_original_both_times() -> None:
+@pytest.mark.parametrize("name", ["llama", "phi3", "mixtral"])
+def test_a_static_cache_runs_the_original_both_times(name: str) -> None:
     """Its mask is as long as the cache; dropout's masks are PyTorch's, with gradients and without."""
-    model = llama(p=0.3)
-    ckptfused.convert(model)
-    batch = text_batch()
+    model, batch = converted(ZOO[name]), text_batch()
     found = []
     for mode in (True, False):
         cache = hf.StaticCache(model.config, max_cache_len=32)

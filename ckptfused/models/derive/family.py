@@ -13,7 +13,7 @@ from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import under_foreign_mode
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.caches import caches_among, left_empty
+from ckptfused.models.caches import fill, left_empty
 from ckptfused.models.derive.calls import Ready, forget, held_tensor, outer_tensor, ready, seen
 from ckptfused.models.derive.compiled import ready_in_compiler
 from ckptfused.models.derive.flash import packed, runs_flash
@@ -37,7 +37,7 @@ class Derived(Family):
         if under_foreign_mode():
             return Reason("a TorchFunctionMode may replace what the layer calls")
         given = left_empty(layer, type(layer).forward, args, kwargs)
-        if given is None or (not torch.is_grad_enabled() and caches_among(args, kwargs)):
+        if given is None:
             return Reason("a key/value cache is in use", original=True)
         found = self.call(layer, mode, *given)
         if isinstance(found, Reason):
@@ -45,7 +45,13 @@ class Derived(Family):
         made, steps = found
         if collecting(layer) and (len(steps) == 1 or isinstance(steps[0], Generic)):
             return _ASKED
-        return made.result(*run_steps(layer, steps))
+        fill(layer, args, kwargs, call.x)
+        follow(call.x)
+        y = call.run()
+        for step in rest:
+            follow(y)
+            y = checkpointed(layer, step, y)
+        return made.result(y)
 
     def refuse_original(self, layer: Any, why: str) -> None:
         if (family := family_of(layer)) is not None:
