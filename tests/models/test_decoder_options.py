@@ -30,7 +30,6 @@ REFUSED = {
     "gemma3-activation": (zoo.gemma3(hidden_activation="gelu_fast"), "sdpa", "no kernel"),
     "phi3-activation": (zoo.phi3(hidden_act="mish"), "sdpa", "no kernel"),
     "neox-activation": (zoo.neox(hidden_act="tanh"), "sdpa", "no kernel"),
-    "opt-activation": (zoo.opt(activation_function="sigmoid"), "sdpa", "no kernel"),
 }
 
 
@@ -53,6 +52,25 @@ def test_refused(name: str, reasons: list[Reason], underived: None) -> None:
     got, want = run(other, batch), run(model, batch)  # with a cache, as use_cache is on by default
     assert len(reasons) == 2 and all(why in reason.text for reason in reasons)
     close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "implementation", "becomes"),
+    [
+        ("opt", zoo.opt(activation_function="sigmoid"), "sdpa", "part"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_activations_of_derived_layers(
+    name: str, make: zoo.Make, implementation: str, becomes: str, reasons: list[Reason]
+) -> None:
+    """One is known by what it computes; where there is no kernel for it, the attention half is fused alone."""
+    model = randomize(make(0.0, implementation)).train()
+    other = copy.deepcopy(model)
+    assert [x.path for x in ckptfused.convert(other).layers] == [becomes] * 2
+    got, want = (without_zero(run(m, text_batch()), ZOO[name], 1e-5) for m in (other, model))
+    close(got, want, 1e-5)
+    assert len(reasons) == 2 * (becomes == "generic")
 
 
 def test_reordered_attention_is_fused_where_sdpa_runs() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import ckptfused
+from ckptfused.models.describe.example import example, with_values
 from ckptfused.models.describe.saved_bytes import storage
 from ckptfused.models.families.torch_nn import TorchEncoder
 from ckptfused.models.family import EXAMPLE_TOKENS as TOKENS
@@ -40,13 +41,18 @@ def build(name: str, p: float = 0.0, implementation: str = "sdpa") -> tuple[Any,
     return randomize(specimen.make(p, implementation)).train(), specimen
 
 
-def saved(layer: nn.Module, family: str) -> int:
+def saved(model: nn.Module, layer: nn.Module, said: LayerReport) -> int:
     """Bytes that a real call of a layer saves, x among them."""
     x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
-    args, kwargs = FAMILIES[family].example(layer, x)
+    if said.family == "derived":
+        (_, *others), kwargs = with_values(*example(model, said.name, layer))
+        args: tuple[Any, ...] = (x, *others)
+    else:
+        args, kwargs = FAMILIES[str(said.family)].example(layer, x)
     given = [t for t in torch.utils._pytree.tree_leaves((args[1:], kwargs)) if isinstance(t, Tensor)]
     for tensor in given:  # examples are for shapes: their contents are arbitrary
-        tensor.data.normal_()
+        if tensor.is_floating_point():
+            tensor.data.normal_()
     owned = {storage(t) for t in (*layer.parameters(), *layer.buffers(), *given)}
     held: dict[int, Tensor] = {}
 
@@ -68,7 +74,7 @@ def test_bytes_after_are_those_of_a_real_call(name: str, keep: str, p: float) ->
     report = ckptfused.convert(model, keep)
     for layer, said in zip(specimen.layers(model), report.layers, strict=True):
         assert said.family is not None and said.after is not None
-        assert saved(layer, said.family) == round(said.after * TOKENS), said.name
+        assert saved(model, layer, said) == round(said.after * TOKENS), said.name
 
 
 def counted(name: str) -> Any:
@@ -85,7 +91,7 @@ def test_bytes_before_are_those_of_a_real_call(name: str) -> None:
     for layer, said in zip(specimen.layers(model), report.layers, strict=True):
         assert said.family is not None and said.before is not None
         with flash_alone():
-            assert saved(layer, said.family) == round(said.before * TOKENS), said.name
+            assert saved(model, layer, said) == round(said.before * TOKENS), said.name
 
 
 @whisper_is_fused

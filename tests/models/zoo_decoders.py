@@ -119,7 +119,7 @@ decoder(
     **PLACES,
 )
 BIASED = "k_proj.bias"  # without RoPE it moves all logits of a query alike
-PLACES = {"layers": opt_layers, "since": (5, 4)}
+PLACES = {"layers": opt_layers}
 decoder("opt", opt(), **PLACES, zero=BIASED)
 decoder("opt-post", opt(do_layer_norm_before=False, activation_function="gelu"), **PLACES, left=True, zero=BIASED)
 decoder("opt-bare", opt(enable_bias=False, layer_norm_elementwise_affine=False), **PLACES)

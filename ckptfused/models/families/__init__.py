@@ -6,7 +6,6 @@ from ckptfused.models.families import gpt2 as gpt2
 from ckptfused.models.families import gpt_neox as gpt_neox
 from ckptfused.models.families import llama as llama
 from ckptfused.models.families import moe as moe
-from ckptfused.models.families import opt as opt
 from ckptfused.models.families import phi3 as phi3
 from ckptfused.models.families import t5 as t5
 from ckptfused.models.families import timm_vit as timm_vit

@@ -76,11 +76,6 @@ class WhisperDecoder(Family):
 
 def whisper_parts(layer: Any) -> Parts:
     """Both halves of an encoder layer, or of a decoder layer."""
-    return parts_named_as_here(layer, "pre", layer.activation_dropout)
-
-
-def parts_named_as_here(layer: Any, place: str, p_hidden: float) -> Parts:
-    """The parts of a layer whose pieces have the names of Whisper's. place: of its norms; p_hidden: in training."""
     attn = layer.self_attn
     p_res = layer.dropout if layer.training else 0.0
     return Parts(
@@ -96,16 +91,16 @@ def parts_named_as_here(layer: Any, place: str, p_hidden: float) -> Parts:
             p_attn=attn.dropout if attn.training else 0.0,
             p_res=p_res,
             holders=(attn,),
-            **{place: layer.self_attn_layer_norm},
+            pre=layer.self_attn_layer_norm,
         ),
         FFN(
             layer.activation_fn,
             gate=None,
             up=layer.fc1,
             down=layer.fc2,
-            p_hidden=p_hidden if layer.training else 0.0,
+            p_hidden=layer.activation_dropout if layer.training else 0.0,
             p_res=p_res,
-            **{place: layer.final_layer_norm},
+            pre=layer.final_layer_norm,
         ),
     )
 
