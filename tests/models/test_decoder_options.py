@@ -29,7 +29,6 @@ REFUSED = {
     "gemma2-activation": (zoo.gemma2(hidden_activation="gelu_fast"), "eager", "no kernel"),
     "gemma3-activation": (zoo.gemma3(hidden_activation="gelu_fast"), "sdpa", "no kernel"),
     "phi3-activation": (zoo.phi3(hidden_act="mish"), "sdpa", "no kernel"),
-    "neox-activation": (zoo.neox(hidden_act="tanh"), "sdpa", "no kernel"),
 }
 
 
@@ -57,6 +56,7 @@ def test_refused(name: str, reasons: list[Reason], underived: None) -> None:
 @pytest.mark.parametrize(
     ("name", "make", "implementation", "becomes"),
     [
+        ("neox", zoo.neox(hidden_act="tanh"), "sdpa", "generic"),
         ("opt", zoo.opt(activation_function="sigmoid"), "sdpa", "part"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

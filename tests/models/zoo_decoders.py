@@ -110,7 +110,7 @@ PLACES: dict[str, Any] = {"layers": gpt2_layers, "own_dropout": ("transformer.dr
 decoder("gpt2", gpt2(), **PLACES)
 decoder("gpt2-unscaled", gpt2(scale_attn_weights=False, n_inner=88), left=True, **PLACES)
 decoder("gpt2-by-layer", gpt2(scale_attn_by_inverse_layer_idx=True, activation_function="relu"), **PLACES)
-PLACES = {"layers": neox_layers, "own_dropout": ("gpt_neox.emb_dropout",), "since": (5, 2)}
+PLACES = {"layers": neox_layers, "own_dropout": ("gpt_neox.emb_dropout",)}
 decoder("neox", neox(), **PLACES)
 decoder(
     "neox-serial",

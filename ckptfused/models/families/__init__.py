@@ -3,7 +3,6 @@
 from ckptfused.models.families import bert as bert
 from ckptfused.models.families import gemma as gemma
 from ckptfused.models.families import gpt2 as gpt2
-from ckptfused.models.families import gpt_neox as gpt_neox
 from ckptfused.models.families import llama as llama
 from ckptfused.models.families import moe as moe
 from ckptfused.models.families import phi3 as phi3
