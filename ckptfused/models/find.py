@@ -99,7 +99,7 @@ def _has_parts(block: nn.Module) -> bool:
 
 
 def _is_known(module: nn.Module) -> bool:
-    return family_of(module) is not None or isinstance(module, FusedModule)
+    return family_of(module) is not None or isinstance(module, FusedModule) or is_checkpointing_layer(module)
 
 
 def _wrapped(module: nn.Module) -> Iterator[nn.Module]:

@@ -28,7 +28,6 @@ REFUSED = {
     "gpt2-activation": (zoo.gpt2(activation_function="gelu_fast"), "sdpa", "no kernel"),
     "gemma2-activation": (zoo.gemma2(hidden_activation="gelu_fast"), "eager", "no kernel"),
     "gemma3-activation": (zoo.gemma3(hidden_activation="gelu_fast"), "sdpa", "no kernel"),
-    "phi3-activation": (zoo.phi3(hidden_act="mish"), "sdpa", "no kernel"),
 }
 
 
@@ -56,6 +55,7 @@ def test_refused(name: str, reasons: list[Reason], underived: None) -> None:
 @pytest.mark.parametrize(
     ("name", "make", "implementation", "becomes"),
     [
+        ("phi3", zoo.phi3(hidden_act="mish"), "sdpa", "part"),
         ("neox", zoo.neox(hidden_act="tanh"), "sdpa", "generic"),
         ("opt", zoo.opt(activation_function="sigmoid"), "sdpa", "part"),
     ],

@@ -98,6 +98,12 @@ def test_fsdp1(ranks: Ranks, p: float, original_parameters: bool, first: bool) -
     ranks.run(wrapper_steps.fsdp1, first=first, original_parameters=original_parameters, p=p)
 
 
+@both_orders
+def test_fsdp1_around_derived_layers(ranks: Ranks, first: bool) -> None:
+    """They stay fused where FSDP1 leaves them their own parameters."""
+    ranks.run(wrapper_steps.fsdp1, first=first, original_parameters=True, p=0.25, name="phi3")
+
+
 @pytest.mark.parametrize("original_parameters", [True, False])
 def test_fsdp1_distributed_checkpoint(ranks: Ranks, original_parameters: bool, tmp_path: Any) -> None:
     ranks.run(models.fsdp1_checkpoint, folder=str(tmp_path), original_parameters=original_parameters)

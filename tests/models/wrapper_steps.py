@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import ckptfused
 from tests.models import zoo_decoders, zoo_encoders, zoo_llama  # noqa: F401
@@ -24,14 +23,18 @@ from tests.models.compare import all_close, close, run, train
 from tests.models.distributed_runs import alone, batch, fused_steps
 from tests.models.ranks import RANKS
 from tests.models.small import llama, unfused
+from tests.models.zoo import ZOO, randomize
 
 
-def fsdp1(rank: int, first: bool, original_parameters: bool, p: float = 0.0, policy: Any = None) -> None:
-    model = llama(p=p)
+def fsdp1(
+    rank: int, first: bool, original_parameters: bool, p: float = 0.0, policy: Any = None, name: str = "llama"
+) -> None:
+    model: Any = randomize(ZOO[name].make(p, "sdpa")).train()
     plain = copy.deepcopy(model)
+    kinds = {type(layer) for layer in ZOO[name].layers(model)}
     if first:
         assert ckptfused.convert(model, policy=policy).fused == 2
-    wrap = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+    wrap = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=kinds)
     wrapped = FullyShardedDataParallel(
         model, auto_wrap_policy=wrap, use_orig_params=original_parameters, device_id=torch.device("cpu")
     )
