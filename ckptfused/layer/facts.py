@@ -19,6 +19,8 @@ from ckptfused.ops.call import SlotTensors
 from ckptfused.spec import MAX_HEAD_DIM
 from ckptfused.spec.slots import PAIRS
 
+SDPA_REPLACED = Reason("F.scaled_dot_product_attention is not PyTorch's own, or a TorchFunctionMode may replace it")
+
 
 class HalfFacts(NamedTuple):
     """A half in the op's terms, its inputs left out: a key of its text, and tensors in slot order."""
@@ -91,7 +93,7 @@ def elsewhere(attends: bool) -> Reason | None:
     if hooked_everywhere():
         return EVERYWHERE
     if attends and sdpa_replaced():
-        return Reason("F.scaled_dot_product_attention is not PyTorch's own, or a TorchFunctionMode may replace it")
+        return SDPA_REPLACED
     return None
 
 

@@ -23,7 +23,7 @@ from tests.models.zoo import ZOO, randomize
 pytestmark = pytest.mark.each_torch
 
 OWN = F.scaled_dot_product_attention
-NAMES = ("llama", "gpt2", "bert", "vit", "mixtral", "whisper", "torch-encoder-pre", "torch-decoder-post")
+NAMES = ("llama", "gpt2", "phi3", "bert", "vit", "mixtral", "whisper", "torch-encoder-pre", "torch-decoder-post")
 SAID = "scaled_dot_product_attention is not PyTorch's own"
 Replaced = Callable[[], AbstractContextManager[list[int]]]
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
+from ckptfused.layer.facts import SDPA_REPLACED
 from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Reason
-from ckptfused.layer.sdpa import under_foreign_mode
+from ckptfused.layer.sdpa import sdpa_replaced
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.caches import fill, left_empty
 from ckptfused.models.derive.calls import Ready, forget, held_tensor, outer_tensor, ready, seen
@@ -34,8 +35,6 @@ class Derived(Family):
     def run(self, layer: Any, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if collecting(layer, _OF_ROUTERS):
             return _ASKED
-        if under_foreign_mode():
-            return Reason("a TorchFunctionMode may replace what the layer calls")
         given = left_empty(layer, type(layer).forward, args, kwargs)
         if given is None:
             return Reason("a key/value cache is in use", original=True)
@@ -59,8 +58,10 @@ class Derived(Family):
 
     def call(
         self, layer: nn.Module, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
-    ) -> tuple[Ready, tuple[Call | Generic, ...]] | Reason:
-        """What a layer that is called so returns, and its steps, one an op. sharded: as `layer.build_call`."""
+    ) -> tuple[Ready, Call, tuple[Generic, ...]] | Reason:
+        """The op call of a layer that is called so, what it returns, what follows. sharded: as `layer.build_call`."""
+        if sdpa_replaced():  # nothing that is read then may be remembered
+            return SDPA_REPLACED
         leaves, tree = tree_flatten((args, kwargs))
         where = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
         if where is None or leaves[where].dim() != 3 or leaves[where].size(1) < 2:
