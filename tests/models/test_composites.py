@@ -17,7 +17,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 import ckptfused
 from ckptfused.layer.parts import Reason
 from tests.accounting import CountOps
-from tests.models import zoo_encoders, zoo_moe, zoo_seq2seq, zoo_torch  # noqa: F401
+from tests.models import zoo_decoders, zoo_encoders, zoo_moe, zoo_seq2seq, zoo_torch  # noqa: F401
 from tests.models.compare import close, run
 from tests.models.small import unfused
 from tests.models.versions import since
@@ -245,10 +245,12 @@ def test_layer_called_twice() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_.*deprecated:FutureWarning")
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["mixtral", "t5", "whisper", "bert"])
+@pytest.mark.parametrize("name", ["mixtral", "t5", "whisper", "bert", "phi3", "gemma3"])
 def test_its_own_checkpointing_is_not_done_twice(name: str, reentrant: bool) -> None:
     plain, converted, batch = twins(name)
     converted.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:  # it may come before as well
+        assert [x.path for x in ckptfused.convert(converted).layers] == [*ZOO[name].paths(converted)]
     with unfused() as reasons:
         got = run(converted, batch)
     assert not reasons

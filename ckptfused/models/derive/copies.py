@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.compat.torch_distributed import composable_names, own_class
+from ckptfused.compat.transformers import is_checkpointing_layer
 from ckptfused.layer.peft import is_lora
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.models.derive.factors import stand_in
@@ -77,6 +78,8 @@ def layer_copy(
     for module in filter(is_lora, layer.modules()):
         memo.pop(id(module.base_layer), None)  # whoever calls it calls no adapter
     for module in found.modules():
+        if is_checkpointing_layer(module):
+            vars(module)["gradient_checkpointing"] = False  # a replay has its own values, which no recording knows
         for name, held in vars(module).items():
             if name in _HOOKS and isinstance(held, dict):
                 held.clear()
