@@ -7,5 +7,4 @@ from ckptfused.models.families import moe as moe
 from ckptfused.models.families import t5 as t5
 from ckptfused.models.families import timm_vit as timm_vit
 from ckptfused.models.families import torch_nn as torch_nn
-from ckptfused.models.families import vit as vit
 from ckptfused.models.families import whisper as whisper

@@ -29,45 +29,38 @@ class Bert(HuggingFace):
         return layer.attention.self
 
     def parts(self, layer: Any) -> Parts:
-        attn, norms = layer.attention.self, (layer.attention.output.LayerNorm, layer.output.LayerNorm)
-        return parts_named_as_here(layer, attn, attn.dropout.p, {"out": norms[0]}, {"out": norms[1]})
+        attn = layer.attention.self
+        first, last = layer.attention.output, layer.output
+        return Parts(
+            Attention(
+                heads=attn.num_attention_heads,
+                kv_heads=attn.num_attention_heads,
+                head_dim=attn.attention_head_size,
+                q=attn.query,
+                k=attn.key,
+                v=attn.value,
+                o=first.dense,
+                scale=attn.scaling,
+                p_attn=attn.dropout.p if attn.training else 0.0,
+                p_res=rate(first.dropout),
+                holders=(layer.attention, attn, first, first.dropout),
+                out=first.LayerNorm,
+            ),
+            FFN(
+                layer.intermediate.intermediate_act_fn,
+                gate=None,
+                up=layer.intermediate.dense,
+                down=last.dense,
+                p_res=rate(last.dropout),
+                holders=(layer.intermediate, last, last.dropout),
+                out=last.LayerNorm,
+            ),
+        )
 
     def inputs_named(self, layer: Any, given: dict[str, Any]) -> Inputs | Reason:
         if layer.is_decoder and given.get("encoder_hidden_states") is not None:
             return Reason("cross attention")
         return super().inputs_named(layer, given)
-
-
-def parts_named_as_here(
-    layer: Any, attn: Any, p_attn: float, attn_norm: dict[str, Any], ffn_norm: dict[str, Any]
-) -> Parts:
-    """The parts of a layer whose pieces, the norms aside, have the names that BERT's have. p_attn: in training."""
-    first, last = layer.attention.output, layer.output
-    return Parts(
-        Attention(
-            heads=attn.num_attention_heads,
-            kv_heads=attn.num_attention_heads,
-            head_dim=attn.attention_head_size,
-            q=attn.query,
-            k=attn.key,
-            v=attn.value,
-            o=first.dense,
-            scale=attn.scaling,
-            p_attn=p_attn if attn.training else 0.0,
-            p_res=rate(first.dropout),
-            holders=(layer.attention, attn, first, first.dropout),
-            **attn_norm,
-        ),
-        FFN(
-            layer.intermediate.intermediate_act_fn,
-            gate=None,
-            up=layer.intermediate.dense,
-            down=last.dense,
-            p_res=rate(last.dropout),
-            holders=(layer.intermediate, last, last.dropout),
-            **ffn_norm,
-        ),
-    )
 
 
 register(Bert())
