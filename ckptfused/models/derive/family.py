@@ -44,13 +44,8 @@ class Derived(Family):
         made, steps = found
         if collecting(layer) and (len(steps) == 1 or isinstance(steps[0], Generic)):
             return _ASKED
-        fill(layer, args, kwargs, call.x)
-        follow(call.x)
-        y = call.run()
-        for step in rest:
-            follow(y)
-            y = checkpointed(layer, step, y)
-        return made.result(y)
+        fill(layer, args, kwargs, next(step.x for step in steps if isinstance(step, Call)))
+        return made.result(*run_steps(layer, steps))
 
     def refuse_original(self, layer: Any, why: str) -> None:
         if (family := family_of(layer)) is not None:
@@ -58,8 +53,8 @@ class Derived(Family):
 
     def call(
         self, layer: nn.Module, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
-    ) -> tuple[Ready, Call, tuple[Generic, ...]] | Reason:
-        """The op call of a layer that is called so, what it returns, what follows. sharded: as `layer.build_call`."""
+    ) -> tuple[Ready, tuple[Call | Generic, ...]] | Reason:
+        """What a layer that is called so returns, and its steps, one an op. sharded: as `layer.build_call`."""
         if sdpa_replaced():  # nothing that is read then may be remembered
             return SDPA_REPLACED
         leaves, tree = tree_flatten((args, kwargs))
