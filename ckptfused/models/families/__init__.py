@@ -1,6 +1,7 @@
-"""One small adapter per model family, of those whose layers are not derived."""
+"""One small adapter per model family."""
 
 from ckptfused.models.families import bert as bert
+from ckptfused.models.families import gemma as gemma
 from ckptfused.models.families import gpt2 as gpt2
 from ckptfused.models.families import llama as llama
 from ckptfused.models.families import moe as moe
