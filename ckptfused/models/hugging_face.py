@@ -87,10 +87,14 @@ class HuggingFace(Family):
         return layer_inputs(layer, self.self_attention(layer), given, self.made)
 
     def example(self, layer: Any, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if "position_embeddings" not in self.arguments:
-            return (x,), {}
-        table = x.detach().new_ones(1, x.size(1), layer.self_attn.head_dim)
-        return (x,), {"position_embeddings": (table, table)}
+        turned = "position_embeddings" in self.arguments
+        return (x,), rotary_example(layer.self_attn.head_dim, x) if turned else {}
+
+
+def rotary_example(width: int, x: Tensor) -> dict[str, Any]:
+    """Rotary tables as the models hand them to their layers."""
+    table = x.detach().new_ones(1, x.size(1), width)
+    return {"position_embeddings": (table, table)}
 
 
 def layer_inputs(layer: Any, attention: Any, given: dict[str, Any], made: tuple[str, ...] = ()) -> Inputs | Reason:

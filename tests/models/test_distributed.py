@@ -101,7 +101,7 @@ def test_fsdp1(ranks: Ranks, p: float, original_parameters: bool, first: bool) -
 @both_orders
 def test_fsdp1_around_derived_layers(ranks: Ranks, first: bool) -> None:
     """They stay fused where FSDP1 leaves them their own parameters."""
-    ranks.run(wrapper_steps.fsdp1, first=first, original_parameters=True, p=0.25, name="phi3")
+    ranks.run(wrapper_steps.fsdp1, first=first, original_parameters=True, p=0.25, name="neox")
 
 
 @pytest.mark.parametrize("original_parameters", [True, False])
