@@ -39,8 +39,8 @@ def test_models_of_other_caches(name: str, use_cache: bool | None) -> None:
     torch.manual_seed(0)
     plain = OTHERS[name]().train()
     model = copy.deepcopy(plain)
-    # What has its own cache in a mixer is generic; a layer with the attention that others have may be derived.
-    assert "generic" in {layer.path for layer in ckptfused.convert(model).layers}
+    # What has its own cache in a mixer is no block; an FFN after it, or the attention that others have, may be one.
+    assert {"generic", "part"} & {layer.path for layer in ckptfused.convert(model).layers}
     batch = {key: value for key, value in text_batch().items() if key != "attention_mask"}
     batch["labels"] = batch["input_ids"]
     for _ in range(2):
