@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine with a C++ compiler and Python >= 3.10:
 #   make demo        train a small model four ways and compare them
-#   make test        every promise of the library, on the CPU at hand: Python's tests and the C++ ones (eight minutes on two cores)
+#   make test        every promise of the library, on the CPU at hand: Python's tests and the C++ ones (nine and a half minutes on two cores)
 # What takes longer:
 #   make test-all    make test, and with it more types, tiles and architectures of the same, and make mutants
 #   make mutants     plants each fault of tests/mutants and says which test noticed it; CUDA kernels' barriers, spills and instructions
