@@ -52,8 +52,8 @@ demo: build
 # The C++ tests are compiled and run in the time that processes of Python's wait for others; at the end they are reported.
 test: build gtest
 	@mkdir -p build
-	@nice $(MAKE) ctest MAX_JOBS=1 > build/ctest.log 2>&1 & trap "kill $$!" INT TERM; \
-		$(MAKE) pytest PYTEST_ARGS='$(PYTEST_ARGS)'; python=$$?; \
+	@nice $(MAKE) -o build ctest MAX_JOBS=1 > build/ctest.log 2>&1 & trap "kill $$!" INT TERM; \
+		$(MAKE) -o build pytest PYTEST_ARGS='$(PYTEST_ARGS)'; python=$$?; \
 		wait $$!; cpp=$$?; tail -n $$((cpp ? 200 : 4)) build/ctest.log; exit $$((python || cpp))
 
 test-all: override PYTEST_ARGS += --all
