@@ -20,6 +20,7 @@ from tests.models.derive.experts import EXPERTS, FUSED_TOO
 from tests.models.derive.written import made
 from tests.models.dropout_oracle import RecordStates, with_masks
 from tests.models.small import unfused
+from tests.models.zoo import Sites
 
 
 class Stack(nn.Module):
@@ -72,6 +73,22 @@ def same(plain: Any, converted: Any, fused: int = 2, tokens: int = 9) -> None:
         got = step(converted, tokens)
     assert 2 - len(reasons) == fused, reasons
     close(got, step(plain, tokens), 1e-10)
+
+
+def draws_at(plain: Any, converted: Any, sites: Sites) -> None:
+    """The fused half's dropout has the masks of these sites of its op."""
+    with RecordStates() as recorded:
+        got = step(converted)
+    with with_masks(list(plain.layers), recorded.states, lambda layer: sites):
+        want = step(plain)
+    close(got, want, 1e-10)
+
+
+def replays_its_draws(converted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of what is checkpointed are those of the same draws, not replayed."""
+    got = step(converted)
+    monkeypatch.setattr(family, "checkpointed", lambda layer, step, x: step.function(x, *step.args))
+    close(got, step(converted), 1e-12)
 
 
 @pytest.mark.parametrize(("old", "new"), [("nothing", "else"), *FUSED_TOO])
@@ -190,20 +207,11 @@ def test_what_changes_is_seen() -> None:
 
 def test_dropout_of_the_fused_half_draws_at_its_sites() -> None:
     source = EXPERTS.replace("MoE(width, 4, p)", "MoE(width, 4, 0.0)")
-    plain, converted = twins(source, p=0.2)
-    with RecordStates() as recorded:
-        got = step(converted)
-    with with_masks(list(plain.layers), recorded.states, lambda layer: ((0, 0), (0, 1))):
-        want = step(plain)
-    close(got, want, 1e-10)
+    draws_at(*twins(source, p=0.2), sites=((0, 0), (0, 1)))
 
 
 def test_dropout_of_the_other_half_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients are those of the same draws, not replayed."""
-    _, converted = twins(p=0.2)
-    got = step(converted)
-    monkeypatch.setattr(family, "checkpointed", lambda layer, step, x: step.function(x, *step.args))
-    close(got, step(converted), 1e-12)
+    replays_its_draws(twins(p=0.2)[1], monkeypatch)
 
 
 def test_a_module_that_returns_something_else_than_was_read_is_an_error() -> None:

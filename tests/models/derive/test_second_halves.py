@@ -12,12 +12,10 @@ import torch
 from torch import nn
 
 import ckptfused
-from ckptfused.models import family
 from tests.accounting import saved_bytes
 from tests.models.compare import close, equal
 from tests.models.derive.second_halves import FUSED_TOO, LINEAR, NOT_FUSED, SEVERAL
-from tests.models.derive.test_halves import Stack, same, step
-from tests.models.dropout_oracle import RecordStates, with_masks
+from tests.models.derive.test_halves import Stack, draws_at, replays_its_draws, same, step
 from tests.models.small import segmented
 
 
@@ -83,21 +81,12 @@ def test_it_saves_two_inputs() -> None:
 
 
 def test_dropout_before_the_half_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients are those of the same draws, not replayed."""
-    _, converted = twins(p=0.2)
-    got = step(converted)
-    monkeypatch.setattr(family, "checkpointed", lambda layer, step, x: step.function(x, *step.args))
-    close(got, step(converted), 1e-12)
+    replays_its_draws(twins(p=0.2)[1], monkeypatch)
 
 
 def test_dropout_of_the_fused_half_draws_at_its_sites() -> None:
     source = LINEAR.replace("Attention(width, p)", "Attention(width, 0.0)")
-    plain, converted = twins(source, p=0.2)
-    with RecordStates() as recorded:
-        got = step(converted)
-    with with_masks(list(plain.layers), recorded.states, lambda layer: ((0, 3),)):
-        want = step(plain)
-    close(got, want, 1e-10)
+    draws_at(*twins(source, p=0.2), sites=((0, 3),))
 
 
 def test_hooks_are_called() -> None:
