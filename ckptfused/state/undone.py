@@ -17,7 +17,7 @@ from ckptfused.state.reach import of_torch, reach
 
 _OWN = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
-_FOR_THREADS = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading")
+_OF_OTHERS = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading", "torch.distributed")
 
 
 @contextmanager
@@ -35,9 +35,9 @@ def without_trace(module: nn.Module) -> Iterator[list[str]]:
             *(value for inner in module.modules() for name, value in vars(inner).items() if _is_shared(name, value)),
         ]
     )
-    threads = {id(value) for one in found.objects if _is_for_threads(one) for value in vars(one).values()}
-    objects = [one for one in found.objects if not _is_for_threads(one)]
-    held = [*(one for one in found.containers if id(one) not in threads), *map(vars, objects)]
+    others = {id(value) for one in found.objects if _is_of_others(one) for value in vars(one).values()}
+    objects = [one for one in found.objects if not _is_of_others(one)]
+    held = [*(one for one in found.containers if id(one) not in others), *map(vars, objects)]
     contents = [(one, content_of(one)) for one in held]
     classes = [(kind, dict(vars(kind))) for kind in kinds | _classes(objects)]
     bindings = [(binding, binding.found) for binding in map(Bindings, found.functions)]
@@ -64,9 +64,11 @@ def without_trace(module: nn.Module) -> Iterator[list[str]]:
         left += ["a random generator"] * bool(draws.rewind())
 
 
-def _is_for_threads(value: Any) -> bool:
-    """Whether threads tell one another something by an object: others may change it meanwhile."""
-    return type(value).__module__.partition(".")[0] in _FOR_THREADS
+def _is_of_others(value: Any) -> bool:
+    """Whether threads or ranks tell one another something by an object: it may change meanwhile, whatever a forward
+    does (a placement of tensors keeps its hash when it is first asked for).
+    """
+    return f"{type(value).__module__}.".startswith(tuple(f"{name}." for name in _OF_OTHERS))
 
 
 def _classes(objects: Iterable[Any]) -> set[Any]:

@@ -99,8 +99,8 @@ def test_stochastic_depth() -> None:
 @pytest.mark.parametrize(
     ("options", "becomes", "why"),
     [
-        ({"scale_attn_norm": True}, "generic", "LayerNorm"),
-        ({"scale_mlp_norm": True}, "part", "layer_norm"),  # its attention half is derived
+        ({"scale_attn_norm": True}, "part", "layer_norm"),  # its FFN half is derived
+        ({"scale_mlp_norm": True}, "part", "layer_norm"),  # its attention half is
     ],
 )
 def test_what_is_not_fused(options: dict[str, Any], becomes: str, why: str) -> None:
