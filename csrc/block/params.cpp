@@ -6,6 +6,7 @@
 #include "block/block.h"
 #include "kernels/cpu/pages.h"
 #include "ops/checks.h"
+#include "ops/column_sums.h"
 #include "ops/linear.h"
 
 namespace ckptfused {
@@ -97,16 +98,7 @@ void Block::add_bias_grad(int slot, int64_t row0, const Tensor& dout, bool add) 
   const Tensor grad = grad_vector(slot);
   if (!grad.defined()) return;
   const Ledger::Name name("d", slot);
-  Tensor target = part_of(grad, 0, row0, dout.size(1));
-  if (counting()) {  // PyTorch's own on meta tensors is slow Python
-    const Tensor sum = add ? empty(target.sizes(), A_, "d", slot) : target;
-    counted_launch("aten::sum", int64_t(dout.nbytes() + sum.nbytes()));
-    if (add) counted_launch("aten::add_", 3 * int64_t(sum.nbytes()));
-  } else if (add) {
-    target.add_(dout.sum({0}, false, A_));
-  } else {
-    at::sum_out(target, dout, {0}, false, A_);
-  }
+  column_sums_out(part_of(grad, 0, row0, dout.size(1)), dout, add);
 }
 
 Tensor Block::part_weight(const Part& part, bool transposed) {

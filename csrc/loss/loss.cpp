@@ -7,6 +7,7 @@
 #include "loss/loss_pieces.h"
 #include "math/dropout.h"
 #include "ops/checks.h"
+#include "ops/column_sums.h"
 #include "ops/linear.h"
 
 namespace ckptfused {
@@ -183,7 +184,7 @@ void LossHead::add_gradients(const Tensor& dlogits, const Tensor& x, int64_t row
   if (need(kLossWeight)) {
     matmul_out(part_of(sums_[kLossWeight], 0, col0, cols), dlogits.t(), x, !first_of_weight);
   }
-  if (need(kLossBias)) part_of(sums_[kLossBias], 0, col0, cols).add_(dlogits.sum(0, false, A_));
+  if (need(kLossBias)) column_sums_out(part_of(sums_[kLossBias], 0, col0, cols), dlogits, true);
   const AdapterPlace place{row0, 0, C_, {}, tensors_.rng};
   const Adapters list = adapters(col0, cols, true);
   if (list.empty()) return;
