@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ckptfused
+from ckptfused.models.experts import routing
 from ckptfused.recompute import made_again
 from tests.accounting import CountOps, saved_bytes
 from tests.models.test_experts import assert_alike, build, step
@@ -25,6 +26,21 @@ def test_bytes_that_a_layer_keeps(keep: str, inputs: int) -> None:
     tables = model.model.rotary_emb(x, torch.arange(rows)[None])
     found = saved_bytes(lambda: layer(x, position_embeddings=tables), layer, tables)
     assert found == rows * (inputs * 2 * 32 + 3)
+
+
+@pytest.mark.parametrize("inside", ["mlp.gate", "post_attention_layernorm", "mlp.experts"])
+def test_a_weight_that_is_there_only_while_its_module_runs_is_not_read_later(
+    inside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP frees what it gathered for a module when that module's forward is over."""
+    model = build("qwen3-moe", num_hidden_layers=1)
+    ckptfused.convert(model)
+    layer, x = model.model.layers[0], torch.randn(1, 9, 32, requires_grad=True)
+    assert routing.saves_input_alone(layer, x)
+    monkeypatch.setattr(routing, "is_fully_sharded", lambda module: module is layer)
+    assert routing.saves_input_alone(layer, x)
+    monkeypatch.setattr(routing, "is_fully_sharded", lambda module: module is layer.get_submodule(inside))
+    assert not routing.saves_input_alone(layer, x)
 
 
 def _nothing_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
