@@ -80,6 +80,11 @@ def check_stored(name: str, value: Tensor, size: int, x: Tensor) -> None:
         raise ValueError(f"{name}: expected a frozen weight (requires_grad=False), got one that is trained")
 
 
+def has_values(x: Tensor) -> bool:
+    """Whether anything is computed of a tensor: nothing is on the meta device."""
+    return not x.is_meta
+
+
 def autocast_enabled(x: Tensor) -> bool:
     """Whether autocast is on where x lies. The meta device, which torch.is_autocast_enabled refuses, has it while it
     stands for another (`simulate.autocast_kernels`)."""

@@ -20,7 +20,7 @@ from ckptfused.layer.projections import projection
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.source import class_as_read, class_name, unread, vouch
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.experts.routing import routes_once, run_once
+from ckptfused.models.experts.routing import routes_once, run_from_input, run_once, saves_input_alone
 from ckptfused.offload import follow
 from ckptfused.ops.call import Call
 from ckptfused.recompute.per_thread_tensors import entered
@@ -81,10 +81,16 @@ def checkpointed(layer: nn.Module, step: Generic, x: Tensor) -> Any:
     return checkpoint(same_sdpa(step.function), x, *step.args, **step.kwargs)
 
 
-def run_steps(layer: nn.Module, steps: Sequence[Call | Generic]) -> list[Any]:
+def run_steps(layer: nn.Module, mode: Mode, steps: Sequence[Call | Generic]) -> list[Any]:
     """The x that a layer's steps make one after the other, and what its checkpointed pieces returned beside."""
     x = next(step.x for step in steps if isinstance(step, Call))
     rest: list[Any] = []
+    if len(steps) == 2:
+        call, then = steps
+        if isinstance(call, Call) and isinstance(then, Generic) and saves_input_alone(layer, x):
+            follow(x)
+            made = run_from_input(layer, call, mode.inputs_alone, then.function, *then.args, **then.kwargs)
+            return [made] if isinstance(made, Tensor) else [*made]
     for step in steps:
         follow(x)
         if isinstance(step, Call):
@@ -138,7 +144,7 @@ class Family:
     def run(self, layer: Any, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's result, or a `Reason`."""
         steps = self._calls(layer, mode, args, kwargs)
-        return steps if isinstance(steps, Reason) else self.result(*run_steps(layer, steps))
+        return steps if isinstance(steps, Reason) else self.result(*run_steps(layer, mode, steps))
 
     def refuse_original(self, layer: Any, why: str) -> None:
         """**Raises** where the layer's own forward, which runs instead, would silently compute something else."""

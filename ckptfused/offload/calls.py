@@ -24,9 +24,10 @@ from ckptfused.compat.torch_autograd import (
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.cost.opened import device_counted
 from ckptfused.offload.copies import Copies, copies_of
-from ckptfused.offload.saved import Held, OffloadedInput
+from ckptfused.offload.saved import OffloadedInput
 from ckptfused.ops.enclosing_checkpoint import captured
 from ckptfused.recompute.copy_on_write import is_plain_view
+from ckptfused.recompute.held import Held
 
 _NOTHING = nullcontext()
 

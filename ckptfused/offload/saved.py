@@ -1,4 +1,4 @@
-"""What autograd holds in the place of a saved tensor."""
+"""What autograd holds in the place of an input that goes to the host."""
 
 from __future__ import annotations
 
@@ -9,20 +9,7 @@ from torch import Tensor
 
 from ckptfused._extension import _C
 from ckptfused.offload.copies import Copies
-from ckptfused.recompute.copy_on_write import write_count
-
-
-class Held:
-    """A tensor that stays where it is. PyTorch checks none that a hook took, so `take` does."""
-
-    def __init__(self, t: Tensor) -> None:
-        self._t = t if t.is_leaf else t.detach()  # with its graph, a node that saves its own result would hold itself
-        self._version = write_count(t)
-
-    def take(self) -> Tensor:
-        """The tensor. **Raises** `RuntimeError` if it was changed in place."""
-        _check(_name(self._t), write_count(self._t), self._version)
-        return self._t
+from ckptfused.recompute.held import check_unchanged, described
 
 
 class OffloadedInput:
@@ -38,7 +25,7 @@ class OffloadedInput:
         self._copies = copies
         self._home = home
         self._made = made  # the point from which on x has its values
-        self._name = _name(x)
+        self._name = described(x)
         self._counters = _C.VersionCounters([x])
         self._versions = self._counters.now()
         self._here: Tensor | None = x.detach()
@@ -76,7 +63,7 @@ class OffloadedInput:
 
     def take(self) -> Tensor:
         """The values on the device. **Raises** `RuntimeError` if the input was changed in place since it was saved."""
-        _check(self._name, *self._counters.now(), *self._versions)
+        check_unchanged(self._name, *self._counters.now(), *self._versions)
         self.fetch()
         x = self._here
         assert x is not None
@@ -92,17 +79,3 @@ class OffloadedInput:
 
     def __del__(self) -> None:
         self.drop()
-
-
-def _name(t: Tensor) -> str:
-    return f"[{t.type()} {list(t.shape)}]"
-
-
-def _check(name: str, found: int | None, expected: int | None) -> None:
-    """**Raises** as PyTorch does for a saved tensor that no hook took."""
-    if found != expected:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{name} is at version {found}; expected version {expected} instead. Change a clone, or change it after "
-            "backward"
-        )

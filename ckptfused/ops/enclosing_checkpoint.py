@@ -144,6 +144,11 @@ def _hooks() -> list[SavedTensorHooks]:
     return found
 
 
+def within_a_checkpoint() -> bool:
+    """Whether what autograd saves here is for a checkpoint, or for a replay of one."""
+    return saved_tensor_hooks() is not None and any(map(_checkpoint, _hooks()))
+
+
 def _checkpoints() -> tuple[list[Any], _Around | None]:
     """The frames whose forward this is, and the replay in which all of it runs, if there is one."""
     hooks = _hooks()[::-1]

@@ -19,9 +19,9 @@ from tests.models.compare import run
 from tests.models.zoo import ZOO, Specimen
 from tests.offload.fake import faked
 
-# How many inputs go to the host: those of all ops and checkpointed pieces, of which a layer with experts has two and a
-# decoder's layer with cross-attention three, but for the last one's.
-LEAVING = {"llama": 1, "gpt2": 1, "bert": 1, "mixtral": 3, "whisper": 7}
+# How many inputs go to the host: those of all ops and checkpointed pieces, of which a decoder's layer with
+# cross-attention has three, but for the last one's. A layer with experts has one: the rest is made again from it.
+LEAVING = {"llama": 1, "gpt2": 1, "bert": 1, "mixtral": 1, "whisper": 7}
 
 
 def step(model: Any, specimen: Specimen) -> dict[str, Tensor]:
@@ -39,7 +39,9 @@ def test_bits(name: str, late: bool) -> None:
     with faked(late) as copies:
         got = step(model, specimen)
     assert got.keys() == want.keys() and all(torch.equal(got[name], value) for name, value in want.items())
-    assert copies.moved("out") == copies.moved("in")[::-1] == [*range(LEAVING[name])]
+    assert copies.moved("out") == [*range(LEAVING[name])]
+    # What is made again asks for the input, and so does the attention half's backward.
+    assert copies.moved("in")[::-1] == ([0, 0] if name == "mixtral" else copies.moved("out"))
     assert copies.most <= 2 and copies.held() == 0
 
 

@@ -45,7 +45,7 @@ class Derived(Family):
         if collecting(layer) and (len(steps) == 1 or isinstance(steps[0], Generic)):
             return _ASKED
         fill(layer, args, kwargs, next(step.x for step in steps if isinstance(step, Call)))
-        return made.result(*run_steps(layer, steps))
+        return made.result(*run_steps(layer, mode, steps))
 
     def refuse_original(self, layer: Any, why: str) -> None:
         if (family := family_of(layer)) is not None:

@@ -11,16 +11,19 @@ from ckptfused import cost
 from ckptfused.layer.hooks import hooked
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
+from ckptfused.layer.spec_text import Mode, keep_text
 from ckptfused.models.derive.family import DERIVED
 from ckptfused.models.describe.counts import Counts
 from ckptfused.models.describe.example import example
+from ckptfused.models.describe.saved_bytes import in_training
 from ckptfused.models.experts.install import counted_as_converted, is_converted
-from ckptfused.models.experts.routing import beside_experts
-from ckptfused.models.family import EXAMPLE_TOKENS
+from ckptfused.models.experts.routing import beside_experts, saves_input_alone
+from ckptfused.models.family import EXAMPLE_TOKENS, Outcome
 from ckptfused.models.heads.lm_heads import head_of
 from ckptfused.models.install import PATCHED, PREFIX, Installed, InstalledLayer
 from ckptfused.models.report import Bytes, LayerReport, Report
 from ckptfused.modules.fused import FusedModule
+from ckptfused.recompute.made_again import MadeAgain
 
 
 def describe(model: nn.Module, installed: Installed) -> Report:
@@ -62,19 +65,27 @@ def _bytes(model: nn.Module, one: InstalledLayer, counts: Counts) -> tuple[Bytes
     if x is None or outcome is PATCHED or is_flattened(layer) or (routed and isinstance(outcome, Reason)):
         return before, None
     if not isinstance(outcome, Reason):
-        after = sum(cost.saved_bytes(spec, 1, EXAMPLE_TOKENS, x.size(-1), x.dtype) for spec in outcome.specs)
-        after = after / EXAMPLE_TOKENS + outcome.generic * each
-        return before, _with_routing(layer, x, after, counts) if routed else after
+        fused = sum(cost.saved_bytes(spec, 1, EXAMPLE_TOKENS, x.size(-1), x.dtype) for spec in outcome.specs)
+        after = fused / EXAMPLE_TOKENS
+        if routed:
+            return before, _with_routing(one, outcome, x, after, counts)
+        return before, after + outcome.generic * each
     # Of a class that was not read, x was guessed: wrongly, where its forward fails.
     return before, each if is_read else before and (lambda: None if before() is None else each)
 
 
-def _with_routing(layer: nn.Module, x: Tensor, beside: float, counts: Counts) -> Bytes:
-    """Bytes a token of a layer whose router and experts run once and keep their inputs; beside: those of the rest."""
-    block = next(m for m in layer.modules() if any(map(is_converted, m.children())))
+def _with_routing(one: InstalledLayer, outcome: Outcome, x: Tensor, fused: float, counts: Counts) -> Bytes:
+    """Bytes a token of a layer whose router and experts run once. fused: those of its fused half."""
+    layer, each = one.layer, x.size(-1) * x.element_size()
+    block: nn.Module = next(m for m in layer.modules() if any(map(is_converted, m.children())))
     if block is layer or any(beside_experts(block)) or not _can_be_traced(block):
         return None
-    count = counts.of(block, (x,), {})
+    with counted_as_converted(), in_training():
+        alone = len(outcome.specs) == outcome.generic == 1 and saves_input_alone(layer, x)
+    # The mixture's own input is made again, and so is, of the layer's, the fused half's result, or that is kept.
+    once = alone and Mode(keep_text(one.mode.keep)).inputs_alone
+    beside = fused - each if once else fused + (0 if alone else outcome.generic * each)
+    count = counts.of(_FromInput(block) if alone else block, (x,), {})
 
     def total() -> float | None:
         with counted_as_converted():
@@ -82,6 +93,23 @@ def _with_routing(layer: nn.Module, x: Tensor, beside: float, counts: Counts) ->
         return None if found is None else beside + found
 
     return total
+
+
+class _FromInput(nn.Module):
+    """A mixture's module as a layer runs it that keeps x alone, of which its input is made."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        """What the mixture makes of an input that is made of x."""
+        again = MadeAgain()
+        with again.at_work():
+            y = self.block(x * 1)
+        again.settle()
+        again.end()
+        return y
 
 
 def _can_be_traced(layer: nn.Module) -> bool:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ckptfused.checkpoint import checkpoint
+from ckptfused.compat.torch_modules import is_compiled
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
+from ckptfused.layer.shards import holds_fsdp1, is_fully_sharded
 from ckptfused.models.experts.install import is_converted, why_original
 from ckptfused.models.experts.read import is_experts
+from ckptfused.offload import follow
+from ckptfused.ops.call import Call
+from ckptfused.ops.enclosing_checkpoint import captured, within_a_checkpoint
+from ckptfused.recompute.copy_on_write import is_plain_view
+from ckptfused.recompute.made_again import MadeAgain
 from ckptfused.recompute.per_thread_tensors import entered
+from ckptfused.spec import MOST_TEXTS, parse
+
+_proved: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
+"""By layer, the kinds of calls that were seen to make the same again."""
 
 
 def routes_once(layer: nn.Module, x: Any) -> bool:
@@ -31,10 +43,54 @@ def routes_once(layer: nn.Module, x: Any) -> bool:
 def run_once(layer: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls a function that calls a layer's router and experts, and keeps of it what they save.
 
-    Norms and shared experts beside them are checkpointed each for itself.
+    Norms and shared experts beside them are checkpointed each for itself; norms not within a checkpoint, which keeps
+    nothing of them: there gradients are summed in the order of `run_from_input`.
     """
-    with entered(), _checkpointed(beside_experts(layer)):
+    beside = beside_experts(layer)
+    if within_a_checkpoint():
+        beside = filter(_projections_follow, beside)
+    with entered(), _checkpointed(beside):
         return function(*args, **kwargs)
+
+
+def run_from_input(
+    layer: nn.Module, call: Call, inputs_alone: bool, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A fused attention half, and a function of its result that calls a layer's router and experts: `run_once`, of
+    which no more is kept than the input and what the router chose.
+
+    Norms and the router are made again in backward, operation by operation. So are, with `inputs_alone`, the half's
+    result and what its own backward needs; without, something is kept of the half, and its result is, too.
+    """
+    again = MadeAgain()
+    with entered():
+        if not inputs_alone:
+            y = call.run()
+            follow(y)
+        else:
+            with again.at_work():
+                y = call._replace(text=_keeping_all(call.text)).run()
+            again.settle()
+        with again.at_work(), _checkpointed(filter(_projections_follow, beside_experts(layer))):
+            made = function(y, *args, **kwargs)
+        again.settle(_proved.setdefault(layer, set()))
+        again.end()
+    return made
+
+
+def saves_input_alone(layer: nn.Module, x: Tensor) -> bool:
+    """Whether `run_from_input` may run a layer: not within a checkpoint, which keeps nothing but replays all, nor where
+    operations run that the dispatcher does not see, nor where a weight is there only while its own module runs.
+    """
+    if not routes_once(layer, x) or within_a_checkpoint() or captured(x) or not is_plain_view(x):
+        return False
+    inside = [module for module in layer.modules() if module is not layer]
+    return not (holds_fsdp1(layer) or any(map(is_compiled, layer.modules())) or any(map(is_fully_sharded, inside)))
+
+
+@lru_cache(maxsize=MOST_TEXTS)
+def _keeping_all(text: str) -> str:
+    return parse(text).with_keep("all").to_string()
 
 
 def beside_experts(module: nn.Module) -> Iterator[nn.Module]:
@@ -44,12 +100,13 @@ def beside_experts(module: nn.Module) -> Iterator[nn.Module]:
             continue
         if any(map(is_experts, child.modules())):
             yield from beside_experts(child)
-        elif _projections(child) > 1 or all(p.dim() < 2 for p in child.parameters()):
+        elif _projections_follow(child) or all(p.dim() < 2 for p in child.parameters()):
             yield child
 
 
-def _projections(module: nn.Module) -> int:
-    return sum(isinstance(inner, nn.Linear) for inner in module.modules())
+def _projections_follow(module: nn.Module) -> bool:
+    """Whether a module has several projections, between which it keeps more than its input."""
+    return sum(isinstance(inner, nn.Linear) for inner in module.modules()) > 1
 
 
 @contextlib.contextmanager
