@@ -411,6 +411,20 @@ MUTANTS = (
         test="tests/models/test_quantised.py::test_another_compute_type_is_left_to_the_layer",
     ),
     Mutant(
+        "a derived projection in few bits that is taken for its codes",
+        file="ckptfused/models/derive/normal_form.py",
+        text='    return "base_layer" in module._modules or is_quantized(module)\n',
+        defect='    return "base_layer" in module._modules\n',
+        test="tests/models/derive/test_quantised.py::test_decoders[GPTNeoX]",
+    ),
+    Mutant(
+        "an adapter beside a weight that the layer takes past its module",
+        file="ckptfused/models/derive/normal_form.py",
+        text='        if module is not owner or found.bias not in ("", f"{found.module}.bias"):\n',
+        defect="        if False:\n",
+        test="tests/models/derive/test_quantised.py::test_a_weight_that_is_used_past_its_adapter",
+    ),
+    Mutant(
         "keys that a cache takes without their norm",
         file="ckptfused/ops/kv_cache.py",
         text='    elif place == "head":\n        k = norm(k, weight, bias, kind, eps)\n',

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.compat.torch_distributed import composable_names, own_class
 from ckptfused.compat.transformers import is_checkpointing_layer
 from ckptfused.layer.peft import is_lora
+from ckptfused.layer.quantized import is_quantized
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.models.derive.factors import stand_in
 from ckptfused.models.derive.recorder import RefusedError
@@ -56,6 +58,11 @@ def layer_copy(
     """
     memo: dict[int, Any] = {id(layer.get_submodule(name)): stand for name, stand in opaque.items()}
     for module in _copied(layer, opaque):
+        if module is not layer and is_quantized(module):
+            memo[id(module)] = plain = OfNumbers(module)
+            for name, numbers in plain.named_parameters():
+                setattr(plain, name, nn.Parameter(made(numbers.detach(), True)))
+            continue
         for t in module._parameters.values():
             if t is not None and id(t) not in memo:
                 if not t.is_floating_point():
@@ -91,6 +98,20 @@ def layer_copy(
     if not placed:
         forget_places(found)
     return found
+
+
+class OfNumbers(nn.Linear):
+    """What stands in copies for a linear layer whose weight is stored in few bits: one whose weight has numbers. It
+    computes in the type of its input, as that one does that is fused.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module.in_features, module.out_features, module.bias is not None, device="meta")
+        self.train(module.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, self.weight.to(x.dtype), bias)
 
 
 def _whole(layer: nn.Module) -> nn.Module:
@@ -142,10 +163,9 @@ def wide(
     matrix is a `factors.stand_in`.
     """
     stands = (lambda t: None) if dense else stand_in
-    left = {id(p) for module in _copied(layer, opaque) for p in module.parameters(recurse=False) if stands(p) is None}
     sizes: Counter[str] = Counter()
-    for name, p in layer.named_parameters():
-        sizes[name.partition(".")[0]] += p.numel() if id(p) in left else 0
+    for name, p in layer_without_data(layer, placed, opaque).named_parameters():
+        sizes[name.partition(".")[0]] += p.numel() if stands(p) is None else 0
     if (size := sizes.total()) > MOST_WEIGHTS:
         raise TooManyError(
             f"{size:,} numbers in weights that are used otherwise than in products, more than {MOST_WEIGHTS:,}",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ckptfused.eager.activation import FUNCTIONS
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.layer.projections import Norm, Projection
+from ckptfused.layer.quantized import is_quantized
 from ckptfused.masks import NO_MASK, Mask
 from ckptfused.models.derive.outside import joined_masks, once
 from ckptfused.models.derive.read import Form
@@ -29,6 +30,8 @@ class Map(NamedTuple):
     transposed: bool
     rows: tuple[int, int] | None = None
     """The first and the number of those that are meant; None: all."""
+    module: str = ""
+    """The module in whose forward it is computed."""
 
 
 class NormOf(NamedTuple):
@@ -185,7 +188,7 @@ def _numbers(*calls: Recorded | None) -> Any:
 
 
 def _map(made: Linear | None) -> Map | None:
-    return None if made is None else Map(made.weight, made.bias, made.transposed, made.rows)
+    return None if made is None else Map(*made[:3], made.rows, made.module)
 
 
 def _norm(found: NormPiece | None) -> NormOf | None:
@@ -200,17 +203,27 @@ def _tensor(layer: nn.Module, name: str) -> Tensor | None:
 
 
 def _projected(layer: nn.Module, found: Map | None) -> Any:
-    """The module of a projection that PEFT wraps, for `layer.projections`; of any other its tensors."""
+    """The module of a projection that PEFT wraps, or whose weight is in few bits, for `layer.projections`; of any other
+    its tensors.
+    """
     if found is None:
         return None
-    module = layer.get_submodule(found.weight.rpartition(".")[0])
-    if "base_layer" in module._modules:
-        return module if found.rows is None else Reason("an adapter beside a product of which parts are taken")
+    module, owner = layer.get_submodule(found.module), layer.get_submodule(found.weight.rpartition(".")[0])
+    if _apart(module) or (owner is not module and _apart(owner)):
+        what = "in few bits" if is_quantized(owner) else "with an adapter"
+        if module is not owner or found.bias not in ("", f"{found.module}.bias"):
+            return Reason(f"{found.weight}, {what}, is used past its module")
+        return module if found.rows is None else Reason(f"{found.weight}, {what}: parts of its product are taken")
     weight, bias = _tensor(layer, found.weight), _tensor(layer, found.bias)
     if found.rows is not None:
         weight = weight.narrow(1 if found.transposed else 0, *found.rows)  # type: ignore[union-attr]
         bias = None if bias is None else bias.narrow(0, *found.rows)
     return Projection(weight, bias, found.transposed)  # type: ignore[arg-type]
+
+
+def _apart(module: nn.Module) -> bool:
+    """Whether a projection is more than a product with its weight."""
+    return "base_layer" in module._modules or is_quantized(module)
 
 
 def _normed(layer: nn.Module, found: NormOf | None) -> Any:

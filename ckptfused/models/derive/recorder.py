@@ -86,7 +86,9 @@ class Value:
 class Recorded:
     """One call: `args` and `kwargs` as they were, with a `Value` in the place of each tensor."""
 
-    __slots__ = ("args", "func", "inputs", "kwargs", "mask", "number", "numbers", "op", "place", "values", "within")
+    __slots__ = (
+        *("args", "func", "inputs", "kwargs", "mask", "module", "number", "numbers", "op", "place", "values", "within"),
+    )
 
     def __init__(self, number: int, func: Any, op: str, args: Any, kwargs: Any, place: str) -> None:
         self.number, self.func, self.op, self.place = number, func, op, place
@@ -101,6 +103,8 @@ class Recorded:
         """The keep mask of a dropout."""
         self.within = ""
         """The name of the module that the layer called for it; "": it is in the layer's own code."""
+        self.module = ""
+        """The name of the innermost module that is at work: the one in whose forward it is."""
 
     def given(self, index: int, name: str, default: Any = None) -> Any:
         """An argument by place or name."""
@@ -157,7 +161,7 @@ class CallRecorder(TorchFunctionMode):
         given, options = self._noted(args, kwargs)
         noted = Recorded(len(self.calls), func, op, given, options, at)
         noted, written = self._written(noted, args, kwargs)
-        noted.within = self.outermost
+        noted.within, noted.module = self.outermost, self.within[-1] if self.within else ""
         result = self._dropped(noted, func, args, kwargs) if self._wide else None
         result = func(*args, **kwargs) if result is None else result
         tensors, taken = tensors_of(result), tensors_of(args, kwargs)

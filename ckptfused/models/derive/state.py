@@ -19,6 +19,7 @@ from ckptfused.compat.transformers import attention_function, attention_implemen
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.peft import is_lora
+from ckptfused.layer.quantized import is_quantized
 from ckptfused.layer.source import is_replaced
 from ckptfused.models.describe.saved_bytes import INDICES
 from ckptfused.models.hf_checkpointing import REPLICATE
@@ -178,6 +179,9 @@ class LayerState:
     def _module(self, module: nn.Module) -> Hashable:
         if is_lora(module):
             return self._value(module.base_layer)  # adapters are read anew at each call
+        if is_quantized(module):  # so are codes and scales
+            bias: Any = module.bias
+            return type(module), module.in_features, module.out_features, None if bias is None else self._value(bias)
         if module is not self._layer:
             self._modules.append(module)
         self._hooks += [held for name in _HOOKS if isinstance(held := vars(module).get(name), dict)]

@@ -37,6 +37,8 @@ class Linear(NamedTuple):
     y: Value
     rows: tuple[int, int] | None = None
     """The first and the number of those of its rows that are meant; None: all."""
+    module: str = ""
+    """The name of the module in whose forward the product is."""
 
 
 class NormPiece(NamedTuple):
@@ -61,21 +63,21 @@ def linear(walk: Walk, v: Value) -> Linear:
         bias = walk.parameter(operands[2]) if len(operands) > 2 else ""
         if w and (bias or len(operands) == 2):
             walk.take(call, "projection")
-            return Linear(w, bias, False, operands[0], v)
+            return Linear(w, bias, False, operands[0], v, module=call.module)
     elif call.op == "addmm" and not call.kwargs and (w := walk.parameter(operands[2])):
         bias = walk.parameter(operands[0])
         if bias:
             walk.take(call, "projection")
-            return Linear(w, bias, True, operands[1], v)
+            return Linear(w, bias, True, operands[1], v, module=call.module)
     elif call.op in ("matmul", "mm"):
         right = walk.same(operands[1])
         if w := walk.parameter(right):
             walk.take(call, "projection")
-            return Linear(w, "", True, operands[0], v)
+            return Linear(w, "", True, operands[0], v, module=call.module)
         if right.call is not None and right.op in _TURNED and (w := walk.parameter(right.call.inputs[0])):
             walk.take(right.call, "projection")
             walk.take(call, "projection")
-            return Linear(w, "", False, operands[0], v)
+            return Linear(w, "", False, operands[0], v, module=call.module)
     elif call.op in ("add", "radd") and len(operands) == 2 and not call.kwargs:
         for a, b in (operands, operands[::-1]):
             if name := walk.bias(b):
