@@ -57,7 +57,7 @@ class Operation:
     after: set[int] = field(default_factory=set)
     """The operations that made what it reads."""
     last: set[int] = field(default_factory=set)
-    """Those that read what it overwrites: where they are made again, too, it comes after them."""
+    """The operations that read what it overwrites: where they are made again, too, it comes after them."""
     reads: set[int] = field(default_factory=set)
     """The numbers of its `Read`s."""
 
@@ -160,7 +160,7 @@ class Operations(DispatchMode):
         return memory is not None and memory.writer is not None
 
     def _forget(self, t: Tensor) -> None:
-        """Of what was written by what cannot be repeated, nothing is known."""
+        """Nothing is known of what was written by what cannot be repeated."""
         memory = self._memory.get(storage_id(t))
         if memory is not None:
             memory.layouts.clear()

@@ -162,7 +162,7 @@ def test_what_the_function_itself_changes_is_kept_as_it_was_read() -> None:
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["in place", "into new memory"])
 def test_what_no_dispatcher_sees_is_kept(fresh: bool) -> None:
-    """As a kernel does that is launched past PyTorch."""
+    """A kernel that is launched past PyTorch writes so."""
 
     class Kernel(torch.autograd.Function):
         @staticmethod

@@ -190,7 +190,7 @@ def test_a_plan_counts_codes_and_scratch(name: str, loaded: Any) -> None:
 
 
 class Block(nn.Module):
-    """As people write one after nanoGPT. past: it takes the weight of its last layer for a product of its own."""
+    """A block after nanoGPT. past: it takes the weight of its last layer for a product of its own."""
 
     def __init__(self, width: int = 64, heads: int = 4, past: bool = False) -> None:
         super().__init__()
