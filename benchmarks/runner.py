@@ -33,8 +33,16 @@ from benchmarks.pages import page, sizes_of
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = (
-    *("encoder-step", "whole-step", "step-time", "lora-step", "loss-head", "ffn-scratch", "policies", "planned-steps"),
-    *("host-time", "small-shapes", "checkpoint-time", "certificate", "predicted-steps", "profile-error"),
+    *("encoder-step", "whole-step", "step-time", "lora-step", "mixture-step", "loss-head", "ffn-scratch", "policies"),
+    *(
+        "planned-steps",
+        "host-time",
+        "small-shapes",
+        "checkpoint-time",
+        "certificate",
+        "predicted-steps",
+        "profile-error",
+    ),
     *("profile-order", "trainer-curves", "step-profile", "host-time-gpu"),
 )
 """Commands whose module declares a `BENCHMARK`."""

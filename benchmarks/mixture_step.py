@@ -1,0 +1,143 @@
+"""A training step of Hugging Face's mixtures of experts: as they are, with gradient checkpointing, converted.
+
+Bytes alive between forward and backward and at the peak of a step are counted by the allocator. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ckptfused
+from benchmarks.benchmark import Benchmark, Goal, Rows, Sizes, Steps, mib, option, ratio
+from benchmarks.checks import worst_error
+from benchmarks.memory import memory_of
+
+VOCABULARY = 256
+PLAIN, CHECKPOINTED, CONVERTED = "Hugging Face", "Hugging Face + gradient_checkpointing_enable()", "ckptfused.convert"
+SHARED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "use_cache": False,
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 384},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureSizes(Sizes):
+    """The model, its layers, and the tokens of each of two sequences."""
+
+    model: str = option("qwen3-moe", "mixtral")
+    layers: int = 4
+    tokens: int = 1024
+
+
+def make(sizes: MixtureSizes, dtype: torch.dtype) -> Any:
+    """A model in training, the same for every type but for rounding."""
+    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(sizes.seed)
+    options = SHARED | EXPERTS[sizes.model] | {"num_hidden_layers": sizes.layers}
+    made: Any = (
+        MixtralForCausalLM(MixtralConfig(**options))
+        if sizes.model == "mixtral"
+        else Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
+    )
+    return made.to(dtype).train()
+
+
+def converted(plain: Any) -> Any:
+    """A copy whose attention halves are fused and whose experts are one operation each."""
+    model = copy.deepcopy(plain)
+    report = ckptfused.convert(model)
+    assert {layer.path for layer in report.layers} == {"part"}, str(report)
+    return model
+
+
+def batch(sizes: MixtureSizes, rows: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(sizes.seed)
+    return torch.randint(0, VOCABULARY, (rows, sizes.tokens), generator=generator)
+
+
+def loss(model: Any, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def step(model: Any, ids: Tensor) -> None:
+    """One forward and backward; gradients are freed, as zero_grad() does by default."""
+    model.zero_grad(set_to_none=True)
+    loss(model, ids).backward()
+
+
+def gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    step(model, ids)
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def check(sizes: MixtureSizes, steps: Any = None) -> str:
+    """Raises unless the converted model's gradients are right, in float32, within `checks.worst_error`'s limits: in
+    bfloat16 a router's rounded logits choose other experts than float64's.
+    """
+    plain, ids = make(sizes, torch.float32), batch(sizes, 1)
+    exact = copy.deepcopy(plain).double()
+    exact.set_experts_implementation("eager")  # grouped products have no float64
+    truth = gradients(exact, ids)
+    own, ours = gradients(plain, ids), gradients(converted(plain), ids)
+    worst = worst_error(truth, own, ours, torch.float32)
+    return f"{len(truth)} gradients in float32, at most {worst:.2f} of the allowed error against float64"
+
+
+def variants(sizes: MixtureSizes) -> Steps:
+    plain, ids = make(sizes, torch.bfloat16), batch(sizes)
+    checkpointed = copy.deepcopy(plain)
+    checkpointed.activation_checkpointing_enable()
+    models = {PLAIN: plain, CHECKPOINTED: checkpointed, CONVERTED: converted(plain)}
+    return {name: partial(step, model, ids) for name, model in models.items()}
+
+
+def figures(step: Any) -> dict[str, int]:
+    """Bytes alive after forward, and at the peak of a step that frees the gradients of the one before."""
+    step()
+    return {"alive": memory_of(partial(loss, *step.args)).lasting, "peak": memory_of(step).peak}
+
+
+def shape(sizes: MixtureSizes, rows: Rows) -> str:
+    experts = EXPERTS[sizes.model]
+    count, chosen, width = experts.values()
+    return (
+        f"{sizes.model} of {sizes.layers} layers, C 512, 8 heads, {count} experts of {width}, of which a token has "
+        f"{chosen}, bfloat16; 2 × {sizes.tokens:,} tokens; forward, loss and backward. Peaks are above weights and "
+        "last gradients."
+    )
+
+
+BENCHMARK = Benchmark(
+    name="mixture-step",
+    doc=__doc__,
+    sizes=MixtureSizes(),
+    variants=variants,
+    check=check,
+    figures=lambda sizes, steps: {name: figures(step) for name, step in steps.items()},
+    columns=(
+        mib("alive after forward", "alive"),
+        mib("peak of a step", "peak"),
+        ratio("time of checkpointing's", CHECKPOINTED),
+        ratio("peak of checkpointing's", CHECKPOINTED, "peak"),
+    ),
+    goals=lambda sizes: [Goal(CONVERTED, CHECKPOINTED, 0.85), Goal(CONVERTED, CHECKPOINTED, 0.6, "peak", "peak")],
+    case=lambda sizes: sizes.model,
+    stem=lambda sizes: f"mixture-{sizes.layers}x512",
+    shape=shape,
+    budget=90.0,
+)
