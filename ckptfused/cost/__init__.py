@@ -15,7 +15,7 @@ import torch
 
 from ckptfused.cost.ledger import Ledger, count
 from ckptfused.cost.loss import loss_flops, loss_ledgers, loss_saved_bytes
-from ckptfused.cost.opened import OpenLedger
+from ckptfused.cost.open_ledger import OpenLedger
 from ckptfused.cost.seconds import Rates, Seconds, block_seconds, ledger_seconds
 from ckptfused.cost.work import (
     AttentionWork,

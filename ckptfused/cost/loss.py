@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ckptfused.cost.ledger import Ledger
-from ckptfused.cost.opened import OpenLedger
+from ckptfused.cost.open_ledger import OpenLedger
 from ckptfused.spec import LossSpec
 from ckptfused.triton.problem import accumulation_type
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ckptfused.checkpoint import checkpoint
 from ckptfused.checks import autocast_enabled
 from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
-from ckptfused.cost.opened import device_counted
+from ckptfused.cost.open_ledger import device_counted
 from ckptfused.layer.call import build_call, learned
 from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Inputs, Parts, Reason

@@ -22,7 +22,7 @@ from ckptfused.compat.torch_autograd import (
     saved_tensor_hooks_allowed,
 )
 from ckptfused.compat.torch_memory import storage_id
-from ckptfused.cost.opened import device_counted
+from ckptfused.cost.open_ledger import device_counted
 from ckptfused.offload.copies import Copies, copies_of
 from ckptfused.offload.saved import OffloadedInput
 from ckptfused.ops.enclosing_checkpoint import captured

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ckptfused import _extension, cost  # noqa: F401  (the first registers the ops)
 from ckptfused.compat.torch_compile import partitioner_budget
 from ckptfused.cost.loss import loss_flops
-from ckptfused.cost.opened import counting
+from ckptfused.cost.open_ledger import counting
 from ckptfused.eager.dequantize import dequantize
 from ckptfused.spec import BlockSpec, param_names, parse, parse_loss
 

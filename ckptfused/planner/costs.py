@@ -14,7 +14,7 @@ from itertools import zip_longest
 from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.planner.frontier import Unit
-from ckptfused.planner.mode_costs import HeadMode, Layer, ModeCosts
+from ckptfused.planner.modes import HeadMode, Layer, ModeCosts
 from ckptfused.planner.policy_steps import UNSEEN, PredictedSteps, unseen_bytes
 from ckptfused.profiler.result import Profile
 

@@ -19,7 +19,7 @@ from ckptfused.models.report import Report
 from ckptfused.planner import frontier
 from ckptfused.planner.budget import BudgetError, not_enough, within
 from ckptfused.planner.costs import Costs, costs
-from ckptfused.planner.counted import Counted
+from ckptfused.planner.counted_plans import Counted
 from ckptfused.planner.policy_steps import PredictedSteps
 from ckptfused.planner.segments import Divided
 from ckptfused.planner.sharding import sharded

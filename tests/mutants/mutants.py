@@ -963,7 +963,7 @@ MUTANTS = (
     ),
     Mutant(
         "a plan that counts an output twice which two layers keep",
-        file="ckptfused/planner/mode_costs.py",
+        file="ckptfused/planner/modes.py",
         text="mode == UNCONVERTED and place + 1 in self._spared",
         defect="False",
         test="tests/planner/test_plan.py::test_what_two_layers_keep_counts_once[sizes]",
