@@ -30,8 +30,8 @@ from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.layer.parts import Reason
 from ckptfused.models import find
 from ckptfused.models.derive.calls import Ready
-from ckptfused.models.derive.state import KNOWN
-from ckptfused.models.describe.saved_bytes import saved_by_autograd
+from ckptfused.models.derive.layer_state import KNOWN
+from ckptfused.models.describe.own_forward import saved_by_autograd
 from ckptfused.models.forward import ConvertedForward
 from ckptfused.models.report import LayerReport
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_leaves
-from ckptfused.models.describe.saved_bytes import stored_bytes
+from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.profiler.allocator import AllocatorLog, CPUAllocator, CUDAAllocator
 from ckptfused.profiler.analysis import profile_of
 from ckptfused.profiler.result import Profile

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ckptfused._extension import _C
 from ckptfused.compat.pytree import tree_leaves
 from ckptfused.cost import OpenLedger
-from ckptfused.models.describe.saved_bytes import stored_bytes
+from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.profiler.analysis import profile_of
 from ckptfused.profiler.phases import Phase
 from ckptfused.profiler.result import Profile

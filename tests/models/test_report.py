@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import ckptfused
 from ckptfused.models.describe.example import example, with_values
-from ckptfused.models.describe.saved_bytes import storage
+from ckptfused.models.describe.own_forward import storage
 from ckptfused.models.families.torch_nn import TorchEncoder
 from ckptfused.models.family import EXAMPLE_TOKENS as TOKENS
 from ckptfused.models.family import FAMILIES, register

@@ -17,7 +17,7 @@ import transformers
 import ckptfused
 from ckptfused.models.describe import counts
 from ckptfused.models.describe.example import example, with_tables
-from ckptfused.models.describe.saved_bytes import storage
+from ckptfused.models.describe.own_forward import storage
 from ckptfused.models.family import EXAMPLE_TOKENS as TOKENS
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.models.report import LayerReport, Report

@@ -553,14 +553,14 @@ MUTANTS = (
     ),
     Mutant(
         "a derived layer that is not looked at again",
-        file="ckptfused/models/derive/state.py",
+        file="ckptfused/models/derive/layer_state.py",
         text="                all(now == was for now, was in self._dicts)",
         defect="                True",
         test="tests/models/derive/test_convert.py::test_what_changes_is_seen[other_heads]",
     ),
     Mutant(
         "a derived layer whose own causal mask may change",
-        file="ckptfused/models/derive/state.py",
+        file="ckptfused/models/derive/layer_state.py",
         text="                and all(t._version == version for t, version in self._tensors)\n",
         defect="",
         test="tests/models/derive/test_convert.py::test_what_changes_is_seen[written_buffer]",

@@ -17,11 +17,11 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
 from ckptfused.models.derive.derive import Derivation, Here, derive, refuted_by
 from ckptfused.models.derive.flash import runs_flash
+from ckptfused.models.derive.layer_state import KNOWN, LayerState
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.outside import Rest, recalled
 from ckptfused.models.derive.recorder import Value
-from ckptfused.models.derive.state import KNOWN, LayerState
-from ckptfused.models.describe.saved_bytes import IndexReadError
+from ckptfused.models.describe.own_forward import IndexReadError
 
 IN_SHARDS = "its weights are in shards"
 """Why nothing is derived of a layer whose weights FSDP1 holds in flat shards: it may gather them for a call."""

@@ -19,8 +19,8 @@ from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import settled
 from ckptfused.models.derive.calls import Ready, ready, seen
-from ckptfused.models.derive.state import opened
-from ckptfused.models.describe.saved_bytes import INDICES
+from ckptfused.models.derive.layer_state import opened
+from ckptfused.models.describe.own_forward import INDICES
 
 _PLAIN = (int, float, bool, str, type(None))
 _LAYERS: dict[type, weakref.WeakSet[nn.Module]] = {}

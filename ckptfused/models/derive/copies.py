@@ -21,7 +21,7 @@ from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.models.derive.factors import stand_in
 from ckptfused.models.derive.recorder import RefusedError
 from ckptfused.models.derive.rules.masks import HIDES
-from ckptfused.models.describe.saved_bytes import forget_places
+from ckptfused.models.describe.own_forward import forget_places
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 _COPIED: Any = (nn.Module, Tensor, list, dict, tuple, set)

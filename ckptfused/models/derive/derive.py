@@ -20,7 +20,7 @@ from ckptfused.models.derive.prove import Proof, prove, same_shapes, same_window
 from ckptfused.models.derive.record import RAISED, Recording, forget_values, record, tensors_held
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.masks import seen_by_place
-from ckptfused.models.describe.saved_bytes import IndexReadError
+from ckptfused.models.describe.own_forward import IndexReadError
 from ckptfused.state.undone import without_trace
 
 MOST_OPAQUE = 3

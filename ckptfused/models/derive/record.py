@@ -14,7 +14,7 @@ from ckptfused.compat.pytree import tree_flatten
 from ckptfused.models.derive.in_place import writes
 from ckptfused.models.derive.outside import Rest
 from ckptfused.models.derive.recorder import CallRecorder, Recorded, RefusedError, Value, function_name
-from ckptfused.models.describe.saved_bytes import IndexReadError
+from ckptfused.models.describe.own_forward import IndexReadError
 
 _ASKS = "output_attentions"
 _ARGUMENTS = frozenset((int, float, bool, str, type(None), torch.dtype))

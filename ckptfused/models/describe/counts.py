@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
 from ckptfused.compat.torch_modules import COMPILED_CALL
-from ckptfused.models.derive.state import KNOWN
+from ckptfused.models.derive.layer_state import KNOWN
 from ckptfused.models.describe.example import KnownTables, with_tables
-from ckptfused.models.describe.saved_bytes import INDICES, IndexReadError, Places, in_training, saved_by_autograd
+from ckptfused.models.describe.own_forward import INDICES, IndexReadError, Places, in_training, saved_by_autograd
 from ckptfused.models.family import EXAMPLE_TOKENS
 from ckptfused.models.hf_checkpointing import REPLICATE
 from ckptfused.simulate.meta_copy import without_data

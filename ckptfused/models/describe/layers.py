@@ -15,7 +15,7 @@ from ckptfused.layer.spec_text import Mode, keep_text
 from ckptfused.models.derive.family import DERIVED
 from ckptfused.models.describe.counts import Counts
 from ckptfused.models.describe.example import example
-from ckptfused.models.describe.saved_bytes import in_training
+from ckptfused.models.describe.own_forward import in_training
 from ckptfused.models.experts.install import counted_as_converted, is_converted
 from ckptfused.models.experts.routing import beside_experts, saves_input_alone
 from ckptfused.models.family import EXAMPLE_TOKENS, Outcome

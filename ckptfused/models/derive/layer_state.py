@@ -21,7 +21,7 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.peft import is_lora
 from ckptfused.layer.quantized import is_quantized
 from ckptfused.layer.source import is_replaced
-from ckptfused.models.describe.saved_bytes import INDICES
+from ckptfused.models.describe.own_forward import INDICES
 from ckptfused.models.hf_checkpointing import REPLICATE
 from ckptfused.state.reach import attributes_of, names_of, of_torch
 
