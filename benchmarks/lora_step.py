@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import ckptfused
 from benchmarks.benchmark import Benchmark, Goal, Rows, Sizes, Steps, mib, option, ratio
 from benchmarks.checks import worst_error
-from benchmarks.memory import memory_of
+from benchmarks.model_step import figures, gradients, step
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 BATCH, TOKENS = 4, 512
@@ -100,21 +100,6 @@ def batch(sizes: AdapterSizes) -> Tensor:
     return torch.randint(0, VOCABULARY[sizes.bits], (BATCH, TOKENS), generator=generator)
 
 
-def loss(model: Any, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, labels=ids).loss
-
-
-def step(model: Any, ids: Tensor) -> None:
-    """One forward and backward; gradients are freed, as zero_grad() does by default."""
-    model.zero_grad(set_to_none=True)
-    loss(model, ids).backward()
-
-
-def gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    step(model, ids)
-    return {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def check(sizes: AdapterSizes, steps: Any = None) -> str:
     """Raises unless the converted models' gradients are right: without dropout, within `checks.worst_error`'s limits.
     A base in 4 bits is dequantized for float64's.
@@ -135,12 +120,6 @@ def check(sizes: AdapterSizes, steps: Any = None) -> str:
 def variants(sizes: AdapterSizes) -> Steps:
     ids = batch(sizes)
     return {name: partial(step, model, ids) for name, model in models(sizes).items()}
-
-
-def figures(step: Any) -> dict[str, int]:
-    """Bytes alive after forward, and at the peak of a step that frees the gradients of the one before."""
-    step()
-    return {"alive": memory_of(partial(loss, *step.args)).lasting, "peak": memory_of(step).peak}
 
 
 def goals(sizes: AdapterSizes) -> list[Goal]:

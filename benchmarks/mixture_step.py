@@ -16,7 +16,7 @@ from torch import Tensor
 import ckptfused
 from benchmarks.benchmark import Benchmark, Goal, Rows, Sizes, Steps, mib, option, ratio
 from benchmarks.checks import worst_error
-from benchmarks.memory import memory_of
+from benchmarks.model_step import figures, gradients, step
 
 VOCABULARY = 256
 PLAIN, CHECKPOINTED, CONVERTED = "Hugging Face", "Hugging Face + gradient_checkpointing_enable()", "ckptfused.convert"
@@ -70,21 +70,6 @@ def batch(sizes: MixtureSizes, rows: int = 2) -> Tensor:
     return torch.randint(0, VOCABULARY, (rows, sizes.tokens), generator=generator)
 
 
-def loss(model: Any, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, labels=ids).loss
-
-
-def step(model: Any, ids: Tensor) -> None:
-    """One forward and backward; gradients are freed, as zero_grad() does by default."""
-    model.zero_grad(set_to_none=True)
-    loss(model, ids).backward()
-
-
-def gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    step(model, ids)
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
 def check(sizes: MixtureSizes, steps: Any = None) -> str:
     """Raises unless the converted model's gradients are right, in float32, within `checks.worst_error`'s limits: in
     bfloat16 a router's rounded logits choose other experts than float64's.
@@ -104,12 +89,6 @@ def variants(sizes: MixtureSizes) -> Steps:
     checkpointed.activation_checkpointing_enable()
     models = {PLAIN: plain, CHECKPOINTED: checkpointed, CONVERTED: converted(plain)}
     return {name: partial(step, model, ids) for name, model in models.items()}
-
-
-def figures(step: Any) -> dict[str, int]:
-    """Bytes alive after forward, and at the peak of a step that frees the gradients of the one before."""
-    step()
-    return {"alive": memory_of(partial(loss, *step.args)).lasting, "peak": memory_of(step).peak}
 
 
 def shape(sizes: MixtureSizes, rows: Rows) -> str:
