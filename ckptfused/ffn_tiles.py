@@ -15,7 +15,7 @@ def ffn_tiles(
     scratch: the bytes above which it is cut; 0: the default of `device`, 256 MiB on "cpu", 1.5 GiB on "cuda".
     """
     cuda = device == "cuda"
-    return _C.ffn_tiles(rows, width, hidden, gated, element_size, _C.ffn_scratch_limit(scratch, cuda), cuda)
+    return _C.ffn_tiles(rows, width, hidden, gated, element_size, _C.scratch_limit(scratch, cuda), cuda)
 
 
 def cut(rows: int, hidden: int, step: tuple[int, int]) -> list[Tile]:

@@ -47,8 +47,9 @@ class Ledger:
             if kind == "product":
                 made.append(Product(self.name(event), *sizes[:4]))
             elif kind == "attention":
-                batch, heads, length, head_dim, products = sizes
-                made.append(AttentionWork(batch, heads, length, head_dim, event[1], products))
+                batch, heads, length, head_dim, products, keys = sizes
+                others = None if keys == length else keys
+                made.append(AttentionWork(batch, heads, length, head_dim, event[1], products, others))
             elif kind == "low rank":
                 made.append(LowRank(self.name(event), *sizes[:4]))
         return made

@@ -47,11 +47,14 @@ class AttentionWork:
     products: int = 2
     """Products of T x T x D a head. A backward makes five: the scores again, and the gradients of v, of the
     probabilities, of q and of k."""
+    keys: int | None = None
+    """Of a tile of `length` queries; None: as many as queries."""
 
     @property
     def flops(self) -> int:
         """Multiplications and additions."""
-        return self.products * 2 * self.batch * self.heads * self.length * self.length * self.head_dim
+        keys = self.length if self.keys is None else self.keys
+        return self.products * 2 * self.batch * self.heads * self.length * keys * self.head_dim
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     - attention_dropout, residual_dropout, ffn_dropout: override `dropout` at their sites.
     - parallel: True adds both halves to the same x, "shared" also gives both the output of `norm1`.
     - keep: a preset or names (`ckptfused.spec.KEEP_PRESETS`).
-    - scratch: bytes of hidden-wide scratch, an int or "64MiB", above which the FFN goes in tiles; None: 256 MiB on a
-      CPU, 1.5 GiB on CUDA.
+    - scratch: bytes, an int or "64MiB", above which the FFN, and on a CPU the whole block by its queries, goes in
+      tiles; None: 256 MiB on a CPU, 1.5 GiB on CUDA.
 
     PEFT's LoRA on `linear1`, `linear2` and `self_attn.out_proj` (`target_modules=["linear1", "linear2", "out_proj"]`)
     is part of the op: several adapters, their dropout, disabled or merged ones, and `modules_to_save`, as PEFT has it.

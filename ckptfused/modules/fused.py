@@ -55,7 +55,7 @@ class FusedModule(nn.Module):
 
     @property
     def scratch(self) -> int | None:
-        """Bytes of hidden-wide scratch above which the FFN goes in tiles; None: by device."""
+        """Bytes of scratch above which the FFN, and on a CPU attention, goes in tiles; None: by device."""
         return self._mode.scratch or None
 
     @scratch.setter

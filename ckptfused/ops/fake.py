@@ -74,6 +74,11 @@ def _attention_bwd(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> t
     return like(q), like(k), like(v)
 
 
+def _attention_tile_bwd(do: Tensor, q: Tensor, *args: Any) -> Tensor:
+    batch, heads, length, dim = q.shape
+    return q.new_empty((batch, length, heads, dim)).transpose(1, 2)
+
+
 def _loss_fwd(
     x: Tensor,
     weight: Tensor,
@@ -205,6 +210,8 @@ def _register() -> None:
         fake(f"ckptfused::{name}", _nothing)
     fake("ckptfused::attention_fwd", _attention_fwd)
     fake("ckptfused::attention_bwd", _attention_bwd)
+    fake("ckptfused::attention_tile_fwd", _attention_fwd)
+    fake("ckptfused::attention_tile_bwd", _attention_tile_bwd)
     loss = torch.ops.ckptfused
     fake("ckptfused::linear_cross_entropy_fwd", _or_counted(_loss_fwd, loss.linear_cross_entropy_fwd.default, False))
     fake("ckptfused::linear_cross_entropy_bwd", _or_counted(_loss_bwd, loss.linear_cross_entropy_bwd.default, False))

@@ -188,7 +188,7 @@ class BlockFields:
         bool | Literal["shared"], Key("Both halves add to the same x; 'shared': the FFN reads attn.pre's output.")
     ] = False
     scratch: Annotated[
-        int, Key("Bytes of hidden-wide scratch above which the FFN's backward goes in tiles; 0: by device.", least=0)
+        int, Key("Bytes of scratch above which the FFN, and on a CPU attention, goes in tiles; 0: by device.", least=0)
     ] = 0
     seq_first: Annotated[bool, Key("x is [T, B, C], not [B, T, C].")] = False
     compute: Annotated[str | None, Key("Type of the matrix products; None: the type of x.", COMPUTE_TYPES)] = None

@@ -40,6 +40,32 @@ Tensor as_operand(const Tensor& p) {
 
 }  // namespace
 
+void Block::set_ffn_tiles() {
+  if (!spec_.has_ffn) return;
+  const FFNSpec& f = spec_.ffn;
+  const bool cuda = !on_cpu(x_);
+  tiles_ = counts_whole_ffn() ? FFNTiles{N_, f.hidden}
+                              : ffn_tiles(N_, C_, f.hidden, f.gated(), c10::elementSize(P_),
+                                          scratch_limit(spec_.scratch, cuda), cuda);
+  choose_up_kernel();
+}
+
+void Block::set_query_tiles() {
+  const int64_t batches = spec_.seq_first ? B_ : 1;
+  tile_rows_ = batches * T_;
+  if (!spec_.has_attn || counts_whole_ffn() || !on_cpu(x_)) return;
+  const AttentionSpec& a = spec_.attn;
+  const FFNSpec& f = spec_.ffn;
+  const int64_t ffn_width = spec_.has_ffn ? f.gu_width() + f.hidden : 0;
+  const QueryWork work{batches,
+                       a.q_width(),
+                       a.kv_width(),
+                       C_ * (a.qkv_width() + a.q_width() + ffn_width),
+                       c10::elementSize(P_),
+                       c10::elementSize(A_)};
+  tile_rows_ = batches * query_tile(T_, work, scratch_limit(spec_.scratch, false));
+}
+
 Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params,
              const OptTensorList& aux, const std::optional<Tensor>& rng_state)
     : spec_(spec), x_sizes_(x.sizes().vec()) {
@@ -90,14 +116,8 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
     padding_ = aux_at(aux, kPadding);
     cu_seqlens_ = aux_at(aux, kCuSeqlens);
   }
-  if (spec.has_ffn) {
-    tiles_ =
-        counts_whole_ffn()
-            ? FFNTiles{N_, spec.ffn.hidden}
-            : ffn_tiles(N_, C_, spec.ffn.hidden, spec.ffn.gated(), int64_t(c10::elementSize(P_)),
-                        ffn_scratch_limit(spec.scratch, !on_cpu(x_)), !on_cpu(x_));
-    choose_up_kernel();
-  }
+  set_ffn_tiles();
+  set_query_tiles();
   if (spec.has_dropout()) {
     TORCH_CHECK(rng_state.has_value(), "ckptfused: dropout needs an rng_state");
     check_memory("ckptfused", "rng_state", *rng_state);

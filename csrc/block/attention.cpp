@@ -10,10 +10,21 @@ using at::Tensor;
 
 std::vector<Part> Block::qkv_parts() const {
   const AttentionSpec& a = spec_.attn;
-  if (a.joint) return {{kQW, kQB, 0, a.qkv_width(), 0}};
-  return {{kQW, kQB, 0, a.q_width(), 0},
-          {kKW, kKB, 0, a.kv_width(), a.q_width()},
-          {kVW, kVB, 0, a.kv_width(), a.q_width() + a.kv_width()}};
+  const int64_t q = a.q_width(), kv = a.kv_width();
+  // The rows of a head's q, k and v that lie together are made together.
+  if (a.joint && (a.interleaved || projected_ == Projected::all)) {
+    return {{kQW, kQB, 0, a.qkv_width(), 0}};
+  }
+  std::vector<Part> parts;
+  if (makes_q()) parts.push_back({kQW, kQB, 0, q, 0});
+  if (!makes_keys()) return parts;
+  if (a.joint) {
+    parts.push_back({kQW, kQB, q, 2 * kv, q});
+  } else {
+    parts.push_back({kKW, kKB, 0, kv, q});
+    parts.push_back({kVW, kVB, 0, kv, q + kv});
+  }
+  return parts;
 }
 
 // Those columns of a [N, W] buffer as [B, heads, T, D], whatever the row order.
@@ -64,7 +75,7 @@ void Block::release_qkv() {
 }
 
 void Block::ensure_qk() {
-  if (value_.q.defined()) return;
+  if (value_.q.defined() || value_.k.defined()) return;
   ensure_qkv();
   const AttentionSpec& a = spec_.attn;
   if (a.qk_in_steps()) {
@@ -78,9 +89,11 @@ void Block::ensure_qk() {
   const bool raw_needed = spec_.keep.qkv || (backward_ && a.qk.on());
   const Tensor target =
       plain || !raw_needed ? value_.qkv : empty({N_, a.qkv_width()}, P_, "q and k");
-  value_.q = heads_view(target, a.q_columns());
-  value_.k = heads_view(target, a.k_columns());
-  value_.v = heads_view(value_.qkv, a.v_columns());
+  if (makes_q()) value_.q = heads_view(target, a.q_columns());
+  if (makes_keys()) {
+    value_.k = heads_view(target, a.k_columns());
+    value_.v = heads_view(value_.qkv, a.v_columns());
+  }
   if (plain) return;
   qk_in_place_ = target.is_same(value_.qkv);
   const auto heads = [&](const HeadColumns& columns, int slot) -> call::QkHeads {
@@ -88,7 +101,11 @@ void Block::ensure_qk() {
             heads_view(target, columns).transpose(1, 2), param(attn_slot(slot)),
             param(attn_slot(slot + 1))};
   };
-  if (a.qk.on() || a.interleaved) {
+  if (!makes_keys()) {
+    call::qk_fwd(heads(a.q_columns(), kQNormW), {}, qk_args());
+  } else if (!makes_q()) {
+    call::qk_fwd(heads(a.k_columns(), kKNormW), {}, qk_args());
+  } else if (a.qk.on() || a.interleaved) {
     call::qk_fwd(heads(a.q_columns(), kQNormW), heads(a.k_columns(), kKNormW), qk_args());
   } else {  // without weights of their own they are turned alike
     const HeadColumns both{a.heads + a.kv_heads, 0, a.q_columns().stride};
@@ -100,7 +117,9 @@ void Block::ensure_attn() {
   if (value_.o.defined()) return;
   ensure_qk();
   const Ledger::Name name("o and lse");
-  auto [o, lse] = call::attention_fwd(value_.q, value_.k, value_.v, attention_args());
+  auto [o, lse] = makes_keys() ? call::attention_fwd(value_.q, value_.k, value_.v, attention_args())
+                               : call::attention_tile_fwd(value_.q, keys_.k, keys_.v,
+                                                          attention_args(), query_tile_);
   value_.o = o.transpose(1, 2).view({B_, T_, spec_.attn.q_width()});
   value_.lse = lse.contiguous();
   if (!backward_) release_qkv();
@@ -141,12 +160,19 @@ Tensor Block::attention_backward(const Tensor& ds) {
   if (!need_qkv) return {};
 
   ensure_qk();
-  auto [dq, dk, dv] = [&] {
+  Tensor dq, dk, dv;
+  {
     const Ledger::Name name("d q, d k and d v");
-    return call::attention_bwd(heads_view(d_o, o_columns()), value_.q, value_.k, value_.v,
-                               value_.o.view({B_, T_, a.heads, a.head_dim}).transpose(1, 2),
-                               value_.lse, attention_args());
-  }();
+    const Tensor dout = heads_view(d_o, o_columns());
+    const Tensor o = value_.o.view({B_, T_, a.heads, a.head_dim}).transpose(1, 2);
+    if (makes_keys()) {
+      std::tie(dq, dk, dv) =
+          call::attention_bwd(dout, value_.q, value_.k, value_.v, o, value_.lse, attention_args());
+    } else {
+      dq = call::attention_tile_bwd(dout, value_.q, keys_.k, keys_.v, o, value_.lse, keys_.dk,
+                                    keys_.dv, attention_args(), query_tile_);
+    }
+  }
   d_o.reset();
   value_.o.reset();
   value_.lse.reset();
@@ -155,8 +181,15 @@ Tensor Block::attention_backward(const Tensor& ds) {
   value_.k.reset();
   value_.v.reset();
   value_.qkv.reset();
+  return qkv_backward(std::move(dq), std::move(dk), std::move(dv), std::move(raw));
+}
 
+Tensor Block::qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor raw) {
+  const AttentionSpec& a = spec_.attn;
+  const bool need_n1 = needs_[0] || need(attn_slot(kAttnPreW)) || need(attn_slot(kAttnPreB));
   Tensor dqkv = empty({N_, a.qkv_width()}, P_, "d qkv");
+  // A library's product of some columns may read those beside them, and of joint ones takes all.
+  if (projected_ != Projected::all) dqkv.zero_();
   const auto place = [&](const HeadColumns& columns) {
     return heads_view(dqkv, columns).transpose(1, 2);
   };
@@ -174,16 +207,24 @@ Tensor Block::attention_backward(const Tensor& ds) {
               grad_partials(attn_slot(slot), rows),
               grad_partials(attn_slot(slot + 1), rows)};
     };
-    call::qk_bwd(turned_back(dq, a.q_columns(), kQNormW), turned_back(dk, a.k_columns(), kKNormW),
-                 dv.transpose(1, 2), place(a.v_columns()), qk_args());
-  } else if (!a.interleaved && !spec_.seq_first) {
+    const auto q = [&] { return turned_back(dq, a.q_columns(), kQNormW); };
+    const auto k = [&] { return turned_back(dk, a.k_columns(), kKNormW); };
+    if (!dk.defined()) {
+      call::qk_bwd(q(), {}, {}, {}, qk_args());
+    } else {
+      call::qk_bwd(dq.defined() ? q() : k(), dq.defined() ? k() : call::QkGradHeads(),
+                   dv.transpose(1, 2), place(a.v_columns()), qk_args());
+    }
+  } else if (projected_ == Projected::all && !a.interleaved && !spec_.seq_first) {
     Tensor heads = dqkv.view({B_, T_, a.heads + 2 * a.kv_heads, a.head_dim});
     const Ledger::Name name("d qkv");
     at::cat_out(heads, {dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)}, 2);
   } else {
-    place(a.q_columns()).copy_(dq.transpose(1, 2));
-    place(a.k_columns()).copy_(dk.transpose(1, 2));
-    place(a.v_columns()).copy_(dv.transpose(1, 2));
+    if (dq.defined()) place(a.q_columns()).copy_(dq.transpose(1, 2));
+    if (dk.defined()) {
+      place(a.k_columns()).copy_(dk.transpose(1, 2));
+      place(a.v_columns()).copy_(dv.transpose(1, 2));
+    }
   }
   raw.reset();
   dq.reset();

@@ -81,31 +81,35 @@ void Block::ensure_out() {
 
 std::vector<Tensor> Block::forward(bool save) {
   save_ = save;
+  return with_kept(by_tiles() ? forward_in_tiles() : forward_rows());
+}
+
+Tensor Block::forward_rows() {
   const FFNSpec& f = spec_.ffn;
   if (spec_.has_attn) ensure_mid();
   if (!spec_.has_ffn) {
     value_.n1.reset();
-    return with_kept(spec_.attn.out.on() ? value_.ffn_in : value_.mid);
+    return spec_.attn.out.on() ? value_.ffn_in : value_.mid;
   }
-  if (save && spec_.keep.gu) value_.gu = empty({N_, f.gu_width()}, P_, "gu");
+  if (save_ && spec_.keep.gu) value_.gu = empty({N_, f.gu_width()}, P_, "gu");
   ensure_ffn_in();
   const Tensor base = spec_.parallel == Parallel::no ? value_.ffn_in : value_.mid;
   if (down_adds()) {
     ensure_n2();
     Tensor y = base;
-    if (save && spec_.keep.mid && base.is_same(value_.mid)) y = like_x(R_, "y").copy_(base);
+    if (save_ && spec_.keep.mid && base.is_same(value_.mid)) y = like_x(R_, "y").copy_(base);
     ensure_down(y);
-    return with_kept(y);
+    return y;
   }
   ensure_down();
   value_.n1.reset();
   value_.n2.reset();
   const Tensor y = like_x(R_, "y");
-  const bool keep_sum = save && spec_.keep.out && f.out.on();
+  const bool keep_sum = save_ && spec_.keep.out && f.out.on();
   if (keep_sum) value_.out = like_x(R_, "out");
   close(base, value_.down, f, ffn_slot(kFFNPostW), int(DropoutSite::ffn_residual), f.out,
         ffn_slot(kFFNOutW), f.out.on() ? value_.out : y, f.out.on() ? y : Tensor());
-  return with_kept(y);
+  return y;
 }
 
 std::vector<Tensor> Block::with_kept(const Tensor& y) const {
@@ -159,11 +163,18 @@ void Block::sum_partials() {
   std::vector<Tensor> partials, sums;
   for (const auto& [slot, partial] : partials_) {
     const Tensor& p = params_[slot];
-    grads_[slot] = empty(p.sizes(), p.scalar_type(), "d", slot);
     partials.push_back(partial);
-    sums.push_back(grads_[slot]);
+    sums.push_back(empty(p.sizes(), sums_ ? A_ : p.scalar_type(), "d", slot));
   }
   if (!partials.empty()) call::sum_grads(partials, sums);
+  for (size_t i = 0; i < sums.size(); ++i) {
+    Tensor& grad = grads_[partials_[i].first];
+    if (sums_ && grad.defined()) {
+      grad.add_(sums[i]);
+    } else {
+      grad = sums[i];
+    }
+  }
   partials_.clear();
 }
 
@@ -194,8 +205,33 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
   restore(kept);
 
   const Tensor dy_rows = dy.contiguous().view({N_, C_});
-  Tensor ds = dy_rows;  // gradient of the residual stream, walking down
-  bool owned = false;   // whether ds is our scratch
+  Tensor dx = by_tiles() ? backward_in_tiles(dy_rows) : backward_rows(dy_rows);
+
+  // From here on gradients are only converted: one at a time, beside nothing else.
+  value_ = {};
+  cast_.clear();
+  std::vector<Tensor> result;
+  if (needs_[0]) {
+    // An op must not return its input.
+    const Ledger::Name name("d x");
+    if (dx.is_alias_of(dy)) dx = dx.clone();
+    result.push_back(dx.view(x_sizes_));
+  }
+  sum_partials();
+  narrow_vectors();
+  for (size_t slot = 0; slot < params_.size(); ++slot) {
+    if (!needs_[1 + slot]) continue;
+    const Tensor grad = std::exchange(grads_[slot], Tensor());
+    const Ledger::Name name("d", int64_t(slot));
+    result.push_back(grad.defined() ? grad.to(params_[slot].scalar_type())
+                                    : at::empty_like(params_[slot]).zero_());
+  }
+  return result;
+}
+
+Tensor Block::backward_rows(const Tensor& dy) {
+  Tensor ds = dy;      // gradient of the residual stream, walking down
+  bool owned = false;  // whether ds is our scratch
   Tensor dx, dn_shared;
   const bool serial = spec_.parallel == Parallel::no;
   const bool attn_any = spec_.has_attn && need_any(0, kAttentionParams);
@@ -253,28 +289,7 @@ std::vector<Tensor> Block::backward(const Tensor& dy, at::TensorList kept,
   } else if (serial) {
     dx = ds;
   }
-
-  // From here on gradients are only converted: one at a time, beside nothing else.
-  ds.reset();
-  value_ = {};
-  cast_.clear();
-  std::vector<Tensor> result;
-  if (needs_[0]) {
-    // An op must not return its input.
-    const Ledger::Name name("d x");
-    if (dx.is_alias_of(dy)) dx = dx.clone();
-    result.push_back(dx.view(x_sizes_));
-  }
-  sum_partials();
-  narrow_vectors();
-  for (size_t slot = 0; slot < params_.size(); ++slot) {
-    if (!needs_[1 + slot]) continue;
-    const Tensor grad = std::exchange(grads_[slot], Tensor());
-    const Ledger::Name name("d", int64_t(slot));
-    result.push_back(grad.defined() ? grad.to(params_[slot].scalar_type())
-                                    : at::empty_like(params_[slot]).zero_());
-  }
-  return result;
+  return dx;
 }
 
 }  // namespace ckptfused

@@ -9,38 +9,10 @@
 #include "block/ops.h"
 #include "block/spec.h"
 #include "block/tiles.h"
+#include "block/values.h"
 #include "ops/adapters.h"
 
 namespace ckptfused {
-
-// The intermediates of a block, each undefined until its ensure_ function has made it. Tensors of
-// the residual stream have its type R and shape [N, C]; the rest has the compute type P.
-struct Values {
-  at::Tensor n1;       // pre_norm(x), P
-  at::Tensor qkv;      // raw product [N, W]
-  at::Tensor q, k, v;  // after q/k norm and RoPE: views [B, heads, T, D]
-  at::Tensor o, lse;   // [B, T, H*D] and [B, H, T]
-  at::Tensor proj;     // attention projection [N, C], P
-  at::Tensor mid;      // x + m * drop(post(proj)), R
-  at::Tensor ffn_in;   // input of the FFN half: mid, or its closing norm, R
-  at::Tensor n2;       // pre_norm(ffn_in), P
-  at::Tensor gu;       // N * 2F or N * F entries, tile after tile; only where it is kept
-  at::Tensor down;     // FFN product [N, C], P
-  at::Tensor out;      // sum before the closing norm of the FFN half, R
-};
-
-// One matrix among those whose products lie side by side in a buffer: buffer columns
-// [col0, col0 + width) = in @ W[row0 : row0 + width]^T + b.
-struct Part {
-  int weight, bias;  // slots
-  int64_t row0, width, col0;
-};
-
-// The parts of a tile as one matrix, so that each of its products is one.
-struct Joined {
-  at::Tensor weight, bias;  // copies side by side, where a product reads them
-  bool tile = false;        // whether the gradients of its weights are one product
-};
 
 // Whether one kernel may make the products of the hidden value and its activation, on a device that
 // has one.
@@ -66,6 +38,9 @@ class Block {
 
  private:
   // block.cpp: the residual stream
+  at::Tensor forward_rows();  // y
+  at::Tensor backward_rows(
+      const at::Tensor& dy);  // the gradient of x, undefined if nobody needs it
   void ensure_mid();
   void ensure_ffn_in();
   void ensure_n2();
@@ -81,7 +56,14 @@ class Block {
   void make_qk_in_steps();
   void qk_backward_in_steps(const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
                             const at::Tensor& raw, const at::Tensor& dqkv);
-  at::Tensor turned_heads(const at::Tensor& raw) const;
+  struct Side {
+    HeadColumns columns;  // of q or k among those of the raw product
+    int slot;             // of their norm's weight
+    at::Tensor* made;
+    const char *name, *gradient, *gradient_rows;
+  };
+  std::vector<Side> sides();
+  at::Tensor turned_heads(const at::Tensor& raw);
   void ensure_attn();
   void ensure_proj();
   void release_n1();
@@ -94,12 +76,38 @@ class Block {
   std::vector<Part> qkv_parts() const;
   // ds: gradient of the half's sum. Returns the gradient of n1 (undefined where not needed).
   at::Tensor attention_backward(const at::Tensor& ds);
+  // raw: the product, where its norm's backward reads it. Undefined gradients are not there.
+  at::Tensor qkv_backward(at::Tensor dq, at::Tensor dk, at::Tensor dv, at::Tensor raw);
+  bool makes_q() const { return projected_ != Projected::k_and_v; }
+  bool makes_keys() const { return projected_ != Projected::q; }
+
+  // rows.cpp: the block by tiles of queries
+  struct KeyValues {
+    at::Tensor k, v, dk, dv;  // [B, G, T, D]; sums in the accumulation type
+  };
+  bool by_tiles() const { return tile_rows_ < (spec_.seq_first ? N_ : T_); }
+  Block of_rows(int64_t row0, int64_t rows) const;
+  void take_back(Block&& part);
+  template <typename F>
+  void for_runs(F f);
+  template <typename F>
+  void for_tiles(F f);
+  at::Tensor key_heads(at::ScalarType type, const char* name) const;
+  at::Tensor token_rows(const at::Tensor& heads, int64_t row0) const;
+  void copy_qkv(const at::Tensor& kept) const;
+  void copy_kept(const Values& kept) const;
+  void make_keys();
+  at::Tensor forward_in_tiles();
+  at::Tensor backward_in_tiles(const at::Tensor& dy);
+  void keys_backward(const at::Tensor& dk, const at::Tensor& dv, const at::Tensor& dx);
 
   // ffn.cpp
   struct Tile {
     int64_t row0, rows, col0, cols;
   };
   std::vector<Tile> tiles() const;
+  void set_ffn_tiles();
+  void set_query_tiles();
   bool tiled() const { return tiles_.rows < N_ || tiles_.cols < spec_.ffn.hidden; }
   // Gate and up pre-activations of a tile, as columns of one buffer. Non-gated: up alone.
   struct GateUp {
@@ -255,6 +263,12 @@ class Block {
   at::ScalarType R_, P_, A_;  // residual stream, compute, accumulation
   int64_t B_, T_, N_, C_;
   std::vector<int64_t> row_map_;
+  // Of a block by tiles of queries their rows, else all rows that share keys.
+  int64_t tile_rows_ = 0;
+  std::vector<int64_t> query_tile_;  // where a tile lies, as attention's ops are told
+  Projected projected_ = Projected::all;
+  KeyValues keys_;     // of all keys that a tile of queries attends to
+  bool sums_ = false;  // gradients are sums over tiles, held wide
   FFNTiles tiles_{0, 0};
   Values value_;
   bool save_ = false;

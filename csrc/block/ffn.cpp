@@ -255,10 +255,11 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
   }
   joined_ = {};
   // Sums over row tiles are done: attention's backward, which comes next, holds them narrow.
-  for (const int slot : {ffn_slot(kGateW), ffn_slot(kUpW), down_w}) {
-    const Ledger::Name name("d", slot);
-    if (grads_[slot].defined()) grads_[slot] = grads_[slot].to(params_[slot].scalar_type());
-  }
+  if (!sums_)
+    for (const int slot : {ffn_slot(kGateW), ffn_slot(kUpW), down_w}) {
+      const Ledger::Name name("d", slot);
+      if (grads_[slot].defined()) grads_[slot] = grads_[slot].to(params_[slot].scalar_type());
+    }
   const Ledger::Name name("d n2");
   return dn2.defined() && cut_cols ? dn2.to(P_) : dn2;
 }

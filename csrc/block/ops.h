@@ -235,6 +235,25 @@ inline std::tuple<Tensor, Tensor, Tensor> attention_bwd(const Tensor& d_o, const
             a.mask_kind, a.padding_kind, a.scale, a.causal, a.window, a.softcap, a.p);
 }
 
+// A tile of the queries; k and v are of all keys. backward adds to dk and dv, returns dq.
+inline std::tuple<Tensor, Tensor> attention_tile_fwd(const Tensor& q, const Tensor& k,
+                                                     const Tensor& v, const AttentionArgs& a,
+                                                     at::IntArrayRef tile) {
+  CKPT_OP(attention_tile_fwd);
+  return op(q, k, v, opt(a.mask), opt(a.padding), opt(a.cu_seqlens), opt(a.rng), a.mask_kind,
+            a.padding_kind, a.scale, a.causal, a.window, a.softcap, a.p, tile);
+}
+
+inline Tensor attention_tile_bwd(const Tensor& d_o, const Tensor& q, const Tensor& k,
+                                 const Tensor& v, const Tensor& o, const Tensor& lse,
+                                 const Tensor& dk, const Tensor& dv, const AttentionArgs& a,
+                                 at::IntArrayRef tile) {
+  CKPT_OP(attention_tile_bwd);
+  return op(d_o, q, k, v, o, lse, dk, dv, opt(a.mask), opt(a.padding), opt(a.cu_seqlens),
+            opt(a.rng), a.mask_kind, a.padding_kind, a.scale, a.causal, a.window, a.softcap, a.p,
+            tile);
+}
+
 #undef CKPT_OP
 
 }  // namespace ckptfused::call

@@ -41,9 +41,7 @@ bool Block::need_any(int begin, int end) const {
 }
 
 Tensor Block::grad_vector(int slot) {
-  if (!need(slot)) return {};
-  if (!grads_[slot].defined()) grads_[slot] = empty(params_[slot].sizes(), A_, "d", slot);
-  return grads_[slot];
+  return need(slot) ? weight_grad(slot, A_) : Tensor();
 }
 
 Tensor Block::grad_partials(int slot, const int64_t (&rows)[3]) {
@@ -54,7 +52,10 @@ Tensor Block::grad_partials(int slot, const int64_t (&rows)[3]) {
 }
 
 Tensor Block::weight_grad(int slot, at::ScalarType type) {
-  if (!grads_[slot].defined()) grads_[slot] = empty(params_[slot].sizes(), type, "d", slot);
+  if (!grads_[slot].defined()) {
+    grads_[slot] = empty(params_[slot].sizes(), sums_ ? A_ : type, "d", slot);
+    if (sums_) grads_[slot].zero_();
+  }
   return grads_[slot];
 }
 
@@ -65,6 +66,7 @@ void Block::add_weight_grad(int slot, bool transposed, int64_t row0, int64_t row
   const bool cut_rows = spec_.has_ffn && tiles_.rows < N_ && slot >= ffn_slot(0);
   const Tensor grad = weight_grad(slot, cut_rows ? A_ : P_);
   const Ledger::Name name("d", slot);
+  add |= sums_;
   if (transposed) {
     matmul_out(part_of(part_of(grad, 0, col0, cols), 1, row0, rows), in.t(), dout, add);
   } else {
@@ -75,7 +77,8 @@ void Block::add_weight_grad(int slot, bool transposed, int64_t row0, int64_t row
 // The gradients of parts of a tile by one product; false where not all are asked for.
 bool Block::add_weight_grads(const std::vector<Part>& parts, bool transposed, const Tensor& dout,
                              const Tensor& in) {
-  if (!std::all_of(parts.begin(), parts.end(), [&](const Part& p) { return need(p.weight); })) {
+  if (sums_ ||
+      !std::all_of(parts.begin(), parts.end(), [&](const Part& p) { return need(p.weight); })) {
     return false;
   }
   const int64_t out_cols = dout.size(1), in_cols = in.size(1);
@@ -98,7 +101,7 @@ void Block::add_bias_grad(int slot, int64_t row0, const Tensor& dout, bool add) 
   const Tensor grad = grad_vector(slot);
   if (!grad.defined()) return;
   const Ledger::Name name("d", slot);
-  column_sums_out(part_of(grad, 0, row0, dout.size(1)), dout, add);
+  column_sums_out(part_of(grad, 0, row0, dout.size(1)), dout, add || sums_);
 }
 
 Tensor Block::part_weight(const Part& part, bool transposed) {

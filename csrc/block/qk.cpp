@@ -20,103 +20,109 @@ call::QkArgs norm_only(call::QkArgs args) {
   return args;
 }
 
-// Columns of q or k among those of the raw product, and the slot of their norm.
-struct Side {
-  HeadColumns columns;
-  int slot;
-};
-
 }  // namespace
 
-// q and k of a raw product after RoPE alone, at their columns of a buffer as wide.
-Tensor Block::turned_heads(const Tensor& raw) const {
+// q and k, as far as this block makes them.
+std::vector<Block::Side> Block::sides() {
   const AttentionSpec& a = spec_.attn;
-  const Tensor turned = empty({N_, a.qkv_width()}, P_, "turned q and k");
-  const auto heads = [&](const HeadColumns& columns) -> call::QkHeads {
-    return {heads_view(raw, columns).transpose(1, 2),
-            heads_view(turned, columns).transpose(1, 2),
-            {},
-            {}};
-  };
-  call::qk_fwd(heads(a.q_columns()), heads(a.k_columns()), rotation_only(qk_args()));
+  std::vector<Side> list;
+  if (makes_q())
+    list.push_back({a.q_columns(), attn_slot(kQNormW), &value_.q, "q", "d q", "d q rows"});
+  if (makes_keys())
+    list.push_back({a.k_columns(), attn_slot(kKNormW), &value_.k, "k", "d k", "d k rows"});
+  return list;
+}
+
+// q and k of a raw product after RoPE alone, at their columns of a buffer as wide.
+Tensor Block::turned_heads(const Tensor& raw) {
+  const Tensor turned = empty({N_, spec_.attn.qkv_width()}, P_, "turned q and k");
+  std::vector<call::QkHeads> heads;
+  for (const Side& side : sides()) {
+    heads.push_back({heads_view(raw, side.columns).transpose(1, 2),
+                     heads_view(turned, side.columns).transpose(1, 2),
+                     {},
+                     {}});
+  }
+  heads.resize(2);
+  call::qk_fwd(heads[0], heads[1], rotation_only(qk_args()));
   return turned;
 }
 
 void Block::make_qk_in_steps() {
   const AttentionSpec& a = spec_.attn;
-  const Side sides[] = {{a.q_columns(), attn_slot(kQNormW)}, {a.k_columns(), attn_slot(kKNormW)}};
-  Tensor* const made[] = {&value_.q, &value_.k};
-  value_.v = heads_view(value_.qkv, a.v_columns());
+  std::vector<call::QkHeads> heads;
+  if (makes_keys()) value_.v = heads_view(value_.qkv, a.v_columns());
   if (a.qk_place == "turned") {
     const Tensor turned = turned_heads(value_.qkv);
-    const auto heads = [&](const Side& side) -> call::QkHeads {
-      const Tensor of = heads_view(turned, side.columns).transpose(1, 2);
-      return {of, of, param(side.slot), param(side.slot + 1)};
-    };
-    call::qk_fwd(heads(sides[0]), heads(sides[1]), norm_only(qk_args()));
-    for (int i = 0; i < 2; ++i) *made[i] = heads_view(turned, sides[i].columns);
+    for (const Side& side : sides()) {
+      *side.made = heads_view(turned, side.columns);
+      const Tensor of = side.made->transpose(1, 2);
+      heads.push_back({of, of, param(side.slot), param(side.slot + 1)});
+    }
+    heads.resize(2);
+    call::qk_fwd(heads[0], heads[1], norm_only(qk_args()));
     return;
   }
-  call::QkHeads rotated[2];
-  for (int i = 0; i < 2; ++i) {
-    const auto& [columns, slot] = sides[i];
-    const int64_t width = columns.count * a.head_dim;
-    const Tensor rows = value_.qkv.narrow(1, columns.col0, width).contiguous();
-    const Tensor normed = empty({N_, width}, P_, i == 0 ? "q" : "k");
-    call::norm_fwd(rows, param(slot), param(slot + 1), normed, a.qk.kind, a.qk.eps);
-    *made[i] = heads_view(normed, {columns.count, 0, a.head_dim});
-    rotated[i] = {made[i]->transpose(1, 2), made[i]->transpose(1, 2), {}, {}};
+  for (const Side& side : sides()) {
+    const int64_t count = side.columns.count, width = count * a.head_dim;
+    const Tensor rows = value_.qkv.narrow(1, side.columns.col0, width).contiguous();
+    const Tensor normed = empty({N_, width}, P_, side.name);
+    call::norm_fwd(rows, param(side.slot), param(side.slot + 1), normed, a.qk.kind, a.qk.eps);
+    *side.made = heads_view(normed, {count, 0, a.head_dim});
+    heads.push_back({side.made->transpose(1, 2), side.made->transpose(1, 2), {}, {}});
   }
-  if (a.rope != "none") call::qk_fwd(rotated[0], rotated[1], rotation_only(qk_args()));
+  heads.resize(2);
+  if (a.rope != "none") call::qk_fwd(heads[0], heads[1], rotation_only(qk_args()));
 }
 
+// Undefined gradients are of what this block does not make.
 void Block::qk_backward_in_steps(const Tensor& dq, const Tensor& dk, const Tensor& dv,
                                  const Tensor& raw, const Tensor& dqkv) {
   const AttentionSpec& a = spec_.attn;
   const auto place = [&](const HeadColumns& columns) {
     return heads_view(dqkv, columns).transpose(1, 2);
   };
-  const Side sides[] = {{a.q_columns(), attn_slot(kQNormW)}, {a.k_columns(), attn_slot(kKNormW)}};
-  const Tensor given[] = {dq.transpose(1, 2), dk.transpose(1, 2)};
-  call::QkGradHeads steps[2];
+  const auto given = [&](const Side& side) {
+    return (side.made == &value_.q ? dq : dk).transpose(1, 2);
+  };
+  const Tensor v = dv.defined() ? dv.transpose(1, 2) : dv;
+  const Tensor v_place = dv.defined() ? place(a.v_columns()) : dv;
+  std::vector<call::QkGradHeads> steps;
   if (a.qk_place == "turned") {
     const Tensor turned = turned_heads(raw);
-    for (int i = 0; i < 2; ++i) {
-      const auto& [columns, slot] = sides[i];
-      const int64_t rows[] = {N_, a.head_dim, columns.count};
-      steps[i] = {given[i],
-                  heads_view(turned, columns).transpose(1, 2),
-                  place(columns),
-                  param(slot),
-                  grad_partials(slot, rows),
-                  grad_partials(slot + 1, rows)};
+    std::vector<call::QkGradHeads> turns;
+    for (const Side& side : sides()) {
+      const int64_t rows[] = {N_, a.head_dim, side.columns.count};
+      const Tensor at = place(side.columns);
+      steps.push_back({given(side), heads_view(turned, side.columns).transpose(1, 2), at,
+                       param(side.slot), grad_partials(side.slot, rows),
+                       grad_partials(side.slot + 1, rows)});
+      turns.push_back({at, {}, at, {}, {}, {}});
     }
+    steps.resize(2);
+    turns.resize(2);
     call::qk_bwd(steps[0], steps[1], {}, {}, norm_only(qk_args()));
-    for (int i = 0; i < 2; ++i) {
-      const Tensor at = place(sides[i].columns);
-      steps[i] = {at, {}, at, {}, {}, {}};
-    }
-    call::qk_bwd(steps[0], steps[1], dv.transpose(1, 2), place(a.v_columns()),
-                 rotation_only(qk_args()));
+    call::qk_bwd(turns[0], turns[1], v, v_place, rotation_only(qk_args()));
     return;
   }
-  Tensor normed[2];  // gradients of what the norm made
-  for (int i = 0; i < 2; ++i) {
-    const int64_t count = sides[i].columns.count;
-    normed[i] = empty({N_, count * a.head_dim}, P_, i == 0 ? "d q" : "d k");
-    steps[i] = {given[i], {}, heads_view(normed[i], {count, 0, a.head_dim}).transpose(1, 2),
-                {},       {}, {}};
+  std::vector<Tensor> normed;  // gradients of what the norm made
+  for (const Side& side : sides()) {
+    const int64_t count = side.columns.count;
+    normed.push_back(empty({N_, count * a.head_dim}, P_, side.gradient));
+    const Tensor to = heads_view(normed.back(), {count, 0, a.head_dim}).transpose(1, 2);
+    steps.push_back({given(side), {}, to, {}, {}, {}});
   }
-  call::qk_bwd(steps[0], steps[1], dv.transpose(1, 2), place(a.v_columns()),
-               rotation_only(qk_args()));
-  for (int i = 0; i < 2; ++i) {
-    const auto& [columns, slot] = sides[i];
-    const int64_t width = columns.count * a.head_dim;
-    const Tensor rows = raw.narrow(1, columns.col0, width).contiguous();
-    const Tensor drows = empty({N_, width}, P_, i == 0 ? "d q rows" : "d k rows");
-    call::norm_bwd(normed[i], rows, param(slot), {}, drows, grad_partials(slot, {N_, width, 0}),
-                   grad_partials(slot + 1, {N_, width, 0}), a.qk.kind, a.qk.eps);
-    dqkv.narrow(1, columns.col0, width).copy_(drows);
+  steps.resize(2);
+  call::qk_bwd(steps[0], steps[1], v, v_place, rotation_only(qk_args()));
+  for (size_t i = 0; i < normed.size(); ++i) {
+    const Side side = sides()[i];
+    const int64_t width = side.columns.count * a.head_dim;
+    const Tensor rows = raw.narrow(1, side.columns.col0, width).contiguous();
+    const Tensor drows = empty({N_, width}, P_, side.gradient_rows);
+    call::norm_bwd(normed[i], rows, param(side.slot), {}, drows,
+                   grad_partials(side.slot, {N_, width, 0}),
+                   grad_partials(side.slot + 1, {N_, width, 0}), a.qk.kind, a.qk.eps);
+    dqkv.narrow(1, side.columns.col0, width).copy_(drows);
   }
 }
 

@@ -121,7 +121,7 @@ void for_fields(KeepSpec& s, F&& f) {
 struct BlockFields {
   KeepSpec keep = {};  // What is kept for backward beside x and the random state.
   Parallel parallel = Parallel::no;  // Both halves add to the same x; 'shared': the FFN reads attn.pre's output.
-  int64_t scratch = 0;  // Bytes of hidden-wide scratch above which the FFN's backward goes in tiles; 0: by device.
+  int64_t scratch = 0;  // Bytes of scratch above which the FFN, and on a CPU attention, goes in tiles; 0: by device.
   bool seq_first = false;  // x is [T, B, C], not [B, T, C].
   c10::ScalarType compute = c10::ScalarType::Undefined;  // Type of the matrix products; None: the type of x.
 };

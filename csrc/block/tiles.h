@@ -14,10 +14,10 @@ struct FFNTiles {
   int64_t cols;  // hidden columns of a tile; all of them when the rows are cut
 };
 
-// Bytes of hidden-wide scratch that one backward takes in one piece where the caller says nothing.
-// A GPU fills its waves with large products only: a Llama-3-8B layer at 16,384 tokens is left
-// whole.
-inline int64_t ffn_scratch_limit(int64_t asked, bool cuda) {
+// Bytes of scratch that the attention and the FFN of a backward each take in one piece where the
+// caller says nothing. A GPU fills its waves with large products only: a Llama-3-8B layer at 16,384
+// tokens is left whole.
+inline int64_t scratch_limit(int64_t asked, bool cuda) {
   return asked > 0 ? asked : cuda ? int64_t(3) << 29 : int64_t(256) << 20;
 }
 
@@ -90,6 +90,30 @@ inline FFNTiles ffn_tiles(int64_t rows, int64_t width, int64_t hidden, bool gate
   const auto of_cols = [&](int64_t step) { return work.of(rows, step); };
   return cut_rows ? FFNTiles{least_work(rows, row_step, kRowAlign, of_rows), hidden}
                   : FFNTiles{rows, least_work(hidden, col_step, kColAlign, of_cols)};
+}
+
+// What a block by tiles of queries takes, of tokens of so many sequences.
+struct QueryWork {
+  int64_t batches;
+  int64_t q_width, kv_width;  // of all heads
+  int64_t weights;            // numbers
+  int64_t element_size, sum_size;
+};
+
+// Tokens of a tile of queries; all of them where that takes no more. A tile's q, k and v, their
+// gradients, o, its gradient and what is made of them are as wide as three of q, k and v together
+// and three of q; all k, v and the sums of their gradients, and where the type is narrow those of
+// weights, come on top.
+inline int64_t query_tile(int64_t tokens, const QueryWork& w, int64_t limit) {
+  const int64_t token_bytes = w.batches * w.element_size * (6 * w.q_width + 6 * w.kv_width);
+  const int64_t whole = tokens * token_bytes;
+  const int64_t count = (whole + limit - 1) / limit;
+  if (count <= 1) return tokens;
+  const int64_t even = (tokens + count - 1) / count;
+  const int64_t step = std::min(tokens, (even + kRowAlign - 1) / kRowAlign * kRowAlign);
+  const int64_t keys = tokens * w.batches * 2 * w.kv_width * (w.element_size + w.sum_size);
+  const int64_t sums = w.element_size < w.sum_size ? w.weights * w.sum_size : 0;
+  return step * token_bytes + keys + sums < whole ? step : tokens;
 }
 
 }  // namespace ckptfused

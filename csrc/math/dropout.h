@@ -99,10 +99,12 @@ CKPT_HD Dropout make_dropout(const int64_t* state, double p, int site, int64_t c
 }
 
 // Maps a row of the tensor in memory to its batch-first row. Batch-first tensors have inner == 0;
-// a [T, B, C] tensor has outer = T, inner = B and memory row t*B + b is logical row b*T + t.
+// a [T, B, C] tensor has outer = T, inner = B and memory row t*B + b is logical row b*T + t. Rows
+// are counted from the first on.
 struct RowMap {
-  int64_t outer = 0, inner = 0;
+  int64_t outer = 0, inner = 0, first = 0;
   CKPT_HD int64_t operator()(int64_t row) const {
+    row += first;
     return inner == 0 ? row : (row % inner) * outer + row / inner;
   }
 };

@@ -18,9 +18,15 @@ const NamedActivation& checked_activation(const char* op, std::string_view act) 
 // The rows of a tensor that covers only part of the masked one are global rows row0 + i, so [B, T]
 // need not multiply to n.
 RowMap global_row_map(const char* op, at::IntArrayRef rows, int64_t row_end) {
-  TORCH_CHECK(rows.empty() || (rows.size() == 2 && rows[0] * rows[1] >= row_end), op,
-              ": rows: expected [] or [B, T] with B * T >= ", row_end, ", got ", rows);
-  return rows.empty() ? RowMap{} : RowMap{rows[1], rows[0]};
+  const auto fits = [&] {
+    const int64_t first = rows.size() == 3 ? rows[2] : 0;
+    return (rows.size() == 2 || rows.size() == 3) && first >= 0 &&
+           rows[0] * rows[1] >= first + row_end;
+  };
+  TORCH_CHECK(rows.empty() || fits(), op,
+              ": rows: expected [], [B, T] or [B, T, first] with B * T >= first + ", row_end,
+              ", got ", rows);
+  return row_map(rows);
 }
 
 void check_slice(const char* op, const char* name, const at::Tensor& t, const at::Tensor& u) {

@@ -7,6 +7,7 @@
 #include "kernels/cpu/adapter.h"
 #include "ops/adapters.h"
 #include "ops/checks.h"
+#include "ops/row_args.h"
 #include "ops/tasks_cpu.h"
 
 // What forward and backward of adapters on the CPU share: a task takes blocks of rows, of which
@@ -120,12 +121,11 @@ struct Call {
 
   Call(const Adapters& list, const AdapterPlace& place, int64_t width)
       : adapters(operands_of<A>(list, place)),
+        row_map(ckptfused::row_map(place.rows)),
         row0(place.row0),
         col0(place.col0),
         k(list[0].a.size(1)),
-        m(width) {
-    if (!place.rows.empty()) row_map = {place.rows[1], place.rows[0]};
-  }
+        m(width) {}
   AdapterBlock block(int64_t row, int64_t rows, const Dropout& dropout) const {
     return {rows, k, dropout, row_map, row0 + row, col0};
   }

@@ -42,17 +42,33 @@ at::Tensor expand_mask(const char* op, const char* name, const OptionalTensor& m
   return mask->expand(sizes);
 }
 
-std::vector<AttentionSequence> dense_sequences(const AttentionProblem& a) {
-  std::vector<AttentionSequence> sequences;
-  for (int64_t b = 0; b < a.batch(); ++b) {
-    sequences.push_back({b, 0, a.q.size(2), 0, a.k.size(2)});
-  }
-  return sequences;
+// Queries of a batch that a call is of, whose first sequence has that number.
+struct Queries {
+  int64_t sequence, first, count, all;
+};
+
+Queries queries_of(const char* op, const at::Tensor& q, const at::Tensor& k, QueryTile tile) {
+  const int64_t count = q.size(2);
+  if (tile.empty()) return {0, 0, count, count};
+  const bool fits = tile.size() == 3 && tile[0] >= 0 && tile[1] >= 0 && tile[1] + count <= tile[2];
+  TORCH_CHECK(fits && tile[2] == k.size(2), op, ": tile: expected [sequence, query, queries] with ",
+              "query + ", count, " of at most queries, which are as many as the keys, ", k.size(2),
+              ", got ", tile);
+  return {tile[0], tile[1], count, tile[2]};
 }
 
-std::vector<AttentionSequence> packed_sequences(const char* op, const AttentionProblem& a,
-                                                const at::Tensor& cu_seqlens) {
-  const int64_t tokens = a.q.size(2);
+void set_dense_sequences(AttentionProblem& a, const Queries& queries) {
+  a.max_queries = queries.all;
+  a.max_keys = a.k.size(2);
+  for (int64_t b = 0; b < a.batch(); ++b) {
+    a.sequences.push_back(
+        {b, 0, queries.count, 0, a.max_keys, queries.sequence + b, queries.first});
+  }
+}
+
+void set_packed_sequences(const char* op, AttentionProblem& a, const at::Tensor& cu_seqlens,
+                          const Queries& queries) {
+  const int64_t tokens = queries.all;
   TORCH_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.numel() >= 1 &&
                   (cu_seqlens.scalar_type() == at::kInt || cu_seqlens.scalar_type() == at::kLong),
               op, ": cu_seqlens: expected Int or Long [S + 1], got ", cu_seqlens.scalar_type(), " ",
@@ -63,7 +79,6 @@ std::vector<AttentionSequence> packed_sequences(const char* op, const AttentionP
   check_memory(op, "cu_seqlens", cu_seqlens);
   const at::Tensor bounds = cu_seqlens.to(at::kCPU, at::kLong).contiguous();
   const int64_t* bound = bounds.const_data_ptr<int64_t>();
-  std::vector<AttentionSequence> sequences;
   const int64_t last = bounds.numel() - 1;
   TORCH_CHECK(bound[0] == 0 && bound[last] == tokens, op,
               ": cu_seqlens: expected numbers that do not fall, from 0 to ", tokens, ", got ",
@@ -73,9 +88,13 @@ std::vector<AttentionSequence> packed_sequences(const char* op, const AttentionP
                 ": cu_seqlens: expected numbers that do not fall, from 0 to ", tokens, ", got ",
                 bound[s], " then ", bound[s + 1], " at ", s);
     const int64_t length = bound[s + 1] - bound[s];
-    sequences.push_back({0, bound[s], length, bound[s], length});
+    a.max_queries = a.max_keys = std::max(a.max_keys, length);
+    const int64_t begin = std::max(bound[s], queries.first);
+    const int64_t end = std::min(bound[s + 1], queries.first + queries.count);
+    if (end < begin) continue;
+    a.sequences.push_back(
+        {0, begin - queries.first, end - begin, bound[s], length, s, begin - bound[s]});
   }
-  return sequences;
 }
 
 void check_operands(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
@@ -102,18 +121,19 @@ AttentionProblem attention_problem(const char* op, const at::Tensor& q, const at
                                    const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
                                    const OptionalTensor& rng_state, std::string_view mask_kind,
                                    std::string_view padding_kind, double scale, bool causal,
-                                   int64_t window, double softcap, double p) {
+                                   int64_t window, double softcap, double p, QueryTile tile) {
   check_operands(op, q, k, v);
+  const Queries queries = queries_of(op, q, k, tile);
   TORCH_CHECK(window >= 0, op, ": window: expected 0 (none) or more, got ", window);
   TORCH_CHECK(softcap >= 0.0, op, ": softcap: expected 0 (none) or more, got ", softcap);
   AttentionProblem a;
   a.q = attention_operand(q);
   a.k = attention_operand(k);
   a.v = attention_operand(v);
-  const int64_t batch = a.batch(), queries = q.size(2), keys = k.size(2);
+  const int64_t batch = a.batch(), keys = k.size(2);
   a.mask_kind = parse_mask_kind(op, "mask", mask_kind, mask, q.device());
   a.padding_kind = parse_mask_kind(op, "padding", padding_kind, padding, q.device());
-  a.mask = expand_mask(op, "mask", mask, {batch, a.heads(), queries, keys});
+  a.mask = expand_mask(op, "mask", mask, {batch, a.heads(), queries.all, keys});
   a.padding = expand_mask(op, "padding", padding, {batch, keys});
   a.scale = scale;
   a.causal = causal;
@@ -123,12 +143,7 @@ AttentionProblem attention_problem(const char* op, const at::Tensor& q, const at
       !a.packed || (a.mask_kind == MaskKind::none && a.padding_kind == MaskKind::none), op,
       ": mask, padding: expected none beside cu_seqlens, which bounds the sequences itself, ",
       "got kinds ", mask_kind, " and ", padding_kind);
-  a.sequences = a.packed ? packed_sequences(op, a, *cu_seqlens) : dense_sequences(a);
-  a.max_queries = a.max_keys = 0;
-  for (const AttentionSequence& s : a.sequences) {
-    a.max_queries = std::max(a.max_queries, s.queries);
-    a.max_keys = std::max(a.max_keys, s.keys);
-  }
+  a.packed ? set_packed_sequences(op, a, *cu_seqlens, queries) : set_dense_sequences(a, queries);
   a.window = window >= std::max(a.max_queries, a.max_keys) ? 0 : window;
   a.dropout = host_dropout(op, rng_state, p, int64_t(DropoutSite::attention_probs), a.max_keys);
   return a;

@@ -20,7 +20,14 @@ inline constexpr double kLeastScale = std::numeric_limits<float>::min();
 // A run of tokens that attend to one another: a batch element, or one sequence of a packed batch.
 struct AttentionSequence {
   int64_t batch, query, queries, key, keys;  // position in the tensors, and length
+  int64_t number;                            // among those of the whole batch
+  int64_t first = 0;                         // of its queries, where only some are given
 };
+
+// [sequence, query, queries]: the call is of queries [query, query + Tq) of a batch with that many,
+// whose first sequence has that number; masks and dropout are the whole batch's. Empty: all of
+// them.
+using QueryTile = at::IntArrayRef;
 
 // The checked arguments of attention_fwd and attention_bwd.
 //
@@ -28,7 +35,7 @@ struct AttentionSequence {
 // a row lie side by side (operands that do not were copied), the other strides are free.
 struct AttentionProblem {
   at::Tensor q, k, v;
-  at::Tensor mask;     // [B, H, Tq, Tk], expanded, or undefined
+  at::Tensor mask;     // [B, H, Tq of the whole batch, Tk], expanded, or undefined
   at::Tensor padding;  // [B, Tk], expanded, or undefined
   MaskKind mask_kind, padding_kind;
   double scale;
@@ -38,7 +45,7 @@ struct AttentionProblem {
   Dropout dropout;
   bool packed;
   std::vector<AttentionSequence> sequences;
-  int64_t max_queries, max_keys;  // of a sequence
+  int64_t max_queries = 0, max_keys = 0;  // of a sequence of the whole batch
 
   int64_t batch() const { return q.size(0); }
   int64_t heads() const { return q.size(1); }
@@ -61,7 +68,7 @@ AttentionProblem attention_problem(const char* op, const at::Tensor& q, const at
                                    const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
                                    const OptionalTensor& rng_state, std::string_view mask_kind,
                                    std::string_view padding_kind, double scale, bool causal,
-                                   int64_t window, double softcap, double p);
+                                   int64_t window, double softcap, double p, QueryTile tile = {});
 
 // What backward is given of forward's results, checked: do and o as attention_operand has them, lse
 // contiguous.
@@ -83,6 +90,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
     const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
     const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
     double scale, bool causal, int64_t window, double softcap, double p);
+
+// The same of a tile of queries: backward adds to dk and dv, of the accumulation type, and returns
+// dq.
+std::tuple<at::Tensor, at::Tensor> attention_tile_fwd_cpu(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
+    const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
+    const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
+    double scale, bool causal, int64_t window, double softcap, double p, QueryTile tile);
+at::Tensor attention_tile_bwd_cpu(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
+                                  const at::Tensor& v, const at::Tensor& o, const at::Tensor& lse,
+                                  const at::Tensor& dk, const at::Tensor& dv,
+                                  const OptionalTensor& mask, const OptionalTensor& padding,
+                                  const OptionalTensor& cu_seqlens, const OptionalTensor& rng_state,
+                                  std::string_view mask_kind, std::string_view padding_kind,
+                                  double scale, bool causal, int64_t window, double softcap,
+                                  double p, QueryTile tile);
 
 // Bytes that PyTorch's flash kernel on the CPU allocates within itself (FlashAttentionKernel.cpp).
 int64_t flash_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys, int64_t head_dim,

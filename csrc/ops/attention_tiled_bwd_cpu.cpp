@@ -12,9 +12,9 @@ struct Scratch {
   using A = acc_t<T>;
   A *probs, *dprobs, *delta, *dq;
   A *q = nullptr, *dout = nullptr, *k = nullptr, *v = nullptr;  // converted tiles
-  A *dk = nullptr, *dv = nullptr;                               // sums of a whole sequence
+  A *dk = nullptr, *dv = nullptr;  // sums of a whole sequence, where it has no others
 
-  Scratch(Pieces& pieces, int64_t queries, int64_t keys, int64_t head_dim) {
+  Scratch(Pieces& pieces, int64_t queries, int64_t keys, int64_t head_dim, bool onto) {
     const int64_t rows = std::min(kQueryTile, queries), cols = std::min(kKeyTile, keys);
     probs = pieces.take<A>(rows * cols);
     dprobs = pieces.take<A>(rows * cols);
@@ -25,6 +25,7 @@ struct Scratch {
     dout = pieces.take<A>(rows * head_dim);
     k = pieces.take<A>(cols * head_dim);
     v = pieces.take<A>(cols * head_dim);
+    if (onto) return;
     dk = pieces.take<A>(keys * head_dim);
     dv = pieces.take<A>(keys * head_dim);
   }
@@ -32,6 +33,7 @@ struct Scratch {
 
 struct Tensors {
   at::Tensor dout, o, lse, dq, dk, dv;
+  bool onto;  // dk and dv have the accumulation type, and are added to
 };
 
 // The gradients of one key/value head of one sequence and of the query heads that read it. One
@@ -49,20 +51,19 @@ class KeyValueHead {
         sequence_(sequence),
         head_(head),
         pieces_(memory),
-        scratch_(pieces_, a.max_queries, a.max_keys, a.head_dim()) {}
+        scratch_(pieces_, a.max_queries, a.max_keys, a.head_dim(), tensors.onto) {}
 
   void run() {
     const int64_t D = a_.head_dim();
-    const Matrix<T> dk = head_rows<T>(t_.dk, s_.batch, head_, s_.key, s_.keys);
-    const Matrix<T> dv = head_rows<T>(t_.dv, s_.batch, head_, s_.key, s_.keys);
-    if constexpr (kConverted<T>) {
+    const bool narrow = kConverted<T> && !t_.onto;
+    if (narrow) {
       dk_ = {scratch_.dk, s_.keys, D, D};
       dv_ = {scratch_.dv, s_.keys, D, D};
       std::fill_n(dk_.data, s_.keys * D, A(0));
       std::fill_n(dv_.data, s_.keys * D, A(0));
-    } else {  // the outputs, zero so far, are the sums
-      dk_ = dk;
-      dv_ = dv;
+    } else {  // the outputs, zero so far or given, are the sums
+      dk_ = head_rows<A>(t_.dk, s_.batch, head_, s_.key, s_.keys);
+      dv_ = head_rows<A>(t_.dv, s_.batch, head_, s_.key, s_.keys);
     }
     for (int64_t head = head_ * a_.group(); head < (head_ + 1) * a_.group(); ++head) {
       const AttentionRule rule = attention_rule(a_, sequence_, head);
@@ -70,10 +71,11 @@ class KeyValueHead {
         add_queries(rule, head, query, std::min(kQueryTile, s_.queries - query));
       }
     }
-    if constexpr (kConverted<T>) {
-      store_tile(dk_.data, s_.keys, D, dk.data, dk.stride);
-      store_tile(dv_.data, s_.keys, D, dv.data, dv.stride);
-    }
+    if (!narrow) return;
+    const Matrix<T> dk = head_rows<T>(t_.dk, s_.batch, head_, s_.key, s_.keys);
+    const Matrix<T> dv = head_rows<T>(t_.dv, s_.batch, head_, s_.key, s_.keys);
+    store_tile(dk_.data, s_.keys, D, dk.data, dk.stride);
+    store_tile(dv_.data, s_.keys, D, dv.data, dv.stride);
   }
 
  private:
@@ -91,7 +93,7 @@ class KeyValueHead {
 
     const Matrix<A> dq{scratch_.dq, rows, D, D};
     std::fill_n(dq.data, rows * D, A(0));
-    for_key_tiles(rule, query, rows,
+    for_key_tiles(rule, s_.first + query, rows,
                   [&](const ScoreTile& tile) { add_tile(rule, tile, lse, q, dout, dq); });
     const Matrix<T> dq_rows = rows_of(t_.dq);
     store_tile(dq.data, rows, D, dq_rows.data, dq_rows.stride);
@@ -124,34 +126,48 @@ class KeyValueHead {
   Matrix<A> dk_{}, dv_{};
 };
 
-}  // namespace
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_tiled_bwd(const AttentionProblem& a,
-                                                                   const at::Tensor& dout,
-                                                                   const at::Tensor& o,
-                                                                   const at::Tensor& lse) {
+void run(const AttentionProblem& a, const Tensors& t) {
   const at::ScalarType dtype = a.q.scalar_type();
-  const Tensors t{dout,
-                  o,
-                  lse,
-                  attention_buffer(a.q, a.heads(), a.q.size(2), false),
-                  attention_buffer(a.k, a.kv_heads(), a.k.size(2), true),
-                  attention_buffer(a.v, a.kv_heads(), a.k.size(2), true)};
-  const int64_t bytes = attention_bwd_scratch_bytes(dtype, a.max_queries, a.max_keys, a.head_dim());
+  const int64_t bytes =
+      attention_bwd_scratch_bytes(dtype, a.max_queries, a.max_keys, a.head_dim(), t.onto);
   const int64_t heads = a.kv_heads();
   for_dtype(dtype, [&](auto type) {
     run_tasks(int64_t(a.sequences.size()) * heads, bytes, [&](int64_t task, char* memory) {
       KeyValueHead<decltype(type)>(a, t, task / heads, task % heads, memory).run();
     });
   });
+}
+
+}  // namespace
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_tiled_bwd(const AttentionProblem& a,
+                                                                   const at::Tensor& dout,
+                                                                   const at::Tensor& o,
+                                                                   const at::Tensor& lse) {
+  const Tensors t{dout,
+                  o,
+                  lse,
+                  attention_buffer(a.q, a.heads(), a.q.size(2), false),
+                  attention_buffer(a.k, a.kv_heads(), a.k.size(2), true),
+                  attention_buffer(a.v, a.kv_heads(), a.k.size(2), true),
+                  /*onto=*/false};
+  run(a, t);
   return {t.dq, t.dk, t.dv};
 }
 
+at::Tensor attention_tiled_bwd_onto(const AttentionProblem& a, const at::Tensor& dout,
+                                    const at::Tensor& o, const at::Tensor& lse,
+                                    const at::Tensor& dk, const at::Tensor& dv) {
+  const at::Tensor dq = attention_buffer(a.q, a.heads(), a.q.size(2), false);
+  run(a, {dout, o, lse, dq, dk, dv, /*onto=*/true});
+  return dq;
+}
+
 int64_t attention_bwd_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys,
-                                    int64_t head_dim) {
+                                    int64_t head_dim, bool onto) {
   return for_dtype(dtype, [&](auto type) {
     Pieces pieces(nullptr);
-    Scratch<decltype(type)>(pieces, queries, keys, head_dim);
+    Scratch<decltype(type)>(pieces, queries, keys, head_dim, onto);
     return pieces.bytes();
   });
 }

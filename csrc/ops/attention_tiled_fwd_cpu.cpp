@@ -61,7 +61,7 @@ void run_task(const AttentionProblem& a, const Task& task, const at::Tensor& o,
   std::fill_n(state.max, rows, A(-INFINITY));
   std::fill_n(state.sum, rows, A(0));
   std::fill_n(state.out, rows * D, A(0));
-  for_key_tiles(rule, task.query, rows, [&](const ScoreTile& tile) {
+  for_key_tiles(rule, s.first + task.query, rows, [&](const ScoreTile& tile) {
     const auto widened = [&](const at::Tensor& t) {
       return widen(head_rows<T>(t, s.batch, kv_head, s.key + tile.key, tile.cols), scratch.kv);
     };

@@ -23,14 +23,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_tiled_bwd(const Attenti
                                                                    const at::Tensor& dout,
                                                                    const at::Tensor& o,
                                                                    const at::Tensor& lse);
+// The same, but for dk and dv of the accumulation type [B, G, T, D], to which it adds. Returns dq.
+at::Tensor attention_tiled_bwd_onto(const AttentionProblem& a, const at::Tensor& dout,
+                                    const at::Tensor& o, const at::Tensor& lse,
+                                    const at::Tensor& dk, const at::Tensor& dv);
 
 // Scratch of one thread in bytes, where queries and keys are the longest sequence's (see the
-// definitions for its parts). A call allocates this for min(threads, tasks) threads in one piece;
-// tasks are sequences x heads x query tiles forward, sequences x kv_heads backward.
+// definitions for its parts; backward onto sums has none of keys). A call allocates this for
+// min(threads, tasks) threads in one piece; tasks are sequences x heads x query tiles forward,
+// sequences x kv_heads backward.
 int64_t attention_fwd_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys,
                                     int64_t head_dim);
 int64_t attention_bwd_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys,
-                                    int64_t head_dim);
+                                    int64_t head_dim, bool onto);
 
 namespace tiles {
 
@@ -65,8 +70,8 @@ inline MaskView mask_view(MaskKind kind, const at::Tensor& mask, int64_t offset,
   return view;
 }
 
-// The rule of head `head` in sequence number `sequence`. Masks are of dense batches, whose
-// sequences begin at 0.
+// The rule of head `head` in a sequence of the call. Masks are of dense batches, whose sequences
+// begin at 0.
 inline AttentionRule attention_rule(const AttentionProblem& a, int64_t sequence, int64_t head) {
   const AttentionSequence& s = a.sequences[sequence];
   AttentionRule rule;
@@ -84,7 +89,7 @@ inline AttentionRule attention_rule(const AttentionProblem& a, int64_t sequence,
         mask_view(a.padding_kind, a.padding, s.batch * a.padding.stride(0), 0, a.padding.stride(1));
   }
   rule.dropout = a.dropout;
-  rule.dropout_row = (sequence * a.heads() + head) * a.max_queries;
+  rule.dropout_row = (s.number * a.heads() + head) * a.max_queries;
   return rule;
 }
 

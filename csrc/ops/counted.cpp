@@ -12,10 +12,10 @@ void launch(const RowCall& call) {
   if (call.rows > 0) Ledger::current()->launched(call.op);
 }
 
-void count_attention(const char* op, const at::Tensor& q, int64_t products) {
+void count_attention(const char* op, const at::Tensor& q, const at::Tensor& k, int64_t products) {
   Ledger& ledger = *Ledger::current();
   const Ledger::Name name(products == 2 ? "attention" : "attention backward");
-  ledger.add(Ledger::attention, {q.size(0), q.size(1), q.size(2), q.size(3), products},
+  ledger.add(Ledger::attention, {q.size(0), q.size(1), q.size(2), q.size(3), products, k.size(2)},
              q.scalar_type());
   const CountedDevice& device = ledger.device();
   const auto& kernels = products == 2 ? device.attention_fwd : device.attention_bwd;
@@ -79,7 +79,7 @@ std::tuple<at::Tensor, at::Tensor> attention_fwd(
     const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
     const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
     double scale, bool causal, int64_t window, double softcap, double p) {
-  count_attention("attention_fwd", q, 2);
+  count_attention("attention_fwd", q, k, 2);
   const CountedDevice& device = Ledger::current()->device();
   if (!device.cuda) {
     return attention_fwd_cpu(q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind, padding_kind,
@@ -98,7 +98,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd(
     const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
     const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
     double scale, bool causal, int64_t window, double softcap, double p) {
-  count_attention("attention_bwd", q, 5);
+  count_attention("attention_bwd", q, k, 5);
   const CountedDevice& device = Ledger::current()->device();
   if (!device.cuda) {
     return attention_bwd_cpu(dout, q, k, v, o, lse, mask, padding, cu_seqlens, rng_state, mask_kind,
@@ -110,6 +110,29 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd(
   std::tuple<at::Tensor, at::Tensor, at::Tensor> grads = {like(q), like(k), like(v)};
   gpu_scratch(device.attention_bwd);
   return grads;
+}
+
+std::tuple<at::Tensor, at::Tensor> attention_tile_fwd(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
+    const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
+    const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
+    double scale, bool causal, int64_t window, double softcap, double p, QueryTile tile) {
+  count_attention("attention_tile_fwd", q, k, 2);
+  return attention_tile_fwd_cpu(q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind,
+                                padding_kind, scale, causal, window, softcap, p, tile);
+}
+
+at::Tensor attention_tile_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
+                              const at::Tensor& v, const at::Tensor& o, const at::Tensor& lse,
+                              const at::Tensor& dk, const at::Tensor& dv,
+                              const OptionalTensor& mask, const OptionalTensor& padding,
+                              const OptionalTensor& cu_seqlens, const OptionalTensor& rng_state,
+                              std::string_view mask_kind, std::string_view padding_kind,
+                              double scale, bool causal, int64_t window, double softcap, double p,
+                              QueryTile tile) {
+  count_attention("attention_tile_bwd", q, k, 5);
+  return attention_tile_bwd_cpu(dout, q, k, v, o, lse, dk, dv, mask, padding, cu_seqlens, rng_state,
+                                mask_kind, padding_kind, scale, causal, window, softcap, p, tile);
 }
 
 void ffn_up_fwd(const at::Tensor& x, const OptionalTensor& gate_w, const at::Tensor&,

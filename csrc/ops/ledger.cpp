@@ -174,7 +174,7 @@ std::optional<int64_t> Ledger::number_of(const at::Tensor& t) const {
   return resolved(buffer->number);
 }
 
-void Ledger::add(Kind kind, std::array<int64_t, 5> sizes, at::ScalarType dtype) {
+void Ledger::add(Kind kind, std::array<int64_t, 6> sizes, at::ScalarType dtype) {
   events_.push_back({kind, name(), slot_, sizes, dtype});
 }
 
@@ -197,7 +197,7 @@ bool counted_launch(const char* name, int64_t bytes, int64_t times) {
   return counting();
 }
 
-bool counted_work(Ledger::Kind kind, std::array<int64_t, 5> sizes, at::ScalarType dtype) {
+bool counted_work(Ledger::Kind kind, std::array<int64_t, 6> sizes, at::ScalarType dtype) {
   if (counting()) Ledger::current()->add(kind, sizes, dtype);
   return counting();
 }

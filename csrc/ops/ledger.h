@@ -36,10 +36,11 @@ class Ledger {
     int64_t slot;      // the parameter that the name is about, or -1
     // allocation, release: number of the buffer, bytes. product: rows, columns, depth, bytes that
     // its result is more than a product's in the type of its operands: of a wider one those
-    // written, of a sum those read. attention: batch, heads, length, head width, products a head.
+    // written, of a sum those read. attention: batch, heads, queries, head width, products a head,
+    // keys.
     // low_rank: rows, columns, depth, rank. launch: bytes of the tensors that it is given, each
     // time.
-    std::array<int64_t, 5> sizes;
+    std::array<int64_t, 6> sizes;
     at::ScalarType dtype = at::ScalarType::Undefined;  // of a product's operands
   };
 
@@ -62,7 +63,7 @@ class Ledger {
   const std::vector<Event>& events() const { return events_; }
   // Of the buffer that a tensor's storage is, if it began under this ledger.
   std::optional<int64_t> number_of(const at::Tensor& t) const;
-  void add(Kind kind, std::array<int64_t, 5> sizes, at::ScalarType dtype = at::kFloat);
+  void add(Kind kind, std::array<int64_t, 6> sizes, at::ScalarType dtype = at::kFloat);
   void launched(const char* name, int64_t times = 1, int64_t bytes = 0);
 
   // The first launch while one lives is given these bytes of tensors.
@@ -158,7 +159,7 @@ inline bool counts_whole_ffn() {
 // tensors that one is given.
 bool counted_launch(const char* name, int64_t bytes = 0, int64_t times = 1);
 // Likewise work of a kind.
-bool counted_work(Ledger::Kind kind, std::array<int64_t, 5> sizes,
+bool counted_work(Ledger::Kind kind, std::array<int64_t, 6> sizes,
                   at::ScalarType dtype = at::kFloat);
 
 }  // namespace ckptfused

@@ -67,15 +67,20 @@ inline NormParam norm_param(const char* op, const char* name, const OptionalTens
   return {param->const_data_ptr(), kernel_dtype(op, name, *param)};
 }
 
-// rows: [] for batch-first rows, or [B, T] for rows of a [T, B, C] tensor.
+// rows: [] for batch-first rows, [B, T] for rows of a [T, B, C] tensor, or [B, T, first] for those
+// of it from the first on (B = 1: of a batch-first one).
+inline RowMap row_map(at::IntArrayRef rows) {
+  if (rows.empty()) return {};
+  return {rows[1], rows[0], rows.size() > 2 ? rows[2] : 0};
+}
+
+// Likewise of all n rows of such a tensor, or of n from the first on.
 inline RowMap row_map(const char* op, at::IntArrayRef rows, int64_t n) {
-  RowMap map;
-  if (rows.empty()) return map;
-  TORCH_CHECK(rows.size() == 2 && rows[0] * rows[1] == n, op, ": rows: expected [] or [B, T] with ",
-              "B * T = ", n, ", got ", rows);
-  map.outer = rows[1];
-  map.inner = rows[0];
-  return map;
+  const bool fits = rows.empty() || (rows.size() == 2 && rows[0] * rows[1] == n) ||
+                    (rows.size() == 3 && rows[2] >= 0 && rows[2] + n <= rows[0] * rows[1]);
+  TORCH_CHECK(fits, op, ": rows: expected [] or [B, T] with B * T = ", n,
+              ", or [B, T, first] with first + ", n, " of at most B * T, got ", rows);
+  return row_map(rows);
 }
 
 // The dropout of a tensor whose last dimension has cols entries, without the state of its call.

@@ -128,11 +128,19 @@ TORCH_LIBRARY(ckptfused, m) {
       "cross_entropy_bwd(Tensor(a!) logits, Tensor target, Tensor? class_weight, Tensor lse, "
       "Tensor? factor, int classes, int col0, int ignore_index, float smoothing, float scale, "
       "float softcap, float z_loss) -> ()");
+  // A tile of the queries of a batch (ops/attention.h): backward adds to dk and dv, which have the
+  // accumulation type.
+#define CKPT_ATTENTION_OPTIONS                                                            \
+  "Tensor? mask, Tensor? padding, Tensor? cu_seqlens, Tensor? rng_state, str mask_kind, " \
+  "str padding_kind, float scale, bool causal, int window, float softcap, float p"
+  m.def("attention_tile_fwd(Tensor q, Tensor k, Tensor v, " CKPT_ATTENTION_OPTIONS
+        ", int[] tile) -> (Tensor o, Tensor lse)");
+  m.def(
+      "attention_tile_bwd(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+      "Tensor(a!) dk, Tensor(b!) dv, " CKPT_ATTENTION_OPTIONS ", int[] tile) -> Tensor");
   // attention_triton_*: of a GPU's calls those that PyTorch's kernels do not do (attention_gpu.h).
   for (const std::string name : {"attention", "attention_triton"}) {
-    const std::string options =
-        "Tensor? mask, Tensor? padding, Tensor? cu_seqlens, Tensor? rng_state, str mask_kind, "
-        "str padding_kind, float scale, bool causal, int window, float softcap, float p";
+    const std::string options = CKPT_ATTENTION_OPTIONS;
     m.def((name + "_fwd(Tensor q, Tensor k, Tensor v, " + options + ") -> (Tensor o, Tensor lse)")
               .c_str(),
           {at::Tag::pt2_compliant_tag});

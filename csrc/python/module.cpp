@@ -42,7 +42,7 @@ constexpr const char* kKinds[] = {"allocation", "release",  "product",
                                   "attention",  "low rank", "launch"};
 using Param = std::optional<std::pair<std::vector<int64_t>, std::string>>;
 // Kind, name, slot or -1, sizes, and of a product the type of its operands.
-using Event = std::tuple<const char*, const char*, int64_t, std::array<int64_t, 5>, const char*>;
+using Event = std::tuple<const char*, const char*, int64_t, std::array<int64_t, 6>, const char*>;
 
 // Of a device: whether it is a GPU, threads, multiprocessors, whether the FFN is cut, and of
 // attention forward and backward on a GPU scratch and launches.
@@ -200,7 +200,7 @@ PYBIND11_MODULE(_C, m) {
       .def("__exit__", &UnderSettings::exit);
   m.def("cpu_target", &ckptfused::cpu_target_name);
   m.def("forget_ffn_choices", &ckptfused::call::forget_ffn_choices);
-  m.def("ffn_scratch_limit", &ckptfused::ffn_scratch_limit);
+  m.def("scratch_limit", &ckptfused::scratch_limit);
   m.def("ffn_tiles", [](int64_t rows, int64_t width, int64_t hidden, bool gated, int64_t size,
                         int64_t limit, bool cuda) {
     const ckptfused::FFNTiles t =

@@ -216,13 +216,15 @@ def check_launches(ops: Ops, live: Events, ledger: cost.Ledger) -> None:
     for stem in SMALL_OPS:
         for op in (f"{stem}_fwd", f"{stem}_bwd"):
             assert ledger.launches[op] == live.count(f"ckptfused::{op}"), op
-    attention = live.count("ckptfused::attention_fwd", "ckptfused::attention_bwd")
+    stems = ("attention_fwd", "attention_bwd", "attention_tile_fwd", "attention_tile_bwd")
+    attention = live.count(*(f"ckptfused::{stem}" for stem in stems))
     assert ledger.launches["flash attention"] + ledger.launches["tiled attention"] == attention
     assert ledger.launches["flash attention"] == live.count(ATTENTION, f"{ATTENTION}_backward")
     assert Counter((w.n, w.k, w.c) for w in ledger.work if isinstance(w, cost.Product)) == live.products()
     if ops.spec.compute is None and ops.inputs.x.dtype == torch.float32:  # else products go through float32 blocks
         assert ledger.launches["product"] == live.products().total()
-        bounds = attention if "cu_seqlens" in ops.inputs.aux else 0  # int32 here, converted at each use
+        lengths = ops.inputs.aux.get("cu_seqlens")
+        bounds = attention if lengths is not None and lengths.dtype == torch.int32 else 0  # converted at each use
         for op in ("aten::copy_", "aten::cat", "aten::sum", "aten::add_", "aten::mul_", "aten::zero_"):
             assert ledger.launches[op] + bounds * (op == "aten::copy_") == live.launches(op), op
 
@@ -342,6 +344,35 @@ TILED = [
     pytest.param(replace(_LONG_N, tokens=1201), torch.bfloat16, id="rows-bfloat16"),
     pytest.param(replace(_LONG_F, tokens=61), torch.bfloat16, id="columns-bfloat16"),
 ]
+
+
+_QUERIES = Case(mask="causal", rope="half", qk_norm="rmsnorm", tokens=300, heads="4/2", width=40, scratch=1 << 14)
+QUERY_TILES: list[Any] = [
+    pytest.param(_QUERIES, torch.float32, id="one"),
+    pytest.param(replace(_QUERIES, batch=3, drop="all", keep="all"), torch.float32, id="batch-dropout-all"),
+    pytest.param(replace(_QUERIES, seq_first=True, batch=2, keep="attention"), torch.float32, id="sequence-first"),
+    pytest.param(replace(_QUERIES, qk_place="row", lora="drop", bias="all"), torch.float32, id="adapters"),
+    pytest.param(replace(_QUERIES, qk_place="turned", layout="shared"), torch.float32, id="parallel"),
+    pytest.param(
+        replace(_QUERIES, mask="packed-causal", weights="interleaved", heads="2/2"), torch.float32, id="packed"
+    ),
+    pytest.param(replace(_QUERIES, layout="attn", mask="pad-keep"), torch.float32, id="attention-alone"),
+    pytest.param(replace(_QUERIES, tokens=2000, width=64), torch.bfloat16, id="bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), QUERY_TILES)
+def test_peak_of_query_tiles(case: Case, dtype: torch.dtype) -> None:
+    ops = Ops(case, case.spec(), make_inputs(case, dtype))
+    forward = Events(ops.forward)
+    backward = Events(lambda: ops.backward(forward.result[1:], ops.names))
+    assert forward.count("ckptfused::attention_tile_fwd") > 3
+    assert forward.peak_bytes() == ops.forward_scratch()
+    assert backward.peak_bytes() == ops.backward_scratch(ops.names)
+    assert backward.product_flops() == _flops(ops.backward_work(ops.names))
+    if dtype == torch.float32:  # else products go through float32 blocks
+        for live, ledger in zip((forward, backward), ops.ledgers(), strict=True):
+            check_launches(ops, live, ledger)
 
 
 @pytest.mark.parametrize(("case", "dtype"), TILED)

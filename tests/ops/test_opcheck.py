@@ -102,6 +102,11 @@ def small_op_args() -> dict[str, tuple[Any, ...]]:
         ),
         "attention_fwd": (q, k, k, *how),
         "attention_bwd": (torch.randn(b, h, t, d), q, k, k, o, lse, *how),
+        "attention_tile_fwd": (q[:, :, 1:4], k, k, *how, [0, 1, t]),
+        "attention_tile_bwd": (
+            *(torch.randn(b, h, 3, d), q[:, :, 1:4], k, k, o[:, :, 1:4], lse[:, :, 1:4]),
+            *(torch.zeros(b, g, t, d), torch.zeros(b, g, t, d), *how, [0, 1, t]),
+        ),
         "cross_entropy_fwd": (
             *(torch.randn(n, c), torch.arange(n), None, empty(n), empty(n), torch.empty(n, dtype=torch.int64)),
             *(True, -100, 0.1, 1.0, 30.0, 0.01),
@@ -120,6 +125,8 @@ def small_op_args() -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("name", list(small_op_args()) if hasattr(OPS, "norm_fwd") else [])
 def test_small_op(name: str, device: str) -> None:
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    if device == "cuda" and name.startswith("attention_tile"):
+        pytest.skip("a block goes by tiles of queries on the CPU alone")
     if name == "rng_state":  # draws anew at every call
         checks = checks[:3]
     with torch.device(device):

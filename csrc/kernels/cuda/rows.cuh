@@ -36,6 +36,7 @@ __device__ __forceinline__ int64_t first_row(const RowLayout& layout) {
 
 // map(row); 64-bit divisions, some eighty instructions each, only where a number needs them.
 __device__ __forceinline__ int64_t logical_row_of(const RowMap& map, int64_t row) {
+  row += map.first;
   if (map.inner == 0) return row;
   if (uint64_t(row | map.inner) >> 32 != 0) return map(row);
   const uint32_t inner = uint32_t(map.inner);
