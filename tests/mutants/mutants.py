@@ -33,8 +33,51 @@ def _tiled(tokens: int) -> str:
 
 
 _CERTIFICATE = "tests/doctor/test_certificate.py"
+_QUERY_TILES = "tests/autograd/test_query_tiles.py::test_values_and_masks_of_one_piece"
 
 MUTANTS = (
+    Mutant(
+        "a tile of queries that draws the masks of the first",
+        file="csrc/block/rows.cpp",
+        text="  part.row_map_[2] += row0;\n",
+        defect="",
+        test=_QUERY_TILES,
+    ),
+    Mutant(
+        "a tile of queries that sees what the first one sees",
+        file="csrc/block/rows.cpp",
+        text="  part.query_tile_[1] += token;\n",
+        defect="",
+        test=_QUERY_TILES,
+    ),
+    Mutant(
+        "a batch element's tile that draws attention's masks of the first element",
+        file="csrc/block/rows.cpp",
+        text="  part.query_tile_[0] += batch;\n",
+        defect="",
+        test=_QUERY_TILES,
+    ),
+    Mutant(
+        "gradients of weights that only the last tile of queries has",
+        file="csrc/block/params.cpp",
+        text="  add |= sums_;\n",
+        defect="",
+        test=_QUERY_TILES,
+    ),
+    Mutant(
+        "norms' gradients that only the last tile of queries has",
+        file="csrc/block/block.cpp",
+        text="    if (sums_ && grad.defined()) {",
+        defect="    if (sums_ && !grad.defined()) {",
+        test=_QUERY_TILES,
+    ),
+    Mutant(
+        "the raw product of a tile's keys not kept",
+        file="csrc/block/rows.cpp",
+        text="    if (!backward_ && kept.defined()) tile.copy_qkv(kept);\n",
+        defect="",
+        test="tests/autograd/test_query_tiles.py::test_the_bits_do_not_depend_on_what_is_kept",
+    ),
     Mutant(
         "cuDNN's attention given layouts that its plan was not built for",
         file="csrc/ops/attention_gpu.cpp",
