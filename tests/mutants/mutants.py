@@ -68,7 +68,7 @@ MUTANTS = (
         "norms' gradients that only the last tile of queries has",
         file="csrc/block/block.cpp",
         text="    if (sums_ && grad.defined()) {",
-        defect="    if (sums_ && !grad.defined()) {",
+        defect="    if (false) {",
         test=_QUERY_TILES,
     ),
     Mutant(
