@@ -125,13 +125,18 @@ PAIRS += [("llama", "checkpointed"), ("bert", "checkpointed"), ("lora", "reentra
 
 @pytest.mark.parametrize(("name", "way"), PAIRS)
 def test_as_measured(name: str, way: str) -> None:
-    """float16, for which PyTorch's products on the CPU hold nothing within themselves; bfloat16 saves the same."""
+    """float16, for which PyTorch's products on most CPUs hold nothing within themselves; bfloat16 saves the same.
+
+    On a CPU with instructions in half precision oneDNN multiplies, and what it may hold is the profile's workspace.
+    """
     model, batch = made(name, way)
     found, measured = (profile(model, batch, torch.optim.AdamW, device, torch.float16) for device in ("cpu", None))
     assert all(note.startswith("convolutions hold ") for note in found.notes)
     assert found.autocast == measured.autocast == "float16"
     assert found.saved == pytest.approx(measured.saved, rel=0.003)
-    assert found.peak == pytest.approx(measured.peak, rel=0.03)  # what other ops allocate within themselves
+    workspace = found.workspace if torch.ops.mkldnn._is_mkldnn_fp16_supported() else 0
+    # 3%: what other ops allocate within themselves.
+    assert 0.97 * measured.peak <= found.peak + workspace and found.peak <= 1.03 * measured.peak
     assert bytes_of(profile(model, batch, device="cpu", autocast=LOW)) == bytes_of(found)
     # With a loss in chunks what is saved is x alone, which stays in float32.
     assert way == "chunked" or bytes_of(profile(model, batch, device="cpu")) != bytes_of(found)

@@ -131,6 +131,18 @@ class First(nn.Module):
         return results[0]
 
 
+OVER = {
+    # On the meta device a norm's result is laid out in rows of channels again: the prediction has the gradient and the
+    # input of the largest convolution copied within its backward.
+    "unet, channels last": 2 * 64 * 64 * (16 + 32) * 2,
+    # A layer alone keeps two results and the last states more than in a step. Where products in bfloat16 hold memory of
+    # their own, as on AMX, the peak is in backward, in which that shows.
+    "gru": (2 * 40 + 2) * 6 * 48 * 2,
+}
+"""Bytes that a prediction may be above a step under autocast, where that is more than 5%: as it was measured with
+ONEDNN_MAX_CPU_ISA from AVX2 to AVX512_CORE_AMX, and no more."""
+
+
 @pytest.mark.parametrize(("name", "autocast"), by_turns(MODELS, [None, "bfloat16"]))
 def test_no_step_needs_more_than_was_predicted(name: str, autocast: str | None) -> None:
     """Convolutions and products agree to a byte, but where layouts differ; recurrent layers keep what oneDNN keeps."""
@@ -138,8 +150,8 @@ def test_no_step_needs_more_than_was_predicted(name: str, autocast: str | None) 
     predicted, measured = (profile(model, batch, torch.optim.AdamW, way, autocast) for way in ("cpu", None))
     if autocast is None and name in ("unet", "convnext", "resnet", "functional", "products"):
         assert predicted.peak == measured.peak
-    most = 1.15 if "channels last" in name else 1.05  # a gradient's layout is not always the one that it has on meta
-    assert measured.above_state <= predicted.above_state <= most * measured.above_state
+    most = max(0.05 * measured.above_state, OVER.get(name, 0) if autocast else 0)
+    assert measured.above_state <= predicted.above_state <= measured.above_state + most
 
 
 @pytest.mark.parametrize("name", ["convnext", "unet", "resnet", "products", "lstm", "gru"])
