@@ -63,7 +63,7 @@ void Block::set_query_tiles() {
                        C_ * (a.qkv_width() + a.q_width() + ffn_width),
                        c10::elementSize(P_),
                        c10::elementSize(A_)};
-  tile_rows_ = batches * query_tile(T_, work, scratch_limit(spec_.scratch, false));
+  tile_rows_ = batches * query_tile(T_, work, spec_.scratch);
 }
 
 Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params,

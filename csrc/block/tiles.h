@@ -103,12 +103,15 @@ struct QueryWork {
 // Tokens of a tile of queries; all of them where that takes no more. A tile's q, k and v, their
 // gradients, o, its gradient and what is made of them are as wide as three of q, k and v together
 // and three of q; all k, v and the sums of their gradients, and where the type is narrow those of
-// weights, come on top.
-inline int64_t query_tile(int64_t tokens, const QueryWork& w, int64_t limit) {
+// weights, come on top. asked: the caller's limit, or 0; a tile is then a quarter of the device's,
+// which takes no longer.
+inline int64_t query_tile(int64_t tokens, const QueryWork& w, int64_t asked) {
   const int64_t token_bytes = w.batches * w.element_size * (6 * w.q_width + 6 * w.kv_width);
   const int64_t whole = tokens * token_bytes;
-  const int64_t count = (whole + limit - 1) / limit;
-  if (count <= 1) return tokens;
+  const int64_t limit = scratch_limit(asked, /*cuda=*/false);
+  if (whole <= limit) return tokens;
+  const int64_t piece = asked > 0 ? limit : limit / 4;
+  const int64_t count = (whole + piece - 1) / piece;
   const int64_t even = (tokens + count - 1) / count;
   const int64_t step = std::min(tokens, (even + kRowAlign - 1) / kRowAlign * kRowAlign);
   const int64_t keys = tokens * w.batches * 2 * w.kv_width * (w.element_size + w.sum_size);
