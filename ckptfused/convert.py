@@ -18,6 +18,7 @@ from ckptfused.models.install import install, revert
 from ckptfused.models.layer_mode import LayerMode
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.models.ranks import of_first_rank
+from ckptfused.models.release import Release, end_releases
 from ckptfused.models.report import HeadReport, LayerReport, Report
 from ckptfused.planner.plan import Plan, plan
 from ckptfused.profiler.step import Batch, MakeOptimizer
@@ -59,6 +60,7 @@ def convert(
     shards: int = 1,
     autocast: Autocast = None,
     gradient_accumulation_steps: int = 1,
+    release: Optimizer | None = None,
 ) -> Report:
     """Turns an existing model into a fused-checkpoint model, in place.
 
@@ -82,6 +84,9 @@ def convert(
     budget: bytes, or a text such as "40GiB", which a step is to need no more of: the policy is the fastest that does,
     as `ckptfused.plan` finds it for `batch`, `optimizer`, `device`, `shards`, `autocast`, `gradient_accumulation_steps`
     (docs/budget.md). With `process_group` the first rank finds it for all.
+    release: the optimizer that trains the model, which then updates each weight in backward as soon as its gradient is
+    complete, so that gradients are never all there (docs/memory.md#updates-in-backward). Call its `step()` after each
+    backward, as always. With a budget it stands in the place of `optimizer`.
     process_group: a `torch.distributed` group, or True for the default one; the call is then a collective which
     checks that all ranks convert alike. None: no communication.
 
@@ -89,9 +94,10 @@ def convert(
     **Recomputes** the rest in backward.
     **Raises** `ValueError` for an unknown `keep`, `loss` or `scratch`, for a policy with other options beside it or for
     another number of layers, for tensor-parallel weights and `nn.DataParallel`, and, with `process_group`, where ranks
-    differ; `BudgetError`, a `ValueError`, if nothing fits into the budget; `TypeError` if `model` is no module. The
-    model is then as it was.
+    differ; `BudgetError`, a `ValueError`, if nothing fits into the budget; `TypeError` if `model` is no module; for
+    `release`, what `ckptfused.models.release.Release` raises. The model is then as it was.
     """
+    updates = None if release is None else Release(model, release)
     others = {"keep": keep, "loss": loss, "scratch": scratch, "offload": offload or None}
     step: dict[str, Any] = {"batch": batch, "optimizer": optimizer, "device": device, "autocast": autocast}
     counts: dict[str, Any] = {"shards": shards, "gradient_accumulation_steps": gradient_accumulation_steps}
@@ -99,8 +105,11 @@ def convert(
         _check_alone("budget", others | {"policy": policy})
         if batch is None:
             raise ValueError("batch: pass batch= with budget=, whose plan is for a step of that batch")
+        if updates is not None:
+            _check_alone("release", {"optimizer": optimizer})
+            step |= {"optimizer": release, "release": True}
         policy, notes, peak = of_first_rank(process_group, lambda: _said(plan(model, budget=budget, **step, **counts)))
-        report = describe(model, install(model, policy, process_group))
+        report = _installed(model, policy, process_group, updates)
         return replace(report, notes=(*notes, *report.notes), peak=peak)
     for name, value in (step | {name: None if count == 1 else count for name, count in counts.items()}).items():
         if value is not None:
@@ -112,7 +121,17 @@ def convert(
         if not isinstance(policy, CheckpointPolicy):
             raise TypeError(f"policy: expected a CheckpointPolicy, got {policy!r}")
         _check_alone("policy", others)
-    return describe(model, install(model, policy, process_group))
+    return _installed(model, policy, process_group, updates)
+
+
+def _installed(model: nn.Module, policy: CheckpointPolicy, process_group: Any, updates: Release | None) -> Report:
+    installed = install(model, policy, process_group)
+    end_releases(model)
+    if updates is None:
+        return describe(model, installed)
+    updates.begin()
+    report, name = describe(model, installed), type(updates.optimizer).__name__
+    return replace(report, notes=(*report.notes, f"{name} updates {len(updates.weights)} weights in backward"))
 
 
 def _check_alone(name: str, others: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckptfused.cli.longest_context import Longest
     from ckptfused.profiler.result import Profile
 
-STEP = ("device", "autocast", "gradient_accumulation_steps")
+STEP = ("device", "autocast", "gradient_accumulation_steps", "release")
 AS_IT_IS = "as it is"
 """What the first way of training is called of a user's own model."""
 

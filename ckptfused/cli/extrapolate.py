@@ -54,6 +54,7 @@ def extrapolated(few: Profile, more: Profile, layers: tuple[int, int, int], peri
         device=few.device,
         autocast=few.autocast,
         gradient_accumulation_steps=few.gradient_accumulation_steps,
+        release=few.release,
         layers=tuple(replace(layer, name=_renumbered(layer.name, index)) for index, layer in enumerate(found)),
         embeddings=part("embeddings"),
         head=part("head"),

@@ -110,6 +110,11 @@ def add_training(parser: argparse.ArgumentParser) -> None:
         choices=AUTOCAST,
         help="forward runs under torch.autocast, as by the Trainer's bf16 and fp16; --dtype float32 goes with it",
     )
+    add(
+        "--release",
+        action="store_true",
+        help="the optimizer updates each weight in backward, so that gradients are never all there: convert(release=…)",
+    )
     add_accumulation(parser)
 
 

@@ -45,7 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     plan, BudgetError = options.whole_package().plan, options.whole_package().BudgetError
     model, batch = options.model_and_batch(arguments, needs_batch=True)
     step = {"batch": batch, "optimizer": options.optimizer(arguments)}
-    step |= {name: getattr(arguments, name) for name in ("device", "shards", "autocast", "gradient_accumulation_steps")}
+    names = ("device", "shards", "autocast", "gradient_accumulation_steps", "release")
+    step |= {name: getattr(arguments, name) for name in names}
     try:
         with _progress(quiet=arguments.json) as said:
             found = options.ran(arguments, lambda: plan(model, budget=arguments.budget, said=said, **step))

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json and sys.stderr.isatty():
         print("running a step without data …", end="\r", file=sys.stderr, flush=True)
     model, batch = options.model_and_batch(arguments, needs_batch=True)
-    step = {name: getattr(arguments, name) for name in ("device", "autocast", "gradient_accumulation_steps")}
+    step = {name: getattr(arguments, name) for name in ("device", "autocast", "gradient_accumulation_steps", "release")}
     found = options.ran(
         arguments, lambda: options.whole_package().profile(model, batch, options.optimizer(arguments), **step)
     )

@@ -1,4 +1,5 @@
-"""Autograd's hooks for saved tensors, version counters and the task at work. PyTorch 2.11 to 2.13 have every name."""
+"""Autograd's hooks for saved tensors, version counters and the task at work, and what others do with gradients. PyTorch
+2.11 to 2.13 have every name."""
 
 from __future__ import annotations
 
@@ -8,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad
 from torch.utils import checkpoint as torch_checkpoint
 
+from ckptfused.compat import patches
 from ckptfused.compat.torch_compile import dynamo_at_work
 
 SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -18,6 +21,7 @@ _hooks: Any = torch._C._autograd
 
 _TAKES_HOOKS_ALONG = tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13)
 
+_ACCEPTS = "_step_supports_amp_scaling"
 CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
 """By this name `torch.utils.checkpoint` calls what `open_checkpoint` calls."""
 
@@ -91,6 +95,20 @@ def is_profiled() -> bool:
 def parameter_hooks(p: Tensor) -> dict[int, Any] | None:
     """The hooks that run once a gradient is there. `_post_accumulate_grad_hooks`."""
     return getattr(p, "_post_accumulate_grad_hooks", None)
+
+
+def accept_scales(optimizer: torch.optim.Optimizer, accepts: bool) -> bool:
+    """Has a GradScaler call an optimizer's step with `found_inf` set, whatever gradients there are, as it calls fused
+    ones, or look at gradients itself; what it did before. `_step_supports_amp_scaling`."""
+    before = bool(getattr(optimizer, _ACCEPTS, False))
+    setattr(optimizer, _ACCEPTS, accepts)
+    return before
+
+
+def clipped_by(make: patches.Make) -> AbstractContextManager[None]:
+    """A context in which `torch.nn.utils.clip_grad_norm_`, whoever imported it by what name, has another function that
+    scales the gradients of a list of parameters. `_clip_grads_with_norm_`."""
+    return patches.patched_attribute(clip_grad, "_clip_grads_with_norm_", make)
 
 
 def tensor_hooks(t: Tensor) -> dict[int, Any] | None:

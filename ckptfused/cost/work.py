@@ -48,7 +48,7 @@ class AttentionWork:
     """Products of T x T x D a head. A backward makes five: the scores again, and the gradients of v, of the
     probabilities, of q and of k."""
     keys: int | None = None
-    """Of a tile of `length` queries; None: as many as queries."""
+    """Keys of a tile of `length` queries; None: as many as queries."""
 
     @property
     def flops(self) -> int:

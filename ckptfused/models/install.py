@@ -27,6 +27,7 @@ from ckptfused.models.hf_checkpointing import NOT_REPLICATED, REPLICATE, NotRepl
 from ckptfused.models.layer_mode import LayerMode
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.models.ranks import agree
+from ckptfused.models.release import end_releases
 from ckptfused.models.report import HeadReport
 from ckptfused.models.wrapper import wrapper_note
 from ckptfused.offload import Offloader
@@ -256,12 +257,14 @@ def _take_out(layer: nn.Module) -> bool:
 
 
 def revert(model: nn.Module) -> int:
-    """Undoes `convert`: every layer gets the forward back that it had. Returns how many layers were converted.
+    """Undoes `convert`: every layer gets the forward back that it had, and the optimizer's step updates all weights
+    again. Returns how many layers were converted.
 
     **Raises** `TypeError` if `model` is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+    end_releases(model)
     count = 0
     for layer in model.modules():
         loss_forward.take_out(layer)

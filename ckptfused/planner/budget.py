@@ -44,7 +44,8 @@ def not_enough(
     """
     base = costs.base
     trained = base.all_gradients + base.optimizer
-    frozen = trained if 2 * base.all_gradients > base.weights else 0  # adapters are none of all weights already
+    whole = max(2 * base.all_gradients, base.optimizer) > base.weights  # not adapters alone, which LoRA has already
+    frozen = trained if whole else 0
     steps_own = max(0, least - costs.state - base.all_gradients)
     remedies = [
         (frozen, "LoRA (gradients and optimizer state of all weights; adapters have some of their own)"),

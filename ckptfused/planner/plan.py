@@ -101,6 +101,7 @@ def plan(
     autocast: Autocast = None,
     gradient_accumulation_steps: int = 1,
     *,
+    release: bool = False,
     said: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """The fastest policy with which a training step of a model needs no more memory than `budget`.
@@ -118,6 +119,7 @@ def plan(
     shards: over how many ranks FSDP2 shards the model: `fully_shard` of each layer and of the rest. Parameters,
     gradients and optimizer state are divided; counted are a layer's whole parameters while it runs and the next one's
     on their way, its whole gradients and the previous one's, and those of the rest of the model from begin to end.
+    release: whether the optimizer updates each weight in backward, as in `profile`; not with shards.
     said: is told of each policy that is tried.
 
     The same on every rank where the device is named; on the "cpu" time depends on rates that are measured.
@@ -129,7 +131,7 @@ def plan(
     check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     target = device_named(_device_of(model) if device is None else device)
     lower = autocast_type(autocast, target.kind)
-    step = TrainingStep(batch, optimizer, target, lower, gradient_accumulation_steps, shards)
+    step = TrainingStep(batch, optimizer, target, lower, gradient_accumulation_steps, shards, release)
     limit, notes = within(limit, target)
     with simulated(model, step) as (meta_copy, on_meta):
         if not meta_copy.training:

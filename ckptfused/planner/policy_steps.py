@@ -33,13 +33,15 @@ class PredictedSteps:
         """Policies whose segments do not stay whole in this model."""
 
     def of(self, policy: CheckpointPolicy, whole: bool = False) -> Profile:
-        """The step's profile. whole: with its optimizer, which changes nothing but what is added for it."""
+        """The step's profile. whole: with its optimizer, which changes nothing but what is added for it, if it does not
+        update weights in backward."""
         if policy not in self._found or whole:
             self._said(str(policy))
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 install(self.meta_copy, policy)
-                found = predicted(self.meta_copy, self.step if whole else replace(self.step, optimizer=None))
+                step = self.step if whole or self.step.release else replace(self.step, optimizer=None)
+                found = predicted(self.meta_copy, step)
             if any("is divided before" in str(warning.message) for warning in said):
                 self.broken.add(policy)
             more = unseen_bytes(found.above_state, found.workspace, found.device)

@@ -61,7 +61,7 @@ def plan_json(plan: Any) -> str:
     for point in points["front"]:
         del point["name"]
     sizes = {name: getattr(plan, name) for name in ("budget", "peak", "seconds", "device", "shards")}
-    step = {name: getattr(plan.profile, name) for name in ("autocast", "gradient_accumulation_steps")}
+    step = {name: getattr(plan.profile, name) for name in ("autocast", "gradient_accumulation_steps", "release")}
     policy = {"digest": plan.policy.digest, "policy": plan.policy.to_dict()}
     return json.dumps(sizes | step | policy | points | {"notes": list(plan.notes)}, indent=2)
 

@@ -50,6 +50,7 @@ def profile_of(trace: Trace, device: str, way: str, step: TrainingStep, **more: 
         marks=_marked(trace),
         autocast=autocast_name(step.autocast),
         gradient_accumulation_steps=step.gradient_accumulation_steps,
+        release=step.release,
         **more,
     )
 

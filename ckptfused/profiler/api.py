@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ckptfused.models.release import releases_of
 from ckptfused.profiler.measure import measured
 from ckptfused.profiler.predict import predicted, simulated
 from ckptfused.profiler.result import Profile
@@ -22,6 +23,7 @@ def profile(
     device: str | torch.device | None = None,
     autocast: Autocast = None,
     gradient_accumulation_steps: int = 1,
+    release: bool = False,
 ) -> Profile:
     """The memory and time of one training step, by layer: forward, loss, backward and the optimizer's step.
 
@@ -39,6 +41,8 @@ def profile(
     gradient_accumulation_steps: batches, each like `batch`, whose gradients add up before the optimizer's step, as the
     Trainer has it. From the second on all gradients are there when forward begins: that batch is profiled, and with any
     number above 1 needs the same memory. So does each step after `optimizer.zero_grad(set_to_none=False)`.
+    release: whether the optimizer updates each weight in backward, as after `convert(model, release=optimizer)`; of a
+    model that was converted so it does. Gradients are then among what a layer's backward holds for itself.
 
     Memory is predicted exactly to what the allocator is asked for, but for what an op of PyTorch's allocates and frees
     within itself, and for workspaces and fragmentation. Attention by `F.scaled_dot_product_attention` is a flash
@@ -53,7 +57,9 @@ def profile(
     check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     where = _device_of(model) if device is None else device_named(device)
     lower = autocast_type(autocast, where.type if isinstance(where, torch.device) else where.kind)
-    return profiled(model, TrainingStep(batch, optimizer, where, lower, gradient_accumulation_steps))
+    if found := releases_of(model):
+        optimizer, release = found[0].optimizer, True
+    return profiled(model, TrainingStep(batch, optimizer, where, lower, gradient_accumulation_steps, release=release))
 
 
 def profiled(model: nn.Module, step: TrainingStep) -> Profile:

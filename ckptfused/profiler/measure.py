@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_leaves
 from ckptfused.models.describe.own_forward import stored_bytes
+from ckptfused.models.release import released
 from ckptfused.profiler.allocator import AllocatorLog, CPUAllocator, CUDAAllocator
 from ckptfused.profiler.analysis import profile_of
 from ckptfused.profiler.result import Profile
@@ -38,7 +39,7 @@ def measured(model: nn.Module, step: TrainingStep, device: torch.device) -> Prof
     def run(marks: Marks[Any]) -> list[int]:
         return run_step(model, step, None if optimizer is None else optimizer.step, marks)
 
-    with Unchanged(model, step.batch, optimizer):
+    with released(model, optimizer if step.release else None), Unchanged(model, step.batch, optimizer):
         with drawn_alike(model):
             run(Marks(model, lambda: None))
         seconds = _seconds(model, run, device)

@@ -19,6 +19,7 @@ from ckptfused._extension import _C
 from ckptfused.compat.pytree import tree_leaves
 from ckptfused.cost import OpenLedger
 from ckptfused.models.describe.own_forward import stored_bytes
+from ckptfused.models.release import released
 from ckptfused.profiler.analysis import profile_of
 from ckptfused.profiler.phases import Phase
 from ckptfused.profiler.result import Profile
@@ -135,8 +136,10 @@ def _record(
         seconds[-1] += took
 
     def step_at_once() -> None:  # reads and writes parameters and state, and reads gradients
-        trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        spend((3 * trained + 2 * state) / device.copy)
+        assert optimizer is not None
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held = stored_bytes(tree_leaves([optimizer.state.get(p) for p in trained]))
+        spend((3 * sum(p.nbytes for p in trained) + 2 * held) / device.copy)
 
     work = Work(device, opened, spend)
     marks.received = given
@@ -144,8 +147,9 @@ def _record(
     weights = stored_bytes([*model_tensors(model), *tree_leaves(twins)])
     state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
     optimize = None if optimizer is None else step_at_once if at_once else optimizer.step
+    release = released(model, optimizer if step.release else None, optimize)
     known = KnownValues(tensors_with_values(step.batch, twins))
-    with functions_for_meta(device.kind, work), marks, opened, work, known:
+    with functions_for_meta(device.kind, work), marks, opened, work, known, release:
         gradients = run_step(model, replace(step, batch=twins), optimize, marks)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     changes, found = _places(opened, marks.found)

@@ -44,6 +44,8 @@ class Profile:
     gradient_accumulation_steps: int = 1
     """More than 1: over so many batches gradients add up before the optimizer's step. Bytes, and times of parts, are
     those of the last of them, which begins with all gradients."""
+    release: bool = False
+    """Each weight was updated in backward: its gradient is among the transients until then."""
     way: str = "predicted"
     """`"predicted"` on meta tensors, or `"measured"` by the device's allocator."""
     layers: tuple[LayerProfile, ...] = ()

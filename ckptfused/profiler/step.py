@@ -31,7 +31,7 @@ Position = TypeVar("Position")
 class TrainingStep:
     """One training step of a model, as the keywords of a public call describe it.
 
-    **Raises** `ValueError` for a count below 1.
+    **Raises** `ValueError` for a count below 1, and for updates in backward of gradients that add up or are sharded.
     """
 
     batch: Batch
@@ -44,10 +44,14 @@ class TrainingStep:
     """Batches whose gradients add up before the optimizer's step."""
     shards: int = 1
     """Ranks over which FSDP2 shards the model."""
+    release: bool = False
+    """Whether the optimizer updates each weight in backward (`models.release`)."""
 
     def __post_init__(self) -> None:
         check_integer("gradient_accumulation_steps", self.gradient_accumulation_steps, 1)
         check_integer("shards", self.shards, 1)
+        if self.release and (self.optimizer is None or self.gradient_accumulation_steps * self.shards > 1):
+            raise ValueError("release: expected a step with an optimizer, of one batch, on one device (shards=1)")
 
     @property
     def kind(self) -> str:
@@ -173,9 +177,7 @@ def _weighted(t: Tensor) -> Tensor:
 
 
 def _bytes(t: Tensor) -> int:
-    if t.layout == torch.sparse_coo:  # the gradient of an embedding, say
-        return sparse_bytes(t)
-    return t.nbytes
+    return sparse_bytes(t) if t.layout == torch.sparse_coo else t.nbytes  # the gradient of an embedding, say
 
 
 class Marks(Generic[Position]):

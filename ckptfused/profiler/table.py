@@ -61,6 +61,7 @@ def conditions(profile: Any) -> str:
     """What is not as in the simplest step."""
     under = f", forward under autocast to {profile.autocast}" if profile.autocast else ""
     batches = profile.gradient_accumulation_steps
+    under += ", weights updated in backward" if profile.release else ""
     return under + (f", gradients accumulated over {batches} batches" if batches > 1 else "")
 
 

@@ -105,7 +105,7 @@ def long_block(width: int = 512, scratch: int | str | None = None) -> BlockSpec:
 
 
 def test_peaks_are_lines_in_the_length() -> None:
-    """With a limit what a token more costs is x, y or dx, k, v and the sums of their gradients, whatever the limit."""
+    """A token more costs dx, k, v and the sums of their gradients, whatever the limit."""
     for scratch in ("64MiB", "256MiB"):
         spec = long_block(scratch=scratch)
         peaks = [cost.backward_scratch(spec, 1, length, 512, torch.bfloat16) for length in (1 << 17, 1 << 18, 1 << 19)]

@@ -319,6 +319,27 @@ def test_what_keeps_dynamo_out() -> None:
     assert found[0] is not None and torch_compile.dynamo_at_work() is None
 
 
+def test_optimizers() -> None:
+    """A GradScaler has an optimizer step that has no gradients; clipping by norm goes through what is put there."""
+    weight = nn.Parameter(torch.ones(2))
+    optimizer, stepped = torch.optim.SGD([weight], fused=True), []
+    assert torch_autograd.accept_scales(optimizer, False) is True
+    optimizer.register_step_post_hook(lambda *_: stepped.append(vars(optimizer)["found_inf"]))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.step(optimizer)
+    assert torch_autograd.accept_scales(optimizer, True) is False
+    scaler.step(optimizer)
+    assert len(stepped) == 1
+    weight.grad = torch.ones(2)
+    with torch_autograd.clipped_by(lambda clip: lambda parameters, *args: stepped.extend(parameters)):
+        torch.nn.utils.clip_grad_norm_([weight], 0.5)
+    assert stepped[1] is weight and torch.equal(weight.grad, torch.ones(2))
+    torch.nn.utils.clip_grad_norm_([weight], 0.5)
+    assert weight.grad.norm() <= 0.5
+
+
 def test_trees() -> None:
     tree = {"a": [1, (2, 3)]}
     leaves, spec = pytree.tree_flatten(tree)

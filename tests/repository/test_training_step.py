@@ -27,7 +27,7 @@ def described(path: Path) -> dict[str, set[str]]:
 
 
 def test_a_step_is_handed_down_as_one_value() -> None:
-    assert {"batch", "optimizer", "device", "autocast", "gradient_accumulation_steps", "shards"} == STEP
+    assert {"batch", "optimizer", "device", "autocast", "gradient_accumulation_steps", "shards", "release"} == STEP
     found = {
         (name, str(path.relative_to(PACKAGE).with_suffix("")))
         for path in PACKAGE.rglob("*.py")
