@@ -34,11 +34,11 @@ __device__ __forceinline__ int64_t first_row(const RowLayout& layout) {
   return int64_t(blockIdx.x) * layout.rows + (layout.rows > 1 ? int(threadIdx.x) / kLanes : 0);
 }
 
-// map(row); 64-bit divisions, some eighty instructions each, only where a number needs them.
+// map(row), where the first row is 0; 64-bit divisions, some eighty instructions each, only where a
+// number needs them.
 __device__ __forceinline__ int64_t logical_row_of(const RowMap& map, int64_t row) {
-  row += map.first;
   if (map.inner == 0) return row;
-  if (uint64_t(row | map.inner) >> 32 != 0) return map(row);
+  if (uint64_t(row | map.inner) >> 32 != 0) return row % map.inner * map.outer + row / map.inner;
   const uint32_t inner = uint32_t(map.inner);
   return int64_t(uint32_t(row) % inner) * map.outer + uint32_t(row) / inner;
 }
