@@ -106,6 +106,17 @@ def test_a_meta_tensor_stands_for_one_on_the_device(capsys: pytest.CaptureFixtur
     assert explain(block.to("meta"), torch.empty(2, 33, WIDTH, device="meta"), show=False).steps == real.steps
 
 
+def test_tiles_of_queries() -> None:
+    """The attention step names our tiles, and the FFN's tiles are those of the rows of one."""
+    block = FusedCheckpointBlock(512, 8, batch_first=True, dropout=0.0, device="meta", scratch="16MiB")
+    found = explain(block, torch.empty(1, 16384, 512, device="meta"), show=False)
+    step = found.step("attention")
+    assert step.kernel == "our tiles" and step.reason.startswith("24 blocks of 704 queries")
+    assert "11.0 MiB of hidden-wide scratch in one piece" in found.step("tiles of the FFN").reason
+    short = explain(block, torch.empty(1, 512, 512, device="meta"), show=False)
+    assert "queries" not in short.step("attention").reason
+
+
 def test_tiles_and_autocast() -> None:
     ffn = FusedCheckpointFFN(8, 20_000, activation="swiglu", batch_first=True)
     assert "15 tiles of 1,344 columns" in explain(ffn, torch.empty(4, 4096, 8, device="meta"), show=False).step(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from ckptfused import cost
 from ckptfused._extension import _C
 from ckptfused.checks import compute_word
+from ckptfused.cost.work import AttentionWork
 from ckptfused.ops.call import Call
 from ckptfused.sizes import counted, size
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec
@@ -43,8 +46,22 @@ class Setting:
     def product(self) -> tuple[str, str]:
         return ("cuBLAS", "") if self.cuda else _C.product_choice(name_of(self.dtype))
 
+    @cached_property
+    def query_tile(self) -> int | None:
+        """Tokens of a tile, where the block goes by tiles of queries."""
+        if self.cuda or self.spec.attn is None:
+            return None
+        work = cost.forward_ledger(self.spec, *self.dims, self.x.dtype).work
+        return max((w.length for w in work if isinstance(w, AttentionWork) and w.keys is not None), default=None)
+
     def attention(self, a: AttentionSpec) -> tuple[str, str]:
         """A name in ATTENTION, and the reason."""
+        if tile := self.query_tile:
+            count = -(-self.length // tile)
+            return (
+                "tiles",
+                f"{count} blocks of {tile:,} queries, for q, k, v, o and their gradients are more than scratch=",
+            )
         shape = backend.AttentionShape.of_spec(a, self.dtype, self.batch, self.length)
         if self.cuda:
             return backend.attention_backend(shape, torch.cuda.get_device_capability(self.x.device))
@@ -63,6 +80,8 @@ class Setting:
     def tiles(self, f: FFNSpec) -> tuple[int, int, str]:
         """Rows and columns of a tile, and the reason."""
         n, width = self.batch * self.length, self.dtype.itemsize
+        if self.query_tile:
+            n = self.query_tile * (self.batch if self.spec.seq_first else 1)
         device = "cuda" if self.cuda else "cpu"
         rows, cols = cost.ffn_tiles(n, self.width, f.hidden, f.gated, width, self.spec.scratch, device)
         scratch = f"{size((3 if f.gated else 2) * n * f.hidden * width, 1)} of hidden-wide scratch in one piece"
