@@ -22,7 +22,6 @@ from ckptfused.loss import HeadAdapter, LossOutput
 from ckptfused.ops.loss_second_order import adapter_dropout
 from ckptfused.spec import HEAD, Adapter, LossSpec
 from tests.accounting import Events
-from tests.cases import by_turns
 
 lce: Any = ckptfused.linear_cross_entropy
 KEEPS = ("gradients", "inputs")
@@ -403,7 +402,8 @@ def test_autocast(keep: str) -> None:
         assert error <= 2 * base, name
 
 
-@pytest.mark.parametrize(("keep", "backend"), by_turns(KEEPS, ["aot_eager", "inductor"]))
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("keep", KEEPS)
 def test_compiled_without_a_graph_break(keep: str, backend: str) -> None:
     problem = Problem(torch.float32, bias=True, options={"softcap": 3.0, "shift": True})
     tensors = problem.tensors()

@@ -38,7 +38,7 @@ def batch(length: int = 19) -> dict[str, Any]:
 
 
 INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.extended])
-"""What it makes of a graph that AOTAutograd has made: in `make test` it has a model with dropout, and one with LoRA."""
+"""What it makes of a graph that AOTAutograd has made: `make test` asks it for a block, in tests/properties."""
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
@@ -89,8 +89,8 @@ adapting = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is dep
     ("first", "backend"),
     [
         pytest.param(True, "aot_eager", id="convert-adapt-aot_eager"),
-        pytest.param(False, "inductor", id="adapt-convert-inductor", marks=pytest.mark.slow),
-        pytest.param(False, "aot_eager", id="adapt-convert-aot_eager", marks=pytest.mark.extended),
+        pytest.param(False, "aot_eager", id="adapt-convert-aot_eager"),
+        pytest.param(False, *INDUCTOR.values, id="adapt-convert-inductor", marks=INDUCTOR.marks),
         pytest.param(True, *INDUCTOR.values, id="convert-adapt-inductor", marks=INDUCTOR.marks),
     ],
 )
@@ -131,7 +131,7 @@ def test_dynamic_shapes(dynamic: bool | None) -> None:
 
 @pytest.mark.parametrize(
     "backend",
-    [pytest.param("aot_eager", marks=pytest.mark.extended), pytest.param("inductor", marks=pytest.mark.slow)],
+    ["aot_eager", INDUCTOR],
 )
 def test_dropout_draws_anew_and_as_in_eager(backend: str) -> None:
     _, model = twins(p=0.3)
@@ -205,8 +205,8 @@ def test_a_generic_layer_compiles() -> None:
 
 
 # One model an adapter but for mixtures of experts: Hugging Face's own hook in these stops Dynamo without convert, too.
-ALONE = ["llama", "gemma2", "phi3", "gpt2", "opt", "bert", "vit", "t5", "whisper"]
-LIKE_THEM = ["mistral-window", "qwen3", "gemma3", "neox"]
+ALONE = ["llama", "gemma2", "gpt2", "bert", "t5"]
+LIKE_THEM = ["phi3", "opt", "vit", "whisper", "mistral-window", "qwen3", "gemma3", "neox"]
 HOOKED: list[Any] = [(name, "register_forward_hook") for name in ALONE] + [("llama", "register_forward_pre_hook")]
 HOOKED += [pytest.param(name, "register_forward_hook", marks=pytest.mark.extended) for name in LIKE_THEM]
 

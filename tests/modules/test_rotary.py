@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ckptfused import FusedCheckpointAttention, FusedCheckpointBlock
 from ckptfused.modules import RotaryTable, rotary
+from tests.cases import by_turns
 from tests.devices import on_devices
 
 C, H, T = 32, 4, 7
@@ -144,8 +145,7 @@ def test_compiled_blocks_share_it(backend: str, fills: list[int]) -> None:
     torch.testing.assert_close(y, model(long))
 
 
-@pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize(("style", "marked"), by_turns(["half", "interleaved"], [False, True]))
 def test_one_graph_for_every_length(style: str, marked: bool) -> None:
     torch._dynamo.reset()
     block, counter = llama(rope_style=style), CompileCounter()

@@ -55,7 +55,7 @@ def test_compiled_block_has_the_bits_of_eager(keep: str, backend: str, device: s
 @on_devices
 def test_compiled_block_saves_only_its_inputs(device: str) -> None:
     block, x = make_block(device), make_x(device)
-    compiled = torch.compile(block, fullgraph=True)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     eager = saved_bytes(lambda: block(x), block)
     assert saved_bytes(lambda: compiled(x), block) == eager
     assert eager == x.numel() * 4 + 16
@@ -64,7 +64,7 @@ def test_compiled_block_saves_only_its_inputs(device: str) -> None:
 @on_devices
 def test_dynamic_shapes(device: str) -> None:
     block = make_block(device)
-    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
     for length in (LENGTH, 20, 47, 520):
         x = make_x(device, length)
         for want, got in zip(gradients(block, block, x), gradients(compiled, block, x), strict=True):
@@ -75,7 +75,7 @@ def test_dynamic_shapes(device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.extended)])
 def test_two_identical_calls_draw_two_masks(backend: str, device: str) -> None:
     block, x = make_block(device, dropout=0.5), make_x(device)
 
@@ -110,7 +110,7 @@ def test_generator_advances_alike_for_every_preset(compiled: bool, device: str) 
 
 
 @on_devices
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.extended)])
 def test_compile_with_torch_checkpoint_around_a_block(backend: str, device: str) -> None:
     block, x = make_block(device), make_x(device)
 
@@ -146,11 +146,12 @@ def test_one_graph_with_the_bits_of_eager(name: str, device: str) -> None:
 
 
 @on_devices
-def test_without_gradients(device: str) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.extended)])
+def test_without_gradients(backend: str, device: str) -> None:
     block, x = make_block(device, dropout=0.0), make_x(device)
     want = block(x)
     with torch.no_grad():
-        assert torch.equal(torch.compile(block, fullgraph=True)(x), want)
+        assert torch.equal(torch.compile(block, fullgraph=True, backend=backend)(x), want)
 
 
 @on_devices

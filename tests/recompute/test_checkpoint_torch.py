@@ -326,18 +326,15 @@ COMPILED: dict[str, Callable[[Callable[..., Tensor], nn.Module, Tensor], Tensor]
 }
 
 
-INDUCTOR = [pytest.mark.slow, pytest.mark.once]
-"""Inductor compiles the graph that AOTAutograd has made: `make test` asks it for one."""
+INDUCTOR = [pytest.mark.slow, pytest.mark.once, pytest.mark.extended]
+"""Inductor compiles the graph that AOTAutograd has made."""
 
 
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
         *((name, "aot_eager") for name in COMPILED),
-        *(
-            pytest.param(name, "inductor", marks=INDUCTOR if name == "in-place" else [*INDUCTOR, pytest.mark.extended])
-            for name in COMPILED
-        ),
+        *(pytest.param(name, "inductor", marks=INDUCTOR) for name in COMPILED),
     ],
 )
 def test_compiled(name: str, backend: str) -> None:

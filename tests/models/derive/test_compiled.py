@@ -43,8 +43,8 @@ def named(found: dict[str, Tensor]) -> dict[str, Tensor]:
     ("source", "backend"),
     [
         pytest.param(LLAMA, "aot_eager", id="llama-aot_eager"),
-        pytest.param(GPT, "inductor", id="gpt-inductor", marks=pytest.mark.slow),
-        pytest.param(GPT, "aot_eager", id="gpt-aot_eager", marks=pytest.mark.extended),
+        pytest.param(GPT, "aot_eager", id="gpt-aot_eager"),
+        pytest.param(GPT, "inductor", id="gpt-inductor", marks=[pytest.mark.slow, pytest.mark.extended]),
         pytest.param(LLAMA, "inductor", id="llama-inductor", marks=[pytest.mark.slow, pytest.mark.extended]),
     ],
 )
