@@ -455,6 +455,10 @@ def test_no_float_blocks_on_a_gpu() -> None:
     for scratch in (cost.forward_scratch, cost.backward_scratch):
         assert scratch(spec, *dims, device="cuda") == scratch(spec, *dims)
     assert cost.forward_scratch(spec, 2, 64, 32, torch.float16, device="cuda") == 2 * 128 * (64 + 32 + 32)
+    # A processor may multiply in float16 itself, but has no sums of half-precision products in float32: tiles of rows.
+    for device, blocks in (("cpu", True), ("cuda", False)):
+        ledger = cost.backward_ledger(replace(spec, scratch=1 << 15), 2, 2048, 32, torch.float16, device=device)
+        assert ("float32 blocks" in {event[1] for event in ledger.events}) == blocks
 
 
 def test_launches_on_a_gpu() -> None:
