@@ -98,19 +98,18 @@ void Block::ensure_qk() {
   qk_in_place_ = target.is_same(value_.qkv);
   const auto heads = [&](const HeadColumns& columns, int slot) -> call::QkHeads {
     return {heads_view(value_.qkv, columns).transpose(1, 2),
-            heads_view(target, columns).transpose(1, 2), param(attn_slot(slot)),
-            param(attn_slot(slot + 1))};
+            heads_view(target, columns).transpose(1, 2), param(slot), param(slot + 1)};
   };
-  if (!makes_keys()) {
-    call::qk_fwd(heads(a.q_columns(), kQNormW), {}, qk_args());
-  } else if (!makes_q()) {
-    call::qk_fwd(heads(a.k_columns(), kKNormW), {}, qk_args());
-  } else if (a.qk.on() || a.interleaved) {
-    call::qk_fwd(heads(a.q_columns(), kQNormW), heads(a.k_columns(), kKNormW), qk_args());
-  } else {  // without weights of their own they are turned alike
+  std::vector<call::QkHeads> parts;
+  if (projected_ == Projected::all && !a.qk.on() && !a.interleaved) {
+    // Without weights of their own they are turned alike.
     const HeadColumns both{a.heads + a.kv_heads, 0, a.q_columns().stride};
-    call::qk_fwd(heads(both, kQNormW), {}, qk_args());
+    parts.push_back(heads(both, attn_slot(kQNormW)));
+  } else {
+    for (const Side& side : sides()) parts.push_back(heads(side.columns, side.slot));
   }
+  parts.resize(2);
+  call::qk_fwd(parts[0], parts[1], qk_args());
 }
 
 void Block::ensure_attn() {
@@ -196,25 +195,18 @@ Tensor Block::qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor raw) {
   if (a.qk_in_steps()) {
     qk_backward_in_steps(dq, dk, dv, raw, dqkv);
   } else if (a.qk.on() || a.rope != "none") {
-    const auto turned_back = [&](const Tensor& d, const HeadColumns& columns,
-                                 int slot) -> call::QkGradHeads {
-      const Tensor from = raw.defined() ? heads_view(raw, columns).transpose(1, 2) : Tensor();
-      const int64_t rows[] = {N_, a.head_dim, columns.count};
-      return {d.transpose(1, 2),
-              from,
-              place(columns),
-              param(attn_slot(slot)),
-              grad_partials(attn_slot(slot), rows),
-              grad_partials(attn_slot(slot + 1), rows)};
-    };
-    const auto q = [&] { return turned_back(dq, a.q_columns(), kQNormW); };
-    const auto k = [&] { return turned_back(dk, a.k_columns(), kKNormW); };
-    if (!dk.defined()) {
-      call::qk_bwd(q(), {}, {}, {}, qk_args());
-    } else {
-      call::qk_bwd(dq.defined() ? q() : k(), dq.defined() ? k() : call::QkGradHeads(),
-                   dv.transpose(1, 2), place(a.v_columns()), qk_args());
+    std::vector<call::QkGradHeads> parts;
+    for (const Side& side : sides()) {
+      const Tensor from = raw.defined() ? heads_view(raw, side.columns).transpose(1, 2) : Tensor();
+      const int64_t rows[] = {N_, a.head_dim, side.columns.count};
+      parts.push_back({(side.made == &value_.q ? dq : dk).transpose(1, 2), from,
+                       place(side.columns), param(side.slot), grad_partials(side.slot, rows),
+                       grad_partials(side.slot + 1, rows)});
     }
+    parts.resize(2);
+    const bool keys = dv.defined();
+    call::qk_bwd(parts[0], parts[1], keys ? dv.transpose(1, 2) : dv,
+                 keys ? place(a.v_columns()) : dv, qk_args());
   } else if (projected_ == Projected::all && !a.interleaved && !spec_.seq_first) {
     Tensor heads = dqkv.view({B_, T_, a.heads + 2 * a.kv_heads, a.head_dim});
     const Ledger::Name name("d qkv");

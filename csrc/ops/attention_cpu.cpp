@@ -33,6 +33,14 @@ std::tuple<at::Tensor, at::Tensor> flash_outputs(const AttentionProblem& a) {
   return {at::empty_like(a.q), lse.transpose(1, 2)};
 }
 
+// While a ledger is open: the work of a tile of queries.
+void count_tile(const char* what, const at::Tensor& q, const at::Tensor& k, int64_t products) {
+  const Ledger::Name name(what);
+  counted_work(Ledger::attention, {q.size(0), q.size(1), q.size(2), q.size(3), products, k.size(2)},
+               q.scalar_type());
+  counted_launch("tiled attention");
+}
+
 // t: a sum of gradients, one for each value of `of`.
 void check_sum(const char* op, const char* name, const at::Tensor& t, const at::Tensor& of) {
   const at::ScalarType acc = acc_dtype(of.scalar_type());
@@ -136,7 +144,7 @@ std::tuple<at::Tensor, at::Tensor> attention_tile_fwd_cpu(
     const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
     const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
     double scale, bool causal, int64_t window, double softcap, double p, QueryTile tile) {
-  counted_launch("tiled attention");
+  count_tile("attention", q, k, 2);
   return attention_tiled_fwd(attention_problem("attention_tile_fwd", q, k, v, mask, padding,
                                                cu_seqlens, rng_state, mask_kind, padding_kind,
                                                scale, causal, window, softcap, p, tile));
@@ -150,7 +158,7 @@ at::Tensor attention_tile_bwd_cpu(const at::Tensor& dout, const at::Tensor& q, c
                                   std::string_view mask_kind, std::string_view padding_kind,
                                   double scale, bool causal, int64_t window, double softcap,
                                   double p, QueryTile tile) {
-  counted_launch("tiled attention");
+  count_tile("attention backward", q, k, 5);
   const char* op = "attention_tile_bwd";
   const AttentionProblem a =
       attention_problem(op, q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind, padding_kind,

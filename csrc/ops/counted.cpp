@@ -112,29 +112,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd(
   return grads;
 }
 
-std::tuple<at::Tensor, at::Tensor> attention_tile_fwd(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
-    const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
-    const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
-    double scale, bool causal, int64_t window, double softcap, double p, QueryTile tile) {
-  count_attention("attention_tile_fwd", q, k, 2);
-  return attention_tile_fwd_cpu(q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind,
-                                padding_kind, scale, causal, window, softcap, p, tile);
-}
-
-at::Tensor attention_tile_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
-                              const at::Tensor& v, const at::Tensor& o, const at::Tensor& lse,
-                              const at::Tensor& dk, const at::Tensor& dv,
-                              const OptionalTensor& mask, const OptionalTensor& padding,
-                              const OptionalTensor& cu_seqlens, const OptionalTensor& rng_state,
-                              std::string_view mask_kind, std::string_view padding_kind,
-                              double scale, bool causal, int64_t window, double softcap, double p,
-                              QueryTile tile) {
-  count_attention("attention_tile_bwd", q, k, 5);
-  return attention_tile_bwd_cpu(dout, q, k, v, o, lse, dk, dv, mask, padding, cu_seqlens, rng_state,
-                                mask_kind, padding_kind, scale, causal, window, softcap, p, tile);
-}
-
 void ffn_up_fwd(const at::Tensor& x, const OptionalTensor& gate_w, const at::Tensor&,
                 const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                 const at::Tensor& h, const OptionalTensor&, const OptionalTensor&, std::string_view,

@@ -51,19 +51,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd(
     const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
     double scale, bool causal, int64_t window, double softcap, double p);
 
-std::tuple<at::Tensor, at::Tensor> attention_tile_fwd(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
-    const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
-    const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
-    double scale, bool causal, int64_t window, double softcap, double p, QueryTile tile);
-at::Tensor attention_tile_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
-                              const at::Tensor& v, const at::Tensor& o, const at::Tensor& lse,
-                              const at::Tensor& dk, const at::Tensor& dv,
-                              const OptionalTensor& mask, const OptionalTensor& padding,
-                              const OptionalTensor& cu_seqlens, const OptionalTensor& rng_state,
-                              std::string_view mask_kind, std::string_view padding_kind,
-                              double scale, bool causal, int64_t window, double softcap, double p,
-                              QueryTile tile);
+// On no device but the CPU, whose own write down what they do.
+inline constexpr auto attention_tile_fwd = &attention_tile_fwd_cpu;
+inline constexpr auto attention_tile_bwd = &attention_tile_bwd_cpu;
 
 // One kernel for products and activation: its products, for it has no scratch.
 void ffn_up_fwd(const at::Tensor& x, const OptionalTensor& gate_w, const at::Tensor& up_w,

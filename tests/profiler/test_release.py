@@ -17,20 +17,12 @@ from ckptfused.models.install import install
 from ckptfused.models.release import releases_of
 from tests.accounting import Events
 from tests.cases import by_turns
+from tests.profiler.test_accumulation import SIZES, tokens
 
 pytestmark = [
     pytest.mark.once,
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),  # its new name, in peft's own code
 ]
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "use_cache": False,
-}
 VARIANTS: dict[str, Callable[[Any], object]] = {
     "plain": lambda model: None,
     "checkpointed": lambda model: model.gradient_checkpointing_enable(),
@@ -50,11 +42,6 @@ def llama(variant: str = "converted") -> Any:
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
     VARIANTS[variant](model)
     return model
-
-
-def tokens(length: int) -> dict[str, Tensor]:
-    ids = torch.randint(0, 64, (2, length))
-    return {"input_ids": ids, "labels": ids}
 
 
 def allocated(model: Any, batch: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> int:
