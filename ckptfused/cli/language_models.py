@@ -16,11 +16,25 @@ from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.profiler.result import Profile
 from ckptfused.simulate.meta_copy import copy_to_meta
 
-LEAST_SCRATCH = "64MiB"
 UNCONVERTED_MODEL, CHECKPOINTED = "Hugging Face", "its gradient checkpointing"
-CONVERTED, CHUNKED = "convert(model)", 'convert(model, loss="chunked")'
-LEAST = f'convert(model, loss="chunked", scratch="{LEAST_SCRATCH}")'
-VARIANTS = (UNCONVERTED_MODEL, CHECKPOINTED, CONVERTED, CHUNKED, LEAST)
+
+
+def _call(**options: Any) -> str:
+    """How a user writes it."""
+    said = [f'{name}="{value}"' if isinstance(value, str) else f"{name}={value}" for name, value in options.items()]
+    return f"convert({', '.join(['model', *said])})"
+
+
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"loss": "chunked"},
+    {"loss": "chunked", "scratch": "64MiB"},
+    {"loss": "chunked", "scratch": "1GiB", "offload": True},
+)
+"""Options of `convert` that are tried. Beside offload a gigabyte of scratch is little, and tiles of it cost no time."""
+_CONVERSIONS = {_call(**options): options for options in _OPTIONS}
+CONVERTED, CHUNKED, LEAST, OFFLOADED = _CONVERSIONS
+VARIANTS = (UNCONVERTED_MODEL, CHECKPOINTED, CONVERTED, CHUNKED, LEAST, OFFLOADED)
 
 # Of whose layers all are alike, or repeat as the configuration's layer_types say.
 _UNIFORM = ("gemma", "gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -126,9 +140,9 @@ def _vary(model: Any, variant: str, adapted: bool) -> bool:
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable()
     elif variant != UNCONVERTED_MODEL:
-        scratch = LEAST_SCRATCH if variant == LEAST else None
-        head: Any = {} if variant == CONVERTED else {"loss": "chunked", "loss_scratch": scratch}
-        return bool(install(model, CheckpointPolicy.uniform(scratch=scratch, **head)).heads) or variant == CONVERTED
+        options = _CONVERSIONS[variant]
+        limits = {"loss_scratch": options["scratch"]} if "scratch" in options else {}
+        return bool(install(model, CheckpointPolicy.uniform(**options, **limits)).heads) or variant == CONVERTED
     return True
 
 

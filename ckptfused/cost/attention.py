@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ckptfused._extension import _C
 from ckptfused.spec import AttentionSpec
 from ckptfused.triton.backend import AttentionShape, attention_backend, capability_at_hand
 from ckptfused.triton.problem import accumulation_type, backward_rows
@@ -46,16 +47,5 @@ def _cudnn_scratch(a: AttentionSpec, batch: int, length: int) -> int:
 
 
 def _flash_scratch(a: AttentionSpec, batch: int, length: int) -> int:
-    """Scratch bytes of FlashAttention-2's backward in PyTorch (flash_api.cpp): dq and the sums of do·o in float32, rows
-    in blocks of 128 and heads of 32 entries (64 from 129 on), and under GQA the gradients of k and v by query head.
-
-    Repeatable, it adds up dq without atomics: in as many copies as give every multiprocessor one of the B·H heads,
-    ⌈multiprocessors / (B·H)⌉. So with few heads dq is 4·multiprocessors bytes for a row and entry, whatever B·H.
-    """
-    rows, block = -(-length // 128) * 128, 32 if a.head_dim <= 128 else 64
-    asked = torch.are_deterministic_algorithms_enabled()
-    repeatable = asked and not torch.is_deterministic_algorithms_warn_only_enabled()
-    copies = -(-multiprocessors() // max(batch * a.heads, 1)) if repeatable else 1
-    sums = 4 * batch * a.heads * rows * (copies * -(-a.head_dim // block) * block + 1)
-    by_query_head = 2 * 2 * batch * length * a.q_width  # half precision
-    return sums + (by_query_head if a.kv_heads != a.heads else 0)
+    """Scratch bytes of FlashAttention-2's backward in PyTorch: flash_gpu_scratch of csrc/ops/attention_gpu.h."""
+    return _C.flash_gpu_scratch((batch, a.heads, a.kv_heads, length, length, a.head_dim), multiprocessors())

@@ -49,9 +49,9 @@ class Setting:
     @cached_property
     def query_tile(self) -> int | None:
         """Tokens of a tile, where the block goes by tiles of queries."""
-        if self.cuda or self.spec.attn is None:
+        if self.spec.attn is None:
             return None
-        work = cost.forward_ledger(self.spec, *self.dims, self.x.dtype).work
+        work = cost.forward_ledger(self.spec, *self.dims, self.x.dtype, device=self.x.device.type).work
         return max((w.length for w in work if isinstance(w, AttentionWork) and w.keys is not None), default=None)
 
     def attention(self, a: AttentionSpec) -> tuple[str, str]:
@@ -59,7 +59,7 @@ class Setting:
         if tile := self.query_tile:
             count = -(-self.length // tile)
             return (
-                "tiles",
+                "flash" if self.cuda else "tiles",
                 f"{count} blocks of {tile:,} queries, for q, k, v, o and their gradients are more than scratch=",
             )
         shape = backend.AttentionShape.of_spec(a, self.dtype, self.batch, self.length)

@@ -116,6 +116,16 @@ def _loss_bwd(
     return [t.new_empty(t.shape) for t, need in zip(tensors, rest[-1], strict=True) if need and t is not None]
 
 
+def _norm(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _norm_grads(
+    dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float, needs: Sequence[bool]
+) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t, need in zip((x, weight, bias), needs, strict=True) if need and t is not None]
+
+
 def _rng_state(like: Tensor, call_id: int, *, generator: torch.Generator | None = None) -> Tensor:
     if torch.is_grad_enabled() and partitioner_budget() == 0:
         raise RuntimeError(
@@ -212,9 +222,11 @@ def _register() -> None:
     fake("ckptfused::attention_bwd", _attention_bwd)
     fake("ckptfused::attention_tile_fwd", _attention_fwd)
     fake("ckptfused::attention_tile_bwd", _attention_tile_bwd)
-    loss = torch.ops.ckptfused
-    fake("ckptfused::linear_cross_entropy_fwd", _or_counted(_loss_fwd, loss.linear_cross_entropy_fwd.default, False))
-    fake("ckptfused::linear_cross_entropy_bwd", _or_counted(_loss_bwd, loss.linear_cross_entropy_bwd.default, False))
+    for name, kernel in (
+        *(("linear_cross_entropy_fwd", _loss_fwd), ("linear_cross_entropy_bwd", _loss_bwd)),
+        *(("norm", _norm), ("norm_grads", _norm_grads)),
+    ):
+        fake(f"ckptfused::{name}", _or_counted(kernel, getattr(torch.ops.ckptfused, name).default, block=False))
     fake("ckptfused::rng_state", _rng_state)
     fake("ckptfused::copy_on_write", _copy_on_write)
     fake("ckptfused::dropout_mask", _dropout_mask)

@@ -2,6 +2,8 @@
 #include "ops/torch.h"
 
 #include "block/block.h"
+#include "math/dropout.h"
+#include "ops/attention_gpu.h"
 #include "ops/checks.h"
 
 namespace ckptfused {
@@ -50,10 +52,27 @@ void Block::set_ffn_tiles() {
   choose_up_kernel();
 }
 
+// On the CPU always; on a GPU where the caller limits the scratch, for cuDNN's kernel for whole
+// calls is the faster one, and nothing is dropped of the residual stream, whose kernel counts rows
+// from 0 there.
+bool Block::may_go_by_queries() const {
+  if (on_cpu(x_)) return true;
+  if (spec_.scratch == 0 || spec_.attn.p_res > 0 || (spec_.has_ffn && spec_.ffn.p_res > 0)) {
+    return false;
+  }
+  const AttentionSpec& a = spec_.attn;
+  const unsigned special = (a.mask != "none") * kHasMasks | (a.padding != "none") * kHasPadding |
+                           a.packed * kHasPacked | (a.window != 0 && a.window < T_) * kHasWindow |
+                           (a.softcap != 0.0) * kHasSoftcap |
+                           (dropout_threshold(a.p_attn) != 0) * kHasDropout |
+                           !(a.scale >= kLeastScale) * kHasScale;
+  return has_tiles_on_gpu({special, P_, B_, a.heads, T_, T_, a.head_dim}, x_);
+}
+
 void Block::set_query_tiles() {
   const int64_t batches = spec_.seq_first ? B_ : 1;
   tile_rows_ = batches * T_;
-  if (!spec_.has_attn || counts_whole_ffn() || !on_cpu(x_)) return;
+  if (!spec_.has_attn || counts_whole_ffn() || !may_go_by_queries()) return;
   const AttentionSpec& a = spec_.attn;
   const FFNSpec& f = spec_.ffn;
   const int64_t ffn_width = spec_.has_ffn ? f.gu_width() + f.hidden : 0;
@@ -61,8 +80,8 @@ void Block::set_query_tiles() {
                        a.q_width(),
                        a.kv_width(),
                        C_ * (a.qkv_width() + a.q_width() + ffn_width),
-                       c10::elementSize(P_),
-                       c10::elementSize(A_)};
+                       int64_t(c10::elementSize(P_)),
+                       int64_t(c10::elementSize(A_))};
   tile_rows_ = batches * query_tile(T_, work, spec_.scratch);
 }
 

@@ -107,6 +107,7 @@ class Block {
   };
   std::vector<Tile> tiles() const;
   void set_ffn_tiles();
+  bool may_go_by_queries() const;
   void set_query_tiles();
   bool tiled() const { return tiles_.rows < N_ || tiles_.cols < spec_.ffn.hidden; }
   // Gate and up pre-activations of a tile, as columns of one buffer. Non-gated: up alone.

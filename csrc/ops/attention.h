@@ -91,14 +91,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
     const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
     double scale, bool causal, int64_t window, double softcap, double p);
 
-// The same of a tile of queries: backward adds to dk and dv, of the accumulation type, and returns
-// dq.
-std::tuple<at::Tensor, at::Tensor> attention_tile_fwd_cpu(
+// The ops of a tile of queries, on any device: backward adds to dk and dv, of the accumulation type,
+// and returns dq.
+std::tuple<at::Tensor, at::Tensor> attention_tile_fwd(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
     const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
     const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
     double scale, bool causal, int64_t window, double softcap, double p, QueryTile tile);
-at::Tensor attention_tile_bwd_cpu(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
+at::Tensor attention_tile_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
                                   const at::Tensor& v, const at::Tensor& o, const at::Tensor& lse,
                                   const at::Tensor& dk, const at::Tensor& dv,
                                   const OptionalTensor& mask, const OptionalTensor& padding,

@@ -33,25 +33,6 @@ std::tuple<at::Tensor, at::Tensor> flash_outputs(const AttentionProblem& a) {
   return {at::empty_like(a.q), lse.transpose(1, 2)};
 }
 
-// While a ledger is open: the work of a tile of queries.
-void count_tile(const char* what, const at::Tensor& q, const at::Tensor& k, int64_t products) {
-  const Ledger::Name name(what);
-  counted_work(Ledger::attention, {q.size(0), q.size(1), q.size(2), q.size(3), products, k.size(2)},
-               q.scalar_type());
-  counted_launch("tiled attention");
-}
-
-// t: a sum of gradients, one for each value of `of`.
-void check_sum(const char* op, const char* name, const at::Tensor& t, const at::Tensor& of) {
-  const at::ScalarType acc = acc_dtype(of.scalar_type());
-  TORCH_CHECK(t.sizes() == of.sizes() && t.scalar_type() == acc && t.device() == of.device() &&
-                  (t.size(3) <= 1 || t.stride(3) == 1),
-              op, ": ", name, ": expected ", acc, " ", of.sizes(), " on ", of.device(),
-              " with contiguous rows, got ", t.scalar_type(), " ", t.sizes(), " strides ",
-              t.strides(), " on ", t.device());
-  check_memory(op, name, t);
-}
-
 }  // namespace
 
 // Flash where it can, but for two kinds of shapes where the tiles took less time.
@@ -139,41 +120,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
       result.dout, a.q, a.k, a.v, result.o, result.lse, 0.0, causal, std::nullopt, scale);
 }
 
-std::tuple<at::Tensor, at::Tensor> attention_tile_fwd_cpu(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
-    const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
-    const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
-    double scale, bool causal, int64_t window, double softcap, double p, QueryTile tile) {
-  count_tile("attention", q, k, 2);
-  return attention_tiled_fwd(attention_problem("attention_tile_fwd", q, k, v, mask, padding,
-                                               cu_seqlens, rng_state, mask_kind, padding_kind,
-                                               scale, causal, window, softcap, p, tile));
-}
-
-at::Tensor attention_tile_bwd_cpu(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
-                                  const at::Tensor& v, const at::Tensor& o, const at::Tensor& lse,
-                                  const at::Tensor& dk, const at::Tensor& dv,
-                                  const OptionalTensor& mask, const OptionalTensor& padding,
-                                  const OptionalTensor& cu_seqlens, const OptionalTensor& rng_state,
-                                  std::string_view mask_kind, std::string_view padding_kind,
-                                  double scale, bool causal, int64_t window, double softcap,
-                                  double p, QueryTile tile) {
-  count_tile("attention backward", q, k, 5);
-  const char* op = "attention_tile_bwd";
-  const AttentionProblem a =
-      attention_problem(op, q, k, v, mask, padding, cu_seqlens, rng_state, mask_kind, padding_kind,
-                        scale, causal, window, softcap, p, tile);
-  const AttentionResult result = attention_result(op, a, dout, o, lse);
-  check_sum(op, "dk", dk, k);
-  check_sum(op, "dv", dv, v);
-  return attention_tiled_bwd_onto(a, result.dout, result.o, result.lse, dk, dv);
-}
-
 TORCH_LIBRARY_IMPL(ckptfused, CPU, m) {
   m.impl("attention_fwd", &attention_fwd_cpu);
   m.impl("attention_bwd", &attention_bwd_cpu);
-  m.impl("attention_tile_fwd", &attention_tile_fwd_cpu);
-  m.impl("attention_tile_bwd", &attention_tile_bwd_cpu);
 }
 
 }  // namespace ckptfused

@@ -115,6 +115,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_bwd(
 }
 
 TORCH_LIBRARY_IMPL(ckptfused, CUDA, m) {
+  set_gpu_of(&gpu_of);
   m.impl("attention_fwd", &attention_fwd);
   m.impl("attention_bwd", &attention_bwd);
 }

@@ -6,7 +6,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "ops/attention_choice.h"
+#include "ops/attention.h"
 
 // Attention on a GPU: which kernel makes a call, and PyTorch's own. Neither needs CUDA to be
 // compiled, so that a machine without a GPU can ask for the choice and run the calls on meta
@@ -47,5 +47,28 @@ std::tuple<at::Tensor, at::Tensor> attention_aten_fwd(AttentionKernel kernel, co
 std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_aten_bwd(
     AttentionKernel kernel, const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
     const at::Tensor& v, const at::Tensor& o, const at::Tensor& lse, double scale, bool causal);
+
+// Whether the flash kernel makes such attention by tiles of queries, on the GPU that the work on x
+// is for. What it lacks in whole calls it lacks here.
+bool has_tiles_on_gpu(const AttentionShape& shape, const at::Tensor& x);
+// The build with CUDA says what GPUs are.
+void set_gpu_of(AttentionGpu (*known)(at::Device));
+
+// The ops of a tile of queries, a batch of which they were checked for.
+std::tuple<at::Tensor, at::Tensor> attention_tile_fwd_gpu(const AttentionProblem& a,
+                                                          QueryTile tile);
+at::Tensor attention_tile_bwd_gpu(const AttentionProblem& a, const AttentionResult& result,
+                                  const at::Tensor& dk, const at::Tensor& dv, QueryTile tile);
+
+struct FlashSizes {
+  int64_t batch, heads, kv_heads, queries, keys, head_dim;
+};
+// Bytes that the backward of PyTorch's flash kernel allocates within itself (flash_api.cpp): dq and
+// the sums of do·o in float32, rows in blocks of 128 and heads of 32 entries (64 from 129 on), and
+// under GQA the gradients of k and v by query head.
+//
+// Repeatable, it adds up dq without atomics: in as many copies as give every multiprocessor one of
+// the B·H heads, multiprocessors / (B·H) rounded up.
+int64_t flash_gpu_scratch(const FlashSizes& sizes, int64_t multiprocessors);
 
 }  // namespace ckptfused

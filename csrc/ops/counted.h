@@ -51,9 +51,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd(
     const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
     double scale, bool causal, int64_t window, double softcap, double p);
 
-// On no device but the CPU, whose own write down what they do.
-inline constexpr auto attention_tile_fwd = &attention_tile_fwd_cpu;
-inline constexpr auto attention_tile_bwd = &attention_tile_bwd_cpu;
+// They write down themselves what they do.
+inline constexpr auto attention_tile_fwd = &ckptfused::attention_tile_fwd;
+inline constexpr auto attention_tile_bwd = &ckptfused::attention_tile_bwd;
 
 // One kernel for products and activation: its products, for it has no scratch.
 void ffn_up_fwd(const at::Tensor& x, const OptionalTensor& gate_w, const at::Tensor& up_w,

@@ -188,6 +188,10 @@ int64_t cpu_threads() {
   return counting() ? Ledger::current()->device().threads : at::get_num_threads();
 }
 
+int64_t counted_multiprocessors() {
+  return Ledger::current()->device().multiprocessors;
+}
+
 std::optional<at::Tensor> like_there(const at::Tensor& t) {
   return counting() ? Ledger::current()->device().like : t;
 }

@@ -149,6 +149,8 @@ inline at::Device host() {
 }
 // How many threads a CPU's work is for.
 int64_t cpu_threads();
+// While a ledger is open for a GPU: how many multiprocessors it has.
+int64_t counted_multiprocessors();
 // An empty tensor on the device that the work on t is for, if there is such a device: t itself.
 std::optional<at::Tensor> like_there(const at::Tensor& t);
 // Whether a count is of an FFN half in one piece, whatever its size.

@@ -71,6 +71,14 @@ TORCH_LIBRARY(ckptfused, m) {
   // for as long as it lives; afterwards each has memory of its own.
   m.def("copy_on_write(Tensor[] tensors) -> (Tensor[], Tensor)", {at::Tag::pt2_compliant_tag});
 
+  // A norm over the last dimension by itself, and the gradients asked for of x, weight and bias.
+  m.def("norm(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps) -> Tensor",
+        {at::Tag::pt2_compliant_tag});
+  m.def(
+      "norm_grads(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, str kind, float eps, "
+      "bool[] needs) -> Tensor[]",
+      {at::Tag::pt2_compliant_tag});
+
   // Small ops write where they are told: the block owns all scratch.
   m.def(
       "norm_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) y, str kind, float eps) -> ()");

@@ -230,6 +230,11 @@ PYBIND11_MODULE(_C, m) {
                                                          std::end(ckptfused::kAttentionSpecial));
   m.attr("attention_least_scale") = ckptfused::kLeastScale;
   m.def("attention_choice", &attention_choice);
+  m.def("flash_gpu_scratch", [](std::array<int64_t, 6> sizes, int64_t multiprocessors) {
+    const auto [batch, heads, kv_heads, queries, keys, head_dim] = sizes;
+    return ckptfused::flash_gpu_scratch({batch, heads, kv_heads, queries, keys, head_dim},
+                                        multiprocessors);
+  });
   m.def("launches_wanted", &ckptfused::launches_wanted);
   m.def("keep_launches", &keep_launches);
   m.def("count", &count);

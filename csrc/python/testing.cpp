@@ -66,6 +66,24 @@ void bind_testing(pybind11::module_ m) {
                                  bool causal) {
     return ckptfused::attention_aten_bwd(aten_kernel(kernel), dout, q, k, v, o, lse, scale, causal);
   });
+  const auto tile_of = [](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          double scale, bool causal, const std::vector<int64_t>& tile) {
+    return ckptfused::attention_problem("attention_tile", q, k, v, {}, {}, {}, {}, "none", "none",
+                                        scale, causal, 0, 0.0, 0.0, tile);
+  };
+  m.def("attention_tile_fwd_gpu",
+        [=](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
+            bool causal, const std::vector<int64_t>& tile) {
+          return ckptfused::attention_tile_fwd_gpu(tile_of(q, k, v, scale, causal, tile), tile);
+        });
+  m.def("attention_tile_bwd_gpu",
+        [=](const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+            const at::Tensor& o, const at::Tensor& lse, const at::Tensor& dk, const at::Tensor& dv,
+            double scale, bool causal, const std::vector<int64_t>& tile) {
+          const auto a = tile_of(q, k, v, scale, causal, tile);
+          const auto result = ckptfused::attention_result("attention_tile", a, dout, o, lse);
+          return ckptfused::attention_tile_bwd_gpu(a, result, dk, dv, tile);
+        });
   m.def("use_launch_records", &ckptfused::use_launch_records);
   m.def("launch_record_hits", &ckptfused::launch_record_hits);
   pybind11::class_<AttentionAsOnGpu>(m, "AttentionAsOnGpu").def(pybind11::init());
