@@ -9,13 +9,15 @@ from ckptfused.profiler.phases import LayerProfile, Peak, Phase
 from ckptfused.profiler.result import Profile
 
 
-def extrapolated(few: Profile, more: Profile, layers: tuple[int, int, int], period: int = 1) -> Profile:
+def extrapolated(few: Profile, more: Profile, layers: tuple[int, int, int], period: int = 1, ends: int = 1) -> Profile:
     """A step of a model with more layers, from two predictions of it with fewer.
 
-    layers: of `few`, of `more`, and of the model: at least 2, at least one more, any, in steps of `period`, after which
-    layers repeat. In each phase at the ends of the stack every part is a line in the number of layers; between the ends
-    phases need no more than at one of them. Time is one too, but on a CPU whose cache holds what a few layers need.
+    layers: of `few`, of `more`, and of the model: at least 2 · ends, at least one more, any, in steps of `period`, after
+    which layers repeat. ends: how many periods lie at each end of the stack whose phases are not those in the middle:
+    there every part of a phase is a line in the number of layers, and between the ends phases need no more than at one
+    of them. Time is a line too, but on a CPU whose cache holds what a few layers need.
     """
+    period *= ends
     less, greater, all_ = layers
 
     def line(a: Any, b: Any) -> Any:

@@ -28,7 +28,7 @@ def _call(**options: Any) -> str:
 _OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"loss": "chunked"},
-    {"loss": "chunked", "scratch": "64MiB"},
+    {"loss": "chunked", "scratch": "256MiB"},
     {"loss": "chunked", "scratch": "1GiB", "offload": True},
 )
 """Options of `convert` that are tried. Beside offload a gigabyte of scratch is little, and tiles of it cost no time."""
@@ -48,9 +48,10 @@ class Trained:
 
     def __init__(self, config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | None = None) -> None:
         self._depth, self._period = _depth(config)
-        found = (self._depth,)
-        if self._period is not None and self._depth > 3 * self._period:
-            found = (2 * self._period, 3 * self._period)  # type: ignore[assignment]
+        self._ends = 2 if variant == OFFLOADED else 1  # inputs come back while the layer above runs, but the last two
+        found, periods = (self._depth,), 2 * self._ends
+        if self._period is not None and self._depth > (periods + 1) * self._period:
+            found = (periods * self._period, (periods + 1) * self._period)  # type: ignore[assignment]
         self._models = [(depth, build_language_model(_cut(config, depth), variant, dtype, lora)) for depth in found]
         self._stream = _config(config).hidden_size * dtype.itemsize
 
@@ -60,7 +61,7 @@ class Trained:
         if len(found) == 1:
             return found[0][1]
         (less, few), (greater, more) = found
-        return extrapolated(few, more, (less, greater, self._depth), self._period or 1)
+        return extrapolated(few, more, (less, greater, self._depth), self._period or 1, self._ends)
 
     def least(self, tokens: int, sequences: int = 1) -> int:
         """Bytes that such a step takes at least, known without predicting it: those of one layer's result."""

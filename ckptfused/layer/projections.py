@@ -115,22 +115,23 @@ def norm(module: nn.Module | Norm, width: int, dtype: torch.dtype, name: str = "
     """
     if isinstance(module, Norm):
         return module._replace(eps=_eps(module.eps, dtype))
-    found: Any = module
-    kind = own_kind(type(module).forward)
-    if kind is None:
-        found = active_copy(module)
-        kind = norm_of(type(found), type(found).forward)
+    found = module if own_kind(type(module).forward) else active_copy(module)
     if (why := watched(found, name)) is not None:
         return why
-    cls = type(found)
+    return norm_of_class(found, width, dtype, name)
+
+
+def norm_of_class(module: nn.Module, width: int, dtype: torch.dtype, name: str = "") -> Norm | Reason:
+    """The norm that the forward of a module's class computes, whoever watches the module."""
+    cls, found = type(module), vars(module)
+    kind = own_kind(cls.forward) or norm_of(cls, cls.forward)
     if kind is None:
         return Reason(f"{f'{name}: ' if name else ''}unknown norm {cls.__module__}.{cls.__name__}")
-    attributes = vars(found)
-    if attributes.get("normalized_shape", (width,)) != (width,):
+    if found.get("normalized_shape", (width,)) != (width,):
         return Reason(f"{name or 'a norm'} is a {cls.__name__} that the kernels do not compute over {width} values")
-    eps = _eps(getattr(found, "variance_epsilon" if "variance_epsilon" in attributes else "eps"), dtype)
-    bias = weight(found, "bias") if kind in BIASED_NORMS else None
-    return Norm(kind, eps, weight(found, "weight"), bias)
+    eps = _eps(getattr(module, "variance_epsilon" if "variance_epsilon" in found else "eps"), dtype)
+    bias = weight(module, "bias") if kind in BIASED_NORMS else None
+    return Norm(kind, eps, weight(module, "weight"), bias)
 
 
 def _eps(eps: float | None, dtype: torch.dtype) -> float:

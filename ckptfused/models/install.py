@@ -91,7 +91,7 @@ def install(model: nn.Module, policy: CheckpointPolicy, process_group: Any = Non
     if isinstance(model, nn.DataParallel):
         raise ValueError(f"model: {NOT_REPLICATED}")
     found, language_models = list(find.layers(model)), list(lm_heads.models(model))
-    touched = [*(layer for _, layer, _ in found), *(inner for _, inner in language_models)]
+    touched = [*(layer for _, layer, _ in found), *lm_heads.touched(language_models)]
     touched += [module for module in model.modules() if experts.is_converted(module) or experts.is_experts(module)]
     held = [(module, {key: vars(module)[key] for key in _TOUCHED if key in vars(module)}) for module in touched]
 

@@ -113,7 +113,9 @@ class Work(DispatchMode):
         if not tensors or tensors[0].dim() < 2:
             return
         rows = tensors[0].numel() // max(1, tensors[0].size(-1))
-        widest = max((max(t.shape) for t in tensors[1:] if t.dim() == 2 and t.is_floating_point()), default=0)
+        weights = [t for t in tensors[1:] if t.dim() == 2 and t.is_floating_point()]
+        tokens = tensors[0].shape[:-1]  # of them cos and sin have rows
+        widest = max((max(t.shape) for t in weights if t.size(0) not in tokens), default=0)
         limits = [re.search(r"\bscratch=(\d+)", text) for text in args if isinstance(text, str)]
         limit = next((int(found[1]) for found in limits if found), 0) or 1 << 30
         self._pieces += rows * widest * tensors[0].itemsize / limit

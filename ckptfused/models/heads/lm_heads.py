@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +40,11 @@ class LanguageModel:
     def head(self, model: Any) -> nn.Module:
         """The projection to the logits."""
         return model.get_output_embeddings()
+
+    def final_norm(self, model: Any) -> nn.Module | None:
+        """The module that makes the hidden states from the last layer's result, as far as it is a norm alone."""
+        body = self.body(model)
+        return next(filter(None, (getattr(body, name, None) for name in ("norm", "ln_f", "final_layer_norm"))), None)
 
     def refusal(self, model: Any) -> Reason | None:
         """Why a model is none of those that were read, beside what its projection says."""
@@ -184,3 +189,11 @@ def models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if theirs and module.get_output_embeddings() is not None and not any(map(name.startswith, found)):
             found.append(name)
             yield name, module
+
+
+def touched(found: Iterable[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
+    """The modules of such models that a chunked loss gives another forward."""
+    for _, model in found:
+        family = head_of(model)
+        norm = None if family is None else family.final_norm(model)
+        yield from (model,) if norm is None else (model, norm)

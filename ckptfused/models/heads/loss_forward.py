@@ -23,6 +23,7 @@ from ckptfused.layer.projections import Projection, projection
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.layer.source import class_as_read, class_name, is_patched, unread
 from ckptfused.loss import HeadAdapter, linear_cross_entropy
+from ckptfused.models.heads import final_norm
 from ckptfused.models.heads.lm_heads import HEADS, head_of
 
 
@@ -173,8 +174,10 @@ def installed(model: nn.Module) -> HeadForward | None:
 
 
 def take_out(model: nn.Module) -> bool:
-    """Gives a model its own forward back. Returns whether it had another."""
+    """Gives a model, and the norm before its head, its own forward back. Returns whether it had another."""
     found = installed(model)
+    family = head_of(model)
+    final_norm.take_out(None if family is None else family.final_norm(model))
     if found is None:
         return False
     if _held(model, "forward") is found:
@@ -195,4 +198,5 @@ def put_in(model: nn.Module, scratch: int | None) -> Reason | None:
     found.scratch, found.paused = scratch, False
     if below is None:
         model.forward = found  # type: ignore[assignment]
+    final_norm.put_in(HEADS[class_name(type(model))].final_norm(model))
     return None
