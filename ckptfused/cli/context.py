@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     memory = options.checked(lambda text: parse_bytes("memory", text))
     add("--memory", type=memory, metavar="BYTES", help="80GiB, say; without it the card's own, less a twentieth")
+    host = options.checked(lambda text: parse_bytes("host-memory", text))
+    add("--host-memory", type=host, metavar="BYTES", help="for inputs of layers, with offload; without it any")
     add(
         "--largest",
         choices=("sequence", "batch"),
@@ -40,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--step", type=options.positive, help="the answer is a multiple of so many tokens (256) or sequences (1)")
     add("--json", action="store_true", help="print JSON, with the parts of each peak in bytes")
+    add(
+        "--plot",
+        type=options.picture_path,
+        metavar="FILE",
+        help="write a picture of memory against what is looked for; needs matplotlib",
+    )
     parser.epilog = "Example: python -m ckptfused context --config llama-3-8b --device h100 --largest batch --seq 4096"
 
 
@@ -67,6 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
         if best is not None:
             found[AS_IT_IS if given and variant == VARIANTS[0] else variant] = best
     print(json.dumps(as_json(found, arguments), indent=2) if arguments.json else table_text(found, arguments))
+    if arguments.plot:
+        from ckptfused.cli.context_picture import draw
+
+        try:
+            draw(found, arguments)
+        except OSError as error:
+            raise CommandError(str(error)) from error
     return 0
 
 
@@ -78,8 +93,10 @@ def _longest(given: Any, variant: str, arguments: argparse.Namespace) -> Longest
     if found is None:
         return None
     step, least = found
-    first = 2048 if arguments.largest == "sequence" else 8
-    return options.ran(arguments, lambda: longest(step, arguments.memory, arguments.step, first=first, least=least))
+    limits: dict[str, Any] = {"first": 2048 if arguments.largest == "sequence" else 8, "least": least}
+    if arguments.host_memory is not None:
+        limits["host"] = arguments.host_memory
+    return options.ran(arguments, lambda: longest(step, arguments.memory, arguments.step, **limits))
 
 
 _Steps = tuple[Callable[[int], "Profile"], Callable[[int], int]]
@@ -102,7 +119,8 @@ def _steps(given: Any, variant: str, arguments: argparse.Namespace) -> _Steps | 
             return None
         return lambda count: profile(model, resized_batch(batch, **{of: count}), make, **how), lambda _: 0
     dtype = getattr(torch, arguments.dtype)
-    trained = options.built(lambda: language_models.Trained(arguments.configuration, variant, dtype, arguments.lora))
+    kind = (variant, dtype, arguments.lora, arguments.load_in_4bit)
+    trained = options.built(lambda: language_models.Trained(arguments.configuration, *kind))
 
     def sizes(count: int) -> tuple[int, int]:
         return (count, arguments.batch) if of == "tokens" else (arguments.seq, count)
@@ -111,7 +129,7 @@ def _steps(given: Any, variant: str, arguments: argparse.Namespace) -> _Steps | 
 
 
 def as_json(found: dict[str, Longest], arguments: argparse.Namespace) -> dict[str, Any]:
-    names = ("config", "memory", "lora", "dtype", "largest", "batch", "seq", *STEP)
+    names = ("config", "memory", "host_memory", "lora", "load_in_4bit", "dtype", "largest", "batch", "seq", *STEP)
     count = "tokens" if arguments.largest == "sequence" else "sequences"
     rows = {name: {count: best.tokens, "refused": best.refused, **best.profile.sizes()} for name, best in found.items()}
     asked = {name: getattr(arguments, name) for name in names if name != {"tokens": "seq", "sequences": "batch"}[count]}
@@ -120,10 +138,11 @@ def as_json(found: dict[str, Longest], arguments: argparse.Namespace) -> dict[st
 
 def table_text(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
     """What a person reads."""
-    from ckptfused.profiler.table import conditions
+    from ckptfused.profiler.table import conditions, duration
 
     longest = arguments.largest == "sequence"
     trained = "all weights" if arguments.lora is None else f"LoRA of rank {arguments.lora}"
+    trained += " on 4-bit weights" if arguments.load_in_4bit else ""
     of = f"{arguments.dtype}{{}}, {trained}" if arguments.configuration else "a model of your own{}"
     width, step = max(map(len, found)), next(iter(found.values())).profile
     asked = f"batch {arguments.batch}" if longest else f"sequences of {arguments.seq:,}"
@@ -143,14 +162,14 @@ def table_text(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
         "",
         f"{'':{width}}  {'longest sequence' if longest else '   largest batch'}",
     ]
-    for name, (count, step, refused) in found.items():
-        if count:
-            said = f"{count:>16,}  {size(step.peak)}, at {step.moment}"
-            said += ", all that the model takes" if refused else ""
+    for name, best in found.items():
+        step, needs = best.profile, f"{size(best.profile.peak)}, at {best.profile.moment}"
+        if best.tokens:
+            said = f"{best.tokens:>16,}  {duration(step.seconds)} a step; {needs}"
+            said += f", and {size(step.host)} of host memory" if step.host else ""
+            said += ", all that the model takes" if best.refused else ""
         else:
-            said = (
-                f"{'none':>16}  the {'shortest' if longest else 'smallest'} needs {size(step.peak)}, at {step.moment}"
-            )
+            said = f"{'none':>16}  the {'shortest' if longest else 'smallest'} needs {needs}"
         lines.append(f"{name:{width}}  {said}")
     why = next((best.refused for best in found.values() if best.refused), "")
     lines += ["", f"Why no more: {why}"] if why else []

@@ -64,6 +64,7 @@ def extrapolated(few: Profile, more: Profile, layers: tuple[int, int, int], peri
         all_gradients=line(few.all_gradients, more.all_gradients),
         optimizer_transient=line(few.optimizer_transient, more.optimizer_transient),
         optimizer_seconds=line(few.optimizer_seconds, more.optimizer_seconds),
+        host=line(few.host, more.host),
         time_error=few.time_error,
         notes=few.notes,
     )

@@ -10,6 +10,7 @@ from torch import nn
 
 from ckptfused.cli.extrapolate import extrapolated
 from ckptfused.cli.longest_context import language_step
+from ckptfused.compat.bitsandbytes import four_bit_on_meta
 from ckptfused.compat.transformers import knows
 from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy
@@ -46,13 +47,16 @@ class Trained:
     Where its layers repeat, models of a few of them are built and `extrapolated`: the same numbers, sooner.
     """
 
-    def __init__(self, config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | None = None) -> None:
+    def __init__(
+        self, config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | None = None, four_bit: bool = False
+    ) -> None:
         self._depth, self._period = _depth(config)
         self._ends = 2 if variant == OFFLOADED else 1  # inputs come back while the layer above runs, but the last two
         found, periods = (self._depth,), 2 * self._ends
         if self._period is not None and self._depth > (periods + 1) * self._period:
             found = (periods * self._period, (periods + 1) * self._period)  # type: ignore[assignment]
-        self._models = [(depth, build_language_model(_cut(config, depth), variant, dtype, lora)) for depth in found]
+        how = (variant, dtype, lora, four_bit)
+        self._models = [(depth, build_language_model(_cut(config, depth), *how)) for depth in found]
         self._stream = _config(config).hidden_size * dtype.itemsize
 
     def step(self, tokens: int, sequences: int = 1, **options: Any) -> Profile:
@@ -112,24 +116,37 @@ def _kind(config: Any) -> Any:
 
 
 def build_language_model(
-    config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | None = None
+    config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | None = None, four_bit: bool = False
 ) -> nn.Module:
     """The language model of a configuration without its weights, in training, as one of `VARIANTS`.
 
     lora: the rank of PEFT's adapters on all linear layers, which alone are trained then, in float32 as PEFT has them;
-    None: all weights are. **Raises** `ImportError` without transformers, or PEFT where it is asked for; `ValueError`
-    for a model that transformers does not know.
+    None: all weights are. four_bit: the weights of linear layers but the head are bitsandbytes' NF4. **Raises**
+    `ImportError` without transformers, PEFT or bitsandbytes where it is asked for; `ValueError` for a model that
+    transformers does not know, and for 4-bit weights without adapters.
     """
+    if four_bit and lora is None:
+        raise ValueError("4-bit weights are not trained: give the rank of adapters, --lora, with --load-in-4bit")
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of gradient checkpointing's new name
         own = _config(config)
         model: Any = _kind(own).from_config(own).to(dtype)
+        if four_bit:
+            _quantize(model)
         if lora is not None:
             from peft import LoraConfig, get_peft_model
 
             model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
         _vary(model, variant, lora is not None)
     return model.train()
+
+
+def _quantize(model: Any) -> None:
+    """Has all linear layers but the head in four bits, as `load_in_4bit` does."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child is not model.get_output_embeddings():
+                setattr(module, name, four_bit_on_meta(child))
 
 
 def _vary(model: Any, variant: str, adapted: bool) -> bool:

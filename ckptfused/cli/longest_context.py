@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ class Longest(NamedTuple):
     profile: Profile
     refused: str = ""
     """Why the model takes no longer sequence, where that and not memory is the limit."""
+    steps: tuple[tuple[int, int], ...] = ()
+    """Tokens and peak bytes of every step that was predicted, by tokens."""
 
 
 def language_step(model: nn.Module, tokens: int, sequences: int = 1, **options: Any) -> Profile:
@@ -58,14 +61,16 @@ def longest(
     most: int = 1 << 22,
     first: int = 2048,
     least: Callable[[int], int] = lambda count: 0,
+    host: float = inf,
 ) -> Longest:
     """A multiple of `step` tokens that fits into `budget` bytes where `step` more, or `most`, would not.
 
     first: how many are tried first. Tokens may as well be sequences, of which `step_of` predicts as many. least: bytes
-    that a step of so many takes at least, for which none is predicted that cannot fit.
+    that a step of so many takes at least, for which none is predicted that cannot fit. host: bytes of host memory that
+    inputs of layers may take.
 
-    Between a length that fits and one that does not the next guess is where a straight line between their peaks meets
-    the budget; where that did not halve the gap, the middle. A length that the model does not take, beyond its
+    Between a length that fits and one that does not the next guess is where a straight line between them meets the first
+    limit; where that did not halve the gap, the middle. A length that the model does not take, beyond its
     positions, is one that does not fit. **Raises** what `step_of` raises for the shortest; `ValueError` where already
     `least` of the shortest is too much.
     """
@@ -75,38 +80,52 @@ def longest(
             f"{size(bytes_)}"
         )
     refused: dict[int, str] = {}
+    known: dict[int, Profile] = {}
 
     def tried(count: int) -> Profile | None:
         if least(count * step) > budget:
             return None
         try:
-            return step_of(count * step)
+            known[count] = step_of(count * step)
+            return known[count]
         except ValueError as error:
             if count == 1:
                 raise
             refused[count] = str(error)
             return None
 
+    def answer(count: int, found: Profile, why: str = "") -> Longest:
+        return Longest(count * step, found, why, tuple((n * step, known[n].peak) for n in sorted(known)))
+
+    def within(found: Profile) -> bool:
+        return found.peak <= budget and found.host <= host
+
     fits, exceeds = 0, max(1, first // step)
     low = high = tried(exceeds)
-    while high is not None and high.peak <= budget:
+    while high is not None and within(high):
         if exceeds * step >= most:
-            return Longest(exceeds * step, high)
+            return answer(exceeds, high)
         fits, exceeds, low = exceeds, 2 * exceeds, high
         high = tried(exceeds)
     if fits == 0 or low is None:
-        fits, low = 1, step_of(step)
-        if low.peak > budget:
-            return Longest(0, low)
+        fits, low = 1, known.setdefault(1, step_of(step))
+        if not within(low):
+            return answer(0, low)
     halved = True
     while exceeds - fits > 1:
         gap = exceeds - fits
-        share = (budget - low.peak) / (high.peak - low.peak) if halved and high is not None else 0.5
+        share = _share(low, high, budget, host) if halved and high is not None else 0.5
         guess = min(max(fits + int(gap * share), fits + 1), exceeds - 1)
         found = tried(guess)
-        if found is not None and found.peak <= budget:
+        if found is not None and within(found):
             fits, low = guess, found
         else:
             exceeds, high = guess, found
         halved = 2 * (exceeds - fits) <= gap
-    return Longest(fits * step, low, refused.get(exceeds, ""))
+    return answer(fits, low, refused.get(exceeds, ""))
+
+
+def _share(low: Profile, high: Profile, budget: int, host: float) -> float:
+    """How far from a step that fits to one that does not a straight line meets the first limit."""
+    limits = ((low.peak, high.peak, budget), (low.host, high.host, host))
+    return min((limit - a) / (b - a) for a, b, limit in limits if b > limit)

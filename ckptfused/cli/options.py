@@ -89,6 +89,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--config", required=True, metavar="MODEL", help=named + own)
     add("--lora", type=positive, metavar="RANK", help="train adapters of this rank alone; default: all weights")
+    add("--load-in-4bit", action="store_true", help="linear layers' weights are bitsandbytes' NF4, beside --lora")
     add("--dtype", choices=DTYPE_NAMES, default="bfloat16", help="of a configuration's weights (bfloat16)")
 
 
@@ -244,7 +245,8 @@ def model_and_batch(arguments: argparse.Namespace, needs_batch: bool = False) ->
 
     variant = getattr(language_models, CHECKPOINTING[arguments.checkpoint])
     dtype = getattr(torch, arguments.dtype)
-    model = built(lambda: language_models.build_language_model(arguments.configuration, variant, dtype, arguments.lora))
+    how = (variant, dtype, arguments.lora, arguments.load_in_4bit)
+    model = built(lambda: language_models.build_language_model(arguments.configuration, *how))
     ids = torch.empty(arguments.batch, arguments.seq, dtype=torch.int64, device="meta")
     return model, {"input_ids": ids, "labels": ids}
 

@@ -23,6 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     budget = options.checked(lambda text: parse_bytes("budget", text))
     add("--budget", type=budget, metavar="BYTES", help="80GiB, say; without it the card's own memory, less a twentieth")
+    host = options.checked(lambda text: parse_bytes("host-memory", text))
+    add("--host-memory", type=host, metavar="BYTES", help="for inputs of layers, with offload; without it any")
     add(
         "--shards",
         type=options.positive,
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan, BudgetError = options.whole_package().plan, options.whole_package().BudgetError
     model, batch = options.model_and_batch(arguments, needs_batch=True)
     step = {"batch": batch, "optimizer": options.optimizer(arguments)}
-    names = ("device", "shards", "autocast", "gradient_accumulation_steps", "release")
+    names = ("device", "shards", "autocast", "gradient_accumulation_steps", "release", "host_memory")
     step |= {name: getattr(arguments, name) for name in names}
     try:
         with _progress(quiet=arguments.json) as said:

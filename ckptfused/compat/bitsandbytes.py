@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
 LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
 LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
 
@@ -33,3 +36,20 @@ def row_scales(module: Any) -> tuple[Any, Any]:
     weight, state = module._parameters["weight"], module.state
     own = getattr(weight, "CB", None), getattr(weight, "SCB", None)
     return own if own[0] is not None else (state.CB, state.SCB)
+
+
+def four_bit_on_meta(linear: nn.Linear) -> nn.Module:
+    """The layer that `load_in_4bit` puts in the place of a linear one, NF4 with a scale for 64 weights, without data.
+    **Raises** `ModuleNotFoundError` without bitsandbytes."""
+    import bitsandbytes as bnb
+
+    block, dtype, count = 64, linear.weight.dtype, linear.weight.numel()
+    with torch.device("meta"):
+        made = bnb.nn.Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, dtype, quant_type="nf4")
+        scales, code = torch.empty(-(-count // block)), torch.empty(16)
+        state = bnb.functional.QuantState(scales, linear.weight.shape, code, block, "nf4", dtype)
+        made.weight = bnb.nn.Params4bit(
+            torch.empty(-(-count // 2), 1, dtype=torch.uint8),
+            *(False, state, block, False, "nf4"), module=made, bnb_quantized=True,
+        )  # fmt: skip
+    return made

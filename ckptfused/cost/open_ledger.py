@@ -34,6 +34,24 @@ def device_counted(x: Tensor) -> str:
     return _open.ledger.device if x.is_meta and _open.ledger is not None else x.device.type
 
 
+class HostMemory:
+    """Bytes that a counted step holds on the host."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.most = 0
+
+    def take(self, count: int) -> None:
+        """Negative: gives back."""
+        self.held += count
+        self.most = max(self.most, self.held)
+
+
+def host_memory() -> HostMemory | None:
+    """That of the ledger which this thread has open."""
+    return None if _open.ledger is None else _open.ledger.host
+
+
 class OpenLedger:
     """Writes down what is allocated and released on the meta device by this thread, as on `device`.
 
@@ -44,6 +62,7 @@ class OpenLedger:
     def __init__(self, device: str = "cpu", threads: int | None = None) -> None:
         self.device = device
         self._recorder = _C.OpenLedger(*counted_device(device, threads))
+        self.host = HostMemory()
         self.held: list[Tensor] = []
         """What stands for memory that the last op held within itself: it ends before the next one, or at a mark."""
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from ckptfused.cost.open_ledger import host_memory
 
 PAGEABLE = (
     "ckptfused: host memory could not be pinned ({}), so inputs of layers are offloaded to ordinary memory: the copies "
@@ -91,12 +93,18 @@ class CudaCopies:
         return torch.empty_like(x, device="cpu")
 
 
-class Layout(NamedTuple):
-    """What stands for a tensor on the host where memory is only counted."""
+class Layout:
+    """What stands for a tensor on the host where memory is only counted, by the ledger that is open as it is made."""
 
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    def __init__(self, x: Tensor) -> None:
+        self.shape, self.stride, self.dtype = x.shape, x.stride(), x.dtype
+        self._host, self._bytes = host_memory(), x.nbytes
+        if self._host is not None:
+            self._host.take(self._bytes)
+
+    def __del__(self) -> None:
+        if self._host is not None:
+            self._host.take(-self._bytes)
 
 
 class CountedCopies:
@@ -109,7 +117,7 @@ class CountedCopies:
         return None
 
     def to_host(self, x: Tensor, made: None) -> tuple[Layout, None]:
-        return Layout(x.shape, x.stride(), x.dtype), None
+        return Layout(x), None
 
     def to_device(self, host: Layout, home: None) -> tuple[Tensor, None]:
         return torch.empty_strided(host.shape, host.stride, dtype=host.dtype, device="meta"), None

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from math import inf
 
 from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy
@@ -94,8 +95,8 @@ class Costs:
             return None
 
 
-def costs(steps: PredictedSteps) -> Costs:
-    """Predicts as many steps as are needed, and says what everything costs."""
+def costs(steps: PredictedSteps, host_memory: float = inf) -> Costs:
+    """Predicts as many steps as are needed, and says what everything costs. host_memory: bytes, for inputs of layers."""
     installed = install(steps.meta_copy, CheckpointPolicy.uniform())
     base = steps.of(CheckpointPolicy.uniform(), whole=True)
     chunked = install(steps.meta_copy, CheckpointPolicy.uniform(loss="chunked")).heads
@@ -111,7 +112,7 @@ def costs(steps: PredictedSteps) -> Costs:
     batch_seconds = base.forward_seconds + base.backward_seconds
     spent = sum(cost.forward_seconds + cost.backward_seconds for cost in table.kept)
     return Costs(
-        layers=table.layers(),
+        layers=table.layers(host_memory),
         heads=tuple(heads),
         head=table.head(heads),
         state=own + base.accumulated,

@@ -160,9 +160,9 @@ class ModeCosts:
         """The loss head, as the last unit."""
         return Unit(tuple(self._mode(len(self._names), None, self.heads[head]) for head in heads))
 
-    def layers(self) -> tuple[Layer, ...]:
-        """All layers, with offload where it is possible."""
-        inputs = self._inputs()
+    def layers(self, host_memory: float) -> tuple[Layer, ...]:
+        """All layers, with offload where it is possible: of the first ones whose inputs the host has room for."""
+        inputs, room = self._inputs(), host_memory
         found = []
         for place, (name, cost, profile) in enumerate(zip(self._names, self.kept, self._base.layers, strict=False)):
             own: list[tuple[LayerMode | None, frontier.UnitMode]] = [(None, self._mode(place, None, cost))]
@@ -171,7 +171,8 @@ class ModeCosts:
                 fused = self._installed[name].path == "fused"
                 ends = {mode: costs[replace(mode, keep="inputs")] for mode in costs if fused and mode.keep is not None}
                 own = [(mode, self._mode(place, mode, cost, ends.get(mode))) for mode, cost in costs.items()]
-                if (x := inputs[place]) > 0:
+                if 0 < (x := inputs[place]) <= room:
+                    room -= x
                     waits = self._waits(x, place)
                     kept = [(mode, cost) for mode, cost in costs.items() if mode.keep is not None]
                     own += [(replace(mode, offload=True), cost.mode(x, waits)) for mode, cost in kept]

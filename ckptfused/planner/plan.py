@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isqrt
+from math import inf, isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -102,6 +102,7 @@ def plan(
     gradient_accumulation_steps: int = 1,
     *,
     release: bool = False,
+    host_memory: float | str | None = None,
     said: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """The fastest policy with which a training step of a model needs no more memory than `budget`.
@@ -120,6 +121,7 @@ def plan(
     gradients and optimizer state are divided; counted are a layer's whole parameters while it runs and the next one's
     on their way, its whole gradients and the previous one's, and those of the rest of the model from begin to end.
     release: whether the optimizer updates each weight in backward, as in `profile`; not with shards.
+    host_memory: bytes, or a text such as "64GiB", that inputs of layers may take on the host of a GPU; None: any.
     said: is told of each policy that is tried.
 
     The same on every rank where the device is named; on the "cpu" time depends on rates that are measured.
@@ -127,6 +129,7 @@ def plan(
     """
     check_model(model)
     limit = None if budget is None else parse_bytes("budget", budget)
+    host = inf if host_memory is None else parse_bytes("host_memory", host_memory)
     check_integer("shards", shards, 1)
     check_integer("gradient_accumulation_steps", gradient_accumulation_steps, 1)
     target = device_named(_device_of(model) if device is None else device)
@@ -137,7 +140,7 @@ def plan(
         if not meta_copy.training:
             meta_copy.train()
         steps = PredictedSteps(meta_copy, on_meta, said)
-        found = _Planner(steps, whole := costs(steps), sharded(whole, meta_copy, shards)).within(limit)
+        found = _Planner(steps, whole := costs(steps, host), sharded(whole, meta_copy, shards)).within(limit)
         notes += () if optimizer is not None else (_no_optimizer(meta_copy, shards),)
     return replace(found, notes=(*found.notes, *notes))
 

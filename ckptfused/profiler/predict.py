@@ -98,6 +98,7 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
         step,
         notes=tuple(notes),
         time_error=device.time_error,
+        host=opened.host.most,
         workspace=_workspace(opened, work.half_multiplications) if device.kind == "cpu" else 0,
     )
 

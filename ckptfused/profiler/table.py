@@ -78,6 +78,8 @@ def _begin(profile: Any) -> Iterator[str]:
     yield f"time {duration(profile.seconds)}: {parts}"
     if profile.fragmentation:
         yield f"fragmentation {size(profile.fragmentation)}: reserved by the allocator beyond what was handed out"
+    if profile.host:
+        yield f"host memory {size(profile.host)}: inputs of layers, until backward needs them"
 
 
 def _rows(profile: Any) -> Iterator[tuple[str, ...]]:

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+import ckptfused
 from ckptfused.cli import context, main
 from ckptfused.cli.configurations import MODELS, read_config
 from ckptfused.cli.language_models import (
     CHECKPOINTED,
     CHUNKED,
+    LEAST,
     OFFLOADED,
     UNCONVERTED_MODEL,
     VARIANTS,
@@ -23,6 +25,7 @@ from ckptfused.cli.language_models import (
 )
 from ckptfused.cli.longest_context import language_step, longest
 from ckptfused.profiler import Profile, profile
+from ckptfused.sizes import size
 from tests.cases import by_turns
 
 pytestmark = [
@@ -115,6 +118,45 @@ def test_no_step_is_predicted_that_cannot_fit() -> None:
         longest(pytest.fail, 9, step=10, least=lambda tokens: tokens)
 
 
+def test_the_host_is_a_limit_too() -> None:
+    """Of 3 bytes a token in host memory and 2 on the card, whichever is reached first."""
+
+    def step_of(tokens: int) -> Profile:
+        return Profile(2 * tokens, 0, 0, 0, 0, 0, 0, "", host=3 * tokens)
+
+    assert longest(step_of, 10_000, step=10).tokens == 5_000
+    assert longest(step_of, 10_000, step=10, host=9_000).tokens == 3_000
+    assert longest(step_of, 10_000, step=10, host=29).tokens == 0
+    found = longest(step_of, 10_000, step=10, host=30)
+    assert found.tokens == 10 and found.steps[0] == (10, 20) and found.steps == tuple(sorted(set(found.steps)))
+
+
+def test_what_waits_on_the_host() -> None:
+    """Inputs of all layers but the last, and but the first, whose input nobody differentiates."""
+    config = small("llama-3-8b", 6)
+    x = 128 * config["hidden_size"] * 2
+    step = language_step(build_language_model(config, OFFLOADED, torch.bfloat16, 4), 128)
+    assert step.host == 4 * x and f"host memory {size(step.host)}" in str(step)
+    assert Trained(config, OFFLOADED, torch.bfloat16, 4).step(128).host == step.host
+    assert language_step(build_language_model(config, LEAST, torch.bfloat16, 4), 128).host == 0
+
+
+def test_weights_in_four_bits() -> None:
+    """Half a byte a weight, and 4 bytes for each 64; embeddings and head in the type that was asked for."""
+    pytest.importorskip("bitsandbytes")
+    config = small("llama-3-8b", 4)
+    plain = build_language_model(config, LEAST, torch.bfloat16, 4)
+    model: Any = build_language_model(config, LEAST, torch.bfloat16, 4, four_bit=True)
+    linear = [m.base_layer.weight for m in plain.modules() if isinstance(getattr(m, "base_layer", None), torch.nn.Linear)]
+    count = sum(weight.numel() for weight in linear)
+    scales = sum(-(-w.numel() // 64) * 4 + 16 * 4 for w in linear)
+    saved = language_step(plain, 128).weights - language_step(model, 128).weights
+    assert saved == 2 * count - count // 2 - scales
+    assert all(layer.path == "fused" for layer in ckptfused.convert(model).layers)
+    with pytest.raises(ValueError, match="4-bit weights are not trained: give the rank of adapters"):
+        build_language_model(config, LEAST, torch.bfloat16, four_bit=True)
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     search, answers = context._longest, {}
 
@@ -138,9 +180,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert row["peak"] == longest_step.peak <= 16 << 20
         assert language_step(model, tokens[name] + 64).peak > 16 << 20
         assert row.keys() == {"tokens", "refused", *longest_step.sizes()}
-    assert main(command) == 0
+    picture = tmp_path / "context.svg"
+    assert main([*command, "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
     assert all(f"{count:,}" in out for count in tokens.values()) and "Not counted: the CUDA context" in out
+    assert out.count(" a step; ") == len(VARIANTS) and out.count("of host memory") == 1
+    assert "tokens of a sequence" in picture.read_text()
 
 
 def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
