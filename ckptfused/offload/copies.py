@@ -93,12 +93,17 @@ class CudaCopies:
         return torch.empty_like(x, device="cpu")
 
 
+def pinned_bytes(count: int) -> int:
+    """What PyTorch's allocator of pinned memory takes for so many bytes: the next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
 class Layout:
     """What stands for a tensor on the host where memory is only counted, by the ledger that is open as it is made."""
 
     def __init__(self, x: Tensor) -> None:
         self.shape, self.stride, self.dtype = x.shape, x.stride(), x.dtype
-        self._host, self._bytes = host_memory(), x.nbytes
+        self._host, self._bytes = host_memory(), pinned_bytes(x.nbytes)
         if self._host is not None:
             self._host.take(self._bytes)
 

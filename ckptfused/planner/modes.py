@@ -11,6 +11,7 @@ from ckptfused.models.describe.counts import kind_of
 from ckptfused.models.install import InstalledLayer
 from ckptfused.models.layer_mode import LayerMode
 from ckptfused.models.policy import CheckpointPolicy
+from ckptfused.offload.copies import pinned_bytes
 from ckptfused.planner import frontier
 from ckptfused.planner.frontier import Passing, Unit
 from ckptfused.planner.layer_costs import Cost, embeddings_of, held_beside, measured_costs
@@ -171,8 +172,8 @@ class ModeCosts:
                 fused = self._installed[name].path == "fused"
                 ends = {mode: costs[replace(mode, keep="inputs")] for mode in costs if fused and mode.keep is not None}
                 own = [(mode, self._mode(place, mode, cost, ends.get(mode))) for mode, cost in costs.items()]
-                if 0 < (x := inputs[place]) <= room:
-                    room -= x
+                if (x := inputs[place]) > 0 and pinned_bytes(x) <= room:
+                    room -= pinned_bytes(x)
                     waits = self._waits(x, place)
                     kept = [(mode, cost) for mode, cost in costs.items() if mode.keep is not None]
                     own += [(replace(mode, offload=True), cost.mode(x, waits)) for mode, cost in kept]

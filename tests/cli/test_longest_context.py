@@ -132,11 +132,13 @@ def test_the_host_is_a_limit_too() -> None:
 
 
 def test_what_waits_on_the_host() -> None:
-    """Inputs of all layers but the last, and but the first, whose input nobody differentiates."""
+    """Inputs of all layers but the last, and but the first, whose input nobody differentiates; each takes the next power
+    of two of pinned memory."""
     config = small("llama-3-8b", 6)
-    x = 128 * config["hidden_size"] * 2
     step = language_step(build_language_model(config, OFFLOADED, torch.bfloat16, 4), 128)
+    x = 128 * config["hidden_size"] * 2
     assert step.host == 4 * x and f"host memory {size(step.host)}" in str(step)
+    assert language_step(build_language_model(config, OFFLOADED, torch.bfloat16, 4), 130).host == 4 * 2 * x
     assert Trained(config, OFFLOADED, torch.bfloat16, 4).step(128).host == step.host
     assert language_step(build_language_model(config, LEAST, torch.bfloat16, 4), 128).host == 0
 
