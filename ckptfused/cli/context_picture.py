@@ -20,7 +20,9 @@ def draw(found: dict[str, Longest], arguments: argparse.Namespace) -> None:
             axes.plot(best.tokens, best.profile.peak / unit, "o", color=colour, markersize=5)
     axes.axhline(arguments.memory / unit, color="grey", linestyle="--", label=f"memory, {size(arguments.memory)}")
     what = "tokens of a sequence" if arguments.largest == "sequence" else "sequences of a batch"
-    axes.set(xscale="log", xlabel=what, ylabel=f"peak memory of a step, {name}", ylim=(0, 1.25 * arguments.memory / unit))
+    axes.set(
+        xscale="log", xlabel=what, ylabel=f"peak memory of a step, {name}", ylim=(0, 1.25 * arguments.memory / unit)
+    )
     axes.set_title(f"{arguments.config}, predicted for {arguments.device}", loc="left", fontsize=10)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)

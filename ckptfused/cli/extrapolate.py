@@ -12,12 +12,12 @@ from ckptfused.profiler.result import Profile
 def extrapolated(few: Profile, more: Profile, layers: tuple[int, int, int], period: int = 1, ends: int = 1) -> Profile:
     """A step of a model with more layers, from two predictions of it with fewer.
 
-    layers: of `few`, of `more`, and of the model: at least 2 · ends, at least one more, any, in steps of `period`, after
-    which layers repeat. ends: how many periods lie at each end of the stack whose phases are not those in the middle:
-    there every part of a phase is a line in the number of layers, and between the ends phases need no more than at one
-    of them. Time is a line too, but on a CPU whose cache holds what a few layers need.
+    layers: of `few`, of `more`, and of the model: at least 2 · ends, at least one more, any, in steps of `period`,
+    after which layers repeat. ends: how many periods lie at each end of the stack whose phases are not those in the
+    middle. There every part of a phase is a line in the number of layers, and between the ends phases need no more than
+    at one of them. Time is a line too, but on a CPU whose cache holds what a few layers need.
     """
-    period *= ends
+    edge = period * ends
     less, greater, all_ = layers
 
     def line(a: Any, b: Any) -> Any:
@@ -29,9 +29,9 @@ def extrapolated(few: Profile, more: Profile, layers: tuple[int, int, int], peri
         found = {}
         for peak in memory.phases:
             index = peak.phase.layer
-            if index is not None and index >= depth - period:
+            if index is not None and index >= depth - edge:
                 found[Phase(peak.phase.name, index + all_ - depth)] = peak
-            elif index is None or index < period:
+            elif index is None or index < edge:
                 found[peak.phase] = peak
         return found
 
@@ -42,13 +42,13 @@ def extrapolated(few: Profile, more: Profile, layers: tuple[int, int, int], peri
         sizes = {n: getattr(b, n) if n.endswith("_transient") else line(getattr(a, n), getattr(b, n)) for n in names}
         return LayerProfile(a.name, **sizes)
 
-    ends, others = places(few, less), places(more, greater)
+    fewer, others = places(few, less), places(more, greater)
     phases = []
-    for phase in filter(others.__contains__, ends):
-        gradients, of_layers, head, transients = map(line, ends[phase].parts, others[phase].parts)
+    for phase in filter(others.__contains__, fewer):
+        gradients, of_layers, head, transients = map(line, fewer[phase].parts, others[phase].parts)
         phases.append(Peak(phase, (gradients, of_layers, head, transients), others[phase].what))
-    first, repeated, last = more.layers[:period], more.layers[period:-period], more.layers[-period:]
-    found = (*first, *(repeated * all_)[: all_ - 2 * period], *last)
+    first, repeated, last = more.layers[:edge], more.layers[edge:-edge], more.layers[-edge:]
+    found = (*first, *(repeated * all_)[: all_ - 2 * edge], *last)
     return Profile.of_phases(
         line(few.weights, more.weights),
         line(few.optimizer, more.optimizer),

@@ -69,8 +69,8 @@ def longest(
     that a step of so many takes at least, for which none is predicted that cannot fit. host: bytes of host memory that
     inputs of layers may take.
 
-    Between a length that fits and one that does not the next guess is where a straight line between them meets the first
-    limit; where that did not halve the gap, the middle. A length that the model does not take, beyond its
+    Between a length that fits and one that does not the next guess is where a straight line between them meets the
+    first limit; where that did not halve the gap, the middle. A length that the model does not take, beyond its
     positions, is one that does not fit. **Raises** what `step_of` raises for the shortest; `ValueError` where already
     `least` of the shortest is too much.
     """

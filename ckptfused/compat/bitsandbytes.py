@@ -45,7 +45,9 @@ def four_bit_on_meta(linear: nn.Linear) -> nn.Module:
 
     block, dtype, count = 64, linear.weight.dtype, linear.weight.numel()
     with torch.device("meta"):
-        made = bnb.nn.Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, dtype, quant_type="nf4")
+        made = bnb.nn.Linear4bit(
+            linear.in_features, linear.out_features, linear.bias is not None, dtype, quant_type="nf4"
+        )
         scales, code = torch.empty(-(-count // block)), torch.empty(16)
         state = bnb.functional.QuantState(scales, linear.weight.shape, code, block, "nf4", dtype)
         made.weight = bnb.nn.Params4bit(

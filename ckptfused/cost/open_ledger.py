@@ -48,7 +48,7 @@ class HostMemory:
 
 
 def host_memory() -> HostMemory | None:
-    """That of the ledger which this thread has open."""
+    """What this thread's open ledger counts on the host."""
     return None if _open.ledger is None else _open.ledger.host
 
 

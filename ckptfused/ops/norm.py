@@ -40,7 +40,11 @@ def _differentiable(op: Any, dy: Tensor, *call: Any) -> list[Tensor]:
     """The Autograd kernel: the op itself, or, where a graph of the backward is made, plain PyTorch's gradients."""
     x, weight, bias, kind, eps, needs = call
     if asks_for_a_graph(dy, x, weight, bias):
-        return plain_gradients(lambda *own: eager_norm(*own, kind, eps), dy, (x, weight, bias), needs)
+
+        def plain(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+            return eager_norm(x, weight, bias, kind, eps)
+
+        return plain_gradients(plain, dy, (x, weight, bias), needs)
     with below_autograd():
         return op(dy, *call)  # type: ignore[no-any-return]
 

@@ -96,7 +96,7 @@ class Costs:
 
 
 def costs(steps: PredictedSteps, host_memory: float = inf) -> Costs:
-    """Predicts as many steps as are needed, and says what everything costs. host_memory: bytes, for inputs of layers."""
+    """Predicts as many steps as are needed, and says what everything costs. host_memory: bytes for inputs of layers."""
     installed = install(steps.meta_copy, CheckpointPolicy.uniform())
     base = steps.of(CheckpointPolicy.uniform(), whole=True)
     chunked = install(steps.meta_copy, CheckpointPolicy.uniform(loss="chunked")).heads

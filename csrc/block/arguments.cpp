@@ -61,11 +61,10 @@ bool Block::may_go_by_queries() const {
     return false;
   }
   const AttentionSpec& a = spec_.attn;
-  const unsigned special = (a.mask != "none") * kHasMasks | (a.padding != "none") * kHasPadding |
-                           a.packed * kHasPacked | (a.window != 0 && a.window < T_) * kHasWindow |
-                           (a.softcap != 0.0) * kHasSoftcap |
-                           (dropout_threshold(a.p_attn) != 0) * kHasDropout |
-                           !(a.scale >= kLeastScale) * kHasScale;
+  const unsigned special =
+      (a.mask != "none") * kHasMasks | (a.padding != "none") * kHasPadding | a.packed * kHasPacked |
+      (a.window != 0 && a.window < T_) * kHasWindow | (a.softcap != 0.0) * kHasSoftcap |
+      (dropout_threshold(a.p_attn) != 0) * kHasDropout | !(a.scale >= kLeastScale) * kHasScale;
   return has_tiles_on_gpu({special, P_, B_, a.heads, T_, T_, a.head_dim}, x_);
 }
 

@@ -91,21 +91,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_bwd_cpu(
     const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
     double scale, bool causal, int64_t window, double softcap, double p);
 
-// The ops of a tile of queries, on any device: backward adds to dk and dv, of the accumulation type,
-// and returns dq.
+// The ops of a tile of queries, on any device: backward adds to dk and dv, of the accumulation
+// type, and returns dq.
 std::tuple<at::Tensor, at::Tensor> attention_tile_fwd(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& mask,
     const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
     const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
     double scale, bool causal, int64_t window, double softcap, double p, QueryTile tile);
 at::Tensor attention_tile_bwd(const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k,
-                                  const at::Tensor& v, const at::Tensor& o, const at::Tensor& lse,
-                                  const at::Tensor& dk, const at::Tensor& dv,
-                                  const OptionalTensor& mask, const OptionalTensor& padding,
-                                  const OptionalTensor& cu_seqlens, const OptionalTensor& rng_state,
-                                  std::string_view mask_kind, std::string_view padding_kind,
-                                  double scale, bool causal, int64_t window, double softcap,
-                                  double p, QueryTile tile);
+                              const at::Tensor& v, const at::Tensor& o, const at::Tensor& lse,
+                              const at::Tensor& dk, const at::Tensor& dv,
+                              const OptionalTensor& mask, const OptionalTensor& padding,
+                              const OptionalTensor& cu_seqlens, const OptionalTensor& rng_state,
+                              std::string_view mask_kind, std::string_view padding_kind,
+                              double scale, bool causal, int64_t window, double softcap, double p,
+                              QueryTile tile);
 
 // Bytes that PyTorch's flash kernel on the CPU allocates within itself (FlashAttentionKernel.cpp).
 int64_t flash_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys, int64_t head_dim,

@@ -25,8 +25,8 @@ AttentionGpu gpu_for(const Tensor& x) {
 }
 
 // While a ledger is open: the work of a tile of queries.
-void count_tile(const char* what, const AttentionProblem& a, int64_t products,
-                const char* launched, int64_t launches) {
+void count_tile(const char* what, const AttentionProblem& a, int64_t products, const char* launched,
+                int64_t launches) {
   const Ledger::Name name(what);
   counted_work(Ledger::attention,
                {a.batch(), a.heads(), a.q.size(2), a.head_dim(), products, a.k.size(2)},
@@ -127,15 +127,11 @@ Tensor attention_tile_bwd_gpu(const AttentionProblem& a, const AttentionResult& 
   return dq;
 }
 
-std::tuple<Tensor, Tensor> attention_tile_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
-                                              const OptionalTensor& mask,
-                                              const OptionalTensor& padding,
-                                              const OptionalTensor& cu_seqlens,
-                                              const OptionalTensor& rng_state,
-                                              std::string_view mask_kind,
-                                              std::string_view padding_kind, double scale,
-                                              bool causal, int64_t window, double softcap, double p,
-                                              QueryTile tile) {
+std::tuple<Tensor, Tensor> attention_tile_fwd(
+    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+    const OptionalTensor& padding, const OptionalTensor& cu_seqlens,
+    const OptionalTensor& rng_state, std::string_view mask_kind, std::string_view padding_kind,
+    double scale, bool causal, int64_t window, double softcap, double p, QueryTile tile) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const char* op = "attention_tile_fwd";
   const AttentionProblem a =

@@ -71,11 +71,10 @@ void bind_testing(pybind11::module_ m) {
     return ckptfused::attention_problem("attention_tile", q, k, v, {}, {}, {}, {}, "none", "none",
                                         scale, causal, 0, 0.0, 0.0, tile);
   };
-  m.def("attention_tile_fwd_gpu",
-        [=](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
-            bool causal, const std::vector<int64_t>& tile) {
-          return ckptfused::attention_tile_fwd_gpu(tile_of(q, k, v, scale, causal, tile), tile);
-        });
+  m.def("attention_tile_fwd_gpu", [=](const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                      double scale, bool causal, const std::vector<int64_t>& tile) {
+    return ckptfused::attention_tile_fwd_gpu(tile_of(q, k, v, scale, causal, tile), tile);
+  });
   m.def("attention_tile_bwd_gpu",
         [=](const at::Tensor& dout, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
             const at::Tensor& o, const at::Tensor& lse, const at::Tensor& dk, const at::Tensor& dv,

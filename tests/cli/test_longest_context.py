@@ -119,7 +119,7 @@ def test_no_step_is_predicted_that_cannot_fit() -> None:
 
 
 def test_the_host_is_a_limit_too() -> None:
-    """Of 3 bytes a token in host memory and 2 on the card, whichever is reached first."""
+    """A token takes 2 bytes on the card and 3 on the host, and one of the two is reached first."""
 
     def step_of(tokens: int) -> Profile:
         return Profile(2 * tokens, 0, 0, 0, 0, 0, 0, "", host=3 * tokens)
@@ -132,7 +132,7 @@ def test_the_host_is_a_limit_too() -> None:
 
 
 def test_what_waits_on_the_host() -> None:
-    """Inputs of all layers but the last, and but the first, whose input nobody differentiates; each takes the next power
+    """Inputs of all layers but the last, and but the first, whose input nobody differentiates, each in the next power
     of two of pinned memory."""
     config = small("llama-3-8b", 6)
     step = language_step(build_language_model(config, OFFLOADED, torch.bfloat16, 4), 128)
@@ -149,7 +149,9 @@ def test_weights_in_four_bits() -> None:
     config = small("llama-3-8b", 4)
     plain = build_language_model(config, LEAST, torch.bfloat16, 4)
     model: Any = build_language_model(config, LEAST, torch.bfloat16, 4, four_bit=True)
-    linear = [m.base_layer.weight for m in plain.modules() if isinstance(getattr(m, "base_layer", None), torch.nn.Linear)]
+    linear = [
+        m.base_layer.weight for m in plain.modules() if isinstance(getattr(m, "base_layer", None), torch.nn.Linear)
+    ]
     count = sum(weight.numel() for weight in linear)
     scales = sum(-(-w.numel() // 64) * 4 + 16 * 4 for w in linear)
     saved = language_step(plain, 128).weights - language_step(model, 128).weights

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ckptfused
 from ckptfused import cost
 from ckptfused.cost import attention as attention_cost
+from ckptfused.cost.work import AttentionWork
 from ckptfused.spec import (
     AUX_NAMES,
     KEEP_PRESETS,
@@ -373,6 +374,59 @@ def test_peak_of_query_tiles(case: Case, dtype: torch.dtype) -> None:
     if dtype == torch.float32:  # else products go through float32 blocks
         for live, ledger in zip((forward, backward), ops.ledgers(), strict=True):
             check_launches(ops, live, ledger)
+
+
+def _llama_layer(scratch: int = 1 << 26, attn: dict[str, Any] | None = None, **ffn: Any) -> BlockSpec:
+    """A layer of Llama-3-8B."""
+    attention = {"causal": True, "rope": "half", "pre": "rmsnorm", **(attn or {})}
+    return BlockSpec(
+        attn=AttentionSpec(32, 8, 128, **attention),
+        ffn=FFNSpec("swiglu", 14336, pre="rmsnorm", **ffn),
+        scratch=scratch,
+    )
+
+
+def test_query_tiles_on_a_gpu_are_a_line_in_tokens() -> None:
+    """The gradient of x, then k, v and what the kernel returns for them in half precision, and their sums in float32.
+    The kernel returns those of the keys before the tile's end, in the last whole tile."""
+    lengths = (1 << 17, 1 << 18, 1 << 19)
+    peaks = []
+    for length in lengths:
+        ledger = cost.backward_ledger(_llama_layer(), 1, length, 4096, torch.bfloat16, needs=("x",), device="cuda")
+        tiles = {work.length for work in ledger.work if isinstance(work, AttentionWork)}
+        assert max(tiles) == 1152
+        peaks.append(ledger.peak)
+    x, keys = 4096 * 2, 1024 * (2 * 2 + 2 * 2 + 2 * 4)
+    for (less, small), (more, large) in itertools.pairwise(zip(lengths, peaks, strict=True)):
+        assert 0 <= large - small - (more - less) * (x + keys) <= 1152 * 4 * 1024
+
+
+@pytest.mark.parametrize(
+    ("scratch", "attn", "ffn", "dtype"),
+    [
+        (0, {}, {}, torch.bfloat16),
+        (1 << 26, {"window": 512}, {}, torch.bfloat16),
+        (1 << 26, {"softcap": 30.0}, {}, torch.bfloat16),
+        (1 << 26, {"p_attn": 0.1}, {}, torch.bfloat16),
+        (1 << 26, {"p_res": 0.1}, {}, torch.bfloat16),
+        (1 << 26, {}, {"p_res": 0.1}, torch.bfloat16),
+        (1 << 26, {"packed": True}, {}, torch.bfloat16),
+        (1 << 26, {"mask": "keep"}, {}, torch.bfloat16),
+        (1 << 26, {"padding": "keep"}, {}, torch.bfloat16),
+        (1 << 26, {"scale": -1.0}, {}, torch.bfloat16),
+        (1 << 26, {}, {}, torch.float32),
+    ],
+)
+def test_where_a_gpu_takes_whole_calls(
+    scratch: int, attn: dict[str, Any], ffn: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Tiles of queries are asked for by the scratch, and PyTorch's flash kernel has to make them."""
+    spec = _llama_layer(scratch, attn, **ffn)
+    ledger = cost.forward_ledger(spec, 1, 1 << 16, 4096, dtype, device="cuda")
+    assert [w.length for w in ledger.work if isinstance(w, AttentionWork)] == [1 << 16]
+    hidden = _llama_layer(1 << 26, p_hidden=0.1)
+    found = cost.forward_ledger(hidden, 1, 1 << 16, 4096, torch.float16, device="cuda").work
+    assert len([w for w in found if isinstance(w, AttentionWork)]) > 50
 
 
 @pytest.mark.parametrize(("case", "dtype"), TILED)

@@ -66,7 +66,7 @@ def test_only_training_runs_it() -> None:
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_types_are_those_of_its_own_forward(dtype: torch.dtype) -> None:
-    """Of mixed types PyTorch's norms and Hugging Face's each have their rule, and under autocast as well."""
+    """Norms of PyTorch and of Hugging Face each have their rule for mixed types, and under autocast."""
     for kind in (torch.nn.LayerNorm, torch.nn.RMSNorm):
         norm = kind(8)
         x = torch.randn(2, 8, dtype=dtype, requires_grad=True)

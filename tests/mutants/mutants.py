@@ -33,6 +33,7 @@ def _tiled(tokens: int) -> str:
 
 
 _CERTIFICATE = "tests/doctor/test_certificate.py"
+_GPU_TILES = "tests/triton/test_attention_tile.py::test_tiles_are_the_whole[4-heads1-True]"
 _QUERY_TILES = "tests/autograd/test_query_tiles.py::test_values_and_masks_of_one_piece"
 
 MUTANTS = (
@@ -77,6 +78,34 @@ MUTANTS = (
         text="    if (!backward_ && kept.defined()) tile.copy_qkv(kept);\n",
         defect="",
         test="tests/autograd/test_query_tiles.py::test_the_bits_do_not_depend_on_what_is_kept",
+    ),
+    Mutant(
+        "a causal tile that a GPU's kernel lays on the last of all keys",
+        file="csrc/ops/attention_tile.cpp",
+        text="  return a.causal ? tile[1] + a.q.size(2) : a.k.size(2);\n",
+        defect="  return a.k.size(2) + 0 * tile[1];\n",
+        test=_GPU_TILES,
+    ),
+    Mutant(
+        "a tile whose gradients are those of the first query head of each group",
+        file="csrc/ops/attention_tile.cpp",
+        text="t.slice(1, first, t.size(1), group)",
+        defect="t.slice(1, 0 * first, t.size(1), group)",
+        test=_GPU_TILES,
+    ),
+    Mutant(
+        "a norm before the loss in the type of its input, whatever autocast says",
+        file="ckptfused/models/heads/final_norm.py",
+        text="return found if alike and not cast and",
+        defect="return found if alike and",
+        test="tests/models/test_final_norm.py::test_types_are_those_of_its_own_forward[dtype0]",
+    ),
+    Mutant(
+        "host memory of which the plan knows no end",
+        file="ckptfused/planner/modes.py",
+        text="                    room -= pinned_bytes(x)\n",
+        defect="",
+        test="tests/planner/test_plan.py::test_inputs_wait_on_the_host_as_far_as_it_has_room",
     ),
     Mutant(
         "cuDNN's attention given layouts that its plan was not built for",

@@ -57,7 +57,7 @@ def test_it_saves_its_input_alone() -> None:
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_bytes(frozen: bool) -> None:
-    """Of backward: the gradient of x, and sums over chunks of rows for that of the weight."""
+    """Backward holds the gradient of x, and sums over chunks of rows for that of the weight."""
     x = torch.empty(4096, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(64, dtype=torch.bfloat16, device="meta", requires_grad=not frozen)
     with OpenLedger("cuda") as forward:

@@ -34,7 +34,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Te
 
 
 def gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    """Those of q, k and v, in closed form: within an op nothing is differentiated."""
+    """The gradients of q, k and v in closed form: within an op nothing is differentiated."""
     heads = k.shape[1]
     p = (scores(q, k, causal) - lse[..., None]).exp()
     dp = do @ v.repeat_interleave(q.shape[1] // heads, 1).transpose(-1, -2)
@@ -50,7 +50,10 @@ class Flash:
         self.forwards: list[tuple[int, int, int]] = []
         self.backwards: list[tuple[int, int, int]] = []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, debug: bool = False, *, scale: float) -> Any:  # fmt: skip
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, debug: bool = False, *,
+        scale: float,
+    ) -> Any:  # fmt: skip
         assert (dropout_p, debug, scale) == (0.0, False, SCALE)
         self.forwards.append((q.shape[2], k.shape[2], q.shape[1]))
         o, lse = attention(*(t.double() for t in (q, k, v)), is_causal)
