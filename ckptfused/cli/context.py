@@ -164,9 +164,9 @@ def table_text(found: dict[str, Longest], arguments: argparse.Namespace) -> str:
     ]
     for name, best in found.items():
         step, needs = best.profile, f"{size(best.profile.peak)}, at {best.profile.moment}"
+        needs += f", and {size(step.host)} of host memory" if step.host else ""
         if best.tokens:
             said = f"{best.tokens:>16,}  {duration(step.seconds)} a step; {needs}"
-            said += f", and {size(step.host)} of host memory" if step.host else ""
             said += ", all that the model takes" if best.refused else ""
         else:
             said = f"{'none':>16}  the {'shortest' if longest else 'smallest'} needs {needs}"

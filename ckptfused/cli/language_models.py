@@ -10,7 +10,7 @@ from torch import nn
 
 from ckptfused.cli.extrapolate import extrapolated
 from ckptfused.cli.longest_context import language_step
-from ckptfused.compat.bitsandbytes import four_bit_on_meta
+from ckptfused.compat.bitsandbytes import load_in_4bit
 from ckptfused.compat.transformers import knows
 from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy
@@ -51,7 +51,8 @@ class Trained:
         self, config: dict[str, Any], variant: str, dtype: torch.dtype, lora: int | None = None, four_bit: bool = False
     ) -> None:
         self._depth, self._period = _depth(config)
-        self._ends = 2 if variant == OFFLOADED else 1  # inputs come back while the layer above runs, but the last two
+        # Inputs come back while the layer above runs; not the last layer's, and with frozen embeddings not the first's.
+        self._ends = 3 if variant == OFFLOADED else 1
         found, periods = (self._depth,), 2 * self._ends
         if self._period is not None and self._depth > (periods + 1) * self._period:
             found = (periods * self._period, (periods + 1) * self._period)  # type: ignore[assignment]
@@ -132,21 +133,13 @@ def build_language_model(
         own = _config(config)
         model: Any = _kind(own).from_config(own).to(dtype)
         if four_bit:
-            _quantize(model)
+            load_in_4bit(model, dtype)
         if lora is not None:
             from peft import LoraConfig, get_peft_model
 
             model = get_peft_model(model, LoraConfig(r=lora, target_modules="all-linear"))
         _vary(model, variant, lora is not None)
     return model.train()
-
-
-def _quantize(model: Any) -> None:
-    """Has all linear layers but the head in four bits, as `load_in_4bit` does."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child is not model.get_output_embeddings():
-                setattr(module, name, four_bit_on_meta(child))
 
 
 def _vary(model: Any, variant: str, adapted: bool) -> bool:

@@ -233,6 +233,7 @@ def model_and_batch(arguments: argparse.Namespace, needs_batch: bool = False) ->
     """
     whole_package()
     if is_factory(arguments.config):
+        refuse_for_own(arguments)
         model, batch = ran(arguments, lambda: _own(arguments))
         if batch is None and needs_batch:
             raise CommandError(
@@ -249,6 +250,14 @@ def model_and_batch(arguments: argparse.Namespace, needs_batch: bool = False) ->
     model = built(lambda: language_models.build_language_model(arguments.configuration, *how))
     ids = torch.empty(arguments.batch, arguments.seq, dtype=torch.int64, device="meta")
     return model, {"input_ids": ids, "labels": ids}
+
+
+def refuse_for_own(arguments: argparse.Namespace) -> None:
+    """**Raises** `CommandError` where a function of the user's is to make a model that others make."""
+    for name in ("lora", "load_in_4bit"):
+        if getattr(arguments, name):
+            option = name.replace("_", "-")
+            raise CommandError(f"--{option}: for a configuration; {arguments.config} makes its model itself")
 
 
 def is_factory(text: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
 LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
@@ -38,20 +37,30 @@ def row_scales(module: Any) -> tuple[Any, Any]:
     return own if own[0] is not None else (state.CB, state.SCB)
 
 
-def four_bit_on_meta(linear: nn.Linear) -> nn.Module:
-    """The layer that `load_in_4bit` puts in the place of a linear one, NF4 with a scale for 64 weights, without data.
-    **Raises** `ModuleNotFoundError` without bitsandbytes."""
-    import bitsandbytes as bnb
+def load_in_4bit(model: Any, dtype: torch.dtype) -> None:
+    """Gives a language model on the meta device the layers that `BitsAndBytesConfig(load_in_4bit=True)` gives one that
+    is loaded, as NF4 with a scale for 64 weights, without data.
 
-    block, dtype, count = 64, linear.weight.dtype, linear.weight.numel()
-    with torch.device("meta"):
-        made = bnb.nn.Linear4bit(
-            linear.in_features, linear.out_features, linear.bias is not None, dtype, quant_type="nf4"
-        )
-        scales, code = torch.empty(-(-count // block)), torch.empty(16)
-        state = bnb.functional.QuantState(scales, linear.weight.shape, code, block, "nf4", dtype)
-        made.weight = bnb.nn.Params4bit(
-            torch.empty(-(-count // 2), 1, dtype=torch.uint8),
-            *(False, state, block, False, "nf4"), module=made, bnb_quantized=True,
-        )  # fmt: skip
-    return made
+    transformers 5: `integrations.replace_with_bnb_linear`, `quantizers.base.get_keys_to_not_convert`. **Raises**
+    `ModuleNotFoundError` without bitsandbytes.
+    """
+    import bitsandbytes as bnb
+    from transformers import BitsAndBytesConfig
+    from transformers.integrations import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    block = 64
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    kept = [*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())]
+    replace_with_bnb_linear(model, kept, config)
+    for layer in model.modules():
+        if not isinstance(layer, bnb.nn.Linear4bit):
+            continue
+        count = layer.weight.numel()
+        with torch.device("meta"):
+            scales, code = torch.empty(-(-count // block)), torch.empty(16)
+            state = bnb.functional.QuantState(scales, layer.weight.shape, code, block, "nf4", dtype)
+            codes = torch.empty(-(-count // 2), 1, dtype=torch.uint8)
+            layer.weight = bnb.nn.Params4bit(
+                codes, False, state, block, False, "nf4", module=layer, bnb_quantized=True
+            )  # fmt: skip

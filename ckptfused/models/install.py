@@ -91,13 +91,14 @@ def install(model: nn.Module, policy: CheckpointPolicy, process_group: Any = Non
     if isinstance(model, nn.DataParallel):
         raise ValueError(f"model: {NOT_REPLICATED}")
     found, language_models = list(find.layers(model)), list(lm_heads.models(model))
-    touched = [*(layer for _, layer, _ in found), *lm_heads.touched(language_models)]
+    touched = [*(layer for _, layer, _ in found), *(inner for _, inner in language_models)]
     touched += [module for module in model.modules() if experts.is_converted(module) or experts.is_experts(module)]
+    touched += lm_heads.final_norms(language_models)
     held = [(module, {key: vars(module)[key] for key in _TOUCHED if key in vars(module)}) for module in touched]
 
     def both() -> Installed:
-        for _, inner in language_models:
-            loss_forward.take_out(inner)
+        for module in model.modules():
+            loss_forward.take_out(module)
         asked = () if policy.loss is None else language_models
         heads = tuple(_loss(name, inner, policy.loss_scratch) for name, inner in asked)
         layers, notes = _layers(model, found, policy)

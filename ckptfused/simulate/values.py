@@ -97,6 +97,9 @@ class KnownValues(DispatchMode):
         values = [self._value(t) for t in given]
         if not all(map(self._is_small, values)):
             return None
+        shapes = [t.shape for t in values if t is not None]
+        if torch.Tag.pointwise in func.tags and prod(torch.broadcast_shapes(*shapes)) > self._most:
+            return None  # a causal mask, of two rows of positions
         rest = iter(values)
         args, kwargs = tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, (args, kwargs))
         if "device" in kwargs:

@@ -14,12 +14,16 @@ Tensor rows_of(const Tensor& t) {
   return t.contiguous().view({-1, t.size(-1)});
 }
 
+// A parameter as kernels read it; a saved-tensor hook may have changed its strides.
+Tensor operand(const OptTensor& param) {
+  return param.has_value() ? param->contiguous() : Tensor();
+}
+
 Tensor norm(const Tensor& x, const OptTensor& weight, const OptTensor& bias, std::string_view kind,
             double eps) {
   const OpGuard guard(x);
   const Tensor y = at::empty(x.sizes(), x.options());
-  call::norm_fwd(rows_of(x), weight.value_or(Tensor()), bias.value_or(Tensor()),
-                 y.view({-1, x.size(-1)}), kind, eps);
+  call::norm_fwd(rows_of(x), operand(weight), operand(bias), y.view({-1, x.size(-1)}), kind, eps);
   return y;
 }
 
@@ -41,7 +45,7 @@ std::vector<Tensor> norm_grads(const Tensor& dy, const Tensor& x, const OptTenso
     partials.push_back(partial[i]);
     sums.push_back(at::empty(param.sizes(), param.options()));
   }
-  call::norm_bwd(rows_of(dy), in, weight.value_or(Tensor()), Tensor(),
+  call::norm_bwd(rows_of(dy), in, operand(weight), Tensor(),
                  needs.get(0) ? grads[0].view({rows, width}) : Tensor(), partial[0], partial[1],
                  kind, eps);
   if (!partials.empty()) call::sum_grads(partials, sums);

@@ -131,11 +131,6 @@ class FirstOfThread {
   std::chrono::steady_clock::time_point start_;
 };
 
-// t with memory [B, T, heads, D]: itself if it has that already.
-Tensor by_rows(const Tensor& t) {
-  return t.transpose(1, 2).contiguous().transpose(1, 2);
-}
-
 // t as PyTorch's kernels read it, 16 bytes at a time: itself where every row begins at such an
 // address, which they do not check.
 Tensor aligned(const Tensor& t) {
@@ -150,6 +145,10 @@ Tensor aligned(const Tensor& t) {
 }
 
 }  // namespace
+
+Tensor attention_rows(const Tensor& t) {
+  return t.transpose(1, 2).contiguous().transpose(1, 2);
+}
 
 const char* attention_kernel_name(AttentionKernel kernel) {
   constexpr const char* kNames[] = {"triton", "flash", "cudnn"};
@@ -232,7 +231,7 @@ std::tuple<Tensor, Tensor> attention_aten_fwd(AttentionKernel kernel, const Tens
         /*return_debug_mask=*/false, scale);
     std::tie(o, lse) = std::tie(std::get<0>(results), std::get<1>(results));
   }
-  return {by_rows(o), lse.reshape(q.sizes().slice(0, 3)).contiguous()};
+  return {attention_rows(o), lse.reshape(q.sizes().slice(0, 3)).contiguous()};
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_aten_bwd(AttentionKernel kernel,
@@ -257,7 +256,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_aten_bwd(AttentionKernel kernel,
         in_order_of(q, dout), q, k, v, in_order_of(q, o), lse.unsqueeze(-1), state, state, Tensor(),
         Tensor(), Tensor(), queries, keys, 0.0, causal, scale);
   }
-  return {by_rows(dq), by_rows(dk), by_rows(dv)};
+  return {attention_rows(dq), attention_rows(dk), attention_rows(dv)};
 }
 
 }  // namespace ckptfused

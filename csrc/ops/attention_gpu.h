@@ -37,6 +37,9 @@ bool attention_order_is_the_first();
 AttentionKernel attention_kernel(const AttentionShape& shape, const AttentionGpu& gpu,
                                  std::string_view wanted, std::string* reason = nullptr);
 
+// t with memory [B, T, heads, D]: itself if it has that already.
+at::Tensor attention_rows(const at::Tensor& t);
+
 // PyTorch's flash or cuDNN kernel over all keys or the causal ones. q [B, H, T, D], k and v
 // [B, G, T, D], the entries of a row side by side, half precision. Result: o like q with memory
 // [B, T, H, D]; lse [B, H, T], float32, contiguous.

@@ -118,7 +118,9 @@ Tensor attention_tile_bwd_gpu(const AttentionProblem& a, const AttentionResult& 
   const Tensor dq = attention_buffer(a.q, a.heads(), a.q.size(2), false);
   for (int64_t first = 0; first < group; ++first) {
     const auto own = [&](const Tensor& t) { return t.slice(1, first, t.size(1), group); };
-    const AttentionResult part{own(result.dout), own(result.o), own(result.lse).contiguous()};
+    // As flash would copy them.
+    const AttentionResult part{attention_rows(own(result.dout)), attention_rows(own(result.o)),
+                               own(result.lse).contiguous()};
     const auto [dq_part, dk_part, dv_part] = flash_bwd(a, part, own(a.q), k, v);
     own(dq).copy_(dq_part);
     dk.narrow(2, 0, keys).add_(dk_part);

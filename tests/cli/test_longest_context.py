@@ -66,6 +66,15 @@ def test_few_layers_say_the_same_as_all(variant: str, of: tuple[str, int]) -> No
         assert found.seconds == pytest.approx(whole.seconds, rel=1e-9)  # sums in another order
 
 
+def test_the_first_layer_that_gets_its_input_back_may_need_most() -> None:
+    """With frozen embeddings the first layer's input stays, and the third is the last whose input comes back while the
+    next is on its way, beside the gradients of all adapters above."""
+    call: Any = (small("llama-3-8b", 8) | {"vocab_size": 512}, OFFLOADED, torch.bfloat16, 4)
+    whole = language_step(build_language_model(*call), 300, 2)
+    assert whole.moment.startswith("backward of layer 2:")
+    assert Trained(*call).step(300, 2).sizes() == whole.sizes()
+
+
 def bytes_of(step: Profile) -> Any:
     """What the parts of the model and the optimizer add, without times."""
     parts = [replace(part, forward_seconds=0.0, backward_seconds=0.0) for part in step.parts]
@@ -143,6 +152,7 @@ def test_what_waits_on_the_host() -> None:
     assert language_step(build_language_model(config, LEAST, torch.bfloat16, 4), 128).host == 0
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set:UserWarning")
 def test_weights_in_four_bits() -> None:
     """Half a byte a weight, and 4 bytes for each 64; embeddings and head in the type that was asked for."""
     pytest.importorskip("bitsandbytes")
@@ -157,6 +167,22 @@ def test_weights_in_four_bits() -> None:
     saved = language_step(plain, 128).weights - language_step(model, 128).weights
     assert saved == 2 * count - count // 2 - scales
     assert all(layer.path == "fused" for layer in ckptfused.convert(model).layers)
+    gpt2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512}
+    t5 = {
+        "model_type": "t5",
+        "num_layers": 1,
+        "d_model": 64,
+        "num_heads": 4,
+        "d_kv": 16,
+        "d_ff": 128,
+        "vocab_size": 512,
+    }
+    for other in (gpt2, t5):  # Conv1D, and a projection that stays as it was
+        sizes = [
+            language_step(build_language_model(other, UNCONVERTED_MODEL, torch.bfloat16, 4, four_bit), 64).weights
+            for four_bit in (False, True)
+        ]
+        assert sizes[1] < 0.8 * sizes[0]
     with pytest.raises(ValueError, match="4-bit weights are not trained: give the rank of adapters"):
         build_language_model(config, LEAST, torch.bfloat16, four_bit=True)
 
@@ -192,7 +218,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "tokens of a sequence" in picture.read_text()
 
 
-def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(small("llama-3-8b", 3)))
+    command = ["context", "--config", str(path), "--memory", "64MiB", "--lora", "4", "--host-memory", "1KiB"]
+    assert main([*command, "--step", "64"]) == 0
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if "offload=True" in line)
+    assert "none  the shortest needs " in said and "16.00 KiB of host memory" in said
     assert main(["context", "--config", "llama-3-8b", "--memory", "1GiB"]) == 0
     assert "none  the shortest needs " in capsys.readouterr().out
 

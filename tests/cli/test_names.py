@@ -186,6 +186,11 @@ def test_a_model_of_ones_own_in_context(
     assert max(row["peak"] for row in batches.values()) <= 4 << 20
     assert main(["context", "--config", "own_models:pictures", "--memory", "4MiB"]) == 1
     assert "expected tensors of [sequences, tokens]" in capsys.readouterr().err
+    for option in (["--lora", "4"], ["--load-in-4bit"]):
+        assert main(["context", "--config", "own_models:language", *option, *asked]) == 1
+        assert (
+            f"{option[0]}: for a configuration; own_models:language makes its model itself" in capsys.readouterr().err
+        )
     assert main(["profile", "--config", "own_models:misspelt"]) == 1
     assert "has no argument 'lables'; did you mean labels?" in capsys.readouterr().err
     assert main(["plan", "--config", "own_models:pictures", "--budget", "1KiB"]) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -108,3 +109,43 @@ def test_frozen_and_patched_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "model.norm.weight" not in run(model, text_batch())
     monkeypatch.setattr(type(norm), "forward", lambda self, x: 3 * x)
     assert norm.forward._norm(torch.ones(1, model.config.hidden_size)) is None
+
+
+def test_calls_by_name_and_tensors_of_other_kinds() -> None:
+    """What the module's own forward takes, its place takes."""
+    norm = torch.nn.RMSNorm(8)
+    norm.weight = torch.nn.Parameter(torch.arange(16.0)[::2])
+    nested = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+    x = torch.randn(2, 8, requires_grad=True)
+    want = norm(x=x)
+    wanted = torch.autograd.grad(want.square().sum(), [x, norm.weight])
+    plain = norm(nested)
+    norm.forward = NormForward(norm)
+    torch.testing.assert_close(norm(x=x), want)
+    torch.testing.assert_close(torch.autograd.grad(norm(x).square().sum(), [x, norm.weight]), wanted)
+    torch.testing.assert_close(norm(nested).values(), plain.values())
+    assert list(inspect.signature(norm.forward).parameters) == ["x"]
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_wrappers_around_it() -> None:
+    """PEFT's copy that is trained saves its input alone; `revert` finds the forward below PEFT's and accelerate's."""
+    peft, hooks = pytest.importorskip("peft"), pytest.importorskip("accelerate.hooks")
+    config = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=["norm"])
+    model = peft.get_peft_model(llama(), config)
+    want = run(model, text_batch())
+    ckptfused.convert(model, loss="chunked")
+    norm = model.base_model.model.model.norm
+    trained = norm.modules_to_save["default"]
+    assert isinstance(trained.forward, NormForward)
+    close(run(model, text_batch()), want, 1e-5)
+    ckptfused.revert(model)
+    assert not any(isinstance(vars(m).get("forward"), NormForward) for m in model.modules())
+    model = llama()
+    ckptfused.convert(model, loss="chunked")
+    hooks.add_hook_to_module(model.model.norm, hooks.ModelHook())
+    wrapped = peft.get_peft_model(model, config)
+    ckptfused.revert(wrapped)
+    for module in wrapped.modules():
+        held = [vars(module).get(name) for name in ("forward", "_old_forward")]
+        assert not any(isinstance(one, NormForward) for one in held)

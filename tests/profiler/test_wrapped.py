@@ -163,6 +163,23 @@ def test_a_mask_of_pytorchs_encoder(most: int, monkeypatch: pytest.MonkeyPatch) 
     assert measured.saved == found.saved and abs(found.peak / measured.peak - 1) < 0.03
 
 
+def test_a_mask_of_two_rows_of_positions_is_not_computed() -> None:
+    """Positions of a long sequence are known; which of them sees which is the square of that many."""
+
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(x.size(1), device=x.device)
+            return self.linear(x) * (positions[:, None] >= positions).any()
+
+    x = torch.empty(1, 1 << 14, 4, device="meta")
+    _, changes = allocations(lambda: profile(Causal(), x, device="h200"))
+    assert max(accumulate(changes)) < 1 << 26
+
+
 def test_a_recurrent_layer_is_named() -> None:
     class Last(nn.LSTM):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ckptfused.compat.transformers import pretrained_model
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
+from ckptfused.layer.peft import active_copy
 from ckptfused.layer.source import as_read, class_name, function_as_read
 
 _MODELS = "transformers.models"
@@ -191,9 +192,7 @@ def models(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def touched(found: Iterable[tuple[str, nn.Module]]) -> Iterator[nn.Module]:
-    """The modules of such models that a chunked loss gives another forward."""
-    for _, model in found:
-        family = head_of(model)
-        norm = None if family is None else family.final_norm(model)
-        yield from (model,) if norm is None else (model, norm)
+def final_norms(found: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
+    """The norms before the heads of such models."""
+    norms = [family.final_norm(model) for _, model in found if (family := head_of(model)) is not None]
+    return [active_copy(norm) for norm in norms if norm is not None]

@@ -174,10 +174,9 @@ def installed(model: nn.Module) -> HeadForward | None:
 
 
 def take_out(model: nn.Module) -> bool:
-    """Gives a model, and the norm before its head, its own forward back. Returns whether it had another."""
+    """Gives a model, or the norm before its head, its own forward back. Returns whether a model had another."""
+    final_norm.take_out(model)
     found = installed(model)
-    family = head_of(model)
-    final_norm.take_out(None if family is None else family.final_norm(model))
     if found is None:
         return False
     if _held(model, "forward") is found:
