@@ -237,13 +237,20 @@ def draw_policies(path: Path, found: dict[str, Any]) -> None:
     saved(figure, path)
 
 
-def draw_plan(path: Path) -> None:
-    """The plan of docs/budget.md for Llama-3-8B on a card of 80 GB, predicted as its command predicts it."""
+PREDICTED = {
+    "plan.svg": "plan --config llama-3-8b --batch 2 --seq 8192 --budget 74GiB --device h100",
+    "context.svg": "context --config llama-3-8b --lora 16 --memory 80GiB",
+}
+"""Pictures of docs/budget.md and docs/long-sequences.md, drawn by commands of the package."""
+
+
+def draw_predicted(path: Path) -> None:
+    """One of PREDICTED."""
     from ckptfused.cli import main as ckptfused
 
     pyplot()
-    words = "plan --config llama-3-8b --batch 2 --seq 8192 --budget 74GiB --device h100 --plot"
-    if ckptfused([*words.split(), str(path)]):
+    words = PREDICTED[path.name]
+    if ckptfused([*words.split(), "--plot", str(path)]):
         raise SystemExit(f"ckptfused {words} failed")
     path.write_text(short(path.read_text()))
 
@@ -279,5 +286,6 @@ def main(words: Sequence[str]) -> int:
     for name, draw, picture in pictures:
         if (RESULTS / f"{name}.json").exists():
             draw(picture, result(name))
-    draw_plan(IMAGES / "plan.svg")
+    for name in PREDICTED:
+        draw_predicted(IMAGES / name)
     return 0
