@@ -34,8 +34,8 @@ class Rates(Protocol):
     def product_rate(self, dtype: torch.dtype) -> float:
         """FLOPs."""
 
-    def attention_rate(self, dtype: torch.dtype) -> float:
-        """FLOPs."""
+    def attention_rate(self, dtype: torch.dtype, tiled: bool = False) -> float:
+        """FLOPs. tiled: by tiles of queries."""
 
     def product_seconds(self, rows: int, columns: int, depth: int, dtype: torch.dtype, batch: int = 1) -> float:
         """Seconds of one matrix product, its launch included."""
@@ -72,7 +72,7 @@ def ledger_seconds(ledger: Ledger, device: Rates, dtype: torch.dtype, causal: bo
             memory += 0.0 if "attention" in name or name.startswith("ffn_up") else sizes[0] / device.copy
     for work in ledger.work:
         if isinstance(work, AttentionWork):
-            attention += work.flops * (0.5 if causal else 1.0) / device.attention_rate(dtype)
+            attention += work.flops * (0.5 if causal else 1.0) / device.attention_rate(dtype, work.keys is not None)
         elif isinstance(work, LowRank):
             moved = work.n * max(work.k, work.c) * dtype.itemsize / device.copy
             memory += max(work.flops / device.product_rate(dtype), moved)

@@ -3,7 +3,8 @@
 Rates are of tensor cores without sparsity and of memory at its peak. Products in float32 go without TensorFloat-32, as
 PyTorch has it by default. Attention is at the published rates of its kernels: 2.08 ms and 5.33 ms for causal attention
 of 2 × 8192 tokens, 32 heads of 128 (Shah et al. 2024, FlashAttention-3; cuDNN) on Hopper; FlashAttention-2 (Dao 2023)
-on Ampere and Ada; on Blackwell the share of the products' rate that it has on Hopper.
+on Ampere and Ada; on Blackwell the share of the products' rate that it has on Hopper. Tiles of queries are
+FlashAttention-2's everywhere, which takes 12.0 ms for the 7.41 above.
 
 Sources: NVIDIA's datasheets of the HGX B200, H200, H100 (SXM), A100 (SXM), L40S, and the Ada whitepaper for the RTX
 4090.
@@ -32,6 +33,8 @@ class Card:
     multiprocessors: int
     attention: float
     link: float
+    tiled: float = 1.0
+    """Share of attention's rate by tiles of queries."""
     also: tuple[str, ...] = ()
     """Other names, as `_plain` has them."""
 
@@ -44,13 +47,13 @@ class Card:
 CARDS: dict[str, Card] = {
     card.name: card
     for card in (
-        Card("h200", 139, 989, 67, 4.8, 132, 520, 55),
-        Card("h100", 79, 989, 67, 3.35, 132, 520, 55, ("h10080", "h100sxm")),
-        Card("a100-80", 79, 312, 19.5, 2.039, 108, 200, 25, ("a100", "a100sxm", "a100sxm480")),
-        Card("a100-40", 39, 312, 19.5, 1.555, 108, 200, 25, ("a100sxm440",)),
+        Card("h200", 139, 989, 67, 4.8, 132, 520, 55, 0.62),
+        Card("h100", 79, 989, 67, 3.35, 132, 520, 55, 0.62, ("h10080", "h100sxm")),
+        Card("a100-80", 79, 312, 19.5, 2.039, 108, 200, 25, also=("a100", "a100sxm", "a100sxm480")),
+        Card("a100-40", 39, 312, 19.5, 1.555, 108, 200, 25, also=("a100sxm440",)),
         Card("l40s", 44, 362, 91.6, 0.864, 142, 200, 25),
-        Card("rtx4090", 23.5, 165.2, 82.6, 1.008, 128, 130, 25, ("4090",)),
-        Card("b200", 178, 2250, 75, 8.0, 148, 1180, 55),
+        Card("rtx4090", 23.5, 165.2, 82.6, 1.008, 128, 130, 25, also=("4090",)),
+        Card("b200", 178, 2250, 75, 8.0, 148, 1180, 55, 0.62),
     )
 }
 

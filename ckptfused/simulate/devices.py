@@ -46,6 +46,8 @@ class Device:
     """Seconds that an op takes beside its work."""
     link: float
     """Bytes/s to the host's memory and back, one way at a time."""
+    tiled: float = 1.0
+    """Share of attention's rate by tiles of queries, whose kernel may be another."""
     time_error: float | None = None
     """The largest relative error of a predicted step that was found; None: no step was measured there."""
     functions: float = math.inf
@@ -59,9 +61,10 @@ class Device:
         """FLOP/s of products of this type; of one that is not known, of float32."""
         return self.products.get(dtype, self.products[torch.float32])
 
-    def attention_rate(self, dtype: torch.dtype) -> float:
+    def attention_rate(self, dtype: torch.dtype, tiled: bool = False) -> float:
+        """FLOP/s of attention in this type, whole or by tiles of queries."""
         half = self.product_rate(torch.bfloat16)
-        return self.attention * min(1.0, self.product_rate(dtype) / half)
+        return self.attention * (self.tiled if tiled else 1.0) * min(1.0, self.product_rate(dtype) / half)
 
     def product_seconds(self, rows: int, columns: int, depth: int, dtype: torch.dtype, batch: int = 1) -> float:
         """Seconds of a product in a block of ckptfused, [batch, rows, depth] x [batch, depth, columns]."""
@@ -109,7 +112,7 @@ def _gpu(card: Card) -> Device:
     products = {dtype: rate * 1e12 * PRODUCT_SHARE for dtype, rate in rates.items()}
     size, copy = int(card.memory * GIB), card.bandwidth * 1e12 * COPY_SHARE
     attention, link = card.attention * 1e12, card.link * 1e9
-    return Device(card.name, "cuda", size, products, attention, copy, card.multiprocessors, 3e-6, link)
+    return Device(card.name, "cuda", size, products, attention, copy, card.multiprocessors, 3e-6, link, card.tiled)
 
 
 DEVICES: dict[str, Device] = {name: _gpu(card) for name, card in CARDS.items()}
@@ -163,7 +166,9 @@ def _cpu(threads: int) -> Device:
     attention = 4 * 4 * 256 * 256 * 64 / _seconds(lambda: F.scaled_dot_product_attention(q, q, q))
     half = attention * max(1.0, products[torch.bfloat16] / products[torch.float32])
     link, here = copy / 2, CpuTimings(threads)
-    return Device("cpu", "cpu", 0, products, half, copy, 1, _launch(), link, CPU_TIME_ERROR, functions, draws, here)
+    return Device(
+        "cpu", "cpu", 0, products, half, copy, 1, _launch(), link, 1.0, CPU_TIME_ERROR, functions, draws, here
+    )
 
 
 def _product_rate(dtype: torch.dtype) -> float:

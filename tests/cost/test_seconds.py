@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckptfused import FusedCheckpointBlock, cost
-from ckptfused.simulate.devices import DEVICES, Device
+from ckptfused.simulate.devices import DEVICES, Device, device_named
 from ckptfused.simulate.roofline import Work
 from ckptfused.spec import BlockSpec, FFNSpec, param_shapes
 
@@ -65,6 +65,18 @@ def test_rates_are_the_devices() -> None:
     for there, here in zip(fast, slow, strict=True):
         assert there.memory == pytest.approx(here.memory / 2)
         assert there[:1] + there[2:3] == here[:1] + here[2:3]
+
+
+def test_tiles_of_queries_are_flash_attentions() -> None:
+    """The same work, on Hopper at the 12.0 ms of FlashAttention-2 where cuDNN takes 7.41; on Ampere both are its."""
+    spec, options = llama()
+    call = (1, 1 << 17, C, torch.bfloat16)
+    for card, share in (("h200", 7.41 / 12.0), ("a100", 1.0)):
+        whole, tiles = (
+            sum(each.attention for each in cost.block_seconds(s, *call, device_named(card), **options, needs=("x",)))
+            for s in (spec, replace(spec, scratch=1 << 30))
+        )
+        assert whole / tiles == pytest.approx(share, rel=0.01)
 
 
 def test_sums_of_tiles_are_counted() -> None:
