@@ -54,6 +54,7 @@ PARTS = (
 # tests/gpu, what would be the worst to learn last first.
 TESTS = (
     "keep",
+    "query_tiles",
     "checkpoint",
     "launch_records",
     "memory",

@@ -51,7 +51,7 @@ class Setting:
         """Tokens of a tile, where the block goes by tiles of queries."""
         if self.spec.attn is None:
             return None
-        work = cost.forward_ledger(self.spec, *self.dims, self.x.dtype, device=self.x.device.type).work
+        work = cost.forward_ledger(self.spec, *self.dims, self.x.dtype, device="cuda" if self.cuda else "cpu").work
         return max((w.length for w in work if isinstance(w, AttentionWork) and w.keys is not None), default=None)
 
     def attention(self, a: AttentionSpec) -> tuple[str, str]:

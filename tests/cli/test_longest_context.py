@@ -221,7 +221,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(small("llama-3-8b", 3)))
-    command = ["context", "--config", str(path), "--memory", "64MiB", "--lora", "4", "--host-memory", "1KiB"]
+    command = ["context", "--config", str(path), "--memory", "8MiB", "--lora", "4", "--host-memory", "1KiB"]
     assert main([*command, "--step", "64"]) == 0
     (said,) = (line for line in capsys.readouterr().out.splitlines() if "offload=True" in line)
     assert "none  the shortest needs " in said and "16.00 KiB of host memory" in said

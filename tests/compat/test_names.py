@@ -479,6 +479,15 @@ def test_bitsandbytes() -> None:
     assert f"{type(layer).__module__}.{type(layer).__name__}" == made.LINEAR_8BIT
     codes, scales = made.row_scales(layer)
     assert codes.dtype == torch.int8 and scales.shape == (64,)
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=32))
+    made.load_in_4bit(model, torch.bfloat16)
+    down = model.model.layers[0].mlp.down_proj
+    state = made.four_bit_state(down)
+    assert down.weight.shape == (64 * 96 // 2, 1) and (state.shape, state.quant_type) == ((64, 96), "nf4")
+    assert type(model.lm_head) is nn.Linear
 
 
 def test_triton() -> None:

@@ -150,5 +150,6 @@ def test_every_op_is_checked() -> None:
     }  # no kernel for the CPU: tests/triton/interpreted
     of_loss = {f"linear_cross_entropy{way}" for way in ("", "_fwd", "_bwd")}  # tests/loss
     of_experts = {f"experts{way}" for way in ("", "_fwd", "_bwd")}  # tests/ops/test_experts.py
+    of_norm = {"norm", "norm_grads"}  # tests/ops/test_norm.py
     others = {"grad_chunks", "dequantize"}  # the first makes a number, the other has tests/ops/test_quantized.py
-    assert names == blocks | set(small_op_args()) | of_triton | of_loss | of_experts | others
+    assert names == blocks | set(small_op_args()) | of_triton | of_loss | of_experts | of_norm | others
