@@ -79,6 +79,16 @@ def test_types_are_those_of_its_own_forward(dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, want)
 
 
+def test_a_gpus_autocast_has_norms_in_float32() -> None:
+    """On a CPU they stay in half precision, so that which forward runs is all that shows here."""
+    norm = torch.nn.RMSNorm(8, dtype=torch.bfloat16)
+    forward, x = NormForward(norm), torch.randn(2, 8, dtype=torch.bfloat16)
+    assert forward._norm(x) is not None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert forward._norm(x) is None and forward._norm(x.float()) is None
+        assert NormForward(torch.nn.RMSNorm(8))._norm(x.float()) is not None
+
+
 def test_a_model_that_is_loaded_or_copied_or_converted_again() -> None:
     torch.manual_seed(0)
     model = llama()

@@ -98,7 +98,7 @@ MUTANTS = (
         file="ckptfused/models/heads/final_norm.py",
         text="return found if alike and not cast and",
         defect="return found if alike and",
-        test="tests/models/test_final_norm.py::test_types_are_those_of_its_own_forward[dtype0]",
+        test="tests/models/test_final_norm.py::test_a_gpus_autocast_has_norms_in_float32",
     ),
     Mutant(
         "host memory of which the plan knows no end",
