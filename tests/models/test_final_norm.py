@@ -80,7 +80,7 @@ def test_types_are_those_of_its_own_forward(dtype: torch.dtype) -> None:
 
 
 def test_a_gpus_autocast_has_norms_in_float32() -> None:
-    """On a CPU they stay in half precision, so that which forward runs is all that shows here."""
+    """A CPU leaves them in half precision, so that which forward runs is all that shows here."""
     norm = torch.nn.RMSNorm(8, dtype=torch.bfloat16)
     forward, x = NormForward(norm), torch.randn(2, 8, dtype=torch.bfloat16)
     assert forward._norm(x) is not None
