@@ -67,7 +67,7 @@ def test_few_layers_say_the_same_as_all(variant: str, of: tuple[str, int]) -> No
 
 
 def test_the_first_layer_that_gets_its_input_back_may_need_most() -> None:
-    """With frozen embeddings the first layer's input stays, and the third is the last whose input comes back while the
+    """The first layer's input stays where embeddings are frozen: the third is the last whose input comes back while the
     next is on its way, beside the gradients of all adapters above."""
     call: Any = (small("llama-3-8b", 8) | {"vocab_size": 512}, OFFLOADED, torch.bfloat16, 4)
     whole = language_step(build_language_model(*call), 300, 2)
