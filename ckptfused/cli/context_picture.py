@@ -15,7 +15,7 @@ def draw(found: dict[str, Longest], arguments: argparse.Namespace) -> None:
     unit, name = byte_unit(arguments.memory)
     for (way, best), colour in zip(found.items(), COLOURS, strict=False):
         steps = [(count, peak / unit) for count, peak in best.steps if peak <= 1.5 * arguments.memory]
-        axes.plot(*zip(*steps, strict=True), color=colour, label=way) if steps else None
+        axes.plot([count for count, _ in steps], [peak for _, peak in steps], color=colour, label=way)
         if best.tokens:
             axes.plot(best.tokens, best.profile.peak / unit, "o", color=colour, markersize=5)
     axes.axhline(arguments.memory / unit, color="grey", linestyle="--", label=f"memory, {size(arguments.memory)}")
