@@ -1,8 +1,9 @@
 # Two commands do everything on a fresh machine with a C++ compiler and Python >= 3.10:
 #   make demo        train a small model four ways and compare them
-#   make test        every promise of the library, on the CPU at hand: Python's tests and the C++ ones (nine and a half minutes on two cores)
+#   make test        every promise of the library, on the CPU at hand: Python's tests and the C++ ones (less than eight minutes on two cores)
 # What takes longer:
-#   make test-all    make test, and with it more types, tiles and architectures of the same, and make mutants
+#   make test PYTEST_ARGS=--every-case    each test with all of its cases, not with one in three
+#   make test-all    these, and with them more types, tiles and architectures of the same, and make mutants
 #   make mutants     plants each fault of tests/mutants and says which test noticed it; CUDA kernels' barriers, spills and instructions
 # Each torch version has a virtual environment and a build folder of its own:
 #   make test TORCH=2.11.0 PYTHON=python3.12
@@ -66,7 +67,7 @@ mutants: build tsan
 	$(PYTEST) -v --all -m extended tests/mutants $(addprefix tests/kernels/test_,host_cuda.py instructions.py ptxas.py)
 
 test-transformers: build $(TRANSFORMERS_VENV)/.ready
-	$(PYTEST:$(BIN)/%=$(TRANSFORMERS_VENV)/bin/%) $(PYTEST_ARGS) tests/models
+	$(PYTEST:$(BIN)/%=$(TRANSFORMERS_VENV)/bin/%) --every-case $(PYTEST_ARGS) tests/models
 
 # Not again while nothing has changed: these tests know no torch, and the kernels are the extension's objects.
 ctest: build/cmake/.passed
@@ -91,7 +92,7 @@ sanitize: $(READY) gtest
 	tar -c --exclude='*.so' ckptfused tests pyproject.toml setup.py setup_cuda.py setup_platform.py setup_progress.py | tar -x -C build/sanitize
 	cd build/sanitize && LD_PRELOAD="$(foreach library,asan stdc++,$$($${CXX:-c++} -print-file-name=lib$(library).so))" \
 		ASAN_OPTIONS=detect_leaks=0:alloc_dealloc_mismatch=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=2 \
-		$(abspath $(BIN))/python -m pytest -q --capture=sys -p no:benchmark -m "not slow" $(SANITIZED_TESTS)
+		$(abspath $(BIN))/python -m pytest -q --capture=sys -p no:benchmark --every-case -m "not slow" $(SANITIZED_TESTS)
 
 gtest:
 	@test -e /usr/include/gtest/gtest.h || { test "$$(id -u)" = 0 && apt-get install -y -qq libgtest-dev; } || true

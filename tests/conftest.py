@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,13 +16,16 @@ from tests import tools
 from tests.devices import why_no_gpu
 
 ALL = "--all"
+EVERY_CASE = "--every-case"
+ONE_IN = 3
 
 # Read when CUDA starts: without it torch.use_deterministic_algorithms refuses matrix products there.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(ALL, action="store_true", help="also the tests with the marker `extended`, as `make test-all`")
+    parser.addoption(EVERY_CASE, action="store_true", help="every case of each test, not one in three; as .ci/run")
+    parser.addoption(ALL, action="store_true", help="and the tests with the marker `extended`; as `make test-all`")
 
 
 def pytest_configure() -> None:
@@ -30,18 +35,35 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption(ALL):
-        _leave_out(config, items, "extended")
+        _keep(config, items, {item for item in items if item.get_closest_marker("extended") is None})
+        if not config.getoption(EVERY_CASE) and not any("::" in arg for arg in config.args):
+            _keep(config, items, one_in_three(items))
     if reason := why_no_gpu():
         if all(item.get_closest_marker("gpu") for item in items):  # asked for by name
             for item in items:
                 item.add_marker(pytest.mark.skip(reason=reason))
         else:  # to skip thousands one by one takes seconds
-            _leave_out(config, items, "gpu")
+            _keep(config, items, {item for item in items if item.get_closest_marker("gpu") is None})
 
 
-def _leave_out(config: pytest.Config, items: list[pytest.Item], marker: str) -> None:
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker) is not None])
-    items[:] = [item for item in items if item.get_closest_marker(marker) is None]
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def one_in_three(items: list[pytest.Item]) -> set[pytest.Item]:
+    """One in three of each test's cases, at least one, and one in three of all slow tests.
+
+    They are chosen by their names' hashes: no axis of a product coincides with the choice, a new case moves few others.
+    """
+    groups = defaultdict(list)
+    for item in items:
+        groups["slow" if item.get_closest_marker("slow") else item.nodeid.partition("[")[0]].append(item)
+    return {
+        item
+        for group in groups.values()
+        for item in sorted(group, key=lambda item: zlib.crc32(item.nodeid.encode()))[::ONE_IN]
+    }
 
 
 def pytest_collection_finish() -> None:

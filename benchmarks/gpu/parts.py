@@ -107,8 +107,9 @@ def pytest_command(*arguments: str, workers: int) -> list[str]:
 
     Warnings fail none: the versions at hand are not ours to choose.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:benchmark", "-p", "no:cacheprovider"]
-    command += ["-W", "default", "--tb=short", "-rfE", "--disable-warnings", "--continue-on-collection-errors"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--every-case"]
+    command += ["-p", "no:benchmark", "-p", "no:cacheprovider", "-W", "default"]
+    command += ["--tb=short", "-rfE", "--disable-warnings", "--continue-on-collection-errors"]
     if workers > 1 and importable("xdist"):
         command += ["-n", str(workers), "--dist", "load", "--maxschedchunk", "1"]
     if importable("pytest_timeout"):

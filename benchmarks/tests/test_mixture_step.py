@@ -14,6 +14,7 @@ from benchmarks.mixture_step import CHECKPOINTED, CONVERTED, PLAIN, MixtureSizes
 pytestmark = pytest.mark.once
 
 
+@pytest.mark.slow
 def test_a_small_run(measured: Any) -> None:
     stem, _, rows = measured("mixture-step --model mixtral --layers 2 --tokens 64")
     assert stem == "mixture-2x512" and list(rows) == [PLAIN, CHECKPOINTED, CONVERTED]

@@ -18,6 +18,7 @@ pytestmark = [
 SMALL = WholeSizes(layers=2, width=32, hidden=48, heads=2, vocabulary=4096, batch=2, tokens=64)
 
 
+@pytest.mark.slow
 def test_loss_head(measured: Any) -> None:
     stem, _, rows = measured("loss-head --tokens 512 --width 16 --vocabulary 32768 --dtype float32")
     assert stem == "loss-head-512x16-32768-float32"

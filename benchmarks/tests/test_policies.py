@@ -15,6 +15,7 @@ pytestmark = pytest.mark.once
 SMALL = "--layers 4 --width 64 --hidden 96 --heads 2 --vocabulary 64 --batch 2 --tokens 256"
 
 
+@pytest.mark.slow
 def test_policies_of_guides(measured: Any, tmp_path: Path) -> None:
     stem, result, rows = measured(f"policies {SMALL}")
     assert stem == "policies-4x64" and list(rows) == list(policies.policies(4))
@@ -26,6 +27,7 @@ def test_policies_of_guides(measured: Any, tmp_path: Path) -> None:
     assert (tmp_path / "picture.svg").read_text().count(">whole model<") == 1
 
 
+@pytest.mark.slow
 def test_plans_beside_policies_made_by_hand(measured: Any) -> None:
     stem, _, rows = measured(f"planned-steps {SMALL}")
     assert stem == "planned-steps-4x64"
@@ -37,6 +39,7 @@ def test_plans_beside_policies_made_by_hand(measured: Any) -> None:
         assert abs(row["peak"] - row["predicted"]) < MIB / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["ckptfused", pytest.param("PyTorch, without random states", marks=pytest.mark.extended)]
 )

@@ -186,6 +186,7 @@ for dtype in (torch.float32, torch.bfloat16):
 """
 
 
+@pytest.mark.slow
 def test_as_other_devices_do_it() -> None:
     """Through PyTorch's products, as on a GPU: the same masks and values."""
     done = forks.python(AS_ELSEWHERE, CKPTFUSED_ADAPTERS="aten")

@@ -123,6 +123,7 @@ def train_here(job: Job, console: object) -> Result:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [pytest.param([], marks=pytest.mark.once, id="plain"), pytest.param(["--dropout", "0.1"], id="dropout")],

@@ -187,6 +187,7 @@ def test_weights_in_four_bits() -> None:
         build_language_model(config, LEAST, torch.bfloat16, four_bit=True)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     search, answers = context._longest, {}
 
@@ -218,6 +219,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "tokens of a sequence" in picture.read_text()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(small("llama-3-8b", 3)))
@@ -255,6 +257,7 @@ def test_a_configuration_of_something_else_is_refused(
         read_config("nope")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "positions"),
     [

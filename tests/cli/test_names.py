@@ -164,6 +164,7 @@ def pictures():
 """
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_in_context(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

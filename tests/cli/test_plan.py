@@ -63,6 +63,7 @@ def test_a_plan(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixtur
     assert found["digest"] in out and "per layer" in out
 
 
+@pytest.mark.slow
 def test_nothing_fits(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--budget", "1MiB", "--json"]) == 3
     said = capsys.readouterr()
@@ -161,6 +162,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 2 and "expected a number of bytes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_autocast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every command that predicts a step takes it, and says it."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 2}))

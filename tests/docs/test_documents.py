@@ -177,6 +177,7 @@ def test_the_table_of_families_is_what_its_command_prints() -> None:
     assert run.stdout in (ROOT / "docs/convert.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_plans_of_llama_3_8b_are_what_their_commands_print(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

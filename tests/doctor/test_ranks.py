@@ -15,6 +15,7 @@ from tests.models.ranks import Ranks
 pytestmark = pytest.mark.once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("right", [False, True])
 def test_the_wrapper_of_accelerate_under_fsdp2(ranks: Ranks, right: bool) -> None:
     ranks.run(steps.as_accelerate, right=right)

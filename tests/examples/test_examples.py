@@ -64,6 +64,7 @@ def test_lora_through_trainer(run, capsys: pytest.CaptureFixture[str], tmp_path:
     assert (tmp_path / "trainer_lora/adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_plans_for_a_card(
     run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_plans_for_a_card(
     assert (tmp_path / "plan-h100.png").exists()
 
 
+@pytest.mark.slow
 def test_fsdp2_on_two_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     ran = subprocess.run(

@@ -24,6 +24,7 @@ def ranks() -> Iterator[Ranks]:
     made.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", ["callback", "callbacks_that_differ", "beyond_the_plan"])
 def test_it_trains(ranks: Ranks, steps: str, tmp_path: Path) -> None:
     ranks.run(getattr(callback_steps, steps), folder=str(tmp_path))

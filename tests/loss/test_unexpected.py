@@ -167,6 +167,7 @@ def test_a_weight_that_x_depends_on(keep: str) -> None:
     torch.testing.assert_close(differentiated(partial(lce, keep=keep)), differentiated(stock))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.extended)])
 def test_compiled_with_symbols(dynamic: bool | None) -> None:
     """Lengths, numbers of items and options that torch.compile traces as symbols."""

@@ -206,6 +206,7 @@ def test_a_static_cache_runs_the_original_both_times(name: str) -> None:
     assert found[0][1].equal(found[1][1])
 
 
+@pytest.mark.slow
 @pytest.mark.each_torch
 def test_compiled() -> None:
     model = llama(p=0.0)

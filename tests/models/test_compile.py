@@ -41,6 +41,7 @@ INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.extende
 """What it makes of a graph that AOTAutograd has made: `make test` asks it for a block, in tests/properties."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_no_graph_breaks_and_right_gradients(backend: str) -> None:
     """In each of a few steps of training."""
@@ -50,6 +51,7 @@ def test_no_graph_breaks_and_right_gradients(backend: str) -> None:
     all_close(train(compiled, lambda one: step(one, batch())), want, 1e-5)
 
 
+@pytest.mark.slow
 def test_caches_and_masks() -> None:
     """What Hugging Face does at each call is traced too: the cache that stays empty, no mask, a mask of one's own."""
     plain, model = twins(num_hidden_layers=1)
@@ -59,6 +61,7 @@ def test_caches_and_masks() -> None:
         close(step(compiled, batch() | change), run(plain, batch() | change), 1e-5)
 
 
+@pytest.mark.slow
 def test_it_saves_only_the_inputs_of_the_layers() -> None:
     """At run time a compiled model saves what it saves without converted layers, and x of each of them."""
     found = {}
@@ -105,6 +108,7 @@ def test_adapters(first: bool, backend: str) -> None:
     close(step(compiled, batch()), want, 1e-5)
 
 
+@pytest.mark.slow
 @adapting
 @pytest.mark.parametrize("p", [pytest.param(0.0, marks=pytest.mark.extended), 0.3])
 def test_adapters_add_nothing_to_what_is_saved(p: float) -> None:
@@ -121,6 +125,7 @@ def test_adapters_add_nothing_to_what_is_saved(p: float) -> None:
     assert found[2] - found[1] == tokens * width * 4 + (16 if p else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [pytest.param(True, marks=pytest.mark.extended), None])
 def test_dynamic_shapes(dynamic: bool | None) -> None:
     plain, model = twins(num_hidden_layers=1)
@@ -146,6 +151,7 @@ def test_dropout_draws_anew_and_as_in_eager(backend: str) -> None:
     close(second, eager_second, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_change_of_dropout_or_mode_is_seen() -> None:
     plain, model = twins(num_hidden_layers=1)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -182,6 +188,7 @@ def test_compile_then_convert_then_revert(how: str) -> None:
     assert saved_bytes(lambda: compiled(**batch()).loss, model) == before
 
 
+@pytest.mark.slow
 def test_a_patch_after_compiling_is_seen() -> None:
     plain, model = twins()
     compiled = torch.compile(model, backend="eager")
@@ -193,6 +200,7 @@ def test_a_patch_after_compiling_is_seen() -> None:
     close(step(compiled, batch()), run(plain, batch()), 1e-5)
 
 
+@pytest.mark.slow
 def test_a_generic_layer_compiles() -> None:
     plain, model = twins()
     for one in (plain, model):
@@ -231,6 +239,7 @@ def test_a_layer_compiled_alone_with_a_hook(name: str, hook: str) -> None:
     assert any(seen) and not reasons
 
 
+@pytest.mark.slow
 def test_copies_of_compiled_models() -> None:
     plain, model = twins(num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager")
@@ -243,6 +252,7 @@ def test_copies_of_compiled_models() -> None:
     close(step(torch.compile(other, backend="eager"), batch()), run(plain, batch()), 1e-5)
 
 
+@pytest.mark.slow
 def test_generation_from_a_compiled_model() -> None:
     plain, model = twins(num_hidden_layers=1)
     ids = torch.randint(2, VOCABULARY, (2, 5))

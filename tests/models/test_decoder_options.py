@@ -209,6 +209,7 @@ def test_layer_compiled_by_itself(name: str, reasons: list[Reason]) -> None:
     assert not reasons
 
 
+@pytest.mark.slow
 @pytest.mark.each_torch
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_attention_weights_of_layers_compiled_by_themselves() -> None:

@@ -43,6 +43,7 @@ def test_derived_layers_under_fsdp2_around_the_whole_model(ranks: Ranks) -> None
     ranks.run(fsdp2_steps.fsdp2_derived_around_the_whole_model)
 
 
+@pytest.mark.slow
 def test_derived_layers_compiled_under_fsdp2(ranks: Ranks) -> None:
     ranks.run(fsdp2_steps.fsdp2_derived_compiled)
 
@@ -74,6 +75,7 @@ def test_fsdp2_cpu_offload(ranks: Ranks) -> None:
     ranks.run(fsdp2_steps.fsdp2, first=True, reshard=True, offload=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "neox", "bert", "opt", "phi3"])
 def test_fsdp2_compiled_layers(ranks: Ranks, name: str) -> None:
     ranks.run(fsdp2_steps.fsdp2_compiled, name=name)

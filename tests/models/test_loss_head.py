@@ -310,6 +310,7 @@ def test_autocast() -> None:
     no_worse(draws, torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.each_torch
 @pytest.mark.parametrize(
     "name", ["llama", "bert", *(pytest.param(name, marks=pytest.mark.extended) for name in ("gemma2", "neox"))]

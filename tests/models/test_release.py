@@ -272,6 +272,7 @@ def test_ddp_is_refused(ranks: Ranks) -> None:
     ranks.run(release_steps.ddp)
 
 
+@pytest.mark.slow
 def test_with_a_budget(model: Words) -> None:
     """The plan is for updates in backward; the model may be run as it was between."""
     optimizer = AdamW(model.parameters())

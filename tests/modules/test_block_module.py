@@ -281,6 +281,7 @@ def test_spec_is_readable() -> None:
     assert spec.seq_first
 
 
+@pytest.mark.slow
 @on_devices
 def test_compiles_again_after_a_change(device: str) -> None:
     torch.compiler.reset()

@@ -127,6 +127,7 @@ def test_made_under_a_transform_of_torch_func() -> None:
     assert torch.equal(table(3, torch.ones(1))[0][0], torch.ones(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.extended)])
 def test_compiled_blocks_share_it(backend: str, fills: list[int]) -> None:
     torch._dynamo.reset()
@@ -169,6 +170,7 @@ def test_exported_for_every_length(strict: bool) -> None:
         torch.testing.assert_close(module(x), block(x))
 
 
+@pytest.mark.slow
 def test_compiled_with_dynamic_shapes_and_other_thetas() -> None:
     torch._dynamo.reset()
     for theta in (1e4, 5e5):

@@ -228,6 +228,7 @@ def test_a_checkpoint_around_one_segment_replays_nothing() -> None:
     assert counts(lambda x: torch_checkpoint(sequential, x, use_reentrant=False), x) == counts(sequential, x) == (5, 3)
 
 
+@pytest.mark.slow
 def test_compiles_whole_with_other_modules() -> None:
     torch.compiler.reset()
     sequential = FusedCheckpointSequential(block(dropout=0.0), nn.Linear(C, C), block(dropout=0.0), block(dropout=0.0))

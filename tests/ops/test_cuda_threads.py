@@ -74,6 +74,7 @@ FIRST = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.once
 def test_first_calls_are_a_threads_and_few() -> None:
     """What a thread has seen ends with it; after 1024 kinds it begins anew, so that the first is a first again."""

@@ -229,6 +229,7 @@ def test_what_two_layers_keep_counts_once(make: Callable[[], nn.Module]) -> None
     assert none.peak == peaks[CheckpointPolicy.per_layer([None] * 4)]
 
 
+@pytest.mark.slow
 def test_a_head_whose_products_have_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunked head's product has one, the plain one's, which is PyTorch's, and the layers' have none: at budgets so
     near one another that it decides, the plan is none the slower than the fastest of 27 policies, by what is predicted
@@ -368,6 +369,7 @@ def test_what_onednn_allocates_in_half_precision_is_left_free(make: Callable[[],
     assert own - predicted.peak <= predicted.workspace <= torch.get_num_threads() * 1728 << 10
 
 
+@pytest.mark.slow
 def test_the_least_budget_that_is_named_is_the_least() -> None:
     """A smaller budget finds nothing."""
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 5, "image_size": 64}
@@ -440,6 +442,7 @@ def test_segments_where_layers_alone_do_not_fit() -> None:
     assert {"4 segments", "whole model"} <= {point.name for point in found.standard}
 
 
+@pytest.mark.slow
 def test_a_budget_given_to_convert() -> None:
     model, batch = llama(), tokens()
     bound = plan(model, batch, "1GiB", device="cpu").peak * 3 // 4
@@ -504,6 +507,7 @@ def _converted(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_it_beats_what_is_made_by_hand() -> None:
     """It is the fastest of the policies that fit, by what is predicted of each whole step."""
     model, batch = on_meta(), tokens()

@@ -152,6 +152,7 @@ def test_the_optimizer_steps_once() -> None:
     assert Profile.from_json(predicted.to_json()).gradient_accumulation_steps == 4
 
 
+@pytest.mark.slow
 def test_a_budget_holds() -> None:
     """The least one, and one that lets some layers keep more. A plan for steps of one batch exceeds it.
     What a plan leaves free for oneDNN, which may need less, is in no measurement."""

@@ -230,6 +230,7 @@ class Dropping(nn.Module):
         return x.mean()
 
 
+@pytest.mark.slow
 def test_models_of_speech() -> None:
     """Wav2Vec2's loss of alignments, whose targets are padded, as the allocator has it; and one for a GPU."""
     torch.manual_seed(0)

@@ -102,6 +102,7 @@ def test_a_measured_step_leaves_no_trace() -> None:
     assert not torch.equal(before[0], next(model.parameters()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [8, 96])
 def test_a_plan(length: int) -> None:
     """What was counted by layers is what the whole step needs, and that is what PyTorch's allocator says."""

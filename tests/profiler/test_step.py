@@ -120,6 +120,7 @@ GPT2: dict[str, Any] = {"vocab_size": 2048, "n_embd": 128, "n_layer": 3, "n_head
 GPT2 |= {"bos_token_id": None, "eos_token_id": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_other_models(name: str) -> None:
     """Models with eager attention, soft-caps, windows, dropout, tied embeddings."""

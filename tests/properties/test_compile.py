@@ -61,6 +61,7 @@ def test_compiled_block_saves_only_its_inputs(device: str) -> None:
     assert eager == x.numel() * 4 + 16
 
 
+@pytest.mark.slow
 @on_devices
 def test_dynamic_shapes(device: str) -> None:
     block = make_block(device)

@@ -253,20 +253,20 @@ class Layers(nn.Module):
 def _python_calls(count: int) -> int:
     """How many functions, also C functions, one checkpointed step of one of so many layers calls."""
     model, x = Layers(count), torch.randn(1, 3, 8).requires_grad_()
-    checkpoint(model.one, x, 0).sum().backward()  # what later calls find in caches
     seen = [0]
 
     def profile(frame: Any, event: str, argument: Any) -> None:
-        seen[0] += event in ("call", "c_call")
+        seen[-1] += event in ("call", "c_call")
 
-    y = checkpoint(model.one, x, 0)
-    sys.setprofile(profile)
-    try:
-        y = checkpoint(model.one, x, 0)
-    finally:
-        sys.setprofile(None)
-    y.sum().backward()
-    return seen[0]
+    for _ in range(4):  # the first fills caches; a collection of other tests' garbage may call what it likes
+        seen.append(0)
+        sys.setprofile(profile)
+        try:
+            y = checkpoint(model.one, x, 0)
+        finally:
+            sys.setprofile(None)
+        y.sum().backward()
+    return min(seen[2:])
 
 
 def test_what_a_method_of_a_whole_model_costs() -> None:

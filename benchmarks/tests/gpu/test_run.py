@@ -21,6 +21,7 @@ def python(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_every_part_is_reported_as_not_run() -> None:
     done = python("-m", "benchmarks.gpu")
     assert done.returncode == 0, done.stderr

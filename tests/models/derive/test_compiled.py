@@ -39,6 +39,7 @@ def named(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace("_orig_mod.", ""): t for name, t in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "backend"),
     [
@@ -57,6 +58,7 @@ def test_one_graph_with_right_gradients(source: str, backend: str) -> None:
     assert not reasons
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_each_length_is_a_graph(dynamic: bool | None) -> None:
     plain, converted = twins(GPT, count=1)
@@ -67,6 +69,7 @@ def test_each_length_is_a_graph(dynamic: bool | None) -> None:
     assert ops.counts == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_length_at_which_it_is_no_block() -> None:
     source = GPT.replace("        return x\n", "        return x if x.shape[1] < 12 or x.shape[1] == 256 else 2 * x\n")
     plain, converted = twins(source, count=1)
@@ -92,6 +95,7 @@ def another_module(model: Any) -> None:
         layer.ln_2 = nn.Identity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [another_rate, other_heads, another_module], ids=lambda f: f.__name__)
 def test_what_changes_is_traced_again(change: Callable[[Any], None]) -> None:
     plain, converted = twins(GPT, count=1)
@@ -104,6 +108,7 @@ def test_what_changes_is_traced_again(change: Callable[[Any], None]) -> None:
     close(named(step(compiled, GPT)), step(plain, GPT), 1e-10)
 
 
+@pytest.mark.slow
 def test_training_and_evaluation() -> None:
     """Dropout is that of the mode in which the model is."""
     plain, converted = twins(GPT, p=0.5, count=1)
@@ -124,6 +129,7 @@ def test_layers_compiled_by_themselves_share_code() -> None:
     assert ops.counts == [1]
 
 
+@pytest.mark.slow
 def test_layers_that_differ_in_what_is_no_number_run_as_they_are() -> None:
     torch.manual_seed(0)
     plain = Stack(GPT)
