@@ -133,14 +133,14 @@ std::pair<std::string, std::string> attention_choice(unsigned special, const std
   return {ckptfused::attention_kernel_name(kernel), reason};
 }
 
-// As attention_is_flash, for as many keys as queries: likewise.
+// As attention_is_flash of a forward, for as many keys as queries: likewise.
 std::pair<bool, std::string> flash_choice(unsigned special, const std::string& dtype,
                                           std::array<int64_t, 5> sizes, bool causal) {
   const auto [batch, heads, kv_heads, length, head_dim] = sizes;
   std::string reason;
   const bool flash = ckptfused::attention_is_flash(
       {special, dtype_named(dtype), batch, heads, length, length, head_dim}, kv_heads, causal,
-      &reason);
+      /*backward=*/false, &reason);
   return {flash, reason};
 }
 
@@ -210,10 +210,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("matmul_out", &ckptfused::matmul_out);
   m.def("mkl_is_slow", &ckptfused::mkl_is_slow);
   m.def("onednn_workspace", &ckptfused::onednn_workspace);
-  m.def("flash_scratch_bytes", [](const std::string& dtype, int64_t queries, int64_t keys,
-                                  int64_t head_dim, int64_t threads, bool backward) {
-    return ckptfused::flash_scratch_bytes(dtype_named(dtype), queries, keys, head_dim, threads,
-                                          backward);
+  m.def("flash_scratch_bytes", [](const std::string& dtype, int64_t heads, int64_t queries,
+                                  int64_t keys, int64_t head_dim, int64_t threads, bool backward) {
+    return ckptfused::flash_scratch_bytes(dtype_named(dtype), heads, queries, keys, head_dim,
+                                          threads, backward);
   });
   m.def("runs_as_float",
         [](const std::string& dtype) { return ckptfused::runs_as_float(dtype_named(dtype)); });
