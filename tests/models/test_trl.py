@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on a model whose layers and loss are converted, and what it refuses that `convert` takes.
+"""TRL's trainers on models whose layers and loss are converted, and what they refuse that `convert` takes.
 
 TRL and datasets are no part of the test group: skipped without them. Shown with trl 1.16.0, datasets 5.2.0.
 """
@@ -6,6 +6,7 @@ TRL and datasets are no part of the test group: skipped without them. Shown with
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from tests.models.compare import close, run
 from tests.models.small import llama
 from tests.models.test_loss_head import chunked, is_chunked
 from tests.models.test_trainer import assert_curves_agree
-from tests.models.zoo import VOCABULARY, text_batch
+from tests.models.zoo import VOCABULARY, ZOO, randomize, text_batch
+from tests.quantized import Way, quantize_linears
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # TRL's own
 
@@ -35,6 +37,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of words that are numbers; the collator asks it for the id that pads."""
     words = {str(i): i for i in range(VOCABULARY)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="1", eos_token="2", unk_token="0")
 
 
@@ -44,26 +47,72 @@ def texts() -> Any:
     return datasets.Dataset(datasets.table.InMemoryTable.from_pydict({"input_ids": rows}), fingerprint="texts")
 
 
+def preferences() -> Any:
+    """Prompts, each with an answer that is preferred to another."""
+    rows = [" ".join(map(str, row)) for row in texts()["input_ids"]]
+    answers = {"chosen": rows[1:] + rows[:1], "rejected": rows[2:] + rows[:2]}
+    return datasets.Dataset.from_dict({"prompt": rows} | {name: [f" {t}" for t in of] for name, of in answers.items()})
+
+
+COMMON: dict[str, Any] = {
+    "max_steps": 4, "per_device_train_batch_size": 3, "learning_rate": 1e-3, "logging_steps": 1, "report_to": "none",
+    "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "gradient_checkpointing": False, "bf16": False,
+}  # fmt: skip
+
+
 def trainer(model: Any, folder: Path, **options: Any) -> Any:
-    arguments = trl.SFTConfig(
-        str(folder), max_steps=4, per_device_train_batch_size=3, learning_rate=1e-3, logging_steps=1, report_to="none",
-        use_cpu=True, disable_tqdm=True, save_strategy="no", gradient_checkpointing=False, bf16=False,
-        dataset_kwargs={"skip_prepare_dataset": True},
-    )  # fmt: skip
-    for name, value in options.items():
-        setattr(arguments, name, value)
+    arguments = trl.SFTConfig(str(folder), dataset_kwargs={"skip_prepare_dataset": True}, **COMMON | options)
     return trl.SFTTrainer(model, arguments, train_dataset=texts(), processing_class=tokenizer())
+
+
+def preferring(model: Any, folder: Path) -> Any:
+    """What learns preferences beside the model without its adapters."""
+    arguments = trl.DPOConfig(str(folder), **COMMON)
+    return trl.DPOTrainer(model, args=arguments, train_dataset=preferences(), processing_class=tokenizer())
+
+
+def losses(made: Any) -> list[float]:
+    made.train()
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_losses_are_those_of_the_plain_model(accumulation: int, tmp_path: Path) -> None:
-    curves = []
-    for model in (plain := llama(), chunked(plain)):
-        model = copy.deepcopy(model)
-        made = trainer(model, tmp_path / str(len(curves)), gradient_accumulation_steps=accumulation)
-        made.train()
-        curves.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
-    assert_curves_agree(curves[1], curves[0])
+    plain = llama()
+    options = {"gradient_accumulation_steps": accumulation}
+    ours = losses(trainer(chunked(plain), tmp_path / "ours", **options))
+    assert_curves_agree(ours, losses(trainer(plain, tmp_path / "plain", **options)))
+
+
+@pytest.mark.parametrize("make", [trainer, preferring], ids=["SFT", "DPO"])
+def test_adapters_on_weights_in_4_bits(make: Callable[[Any, Path], Any], tmp_path: Path) -> None:
+    """QLoRA. Without dropout: a fused layer's masks are its own."""
+    pytest.importorskip("bitsandbytes")
+    base = llama()
+    quantize_linears(base, Way("nf4", 64, True), torch.float32)
+    for p in base.parameters():
+        p.requires_grad_(False)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj", "down_proj"])
+    plain: Any = peft.get_peft_model(base, config).train()
+    ours = copy.deepcopy(plain)
+    report = ckptfused.convert(ours)
+    assert {layer.path for layer in report.layers} == {"fused"}, str(report)
+    assert_curves_agree(losses(make(ours, tmp_path / "ours")), losses(make(plain, tmp_path / "plain")))
+
+
+def test_adapters_on_experts(tmp_path: Path) -> None:
+    """PEFT's `target_parameters`, beside an attention half that is fused."""
+    config = peft.LoraConfig(
+        r=4,
+        init_lora_weights=False,
+        target_modules=["q_proj", "v_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    )
+    model = randomize(ZOO["qwen3-moe"].make(0.0, "sdpa"))
+    plain: Any = peft.get_peft_model(model, config).train()
+    ours = copy.deepcopy(plain)
+    ckptfused.convert(ours)
+    assert_curves_agree(losses(trainer(ours, tmp_path / "ours")), losses(trainer(plain, tmp_path / "plain")))
 
 
 def test_a_head_with_an_adapter_is_refused_there_and_trained_here(tmp_path: Path) -> None:
