@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ckptfused.cost.open_ledger import host_memory
+
+LAST_PIECE = 16 << 20
+"""Bytes: at most this much of a tensor is in a buffer of host memory that may be larger than its part of the tensor."""
 
 PAGEABLE = (
     "ckptfused: host memory could not be pinned ({}), so inputs of layers are offloaded to ordinary memory: the copies "
@@ -43,6 +47,51 @@ class Copies(Protocol):
         """Has nobody take t's memory, once it is free, before the copies that have begun are done."""
 
 
+def pieces(count: int) -> list[int]:
+    """The sizes of the buffers of host memory in which so many bytes are.
+
+    PyTorch's allocator of pinned memory takes the next power of two for each, so all but the last are one, each at most
+    half as large as the one before.
+    """
+    sizes = []
+    while count > LAST_PIECE:
+        sizes.append(1 << (count.bit_length() - 1))
+        count -= sizes[-1]
+    return [*sizes, count] if count else sizes
+
+
+def pinned_bytes(count: int) -> int:
+    """What PyTorch's allocator of pinned memory takes for so many bytes, in `pieces`."""
+    return sum(1 << (size - 1).bit_length() for size in pieces(count))
+
+
+class HostTensor:
+    """A tensor's values in host memory, in `pieces`, and how they lie: without gaps, in any order of its dimensions."""
+
+    def __init__(self, x: Tensor, buffer: Callable[[Tensor], Tensor]) -> None:
+        """buffer: makes host memory for a part of x, which is flat."""
+        self.shape, self.stride, self.dtype = x.shape, x.stride(), x.dtype
+        self._buffers = [buffer(part) for part in self._parts(x)]
+
+    def fill(self, x: Tensor) -> None:
+        """Begins to copy x, laid out as the tensor that this one was made of, into it."""
+        for host, part in zip(self._buffers, self._parts(x), strict=True):
+            host.copy_(part, non_blocking=True)
+
+    def empty_on(self, device: torch.device) -> Tensor:
+        """A tensor without values on a device, laid out alike."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+    def write(self, x: Tensor) -> None:
+        """Begins to copy the values into x, which lies alike."""
+        for host, part in zip(self._buffers, self._parts(x), strict=True):
+            part.copy_(host, non_blocking=True)
+
+    def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        flat = x.as_strided((x.numel(),), (1,))
+        return flat.split_with_sizes([size // x.element_size() for size in pieces(x.nbytes)])
+
+
 class CudaCopies:
     """The copies of one GPU. Both directions share a stream: a host buffer is read after what was written to it."""
 
@@ -57,20 +106,20 @@ class CudaCopies:
     def point(self, home: torch.cuda.Stream) -> torch.cuda.Event:
         return home.record_event()
 
-    def to_host(self, x: Tensor, made: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event]:
-        host = self._buffer(x)
+    def to_host(self, x: Tensor, made: torch.cuda.Event) -> tuple[HostTensor, torch.cuda.Event]:
+        host = HostTensor(x, self._buffer)
         self._side.wait_event(made)
         with torch.cuda.stream(self._side):
-            # PyTorch's allocator of pinned memory notes the stream: it gives this buffer to nobody while it is in use.
-            host.copy_(x, non_blocking=True)
+            # PyTorch's allocator of pinned memory notes the stream: it gives a buffer to nobody while it is in use.
+            host.fill(x)
         return host, self._side.record_event()
 
-    def to_device(self, host: Tensor, home: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
+    def to_device(self, host: HostTensor, home: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
         with torch.cuda.stream(home):
-            x = torch.empty_like(host, device=self._device, pin_memory=False)
+            x = host.empty_on(self._device)
         self._side.wait_event(home.record_event())  # whoever had this memory before is done with it then
         with torch.cuda.stream(self._side):
-            x.copy_(host, non_blocking=True)
+            host.write(x)
         return x, self._side.record_event()
 
     def wait(self, point: torch.cuda.Event, home: torch.cuda.Stream, t: Tensor) -> None:
@@ -82,20 +131,15 @@ class CudaCopies:
     def abandon(self, t: Tensor) -> None:
         t.record_stream(self._side)
 
-    def _buffer(self, x: Tensor) -> Tensor:
+    def _buffer(self, part: Tensor) -> Tensor:
         """Pinned memory from PyTorch's own allocator, which reuses it; ordinary memory where there is none."""
         try:
-            return torch.empty_like(x, device="cpu", pin_memory=True)
+            return torch.empty_like(part, device="cpu", pin_memory=True)
         except RuntimeError as error:
             if not self._warned:
                 self._warned = True
                 warnings.warn(PAGEABLE.format(str(error).partition("\n")[0]), stacklevel=2)
-        return torch.empty_like(x, device="cpu")
-
-
-def pinned_bytes(count: int) -> int:
-    """What PyTorch's allocator of pinned memory takes for so many bytes: the next power of two."""
-    return 1 << (count - 1).bit_length()
+        return torch.empty_like(part, device="cpu")
 
 
 class Layout:

@@ -67,8 +67,8 @@ class Profile:
     """The most that a product of oneDNN's may allocate within itself in a predicted step on the CPU, of ckptfused's or
     in half precision. It is not in `peak`; a plan leaves it free."""
     host: int = 0
-    """The most bytes that layers' inputs take in pinned host memory, with offload, in a predicted step: for each the
-    next power of two, as PyTorch's allocator has it. They are not in `peak`."""
+    """The most bytes that layers' inputs take in pinned host memory, with offload, in a predicted step: each what it
+    has, but for its last 16 MiB or less, which take the next power of two. They are not in `peak`."""
     alive: tuple[Alive, ...] = field(default=(), repr=False)
     """What there is at the peak, largest first."""
     timeline: tuple[Moment, ...] = field(default=(), repr=False)

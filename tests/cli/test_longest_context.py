@@ -142,7 +142,7 @@ def test_the_host_is_a_limit_too() -> None:
 
 def test_what_waits_on_the_host() -> None:
     """Inputs of all layers but the last, and but the first, whose input nobody differentiates, each in the next power
-    of two of pinned memory."""
+    of two of pinned memory, as small ones are."""
     config = small("llama-3-8b", 6)
     step = language_step(build_language_model(config, OFFLOADED, torch.bfloat16, 4), 128)
     x = 128 * config["hidden_size"] * 2

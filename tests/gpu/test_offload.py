@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused import FusedCheckpointBlock, FusedCheckpointSequential
+from ckptfused.offload import copies
 from ckptfused.offload.copies import CudaCopies
 from tests.devices import repeatable
 
@@ -78,7 +79,11 @@ def pageable() -> AbstractContextManager[object]:
     return mock.patch.object(CudaCopies, "_buffer", buffer)
 
 
-@pytest.mark.parametrize("around", [contextlib.nullcontext, stream, pageable], ids=["pinned", "stream", "pageable"])
+def in_pieces() -> AbstractContextManager[object]:
+    return mock.patch.object(copies, "LAST_PIECE", 64)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, stream, pageable, in_pieces])
 def test_bits(around: Callable[[], AbstractContextManager[object]]) -> None:
     repeatable("cuda")
     x = source()
