@@ -33,6 +33,7 @@ def tiles_of(spec: BlockSpec, case: Case, dtype: torch.dtype = torch.float32) ->
     return sum(isinstance(item, AttentionWork) and item.keys == case.tokens for item in work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "case", "dtype"),
     [run for run in all_pairs_runs(CASES[::2], few=True) if run.values[0] == "cpu"],

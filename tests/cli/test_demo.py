@@ -59,6 +59,7 @@ def losses(job: Job, monkeypatch: pytest.MonkeyPatch, twist: float = 0.0) -> lis
     return [record["loss"] for record in records if "loss" in record]
 
 
+@pytest.mark.slow
 def test_curves_agree_within_rounding_and_a_small_fault_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = losses(JOB, monkeypatch)
     reordered = losses(replace(JOB, variant=REORDERED), monkeypatch)

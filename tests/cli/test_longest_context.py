@@ -48,6 +48,7 @@ TRAINED: tuple[tuple[int, int | None, dict[str, Any]], ...] = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "of"), by_turns(VARIANTS, [("llama-3-8b", 4), ("gemma-2-9b", 8)]))
 def test_few_layers_say_the_same_as_all(variant: str, of: tuple[str, int]) -> None:
     """Gemma 2's are of two kinds by turns. Each variant of each model, each in one of three ways to train."""
@@ -66,6 +67,7 @@ def test_few_layers_say_the_same_as_all(variant: str, of: tuple[str, int]) -> No
         assert found.seconds == pytest.approx(whole.seconds, rel=1e-9)  # sums in another order
 
 
+@pytest.mark.slow
 def test_the_first_layer_that_gets_its_input_back_may_need_most() -> None:
     """The first layer's input stays where embeddings are frozen: the third is the last whose input comes back while the
     next is on its way, beside the gradients of all adapters above."""
@@ -152,6 +154,7 @@ def test_what_waits_on_the_host() -> None:
     assert language_step(build_language_model(config, LEAST, torch.bfloat16, 4), 128).host == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set:UserWarning")
 def test_weights_in_four_bits() -> None:
     """Half a byte a weight, and 4 bytes for each 64; embeddings and head in the type that was asked for."""

@@ -51,6 +51,7 @@ def test_a_typo_is_answered_without_pytorch(options: list[str], status: int, sai
     assert found.returncode == status and said in found.stdout + found.stderr, found
 
 
+@pytest.mark.slow
 def test_a_command_that_works_has_the_whole_package(tmp_path: Path) -> None:
     """Also for the user's function, which takes names from it and is in another process than `import ckptfused`."""
     (tmp_path / "own.py").write_text(

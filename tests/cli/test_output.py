@@ -21,6 +21,7 @@ def make():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [["--help"], ["profile", "--config", "factory:make", "--json"]], ids=["help", "json"]
 )

@@ -50,6 +50,7 @@ def command(tmp_path: Path) -> list[str]:
     return ["plan", "--config", str(tmp_path / "config.json"), "--batch", "2", "--seq", "256"]
 
 
+@pytest.mark.slow
 def test_a_plan(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture, policy = str(tmp_path / "plan.png"), str(tmp_path / "policy.json")
     assert main([*command, "--budget", "30MB", "--json", "--plot", picture, "--policy", policy]) == 0

@@ -623,6 +623,7 @@ for name in ("adapters", "adapters-joint", "adapters-ffn"):
 """
 
 
+@pytest.mark.slow
 def test_adapters_as_other_devices_have_them() -> None:
     """Through PyTorch's products, as on a GPU: the ledger has their temporaries to the byte."""
     done = forks.python(AS_ELSEWHERE, CKPTFUSED_ADAPTERS="aten")

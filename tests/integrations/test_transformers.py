@@ -69,6 +69,7 @@ def test_losses_are_those_of_the_plain_model(accumulation: int, tmp_path: Path, 
     assert "2 of 2 layers fused; they save " in callback.summary() and "largest peak measured" in callback.summary()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_budget_is_planned_for_the_trainers_step(accumulation: int, tmp_path: Path, caplog: Any) -> None:
     """The step has its optimizer and its own first rows; drawing those moves no generator, so losses stay those of
@@ -116,6 +117,7 @@ class TrainsWithFusedHead(Trainer):
         return model(**inputs, fused_lm_head=True)["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bf16", "own"), by_turns([False, True], [False, True]))
 def test_a_plan_is_for_the_fused_head_of_trls_trainers(bf16: bool, own: bool, tmp_path: Path) -> None:
     """Under accelerate's autocast, too, whose wrapper is around the patched forward; a batch may say otherwise."""
@@ -188,6 +190,7 @@ def test_resuming(tmp_path: Path) -> None:
     assert callback.report.fused == 2 and list(callback.peaks) == [3]
 
 
+@pytest.mark.slow
 def test_a_dataset_to_iterate_needs_a_batch(tmp_path: Path) -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:

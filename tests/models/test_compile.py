@@ -87,6 +87,7 @@ def adapted(base: Any, targets: tuple[str, ...] = ("q_proj", "o_proj", "down_pro
 adapting = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
+@pytest.mark.slow
 @adapting
 @pytest.mark.parametrize(
     ("first", "backend"),
@@ -134,6 +135,7 @@ def test_dynamic_shapes(dynamic: bool | None) -> None:
         close(step(compiled, batch(length)), run(plain, batch(length)), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend",
     ["aot_eager", INDUCTOR],
@@ -164,6 +166,7 @@ def test_a_change_of_dropout_or_mode_is_seen() -> None:
     close(step(compiled, batch()), want, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks, compiling
 @pytest.mark.parametrize("how", ["function", "model.compile", "layer.compile"])
 def test_compile_then_convert_then_revert(how: str) -> None:
@@ -219,6 +222,7 @@ HOOKED: list[Any] = [(name, "register_forward_hook") for name in ALONE] + [("lla
 HOOKED += [pytest.param(name, "register_forward_hook", marks=pytest.mark.extended) for name in LIKE_THEM]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch looks, compiling
 @pytest.mark.parametrize(("name", "hook"), HOOKED)
 def test_a_layer_compiled_alone_with_a_hook(name: str, hook: str) -> None:

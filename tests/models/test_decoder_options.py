@@ -196,6 +196,7 @@ def test_layer_called_without_a_mask(name: str, implementation: str, reasons: li
 
 
 # Dynamo looks at the gradient of every tensor that enters a graph.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("name", [pytest.param("gemma3", marks=pytest.mark.extended), "gpt2"])
 def test_layer_compiled_by_itself(name: str, reasons: list[Reason]) -> None:

@@ -187,6 +187,7 @@ def test_agreement_on_the_policy(ranks: Ranks, what: str) -> None:
     ranks.run(agreement_steps.agreement_on_the_policy, what=what)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [agreement_steps.one_plan_for_all, agreement_steps.no_plan_for_any, agreement_steps.plans_of_their_own],

@@ -243,6 +243,7 @@ def compiled(model: Any) -> Iterator[Any]:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 def test_compiled_layers_are_each_for_themselves() -> None:
     model, x = Between("nothing").eval(), torch.randn(2, 5, 16)
     ckptfused.convert(model)

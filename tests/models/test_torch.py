@@ -187,6 +187,7 @@ def test_transformer() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["encoder", "decoder"])
 def test_compile(what: str) -> None:
     """No graph break."""

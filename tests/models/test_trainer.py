@@ -148,6 +148,7 @@ def test_accelerate(tmp_path: Path) -> None:
     close(results[2], results[0], 1e-5)
 
 
+@pytest.mark.slow
 def test_accelerate_bf16_and_hooks() -> None:
     """`accelerate` patches the forward of the model for mixed precision, of layers for offloading."""
     accelerate = pytest.importorskip("accelerate")

@@ -267,6 +267,7 @@ def test_adapters_of_another_dtype(dtype: torch.dtype, make: Change) -> None:
     close({name.removeprefix("model."): value for name, value in got.items()}, want, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["swapped", "converted"])
 def test_scales_that_are_tensors(how: str) -> None:
     """PEFT makes them so for adapters that are exchanged in compiled models."""

@@ -320,6 +320,7 @@ def test_copies(copied: Callable[[Any], Any]) -> None:
         assert same(results(other, x), results(copy.deepcopy(other), x)) and torch.equal(module(x), before)
 
 
+@pytest.mark.slow
 def test_compiled_after_it_was_called() -> None:
     block, x = encoder(), x_of()
     block(x)

@@ -99,6 +99,7 @@ def test_backward_with_another_function_is_refused() -> None:
         y.sum().backward()
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     torch._dynamo.reset()
     block, x = FusedCheckpointBlock(C, H, 32, dropout=0.0), torch.randn(B, T, C)

@@ -166,6 +166,7 @@ def test_original_layers_save_what_they_did() -> None:
     assert copies.log == []
 
 
+@pytest.mark.slow
 def test_compiled() -> None:
     model = fused().eval()
     want = on_the_cpu(model)

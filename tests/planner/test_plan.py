@@ -94,6 +94,7 @@ def measured(model: nn.Module, batch: Any) -> int:
     return sum(storages.values()) + Events(step).peak_bytes(internal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "h200"])
 def test_what_is_counted_is_what_is_predicted(device: str) -> None:
     """Plans all along the front agree to the byte; an offloaded layer's input counts once more than it is there."""
@@ -110,6 +111,7 @@ def test_what_is_counted_is_what_is_predicted(device: str) -> None:
         assert whole.seconds == pytest.approx(found.rest_seconds + front.seconds[index])
 
 
+@pytest.mark.slow
 def test_never_over_and_never_slower_with_more() -> None:
     """At budgets on both sides of steps of the front. The least budget that is named is one that fits."""
     steps, whole = counted(on_meta())
@@ -130,6 +132,7 @@ def test_never_over_and_never_slower_with_more() -> None:
     assert plan(on_meta(), tokens(), found[5].budget, ADAMW, "h200").policy == found[5].policy
 
 
+@pytest.mark.slow
 def test_inputs_wait_on_the_host_as_far_as_it_has_room() -> None:
     steps, _ = counted(on_meta(lambda: llama(num_hidden_layers=6)))
     x = 2 * 128 * 64 * 4
@@ -290,6 +293,7 @@ def own_blocks() -> nn.Module:
     return nn.Sequential(*(block.llama(64, 4, dim_feedforward=176) for _ in range(3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_allocator_agrees(name: str) -> None:
     """Between the least and the most that a model can use: the plan's step is measured as it was predicted."""
@@ -419,6 +423,7 @@ def test_the_model_is_left_as_it_was() -> None:
     assert not any(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_segments_where_layers_alone_do_not_fit() -> None:
     """A layer's input is a third of what it holds while it runs: joined, they need less than each for itself."""
     torch.manual_seed(0)
@@ -494,6 +499,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any], message: str) 
         convert(Mlp(), **options)
 
 
+@pytest.mark.slow
 def test_the_model_is_planned_as_it_trains() -> None:
     """Converted before, or in evaluation: the same plan."""
     batch = tokens()
@@ -541,6 +547,7 @@ def test_offload_is_counted_on_a_gpu() -> None:
     assert profile(model, tokens(), device="cpu").saved == sizes[False].saved
 
 
+@pytest.mark.slow
 def test_shards_divide_what_is_sharded() -> None:
     """Weights, gradients and state by eight; what is whole while a layer runs is added to it."""
     steps, whole = counted(on_meta())
@@ -582,6 +589,7 @@ def test_what_is_shown(tmp_path: Path) -> None:
     assert peaks == sorted(set(peaks))
 
 
+@pytest.mark.slow
 def test_deep_models_take_as_many_steps_as_shallow_ones() -> None:
     """Costs of a kind of layer are found once: what is predicted does not grow in number."""
     asked: dict[int, list[str]] = {}

@@ -250,6 +250,7 @@ def test_tokens_without_data_are_not_looked_at_for_a_warning() -> None:
     assert profile(deberta().train(), batch, device="h200").notes == ()
 
 
+@pytest.mark.slow
 def test_steps_draw_alike() -> None:
     """All steps of a profile, measured or predicted, take the same way; none leaves the generator elsewhere."""
     torch.manual_seed(1)

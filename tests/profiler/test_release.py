@@ -56,6 +56,7 @@ def allocated(model: Any, batch: dict[str, Tensor], optimizer: torch.optim.Optim
     return Events(step).peak_bytes(internal=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), by_turns(OPTIMIZERS, [(v, length) for v in VARIANTS for length in (8, 96)]))
 def test_as_measured(name: str, case: tuple[str, int]) -> None:
     """To the byte, in each part and by PyTorch's own count; so is a model that was converted so. Each optimizer, where

@@ -85,6 +85,7 @@ def modules() -> dict[str, ast.Module]:
     return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in files}
 
 
+@pytest.mark.slow
 def test_private_names_of_others_are_in_compat() -> None:
     trees = modules()
     own = own_names([tree for name, tree in trees.items() if not name.startswith("compat/")])

@@ -206,6 +206,7 @@ def test_casts_last_as_long_as_the_region() -> None:
         assert 4 * copy <= alone(6, way) - alone(2, way) < 5 * copy
 
 
+@pytest.mark.slow
 def test_plans() -> None:
     """The peak of a plan is that of the step under autocast with its policy, but for what the CPU's ops hold."""
     model, batch = made("llama", "plain")

@@ -154,6 +154,7 @@ def test_no_step_needs_more_than_was_predicted(name: str, autocast: str | None) 
     assert measured.above_state <= predicted.above_state <= measured.above_state + most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["convnext", "unet", "resnet", "products", "lstm", "gru"])
 def test_a_step_stays_within_its_budget(name: str) -> None:
     model, batch = MODELS[name]()

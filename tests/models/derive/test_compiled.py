@@ -119,6 +119,7 @@ def test_training_and_evaluation() -> None:
     close(named(step(compiled, GPT)), step(plain, GPT), 1e-10)
 
 
+@pytest.mark.slow
 def test_layers_compiled_by_themselves_share_code() -> None:
     """Layers of one kind, each compiled alone, are compiled once."""
     plain, converted = twins(GPT, count=12)
@@ -142,6 +143,7 @@ def test_layers_that_differ_in_what_is_no_number_run_as_they_are() -> None:
     assert not any(ops.counts)
 
 
+@pytest.mark.slow
 def test_a_copy_of_another_type() -> None:
     """Models of one class, of which one has other weights, are told apart."""
     plain, converted = twins(GPT.replace(".float()", ""), count=1)
