@@ -36,14 +36,15 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption(ALL):
         _keep(config, items, {item for item in items if item.get_closest_marker("extended") is None})
-        if not config.getoption(EVERY_CASE) and not any("::" in arg for arg in config.args):
-            _keep(config, items, one_in_three(items))
     if reason := why_no_gpu():
         if all(item.get_closest_marker("gpu") for item in items):  # asked for by name
             for item in items:
                 item.add_marker(pytest.mark.skip(reason=reason))
         else:  # to skip thousands one by one takes seconds
             _keep(config, items, {item for item in items if item.get_closest_marker("gpu") is None})
+    named = any("::" in arg for arg in config.args) or config.option.keyword
+    if not (config.getoption(ALL) or config.getoption(EVERY_CASE) or named):
+        _keep(config, items, one_in_three(items))  # of those that can run here
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:

@@ -111,7 +111,8 @@ def test_adapters_on_experts(tmp_path: Path) -> None:
     model = randomize(ZOO["qwen3-moe"].make(0.0, "sdpa"))
     plain: Any = peft.get_peft_model(model, config).train()
     ours = copy.deepcopy(plain)
-    ckptfused.convert(ours)
+    report = ckptfused.convert(ours)
+    assert {layer.path for layer in report.layers} == {"part"}, str(report)
     assert_curves_agree(losses(trainer(ours, tmp_path / "ours")), losses(trainer(plain, tmp_path / "plain")))
 
 
