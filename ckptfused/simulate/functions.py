@@ -153,7 +153,7 @@ def _scratch(query: Tensor, key: Tensor, causal: bool) -> tuple[int, int]:
 
 def _scratch_on_cpu(query: Tensor, key: Tensor, causal: bool) -> tuple[int, int]:
     """Scratch bytes of forward and backward of PyTorch's flash kernel."""
-    heads = query.shape[:-2].numel()
+    heads = key.shape[:-2].numel()
     call = str(query.dtype).removeprefix("torch."), heads, query.size(-2), key.size(-2), query.size(-1)
     forward, backward = (_C.flash_scratch_bytes(*call, torch.get_num_threads(), each) for each in (False, True))
     return forward, backward

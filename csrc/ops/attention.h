@@ -108,8 +108,8 @@ at::Tensor attention_tile_bwd(const at::Tensor& dout, const at::Tensor& q, const
                               QueryTile tile);
 
 // Bytes that PyTorch's flash kernel on the CPU allocates within itself (FlashAttentionKernel.cpp).
-// heads: of all batch elements.
-int64_t flash_scratch_bytes(at::ScalarType dtype, int64_t heads, int64_t queries, int64_t keys,
+// kv_heads: of all batch elements.
+int64_t flash_scratch_bytes(at::ScalarType dtype, int64_t kv_heads, int64_t queries, int64_t keys,
                             int64_t head_dim, int64_t threads, bool backward);
 
 // t, or a copy of it whose rows [.., T, D] a matrix product can read in place.

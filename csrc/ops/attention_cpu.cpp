@@ -22,7 +22,7 @@ bool use_flash(const AttentionProblem& a, bool backward) {
 // which copies it unless it lies token by token.
 void count_flash_scratch(const AttentionProblem& a, const at::Tensor* dout) {
   const Ledger::Name name("scratch of attention");
-  int64_t bytes = flash_scratch_bytes(a.q.scalar_type(), a.batch() * a.heads(), a.q.size(2),
+  int64_t bytes = flash_scratch_bytes(a.q.scalar_type(), a.batch() * a.kv_heads(), a.q.size(2),
                                       a.k.size(2), a.q.size(3), cpu_threads(), dout != nullptr);
   if (dout != nullptr && !dout->transpose(1, 2).is_contiguous()) bytes += dout->nbytes();
   at::empty({bytes}, a.q.options().dtype(at::kByte));
@@ -36,8 +36,9 @@ std::tuple<at::Tensor, at::Tensor> flash_outputs(const AttentionProblem& a) {
 }
 
 // Whether PyTorch's forward lays keys and values out for the processor's matrix tiles (AMX) first.
-bool packs(at::ScalarType dtype, int64_t keys) {
-  return dtype != acc_dtype(dtype) && keys >= 64 && at::native::cpublas::could_pack(dtype);
+bool packs(at::ScalarType dtype, int64_t queries, int64_t keys) {
+  return dtype != acc_dtype(dtype) && std::min(queries, keys) >= 64 &&
+         at::native::cpublas::could_pack(dtype);
 }
 
 }  // namespace
@@ -65,7 +66,7 @@ bool attention_is_flash(const AttentionShape& shape, int64_t kv_heads, bool caus
   // it takes 0.4 to 0.7 times the tiles' all the same. The tiles' backward goes a key/value head at
   // a time, of which there must be some.
   const bool few_hundred = causal && shape.keys > 256 && shape.keys <= 1024 &&
-                           (backward || !packs(shape.dtype, shape.keys));
+                           (backward || !packs(shape.dtype, shape.queries, shape.keys));
   if (few_hundred && shape.batch * kv_heads >= 4) {
     return because(false,
                    "causal and a few hundred long: PyTorch's kernel would compute most of "
@@ -74,7 +75,7 @@ bool attention_is_flash(const AttentionShape& shape, int64_t kv_heads, bool caus
   return because(true, "softmax over ", causal ? "the causal" : "all", " keys and nothing else");
 }
 
-int64_t flash_scratch_bytes(at::ScalarType dtype, int64_t heads, int64_t queries, int64_t keys,
+int64_t flash_scratch_bytes(at::ScalarType dtype, int64_t kv_heads, int64_t queries, int64_t keys,
                             int64_t head_dim, int64_t threads, bool backward) {
   const int64_t rows = std::min<int64_t>(queries, queries >= 768 ? 256 : queries >= 192 ? 64 : 32);
   const int64_t scores = rows * std::min<int64_t>(keys, 512);
@@ -82,11 +83,11 @@ int64_t flash_scratch_bytes(at::ScalarType dtype, int64_t heads, int64_t queries
   const int64_t narrow = dtype == acc_dtype(dtype) ? 0 : c10::elementSize(dtype);
   if (!backward) {
     const int64_t buffers = threads * ((scores + rows * (head_dim + 2)) * wide + scores * narrow);
-    if (!packs(dtype, keys)) return buffers;
+    if (!packs(dtype, queries, keys)) return buffers;
     // Keys, values and a block of values as they were; tiles hold two rows in turns, so that an odd
     // number of queries' elements, of values or of scores has one more beside it.
     const int64_t block = std::min<int64_t>(keys, 512), odd = head_dim % 2;
-    const int64_t packed = heads * (keys * (head_dim + odd) + (keys + keys % 2) * head_dim);
+    const int64_t packed = kv_heads * (keys * (head_dim + odd) + (keys + keys % 2) * head_dim);
     const int64_t each = block * head_dim + rows * (block % 2 + odd * (head_dim + 1));
     return buffers + (packed + threads * each) * narrow;
   }

@@ -210,9 +210,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("matmul_out", &ckptfused::matmul_out);
   m.def("mkl_is_slow", &ckptfused::mkl_is_slow);
   m.def("onednn_workspace", &ckptfused::onednn_workspace);
-  m.def("flash_scratch_bytes", [](const std::string& dtype, int64_t heads, int64_t queries,
+  m.def("flash_scratch_bytes", [](const std::string& dtype, int64_t kv_heads, int64_t queries,
                                   int64_t keys, int64_t head_dim, int64_t threads, bool backward) {
-    return ckptfused::flash_scratch_bytes(dtype_named(dtype), heads, queries, keys, head_dim,
+    return ckptfused::flash_scratch_bytes(dtype_named(dtype), kv_heads, queries, keys, head_dim,
                                           threads, backward);
   });
   m.def("runs_as_float",

@@ -71,6 +71,14 @@ def preferring(model: Any, folder: Path) -> Any:
     return trl.DPOTrainer(model, args=arguments, train_dataset=preferences(), processing_class=tokenizer())
 
 
+def agrees(plain: Any, path: str, make: Callable[[Any, Path], Any], folder: Path) -> None:
+    """Trains a model as it is and a converted copy, all of whose layers have this path."""
+    ours = copy.deepcopy(plain)
+    report = ckptfused.convert(ours)
+    assert {layer.path for layer in report.layers} == {path}, str(report)
+    assert_curves_agree(losses(make(ours, folder / "ours")), losses(make(plain, folder / "plain")))
+
+
 def losses(made: Any) -> list[float]:
     made.train()
     return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
@@ -93,11 +101,7 @@ def test_adapters_on_weights_in_4_bits(make: Callable[[Any, Path], Any], tmp_pat
     for p in base.parameters():
         p.requires_grad_(False)
     config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj", "down_proj"])
-    plain: Any = peft.get_peft_model(base, config).train()
-    ours = copy.deepcopy(plain)
-    report = ckptfused.convert(ours)
-    assert {layer.path for layer in report.layers} == {"fused"}, str(report)
-    assert_curves_agree(losses(make(ours, tmp_path / "ours")), losses(make(plain, tmp_path / "plain")))
+    agrees(peft.get_peft_model(base, config).train(), "fused", make, tmp_path)
 
 
 def test_adapters_on_experts(tmp_path: Path) -> None:
@@ -109,11 +113,7 @@ def test_adapters_on_experts(tmp_path: Path) -> None:
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
     )
     model = randomize(ZOO["qwen3-moe"].make(0.0, "sdpa"))
-    plain: Any = peft.get_peft_model(model, config).train()
-    ours = copy.deepcopy(plain)
-    report = ckptfused.convert(ours)
-    assert {layer.path for layer in report.layers} == {"part"}, str(report)
-    assert_curves_agree(losses(trainer(ours, tmp_path / "ours")), losses(trainer(plain, tmp_path / "plain")))
+    agrees(peft.get_peft_model(model, config).train(), "part", trainer, tmp_path)
 
 
 def test_a_head_with_an_adapter_is_refused_there_and_trained_here(tmp_path: Path) -> None:
