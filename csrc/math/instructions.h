@@ -60,15 +60,19 @@ CKPT_HD uint16_t cvt_rn_f16_f32(float x) {
   return uint16_t(sign | (a >= 0x477ff000u ? special : finite));
 #endif
 }
+// The bits of the bfloat16 in the upper half; the lower one means nothing.
+CKPT_HD uint32_t rounded_to_bf16(float x) {
+  const uint32_t u = float_to_bits(x);
+  const uint32_t rounded = u + 0x7fffu + ((u >> 16) & 1u);
+  return (u & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : rounded;
+}
 CKPT_HD uint16_t cvt_rn_bf16_f32(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint16_t y;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
   return y;
 #else
-  const uint32_t u = float_to_bits(x);
-  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  return uint16_t((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+  return uint16_t(rounded_to_bf16(x) >> 16);
 #endif
 }
 

@@ -7,135 +7,242 @@ namespace {
 
 using namespace tiles;
 
-template <typename T>
-struct Scratch {
-  using A = acc_t<T>;
-  A *probs, *dprobs, *delta, *dq;
-  A *q = nullptr, *dout = nullptr, *k = nullptr, *v = nullptr;  // converted tiles
-  A *dk = nullptr, *dv = nullptr;  // sums of a whole sequence, where it has no others
-
-  Scratch(Pieces& pieces, int64_t queries, int64_t keys, int64_t head_dim, bool onto) {
-    const int64_t rows = std::min(kQueryTile, queries), cols = std::min(kKeyTile, keys);
-    probs = pieces.take<A>(rows * cols);
-    dprobs = pieces.take<A>(rows * cols);
-    delta = pieces.take<A>(rows);
-    dq = pieces.take<A>(rows * head_dim);
-    if (!kConverted<T>) return;
-    q = pieces.take<A>(rows * head_dim);
-    dout = pieces.take<A>(rows * head_dim);
-    k = pieces.take<A>(cols * head_dim);
-    v = pieces.take<A>(cols * head_dim);
-    if (onto) return;
-    dk = pieces.take<A>(keys * head_dim);
-    dv = pieces.take<A>(keys * head_dim);
-  }
-};
-
 struct Tensors {
   at::Tensor dout, o, lse, dq, dk, dv;
   bool onto;  // dk and dv have the accumulation type, and are added to
 };
 
+// Scratch of one thread. C: the type that is multiplied.
+template <typename T, typename C>
+struct Scratch {
+  using A = acc_t<T>;
+  static constexpr bool kRounded = !std::is_same_v<A, C>;
+  A *probs, *dprobs, *delta, *dk_run, *dv_run;
+  A *dq = nullptr, *dk = nullptr, *dv = nullptr;  // sums of a sequence, where outputs are narrower
+  C *q, *dout, *q_t, *dout_t, *k, *k_t, *v_t;
+  BackwardOperands<C> operands;
+
+  Scratch(Pieces& pieces, const TileSizes& s, bool onto) {
+    const int64_t D = s.head_dim, depth = s.depth<C>(), run = run_of(s), tile = s.rows * s.cols;
+    probs = pieces.take<A>(tile);
+    dprobs = pieces.take<A>(tile);
+    delta = pieces.take<A>(s.queries);
+    dk_run = pieces.take<A>(D * run);
+    dv_run = pieces.take<A>(D * run);
+    q = pieces.take<C>(s.rows * depth);
+    dout = pieces.take<C>(s.rows * depth);
+    q_t = pieces.take<C>(D * s.rows);
+    dout_t = pieces.take<C>(D * s.rows);
+    k = pieces.take<C>(run * D);
+    k_t = pieces.take<C>(depth * run);
+    v_t = pieces.take<C>(depth * run);
+    if constexpr (kRounded) {
+      operands = {pieces.take<C>(tile), pieces.take<C>(tile), pieces.take<C>(tile)};
+    } else {
+      operands = {probs, dprobs, dprobs};
+    }
+    if (!kConverted<T>) return;
+    dq = pieces.take<A>(filled(s.queries) * D);
+    if (onto || s.group == 1) return;
+    dk = pieces.take<A>(s.keys * D);
+    dv = pieces.take<A>(s.keys * D);
+  }
+
+  // Keys whose operands and sums are held at a time.
+  static int64_t run_of(const TileSizes& s) { return std::min(kKeyRun, filled(s.keys)); }
+};
+
+// Rows of sums, or of an output that is its own sum.
+template <typename A>
+struct Sums {
+  A* data;
+  int64_t stride;
+  A* row(int64_t r) const { return data + r * stride; }
+};
+
 // The gradients of one key/value head of one sequence and of the query heads that read it. One
-// thread adds them up, in a fixed order.
-template <typename T>
+// thread adds them up, in a fixed order: by head, by run of keys, by tile of queries.
+template <typename T, typename C>
 class KeyValueHead {
  public:
   using A = acc_t<T>;
 
-  KeyValueHead(const AttentionProblem& a, const Tensors& tensors, int64_t sequence, int64_t head,
-               char* memory)
+  KeyValueHead(const AttentionProblem& a, const TileSizes& sizes, const Tensors& tensors,
+               int64_t sequence, int64_t head, char* memory)
       : a_(a),
+        sizes_(sizes),
         t_(tensors),
         s_(a.sequences[sequence]),
         sequence_(sequence),
         head_(head),
         pieces_(memory),
-        scratch_(pieces_, a.max_queries, a.max_keys, a.head_dim(), tensors.onto) {}
+        scratch_(pieces_, sizes, tensors.onto) {}
 
   void run() {
-    const int64_t D = a_.head_dim();
-    const bool narrow = kConverted<T> && !t_.onto;
-    if (narrow) {
-      dk_ = {scratch_.dk, s_.keys, D, D};
-      dv_ = {scratch_.dv, s_.keys, D, D};
-      std::fill_n(dk_.data, s_.keys * D, A(0));
-      std::fill_n(dv_.data, s_.keys * D, A(0));
-    } else {  // the outputs, zero so far or given, are the sums
-      dk_ = head_rows<A>(t_.dk, s_.batch, head_, s_.key, s_.keys);
-      dv_ = head_rows<A>(t_.dv, s_.batch, head_, s_.key, s_.keys);
+    if (t_.onto || !kConverted<T>) {  // the outputs, zero so far or given, are the sums
+      dk_ = rows_as_sums(t_.dk, head_, s_.key);
+      dv_ = rows_as_sums(t_.dv, head_, s_.key);
+    } else if (a_.group() > 1) {
+      dk_ = cleared(scratch_.dk, s_.keys);
+      dv_ = cleared(scratch_.dv, s_.keys);
     }
     for (int64_t head = head_ * a_.group(); head < (head_ + 1) * a_.group(); ++head) {
-      const AttentionRule rule = attention_rule(a_, sequence_, head);
-      for (int64_t query = 0; query < s_.queries; query += kQueryTile) {
-        add_queries(rule, head, query, std::min(kQueryTile, s_.queries - query));
-      }
+      add_head(head, attention_rule(a_, sequence_, head));
     }
-    if (!narrow) return;
-    const Matrix<T> dk = head_rows<T>(t_.dk, s_.batch, head_, s_.key, s_.keys);
-    const Matrix<T> dv = head_rows<T>(t_.dv, s_.batch, head_, s_.key, s_.keys);
-    store_tile(dk_.data, s_.keys, D, dk.data, dk.stride);
-    store_tile(dv_.data, s_.keys, D, dv.data, dv.stride);
+    if (dk_.data == scratch_.dk && kConverted<T> && a_.group() > 1) {
+      store(dk_, s_.keys, t_.dk, head_, s_.key);
+      store(dv_, s_.keys, t_.dv, head_, s_.key);
+    }
+    end_products<C>();
   }
 
  private:
-  void add_queries(const AttentionRule& rule, int64_t head, int64_t query, int64_t rows) {
-    const int64_t D = a_.head_dim(), first = s_.query + query;
-    const auto rows_of = [&](const at::Tensor& t) {
-      return head_rows<T>(t, s_.batch, head, first, rows);
-    };
-    const Matrix<A> q = widen(rows_of(a_.q), scratch_.q);
-    const Matrix<A> dout = widen(rows_of(t_.dout), scratch_.dout);
-    const Matrix<T> o = rows_of(t_.o);
-    const A* lse = static_cast<const A*>(t_.lse.const_data_ptr()) + s_.batch * t_.lse.stride(0) +
-                   head * t_.lse.stride(1) + first;
-    attention_delta_rows(dout.data, dout.stride, o.data, o.stride, rows, D, scratch_.delta);
-
-    const Matrix<A> dq{scratch_.dq, rows, D, D};
-    std::fill_n(dq.data, rows * D, A(0));
-    for_key_tiles(rule, s_.first + query, rows,
-                  [&](const ScoreTile& tile) { add_tile(rule, tile, lse, q, dout, dq); });
-    const Matrix<T> dq_rows = rows_of(t_.dq);
-    store_tile(dq.data, rows, D, dq_rows.data, dq_rows.stride);
+  Sums<A> rows_as_sums(const at::Tensor& t, int64_t head, int64_t row) const {
+    const HeadRows<A> rows = head_rows<A>(t, s_.batch, head, row);
+    return {rows.data, rows.stride};
+  }
+  Sums<A> cleared(A* sums, int64_t rows) const {
+    std::fill_n(sums, rows * sizes_.head_dim, A(0));
+    return {sums, sizes_.head_dim};
+  }
+  void store(const Sums<A>& sums, int64_t rows, const at::Tensor& t, int64_t head, int64_t row) {
+    const HeadRows<T> out = head_rows<T>(t, s_.batch, head, row);
+    store_tile(sums.data, sums.stride, rows, sizes_.head_dim, out.data, out.stride);
   }
 
-  void add_tile(const AttentionRule& rule, const ScoreTile& tile, const A* lse, const Matrix<A>& q,
-                const Matrix<A>& dout, const Matrix<A>& dq) {
-    const int64_t key = s_.key + tile.key;
-    const Matrix<A> k = widen(head_rows<T>(a_.k, s_.batch, head_, key, tile.cols), scratch_.k);
-    const Matrix<A> v = widen(head_rows<T>(a_.v, s_.batch, head_, key, tile.cols), scratch_.v);
-    const Matrix<A> probs{scratch_.probs, tile.rows, tile.cols, tile.stride};
-    const Matrix<A> dprobs{scratch_.dprobs, tile.rows, tile.cols, tile.stride};
-    const auto sums_of = [&](const Matrix<A>& sums) {
-      return Matrix<A>{sums.data + tile.key * sums.stride, tile.cols, sums.cols, sums.stride};
-    };
-    tile_product(probs, q, k.t(), a_.scale, false);
-    tile_product(dprobs, dout, v.t(), 1.0, false);
-    attention_bwd_tile(rule, tile, probs.data, dprobs.data, lse, scratch_.delta);
-    tile_product(sums_of(dv_), probs.t(), dout, 1.0, true);
-    tile_product(sums_of(dk_), dprobs.t(), q, a_.scale, true);
-    tile_product(dq, dprobs, k, a_.scale, true);
+  void add_head(int64_t head, const AttentionRule& rule) {
+    dq_ = kConverted<T> ? cleared(scratch_.dq, filled(s_.queries)) : rows_as_sums(t_.dq, head, s_.query);
+    const HeadRows<T> dout = head_rows<T>(t_.dout, s_.batch, head, s_.query);
+    const HeadRows<T> o = head_rows<T>(t_.o, s_.batch, head, s_.query);
+    attention_delta_rows(dout.data, dout.stride, o.data, o.stride, s_.queries, sizes_.head_dim,
+                         scratch_.delta);
+    for (int64_t key = 0; key < s_.keys; key += kKeyRun) add_keys(head, rule, key);
+    if (kConverted<T>) store(dq_, s_.queries, t_.dq, head, s_.query);
+  }
+
+  // Keys [key, key + kKeyRun) of one head.
+  void add_keys(int64_t head, const AttentionRule& rule, int64_t key) {
+    const int64_t D = sizes_.head_dim, depth = sizes_.depth<C>();
+    const int64_t keys = std::min(kKeyRun, s_.keys - key), cols = filled(keys);
+    const HeadRows<T> k = head_rows<T>(a_.k, s_.batch, head_, s_.key + key);
+    const HeadRows<T> v = head_rows<T>(a_.v, s_.batch, head_, s_.key + key);
+    right_rows(k.data, k.stride, keys, D, scratch_.k, cols);
+    right_columns(k.data, k.stride, keys, D, scratch_.k_t, depth, cols);
+    right_columns(v.data, v.stride, keys, D, scratch_.v_t, depth, cols);
+    std::fill_n(scratch_.dk_run, D * cols, A(0));
+    std::fill_n(scratch_.dv_run, D * cols, A(0));
+    for (int64_t query = 0; query < s_.queries; query += kQueryTile) {
+      add_queries(head, rule, {key, cols}, query, std::min(kQueryTile, s_.queries - query));
+    }
+    add_run(scratch_.dk_run, {key, cols}, keys, dk_, t_.dk);
+    add_run(scratch_.dv_run, {key, cols}, keys, dv_, t_.dv);
+  }
+
+  struct Run {
+    int64_t key, cols;
+  };
+
+  // The gradients of a run of keys go to their sums or, where nothing else adds to them, out.
+  void add_run(const A* columns, const Run& run, int64_t keys, const Sums<A>& sums,
+               const at::Tensor& out) {
+    const int64_t D = sizes_.head_dim;
+    if (sums.data != nullptr) {
+      return add_transposed(columns, run.cols, keys, D, sums.row(run.key), sums.stride);
+    }
+    // What a thread's tiles of scores lie in is free between runs.
+    A* rows = scratch_.probs;
+    const int64_t step = std::max<int64_t>(1, sizes_.rows * sizes_.cols / D);
+    for (int64_t first = 0; first < keys; first += step) {
+      const int64_t n = std::min(step, keys - first);
+      std::fill_n(rows, n * D, A(0));
+      add_transposed(columns + first, run.cols, n, D, rows, D);
+      store({rows, D}, n, out, head_, s_.key + run.key + first);
+    }
+  }
+
+  void add_queries(int64_t head, const AttentionRule& rule, const Run& run, int64_t query,
+                   int64_t rows) {
+    const int64_t D = sizes_.head_dim, depth = sizes_.depth<C>(), all = filled(rows);
+    bool begun = false;
+    for (int64_t key = run.key; key < run.key + run.cols; key += kKeyTile) {
+      const ScoreTile tile = score_tile(rule, s_.first + query, rows, key, sizes_.cols);
+      if (tile.cols == 0) continue;
+      if (!begun) load_queries(head, query, rows, all);
+      begun = true;
+      const int64_t at = key - run.key;
+      const auto column = [&](const C* right) { return right + at * kRowsAbreast<C>; };
+      multiply(all, tile.cols, depth, scratch_.q, depth, column(scratch_.k_t), run.cols,
+               scratch_.probs, tile.stride, /*add=*/false);
+      multiply(all, tile.cols, depth, scratch_.dout, depth, column(scratch_.v_t), run.cols,
+               scratch_.dprobs, tile.stride, /*add=*/false);
+      const A* lse = static_cast<const A*>(t_.lse.const_data_ptr()) +
+                     s_.batch * t_.lse.stride(0) + head * t_.lse.stride(1) + s_.query + query;
+      attention_bwd_tile(rule, tile, scratch_.probs, scratch_.dprobs, lse, scratch_.delta + query,
+                         scratch_.operands);
+      add_tile(tile, all, at, run.cols, dq_.row(query));
+    }
+  }
+
+  // A tile of queries as operands.
+  void load_queries(int64_t head, int64_t query, int64_t rows, int64_t all) {
+    const int64_t D = sizes_.head_dim, depth = sizes_.depth<C>(), row = s_.query + query;
+    const HeadRows<T> q = head_rows<T>(a_.q, s_.batch, head, row);
+    const HeadRows<T> dout = head_rows<T>(t_.dout, s_.batch, head, row);
+    left_rows(q.data, q.stride, rows, D, scratch_.q, all, depth);
+    left_rows(dout.data, dout.stride, rows, D, scratch_.dout, all, depth);
+    left_columns(q.data, q.stride, rows, D, scratch_.q_t, all);
+    left_columns(dout.data, dout.stride, rows, D, scratch_.dout_t, all);
+  }
+
+  // What one tile adds to the gradients. Rows beyond the queries' are zeros.
+  void add_tile(const ScoreTile& tile, int64_t all, int64_t at, int64_t run_cols, A* dq) {
+    const int64_t D = sizes_.head_dim, rows = tile.rows, cols = tile.cols;
+    constexpr bool kRounded = Scratch<T, C>::kRounded;
+    const int64_t stride = kRounded ? cols : tile.stride;
+    const BackwardOperands<C>& p = scratch_.operands;
+    // Rows abreast were filled up with a row of zeros.
+    for (int64_t r = kRounded ? rows + rows % 2 : rows; r < all; ++r) {
+      std::fill_n(p.right_probs + r * stride, cols, C{});
+      std::fill_n(p.right_dprobs + r * stride, cols, C{});
+    }
+    multiply(D, cols, all, scratch_.dout_t, all, p.right_probs, stride, scratch_.dv_run + at,
+             run_cols, /*add=*/true);
+    multiply(D, cols, all, scratch_.q_t, all, p.right_dprobs, stride, scratch_.dk_run + at,
+             run_cols, /*add=*/true);
+    // Of an output no more rows than it has.
+    multiply(kConverted<T> ? all : rows, D, cols, p.left_dprobs, stride, scratch_.k + at * D, D, dq,
+             dq_.stride, /*add=*/true);
   }
 
   const AttentionProblem& a_;
+  const TileSizes& sizes_;
   const Tensors& t_;
   const AttentionSequence& s_;
   int64_t sequence_, head_;
   Pieces pieces_;
-  Scratch<T> scratch_;
-  Matrix<A> dk_{}, dv_{};
+  Scratch<T, C> scratch_;
+  Sums<A> dq_{}, dk_{}, dv_{};  // without data: what is added there is all
 };
 
 void run(const AttentionProblem& a, const Tensors& t) {
-  const at::ScalarType dtype = a.q.scalar_type();
-  const int64_t bytes =
-      attention_bwd_scratch_bytes(dtype, a.max_queries, a.max_keys, a.head_dim(), t.onto);
+  if (a.head_dim() == 0) return;
+  const int64_t tokens = a.q.size(2);
+  const TileSizes sizes{std::min(a.max_queries, tokens), a.max_keys, a.group(), a.head_dim()};
   const int64_t heads = a.kv_heads();
-  for_dtype(dtype, [&](auto type) {
-    run_tasks(int64_t(a.sequences.size()) * heads, bytes, [&](int64_t task, char* memory) {
-      KeyValueHead<decltype(type)>(a, t, task / heads, task % heads, memory).run();
+  for_tile_types(a.q.scalar_type(), [&](auto type, auto multiplied) {
+    using T = decltype(type);
+    using C = decltype(multiplied);
+    Pieces pieces(nullptr);
+    Scratch<T, C>(pieces, sizes, t.onto);
+    run_tasks(int64_t(a.sequences.size()) * heads, pieces.bytes(), [&](int64_t task, char* memory) {
+      KeyValueHead<T, C>(a, sizes, t, task / heads, task % heads, memory).run();
     });
   });
+}
+
+// Zeros where the output is its own sum.
+at::Tensor gradient_buffer(const at::Tensor& x) {
+  return attention_buffer(x, x.size(1), x.size(2), x.scalar_type() == acc_dtype(x.scalar_type()));
 }
 
 }  // namespace
@@ -144,13 +251,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_tiled_bwd(const Attenti
                                                                    const at::Tensor& dout,
                                                                    const at::Tensor& o,
                                                                    const at::Tensor& lse) {
-  const Tensors t{dout,
-                  o,
-                  lse,
-                  attention_buffer(a.q, a.heads(), a.q.size(2), false),
-                  attention_buffer(a.k, a.kv_heads(), a.k.size(2), true),
-                  attention_buffer(a.v, a.kv_heads(), a.k.size(2), true),
-                  /*onto=*/false};
+  const Tensors t{dout, o, lse, gradient_buffer(a.q), gradient_buffer(a.k), gradient_buffer(a.v), /*onto=*/false};
   run(a, t);
   return {t.dq, t.dk, t.dv};
 }
@@ -158,18 +259,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_tiled_bwd(const Attenti
 at::Tensor attention_tiled_bwd_onto(const AttentionProblem& a, const at::Tensor& dout,
                                     const at::Tensor& o, const at::Tensor& lse,
                                     const at::Tensor& dk, const at::Tensor& dv) {
-  const at::Tensor dq = attention_buffer(a.q, a.heads(), a.q.size(2), false);
+  const at::Tensor dq = gradient_buffer(a.q);
   run(a, {dout, o, lse, dq, dk, dv, /*onto=*/true});
   return dq;
-}
-
-int64_t attention_bwd_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys,
-                                    int64_t head_dim, bool onto) {
-  return for_dtype(dtype, [&](auto type) {
-    Pieces pieces(nullptr);
-    Scratch<decltype(type)>(pieces, queries, keys, head_dim, onto);
-    return pieces.bytes();
-  });
 }
 
 }  // namespace ckptfused

@@ -9,73 +9,151 @@ namespace {
 
 using namespace tiles;
 
-template <typename T>
+// Queries of each head of the group that a task takes.
+int64_t run_of(const TileSizes& s) {
+  const int64_t run = std::max(kQueryTile, kQueryRun / s.group / kQueryTile * kQueryTile);
+  return std::min(run, filled(s.queries));
+}
+
+// Scratch of one thread. C: the type that is multiplied.
+template <typename T, typename C>
 struct Scratch {
   using A = acc_t<T>;
+  static constexpr bool kRounded = !std::is_same_v<A, C>;
   A *scores, *max, *sum, *out;
-  A *q = nullptr, *kv = nullptr;  // converted tiles
+  C *probs, *q, *k, *v;
 
-  Scratch(Pieces& pieces, int64_t queries, int64_t keys, int64_t head_dim) {
-    const int64_t rows = std::min(kQueryTile, queries), cols = std::min(kKeyTile, keys);
-    scores = pieces.take<A>(rows * cols);
-    max = pieces.take<A>(rows);
-    sum = pieces.take<A>(rows);
-    out = pieces.take<A>(rows * head_dim);
-    if (!kConverted<T>) return;
-    q = pieces.take<A>(rows * head_dim);
-    kv = pieces.take<A>(cols * head_dim);
+  Scratch(Pieces& pieces, const TileSizes& s) {
+    const int64_t run = s.group * run_of(s);
+    scores = pieces.take<A>(s.rows * s.cols);
+    max = pieces.take<A>(run);
+    sum = pieces.take<A>(run);
+    out = pieces.take<A>(run * s.head_dim);
+    if constexpr (kRounded) {
+      probs = pieces.take<C>(s.rows * s.cols);
+    } else {
+      probs = scores;
+    }
+    q = pieces.take<C>(run * s.depth<C>());
+    k = pieces.take<C>(s.depth<C>() * s.cols);
+    v = pieces.take<C>(s.cols * s.head_dim);
   }
 };
 
-// Queries [query, query + kQueryTile) of one head of one sequence.
+// A run of queries of the heads that read one key/value head of one sequence.
 struct Task {
-  int64_t sequence, head, query;
+  int64_t sequence, kv_head, query, queries;
 };
 
-std::vector<Task> tasks_of(const AttentionProblem& a) {
+std::vector<Task> tasks_of(const AttentionProblem& a, int64_t run) {
   std::vector<Task> tasks;
   for (int64_t s = 0; s < int64_t(a.sequences.size()); ++s) {
-    for (int64_t head = 0; head < a.heads(); ++head) {
-      for (int64_t query = 0; query < a.sequences[s].queries; query += kQueryTile) {
-        tasks.push_back({s, head, query});
+    const int64_t queries = a.sequences[s].queries;
+    for (int64_t kv_head = 0; kv_head < a.kv_heads(); ++kv_head) {
+      for (int64_t query = 0; query < queries; query += run) {
+        tasks.push_back({s, kv_head, query, std::min(run, queries - query)});
       }
     }
   }
   return tasks;
 }
 
-template <typename T>
-void run_task(const AttentionProblem& a, const Task& task, const at::Tensor& o,
-              const at::Tensor& lse, char* memory) {
+template <typename T, typename C>
+class QueryRun {
+ public:
   using A = acc_t<T>;
-  const int64_t D = a.head_dim(), kv_head = task.head / a.group();
-  const AttentionSequence& s = a.sequences[task.sequence];
-  const AttentionRule rule = attention_rule(a, task.sequence, task.head);
-  const int64_t rows = std::min(kQueryTile, s.queries - task.query);
-  const int64_t first = s.query + task.query;
-  Pieces pieces(memory);
-  const Scratch<T> scratch(pieces, a.max_queries, a.max_keys, D);
 
-  const Matrix<A> q = widen(head_rows<T>(a.q, s.batch, task.head, first, rows), scratch.q);
-  const SoftmaxRows<A> state{scratch.max, scratch.sum, scratch.out, D};
-  std::fill_n(state.max, rows, A(-INFINITY));
-  std::fill_n(state.sum, rows, A(0));
-  std::fill_n(state.out, rows * D, A(0));
-  for_key_tiles(rule, s.first + task.query, rows, [&](const ScoreTile& tile) {
-    const auto widened = [&](const at::Tensor& t) {
-      return widen(head_rows<T>(t, s.batch, kv_head, s.key + tile.key, tile.cols), scratch.kv);
-    };
-    const Matrix<A> scores{scratch.scores, rows, tile.cols, tile.stride};
-    tile_product(scores, q, widened(a.k).t(), a.scale, false);
-    attention_fwd_tile(rule, tile, scores.data, state);
-    tile_product({state.out, rows, D, D}, scores, widened(a.v), 1.0, true);
-  });
+  QueryRun(const AttentionProblem& a, const TileSizes& sizes, const Task& task, char* memory)
+      : a_(a),
+        sizes_(sizes),
+        task_(task),
+        s_(a.sequences[task.sequence]),
+        pieces_(memory),
+        scratch_(pieces_, sizes) {}
 
-  const Matrix<T> o_rows = head_rows<T>(o, s.batch, task.head, first, rows);
-  A* lse_rows = static_cast<A*>(lse.mutable_data_ptr()) + s.batch * lse.stride(0) +
-                task.head * lse.stride(1) + first;
-  attention_finish_rows(state, rule.dropout, rows, o_rows.data, o_rows.stride, lse_rows);
-}
+  void run(const at::Tensor& o, const at::Tensor& lse) {
+    for_tiles([&](int64_t head, int64_t query, int64_t rows) { begin(head, query, rows); });
+    // Every head of the group sees the same keys by position.
+    const AttentionRule rule = attention_rule(a_, task_.sequence, task_.kv_head * a_.group());
+    const int64_t first = s_.first + task_.query, last = first + task_.queries - 1;
+    const int64_t begin = visible_keys(first, rule.keys, rule.causal, rule.window).begin;
+    const int64_t end = visible_keys(last, rule.keys, rule.causal, rule.window).end;
+    for (int64_t key = begin / kKeyTile * kKeyTile; key < end; key += kKeyTile) add_keys(key);
+    for_tiles([&](int64_t head, int64_t query, int64_t rows) {
+      const int64_t row = s_.query + task_.query + query;
+      const HeadRows<T> o_rows = head_rows<T>(o, s_.batch, head, row);
+      A* lse_rows = static_cast<A*>(lse.mutable_data_ptr()) + s_.batch * lse.stride(0) +
+                    head * lse.stride(1) + row;
+      attention_finish_rows(state(head, query), attention_rule(a_, task_.sequence, head).dropout,
+                            rows, o_rows.data, o_rows.stride, lse_rows);
+    });
+    end_products<C>();
+  }
+
+ private:
+  // Calls f(head, query, rows) for each tile of the run's queries, query counted from its first.
+  template <typename F>
+  void for_tiles(F f) {
+    for (int64_t head = task_.kv_head * a_.group(); head < (task_.kv_head + 1) * a_.group();
+         ++head) {
+      for (int64_t query = 0; query < task_.queries; query += kQueryTile) {
+        f(head, query, std::min(kQueryTile, task_.queries - query));
+      }
+    }
+  }
+
+  // Where a tile's rows begin among those of the run.
+  int64_t row_of(int64_t head, int64_t query) const {
+    return (head - task_.kv_head * a_.group()) * run_of(sizes_) + query;
+  }
+  SoftmaxRows<A> state(int64_t head, int64_t query) const {
+    const int64_t row = row_of(head, query);
+    return {scratch_.max + row, scratch_.sum + row, scratch_.out + row * sizes_.head_dim,
+            sizes_.head_dim};
+  }
+
+  void begin(int64_t head, int64_t query, int64_t rows) {
+    const SoftmaxRows<A> rows_state = state(head, query);
+    std::fill_n(rows_state.max, rows, A(-INFINITY));
+    std::fill_n(rows_state.sum, rows, A(0));
+    std::fill_n(rows_state.out, filled(rows) * sizes_.head_dim, A(0));
+    const HeadRows<T> q = head_rows<T>(a_.q, s_.batch, head, s_.query + task_.query + query);
+    const int64_t depth = sizes_.depth<C>();
+    left_rows(q.data, q.stride, rows, sizes_.head_dim, scratch_.q + row_of(head, query) * depth,
+              filled(rows), depth);
+  }
+
+  void add_keys(int64_t key) {
+    const int64_t D = sizes_.head_dim, depth = sizes_.depth<C>();
+    const int64_t keys = std::min(kKeyTile, s_.keys - key), cols = filled(keys);
+    const HeadRows<T> k = head_rows<T>(a_.k, s_.batch, task_.kv_head, s_.key + key);
+    const HeadRows<T> v = head_rows<T>(a_.v, s_.batch, task_.kv_head, s_.key + key);
+    right_columns(k.data, k.stride, keys, D, scratch_.k, depth, cols);
+    right_rows(v.data, v.stride, keys, D, scratch_.v, cols);
+    for_tiles([&](int64_t head, int64_t query, int64_t rows) {
+      const AttentionRule rule = attention_rule(a_, task_.sequence, head);
+      const ScoreTile tile =
+          score_tile(rule, s_.first + task_.query + query, rows, key, sizes_.cols);
+      if (tile.cols == 0) return;
+      const SoftmaxRows<A> rows_state = state(head, query);
+      const int64_t all = filled(rows);
+      // Probabilities in place have the scores' rows.
+      const int64_t stride = Scratch<T, C>::kRounded ? tile.cols : tile.stride;
+      multiply(all, tile.cols, depth, scratch_.q + row_of(head, query) * depth, depth, scratch_.k,
+               cols, scratch_.scores, tile.stride, /*add=*/false);
+      attention_fwd_tile(rule, tile, scratch_.scores, rows_state, scratch_.probs, stride);
+      multiply(all, D, tile.cols, scratch_.probs, stride, scratch_.v, D, rows_state.out, D,
+               /*add=*/true);
+    });
+  }
+
+  const AttentionProblem& a_;
+  const TileSizes& sizes_;
+  const Task& task_;
+  const AttentionSequence& s_;
+  Pieces pieces_;
+  Scratch<T, C> scratch_;
+};
 
 }  // namespace
 
@@ -86,23 +164,18 @@ std::tuple<at::Tensor, at::Tensor> attention_tiled_fwd(const AttentionProblem& a
   const auto options = a.q.options().dtype(acc_dtype(dtype));
   const at::Tensor lse = at::empty({a.batch(), a.heads(), tokens}, options);
 
-  const std::vector<Task> tasks = tasks_of(a);
-  const int64_t bytes = attention_fwd_scratch_bytes(dtype, a.max_queries, a.max_keys, a.head_dim());
-  for_dtype(dtype, [&](auto type) {
-    run_tasks(int64_t(tasks.size()), bytes, [&](int64_t task, char* memory) {
-      run_task<decltype(type)>(a, tasks[task], o, lse, memory);
+  const TileSizes sizes{std::min(a.max_queries, tokens), a.max_keys, a.group(), a.head_dim()};
+  const std::vector<Task> tasks = tasks_of(a, run_of(sizes));
+  for_tile_types(dtype, [&](auto type, auto multiplied) {
+    using T = decltype(type);
+    using C = decltype(multiplied);
+    Pieces pieces(nullptr);
+    Scratch<T, C>(pieces, sizes);
+    run_tasks(int64_t(tasks.size()), pieces.bytes(), [&](int64_t task, char* memory) {
+      QueryRun<T, C>(a, sizes, tasks[task], memory).run(o, lse);
     });
   });
   return {o, lse};
-}
-
-int64_t attention_fwd_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys,
-                                    int64_t head_dim) {
-  return for_dtype(dtype, [&](auto type) {
-    Pieces pieces(nullptr);
-    Scratch<decltype(type)>(pieces, queries, keys, head_dim);
-    return pieces.bytes();
-  });
 }
 
 }  // namespace ckptfused

@@ -5,14 +5,20 @@
 #include <algorithm>
 
 #include "kernels/cpu/attention.h"
+#include "kernels/cpu/operands.h"
 #include "math/softmax.h"
 #include "ops/attention.h"
 #include "ops/tasks_cpu.h"
+#include "ops/tile_product_cpu.h"
 
-// Tiled attention on the CPU: everything that PyTorch's flash kernel does not do (dropout that can
-// be replayed, masks, windows, soft caps, packed sequences), and its backward. A tile of scores is
-// one matrix product, then row kernels, then one more; no [T, T] matrix is held. Half precision is
-// converted tile by tile and rounded once, at the end.
+// Tiled attention on the CPU: a tile of scores is one matrix product, then row kernels, then one
+// more; no [T, T] matrix is held. It does everything that PyTorch's flash kernel does not (dropout
+// that can be replayed, masks, windows, soft caps, packed sequences).
+//
+// A tile's operands are copied first, to where and as its products take them (operands.h): keys and
+// values once for many tiles of queries, which are the inner loop. bfloat16 is multiplied as it is
+// where the processor is faster for it; half precision is converted to float32 otherwise, and
+// rounded once, at the end.
 
 namespace ckptfused {
 
@@ -28,34 +34,52 @@ at::Tensor attention_tiled_bwd_onto(const AttentionProblem& a, const at::Tensor&
                                     const at::Tensor& o, const at::Tensor& lse,
                                     const at::Tensor& dk, const at::Tensor& dv);
 
-// Scratch of one thread in bytes, where queries and keys are the longest sequence's (see the
-// definitions for its parts; backward onto sums has none of keys). A call allocates this for
-// min(threads, tasks) threads in one piece; tasks are sequences x heads x query tiles forward,
-// sequences x kv_heads backward.
-int64_t attention_fwd_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys,
-                                    int64_t head_dim);
-int64_t attention_bwd_scratch_bytes(at::ScalarType dtype, int64_t queries, int64_t keys,
-                                    int64_t head_dim, bool onto);
-
 namespace tiles {
 
-// Rows [row, row + rows) of one head of t. Whoever gets those of an operand only reads them.
-template <typename T>
-Matrix<T> head_rows(const at::Tensor& t, int64_t batch, int64_t head, int64_t row, int64_t rows) {
-  const T* data = static_cast<const T*>(t.const_data_ptr()) + batch * t.stride(0) +
-                  head * t.stride(1) + row * t.stride(2);
-  return {const_cast<T*>(data), rows, t.size(3), std::max(t.stride(2), t.size(3))};
+// Queries of a head that a forward's task takes, and keys that a backward's does at a time: their
+// operands and sums stay in a core's second cache.
+constexpr int64_t kQueryRun = 1024, kKeyRun = 1024;
+
+// A tile's rows and columns are filled up to multiples of this: row kernels have whole vectors, and
+// products have few shapes, for each of which a kernel is compiled.
+constexpr int64_t kTileStep = 32;
+inline int64_t filled(int64_t n) {
+  return (n + kTileStep - 1) / kTileStep * kTileStep;
 }
 
-// The rows in the accumulation type: themselves, or converted into buffer.
-template <typename T>
-Matrix<acc_t<T>> widen(const Matrix<T>& in, acc_t<T>* buffer) {
-  if constexpr (kConverted<T>) {
-    load_tile(in.data, in.stride, in.rows, in.cols, buffer);
-    return {buffer, in.rows, in.cols, in.cols};
-  } else {
-    return in;
+// The longest tile and run of a call.
+struct TileSizes {
+  int64_t queries, keys;            // of the longest sequence
+  int64_t group, head_dim;          // query heads of a key/value head
+  int64_t rows = filled(std::min(kQueryTile, queries)), cols = filled(std::min(kKeyTile, keys));
+
+  // The head's width as a product's depth.
+  template <typename C>
+  int64_t depth() const {
+    return head_dim + head_dim % kRowsAbreast<C>;
   }
+};
+
+// Rows [row, row + rows) of one head of a tensor.
+template <typename T>
+struct HeadRows {
+  T* data;
+  int64_t stride;
+};
+
+// Whoever gets those of an operand only reads them.
+template <typename T>
+HeadRows<T> head_rows(const at::Tensor& t, int64_t batch, int64_t head, int64_t row) {
+  const T* data = static_cast<const T*>(t.const_data_ptr()) + batch * t.stride(0) +
+                  head * t.stride(1) + row * t.stride(2);
+  return {const_cast<T*>(data), t.stride(2)};
+}
+
+// Calls f(T{}, C{}) with the type of dtype and the one that its tiles are multiplied in.
+template <typename F>
+auto for_tile_types(at::ScalarType dtype, F f) {
+  if (dtype == at::kBFloat16 && multiplies_as_stored(dtype)) return f(bf16{}, bf16{});
+  return for_dtype(dtype, [&](auto type) { return f(type, acc_t<decltype(type)>{}); });
 }
 
 inline MaskView mask_view(MaskKind kind, const at::Tensor& mask, int64_t offset,
@@ -76,6 +100,7 @@ inline AttentionRule attention_rule(const AttentionProblem& a, int64_t sequence,
   const AttentionSequence& s = a.sequences[sequence];
   AttentionRule rule;
   rule.keys = s.keys;
+  rule.scale = a.scale;
   rule.causal = a.causal;
   rule.window = a.window;
   rule.softcap = a.softcap;
@@ -93,32 +118,15 @@ inline AttentionRule attention_rule(const AttentionProblem& a, int64_t sequence,
   return rule;
 }
 
-// Multiplications up to which a product is ours: the call of a library alone takes as long. A
-// function of the tile's shape, so that a replay has forward's bits.
-constexpr int64_t kSmallProduct = int64_t(1) << 13;
-
-// out = alpha * a @ b, or added to it.
-template <typename A>
-void tile_product(const Matrix<A>& out, const Matrix<A>& a, const Matrix<A>& b, double alpha,
-                  bool add) {
-  if (out.rows * out.cols * a.cols > kSmallProduct) {
-    return product(out, a, b, alpha, add ? 1.0 : 0.0);
-  }
-  const auto strided = [](const Matrix<A>& m) {
-    return SmallMatrix<A>{m.data, m.transposed ? 1 : m.stride, m.transposed ? m.stride : 1};
-  };
-  small_product(strided(out), strided(a), strided(b), out.rows, out.cols, a.cols, A(alpha), add);
-}
-
-// Calls f(tile) for the key tiles that some query of [query, query + rows) sees, in order.
-template <typename F>
-void for_key_tiles(const AttentionRule& rule, int64_t query, int64_t rows, F f) {
-  const int64_t begin = visible_keys(query, rule.keys, rule.causal, rule.window).begin;
-  const int64_t end = visible_keys(query + rows - 1, rule.keys, rule.causal, rule.window).end;
-  for (int64_t key = begin / kKeyTile * kKeyTile; key < end; key += kKeyTile) {
-    f(ScoreTile{query, rows, key, std::min(kKeyTile, rule.keys - key),
-                std::min(kKeyTile, rule.keys)});
-  }
+// The tile of queries [query, query + rows) and the keys from `key` on, a multiple of kKeyTile; none
+// of its columns where no query sees any.
+inline ScoreTile score_tile(const AttentionRule& rule, int64_t query, int64_t rows, int64_t key,
+                            int64_t stride) {
+  const KeyRange first = visible_keys(query, rule.keys, rule.causal, rule.window);
+  const KeyRange last = visible_keys(query + rows - 1, rule.keys, rule.causal, rule.window);
+  const int64_t end = std::min(key + kKeyTile, last.end);
+  const bool seen = key + kKeyTile > first.begin && end > key;
+  return {query, rows, key, seen ? filled(end - key) : 0, stride};
 }
 
 }  // namespace tiles

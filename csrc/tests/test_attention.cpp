@@ -1,14 +1,17 @@
 #include "kernels/cpu/attention.h"
+#include "kernels/cpu/operands.h"
 
 #include "math/softmax.h"
 #include "tests/util.h"
 
 namespace ckptfused {
 
-CKPT_DECLARE_KERNEL(template <typename A> void, fwd_tile,
-                    (const AttentionRule&, const ScoreTile&, A*, const SoftmaxRows<A>&))
-CKPT_DECLARE_KERNEL(template <typename A> void, bwd_tile,
-                    (const AttentionRule&, const ScoreTile&, A*, A*, const A*, const A*))
+CKPT_DECLARE_KERNEL(template <typename A CKPT_COMMA typename C> void, fwd_tile,
+                    (const AttentionRule&, const ScoreTile&, A*, const SoftmaxRows<A>&, C*,
+                     int64_t))
+CKPT_DECLARE_KERNEL(template <typename A CKPT_COMMA typename C> void, bwd_tile,
+                    (const AttentionRule&, const ScoreTile&, A*, A*, const A*, const A*,
+                     const BackwardOperands<C>&))
 
 // As CKPT_KERNELS, for an instance of a template, which needs its type spelt out.
 #if CKPT_HAS_X86_TARGETS
@@ -299,9 +302,9 @@ TYPED_TEST(AttentionCopies, RoundTripAndDelta) {
   const auto x = random_values<T>(kRows * kStride, 1);
   std::vector<acc_t<T>> wide(kRows * kHeadDim), delta(kRows);
   std::vector<T> back(kRows * kStride, store<T>(9.0));
-  load_tile<T>(x.stored.data(), kStride, kRows, kHeadDim, wide.data());
-  store_tile<T>(wide.data(), kRows, kHeadDim, back.data(), kStride);
-  attention_delta_rows<T>(wide.data(), kHeadDim, x.stored.data(), kStride, kRows, kHeadDim,
+  left_rows<T>(x.stored.data(), kStride, kRows, kHeadDim, wide.data(), kRows, kHeadDim);
+  store_tile<T>(wide.data(), kHeadDim, kRows, kHeadDim, back.data(), kStride);
+  attention_delta_rows<T>(x.stored.data(), kStride, x.stored.data(), kStride, kRows, kHeadDim,
                           delta.data());
   for (int64_t r = 0; r < kRows; ++r) {
     double squares = 0;

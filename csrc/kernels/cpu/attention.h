@@ -26,6 +26,7 @@ struct MaskView {
 // What turns the products q.k of one head of one sequence into dropped probabilities.
 struct AttentionRule {
   int64_t keys = 0;  // of the whole sequence
+  double scale = 1.0;
   bool causal = false;
   int64_t window = 0;    // 0: none
   double softcap = 0.0;  // 0: none
@@ -34,7 +35,8 @@ struct AttentionRule {
   int64_t dropout_row = 0;  // of query 0
 };
 
-// Queries [query, query + rows) by keys [key, key + cols); rows of scores are stride apart.
+// Queries [query, query + rows) by keys [key, key + cols), of which those beyond the sequence are
+// padding; cols is a multiple of 32, key of 8. Rows of scores are stride apart.
 struct ScoreTile {
   int64_t query, rows, key, cols, stride;
 };
@@ -49,11 +51,11 @@ struct SoftmaxRows {
   int64_t head_dim;
 };
 
-// scores: scaled products; become exp(logit - max), 0 where masked or dropped. Brings the rows'
-// sums and outputs to the new maximum; the caller adds scores @ v to out.
-template <typename A>
+// scores: products q.k. probs, which may be scores: exp(logit - max), 0 where masked or dropped.
+// Brings the rows' sums and outputs to the new maximum; the caller adds probs @ v to out.
+template <typename A, typename C>
 void attention_fwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores,
-                        const SoftmaxRows<A>& state);
+                        const SoftmaxRows<A>& state, C* probs, int64_t probs_stride);
 
 // After the last tile: o = out / sum * dropout scale, lse = max + log(sum); 0 and -inf for a row
 // that is masked throughout.
@@ -63,32 +65,31 @@ void attention_finish_rows(const SoftmaxRows<acc_t<T>>& state, const Dropout& dr
 
 // delta[r] = sum of dout * o, the term that softmax takes off every gradient of its row.
 template <typename T>
-void attention_delta_rows(const acc_t<T>* dout, int64_t dout_stride, const T* o, int64_t o_stride,
+void attention_delta_rows(const T* dout, int64_t dout_stride, const T* o, int64_t o_stride,
                           int64_t rows, int64_t cols, acc_t<T>* delta);
 
-// scores: scaled products; become the dropped probabilities. dprobs: dout @ v^T; become the
-// gradients of the scaled products.
-template <typename A>
-void attention_bwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores, A* dprobs,
-                        const A* lse, const A* delta);
-
-// A matrix of the accumulation type between row kernels: element strides of any kind.
-template <typename A>
-struct SmallMatrix {
-  A* data;
-  int64_t row_stride, col_stride;
+// Where backward's results go as operands (operands.h) whose rows are as wide as the tile, if they
+// are narrower than A.
+template <typename C>
+struct BackwardOperands {
+  C *right_probs, *right_dprobs, *left_dprobs;
 };
 
-// out [rows, cols] = alpha * a [rows, depth] @ b [depth, cols], or added to it, where that costs
-// less than the call of a library: the rows of out and one of b's dimensions are contiguous.
-template <typename A>
-void small_product(const SmallMatrix<A>& out, const SmallMatrix<A>& a, const SmallMatrix<A>& b,
-                   int64_t rows, int64_t cols, int64_t depth, A alpha, bool add);
+// scores: products q.k; become the dropped probabilities. dprobs: dout @ v^T; become the gradients
+// of the products. Both are 0 where masked.
+template <typename A, typename C>
+void attention_bwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores, A* dprobs,
+                        const A* lse, const A* delta, const BackwardOperands<C>& out);
 
-// Copies of [rows, cols] with another type: into and out of packed accumulation-type rows.
+// out [rows, cols] = left [rows, depth] @ right [depth, cols], or added to it, where that costs
+// less than the call of a library. Rows are strides apart.
+template <typename A>
+void small_product(int64_t rows, int64_t cols, int64_t depth, const A* left, int64_t left_stride,
+                   const A* right, int64_t right_stride, A* out, int64_t out_stride, bool add);
+
+// out [rows, cols] = in, rounded to T; rows are strides apart.
 template <typename T>
-void load_tile(const T* in, int64_t in_stride, int64_t rows, int64_t cols, acc_t<T>* out);
-template <typename T>
-void store_tile(const acc_t<T>* in, int64_t rows, int64_t cols, T* out, int64_t out_stride);
+void store_tile(const acc_t<T>* in, int64_t in_stride, int64_t rows, int64_t cols, T* out,
+                int64_t out_stride);
 
 }  // namespace ckptfused

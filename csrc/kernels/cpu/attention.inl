@@ -1,41 +1,55 @@
 CKPT_BEGIN_TARGET
 
-template <typename A>
+template <typename A, typename C>
 void fwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores,
-              const SoftmaxRows<A>& state) {
+              const SoftmaxRows<A>& state, C* probs, int64_t probs_stride) {
   BiasRows<A> bias{rule, tile};
-  uint16_t buffer[kKeyTile + 16];
-  const A cap = A(rule.softcap);
+  uint16_t buffer[kKeyTile];
   const uint32_t threshold = rule.dropout.threshold;
+  const int64_t n = tile.cols;
+  alignas(64) A factors[kQueryTile], shifts[kQueryTile];
+  // All rows' maxima first: no row then waits for its own.
   for (int64_t r = 0; r < tile.rows; ++r) {
-    A* row = scores + r * tile.stride;
-    const KeyRange seen = clip_row(rule, tile, r, row);
-    A* s = row + seen.begin;
-    const int64_t n = seen.end - seen.begin;
-    if (cap != 0) {
-      CKPT_IVDEP
-      for (int64_t i = 0; i < n; ++i) s[i] = cap * tanh_acc(s[i] / cap);
-    }
-    bias.add(r, seen.begin, seen.end, row);
-
-    const A old_max = state.max[r], new_max = lane_max(s, n, old_max);
-    const A shift = softmax_shift(new_max);
-    const A sum = exp_row(s, n, shift);
-    const A rescale = exp_acc(old_max - shift);
+    A* s = scores + r * tile.stride;
+    factors[r] = scores_to_logits<A>(rule, tile, bias, r, s, nullptr);
+    const A old_max = state.max[r], largest = factors[r] * row_max(s, n);
+    const A new_max = largest > old_max ? largest : old_max;
+    shifts[r] = softmax_shift(new_max);
+    const A rescale = exp2_softmax(kLog2E<A> * (old_max - shifts[r]));
     state.max[r] = new_max;
-    state.sum[r] = state.sum[r] * rescale + sum;
+    state.sum[r] *= rescale;
     if (rescale != A(1)) {
       A* out = state.out + r * state.head_dim;
       CKPT_IVDEP
       for (int64_t i = 0; i < state.head_dim; ++i) out[i] *= rescale;
     }
-    if (threshold != 0) {
-      const int64_t key = tile.key + seen.begin;
-      const uint16_t* draws =
-          dropout_draws(rule.dropout, rule.dropout_row + tile.query + r, key, key + n, buffer);
-      CKPT_IVDEP
-      for (int64_t i = 0; i < n; ++i) s[i] = dropout_apply(s[i], draws[i], threshold, A(1));
+  }
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const A* s = scores + r * tile.stride;
+    const A factor = kLog2E<A> * factors[r], shift = kLog2E<A> * shifts[r];
+    C* p = probs + r * probs_stride;
+    A lane[kBlock] = {};
+    if (threshold == 0) {
+      for (int64_t i = 0; i < n; i += kBlock) {
+        CKPT_IVDEP
+        for (int l = 0; l < kBlock; ++l) {
+          const A prob = exp2_softmax(factor * s[i + l] - shift);
+          lane[l] += prob;
+          p[i + l] = converted<C>(prob);
+        }
+      }
+    } else {
+      const uint16_t* draws = tile_draws(rule, tile, r, buffer);
+      for (int64_t i = 0; i < n; i += kBlock) {
+        CKPT_IVDEP
+        for (int l = 0; l < kBlock; ++l) {
+          const A prob = exp2_softmax(factor * s[i + l] - shift);
+          lane[l] += prob;
+          p[i + l] = converted<C>(dropout_apply(prob, draws[i + l], threshold, A(1)));
+        }
+      }
     }
+    state.sum[r] += fold_lanes<kBlock>(lane);
   }
 }
 
@@ -57,96 +71,87 @@ void finish_rows(const SoftmaxRows<acc_t<T>>& state, const Dropout& dropout, int
 }
 
 template <typename T>
-void delta_rows(const acc_t<T>* dout, int64_t dout_stride, const T* o, int64_t o_stride,
-                int64_t rows, int64_t cols, acc_t<T>* delta) {
+void delta_rows(const T* dout, int64_t dout_stride, const T* o, int64_t o_stride, int64_t rows,
+                int64_t cols, acc_t<T>* delta) {
   for (int64_t r = 0; r < rows; ++r) {
     delta[r] = dot_row(dout + r * dout_stride, o + r * o_stride, cols);
   }
 }
 
+// What forward's rows were: probabilities before dropout, and gradients of the products.
 template <typename A>
-void bwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores, A* dprobs, const A* lse,
-              const A* delta) {
-  BiasRows<A> bias{rule, tile};
+void bwd_row(const AttentionRule& rule, const ScoreTile& tile, BiasRows<A>& bias, int64_t r, A* s,
+             A* ds, A lse, A delta) {
   alignas(64) A slope[kKeyTile];
-  uint16_t buffer[kKeyTile + 16];
-  const A cap = A(rule.softcap);
+  uint16_t buffer[kKeyTile];
   const uint32_t threshold = rule.dropout.threshold;
-  const A scale = rule.dropout.scale_as<A>();
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    A* row = scores + r * tile.stride;
-    A* drow = dprobs + r * tile.stride;
-    const KeyRange seen = clip_row(rule, tile, r, row);
-    clip_row(rule, tile, r, drow);
-    A* s = row + seen.begin;
-    A* ds = drow + seen.begin;
-    const int64_t n = seen.end - seen.begin;
-    if (cap != 0) {
-      CKPT_IVDEP
-      for (int64_t i = 0; i < n; ++i) {
-        const A t = tanh_acc(s[i] / cap);
-        slope[i] = A(1) - t * t;
-        s[i] = cap * t;
-      }
-    }
-    bias.add(r, seen.begin, seen.end, row);
+  const A scale = A(rule.scale), kept = rule.dropout.scale_as<A>();
+  const int64_t n = tile.cols;
+  const A factor = kLog2E<A> * scores_to_logits(rule, tile, bias, r, s, slope);
+  const A shift = kLog2E<A> * softmax_shift(lse);
+  fill_unseen(tile, seen_columns(rule, tile, r), A(0), ds);
+  if (threshold == 0) {
+    for_columns(n, [&](int64_t i) {
+      s[i] = exp2_softmax(factor * s[i] - shift);
+      ds[i] = scale * s[i] * (ds[i] - delta);
+    });
+  } else {
+    const uint16_t* draws = tile_draws(rule, tile, r, buffer);
+    for_columns(n, [&](int64_t i) {
+      const A prob = exp2_softmax(factor * s[i] - shift);
+      s[i] = dropout_apply(prob, draws[i], threshold, kept);
+      ds[i] = scale * prob * (dropout_apply(ds[i], draws[i], threshold, kept) - delta);
+    });
+  }
+  if (rule.softcap != 0) {
+    for_columns(n, [&](int64_t i) { ds[i] *= slope[i]; });
+  }
+}
 
-    const A shift = softmax_shift(lse[r]), mean = delta[r];
-    if (threshold == 0) {
+template <typename A, typename C>
+void bwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores, A* dprobs, const A* lse,
+              const A* delta, const BackwardOperands<C>& out) {
+  BiasRows<A> bias{rule, tile};
+  const int64_t n = tile.cols, stride = tile.stride;
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    bwd_row(rule, tile, bias, r, scores + r * stride, dprobs + r * stride, lse[r], delta[r]);
+    if constexpr (kRowsAbreast<C> == 2) {
+      const A* ds = dprobs + r * stride;
+      C* left = out.left_dprobs + r * n;
       CKPT_IVDEP
-      for (int64_t i = 0; i < n; ++i) {
-        s[i] = exp_acc(s[i] - shift);
-        ds[i] = s[i] * (ds[i] - mean);
-      }
-    } else {
-      const int64_t key = tile.key + seen.begin;
-      const uint16_t* draws =
-          dropout_draws(rule.dropout, rule.dropout_row + tile.query + r, key, key + n, buffer);
-      CKPT_IVDEP
-      for (int64_t i = 0; i < n; ++i) {
-        const A prob = exp_acc(s[i] - shift);
-        s[i] = dropout_apply(prob, draws[i], threshold, scale);
-        ds[i] = prob * (dropout_apply(ds[i], draws[i], threshold, scale) - mean);
-      }
-    }
-    if (cap != 0) {
-      CKPT_IVDEP
-      for (int64_t i = 0; i < n; ++i) ds[i] *= slope[i];
+      for (int64_t i = 0; i < n; ++i) left[i] = converted<C>(ds[i]);
+      const bool odd = r % 2 == 1, last = r + 1 == tile.rows;
+      if (!odd && !last) continue;
+      const int64_t low = r - odd;
+      const auto pair = [&](const A* rows, C* right) {
+        interleave_rows(rows + low * stride, odd ? rows + r * stride : nullptr, n,
+                        reinterpret_cast<uint32_t*>(right + low * n));
+      };
+      pair(scores, out.right_probs);
+      pair(dprobs, out.right_dprobs);
     }
   }
 }
 
 template <typename A>
-void small(const SmallMatrix<A>& out, const SmallMatrix<A>& a, const SmallMatrix<A>& b,
-           int64_t rows, int64_t cols, int64_t depth, A alpha, bool add) {
+void small(int64_t rows, int64_t cols, int64_t depth, const A* left, int64_t left_stride,
+           const A* right, int64_t right_stride, A* out, int64_t out_stride, bool add) {
   for (int64_t r = 0; r < rows; ++r) {
-    A* y = out.data + r * out.row_stride;
-    const A* left = a.data + r * a.row_stride;
-    if (b.col_stride != 1) {  // b's columns are contiguous, and a's rows with them
-      for (int64_t c = 0; c < cols; ++c) {
-        const A sum = dot_row<A>(left, b.data + c * b.col_stride, depth);
-        y[c] = add ? y[c] + alpha * sum : alpha * sum;
-      }
-      continue;
-    }
+    A* y = out + r * out_stride;
     if (!add) std::fill_n(y, cols, A(0));
     for (int64_t i = 0; i < depth; ++i) {
-      const A factor = alpha * left[i * a.col_stride];
-      const A* right = b.data + i * b.row_stride;
+      const A factor = left[r * left_stride + i];
+      const A* x = right + i * right_stride;
       CKPT_IVDEP
-      for (int64_t c = 0; c < cols; ++c) y[c] += factor * right[c];
+      for (int64_t c = 0; c < cols; ++c) y[c] += factor * x[c];
     }
   }
 }
 
 template <typename T>
-void load_rows(const T* in, int64_t in_stride, int64_t rows, int64_t cols, acc_t<T>* out) {
-  for (int64_t r = 0; r < rows; ++r) load_row(in + r * in_stride, out + r * cols, cols);
-}
-
-template <typename T>
-void store_rows(const acc_t<T>* in, int64_t rows, int64_t cols, T* out, int64_t out_stride) {
-  for (int64_t r = 0; r < rows; ++r) store_row(in + r * cols, out + r * out_stride, cols);
+void store_rows(const acc_t<T>* in, int64_t in_stride, int64_t rows, int64_t cols, T* out,
+                int64_t out_stride) {
+  for (int64_t r = 0; r < rows; ++r) store_row(in + r * in_stride, out + r * out_stride, cols);
 }
 
 CKPT_END_TARGET

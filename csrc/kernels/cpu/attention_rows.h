@@ -5,38 +5,42 @@
 #include <cmath>
 
 #include "kernels/cpu/attention.h"
+#include "kernels/cpu/operand_rows.h"
 #include "kernels/cpu/rows.h"
 #include "math/elementary.h"
 #include "math/softmax.h"
 
 namespace ckptfused {
 
-// The largest of start and x; NaN is passed over.
+// A tile's rows have whole blocks of so many columns. Loops over a block are unrolled, so that the
+// latency of one vector's exponential hides behind another's.
+constexpr int kBlock = 32;
+
+// The largest of x; NaN is passed over.
 template <typename A>
-CKPT_HD A lane_max(const A* x, int64_t n, A start) {
-  constexpr int kLanes = 128 / int(sizeof(A));
-  A lane[kLanes];
-  for (int l = 0; l < kLanes; ++l) lane[l] = start;
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) lane[l] = x[i + l] > lane[l] ? x[i + l] : lane[l];
+CKPT_HD A row_max(const A* x, int64_t n) {
+  A lane[kBlock];
+  for (int l = 0; l < kBlock; ++l) lane[l] = A(-INFINITY);
+  for (int64_t i = 0; i < n; i += kBlock) {
+    for (int l = 0; l < kBlock; ++l) lane[l] = x[i + l] > lane[l] ? x[i + l] : lane[l];
   }
-  for (int l = 0; i < n; ++l, ++i) lane[l] = x[i] > lane[l] ? x[i] : lane[l];
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int l = 0; l < half; ++l) lane[l] = lane[l] > lane[l + half] ? lane[l] : lane[l + half];
-  }
-  return lane[0];
+  return fold_halves<kBlock>(lane, [](auto& low, const auto& high) CKPT_INLINE {
+    low = low > high ? low : high;
+  });
 }
 
-// x = exp(x - shift); returns the sum.
-template <typename A>
-CKPT_HD A exp_row(A* x, int64_t n, A shift) {
-  return lane_sum<A>(n, [&](int64_t i) CKPT_INLINE { return x[i] = exp_acc(x[i] - shift); });
+// Calls f(i) for the columns of a row.
+template <typename F>
+CKPT_HD void for_columns(int64_t n, F f) {
+  for (int64_t i = 0; i < n; i += kBlock) {
+    CKPT_IVDEP
+    for (int l = 0; l < kBlock; ++l) f(i + l);
+  }
 }
 
 template <typename T>
-CKPT_HD acc_t<T> dot_row(const acc_t<T>* x, const T* y, int64_t n) {
-  return lane_sum<acc_t<T>>(n, [&](int64_t i) CKPT_INLINE { return x[i] * to_acc(y[i]); });
+CKPT_HD acc_t<T> dot_row(const T* x, const T* y, int64_t n) {
+  return lane_sum<acc_t<T>>(n, [&](int64_t i) CKPT_INLINE { return to_acc(x[i]) * to_acc(y[i]); });
 }
 
 // An added value this low hides its key, as -inf does. It is how models write "masked" (-1e9, the
@@ -98,25 +102,69 @@ struct BiasRows {
   CKPT_HD void add(int64_t r, int64_t begin, int64_t end, A* logits) {
     if (!any) return;
     if (r == 0 || !shared) {
-      for (int64_t i = 0; i < tile.cols; ++i) row[i] = 0;
-      add_mask_row(rule.mask, tile.query + r, tile.key, tile.cols, row);
-      add_mask_row(rule.padding, tile.query + r, tile.key, tile.cols, row);
+      const int64_t left = rule.keys - tile.key, cols = left < tile.cols ? left : tile.cols;
+      for (int64_t i = 0; i < cols; ++i) row[i] = 0;
+      add_mask_row(rule.mask, tile.query + r, tile.key, cols, row);
+      add_mask_row(rule.padding, tile.query + r, tile.key, cols, row);
     }
     CKPT_IVDEP
     for (int64_t i = begin; i < end; ++i) logits[i] = masked_logit(logits[i], row[i]);
   }
 };
 
-// The columns of a tile that row r sees by position; the others are set to 0.
-template <typename A>
-CKPT_HD KeyRange clip_row(const AttentionRule& rule, const ScoreTile& tile, int64_t r, A* scores) {
+// The columns of a tile that row r sees by position.
+CKPT_HD KeyRange seen_columns(const AttentionRule& rule, const ScoreTile& tile, int64_t r) {
   const KeyRange keys = visible_keys(tile.query + r, rule.keys, rule.causal, rule.window);
   int64_t begin = keys.begin - tile.key, end = keys.end - tile.key;
   end = end < 0 ? 0 : (end > tile.cols ? tile.cols : end);
   begin = begin < 0 ? 0 : (begin > end ? end : begin);
-  for (int64_t i = 0; i < begin; ++i) scores[i] = 0;
-  for (int64_t i = end; i < tile.cols; ++i) scores[i] = 0;
   return {begin, end};
+}
+
+// The other columns become value.
+template <typename A>
+CKPT_HD void fill_unseen(const ScoreTile& tile, const KeyRange& seen, A value, A* row) {
+  for (int64_t i = 0; i < seen.begin; ++i) row[i] = value;
+  for (int64_t i = seen.end; i < tile.cols; ++i) row[i] = value;
+}
+
+// Of logits, so that exp is 2 to a power.
+template <typename A>
+constexpr A kLog2E = A(1.44269504088896340736);
+
+// Turns row r of products into what gives logits when it is multiplied by the factor that is
+// returned: -inf where masked. slope: derivatives of a soft cap, or null.
+template <typename A>
+CKPT_HD A scores_to_logits(const AttentionRule& rule, const ScoreTile& tile, BiasRows<A>& bias,
+                           int64_t r, A* row, A* slope) {
+  const KeyRange seen = seen_columns(rule, tile, r);
+  const A scale = A(rule.scale), cap = A(rule.softcap);
+  A factor = scale;
+  if (cap != 0 || bias.any || !(scale > 0)) {
+    factor = 1;
+    if (cap != 0) {
+      CKPT_IVDEP
+      for (int64_t i = 0; i < tile.cols; ++i) {
+        const A t = tanh_acc(scale * row[i] / cap);
+        if (slope != nullptr) slope[i] = A(1) - t * t;
+        row[i] = cap * t;
+      }
+    } else {
+      for_columns(tile.cols, [&](int64_t i) CKPT_INLINE { row[i] *= scale; });
+    }
+    bias.add(r, seen.begin, seen.end, row);
+  }
+  fill_unseen(tile, seen, A(-INFINITY), row);
+  return factor;
+}
+
+// The draws of row r for the tile's columns. They are made 128 at a time, as vectors: what is over
+// is used by none.
+CKPT_HD const uint16_t* tile_draws(const AttentionRule& rule, const ScoreTile& tile, int64_t r,
+                                   uint16_t* buffer) {
+  const int64_t cols = (tile.cols + 127) / 128 * 128;
+  return dropout_draws(rule.dropout, rule.dropout_row + tile.query + r, tile.key, tile.key + cols,
+                       buffer);
 }
 
 }  // namespace ckptfused

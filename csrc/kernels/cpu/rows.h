@@ -118,15 +118,26 @@ CKPT_HD void store_row(const acc_t<T>* in, T* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) from_acc(in[i], out[i]);
 }
 
-template <int kLanes, typename A>
-CKPT_HD A fold_lanes(const A* lane) {
+// Lanes folded in pairs, low and high half by half, as vectors: low = f(low, high).
+template <int kLanes, typename A, typename Fold>
+CKPT_HD A fold_halves(const A* lane, Fold f) {
   if constexpr (kLanes == 1) {
     return lane[0];
   } else {
+    typedef A Half __attribute__((vector_size(kLanes / 2 * sizeof(A))));
+    Half low, high;
+    __builtin_memcpy(&low, lane, sizeof low);
+    __builtin_memcpy(&high, lane + kLanes / 2, sizeof high);
+    f(low, high);
     A folded[kLanes / 2];
-    for (int l = 0; l < kLanes / 2; ++l) folded[l] = lane[l] + lane[l + kLanes / 2];
-    return fold_lanes<kLanes / 2>(folded);
+    __builtin_memcpy(folded, &low, sizeof low);
+    return fold_halves<kLanes / 2>(folded, f);
   }
+}
+
+template <int kLanes, typename A>
+CKPT_HD A fold_lanes(const A* lane) {
+  return fold_halves<kLanes>(lane, [](auto& low, const auto& high) CKPT_INLINE { low += high; });
 }
 
 // The sum of term(0) .. term(n - 1) in a fixed order: element i goes to lane i % kLanes, the lanes
