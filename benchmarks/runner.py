@@ -36,6 +36,7 @@ NAMES = (
     *("encoder-step", "whole-step", "step-time", "lora-step", "mixture-step", "loss-head", "ffn-scratch", "policies"),
     *(
         "planned-steps",
+        "attention",
         "host-time",
         "small-shapes",
         "checkpoint-time",

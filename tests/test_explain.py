@@ -28,7 +28,7 @@ def llama(**options: Any) -> FusedCheckpointBlock:
 
 BLOCKS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "llama": (lambda: llama(), (2, 128, WIDTH)),
-    "a few hundred": (lambda: llama(), (2, 300, WIDTH)),
+    "short": (lambda: llama(), (2, 64, WIDTH)),
     "dropout": (lambda: llama(dropout=0.1), (2, 33, WIDTH)),
     "dropout elsewhere": (lambda: llama(residual_dropout=0.1, keep="attention+mid"), (1, 1030, WIDTH)),
     "window": (lambda: llama(window=5, keep="all"), (1, 33, WIDTH)),

@@ -65,8 +65,8 @@ class Setting:
         shape = backend.AttentionShape.of_spec(a, self.dtype, self.batch, self.length)
         if self.cuda:
             return backend.attention_backend(shape, torch.cuda.get_device_capability(self.x.device))
-        sizes = (self.batch, a.heads, a.kv_heads, self.length, a.head_dim)
-        flash, reason = _C.flash_choice(shape.bits, name_of(self.dtype), sizes, a.causal)
+        sizes = (self.batch, a.heads, self.length, a.head_dim)
+        flash, reason = _C.flash_choice(shape.bits, name_of(self.dtype), sizes)
         return "flash" if flash else "tiles", reason
 
     def gate_up(self, f: FFNSpec) -> tuple[str, str, bool]:

@@ -43,9 +43,8 @@ struct AttentionShape {
   }
 };
 
-// Whether PyTorch's flash kernel makes a forward or a backward on the CPU; our tiles do otherwise.
-// reason: for a person; null where nobody asks.
-bool attention_is_flash(const AttentionShape& shape, int64_t kv_heads, bool causal, bool backward,
-                        std::string* reason = nullptr);
+// Whether PyTorch's flash kernel makes attention on the CPU; our tiles do otherwise. reason: for a
+// person; null where nobody asks.
+bool attention_is_flash(const AttentionShape& shape, std::string* reason = nullptr);
 
 }  // namespace ckptfused

@@ -42,14 +42,14 @@ struct Scratch {
       operands = {probs, dprobs, dprobs};
     }
     if (!kConverted<T>) return;
-    dq = pieces.take<A>(filled(s.queries) * D);
+    dq = pieces.take<A>(filled_rows(s.queries) * D);
     if (onto || s.group == 1) return;
     dk = pieces.take<A>(s.keys * D);
     dv = pieces.take<A>(s.keys * D);
   }
 
   // Keys whose operands and sums are held at a time.
-  static int64_t run_of(const TileSizes& s) { return std::min(kKeyRun, filled(s.keys)); }
+  static int64_t run_of(const TileSizes& s) { return std::min(kKeyRun, filled_cols(s.keys)); }
 };
 
 // Rows of sums, or of an output that is its own sum.
@@ -79,17 +79,18 @@ class KeyValueHead {
         scratch_(pieces_, sizes, tensors.onto) {}
 
   void run() {
-    if (t_.onto || !kConverted<T>) {  // the outputs, zero so far or given, are the sums
-      dk_ = rows_as_sums(t_.dk, head_, s_.key);
-      dv_ = rows_as_sums(t_.dv, head_, s_.key);
-    } else if (a_.group() > 1) {
+    const bool summed = t_.onto || a_.group() > 1, narrow = kConverted<T> && !t_.onto;
+    if (summed && narrow) {
       dk_ = cleared(scratch_.dk, s_.keys);
       dv_ = cleared(scratch_.dv, s_.keys);
+    } else if (summed) {  // the outputs, zero so far or given, are the sums
+      dk_ = rows_as_sums(t_.dk, head_, s_.key);
+      dv_ = rows_as_sums(t_.dv, head_, s_.key);
     }
     for (int64_t head = head_ * a_.group(); head < (head_ + 1) * a_.group(); ++head) {
       add_head(head, attention_rule(a_, sequence_, head));
     }
-    if (dk_.data == scratch_.dk && kConverted<T> && a_.group() > 1) {
+    if (summed && narrow) {
       store(dk_, s_.keys, t_.dk, head_, s_.key);
       store(dv_, s_.keys, t_.dv, head_, s_.key);
     }
@@ -111,7 +112,8 @@ class KeyValueHead {
   }
 
   void add_head(int64_t head, const AttentionRule& rule) {
-    dq_ = kConverted<T> ? cleared(scratch_.dq, filled(s_.queries)) : rows_as_sums(t_.dq, head, s_.query);
+    dq_ = kConverted<T> ? cleared(scratch_.dq, filled_rows(s_.queries))
+                        : rows_as_sums(t_.dq, head, s_.query);
     const HeadRows<T> dout = head_rows<T>(t_.dout, s_.batch, head, s_.query);
     const HeadRows<T> o = head_rows<T>(t_.o, s_.batch, head, s_.query);
     attention_delta_rows(dout.data, dout.stride, o.data, o.stride, s_.queries, sizes_.head_dim,
@@ -123,17 +125,17 @@ class KeyValueHead {
   // Keys [key, key + kKeyRun) of one head.
   void add_keys(int64_t head, const AttentionRule& rule, int64_t key) {
     const int64_t D = sizes_.head_dim, depth = sizes_.depth<C>();
-    const int64_t keys = std::min(kKeyRun, s_.keys - key), cols = filled(keys);
+    const int64_t keys = std::min(kKeyRun, s_.keys - key), cols = filled_cols(keys);
     const HeadRows<T> k = head_rows<T>(a_.k, s_.batch, head_, s_.key + key);
     const HeadRows<T> v = head_rows<T>(a_.v, s_.batch, head_, s_.key + key);
     right_rows(k.data, k.stride, keys, D, scratch_.k, cols);
     right_columns(k.data, k.stride, keys, D, scratch_.k_t, depth, cols);
     right_columns(v.data, v.stride, keys, D, scratch_.v_t, depth, cols);
-    std::fill_n(scratch_.dk_run, D * cols, A(0));
-    std::fill_n(scratch_.dv_run, D * cols, A(0));
+    std::fill_n(begun_, kKeyRun / kKeyTile, 0);
     for (int64_t query = 0; query < s_.queries; query += kQueryTile) {
       add_queries(head, rule, {key, cols}, query, std::min(kQueryTile, s_.queries - query));
     }
+    for (int64_t at = 0; at < cols; at += kKeyTile) begin(at, std::min(kKeyTile, cols - at), cols);
     add_run(scratch_.dk_run, {key, cols}, keys, dk_, t_.dk);
     add_run(scratch_.dv_run, {key, cols}, keys, dv_, t_.dv);
   }
@@ -141,6 +143,16 @@ class KeyValueHead {
   struct Run {
     int64_t key, cols;
   };
+
+  // Zeros for those of n columns from `at` on, a tile's first, that nothing was written to so far.
+  void begin(int64_t at, int64_t n, int64_t run_cols) {
+    int64_t& begun = begun_[at / kKeyTile];
+    for (int64_t d = 0; begun < n && d < sizes_.head_dim; ++d) {
+      std::fill_n(scratch_.dk_run + d * run_cols + at + begun, n - begun, A(0));
+      std::fill_n(scratch_.dv_run + d * run_cols + at + begun, n - begun, A(0));
+    }
+    begun = std::max(begun, n);
+  }
 
   // The gradients of a run of keys go to their sums or, where nothing else adds to them, out.
   void add_run(const A* columns, const Run& run, int64_t keys, const Sums<A>& sums,
@@ -162,7 +174,7 @@ class KeyValueHead {
 
   void add_queries(int64_t head, const AttentionRule& rule, const Run& run, int64_t query,
                    int64_t rows) {
-    const int64_t D = sizes_.head_dim, depth = sizes_.depth<C>(), all = filled(rows);
+    const int64_t D = sizes_.head_dim, depth = sizes_.depth<C>(), all = filled_rows(rows);
     bool begun = false;
     for (int64_t key = run.key; key < run.key + run.cols; key += kKeyTile) {
       const ScoreTile tile = score_tile(rule, s_.first + query, rows, key, sizes_.cols);
@@ -175,8 +187,8 @@ class KeyValueHead {
                scratch_.probs, tile.stride, /*add=*/false);
       multiply(all, tile.cols, depth, scratch_.dout, depth, column(scratch_.v_t), run.cols,
                scratch_.dprobs, tile.stride, /*add=*/false);
-      const A* lse = static_cast<const A*>(t_.lse.const_data_ptr()) +
-                     s_.batch * t_.lse.stride(0) + head * t_.lse.stride(1) + s_.query + query;
+      const A* lse = static_cast<const A*>(t_.lse.const_data_ptr()) + s_.batch * t_.lse.stride(0) +
+                     head * t_.lse.stride(1) + s_.query + query;
       attention_bwd_tile(rule, tile, scratch_.probs, scratch_.dprobs, lse, scratch_.delta + query,
                          scratch_.operands);
       add_tile(tile, all, at, run.cols, dq_.row(query));
@@ -205,10 +217,13 @@ class KeyValueHead {
       std::fill_n(p.right_probs + r * stride, cols, C{});
       std::fill_n(p.right_dprobs + r * stride, cols, C{});
     }
+    // A tile's first products are written, not added.
+    const bool add = begun_[at / kKeyTile] > 0;
+    add ? begin(at, cols, run_cols) : void(begun_[at / kKeyTile] = cols);
     multiply(D, cols, all, scratch_.dout_t, all, p.right_probs, stride, scratch_.dv_run + at,
-             run_cols, /*add=*/true);
+             run_cols, add);
     multiply(D, cols, all, scratch_.q_t, all, p.right_dprobs, stride, scratch_.dk_run + at,
-             run_cols, /*add=*/true);
+             run_cols, add);
     // Of an output no more rows than it has.
     multiply(kConverted<T> ? all : rows, D, cols, p.left_dprobs, stride, scratch_.k + at * D, D, dq,
              dq_.stride, /*add=*/true);
@@ -221,7 +236,8 @@ class KeyValueHead {
   int64_t sequence_, head_;
   Pieces pieces_;
   Scratch<T, C> scratch_;
-  Sums<A> dq_{}, dk_{}, dv_{};  // without data: what is added there is all
+  int64_t begun_[kKeyRun / kKeyTile];  // columns of a run's tiles that have gradients so far
+  Sums<A> dq_{}, dk_{}, dv_{};         // without data: what is added there is all
 };
 
 void run(const AttentionProblem& a, const Tensors& t) {
@@ -241,8 +257,9 @@ void run(const AttentionProblem& a, const Tensors& t) {
 }
 
 // Zeros where the output is its own sum.
-at::Tensor gradient_buffer(const at::Tensor& x) {
-  return attention_buffer(x, x.size(1), x.size(2), x.scalar_type() == acc_dtype(x.scalar_type()));
+at::Tensor gradient_buffer(const at::Tensor& x, bool summed) {
+  const bool own = x.scalar_type() == acc_dtype(x.scalar_type());
+  return attention_buffer(x, x.size(1), x.size(2), summed && own);
 }
 
 }  // namespace
@@ -251,7 +268,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_tiled_bwd(const Attenti
                                                                    const at::Tensor& dout,
                                                                    const at::Tensor& o,
                                                                    const at::Tensor& lse) {
-  const Tensors t{dout, o, lse, gradient_buffer(a.q), gradient_buffer(a.k), gradient_buffer(a.v), /*onto=*/false};
+  const Tensors t{dout,
+                  o,
+                  lse,
+                  gradient_buffer(a.q, true),
+                  gradient_buffer(a.k, a.group() > 1),
+                  gradient_buffer(a.v, a.group() > 1),
+                  /*onto=*/false};
   run(a, t);
   return {t.dq, t.dk, t.dv};
 }
@@ -259,7 +282,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_tiled_bwd(const Attenti
 at::Tensor attention_tiled_bwd_onto(const AttentionProblem& a, const at::Tensor& dout,
                                     const at::Tensor& o, const at::Tensor& lse,
                                     const at::Tensor& dk, const at::Tensor& dv) {
-  const at::Tensor dq = gradient_buffer(a.q);
+  const at::Tensor dq = gradient_buffer(a.q, true);
   run(a, {dout, o, lse, dq, dk, dv, /*onto=*/true});
   return dq;
 }

@@ -12,7 +12,7 @@ using namespace tiles;
 // Queries of each head of the group that a task takes.
 int64_t run_of(const TileSizes& s) {
   const int64_t run = std::max(kQueryTile, kQueryRun / s.group / kQueryTile * kQueryTile);
-  return std::min(run, filled(s.queries));
+  return std::min(run, filled_rows(s.queries));
 }
 
 // Scratch of one thread. C: the type that is multiplied.
@@ -116,16 +116,16 @@ class QueryRun {
     const SoftmaxRows<A> rows_state = state(head, query);
     std::fill_n(rows_state.max, rows, A(-INFINITY));
     std::fill_n(rows_state.sum, rows, A(0));
-    std::fill_n(rows_state.out, filled(rows) * sizes_.head_dim, A(0));
+    std::fill_n(rows_state.out, filled_rows(rows) * sizes_.head_dim, A(0));
     const HeadRows<T> q = head_rows<T>(a_.q, s_.batch, head, s_.query + task_.query + query);
     const int64_t depth = sizes_.depth<C>();
     left_rows(q.data, q.stride, rows, sizes_.head_dim, scratch_.q + row_of(head, query) * depth,
-              filled(rows), depth);
+              filled_rows(rows), depth);
   }
 
   void add_keys(int64_t key) {
     const int64_t D = sizes_.head_dim, depth = sizes_.depth<C>();
-    const int64_t keys = std::min(kKeyTile, s_.keys - key), cols = filled(keys);
+    const int64_t keys = std::min(kKeyTile, s_.keys - key), cols = filled_cols(keys);
     const HeadRows<T> k = head_rows<T>(a_.k, s_.batch, task_.kv_head, s_.key + key);
     const HeadRows<T> v = head_rows<T>(a_.v, s_.batch, task_.kv_head, s_.key + key);
     right_columns(k.data, k.stride, keys, D, scratch_.k, depth, cols);
@@ -136,7 +136,7 @@ class QueryRun {
           score_tile(rule, s_.first + task_.query + query, rows, key, sizes_.cols);
       if (tile.cols == 0) return;
       const SoftmaxRows<A> rows_state = state(head, query);
-      const int64_t all = filled(rows);
+      const int64_t all = filled_rows(rows);
       // Probabilities in place have the scores' rows.
       const int64_t stride = Scratch<T, C>::kRounded ? tile.cols : tile.stride;
       multiply(all, tile.cols, depth, scratch_.q + row_of(head, query) * depth, depth, scratch_.k,

@@ -40,18 +40,26 @@ namespace tiles {
 // operands and sums stay in a core's second cache.
 constexpr int64_t kQueryRun = 1024, kKeyRun = 1024;
 
-// A tile's rows and columns are filled up to multiples of this: row kernels have whole vectors, and
-// products have few shapes, for each of which a kernel is compiled.
-constexpr int64_t kTileStep = 32;
-inline int64_t filled(int64_t n) {
-  return (n + kTileStep - 1) / kTileStep * kTileStep;
+// A tile's rows and columns are filled up to multiples of these: row kernels have whole vectors,
+// and products have few shapes, for each of which a kernel is compiled. Short rows are not filled
+// up to many times as many.
+constexpr int64_t kColumnStep = 32;
+inline int64_t filled(int64_t n, int64_t step) {
+  return (n + step - 1) / step * step;
+}
+inline int64_t filled_cols(int64_t n) {
+  return filled(n, kColumnStep);
+}
+inline int64_t filled_rows(int64_t n) {
+  return filled(n, n < 32 ? 4 : 32);
 }
 
 // The longest tile and run of a call.
 struct TileSizes {
-  int64_t queries, keys;            // of the longest sequence
-  int64_t group, head_dim;          // query heads of a key/value head
-  int64_t rows = filled(std::min(kQueryTile, queries)), cols = filled(std::min(kKeyTile, keys));
+  int64_t queries, keys;    // of the longest sequence
+  int64_t group, head_dim;  // query heads of a key/value head
+  int64_t rows = filled_rows(std::min(kQueryTile, queries)),
+          cols = filled_cols(std::min(kKeyTile, keys));
 
   // The head's width as a product's depth.
   template <typename C>
@@ -118,15 +126,15 @@ inline AttentionRule attention_rule(const AttentionProblem& a, int64_t sequence,
   return rule;
 }
 
-// The tile of queries [query, query + rows) and the keys from `key` on, a multiple of kKeyTile; none
-// of its columns where no query sees any.
+// The tile of queries [query, query + rows) and the keys from `key` on, a multiple of kKeyTile;
+// none of its columns where no query sees any.
 inline ScoreTile score_tile(const AttentionRule& rule, int64_t query, int64_t rows, int64_t key,
                             int64_t stride) {
   const KeyRange first = visible_keys(query, rule.keys, rule.causal, rule.window);
   const KeyRange last = visible_keys(query + rows - 1, rule.keys, rule.causal, rule.window);
   const int64_t end = std::min(key + kKeyTile, last.end);
   const bool seen = key + kKeyTile > first.begin && end > key;
-  return {query, rows, key, seen ? filled(end - key) : 0, stride};
+  return {query, rows, key, seen ? filled_cols(end - key) : 0, stride};
 }
 
 }  // namespace tiles

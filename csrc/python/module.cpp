@@ -133,14 +133,13 @@ std::pair<std::string, std::string> attention_choice(unsigned special, const std
   return {ckptfused::attention_kernel_name(kernel), reason};
 }
 
-// As attention_is_flash of a forward, for as many keys as queries: likewise.
+// As attention_is_flash, for as many keys as queries: likewise.
 std::pair<bool, std::string> flash_choice(unsigned special, const std::string& dtype,
-                                          std::array<int64_t, 5> sizes, bool causal) {
-  const auto [batch, heads, kv_heads, length, head_dim] = sizes;
+                                          std::array<int64_t, 4> sizes) {
+  const auto [batch, heads, length, head_dim] = sizes;
   std::string reason;
   const bool flash = ckptfused::attention_is_flash(
-      {special, dtype_named(dtype), batch, heads, length, length, head_dim}, kv_heads, causal,
-      /*backward=*/false, &reason);
+      {special, dtype_named(dtype), batch, heads, length, length, head_dim}, &reason);
   return {flash, reason};
 }
 

@@ -6,6 +6,7 @@
 
 namespace ckptfused {
 
+#define CKPT_COMMA ,
 CKPT_DECLARE_KERNEL(template <typename A CKPT_COMMA typename C> void, fwd_tile,
                     (const AttentionRule&, const ScoreTile&, A*, const SoftmaxRows<A>&, C*,
                      int64_t))
@@ -15,21 +16,24 @@ CKPT_DECLARE_KERNEL(template <typename A CKPT_COMMA typename C> void, bwd_tile,
 
 // As CKPT_KERNELS, for an instance of a template, which needs its type spelt out.
 #if CKPT_HAS_X86_TARGETS
-#define CKPT_TEMPLATE_KERNELS(type, name) \
-  runnable_kernels<type>({&baseline::name, &avx2::name, &avx512::name})
+#define CKPT_TEMPLATE_KERNELS(type, ...) \
+  runnable_kernels<type>({&baseline::__VA_ARGS__, &avx2::__VA_ARGS__, &avx512::__VA_ARGS__})
 #else
-#define CKPT_TEMPLATE_KERNELS(type, name) runnable_kernels<type>({&baseline::name})
+#define CKPT_TEMPLATE_KERNELS(type, ...) runnable_kernels<type>({&baseline::__VA_ARGS__})
 #endif
-template <typename A>
-using FwdTile = void (*)(const AttentionRule&, const ScoreTile&, A*, const SoftmaxRows<A>&);
-template <typename A>
-using BwdTile = void (*)(const AttentionRule&, const ScoreTile&, A*, A*, const A*, const A*);
+template <typename A, typename C>
+using FwdTile = void (*)(const AttentionRule&, const ScoreTile&, A*, const SoftmaxRows<A>&, C*,
+                         int64_t);
+template <typename A, typename C>
+using BwdTile = void (*)(const AttentionRule&, const ScoreTile&, A*, A*, const A*, const A*,
+                         const BackwardOperands<C>&);
 
 namespace {
 
 constexpr int64_t kState[2] = {987654321, 4};
 // The tile's queries lie inside a longer sequence, and its keys in a whole and a partial tile.
 constexpr int64_t kQuery = 250, kRows = 9, kQueries = kQuery + kRows, kKeys = 300, kHeadDim = 19;
+constexpr double kScale = 0.8;
 constexpr int64_t kDropoutRow = 7 * kQueries;
 constexpr double kInf = INFINITY;
 
@@ -106,6 +110,7 @@ struct Masks {
   AttentionRule rule(const Setting& s) const {
     AttentionRule rule;
     rule.keys = kKeys;
+    rule.scale = kScale;
     rule.causal = s.causal;
     rule.window = s.window;
     rule.softcap = s.softcap;
@@ -142,7 +147,8 @@ struct Naive {
     for (int64_t r = 0; r < kRows; ++r) {
       double sum = 0;
       for (int64_t j = 0; j < kKeys; ++j) {
-        const double z = products[r * kKeys + j], t = s.softcap > 0 ? std::tanh(z / s.softcap) : 0;
+        const double z = kScale * products[r * kKeys + j],
+                     t = s.softcap > 0 ? std::tanh(z / s.softcap) : 0;
         const double capped = s.softcap > 0 ? s.softcap * t : z;
         const double bias = masks.bias(s, kQuery + r, j);
         logit.push_back(bias == -kInf ? bias : capped + bias);
@@ -159,18 +165,32 @@ struct Naive {
   }
 };
 
-ScoreTile tile_at(int64_t key) {
-  return {kQuery, kRows, key, std::min(kKeyTile, kKeys - key), kKeyTile};
+int64_t keys_of(int64_t key) {
+  return std::min(kKeyTile, kKeys - key);
 }
 
-// Columns of a [kRows, kKeys] matrix as the rows of a tile.
+ScoreTile tile_at(int64_t key) {
+  return {kQuery, kRows, key, (keys_of(key) + 31) / 32 * 32, kKeyTile};
+}
+
+// Columns of a [kRows, kKeys] matrix as the rows of a tile. What is beyond the keys is not taken.
 template <typename A>
 std::vector<A> cut(const std::vector<A>& matrix, const ScoreTile& tile) {
-  std::vector<A> cells(kRows * tile.stride, A(-77));  // what lies between rows is not read
+  std::vector<A> cells(kRows * tile.stride, A(-77));
   for (int64_t r = 0; r < kRows; ++r) {
-    std::copy_n(&matrix[r * kKeys + tile.key], tile.cols, &cells[r * tile.stride]);
+    std::copy_n(&matrix[r * kKeys + tile.key], keys_of(tile.key), &cells[r * tile.stride]);
   }
   return cells;
+}
+
+// Columns beyond the keys have no probability and no gradient.
+template <typename A>
+void expect_padding(const std::vector<A>& cells, const ScoreTile& tile, const std::string& what) {
+  for (int64_t r = 0; r < kRows; ++r) {
+    for (int64_t j = keys_of(tile.key); j < tile.cols; ++j) {
+      ASSERT_EQ(double(to_acc(cells[r * tile.stride + j])), 0.0) << what;
+    }
+  }
 }
 
 using AccTypes = testing::Types<double, float>;
@@ -180,6 +200,7 @@ TYPED_TEST_SUITE(Attention, AccTypes);
 
 TYPED_TEST(Attention, ForwardMatchesTheWholeSoftmax) {
   using A = TypeParam;
+  using Fwd = FwdTile<A, A>;
   const Masks masks;
   const auto products = random_values<A>(kRows * kKeys, 1);
   const auto v = random_values<A>(kKeys * kHeadDim, 2);
@@ -194,16 +215,17 @@ TYPED_TEST(Attention, ForwardMatchesTheWholeSoftmax) {
         }
       }
     }
-    for (const auto& kernel : CKPT_TEMPLATE_KERNELS(FwdTile<A>, fwd_tile<A>)) {
+    for (const auto& kernel : CKPT_TEMPLATE_KERNELS(Fwd, fwd_tile<A, A>)) {
       std::vector<A> max(kRows, A(-kInf)), sum(kRows), out(kRows * kHeadDim), lse(kRows);
       const SoftmaxRows<A> state{max.data(), sum.data(), out.data(), kHeadDim};
       const AttentionRule rule = masks.rule(s);
       for (int64_t key = 0; key < kKeys; key += kKeyTile) {
         const ScoreTile tile = tile_at(key);
         std::vector<A> scores = cut(products.stored, tile);
-        kernel.run(rule, tile, scores.data(), state);
+        kernel.run(rule, tile, scores.data(), state, scores.data(), tile.stride);
+        expect_padding(scores, tile, s.name);
         for (int64_t r = 0; r < kRows; ++r) {
-          for (int64_t j = 0; j < tile.cols; ++j) {
+          for (int64_t j = 0; j < keys_of(key); ++j) {
             for (int64_t d = 0; d < kHeadDim; ++d) {
               out[r * kHeadDim + d] +=
                   scores[r * tile.stride + j] * v.stored[(key + j) * kHeadDim + d];
@@ -228,6 +250,7 @@ TYPED_TEST(Attention, ForwardMatchesTheWholeSoftmax) {
 
 TYPED_TEST(Attention, BackwardMatchesTheFormula) {
   using A = TypeParam;
+  using Bwd = BwdTile<A, A>;
   const Masks masks;
   const auto products = random_values<A>(kRows * kKeys, 1);
   const auto dprobs = random_values<A>(kRows * kKeys, 4);
@@ -235,24 +258,71 @@ TYPED_TEST(Attention, BackwardMatchesTheFormula) {
   for (const Setting& s : settings()) {
     const Naive naive(s, masks, products.exact);
     const std::vector<A> lse(naive.lse.begin(), naive.lse.end());
-    for (const auto& kernel : CKPT_TEMPLATE_KERNELS(BwdTile<A>, bwd_tile<A>)) {
+    for (const auto& kernel : CKPT_TEMPLATE_KERNELS(Bwd, bwd_tile<A, A>)) {
       for (int64_t key = 0; key < kKeys; key += kKeyTile) {
         const ScoreTile tile = tile_at(key);
         std::vector<A> scores = cut(products.stored, tile), grads = cut(dprobs.stored, tile);
         kernel.run(masks.rule(s), tile, scores.data(), grads.data(), lse.data(),
-                   delta.stored.data());
+                   delta.stored.data(), {});
+        expect_padding(scores, tile, s.name);
+        expect_padding(grads, tile, s.name);
         for (int64_t r = 0; r < kRows; ++r) {
           std::vector<double> probs, dscores;
-          for (int64_t i = r * kKeys + key; i < r * kKeys + key + tile.cols; ++i) {
+          for (int64_t i = r * kKeys + key; i < r * kKeys + key + keys_of(key); ++i) {
             const double factor = s.p < 1 ? naive.factor[i] : 0.0;
             probs.push_back(naive.prob[i] * factor);
-            dscores.push_back(naive.prob[i] * (dprobs.exact[i] * factor - delta.exact[r]) *
+            dscores.push_back(kScale * naive.prob[i] * (dprobs.exact[i] * factor - delta.exact[r]) *
                               naive.slope[i]);
           }
           const std::string what = s.name + " on " + kernel.target;
           expect_close(&scores[r * tile.stride], probs, largest(probs), 40.0, what);
           expect_close(&grads[r * tile.stride], dscores, largest(dscores), 60.0, what);
         }
+      }
+    }
+  }
+}
+
+// What products take in bfloat16 are the float results, rounded: rows in pairs, an odd one beside
+// zeros.
+TEST(AttentionRows, OperandsAreRoundedResults) {
+  const Masks masks;
+  const auto products = random_values<float>(kRows * kKeys, 1);
+  const auto dprobs = random_values<float>(kRows * kKeys, 4);
+  const auto delta = random_values<float>(kRows, 5);
+  const std::vector<float> lse(kRows, 6.0f);
+  const ScoreTile tile = tile_at(kKeyTile);
+  const auto rounded = [](float x) { return to_acc(store<bf16>(x)); };
+  for (const Setting& s : settings()) {
+    const AttentionRule rule = masks.rule(s);
+    std::vector<float> scores = cut(products.stored, tile), again = scores;
+    std::vector<float> max(kRows, -INFINITY), sum(kRows), out(kRows * kHeadDim),
+        max2 = max, sum2 = sum, out2 = out;
+    std::vector<bf16> probs(kRows * tile.cols);
+    attention_fwd_tile(rule, tile, scores.data(), {max.data(), sum.data(), out.data(), kHeadDim},
+                       scores.data(), tile.stride);
+    attention_fwd_tile(rule, tile, again.data(), {max2.data(), sum2.data(), out2.data(), kHeadDim},
+                       probs.data(), tile.cols);
+    EXPECT_EQ(max, max2);
+    EXPECT_EQ(sum, sum2);
+    std::vector<float> back = cut(products.stored, tile), grads = cut(dprobs.stored, tile);
+    std::vector<float> back2 = back, grads2 = grads;
+    const int64_t even = kRows + kRows % 2;
+    std::vector<bf16> right(even * tile.cols), right_grads = right, left_grads = right;
+    attention_bwd_tile<float, float>(rule, tile, back.data(), grads.data(), lse.data(),
+                                     delta.stored.data(), {});
+    attention_bwd_tile<float, bf16>(rule, tile, back2.data(), grads2.data(), lse.data(),
+                                    delta.stored.data(),
+                                    {right.data(), right_grads.data(), left_grads.data()});
+    for (int64_t r = 0; r < even; ++r) {
+      for (int64_t j = 0; j < tile.cols; ++j) {
+        const int64_t i = r * tile.stride + j, pair = ((r / 2) * tile.cols + j) * 2 + r % 2;
+        const bool real = r < kRows;
+        ASSERT_EQ(to_acc(right[pair]), real ? rounded(back[i]) : 0.0f) << s.name;
+        ASSERT_EQ(to_acc(right_grads[pair]), real ? rounded(grads[i]) : 0.0f) << s.name;
+        if (!real) continue;
+        ASSERT_EQ(to_acc(probs[r * tile.cols + j]), rounded(scores[i])) << s.name;
+        ASSERT_EQ(to_acc(left_grads[r * tile.cols + j]), rounded(grads[i])) << s.name;
       }
     }
   }
@@ -266,13 +336,17 @@ TEST(AttentionRows, MaskedLogitsAreMaskedWhateverTheyAre) {
 }
 
 TEST(AttentionRows, NanMakesItsRowNan) {
-  const ScoreTile tile{0, 2, 0, 3, 3};
+  const ScoreTile tile{0, 2, 0, 32, 32};
   AttentionRule rule;
   rule.keys = 3;
-  std::vector<float> scores = {1, NAN, 2, 1, 0, 2}, max(2, -INFINITY), sum(2), out(2), o(2), lse(2);
+  std::vector<float> scores(64, 9.0f), max(2, -INFINITY), sum(2), out(2), o(2), lse(2);
+  for (const auto& [i, x] : {std::pair(0, 1.0f), {1, NAN}, {2, 2.0f}, {32, 1.0f}, {33, 0.0f}}) {
+    scores[i] = x;
+  }
+  scores[34] = 2.0f;
   const SoftmaxRows<float> state{max.data(), sum.data(), out.data(), 1};
-  attention_fwd_tile(rule, tile, scores.data(), state);
-  out = {scores[0] + scores[1] + scores[2], scores[3] + scores[4] + scores[5]};
+  attention_fwd_tile(rule, tile, scores.data(), state, scores.data(), 32);
+  out = {scores[0] + scores[1] + scores[2], scores[32] + scores[33] + scores[34]};
   attention_finish_rows<float>(state, rule.dropout, 2, o.data(), 1, lse.data());
   EXPECT_TRUE(std::isnan(o[0]) && std::isnan(lse[0]));
   EXPECT_FLOAT_EQ(o[1], 1.0f);

@@ -111,6 +111,9 @@ TEST(Elementary, ErrorsInUlps) {
   for (double x = -87.3; x < 88.7; x += 0.00317) {
     ASSERT_LE(ulps(exp_acc(float(x)), std::exp(double(float(x)))), 1.1) << x;
   }
+  for (double x = -125.49; x < 127; x += 0.00317) {
+    ASSERT_LE(ulps(exp2_softmax(float(x)), std::exp2(double(float(x)))), 3.0) << x;
+  }
   for (double x = -12; x < 12; x += 0.00037) {
     ASSERT_LE(ulps(tanh_acc(float(x)), std::tanh(double(float(x)))), 2.0) << x;
   }
@@ -122,6 +125,11 @@ TEST(Elementary, Limits) {
   EXPECT_EQ(exp_acc(inf), inf);
   EXPECT_TRUE(std::isnan(exp_acc(NAN)));
   EXPECT_EQ(exp_acc(0.0f), 1.0f);
+  for (const float low : {-125.6f, -126.0f, -127.0f, -1e30f, -inf}) {
+    EXPECT_EQ(exp2_softmax(low), 0.0f) << low;
+  }
+  EXPECT_TRUE(std::isnan(exp2_softmax(NAN)));
+  EXPECT_EQ(exp2_softmax(0.0f), 1.0f);
   EXPECT_EQ(tanh_acc(inf), 1.0f);
   EXPECT_EQ(tanh_acc(-inf), -1.0f);
   EXPECT_TRUE(std::isnan(tanh_acc(NAN)));

@@ -807,6 +807,28 @@ MUTANTS = (
         source="ops/attention_cpu.cpp",
     ),
     Mutant(
+        "a tile of attention whose output is not brought to the new maximum",
+        file="csrc/kernels/cpu/attention.inl",
+        text="if (rescale != A(1)) {",
+        defect="if (false) {",
+        test="tests/ops/test_attention.py::test_matches_reference[cpu-tokens=300,head_dim=8,mask=keep,softcap=1.5,p=0.2]",
+    ),
+    Mutant(
+        "columns that fill up a tile, taken for keys",
+        file="csrc/kernels/cpu/attention_rows.h",
+        text="for (int64_t i = seen.end; i < tile.cols; ++i) row[i] = value;",
+        defect="",
+        test="tests/ops/test_attention.py::test_matches_reference[cpu-p=0.2]",
+        source="kernels/cpu/attention.cpp",
+    ),
+    Mutant(
+        "keys of another head in the operands of a tile",
+        file="csrc/ops/attention_tiled_fwd_cpu.cpp",
+        text="head_rows<T>(a_.k, s_.batch, task_.kv_head, s_.key + key)",
+        defect="head_rows<T>(a_.k, s_.batch, 0, s_.key + key)",
+        test="tests/ops/test_attention.py::test_matches_reference[cpu-p=0.2]",
+    ),
+    Mutant(
         "a window of one key more",
         file="csrc/kernels/cpu/attention_rows.h",
         text="rule.keys, rule.causal, rule.window);",

@@ -44,11 +44,11 @@ void store_tile(const acc_t<T>* in, int64_t in_stride, int64_t rows, int64_t col
   CKPT_DISPATCH(store_rows<T>)(in, in_stride, rows, cols, out, out_stride);
 }
 
-#define CKPT_INSTANTIATE_TILE(A, C)                                                     \
-  template void attention_fwd_tile<A, C>(const AttentionRule&, const ScoreTile&, A*,    \
-                                         const SoftmaxRows<A>&, C*, int64_t);           \
-  template void attention_bwd_tile<A, C>(const AttentionRule&, const ScoreTile&, A*, A*, \
-                                         const A*, const A*, const BackwardOperands<C>&);
+#define CKPT_INSTANTIATE_TILE(A, C)                                                                \
+  template void attention_fwd_tile<A, C>(const AttentionRule&, const ScoreTile&, A*,               \
+                                         const SoftmaxRows<A>&, C*, int64_t);                      \
+  template void attention_bwd_tile<A, C>(const AttentionRule&, const ScoreTile&, A*, A*, const A*, \
+                                         const A*, const BackwardOperands<C>&);
 CKPT_INSTANTIATE_TILE(double, double)
 CKPT_INSTANTIATE_TILE(float, float)
 CKPT_INSTANTIATE_TILE(float, bf16)

@@ -24,9 +24,8 @@ CKPT_HD A row_max(const A* x, int64_t n) {
   for (int64_t i = 0; i < n; i += kBlock) {
     for (int l = 0; l < kBlock; ++l) lane[l] = x[i + l] > lane[l] ? x[i + l] : lane[l];
   }
-  return fold_halves<kBlock>(lane, [](auto& low, const auto& high) CKPT_INLINE {
-    low = low > high ? low : high;
-  });
+  return fold_halves<kBlock>(
+      lane, [](auto& low, const auto& high) CKPT_INLINE { low = low > high ? low : high; });
 }
 
 // Calls f(i) for the columns of a row.
@@ -158,11 +157,11 @@ CKPT_HD A scores_to_logits(const AttentionRule& rule, const ScoreTile& tile, Bia
   return factor;
 }
 
-// The draws of row r for the tile's columns. They are made 128 at a time, as vectors: what is over
-// is used by none.
+// The draws of row r for the tile's columns. Those of wide tiles are made 128 at a time, as whole
+// vectors: what is over is used by none.
 CKPT_HD const uint16_t* tile_draws(const AttentionRule& rule, const ScoreTile& tile, int64_t r,
                                    uint16_t* buffer) {
-  const int64_t cols = (tile.cols + 127) / 128 * 128;
+  const int64_t cols = tile.cols > 64 ? (tile.cols + 127) / 128 * 128 : tile.cols;
   return dropout_draws(rule.dropout, rule.dropout_row + tile.query + r, tile.key, tile.key + cols,
                        buffer);
 }

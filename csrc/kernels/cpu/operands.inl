@@ -12,6 +12,15 @@ void left_row_copies(const T* in, int64_t stride, int64_t rows, int64_t cols, C*
   }
 }
 
+// Zeros from a column on; all of a row where most are.
+template <typename C>
+CKPT_HD void clear_columns(C* x, int64_t rows, int64_t cols, int64_t begin) {
+  if (begin < kRowBlock) return (void)std::fill_n(x, begin < cols ? rows * cols : 0, C{});
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = begin; i < cols; ++i) x[r * cols + i] = C{};
+  }
+}
+
 // A block of so many rows at a time, whose cache lines are all at hand.
 template <typename T, typename C>
 void left_column_copies(const T* in, int64_t stride, int64_t rows, int64_t cols, C* left,
@@ -25,10 +34,10 @@ void left_column_copies(const T* in, int64_t stride, int64_t rows, int64_t cols,
       for (int64_t i = 0; i < kRowBlock; ++i) out[i] = converted<C>(column[i * stride]);
     }
   }
-  for (int64_t c = 0; c < cols; ++c) {
-    C* out = left + c * out_cols;
-    for (int64_t r = row; r < rows; ++r) out[r] = converted<C>(in[r * stride + c]);
-    for (int64_t r = rows; r < out_cols; ++r) out[r] = C{};
+  clear_columns(left, cols, out_cols, rows);
+  for (; row < rows; ++row) {
+    for (int64_t c = 0; c < cols; ++c)
+      left[c * out_cols + row] = converted<C>(in[row * stride + c]);
   }
 }
 
@@ -72,12 +81,12 @@ void right_column_copies(const T* in, int64_t stride, int64_t rows, int64_t cols
         }
       }
       if (cols % 2 == 0) continue;
-      for (int64_t i = row; i < row + kRowBlock; ++i) out[cols / 2 * out_cols + i] = pair_at(i, cols - 1);
+      for (int64_t i = row; i < row + kRowBlock; ++i)
+        out[cols / 2 * out_cols + i] = pair_at(i, cols - 1);
     }
-    for (int64_t c = 0; c < out_rows; c += 2) {
-      uint32_t* pairs = out + c / 2 * out_cols;
-      for (int64_t r = row; r < rows; ++r) pairs[r] = pair_at(r, c);
-      for (int64_t r = rows; r < out_cols; ++r) pairs[r] = 0;
+    clear_columns(out, out_rows / 2, out_cols, rows);
+    for (; row < rows; ++row) {
+      for (int64_t c = 0; c < out_rows; c += 2) out[c / 2 * out_cols + row] = pair_at(row, c);
     }
   }
 }

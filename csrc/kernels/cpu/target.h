@@ -47,8 +47,9 @@ const char* cpu_target_name();
 #if CKPT_HAS_X86_TARGETS
 #define CKPT_DISPATCH(...)                                                                         \
   (::ckptfused::cpu_target() == ::ckptfused::CpuTarget::avx512 ? &::ckptfused::avx512::__VA_ARGS__ \
-   : ::ckptfused::cpu_target() == ::ckptfused::CpuTarget::avx2 ? &::ckptfused::avx2::__VA_ARGS__   \
-                                                               : &::ckptfused::baseline::__VA_ARGS__)
+   : ::ckptfused::cpu_target() == ::ckptfused::CpuTarget::avx2                                     \
+       ? &::ckptfused::avx2::__VA_ARGS__                                                           \
+       : &::ckptfused::baseline::__VA_ARGS__)
 #else
 #define CKPT_DISPATCH(...) (&::ckptfused::baseline::__VA_ARGS__)
 #endif
