@@ -5,6 +5,7 @@ PyTorch's kernel has no dropout: with dropout the ratio is to PyTorch's without.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +37,18 @@ def operands(sizes: AttentionSizes, tokens: int) -> list[Tensor]:
     return [torch.randn(shape).to(getattr(torch, sizes.dtype)).transpose(1, 2) for _ in range(4)]
 
 
-def ours(sizes: AttentionSizes, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, p: float = 0.0) -> dict[str, Tensor]:
-    """Output and gradients of our kernels."""
+def ours(sizes: AttentionSizes, given: Sequence[Tensor], p: float = 0.0) -> dict[str, Tensor]:
+    """Output and gradients of our kernels, of q, k, v and the output's gradient."""
+    q, k, v, dout = given
     state = torch.tensor([sizes.seed, 0]) if p else None
     rest = None, None, None, state, "none", "none", sizes.head_dim**-0.5, sizes.mask == "causal", 0, 0.0, p
     out, lse = FORWARD(q, k, v, *rest)
     return dict(zip("oqkv", (out, *BACKWARD(dout, q, k, v, out, lse, *rest)), strict=True))
 
 
-def pytorch(sizes: AttentionSizes, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """Output and gradients of the kernel that `scaled_dot_product_attention` takes on a CPU."""
+def pytorch(sizes: AttentionSizes, given: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The same of the kernel that `scaled_dot_product_attention` takes on a CPU."""
+    q, k, v, dout = given
     causal = sizes.mask == "causal"
     out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, causal)
@@ -56,17 +59,17 @@ def check(sizes: AttentionSizes, steps: Any = None) -> str:
     """Raises unless output and gradients are right; returns what was shown."""
     torch.manual_seed(sizes.seed)
     given = operands(sizes, CHECKED_TOKENS)
-    exact = pytorch(sizes, *(t.double() for t in given))
-    worst = worst_error(exact, pytorch(sizes, *given), ours(sizes, *given), given[0].dtype)
+    exact = pytorch(sizes, [t.double() for t in given])
+    worst = worst_error(exact, pytorch(sizes, given), ours(sizes, given), given[0].dtype)
     return f"at most {worst:.2f} of the allowed error against float64"
 
 
 def variants(sizes: AttentionSizes) -> Steps:
     given = operands(sizes, sizes.tokens)
     return {
-        PLAIN: lambda: pytorch(sizes, *given),
-        OURS: lambda: ours(sizes, *given),
-        DROPPED: lambda: ours(sizes, *given, p=0.1),
+        PLAIN: lambda: pytorch(sizes, given),
+        OURS: lambda: ours(sizes, given),
+        DROPPED: lambda: ours(sizes, given, p=0.1),
     }
 
 

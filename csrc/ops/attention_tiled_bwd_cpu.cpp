@@ -9,7 +9,7 @@ using namespace tiles;
 
 struct Tensors {
   at::Tensor dout, o, lse, dq, dk, dv;
-  bool onto;  // dk and dv have the accumulation type, and are added to
+  bool onto = false;  // dk and dv have the accumulation type, and are added to
 };
 
 // Scratch of one thread. C: the type that is multiplied.
@@ -24,7 +24,7 @@ struct Scratch {
 
   Scratch(Pieces& pieces, const TileSizes& s, bool onto) {
     const int64_t D = s.head_dim, depth = s.depth<C>(), run = run_of(s), tile = s.rows * s.cols;
-    probs = pieces.take<A>(tile);
+    probs = pieces.take<A>(std::max(tile, D));
     dprobs = pieces.take<A>(tile);
     delta = pieces.take<A>(s.queries);
     dk_run = pieces.take<A>(D * run);
@@ -122,76 +122,87 @@ class KeyValueHead {
     if (kConverted<T>) store(dq_, s_.queries, t_.dq, head, s_.query);
   }
 
-  // Keys [key, key + kKeyRun) of one head.
-  void add_keys(int64_t head, const AttentionRule& rule, int64_t key) {
-    const int64_t D = sizes_.head_dim, depth = sizes_.depth<C>();
-    const int64_t keys = std::min(kKeyRun, s_.keys - key), cols = filled_cols(keys);
-    const HeadRows<T> k = head_rows<T>(a_.k, s_.batch, head_, s_.key + key);
-    const HeadRows<T> v = head_rows<T>(a_.v, s_.batch, head_, s_.key + key);
-    right_rows(k.data, k.stride, keys, D, scratch_.k, cols);
-    right_columns(k.data, k.stride, keys, D, scratch_.k_t, depth, cols);
-    right_columns(v.data, v.stride, keys, D, scratch_.v_t, depth, cols);
-    std::fill_n(begun_, kKeyRun / kKeyTile, 0);
-    for (int64_t query = 0; query < s_.queries; query += kQueryTile) {
-      add_queries(head, rule, {key, cols}, query, std::min(kQueryTile, s_.queries - query));
-    }
-    for (int64_t at = 0; at < cols; at += kKeyTile) begin(at, std::min(kKeyTile, cols - at), cols);
-    add_run(scratch_.dk_run, {key, cols}, keys, dk_, t_.dk);
-    add_run(scratch_.dv_run, {key, cols}, keys, dv_, t_.dv);
-  }
-
-  struct Run {
-    int64_t key, cols;
+  // A tile of keys of a run: where its operands and sums begin, each in one piece, and how many of
+  // its columns have gradients so far.
+  struct KeyTile {
+    int64_t key, keys, at;
+    int64_t cols = filled_cols(keys), begun = 0;
   };
 
-  // Zeros for those of n columns from `at` on, a tile's first, that nothing was written to so far.
-  void begin(int64_t at, int64_t n, int64_t run_cols) {
-    int64_t& begun = begun_[at / kKeyTile];
-    for (int64_t d = 0; begun < n && d < sizes_.head_dim; ++d) {
-      std::fill_n(scratch_.dk_run + d * run_cols + at + begun, n - begun, A(0));
-      std::fill_n(scratch_.dv_run + d * run_cols + at + begun, n - begun, A(0));
+  // Keys [first, first + kKeyRun) of one head.
+  void add_keys(int64_t head, const AttentionRule& rule, int64_t first) {
+    const int64_t end = std::min(first + kKeyRun, s_.keys);
+    const int64_t count = (end - first + kKeyTile - 1) / kKeyTile;
+    for (int64_t i = 0, key = first; i < count; ++i, key += kKeyTile) {
+      load_keys(tiles_[i] = {key, std::min(kKeyTile, end - key), key - first});
     }
-    begun = std::max(begun, n);
+    for (int64_t query = 0; query < s_.queries; query += kQueryTile) {
+      add_queries(head, rule, count, query, std::min(kQueryTile, s_.queries - query));
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      begin(tiles_[i], tiles_[i].cols);
+      add_columns(scratch_.dk_run, tiles_[i], dk_, t_.dk);
+      add_columns(scratch_.dv_run, tiles_[i], dv_, t_.dv);
+    }
   }
 
-  // The gradients of a run of keys go to their sums or, where nothing else adds to them, out.
-  void add_run(const A* columns, const Run& run, int64_t keys, const Sums<A>& sums,
-               const at::Tensor& out) {
+  void load_keys(const KeyTile& tile) {
+    const int64_t D = sizes_.head_dim, depth = sizes_.depth<C>();
+    const HeadRows<T> k = head_rows<T>(a_.k, s_.batch, head_, s_.key + tile.key);
+    const HeadRows<T> v = head_rows<T>(a_.v, s_.batch, head_, s_.key + tile.key);
+    right_rows(k.data, k.stride, tile.keys, D, scratch_.k + tile.at * D, tile.cols);
+    right_columns(k.data, k.stride, tile.keys, D, scratch_.k_t + tile.at * depth, depth, tile.cols);
+    right_columns(v.data, v.stride, tile.keys, D, scratch_.v_t + tile.at * depth, depth, tile.cols);
+  }
+
+  // Zeros for those of a tile's first n columns that nothing was written to so far.
+  void begin(KeyTile& tile, int64_t n) {
+    const int64_t D = sizes_.head_dim, begun = tile.begun;
+    for (int64_t d = 0; begun < n && d < D; ++d) {
+      const int64_t place = tile.at * D + d * tile.cols + begun;
+      std::fill_n(scratch_.dk_run + place, n - begun, A(0));
+      std::fill_n(scratch_.dv_run + place, n - begun, A(0));
+    }
+    tile.begun = std::max(begun, n);
+  }
+
+  // The gradients of a tile of keys go to their sums or, where nothing else adds to them, out.
+  void add_columns(const A* run, const KeyTile& tile, const Sums<A>& sums, const at::Tensor& out) {
     const int64_t D = sizes_.head_dim;
+    const A* columns = run + tile.at * D;
     if (sums.data != nullptr) {
-      return add_transposed(columns, run.cols, keys, D, sums.row(run.key), sums.stride);
+      return add_transposed(columns, tile.cols, tile.keys, D, sums.row(tile.key), sums.stride);
     }
     // What a thread's tiles of scores lie in is free between runs.
     A* rows = scratch_.probs;
     const int64_t step = std::max<int64_t>(1, sizes_.rows * sizes_.cols / D);
-    for (int64_t first = 0; first < keys; first += step) {
-      const int64_t n = std::min(step, keys - first);
+    for (int64_t first = 0; first < tile.keys; first += step) {
+      const int64_t n = std::min(step, tile.keys - first);
       std::fill_n(rows, n * D, A(0));
-      add_transposed(columns + first, run.cols, n, D, rows, D);
-      store({rows, D}, n, out, head_, s_.key + run.key + first);
+      add_transposed(columns + first, tile.cols, n, D, rows, D);
+      store({rows, D}, n, out, head_, s_.key + tile.key + first);
     }
   }
 
-  void add_queries(int64_t head, const AttentionRule& rule, const Run& run, int64_t query,
+  void add_queries(int64_t head, const AttentionRule& rule, int64_t count, int64_t query,
                    int64_t rows) {
-    const int64_t D = sizes_.head_dim, depth = sizes_.depth<C>(), all = filled_rows(rows);
-    bool begun = false;
-    for (int64_t key = run.key; key < run.key + run.cols; key += kKeyTile) {
-      const ScoreTile tile = score_tile(rule, s_.first + query, rows, key, sizes_.cols);
+    const int64_t depth = sizes_.depth<C>(), all = filled_rows(rows);
+    bool loaded = false;
+    for (int64_t i = 0; i < count; ++i) {
+      KeyTile& keys = tiles_[i];
+      const ScoreTile tile = score_tile(rule, s_.first + query, rows, keys.key, sizes_.cols);
       if (tile.cols == 0) continue;
-      if (!begun) load_queries(head, query, rows, all);
-      begun = true;
-      const int64_t at = key - run.key;
-      const auto column = [&](const C* right) { return right + at * kRowsAbreast<C>; };
-      multiply(all, tile.cols, depth, scratch_.q, depth, column(scratch_.k_t), run.cols,
+      if (!loaded) load_queries(head, query, rows, all);
+      loaded = true;
+      multiply(all, tile.cols, depth, scratch_.q, depth, scratch_.k_t + keys.at * depth, keys.cols,
                scratch_.probs, tile.stride, /*add=*/false);
-      multiply(all, tile.cols, depth, scratch_.dout, depth, column(scratch_.v_t), run.cols,
-               scratch_.dprobs, tile.stride, /*add=*/false);
+      multiply(all, tile.cols, depth, scratch_.dout, depth, scratch_.v_t + keys.at * depth,
+               keys.cols, scratch_.dprobs, tile.stride, /*add=*/false);
       const A* lse = static_cast<const A*>(t_.lse.const_data_ptr()) + s_.batch * t_.lse.stride(0) +
                      head * t_.lse.stride(1) + s_.query + query;
       attention_bwd_tile(rule, tile, scratch_.probs, scratch_.dprobs, lse, scratch_.delta + query,
                          scratch_.operands);
-      add_tile(tile, all, at, run.cols, dq_.row(query));
+      add_tile(tile, all, keys, dq_.row(query));
     }
   }
 
@@ -207,7 +218,7 @@ class KeyValueHead {
   }
 
   // What one tile adds to the gradients. Rows beyond the queries' are zeros.
-  void add_tile(const ScoreTile& tile, int64_t all, int64_t at, int64_t run_cols, A* dq) {
+  void add_tile(const ScoreTile& tile, int64_t all, KeyTile& keys, A* dq) {
     const int64_t D = sizes_.head_dim, rows = tile.rows, cols = tile.cols;
     constexpr bool kRounded = Scratch<T, C>::kRounded;
     const int64_t stride = kRounded ? cols : tile.stride;
@@ -218,15 +229,15 @@ class KeyValueHead {
       std::fill_n(p.right_dprobs + r * stride, cols, C{});
     }
     // A tile's first products are written, not added.
-    const bool add = begun_[at / kKeyTile] > 0;
-    add ? begin(at, cols, run_cols) : void(begun_[at / kKeyTile] = cols);
-    multiply(D, cols, all, scratch_.dout_t, all, p.right_probs, stride, scratch_.dv_run + at,
-             run_cols, add);
-    multiply(D, cols, all, scratch_.q_t, all, p.right_dprobs, stride, scratch_.dk_run + at,
-             run_cols, add);
+    const bool add = keys.begun > 0;
+    add ? begin(keys, cols) : void(keys.begun = cols);
+    multiply(D, cols, all, scratch_.dout_t, all, p.right_probs, stride,
+             scratch_.dv_run + keys.at * D, keys.cols, add);
+    multiply(D, cols, all, scratch_.q_t, all, p.right_dprobs, stride, scratch_.dk_run + keys.at * D,
+             keys.cols, add);
     // Of an output no more rows than it has.
-    multiply(kConverted<T> ? all : rows, D, cols, p.left_dprobs, stride, scratch_.k + at * D, D, dq,
-             dq_.stride, /*add=*/true);
+    multiply(kConverted<T> ? all : rows, D, cols, p.left_dprobs, stride, scratch_.k + keys.at * D,
+             D, dq, dq_.stride, /*add=*/true);
   }
 
   const AttentionProblem& a_;
@@ -236,7 +247,7 @@ class KeyValueHead {
   int64_t sequence_, head_;
   Pieces pieces_;
   Scratch<T, C> scratch_;
-  int64_t begun_[kKeyRun / kKeyTile];  // columns of a run's tiles that have gradients so far
+  KeyTile tiles_[kKeyRun / kKeyTile];  // of the run at hand
   Sums<A> dq_{}, dk_{}, dv_{};         // without data: what is added there is all
 };
 
@@ -273,8 +284,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> attention_tiled_bwd(const Attenti
                   lse,
                   gradient_buffer(a.q, true),
                   gradient_buffer(a.k, a.group() > 1),
-                  gradient_buffer(a.v, a.group() > 1),
-                  /*onto=*/false};
+                  gradient_buffer(a.v, a.group() > 1)};
   run(a, t);
   return {t.dq, t.dk, t.dv};
 }

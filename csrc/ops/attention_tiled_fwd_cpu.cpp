@@ -84,8 +84,8 @@ class QueryRun {
       const HeadRows<T> o_rows = head_rows<T>(o, s_.batch, head, row);
       A* lse_rows = static_cast<A*>(lse.mutable_data_ptr()) + s_.batch * lse.stride(0) +
                     head * lse.stride(1) + row;
-      attention_finish_rows(state(head, query), attention_rule(a_, task_.sequence, head).dropout,
-                            rows, o_rows.data, o_rows.stride, lse_rows);
+      attention_finish_rows(state(head, query), attention_rule(a_, task_.sequence, head), rows,
+                            o_rows.data, o_rows.stride, lse_rows);
     });
     end_products<C>();
   }

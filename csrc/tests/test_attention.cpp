@@ -234,7 +234,7 @@ TYPED_TEST(Attention, ForwardMatchesTheWholeSoftmax) {
         }
       }
       std::vector<A> o(kRows * kHeadDim);
-      attention_finish_rows<A>(state, rule.dropout, kRows, o.data(), kHeadDim, lse.data());
+      attention_finish_rows<A>(state, rule, kRows, o.data(), kHeadDim, lse.data());
       const std::string what = s.name + " on " + kernel.target;
       expect_close(o.data(), want, 4.0, double(kKeys), what);
       for (int64_t r = 0; r < kRows; ++r) {
@@ -347,9 +347,27 @@ TEST(AttentionRows, NanMakesItsRowNan) {
   const SoftmaxRows<float> state{max.data(), sum.data(), out.data(), 1};
   attention_fwd_tile(rule, tile, scores.data(), state, scores.data(), 32);
   out = {scores[0] + scores[1] + scores[2], scores[32] + scores[33] + scores[34]};
-  attention_finish_rows<float>(state, rule.dropout, 2, o.data(), 1, lse.data());
+  attention_finish_rows<float>(state, rule, 2, o.data(), 1, lse.data());
   EXPECT_TRUE(std::isnan(o[0]) && std::isnan(lse[0]));
   EXPECT_FLOAT_EQ(o[1], 1.0f);
+}
+
+// Differences of logits are taken before anything is rounded that is as large as they are.
+TEST(AttentionRows, HugeLogits) {
+  const ScoreTile tile{0, 1, 0, 32, 32};
+  AttentionRule rule;
+  rule.keys = 32;
+  rule.scale = 1e8;
+  std::vector<float> scores(32, 1.0f), max(1, -INFINITY), sum(1), out(1), o(1), lse(1);
+  scores[5] = scores[9] = 12.3f;
+  attention_fwd_tile(rule, tile, scores.data(), {max.data(), sum.data(), out.data(), 1},
+                     scores.data(), 32);
+  EXPECT_EQ(scores[5], 1.0f);
+  EXPECT_EQ(scores[9], 1.0f);
+  EXPECT_EQ(sum[0], 2.0f);
+  attention_finish_rows<float>({max.data(), sum.data(), out.data(), 1}, rule, 1, o.data(), 1,
+                               lse.data());
+  EXPECT_FLOAT_EQ(lse[0], 12.3f * 1e8f);
 }
 
 TEST(AttentionRows, VisibleKeys) {

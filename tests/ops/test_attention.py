@@ -216,6 +216,25 @@ def test_nan_reaches_its_rows_only(p: float, softcap: float, device: str) -> Non
     assert o.isnan().sum() == o.shape[-1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_of_any_size(dtype: torch.dtype) -> None:
+    """A row's largest logit has probability 1 where no other is near, however large it is."""
+    q, k, v = (torch.randn(1, 1, 300, 64).to(dtype) for _ in range(3))
+    rest = None, None, None, None, "none", "none", 1e8, False, 0, 0.0, 0.0
+    out, lse = torch.ops.ckptfused.attention_fwd(q, k, v, *rest)
+    best = (q.double() @ k.double().mT).argmax(-1)
+    assert torch.equal(out, v.gather(2, best[..., None].expand_as(v)))
+    grads = torch.ops.ckptfused.attention_bwd(torch.randn_like(out), q, k, v, out, lse, *rest)
+    assert lse.isfinite().all()
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("head_dim", [300, 512])
+def test_short_sequences_of_wide_heads(head_dim: int) -> None:
+    """A row of a gradient is wider than the tile of scores that it is turned round in."""
+    check(Case(tokens=3, heads=2, head_dim=head_dim, softcap=2.0, dtype=torch.float32), "cpu")
+
+
 @on_devices
 def test_operands_of_any_strides(device: str) -> None:
     case = Case(p=P)

@@ -14,9 +14,9 @@ void attention_fwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* sco
 }
 
 template <typename T>
-void attention_finish_rows(const SoftmaxRows<acc_t<T>>& state, const Dropout& dropout, int64_t rows,
-                           T* o, int64_t o_stride, acc_t<T>* lse) {
-  CKPT_DISPATCH(finish_rows<T>)(state, dropout, rows, o, o_stride, lse);
+void attention_finish_rows(const SoftmaxRows<acc_t<T>>& state, const AttentionRule& rule,
+                           int64_t rows, T* o, int64_t o_stride, acc_t<T>* lse) {
+  CKPT_DISPATCH(finish_rows<T>)(state, rule, rows, o, o_stride, lse);
 }
 
 template <typename T>
@@ -60,8 +60,8 @@ CKPT_INSTANTIATE_ACC(double)
 CKPT_INSTANTIATE_ACC(float)
 
 #define CKPT_INSTANTIATE(T)                                                                     \
-  template void attention_finish_rows<T>(const SoftmaxRows<acc_t<T>>&, const Dropout&, int64_t, \
-                                         T*, int64_t, acc_t<T>*);                               \
+  template void attention_finish_rows<T>(const SoftmaxRows<acc_t<T>>&, const AttentionRule&,    \
+                                         int64_t, T*, int64_t, acc_t<T>*);                      \
   template void attention_delta_rows<T>(const T*, int64_t, const T*, int64_t, int64_t, int64_t, \
                                         acc_t<T>*);                                             \
   template void store_tile<T>(const acc_t<T>*, int64_t, int64_t, int64_t, T*, int64_t);

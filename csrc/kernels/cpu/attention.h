@@ -45,8 +45,8 @@ struct ScoreTile {
 // -inf, sum 0, out 0.
 template <typename A>
 struct SoftmaxRows {
-  A* max;
-  A* sum;  // of exp(logit - max), before dropout
+  A* max;  // of logits, or of products where nothing but a positive scale comes between
+  A* sum;  // of exp(logit - the largest), before dropout
   A* out;  // [rows, head_dim], sum of dropped exp(logit - max) times v
   int64_t head_dim;
 };
@@ -57,11 +57,11 @@ template <typename A, typename C>
 void attention_fwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores,
                         const SoftmaxRows<A>& state, C* probs, int64_t probs_stride);
 
-// After the last tile: o = out / sum * dropout scale, lse = max + log(sum); 0 and -inf for a row
-// that is masked throughout.
+// After the last tile: o = out / sum * dropout scale, lse = the largest logit + log(sum); 0 and
+// -inf for a row that is masked throughout.
 template <typename T>
-void attention_finish_rows(const SoftmaxRows<acc_t<T>>& state, const Dropout& dropout, int64_t rows,
-                           T* o, int64_t o_stride, acc_t<T>* lse);
+void attention_finish_rows(const SoftmaxRows<acc_t<T>>& state, const AttentionRule& rule,
+                           int64_t rows, T* o, int64_t o_stride, acc_t<T>* lse);
 
 // delta[r] = sum of dout * o, the term that softmax takes off every gradient of its row.
 template <typename T>

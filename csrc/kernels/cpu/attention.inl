@@ -7,15 +7,16 @@ void fwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores,
   uint16_t buffer[kKeyTile];
   const uint32_t threshold = rule.dropout.threshold;
   const int64_t n = tile.cols;
-  alignas(64) A factors[kQueryTile], shifts[kQueryTile];
+  alignas(64) A shifts[kQueryTile];
+  A factor = 1;  // of all rows
   // All rows' maxima first: no row then waits for its own.
   for (int64_t r = 0; r < tile.rows; ++r) {
     A* s = scores + r * tile.stride;
-    factors[r] = scores_to_logits<A>(rule, tile, bias, r, s, nullptr);
-    const A old_max = state.max[r], largest = factors[r] * row_max(s, n);
+    factor = kLog2E<A> * products_to_unscaled(rule, tile, bias, r, s);
+    const A old_max = state.max[r], largest = row_max(s, n);
     const A new_max = largest > old_max ? largest : old_max;
     shifts[r] = softmax_shift(new_max);
-    const A rescale = exp2_softmax(kLog2E<A> * (old_max - shifts[r]));
+    const A rescale = exp2_softmax(factor * (old_max - shifts[r]));
     state.max[r] = new_max;
     state.sum[r] *= rescale;
     if (rescale != A(1)) {
@@ -26,14 +27,14 @@ void fwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores,
   }
   for (int64_t r = 0; r < tile.rows; ++r) {
     const A* s = scores + r * tile.stride;
-    const A factor = kLog2E<A> * factors[r], shift = kLog2E<A> * shifts[r];
+    const A shift = shifts[r];
     C* p = probs + r * probs_stride;
     A lane[kBlock] = {};
     if (threshold == 0) {
       for (int64_t i = 0; i < n; i += kBlock) {
         CKPT_IVDEP
         for (int l = 0; l < kBlock; ++l) {
-          const A prob = exp2_softmax(factor * s[i + l] - shift);
+          const A prob = exp2_softmax(factor * (s[i + l] - shift));
           lane[l] += prob;
           p[i + l] = converted<C>(prob);
         }
@@ -43,7 +44,7 @@ void fwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores,
       for (int64_t i = 0; i < n; i += kBlock) {
         CKPT_IVDEP
         for (int l = 0; l < kBlock; ++l) {
-          const A prob = exp2_softmax(factor * s[i + l] - shift);
+          const A prob = exp2_softmax(factor * (s[i + l] - shift));
           lane[l] += prob;
           p[i + l] = converted<C>(dropout_apply(prob, draws[i + l], threshold, A(1)));
         }
@@ -54,10 +55,10 @@ void fwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores,
 }
 
 template <typename T>
-void finish_rows(const SoftmaxRows<acc_t<T>>& state, const Dropout& dropout, int64_t rows, T* o,
+void finish_rows(const SoftmaxRows<acc_t<T>>& state, const AttentionRule& rule, int64_t rows, T* o,
                  int64_t o_stride, acc_t<T>* lse) {
   using A = acc_t<T>;
-  const A scale = dropout.scale_as<A>();
+  const A scale = rule.dropout.scale_as<A>(), unit = plain_logits(rule) ? A(rule.scale) : A(1);
   for (int64_t r = 0; r < rows; ++r) {
     const A sum = state.sum[r];
     const bool masked = sum == 0;
@@ -66,7 +67,7 @@ void finish_rows(const SoftmaxRows<acc_t<T>>& state, const Dropout& dropout, int
     T* row = o + r * o_stride;
     CKPT_IVDEP
     for (int64_t i = 0; i < state.head_dim; ++i) from_acc(masked ? A(0) : out[i] * factor, row[i]);
-    lse[r] = masked ? A(-INFINITY) : state.max[r] + std::log(sum);
+    lse[r] = masked ? A(-INFINITY) : unit * state.max[r] + std::log(sum);
   }
 }
 
@@ -87,18 +88,23 @@ void bwd_row(const AttentionRule& rule, const ScoreTile& tile, BiasRows<A>& bias
   const uint32_t threshold = rule.dropout.threshold;
   const A scale = A(rule.scale), kept = rule.dropout.scale_as<A>();
   const int64_t n = tile.cols;
-  const A factor = kLog2E<A> * scores_to_logits(rule, tile, bias, r, s, slope);
-  const A shift = kLog2E<A> * softmax_shift(lse);
+  const A shift = softmax_shift(lse);
+  // lse is rounded: of logits as large as 1e9 it may be less than the largest by a hundred.
+  const auto prob_of = [&](A logit) CKPT_INLINE {
+    const A power = kLog2E<A> * (logit - shift);
+    return exp2_softmax(power > 127 ? A(127) : power);
+  };
+  products_to_logits(rule, tile, bias, r, s, slope);
   fill_unseen(tile, seen_columns(rule, tile, r), A(0), ds);
   if (threshold == 0) {
     for_columns(n, [&](int64_t i) {
-      s[i] = exp2_softmax(factor * s[i] - shift);
+      s[i] = prob_of(s[i]);
       ds[i] = scale * s[i] * (ds[i] - delta);
     });
   } else {
     const uint16_t* draws = tile_draws(rule, tile, r, buffer);
     for_columns(n, [&](int64_t i) {
-      const A prob = exp2_softmax(factor * s[i] - shift);
+      const A prob = prob_of(s[i]);
       s[i] = dropout_apply(prob, draws[i], threshold, kept);
       ds[i] = scale * prob * (dropout_apply(ds[i], draws[i], threshold, kept) - delta);
     });
@@ -125,7 +131,7 @@ void bwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores, A* dp
       const int64_t low = r - odd;
       const auto pair = [&](const A* rows, C* right) {
         interleave_rows(rows + low * stride, odd ? rows + r * stride : nullptr, n,
-                        reinterpret_cast<uint32_t*>(right + low * n));
+                        reinterpret_cast<Pair*>(right + low * n));
       };
       pair(scores, out.right_probs);
       pair(dprobs, out.right_dprobs);

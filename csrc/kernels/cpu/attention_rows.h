@@ -131,30 +131,44 @@ CKPT_HD void fill_unseen(const ScoreTile& tile, const KeyRange& seen, A value, A
 template <typename A>
 constexpr A kLog2E = A(1.44269504088896340736);
 
-// Turns row r of products into what gives logits when it is multiplied by the factor that is
-// returned: -inf where masked. slope: derivatives of a soft cap, or null.
+// Whether something beside a positive scale makes logits of products.
+CKPT_HD bool plain_logits(const AttentionRule& rule) {
+  return rule.softcap == 0 && rule.mask.kind == MaskKind::none &&
+         rule.padding.kind == MaskKind::none && rule.scale > 0;
+}
+
+// Turns row r of products into logits: -inf where masked. slope: derivatives of a soft cap, or
+// null.
 template <typename A>
-CKPT_HD A scores_to_logits(const AttentionRule& rule, const ScoreTile& tile, BiasRows<A>& bias,
-                           int64_t r, A* row, A* slope) {
-  const KeyRange seen = seen_columns(rule, tile, r);
+CKPT_HD void products_to_logits(const AttentionRule& rule, const ScoreTile& tile, BiasRows<A>& bias,
+                                int64_t r, A* row, A* slope) {
   const A scale = A(rule.scale), cap = A(rule.softcap);
-  A factor = scale;
-  if (cap != 0 || bias.any || !(scale > 0)) {
-    factor = 1;
-    if (cap != 0) {
-      CKPT_IVDEP
-      for (int64_t i = 0; i < tile.cols; ++i) {
-        const A t = tanh_acc(scale * row[i] / cap);
-        if (slope != nullptr) slope[i] = A(1) - t * t;
-        row[i] = cap * t;
-      }
-    } else {
-      for_columns(tile.cols, [&](int64_t i) CKPT_INLINE { row[i] *= scale; });
+  if (cap != 0) {
+    CKPT_IVDEP
+    for (int64_t i = 0; i < tile.cols; ++i) {
+      const A t = tanh_acc(scale * row[i] / cap);
+      if (slope != nullptr) slope[i] = A(1) - t * t;
+      row[i] = cap * t;
     }
-    bias.add(r, seen.begin, seen.end, row);
+  } else {
+    for_columns(tile.cols, [&](int64_t i) CKPT_INLINE { row[i] *= scale; });
   }
+  const KeyRange seen = seen_columns(rule, tile, r);
+  bias.add(r, seen.begin, seen.end, row);
   fill_unseen(tile, seen, A(-INFINITY), row);
-  return factor;
+}
+
+// As above, but for a positive scale that is left to be multiplied by, which is returned; else 1.
+// Differences of products are exact where those of scaled ones, in one instruction, are not.
+template <typename A>
+CKPT_HD A products_to_unscaled(const AttentionRule& rule, const ScoreTile& tile, BiasRows<A>& bias,
+                               int64_t r, A* row) {
+  if (plain_logits(rule)) {
+    fill_unseen(tile, seen_columns(rule, tile, r), A(-INFINITY), row);
+    return A(rule.scale);
+  }
+  products_to_logits<A>(rule, tile, bias, r, row, nullptr);
+  return A(1);
 }
 
 // The draws of row r for the tile's columns. Those of wide tiles are made 128 at a time, as whole

@@ -20,7 +20,8 @@ CKPT_HD C converted(T x) {
   }
 }
 
-// Two entries of a 16-bit right operand that lie side by side.
+// Two entries of a 16-bit right operand that lie side by side, in its memory.
+typedef uint32_t __attribute__((may_alias)) Pair;
 CKPT_HD uint32_t pair_of(bf16 low, bf16 high) {
   return uint32_t(low.bits) | uint32_t(high.bits) << 16;
 }
@@ -30,7 +31,7 @@ CKPT_HD uint32_t pair_of(float low, float high) {
 
 // out = n entries of two rows, interleaved; high is null where there is no second row.
 template <typename T>
-CKPT_HD void interleave_rows(const T* low, const T* high, int64_t n, uint32_t* out) {
+CKPT_HD void interleave_rows(const T* low, const T* high, int64_t n, Pair* out) {
   if (high == nullptr) {
     for (int64_t i = 0; i < n; ++i) out[i] = pair_of(low[i], T{});
     return;

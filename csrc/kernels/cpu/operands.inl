@@ -47,13 +47,13 @@ void right_row_copies(const T* in, int64_t stride, int64_t rows, int64_t cols, C
   if constexpr (kRowsAbreast<C> == 1) {
     left_row_copies(in, stride, rows, cols, right, out_rows, cols);
   } else {
-    uint32_t* out = reinterpret_cast<uint32_t*>(right);
+    Pair* out = reinterpret_cast<Pair*>(right);
     for (int64_t r = 0; r < out_rows; r += 2, out += cols) {
       const T* low = in + r * stride;
       if (r < rows) {
         interleave_rows(low, r + 1 < rows ? low + stride : nullptr, cols, out);
       } else {
-        std::fill_n(out, cols, 0u);
+        std::fill_n(out, cols, Pair(0));
       }
     }
   }
@@ -65,7 +65,7 @@ void right_column_copies(const T* in, int64_t stride, int64_t rows, int64_t cols
   if constexpr (kRowsAbreast<C> == 1) {
     left_column_copies(in, stride, rows, cols, right, out_cols);
   } else {
-    uint32_t* out = reinterpret_cast<uint32_t*>(right);
+    Pair* out = reinterpret_cast<Pair*>(right);
     const auto pair_at = [&](int64_t row, int64_t c) CKPT_INLINE {
       const T* x = in + row * stride + c;
       return pair_of(x[0], c + 1 < cols ? x[1] : T{});
@@ -74,7 +74,7 @@ void right_column_copies(const T* in, int64_t stride, int64_t rows, int64_t cols
     for (; row + kRowBlock <= rows; row += kRowBlock) {
       for (int64_t c = 0; c + 1 < cols; c += 2) {
         const T* x = in + row * stride + c;
-        uint32_t* pairs = out + c / 2 * out_cols + row;
+        Pair* pairs = out + c / 2 * out_cols + row;
         CKPT_IVDEP
         for (int64_t i = 0; i < kRowBlock; ++i) {
           pairs[i] = pair_of(x[i * stride], x[i * stride + 1]);
