@@ -144,7 +144,7 @@ void small(int64_t rows, int64_t cols, int64_t depth, const A* left, int64_t lef
            const A* right, int64_t right_stride, A* out, int64_t out_stride, bool add) {
   for (int64_t r = 0; r < rows; ++r) {
     A* y = out + r * out_stride;
-    if (!add) std::fill_n(y, cols, A(0));
+    for (int64_t c = 0; !add && c < cols; ++c) y[c] = A(0);
     for (int64_t i = 0; i < depth; ++i) {
       const A factor = left[r * left_stride + i];
       const A* x = right + i * right_stride;

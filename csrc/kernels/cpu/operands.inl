@@ -12,10 +12,15 @@ void left_row_copies(const T* in, int64_t stride, int64_t rows, int64_t cols, C*
   }
 }
 
+template <typename C>
+CKPT_HD void clear(C* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) x[i] = C{};
+}
+
 // Zeros from a column on; all of a row where most are.
 template <typename C>
 CKPT_HD void clear_columns(C* x, int64_t rows, int64_t cols, int64_t begin) {
-  if (begin < kRowBlock) return (void)std::fill_n(x, begin < cols ? rows * cols : 0, C{});
+  if (begin < kRowBlock) return clear(x, begin < cols ? rows * cols : 0);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t i = begin; i < cols; ++i) x[r * cols + i] = C{};
   }
@@ -53,7 +58,7 @@ void right_row_copies(const T* in, int64_t stride, int64_t rows, int64_t cols, C
       if (r < rows) {
         interleave_rows(low, r + 1 < rows ? low + stride : nullptr, cols, out);
       } else {
-        std::fill_n(out, cols, Pair(0));
+        clear(out, cols);
       }
     }
   }
