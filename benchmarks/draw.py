@@ -73,14 +73,16 @@ def seconds(rows: dict[str, Any], name: str) -> float:
 
 def encoder_table(page: Path) -> str:
     """Step time and memory of PyTorch's encoder layers in three variants, and the picture of them."""
-    sizes, rows, threads = case_of(result(ENCODER))
+    found = result(ENCODER)
+    sizes, rows, threads = case_of(found)
+    best = found["environment"]["cpu"]["instructions"].split()[-1]
     cells = [
         [label, f"{seconds(rows, v):.2f} s", f"{rows[v]['peak'] / 1e9:.2f} GB"] for v, label in ENCODER_ROWS.items()
     ]
     return f"""{table(["one training step", "time", "peak memory"], cells)}
 
 {sizes["layers"]} layers of width {sizes["width"]}, {sizes["tokens"]} tokens, bfloat16, dropout 0.1 (PyTorch's \
-default), {threads} cores; measured as `benchmarks/results/{ENCODER}.md` says.
+default), {threads} cores with {best}; measured as `benchmarks/results/{ENCODER}.md` says.
 
 ![Step time and peak memory of the three variants]({PICTURE.relative_to(page.parent).as_posix()})"""
 
