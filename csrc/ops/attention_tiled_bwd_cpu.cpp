@@ -125,7 +125,7 @@ class KeyValueHead {
   // A tile of keys of a run: where its operands and sums begin, each in one piece, and how many of
   // its columns have gradients so far.
   struct KeyTile {
-    int64_t key, keys, at;
+    int64_t key = 0, keys = 0, at = 0;
     int64_t cols = filled_cols(keys), begun = 0;
   };
 
