@@ -2,10 +2,16 @@
 
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "math/macros.h"
 
 namespace ckptfused {
+
+// The least scale for kernels that hide keys, or look for a row's largest logit, before they
+// multiply by it in float32 (PyTorch's do): below 0 the order turns round and -inf becomes inf, and
+// at what counts as 0 there it becomes NaN.
+inline constexpr double kLeastScale = std::numeric_limits<float>::min();
 
 // Keys [begin, end) of a row of scores, possibly none.
 struct KeyRange {

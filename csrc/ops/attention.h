@@ -2,20 +2,15 @@
 
 #include "ops/torch.h"
 
-#include <limits>
 #include <string_view>
 #include <vector>
 
 #include "kernels/cpu/attention.h"
+#include "math/softmax.h"
 #include "ops/attention_choice.h"
 #include "ops/checks.h"
 
 namespace ckptfused {
-
-// The least scale that PyTorch's kernels are given. They hide keys, and on a GPU look for a row's
-// largest logit, before they multiply by the scale in float32: below 0 the order turns round and
-// -inf becomes inf, and at what counts as 0 there it becomes NaN.
-inline constexpr double kLeastScale = std::numeric_limits<float>::min();
 
 // A run of tokens that attend to one another: a batch element, or one sequence of a packed batch.
 struct AttentionSequence {

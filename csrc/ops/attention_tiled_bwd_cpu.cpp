@@ -52,14 +52,6 @@ struct Scratch {
   static int64_t run_of(const TileSizes& s) { return std::min(kKeyRun, filled_cols(s.keys)); }
 };
 
-// Rows of sums, or of an output that is its own sum.
-template <typename A>
-struct Sums {
-  A* data;
-  int64_t stride;
-  A* row(int64_t r) const { return data + r * stride; }
-};
-
 // The gradients of one key/value head of one sequence and of the query heads that read it. One
 // thread adds them up, in a fixed order: by head, by run of keys, by tile of queries.
 template <typename T, typename C>
@@ -84,8 +76,8 @@ class KeyValueHead {
       dk_ = cleared(scratch_.dk, s_.keys);
       dv_ = cleared(scratch_.dv, s_.keys);
     } else if (summed) {  // the outputs, zero so far or given, are the sums
-      dk_ = rows_as_sums(t_.dk, head_, s_.key);
-      dv_ = rows_as_sums(t_.dv, head_, s_.key);
+      dk_ = head_rows<A>(t_.dk, s_.batch, head_, s_.key);
+      dv_ = head_rows<A>(t_.dv, s_.batch, head_, s_.key);
     }
     for (int64_t head = head_ * a_.group(); head < (head_ + 1) * a_.group(); ++head) {
       add_head(head, attention_rule(a_, sequence_, head));
@@ -98,22 +90,19 @@ class KeyValueHead {
   }
 
  private:
-  Sums<A> rows_as_sums(const at::Tensor& t, int64_t head, int64_t row) const {
-    const HeadRows<A> rows = head_rows<A>(t, s_.batch, head, row);
-    return {rows.data, rows.stride};
-  }
-  Sums<A> cleared(A* sums, int64_t rows) const {
+  HeadRows<A> cleared(A* sums, int64_t rows) const {
     std::fill_n(sums, rows * sizes_.head_dim, A(0));
     return {sums, sizes_.head_dim};
   }
-  void store(const Sums<A>& sums, int64_t rows, const at::Tensor& t, int64_t head, int64_t row) {
+  void store(const HeadRows<A>& sums, int64_t rows, const at::Tensor& t, int64_t head,
+             int64_t row) {
     const HeadRows<T> out = head_rows<T>(t, s_.batch, head, row);
     store_tile(sums.data, sums.stride, rows, sizes_.head_dim, out.data, out.stride);
   }
 
   void add_head(int64_t head, const AttentionRule& rule) {
     dq_ = kConverted<T> ? cleared(scratch_.dq, filled_rows(s_.queries))
-                        : rows_as_sums(t_.dq, head, s_.query);
+                        : head_rows<A>(t_.dq, s_.batch, head, s_.query);
     const HeadRows<T> dout = head_rows<T>(t_.dout, s_.batch, head, s_.query);
     const HeadRows<T> o = head_rows<T>(t_.o, s_.batch, head, s_.query);
     attention_delta_rows(dout.data, dout.stride, o.data, o.stride, s_.queries, sizes_.head_dim,
@@ -167,7 +156,8 @@ class KeyValueHead {
   }
 
   // The gradients of a tile of keys go to their sums or, where nothing else adds to them, out.
-  void add_columns(const A* run, const KeyTile& tile, const Sums<A>& sums, const at::Tensor& out) {
+  void add_columns(const A* run, const KeyTile& tile, const HeadRows<A>& sums,
+                   const at::Tensor& out) {
     const int64_t D = sizes_.head_dim;
     const A* columns = run + tile.at * D;
     if (sums.data != nullptr) {
@@ -248,13 +238,12 @@ class KeyValueHead {
   Pieces pieces_;
   Scratch<T, C> scratch_;
   KeyTile tiles_[kKeyRun / kKeyTile];  // of the run at hand
-  Sums<A> dq_{}, dk_{}, dv_{};         // without data: what is added there is all
+  HeadRows<A> dq_{}, dk_{}, dv_{};     // without data: what is added there is all
 };
 
 void run(const AttentionProblem& a, const Tensors& t) {
   if (a.head_dim() == 0) return;
-  const int64_t tokens = a.q.size(2);
-  const TileSizes sizes{std::min(a.max_queries, tokens), a.max_keys, a.group(), a.head_dim()};
+  const TileSizes sizes = tile_sizes(a);
   const int64_t heads = a.kv_heads();
   for_tile_types(a.q.scalar_type(), [&](auto type, auto multiplied) {
     using T = decltype(type);

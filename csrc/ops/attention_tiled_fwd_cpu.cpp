@@ -164,7 +164,7 @@ std::tuple<at::Tensor, at::Tensor> attention_tiled_fwd(const AttentionProblem& a
   const auto options = a.q.options().dtype(acc_dtype(dtype));
   const at::Tensor lse = at::empty({a.batch(), a.heads(), tokens}, options);
 
-  const TileSizes sizes{std::min(a.max_queries, tokens), a.max_keys, a.group(), a.head_dim()};
+  const TileSizes sizes = tile_sizes(a);
   const std::vector<Task> tasks = tasks_of(a, run_of(sizes));
   for_tile_types(dtype, [&](auto type, auto multiplied) {
     using T = decltype(type);

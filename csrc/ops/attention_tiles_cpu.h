@@ -41,8 +41,8 @@ namespace tiles {
 constexpr int64_t kQueryRun = 1024, kKeyRun = 1024;
 
 // A tile's rows and columns are filled up to multiples of these: row kernels have whole vectors,
-// and products have few shapes, for each of which a kernel is compiled. Short rows are not filled
-// up to many times as many.
+// and products have few shapes, for each of which a kernel is compiled (but those into an output,
+// which has no more rows than its own). Short rows are not filled up to many times as many.
 constexpr int64_t kColumnStep = 32;
 inline int64_t filled(int64_t n, int64_t step) {
   return (n + step - 1) / step * step;
@@ -68,14 +68,19 @@ struct TileSizes {
   }
 };
 
-// Rows [row, row + rows) of one head of a tensor.
+inline TileSizes tile_sizes(const AttentionProblem& a) {
+  return {std::min(a.max_queries, a.q.size(2)), a.max_keys, a.group(), a.head_dim()};
+}
+
+// Rows of one head: of a tensor, or of its sums in scratch.
 template <typename T>
 struct HeadRows {
   T* data;
   int64_t stride;
+  T* row(int64_t r) const { return data + r * stride; }
 };
 
-// Whoever gets those of an operand only reads them.
+// Those of a tensor from `row` on. Whoever gets those of an operand only reads them.
 template <typename T>
 HeadRows<T> head_rows(const at::Tensor& t, int64_t batch, int64_t head, int64_t row) {
   const T* data = static_cast<const T*>(t.const_data_ptr()) + batch * t.stride(0) +
@@ -86,7 +91,7 @@ HeadRows<T> head_rows(const at::Tensor& t, int64_t batch, int64_t head, int64_t 
 // Calls f(T{}, C{}) with the type of dtype and the one that its tiles are multiplied in.
 template <typename F>
 auto for_tile_types(at::ScalarType dtype, F f) {
-  if (dtype == at::kBFloat16 && multiplies_as_stored(dtype)) return f(bf16{}, bf16{});
+  if (dtype == at::kBFloat16 && multiplies_bfloat16()) return f(bf16{}, bf16{});
   return for_dtype(dtype, [&](auto type) { return f(type, acc_t<decltype(type)>{}); });
 }
 

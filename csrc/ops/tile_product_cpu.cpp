@@ -3,7 +3,6 @@
 #include <ATen/native/CPUBlas.h>
 
 #include "kernels/cpu/attention.h"
-#include "ops/checks.h"
 #include "ops/linear.h"
 #include "ops/tasks_cpu.h"
 
@@ -22,12 +21,11 @@ bool small_multiply(int64_t rows, int64_t cols, int64_t depth, const A* left, in
 
 }  // namespace
 
-// bfloat16 by AMX, or by the dot products of a processor that is not Intel's: Intel's make them at
-// less than the rate of float32.
-bool multiplies_as_stored(at::ScalarType dtype) {
-  if (dtype == acc_dtype(dtype)) return true;
-  if (dtype != at::kBFloat16 || !at::globalContext().userEnabledMkldnn()) return false;
-  return blas::could_pack(dtype) || (!runs_as_float(dtype) && mkl_is_slow());
+// By AMX, or by the dot products of a processor that is not Intel's: Intel's make them at less than
+// the rate of float32.
+bool multiplies_bfloat16() {
+  if (!at::globalContext().userEnabledMkldnn()) return false;
+  return blas::could_pack(at::kBFloat16) || (!runs_as_float(at::kBFloat16) && mkl_is_slow());
 }
 
 void multiply(int64_t rows, int64_t cols, int64_t depth, const bf16* left, int64_t left_stride,

@@ -10,9 +10,9 @@
 
 namespace ckptfused::tiles {
 
-// Whether tiles of this dtype are multiplied as they are stored, with sums in float32; those of
-// float16 and of processors that take longer for it are converted to their accumulation type.
-bool multiplies_as_stored(at::ScalarType dtype);
+// Whether tiles of bfloat16 are multiplied as they are, with sums in float32. Those of float16, and
+// of bfloat16 on a processor that takes longer for it, are converted to float32.
+bool multiplies_bfloat16();
 
 // Products of so few multiplications, and in float, are loops of our own: the call of a library
 // alone takes as long. A function of the tile's shape, so that a replay has forward's bits.

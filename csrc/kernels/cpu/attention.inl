@@ -89,22 +89,17 @@ void bwd_row(const AttentionRule& rule, const ScoreTile& tile, BiasRows<A>& bias
   const A scale = A(rule.scale), kept = rule.dropout.scale_as<A>();
   const int64_t n = tile.cols;
   const A shift = softmax_shift(lse);
-  // lse is rounded: of logits as large as 1e9 it may be less than the largest by a hundred.
-  const auto prob_of = [&](A logit) CKPT_INLINE {
-    const A power = kLog2E<A> * (logit - shift);
-    return exp2_softmax(power > 127 ? A(127) : power);
-  };
-  products_to_logits(rule, tile, bias, r, s, slope);
-  fill_unseen(tile, seen_columns(rule, tile, r), A(0), ds);
+  const KeyRange seen = products_to_logits(rule, tile, bias, r, s, slope);
+  fill_unseen(tile, seen, A(0), ds);
   if (threshold == 0) {
     for_columns(n, [&](int64_t i) {
-      s[i] = prob_of(s[i]);
+      s[i] = prob_of(s[i], shift);
       ds[i] = scale * s[i] * (ds[i] - delta);
     });
   } else {
     const uint16_t* draws = tile_draws(rule, tile, r, buffer);
     for_columns(n, [&](int64_t i) {
-      const A prob = prob_of(s[i]);
+      const A prob = prob_of(s[i], shift);
       s[i] = dropout_apply(prob, draws[i], threshold, kept);
       ds[i] = scale * prob * (dropout_apply(ds[i], draws[i], threshold, kept) - delta);
     });

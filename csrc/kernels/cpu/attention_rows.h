@@ -131,17 +131,17 @@ CKPT_HD void fill_unseen(const ScoreTile& tile, const KeyRange& seen, A value, A
 template <typename A>
 constexpr A kLog2E = A(1.44269504088896340736);
 
-// Whether something beside a positive scale makes logits of products.
+// Whether logits are products times a scale, and may be hidden before they are multiplied by it.
 CKPT_HD bool plain_logits(const AttentionRule& rule) {
   return rule.softcap == 0 && rule.mask.kind == MaskKind::none &&
-         rule.padding.kind == MaskKind::none && rule.scale > 0;
+         rule.padding.kind == MaskKind::none && rule.scale >= kLeastScale;
 }
 
 // Turns row r of products into logits: -inf where masked. slope: derivatives of a soft cap, or
-// null.
+// null. Returns what the row sees by position.
 template <typename A>
-CKPT_HD void products_to_logits(const AttentionRule& rule, const ScoreTile& tile, BiasRows<A>& bias,
-                                int64_t r, A* row, A* slope) {
+CKPT_HD KeyRange products_to_logits(const AttentionRule& rule, const ScoreTile& tile,
+                                    BiasRows<A>& bias, int64_t r, A* row, A* slope) {
   const A scale = A(rule.scale), cap = A(rule.softcap);
   if (cap != 0) {
     CKPT_IVDEP
@@ -156,9 +156,10 @@ CKPT_HD void products_to_logits(const AttentionRule& rule, const ScoreTile& tile
   const KeyRange seen = seen_columns(rule, tile, r);
   bias.add(r, seen.begin, seen.end, row);
   fill_unseen(tile, seen, A(-INFINITY), row);
+  return seen;
 }
 
-// As above, but for a positive scale that is left to be multiplied by, which is returned; else 1.
+// As above, but for a scale that is left to be multiplied by, which is returned; else 1.
 // Differences of products are exact where those of scaled ones, in one instruction, are not.
 template <typename A>
 CKPT_HD A products_to_unscaled(const AttentionRule& rule, const ScoreTile& tile, BiasRows<A>& bias,
@@ -169,6 +170,14 @@ CKPT_HD A products_to_unscaled(const AttentionRule& rule, const ScoreTile& tile,
   }
   products_to_logits<A>(rule, tile, bias, r, row, nullptr);
   return A(1);
+}
+
+// exp(logit - shift). A log-sum-exp that is the shift is rounded: of logits as large as 1e9 it may
+// be less than the largest by a hundred.
+template <typename A>
+CKPT_HD A prob_of(A logit, A shift) {
+  const A power = kLog2E<A> * (logit - shift);
+  return exp2_softmax(power > 127 ? A(127) : power);
 }
 
 // The draws of row r for the tile's columns. Those of wide tiles are made 128 at a time, as whole

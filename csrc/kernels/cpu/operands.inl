@@ -71,7 +71,7 @@ void right_column_copies(const T* in, int64_t stride, int64_t rows, int64_t cols
     left_column_copies(in, stride, rows, cols, right, out_cols);
   } else {
     Pair* out = reinterpret_cast<Pair*>(right);
-    const auto pair_at = [&](int64_t row, int64_t c) CKPT_INLINE {
+    const auto pair_at = [&](int64_t row, int64_t c) {
       const T* x = in + row * stride + c;
       return pair_of(x[0], c + 1 < cols ? x[1] : T{});
     };
