@@ -120,7 +120,7 @@ class Benchmark(Generic[S]):
     figures: Callable[[S, Steps], Rows] = lambda sizes, steps: {}
     """Measures or predicts what is not time, and adds rows of what is not timed."""
     alone: Callable[[S, str], dict[str, Any]] | None = None
-    """Measures more of a variant, in a process of its own."""
+    """Measures more of a variant, in a process of its own. One that returns "refused", and why, is not timed."""
     columns: Sequence[Column] = ()
     goals: Callable[[S], Sequence[Goal]] = lambda sizes: ()
     must_meet: bool = False

@@ -33,7 +33,17 @@ from benchmarks.pages import page, sizes_of
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = (
-    *("encoder-step", "whole-step", "step-time", "lora-step", "mixture-step", "loss-head", "ffn-scratch", "policies"),
+    *(
+        "step",
+        "encoder-step",
+        "whole-step",
+        "step-time",
+        "lora-step",
+        "mixture-step",
+        "loss-head",
+        "ffn-scratch",
+        "policies",
+    ),
     *(
         "planned-steps",
         "attention",
@@ -103,6 +113,7 @@ def measure(benchmark: Benchmark[S], sizes: S, options: argparse.Namespace) -> d
     if benchmark.alone:
         for name in steps:
             rows[name] |= alone(benchmark, sizes, name, options.threads)
+        steps = {name: step for name, step in steps.items() if "refused" not in rows[name]}
     taken = take_turns(steps, options.budget, benchmark.clock)
     for name, times in taken.items():
         rows[name] = summary(times, next(iter(taken.values()))) | rows[name]

@@ -102,6 +102,16 @@ def test_what_is_wrong_is_not_timed(tmp_path: Path) -> None:
         run(declared(called), tmp_path, "--variant other")
 
 
+def test_a_variant_that_is_refused_is_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    called: list[str] = []
+    found: dict[str, Rows] = {"slow": {}, "fast": {"refused": "it is wrong"}}  # type: ignore[dict-item]
+    monkeypatch.setattr(runner, "alone", lambda benchmark, sizes, variant, threads: found[variant])
+    run(replace(declared(called), alone=lambda sizes, variant: {}), tmp_path, "--kind one")
+    assert called == ["check", *["slow"] * 4]
+    rows = json.loads((tmp_path / "weights-3.json").read_text())["cases"][0]["rows"]
+    assert rows["fast"] == {"peak": 3.0, "refused": "it is wrong"} and rows["slow"]["steps"] == 3
+
+
 def test_variants_take_turns() -> None:
     """Nobody always follows the same other one, and the first round is not timed."""
     called: list[str] = []
@@ -123,4 +133,4 @@ def test_the_list_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         runner.parser(benchmark).parse_args([])
     assert "goal: time of ckptfused inputs at most 0.70× that of torch.utils.checkpoint" in said
     assert runner.main(["other"]) == 2
-    assert "expected one of encoder-step, whole-step" in capsys.readouterr().err
+    assert "expected one of step, encoder-step" in capsys.readouterr().err

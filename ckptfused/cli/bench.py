@@ -1,6 +1,8 @@
-"""Time a training step of a Llama-style model: plain, torch.utils.checkpoint, ckptfused.
+"""Time and measure training steps: the benchmarks of the source checkout that this package was imported from.
 
-Runs `python -m benchmarks step-time` of the source checkout that this package was imported from.
+`bench NAME …` runs `python -m benchmarks NAME …`: `bench step` trains one model in every way that there is, `bench
+--list` says what else is measured. Without a name a Llama-style stack is timed plain, under torch.utils.checkpoint and
+as ckptfused trains it (`step-time`).
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = (
-        "All options are handed to `python -m benchmarks step-time`: --case, --dtype, --budget, --threads, --out …"
-    )
+    parser.epilog = "A benchmark's name and options are handed on: bench step --case gpt2 --dtype bfloat16 --budget 60 …"
 
 
 def run(arguments: argparse.Namespace) -> int:
     if not BENCHMARKS.exists():
         raise CommandError(f"the benchmarks are in the source checkout, not in the installed package (no {BENCHMARKS})")
+    words = arguments.options
+    named = words and (not words[0].startswith("-") or words[0] == "--list")
     path = os.pathsep.join(filter(None, (str(BENCHMARKS.parent), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "benchmarks", "step-time", *arguments.options]
+    command = [sys.executable, "-m", "benchmarks", *(words if named else ("step-time", *words))]
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode

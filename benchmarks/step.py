@@ -1,0 +1,146 @@
+"""Time and peak memory of a training step in every way that there is: PyTorch's, Hugging Face's, this library's.
+
+Each way has a process of its own for its memory, in which its gradients are first compared with float64; one whose
+gradients are wrong is not timed. Then all take turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.benchmark import Benchmark, Column, Rows, Sizes, Steps, mib, number, option, ratio
+from benchmarks.memory import memory_of
+from benchmarks.step_models import CASES, Batch, Shape, loss_of
+from benchmarks.step_ways import CHECKPOINT, EAGER, Loss, ways
+
+CHECKED = 2, 64
+"""Layers and tokens of the model whose gradients are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSizes(Sizes):
+    """A model of `step_models.py`, its size and its type."""
+
+    case: str = option(*CASES, every=False)
+    size: str = option("two-cores", "full", "tiny", every=False)
+    dtype: str = option("float32", "bfloat16")
+
+
+def ways_of(sizes: StepSizes) -> dict[str, Any]:
+    """The ways that this case can be trained in."""
+    case = CASES[sizes.case]
+    return ways(case.whole, causal=sizes.case in ("gpt2", "lora"))
+
+
+def made(sizes: StepSizes, shape: Shape, dtype: torch.dtype) -> tuple[Any, Batch]:
+    """The model with the same weights each time, in training, and its batch."""
+    torch.manual_seed(sizes.seed)
+    model = CASES[sizes.case].make(shape).to(dtype).train()
+    return model, CASES[sizes.case].batch(shape, dtype)
+
+
+class Training:
+    """A model as one way trains it; called, a step."""
+
+    def __init__(self, sizes: StepSizes, way: str) -> None:
+        case = CASES[sizes.case]
+        self.model, self.batch = made(sizes, case.shape(sizes.size), getattr(torch, sizes.dtype))
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=1e-5) if case.whole else None
+        self.way: Loss = ways_of(sizes)[way](self.model, self.batch)
+
+    def forget(self) -> None:
+        """Frees the gradients."""
+        for tensor in (*self.trained, *self.batch.values()):
+            tensor.grad = None
+
+    def loss(self) -> Tensor:
+        return self.way(self.model, self.batch)
+
+    def __call__(self) -> None:
+        self.forget()
+        self.loss().backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+def gradients(model: Any, batch: Batch, loss: Loss) -> dict[str, Tensor]:
+    """Every gradient of a step, in float64; parameters by their order, for a way may give them other names."""
+    loss(model, batch).backward()
+    found = {str(i): p for i, p in enumerate(model.parameters())} | batch
+    return {name: p.grad.double() for name, p in found.items() if p.grad is not None}
+
+
+def error_of(sizes: StepSizes, way: str) -> float:
+    """The largest error of a gradient without dropout, against float64, over twice eager's in the same type (and half
+    an ulp of the gradient's norm): more than 1 is wrong."""
+    case, dtype = CASES[sizes.case], getattr(torch, sizes.dtype)
+    layers, tokens = CHECKED
+    calm = replace(case.shape(sizes.size), layers=layers, tokens=tokens, batch=1, dropout=0.0)
+    plain, batch = made(sizes, calm, dtype)
+    truth, wide = made(sizes, calm, torch.float64)
+    truth.load_state_dict(plain.state_dict())
+    for name, value in batch.items():
+        wide[name] = value.detach().double().requires_grad_(value.requires_grad) if value.is_floating_point() else value
+    exact, own = gradients(truth, wide, loss_of), gradients(plain, batch, loss_of)
+    model, batch = made(sizes, calm, dtype)
+    ours = gradients(model, batch, ways_of(sizes)[way](model, batch))
+    if ours.keys() != exact.keys():
+        return float("inf")
+    eps = torch.finfo(dtype).eps / 2
+    errors = ((ours[n] - t).norm() / (2 * (own[n] - t).norm() + eps * t.norm()) for n, t in exact.items())
+    return float(max(torch.stack(list(errors)).nan_to_num(float("inf"))))
+
+
+def alone(sizes: StepSizes, way: str) -> dict[str, Any]:
+    """What one way needs: bytes above weights and optimizer state at the peak of a step, and between its passes."""
+    error = error_of(sizes, way)
+    if not error <= 1:
+        return {"refused": f"its gradients are off by {error:.3g} of what is allowed"}
+    step = Training(sizes, way)
+    for _ in range(2):
+        step()  # compiles; the optimizer makes its state
+    step.forget()
+    saved = memory_of(step.loss).lasting
+    return {"error": error, "saved": saved, "peak": memory_of(step).peak}
+
+
+def variants(sizes: StepSizes) -> Steps:
+    return {way: Training(sizes, way) for way in ways_of(sizes)}
+
+
+def shape(sizes: StepSizes, rows: Rows) -> str:
+    case = CASES[sizes.case]
+    s = case.shape(sizes.size)
+    classes = f", {s.vocabulary:,} classes" if s.vocabulary else ""
+    return (
+        f"{case.about}: {s.layers} layers, C {s.width}, {s.heads} heads{classes}, {s.batch} × {s.tokens} tokens, "
+        f"dropout {s.dropout}, {sizes.dtype}. Peak: PyTorch's allocator above weights and optimizer state, gradients "
+        "included; saved: what forward leaves for backward. Error: the largest of a gradient's against float64, over "
+        "twice eager's and half an ulp of its norm."
+    )
+
+
+BENCHMARK = Benchmark(
+    name="step",
+    doc=__doc__,
+    sizes=StepSizes(),
+    variants=variants,
+    alone=alone,
+    columns=(
+        mib("peak", "peak"),
+        mib("saved", "saved"),
+        ratio("time of eager", EAGER),
+        ratio("peak of eager", EAGER, "peak"),
+        ratio("peak of checkpoint", CHECKPOINT, "peak"),
+        number("error", "error", ".2f"),
+        Column("", lambda row, rows: row.get("refused", "")),
+    ),
+    stem=lambda sizes: f"step-{sizes.case}-{sizes.dtype}{'' if sizes.size == 'two-cores' else f'-{sizes.size}'}",
+    shape=shape,
+    budget=120.0,
+)

@@ -1,0 +1,266 @@
+"""What `step.py` trains: stacks of layers alone, and small models with their loss and optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.cases import LLAMA
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model and its batch."""
+
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    tokens: int
+    vocabulary: int = 0
+    dropout: float = 0.1
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """One model in two sizes."""
+
+    about: str
+    two_cores: Shape
+    full: Shape
+    make: Callable[[Shape], Any]
+    """The model with random weights, float32."""
+    batch: Callable[[Shape, torch.dtype], Batch]
+    whole: bool = True
+    """A model with its loss, that an optimizer updates; or a stack of layers, forward and backward alone."""
+
+    def shape(self, size: str) -> Shape:
+        """The sizes by their name; the tiny ones show that everything runs."""
+        if size == "tiny":
+            return replace(self.two_cores, layers=2, width=64, heads=2, batch=2, tokens=64, vocabulary=64)
+        return self.full if size == "full" else self.two_cores
+
+
+class Stack(nn.Module):
+    """Layers one after another; called, the sum of their output times what comes back."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, dy: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x * dy).sum()
+
+
+def loss_of(model: Any, batch: Batch) -> Tensor:
+    """What backward starts from."""
+    found = model(**batch)
+    return found if isinstance(found, Tensor) else found.loss
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    """The list of layers in a model: its longest."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len)
+
+
+def encoder(shape: Shape) -> Stack:
+    """PyTorch's own layers with their defaults."""
+    layers = (
+        nn.TransformerEncoderLayer(shape.width, shape.heads, 4 * shape.width, shape.dropout, batch_first=True)
+        for _ in range(shape.layers)
+    )
+    return Stack(nn.ModuleList(layers))
+
+
+class LlamaStack(nn.Module):
+    """A Llama's layers and last norm, called as `Stack`."""
+
+    def __init__(self, shape: Shape) -> None:
+        from transformers import LlamaModel
+
+        super().__init__()
+        self.model = LlamaModel(llama_config(shape, attention_dropout=shape.dropout))
+
+    def forward(self, x: Tensor, dy: Tensor) -> Tensor:
+        return (self.model(inputs_embeds=x).last_hidden_state * dy).sum()
+
+
+def llama_config(shape: Shape, **options: Any) -> Any:
+    """Llama's proportions."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=max(shape.vocabulary, 1),
+        hidden_size=shape.width,
+        intermediate_size=LLAMA.shape.dim_feedforward * shape.width // LLAMA.shape.d_model,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        max_position_embeddings=shape.tokens,
+        use_cache=False,
+        **options,
+    )
+
+
+def rows(shape: Shape, dtype: torch.dtype) -> Batch:
+    """Random inputs of a stack [B, T, C], and the gradient that comes back."""
+    generator = torch.Generator().manual_seed(1)
+    size = (shape.batch, shape.tokens, shape.width)
+    x, dy = (torch.randn(size, generator=generator).to(dtype) for _ in range(2))
+    return {"x": x.requires_grad_(), "dy": dy}
+
+
+def gpt2(shape: Shape) -> Any:
+    """GPT-2 with dropout everywhere."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=shape.vocabulary,
+        n_embd=shape.width,
+        n_layer=shape.layers,
+        n_head=shape.heads,
+        n_positions=shape.tokens,
+        resid_pdrop=shape.dropout,
+        embd_pdrop=shape.dropout,
+        attn_pdrop=shape.dropout,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def bert(shape: Shape) -> Any:
+    """BERT, whose norms come after."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        intermediate_size=4 * shape.width,
+        max_position_embeddings=shape.tokens,
+        hidden_dropout_prob=shape.dropout,
+        attention_probs_dropout_prob=shape.dropout,
+    )
+    return BertForMaskedLM(config)
+
+
+def lora(shape: Shape) -> Any:
+    """A frozen Llama with adapters of rank 64."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    # B is 0 in a fresh adapter, and with it the gradient of A: random, there is something to check.
+    adapters = LoraConfig(
+        r=64,
+        lora_alpha=64,
+        lora_dropout=shape.dropout,
+        target_modules="all-linear",
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of an old name in transformers, which PEFT still reads
+        return get_peft_model(LlamaForCausalLM(llama_config(shape)), adapters)
+
+
+def vit(shape: Shape) -> Any:
+    """A vision transformer over patches of 16 x 16."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config: Any = ViTConfig(
+        hidden_size=shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        intermediate_size=4 * shape.width,
+        image_size=_side(shape),
+        hidden_dropout_prob=shape.dropout,
+        attention_probs_dropout_prob=shape.dropout,
+    )
+    config.num_labels = shape.vocabulary
+    return ViTForImageClassification(config)
+
+
+def _side(shape: Shape) -> int:
+    """Pixels of a square picture of so many patches."""
+    return 16 * round(shape.tokens**0.5)
+
+
+def text(shape: Shape, dtype: torch.dtype) -> Batch:
+    """Random tokens, which are their own labels."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, shape.vocabulary, (shape.batch, shape.tokens), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def pictures(shape: Shape, dtype: torch.dtype) -> Batch:
+    """Random pictures with random labels."""
+    generator = torch.Generator().manual_seed(1)
+    side = _side(shape)
+    values = torch.randn(shape.batch, 3, side, side, generator=generator).to(dtype)
+    return {"pixel_values": values, "labels": torch.randint(0, shape.vocabulary, (shape.batch,), generator=generator)}
+
+
+CASES = {
+    "encoder": StepCase(
+        "`nn.TransformerEncoderLayer`s with PyTorch's defaults",
+        Shape(6, 512, 8, 4, 512),
+        Shape(24, 1024, 16, 8, 2048),
+        encoder,
+        rows,
+        whole=False,
+    ),
+    "encoder-4096": StepCase(
+        "`nn.TransformerEncoderLayer`s with PyTorch's defaults, a long sequence",
+        Shape(4, 512, 8, 1, 4096),
+        Shape(4, 4096, 32, 1, 32768),
+        encoder,
+        rows,
+        whole=False,
+    ),
+    "llama": StepCase(
+        "Llama layers without dropout",
+        Shape(4, 1024, 16, 4, 512, dropout=0.0),
+        Shape(4, 4096, 32, 2, 8192, dropout=0.0),
+        LlamaStack,
+        rows,
+        whole=False,
+    ),
+    "llama-dropout": StepCase(
+        "Llama layers with dropout in attention",
+        Shape(4, 1024, 16, 4, 512),
+        Shape(4, 4096, 32, 2, 8192),
+        LlamaStack,
+        rows,
+        whole=False,
+    ),
+    "gpt2": StepCase(
+        "GPT-2 with all its dropouts, loss and AdamW",
+        Shape(6, 512, 8, 4, 512, 16384),
+        Shape(24, 1024, 16, 8, 1024, 50257),
+        gpt2,
+        text,
+    ),
+    "bert": StepCase(
+        "BERT, loss and AdamW", Shape(6, 512, 8, 8, 256, 8192), Shape(24, 1024, 16, 32, 512, 30522), bert, text
+    ),
+    "lora": StepCase(
+        "Llama with LoRA of rank 64 on every projection, loss and AdamW",
+        Shape(4, 1024, 16, 4, 512, 8192, dropout=0.05),
+        Shape(32, 4096, 32, 2, 4096, 128256, dropout=0.05),
+        lora,
+        text,
+    ),
+    "vit": StepCase(
+        "ViT, loss and AdamW", Shape(6, 512, 8, 16, 196, 1000), Shape(24, 1024, 16, 64, 196, 1000), vit, pictures
+    ),
+}
