@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks import runner
 from benchmarks.benchmark import MIB
+from benchmarks.committed import case_of, result, seconds
+from benchmarks.drawings import ENCODER_ROWS, WHOLE_ROWS, draw_encoder, draw_policies, draw_step, draw_whole
 from benchmarks.pages import page as result_page
-from benchmarks.pictures import draw_bars, pyplot, saved, short
+from benchmarks.pictures import pyplot, short
 from benchmarks.planned_steps import best_by_hand
-from benchmarks.policies import NONE, THEIRS, above
+from benchmarks.policies import above
+from benchmarks.step_models import CASES
 from benchmarks.tables import table
-from ckptfused.profiler.plot import label_points
 
 ROOT, RESULTS = runner.ROOT, runner.RESULTS
 IMAGES = ROOT / "docs" / "images"
@@ -34,18 +35,9 @@ POLICIES_PICTURE = IMAGES / "policies.svg"
 POLICIES = "policies-12x384"
 PLANNED = "planned-steps-12x384"
 ENCODER = "encoder-4x512x4096"
-ENCODER_ROWS = {
-    "nn.TransformerEncoderLayer": "`nn.TransformerEncoderLayer`",
-    "under torch.utils.checkpoint": "… under `torch.utils.checkpoint`",
-    "FusedCheckpointBlock": "… class swapped for `FusedCheckpointBlock`",
-}
+STEP = "step-encoder-float32-zen5"
+STEP_PICTURE = IMAGES / "step.svg"
 WHOLE = "whole-step-8x384x32768"
-WHOLE_ROWS = {
-    "Hugging Face": "Hugging Face",
-    "its gradient checkpointing": "… its gradient checkpointing",
-    "its gradient checkpointing, torch's chunked loss": "… and PyTorch's chunked loss",
-    'convert(model, loss="chunked")': '`convert(model, loss="chunked")`',
-}
 # Label of a row -> result. The order is that of the table.
 SPEED = {
     "Xeon with AMX, bfloat16": "llama-4x1024-bfloat16-sapphirerapids",
@@ -55,20 +47,6 @@ SPEED = {
     "Cascade Lake, float32": "llama-4x1024-float32-cascadelake",
     "Cascade Lake, bfloat16": "llama-4x1024-bfloat16-cascadelake",
 }
-
-
-def result(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def case_of(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Sizes and rows of a result's first case, and its threads."""
-    case = found["cases"][0]
-    return case["sizes"], case["rows"], found["environment"]["threads"]
-
-
-def seconds(rows: dict[str, Any], name: str) -> float:
-    return rows[name]["median"]
 
 
 def encoder_table(page: Path) -> str:
@@ -85,6 +63,22 @@ def encoder_table(page: Path) -> str:
 default), {threads} cores with {best}; measured as `benchmarks/results/{ENCODER}.md` says.
 
 ![Step time and peak memory of the three variants]({PICTURE.relative_to(page.parent).as_posix()})"""
+
+
+def step_picture(page: Path) -> str:
+    """The picture of all ways to train one model."""
+    found = result(STEP)
+    sizes, _, threads = case_of(found)
+    where, shape = found["environment"], CASES[sizes["case"]].shape(sizes["size"])
+    layer = f"nn.TransformerEncoderLayer({shape.width}, {shape.heads})"
+    how = os.path.relpath(ROOT / "docs" / "how-it-works.md", page.parent)
+    return f"""![Peak memory and time of a training step, each way a point]\
+({STEP_PICTURE.relative_to(page.parent).as_posix()})
+
+{shape.layers} × `{layer}` with dropout {shape.dropout}, {shape.batch} × {shape.tokens} tokens, {sizes["dtype"]}; \
+{where["cpu"]["model"]}, {threads} cores, PyTorch {where["torch"].partition("+")[0]}. Each point is one way to train \
+the same model, as `benchmarks/results/{STEP}.md` says. Of the time, a part on AMD's processors is the library that \
+multiplies float32 ([oneDNN]({how}#small-kernels-large-products), which eager PyTorch does not ask."""
 
 
 def whole_table(page: Path) -> str:
@@ -184,7 +178,8 @@ Llama of {sizes["layers"]} layers of width {sizes["width"]}, {sizes["batch"]} ×
 
 # By name: the result files that a table is made from, what makes it, and the pages that have it.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Path], str], tuple[Path, ...]]] = {
-    "encoder-step": ((ENCODER,), encoder_table, (ROOT / "README.md", ROOT / "docs" / "index.md")),
+    "step": ((STEP,), step_picture, (ROOT / "README.md", ROOT / "docs" / "index.md")),
+    "encoder-step": ((ENCODER,), encoder_table, (ROOT / "docs" / "keep.md",)),
     "whole-step": ((WHOLE,), whole_table, (ROOT / "README.md", ROOT / "docs" / "loss.md")),
     "ffn-scratch": (tuple(SCRATCH.values()), scratch_table, (ROOT / "docs" / "keep.md",)),
     "loss-head": (tuple(HEADS.values()), heads_table, (ROOT / "docs" / "loss.md",)),
@@ -204,39 +199,6 @@ def filled(name: str, page: Path) -> tuple[str, str]:
     if not all((RESULTS / f"{stem}.json").exists() for stem in needs):
         return before, before
     return before, f"{before[: found.end(1)]}{make(page)}\n{before[found.start(2) :]}"
-
-
-def draw_encoder(path: Path, found: dict[str, Any]) -> None:
-    """Step time and peak memory of PyTorch's encoder layers."""
-    _, rows, _ = case_of(found)
-    peaks = {v: rows[v]["peak"] / 1e9 for v in ENCODER_ROWS}
-    draw_bars(path, {v: seconds(rows, v) for v in ENCODER_ROWS}, ("peak memory of a step, GB", peaks, "{:.2f} GB"))
-
-
-def draw_whole(path: Path, found: dict[str, Any]) -> None:
-    """Step time and peak memory of whole steps of a Llama."""
-    _, rows, _ = case_of(found)
-    peaks = {v: rows[v]["above_gradients"] / MIB for v in WHOLE_ROWS}
-    title = "peak above weights and gradients, MiB"
-    draw_bars(path, {v: seconds(rows, v) for v in WHOLE_ROWS}, (title, peaks, "{:,.0f} MiB"))
-
-
-def draw_policies(path: Path, found: dict[str, Any]) -> None:
-    """Memory against time, a point for each policy; those that leave layers as they were all in another colour."""
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained", facecolor="white")
-    _, rows, _ = case_of(found)
-    points = [(name, above(rows[name]), seconds(rows, name)) for name in sorted(rows, key=partial(seconds, rows))]
-    for colour, plain in (("#5f7fb8", True), ("#d1603d", False)):
-        series = [point[1:] for point in points if (point[0] in (NONE, THEIRS)) is plain]
-        axis.plot(*zip(*series, strict=True), "o", color=colour)
-    axis.set_xlabel("peak above weights, MiB")
-    axis.set_ylabel("seconds a step")
-    axis.margins(x=0.15, y=0.1)
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.draw_without_rendering()  # where points lie is known once there is a layout
-    label_points(axis, [("no checkpointing" if name == NONE else name, x, y) for name, x, y in points])
-    saved(figure, path)
 
 
 PREDICTED = {
@@ -281,6 +243,7 @@ def main(words: Sequence[str]) -> int:
     for _, page, text in stale():
         page.write_text(text)
     pictures = (
+        (STEP, draw_step, STEP_PICTURE),
         (ENCODER, draw_encoder, PICTURE),
         (WHOLE, draw_whole, WHOLE_PICTURE),
         (POLICIES, draw_policies, POLICIES_PICTURE),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import draw, encoder_step
+from benchmarks import draw, drawings, encoder_step
 from benchmarks.encoder_step import CHECKPOINTED, PLAIN, SWAPPED, VARIANTS, EncoderSizes
 
 pytestmark = pytest.mark.once
@@ -28,7 +28,7 @@ def test_a_small_run_writes_its_result_and_is_drawn(
     assert rows[CHECKPOINTED]["peak"] - rows[SWAPPED]["peak"] > 4 * probabilities
     assert f"| {SWAPPED} |" in (tmp_path / "encoder-2x64x512-here.md").read_text()
 
-    draw.draw_encoder(tmp_path / "picture.svg", result)
+    drawings.draw_encoder(tmp_path / "picture.svg", result)
     picture = (tmp_path / "picture.svg").read_text()
     monkeypatch.setattr(draw, "result", lambda name: result)
     table = draw.encoder_table(draw.ROOT / "README.md")

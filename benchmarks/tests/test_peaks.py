@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import draw, loss_head, runner, whole_step
+from benchmarks import draw, drawings, loss_head, runner, whole_step
 from benchmarks.whole_step import CHECKPOINTED, CHUNKED, CONVERTED, LEAST, OURS, PLAIN, WholeSizes
 
 pytestmark = [
@@ -51,7 +51,7 @@ def test_whole_step(measured: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert max(above[variant] for variant in (CHUNKED, OURS, LEAST)) < 2 * logits
     assert f"| {OURS} |" in (tmp_path / "whole-step-2x32x4096.md").read_text()
 
-    draw.draw_whole(tmp_path / "picture.svg", result)
+    drawings.draw_whole(tmp_path / "picture.svg", result)
     picture = (tmp_path / "picture.svg").read_text()
     monkeypatch.setattr(draw, "result", lambda name: result)
     table = draw.whole_table(draw.ROOT / "README.md")

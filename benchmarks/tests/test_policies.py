@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import certificate, draw, planned_steps, policies
+from benchmarks import certificate, drawings, planned_steps, policies
 from benchmarks.benchmark import MIB
 from benchmarks.llama import check_losses
 
@@ -23,7 +23,7 @@ def test_policies_of_guides(measured: Any, tmp_path: Path) -> None:
     assert peak["none"] > peak["every 2"] > peak['keep="inputs"'] == peak["inputs, offloaded"]
     assert peak['keep="all"'] > peak["selective ffn"] > peak['keep="inputs"']
     assert all(row["steps"] >= 3 for row in rows.values())
-    draw.draw_policies(tmp_path / "picture.svg", result)
+    drawings.draw_policies(tmp_path / "picture.svg", result)
     assert (tmp_path / "picture.svg").read_text().count(">whole model<") == 1
 
 

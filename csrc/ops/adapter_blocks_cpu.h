@@ -30,7 +30,7 @@ struct Scratch {
 
   Scratch(Pieces& pieces, const AdapterSizes& s) {
     const int64_t rows = std::min(kRows, s.n);
-    if (!s.backward || s.da_ranks + s.db_ranks > 0) x = pieces.take<A>(rows * s.k);
+    if (!s.backward || s.needs_in) x = pieces.take<A>(rows * s.k);
     if (s.din) dx = pieces.take<A>(rows * s.k);
     t = pieces.take<A>(rows * s.ranks);
     if (s.backward) dt = pieces.take<A>(rows * s.ranks);
@@ -167,11 +167,8 @@ inline AdapterSizes sizes_of(int64_t n, int64_t m, const Adapters& adapters, boo
                              bool din) {
   AdapterSizes s{n, adapters[0].a.size(1), m, 0, backward, din};
   for (const Adapter& adapter : adapters) {
-    const int64_t rank = adapter.a.size(0);
-    s.ranks += rank;
-    if (adapter.da.defined()) s.da_ranks += rank;
-    if (adapter.db.defined()) s.db_ranks += rank;
-    if (adapter.dbias.defined()) s.dbiases += 1;
+    s.ranks += adapter.a.size(0);
+    s.needs_in |= adapter.da.defined() || adapter.db.defined();
   }
   return s;
 }

@@ -49,11 +49,10 @@ void adapters_bwd_cpu(const at::Tensor& dy, const at::Tensor& in, const at::Tens
 
 // What the scratch of a CPU call depends on, apart from copies of a, b and bias in the accumulation
 // type where they have another. n rows, ranks of all adapters; backward: whether din is made, and
-// the ranks of those that ask for da, for db, and the number of those that ask for dbias.
+// whether any asks for da or db, which need the input.
 struct AdapterSizes {
   int64_t n, k, m, ranks;
-  bool backward = false, din = false;
-  int64_t da_ranks = 0, db_ranks = 0, dbiases = 0;
+  bool backward = false, din = false, needs_in = false;
 };
 
 }  // namespace ckptfused

@@ -19,34 +19,33 @@ struct Ranges {
   int64_t rows, count;
 };
 
-int64_t whole_lines(int64_t elements) {
-  return (elements + 15) / 16 * 16;
-}
-
-// Elements of one range's sums.
-int64_t sums_size(const AdapterSizes& s) {
-  return whole_lines(s.da_ranks * s.k + s.db_ranks * s.m + s.dbiases * s.m);
-}
-
-// The sums of one range of rows, a part for each gradient that is asked for.
+// The sums of one range of rows, a part for each gradient that is asked for. Each begins a cache
+// line: PyTorch's products may round otherwise elsewhere, and its place depends on the parts
+// before.
 template <typename A>
 struct Sums {
   std::vector<A*> da, db, dbias;
 
-  Sums(const Adapters& adapters, const AdapterSizes& s, A* next) {
-    const auto take = [&](bool wanted, int64_t size) {
-      A* piece = wanted ? next : nullptr;
-      if (wanted) next += size;
-      return piece;
+  Sums(const Adapters& adapters, const AdapterSizes& s, Pieces& pieces) {
+    const auto take = [&](const at::Tensor& wanted, int64_t size) {
+      return wanted.defined() ? pieces.take<A>(size) : nullptr;
     };
     for (const Adapter& adapter : adapters) {
       const int64_t rank = adapter.a.size(0);
-      da.push_back(take(adapter.da.defined(), rank * s.k));
-      db.push_back(take(adapter.db.defined(), rank * s.m));
-      dbias.push_back(take(adapter.dbias.defined(), s.m));
+      da.push_back(take(adapter.da, rank * s.k));
+      db.push_back(take(adapter.db, rank * s.m));
+      dbias.push_back(take(adapter.dbias, s.m));
     }
   }
 };
+
+// Bytes of one range's sums.
+template <typename A>
+int64_t sums_bytes(const Adapters& adapters, const AdapterSizes& s) {
+  Pieces pieces(nullptr);
+  Sums<A>(adapters, s, pieces);
+  return pieces.bytes();
+}
 
 // dt = scale * dy b, and what the gradients of b and the bias are sums of.
 template <typename T>
@@ -103,9 +102,10 @@ void backward_block(const Call<T>& call, const Rows<T>& dy, const Rows<T>& in, c
 
 // Adds the ranges' sums to the gradients, in the order of the ranges.
 template <typename A>
-void add_sums(const Adapters& adapters, const AdapterSizes& s, const Ranges& ranges, A* memory) {
-  const Sums<A> first(adapters, s, memory);
-  const int64_t stride = sums_size(s);
+void add_sums(const Adapters& adapters, const AdapterSizes& s, const Ranges& ranges, char* memory) {
+  Pieces pieces(memory);
+  const Sums<A> first(adapters, s, pieces);
+  const int64_t stride = pieces.bytes() / int64_t(sizeof(A));
   const auto add = [&](const at::Tensor& grad, const A* from) {
     if (!grad.defined() || grad.numel() == 0) return;
     const int64_t cols = grad.size(-1), rows = grad.numel() / cols;
@@ -133,22 +133,23 @@ void backward(const at::Tensor& dy, const at::Tensor& in, const at::Tensor& din,
   const Ranges ranges(n);
   const Rows<T> dy_rows(dy), in_rows(in);
   const Rows<D> din_rows(din);
-  const at::Tensor memory = at::empty({ranges.count, sums_size(s)},
-                                      dy.options().dtype(at::CppTypeToScalarType<A>::value));
-  A* sums_data = static_cast<A*>(memory.mutable_data_ptr());
+  const int64_t range_bytes = sums_bytes<A>(adapters, s);
+  const at::Tensor memory = at::empty({ranges.count, range_bytes}, dy.options().dtype(at::kByte));
+  char* sums_data = static_cast<char*>(memory.mutable_data_ptr());
   run_tasks(ranges.count, thread_bytes<A>(s), [&](int64_t range, char* mine) {
     Pieces pieces(mine);
     const Scratch<A> scratch(pieces, s);
-    A* own = sums_data + range * sums_size(s);
-    std::fill_n(own, sums_size(s), A(0));
-    const Sums<A> sums(adapters, s, own);
+    char* own = sums_data + range * range_bytes;
+    std::fill_n(own, range_bytes, char(0));
+    Pieces own_pieces(own);
+    const Sums<A> sums(adapters, s, own_pieces);
     const int64_t end = std::min(n, (range + 1) * ranges.rows);
     for (int64_t row = range * ranges.rows; row < end; row += kRows) {
       backward_block(call, dy_rows, in_rows, din_rows, row, std::min(kRows, end - row), sums,
                      scratch);
     }
   });
-  if (!counting()) add_sums(adapters, s, ranges, sums_data);
+  if (!counting()) add_sums<A>(adapters, s, ranges, sums_data);
 }
 
 }  // namespace

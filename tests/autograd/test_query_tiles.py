@@ -84,7 +84,14 @@ def test_the_bits_do_not_depend_on_what_is_asked_for(case: Case) -> None:
 
 @pytest.fixture
 def _threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
+    """Puts the number of threads back. MKL on a processor that is not Intel's rounds thin products by their number."""
+    threads, (left, right), found = torch.get_num_threads(), torch.randn(2, 64, 40), []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        found.append(left[:, :40] @ right[:40])
+    if not all(torch.equal(found[0], other) for other in found[1:]):
+        torch.set_num_threads(threads)
+        pytest.skip("PyTorch's own products depend on the number of threads here")
     yield
     torch.set_num_threads(threads)
 

@@ -148,7 +148,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 def test_the_readme_fits_on_two_screens() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
-    for table in ("encoder-step", "whole-step"):
+    for table in ("step", "whole-step"):
         assert lines.index(f"<!-- end: {table} -->") - lines.index(f"<!-- begin: {table} -->") > 1, "make pictures"
     assert len(lines) <= 120
 
