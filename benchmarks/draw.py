@@ -78,7 +78,7 @@ def step_picture(page: Path) -> str:
 {shape.layers} × `{layer}` with dropout {shape.dropout}, {shape.batch} × {shape.tokens} tokens, {sizes["dtype"]}; \
 {where["cpu"]["model"]}, {threads} cores, PyTorch {where["torch"].partition("+")[0]}. Each point is one way to train \
 the same model, as `benchmarks/results/{STEP}.md` says. Of the time, a part on AMD's processors is the library that \
-multiplies float32 ([oneDNN]({how}#small-kernels-large-products), which eager PyTorch does not ask."""
+multiplies float32 ([oneDNN]({how}#small-kernels-large-products)), which eager PyTorch does not ask."""
 
 
 def whole_table(page: Path) -> str:

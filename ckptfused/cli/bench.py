@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "A benchmark's name and options are handed on: bench step --case gpt2 --dtype bfloat16 --budget 60 …"
+    parser.epilog = "A name and options are handed on: bench step --case gpt2 --dtype bfloat16 --budget 60 …"
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,23 +5,33 @@ from __future__ import annotations
 import argparse
 
 from ckptfused.cli.longest_context import Longest
-from ckptfused.profiler.plot import COLOURS, canvas
+from ckptfused.profiler.plot import COLOURS, FAR, canvas
 from ckptfused.sizes import byte_unit, size
 
 
 def draw(found: dict[str, Longest], arguments: argparse.Namespace) -> None:
     """A line a way through all steps that were predicted, and a mark at the longest that fits."""
     figure, axes = canvas(8, 5)
-    unit, name = byte_unit(arguments.memory)
-    for (way, best), colour in zip(found.items(), COLOURS, strict=False):
-        steps = [(count, peak / unit) for count, peak in best.steps if peak <= 1.5 * arguments.memory]
-        axes.plot([count for count, _ in steps], [peak for _, peak in steps], color=colour, label=way)
-        if best.tokens:
-            axes.plot(best.tokens, best.profile.peak / unit, "o", color=colour, markersize=5)
-    axes.axhline(arguments.memory / unit, color="grey", linestyle="--", label=f"memory, {size(arguments.memory)}")
-    what = "tokens of a sequence" if arguments.largest == "sequence" else "sequences of a batch"
+    memory = arguments.memory
+    shown = {way: [(n, peak) for n, peak in best.steps if peak <= FAR * memory] for way, best in found.items()}
+    highest = max((peak for steps in shown.values() for _, peak in steps), default=memory)
+    far = memory > FAR * highest
+    unit, name = byte_unit(highest if far else memory)
+    for (way, steps), colour in zip(shown.items(), COLOURS, strict=False):
+        axes.plot([count for count, _ in steps], [peak / unit for _, peak in steps], color=colour, label=way)
+        if found[way].tokens:
+            axes.plot(found[way].tokens, found[way].profile.peak / unit, "o", color=colour, markersize=5)
+    if far:
+        said = f"memory, {size(memory)} ↑"
+        axes.text(0.995, 0.985, said, transform=axes.transAxes, fontsize=8, ha="right", va="top")
+    else:
+        axes.axhline(memory / unit, color="grey", linestyle="--", label=f"memory, {size(memory)}")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set(
-        xscale="log", xlabel=what, ylabel=f"peak memory of a step, {name}", ylim=(0, 1.25 * arguments.memory / unit)
+        xlabel="tokens of a sequence" if arguments.largest == "sequence" else "sequences of a batch",
+        ylabel=f"peak memory of a step, {name}",
+        ylim=(0, 1.25 * (highest if far else memory) / unit),
     )
     axes.set_title(f"{arguments.config}, predicted for {arguments.device}", loc="left", fontsize=10)
     axes.grid(alpha=0.3)

@@ -90,7 +90,8 @@ def longest(
             return known[count]
         except ValueError as error:
             if count == 1:
-                raise
+                also = f"; {step:,} is the shortest that is tried, --step takes a smaller one" if step > 1 else ""
+                raise ValueError(f"{error}{also}") from None
             refused[count] = str(error)
             return None
 
@@ -108,7 +109,8 @@ def longest(
         fits, exceeds, low = exceeds, 2 * exceeds, high
         high = tried(exceeds)
     if fits == 0 or low is None:
-        fits, low = 1, known.setdefault(1, step_of(step))
+        fits, low = 1, known.get(1) or tried(1)
+        assert low is not None
         if not within(low):
             return answer(0, low)
     halved = True

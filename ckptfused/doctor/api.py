@@ -13,7 +13,7 @@ from ckptfused.doctor.checks import CHECKS
 from ckptfused.doctor.findings import Finding, Findings
 from ckptfused.doctor.look import Look
 from ckptfused.doctor.ranks import everyones
-from ckptfused.profiler.step import TrainingStep
+from ckptfused.profiler.step import TrainingStep, misspelt
 from ckptfused.simulate.autocast import autocast_type
 from ckptfused.simulate.devices import device_named
 
@@ -52,7 +52,12 @@ def doctor(
     why = next(filter(None, everyones(_why_no_proof(look))), None)
     if why is not None:
         return Findings(found, f"No certificate: {why}.")
-    proved, text = certify(model, look.step, look.name)
+    try:
+        proved, text = certify(model, look.step, look.name)
+    except Exception as error:
+        if said := misspelt(model, batch):
+            error.args = (f"{error}{said}",)
+        raise
     return Findings([*found, *proved], text)
 
 

@@ -20,6 +20,7 @@ CHECKS: tuple[Callable[[Look], Iterator[Finding]], ...] = (
     training.cache_in_training,
     training.checkpoint_in_eval,
     training.nothing_trained,
+    training.misspelt_key,
     training.materialised_attention,
     training.single_precision,
     memory.memory_of_the_step,

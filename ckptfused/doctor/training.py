@@ -13,6 +13,7 @@ from ckptfused.compat.torch_memory import cpu_has_amx
 from ckptfused.compat.transformers import attention_implementation
 from ckptfused.doctor.findings import Finding, joined
 from ckptfused.doctor.look import HUGGING_FACE, OURS, Look
+from ckptfused.profiler.step import misspelt
 
 LONG = 34 / 5
 """Heads times tokens over width, above which attention that is materialised saves more than all else in a layer: of
@@ -80,6 +81,17 @@ def nothing_trained(look: Look) -> Iterator[Finding]:
             "the model",
             "no parameter requires a gradient: nothing is trained, and checkpoints only cost",
             "requires_grad_() on what is to be trained, or evaluate under torch.no_grad()",
+        )
+
+
+def misspelt_key(look: Look) -> Iterator[Finding]:
+    """A name in the batch that forward swallows and nobody reads."""
+    if said := misspelt(look.model, look.step.batch):
+        yield Finding(
+            "warning",
+            "the model",
+            f"the batch has a name that forward does not know{said}",
+            "rename it: what is under it is not used",
         )
 
 

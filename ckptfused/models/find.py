@@ -35,8 +35,9 @@ def _below(
     inner = _repeating(module)
     if isinstance(module, nn.ModuleList):  # of a list of lists, too
         inner += repeating
-    stage = repeated and _holds_layers(module, inner)
-    if family is not None or is_checkpointing_layer(module) or (repeated and not stage):
+    whole = repeated or is_checkpointing_layer(module)
+    stage = whole and _holds_layers(module, inner)
+    if family is not None or (whole and not stage):
         yield name, module, family
         return
     for child_name, child in module.named_children():
@@ -80,22 +81,26 @@ def _holds_own(module: nn.Module) -> bool:
 
 
 def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:
-    """Whether a module that repeats is a stage rather than a layer: a `Sequential` of layers, or a module most of
-    whose parameters are those of blocks in a container of its own, of layers with an adapter, or of ckptfused's own.
+    """Whether a module that repeats, or checkpoints itself, is a stage rather than a layer: a `Sequential` of layers,
+    or a module most of whose parameters are those of blocks in a container of its own, of layers with an adapter, that
+    checkpoint themselves (Swin's), or of ckptfused's own.
     """
     if inner and isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         return True
     if any(map(_is_known, _wrapped(module))):
         return True
     within = [block for child in module.children() for block in _repeating(child) if _has_parts(block)]
-    within += [layer for layer in module.modules() if _is_known(layer)]
+    within += [layer for layer in module.modules() if layer is not module and _is_known(layer)]
     blocks = {p for layer in within for p in layer.parameters()}
     return 2 * sum(p.numel() for p in blocks) > sum(p.numel() for p in module.parameters())
 
 
 def _has_parts(block: nn.Module) -> bool:
-    """Whether a block has parts of several modules, such as attention; the experts of one layer are products alone."""
-    return any(next(child.children(), None) is not None for child in block.children()) or _is_written_out(block)
+    """Whether a block has parts of several modules, such as attention, or of several kinds, such as a convolution and
+    a norm; the experts of one layer are products alone."""
+    kinds = {type(child) for child in block.children() if any(True for _ in child.parameters(recurse=False))}
+    nested = any(next(child.children(), None) is not None for child in block.children())
+    return nested or len(kinds) > 1 or _is_written_out(block)
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -36,20 +36,22 @@ def within(budget: int | None, device: Device) -> tuple[int, tuple[str, ...]]:
 
 
 def not_enough(
-    costs: Costs, budget: int, least: int, policy: CheckpointPolicy, kind: str, language: bool
+    costs: Costs, budget: int, least: int, policy: CheckpointPolicy, kind: str, language: bool, sharded: int
 ) -> tuple[str, int]:
     """What to say, and the least budget. Of each remedy the bytes that it would save, where they are known.
 
-    language: whether the model has a loss head over a vocabulary.
+    language: whether the model has a loss head over a vocabulary. sharded: bytes of parameters that shards would
+    divide, 0 where they are divided already.
     """
     base = costs.base
     trained = base.all_gradients + base.optimizer
     whole = max(2 * base.all_gradients, base.optimizer) > base.weights  # not adapters alone, which LoRA has already
     frozen = trained if whole else 0
+    divided = sharded + trained if sharded else 0
     steps_own = max(0, least - costs.state - base.all_gradients)
     remedies = [
         (frozen, "LoRA (gradients and optimizer state of all weights; adapters have some of their own)"),
-        ((base.weights + trained) * 7 // 8, "FSDP2 over 8 ranks, shards=8 (parameters, gradients and optimizer state)"),
+        (divided * 7 // 8, "FSDP2 over 8 ranks, shards=8 (parameters, gradients and optimizer state)"),
         (steps_own // 2, f"half as many {'sequences or tokens' if language else 'samples'} in the batch (activations)"),
     ]
     lines = [

@@ -178,8 +178,11 @@ class _Planner:
         place = self._place(budget) or self._lowest()
         if place is None or min(self._known.values()) > budget:
             least = min(self._known, key=lambda policy: (self._known[policy], policy.digest))
-            kind, language = self._steps.device.kind, has_vocabulary(self._steps.meta_copy)
-            raise BudgetError(*not_enough(self._costs, budget, self._known[least], least, kind, language))
+            kind, model = self._steps.device.kind, self._steps.meta_copy
+            whole = sum(p.nbytes for p in model.parameters()) if self._shards == 1 else 0
+            raise BudgetError(
+                *not_enough(self._costs, budget, self._known[least], least, kind, has_vocabulary(model), whole)
+            )
         counted, found = place
         policy = counted.policy(found)
         profile = self._steps.of(policy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
+from math import hypot
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from ckptfused.sizes import byte_unit, second_unit, size
 COLOURS = ("#4c566a", "#81a1c1", "#a3be8c", "#ebcb8b", "#d08770", "#bf616a")
 FAR = 1.5
 """Multiple of what a picture shows beyond which a value is said in the margin."""
+_BESIDE = 14
+"""Points at most between a name and what it names; from further away a line leads there."""
 _LETTER = 0.0085
 """Share of the width that a letter of a phase's name takes."""
 
@@ -80,9 +83,15 @@ def _side_by_side(names: list[tuple[float, str]]) -> list[tuple[float, str]]:
     return found
 
 
+def _gap(box: Any, x: float, y: float) -> float:
+    """How far a box is from a point."""
+    return hypot(max(box.x0 - x, 0, x - box.x1), max(box.y0 - y, 0, y - box.y1))
+
+
 def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
     """Writes names beside points, (name, x, y), where they cover neither another name, a point nor a curve of the axes:
-    the nearest such place of a few. Points in one place have one label."""
+    the nearest such place of a few. It is nearer to its own point than to others, or a line leads to that. Points in
+    one place have one label."""
     from matplotlib.transforms import Bbox
 
     names: dict[tuple[float, float], list[str]] = {}
@@ -102,9 +111,11 @@ def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
                 axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
             )
             crossed = any(curve.intersects_bbox(box, filled=False) for curve in curves)
-            if inside and not crossed and not any(box.overlaps(other) for other in taken):
+            nearest = min(places, key=lambda place: _gap(box, *place))
+            clear = far > _BESIDE or nearest == tuple(axes.transData.transform(point))
+            if inside and clear and not crossed and not any(box.overlaps(other) for other in taken):
                 break
         taken.append(box)
-        if far > 14:
+        if far > _BESIDE:
             line = {"arrowstyle": "-", "linewidth": 0.5, "color": "grey"}
             axes.annotate("", point, text.xyann, textcoords="offset points", arrowprops=line)

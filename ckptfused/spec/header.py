@@ -5,6 +5,7 @@ It imports nothing but this folder, so that it runs before anything is built: `c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -164,5 +165,7 @@ def headers() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] or not (ROOT / "csrc").is_dir():
+        sys.exit(f"usage, in a checkout: make spec-header. It writes {' and '.join(path.name for path in headers())}")
     for path, text in headers().items():
         path.write_text(text)

@@ -222,6 +222,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "tokens of a sequence" in picture.read_text()
 
 
+def test_the_shortest_that_is_tried_may_be_too_long() -> None:
+    def step_of(tokens: int) -> Any:
+        raise ValueError("no row 255 in a table of 128")
+
+    with pytest.raises(ValueError, match="no row 255 in a table of 128; 256 is the shortest that is tried, --step"):
+        longest(step_of, 1 << 30)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"

@@ -19,6 +19,7 @@ from ckptfused.cli import main
 from ckptfused.cli.configurations import MODELS, read_config
 from ckptfused.simulate import cards
 from ckptfused.simulate.devices import device_named
+from ckptfused.sizes import size
 from tests import forks
 
 pytestmark = pytest.mark.once
@@ -195,6 +196,15 @@ def test_a_model_of_ones_own_in_context(
         )
     assert main(["profile", "--config", "own_models:misspelt"]) == 1
     assert "has no argument 'lables'; did you mean labels?" in capsys.readouterr().err
-    assert main(["plan", "--config", "own_models:pictures", "--budget", "1KiB"]) == 3
-    said = capsys.readouterr().err
-    assert "half as many samples" in said and "logits" not in said
+    assert main(["doctor", "--config", "own_models:misspelt"]) == 0
+    assert "has no argument 'lables'; did you mean labels?" in " ".join(capsys.readouterr().out.split())
+    for shards, advised in ((1, True), (8, False)):
+        asked = ["--budget", "1KiB", "--shards", str(shards), "--device", "h100"]
+        assert main(["plan", "--config", "own_models:pictures", *asked]) == 3
+        said = capsys.readouterr().err
+        assert "half as many samples" in said and "logits" not in said
+        # Seven eighths of what is of parameters, not of the batch.
+        assert ("FSDP2 over 8 ranks" in said) is advised
+        if advised:
+            parameters = sum(p.nbytes for p in sys.modules["own_models"].pictures()[0].parameters())
+            assert f": about {size(4 * parameters * 7 // 8)} less" in said  # with gradients and AdamW

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import SwinConfig, SwinModel
 
 import ckptfused
 from tests.models.compare import close, result
@@ -58,6 +59,17 @@ class Stage(nn.Module):
         return x
 
 
+class Parts(nn.Module):
+    """A block of several kinds of parts, each without parts of its own, as ConvNeXt's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
 class Experts(nn.Module):
     """A layer: what repeats in it is called by parts of the tokens."""
 
@@ -95,6 +107,10 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
         lambda: nn.Sequential(*(Stage(nn.ModuleList([WrittenOut(), WrittenOut()])) for _ in range(2))),
         [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.0", "blocks.1")],
     ),
+    "stages of blocks without inner parts": (
+        lambda: nn.Sequential(*(Stage(nn.ModuleList([Parts(), Parts()])) for _ in range(2))),
+        [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.0", "blocks.1")],
+    ),
     "blocks without children": (lambda: nn.Sequential(WrittenOut(), WrittenOut()), ["0", "1"]),
     "experts": (lambda: nn.Sequential(Experts(), Experts()), ["0", "1"]),
     "lists of lists": (Lists, ["layers.0.1", "layers.1.1", "layers.2.1", "layers.3.1"]),
@@ -110,3 +126,17 @@ def test_layers(what: str) -> None:
     report = ckptfused.convert(model)
     assert [layer.name for layer in report.layers] == names
     close(result(model, x), result(plain, x), 1e-5)
+
+
+def test_a_stage_that_checkpoints_itself_is_looked_into() -> None:
+    """Hugging Face's Swin: its stages and their blocks are both its checkpointing layers."""
+    config = SwinConfig(image_size=32, patch_size=4, embed_dim=16, depths=[1, 2], num_heads=[2, 2], window_size=4)
+    plain = SwinModel(config).train()
+    model, x = copy.deepcopy(plain), torch.randn(2, 3, 32, 32)
+    report = ckptfused.convert(model)
+    names = ["0.blocks.0", "0.downsample", "1.blocks.0", "1.blocks.1"]
+    assert [layer.name for layer in report.layers] == [f"encoder.layers.{name}" for name in names]
+    torch.manual_seed(0)
+    expected = plain(x).last_hidden_state
+    torch.manual_seed(0)
+    torch.testing.assert_close(model(x).last_hidden_state, expected)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -121,3 +122,11 @@ def test_the_history_of_a_gpu() -> None:
     assert trace.marks == [0, 1, 3, 4]
     assert trace.numbers == [{}, {2: 0}, {}, {1: 1, 2: 2}]
     assert Counter(change.number for change in trace.changes) == {0: 2, 1: 1, 2: 1}
+
+
+def test_threads_measure_one_after_the_other() -> None:
+    """PyTorch's profiler is one of a process: two that overlap end it."""
+    x = torch.randn(8, 4)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: profile(Changing(), x).peak, range(8)))
+    assert len(set(found)) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from ckptfused import plan, profile
+from ckptfused.cli.context_picture import draw
+from ckptfused.cli.longest_context import Longest
 from ckptfused.profiler.plot import _side_by_side, canvas, label_points
 
 pytestmark = pytest.mark.once
@@ -51,6 +55,42 @@ def test_names_of_near_points_cover_one_another_nowhere() -> None:
     paths = [curve.get_transform().transform_path(curve.get_path()) for curve in curves]
     assert not any(path.intersects_bbox(box, filled=False) for path in paths for box in boxes)
     assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 for box in boxes)
+
+
+def test_a_name_is_nearest_to_its_own_point() -> None:
+    """Else a line leads there."""
+    figure, axes = canvas(8, 5)
+    points = [(f"policy {i}", 10.0 + 0.04 * i, 1.0 + 0.12 * (i % 2)) for i in range(12)] + [("far", 12.0, 3.0)]
+    axes.plot([x for _, x, _ in points], [y for *_, y in points], "o")
+    axes.margins(0.3)
+    figure.draw_without_rendering()
+    label_points(axes, points)
+    names = {text.get_text(): text.get_window_extent() for text in axes.texts if text.get_text()}
+    led = [text.xy for text in axes.texts if not text.get_text()]
+    places = {name: axes.transData.transform((x, y)) for name, x, y in points}
+    for name, x, y in points:
+        if (x, y) not in led:
+            box = names[name]
+            near = {
+                other: max(box.x0 - px, px - box.x1, 0) + max(box.y0 - py, py - box.y1, 0)
+                for other, (px, py) in places.items()
+            }
+            assert min(near, key=lambda other: near[other]) == name
+    assert led  # not all have room beside them
+
+
+def test_a_far_memory_does_not_squeeze_the_curves(figures: list[Figure]) -> None:
+    """Bytes of a few MiB on a card of 80 GiB."""
+    steps = tuple((1 << n, n << 20) for n in range(8, 12))
+    found: Any = {"as it is": Longest(2048, SimpleNamespace(peak=11 << 20), "", steps)}  # type: ignore[arg-type]
+    for memory in (80 << 30, 12 << 20):
+        draw(found, Namespace(memory=memory, largest="sequence", config="m", device="h100", plot="c.png"))
+    far, near = figures
+    assert "memory, 80.00 GiB ↑" in texts(far) and "memory, 12.00 MiB ↑" not in texts(near)
+    for figure in figures:
+        assert figure.axes[0].get_ylabel().endswith("MiB") and figure.axes[0].get_ylim()[1] < 20
+        figure.draw_without_rendering()
+        assert "1,024" in [text.get_text() for text in figure.axes[0].get_xticklabels()]
 
 
 def test_a_far_budget_is_in_the_margin(figures: list[Figure]) -> None:
