@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.planner.costs import Costs
+from ckptfused.profiler.step import has_vocabulary
 from ckptfused.simulate.cards import usable
 from ckptfused.simulate.devices import Device
 from ckptfused.sizes import size
@@ -36,18 +39,18 @@ def within(budget: int | None, device: Device) -> tuple[int, tuple[str, ...]]:
 
 
 def not_enough(
-    costs: Costs, budget: int, least: int, policy: CheckpointPolicy, kind: str, language: bool, sharded: int
+    costs: Costs, budget: int, least: int, policy: CheckpointPolicy, model: nn.Module, kind: str, whole: bool
 ) -> tuple[str, int]:
     """What to say, and the least budget. Of each remedy the bytes that it would save, where they are known.
 
-    language: whether the model has a loss head over a vocabulary. sharded: bytes of parameters that shards would
-    divide, 0 where they are divided already.
+    whole: the model is not sharded already.
     """
+    language = has_vocabulary(model)
     base = costs.base
     trained = base.all_gradients + base.optimizer
-    whole = max(2 * base.all_gradients, base.optimizer) > base.weights  # not adapters alone, which LoRA has already
-    frozen = trained if whole else 0
-    divided = sharded + trained if sharded else 0
+    full = max(2 * base.all_gradients, base.optimizer) > base.weights  # not adapters alone, which LoRA has already
+    frozen = trained if full else 0
+    divided = sum(p.nbytes for p in model.parameters()) + trained if whole else 0
     steps_own = max(0, least - costs.state - base.all_gradients)
     remedies = [
         (frozen, "LoRA (gradients and optimizer state of all weights; adapters have some of their own)"),

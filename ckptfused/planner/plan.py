@@ -26,7 +26,7 @@ from ckptfused.planner.sharding import sharded
 from ckptfused.planner.view import plan_json, plan_picture, plan_table
 from ckptfused.profiler.predict import simulated
 from ckptfused.profiler.result import Profile
-from ckptfused.profiler.step import Batch, MakeOptimizer, TrainingStep, check_model, has_vocabulary
+from ckptfused.profiler.step import Batch, MakeOptimizer, TrainingStep, check_model
 from ckptfused.simulate.autocast import Autocast, autocast_type
 from ckptfused.simulate.devices import NAMES, device_named
 from ckptfused.sizes import counted, parse_bytes, size
@@ -178,11 +178,8 @@ class _Planner:
         place = self._place(budget) or self._lowest()
         if place is None or min(self._known.values()) > budget:
             least = min(self._known, key=lambda policy: (self._known[policy], policy.digest))
-            kind, model = self._steps.device.kind, self._steps.meta_copy
-            whole = sum(p.nbytes for p in model.parameters()) if self._shards == 1 else 0
-            raise BudgetError(
-                *not_enough(self._costs, budget, self._known[least], least, kind, has_vocabulary(model), whole)
-            )
+            model, kind, whole = self._steps.meta_copy, self._steps.device.kind, self._shards == 1
+            raise BudgetError(*not_enough(self._costs, budget, self._known[least], least, model, kind, whole))
         counted, found = place
         policy = counted.policy(found)
         profile = self._steps.of(policy)

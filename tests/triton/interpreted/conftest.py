@@ -6,9 +6,11 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.triton.bounds import watch
 from tests.triton.interpreter import mend
 
 mend()
+watch()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
