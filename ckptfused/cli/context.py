@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ckptfused.cli import options
+from ckptfused.cli import files, options
 from ckptfused.cli.errors import CommandError
 from ckptfused.simulate.cards import usable
 from ckptfused.sizes import parse_bytes, size
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print JSON, with the parts of each peak in bytes")
     add(
         "--plot",
-        type=options.picture_path,
+        type=files.picture_path,
         metavar="FILE",
         help="write a picture of memory against what is looked for; needs matplotlib",
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import os
+import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -58,28 +58,6 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number from 1 on, got {text!r}")
     return int(text)
-
-
-def output(text: str) -> str:
-    """For argparse: a file that can be written, looked at before the work is done."""
-    path = Path(text)
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that can be written, got {text!r}")
-    return text
-
-
-def picture_path(text: str) -> str:
-    """The path of a picture, of a kind that matplotlib writes; a name without an ending becomes a PNG."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ModuleNotFoundError as error:
-        raise argparse.ArgumentTypeError(f"needs {error.name}: pip install {error.name}") from None
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if Path(text).suffix.removeprefix(".").lower() not in ("", *kinds):
-        raise argparse.ArgumentTypeError(
-            f"expected a picture's name, ending in one of {', '.join(kinds)}, got {text!r}"
-        )
-    return output(text)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -231,9 +209,11 @@ def model_and_batch(arguments: argparse.Namespace, needs_batch: bool = False) ->
 
     **Raises** `CommandError` where there is neither, or no batch where one is needed.
     """
+    own = is_factory(arguments.config)
+    if own:
+        refuse_for_own(arguments)  # at once: PyTorch is not imported yet
     whole_package()
-    if is_factory(arguments.config):
-        refuse_for_own(arguments)
+    if own:
         model, batch = ran(arguments, lambda: _own(arguments))
         if batch is None and needs_batch:
             raise CommandError(
@@ -253,11 +233,17 @@ def model_and_batch(arguments: argparse.Namespace, needs_batch: bool = False) ->
 
 
 def refuse_for_own(arguments: argparse.Namespace) -> None:
-    """**Raises** `CommandError` where a function of the user's is to make a model that others make."""
+    """**Raises** `CommandError` where a function of the user's is to make a model that others make, or its module is
+    not there."""
     for name in ("lora", "load_in_4bit"):
         if getattr(arguments, name):
             option = name.replace("_", "-")
             raise CommandError(f"--{option}: for a configuration; {arguments.config} makes its model itself")
+    module = arguments.config.partition(":")[0].partition(".")[0]
+    with _working_folder():
+        found = importlib.util.find_spec(module)
+    if found is None:
+        raise CommandError(f"--config: expected module:factory, got {arguments.config!r} (no module {module!r})")
 
 
 def is_factory(text: str) -> bool:
@@ -266,14 +252,23 @@ def is_factory(text: str) -> bool:
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
+@contextlib.contextmanager
+def _working_folder() -> Iterator[None]:
+    """Modules are looked for in the working folder, too, as `python -m` does."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
 def _own(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
     import torch
     from torch import nn
 
     module, _, name = arguments.config.partition(":")
-    here = str(Path.cwd())
-    sys.path.insert(0, here)  # as `python -m` has it
-    try:
+    with _working_folder():
         try:
             factory = getattr(importlib.import_module(module), name)
         except (ModuleNotFoundError, AttributeError) as error:
@@ -282,8 +277,6 @@ def _own(arguments: argparse.Namespace) -> tuple[nn.Module, Any]:
                 f"--config: expected module:factory, got {arguments.config!r} ({error}){near}"
             ) from error
         made = factory()
-    finally:
-        sys.path.remove(here)
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         came = f"a tuple of {len(made)}" if isinstance(made, tuple) and len(made) != 2 else type(model).__name__

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ckptfused.cli import options
+from ckptfused.cli import files, options
 from ckptfused.cli.errors import NO, CommandError
 from ckptfused.sizes import parse_bytes
 
@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks over which FSDP2 shards the model (1)",
     )
     add("--json", action="store_true", help="print JSON, in bytes and seconds, with the policy")
-    add("--policy", type=options.output, metavar="FILE", help="write the policy's JSON, for CheckpointPolicy.from_json")
+    add("--policy", type=files.output, metavar="FILE", help="write the policy's JSON, for CheckpointPolicy.from_json")
     add(
         "--plot",
-        type=options.picture_path,
+        type=files.picture_path,
         metavar="FILE",
         help="write a picture of memory against time; needs matplotlib",
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ckptfused.cli import options
+from ckptfused.cli import files, options
 from ckptfused.cli.errors import CommandError
 
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.add_argument(
         "--plot",
-        type=options.picture_path,
+        type=files.picture_path,
         metavar="FILE",
         help="write a picture of the step's timeline; needs matplotlib",
     )

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
         (["--version"], 0, "ckptfused "),
         (["pln"], 2, "did you mean plan?"),
         (["context", "--confg", "llama-3-8b"], 2, "there is no --confg; did you mean --config?"),
+        (["profile", "--config", "no_such:factory"], 1, "(no module 'no_such')"),
         (["plan", "--config", "llama-3-8"], 1, "did you mean llama-3-8b?"),
         (["plan", "--config", "llama-3-8b", "--budget", "3XiB"], 2, "expected a number of bytes"),
         (["profile", "--config", "llama-3-8b", "--device", "h10"], 2, "did you mean h100?"),
