@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 _elements: dict[int, np.ndarray] = {}
-"""Of each tensor of a launch, by its address: the sorted addresses of its elements."""
+"""Sorted addresses of the elements of each tensor of a launch, by its own address."""
 
 
 def _addresses(t: Tensor) -> np.ndarray:
