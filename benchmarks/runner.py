@@ -57,8 +57,8 @@ NAMES = (
     *("profile-order", "trainer-curves", "step-profile", "host-time-gpu"),
 )
 """Commands whose module declares a `BENCHMARK`."""
-OTHERS = ("families", "architectures", "draw")
-"""Commands that print or write documents."""
+OTHERS = ("families", "architectures", "draw", "compare")
+"""Commands that print or write documents, or compare results."""
 
 
 def take_turns(steps: Steps, budget: float, clock: Clock, least: int = 3) -> dict[str, list[float]]:
