@@ -232,7 +232,7 @@ class CheckpointPolicy:
         else:
             said = [" | ".join(f"{n} × {mode}" for mode, n in runs) + (", again and again" if self.repeat else "")]
         said += [f"{name}={value!r}" for name, value in _told(self).items() if name not in ("layers", "repeat")]
-        return f"policy {self.digest}: {', '.join(said)}"
+        return f"policy {self.digest}: {', '.join(filter(None, said)) or 'of a model without layers'}"
 
     def __repr__(self) -> str:
         return f"<Checkpoint{str(self)[0].upper()}{str(self)[1:]}>"

@@ -172,6 +172,10 @@ def test_recorded_elsewhere(tmp_path: Any) -> None:
     assert CheckpointPolicy.recorded(again) == CheckpointPolicy.recorded(copy.deepcopy(arguments)) == policy
 
 
+def test_a_policy_of_no_layers_says_so() -> None:
+    assert str(CheckpointPolicy(layers=(), repeat=False)).endswith(": of a model without layers")
+
+
 def test_each_layer_as_the_policy_says() -> None:
     """Same gradients, other bytes; the report says what differs; `revert` and a second `convert` undo it."""
     model = llama(num_hidden_layers=4)
