@@ -86,7 +86,8 @@ def nothing_trained(look: Look) -> Iterator[Finding]:
 
 def misspelt_key(look: Look) -> Iterator[Finding]:
     """A name in the batch that forward swallows and nobody reads."""
-    if said := misspelt(look.model, look.step.batch):
+    # Nearly all letters: others may be meant for what **kwargs reach.
+    if said := misspelt(look.model, look.step.batch, 0.8):
         yield Finding(
             "warning",
             "the model",

@@ -106,15 +106,17 @@ def has_vocabulary(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Linear) and module.out_features in rows for module in model.modules())
 
 
-def misspelt(model: Any, batch: Any) -> str:
-    """The end of an error: a name in the batch that the model's forward does not have, and one like it that it has."""
+def misspelt(model: Any, batch: Any, least: float = 0.6) -> str:
+    """The end of an error: a name in the batch that the model's forward does not have, and one like it that it has, as
+    `nearest`."""
     inner = getattr(model, "get_base_model", lambda: model)()  # PEFT's takes any name
     try:
-        names = inspect.signature(inner.forward).parameters
+        taken = inspect.signature(inner.forward).parameters.values()
     except (TypeError, ValueError):  # of code that is not Python's
         return ""
+    names = [p.name for p in taken if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for key in batch if isinstance(batch, Mapping) else ():
-        if key not in names and (near := nearest(str(key), [name for name in names if name not in batch])):
+        if key not in names and (near := nearest(str(key), [name for name in names if name not in batch], least)):
             return f". {type(inner).__name__}.forward has no argument {key!r}{near}"
     return ""
 

@@ -16,9 +16,10 @@ def check_choice(where: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{where}: expected one of {', '.join(allowed)}, got {value!r}")
 
 
-def nearest(given: str, names: Iterable[str]) -> str:
-    """The end of an error about a name: which of those that there are was probably meant; "" where none is near."""
-    found = difflib.get_close_matches(given.lower(), list(names), 1)
+def nearest(given: str, names: Iterable[str], least: float = 0.6) -> str:
+    """The end of an error about a name: which of those that there are was probably meant; "" where none is near, that
+    is where less of the two than `least` is the same."""
+    found = difflib.get_close_matches(given.lower(), list(names), 1, least)
     return f"; did you mean {found[0]}?" if found else ""
 
 

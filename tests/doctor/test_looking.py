@@ -403,3 +403,27 @@ def test_the_advice_about_caches_is_true_of_a_step(how: str) -> None:
             output.loss.backward()
     else:
         assert all(layer.keys is None for layer in getattr(output.past_key_values, "layers", ()))
+
+
+class Swallows(nn.Module):
+    """A model whose forward takes any name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, labels: Any = None, encoder_hidden_states: Any = None, **masks: Any) -> Any:
+        return self.linear(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("lables", True), ("labels", False), ("tgt_mask", False), ("output_hidden_states", False), ("mask", False)],
+)
+def test_a_misspelt_name_is_told_from_one_that_is_meant(name: str, wrong: bool) -> None:
+    """By nearly all letters: the others may be read from `**masks`."""
+    model, batch = Swallows(), {"x": torch.randn(2, WIDTH), name: None}
+    for module in (model, nn.DataParallel(model)):  # a wrapper takes any name, too
+        found = [f for f in doctor(module, batch) if "has no argument" in f.text]
+        assert len(found) == (wrong and module is model)
+        assert not wrong or module is not model or "did you mean labels?" in found[0].text
