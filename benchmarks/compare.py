@@ -39,21 +39,25 @@ def verdict(a: tuple[float, float, float], b: tuple[float, float, float]) -> str
 
 
 def rows(a: dict[str, Any], b: dict[str, Any]) -> Iterator[list[str]]:
-    """A line for each variant that both results have."""
+    """A line for each variant of either result."""
     relative = not comparable(a, b)
     others = {case["case"]: case["rows"] for case in b["cases"]}
     for case in a["cases"]:
         mine, other = case["rows"], others.get(case["case"], {})
         first = next((n for n, row in mine.items() if "median" in row and "median" in other.get(n, {})), None)
-        for name in (name for name in mine if name in other):
-            time, said = "", []
+        for name in dict.fromkeys((*mine, *other)):
+            if not (name in mine and name in other):
+                yield [case["case"], name, "only before" if name in mine else "only after", ""]
+                continue
+            time, said = mine[name].get("refused", "") or other[name].get("refused", ""), []
             if "median" in mine[name] and "median" in other[name]:
                 units = [r[first]["median"] if relative else 1.0 for r in (mine, other)]
                 time = verdict(band(mine[name], units[0]), band(other[name], units[1]))
             for figure in BYTES:
                 before, after = mine[name].get(figure), other[name].get(figure)
-                if before and after and before != after:
-                    said.append(f"{figure} {after / before - 1:+.1%}")
+                if before != after:
+                    change = f"{after / before - 1:+.1%}" if before and after else f"{before} → {after}"
+                    said.append(f"{figure} {change}")
             yield [case["case"], name, time, ", ".join(said)]
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from pathlib import Path
 
 
 def output(text: str) -> str:
     """For argparse: a file that can be written, looked at before the work is done."""
     path = Path(text)
-    new = not path.exists()
     try:
-        path.open("ab").close()  # what permissions say is not all: of /proc, or for root
+        if path.exists() or path.is_symlink():
+            where = path if path.exists() else path.resolve().parent
+            if path.is_dir() or not os.access(where, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        else:  # made for a trial: of /sys and /proc, or for root, permissions do not say all
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            path.unlink()
     except OSError as error:
         raise argparse.ArgumentTypeError(
             f"expected a file in a folder that can be written, got {text!r}: {error.strerror}"
         ) from None
-    if new:
-        path.unlink()
     return text
 
 

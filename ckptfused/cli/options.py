@@ -241,8 +241,8 @@ def refuse_for_own(arguments: argparse.Namespace) -> None:
             raise CommandError(f"--{option}: for a configuration; {arguments.config} makes its model itself")
     module = arguments.config.partition(":")[0].partition(".")[0]
     with _working_folder():
-        found = importlib.util.find_spec(module)
-    if found is None:
+        there = module in sys.modules or importlib.util.find_spec(module) is not None
+    if not there:
         raise CommandError(f"--config: expected module:factory, got {arguments.config!r} (no module {module!r})")
 
 

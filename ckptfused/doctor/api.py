@@ -55,8 +55,8 @@ def doctor(
     try:
         proved, text = certify(model, look.step, look.name)
     except Exception as error:
-        if said := misspelt(model, batch):
-            error.args = (f"{error}{said}",)
+        if (said := misspelt(model, batch)) and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(said.removeprefix(". "))
         raise
     return Findings([*found, *proved], text)
 

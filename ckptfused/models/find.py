@@ -96,11 +96,8 @@ def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:
 
 
 def _has_parts(block: nn.Module) -> bool:
-    """Whether a block has parts of several modules, such as attention, or of several kinds, such as a convolution and
-    a norm; the experts of one layer are products alone."""
-    kinds = {type(child) for child in block.children() if any(True for _ in child.parameters(recurse=False))}
-    nested = any(next(child.children(), None) is not None for child in block.children())
-    return nested or len(kinds) > 1 or _is_written_out(block)
+    """Whether a block has parts of several modules, such as attention; the experts of one layer are products alone."""
+    return any(next(child.children(), None) is not None for child in block.children()) or _is_written_out(block)
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,6 @@ from ckptfused.compat.torch_memory import record_allocations, recorded_allocatio
 from ckptfused.profiler.trace import Change
 
 _MARK = "ckptfused mark"
-_one_at_a_time = threading.RLock()  # two threads that start PyTorch's profiler end the process
 
 
 @dataclass
@@ -67,7 +65,7 @@ class CPUAllocator:
     def recording(self) -> Iterator[AllocatorLog]:
         """The log of what runs within, complete when it ends."""
         log = AllocatorLog()
-        with _one_at_a_time, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
             yield log
         events = sorted(_events(recorded.profiler.kineto_results.experimental_event_tree(), ""), key=lambda e: e[0])
         for _, address, size, op in events:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,9 @@ from ckptfused.state.snapshot import Unchanged, drawn_alike
 
 TIMED = 3
 """Steps, of whose times the median counts."""
+
+_ONE_AT_A_TIME = threading.RLock()
+"""PyTorch's profiler is one of a process: threads whose steps are measured at once would end it."""
 
 
 def measured(model: nn.Module, step: TrainingStep, device: torch.device) -> Profile:
@@ -109,6 +113,7 @@ def _record(
         for _, place, address in given:
             allocator.asked[place].append(address)
 
-    log = allocator.record(run)
+    with _ONE_AT_A_TIME:
+        log = allocator.record(run)
     numbers = {(layer, log.numbers[place].get(address)) for layer, place, address in given}
     return log, marks, {(layer, number) for layer, number in numbers if number is not None}, gradients

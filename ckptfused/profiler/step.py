@@ -63,10 +63,8 @@ class TrainingStep:
         if self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer):
             return self.optimizer
         if not callable(self.optimizer):
-            raise TypeError(
-                "optimizer: expected a torch.optim.Optimizer, or what makes one of a list of parameters, such as "
-                f"torch.optim.AdamW, got {self.optimizer!r}"
-            )
+            what = "a torch.optim.Optimizer, or what makes one of a list of parameters, such as torch.optim.AdamW"
+            raise TypeError(f"optimizer: expected {what}, got {self.optimizer!r}")
         trained = [p for p in model.parameters() if p.requires_grad]
         return self.optimizer(trained) if trained else None
 
@@ -107,16 +105,15 @@ def has_vocabulary(model: nn.Module) -> bool:
 
 
 def misspelt(model: Any, batch: Any, least: float = 0.6) -> str:
-    """The end of an error: a name in the batch that the model's forward does not have, and one like it that it has, as
-    `nearest`."""
+    """The end of an error: a name in the batch that forward does not have, and one like it that it has (`nearest`)."""
     inner = getattr(model, "get_base_model", lambda: model)()  # PEFT's takes any name
     try:
-        taken = inspect.signature(inner.forward).parameters.values()
+        taken = inspect.signature(inner.forward).parameters
     except (TypeError, ValueError):  # of code that is not Python's
         return ""
-    names = [p.name for p in taken if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for key in batch if isinstance(batch, Mapping) else ():
-        if key not in names and (near := nearest(str(key), [name for name in names if name not in batch], least)):
+        free = [name for name, p in taken.items() if name not in batch and "VAR" not in p.kind.name]  # no *args
+        if key not in taken and (near := nearest(str(key), free, least)):
             return f". {type(inner).__name__}.forward has no argument {key!r}{near}"
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptfused.cli import main
+from ckptfused.cli.files import output
 from tests import forks
 
 pytestmark = pytest.mark.once
@@ -79,3 +81,18 @@ def test_fingerprints_are_written_only_when_classes_are_named(names: list[str], 
     found = forks.command("-m", "ckptfused.models", *names)
     assert found.returncode == status and said in found.stdout + found.stderr and "Traceback" not in found.stderr
     assert known.stat().st_mtime_ns == before
+
+
+def test_a_trial_leaves_what_is_the_users(tmp_path: Path) -> None:
+    """A link to a file that is not there yet, a file, a pipe whose reader waits."""
+    link, own, pipe = tmp_path / "link", tmp_path / "own", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "later.json")
+    own.write_text("mine")
+    os.mkfifo(pipe)
+    for path in (link, own, pipe, tmp_path / "new"):
+        assert output(str(path)) == str(path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "own", "pipe"]
+    assert link.is_symlink() and own.read_text() == "mine"
+    for name in ("x" * 300, str(tmp_path), "/proc/x.png"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a file in a folder that can be written"):
+            output(name)

@@ -59,15 +59,26 @@ class Stage(nn.Module):
         return x
 
 
-class Parts(nn.Module):
-    """A block of several kinds of parts, each without parts of its own, as ConvNeXt's."""
+class Unit(nn.Module):
+    """A product and its norm: no block by itself, whatever list it stands in."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
+        return self.norm(self.linear(x))
+
+
+class Units(nn.Module):
+    """A residual block of such units, as ResNet's bottleneck."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.Sequential(Unit(), Unit(), Unit())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.units(x)
 
 
 class Experts(nn.Module):
@@ -107,10 +118,7 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
         lambda: nn.Sequential(*(Stage(nn.ModuleList([WrittenOut(), WrittenOut()])) for _ in range(2))),
         [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.0", "blocks.1")],
     ),
-    "stages of blocks without inner parts": (
-        lambda: nn.Sequential(*(Stage(nn.ModuleList([Parts(), Parts()])) for _ in range(2))),
-        [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.0", "blocks.1")],
-    ),
+    "blocks of units": (lambda: nn.Sequential(Units(), Units()), ["0", "1"]),
     "blocks without children": (lambda: nn.Sequential(WrittenOut(), WrittenOut()), ["0", "1"]),
     "experts": (lambda: nn.Sequential(Experts(), Experts()), ["0", "1"]),
     "lists of lists": (Lists, ["layers.0.1", "layers.1.1", "layers.2.1", "layers.3.1"]),

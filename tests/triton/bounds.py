@@ -45,7 +45,10 @@ def _checked(access: Callable[..., Any], mask_at: int) -> Callable[..., Any]:
 
     def checked(self: Any, pointer: Any, *rest: Any) -> Any:
         places, mask = np.broadcast_arrays(pointer.data, rest[mask_at].data)
-        touched, own = places[mask.astype(bool)], _elements[_base(pointer)]
+        touched = places[mask.astype(bool)]
+        if touched.size == 0:
+            return access(self, pointer, *rest)
+        own = _elements[_base(pointer)]
         inside = own[np.minimum(np.searchsorted(own, touched), own.size - 1)] == touched
         if not inside.all():
             raise IndexError(f"{access.__name__}: {np.count_nonzero(~inside)} of {touched.size} are out of bounds")
