@@ -26,21 +26,29 @@ class LlamaSizes(Sizes):
     tokens: int = 512
 
 
+def config(layers: int, width: int, hidden: int, heads: int, vocabulary: int, tokens: int, **options: Any) -> Any:
+    """A Llama's configuration, for training."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=tokens,
+        use_cache=False,
+        **options,
+    )
+
+
 def make(sizes: LlamaSizes) -> nn.Module:
     """A Llama with random weights in float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(sizes.seed)
-    config = LlamaConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.width,
-        intermediate_size=sizes.hidden,
-        num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads,
-        max_position_embeddings=sizes.tokens,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config).train()
+    s = sizes
+    return LlamaForCausalLM(config(s.layers, s.width, s.hidden, s.heads, s.vocabulary, s.tokens)).train()
 
 
 def batch_of(sizes: LlamaSizes) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cases import LLAMA
+from benchmarks.llama import config
 
 Batch = dict[str, Tensor]
 
@@ -97,18 +98,9 @@ class LlamaStack(nn.Module):
 
 def llama_config(shape: Shape, **options: Any) -> Any:
     """Llama's proportions."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=max(shape.vocabulary, 1),
-        hidden_size=shape.width,
-        intermediate_size=LLAMA.shape.dim_feedforward * shape.width // LLAMA.shape.d_model,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        max_position_embeddings=shape.tokens,
-        use_cache=False,
-        **options,
-    )
+    hidden = LLAMA.shape.dim_feedforward * shape.width // LLAMA.shape.d_model
+    classes = max(shape.vocabulary, 1)
+    return config(shape.layers, shape.width, hidden, shape.heads, classes, shape.tokens, **options)
 
 
 def rows(shape: Shape, dtype: torch.dtype) -> Batch:
@@ -123,7 +115,7 @@ def gpt2(shape: Shape) -> Any:
     """GPT-2 with dropout everywhere."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
+    own = GPT2Config(
         vocab_size=shape.vocabulary,
         n_embd=shape.width,
         n_layer=shape.layers,
@@ -134,14 +126,14 @@ def gpt2(shape: Shape) -> Any:
         attn_pdrop=shape.dropout,
         use_cache=False,
     )
-    return GPT2LMHeadModel(config)
+    return GPT2LMHeadModel(own)
 
 
 def bert(shape: Shape) -> Any:
     """BERT, whose norms come after."""
     from transformers import BertConfig, BertForMaskedLM
 
-    config = BertConfig(
+    own = BertConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
         num_hidden_layers=shape.layers,
@@ -151,7 +143,7 @@ def bert(shape: Shape) -> Any:
         hidden_dropout_prob=shape.dropout,
         attention_probs_dropout_prob=shape.dropout,
     )
-    return BertForMaskedLM(config)
+    return BertForMaskedLM(own)
 
 
 def lora(shape: Shape) -> Any:
@@ -177,7 +169,7 @@ def vit(shape: Shape) -> Any:
     """A vision transformer over patches of 16 x 16."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    config: Any = ViTConfig(
+    own: Any = ViTConfig(
         hidden_size=shape.width,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
@@ -186,8 +178,8 @@ def vit(shape: Shape) -> Any:
         hidden_dropout_prob=shape.dropout,
         attention_probs_dropout_prob=shape.dropout,
     )
-    config.num_labels = shape.vocabulary
-    return ViTForImageClassification(config)
+    own.num_labels = shape.vocabulary
+    return ViTForImageClassification(own)
 
 
 def _side(shape: Shape) -> int:

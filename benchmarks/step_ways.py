@@ -8,13 +8,14 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy as Decision
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import ckptfused
 from benchmarks.step_models import Batch, layers_of, loss_of
 from ckptfused import CheckpointPolicy
+from ckptfused.cli.models import TorchCheckpoint
 from ckptfused.spec import KEEP_PRESETS
 
 Loss = Callable[[Any, Batch], Tensor]
@@ -38,17 +39,6 @@ PRODUCTS = {
 """What selective checkpointing saves: what costs time to make again."""
 
 
-class Checkpointed(nn.Module):
-    """A layer under PyTorch's checkpoint."""
-
-    def __init__(self, layer: nn.Module, **options: Any) -> None:
-        super().__init__()
-        self.layer, self.options = layer, options
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self.layer, *args, use_reentrant=False, **self.options, **kwargs)
-
-
 def eager(model: Any, batch: Batch) -> Loss:
     return loss_of
 
@@ -61,7 +51,7 @@ def checkpointed(model: Any, batch: Batch, every: int = 1) -> Loss:
     else:
         layers = layers_of(model)
         for i in range(0, len(layers), every):
-            layers[i] = Checkpointed(layers[i])
+            layers[i] = TorchCheckpoint(layers[i])
     return loss_of
 
 
@@ -73,7 +63,7 @@ def selective(model: Any, batch: Batch) -> Loss:
     """Each layer, but for its products and attention, which are saved."""
     layers = layers_of(model)
     for i, layer in enumerate(layers):
-        layers[i] = Checkpointed(layer, context_fn=partial(create_selective_checkpoint_contexts, _decide))
+        layers[i] = TorchCheckpoint(layer, context_fn=partial(create_selective_checkpoint_contexts, _decide))
     return loss_of
 
 
@@ -113,18 +103,19 @@ def planned(model: Any, batch: Batch, share: float) -> Loss:
     return loss_of
 
 
+def torch_chunked_loss(model: Any, batch: Batch) -> Tensor:
+    """PyTorch's loss that makes logits in chunks: by hand, no model of Hugging Face's calls it."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    x = base.base_model(input_ids=batch["input_ids"]).last_hidden_state[:, :-1].flatten(0, 1)
+    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
+    chunked: Any = torch.nn.functional.linear_cross_entropy  # type: ignore[attr-defined]
+    return chunked(x, base.lm_head.weight, batch["labels"][:, 1:].flatten(), options=options)
+
+
 def torch_chunked(model: Any, batch: Batch) -> Loss:
-    """Hugging Face's checkpointing, and PyTorch's loss that makes logits in chunks: by hand, no model calls it."""
+    """Hugging Face's checkpointing, and PyTorch's chunked loss."""
     checkpointed(model, batch)
-
-    def loss(model: Any, batch: Batch) -> Tensor:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        x = base.base_model(input_ids=batch["input_ids"]).last_hidden_state[:, :-1].flatten(0, 1)
-        options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
-        chunked: Any = torch.nn.functional.linear_cross_entropy  # type: ignore[attr-defined]
-        return chunked(x, base.lm_head.weight, batch["labels"][:, 1:].flatten(), options=options)
-
-    return loss
+    return torch_chunked_loss
 
 
 def ways(whole: bool, causal: bool) -> dict[str, Way]:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import ckptfused
@@ -20,6 +19,7 @@ from benchmarks import llama
 from benchmarks.benchmark import Benchmark, Goal, Step, Steps, mib, ratio
 from benchmarks.checks import worst_error
 from benchmarks.memory import memory_of
+from benchmarks.step_ways import torch_chunked_loss
 
 PLAIN, CHECKPOINTED = "Hugging Face", "its gradient checkpointing"
 CHUNKED = "its gradient checkpointing, torch's chunked loss"
@@ -54,10 +54,7 @@ def loss_of(variant: str, model: Any, ids: Tensor) -> Tensor:
     """The loss of the next token."""
     if variant != CHUNKED:
         return model(input_ids=ids, labels=ids).loss
-    # By hand: no model of Hugging Face's calls it.
-    x = model.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1)
-    chunked: Any = F.linear_cross_entropy  # type: ignore[attr-defined]
-    return chunked(x, model.lm_head.weight, ids[:, 1:].flatten(), options=torch.nn.LinearCrossEntropyOptions())  # type: ignore[attr-defined]
+    return torch_chunked_loss(model, {"input_ids": ids, "labels": ids})
 
 
 def step_of(variant: str, sizes: WholeSizes) -> tuple[Any, Step]:

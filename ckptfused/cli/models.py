@@ -8,7 +8,7 @@ The plain layer is eager PyTorch written as well as we can: joint QKV and gate/u
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -107,14 +107,14 @@ class PlainBlock(nn.Module):
 
 
 class TorchCheckpoint(nn.Module):
-    """A layer under the non-reentrant ``torch.utils.checkpoint``."""
+    """A layer under the non-reentrant ``torch.utils.checkpoint``, with its options."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, **options: Any) -> None:
         super().__init__()
-        self.block = block
+        self.block, self.options = block, options
 
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.block, x, use_reentrant=False)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False, **self.options, **kwargs)
 
 
 class Decoder(nn.Module):
