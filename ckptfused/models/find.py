@@ -96,8 +96,13 @@ def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:
 
 
 def _has_parts(block: nn.Module) -> bool:
-    """Whether a block has parts of several modules, such as attention; the experts of one layer are products alone."""
-    return any(next(child.children(), None) is not None for child in block.children()) or _is_written_out(block)
+    """Whether a block has parts of several modules, such as attention, or a norm and more than one product (ConvNeXt).
+    The experts of one layer are products alone, a unit of convolution and norm has one product.
+    """
+    if any(next(child.children(), None) is not None for child in block.children()) or _is_written_out(block):
+        return True
+    ranks = [max((p.dim() for p in child.parameters()), default=0) for child in block.children()]
+    return 1 in ranks and sum(rank > 1 for rank in ranks) > 1
 
 
 def _is_known(module: nn.Module) -> bool:

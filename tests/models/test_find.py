@@ -81,6 +81,17 @@ class Units(nn.Module):
         return x + self.units(x)
 
 
+class Flat(nn.Module):
+    """A block whose children have none, as Hugging Face's ConvNeXt and its ResNets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).tanh())
+
+
 class Experts(nn.Module):
     """A layer: what repeats in it is called by parts of the tokens."""
 
@@ -116,6 +127,10 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
     ),
     "stages of lists": (
         lambda: nn.Sequential(*(Stage(nn.ModuleList([WrittenOut(), WrittenOut()])) for _ in range(2))),
+        [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.0", "blocks.1")],
+    ),
+    "stages of flat blocks": (
+        lambda: nn.Sequential(*(Stage(nn.ModuleList([Flat(), Flat()])) for _ in range(2))),
         [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.0", "blocks.1")],
     ),
     "blocks of units": (lambda: nn.Sequential(Units(), Units()), ["0", "1"]),
