@@ -64,11 +64,21 @@ def read_config(name: str) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(
             f"expected {', '.join(MODELS)}, the path of a config.json or of its folder, or the Hub's name of a model "
-            f"that was downloaded before, got {name!r} ({error}){nearest(name, MODELS)}"
+            f"that was downloaded before, got {name!r} ({error}){nearest(name, [*MODELS, *_all_downloaded()])}"
         ) from None
     if not isinstance(found, dict) or "model_type" not in found:
         raise ValueError(f"expected a config.json of Hugging Face's, with a model_type, got {name!r} without one")
     return found
+
+
+def _all_downloaded() -> list[str]:
+    """The Hub's names of the models in the cache of this machine."""
+    try:
+        from huggingface_hub import constants
+    except ModuleNotFoundError:
+        return []
+    folders = Path(constants.HF_HUB_CACHE).glob("models--*")
+    return [folder.name.removeprefix("models--").replace("--", "/") for folder in folders]
 
 
 def _downloaded(name: str) -> Path | None:

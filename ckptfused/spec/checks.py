@@ -19,8 +19,9 @@ def check_choice(where: str, value: object, allowed: tuple[str, ...]) -> None:
 def nearest(given: str, names: Iterable[str], least: float = 0.6) -> str:
     """The end of an error about a name: which of those that there are was probably meant; "" where none is near, that
     is where less of the two than `least` is the same."""
-    found = difflib.get_close_matches(given.lower(), list(names), 1, least)
-    return f"; did you mean {found[0]}?" if found else ""
+    known = {name.lower(): name for name in names}
+    found = difflib.get_close_matches(given.lower(), known, 1, least)
+    return f"; did you mean {known[found[0]]}?" if found else ""
 
 
 def check_bool(where: str, value: object) -> bool:

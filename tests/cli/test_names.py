@@ -118,6 +118,8 @@ def test_where_a_configuration_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for missing in ("some/other", "not a name", str(tmp_path)):
         with pytest.raises(ValueError, match="expected llama-3-8b"):
             read_config(missing)
+    with pytest.raises(ValueError, match="did you mean some/model"):
+        read_config("Some/Modle")
     assert read_config("Qwen3-8B") == MODELS["qwen3-8b"]
 
 
