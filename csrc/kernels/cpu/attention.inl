@@ -1,5 +1,14 @@
 CKPT_BEGIN_TARGET
 
+// The draws of row r for the tile's columns. Those of wide tiles are made 128 at a time, as whole
+// vectors: what is over is used by none.
+CKPT_HD const uint16_t* tile_draws(const AttentionRule& rule, const ScoreTile& tile, int64_t r,
+                                   uint16_t* buffer) {
+  const int64_t cols = tile.cols > 64 ? (tile.cols + 127) / 128 * 128 : tile.cols;
+  return dropout_draws(rule.dropout, rule.dropout_row + tile.query + r, tile.key, tile.key + cols,
+                       buffer);
+}
+
 template <typename A, typename C>
 void fwd_tile(const AttentionRule& rule, const ScoreTile& tile, A* scores,
               const SoftmaxRows<A>& state, C* probs, int64_t probs_stride) {

@@ -228,24 +228,6 @@ CKPT_HD int64_t dropout_buffer_size(int64_t cols) {
   return (cols / 8 + 2) * 8;
 }
 
-// The 16-bit draws of columns [col0, col1) of a row, made into buffer: element c's is at [c - col0]
-// of what is returned. Eight draws are the four words of one call in memory (little-endian) order.
-CKPT_HD const uint16_t* dropout_draws(const Dropout& dropout, int64_t row, int64_t col0,
-                                      int64_t col1, uint16_t* buffer) {
-  typedef uint32_t __attribute__((may_alias)) word;
-  word* out = reinterpret_cast<word*>(buffer);
-  const int64_t group0 = col0 >> 3, groups = ((col1 + 7) >> 3) - group0;
-  CKPT_IVDEP
-  for (int64_t g = 0; g < groups; ++g) {
-    const Philox4x32 drawn = dropout.draw(row, group0 + g);
-    out[4 * g] = drawn.word[0];
-    out[4 * g + 1] = drawn.word[1];
-    out[4 * g + 2] = drawn.word[2];
-    out[4 * g + 3] = drawn.word[3];
-  }
-  return buffer + (col0 & 7);
-}
-
 // x * scale if the draw keeps the element, 0 (also for NaN and infinity) if it drops it.
 template <typename A>
 CKPT_HD A dropout_apply(A x, uint16_t draw, uint32_t threshold, A scale) {
