@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,19 @@ def config(layers: int, width: int, hidden: int, heads: int, vocabulary: int, to
         use_cache=False,
         **options,
     )
+
+
+def in_4_bits(model: Any, dtype: torch.dtype) -> Any:
+    """A model of Hugging Face's as bitsandbytes stores it: projections in nf4 with nested scales, multiplied in this
+    type."""
+    from transformers import BitsAndBytesConfig
+
+    few = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model.to(dtype).save_pretrained(folder)
+        return type(model).from_pretrained(folder, dtype=dtype, quantization_config=few)
 
 
 def make(sizes: LlamaSizes) -> nn.Module:

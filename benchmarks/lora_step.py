@@ -7,7 +7,6 @@ base is stored by bitsandbytes (QLoRA: nf4 with nested scales). Needs transforme
 from __future__ import annotations
 
 import copy
-import tempfile
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 import ckptfused
 from benchmarks.benchmark import Benchmark, Goal, Rows, Sizes, Steps, mib, option, ratio
 from benchmarks.checks import worst_error
+from benchmarks.llama import in_4_bits
 from benchmarks.model_step import figures, gradients, step
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
@@ -53,22 +53,11 @@ def config(bits: int) -> Any:
 
 def make_base(bits: int, seed: int) -> nn.Module:
     """A bfloat16 Llama of four layers, its projections in 4 bits if so asked."""
-    from transformers import BitsAndBytesConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(seed)
     base: Any = LlamaForCausalLM(config(bits))
-    base.to(torch.bfloat16)
-    if bits == 16:
-        return base
-    few = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        base.save_pretrained(folder)
-        return LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=few)
+    return in_4_bits(base, torch.bfloat16) if bits == 4 else base.to(torch.bfloat16)
 
 
 def adapted(base: nn.Module, dropout: float, seed: int) -> nn.Module:

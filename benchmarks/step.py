@@ -34,13 +34,13 @@ class StepSizes(Sizes):
 def ways_of(sizes: StepSizes) -> dict[str, Any]:
     """The ways that this case can be trained in."""
     case = CASES[sizes.case]
-    return ways(case.whole, causal=sizes.case in ("gpt2", "lora"))
+    return ways(case.whole, causal=sizes.case in ("gpt2", "lora", "qlora", "experts"))
 
 
 def made(sizes: StepSizes, shape: Shape, dtype: torch.dtype) -> tuple[Any, Batch]:
     """The model with the same weights each time, in training, and its batch."""
     torch.manual_seed(sizes.seed)
-    model = CASES[sizes.case].make(shape).to(dtype).train()
+    model = CASES[sizes.case].make(shape, dtype).train()
     return model, CASES[sizes.case].batch(shape, dtype)
 
 
@@ -79,14 +79,15 @@ def gradients(model: Any, batch: Batch, loss: Loss) -> dict[str, Tensor]:
 def error_of(sizes: StepSizes, way: str) -> float:
     """The largest share of the allowed error that a gradient uses, without dropout, as `checks.worst_error`, which
     raises `SystemExit` where it is more than all."""
-    case, dtype = CASES[sizes.case], getattr(torch, sizes.dtype)
+    case = CASES[sizes.case]
+    dtype = getattr(torch, case.compared_in or sizes.dtype)
     layers, tokens = CHECKED
     calm = replace(case.shape(sizes.size), layers=layers, tokens=tokens, batch=1, dropout=0.0)
     plain, batch = made(sizes, calm, dtype)
-    truth, wide = made(sizes, calm, torch.float64)
-    truth.load_state_dict(plain.state_dict())
+    truth, wide = case.exact(plain), dict(batch)
     for name, value in batch.items():
-        wide[name] = value.detach().double().requires_grad_(value.requires_grad) if value.is_floating_point() else value
+        if value.is_floating_point():
+            wide[name] = value.detach().double().requires_grad_(value.requires_grad)
     exact, own = gradients(truth, wide, loss_of), gradients(plain, batch, loss_of)
     model, batch = made(sizes, calm, dtype)
     ours = gradients(model, batch, ways_of(sizes)[way](model, batch))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cases import LLAMA
-from benchmarks.llama import config
+from benchmarks.llama import config, in_4_bits
 
 Batch = dict[str, Tensor]
 
@@ -36,11 +37,15 @@ class StepCase:
     about: str
     two_cores: Shape
     full: Shape
-    make: Callable[[Shape], Any]
-    """The model with random weights, float32."""
+    make: Callable[[Shape, torch.dtype], Any]
+    """The model with random weights."""
     batch: Callable[[Shape, torch.dtype], Batch]
     whole: bool = True
     """A model with its loss, that an optimizer updates; or a stack of layers, forward and backward alone."""
+    exact: Callable[[Any], Any] = lambda model: copy.deepcopy(model).double()
+    """A model's copy in float64."""
+    compared_in: str = ""
+    """The type in which gradients are compared; "": the one that is timed."""
 
     def shape(self, size: str) -> Shape:
         """The sizes by their name; the tiny ones show that everything runs."""
@@ -74,13 +79,13 @@ def layers_of(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
-def encoder(shape: Shape) -> Stack:
+def encoder(shape: Shape, dtype: torch.dtype) -> Stack:
     """PyTorch's own layers with their defaults."""
     layers = (
         nn.TransformerEncoderLayer(shape.width, shape.heads, 4 * shape.width, shape.dropout, batch_first=True)
         for _ in range(shape.layers)
     )
-    return Stack(nn.ModuleList(layers))
+    return Stack(nn.ModuleList(layers)).to(dtype)
 
 
 class LlamaStack(nn.Module):
@@ -94,6 +99,11 @@ class LlamaStack(nn.Module):
 
     def forward(self, x: Tensor, dy: Tensor) -> Tensor:
         return (self.model(inputs_embeds=x).last_hidden_state * dy).sum()
+
+
+def llama(shape: Shape, dtype: torch.dtype) -> LlamaStack:
+    """Llama's layers."""
+    return LlamaStack(shape).to(dtype)
 
 
 def llama_config(shape: Shape, **options: Any) -> Any:
@@ -111,7 +121,7 @@ def rows(shape: Shape, dtype: torch.dtype) -> Batch:
     return {"x": x.requires_grad_(), "dy": dy}
 
 
-def gpt2(shape: Shape) -> Any:
+def gpt2(shape: Shape, dtype: torch.dtype) -> Any:
     """GPT-2 with dropout everywhere."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -126,10 +136,11 @@ def gpt2(shape: Shape) -> Any:
         attn_pdrop=shape.dropout,
         use_cache=False,
     )
-    return GPT2LMHeadModel(own)
+    model: Any = GPT2LMHeadModel(own)
+    return model.to(dtype)
 
 
-def bert(shape: Shape) -> Any:
+def bert(shape: Shape, dtype: torch.dtype) -> Any:
     """BERT, whose norms come after."""
     from transformers import BertConfig, BertForMaskedLM
 
@@ -143,13 +154,13 @@ def bert(shape: Shape) -> Any:
         hidden_dropout_prob=shape.dropout,
         attention_probs_dropout_prob=shape.dropout,
     )
-    return BertForMaskedLM(own)
+    model: Any = BertForMaskedLM(own)
+    return model.to(dtype)
 
 
-def lora(shape: Shape) -> Any:
-    """A frozen Llama with adapters of rank 64."""
+def with_adapters(base: Any, shape: Shape) -> Any:
+    """A frozen model with adapters of rank 64 on every projection."""
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaForCausalLM
 
     # B is 0 in a fresh adapter, and with it the gradient of A: random, there is something to check.
     adapters = LoraConfig(
@@ -162,10 +173,61 @@ def lora(shape: Shape) -> Any:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of an old name in transformers, which PEFT still reads
-        return get_peft_model(LlamaForCausalLM(llama_config(shape)), adapters)
+        return get_peft_model(base, adapters)
 
 
-def vit(shape: Shape) -> Any:
+def lora(shape: Shape, dtype: torch.dtype) -> Any:
+    """A frozen Llama with adapters."""
+    from transformers import LlamaForCausalLM
+
+    return with_adapters(LlamaForCausalLM(llama_config(shape)), shape).to(dtype)
+
+
+def qlora(shape: Shape, dtype: torch.dtype) -> Any:
+    """A Llama in 4 bits, with adapters in float32 as PEFT makes them."""
+    from transformers import LlamaForCausalLM
+
+    return with_adapters(in_4_bits(LlamaForCausalLM(llama_config(shape)), dtype), shape)
+
+
+def dequantized(model: Any) -> Any:
+    """`qlora`'s model in float64, with the weights that its products see."""
+    exact = copy.deepcopy(model)
+    exact.get_base_model().dequantize()
+    for p, own in zip(exact.parameters(), model.parameters(), strict=True):
+        p.requires_grad_(own.requires_grad)
+    return exact.double()
+
+
+def experts(shape: Shape, dtype: torch.dtype) -> Any:
+    """A Qwen3-MoE: a token has four of sixteen experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes: dict[str, Any] = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads // 2,
+        "head_dim": shape.width // shape.heads,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 3 * shape.width // 4,
+        "use_cache": False,
+    }
+    own = Qwen3MoeConfig(**sizes)
+    model: Any = Qwen3MoeForCausalLM(own)
+    return model.to(dtype)
+
+
+def expert_by_expert(model: Any) -> Any:
+    """`experts`' model in float64, for which there are no grouped products."""
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")
+    return exact
+
+
+def vit(shape: Shape, dtype: torch.dtype) -> Any:
     """A vision transformer over patches of 16 x 16."""
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -179,7 +241,8 @@ def vit(shape: Shape) -> Any:
         attention_probs_dropout_prob=shape.dropout,
     )
     own.num_labels = shape.vocabulary
-    return ViTForImageClassification(own)
+    model: Any = ViTForImageClassification(own)
+    return model.to(dtype)
 
 
 def _side(shape: Shape) -> int:
@@ -223,7 +286,7 @@ CASES = {
         "Llama layers without dropout",
         Shape(4, 1024, 16, 4, 512, dropout=0.0),
         Shape(4, 4096, 32, 2, 8192, dropout=0.0),
-        LlamaStack,
+        llama,
         rows,
         whole=False,
     ),
@@ -231,7 +294,7 @@ CASES = {
         "Llama layers with dropout in attention",
         Shape(4, 1024, 16, 4, 512),
         Shape(4, 4096, 32, 2, 8192),
-        LlamaStack,
+        llama,
         rows,
         whole=False,
     ),
@@ -251,6 +314,23 @@ CASES = {
         Shape(32, 4096, 32, 2, 4096, 128256, dropout=0.05),
         lora,
         text,
+    ),
+    "qlora": StepCase(
+        "Llama in 4 bits (nf4, nested scales) with LoRA of rank 64 on every projection, loss and AdamW",
+        Shape(4, 1024, 16, 4, 512, 8192, dropout=0.05),
+        Shape(32, 4096, 32, 2, 4096, 128256, dropout=0.05),
+        qlora,
+        text,
+        exact=dequantized,
+    ),
+    "experts": StepCase(
+        "Qwen3-MoE of 16 experts, of which a token has four, loss and AdamW",
+        Shape(4, 512, 8, 4, 512, 8192, dropout=0.0),
+        Shape(8, 2048, 32, 4, 4096, 151936, dropout=0.0),
+        experts,
+        text,
+        exact=expert_by_expert,
+        compared_in="float32",  # in bfloat16 a router's rounded logits choose other experts than float64's
     ),
     "vit": StepCase(
         "ViT, loss and AdamW", Shape(6, 512, 8, 16, 196, 1000), Shape(24, 1024, 16, 64, 196, 1000), vit, pictures
