@@ -68,8 +68,7 @@ class CopiesOnWrite:
 
     def settle(self, result: Any) -> Any:
         """The result of a function on copies, with originals in the place of untouched copies. A leaf's copy stays: it
-        may be written to where the leaf may not. Hooks that are on it become the leaf's."""
-        self._made.hand_on_hooks()
+        may be written to where the leaf may not."""
         if not self._made.any_left():
             return result
         if isinstance(result, Tensor):

@@ -10,7 +10,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/generated/Functions.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <map>
 #include <memory>
@@ -206,16 +205,6 @@ Pointer identity_of(const Tensor& x) {
   return node;
 }
 
-// A leaf's copy sends its gradient where the leaf would: a node between takes the engine longer than
-// a small function takes. In a replay there is one, so that hooks set there stay there.
-void set_history_of_copy(const Tensor& copy, const Tensor& x) {
-  if (x.is_leaf() && torch::autograd::get_current_graph_task_id() == -1) {
-    torch::autograd::impl::set_gradient_edge(copy, torch::autograd::impl::gradient_edge(x));
-  } else {
-    torch::autograd::set_history(copy, identity_of(x));
-  }
-}
-
 SharingCopies copy_on_write_autograd(at::TensorList tensors) {
   SharingCopies made = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
@@ -225,7 +214,7 @@ SharingCopies copy_on_write_autograd(at::TensorList tensors) {
     if (!at::GradMode::is_enabled() || !tensors[i].requires_grad()) continue;
     TORCH_CHECK(!torch::autograd::isFwGradDefined(tensors[i]),
                 "ckptfused: copies on write have no forward-mode derivative");
-    set_history_of_copy(std::get<0>(made)[i], tensors[i]);
+    torch::autograd::set_history(std::get<0>(made)[i], identity_of(tensors[i]));
   }
   return made;
 }

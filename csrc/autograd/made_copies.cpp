@@ -61,16 +61,6 @@ std::optional<Tensor> MadeCopies::original(const Tensor& value) const {
   return shares && made.state == State(value) ? std::optional(made.original) : std::nullopt;
 }
 
-void MadeCopies::hand_on_hooks() const {
-  for (const auto& [_, made] : made_) {
-    if (!made.original.is_leaf() || !made.original.requires_grad()) continue;
-    const auto accumulator = torch::autograd::impl::gradient_edge(made.original).function;
-    auto& hooks = accumulator->torch::autograd::Node::tensor_pre_hooks();
-    for (auto& hook : hooks) torch::autograd::impl::add_hook(made.original, std::move(hook));
-    hooks.clear();
-  }
-}
-
 bool MadeCopies::any_left() const {
   for (const auto& [_, made] : made_) {
     if (made.copy.use_count() > 0) return true;

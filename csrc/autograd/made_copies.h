@@ -30,8 +30,6 @@ class MadeCopies {
       const std::vector<std::optional<at::Tensor>>& tensors);
   // The tensor that a copy was made of, if that copy is as it was made.
   std::optional<at::Tensor> original(const at::Tensor& value) const;
-  // Hooks that were set on a leaf's copy become the leaf's: its accumulator asks no other for them.
-  void hand_on_hooks() const;
   // Whether one of the copies still exists.
   bool any_left() const;
   // The copies stay, and go on sharing; which are whose is no longer known.

@@ -97,7 +97,6 @@ void bind_copy_on_write(pybind11::module_& m) {
       .def(pybind11::init<>())
       .def("make", &make)
       .def("original", &original)
-      .def("hand_on_hooks", &MadeCopies::hand_on_hooks)
       .def("any_left", &MadeCopies::any_left)
       .def("forget", &MadeCopies::forget);
   pybind11::class_<SavedTensors>(m, "SavedTensors")
