@@ -15,7 +15,8 @@ from torch import Tensor
 from benchmarks.benchmark import Benchmark, Column, Rows, Sizes, Steps, mib, number, option, ratio
 from benchmarks.checks import worst_error
 from benchmarks.memory import memory_of
-from benchmarks.step_models import CASES, Batch, Shape, loss_of
+from benchmarks.step_batches import Batch, Shape
+from benchmarks.step_models import CASES, loss_of
 from benchmarks.step_ways import CHECKPOINT, EAGER, Loss, ways
 
 CHECKED = 2, 64

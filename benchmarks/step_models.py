@@ -13,21 +13,7 @@ from torch import Tensor, nn
 
 from benchmarks.cases import LLAMA
 from benchmarks.llama import config, in_4_bits
-
-Batch = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model and its batch."""
-
-    layers: int
-    width: int
-    heads: int
-    batch: int
-    tokens: int
-    vocabulary: int = 0
-    dropout: float = 0.1
+from benchmarks.step_batches import Batch, Shape, pictures, rows, side_of, text
 
 
 @dataclass(frozen=True)
@@ -111,14 +97,6 @@ def llama_config(shape: Shape, **options: Any) -> Any:
     hidden = LLAMA.shape.dim_feedforward * shape.width // LLAMA.shape.d_model
     classes = max(shape.vocabulary, 1)
     return config(shape.layers, shape.width, hidden, shape.heads, classes, shape.tokens, **options)
-
-
-def rows(shape: Shape, dtype: torch.dtype) -> Batch:
-    """Random inputs of a stack [B, T, C], and the gradient that comes back."""
-    generator = torch.Generator().manual_seed(1)
-    size = (shape.batch, shape.tokens, shape.width)
-    x, dy = (torch.randn(size, generator=generator).to(dtype) for _ in range(2))
-    return {"x": x.requires_grad_(), "dy": dy}
 
 
 def gpt2(shape: Shape, dtype: torch.dtype) -> Any:
@@ -236,33 +214,13 @@ def vit(shape: Shape, dtype: torch.dtype) -> Any:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         intermediate_size=4 * shape.width,
-        image_size=_side(shape),
+        image_size=side_of(shape),
         hidden_dropout_prob=shape.dropout,
         attention_probs_dropout_prob=shape.dropout,
     )
     own.num_labels = shape.vocabulary
     model: Any = ViTForImageClassification(own)
     return model.to(dtype)
-
-
-def _side(shape: Shape) -> int:
-    """Pixels of a square picture of so many patches."""
-    return 16 * round(shape.tokens**0.5)
-
-
-def text(shape: Shape, dtype: torch.dtype) -> Batch:
-    """Random tokens, which are their own labels."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, shape.vocabulary, (shape.batch, shape.tokens), generator=generator)
-    return {"input_ids": ids, "labels": ids}
-
-
-def pictures(shape: Shape, dtype: torch.dtype) -> Batch:
-    """Random pictures with random labels."""
-    generator = torch.Generator().manual_seed(1)
-    side = _side(shape)
-    values = torch.randn(shape.batch, 3, side, side, generator=generator).to(dtype)
-    return {"pixel_values": values, "labels": torch.randint(0, shape.vocabulary, (shape.batch,), generator=generator)}
 
 
 CASES = {

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy as Decision
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import ckptfused
-from benchmarks.step_models import Batch, layers_of, loss_of
+from benchmarks.step_batches import Batch
+from benchmarks.step_models import layers_of, loss_of
 from ckptfused import CheckpointPolicy
 from ckptfused.cli.models import TorchCheckpoint
 from ckptfused.spec import KEEP_PRESETS

@@ -14,6 +14,11 @@ def storage_id(t: Tensor | torch.UntypedStorage) -> int:
     return (t.untyped_storage() if isinstance(t, Tensor) else t)._cdata
 
 
+def copy_on_write(t: Tensor) -> Tensor:
+    """A tensor over another's memory until one of them is written to. `_lazy_clone`."""
+    return torch._lazy_clone(t)
+
+
 def is_cow(t: Tensor) -> bool:
     """Whether a tensor's memory is another's until one of them is written to. `_is_cow_tensor`."""
     return torch._C._is_cow_tensor(t)  # type: ignore[attr-defined]

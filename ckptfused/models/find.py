@@ -89,10 +89,18 @@ def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:
         return True
     if any(map(_is_known, _wrapped(module))):
         return True
-    within = [block for child in module.children() for block in _repeating(child) if _has_parts(block)]
+    lists = [child for child in module.children() if not _are_experts(child, module)]
+    within = [block for child in lists for block in _repeating(child) if _has_parts(block)]
     within += [layer for layer in module.modules() if layer is not module and _is_known(layer)]
     blocks = {p for layer in within for p in layer.parameters()}
     return 2 * sum(p.numel() for p in blocks) > sum(p.numel() for p in module.parameters())
+
+
+def _are_experts(blocks: nn.Module, layer: nn.Module) -> bool:
+    """Whether a layer has a list of blocks, and beside it a matrix with a row for each, by which a router chooses."""
+    beside = [*layer.parameters(recurse=False)]
+    beside += [p for child in layer.children() if child is not blocks for p in child.parameters(recurse=False)]
+    return isinstance(blocks, nn.ModuleList) and any(p.dim() == 2 and len(p) == len(blocks) for p in beside)
 
 
 def _has_parts(block: nn.Module) -> bool:

@@ -143,21 +143,26 @@ def _copy_on_write(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     guard = tensors[0].new_empty(0, dtype=torch.uint8)
     if counting() is None:
         return [torch.empty_like(x) for x in tensors], guard
-    copies = [x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride()) for x in tensors]
-    for copy in copies:  # made when it is first written: see `gets_own_memory`
-        copy.copies_on_write = True  # type: ignore[attr-defined]
-    return copies, guard
+    # Storages of their own, of which no allocator knows, since all views of a copy share what it gets.
+    storages = [torch.UntypedStorage(0, device="meta") for _ in tensors]
+    for x, storage in zip(tensors, storages, strict=True):
+        storage.shared = x.untyped_storage()  # type: ignore[attr-defined]
+    placed = zip(tensors, storages, strict=True)
+    return [x.new_empty(0).set_(storage, x.storage_offset(), x.shape, x.stride()) for x, storage in placed], guard  # type: ignore[call-overload]
+
+
+def is_copy_on_write(t: Tensor) -> bool:
+    """Whether a tensor on the meta device shares another's memory until it is written."""
+    return t.layout == torch.strided and hasattr(t.untyped_storage(), "shared")
 
 
 def gets_own_memory(t: Tensor) -> None:
-    """Before a tensor on the meta device is written: if it copies on write, or its base does, all that it spans."""
-    copy = t if t._base is None else t._base
-    if not vars(copy).pop("copies_on_write", False):
-        return
-    memory = torch.empty_like(copy).untyped_storage()
-    begin = copy.storage_offset()
-    for each in {id(copy): copy, id(t): t}.values():
-        each.set_(memory, each.storage_offset() - begin, each.shape, each.stride())  # type: ignore[call-overload]
+    """Before a tensor on the meta device is written: if it copies on write, as much as that spans, for as long as a
+    view of it lives."""
+    if is_copy_on_write(t):
+        storage: Any = t.untyped_storage()
+        del storage.shared
+        storage.surplus = t.new_empty(storage.nbytes(), dtype=torch.uint8)
 
 
 def _or_counted(fake: Callable[..., Any], op: Any, block: bool) -> Callable[..., Any]:

@@ -95,9 +95,8 @@ class AttributeScan:
                 self.look_at(inner)
 
     def class_of(self, holder: Any) -> None:
-        """The attributes of the classes of a module or an object."""
-        kind: Any = type(holder)
-        for base in _own_classes(kind):
+        """The attributes of a class, or of the classes of a module or an object, and of those above."""
+        for base in _own_classes(holder if isinstance(holder, type) else type(holder)):
             if base not in self._classes:
                 self._classes[base] = None
                 attributes = ClassAttributes(base)

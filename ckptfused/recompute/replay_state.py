@@ -63,6 +63,8 @@ class ReplayState:
             self._modules = _with_hidden(self._modules, scan)
         for value in _objects(given, found) if given.objects or found.near else ():
             scan.instance(value)
+        for kind in found.classes:
+            scan.class_of(kind)
         for container in (*given.containers, *found.near):
             scan.look_at(container)
         scan.holders += map(Bindings, found.functions)

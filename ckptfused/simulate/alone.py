@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ckptfused.compat.pytree import tree_flatten, tree_unflatten
+from ckptfused.compat.torch_memory import copy_on_write, is_cow
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,31 @@ class OpCall:
     def run(self, observe: Callable[[Callable[[], Any]], None]) -> bool:
         """Has the op observed, in a thread of its own, where no ledger, mode or autocast of the caller's is at work;
         whether it took its arguments."""
+        return self._in_thread(lambda run, _: observe(run))
+
+    def copies_made(self) -> list[bool] | None:
+        """Of each tensor among the arguments: whether the op makes a copy-on-write one get memory of its own, as one
+        does that asks for its memory to write it, though it only reads; None: it does not take its arguments."""
+        found: list[bool] = []
+
+        def observed(run: Callable[[], Any], tensors: list[Tensor]) -> None:
+            run()
+            found.extend(not is_cow(t) for t in tensors)
+
+        return found if self._in_thread(observed, copy_on_write) else None
+
+    def _in_thread(
+        self,
+        observe: Callable[[Callable[[], Any], list[Tensor]], None],
+        given: Callable[[Tensor], Tensor] | None = None,
+    ) -> bool:
         done: list[bool] = []
-        thread = threading.Thread(target=self._run, args=(observe, done))
+        thread = threading.Thread(target=self._run, args=(observe, given, done))
         thread.start()
         thread.join()
         return bool(done)
 
-    def _run(self, observe: Callable[[Callable[[], Any]], None], done: list[bool]) -> None:
+    def _run(self, observe: Any, given: Callable[[Tensor], Tensor] | None, done: list[bool]) -> None:
         leaves, structure = tree_flatten(self._given)
         likes = {
             id(leaf): Like.of(leaf) if isinstance(leaf, Tensor) else leaf
@@ -67,8 +86,10 @@ class OpCall:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
                 made = {key: like.made() for key, like in likes.items()}
+                if given is not None:
+                    made = {key: given(t) for key, t in made.items()}
                 args, kwargs = tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], structure)
-                observe(lambda: self._function(*args, **kwargs))
+                observe(lambda: self._function(*args, **kwargs), [*made.values()])
                 done.append(True)
             except Exception:  # whatever an op has against such arguments; kept, its frames would hold the tensors
                 return

@@ -24,7 +24,7 @@ from ckptfused.compat.torch_memory import storage_id
 from ckptfused.cost import OpenLedger
 from ckptfused.cost.seconds import LEDGER_TYPES, ledger_seconds
 from ckptfused.cost.work import AttentionWork
-from ckptfused.ops.fake import gets_own_memory
+from ckptfused.ops.fake import gets_own_memory, is_copy_on_write
 from ckptfused.simulate.alone import Like
 from ckptfused.simulate.cpu_timings import (
     Cache,
@@ -36,7 +36,7 @@ from ckptfused.simulate.cpu_timings import (
 )
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.meta_kernels import kernelless
-from ckptfused.simulate.scratch import LARGEST
+from ckptfused.simulate.scratch import LARGEST, Surplus
 from ckptfused.sizes import size
 from ckptfused.spec import AttentionSpec, parse
 
@@ -79,6 +79,7 @@ class Work(DispatchMode):
         self.machine = device.machine
         self._cache = None if device.machine is None else Cache(device.machine.cache)
         self._pieces = 0.0
+        self._surplus = Surplus()
         self.convolution_scratch = 0
         """Bytes that a convolution was measured to hold within itself, the most of all."""
         self.unmeasured: set[str] = set()
@@ -94,10 +95,14 @@ class Work(DispatchMode):
             self._check_pieces(args)
         for t in written_arguments(func, args, kwargs):
             gets_own_memory(t)
-        self._opened.held.clear()
+        if self.machine is not None and any(map(is_copy_on_write, tensors_of(args))) and not (own or _is_view(func)):
+            for t in self.machine.scratch.copied(func, args, kwargs):
+                gets_own_memory(t)
+        if func.overloadpacket not in _FREE and not _is_view(func):  # autograd detaches a result that it saves
+            self._opened.held.clear()
         out = kernelless(func, self._opened.held)(*args, **kwargs)
         if not own and not self._opened.held:  # else it was counted by what stands for a kernel
-            self._opened.held += self._within(func, args, kwargs, out)
+            out = self._hold(func, args, kwargs, out)
         if own:
             seconds = self._of_ledger(begin, args)
         else:
@@ -105,6 +110,8 @@ class Work(DispatchMode):
             if func.namespace == "aten":
                 seconds = self._device.alone(seconds, func, args, kwargs, _bytes((args, kwargs, out)))
         self.spend(seconds + self._waits((args, kwargs), out))
+        if func.overloadpacket is aten.add:
+            self._surplus.hand_on(args[0], out)
         return out
 
     def _check_pieces(self, args: Any) -> None:
@@ -125,24 +132,30 @@ class Work(DispatchMode):
                 f"got {rows:,} tokens: predict fewer"
             )
 
-    def _within(self, func: Any, args: Any, kwargs: Any, out: Any) -> list[Tensor]:
-        """What stands for memory that an op of PyTorch's holds beside its results until it ends."""
+    def _hold(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """Holds what stands for memory that an op of PyTorch's has beside its results until it ends; the results, as
+        the CPU at hand lays them out."""
         packet = func.overloadpacket
         given = [t for t in tensors_of(args, kwargs) if _is_meta(t)]
         if not given or packet in _FREE or _is_view(func):
-            return []
+            return out
         if self.machine is not None and func.namespace == "aten":
             measured = self.machine.scratch.of(func, args, kwargs, out)
             if measured is not None:
                 if packet in CONVOLUTIONS:
-                    self.convolution_scratch = max(self.convolution_scratch, measured)
-                return [given[0].new_empty(measured, dtype=torch.uint8)] if measured else []
+                    self.convolution_scratch = max(self.convolution_scratch, measured.within)
+                if measured.within:
+                    self._opened.held.append(given[0].new_empty(measured.within, dtype=torch.uint8))
+                if measured.after:
+                    self._surplus.keep(out, measured.after)
+                return measured.laid_out(args, kwargs, out)
             is_known = packet in flop_registry or torch.Tag.pointwise in func.tags
             if not is_known and _bytes((args, kwargs, out)) > LARGEST:
                 self.unmeasured.add(str(packet))
-        if packet in _DENSE:
-            return [t.new_empty(t.shape) for t in args[packet is aten.addmm :] if _is_meta(t) and _is_expanded(t)]
-        return [t.new_empty(t.shape) for t in args if _is_meta(t) and _is_strewn(t)] if packet in _CONTIGUOUS else []
+        operands = args[packet is aten.addmm :] if packet in _DENSE | _CONTIGUOUS else ()
+        is_copied = _is_expanded if packet in _DENSE else _is_strewn
+        self._opened.held += [t.new_empty(t.shape) for t in operands if _is_meta(t) and is_copied(t)]
+        return out
 
     def attention(self, causal: bool) -> Callable[[float, Tensor, Tensor], None]:
         """What is told of attention, of q and k, that is not an op of its own."""

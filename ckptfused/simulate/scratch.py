@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from ckptfused.compat.pytree import tree_leaves, tree_map
+from ckptfused.compat.torch_autograd import graph_task
 from ckptfused.compat.torch_dispatch import tensors_of
-from ckptfused.compat.torch_memory import allocations
+from ckptfused.compat.torch_memory import allocations, storage_id
 from ckptfused.simulate.alone import OpCall
 
 LARGEST, MOST_FLOPS = 1 << 30, 1e11
@@ -25,14 +28,43 @@ _BATCHED = {aten.convolution: (0,), aten.convolution_backward: (0, 1)}
 """By where their operands with a batch are. Of too large a batch a part runs, as often as the batch has it counts."""
 
 
+class OpMemory(NamedTuple):
+    """Bytes that a call holds beside the elements of its results."""
+
+    within: int
+    """At most, until it ends."""
+    after: int
+    """In the results' memory: of patches that it made there, say."""
+    strides: tuple[tuple[int, ...], ...] = ()
+    """Of its results, which PyTorch may lay out in another way where there is no data."""
+
+    def laid_out(self, args: Any, kwargs: Any, out: Any) -> Any:
+        """The results of meta tensors as those of the call are laid out, where they have memory of their own."""
+        made = tensors_of(out)
+        theirs = {storage_id(t) for t in tensors_of(args, kwargs)}
+        known = len(made) == len(self.strides) and not any(storage_id(t) in theirs for t in made)
+        if not known or all(t.stride() == strides for t, strides in zip(made, self.strides, strict=True)):
+            return out
+        again = dict(zip(map(id, made), self.strides, strict=True))
+        return tree_map(lambda t: _restrided(t, again[id(t)]) if id(t) in again else t, out)
+
+
+def _restrided(t: Tensor, strides: tuple[int, ...]) -> Tensor:
+    spanned = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, strides, strict=False))
+    if not t.is_meta or len(strides) != t.dim() or spanned != t.numel():
+        return t
+    return t.new_empty(0).set_(t.untyped_storage(), 0, t.shape, strides)  # type: ignore[call-overload]
+
+
 class Scratch:
-    """Bytes by kind of op."""
+    """What calls hold, by kind of op."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, int | None] = {}
+        self._known: dict[Hashable, OpMemory | None] = {}
+        self._copied: dict[Hashable, list[bool] | None] = {}
 
-    def of(self, op: Any, args: Any, kwargs: Any, out: Any) -> int | None:
-        """Bytes of one call beside its results; None: it cannot be run alone, or is too large. out: the results."""
+    def of(self, op: Any, args: Any, kwargs: Any, out: Any) -> OpMemory | None:
+        """What one call holds; None: it cannot be run alone, or is too large. out: the results."""
         tensors = tensors_of(args, kwargs, out)
         if any(t.layout != torch.strided for t in tensors):
             return None
@@ -52,15 +84,47 @@ class Scratch:
         if call.kind not in self._known:
             self._known[call.kind] = scratch_of(call)
         found = self._known[call.kind]
-        return found if found is None else parts * found
+        return found if found is None or parts == 1 else OpMemory(parts * found.within, parts * found.after)
+
+    def copied(self, op: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors of which an op has copies on write get memory of their own, though it only reads them."""
+        call = OpCall(op, args, kwargs)
+        if call.kind not in self._copied:
+            self._copied[call.kind] = call.copies_made()
+        leaves = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}.values()
+        return [t for t, made in zip(leaves, self._copied[call.kind] or (), strict=False) if made]
 
 
-def scratch_of(call: OpCall) -> int | None:
-    """Bytes that a call holds at most beside its results; None: it cannot be run alone."""
-    found: list[int] = []
+class Surplus:
+    """Bytes that results of meta tensors hold beyond their elements, for as long as their storages live."""
+
+    def __init__(self) -> None:
+        self._any = False
+
+    def keep(self, out: Any, size: int) -> None:
+        """In the first of the results."""
+        made = next((t for t in tensors_of(out) if t.is_meta), None)
+        if made is not None:  # an attribute: no allocator is asked where a meta storage is resized
+            made.untyped_storage().surplus = made.new_empty(size, dtype=torch.uint8)  # type: ignore[attr-defined]
+            self._any = True
+
+    def hand_on(self, first: Any, out: Tensor) -> None:
+        """To a sum of gradients, for which autograd takes the memory of the first, where nobody else holds that."""
+        if self._any and graph_task() != -1 and isinstance(first, Tensor) and first.layout == torch.strided:
+            surplus = getattr(first.untyped_storage(), "surplus", None)
+            if surplus is not None:
+                out.untyped_storage().surplus = surplus  # type: ignore[attr-defined]
+
+
+def scratch_of(call: OpCall) -> OpMemory | None:
+    """What a call holds; None: it cannot be run alone."""
+    found: list[OpMemory] = []
 
     def observed(function: Callable[[], Any]) -> None:
-        _, changes = allocations(function)
-        found.append(max(accumulate(changes, initial=0)) - sum(changes))
+        results, changes = allocations(function)
+        tensors = [t for t in tensors_of(results) if t.layout == torch.strided]
+        elements = sum({storage_id(t): t.nbytes for t in tensors}.values())
+        left, most = sum(changes), max(accumulate(changes, initial=0))
+        found.append(OpMemory(most - left, max(0, left - elements), tuple(t.stride() for t in tensors)))
 
     return found[0] if call.run(observed) else None

@@ -6,6 +6,7 @@ import dis
 import functools
 import itertools
 import operator
+import sys
 import types
 import weakref
 from collections import deque
@@ -45,6 +46,8 @@ class Reached:
     containers: list[Any] = field(default_factory=list)
     """Lists, dicts, sets and deques of at most WIDTH values."""
     functions: list[types.FunctionType] = field(default_factory=list)
+    classes: list[type] = field(default_factory=list)
+    """Those that methods are bound to."""
     near: list[Any] = field(default_factory=list)
     """The objects and containers that a root is, is bound to, or has in its closure, defaults or arguments."""
     tensors: list[Tensor] = field(default_factory=list)
@@ -136,6 +139,8 @@ def _parts(value: Any, found: Reached) -> _Parts:
     if isinstance(value, functools.partial):
         return (value.func, value.args, value.keywords), ()
     if isinstance(value, types.MethodType):
+        if isinstance(value.__self__, type):
+            found.classes.append(value.__self__)
         return (value.__self__, value.__func__), ()
     if isinstance(value, types.FunctionType):
         return _parts_of_function(value, found)
@@ -180,14 +185,17 @@ def _parts_of_function(function: types.FunctionType, found: Reached) -> _Parts:
             beyond.append(value)
         elif kind in _MAY_DRAW and (g := behind(value, _says_random(function.__code__))) is not None:
             beyond.append(g)
-    return own, beyond
+    imported = map(sys.modules.get, imports_of(function.__code__))
+    drawn = (behind(module, _says_random(function.__code__)) for module in imported if module is not None)
+    return own, [*beyond, *(g for g in drawn if g is not None)]
 
 
 @functools.lru_cache(maxsize=4096)
 def drawn_by(kind: Any) -> list[Any]:
     """The generators of the module `random` and of NumPy, where methods of a module's class name them."""
-    own = [base for base in kind.__mro__ if not of_torch(base)]
-    functions = [value for base in own for value in vars(base).values() if isinstance(value, types.FunctionType)]
+    own = itertools.chain.from_iterable(vars(base).values() for base in kind.__mro__ if not of_torch(base))
+    inner = [getattr(value, name, value) for value in own for name in ("__func__", "fget", "func")]
+    functions = [value for value in inner if isinstance(value, types.FunctionType)]
     return [g for g in reach(functions).generators if is_global(g)]
 
 
@@ -211,6 +219,14 @@ def attributes_of(code: types.CodeType) -> frozenset[str]:
     inner = (attributes_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     strings = (constant for constant in code.co_consts if isinstance(constant, str))
     return frozenset(itertools.chain(code.co_names, strings, *inner))
+
+
+@functools.lru_cache(maxsize=4096)
+def imports_of(code: types.CodeType) -> tuple[str, ...]:
+    """The modules that a function's code, and that of the functions in it, imports."""
+    own = (step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME")
+    inner = (imports_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return tuple(dict.fromkeys([*own, *itertools.chain.from_iterable(inner)]))
 
 
 @functools.lru_cache(maxsize=4096)

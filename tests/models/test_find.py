@@ -103,6 +103,18 @@ class Experts(nn.Module):
         return x + torch.stack([expert(self.norm(x)) for expert in self.experts]).sum(0)
 
 
+class Routed(nn.Module):
+    """A layer whose experts are blocks by themselves; a router has a row for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(Flat() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1).unbind(-1)
+        return x + torch.stack([e(x) * p[:, None] for e, p in zip(self.experts, shares, strict=True)]).sum(0)
+
+
 class Lists(nn.Module):
     """Layers as in x-transformers: norms, a block, a residual."""
 
@@ -136,6 +148,7 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
     "blocks of units": (lambda: nn.Sequential(Units(), Units()), ["0", "1"]),
     "blocks without children": (lambda: nn.Sequential(WrittenOut(), WrittenOut()), ["0", "1"]),
     "experts": (lambda: nn.Sequential(Experts(), Experts()), ["0", "1"]),
+    "experts with a router": (lambda: nn.Sequential(Routed(), Routed()), ["0", "1"]),
     "lists of lists": (Lists, ["layers.0.1", "layers.1.1", "layers.2.1", "layers.3.1"]),
     "projections": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)), []),
 }

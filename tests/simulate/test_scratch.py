@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ckptfused import convert, plan, profile, revert
+from ckptfused import checkpoint, convert, plan, profile, revert
 from ckptfused.simulate import scratch
-from ckptfused.simulate.scratch import Scratch
+from ckptfused.simulate.scratch import OpMemory, Scratch
 from tests.cases import by_turns
 
 pytestmark = pytest.mark.once
@@ -89,6 +90,39 @@ class Products(nn.Module):
         return torch.einsum("bhts,bhsd->btd", scores, y)
 
 
+class Called(nn.Module):
+    """A function of the results of a linear map, beside a residual; under a checkpoint, if so asked."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], checkpointed: bool = False) -> None:
+        super().__init__()
+        self.function, self.checkpointed = function, checkpointed
+        # Under a dispatch mode PyTorch adds a bias to strewn rows out of place.
+        self.inner = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.apart, x) if self.checkpointed else self.apart(x)
+
+    def apart(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.function(x))
+
+
+class Columns(nn.Module):
+    """A function of [B, T, C] along T: kernels get an operand that is not contiguous."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x.mT).mT
+
+
+def patches(x: Tensor) -> Tensor:
+    """Sums over patches of 3 x 3, whose gradients PyTorch adds up in the memory of all patches."""
+    picture = x.mT.unflatten(-1, (8, -1))
+    return F.unfold(picture, 3, padding=1).unflatten(1, (-1, 9)).mean(2).mT
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
         super().__init__()
@@ -103,7 +137,22 @@ def images(count: int, side: int) -> Tensor:
     return torch.randn(count, 3, side, side)
 
 
+def stack(function: Callable[[], Callable[[Tensor], Tensor]], checkpointed: bool = False) -> Callable[[], Any]:
+    """Three layers of `Called`, with tokens [4, 64, 32]."""
+    return lambda: (nn.Sequential(*(Called(function(), checkpointed) for _ in range(3))), torch.randn(4, 64, 32))
+
+
+EXACT: dict[str, Callable[[], Any]] = {
+    "softmax": stack(lambda: Columns(lambda x: x.softmax(-1))),
+    "log-sigmoid": stack(lambda: Columns(F.logsigmoid)),
+    "patches": stack(lambda: patches),
+    "patches, checkpointed": stack(lambda: patches, True),
+    "norm": stack(lambda: Columns(nn.BatchNorm1d(32))),
+    "norm, checkpointed": stack(lambda: Columns(nn.BatchNorm1d(32)), True),
+}
+"""Layers of which kernels copy operands, save what they hold a copy beside, or lay results out in their own way."""
 MODELS = {
+    **EXACT,
     "unet": lambda: (UNet(), images(2, 64)),
     "unet, channels last": lambda: (
         UNet().to(memory_format=torch.channels_last),
@@ -132,9 +181,6 @@ class First(nn.Module):
 
 
 OVER = {
-    # On the meta device a norm's result is laid out in rows of channels again: the prediction has the gradient and the
-    # input of the largest convolution copied within its backward.
-    "unet, channels last": 2 * 64 * 64 * (16 + 32) * 2,
     # A layer alone keeps two results and the last states more than in a step. Where products in bfloat16 hold memory of
     # their own, as on AMX, the peak is in backward, in which that shows.
     "gru": (2 * 40 + 2) * 6 * 48 * 2,
@@ -145,10 +191,10 @@ ONEDNN_MAX_CPU_ISA from AVX2 to AVX512_CORE_AMX, and no more."""
 
 @pytest.mark.parametrize(("name", "autocast"), by_turns(MODELS, [None, "bfloat16"]))
 def test_no_step_needs_more_than_was_predicted(name: str, autocast: str | None) -> None:
-    """Convolutions and products agree to a byte, but where layouts differ; recurrent layers keep what oneDNN keeps."""
+    """Convolutions and products agree to a byte; recurrent layers keep what oneDNN keeps."""
     model, batch = MODELS[name]()
     predicted, measured = (profile(model, batch, torch.optim.AdamW, way, autocast) for way in ("cpu", None))
-    if autocast is None and name in ("unet", "convnext", "resnet", "functional", "products"):
+    if autocast is None and name not in ("lstm", "lstm, projected", "lstm, both ways", "gru"):
         assert predicted.peak == measured.peak
     most = max(0.05 * measured.above_state, OVER.get(name, 0) if autocast else 0)
     assert measured.above_state <= predicted.above_state <= measured.above_state + most
@@ -183,13 +229,13 @@ def test_of_a_large_convolution_a_part_runs(monkeypatch: pytest.MonkeyPatch) -> 
     x, weight = torch.ones(8, 16, 20, 20), torch.ones(24, 16, 3, 3)
     args, out = (x, weight, *CONVOLUTION), aten.convolution(x, weight, *CONVOLUTION)
     whole = Scratch().of(aten.convolution.default, args, {}, out)
-    assert whole is not None and whole > 0
+    assert whole is not None and whole.within > 0 == whole.after
     ran: list[Any] = []
     plain = scratch.scratch_of
     monkeypatch.setattr(scratch, "scratch_of", lambda call: ran.append(call.kind) or plain(call))
     monkeypatch.setattr(scratch, "LARGEST", 200_000)
     found = Scratch().of(aten.convolution.default, args, {}, out)
-    assert found is not None and whole <= found < 3 * whole
+    assert found is not None and whole.within <= found.within < 3 * whole.within
     assert len(ran) == 1 and "[3, 16, 20, 20]" in str(ran[0])
     large = torch.ones(400, 400)
     assert Scratch().of(aten.sum.default, (large,), {}, large.sum()) is None and len(ran) == 1
@@ -208,7 +254,7 @@ def test_another_thread_may_profile() -> None:
     """Which ends the process if both use PyTorch's newer profiler."""
     x, weight = torch.ones(2, 4, 9, 9), torch.ones(4, 4, 3, 3)
     call = (aten.convolution.default, (x, weight, *CONVOLUTION), {}, aten.convolution(x, weight, *CONVOLUTION))
-    found: list[int | None] = []
+    found: list[OpMemory | None] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True):
         found.append(Scratch().of(*call))
         thread = threading.Thread(target=lambda: found.append(Scratch().of(*call)))
