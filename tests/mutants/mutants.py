@@ -1256,21 +1256,21 @@ MUTANTS = (
         file="ckptfused/simulate/roofline.py",
         text="        if func.overloadpacket not in _FREE and not _is_view(func):  # autograd",
         defect="        if True:  # autograd",
-        test="tests/simulate/test_scratch.py::test_no_step_needs_more_than_was_predicted[softmax-None]",
+        test="tests/simulate/test_scratch.py::test_what_kernels_copy_is_predicted_to_the_byte[softmax]",
     ),
     Mutant(
         "results laid out as the meta device has them",
         file="ckptfused/simulate/roofline.py",
         text="                return measured.laid_out(args, kwargs, out)\n",
         defect="                return out\n",
-        test="tests/simulate/test_scratch.py::test_no_step_needs_more_than_was_predicted[norm-None]",
+        test="tests/simulate/test_scratch.py::test_what_kernels_copy_is_predicted_to_the_byte[norm, checkpointed]",
     ),
     Mutant(
         "a copy on write that a kernel makes of what it only reads, not counted",
         file="ckptfused/simulate/alone.py",
         text="found.extend(not is_cow(t) for t in tensors)",
         defect="found.extend(False for t in tensors)",
-        test="tests/simulate/test_scratch.py::test_no_step_needs_more_than_was_predicted[norm, checkpointed-None]",
+        test="tests/simulate/test_scratch.py::test_what_kernels_copy_is_predicted_to_the_byte[norm, checkpointed]",
     ),
     Mutant(
         "a lane of the generator with its neighbour's counter",
@@ -1317,9 +1317,9 @@ MUTANTS = (
     ),
     Mutant(
         "a copy on the meta device that is written in its original's memory",
-        file="ckptfused/simulate/roofline.py",
-        text="gets_own_memory(t)",
-        defect="pass",
+        file="ckptfused/ops/fake.py",
+        text="        storage.surplus = t.new_empty(storage.nbytes(), dtype=torch.uint8)\n",
+        defect="",
         test="tests/profiler/test_predicted.py::test_as_measured[in place-converted]",
     ),
     Mutant(
