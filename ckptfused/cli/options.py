@@ -171,6 +171,10 @@ def said(error: Exception) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:400]
 
 
+_MOST_TOKENS = 1 << 40
+"""Of which no card holds the numbers, let alone an activation."""
+
+
 def ran(arguments: argparse.Namespace, run: Callable[[], T]) -> T:
     """The result of a run of the user's own code or model, which may print: on stderr, where it is not the answer.
 
@@ -220,6 +224,8 @@ def model_and_batch(arguments: argparse.Namespace, needs_batch: bool = False) ->
                 f"--config: expected {arguments.config} to return a model and a batch, got a model alone"
             )
         return model, batch
+    if arguments.batch * arguments.seq > _MOST_TOKENS:
+        raise CommandError(f"--batch and --seq: expected at most {_MOST_TOKENS:,} tokens a step")
     import torch
 
     from ckptfused.cli import language_models

@@ -308,6 +308,14 @@ def test_what_one_layer_cannot_hold_is_answered_without_a_prediction(
     assert "the result of one layer alone takes 195.31 GiB" in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["plan", "profile"])
+@pytest.mark.parametrize("batch", ["9" * 11, "9" * 21])
+def test_a_batch_that_no_tensor_holds(command: str, batch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--config", "llama-3-8b", "--device", "h100", "--batch", batch, "--seq", "99999999"]
+    assert main([command, *given]) == 1
+    assert "expected at most 1,099,511,627,776 tokens a step" in capsys.readouterr().err
+
+
 def test_an_absurd_batch_is_answered_soon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """None of some 12,000 tiles a layer is counted: the answer is one sentence."""
     path = tmp_path / "config.json"
