@@ -52,11 +52,11 @@ def checkpoint(
       it for an operation that backward asks for, with PyTorch's own words. Lists and dicts are replayed as they were.
     - The random state of the devices of all tensor arguments is replayed, not of positional ones alone, and so are
       generators (PyTorch's, NumPy's, `random.Random`), among the arguments at any depth or held by a module; those of
-      the module `random` and of `numpy.random`, too, where the code of the function, of a method of a module, or of
-      what they call by a global name, names them (not with `preserve_rng_state=False`).
+      the module `random` and of `numpy.random`, too, where the code of the function, of a method or property of a
+      module, or of what they call by a global name, names or imports them (not with `preserve_rng_state=False`).
     - Names mean in the replay what they meant in the forward: variables of closures, defaults, globals that the code
       names, arguments of partials; lists, dicts and sets in any of these but globals; and attributes of objects that
-      the function is, is bound to, or has there. Afterwards they mean what they did before it: a counter in a closure
+      the function is, is bound to (a class, too), or has there. Afterwards they mean what they did before it: a counter in a closure
       counts once. (Objects that hold locks, queues or threads are left alone.)
     - Modules are in the replay as the forward found them, and afterwards as they were: children, modes, dropout rates,
       hooks, counters, also in lists and dicts of any kind within one another and in attributes of their classes, and
