@@ -56,8 +56,8 @@ def checkpoint(
       module, or of what they call by a global name, names or imports them (not with `preserve_rng_state=False`).
     - Names mean in the replay what they meant in the forward: variables of closures, defaults, globals that the code
       names, arguments of partials; lists, dicts and sets in any of these but globals; and attributes of objects that
-      the function is, is bound to (a class, too), or has there. Afterwards they mean what they did before it: a counter in a closure
-      counts once. (Objects that hold locks, queues or threads are left alone.)
+      the function is, is bound to (a class, too), or has there. Afterwards they mean what they did before it: a counter
+      in a closure counts once. (Objects that hold locks, queues or threads are left alone.)
     - Modules are in the replay as the forward found them, and afterwards as they were: children, modes, dropout rates,
       hooks, counters, also in lists and dicts of any kind within one another and in attributes of their classes, and
       buffers that the forward writes (running statistics, power iterations, observers), which are updated once. Objects

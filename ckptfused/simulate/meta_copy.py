@@ -33,6 +33,9 @@ def copy_to_meta(model: nn.Module, optimizer: T) -> tuple[nn.Module, T]:
                 f"model: expected whole tensors, got {name}, a DTensor: predict the model before it is sharded"
             )
     owned = [*model.parameters(), *model.buffers()]
+    # A copy of a quantised weight of bitsandbytes' holds the module of the one that it was made of.
+    holders = {id(m): m for t in owned for m in vars(t).values() if isinstance(m, nn.Module)}.values()
+    owned = [*(p for module in holders for p in module.parameters()), *owned]
     memo: dict[int, Any] = {}
     try:
         with _WithoutData({id(t) for t in owned}) as copies:

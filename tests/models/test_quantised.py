@@ -100,6 +100,20 @@ def test_kbit_training_under_autocast(storage: torch.dtype, tmp_path: Path) -> N
         assert (t.float() - truth[name].float()).norm() <= 0.03 * scale, name
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["loaded", "copied"])
+def test_a_step_is_predicted_and_planned(copied: bool, tmp_path: Path) -> None:
+    """A copy's weights hold the modules of the model that it was made of."""
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path)
+    model = adapted(loaded(tmp_path, bnb_4bit_use_double_quant=True))
+    model = copy.deepcopy(model) if copied else model
+    batch = text_batch()
+    plain = ckptfused.profile(model, batch, device="cpu").peak
+    report = ckptfused.convert(model, budget=plain - 1, batch=batch, device="cpu")
+    found = [ckptfused.profile(model, batch, device=device).peak for device in ("cpu", None)]
+    assert found[1] <= found[0] <= report.peak < plain
+
+
 def test_what_is_kept_does_not_change_bits(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     llama().save_pretrained(tmp_path)
