@@ -172,7 +172,7 @@ def said(error: Exception) -> str:
 
 
 _MOST_TOKENS = 1 << 40
-"""Of which no card holds the numbers, let alone an activation."""
+"""Tokens of which no card holds the numbers, let alone an activation."""
 
 
 def ran(arguments: argparse.Namespace, run: Callable[[], T]) -> T:

@@ -55,8 +55,8 @@ class OpCall:
         return self._in_thread(lambda run, _: observe(run))
 
     def copies_made(self) -> list[bool] | None:
-        """Of each tensor among the arguments: whether the op makes a copy-on-write one get memory of its own, as one
-        does that asks for its memory to write it, though it only reads; None: it does not take its arguments."""
+        """Whether the op makes a copy-on-write argument get memory of its own, for each tensor among them: so does one
+        that asks for memory to write, though it only reads. None: it does not take its arguments."""
         found: list[bool] = []
 
         def observed(run: Callable[[], Any], tensors: list[Tensor]) -> None:

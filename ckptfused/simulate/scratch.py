@@ -36,7 +36,7 @@ class OpMemory(NamedTuple):
     after: int
     """In the results' memory: of patches that it made there, say."""
     strides: tuple[tuple[int, ...], ...] = ()
-    """Of its results, which PyTorch may lay out in another way where there is no data."""
+    """The results' strides: PyTorch may lay them out in another way where there is no data."""
 
     def laid_out(self, args: Any, kwargs: Any, out: Any) -> Any:
         """The results of meta tensors as those of the call are laid out, where they have memory of their own."""

@@ -47,7 +47,7 @@ class Reached:
     """Lists, dicts, sets and deques of at most WIDTH values."""
     functions: list[types.FunctionType] = field(default_factory=list)
     classes: list[type] = field(default_factory=list)
-    """Those that methods are bound to."""
+    """The classes that methods are bound to."""
     near: list[Any] = field(default_factory=list)
     """The objects and containers that a root is, is bound to, or has in its closure, defaults or arguments."""
     tensors: list[Tensor] = field(default_factory=list)
