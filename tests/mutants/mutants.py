@@ -784,9 +784,9 @@ MUTANTS = (
     ),
     Mutant(
         "masks of six rounds of Philox",
-        file="csrc/math/dropout.h",
-        text="return philox4x32<7>(",
-        defect="return philox4x32<6>(",
+        file="csrc/kernels/cpu/draws.inl",
+        text="round < 7;",
+        defect="round < 6;",
         test="tests/test_rng.py::test_masks_of_odd_shapes[0.5-shape1-cpu]",
         source="kernels/cpu/dropout.cpp",
     ),
