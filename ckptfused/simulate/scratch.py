@@ -87,7 +87,11 @@ class Scratch:
         return found if found is None or parts == 1 else OpMemory(parts * found.within, parts * found.after)
 
     def copied(self, op: Any, args: Any, kwargs: Any) -> list[Tensor]:
-        """The tensors of which an op has copies on write get memory of their own, though it only reads them."""
+        """The tensors of which an op has copies on write get memory of their own, though it may only read them; of an
+        op that is too large to run alone, none are known."""
+        largest = LARGEST // 16 if op.overloadpacket in flop_registry else LARGEST
+        if sum(t.nbytes for t in tensors_of(args, kwargs)) > largest:
+            return []
         call = OpCall(op, args, kwargs)
         if call.kind not in self._copied:
             self._copied[call.kind] = call.copies_made()

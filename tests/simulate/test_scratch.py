@@ -280,3 +280,11 @@ def test_an_op_too_large_to_run_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     model = nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40))
     (note,) = profile(model, torch.randn(30, 40), device="cpu").notes
     assert "native_layer_norm" in note and "too large to run alone" in note
+
+
+def test_no_large_op_runs_to_see_what_it_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, rows = torch.ones(64, 400, 4).mT, [torch.ones(4) for _ in range(4)]
+    call: Any = (aten.native_batch_norm.default, (x, *rows, True, 0.1, 1e-5), {})
+    assert any(t is x for t in Scratch().copied(*call))
+    monkeypatch.setattr(scratch, "LARGEST", x.nbytes)
+    assert Scratch().copied(*call) == []
