@@ -35,7 +35,7 @@ class StepSizes(Sizes):
 def ways_of(sizes: StepSizes) -> dict[str, Any]:
     """The ways that this case can be trained in."""
     case = CASES[sizes.case]
-    return ways(case.whole, causal=sizes.case in ("gpt2", "lora", "qlora", "experts"))
+    return ways(case.whole, case.causal)
 
 
 def made(sizes: StepSizes, shape: Shape, dtype: torch.dtype) -> tuple[Any, Batch]:

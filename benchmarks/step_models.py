@@ -30,6 +30,8 @@ class StepCase:
     """A model with its loss, that an optimizer updates; or a stack of layers, forward and backward alone."""
     exact: Callable[[Any], Any] = lambda model: copy.deepcopy(model).double()
     """A model's copy in float64."""
+    causal: bool = False
+    """A decoder whose loss is of the next token."""
     compared_in: str = ""
     """The type in which gradients are compared; "": the one that is timed."""
 
@@ -223,6 +225,14 @@ def vit(shape: Shape, dtype: torch.dtype) -> Any:
     return model.to(dtype)
 
 
+LORA = StepCase(
+    "Llama with LoRA of rank 64 on every projection, loss and AdamW",
+    Shape(4, 1024, 16, 4, 512, 8192, dropout=0.05),
+    Shape(32, 4096, 32, 2, 4096, 128256, dropout=0.05),
+    lora,
+    text,
+    causal=True,
+)
 CASES = {
     "encoder": StepCase(
         "`nn.TransformerEncoderLayer`s with PyTorch's defaults",
@@ -262,24 +272,14 @@ CASES = {
         Shape(24, 1024, 16, 8, 1024, 50257),
         gpt2,
         text,
+        causal=True,
     ),
     "bert": StepCase(
         "BERT, loss and AdamW", Shape(6, 512, 8, 8, 256, 8192), Shape(24, 1024, 16, 32, 512, 30522), bert, text
     ),
-    "lora": StepCase(
-        "Llama with LoRA of rank 64 on every projection, loss and AdamW",
-        Shape(4, 1024, 16, 4, 512, 8192, dropout=0.05),
-        Shape(32, 4096, 32, 2, 4096, 128256, dropout=0.05),
-        lora,
-        text,
-    ),
-    "qlora": StepCase(
-        "Llama in 4 bits (nf4, nested scales) with LoRA of rank 64 on every projection, loss and AdamW",
-        Shape(4, 1024, 16, 4, 512, 8192, dropout=0.05),
-        Shape(32, 4096, 32, 2, 4096, 128256, dropout=0.05),
-        qlora,
-        text,
-        exact=dequantized,
+    "lora": LORA,
+    "qlora": replace(
+        LORA, about=f"{LORA.about}, its base in 4 bits (nf4, nested scales)", make=qlora, exact=dequantized
     ),
     "experts": StepCase(
         "Qwen3-MoE of 16 experts, of which a token has four, loss and AdamW",
@@ -287,6 +287,7 @@ CASES = {
         Shape(8, 2048, 32, 4, 4096, 151936, dropout=0.0),
         experts,
         text,
+        causal=True,
         exact=expert_by_expert,
         compared_in="float32",  # in bfloat16 a router's rounded logits choose other experts than float64's
     ),

@@ -105,9 +105,14 @@ def planned(model: Any, batch: Batch, share: float) -> Loss:
     return loss_of
 
 
+def base_of(model: Any) -> Any:
+    """A model without PEFT's wrapper around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def torch_chunked_loss(model: Any, batch: Batch) -> Tensor:
     """PyTorch's loss that makes logits in chunks: by hand, no model of Hugging Face's calls it."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     x = base.base_model(input_ids=batch["input_ids"]).last_hidden_state[:, :-1].flatten(0, 1)
     options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
     chunked: Any = torch.nn.functional.linear_cross_entropy  # type: ignore[attr-defined]
@@ -125,7 +130,7 @@ def trl_head(model: Any, batch: Batch) -> Loss:
     from trl.trainer.utils import add_fused_lm_head
 
     checkpointed(model, batch)
-    add_fused_lm_head(model.get_base_model() if hasattr(model, "get_base_model") else model)
+    add_fused_lm_head(base_of(model))
     return lambda model, batch: model(**batch, fused_lm_head=True).loss
 
 

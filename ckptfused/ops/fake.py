@@ -156,13 +156,24 @@ def is_copy_on_write(t: Tensor) -> bool:
     return t.layout == torch.strided and hasattr(t.untyped_storage(), "shared")
 
 
+def surplus_of(t: Tensor) -> list[Tensor]:
+    """What `hold_surplus` has a storage hold."""
+    return getattr(t.untyped_storage(), "surplus", [])
+
+
+def hold_surplus(t: Tensor, memory: list[Tensor]) -> None:
+    """Has the storage of a meta tensor hold others beside its own bytes, for as long as a view of it lives: no
+    allocator is asked where such a storage is resized."""
+    t.untyped_storage().surplus = [*surplus_of(t), *memory]  # type: ignore[attr-defined]
+
+
 def gets_own_memory(t: Tensor) -> None:
     """Before a tensor on the meta device is written: if it copies on write, as much as that spans, for as long as a
     view of it lives."""
     if is_copy_on_write(t):
         storage: Any = t.untyped_storage()
         del storage.shared
-        storage.surplus = t.new_empty(storage.nbytes(), dtype=torch.uint8)
+        hold_surplus(t, [t.new_empty(storage.nbytes(), dtype=torch.uint8)])
 
 
 def _or_counted(fake: Callable[..., Any], op: Any, block: bool) -> Callable[..., Any]:

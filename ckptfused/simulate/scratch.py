@@ -19,6 +19,7 @@ from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_autograd import graph_task
 from ckptfused.compat.torch_dispatch import tensors_of
 from ckptfused.compat.torch_memory import allocations, storage_id
+from ckptfused.ops.fake import hold_surplus, surplus_of
 from ckptfused.simulate.alone import OpCall
 
 LARGEST, MOST_FLOPS = 1 << 30, 1e11
@@ -108,16 +109,14 @@ class Surplus:
     def keep(self, out: Any, size: int) -> None:
         """In the first of the results."""
         made = next((t for t in tensors_of(out) if t.is_meta), None)
-        if made is not None:  # an attribute: no allocator is asked where a meta storage is resized
-            made.untyped_storage().surplus = made.new_empty(size, dtype=torch.uint8)  # type: ignore[attr-defined]
+        if made is not None:
+            hold_surplus(made, [made.new_empty(size, dtype=torch.uint8)])
             self._any = True
 
     def hand_on(self, first: Any, out: Tensor) -> None:
         """To a sum of gradients, for which autograd takes the memory of the first, where nobody else holds that."""
         if self._any and graph_task() != -1 and isinstance(first, Tensor) and first.layout == torch.strided:
-            surplus = getattr(first.untyped_storage(), "surplus", None)
-            if surplus is not None:
-                out.untyped_storage().surplus = surplus  # type: ignore[attr-defined]
+            hold_surplus(out, surplus_of(first))
 
 
 def scratch_of(call: OpCall) -> OpMemory | None:

@@ -1318,7 +1318,7 @@ MUTANTS = (
     Mutant(
         "a copy on the meta device that is written in its original's memory",
         file="ckptfused/ops/fake.py",
-        text="        storage.surplus = t.new_empty(storage.nbytes(), dtype=torch.uint8)\n",
+        text="        hold_surplus(t, [t.new_empty(storage.nbytes(), dtype=torch.uint8)])\n",
         defect="",
         test="tests/profiler/test_predicted.py::test_as_measured[in place-converted]",
     ),
