@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +19,17 @@ _hooks = torch.autograd.graph.saved_tensors_hooks
 _NOTHING = (0, None)
 
 
-@dataclass(eq=False, slots=True)
 class _Packed:
-    """What autograd holds in the place of a tensor that the forward saved and that waits for `settle`."""
+    """What autograd holds in the place of a tensor that the forward saved and that waits for `settle`: then that
+    tensor, or what PyTorch's checkpoint gave for it."""
 
-    place: int
-    holder: Any = None
-    """What PyTorch's checkpoint gave for it."""
+    __slots__ = ("expected", "holder", "place", "tensor")
+
+    def __init__(self, place: int, tensor: Tensor) -> None:
+        self.place = place
+        self.tensor: Tensor | None = tensor
+        self.expected = write_count(tensor)
+        self.holder: Any = None
 
 
 class SavedTensorVersions:
@@ -37,8 +40,7 @@ class SavedTensorVersions:
 
     def __init__(self) -> None:
         self._saved: dict[int, tuple[int, int | None]] = {}  # by place: identity and version of what a replay saved
-        self._held: dict[int, tuple[Tensor, int | None]] = {}  # by place: what the forward saved, and its version
-        self._waiting: list[tuple[Tensor, _Packed, Callable[[Tensor], Any]]] = []
+        self._waiting: list[tuple[_Packed, Callable[[Tensor], Any]]] = []
         self._replayed = False
 
     def of_forward(self, held: bool = False) -> AbstractContextManager[Any]:
@@ -57,16 +59,14 @@ class SavedTensorVersions:
             return _hooks(lambda t: (next(places), pack(t)), lambda packed: replayed(*packed))
 
         def get(packed: _Packed) -> Tensor:
-            if packed.place not in self._held:
+            if packed.tensor is None:
                 return replayed(packed.place, packed.holder)
-            kept, expected = self._held[packed.place]
-            _check(kept, expected)
-            return kept
+            _check(packed.tensor, packed.expected)
+            return packed.tensor
 
         def put(t: Tensor) -> _Packed:
-            packed = _Packed(next(places))
-            self._held[packed.place] = t, write_count(t)
-            self._waiting.append((t, packed, pack))
+            packed = _Packed(next(places), t)
+            self._waiting.append((packed, pack))
             return packed
 
         return self._cleared_by_failure(_hooks(put, get))
@@ -77,20 +77,19 @@ class SavedTensorVersions:
             with hooks:
                 yield
         except BaseException:
-            self._held.clear()
+            for packed, _ in self._waiting:
+                packed.tensor = None
             self._waiting.clear()
             raise
 
     def settle(self, can_be_replayed: bool) -> None:
         """After the forward: lets go of what it saved, or has backward get that, in the place of a replay."""
-        if not self._waiting:
-            return
-        for t, packed, pack in self._waiting if can_be_replayed else ():
-            packed.holder = pack(t)
-        self._waiting.clear()
-        saved = {} if can_be_replayed else self._held
-        # Without their graphs: PyTorch puts these back, and they would hold what holds them.
-        self._held = {place: (t.detach(), expected) for place, (t, expected) in saved.items()}
+        waiting, self._waiting = self._waiting, []
+        for packed, pack in waiting:
+            if can_be_replayed:
+                packed.holder, packed.tensor = pack(packed.tensor), None  # type: ignore[arg-type]
+            else:  # without its graph: PyTorch puts that back, and it would hold what holds this
+                packed.tensor = packed.tensor.detach()  # type: ignore[union-attr]
 
     def of_replay(self, saved: Callable[[Tensor], Tensor]) -> AbstractContextManager[Any]:
         """Around a replay; `saved` says what is saved in the place of a tensor."""

@@ -174,12 +174,12 @@ def is_left_alone(t: Tensor) -> bool:
     return left is not None and left() is t and (written is None or written() is not t)
 
 
-def all_left_alone(tensors: list[Tensor]) -> bool:
-    """Whether `is_left_alone` holds of each."""
+def all_left_alone(tensors: list[Tensor | None]) -> bool:
+    """Whether each is a tensor of which `is_left_alone` holds."""
     places = tuple(map(id, tensors))
     if places in _left_alone:
         return True
-    if not all(map(is_left_alone, tensors)):
+    if not all(t is not None and is_left_alone(t) for t in tensors):
         return False
     _left_alone.add(places)
     return True

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import operator
+from typing import Any
 
 from torch import Tensor, nn
 
-from ckptfused.recompute.copy_on_write import write_count
+from ckptfused._extension import _C
 from ckptfused.recompute.tracked_tensors import STATISTICS, TrackedTensor, all_left_alone, is_left_alone
 
 _bytes = operator.attrgetter("nbytes")
-_version = operator.attrgetter("_version")
 
 
 class UncopiedTensors:
@@ -35,17 +35,19 @@ class UncopiedTensors:
 
     def take_buffers(self, module: nn.Module, buffers: dict[str, Tensor | None]) -> list[tuple[str, Tensor]]:
         """Takes the large buffers of a module that all forwards so far have left alone, and returns the others."""
-        left = {name: t for name, t in buffers.items() if t is not None}
-        others: list[tuple[str, Tensor]] = []
-        large = min(map(_bytes, left.values()), default=0) > STATISTICS
-        if not (large and all_left_alone([*left.values()])):
-            found = left
-            left = {name: t for name, t in found.items() if t.nbytes > STATISTICS and is_left_alone(t)}
-            others = [(name, t) for name, t in found.items() if name not in left]
-        if left:
+        tensors: list[Any] = [*buffers.values()]
+        if all_left_alone(tensors) and min(map(_bytes, tensors)) > STATISTICS:
+            return self._take(module, [*buffers], tensors)
+        found = [(name, t) for name, t in buffers.items() if t is not None]
+        left = {name: t for name, t in found if t.nbytes > STATISTICS and is_left_alone(t)}
+        self._take(module, [*left], [*left.values()])
+        return [(name, t) for name, t in found if name not in left]
+
+    def _take(self, module: nn.Module, names: list[str], tensors: list[Tensor]) -> list[Any]:
+        if names:
             self._buffers = self._buffers or _Buffers()
-            self._buffers.add(module, [*left], [*left.values()])
-        return others
+            self._buffers.add(module, names, tensors)
+        return []
 
     def has_buffers(self) -> bool:
         """Whether there is a buffer, which the forward may write after all."""
@@ -54,7 +56,7 @@ class UncopiedTensors:
     def settle(self) -> list[TrackedTensor]:
         """After the forward: returns the buffers that it wrote. A parameter that it writes (a lazy one's first values,
         a forced norm) is written again by the replay."""
-        self._versions = _versions(self._tensors)
+        self._versions = _C.write_counts(self._tensors)
         return [] if self._buffers is None else self._buffers.settle()
 
     def others(self) -> list[TrackedTensor]:
@@ -62,7 +64,7 @@ class UncopiedTensors:
         buffers = [] if self._buffers is None else self._buffers.others()
         present = itertools.chain.from_iterable([m._parameters.values() for m in self._modules])
         same = all(map(operator.is_, itertools.chain(present, (self,)), [*self._tensors, self]))
-        if same and _versions(self._tensors) == self._versions:
+        if same and _C.write_counts(self._tensors) == self._versions:
             return buffers
         modules = itertools.chain.from_iterable(map(itertools.repeat, self._modules, self._counts))
         places = zip(modules, itertools.repeat("_parameters"), self._names)
@@ -78,16 +80,16 @@ class _Buffers:
     def __init__(self) -> None:
         self.held: list[tuple[nn.Module, list[str]]] = []
         self.tensors: list[Tensor] = []
-        self.versions: list[int] = []
+        self.versions: list[int | None] = []
 
     def add(self, module: nn.Module, names: list[str], tensors: list[Tensor]) -> None:
         """Before the forward."""
         self.held.append((module, names))
         self.tensors += tensors
-        self.versions += map(_version, tensors)
+        self.versions += _C.write_counts(tensors)
 
     def settle(self) -> list[TrackedTensor]:
-        now = [*map(_version, self.tensors)]
+        now = _C.write_counts(self.tensors)
         if now == self.versions:
             return []
         tracked = self._tracked()
@@ -103,7 +105,7 @@ class _Buffers:
 
     def others(self) -> list[TrackedTensor]:
         present = itertools.chain.from_iterable([map(m._buffers.get, names) for m, names in self.held])
-        if all(map(operator.is_, present, self.tensors)) and [*map(_version, self.tensors)] == self.versions:
+        if all(map(operator.is_, present, self.tensors)) and _C.write_counts(self.tensors) == self.versions:
             return []
         return [w for w in self._tracked() if w.changed() or w.replaced()]
 
@@ -113,10 +115,3 @@ class _Buffers:
             TrackedTensor(t, copy=False, place=place, version=version)
             for t, place, version in zip(self.tensors, places, self.versions, strict=True)
         ]
-
-
-def _versions(tensors: list[Tensor | None]) -> list[int | None]:
-    try:
-        return [None if t is None else t._version for t in tensors]
-    except RuntimeError:  # made in inference mode
-        return [None if t is None else write_count(t) for t in tensors]

@@ -94,20 +94,22 @@ class Attributes:
 class ClassAttributes:
     """The data among the attributes of a class: neither methods nor descriptors."""
 
-    __slots__ = ("_class", "found")
+    __slots__ = ("_all", "_class", "found")
 
     def __init__(self, of: type) -> None:
         self._class = of
-        self.found = self._now()
+        held = dict(vars(of))
+        self.found = _data_of(held)
+        # All that the class holds, by which a change is seen sooner; of tensors it would hold the graphs.
+        self._all = {} if any(isinstance(value, Tensor) for value in self.found.values()) else held
         _without_graphs(self.found, self.found.items())
-
-    def _now(self) -> dict[str, Any]:
-        held = dict(vars(self._class))
-        return {name: held[name] for name in _data(tuple(held), tuple(map(type, held.values())))}
 
     def put(self, content: dict[str, Any]) -> dict[str, Any]:
         """Has it hold that, and returns what it held; touches nothing where these are the same."""
-        before = self._now()
+        now = dict(vars(self._class))
+        if content is self.found and same_content(now, self._all):
+            return content
+        before = _data_of(now)
         if not same_content(before, content):
             for name in before.keys() - content.keys():
                 delattr(self._class, name)
@@ -164,6 +166,10 @@ def _put_plain(held: dict[str, Any], content: dict[str, Any]) -> None:
 _ABSENT = object()
 _known_names: dict[tuple[str, ...], tuple[str, ...]] = {}
 """By themselves the names of attributes that modules have: modules of one class share them."""
+
+
+def _data_of(held: dict[str, Any]) -> dict[str, Any]:
+    return {name: held[name] for name in _data(tuple(held), tuple(map(type, held.values())))}
 
 
 @functools.lru_cache(maxsize=4096)

@@ -190,32 +190,61 @@ SharingCopies call_copy_on_write(at::TensorList tensors) {
 
 namespace {
 
-// The node of x.alias(): a copy's gradient is the original's.
-template <typename Pointer = GradFn>
-Pointer identity_of(const Tensor& x) {
-  using torch::autograd::generated::AliasBackward0;
-  Pointer node;
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    torch::autograd::Node* made = new AliasBackward0;  // up to PyTorch 2.11
-    node = Pointer(made, [](auto* ended) { deleteNode(ended); });
-  } else {
-    node = c10::make_intrusive<AliasBackward0>();
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// As that of x.alias(): each copy's gradient is its original's.
+struct CopyOnWriteBackward final : Node {
+  variable_list apply(variable_list&& grads) override { return std::move(grads); }
+  std::string name() const override { return "CopyOnWriteBackward"; }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
+  variable_list apply_with_saved(const variable_list& grads,
+                                 torch::dynamo::autograd::SwapSavedVariables&) override {
+    return grads;
   }
-  node->set_next_edges(torch::autograd::collect_next_edges(x));
-  return node;
+};
+
+template <typename Pointer = GradFn>
+Pointer new_node() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
+    return Pointer(new CopyOnWriteBackward, [](auto* ended) { deleteNode(ended); });  // up to 2.11
+  } else {
+    return c10::make_intrusive<CopyOnWriteBackward>();
+  }
 }
+
+void connect(const std::vector<Tensor>& originals, const std::vector<Tensor>& copies) {
+  const auto node = new_node();
+  node->set_next_edges(torch::autograd::collect_next_edges(originals));
+  torch::autograd::set_history(copies, node);
+}
+
+// A node costs the engine some two microseconds, more than a small tensor's arithmetic: where they
+// are many, small ones of one device share one. Who asks for one of their gradients has them all
+// computed, but no large one.
+constexpr size_t kMany = 32, kSmallBytes = 4096;
 
 SharingCopies copy_on_write_autograd(at::TensorList tensors) {
   SharingCopies made = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_copy_on_write(tensors);
   }();
+  std::vector<Tensor> small, copies_of_small;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!at::GradMode::is_enabled() || !tensors[i].requires_grad()) continue;
     TORCH_CHECK(!torch::autograd::isFwGradDefined(tensors[i]),
                 "ckptfused: copies on write have no forward-mode derivative");
-    torch::autograd::set_history(std::get<0>(made)[i], identity_of(tensors[i]));
+    const Tensor& copy = std::get<0>(made)[i];
+    const bool joins = tensors.size() > kMany && tensors[i].nbytes() <= kSmallBytes &&
+                       (small.empty() || small.front().device() == tensors[i].device());
+    if (joins) {
+      small.push_back(tensors[i]);
+      copies_of_small.push_back(copy);
+    } else {
+      connect({tensors[i]}, {copy});
+    }
   }
+  if (!small.empty()) connect(small, copies_of_small);
   return made;
 }
 

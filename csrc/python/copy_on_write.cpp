@@ -68,6 +68,19 @@ bool share_memory(const pybind11::list& tensors) {
   return false;
 }
 
+// The number of writes to each tensor that autograd knows; None for one that was made in inference
+// mode, and for what is no tensor.
+pybind11::list write_counts(const pybind11::list& tensors) {
+  pybind11::list counts(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const pybind11::handle t = tensors[i];
+    const bool counted =
+        THPVariable_Check(t.ptr()) && !THPVariable_Unpack(t.ptr()).is_inference();
+    counts[i] = counted ? pybind11::cast(THPVariable_Unpack(t.ptr())._version()) : pybind11::none();
+  }
+  return counts;
+}
+
 pybind11::object original(const MadeCopies& copies, pybind11::object value) {
   if (!THPVariable_Check(value.ptr())) return value;
   const auto found = copies.original(THPVariable_Unpack(value.ptr()));
@@ -104,6 +117,7 @@ void bind_copy_on_write(pybind11::module_& m) {
       .def("unpack", &SavedTensors::unpack);
   m.def("share_memory", &share_memory);
   m.def("ordinary", &ordinary);
+  m.def("write_counts", &write_counts);
   pybind11::class_<ckptfused::VersionCounters>(m, "VersionCounters")
       .def(pybind11::init<const std::vector<at::Tensor>&>())
       .def("now", &ckptfused::VersionCounters::now);

@@ -348,6 +348,13 @@ MUTANTS = (
         test="tests/recompute/test_checkpoint.py::test_arguments_keep_their_memory[itself-no_grad-numpy]",
     ),
     Mutant(
+        "small arguments get one another's gradients",
+        file="csrc/autograd/copy_on_write.cpp",
+        text="      small.push_back(tensors[i]);",
+        defect="      small.insert(small.begin(), tensors[i]);",
+        test="tests/recompute/test_many_arguments.py::test_gradients_are_those_of_the_plain_call",
+    ),
+    Mutant(
         "a lent tensor's copy on a GPU by PyTorch's allocator, which knows no stream",
         file="csrc/autograd/copy_on_write.cpp",
         text="    allocator = StreamCopies::of(allocator, *stream);\n",

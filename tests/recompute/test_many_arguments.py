@@ -1,0 +1,109 @@
+"""Calls with so many small tensors that their copies share a node of the graph."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import ckptfused
+
+SMALL, LARGE = 8, 4096  # float64: 64 bytes, and 32 KiB, above what shares a node
+
+
+def arguments(large: int = 2) -> list[Tensor]:
+    """Sixty small tensors, of which some want no gradient and one is an integer, and large ones."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(SMALL, dtype=torch.float64, requires_grad=i % 5 != 4) for i in range(60)]
+    tensors += [torch.randn(LARGE, dtype=torch.float64, requires_grad=True) for _ in range(large)]
+    return [*tensors, torch.arange(SMALL)]
+
+
+def function(*tensors: Tensor) -> Tensor:
+    """Reads all but the first, one twice; writes one in place."""
+    *floats, index = tensors
+    floats[3].mul_(2)
+    total = floats[1].sin()
+    for i, t in enumerate(floats[2:]):
+        total = total * 0.9 + (t[:SMALL] * t[-SMALL:]).cos() * floats[1] + i
+    return (total * floats[3])[index]
+
+
+def plain(*tensors: Tensor) -> Tensor:
+    """The same, where a leaf may be written."""
+    return function(*(t.clone() for t in tensors))
+
+
+def with_gradients(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors of which a gradient is asked."""
+    return [t for t in tensors if t.requires_grad]
+
+
+def test_gradients_are_those_of_the_plain_call() -> None:
+    tensors = arguments()
+    wanted = with_gradients(tensors)
+    expected = torch.autograd.grad(plain(*tensors).sum(), wanted, allow_unused=True)
+    got = torch.autograd.grad(ckptfused.checkpoint(function, *tensors).sum(), wanted, allow_unused=True)
+    assert got[0] is None and expected[0] is None
+    assert all(torch.equal(a, b) for a, b in zip(got[1:], expected[1:], strict=True))
+
+
+@pytest.mark.parametrize("place", [1, 3, 30, -2], ids=["twice", "written", "small", "large"])
+def test_one_gradient_may_be_asked_for_alone_and_again(place: int) -> None:
+    tensors = arguments()
+    expected = torch.autograd.grad(plain(*tensors).sum(), tensors[place])
+    y = ckptfused.checkpoint(function, *tensors).sum()
+    for _ in range(2):
+        assert torch.equal(*torch.autograd.grad(y, tensors[place], retain_graph=True), *expected)
+
+
+def test_second_derivatives_are_those_of_the_plain_call() -> None:
+    tensors = arguments()
+    wanted = with_gradients(tensors)[1:]
+
+    def second(y: Tensor) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(y, wanted, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
+
+    got, expected = second(ckptfused.checkpoint(function, *tensors).sum()), second(plain(*tensors).sum())
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(got, expected, strict=True))
+
+
+def test_hooks_see_each_gradient_once() -> None:
+    tensors = arguments()
+    seen: list[tuple[str, Tensor]] = []
+
+    def hooked(*tensors: Tensor) -> Tensor:
+        tensors[7].register_hook(lambda g: seen.append(("within", g)))
+        return function(*tensors)
+
+    tensors[7].register_hook(lambda g: seen.append(("outside", g)))
+    expected = torch.autograd.grad(plain(*tensors).sum(), tensors[7])[0]
+    seen.clear()
+    ckptfused.checkpoint(hooked, *tensors).sum().backward()
+    assert [name for name, _ in seen] == ["within", "outside"]
+    assert all(torch.equal(g, expected) for _, g in seen)
+
+
+def test_who_asks_for_a_small_gradient_pays_for_no_large_one() -> None:
+    tensors = arguments(large=1)
+    paid: list[Tensor] = []
+
+    def watched(*tensors: Tensor) -> Tensor:
+        large = tensors[-2].exp()
+        large.register_hook(paid.append)
+        return tensors[1] + large[:SMALL]
+
+    y = ckptfused.checkpoint(watched, *tensors).sum()
+    torch.autograd.grad(y, tensors[1], retain_graph=True)
+    assert not paid
+    torch.autograd.grad(y, tensors[-2])
+    assert len(paid) == 1
+
+
+def test_compiled_autograd_takes_the_shared_node() -> None:
+    tensors = with_gradients(arguments())[:45]
+    y = ckptfused.checkpoint(lambda *tensors: torch.stack(tensors).sin().sum(), *tensors)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):  # type: ignore[no-untyped-call]
+        y.backward()
+    assert all(torch.equal(t.grad, t.cos()) for t in tensors if t.grad is not None) and tensors[0].grad is not None
