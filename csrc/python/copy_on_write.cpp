@@ -74,8 +74,7 @@ pybind11::list write_counts(const pybind11::list& tensors) {
   pybind11::list counts(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const pybind11::handle t = tensors[i];
-    const bool counted =
-        THPVariable_Check(t.ptr()) && !THPVariable_Unpack(t.ptr()).is_inference();
+    const bool counted = THPVariable_Check(t.ptr()) && !THPVariable_Unpack(t.ptr()).is_inference();
     counts[i] = counted ? pybind11::cast(THPVariable_Unpack(t.ptr())._version()) : pybind11::none();
   }
   return counts;
