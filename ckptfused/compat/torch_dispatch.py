@@ -49,6 +49,14 @@ def tensors_of(*values: Any) -> list[Tensor]:
     return found
 
 
+def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """What an op writes of its arguments."""
+    for place, argument in enumerate(schema_of(func).arguments if schema_of(func).is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from tensors_of(value)
+
+
 def cpu_keys() -> Any:
     """The keys of a plain CPU tensor, for `redispatch`. `DispatchKeySet`."""
     return torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

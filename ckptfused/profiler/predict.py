@@ -149,7 +149,7 @@ def _record(
     state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
     optimize = None if optimizer is None else step_at_once if at_once else optimizer.step
     release = released(model, optimizer if step.release else None, optimize)
-    known = KnownValues(tensors_with_values(step.batch, twins))
+    known = KnownValues(tensors_with_values(step.batch, twins), on_cpu=device.kind == "cpu")
     with functions_for_meta(device.kind, work), marks, opened, work, known, release:
         gradients = run_step(model, replace(step, batch=twins), optimize, marks)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))

@@ -22,9 +22,48 @@ from ckptfused.simulate.alone import OpCall
 from ckptfused.simulate.roofline import Work
 from ckptfused.simulate.scratch import LARGEST, MOST_FLOPS
 
-OPS = ("lstm.input", "gru.input")
+OPS = ("lstm.input", "lstm.data", "gru.input", "gru.data")
 """Each takes input, initial states, parameters, whether they have biases, the number of layers, the probability of
-dropout, and whether it trains, goes both ways and has its batch first."""
+dropout, and whether it trains, goes both ways and has its batch first; of a packed input ("data") the number of
+sequences at each step comes behind it, and there is no batch to come first."""
+
+
+class _Layer(NamedTuple):
+    """The arguments of one of `OPS`."""
+
+    x: Tensor
+    packed: tuple[int, ...] | None
+    """The number of sequences at each step of a packed input."""
+    states: Any
+    parameters: list[Tensor]
+    options: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, name: str, args: Any) -> _Layer | None:
+        """None: of a packed input whose lengths are not known."""
+        if not name.endswith("data"):
+            return cls(args[0], None, args[1], args[2], args[3:])
+        return None if args[1].is_meta else cls(args[0], tuple(args[1].tolist()), args[2], args[3], args[4:])
+
+    def args(self) -> tuple[Any, ...]:
+        sizes = () if self.packed is None else (torch.tensor(self.packed),)
+        return (self.x, *sizes, self.states, self.parameters, *self.options)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that may have gradients."""
+        return tree_leaves((self.x, self.states, self.parameters))
+
+    @property
+    def batch_first(self) -> bool:
+        return self.packed is None and self.options[-1]
+
+    @property
+    def steps_and_batch(self) -> tuple[int, int]:
+        """The steps of a sequence, and the sequences; a packed input counts as one with the steps of all."""
+        if self.packed is not None:
+            return len(self.x), 1
+        return (self.x.size(1), self.x.size(0)) if self.batch_first else (self.x.size(0), self.x.size(1))
 
 
 class Measured(NamedTuple):
@@ -76,33 +115,35 @@ class _Recurrent(torch.autograd.Function):
 
 def recurrent(name: str, work: Work, below: Callable[..., Any], *args: Any) -> Any:
     """A kernel for the op of `OPS` of this name, which is given tensors without data."""
-    x, batch_first = args[0], args[8]
-    given = tree_leaves(args[:3])
-    if not x.is_meta or work.machine is None:
+    layer = _Layer.of(name, args)
+    if work.machine is None or not args[0].is_meta:
         return below(*args)
-    measured = _measured(name, work.machine.recurrent, args)
-    if measured is None:
+    measured = None if layer is None else _measured(name, work.machine.recurrent, layer)
+    if layer is None or measured is None:
         work.unmeasured.add(f"aten.{name.partition('.')[0]}")
         return below(*args)
-    steps, batch = (x.size(1), x.size(0)) if batch_first else x.shape[:2]
-    states = given[1 : 2 + (len(measured.types) == 3)]
-    shapes = ((steps, batch, (2 if args[7] else 1) * states[0].size(-1)), *(state.shape for state in states))
-    out, *last = _Recurrent.apply(measured, work.spend, shapes, *given)
-    return (out.transpose(0, 1) if batch_first else out, *last)
+    steps, batch = layer.steps_and_batch
+    states = layer.tensors[1 : 2 + (len(measured.types) == 3)]
+    width = (2 if layer.options[4] else 1) * states[0].size(-1)
+    shapes = ((steps, width) if layer.packed else (steps, batch, width), *(state.shape for state in states))
+    out, *last = _Recurrent.apply(measured, work.spend, shapes, *layer.tensors)
+    return (out.transpose(0, 1) if layer.batch_first else out, *last)
 
 
-def _measured(name: str, known: dict[Hashable, Measured | None], args: Any) -> Measured | None:
+def _measured(name: str, known: dict[Hashable, Measured | None], layer: _Layer) -> Measured | None:
     """What a call needs; of too large a batch a part is measured."""
-    x, states, parameters, batch_first = args[0], args[1], args[2], args[8]
     lower = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    needs = tuple(t.requires_grad and torch.is_grad_enabled() for t in tree_leaves(args[:3]))
-    steps, batch = (x.size(1), x.size(0)) if batch_first else x.shape[:2]
-    weights = sum(t.numel() for t in parameters)
+    needs = tuple(t.requires_grad and torch.is_grad_enabled() for t in layer.tensors)
+    steps, batch = layer.steps_and_batch
+    weights = sum(t.numel() for t in layer.parameters)
     over = max(6.0 * steps * batch * weights / MOST_FLOPS, 16 * steps * batch * (weights // 8) ** 0.5 / LARGEST)
     each = max(1, int(batch / max(1.0, over)))
-    part = x.narrow(0 if batch_first else 1, 0, each)
-    cut = tree_map(lambda state: state.narrow(1, 0, each), states)
-    call = OpCall(_run, (name, needs, lower, part, cut, *args[2:]))
+    if over > 1 and layer.packed is not None:
+        return None
+    if each < batch:
+        part = layer.x.narrow(0 if layer.batch_first else 1, 0, each)
+        layer = layer._replace(x=part, states=tree_map(lambda state: state.narrow(1, 0, each), layer.states))
+    call = OpCall(_run, (name, needs, lower, *layer))
     if call.kind not in known:
         found: list[Measured] = []
         ran = call.run(lambda function: found.extend((function(), function())))
@@ -111,10 +152,12 @@ def _measured(name: str, known: dict[Hashable, Measured | None], args: Any) -> M
     return measured and measured.times(-(-batch // each))
 
 
-def _run(name: str, needs: tuple[bool, ...], lower: torch.dtype | None, *args: Any) -> Measured:
-    for t, need in zip(tree_leaves(args[:3]), needs, strict=True):
+def _run(name: str, needs: tuple[bool, ...], lower: torch.dtype | None, *given: Any) -> Measured:
+    layer = _Layer(*given)
+    for t, need in zip(layer.tensors, needs, strict=True):
         t.requires_grad_(need)
-    trained = [t for t in tree_leaves(args[:3]) if t.requires_grad]
+    trained = [t for t in layer.tensors if t.requires_grad]
+    args = layer.args()
     op = operation(f"aten::{name}")
     begin = time.perf_counter()
     with torch.set_grad_enabled(bool(trained)), torch.autocast("cpu", lower, enabled=lower is not None):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ckptfused.compat.torch_dispatch import DispatchMode, schema_of, tensors_of
+from ckptfused.compat.torch_dispatch import DispatchMode, schema_of, tensors_of, written_arguments
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.cost import OpenLedger
 from ckptfused.cost.seconds import LEDGER_TYPES, ledger_seconds
@@ -36,7 +36,7 @@ from ckptfused.simulate.cpu_timings import (
 )
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.meta_kernels import kernelless
-from ckptfused.simulate.scratch import LARGEST, Surplus
+from ckptfused.simulate.scratch import LARGEST, Surplus, conjugated
 from ckptfused.sizes import size
 from ckptfused.spec import AttentionSpec, parse
 
@@ -80,6 +80,7 @@ class Work(DispatchMode):
         self._cache = None if device.machine is None else Cache(device.machine.cache)
         self._pieces = 0.0
         self._surplus = Surplus()
+        self._conjugated: list[Tensor] = []
         self.convolution_scratch = 0
         """Bytes that a convolution was measured to hold within itself, the most of all."""
         self.unmeasured: set[str] = set()
@@ -99,7 +100,7 @@ class Work(DispatchMode):
             for t in self.machine.scratch.copied(func, args, kwargs):
                 gets_own_memory(t)
         if func.overloadpacket not in _FREE and not _is_view(func):  # autograd detaches a result that it saves
-            self._opened.held.clear()
+            self._opened.held[:], self._conjugated = self._conjugated, conjugated(func, args)
         out = kernelless(func, self._opened.held)(*args, **kwargs)
         if not own and not self._opened.held:  # else it was counted by what stands for a kernel
             out = self._hold(func, args, kwargs, out)
@@ -244,14 +245,6 @@ class Work(DispatchMode):
                 flops = work.flops * (0.5 if spec.causal else 1.0)
                 alone += self._device.alone(flops / self._device.attention_rate(dtype), *_attention(work, spec, dtype))
         return rated._replace(attention=alone).total
-
-
-def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """What an op writes of its arguments."""
-    for place, argument in enumerate(schema_of(func).arguments if schema_of(func).is_mutable else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from tensors_of(value)
 
 
 def _attention_of(args: Iterable[Any]) -> AttentionSpec | None:

@@ -119,6 +119,14 @@ class Surplus:
             hold_surplus(out, surplus_of(first))
 
 
+def conjugated(op: Any, args: Any) -> list[Tensor]:
+    """What stands for the copy of a conjugated (or negated) operand, which PyTorch makes within the op that comes next
+    and holds until that ends."""
+    if op.overloadpacket is not aten.clone or not (args[0].is_conj() or args[0].is_neg()):
+        return []
+    return [torch.empty(args[0].nbytes, dtype=torch.uint8, device="meta")] if args[0].is_meta else []
+
+
 def scratch_of(call: OpCall) -> OpMemory | None:
     """What a call holds; None: it cannot be run alone."""
     found: list[OpMemory] = []

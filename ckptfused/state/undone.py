@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from ckptfused.state.reach import of_torch, reach
 
 _OWN = ("_parameters", "_buffers", "_modules")
 _ABSENT = object()
+_LruCache: Any = type(functools.lru_cache(len))
 _OF_OTHERS = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading", "torch.distributed")
 
 
@@ -24,8 +26,9 @@ _OF_OTHERS = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "t
 def without_trace(module: nn.Module) -> Iterator[list[str]]:
     """A context in which the forward of a module runs whose own attributes and containers nobody else holds; afterwards
     what its code reaches is as it was: generators, global ones too; containers and objects, by way of globals that the
-    code names, of closures, defaults and attributes; attributes of classes; and what those names stand for. It gives a
-    list, in which is afterwards what was not as it had been.
+    code names, of closures, defaults and attributes; attributes of classes; what those names stand for; and caches of
+    `functools.lru_cache`, which are cleared if they got anything. It gives a list, in which is afterwards what else was
+    not as it had been.
     """
     left: list[str] = []
     kinds = _classes(module.modules())
@@ -37,7 +40,8 @@ def without_trace(module: nn.Module) -> Iterator[list[str]]:
     )
     others = {id(value) for one in found.objects if _is_of_others(one) for value in vars(one).values()}
     objects = [one for one in found.objects if not _is_of_others(one)]
-    held = [*(one for one in found.containers if id(one) not in others), *map(vars, objects)]
+    held = [*(one for one in found.containers if id(one) not in others), *map(vars, [*objects, *found.functions])]
+    caches = [(one, one.cache_info().misses) for one in objects if type(one) is _LruCache]
     contents = [(one, content_of(one)) for one in held]
     classes = [(kind, dict(vars(kind))) for kind in kinds | _classes(objects)]
     bindings = [(binding, binding.found) for binding in map(Bindings, found.functions)]
@@ -57,6 +61,9 @@ def without_trace(module: nn.Module) -> Iterator[list[str]]:
                 if vars(kind).get(name, _ABSENT) is not value:
                     left.append(f"{kind.__name__}.{name}")
                     setattr(kind, name, value)
+        for cache, misses in caches:
+            if cache.cache_info().misses != misses:  # what it has got since cannot be told from the rest
+                cache.cache_clear()
         for binding, names in bindings:
             if not all(map(operator.is_, binding.put(names), names)):
                 left.append("a global name")

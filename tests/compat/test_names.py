@@ -154,6 +154,8 @@ def test_dispatch() -> None:
     x = torch.ones(2, requires_grad=True)
     found = made.tensors_of((x, [1, (x.data, None)]), {"out": x.grad, "other": [x]}, x.max(0))
     assert [t.shape for t in found] == [(2,), (2,), (2,), (), ()] and found[0] is found[2] is x
+    out = torch.ones(2)
+    assert next(made.written_arguments(aten.sin.out, (x,), {"out": out})) is out
     with made.below_autograd():
         assert aten.sin.default(x).grad_fn is None
         assert torch.equal(aten.sin.default.redispatch(made.cpu_keys(), x), x.sin().detach())

@@ -341,6 +341,20 @@ MUTANTS = (
         test="tests/offload/test_offload.py::test_what_stays_is_checked_too",
     ),
     Mutant(
+        "tensors that a forward makes on the CPU by name, which no prediction counts",
+        file="ckptfused/profiler/predict.py",
+        text='on_cpu=device.kind == "cpu"',
+        defect="on_cpu=False",
+        test="tests/simulate/test_made_by_name.py::test_a_step_is_predicted_to_the_byte[Given]",
+    ),
+    Mutant(
+        "the copy of a conjugate, which no prediction counts",
+        file="ckptfused/simulate/roofline.py",
+        text="self._conjugated, conjugated(func, args)",
+        defect="self._conjugated, []",
+        test="tests/simulate/test_made_by_name.py::test_a_step_is_predicted_to_the_byte[Rotated]",
+    ),
+    Mutant(
         "arguments that are lazily cloned",
         file="ckptfused/recompute/copy_on_write.py",
         text="copies, unfinished = self._made.make(originals)",
