@@ -37,13 +37,33 @@ def operands(sizes: AttentionSizes, tokens: int) -> list[Tensor]:
     return [torch.randn(shape).to(getattr(torch, sizes.dtype)).transpose(1, 2) for _ in range(4)]
 
 
+def state_of(sizes: AttentionSizes, p: float) -> Tensor | None:
+    """Whence dropout's mask is drawn."""
+    return torch.tensor([sizes.seed, 0]) if p else None
+
+
+def _options(sizes: AttentionSizes, p: float) -> tuple[Any, ...]:
+    state = state_of(sizes, p)
+    return None, None, None, state, "none", "none", sizes.head_dim**-0.5, sizes.mask == "causal", 0, 0.0, p
+
+
+def forward(sizes: AttentionSizes, qkv: Sequence[Tensor], p: float = 0.0) -> dict[str, Tensor]:
+    """Output and log-sum-exp of our kernel, of q, k and v."""
+    return dict(zip(("o", "lse"), FORWARD(*qkv, *_options(sizes, p)), strict=True))
+
+
+def backward(
+    sizes: AttentionSizes, given: Sequence[Tensor], kept: dict[str, Tensor], p: float = 0.0
+) -> dict[str, Tensor]:
+    """Gradients of our kernel, of q, k, v and the output's gradient, from what its forward made."""
+    *qkv, dout = given
+    return dict(zip("qkv", BACKWARD(dout, *qkv, kept["o"], kept["lse"], *_options(sizes, p)), strict=True))
+
+
 def ours(sizes: AttentionSizes, given: Sequence[Tensor], p: float = 0.0) -> dict[str, Tensor]:
     """Output and gradients of our kernels, of q, k, v and the output's gradient."""
-    q, k, v, dout = given
-    state = torch.tensor([sizes.seed, 0]) if p else None
-    rest = None, None, None, state, "none", "none", sizes.head_dim**-0.5, sizes.mask == "causal", 0, 0.0, p
-    out, lse = FORWARD(q, k, v, *rest)
-    return dict(zip("oqkv", (out, *BACKWARD(dout, q, k, v, out, lse, *rest)), strict=True))
+    made = forward(sizes, given[:3], p)
+    return {"o": made["o"], **backward(sizes, given, made, p)}
 
 
 def pytorch(sizes: AttentionSizes, given: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 
 Step = Callable[[], object]
 """One call of what is timed."""
-Steps = Mapping[str, Step]
-"""Steps by variant."""
+Steps = Mapping[str, Any]
+"""A `Step` by variant; None of one that is timed in its own process."""
 Rows = dict[str, dict[str, Any]]
 """Figures by variant."""
 T = TypeVar("T")

@@ -44,6 +44,7 @@ def describe(command: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "ckptfused": ckptfused.__version__,
         "cpu": processor(),
+        **({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "command": command,
@@ -54,8 +55,9 @@ def footer(where: dict[str, Any], name: str) -> str:
     """The last line of a page of results: from what `describe` said, and the command that measures it again."""
     own = f"python -m benchmarks {name}"
     again = "" if where["command"].startswith(own) else f"; again by `{own}`"
+    gpu = f"{where['gpu']}; " if "gpu" in where else ""
     return (
-        f"{where['cpu']['model']} ({where['cpu']['instructions']}), {where['threads']} threads; "
+        f"{gpu}{where['cpu']['model']} ({where['cpu']['instructions']}), {where['threads']} threads; "
         f"torch {where['torch']}, ckptfused {where['ckptfused']}, commit {where['commit']}: "
         f"`{where['command']}`{again}."
     )

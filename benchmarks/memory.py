@@ -1,11 +1,13 @@
-"""What a call allocates on the CPU: its peak, and what it leaves."""
+"""What a call allocates: its peak, and what it leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ckptfused.profiler.allocator import CPUAllocator
+import torch
+
+from ckptfused.profiler.allocator import CPUAllocator, CUDAAllocator
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,11 @@ class Memory:
     """The most at a time, leaving out what lasts: of a training step whose gradients are made anew, those."""
 
 
-def memory_of(function: Callable[[], object]) -> Memory:
-    """The memory of a call."""
+def memory_of(function: Callable[[], object], device: str = "cpu") -> Memory:
+    """The memory of a call on the CPU or a GPU."""
     results: list[object] = []
-    changes = CPUAllocator().record(lambda: results.append(function())).changes
+    allocator = CUDAAllocator(torch.device(device)) if device == "cuda" else CPUAllocator()
+    changes = allocator.record(lambda: results.append(function())).changes
     released = {change.number for change in changes if change.size < 0}
     sizes = [change.size for change in changes]
     passing = [change.size for change in changes if change.number in released]

@@ -114,7 +114,8 @@ def measure(benchmark: Benchmark[S], sizes: S, options: argparse.Namespace) -> d
         for name in steps:
             rows[name] |= alone(benchmark, sizes, name, options.threads)
         steps = {name: step for name, step in steps.items() if "refused" not in rows[name]}
-    taken = take_turns(steps, options.budget, benchmark.clock)
+    timed = {name: step for name, step in steps.items() if step is not None}
+    taken = take_turns(timed, options.budget, benchmark.clock)
     for name, times in taken.items():
         rows[name] = summary(times, next(iter(taken.values()))) | rows[name]
     return {"case": benchmark.case(sizes), "sizes": asdict(sizes), "checked": checked, "rows": rows}

@@ -1,7 +1,8 @@
 """Time and peak memory of a training step in every way that there is: PyTorch's, Hugging Face's, this library's.
 
 Each way has a process of its own for its memory, in which its gradients are first compared with float64; one whose
-gradients are wrong is not timed. Then all take turns.
+gradients are wrong is not timed. Then all take turns; in full size, of which there is room for one, each is timed in
+its process.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from torch import Tensor
 from benchmarks.benchmark import Benchmark, Column, Rows, Sizes, Steps, mib, number, option, ratio
 from benchmarks.checks import worst_error
 from benchmarks.memory import memory_of
+from benchmarks.runner import summary, take_turns
 from benchmarks.step_batches import Batch, Shape
 from benchmarks.step_models import CASES, loss_of
 from benchmarks.step_ways import CHECKPOINT, EAGER, Loss, ways
 
 CHECKED = 2, 64
 """Layers and tokens of the model whose gradients are compared."""
+ALONE_SECONDS = 10.0
+"""Of timed steps in a way's own process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +34,7 @@ class StepSizes(Sizes):
     case: str = option(*CASES, every=False)
     size: str = option("two-cores", "full", "tiny", every=False)
     dtype: str = option("float32", "bfloat16")
+    device: str = option("cpu", "cuda", every=False)
 
 
 def ways_of(sizes: StepSizes) -> dict[str, Any]:
@@ -41,8 +46,9 @@ def ways_of(sizes: StepSizes) -> dict[str, Any]:
 def made(sizes: StepSizes, shape: Shape, dtype: torch.dtype) -> tuple[Any, Batch]:
     """The model with the same weights each time, in training, and its batch."""
     torch.manual_seed(sizes.seed)
-    model = CASES[sizes.case].make(shape, dtype).train()
-    return model, CASES[sizes.case].batch(shape, dtype)
+    model = CASES[sizes.case].make(shape, dtype).train().to(sizes.device)
+    batch = CASES[sizes.case].batch(shape, dtype)
+    return model, {name: t.detach().to(sizes.device).requires_grad_(t.requires_grad) for name, t in batch.items()}
 
 
 class Training:
@@ -54,6 +60,7 @@ class Training:
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-5) if case.whole else None
         self.way: Loss = ways_of(sizes)[way](self.model, self.batch)
+        self.wait = torch.cuda.synchronize if sizes.device == "cuda" else lambda: None
 
     def forget(self) -> None:
         """Frees the gradients."""
@@ -68,6 +75,7 @@ class Training:
         self.loss().backward()
         if self.optimizer is not None:
             self.optimizer.step()
+        self.wait()
 
 
 def gradients(model: Any, batch: Batch, loss: Loss) -> dict[str, Tensor]:
@@ -107,12 +115,21 @@ def alone(sizes: StepSizes, way: str) -> dict[str, Any]:
     for _ in range(2):
         step()  # compiles; the optimizer makes its state
     step.forget()
-    saved = memory_of(step.loss).lasting
-    return {"error": error, "saved": saved, "peak": memory_of(step).peak}
+    saved = memory_of(step.loss, sizes.device).lasting
+    found = {"error": error, "saved": saved, "peak": memory_of(step, sizes.device).peak}
+    if is_timed_alone(sizes):
+        times = take_turns({way: step}, ALONE_SECONDS, BENCHMARK.clock)[way]
+        found |= summary(times, times)
+    return found
+
+
+def is_timed_alone(sizes: StepSizes) -> bool:
+    """Whether there is no room for the models of all ways side by side."""
+    return sizes.size == "full"
 
 
 def variants(sizes: StepSizes) -> Steps:
-    return {way: Training(sizes, way) for way in ways_of(sizes)}
+    return {way: None if is_timed_alone(sizes) else Training(sizes, way) for way in ways_of(sizes)}
 
 
 def shape(sizes: StepSizes, rows: Rows) -> str:

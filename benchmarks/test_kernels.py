@@ -1,251 +1,141 @@
-"""Microbenchmarks of the small ops against what eager PyTorch does for the same result.
+"""Microbenchmarks of the kernels against what PyTorch does for the same result, eagerly and compiled.
 
-    python -m pytest benchmarks/test_kernels.py
+    python -m pytest benchmarks/test_kernels.py --benchmark-columns=median
 
-Each op is checked against eager first. ``extra_info`` (and the last column of the report with ``--benchmark-columns``)
-holds the bytes that the op must move at least, the rate achieved, and that rate over the measured copy bandwidth.
+Each op is checked first, against a type whose errors do not show. `extra_info` has the bytes that must move at least,
+and their rate over that of a copy; of attention the FLOPs, and their rate over that of a product of matrices.
 """
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import ckptfused  # noqa: F401  (registers the ops)
-from benchmarks.gpu.ops import Op, size
-from ckptfused.cli.models import rope_tables, rotate
+from benchmarks import attention, row_ops
+from benchmarks.ops import Op, Sizes, size
 
-ops = torch.ops.ckptfused
-ROWS, WIDTH, HIDDEN, HEADS, TOKENS = 2048, 1024, 2752, 16, 512
-DTYPES = (torch.float32, torch.bfloat16)
-
-
-def normal(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape).to(dtype)
-
-
-def norm_forward(dtype: torch.dtype) -> Op:
-    x, w, y = normal(ROWS, WIDTH, dtype=dtype), torch.rand(WIDTH).to(dtype), torch.empty(ROWS, WIDTH, dtype=dtype)
-
-    def eager() -> Tensor:
-        return F.rms_norm(x, (WIDTH,), w, 1e-5)
-
-    return Op(lambda: ops.norm_fwd(x, w, None, y, "rmsnorm", 1e-5), eager, lambda: [(y, eager())], size(x, y))
-
-
-def norm_backward(dtype: torch.dtype) -> Op:
-    x, w = normal(ROWS, WIDTH, dtype=dtype).requires_grad_(), torch.rand(WIDTH).to(dtype).requires_grad_()
-    dy, dx, dw = normal(ROWS, WIDTH, dtype=dtype), torch.empty(ROWS, WIDTH, dtype=dtype), torch.empty(WIDTH)
-    partials = torch.empty(ops.grad_chunks(dy, ROWS, WIDTH, 0), WIDTH)
-    y = F.rms_norm(x, (WIDTH,), w, 1e-5)
-    plain, weight = x.detach(), w.detach()
-
-    def eager() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(y, (x, w), dy, retain_graph=True)
-
-    def ours() -> None:
-        ops.norm_bwd(dy, plain, weight, None, dx, partials, None, "rmsnorm", 1e-5)
-        ops.sum_grads([partials], [dw])
-
-    return Op(
-        ours,
-        eager,
-        lambda: list(zip((dx, dw), eager(), strict=True)),
-        size(dy, x, dx),
-    )
-
-
-def residual_forward(dtype: torch.dtype) -> Op:
-    """x + drop(f), and its norm, with dropout 0.1; eager: dropout, add, norm."""
-    x, f, w = normal(ROWS, WIDTH, dtype=dtype), normal(ROWS, WIDTH, dtype=dtype), torch.rand(WIDTH).to(dtype)
-    total, normed = torch.empty_like(x), torch.empty_like(x)
-    state = ops.rng_state(x, 0)
-    keep, scale = ops.dropout_mask([ROWS, WIDTH], 0.1, state, 1), 65536 / (65536 - round(0.1 * 65536))
-
-    def ours() -> None:
-        ops.residual_fwd(
-            x, f, state, None, None, w, None, total, normed, "none", 1e-5, "rmsnorm", 1e-5, 1.0, 0.1, 1, []
-        )
-
-    def eager() -> Tensor:
-        return F.rms_norm(x + F.dropout(f, 0.1), (WIDTH,), w, 1e-5)
-
-    def results() -> list[tuple[Tensor, Tensor]]:
-        expected = (x.float() + torch.where(keep, f.float() * scale, 0.0)).to(dtype)
-        return [(total, expected), (normed, F.rms_norm(expected, (WIDTH,), w, 1e-5))]
-
-    return Op(ours, eager, results, size(x, f, total, normed))
-
-
-def residual_backward(dtype: torch.dtype) -> Op:
-    """The gradient of f through dropout 0.1; eager: a product with the scaled mask that it kept."""
-    ds = normal(ROWS, WIDTH, dtype=dtype)
-    df = torch.empty_like(ds)
-    state = ops.rng_state(ds, 0)
-    scale = 65536 / (65536 - round(0.1 * 65536))
-    mask = ops.dropout_mask([ROWS, WIDTH], 0.1, state, 1)
-    kept = mask.to(dtype)
-
-    def eager() -> Tensor:
-        return ds * kept * scale
-
-    return Op(
-        lambda: ops.residual_bwd(ds, None, state, None, df, None, None, "none", 1e-5, 1.0, 0.1, 1, []),
-        eager,
-        lambda: [(df, torch.where(mask, ds.float() * scale, 0.0).to(dtype))],
-        size(ds, df),
-    )
-
-
-def activation_forward(dtype: torch.dtype) -> Op:
-    g, u = normal(ROWS, HIDDEN, dtype=dtype), normal(ROWS, HIDDEN, dtype=dtype)
-    h = torch.empty_like(g)
-
-    def eager() -> Tensor:
-        return F.silu(g) * u
-
-    return Op(
-        lambda: ops.activation_fwd(g, u, None, h, "swiglu", 0.0, 2, HIDDEN, 0, 0, []),
-        eager,
-        lambda: [(h, (F.silu(g.float()) * u.float()).to(dtype))],
-        size(g, u, h),
-    )
-
-
-def activation_backward(dtype: torch.dtype) -> Op:
-    """h, dg, du from g, u, dh in one pass."""
-    g, u = (normal(ROWS, HIDDEN, dtype=dtype).requires_grad_() for _ in range(2))
-    dh = normal(ROWS, HIDDEN, dtype=dtype)
-    h, dg, du = (torch.empty_like(dh) for _ in range(3))
-    gate, up = g.detach(), u.detach()
-
-    def eager() -> tuple[Tensor, ...]:
-        y = F.silu(g) * u
-        return y, *torch.autograd.grad(y, (g, u), dh)
-
-    def results() -> list[tuple[Tensor, Tensor]]:
-        wide = [tensor.detach().float().requires_grad_() for tensor in (g, u)]
-        y = F.silu(wide[0]) * wide[1]
-        expected = [y.detach(), *torch.autograd.grad(y, wide, dh.float())]
-        return [(ours, theirs.to(dtype)) for ours, theirs in zip((h, dg, du), expected, strict=True)]
-
-    def ours() -> None:
-        ops.activation_bwd(gate, up, dh, None, h, dg, du, "swiglu", 0.0, 2, HIDDEN, 0, 0, [])
-
-    return Op(ours, eager, results, size(g, u, dh, h, dg, du))
-
-
-def rope(dtype: torch.dtype) -> Op:
-    batch, dim = ROWS // TOKENS, WIDTH // HEADS
-    x = normal(batch, TOKENS, HEADS, dim, dtype=dtype)
-    y = torch.empty_like(x)
-    cos, sin = rope_tables(TOKENS, dim, 1e4)
-    heads, tables = x.transpose(1, 2), (cos.to(dtype), sin.to(dtype))
-
-    def results() -> list[tuple[Tensor, Tensor]]:
-        return [(y, rotate(heads.float(), cos, sin).transpose(1, 2).to(dtype))]
-
-    return Op(
-        lambda: ops.qk_fwd(x, None, None, cos[None], sin[None], y, "none", 1e-5, "half", 0),
-        lambda: rotate(heads, *tables),
-        results,
-        size(x, y),
-    )
-
-
-def attention_arguments(dtype: torch.dtype) -> tuple[list[Tensor], float]:
-    batch, dim = ROWS // TOKENS, WIDTH // HEADS
-    q, k, v = (normal(batch, TOKENS, HEADS, dim, dtype=dtype).transpose(1, 2) for _ in range(3))
-    return [q, k, v], dim**-0.5
-
-
-def attention_forward(dtype: torch.dtype) -> Op:
-    (q, k, v), scale = attention_arguments(dtype)
-    held: list[Tensor] = []
-
-    def ours() -> None:
-        held[:] = ops.attention_fwd(q, k, v, None, None, None, None, "none", "none", scale, True, 0, 0.0, 0.0)
-
-    def eager() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return Op(ours, eager, lambda: [(held[0], eager())], size(q, k, v, q))
-
-
-def attention_with_dropout(dtype: torch.dtype) -> Op:
-    """Forward with dropout 0.1 on the probabilities, which PyTorch does through the T×T matrix."""
-    (q, k, v), scale = attention_arguments(dtype)
-    state = ops.rng_state(q, 0)
-    held: list[Tensor] = []
-
-    def ours() -> None:
-        held[:] = ops.attention_fwd(q, k, v, None, None, None, state, "none", "none", scale, True, 0, 0.0, 0.1)
-
-    def eager() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1)
-
-    def results() -> list[tuple[Tensor, Tensor]]:
-        batch, heads, tokens, _ = q.shape
-        keep = ops.dropout_mask([batch, heads, tokens, tokens], 0.1, state, 0)
-        scores = (q.float() @ k.float().transpose(-1, -2)) * scale
-        scores = scores.masked_fill(~torch.ones(tokens, tokens, dtype=torch.bool).tril(), float("-inf"))
-        factor = 65536 / (65536 - round(0.1 * 65536))
-        o = torch.where(keep, scores.softmax(-1) * factor, 0.0) @ v.float()
-        return [(held[0], o.to(dtype))]
-
-    return Op(ours, eager, results, size(q, k, v, q))
-
-
-OPS = {
-    build.__name__: build
-    for build in (
-        norm_forward,
-        norm_backward,
-        residual_forward,
-        residual_backward,
-        activation_forward,
-        activation_backward,
-        rope,
-        attention_forward,
-        attention_with_dropout,
-    )
+CPU = Sizes(batch=4, tokens=512, width=1024, hidden=2752, heads=16, kv_heads=4, dim=64, chunk=256, vocabulary=32_000)
+SIDES: dict[str, Callable[[Any], Any]] = {
+    "ckptfused": lambda function: function,
+    "eager": lambda function: function,
+    "compile": functools.partial(torch.compile, dynamic=False),
 }
+"""Who computes it, and in what way PyTorch's functions run beside."""
+DTYPES = (torch.float32, torch.bfloat16)
+DROPPED = 0.1
+
+
+class Make(row_ops.Make):
+    """The row kernels, and attention."""
+
+    def _attention(self, backward: bool, p: float = 0.0) -> Op:
+        """Causal attention of one key head for each query head. PyTorch makes its probabilities [T, T] to drop some."""
+        s = self.sizes
+        sizes = attention.AttentionSizes(dtype=str(self.dtype).removeprefix("torch."), head_dim=s.dim, mask="causal")
+        given = [self.normal(s.batch, s.tokens, s.heads, s.dim).transpose(1, 2) for _ in range(4)]
+        *qkv, dout = given
+        leaves = [t.detach().requires_grad_(backward) for t in qkv]
+        made: dict[str, Tensor] = attention.forward(sizes, qkv, p)
+        kept = dict(made)
+
+        def sdpa(q: Tensor, k: Tensor, v: Tensor, p: float) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+
+        plain = self.how(sdpa)
+        y = plain(*leaves, p)
+
+        def ours() -> None:
+            made.update(attention.backward(sizes, given, kept, p) if backward else attention.forward(sizes, qkv, p))
+
+        def eager() -> object:
+            return torch.autograd.grad(y, leaves, dout, retain_graph=True) if backward else plain(*leaves, p)
+
+        def results() -> list[tuple[Tensor, Tensor]]:
+            wide = [self.wide(t).requires_grad_() for t in qkv]
+            right = dropped(wide, attention.state_of(sizes, p), p)
+            grads = torch.autograd.grad(right, wide, self.wide(dout)) if backward else ()
+            found = [made[name] for name in ("qkv" if backward else "o")]
+            return list(zip(found, grads if backward else (right.detach(),), strict=True))
+
+        products = 5 if backward else 2
+        flops = products * s.batch * s.heads * s.tokens**2 * s.dim  # a causal mask hides half of them
+        moved = size(*given, made["o"]) if backward else size(*qkv, made["o"])
+        return Op(ours, eager, results, moved, flops=flops)
+
+    def attention_forward(self) -> Op:
+        return self._attention(backward=False)
+
+    def attention_backward(self) -> Op:
+        return self._attention(backward=True)
+
+    def attention_dropout_forward(self) -> Op:
+        return self._attention(backward=False, p=DROPPED)
+
+    def attention_dropout_backward(self) -> Op:
+        return self._attention(backward=True, p=DROPPED)
+
+
+def dropped(qkv: list[Tensor], state: Tensor | None, p: float) -> Tensor:
+    """Causal attention written out, with the mask that a state draws."""
+    q, k, v = qkv
+    scores = (q @ k.mT) * q.size(-1) ** -0.5
+    probabilities = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf).softmax(-1)
+    if state is not None:
+        keep = torch.ops.ckptfused.dropout_mask([*scores.shape], p, state, 0)
+        probabilities = torch.where(keep, probabilities * row_ops.SCALE, 0.0)
+    return probabilities @ v
+
+
+ATTENTION = (*("attention_forward", "attention_backward", "attention_dropout_forward", "attention_dropout_backward"),)
+
+
+def rate_of(call: Callable[[], object], amount: float) -> float:
+    """The amount a second, at the best of 20 calls."""
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return amount / best
 
 
 @pytest.fixture(scope="module")
 def copy_rate() -> float:
-    """Bytes per second (read and written) of a large copy: the best of 20."""
+    """Bytes per second (read and written) of a large copy."""
     source = torch.randn(1 << 25)
     target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        target.copy_(source)
-        best = min(best, time.perf_counter() - start)
-    return size(source, target) / best
+    return rate_of(lambda: target.copy_(source), size(source, target))
+
+
+@functools.cache
+def product_rate(dtype: torch.dtype) -> float:
+    """FLOP/s of a product of square matrices."""
+    a, b = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
+    return rate_of(lambda: a @ b, 2 * 2048**3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-@pytest.mark.parametrize("side", ["ckptfused", "eager"])
-@pytest.mark.parametrize("name", OPS)
-def test_op(name: str, side: str, dtype: torch.dtype, benchmark, copy_rate: float) -> None:
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", [*row_ops.OP_NAMES, *ATTENTION])
+def test_op(name: str, side: str, dtype: torch.dtype, benchmark: Any, copy_rate: float) -> None:
     torch.manual_seed(0)
-    op = OPS[name](dtype)
-    op.ours()
-    for found, expected in op.results():
-        # Same values up to rounding of dtype, by norm: an ulp each for two roundings, four for the sums inside.
-        error = (found.double() - expected.double()).norm() / expected.double().norm()
-        assert error <= 4 * torch.finfo(dtype).eps, f"{name}: relative error {error:.3g}"
+    torch.compiler.reset()
+    op: Op = getattr(Make(CPU, "cpu", dtype, SIDES[side]), name)()
+    row_ops.check(name, op, dtype)
     benchmark.group = f"{name}, {dtype}"
     benchmark(op.ours if side == "ckptfused" else op.eager)
-    if benchmark.stats is not None:
-        rate = op.moved / benchmark.stats.stats.median
-        benchmark.extra_info |= {
-            "bytes": op.moved,
-            "GB/s": round(rate / 1e9, 2),
-            "of copy bandwidth": round(rate / copy_rate, 3),
-        }
+    if benchmark.stats is None:
+        return
+    seconds = benchmark.stats.stats.median
+    benchmark.extra_info |= {"bytes": op.moved, "GB/s": round(op.moved / seconds / 1e9, 2)}
+    benchmark.extra_info["of a copy"] = round(op.moved / seconds / copy_rate, 3)
+    if op.flops:
+        benchmark.extra_info["TFLOP/s"] = round(op.flops / seconds / 1e12, 3)
+        benchmark.extra_info["of a product"] = round(op.flops / seconds / product_rate(dtype), 3)

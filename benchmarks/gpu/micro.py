@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import isolated
-from benchmarks.gpu.ops import SMALL, TINY, Op, Sizes
-from benchmarks.gpu.row_ops import DTYPE, OP_NAMES, Make, check
 from benchmarks.gpu.timing import Clock, Goal, parser, write
+from benchmarks.ops import SMALL, TINY, Op, Sizes
+from benchmarks.row_ops import DTYPE, OP_NAMES, Make, check
 from benchmarks.tables import goal_table, table
 
 STARTING = 30  # seconds, of a process that imports, waits for the others and checks

@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.differences import expect_close
 from benchmarks.gpu import block_checks, isolated
-from benchmarks.gpu.ops import SMALL, TINY
-from benchmarks.gpu.row_ops import OP_NAMES, Make
-from benchmarks.gpu.row_ops import check as check_op
 from benchmarks.gpu.timing import parser, write
+from benchmarks.ops import SMALL, TINY
+from benchmarks.row_ops import OP_NAMES, Make
+from benchmarks.row_ops import check as check_op
 from benchmarks.tables import table
 from ckptfused import rng
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from benchmarks import step, step_ways
+from benchmarks import runner, step, step_ways
 from benchmarks.step import CASES, StepSizes, Training, alone, error_of, ways_of
 
 pytestmark = pytest.mark.once
@@ -51,6 +52,20 @@ def frozen(model: Any, batch: Any) -> Any:
     """A way that forgets to train a weight."""
     model.layers[0].linear1.bias.requires_grad_(False)
     return step_ways.loss_of
+
+
+def test_in_full_size_each_way_is_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model stands beside another one."""
+    full = replace(CASES["encoder"], full=CASES["encoder"].shape("tiny"))
+    monkeypatch.setitem(CASES, "encoder", full)
+    monkeypatch.setattr(step, "ALONE_SECONDS", 0.0)
+    sizes = StepSizes(size="full")
+    assert set(step.variants(sizes).values()) == {None}
+    monkeypatch.setattr(runner, "alone", lambda benchmark, sizes, way, threads: alone(sizes, way))
+    options = runner.parser(step.BENCHMARK).parse_args(["--variant", "eager", "--variant", "ckptfused inputs"])
+    rows = runner.measure(step.BENCHMARK, sizes, options)["rows"]
+    assert all(row["median"] > 0 and row["steps"] == 3 for row in rows.values()) and len(rows) == 2
+    assert rows["ckptfused inputs"]["peak"] < rows["eager"]["peak"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import attention, block, block_checks, grid, isolated, micro, models, ops, profile, row_ops, smoke
+from benchmarks import ops, row_ops
+from benchmarks.gpu import attention, block, block_checks, grid, isolated, micro, models, profile, smoke
 from benchmarks.gpu.parts import MEASURED
 from benchmarks.gpu.summary import results, summary
 from ckptfused import cost
@@ -147,7 +148,7 @@ def test_a_smoke_check(name: str) -> None:
 
 @pytest.mark.parametrize("name", row_ops.OP_NAMES)
 def test_a_row_op_is_right_in_several_tiles(name: str) -> None:
-    assert row_ops.check(name, getattr(row_ops.Make(ops.SMALL, "cpu"), name)()) < row_ops.LIMIT
+    assert row_ops.check(name, getattr(row_ops.Make(ops.SMALL, "cpu"), name)()) < row_ops.limit(row_ops.DTYPE)
 
 
 def test_a_smoke_check_that_fails_names_the_element(monkeypatch: pytest.MonkeyPatch) -> None:

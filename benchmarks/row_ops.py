@@ -1,6 +1,9 @@
-"""The row kernels at the sizes of a Llama-3-8B layer: each with eager PyTorch, what is right and the bytes to move."""
+"""The row kernels, each with eager PyTorch, what is right and the bytes to move."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,24 +11,44 @@ from torch import Tensor
 
 import ckptfused  # noqa: F401  (registers the ops)
 from benchmarks.differences import expect_close
-from benchmarks.gpu.ops import Op, Sizes, size, unset
+from benchmarks.ops import Op, Sizes, size, unset
 from ckptfused.cli.models import rope_tables, rotate
 
 OPS = torch.ops.ckptfused
 DTYPE, P = torch.bfloat16, 0.1
 SCALE = 65536 / (65536 - round(P * 65536))
 EPS = 1e-5
-LIMIT = 4 * torch.finfo(DTYPE).eps  # an ulp each for two roundings, and the sums inside
+How = Callable[[Any], Any]
+
+
+def limit(dtype: torch.dtype) -> float:
+    """The error that an op may have, relative to the norm: an ulp each for two roundings, and the sums inside."""
+    return 4 * torch.finfo(dtype).eps
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up."""
+    return F.silu(gate) * up
+
+
+def summed_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """The loss of all rows, in float32."""
+    return F.cross_entropy(logits.float(), target, reduction="sum")
 
 
 class Make:
-    """The ops to measure, made one at a time."""
+    """The ops to measure, made one at a time. how: in what way PyTorch's own runs, such as `torch.compile`."""
 
-    def __init__(self, sizes: Sizes, device: str) -> None:
-        self.sizes, self.device = sizes, device
+    def __init__(self, sizes: Sizes, device: str, dtype: torch.dtype = DTYPE, how: How = lambda plain: plain) -> None:
+        self.sizes, self.device, self.dtype, self.how = sizes, device, dtype, how
+        self._wide = torch.float64 if dtype == torch.float32 else torch.float32
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, device=self.device).to(DTYPE)
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def wide(self, t: Tensor) -> Tensor:
+        """A copy in a type whose errors do not show."""
+        return t.detach().to(self._wide)
 
     def matrix(self) -> Tensor:
         return self.normal(self.sizes.rows, self.sizes.width)
@@ -39,9 +62,10 @@ class Make:
             return F.rms_norm(x, shape, w, EPS) if b is None else F.layer_norm(x, shape, w, b, EPS)
 
         def results() -> list[tuple[Tensor, Tensor]]:
-            return [(y, reference(x.float(), w.float(), None if b is None else b.float()))]
+            return [(y, reference(self.wide(x), self.wide(w), None if b is None else self.wide(b)))]
 
-        return Op(lambda: OPS.norm_fwd(x, w, b, y, kind, EPS), lambda: reference(x, w, b), results, size(x, y))
+        plain = self.how(reference)
+        return Op(lambda: OPS.norm_fwd(x, w, b, y, kind, EPS), lambda: plain(x, w, b), results, size(x, y))
 
     def _norm_backward(self, kind: str) -> Op:
         x, w, dy = self.matrix().requires_grad_(), self.normal(self.sizes.width).requires_grad_(), self.matrix()
@@ -56,14 +80,16 @@ class Make:
         def forward(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
             return F.rms_norm(x, shape, w, EPS) if b is None else F.layer_norm(x, shape, w, b, EPS)
 
-        y = forward(x, w, b)
+        y = self.how(forward)(x, w, b)
 
         def eager() -> tuple[Tensor, ...]:
             return torch.autograd.grad(y, leaves, dy, retain_graph=True)
 
         def results() -> list[tuple[Tensor, Tensor]]:
-            wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
-            right = torch.autograd.grad(forward(wide[0], wide[1], wide[2] if b is not None else None), wide, dy.float())
+            wide = [self.wide(leaf).requires_grad_() for leaf in leaves]
+            right = torch.autograd.grad(
+                forward(wide[0], wide[1], wide[2] if b is not None else None), wide, self.wide(dy)
+            )
             return list(zip([dx, *grads], right, strict=True))
 
         def ours() -> None:
@@ -94,25 +120,27 @@ class Make:
             how = ("none", EPS, "rmsnorm", EPS, 1.0, P, 1)
             OPS.residual_fwd(x, f, state, None, None, w, None, total, normed, *how, [])
 
-        def eager() -> Tensor:
+        def eager(x: Tensor, f: Tensor, w: Tensor) -> Tensor:
             return F.rms_norm(x + F.dropout(f, P), shape, w, EPS)
 
         def results() -> list[tuple[Tensor, Tensor]]:
             keep = OPS.dropout_mask(list(x.shape), P, state, 1)
-            right = x.float() + torch.where(keep, f.float() * SCALE, 0.0)
-            return [(total, right), (normed, F.rms_norm(total.float(), shape, w.float(), EPS))]
+            right = self.wide(x) + torch.where(keep, self.wide(f) * SCALE, 0.0)
+            return [(total, right), (normed, F.rms_norm(self.wide(total), shape, self.wide(w), EPS))]
 
-        return Op(ours, eager, results, size(x, f, total, normed))
+        plain = self.how(eager)
+        return Op(ours, lambda: plain(x, f, w), results, size(x, f, total, normed))
 
     def residual_dropout_backward(self) -> Op:
         """The gradient of f through dropout; eager: a product with the scaled mask that it kept."""
         ds = self.matrix()
         df, state = unset(ds), OPS.rng_state(ds, 0)
         kept = OPS.dropout_mask(list(ds.shape), P, state, 1)
+        plain = self.how(torch.ops.aten.native_dropout_backward)
         return Op(
             lambda: OPS.residual_bwd(ds, None, state, None, df, None, None, "none", EPS, 1.0, P, 1, []),
-            lambda: torch.ops.aten.native_dropout_backward(ds, kept, SCALE),
-            lambda: [(df, torch.where(kept, ds.float() * SCALE, 0.0))],
+            lambda: plain(ds, kept, SCALE),
+            lambda: [(df, torch.where(kept, self.wide(ds) * SCALE, 0.0))],
             size(ds, df),
         )
 
@@ -122,11 +150,12 @@ class Make:
 
     def glu_forward(self) -> Op:
         g, u = self._gate_up()
-        h, hidden = torch.full(g.shape, torch.nan, dtype=DTYPE, device=self.device), self.sizes.hidden
+        h, hidden = torch.full(g.shape, torch.nan, dtype=self.dtype, device=self.device), self.sizes.hidden
+        plain = self.how(swiglu)
         return Op(
             lambda: OPS.activation_fwd(g, u, None, h, "swiglu", 0.0, 2, hidden, 0, 0, []),
-            lambda: F.silu(g) * u,
-            lambda: [(h, F.silu(g.float()) * u.float())],
+            lambda: plain(g, u),
+            lambda: [(h, swiglu(self.wide(g), self.wide(u)))],
             size(g, u, h),
         )
 
@@ -136,19 +165,19 @@ class Make:
         dh = self.normal(self.sizes.rows, hidden)
         h, (dg, du) = (
             unset(dh),
-            torch.full((self.sizes.rows, 2 * hidden), torch.nan, dtype=DTYPE, device=self.device).chunk(2, 1),
+            torch.full((self.sizes.rows, 2 * hidden), torch.nan, dtype=self.dtype, device=self.device).chunk(2, 1),
         )
         leaves = [g.detach().requires_grad_(), u.detach().requires_grad_()]
-        y = F.silu(leaves[0]) * leaves[1]
+        y = self.how(swiglu)(*leaves)
 
         def eager() -> object:
             """The backward alone, from what eager keeps: g, u, silu(g)."""
             return torch.autograd.grad(y, leaves, dh, retain_graph=True)
 
         def results() -> list[tuple[Tensor, Tensor]]:
-            wide = [g.float().requires_grad_(), u.float().requires_grad_()]
-            right = F.silu(wide[0]) * wide[1]
-            dgu = torch.autograd.grad(right, wide, dh.float())
+            wide = [self.wide(t).requires_grad_() for t in (g, u)]
+            right = swiglu(*wide)
+            dgu = torch.autograd.grad(right, wide, self.wide(dh))
             return list(zip((h, dg, du), (right.detach(), *dgu), strict=True))
 
         return Op(
@@ -172,7 +201,7 @@ class Make:
         """Queries and keys turned in place."""
         (q, k), (cos, sin) = self._heads(0), self._tables()
         given = [q.clone(), k.clone()]
-        tables = cos.to(DTYPE), sin.to(DTYPE)
+        tables = cos.to(self.dtype), sign * sin.to(self.dtype)
 
         angles, how = (cos[None], sin[None]), ("none", EPS, "half", 0)
 
@@ -182,14 +211,16 @@ class Make:
             else:
                 OPS.qk_bwd(q, q, None, *angles, q, None, None, *how, k, None, None, k)
 
-        def eager() -> object:
-            return [rotate(t.transpose(1, 2), tables[0], sign * tables[1]) for t in given]
+        def eager(given: list[Tensor], cos: Tensor, sin: Tensor) -> object:
+            return [rotate(t.transpose(1, 2), cos, sin) for t in given]
+
+        plain = self.how(eager)
 
         def results() -> list[tuple[Tensor, Tensor]]:
-            right = [rotate(t.float().transpose(1, 2), cos, sign * sin).transpose(1, 2) for t in given]
+            right = [rotate(self.wide(t).transpose(1, 2), cos, sign * sin).transpose(1, 2) for t in given]
             return list(zip((q, k), right, strict=True))
 
-        return Op(ours, eager, results, 2 * size(q, k))
+        return Op(ours, lambda: plain(given, *tables), results, 2 * size(q, k))
 
     def rope_forward(self) -> Op:
         return self._rope(1)
@@ -200,20 +231,22 @@ class Make:
     def qk_norm_rope_forward(self) -> Op:
         """RMSNorm of every head, then RoPE, into a new tensor."""
         (q, k), (cos, sin), dim = self._heads(0), self._tables(), self.sizes.dim
-        w, tables, how = self.normal(dim), [t.to(DTYPE) for t in self._tables()], ("rmsnorm", EPS, "half", 0)
-        out = [torch.full(t.shape, torch.nan, dtype=DTYPE, device=self.device) for t in (q, k)]
+        w, tables, how = self.normal(dim), [t.to(self.dtype) for t in self._tables()], ("rmsnorm", EPS, "half", 0)
+        out = [torch.full(t.shape, torch.nan, dtype=self.dtype, device=self.device) for t in (q, k)]
 
         def ours() -> None:
             OPS.qk_fwd(q, w, None, cos[None], sin[None], out[0], *how, k, w, None, out[1])
 
-        def eager() -> object:
-            return [rotate(F.rms_norm(t, (dim,), w, EPS).transpose(1, 2), *tables) for t in (q, k)]
+        def eager(given: list[Tensor], w: Tensor, cos: Tensor, sin: Tensor) -> object:
+            return [rotate(F.rms_norm(t, (dim,), w, EPS).transpose(1, 2), cos, sin) for t in given]
+
+        plain = self.how(eager)
 
         def results() -> list[tuple[Tensor, Tensor]]:
-            wide = [F.rms_norm(t.float(), (dim,), w.float(), EPS).transpose(1, 2) for t in (q, k)]
+            wide = [F.rms_norm(self.wide(t), (dim,), self.wide(w), EPS).transpose(1, 2) for t in (q, k)]
             return [(y, rotate(t, cos, sin).transpose(1, 2)) for y, t in zip(out, wide, strict=True)]
 
-        return Op(ours, eager, results, 2 * size(q, k), goal=None)
+        return Op(ours, lambda: plain([q, k], w, *tables), results, 2 * size(q, k), goal=None)
 
     def _cross_entropy(self, grad: bool) -> Op:
         """The gradient over the logits: with the loss in one pass, or from the lse that a forward left."""
@@ -226,9 +259,10 @@ class Make:
         def forward(grad: bool) -> None:
             OPS.cross_entropy_fwd(logits, target, None, loss, lse, None, grad, *how)
 
+        leaf, plain = given.detach().requires_grad_(), self.how(summed_cross_entropy)
+
         def eager() -> Tensor:
-            wide = given.float().requires_grad_()
-            return torch.autograd.grad(F.cross_entropy(wide, target, reduction="sum"), wide)[0].to(DTYPE)
+            return torch.autograd.grad(plain(leaf, target), leaf)[0]
 
         def ours() -> None:
             if grad:
@@ -237,7 +271,9 @@ class Make:
                 OPS.cross_entropy_bwd(logits, target, None, lse, None, classes, 0, *how)
 
         def results() -> list[tuple[Tensor, Tensor]]:
-            return [(loss, F.cross_entropy(given.float(), target, reduction="none")), (logits, eager())]
+            wide = self.wide(given).requires_grad_()
+            right = F.cross_entropy(wide, target, reduction="none")
+            return [(loss, right.detach()), (logits, torch.autograd.grad(right.sum(), wide)[0])]
 
         if not grad:
             forward(False)
@@ -257,7 +293,7 @@ OP_NAMES = (
 )
 
 
-def check(name: str, op: Op) -> float:
+def check(name: str, op: Op, dtype: torch.dtype = DTYPE) -> float:
     """Runs an op once; the largest error of its results. Raises where one is wrong."""
     op.ours()
-    return max(expect_close(name, found, right, LIMIT) for found, right in op.results())
+    return max(expect_close(name, found, right, limit(dtype)) for found, right in op.results())

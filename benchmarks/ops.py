@@ -41,6 +41,8 @@ class Op:
     results: Callable[[], list[tuple[Tensor, Tensor]]]
     moved: int
     goal: float | None = 0.85
+    flops: int = 0
+    """Where arithmetic binds it."""
 
 
 def size(*tensors: Tensor) -> int:
