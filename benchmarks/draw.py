@@ -26,6 +26,7 @@ from benchmarks.pictures import pyplot, short
 from benchmarks.planned_steps import best_by_hand
 from benchmarks.policies import above
 from benchmarks.step_models import CASES
+from benchmarks.step_ways import CHECKPOINT, EAGER, OURS
 from benchmarks.tables import table
 
 ROOT, RESULTS = runner.ROOT, runner.RESULTS
@@ -38,15 +39,12 @@ ENCODER = "encoder-4x512x4096"
 STEP = "step-encoder-float32-zen5"
 STEP_PICTURE = IMAGES / "step.svg"
 WHOLE = "whole-step-8x384x32768"
-# Label of a row -> result. The order is that of the table.
+CASES_MEASURED = {name: f"step-{name}-bfloat16-zen5" for name in CASES}
 SPEED = {
-    "Xeon with AMX, bfloat16": "llama-4x1024-bfloat16-sapphirerapids",
-    "Xeon with AMX, float32": "llama-4x1024-float32-sapphirerapids",
-    "Zen 4 (bf16 instructions), float32": "llama-4x1024-float32-zen4",
-    "Zen 4, bfloat16": "llama-4x1024-bfloat16-zen4",
-    "Cascade Lake, float32": "llama-4x1024-float32-cascadelake",
-    "Cascade Lake, bfloat16": "llama-4x1024-bfloat16-cascadelake",
+    "Zen 5 (bf16 instructions), bfloat16": "llama-4x1024-bfloat16-zen5",
+    "Zen 5, float32": "llama-4x1024-float32-zen5",
 }
+"""Label of a row -> result, in the order of the table."""
 
 
 def encoder_table(page: Path) -> str:
@@ -79,6 +77,38 @@ def step_picture(page: Path) -> str:
 {where["cpu"]["model"]}, {threads} cores, PyTorch {where["torch"].partition("+")[0]}. Each point is one way to train \
 the same model, as `benchmarks/results/{STEP}.md` says. Of the time, a part on AMD's processors is the library that \
 multiplies float32 ([oneDNN]({how}#small-kernels-large-products)), which eager PyTorch does not ask."""
+
+
+def cases_table(page: Path) -> str:
+    """Every model of `step`: time and peak of eager PyTorch, and of others beside."""
+    head = ["model", "eager", "checkpoint", "`torch.compile`, the fastest", *(f"`{keep}`" for keep in _KEPT), "result"]
+    cells = []
+    for name, stem in CASES_MEASURED.items():
+        _, rows, threads = case_of(result(stem))
+        timed = {way: row for way, row in rows.items() if "median" in row}
+        fastest = min((way for way in timed if way.startswith("compile")), key=lambda way: timed[way]["median"])
+        ours = [f"{OURS} {keep}" for keep in _KEPT]
+        chosen = [
+            CHECKPOINT,
+            fastest,
+            *(f"{way}, {_CHUNKED}" if f"{way}, {_CHUNKED}" in timed else way for way in ours),
+        ]
+        base = timed[EAGER]
+        beside = [
+            f"{timed[way]['median'] / base['median']:.2f}×, {timed[way]['peak'] / base['peak']:.2f}×" for way in chosen
+        ]
+        cells.append(
+            [name, f"{base['median']:.2f} s, {base['peak'] / MIB:,.0f} MiB", *beside, f"`benchmarks/results/{stem}.md`"]
+        )
+    where = result(stem)["environment"]
+    return f"""{table(head, cells)}
+
+Of eager the time of a step, and its peak above weights and optimizer state; of the others both as a share of that. \
+{where["cpu"]["model"]} ({where["cpu"]["instructions"].split()[-1]}), {threads} cores, bfloat16; of models with a \
+vocabulary, ours make the loss in chunks."""
+
+
+_KEPT, _CHUNKED = ("inputs", "attention"), "chunked loss"
 
 
 def whole_table(page: Path) -> str:
@@ -185,6 +215,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Path], str], tuple[Path, ...]
     "loss-head": (tuple(HEADS.values()), heads_table, (ROOT / "docs" / "loss.md",)),
     "policies": ((POLICIES,), policies_table, (ROOT / "docs" / "policies.md",)),
     "planned-steps": ((PLANNED,), planned_table, (ROOT / "docs" / "budget.md",)),
+    "cases": (tuple(CASES_MEASURED.values()), cases_table, (ROOT / "docs" / "keep.md",)),
     "speed": (tuple(SPEED.values()), speed_table, (ROOT / "docs" / "keep.md",)),
 }
 
