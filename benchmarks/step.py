@@ -24,7 +24,7 @@ from benchmarks.step_ways import CHECKPOINT, EAGER, Loss, ways
 CHECKED = 2, 64
 """Layers and tokens of the model whose gradients are compared."""
 ALONE_SECONDS = 10.0
-"""Of timed steps in a way's own process."""
+"""Time that steps take in a way's own process, in all."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,8 @@ def planned(model: Any, batch: Batch, share: float) -> Loss:
     """By this library's plan for a budget so far from the least that it can do to what the fastest plan needs."""
     front = ckptfused.plan(model, batch, budget=2**50).front
     least, most = front[0].peak, front[-1].peak
-    ckptfused.convert(model, budget=int(least + share * (most - least)), batch=batch)
+    found = ckptfused.plan(model, batch, budget=int(least + share * (most - least)))
+    ckptfused.convert(model, policy=found.policy)
     return loss_of
 
 

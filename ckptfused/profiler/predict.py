@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from ckptfused.profiler.trace import Change, Trace
 from ckptfused.simulate.autocast import outside
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.functions import functions_for_meta
+from ckptfused.simulate.made_by_name import MadeByName
 from ckptfused.simulate.meta_copy import copy_to_meta, model_tensors, without_data
 from ckptfused.simulate.roofline import TooLargeError, Work
 from ckptfused.simulate.values import LARGEST, KnownValues, tensors_with_values
@@ -61,7 +62,9 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
         marks = Marks(model, opened.mark)
         try:
             with drawn_alike(model), without_trace(model):
-                trace, work = _record(model, replace(step, optimizer=optimizer), at_once, device, opened, marks)
+                trace, work, by_chance = _record(
+                    model, replace(step, optimizer=optimizer), at_once, device, opened, marks
+                )
             break
         except NoLossError as error:
             if not opaque:
@@ -89,6 +92,8 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     if recurrent and device.kind == "cuda":
         notes.append(f"{', '.join(recurrent)}: what cuDNN keeps within a recurrent layer is not counted")
     notes += _measured(work)
+    if by_chance:
+        notes.append("the model looks at random numbers (drops layers, say): another step may need more, or less")
     if step.gradient_accumulation_steps > 1 and any(getattr(m, "sparse", False) is True for m in model.modules()):
         notes.append("sparse gradients count as those of one batch: each further batch adds its rows to them")
     return profile_of(
@@ -119,8 +124,8 @@ def _workspace(opened: OpenLedger, half: int) -> int:
 
 def _record(
     model: nn.Module, step: TrainingStep, at_once: bool, device: Device, opened: OpenLedger, marks: Marks[int]
-) -> tuple[Trace, Work]:
-    """The trace of a predicted step, and what its ops did.
+) -> tuple[Trace, Work, bool]:
+    """The trace of a predicted step, what its ops did, and whether the model chose by chance what to do.
 
     at_once: whether the optimizer's step is one kernel that allocates nothing.
     """
@@ -149,13 +154,15 @@ def _record(
     state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
     optimize = None if optimizer is None else step_at_once if at_once else optimizer.step
     release = released(model, optimizer if step.release else None, optimize)
-    known = KnownValues(tensors_with_values(step.batch, twins), on_cpu=device.kind == "cpu")
-    with functions_for_meta(device.kind, work), marks, opened, work, known, release:
+    known = KnownValues(tensors_with_values(step.batch, twins))
+    named = MadeByName()
+    on_cpu = named if device.kind == "cpu" else nullcontext()
+    with functions_for_meta(device.kind, work), marks, opened, work, on_cpu, known, release:
         gradients = run_step(model, replace(step, batch=twins), optimize, marks)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     changes, found = _places(opened, marks.found)
     trace = Trace(changes, found, received, seconds, marks.names, gradients, weights, state)
-    return trace, work
+    return trace, work, named.chose_by_chance
 
 
 def _measured(work: Work) -> list[str]:

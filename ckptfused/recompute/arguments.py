@@ -122,6 +122,8 @@ class HeldArgs:
         self.structure: _Flat | _Structure = _Flat(len(args), tuple(kwargs))
         if not _SURELY_LEAVES.issuperset(map(type, self.leaves)):
             self.leaves, self.structure = _flatten({"args": args, "kwargs": kwargs}, (), [])
+        self._distinct = False
+        """Whether the leaves are distinct tensors, and nothing else."""
 
     def take_tensors(self) -> list[Tensor]:
         """The distinct tensors; places remain."""
@@ -137,29 +139,32 @@ class HeldArgs:
         return tensors
 
     def _take_tensors(self) -> list[Tensor]:
+        count = len(self.leaves)
+        if _TENSORS.issuperset(map(type, self.leaves)) and len(set(map(id, self.leaves))) == count:
+            self._distinct = True
+            tensors, self.leaves = self.leaves, [*_slots(count)]
+            return tensors
         found = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-        if len(found) == len(self.leaves) == 1:
-            self.leaves = [*_slots(1)]
-            return found
         distinct = dict(zip(map(id, found), found, strict=True))
         tensors = [*distinct.values()]
         at = dict(zip(distinct, _slots(len(tensors)), strict=True))
-        if len(found) == len(tensors) == len(self.leaves):
-            self.leaves = [*at.values()]
-        elif found:
+        if found:
             self.leaves = [at[id(leaf)] if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         return tensors
 
     def others(self) -> list[Any]:
         """The leaves that are no tensors, once these are taken."""
-        return [leaf for leaf in self.leaves if type(leaf) is not _Slot]
+        return [] if self._distinct else [leaf for leaf in self.leaves if type(leaf) is not _Slot]
 
     def call(self, function: Callable[..., Any], tensors: list[Tensor], given: Given | None = None) -> Any:
         """The function on new containers with these tensors; the list is emptied, so that they die when they can.
 
         What it puts into lists, dicts and dataclasses or takes out of them, the caller's get too, if `given`.
         """
-        leaves = [tensors[leaf.index] if type(leaf) is _Slot else leaf for leaf in self.leaves]
+        if self._distinct:
+            leaves = tensors.copy()
+        else:
+            leaves = [tensors[leaf.index] if type(leaf) is _Slot else leaf for leaf in self.leaves]
         tensors.clear()
         if isinstance(self.structure, _Flat):
             count, names = self.structure.positional, self.structure.names
@@ -182,7 +187,8 @@ class HeldArgs:
 
 
 # Neither containers nor records: most calls have no others.
-_SURELY_LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device})
+_TENSORS = frozenset({Tensor, nn.Parameter})
+_SURELY_LEAVES = frozenset({*_TENSORS, type(None), bool, int, float, str, torch.dtype, torch.device})
 
 
 @dataclasses.dataclass

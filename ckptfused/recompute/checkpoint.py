@@ -248,7 +248,7 @@ class _Segment:
             (copies, given), self.first = self.first, None
             with self.saved_tensor_versions.of_forward(self.state.may_fail()):
                 return self.inputs.call(self.function, copies, given)
-        self.copies = made = CopiesOnWrite()
+        self.copies = made = CopiesOnWrite(for_replay=True)
         copies = made.of(self.saved.tensors())
         with entered(), numerics.under(self.settings), self.state.replayed() as saved:
             original = made.original if saved is itself else lambda t: saved(made.original(t))
@@ -269,15 +269,13 @@ class SavedArguments:
         self.places = places
         self.saved = _C.SavedTensors(tensors)
         self.counters = _C.VersionCounters(tensors)
-        self.versions = self.counters.now()
 
     def tensors(self) -> list[Tensor]:
-        now = self.counters.now()
-        if now != self.versions:
-            i = next(i for i, expected in enumerate(self.versions) if now[i] != expected)
+        if (changed := self.counters.changed()) is not None:
+            i, expected, now = changed
             raise RuntimeError(
                 f"ckptfused.checkpoint: {self._name(i)} was changed in place between forward and backward: "
-                f"expected version {self.versions[i]}, got version {now[i]}. The replay needs it as it was: "
+                f"expected version {expected}, got version {now}. The replay needs it as it was: "
                 "change a clone, or change it after backward"
             )
         return self.saved.unpack()

@@ -124,7 +124,7 @@ def conjugated(op: Any, args: Any) -> list[Tensor]:
     and holds until that ends."""
     if op.overloadpacket is not aten.clone or not (args[0].is_conj() or args[0].is_neg()):
         return []
-    return [torch.empty(args[0].nbytes, dtype=torch.uint8, device="meta")] if args[0].is_meta else []
+    return [torch.empty(args[0].nbytes, dtype=torch.uint8, device="meta")]
 
 
 def scratch_of(call: OpCall) -> OpMemory | None:

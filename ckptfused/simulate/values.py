@@ -15,15 +15,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ckptfused.compat.pytree import tree_leaves, tree_map
-from ckptfused.compat.torch_dispatch import (
-    DispatchMode,
-    schema_of,
-    tensors_of,
-    without_dispatch_modes,
-    written_arguments,
-)
+from ckptfused.compat.torch_dispatch import DispatchMode, tensors_of, without_dispatch_modes, written_arguments
 from ckptfused.compat.torch_memory import storage_id
-from ckptfused.ops.fake import hold_surplus
+from ckptfused.ops.fake import hold_surplus, surplus_of
 
 MOST_ENTRIES = 1 << 18
 """Entries of a tensor whose values are kept, or as many as the largest mask or positions of the batch have: what holds
@@ -35,27 +29,24 @@ aten = torch.ops.aten
 _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 """These take booleans, whose number of results depends on values, beside tensors that need not be known."""
 _MAKE = {aten.arange, aten.full, aten.ones, aten.zeros, aten.scalar_tensor}
-_PACK = aten._pack_padded_sequence.default
-_LENGTHS = {
+LENGTHS = {
     aten._ctc_loss.Tensor: (2, 3),
     aten._ctc_loss_backward.Tensor: (3, 4),
-    _PACK: (1,),
+    aten._pack_padded_sequence.default: (1,),
 }
 """By where their lengths are, which decide how much there is."""
 _UNSET = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.set_}
-_CPU, _META = torch.device("cpu"), torch.device("meta")
+_CPU = torch.device("cpu")
 
 
 class KnownValues(DispatchMode):
     """While it is active, ops on known tensors are computed, too, on the CPU; what asks for a value gets it.
 
-    pairs: a tensor on the meta device, and one with its values. on_cpu: the meta device stands for the CPU, so that
-    tensors which a model makes on the CPU by name (`torch.zeros(n, n)`) are on the meta device, too.
+    pairs: a tensor on the meta device, and one with its values.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], on_cpu: bool = False) -> None:
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self._on_cpu = on_cpu
         self._values = WeakTensorKeyDictionary()
         self._given = WeakTensorKeyDictionary()
         """The batch's tensors and what follows of them, which may be of `torch.empty`: shapes alone count."""
@@ -70,19 +61,26 @@ class KnownValues(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._on_cpu and _names_cpu(func, args, kwargs):
-            return self._on_meta(func, args, kwargs)
         if func.overloadpacket is aten.embedding:
             self._check_rows(args[0], args[1])
         if func.overloadpacket in _INDEXED:
             args = (args[0], [place for index in args[1] for place in self._places(index)], *args[2:])
-        if func in _LENGTHS:
-            args = tuple(self._lengths(value) if place in _LENGTHS[func] else value for place, value in enumerate(args))
+        if func in LENGTHS:
+            args = tuple(self._lengths(value) if place in LENGTHS[func] else value for place, value in enumerate(args))
+        if func.overloadpacket is aten._to_copy and kwargs.get("device") == _CPU:
+            value = self._value(args[0])
+            if value is not None and args[0].is_meta:  # whoever asks for it there looks at it
+                if kwargs.get("dtype") not in (None, value.dtype):
+                    return func(value, **kwargs)
+                if not surplus_of(value):
+                    hold_surplus(value, [aten.alias(args[0])])  # it is the same memory
+                return aten.alias(value)
         found = self._computed(func, args, kwargs)
+        if found is not None and any(t.is_cpu for t in written_arguments(func, args, kwargs)):
+            return found
         if found is None:
             self._forget(func, args, kwargs)
-            out = func(*args, **kwargs)
-            return tree_map(_counted, out) if func is _PACK else out
+            return func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags or not tensors_of(found):
             return found
         if torch.Tag.dynamic_output_shape in func.tags:
@@ -96,33 +94,6 @@ class KnownValues(DispatchMode):
                     self._given[meta_copy] = True
         return out
 
-    def _on_meta(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """The result, on the meta device, of an op that makes a tensor on the CPU by name. What is copied there is
-        there; with its values, where they are known: the model looks at them."""
-        packet, given = func.overloadpacket, tensors_of(args, kwargs)
-        if packet is aten._to_copy:
-            value = self._value(args[0])
-            if value is not None:
-                with without_dispatch_modes():
-                    return func(value, **kwargs)  # type: ignore[no-any-return]
-            if kwargs.get("dtype") in (None, args[0].dtype):
-                return aten.alias(args[0])  # type: ignore[no-any-return]
-        if packet is aten.empty and not (kwargs.get("dtype") or torch.get_default_dtype()).is_floating_point:
-            return _counted(func(*args, **kwargs))  # lengths of packed sequences, say, which PyTorch writes itself
-        value = None
-        if packet is aten.lift_fresh:
-            (value,) = args
-            out = torch.empty_like(value, device=_META)
-        else:
-            theirs = {name: None for name in ("generator", "pin_memory") if name in kwargs}
-            out = func(*args, **{**kwargs, **theirs, "device": _META})
-            if not given and out.numel() <= self._most:
-                with without_dispatch_modes():
-                    value = func(*args, **kwargs)
-        if self._is_small(value):
-            self._values[out] = value
-        return out
-
     def _value(self, t: Tensor) -> Tensor | None:
         found = t if t.device.type == "cpu" else self._values.get(t)
         if found is None or any(storage_id(found) == storage_id(storage) for storage in self._spoiled):
@@ -131,12 +102,11 @@ class KnownValues(DispatchMode):
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op all of whose operands are known, on the CPU; else None."""
-        draws = torch.Tag.nondeterministic_seeded in func.tags and not self._on_cpu
-        if func.namespace != "aten" or func.overloadpacket in _UNSET or draws:
+        if func.namespace != "aten" or func.overloadpacket in _UNSET or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         given = tensors_of(args, kwargs)
         makes = not given and func.overloadpacket in _MAKE and _entries(func, args) <= self._most
-        makes = makes or (func.overloadpacket is aten._to_copy and kwargs.get("device") == _META)
+        makes = makes or (func.overloadpacket is aten._to_copy and kwargs.get("device") == torch.device("meta"))
         if not makes and not any(t.is_meta for t in given):
             return None
         values = [self._value(t) for t in given]
@@ -187,24 +157,6 @@ class KnownValues(DispatchMode):
         self._spoiled += [
             self._values[t].untyped_storage() for t in written_arguments(func, args, kwargs) if t in self._values
         ]
-
-
-def _counted(t: Tensor) -> Tensor:
-    """A tensor; one that is on the CPU counts as long as it is there."""
-    if t.is_cpu:
-        hold_surplus(t, [torch.empty(t.nbytes, dtype=torch.uint8, device=_META)])
-    return t
-
-
-def _names_cpu(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an op makes a tensor on the CPU by name, or of a list (`torch.tensor`)."""
-    if func.overloadpacket is aten.lift_fresh:
-        return not args[0].is_meta
-    if "device" not in kwargs and not any(argument.name == "device" for argument in schema_of(func).arguments):
-        return False
-    device = kwargs.get("device")
-    given = tensors_of(args, kwargs)
-    return all(t.is_meta for t in given) and (device == _CPU or (device is None and not given))
 
 
 def tensors_with_values(batch: Any, twins: Any) -> list[tuple[Tensor, Tensor]]:

@@ -73,22 +73,16 @@ class StreamCopies final : public c10::Allocator {
 
 // Keeps some memory for as long as any copy shares it: its storage, or a reference of its own where
 // that storage is such a copy's, too, and may let go of it.
-struct Owner {
-  explicit Owner(const c10::Storage& owner) {
-    const at::DataPtr& p = owner.data_ptr();
-    auto* context = p.cast_context<cow::COWDeleterContext>(&cow::cow_deleter);
-    if (context == nullptr) {
-      storage = owner;
-    } else {
-      context->increment_refcount();
-      reference = at::DataPtr(const_cast<void*>(p.get()), context, &cow::cow_deleter, p.device());
-    }
+std::unique_ptr<void, c10::DeleterFnPtr> owned(const c10::Storage& owner) {
+  auto* context = owner.data_ptr().cast_context<cow::COWDeleterContext>(&cow::cow_deleter);
+  if (context != nullptr) {
+    context->increment_refcount();
+    return {context, [](void* shared) { cow::cow_deleter(shared); }};  // it takes no cow_deleter
   }
-  static void release(void* owner) { delete static_cast<Owner*>(owner); }
-
-  c10::Storage storage;
-  at::DataPtr reference;
-};
+  return {c10::Storage(owner).unsafeReleaseStorageImpl(), [](void* storage) {
+            c10::intrusive_ptr<c10::StorageImpl>::reclaim(static_cast<c10::StorageImpl*>(storage));
+          }};
+}
 
 // Between the owner of some memory, which knows nothing of it, and one copy. The copy's storage is
 // copy-on-write with two references for as long as this lives, so a write to it always copies and
@@ -148,8 +142,7 @@ Tensor share(const Tensor& x, Sharings& sharings) {
     stream = c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device());
     allocator = StreamCopies::of(allocator, *stream);
   }
-  auto* context = new cow::COWDeleterContext(
-      std::unique_ptr<void, c10::DeleterFnPtr>(new Owner(owner), &Owner::release));
+  auto* context = new cow::COWDeleterContext(owned(owner));
   at::DataPtr first(data, context, &cow::cow_deleter, x.device());
   context->increment_refcount();
   at::DataPtr second(data, context, &cow::cow_deleter, x.device());
@@ -190,61 +183,32 @@ SharingCopies call_copy_on_write(at::TensorList tensors) {
 
 namespace {
 
-using torch::autograd::Node;
-using torch::autograd::variable_list;
-
-// As that of x.alias(): each copy's gradient is its original's.
-struct CopyOnWriteBackward final : Node {
-  variable_list apply(variable_list&& grads) override { return std::move(grads); }
-  std::string name() const override { return "CopyOnWriteBackward"; }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {}
-  variable_list apply_with_saved(const variable_list& grads,
-                                 torch::dynamo::autograd::SwapSavedVariables&) override {
-    return grads;
-  }
-};
-
+// The node of x.alias(): a copy's gradient is the original's.
 template <typename Pointer = GradFn>
-Pointer new_node() {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
-    return Pointer(new CopyOnWriteBackward, [](auto* ended) { deleteNode(ended); });  // up to 2.11
+Pointer identity_of(const Tensor& x) {
+  using torch::autograd::generated::AliasBackward0;
+  Pointer node;
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
+    torch::autograd::Node* made = new AliasBackward0;  // up to PyTorch 2.11
+    node = Pointer(made, [](auto* ended) { deleteNode(ended); });
   } else {
-    return c10::make_intrusive<CopyOnWriteBackward>();
+    node = c10::make_intrusive<AliasBackward0>();
   }
+  node->set_next_edges(torch::autograd::collect_next_edges(x));
+  return node;
 }
-
-void connect(const std::vector<Tensor>& originals, const std::vector<Tensor>& copies) {
-  const auto node = new_node();
-  node->set_next_edges(torch::autograd::collect_next_edges(originals));
-  torch::autograd::set_history(copies, node);
-}
-
-// A node costs the engine some two microseconds, more than a small tensor's arithmetic: where they
-// are many, small ones of one device share one. Who asks for one of their gradients has them all
-// computed, but no large one.
-constexpr size_t kMany = 32, kSmallBytes = 4096;
 
 SharingCopies copy_on_write_autograd(at::TensorList tensors) {
   SharingCopies made = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_copy_on_write(tensors);
   }();
-  std::vector<Tensor> small, copies_of_small;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!at::GradMode::is_enabled() || !tensors[i].requires_grad()) continue;
     TORCH_CHECK(!torch::autograd::isFwGradDefined(tensors[i]),
                 "ckptfused: copies on write have no forward-mode derivative");
-    const Tensor& copy = std::get<0>(made)[i];
-    const bool joins = tensors.size() > kMany && tensors[i].nbytes() <= kSmallBytes &&
-                       (small.empty() || small.front().device() == tensors[i].device());
-    if (joins) {
-      small.push_back(tensors[i]);
-      copies_of_small.push_back(copy);
-    } else {
-      connect({tensors[i]}, {copy});
-    }
+    torch::autograd::set_history(std::get<0>(made)[i], identity_of(tensors[i]));
   }
-  if (!small.empty()) connect(small, copies_of_small);
   return made;
 }
 

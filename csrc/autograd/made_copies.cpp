@@ -3,6 +3,10 @@
 #include "autograd/made_copies.h"
 
 #include <c10/core/impl/COW.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <algorithm>
+#include <memory>
 
 #include "ops/ledger.h"
 
@@ -17,6 +21,37 @@ bool spans_little(const Tensor& x) {
          at::detail::computeStorageNbytes(x.sizes(), x.strides(), bytes, 0) <= 2 * x.nbytes();
 }
 
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// Where what autograd saves in a replay begins.
+struct ReplayedCopies final : Node {
+  variable_list apply(variable_list&&) override { return {}; }
+};
+
+template <typename Pointer = GradFn>
+Pointer end_of_graph() {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
+    return Pointer(new ReplayedCopies, [](auto* ended) { deleteNode(ended); });  // up to 2.11
+  } else {
+    return c10::make_intrusive<ReplayedCopies>();
+  }
+}
+
+SharingCopies copies_for_replay(const std::vector<Tensor>& tensors) {
+  SharingCopies made = [&] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return call_copy_on_write(tensors);
+  }();
+  GradFn end;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!at::GradMode::is_enabled() || !tensors[i].requires_grad()) continue;
+    if (!end) end = end_of_graph();
+    torch::autograd::set_history(std::get<0>(made)[i], end);
+  }
+  return made;
+}
+
 }  // namespace
 
 bool MadeCopies::can_share(const Tensor& x) {
@@ -29,40 +64,44 @@ bool MadeCopies::can_share(const Tensor& x) {
          spans_little(x);
 }
 
-std::vector<std::optional<Tensor>> MadeCopies::make(
-    const std::vector<std::optional<Tensor>>& tensors) {
-  std::vector<Tensor> shared;
-  for (const auto& x : tensors) {
-    if (x) shared.push_back(*x);
-  }
-  std::vector<std::optional<Tensor>> made(tensors.size());
-  if (shared.empty()) return made;
-  auto [copies, guard] = call_copy_on_write(shared);
+std::vector<Tensor> MadeCopies::make(const std::vector<Tensor>& tensors) {
+  if (tensors.empty()) return {};
+  auto [copies, guard] = for_replay_ ? copies_for_replay(tensors) : call_copy_on_write(tensors);
   guards_.push_back(std::move(guard));
-  size_t next = 0;
+  places_.clear();
+  made_.reserve(made_.size() + copies.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
-    if (!tensors[i]) continue;
-    Tensor& copy = copies[next++];
-    made_.insert_or_assign(copy.unsafeGetTensorImpl(),
-                           Made{c10::weak_intrusive_ptr<at::TensorImpl>(copy.getIntrusivePtr()),
-                                *tensors[i], State(copy)});
-    made[i] = std::move(copy);
+    const Tensor& copy = copies[i];
+    made_.push_back({copy.unsafeGetTensorImpl(),
+                     c10::weak_intrusive_ptr<at::TensorImpl>(copy.getIntrusivePtr()), tensors[i],
+                     State(copy)});
   }
-  return made;
+  return std::move(copies);
+}
+
+void MadeCopies::forget() {
+  places_.clear();
+  made_.clear();
 }
 
 std::optional<Tensor> MadeCopies::original(const Tensor& value) const {
-  const auto found = made_.find(value.unsafeGetTensorImpl());
-  if (found == made_.end()) return std::nullopt;
-  // An address may be another tensor's by now; while a weak reference stands it is not.
-  const Made& made = found->second;
+  if (places_.empty()) {
+    // An address may be another tensor's by now; while a weak reference stands it is not.
+    for (size_t i = 0; i < made_.size(); ++i) places_[made_[i].address] = i;
+  }
+  const auto found = places_.find(value.unsafeGetTensorImpl());
+  if (found == places_.end()) return std::nullopt;
+  const Made& made = made_[found->second];
+  const Tensor& original = made.original;
   const bool shares =
       value.is_meta() || c10::impl::cow::is_cow_data_ptr(value.storage().data_ptr());
-  return shares && made.state == State(value) ? std::optional(made.original) : std::nullopt;
+  const bool same_view = value.scalar_type() == original.scalar_type() &&
+                         value.sizes() == original.sizes() && value.strides() == original.strides();
+  return shares && same_view && made.state == State(value) ? std::optional(original) : std::nullopt;
 }
 
 bool MadeCopies::any_left() const {
-  for (const auto& [_, made] : made_) {
+  for (const Made& made : made_) {
     if (made.copy.use_count() > 0) return true;
   }
   return false;
@@ -72,30 +111,36 @@ MadeCopies::State::State(const Tensor& t)
     : version(t.is_inference() ? -1 : int64_t(t._version())),
       grad_fn(t.grad_fn()),
       requires_grad(t.requires_grad()),
-      dtype(t.scalar_type()),
-      sizes(t.sizes()),
-      strides(t.strides()),
       offset(t.storage_offset()) {}
 
 bool MadeCopies::State::operator==(const State& other) const {
   return version == other.version && grad_fn == other.grad_fn &&
-         requires_grad == other.requires_grad && dtype == other.dtype && sizes == other.sizes &&
-         strides == other.strides && offset == other.offset;
+         requires_grad == other.requires_grad && offset == other.offset;
 }
 
 VersionCounters::VersionCounters(const std::vector<Tensor>& tensors) {
+  counters_.reserve(tensors.size());
   for (const Tensor& t : tensors) {
     counters_.push_back(torch::autograd::impl::version_counter(t));
   }
+  versions_ = now();
 }
 
-std::vector<std::optional<int64_t>> VersionCounters::now() const {
-  std::vector<std::optional<int64_t>> found;
+std::vector<VersionCounters::Version> VersionCounters::now() const {
+  std::vector<Version> found;
+  found.reserve(counters_.size());
   for (const c10::VariableVersion& counter : counters_) {
-    found.push_back(counter.enabled() ? std::optional<int64_t>(counter.current_version())
-                                      : std::nullopt);
+    found.push_back(counter.enabled() ? Version(counter.current_version()) : std::nullopt);
   }
   return found;
+}
+
+std::optional<std::tuple<size_t, VersionCounters::Version, VersionCounters::Version>>
+VersionCounters::changed() const {
+  const std::vector<Version> found = now();
+  const auto [before, after] = std::mismatch(versions_.begin(), versions_.end(), found.begin());
+  if (before == versions_.end()) return std::nullopt;
+  return std::tuple(size_t(before - versions_.begin()), *before, *after);
 }
 
 }  // namespace ckptfused

@@ -22,18 +22,20 @@ SharingCopies call_copy_on_write(at::TensorList tensors);
 // this ends. It knows which of them are still as they were made.
 class MadeCopies {
  public:
+  // In a replay autograd saves what is computed of the copies, and goes nowhere from them: they
+  // need no nodes of their own.
+  explicit MadeCopies(bool for_replay) : for_replay_(for_replay) {}
+
   // Whether x is a view of a storage on a CPU or a CUDA device and nothing else, and no large part
   // of what lies between its elements is not its own. In a count of the meta device, too.
   static bool can_share(const at::Tensor& x);
-  // In the place of each tensor its copy.
-  std::vector<std::optional<at::Tensor>> make(
-      const std::vector<std::optional<at::Tensor>>& tensors);
+  std::vector<at::Tensor> make(const std::vector<at::Tensor>& tensors);
   // The tensor that a copy was made of, if that copy is as it was made.
   std::optional<at::Tensor> original(const at::Tensor& value) const;
   // Whether one of the copies still exists.
   bool any_left() const;
   // The copies stay, and go on sharing; which are whose is no longer known.
-  void forget() { made_.clear(); }
+  void forget();
 
  private:
   // What changes where a tensor is written, or becomes another view or another tensor to autograd.
@@ -44,18 +46,20 @@ class MadeCopies {
     int64_t version;
     GradFn grad_fn;
     bool requires_grad;
-    at::ScalarType dtype;
-    at::DimVector sizes, strides;
     int64_t offset;
   };
   struct Made {
+    const at::TensorImpl* address;
     c10::weak_intrusive_ptr<at::TensorImpl> copy;
     at::Tensor original;
     State state;
   };
 
+  bool for_replay_;
   std::vector<at::Tensor> guards_;
-  std::unordered_map<at::TensorImpl*, Made> made_;
+  std::vector<Made> made_;
+  // Where in made_ a copy is: none before the first question.
+  mutable std::unordered_map<const at::TensorImpl*, size_t> places_;
 };
 
 // The version counters of tensors without the tensors.
@@ -63,10 +67,15 @@ class VersionCounters {
  public:
   explicit VersionCounters(const std::vector<at::Tensor>& tensors);
   // Nothing for one that was made in inference mode.
-  std::vector<std::optional<int64_t>> now() const;
+  using Version = std::optional<int64_t>;
+  std::vector<Version> now() const;
+  // The first one with another version than when this was made: its place, that, and the version
+  // now.
+  std::optional<std::tuple<size_t, Version, Version>> changed() const;
 
  private:
   std::vector<c10::VariableVersion> counters_;
+  std::vector<Version> versions_;
 };
 
 }  // namespace ckptfused

@@ -1,7 +1,7 @@
 // What Python's checkpoint has of copies on write and of version counters.
 #include "ops/torch.h"
 
-#include <unordered_set>
+#include <algorithm>
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -22,21 +22,25 @@ bool has_attributes(const pybind11::handle& value) {
 // In the place of each tensor its copy, or None where there is nothing to share: of subclasses, and
 // what MadeCopies leaves. And the places where Python has more to do: those, and of tensors with
 // attributes.
-std::pair<std::vector<std::optional<at::Tensor>>, std::vector<size_t>> make(
-    MadeCopies& copies, const pybind11::list& tensors) {
-  std::vector<std::optional<at::Tensor>> shared;
+std::pair<pybind11::list, std::vector<size_t>> make(MadeCopies& copies,
+                                                    const pybind11::list& tensors) {
+  std::vector<at::Tensor> shared;
   shared.reserve(tensors.size());
+  std::vector<bool> shares;
   for (const pybind11::handle t : tensors) {
     const bool exact = THPVariable_CheckExact(t.ptr());
-    const bool shares = exact && MadeCopies::can_share(THPVariable_Unpack(t.ptr()));
-    shared.emplace_back(shares ? std::optional(THPVariable_Unpack(t.ptr())) : std::nullopt);
+    shares.push_back(exact && MadeCopies::can_share(THPVariable_Unpack(t.ptr())));
+    if (shares.back()) shared.push_back(THPVariable_Unpack(t.ptr()));
   }
-  auto made = copies.make(shared);
+  const std::vector<at::Tensor> made = copies.make(shared);
+  pybind11::list all(tensors.size());
   std::vector<size_t> unfinished;
-  for (size_t i = 0; i < made.size(); ++i) {
-    if (!made[i] || has_attributes(tensors[i])) unfinished.push_back(i);
+  auto next = made.begin();
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    all[i] = shares[i] ? pybind11::cast(*next++) : pybind11::none();
+    if (!shares[i] || has_attributes(tensors[i])) unfinished.push_back(i);
   }
-  return {std::move(made), std::move(unfinished)};
+  return {std::move(all), std::move(unfinished)};
 }
 
 // Whether all are dense tensors in this memory that stand for no others, made outside of inference
@@ -56,16 +60,18 @@ bool ordinary(const pybind11::list& tensors) {
 
 // Whether two of the tensors lie in one storage; subclasses, and what has none, lie in none.
 bool share_memory(const pybind11::list& tensors) {
-  std::unordered_set<const c10::StorageImpl*> storages;
+  std::vector<const c10::StorageImpl*> storages;
+  storages.reserve(tensors.size());
   for (const pybind11::handle t : tensors) {
     if (!THPVariable_CheckExact(t.ptr())) continue;
     const at::Tensor& x = THPVariable_Unpack(t.ptr());
     if (!x.key_set().has_all(c10::DispatchKeySet(c10::DispatchKey::Dense)) || !x.has_storage()) {
       continue;
     }
-    if (!storages.insert(x.storage().unsafeGetStorageImpl()).second) return true;
+    storages.push_back(x.storage().unsafeGetStorageImpl());
   }
-  return false;
+  std::sort(storages.begin(), storages.end());
+  return std::adjacent_find(storages.begin(), storages.end()) != storages.end();
 }
 
 // The number of writes to each tensor that autograd knows; None for one that was made in inference
@@ -90,10 +96,12 @@ pybind11::object original(const MadeCopies& copies, pybind11::object value) {
 class SavedTensors {
  public:
   explicit SavedTensors(const std::vector<at::Tensor>& tensors) {
+    saved_.reserve(tensors.size());
     for (const at::Tensor& t : tensors) saved_.emplace_back(t, /*is_output=*/false);
   }
   std::vector<at::Tensor> unpack() const {
     std::vector<at::Tensor> tensors;
+    tensors.reserve(saved_.size());
     for (const torch::autograd::SavedVariable& saved : saved_) tensors.push_back(saved.unpack());
     return tensors;
   }
@@ -106,7 +114,7 @@ class SavedTensors {
 
 void bind_copy_on_write(pybind11::module_& m) {
   pybind11::class_<MadeCopies>(m, "CopiesOnWrite")
-      .def(pybind11::init<>())
+      .def(pybind11::init<bool>())
       .def("make", &make)
       .def("original", &original)
       .def("any_left", &MadeCopies::any_left)
@@ -119,5 +127,6 @@ void bind_copy_on_write(pybind11::module_& m) {
   m.def("write_counts", &write_counts);
   pybind11::class_<ckptfused::VersionCounters>(m, "VersionCounters")
       .def(pybind11::init<const std::vector<at::Tensor>&>())
-      .def("now", &ckptfused::VersionCounters::now);
+      .def("now", &ckptfused::VersionCounters::now)
+      .def("changed", &ckptfused::VersionCounters::changed);
 }

@@ -1,6 +1,8 @@
-"""Calls with so many small tensors that their copies share a node of the graph."""
+"""Calls with many tensors: each has an edge of its own in the graph, though a replay's copies share a node."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor
 
 import ckptfused
 
-SMALL, LARGE = 8, 4096  # float64: 64 bytes, and 32 KiB, above what shares a node
+SMALL, LARGE = 8, 4096
 
 
 def arguments(large: int = 2) -> list[Tensor]:
@@ -101,7 +103,39 @@ def test_who_asks_for_a_small_gradient_pays_for_no_large_one() -> None:
     assert len(paid) == 1
 
 
-def test_compiled_autograd_takes_the_shared_node() -> None:
+def test_what_is_not_used_sees_no_gradient() -> None:
+    """Neither a hook on it, nor the function that made it, which would give its own inputs zeros."""
+    tensors, seen = arguments(), []
+    base = torch.randn(SMALL, dtype=torch.float64, requires_grad=True)
+    tensors[0].register_hook(seen.append)
+    y = ckptfused.checkpoint(function, Doubled.apply(base), *tensors[1:-1], tensors[-1])
+    y.sum().backward()
+    assert base.grad is None and tensors[0].grad is None and not seen
+
+
+class Doubled(torch.autograd.Function):
+    """Materialises zeros where no gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return 2 * grads[0]
+
+
+def test_parts_of_a_graph_are_used_up_one_by_one() -> None:
+    tensors = with_gradients(arguments())[:40]
+    made = [t.exp() for t in tensors]
+    a, b = ckptfused.checkpoint(lambda *given: (given[0].sin().sum(), given[1].cos().sum()), *made)
+    a.backward()
+    b.backward()
+    assert torch.allclose(tensors[0].grad, made[0].cos() * made[0])  # type: ignore[arg-type]
+    assert torch.allclose(tensors[1].grad, -made[1].sin() * made[1])  # type: ignore[arg-type]
+
+
+def test_compiled_autograd_takes_them() -> None:
     tensors = with_gradients(arguments())[:45]
     y = ckptfused.checkpoint(lambda *tensors: torch.stack(tensors).sin().sum(), *tensors)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):  # type: ignore[no-untyped-call]

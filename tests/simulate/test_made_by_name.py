@@ -4,6 +4,7 @@ models that do, predicted and measured."""
 from __future__ import annotations
 
 import functools
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from ckptfused.simulate.values import MOST_ENTRIES
 
 T, WIDTH = 192, 32
 _tables: dict[int, Tensor] = {}
+_hidden: dict[int, Tensor] = {}
 
 
 def lower(n: int) -> Tensor:
@@ -40,6 +42,12 @@ def noted(n: int) -> Tensor:
     if not hasattr(noted, "table"):
         noted.table = lower(n)  # type: ignore[attr-defined]
     return noted.table  # type: ignore[attr-defined, no-any-return]
+
+
+def hidden(n: int) -> Tensor:
+    """The same, in a table that nobody finds by the names in this code."""
+    table: dict[int, Tensor] = getattr(sys.modules[__name__], "_" + "hidden")
+    return table.setdefault(n, lower(n))
 
 
 class Attention(nn.Module):
@@ -111,20 +119,6 @@ class Recurrent(nn.Module):
         return x + state[:, None]
 
 
-class Written(nn.Module):
-    """Writes its result, row by row, into memory that it makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, out = self.inner(x), torch.empty(x.shape)
-        for i in range(len(x)):
-            out[i] = y[i].sin()
-        return x + out
-
-
 class Rotated(nn.Module):
     """Positions by complex numbers, as in Llama's first code: backward copies their conjugates."""
 
@@ -154,7 +148,7 @@ class Looking(nn.Module):
         return torch.sin(x.cpu() * torch.tensor([0.5] * WIDTH))
 
 
-LAYERS = {kind.__name__: kind for kind in (Added, Filled, Given, Biased, Noisy, Recurrent, Written, Rotated, Looking)}
+LAYERS = {kind.__name__: kind for kind in (Added, Filled, Given, Biased, Noisy, Recurrent, Rotated, Looking)}
 
 
 class Remembering(nn.Module):
@@ -168,7 +162,7 @@ class Remembering(nn.Module):
         n = x.size(1)
         if not hasattr(self, "own"):
             self.own = lower(n)
-        return x + (self.own * remembered(n) * tabled(n) * noted(n)) @ self.inner(x)
+        return x + (self.own * remembered(n) * tabled(n) * noted(n) * hidden(n)) @ self.inner(x)
 
 
 def model(name: str) -> tuple[nn.Module, Tensor]:
@@ -191,7 +185,9 @@ class Packed(nn.Module):
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_step_is_predicted_to_the_byte(name: str) -> None:
     predicted, measured = (profile(*model(name), torch.optim.SGD, way) for way in ("cpu", None))
-    assert predicted.notes == measured.notes == ()
+    assert [note.startswith("the model looks at random numbers") for note in predicted.notes] == [True] * (
+        name in ("Noisy", "Looking")
+    )
     assert predicted.peak == measured.peak
     assert [layer.saved for layer in predicted.layers] == [layer.saved for layer in measured.layers]
 
@@ -220,6 +216,7 @@ def test_a_step_stays_within_its_budget(name: str) -> None:
 def test_what_is_kept_from_call_to_call_has_values_afterwards() -> None:
     stack, x = nn.Sequential(Remembering(), Remembering()), torch.randn(2, T, WIDTH)
     profile(stack, x, torch.optim.SGD, "cpu")
+    assert T in _hidden  # by the prediction, which cannot undo it
     expected = x
     for layer in stack:
         expected = expected + lower(T) @ layer.inner(expected)  # type: ignore[operator]
