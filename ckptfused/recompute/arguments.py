@@ -120,8 +120,10 @@ class HeldArgs:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.leaves: list[Any] = [*args, *kwargs.values()]
         self.structure: _Flat | _Structure = _Flat(len(args), tuple(kwargs))
-        if not _SURELY_LEAVES.issuperset(map(type, self.leaves)):
+        kinds = set(map(type, self.leaves))
+        if not kinds <= _SURELY_LEAVES:
             self.leaves, self.structure = _flatten({"args": args, "kwargs": kwargs}, (), [])
+        self._tensors_alone = kinds <= _TENSORS
         self._distinct = False
         """Whether the leaves are distinct tensors, and nothing else."""
 
@@ -140,7 +142,7 @@ class HeldArgs:
 
     def _take_tensors(self) -> list[Tensor]:
         count = len(self.leaves)
-        if _TENSORS.issuperset(map(type, self.leaves)) and len(set(map(id, self.leaves))) == count:
+        if self._tensors_alone and len(set(map(id, self.leaves))) == count:
             self._distinct = True
             tensors, self.leaves = self.leaves, [*_slots(count)]
             return tensors

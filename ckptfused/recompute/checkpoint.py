@@ -268,10 +268,9 @@ class SavedArguments:
         self.inputs = inputs
         self.places = places
         self.saved = _C.SavedTensors(tensors)
-        self.counters = _C.VersionCounters(tensors)
 
     def tensors(self) -> list[Tensor]:
-        if (changed := self.counters.changed()) is not None:
+        if (changed := self.saved.changed()) is not None:
             i, expected, now = changed
             raise RuntimeError(
                 f"ckptfused.checkpoint: {self._name(i)} was changed in place between forward and backward: "

@@ -92,13 +92,15 @@ pybind11::object original(const MadeCopies& copies, pybind11::object value) {
   return found ? pybind11::cast(*found) : value;
 }
 
-// Tensors as a node of the graph holds them: the hooks for saved tensors see them.
+// Tensors as a node of the graph holds them: the hooks for saved tensors see them. And their
+// versions.
 class SavedTensors {
  public:
-  explicit SavedTensors(const std::vector<at::Tensor>& tensors) {
+  explicit SavedTensors(const std::vector<at::Tensor>& tensors) : counters_(tensors) {
     saved_.reserve(tensors.size());
     for (const at::Tensor& t : tensors) saved_.emplace_back(t, /*is_output=*/false);
   }
+  auto changed() const { return counters_.changed(); }
   std::vector<at::Tensor> unpack() const {
     std::vector<at::Tensor> tensors;
     tensors.reserve(saved_.size());
@@ -108,6 +110,7 @@ class SavedTensors {
 
  private:
   std::vector<torch::autograd::SavedVariable> saved_;
+  ckptfused::VersionCounters counters_;
 };
 
 }  // namespace
@@ -121,12 +124,12 @@ void bind_copy_on_write(pybind11::module_& m) {
       .def("forget", &MadeCopies::forget);
   pybind11::class_<SavedTensors>(m, "SavedTensors")
       .def(pybind11::init<const std::vector<at::Tensor>&>())
+      .def("changed", &SavedTensors::changed)
       .def("unpack", &SavedTensors::unpack);
   m.def("share_memory", &share_memory);
   m.def("ordinary", &ordinary);
   m.def("write_counts", &write_counts);
   pybind11::class_<ckptfused::VersionCounters>(m, "VersionCounters")
       .def(pybind11::init<const std::vector<at::Tensor>&>())
-      .def("now", &ckptfused::VersionCounters::now)
-      .def("changed", &ckptfused::VersionCounters::changed);
+      .def("now", &ckptfused::VersionCounters::now);
 }
