@@ -21,10 +21,12 @@ class Like:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    conjugated: bool = False
+    """A kernel may copy it to have its values."""
 
     @classmethod
     def of(cls, t: Tensor) -> Like:
-        return cls(tuple(t.shape), tuple(t.stride()), t.dtype)
+        return cls(tuple(t.shape), tuple(t.stride()), t.dtype, t.is_conj())
 
     @classmethod
     def matrix(cls, rows: int, columns: int, dtype: torch.dtype) -> Like:
@@ -38,6 +40,7 @@ class Like:
         value = 1 if self.dtype.is_floating_point or self.dtype == torch.bool else 0
         one_each = [1 if stride == 0 else size for size, stride in zip(self.shape, self.strides, strict=True)]
         made = torch.empty_strided(one_each, self.strides, dtype=self.dtype).fill_(value)
+        made = made.conj() if self.conjugated else made
         return made if made.shape == self.shape else made.expand(self.shape)
 
 
@@ -97,7 +100,9 @@ class OpCall:
 
 def _kind(value: Any) -> Hashable:
     if isinstance(value, Tensor):
-        return (value.shape, value.stride(), value.dtype) if value.layout == torch.strided else value.layout
+        if value.layout != torch.strided:
+            return value.layout
+        return value.shape, value.stride(), value.dtype, value.is_conj()
     if isinstance(value, tuple | list):
         return tuple(map(_kind, value))
     if isinstance(value, dict):

@@ -123,6 +123,12 @@ def patches(x: Tensor) -> Tensor:
     return F.unfold(picture, 3, padding=1).unflatten(1, (-1, 9)).mean(2).mT
 
 
+def conjugates(x: Tensor) -> Tensor:
+    """Products with what is conjugated, which kernels copy."""
+    c = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(c @ c.mH @ c).flatten(2)
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
         super().__init__()
@@ -150,6 +156,7 @@ EXACT: dict[str, Callable[[], Any]] = {
     "log-sigmoid": stack(lambda: Columns(F.logsigmoid)),
     "patches": stack(lambda: patches),
     "patches, checkpointed": stack(lambda: patches, True),
+    "products of conjugates": stack(lambda: conjugates),
     "norm": stack(lambda: Columns(nn.BatchNorm1d(32))),
     "norm, checkpointed": stack(lambda: Columns(nn.BatchNorm1d(32)), True),
 }
