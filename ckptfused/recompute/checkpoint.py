@@ -248,7 +248,7 @@ class _Segment:
             (copies, given), self.first = self.first, None
             with self.saved_tensor_versions.of_forward(self.state.may_fail()):
                 return self.inputs.call(self.function, copies, given)
-        self.copies = made = CopiesOnWrite(for_replay=True)
+        self.copies = made = CopiesOnWrite()
         copies = made.of(self.saved.tensors())
         with entered(), numerics.under(self.settings), self.state.replayed() as saved:
             original = made.original if saved is itself else lambda t: saved(made.original(t))

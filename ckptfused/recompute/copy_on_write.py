@@ -44,9 +44,8 @@ class CopiesOnWrite:
     at once.
     """
 
-    def __init__(self, for_replay: bool = False) -> None:
-        """for_replay: nothing is differentiated through the copies; what is computed of them says what to save."""
-        self._made = _C.CopiesOnWrite(for_replay)
+    def __init__(self) -> None:
+        self._made = _C.CopiesOnWrite()
         self.original: Callable[[Any], Any] = self._made.original
         """The tensor that a copy was made of, if that copy is as it was made; anything else as it is."""
         self.forget = self._made.forget

@@ -37,17 +37,17 @@ class UncopiedTensors:
         """Takes the large buffers of a module that all forwards so far have left alone, and returns the others."""
         tensors: list[Any] = [*buffers.values()]
         if all_left_alone(tensors) and min(map(_bytes, tensors)) > STATISTICS:
-            return self._take(module, [*buffers], tensors)
+            self._take(module, [*buffers], tensors)
+            return []
         found = [(name, t) for name, t in buffers.items() if t is not None]
         left = {name: t for name, t in found if t.nbytes > STATISTICS and is_left_alone(t)}
         self._take(module, [*left], [*left.values()])
         return [(name, t) for name, t in found if name not in left]
 
-    def _take(self, module: nn.Module, names: list[str], tensors: list[Tensor]) -> list[Any]:
+    def _take(self, module: nn.Module, names: list[str], tensors: list[Tensor]) -> None:
         if names:
             self._buffers = self._buffers or _Buffers()
             self._buffers.add(module, names, tensors)
-        return []
 
     def has_buffers(self) -> bool:
         """Whether there is a buffer, which the forward may write after all."""

@@ -3,10 +3,8 @@
 #include "autograd/made_copies.h"
 
 #include <c10/core/impl/COW.h>
-#include <torch/csrc/autograd/functions/utils.h>
 
 #include <algorithm>
-#include <memory>
 
 #include "ops/ledger.h"
 
@@ -19,37 +17,6 @@ bool spans_little(const Tensor& x) {
   const size_t bytes = x.element_size();
   return x.is_contiguous() ||
          at::detail::computeStorageNbytes(x.sizes(), x.strides(), bytes, 0) <= 2 * x.nbytes();
-}
-
-using torch::autograd::Node;
-using torch::autograd::variable_list;
-
-// Where what autograd saves in a replay begins.
-struct ReplayedCopies final : Node {
-  variable_list apply(variable_list&&) override { return {}; }
-};
-
-template <typename Pointer = GradFn>
-Pointer end_of_graph() {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
-    return Pointer(new ReplayedCopies, [](auto* ended) { deleteNode(ended); });  // up to 2.11
-  } else {
-    return c10::make_intrusive<ReplayedCopies>();
-  }
-}
-
-SharingCopies copies_for_replay(const std::vector<Tensor>& tensors) {
-  SharingCopies made = [&] {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return call_copy_on_write(tensors);
-  }();
-  GradFn end;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (!at::GradMode::is_enabled() || !tensors[i].requires_grad()) continue;
-    if (!end) end = end_of_graph();
-    torch::autograd::set_history(std::get<0>(made)[i], end);
-  }
-  return made;
 }
 
 }  // namespace
@@ -66,7 +33,7 @@ bool MadeCopies::can_share(const Tensor& x) {
 
 std::vector<Tensor> MadeCopies::make(const std::vector<Tensor>& tensors) {
   if (tensors.empty()) return {};
-  auto [copies, guard] = for_replay_ ? copies_for_replay(tensors) : call_copy_on_write(tensors);
+  auto [copies, guard] = call_copy_on_write(tensors);
   guards_.push_back(std::move(guard));
   places_.clear();
   made_.reserve(made_.size() + copies.size());

@@ -22,10 +22,6 @@ SharingCopies call_copy_on_write(at::TensorList tensors);
 // this ends. It knows which of them are still as they were made.
 class MadeCopies {
  public:
-  // In a replay autograd saves what is computed of the copies, and goes nowhere from them: they
-  // need no nodes of their own.
-  explicit MadeCopies(bool for_replay) : for_replay_(for_replay) {}
-
   // Whether x is a view of a storage on a CPU or a CUDA device and nothing else, and no large part
   // of what lies between its elements is not its own. In a count of the meta device, too.
   static bool can_share(const at::Tensor& x);
@@ -55,7 +51,6 @@ class MadeCopies {
     State state;
   };
 
-  bool for_replay_;
   std::vector<at::Tensor> guards_;
   std::vector<Made> made_;
   // Where in made_ a copy is: none before the first question.

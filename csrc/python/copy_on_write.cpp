@@ -117,7 +117,7 @@ class SavedTensors {
 
 void bind_copy_on_write(pybind11::module_& m) {
   pybind11::class_<MadeCopies>(m, "CopiesOnWrite")
-      .def(pybind11::init<bool>())
+      .def(pybind11::init<>())
       .def("make", &make)
       .def("original", &original)
       .def("any_left", &MadeCopies::any_left)

@@ -1,4 +1,4 @@
-"""Calls with many tensors: each has an edge of its own in the graph, though a replay's copies share a node."""
+"""Calls with many tensors: the copy of each has an edge of its own in the graph, in a replay too."""
 
 from __future__ import annotations
 
@@ -133,6 +133,18 @@ def test_parts_of_a_graph_are_used_up_one_by_one() -> None:
     b.backward()
     assert torch.allclose(tensors[0].grad, made[0].cos() * made[0])  # type: ignore[arg-type]
     assert torch.allclose(tensors[1].grad, -made[1].sin() * made[1])  # type: ignore[arg-type]
+
+
+def test_a_function_may_differentiate_behind_its_arguments() -> None:
+    """Forces: the gradient of an energy by positions of which the argument was made."""
+    positions = torch.randn(SMALL, dtype=torch.float64, requires_grad=True)
+
+    def forces(features: Tensor) -> Tensor:
+        (found,) = torch.autograd.grad(features.square().sum(), positions, create_graph=True)
+        return found.sin()
+
+    expected = torch.autograd.grad(forces(positions.exp()).sum(), positions)
+    assert torch.equal(*torch.autograd.grad(ckptfused.checkpoint(forces, positions.exp()).sum(), positions), *expected)
 
 
 def test_compiled_autograd_takes_them() -> None:
