@@ -203,7 +203,8 @@ SharingCopies copy_on_write_autograd(at::TensorList tensors) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return call_copy_on_write(tensors);
   }();
-  for (size_t i = 0; i < tensors.size(); ++i) {
+  // From the last to the first: backward, which takes the youngest node first, finds them in order.
+  for (size_t i = tensors.size(); i-- > 0;) {
     if (!at::GradMode::is_enabled() || !tensors[i].requires_grad()) continue;
     TORCH_CHECK(!torch::autograd::isFwGradDefined(tensors[i]),
                 "ckptfused: copies on write have no forward-mode derivative");
