@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptfused._extension import _C
 from ckptfused.compat import pytree
 
 CYCLE = "expected arguments that can be copied, with no container that is among its own contents"
@@ -120,12 +121,10 @@ class HeldArgs:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.leaves: list[Any] = [*args, *kwargs.values()]
         self.structure: _Flat | _Structure = _Flat(len(args), tuple(kwargs))
-        kinds = set(map(type, self.leaves))
-        if not kinds <= _SURELY_LEAVES:
-            self.leaves, self.structure = _flatten({"args": args, "kwargs": kwargs}, (), [])
-        self._tensors_alone = kinds <= _TENSORS
-        self._distinct = False
+        self._distinct = not torch.compiler.is_compiling() and _C.distinct(self.leaves)
         """Whether the leaves are distinct tensors, and nothing else."""
+        if not self._distinct and not set(map(type, self.leaves)) <= _SURELY_LEAVES:
+            self.leaves, self.structure = _flatten({"args": args, "kwargs": kwargs}, (), [])
 
     def take_tensors(self) -> list[Tensor]:
         """The distinct tensors; places remain."""
@@ -141,10 +140,8 @@ class HeldArgs:
         return tensors
 
     def _take_tensors(self) -> list[Tensor]:
-        count = len(self.leaves)
-        if self._tensors_alone and len(set(map(id, self.leaves))) == count:
-            self._distinct = True
-            tensors, self.leaves = self.leaves, [*_slots(count)]
+        if self._distinct:
+            tensors, self.leaves = self.leaves, [*_slots(len(self.leaves))]
             return tensors
         found = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         distinct = dict(zip(map(id, found), found, strict=True))
@@ -189,8 +186,7 @@ class HeldArgs:
 
 
 # Neither containers nor records: most calls have no others.
-_TENSORS = frozenset({Tensor, nn.Parameter})
-_SURELY_LEAVES = frozenset({*_TENSORS, type(None), bool, int, float, str, torch.dtype, torch.device})
+_SURELY_LEAVES = frozenset({Tensor, nn.Parameter, type(None), bool, int, float, str, torch.dtype, torch.device})
 
 
 @dataclasses.dataclass

@@ -84,36 +84,58 @@ std::unique_ptr<void, c10::DeleterFnPtr> owned(const c10::Storage& owner) {
           }};
 }
 
-// Between the owner of some memory, which knows nothing of it, and one copy. The copy's storage is
-// copy-on-write with two references for as long as this lives, so a write to it always copies and
-// never takes the memory over. The owner's storage is only read: other threads may use it
+// Between the owners of some memory, which know nothing of it, and copies. A copy's storage is
+// copy-on-write with another reference for as long as this lives, so a write to it always copies
+// and never takes the memory over. The owners' storages are only read: other threads may use them
 // meanwhile. In the end a copy that still shares the memory gets its own.
 class Sharing {
  public:
-  Sharing(at::DataPtr reference, const c10::intrusive_ptr<c10::StorageImpl>& copy,
-          std::optional<c10::Stream> stream)
-      : reference_(std::move(reference)), copy_(copy), stream_(stream) {}
-  Sharing(Sharing&&) = default;
+  using Owners = std::vector<std::unique_ptr<void, c10::DeleterFnPtr>>;
+
+  explicit Sharing(size_t count)
+      : owners_(new Owners),
+        reference_(nullptr,
+                   new cow::COWDeleterContext(
+                       {owners_, [](void* owners) { delete static_cast<Owners*>(owners); }}),
+                   &cow::cow_deleter, at::kCPU) {
+    owners_->reserve(count);
+    copies_.reserve(count);
+  }
+  Sharing(const Sharing&) = delete;
   ~Sharing() {
-    const auto copy = copy_.lock();
-    if (copy == nullptr || copy->data_ptr().get_context() != reference_.get_context()) return;
-    try {
-      // It may end anywhere, in a collection of garbage even: the memory is valid on this stream.
-      const c10::OptionalStreamGuard guard(stream_);
-      copy->mutable_data();  // copies
-    } catch (...) {
-      // There is no memory for the copy. What is shared has to stay, and a destructor must not
-      // throw.
-      (void)reference_.release_context();
+    bool shared = false;
+    for (const auto& [storage, stream] : copies_) {
+      const auto copy = storage.lock();
+      if (copy == nullptr || copy->data_ptr().get_context() != reference_.get_context()) continue;
+      try {
+        // It may end anywhere, in a collection of garbage even: the memory is valid on this stream.
+        const c10::OptionalStreamGuard guard(stream);
+        copy->mutable_data();  // copies
+      } catch (...) {
+        // There is no memory for the copy, and a destructor must not throw.
+        shared = true;
+      }
     }
+    if (shared) (void)reference_.release_context();  // what is shared has to stay
+  }
+
+  // Memory of this owner with a reference to it, for a copy.
+  at::DataPtr memory(const c10::Storage& owner, void* data) {
+    owners_->push_back(owned(owner));
+    auto* context = static_cast<cow::COWDeleterContext*>(reference_.get_context());
+    context->increment_refcount();
+    return {data, context, &cow::cow_deleter, owner.device()};
+  }
+  void add(const c10::intrusive_ptr<c10::StorageImpl>& copy, std::optional<c10::Stream> stream) {
+    copies_.emplace_back(copy, stream);
   }
 
  private:
-  at::DataPtr reference_;  // the second one
-  c10::weak_intrusive_ptr<c10::StorageImpl> copy_;
-  std::optional<c10::Stream> stream_;  // where the device has streams
+  Owners* owners_;         // the reference's
+  at::DataPtr reference_;  // one more than the copies have
+  std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, std::optional<c10::Stream>>>
+      copies_;  // and where the device has streams, the stream of the memory
 };
-using Sharings = std::vector<Sharing>;
 
 // Vectorised kernels see the same alignment in the copy as in the owner's memory.
 constexpr int64_t kAlignment = 64;
@@ -127,7 +149,7 @@ void copies_on_write([[maybe_unused]] c10::StorageImpl& storage) {
 #endif  // up to PyTorch 2.11 the deleter says so
 }
 
-Tensor share(const Tensor& x, Sharings& sharings) {
+Tensor share(const Tensor& x, Sharing& sharing) {
   const c10::Storage& owner = x.storage();
   const int64_t size = x.element_size(), offset = x.storage_offset();
   const int64_t end = at::detail::computeStorageNbytes(x.sizes(), x.strides(), size, offset);
@@ -142,15 +164,11 @@ Tensor share(const Tensor& x, Sharings& sharings) {
     stream = c10::impl::VirtualGuardImpl(x.device().type()).getStream(x.device());
     allocator = StreamCopies::of(allocator, *stream);
   }
-  auto* context = new cow::COWDeleterContext(owned(owner));
-  at::DataPtr first(data, context, &cow::cow_deleter, x.device());
-  context->increment_refcount();
-  at::DataPtr second(data, context, &cow::cow_deleter, x.device());
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
-                                                       end - begin, std::move(first), allocator,
-                                                       /*resizable=*/true);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), end - begin, sharing.memory(owner, data), allocator,
+      /*resizable=*/true);
   copies_on_write(*storage);
-  sharings.emplace_back(std::move(second), storage, stream);
+  sharing.add(storage, stream);
   Tensor copy = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(storage)),
       c10::DispatchKeySet(x.is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA), x.dtype());
@@ -159,13 +177,12 @@ Tensor share(const Tensor& x, Sharings& sharings) {
 }
 
 SharingCopies copy_on_write(at::TensorList tensors) {
-  auto sharings = std::make_unique<Sharings>();
-  sharings->reserve(tensors.size());
+  auto sharing = std::make_unique<Sharing>(tensors.size());
   std::vector<Tensor> copies;
   copies.reserve(tensors.size());
-  for (const Tensor& x : tensors) copies.push_back(share(x, *sharings));
+  for (const Tensor& x : tensors) copies.push_back(share(x, *sharing));
   at::DataPtr ends(
-      nullptr, sharings.release(), [](void* all) { delete static_cast<Sharings*>(all); }, at::kCPU);
+      nullptr, sharing.release(), [](void* all) { delete static_cast<Sharing*>(all); }, at::kCPU);
   Tensor guard = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(c10::Storage::use_byte_size_t(), 0, std::move(ends)),
       c10::DispatchKeySet(c10::DispatchKey::CPU), caffe2::TypeMeta::Make<uint8_t>());
@@ -187,15 +204,13 @@ namespace {
 template <typename Pointer = GradFn>
 Pointer identity_of(const Tensor& x) {
   using torch::autograd::generated::AliasBackward0;
-  Pointer node;
+  torch::autograd::edge_list to = torch::autograd::collect_next_edges(x);
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    torch::autograd::Node* made = new AliasBackward0;  // up to PyTorch 2.11
-    node = Pointer(made, [](auto* ended) { deleteNode(ended); });
+    torch::autograd::Node* made = new AliasBackward0(std::move(to));  // up to PyTorch 2.11
+    return Pointer(made, [](auto* ended) { deleteNode(ended); });
   } else {
-    node = c10::make_intrusive<AliasBackward0>();
+    return c10::make_intrusive<AliasBackward0>(std::move(to));
   }
-  node->set_next_edges(torch::autograd::collect_next_edges(x));
-  return node;
 }
 
 SharingCopies copy_on_write_autograd(at::TensorList tensors) {

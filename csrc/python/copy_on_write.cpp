@@ -43,6 +43,18 @@ std::pair<pybind11::list, std::vector<size_t>> make(MadeCopies& copies,
   return {std::move(all), std::move(unfinished)};
 }
 
+// Whether all are tensors of no subclass but nn.Parameter, and no two of them the same.
+bool distinct(const pybind11::list& values) {
+  std::vector<PyObject*> tensors;
+  tensors.reserve(values.size());
+  for (const pybind11::handle value : values) {
+    if (!THPVariable_CheckExact(value.ptr())) return false;
+    tensors.push_back(value.ptr());
+  }
+  std::sort(tensors.begin(), tensors.end());
+  return std::adjacent_find(tensors.begin(), tensors.end()) == tensors.end();
+}
+
 // Whether all are dense tensors in this memory that stand for no others, made outside of inference
 // mode.
 bool ordinary(const pybind11::list& tensors) {
@@ -126,6 +138,7 @@ void bind_copy_on_write(pybind11::module_& m) {
       .def(pybind11::init<const std::vector<at::Tensor>&>())
       .def("changed", &SavedTensors::changed)
       .def("unpack", &SavedTensors::unpack);
+  m.def("distinct", &distinct);
   m.def("share_memory", &share_memory);
   m.def("ordinary", &ordinary);
   m.def("write_counts", &write_counts);

@@ -372,7 +372,7 @@ MUTANTS = (
     Mutant(
         "a loan whose end copies on the stream of whoever ends it",
         file="csrc/autograd/copy_on_write.cpp",
-        text="      const c10::OptionalStreamGuard guard(stream_);\n",
+        text="      const c10::OptionalStreamGuard guard(stream);\n",
         defect="",
         test="tests/recompute/test_copy_on_write_streams.py"
         "::test_a_copy_belongs_to_its_stream_and_device_without_cuda[end in another thread-steps4]",
