@@ -1,8 +1,8 @@
 """What a block costs: bytes saved for backward, matrix products made and replayed, FLOPs, peak scratch, launches.
 
 Two accounts, and tests hold each to the other and to PyTorch's own: closed forms of what is saved, made and replayed
-(`work`, and `replayed` here), and the ledger of a block that runs on meta tensors (`ledger`), of which `seconds` makes
-times. Notation: B batch, T length, N = B·T tokens, C width.
+(`saved_tensors`, `products`, and `replayed` here), and the ledger of a block that runs on meta tensors (`ledger`), of
+which `seconds` makes times. Notation: B batch, T length, N = B·T tokens, C width.
 """
 
 from __future__ import annotations
@@ -16,18 +16,9 @@ import torch
 from ckptfused.cost.ledger import Ledger, count
 from ckptfused.cost.loss import loss_flops, loss_ledgers, loss_saved_bytes
 from ckptfused.cost.open_ledger import OpenLedger
+from ckptfused.cost.products import AttentionWork, LowRank, Product, forward_adapters, forward_products
+from ckptfused.cost.saved_tensors import compute_type, kept_bytes, kept_values, saved_bytes
 from ckptfused.cost.seconds import Rates, Seconds, block_seconds, ledger_seconds
-from ckptfused.cost.work import (
-    AttentionWork,
-    LowRank,
-    Product,
-    compute_type,
-    forward_adapters,
-    forward_products,
-    kept_bytes,
-    kept_values,
-    saved_bytes,
-)
 from ckptfused.ffn_tiles import ffn_tiles
 from ckptfused.spec import BlockSpec, param_names
 from ckptfused.triton.problem import accumulation_type

@@ -16,7 +16,8 @@ import torch
 from ckptfused._extension import _C
 from ckptfused.compat.torch_dispatch import has_kernel
 from ckptfused.cost.attention import attention_cost, multiprocessors
-from ckptfused.cost.work import AttentionWork, LowRank, Product, compute_type
+from ckptfused.cost.products import AttentionWork, LowRank, Product
+from ckptfused.cost.saved_tensors import compute_type
 from ckptfused.spec import BlockSpec, param_names, param_shapes, quantized_slots
 
 LedgerEvent = tuple[str, str, int, Sequence[int], str]  # kind, name, slot or -1, sizes, type of a product's operands

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ckptfused.cost.ledger import Ledger, count
-from ckptfused.cost.work import AttentionWork, LowRank, compute_type
+from ckptfused.cost.products import AttentionWork, LowRank
+from ckptfused.cost.saved_tensors import compute_type
 from ckptfused.spec import BlockSpec, param_names
 
 LEDGER_TYPES = {"Float": torch.float32, "Double": torch.float64, "BFloat16": torch.bfloat16, "Half": torch.float16}

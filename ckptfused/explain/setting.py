@@ -9,7 +9,7 @@ import torch
 from ckptfused import cost
 from ckptfused._extension import _C
 from ckptfused.checks import compute_word
-from ckptfused.cost.work import AttentionWork
+from ckptfused.cost.products import AttentionWork
 from ckptfused.ops.call import Call
 from ckptfused.sizes import counted, size
 from ckptfused.spec import AttentionSpec, BlockSpec, FFNSpec

@@ -19,7 +19,7 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import gathered, refuse_tensor_parallel
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.caches import left_empty
+from ckptfused.models.cache_arguments import left_empty
 from ckptfused.models.derive.compiled import known_to_compiler
 from ckptfused.models.experts.routing import routes_once, run_once
 from ckptfused.models.family import FAMILIES

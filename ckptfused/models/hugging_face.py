@@ -13,7 +13,7 @@ from ckptfused.compat.torch_modules import forward_hooks
 from ckptfused.compat.transformers import attention_function, attention_implementation, collects, output_collector
 from ckptfused.layer.parts import Inputs, Reason
 from ckptfused.masks import Mask
-from ckptfused.models.caches import CACHES, cache_reason, keeper
+from ckptfused.models.cache_arguments import CACHES, cache_reason, keeper
 from ckptfused.models.family import Family
 from ckptfused.sizes import counted
 

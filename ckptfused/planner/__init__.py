@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptfused.planner.budget import BudgetError
+from ckptfused.planner.budget_error import BudgetError
 from ckptfused.planner.plan import Plan
 
 __all__ = ["BudgetError", "Plan"]

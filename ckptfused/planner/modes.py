@@ -15,7 +15,7 @@ from ckptfused.offload.copies import pinned_bytes
 from ckptfused.planner import frontier
 from ckptfused.planner.frontier import Passing, Unit
 from ckptfused.planner.layer_costs import Cost, embeddings_of, held_beside, measured_costs
-from ckptfused.planner.policy_steps import PredictedSteps
+from ckptfused.planner.predicted_steps import PredictedSteps
 from ckptfused.profiler.result import Profile
 from ckptfused.spec.keep import KEEP_PRESETS
 

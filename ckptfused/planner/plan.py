@@ -17,13 +17,13 @@ from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.models.report import Report
 from ckptfused.planner import frontier
-from ckptfused.planner.budget import BudgetError, not_enough, within
-from ckptfused.planner.costs import Costs, costs
+from ckptfused.planner.budget_error import BudgetError, not_enough, within
 from ckptfused.planner.counted_plans import Counted
-from ckptfused.planner.policy_steps import PredictedSteps
+from ckptfused.planner.plan_view import plan_json, plan_picture, plan_table
+from ckptfused.planner.predicted_steps import PredictedSteps
 from ckptfused.planner.segments import Divided
 from ckptfused.planner.sharding import sharded
-from ckptfused.planner.view import plan_json, plan_picture, plan_table
+from ckptfused.planner.step_costs import Costs, costs
 from ckptfused.profiler.predict import simulated
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, MakeOptimizer, TrainingStep, check_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import accumulate, pairwise
 
 from ckptfused.models.policy import CheckpointPolicy
-from ckptfused.planner.costs import Costs
 from ckptfused.planner.frontier import Before, Front, Unit, UnitMode, peak_of, seconds_of
+from ckptfused.planner.step_costs import Costs
 
 
 class Divided:

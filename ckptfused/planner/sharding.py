@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ckptfused.planner.costs import Costs
+from ckptfused.planner.step_costs import Costs
 from ckptfused.profiler.step import layers_of
 
 

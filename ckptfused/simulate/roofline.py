@@ -22,8 +22,8 @@ from torch.utils.flop_counter import flop_registry
 from ckptfused.compat.torch_dispatch import DispatchMode, schema_of, tensors_of, written_arguments
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.cost import OpenLedger
+from ckptfused.cost.products import AttentionWork
 from ckptfused.cost.seconds import LEDGER_TYPES, ledger_seconds
-from ckptfused.cost.work import AttentionWork
 from ckptfused.ops.fake import gets_own_memory, is_copy_on_write
 from ckptfused.simulate.alone import Like
 from ckptfused.simulate.cpu_timings import (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import ckptfused
 from ckptfused import cost
-from ckptfused.cost.work import AttentionWork
+from ckptfused.cost.products import AttentionWork
 from ckptfused.spec import KEEP_PRESETS, BlockSpec
 from tests.autograd.test_block_oracle import _id, all_pairs_runs, check
 from tests.cases import Case, all_pairs

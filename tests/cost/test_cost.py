@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ckptfused
 from ckptfused import cost
 from ckptfused.cost import attention as attention_cost
-from ckptfused.cost.work import AttentionWork
+from ckptfused.cost.products import AttentionWork
 from ckptfused.spec import (
     AUX_NAMES,
     KEEP_PRESETS,

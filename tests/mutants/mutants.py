@@ -477,7 +477,7 @@ MUTANTS = (
     ),
     Mutant(
         "a cache that is looked for with gradients alone",
-        file="ckptfused/models/caches.py",
+        file="ckptfused/models/cache_arguments.py",
         text="(layer.training and not _in_use(cache, index))",
         defect="(layer.training and torch.is_grad_enabled() and not _in_use(cache, index))",
         test="tests/models/test_caches.py::test_a_pass_is_the_same_with_and_without_gradients[llama]",
@@ -519,7 +519,7 @@ MUTANTS = (
     ),
     Mutant(
         "a cache of an unknown kind taken for empty",
-        file="ckptfused/models/caches.py",
+        file="ckptfused/models/cache_arguments.py",
         text="or its layers have no length\n        return True",
         defect="or its layers have no length\n        return False",
         test="tests/models/test_other_caches.py::test_caches_are_found_by_value",
@@ -674,7 +674,7 @@ MUTANTS = (
     ),
     Mutant(
         "a planner that describes what it installs",
-        file="ckptfused/planner/policy_steps.py",
+        file="ckptfused/planner/predicted_steps.py",
         text="                install(self.meta_copy, policy)\n",
         defect="                from ckptfused.models.describe.layers import describe\n"
         "                describe(self.meta_copy, install(self.meta_copy, policy))\n",
@@ -873,7 +873,7 @@ MUTANTS = (
     ),
     Mutant(
         "saved bytes without the random state",
-        file="ckptfused/cost/work.py",
+        file="ckptfused/cost/saved_tensors.py",
         text="rng = RNG_STATE_BYTES if spec.has_dropout else 0",
         defect="rng = 0",
         test="tests/cost/test_cost.py::test_saved_bytes[llama-joint-dropout-float32-cpu-inputs]",
@@ -1239,7 +1239,7 @@ MUTANTS = (
     ),
     Mutant(
         "the workspace of one mode of the loss in the plans of all",
-        file="ckptfused/planner/costs.py",
+        file="ckptfused/planner/step_costs.py",
         text="groups[workspace].append(place)",
         defect="groups[max(self.workspaces)].append(place)",
         test="tests/planner/test_plan.py::test_a_head_whose_products_have_a_workspace",

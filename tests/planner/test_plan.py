@@ -34,11 +34,11 @@ import ckptfused
 from ckptfused import BudgetError, CheckpointPolicy, convert, plan
 from ckptfused._extension import _C
 from ckptfused.planner import frontier
-from ckptfused.planner.costs import Costs, costs
 from ckptfused.planner.plan import _Planner
-from ckptfused.planner.policy_steps import PredictedSteps
+from ckptfused.planner.predicted_steps import PredictedSteps
 from ckptfused.planner.segments import Divided
 from ckptfused.planner.sharding import sharded
+from ckptfused.planner.step_costs import Costs, costs
 from ckptfused.profiler import profile
 from ckptfused.profiler.step import TrainingStep, loss_of, model_output
 from ckptfused.simulate.devices import device_named

@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ckptfused import BudgetError, convert, doctor, plan, profile
 from ckptfused.cli import main
 from ckptfused.planner import frontier
-from ckptfused.planner.costs import costs
-from ckptfused.planner.policy_steps import PredictedSteps
+from ckptfused.planner.predicted_steps import PredictedSteps
 from ckptfused.planner.sharding import sharded
+from ckptfused.planner.step_costs import costs
 from ckptfused.profiler import Profile
 from ckptfused.profiler.step import TrainingStep, loss_of, model_output
 from ckptfused.simulate.devices import device_named

@@ -9,7 +9,7 @@ import torch
 
 from ckptfused import cost
 from ckptfused.cost.loss import loss_saved_bytes
-from ckptfused.cost.work import Product
+from ckptfused.cost.products import Product
 from ckptfused.spec import HEAD, Adapter, BlockSpec, LossSpec
 from tests.accounting import Events, saved_bytes
 from tests.devices import on_devices

@@ -24,7 +24,7 @@ from transformers import (
 
 import ckptfused
 from ckptfused import plan, profile
-from ckptfused.planner.policy_steps import UNSEEN
+from ckptfused.planner.predicted_steps import UNSEEN
 from ckptfused.profiler import Profile
 from ckptfused.simulate.autocast_kernels import LOWER, RESULT, WIDEST, autocast_on_meta
 from tests.cases import by_turns

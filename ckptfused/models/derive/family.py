@@ -14,7 +14,7 @@ from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import sdpa_replaced
 from ckptfused.layer.spec_text import Mode
-from ckptfused.models.caches import fill, left_empty
+from ckptfused.models.cache_arguments import fill, left_empty
 from ckptfused.models.derive.calls import Ready, forget, held_tensor, outer_tensor, ready, seen
 from ckptfused.models.derive.compiled import ready_in_compiler
 from ckptfused.models.derive.flash import packed, runs_flash

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ckptfused.layer.parts import FFN, Inputs, Parts, Reason
 from ckptfused.layer.projections import rate
-from ckptfused.models.caches import cache_reason, to_fill
+from ckptfused.models.cache_arguments import cache_reason, to_fill
 from ckptfused.models.family import Family, Fused, Generic, Steps, register
 from ckptfused.models.hugging_face import collecting
 

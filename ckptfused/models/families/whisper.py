@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
-from ckptfused.models.caches import to_fill
+from ckptfused.models.cache_arguments import to_fill
 from ckptfused.models.family import Family, Fused, Generic, Steps, register
 from ckptfused.models.hugging_face import HuggingFace, layer_inputs
 

@@ -16,7 +16,7 @@ from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy
 from ckptfused.planner.frontier import Unit
 from ckptfused.planner.modes import HeadMode, Layer, ModeCosts
-from ckptfused.planner.policy_steps import UNSEEN, PredictedSteps, unseen_bytes
+from ckptfused.planner.predicted_steps import UNSEEN, PredictedSteps, unseen_bytes
 from ckptfused.profiler.result import Profile
 
 SCRATCHES = (64 << 20, 16 << 30)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ckptfused.models.policy import CheckpointPolicy
-from ckptfused.planner.costs import Costs
+from ckptfused.planner.step_costs import Costs
 from ckptfused.profiler.step import has_vocabulary
 from ckptfused.simulate.cards import usable
 from ckptfused.simulate.devices import Device
