@@ -1,6 +1,7 @@
 """A training step of Hugging Face's mixtures of experts: as they are, with gradient checkpointing, converted.
 
-Bytes alive between forward and backward and at the peak of a step are counted by the allocator. Needs transformers.
+Bytes alive between forward and backward and at the peak of a step are counted by the allocator. With `--rank 16` the
+weights of the experts are frozen and have PEFT's adapters (`target_parameters`). Needs transformers, and peft.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureSizes(Sizes):
-    """The model, its layers, and the tokens of each of two sequences."""
+    """The model, the rank of adapters on its experts (0: all weights are trained), its layers, and the tokens of each
+    of two sequences."""
 
     model: str = option("qwen3-moe", "mixtral")
+    rank: int = option(0, 16, every=False)
     layers: int = 4
     tokens: int = 1024
 
@@ -55,7 +58,15 @@ def make(sizes: MixtureSizes, dtype: torch.dtype) -> Any:
         if sizes.model == "mixtral"
         else Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
     )
-    return made.to(dtype).train()
+    made = made.to(dtype).train()
+    if not sizes.rank:
+        return made
+    from peft import LoraConfig, get_peft_model
+
+    # B is 0 in a fresh adapter, and with it the gradient of A: random, there is something to check.
+    adapted = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = LoraConfig(r=sizes.rank, init_lora_weights=False, target_modules=[], target_parameters=adapted)
+    return get_peft_model(made, lora).train()
 
 
 def converted(plain: Any) -> Any:
@@ -100,10 +111,11 @@ def peaks(sizes: MixtureSizes, steps: Steps) -> dict[str, dict[str, int]]:
 def shape(sizes: MixtureSizes, rows: Rows) -> str:
     experts = EXPERTS[sizes.model]
     count, chosen, width = experts.values()
+    trained = f"adapters of rank {sizes.rank} on the experts alone are trained" if sizes.rank else "all is trained"
     return (
         f"{sizes.model} of {sizes.layers} layers, C 512, 8 heads, {count} experts of {width}, of which a token has "
-        f"{chosen}, bfloat16; 2 × {sizes.tokens:,} tokens; forward, loss and backward. Peaks are above the "
-        "weights; a step's gradients, as large as those, are in the first."
+        f"{chosen}, bfloat16; {trained}; 2 × {sizes.tokens:,} tokens; forward, loss and backward. Peaks are above "
+        "the weights; a step's gradients are in the first."
     )
 
 
@@ -127,7 +139,7 @@ BENCHMARK = Benchmark(
         Goal(CONVERTED, CHECKPOINTED, 0.6, "transient", "peak without gradients"),
     ],
     case=lambda sizes: sizes.model,
-    stem=lambda sizes: f"mixture-{sizes.layers}x512",
+    stem=lambda sizes: f"mixture-{sizes.layers}x512" + (f"-lora{sizes.rank}" if sizes.rank else ""),
     shape=shape,
     budget=90.0,
 )

@@ -6,6 +6,8 @@ from typing import Any
 
 LORA_LINEARS = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit", "peft.tuners.lora.bnb.Linear8bitLt")
 """LoRA's wrappers of a linear layer: PyTorch's, and bitsandbytes'."""
+PARAM_WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
+"""LoRA's wrapper of a module, one of whose parameters it adapts (`target_parameters`)."""
 MODULES_TO_SAVE = "peft.utils.other.ModulesToSaveWrapper"
 """The wrapper of a module that is trained as a whole."""
 

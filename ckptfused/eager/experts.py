@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,14 +20,17 @@ def eager_experts(
     up_bias: Tensor | None,
     down: Tensor,
     down_bias: Tensor | None,
+    adapters: Sequence[Tensor | None],
     spec: ExpertsSpec,
 ) -> Tensor:
     """What the op `experts` computes, whatever autocast is on, differentiable any number of times.
 
-    **Shapes** as the op's: x [N, C], ids and weights [N, k], up [E, 2I, C], down [E, C, I], biases [E, 2I] and [E, C].
+    **Shapes** as the op's: x [N, C], ids and weights [N, k], up [E, 2I, C], down [E, C, I], biases [E, 2I] and [E, C],
+    adapters none or up_a, up_b, down_a and down_b, [E, r, in] and [E, out, r].
     """
     product = x.dtype if spec.compute is None else getattr(torch, spec.compute)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    up_a, up_b, down_a, down_b = adapters or (None,) * 4
     with computing_in(x):
         y = torch.zeros(x.shape, dtype=wide, device=x.device)
         for expert in range(up.size(0)):
@@ -36,8 +41,12 @@ def eager_experts(
             hidden = _linear(x[token].to(product), up[expert].to(product), spec)
             if up_bias is not None:
                 hidden = hidden + up_bias[expert].to(product)
+            if up_a is not None and up_b is not None:
+                hidden = hidden + _adapted(x[token].to(product), up_a[expert], up_b[expert], spec.up_scale)
             h = (experts_activation(hidden, spec).to(wide) * score).to(product)
             out = _linear(h, down[expert].to(product), spec).to(wide)
+            if down_a is not None and down_b is not None:
+                out = out + _adapted(h, down_a[expert], down_b[expert], spec.down_scale)
             if down_bias is not None:
                 out = out + score * down_bias[expert].to(wide)
             y = y.index_add(0, token, out)
@@ -46,6 +55,10 @@ def eager_experts(
 
 def _linear(x: Tensor, weight: Tensor, spec: ExpertsSpec) -> Tensor:
     return x @ (weight if spec.transposed else weight.t())
+
+
+def _adapted(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    return (x @ a.to(x.dtype).t() * scale) @ b.to(x.dtype).t()
 
 
 def experts_activation(hidden: Tensor, spec: ExpertsSpec) -> Tensor:

@@ -92,7 +92,7 @@ def install(model: nn.Module, policy: CheckpointPolicy, process_group: Any = Non
         raise ValueError(f"model: {NOT_REPLICATED}")
     found, language_models = list(find.layers(model)), list(lm_heads.models(model))
     touched = [*(layer for _, layer, _ in found), *(inner for _, inner in language_models)]
-    touched += [module for module in model.modules() if experts.is_converted(module) or experts.is_experts(module)]
+    touched += filter(experts.is_changed, model.modules())
     touched += lm_heads.final_norms(language_models)
     held = [(module, {key: vars(module)[key] for key in _TOUCHED if key in vars(module)}) for module in touched]
 

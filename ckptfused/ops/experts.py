@@ -25,6 +25,7 @@ def experts(
     down: Tensor,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    adapters: Sequence[Tensor | None] = (),
     *,
     spec: ExpertsSpec,
 ) -> Tensor:
@@ -38,11 +39,15 @@ def experts(
     is in float32 in the order of the choices, and is rounded once. Rows are sorted by expert, stably; a sum's order
     depends on the ids alone, so the bits of a run are those of the next.
 
+    LoRA adds x·Aᵀ·Bᵀ by `spec.up_scale` to the first product of each expert's rows, by `spec.down_scale` to the last:
+    no weight is merged, and none has a gradient for an adapter's sake. In half precision x·Aᵀ is rounded.
+
     **Shapes** x [N, C]; ids [N, k], integers in [0, E); weights [N, k]; up [E, 2I, C] (gate first; [E, I, C] without a
-    gate), down [E, C, I], each with the last two swapped where `spec.transposed`; biases [E, 2I] and [E, C]. Result as
-    x. float64, float32, bfloat16, float16; products in autocast's type.
+    gate), down [E, C, I], each with the last two swapped where `spec.transposed`; biases [E, 2I] and [E, C];
+    adapters none or up_a [E, r, C], up_b [E, 2I, r], down_a [E, r, I] and down_b [E, C, r], of which those of a product
+    may be None. Result as x. float64, float32, bfloat16, float16; products in autocast's type.
     **Saves** x, the weights, and ids in one byte each (two for more than 256 experts).
-    **Recomputes** the product that makes gate and up.
+    **Recomputes** the product that makes gate and up, and x·Aᵀ of adapters.
     **Raises** `IndexError` for an id that is no expert; `RuntimeError` for other shapes, and where one of its inputs
     was changed in place before backward.
     **Source** `transformers.integrations.moe.grouped_mm_experts_forward`.
@@ -52,8 +57,8 @@ def experts(
     text = spec.to_string()
     if transformed():
         parsed = parse_experts(text + compute_word(x, residual=False))
-        return eager_experts(x, ids, weights, up, up_bias, down, down_bias, parsed)
-    return torch.ops.ckptfused.experts.default(x, ids, weights, up, up_bias, down, down_bias, text)
+        return eager_experts(x, ids, weights, up, up_bias, down, down_bias, adapters, parsed)
+    return torch.ops.ckptfused.experts.default(x, ids, weights, up, up_bias, down, down_bias, adapters, text)
 
 
 def _fake_forward(x: Tensor, *rest: Any) -> Tensor:
@@ -62,8 +67,8 @@ def _fake_forward(x: Tensor, *rest: Any) -> Tensor:
 
 def _slots(call: Sequence[Any]) -> tuple[Any, ...]:
     """The tensors among a backward op's arguments that have a gradient, in its order."""
-    x, _ids, weights, up, up_bias, down, down_bias, *_ = call
-    return x, weights, up, up_bias, down, down_bias
+    x, _ids, weights, up, up_bias, down, down_bias, adapters, *_ = call
+    return x, weights, up, up_bias, down, down_bias, *(adapters or (None,) * 4)
 
 
 def _fake_backward(dy: Tensor, *call: Any) -> list[Tensor]:
@@ -77,24 +82,35 @@ def _differentiable(op: Any, dy: Tensor, *call: Any) -> list[Tensor]:
     if asks_for_a_graph(dy, *_slots(call)):
         spec = parse_experts(text)
         plain: Any = eager_experts
-        return plain_gradients(lambda x, *rest: plain(x, ids, *rest, spec), dy, _slots(call), needs)
+        return plain_gradients(lambda x, *rest: plain(x, ids, *rest[:5], rest[5:], spec), dy, _slots(call), needs)
     with below_autograd():
         return op(dy, *call)  # type: ignore[no-any-return]
 
 
-def _forward_flops(x: Any, ids: Any, weights: Any, up: Any, up_bias: Any, down: Any, *rest: Any, **_: Any) -> int:
-    return 2 * ids[0] * ids[1] * (up[1] * up[2] + down[1] * down[2])
+def _forward_flops(
+    x: Any, ids: Any, weights: Any, up: Any, up_bias: Any, down: Any, down_bias: Any, adapters: Any, *_: Any, **__: Any
+) -> int:
+    return 2 * ids[0] * ids[1] * sum(shape[1] * shape[2] for shape in (up, down, *adapters) if shape is not None)
 
 
 def _backward_flops(
-    dy: Any, x: Any, ids: Any, weights: Any, up: Any, up_bias: Any, down: Any, *rest: Any, **_: Any
-) -> int:
-    needs, rows = rest[-1], ids[0] * ids[1]
-    need_x, need_weights, need_up, need_up_bias, need_down, _need_down_bias = needs
-    below = need_x or need_up or need_up_bias
-    up_products = 1 + need_x + need_up
-    down_products = need_down + (below or need_weights)
-    return 2 * rows * (up_products * up[1] * up[2] + down_products * down[1] * down[2])
+    dy: Any, x: Any, ids: Any, weights: Any, up: Any, up_bias: Any, down: Any, down_bias: Any, adapters: Any,
+    text: str, needs: Any, **_: Any,
+) -> int:  # fmt: skip
+    rows = ids[0] * ids[1]
+    up_a, up_b, down_a, down_b = (shape and shape[1] * shape[2] for shape in adapters or (None,) * 4)
+    need_x, need_weights, need_up, need_up_bias, need_down, _, need_up_a, need_up_b, need_down_a, need_down_b = needs
+    below = need_x or need_up or need_up_bias or need_up_a or need_up_b
+    through = below or need_weights
+    count = (1 + need_x + need_up) * up[1] * up[2] + (need_down + through) * down[1] * down[2]
+    for a, b, need_a, need_b, needed, replayed in (
+        (up_a, up_b, need_up_a, need_up_b, need_x, True),
+        (down_a, down_b, need_down_a, need_down_b, through, False),
+    ):
+        if a is not None and b is not None:
+            count += (replayed + need_b) * a + replayed * b + need_b * b  # in Aᵀ, and Bᵀ or B's gradient
+            count += (needed or need_a) * b + need_a * a + needed * a
+    return 2 * rows * count  # type: ignore[no-any-return]
 
 
 torch.library.register_fake("ckptfused::experts_fwd", _fake_forward)

@@ -27,6 +27,8 @@ class ExpertsSpec:
     limit: Annotated[float, Key("Of clamped: where gate and up end.", least=0)] = 0.0
     alpha: Annotated[float, Key("Of clamped: factor in the sigmoid.")] = 1.0
     offset: Annotated[float, Key("Of clamped: what is added to up.")] = 0.0
+    up_scale: Annotated[float, Key("Factor of the adapter on the first product.")] = 1.0
+    down_scale: Annotated[float, Key("Factor of the adapter on the last product.")] = 1.0
     compute: Annotated[str | None, Key("Type of the matrix products; None: the type of x.", COMPUTE_TYPES)] = None
     _text: str = field(default="", init=False, repr=False, compare=False)
 

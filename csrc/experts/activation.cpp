@@ -58,6 +58,10 @@ ExpertsSpec parse_experts_spec(const std::string& text) {
       spec.alpha = std::stod(value);
     } else if (key == "offset") {
       spec.offset = std::stod(value);
+    } else if (key == "up_scale") {
+      spec.up_scale = std::stod(value);
+    } else if (key == "down_scale") {
+      spec.down_scale = std::stod(value);
     } else if (key == "compute") {
       spec.compute = value == "bfloat16"  ? at::kBFloat16
                      : value == "float16" ? at::kHalf

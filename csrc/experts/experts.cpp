@@ -19,8 +19,8 @@ namespace {
 
 constexpr const char* kOp = "experts";
 constexpr int64_t kMostExperts = int64_t(1) << 15;
-constexpr std::array<const char*, kExpertsSlots> kNames = {"x",       "weights", "up",
-                                                           "up_bias", "down",    "down_bias"};
+constexpr std::array<const char*, kExpertsSlots> kNames = {
+    "x", "weights", "up", "up_bias", "down", "down_bias", "up_a", "up_b", "down_a", "down_b"};
 
 // t times a number for each row, rounded once.
 Tensor scaled(const Tensor& t, const Tensor& scores) {
@@ -66,13 +66,22 @@ void Experts::check() const {
   const Tensor& x = slot(kExpertsX);
   const int64_t wide = I_ * (spec_.gated() ? 2 : 1);
   const bool t = spec_.transposed;
+  const auto rank = [&](int a) {
+    TORCH_CHECK(slot(a).defined() == slot(a + 1).defined(), kOp, ": expected ", kNames[a], " and ",
+                kNames[a + 1], ", or neither of them");
+    return slot(a).defined() && slot(a).dim() == 3 ? slot(a).size(1) : 0;
+  };
   const std::array<std::vector<int64_t>, kExpertsSlots> sizes = {
       {{N_, C_},
        {N_, k_},
        {E_, t ? C_ : wide, t ? wide : C_},
        {E_, wide},
        {E_, t ? I_ : C_, t ? C_ : I_},
-       {E_, C_}}};
+       {E_, C_},
+       {E_, rank(kExpertsUpA), C_},
+       {E_, wide, rank(kExpertsUpA)},
+       {E_, rank(kExpertsDownA), I_},
+       {E_, C_, rank(kExpertsDownA)}}};
   for (int i = 0; i < kExpertsSlots; ++i) {
     const Tensor& given = slot(i);
     if (!given.defined()) continue;
@@ -135,7 +144,7 @@ void Experts::sort_rows() {
 }
 
 Tensor Experts::weight(int i, int64_t expert) const {
-  return slot(i).select(0, expert).to(P_);
+  return slot(i).select(0, expert).to(P_).contiguous();
 }
 
 // The rows of t [N, C] that go to a group's expert, as products take them.
@@ -154,7 +163,32 @@ Experts::Hidden Experts::hidden(const Tensor& x, const Group& group) const {
   std::optional<Tensor> bias;
   if (slot(kExpertsUpBias).defined()) bias = weight(kExpertsUpBias, group.expert);
   linear_out(both, x, weight(kExpertsUp, group.expert), bias, spec_.transposed);
+  add_adapter(kExpertsUpA, x, group, both);
   return split(both);
+}
+
+Tensor Experts::low_rank(int a, const Tensor& in, const Group& group) const {
+  const Tensor low = empty({group.count, slot(a).size(1)}, P_);
+  matmul_out(low, in, weight(a, group.expert).t(), false);
+  return low.mul_(a == kExpertsUpA ? spec_.up_scale : spec_.down_scale);
+}
+
+void Experts::add_adapter(int a, const Tensor& in, const Group& group, const Tensor& out) const {
+  if (!slot(a).defined()) return;
+  matmul_out(out, low_rank(a, in, group), weight(a + 1, group.expert).t(), true);
+}
+
+void Experts::adapter_backward(int a, const Tensor& in, const Tensor& dout, const Group& group,
+                               const Tensor& din, const std::vector<Tensor>& grads) const {
+  const int b = a + 1;
+  const auto grad_of = [&](int i) { return grads[i].select(0, group.expert); };
+  if (grads[b].defined()) product_into(grad_of(b), dout.t(), low_rank(a, in, group));
+  if (!slot(a).defined() || !(din.defined() || grads[a].defined())) return;
+  const Tensor dlow = empty({group.count, slot(a).size(1)}, P_);
+  matmul_out(dlow, dout, weight(b, group.expert), false);
+  dlow.mul_(a == kExpertsUpA ? spec_.up_scale : spec_.down_scale);
+  if (grads[a].defined()) product_into(grad_of(a), dlow.t(), in);
+  if (din.defined()) matmul_out(din, dlow, weight(a, group.expert), true);
 }
 
 // Each token's sum over its choices, one after the other: no order but theirs, no atomics.
@@ -174,6 +208,7 @@ Tensor Experts::forward() {
     const Tensor h = scaled(activated(hidden(rows_of(slot(kExpertsX), group), group)), score);
     const Tensor out = sorted.narrow(0, group.first, group.count);
     linear_out(out, h, weight(kExpertsDown, group.expert), std::nullopt, spec_.transposed);
+    add_adapter(kExpertsDownA, h, group, out);
     if (slot(kExpertsDownBias).defined()) {
       out.add_(weight(kExpertsDownBias, group.expert).to(A_).mul(score));
     }
@@ -197,7 +232,10 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
       if (!used[e]) grads[i].select(0, e).zero_();
     }
   }
-  const bool below = need(kExpertsX) || need(kExpertsUp) || need(kExpertsUpBias);
+  const auto any_of = [&](std::initializer_list<int> slots) {
+    return std::any_of(slots.begin(), slots.end(), need);
+  };
+  const bool below = any_of({kExpertsX, kExpertsUp, kExpertsUpBias, kExpertsUpA, kExpertsUpB});
   const bool t = spec_.transposed;
   for (const Group& group : groups_) {
     const Tensor dout = rows_of(dy, group), score = scores(group);
@@ -206,13 +244,17 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
     const Tensor x = rows_of(slot(kExpertsX), group);
     const Hidden replayed = hidden(x, group);
     const Tensor h = activated(replayed);
+    Tensor weighted, dh;
+    if (any_of({kExpertsDown, kExpertsDownA, kExpertsDownB})) weighted = scaled(h, score);
     if (need(kExpertsDown)) {
-      const Tensor s = scaled(h, score);
-      product_into(grad_of(kExpertsDown), t ? s.t() : dout.t(), t ? dout : s);
+      product_into(grad_of(kExpertsDown), t ? weighted.t() : dout.t(), t ? dout : weighted);
     }
-    if (!below && !dscore.defined()) continue;
-    const Tensor down = weight(kExpertsDown, group.expert), dh = empty({group.count, I_}, P_);
-    matmul_out(dh, dout, t ? down.t() : down, false);
+    if (below || dscore.defined()) {
+      const Tensor down = weight(kExpertsDown, group.expert);
+      dh = empty({group.count, I_}, P_);
+      matmul_out(dh, dout, t ? down.t() : down, false);
+    }
+    adapter_backward(kExpertsDownA, weighted, dout, group, dh, grads);
     if (dscore.defined()) {
       const Tensor sum = dscore.narrow(0, group.first, group.count);
       sum.copy_(h.to(A_).mul(dh).sum(1));
@@ -226,10 +268,13 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
     if (need(kExpertsUp)) {
       product_into(grad_of(kExpertsUp), t ? x.t() : dboth.t(), t ? dboth : x);
     }
+    Tensor dx_rows;
     if (dx.defined()) {
       const Tensor up = weight(kExpertsUp, group.expert);
-      matmul_out(dx.narrow(0, group.first, group.count), dboth, t ? up.t() : up, false);
+      dx_rows = dx.narrow(0, group.first, group.count);
+      matmul_out(dx_rows, dboth, t ? up.t() : up, false);
     }
+    adapter_backward(kExpertsUpA, x, dboth, group, dx_rows, grads);
   }
   if (dx.defined()) grads[kExpertsX] = combined(dx);
   if (dscore.defined()) {

@@ -15,6 +15,10 @@ enum ExpertsSlot : int {
   kExpertsUpBias,
   kExpertsDown,
   kExpertsDownBias,
+  kExpertsUpA,  // of LoRA on the first product; B comes next
+  kExpertsUpB,
+  kExpertsDownA,
+  kExpertsDownB,
   kExpertsSlots
 };
 
@@ -24,6 +28,7 @@ struct ExpertsSpec {
   bool interleaved = false,                 // gate and up alternate, not one behind the other
       transposed = false;                   // weights are [E, in, out]
   double limit = 0, alpha = 1, offset = 0;  // of "clamped"
+  double up_scale = 1, down_scale = 1;      // of adapters
   at::ScalarType compute = at::ScalarType::Undefined;  // of the products; x's if undefined
   bool gated() const;
 };
@@ -65,6 +70,14 @@ class Experts {
   at::Tensor scores(const Group& group) const;
   Hidden split(const at::Tensor& both) const;
   Hidden hidden(const at::Tensor& x, const Group& group) const;
+  // in A^T by an adapter's scale, [n, r]. a: kExpertsUpA or kExpertsDownA.
+  at::Tensor low_rank(int a, const at::Tensor& in, const Group& group) const;
+  // out += in A^T B^T by an adapter's scale, where there is one.
+  void add_adapter(int a, const at::Tensor& in, const Group& group, const at::Tensor& out) const;
+  // Adds to din (where defined) what comes through an adapter, and writes its own gradients where
+  // these are.
+  void adapter_backward(int a, const at::Tensor& in, const at::Tensor& dout, const Group& group,
+                        const at::Tensor& din, const std::vector<at::Tensor>& grads) const;
   at::Tensor activated(const Hidden& hidden) const;
   // Writes h (where defined) and returns the gradient of hidden.both.
   at::Tensor activation_gradient(const Hidden& hidden, const at::Tensor& dh) const;

@@ -13,31 +13,46 @@ using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using OptTensor = std::optional<Tensor>;
+using Adapters = c10::List<OptTensor>;  // up_a, up_b, down_a, down_b; or none of them
 
 constexpr const char* kOp = "ckptfused::experts";
 
 ExpertsTensors tensors_of(const Tensor& x, const Tensor& ids, const Tensor& weights,
                           const Tensor& up, const OptTensor& up_bias, const Tensor& down,
-                          const OptTensor& down_bias) {
-  return {{x, weights, up, up_bias.value_or(Tensor()), down, down_bias.value_or(Tensor())}, ids};
+                          const OptTensor& down_bias, const Adapters& adapters) {
+  ExpertsTensors made{
+      {x, weights, up, up_bias.value_or(Tensor()), down, down_bias.value_or(Tensor())}, ids};
+  const size_t count = kExpertsSlots - kExpertsUpA;
+  TORCH_CHECK(adapters.empty() || adapters.size() == count, "experts: adapters: expected ", count,
+              " or none, got ", adapters.size());
+  for (const OptTensor& adapter : adapters) made.slots.push_back(adapter.value_or(Tensor()));
+  made.slots.resize(kExpertsSlots);
+  return made;
+}
+
+Adapters adapters_of(const variable_list& slots) {
+  Adapters found;
+  for (int i = kExpertsUpA; i < kExpertsSlots; ++i) found.push_back(call::opt(slots[i]));
+  return found;
 }
 
 Tensor experts_fwd(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& up,
                    const OptTensor& up_bias, const Tensor& down, const OptTensor& down_bias,
-                   std::string_view spec) {
+                   const Adapters& adapters, std::string_view spec) {
   const OpGuard guard(x);
   const ExpertsSpec parsed = parse_experts_spec(std::string(spec));
-  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias);
+  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters);
   return Experts(parsed, tensors).forward();
 }
 
 std::vector<Tensor> experts_bwd(const Tensor& dy, const Tensor& x, const Tensor& ids,
                                 const Tensor& weights, const Tensor& up, const OptTensor& up_bias,
                                 const Tensor& down, const OptTensor& down_bias,
-                                std::string_view spec, const c10::List<bool>& needs) {
+                                const Adapters& adapters, std::string_view spec,
+                                const c10::List<bool>& needs) {
   const OpGuard guard(x);
   const ExpertsSpec parsed = parse_experts_spec(std::string(spec));
-  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias);
+  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters);
   return Experts(parsed, tensors).backward(dy, {needs.begin(), needs.end()});
 }
 
@@ -64,7 +79,7 @@ struct ExpertsFunction : torch::autograd::Function<ExpertsFunction> {
     const std::vector<Tensor>& s = tensors.slots;
     const Tensor y = fwd_op().call(s[kExpertsX], tensors.ids, s[kExpertsWeights], s[kExpertsUp],
                                    call::opt(s[kExpertsUpBias]), s[kExpertsDown],
-                                   call::opt(s[kExpertsDownBias]), spec);
+                                   call::opt(s[kExpertsDownBias]), adapters_of(s), spec);
     variable_list saved = {narrow_ids(tensors.ids, s[kExpertsUp].size(0))};
     saved.insert(saved.end(), s.begin(), s.end());
     ctx->save_for_backward(std::move(saved));
@@ -87,7 +102,7 @@ struct ExpertsFunction : torch::autograd::Function<ExpertsFunction> {
     const auto results =
         bwd_op().call(dy[0], s[kExpertsX], saved[0], s[kExpertsWeights], s[kExpertsUp],
                       call::opt(s[kExpertsUpBias]), s[kExpertsDown], call::opt(s[kExpertsDownBias]),
-                      ctx->saved_data["spec"].toStringRef(), needs);
+                      adapters_of(s), ctx->saved_data["spec"].toStringRef(), needs);
     size_t next = 0, edge = 0;
     for (size_t i = 0; i < s.size(); ++i) {
       if (needs.get(i)) grads[edge] = results.at(next++);
@@ -99,8 +114,8 @@ struct ExpertsFunction : torch::autograd::Function<ExpertsFunction> {
 
 Tensor experts(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& up,
                const OptTensor& up_bias, const Tensor& down, const OptTensor& down_bias,
-               std::string_view spec) {
-  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias);
+               const Adapters& adapters, std::string_view spec) {
+  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters);
   variable_list present;
   bool any = false;
   for (const Tensor& t : tensors.slots) {
@@ -111,20 +126,20 @@ Tensor experts(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
   TORCH_CHECK(!any_has_tangent(present), kOp,
               " has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse mode");
   if (any) return ExpertsFunction::apply(at::TensorList(present), tensors, std::string(spec));
-  return fwd_op().call(x, ids, weights, up, up_bias, down, down_bias, spec);
+  return fwd_op().call(x, ids, weights, up, up_bias, down, down_bias, adapters, spec);
 }
 
 // Resolves the compute type here and passes it on: nothing below reads thread state.
 template <c10::DeviceType kDevice>
 Tensor experts_autocast(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& up,
                         const OptTensor& up_bias, const Tensor& down, const OptTensor& down_bias,
-                        std::string_view spec) {
+                        const Adapters& adapters, std::string_view spec) {
   const c10::impl::ExcludeDispatchKeyGuard guard(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const auto text = with_compute_type(x, spec, at::autocast::get_autocast_dtype(kDevice));
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow(kOp, "").typed<decltype(experts)>();
-  return op.call(x, ids, weights, up, up_bias, down, down_bias, text);
+  return op.call(x, ids, weights, up, up_bias, down, down_bias, adapters, text);
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ TORCH_LIBRARY(ckptfused, m) {
   // x [N, C], ids and weights [N, k] and stacks of weights, one matrix an expert.
 #define CKPT_EXPERTS_ARGS                                                           \
   "Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor? up_bias, Tensor down, " \
-  "Tensor? down_bias, str spec"
+  "Tensor? down_bias, Tensor?[] adapters, str spec"
   m.def("experts(" CKPT_EXPERTS_ARGS ") -> Tensor", pure);
   m.def("experts_fwd(" CKPT_EXPERTS_ARGS ") -> Tensor", pure);
   m.def("experts_bwd(Tensor dy, " CKPT_EXPERTS_ARGS ", bool[] needs) -> Tensor[]", pure);

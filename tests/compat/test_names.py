@@ -447,6 +447,9 @@ def test_peft() -> None:
     model = get_peft_model(Model(), LoraConfig(target_modules=["a"], modules_to_save=["b"]))
     kinds = {f"{type(m).__module__}.{type(m).__name__}": m for m in model.modules()}
     assert {made.LORA_LINEARS[0], made.MODULES_TO_SAVE} <= kinds.keys()
+    from peft.tuners.lora.layer import ParamWrapper
+
+    assert f"{ParamWrapper.__module__}.{ParamWrapper.__name__}" == made.PARAM_WRAPPER
     assert "default" in made.adapter_names(kinds[made.MODULES_TO_SAVE])
 
 

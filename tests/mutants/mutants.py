@@ -944,9 +944,23 @@ MUTANTS = (
     Mutant(
         "down's gradient of an expert as if the score came after its product",
         file="csrc/experts/experts.cpp",
-        text="const Tensor s = scaled(h, score);",
-        defect="const Tensor s = h;",
-        test="tests/ops/test_experts.py::test_result_and_gradients_are_those_of_plain_pytorch[swiglu-plain]",
+        text="weighted = scaled(h, score);",
+        defect="weighted = h;",
+        test="tests/ops/test_experts.py::test_result_and_gradients_are_those_of_plain_pytorch[swiglu-plain-base]",
+    ),
+    Mutant(
+        "what comes through an adapter of experts takes the place of the rest",
+        file="csrc/experts/experts.cpp",
+        text="matmul_out(din, dlow, weight(a, group.expert), true)",
+        defect="matmul_out(din, dlow, weight(a, group.expert), false)",
+        test="tests/ops/test_experts.py::test_result_and_gradients_are_those_of_plain_pytorch[swiglu-plain-adapters]",
+    ),
+    Mutant(
+        "adapters of experts that PEFT has merged are added once more",
+        file="ckptfused/models/experts/adapters.py",
+        text="if module.disable_adapters or module.merged:",
+        defect="if module.disable_adapters:",
+        test="tests/models/test_expert_adapters.py::test_what_the_op_does_not_add_peft_does[after-_merged]",
     ),
     Mutant(
         "ids of experts are cut to a byte",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,12 +12,12 @@ from torch import Tensor
 
 from ckptfused.eager.experts import eager_experts
 from ckptfused.ops.experts import experts
-from ckptfused.spec.experts import ExpertsSpec, parse_experts
+from ckptfused.spec.experts import CLAMPED, ExpertsSpec, parse_experts
 from tests.accounting import saved_bytes
 
 SPECS = {
-    "swiglu": ExpertsSpec(act="swiglu"),
-    "geglu_tanh transposed": ExpertsSpec(act="geglu_tanh", transposed=True),
+    "swiglu": ExpertsSpec(act="swiglu", up_scale=2.0, down_scale=0.75),
+    "geglu_tanh transposed": ExpertsSpec(act="geglu_tanh", transposed=True, up_scale=0.5),
     "reglu interleaved": ExpertsSpec(act="reglu", interleaved=True),
     "relu2 without a gate": ExpertsSpec(act="relu2"),
     "gpt-oss": ExpertsSpec(act="clamped", limit=1.0, alpha=1.702, offset=1.0, interleaved=True, transposed=True),
@@ -34,6 +36,10 @@ class Inputs(NamedTuple):
     up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+    up_a: Tensor | None = None
+    up_b: Tensor | None = None
+    down_a: Tensor | None = None
+    down_b: Tensor | None = None
 
     @property
     def variables(self) -> list[Tensor]:
@@ -43,13 +49,18 @@ class Inputs(NamedTuple):
         return Inputs(*(t if t is None or t is self.ids else t.detach().to(dtype).requires_grad_() for t in self))
 
     def run(self, spec: ExpertsSpec) -> Tensor:
-        return experts(self.x, self.ids, self.weights, self.up, self.down, self.up_bias, self.down_bias, spec=spec)
+        x, ids, weights, up, up_bias, down, down_bias, *adapters = self
+        return experts(x, ids, weights, up, down, up_bias, down_bias, adapters, spec=spec)
+
+    def run_eager(self, spec: ExpertsSpec) -> Tensor:
+        return eager_experts(*self[:7], self[7:], spec)
 
 
 def make(
     spec: ExpertsSpec = GATED, tokens: int = 17, width: int = 8, hidden: int = 6, count: int = 5, k: int = 3,
-    bias: bool = True, dtype: torch.dtype = torch.float64,
+    bias: bool = True, rank: int = 2, dtype: torch.dtype = torch.float64,
 ) -> Inputs:  # fmt: skip
+    """rank: of adapters on both products, whose B lies as PEFT has it, an expert's numbers apart."""
     generator = torch.Generator().manual_seed(3)
     wide = hidden * (2 if spec.gated else 1)
     shaped = lambda out, into: (count, into, out) if spec.transposed else (count, out, into)  # noqa: E731
@@ -60,6 +71,11 @@ def make(
         randn(*shaped(wide, width)) / width**0.5, randn(count, wide) if bias else None,
         randn(*shaped(width, hidden)) / hidden**0.5, randn(count, width) if bias else None,
     )  # fmt: skip
+    if rank:
+        # Small beside the weights, as adapters are: the roundings that tests allow are those of the whole.
+        a = lambda into: randn(count, rank, into) / (4 * into**0.5)  # noqa: E731
+        b = lambda out: (randn(out, rank, count) / rank**0.5).permute(2, 0, 1)  # noqa: E731
+        made = made._replace(up_a=a(width), up_b=b(wide), down_a=a(hidden), down_b=b(width))
     return made.to(dtype)
 
 
@@ -67,7 +83,7 @@ def both(inputs: Inputs, spec: ExpertsSpec) -> tuple[list[Tensor], list[Tensor]]
     """Result and gradients of the op, and in float64 of plain PyTorch."""
     dy = torch.randn(inputs.x.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     found = []
-    for given, run in ((inputs, Inputs.run), (inputs.to(torch.float64), lambda i, s: eager_experts(*i, s))):
+    for given, run in ((inputs, Inputs.run), (inputs.to(torch.float64), Inputs.run_eager)):
         y = run(given, spec)
         grads = torch.autograd.grad(y, given.variables, dy.to(y.dtype))
         found.append([y, *grads])
@@ -80,22 +96,27 @@ def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float) -
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
 
 
+@pytest.mark.parametrize("rank", [0, 2], ids=["base", "adapters"])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
 @pytest.mark.parametrize("name", SPECS)
-def test_result_and_gradients_are_those_of_plain_pytorch(name: str, bias: bool) -> None:
+def test_result_and_gradients_are_those_of_plain_pytorch(name: str, bias: bool, rank: int) -> None:
     spec = SPECS[name]
+    given = partial(make, spec, bias=bias, rank=rank)
     assert parse_experts(spec.to_string()) == spec
     # The roundings of sums of 17 products, of which each value of float64's is exact to 1.1e-16.
-    assert_near(*both(make(spec, bias=bias), spec), 1e-14)
-    assert_near(*both(make(spec, bias=bias, dtype=torch.float32), spec), 5e-6)
-    # Gate, up, hidden values and results are rounded to 8 bits.
-    assert_near(*both(make(spec, bias=bias, dtype=torch.bfloat16), spec), 4e-2)
-    assert_near(*both(make(spec, bias=bias, dtype=torch.float16), spec), 5e-3)
+    assert_near(*both(given(), spec), 1e-14)
+    assert_near(*both(given(dtype=torch.float32), spec), 5e-6)
+    # Gate, up, hidden values and results are rounded to 8 bits. A clamped one whose rounding is beyond the limit has
+    # another gradient altogether, as one of these adapted ones has: their results alone.
+    only = slice(1) if rank and spec.act == CLAMPED else slice(None)
+    for dtype, tolerance in ((torch.bfloat16, 4e-2), (torch.float16, 5e-3)):
+        found, expected = both(given(dtype=dtype), spec)
+        assert_near(found[only], expected[only], tolerance)
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_first_and_second_derivatives_are_those_of_differences(name: str) -> None:
-    inputs, spec = make(SPECS[name], tokens=4, width=3, hidden=2, count=3, k=2), SPECS[name]
+    inputs, spec = make(SPECS[name], tokens=4, width=3, hidden=2, count=3, k=2, rank=1), SPECS[name]
     run = lambda *given: Inputs(given[0], inputs.ids, *given[1:]).run(spec)  # noqa: E731
     assert torch.autograd.gradcheck(run, inputs.variables)
     assert torch.autograd.gradgradcheck(run, inputs.variables)
@@ -153,9 +174,20 @@ def test_other_shapes_are_an_error() -> None:
         ({"ids": inputs.ids.double()}, "ids"),
         ({"down": inputs.down[:, :, :3]}, "down"),
         ({"up_bias": inputs.up}, "up_bias"),
+        ({"up_a": inputs.down_a}, "up_a"),
+        ({"down_b": inputs.up_b}, "down_b"),
     ):
         with pytest.raises(RuntimeError, match=f"experts: {word}: expected"):
             inputs._replace(**changed).run(GATED)
+    with pytest.raises(RuntimeError, match="expected up_a and up_b, or neither of them"):
+        inputs._replace(up_b=None).run(GATED)
+    with pytest.raises(RuntimeError, match="adapters: expected 4 or none, got 2"):
+        experts(*inputs[:4], inputs.down, None, None, [inputs.up_a, inputs.up_b], spec=GATED)
+
+
+def test_an_adapter_on_one_product_alone() -> None:
+    for gone in ({"up_a": None, "up_b": None}, {"down_a": None, "down_b": None}):
+        assert_near(*both(make()._replace(**gone), GATED), 1e-14)
 
 
 def test_nan_weights_are_in_their_tokens_alone() -> None:
@@ -168,11 +200,10 @@ def test_nan_weights_are_in_their_tokens_alone() -> None:
 
 def test_it_saves_x_weights_and_a_byte_a_choice() -> None:
     inputs = make(dtype=torch.bfloat16)
-    own = [inputs.up, inputs.down, inputs.up_bias, inputs.down_bias]
+    own = inputs[3:]
     assert saved_bytes(lambda: inputs.run(GATED), own=own) == 17 * (8 * 2 + 3 * 2 + 3)
     many = make(count=300, dtype=torch.bfloat16)
-    own = [many.up, many.down, many.up_bias, many.down_bias]
-    assert saved_bytes(lambda: many.run(GATED), own=own) == 17 * (8 * 2 + 3 * 2 + 3 * 2)
+    assert saved_bytes(lambda: many.run(GATED), own=many[3:]) == 17 * (8 * 2 + 3 * 2 + 3 * 2)
 
 
 def test_a_second_backward_gives_the_same_bits() -> None:
@@ -198,7 +229,7 @@ def test_each_gradient_alone_has_the_same_bits() -> None:
         assert torch.equal(alone, whole[i]), variable.shape
 
 
-@pytest.mark.parametrize("place", ["x", "weights", "up", "down", "up_bias", "down_bias"])
+@pytest.mark.parametrize("place", ["x", "weights", "up", "down", "up_bias", "down_bias", "up_a", "down_b"])
 def test_changed_in_place_before_backward_it_raises(place: str) -> None:
     inputs = make()
     y = inputs.run(GATED)
@@ -219,7 +250,7 @@ def test_ids_may_be_changed_after_the_call() -> None:
 
 def test_under_autocast_the_products_are_in_its_type() -> None:
     inputs = make(dtype=torch.float32)
-    compute = ExpertsSpec(act="swiglu", compute="bfloat16")
+    compute = replace(GATED, compute="bfloat16")
     dy = torch.randn_like(inputs.x)
     with torch.autocast("cpu", torch.bfloat16):
         y = inputs.run(GATED)
@@ -233,15 +264,18 @@ def test_under_autocast_the_products_are_in_its_type() -> None:
 
 def _truth(inputs: Inputs, dy: Tensor) -> tuple[Tensor, ...]:
     wide = inputs.to(torch.float64)
-    return torch.autograd.grad(eager_experts(*wide, GATED), wide.variables, dy.double())
+    return torch.autograd.grad(wide.run_eager(GATED), wide.variables, dy.double())
 
 
-def test_opcheck() -> None:
-    inputs, ops, text = make(), torch.ops.ckptfused, GATED.to_string()
-    torch.library.opcheck(ops.experts.default, (*inputs, text))
-    torch.library.opcheck(ops.experts_fwd.default, (*(t.detach() for t in inputs), text))
-    dy = torch.randn_like(inputs.x)
-    torch.library.opcheck(ops.experts_bwd.default, (dy, *(t.detach() for t in inputs), text, [True] * 6))
+@pytest.mark.parametrize("rank", [0, 2])
+def test_opcheck(rank: int) -> None:
+    inputs, ops, text = make(rank=rank), torch.ops.ckptfused, GATED.to_string()
+    call = lambda *given: (*given[:7], list(given[7:]) if rank else [], text)  # noqa: E731
+    torch.library.opcheck(ops.experts.default, call(*inputs))
+    plain = call(*(None if t is None else t.detach() for t in inputs))
+    torch.library.opcheck(ops.experts_fwd.default, plain)
+    needs = [True] * 6 + [rank > 0] * 4
+    torch.library.opcheck(ops.experts_bwd.default, (torch.randn_like(inputs.x), *plain, needs))
 
 
 def test_compiled_it_is_one_graph_with_the_same_bits() -> None:
@@ -267,8 +301,17 @@ def test_under_transforms_plain_pytorch_computes_it() -> None:
 def test_float_operations_are_counted() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    inputs = make(bias=False)
-    with FlopCounterMode(display=False) as counter:
-        inputs.run(GATED).sum().backward()
+    def counted(inputs: Inputs) -> int:
+        with FlopCounterMode(display=False) as counter:
+            inputs.run(GATED).sum().backward()
+        return counter.get_total_flops()
+
     up, down = 2 * 17 * 3 * 12 * 8, 2 * 17 * 3 * 6 * 8
-    assert counter.get_total_flops() == (up + down) + (3 * up + 2 * down)
+    assert counted(make(bias=False, rank=0)) == (up + down) + (3 * up + 2 * down)
+    a, b = 2 * 17 * 3 * 2 * (8 + 6), 2 * 17 * 3 * 2 * (12 + 8)
+    inputs = make(bias=False)
+    for weight in (inputs.up, inputs.down):
+        weight.requires_grad_(False)
+    # Forward both; backward the first product's again, x Aᵀ of both for B, and two products for each of A, B and x.
+    replayed = 2 * 17 * 3 * 2 * (8 + 12)
+    assert counted(inputs) == (up + down + a + b) + (2 * up + down) + replayed + a + b + (b + a + a)

@@ -16,6 +16,7 @@ from ckptfused.models.derive.family import DERIVED
 from ckptfused.models.describe.counts import Counts
 from ckptfused.models.describe.example import example
 from ckptfused.models.describe.own_forward import in_training
+from ckptfused.models.experts.adapters import wrapped
 from ckptfused.models.experts.install import counted_as_converted, is_converted
 from ckptfused.models.experts.routing import beside_experts, saves_input_alone
 from ckptfused.models.family import EXAMPLE_TOKENS, Outcome
@@ -77,7 +78,7 @@ def _bytes(model: nn.Module, one: InstalledLayer, counts: Counts) -> tuple[Bytes
 def _with_routing(one: InstalledLayer, outcome: Outcome, x: Tensor, fused: float, counts: Counts) -> Bytes:
     """Bytes a token of a layer whose router and experts run once. fused: those of its fused half."""
     layer, each = one.layer, x.size(-1) * x.element_size()
-    block: nn.Module = next(m for m in layer.modules() if any(map(is_converted, m.children())))
+    block: nn.Module = next(m for m in layer.modules() if any(is_converted(wrapped(inner)) for inner in m.children()))
     if block is layer or any(beside_experts(block)) or not _can_be_traced(block):
         return None
     with counted_as_converted(), in_training():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ckptfused.compat.transformers import experts_functions, experts_implementation, own_experts_forward
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import under_foreign_mode
+from ckptfused.models.experts.adapters import is_wrapper, read_adapters, unproved, with_scales, wrapped
 from ckptfused.models.experts.read import COMPUTED_AS_SAID, is_experts, read_experts, unfit, weights_of
 from ckptfused.ops.experts import experts
 from ckptfused.spec.experts import ExpertsSpec
@@ -63,6 +64,24 @@ def run(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return experts(x, ids, weights, up, down, up_bias, down_bias, spec=config.spec)
 
 
+class AdaptedForward:
+    """The forward of the outermost of PEFT's wrappers around a converted module of experts."""
+
+    def __init__(self, wrapper: nn.Module) -> None:
+        self.wrapper = wrapper
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The op with the adapters, or, where it is not this call's, PEFT's own forward."""
+        module: Any = wrapped(self.wrapper)
+        if len(args) == 2 and not kwargs and is_converted(module) and why_original(module, x) is None:
+            added = read_adapters(self.wrapper)
+            if not isinstance(added, Reason):
+                spec = with_scales(module.config.spec, added.up_scale, added.down_scale)
+                up, down, up_bias, down_bias = weights_of(module)
+                return experts(x, *args, up, down, up_bias, down_bias, added.tensors, spec=spec)
+        return type(self.wrapper).forward(self.wrapper, x, *args, **kwargs)  # type: ignore[no-any-return]
+
+
 def why_original(module: Any, x: Tensor) -> Reason | None:
     """Why a call of a converted module with x, [N, C], runs what it would run unconverted."""
     if experts_implementation(module.config.model) not in COMPUTED_AS_SAID:
@@ -93,6 +112,11 @@ def is_converted(module: nn.Module) -> bool:
     return isinstance(vars(module).get("config"), ExpertsConfig)
 
 
+def is_changed(module: nn.Module) -> bool:
+    """Whether a conversion may change a module: one of experts, or PEFT's wrapper of one."""
+    return is_converted(module) or is_experts(module) or is_wrapper(module)
+
+
 def convert_experts(named: dict[str, nn.Module]) -> tuple[str, ...]:
     """Has these modules run as one op each, where they are experts and can; what the report says of others."""
     left: dict[str, list[str]] = {}
@@ -108,7 +132,25 @@ def convert_experts(named: dict[str, nn.Module]) -> tuple[str, ...]:
         _register()
         # Layers that are alike have one config, as before: what is proved of one is known of all.
         module.config = configs.setdefault((id(config), found), ExpertsConfig(config, found))  # type: ignore[assignment]
-    return tuple(f"{_run(names)}: experts run as they did: {why}" for why, names in left.items())
+    notes = tuple(f"{_run(names)}: experts run as they did: {why}" for why, names in left.items())
+    return notes + _convert_adapters(named)
+
+
+def _convert_adapters(named: dict[str, nn.Module]) -> tuple[str, ...]:
+    """Has the op add what PEFT's wrappers around converted experts add; what the report says of others."""
+    left: dict[str, list[str]] = {}
+    wrappers: dict[str, Any] = {name: module for name, module in named.items() if is_wrapper(module)}
+    inner = {module.base_layer for module in wrappers.values()}
+    for name, module in wrappers.items():
+        base: Any = wrapped(module)
+        if module in inner or not is_converted(base):
+            continue
+        why = unproved(module, base.config.spec)
+        if why is None:
+            module.forward = AdaptedForward(module)
+        else:
+            left.setdefault(why.text, []).append(name)
+    return tuple(f"{_run(names)}: PEFT merges its adapters at each call: {why}" for why, names in left.items())
 
 
 def _run(names: list[str]) -> str:
@@ -116,7 +158,9 @@ def _run(names: list[str]) -> str:
 
 
 def revert_experts(module: nn.Module) -> None:
-    """Gives a module of experts the config back that it had."""
+    """Gives a module of experts the config back that it had, and PEFT's wrapper its own forward."""
+    if isinstance(vars(module).get("forward"), AdaptedForward):
+        del module.forward
     config = vars(module).get("config")
     if isinstance(config, ExpertsConfig):
         module.config = config.model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,24 @@ COMPUTED_AS_SAID = ("eager", "grouped_mm", "batched_mm", None)
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 _NEAR = 1e-5  # some classes compute in float32 whatever they are given
 _LIMITS, _ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+
+
+class Small(NamedTuple):
+    """Sizes of weights on which code that was not read is tried."""
+
+    tokens: int
+    width: int
+    hidden: int
+    experts: int
+
+    def call(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Random x, ids and weights of a call, in float64."""
+        x = torch.randn(self.tokens, self.width, dtype=torch.float64)
+        ids = torch.rand(self.tokens, self.experts).topk(2).indices
+        return x, ids, torch.rand(self.tokens, 2, dtype=torch.float64)
+
+
+SMALL = Small(tokens=7, width=5, hidden=6, experts=3)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -86,30 +104,28 @@ def _incomplete(module: Any) -> Reason | None:
 
 def _proved(module: Any) -> ExpertsSpec | Reason:
     torch.manual_seed(0)
-    hidden, width, count = 6, 5, 3
-    small = _small(module, hidden, width, count)
-    values = torch.randn(64, hidden * (2 if module.has_gate else 1), dtype=torch.float64)
+    small = small_experts(module)
+    values = torch.randn(64, SMALL.hidden * (2 if module.has_gate else 1), dtype=torch.float64)
     values = torch.cat((values, values * 10))
     act = gate_of(small) if module.has_gate else module.act_fn
     expected = act(values)
-    near = (spec for spec in _candidates(module) if _alike(experts_activation(values, spec), expected))
+    near = (spec for spec in _candidates(module) if nearly_equal(experts_activation(values, spec), expected))
     spec = next(near, None)
     if spec is None:
         return Reason("its activation is none of ckptfused's")
-    x = torch.randn(7, width, dtype=torch.float64)
-    ids = torch.rand(7, count).topk(2).indices
-    weights = torch.rand(7, 2, dtype=torch.float64)
+    x, ids, weights = SMALL.call()
     up, down, up_bias, down_bias = weights_of(small)
-    ours = eager_experts(x, ids, weights, up, up_bias, down, down_bias, spec)
+    ours = eager_experts(x, ids, weights, up, up_bias, down, down_bias, (), spec)
     for name in ("eager", "batched_mm"):
         forward = experts_functions().get_interface(name, own_experts_forward(type(module)))
-        if not _alike(forward(small, x, ids, weights), ours):
+        if not nearly_equal(forward(small, x, ids, weights), ours):
             return Reason(f"its {name} forward computes something else than its class says")
     return spec
 
 
-def _small(module: Any, hidden: int, width: int, count: int) -> Any:
-    """A shallow copy with few and small experts in float64."""
+def small_experts(module: Any) -> Any:
+    """A shallow copy of a module of experts with few and small random weights in float64."""
+    _, width, hidden, count = SMALL
     small = copy.copy(module)
     vars(small)["_parameters"] = dict(vars(module)["_parameters"])
     small.num_experts = count
@@ -138,5 +154,6 @@ def _candidates(module: Any) -> Iterator[ExpertsSpec]:
             yield ExpertsSpec(act=CLAMPED, limit=float(limit), alpha=alpha, offset=offset, **layout)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def nearly_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two results on small weights are one but for rounding."""
     return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=_NEAR, atol=_NEAR)

@@ -15,6 +15,7 @@ from ckptfused.checkpoint import checkpoint
 from ckptfused.compat.torch_modules import is_compiled
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import holds_fsdp1, is_fully_sharded
+from ckptfused.models.experts.adapters import wrapped
 from ckptfused.models.experts.install import is_converted, why_original
 from ckptfused.models.experts.read import is_experts
 from ckptfused.offload import follow
@@ -96,7 +97,7 @@ def _keeping_all(text: str) -> str:
 def beside_experts(module: nn.Module) -> Iterator[nn.Module]:
     """The modules beside experts and their routers: those with several projections, and those without a matrix."""
     for child in module.children():
-        if is_experts(child):
+        if is_experts(wrapped(child)):
             continue
         if any(map(is_experts, child.modules())):
             yield from beside_experts(child)

@@ -1,0 +1,138 @@
+"""PEFT's LoRA on the weights of experts (`target_parameters`), as the op adds it: to each expert's own rows.
+
+PEFT adds A and B to the whole stack of weights at each forward, and its backward makes a gradient of the whole stack.
+Here neither is made: the outermost of PEFT's wrappers around a module of experts gets a forward that calls the op.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.compat.peft import PARAM_WRAPPER
+from ckptfused.eager.experts import eager_experts
+from ckptfused.layer.hooks import hooked
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.source import class_name
+from ckptfused.models.experts.read import SMALL, nearly_equal, small_experts, weights_of
+from ckptfused.spec.experts import ExpertsSpec
+
+
+class Adapters(NamedTuple):
+    """What the wrappers around a module of experts add at a call."""
+
+    tensors: tuple[Tensor | None, ...]
+    """up_a, up_b, down_a and down_b, as the op takes them."""
+    up_scale: float
+    down_scale: float
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is PEFT's wrapper of one that holds an adapted parameter."""
+    return class_name(type(module)) == PARAM_WRAPPER
+
+
+def wrapped(module: Any) -> nn.Module:
+    """What wrappers of adapted parameters are around; any other module itself."""
+    while is_wrapper(module):
+        module = module.base_layer
+    return module  # type: ignore[no-any-return]
+
+
+def read_adapters(wrapper: Any) -> Adapters | Reason:
+    """What is added at this call, or why PEFT has to do it. wrapper: the outermost."""
+    base: Any = wrapped(wrapper)
+    pairs: dict[str, tuple[Tensor, Tensor, float]] = {}
+    module = wrapper
+    while is_wrapper(module):
+        if module is not wrapper and hooked(module):
+            return Reason("an inner wrapper has a hook or a forward of its own")
+        if module.disable_adapters or module.merged:
+            return Reason("its adapters are merged or switched off")
+        names = [name for name in module.active_adapters if name in module.lora_A]
+        if len(names) > 1 or module.parameter_name in pairs:
+            return Reason("several adapters on one weight")
+        for name in names:
+            found = _pair(module, name)
+            if isinstance(found, Reason):
+                return found
+            pairs[module.parameter_name] = found
+        module = module.base_layer
+    if hooked(base):
+        return Reason("the experts have a hook or a forward of their own")
+    stem = "gate_up_proj" if base.has_gate else "up_proj"
+    if not pairs.keys() <= {stem, "down_proj"}:
+        return Reason(f"an adapter on {', '.join(pairs)}")
+    up_a, up_b, up_scale = pairs.get(stem, (None, None, 1.0))
+    down_a, down_b, down_scale = pairs.get("down_proj", (None, None, 1.0))
+    return Adapters((up_a, up_b, down_a, down_b), up_scale, down_scale)
+
+
+def _pair(module: Any, name: str) -> tuple[Tensor, Tensor, float] | Reason:
+    """A [E, r, in] and B [E, out, r] of an adapter, and its scale."""
+    a, b, scale = module.lora_A[name], module.lora_B[name], module.scaling[name]
+    if name in module.lora_variant or module.lora_bias.get(name) or module.num_experts == 1:
+        return Reason("an adapter of another kind than A and B for each expert")
+    if not (type(a) is type(b) is nn.Linear) or hooked(a) or hooked(b):
+        return Reason("an adapter whose A or B is no plain Linear")
+    if any(type(t) not in (Tensor, nn.Parameter) for t in (a.weight, b.weight)):
+        return Reason("an adapter in shards")
+    if isinstance(scale, Tensor):
+        return Reason("an adapter's scale is a tensor (PEFT's hotswap)")
+    count = module.num_experts
+    return a.weight.unflatten(0, (count, -1)), b.weight.unflatten(1, (-1, count)).permute(2, 0, 1), float(scale)
+
+
+@lru_cache(maxsize=1024)
+def with_scales(spec: ExpertsSpec, up: float, down: float) -> ExpertsSpec:
+    """The spec of the same experts with adapters of these scales."""
+    return replace(spec, up_scale=up, down_scale=down)
+
+
+def unproved(wrapper: Any, spec: ExpertsSpec) -> Reason | None:
+    """Why a wrapper's own forward is kept: as its adapters are now, or since on small weights it computes something
+    else than A and B added to each expert's products."""
+    if hooked(wrapper):
+        return Reason("PEFT's wrapper has a hook or a forward of its own")
+    if isinstance(found := read_adapters(wrapper), Reason):
+        return found
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            base: Any = wrapped(wrapper)
+            small = _small(wrapper, small_experts(base))
+            found = read_adapters(small)
+            if isinstance(found, Reason):
+                return found
+            x, ids, weights = SMALL.call()
+            up, down, up_bias, down_bias = weights_of(wrapped(small))
+            scaled = with_scales(spec, found.up_scale, found.down_scale)
+            ours = eager_experts(x, ids, weights, up, up_bias, down, down_bias, found.tensors, scaled)
+            same = nearly_equal(type(wrapper).forward(small, x, ids, weights), ours)
+            return None if same else Reason("PEFT adds something else than A and B")
+    except Exception as error:  # of code that was not read
+        return Reason(f"PEFT's wrapper could not be tried on small weights ({type(error).__name__}: {error})")
+
+
+def _small(wrapper: Any, base: nn.Module) -> Any:
+    """A shallow copy of a wrapper around these experts, with adapters of their size in float64."""
+    if not is_wrapper(wrapper):
+        return base
+    small = copy.copy(wrapper)
+    vars(small)["_modules"] = {**wrapper._modules, "base_layer": _small(wrapper.base_layer, base)}
+    small.num_experts = SMALL.experts
+    into, out = small.get_param().shape[1:]
+    if not wrapped(wrapper).is_transposed:
+        into, out = out, into
+    made: dict[str, dict[str, nn.Module]] = {"lora_A": {}, "lora_B": {}}
+    for name, rank in wrapper.r.items():
+        if name in wrapper.lora_A:
+            made["lora_A"][name] = nn.Linear(into, rank * SMALL.experts, bias=False, dtype=torch.float64)
+            made["lora_B"][name] = nn.Linear(rank * SMALL.experts, out, bias=False, dtype=torch.float64)
+    small._modules |= {name: nn.ModuleDict(modules) for name, modules in made.items()}
+    return small
