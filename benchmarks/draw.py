@@ -39,14 +39,13 @@ ENCODER = "encoder-4x512x4096"
 STEP = "step-encoder-float32-zen5"
 STEP_PICTURE = IMAGES / "step.svg"
 WHOLE = "whole-step-8x384x32768"
-CASES_MEASURED = {name: f"step-{name}-bfloat16-zen5" for name in ("encoder", "gpt2", "bert", "vit", "lora", "experts")}
+CASES_MEASURED = {
+    name: f"step-{name}-bfloat16-zen5"
+    for name in ["encoder", "encoder-4096", "llama", "llama-dropout", "gpt2", "bert", "vit", "lora", "qlora", "experts"]
+}
 SPEED = {
-    "Xeon with AMX, bfloat16": "llama-4x1024-bfloat16-sapphirerapids",
-    "Xeon with AMX, float32": "llama-4x1024-float32-sapphirerapids",
-    "Zen 4 (bf16 instructions), float32": "llama-4x1024-float32-zen4",
-    "Zen 4, bfloat16": "llama-4x1024-bfloat16-zen4",
-    "Cascade Lake, float32": "llama-4x1024-float32-cascadelake",
-    "Cascade Lake, bfloat16": "llama-4x1024-bfloat16-cascadelake",
+    "Zen 5 (bf16 instructions), float32": "llama-4x1024-float32-zen5",
+    "Zen 5, bfloat16": "llama-4x1024-bfloat16-zen5",
 }
 """Label of a row -> result, in the order of the table."""
 

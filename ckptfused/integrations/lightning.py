@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ckptfused.integrations.run import RunFigures, TrainingRun, plain_optimizer
@@ -18,7 +18,7 @@ class LightningCallback(RunFigures, Callback):
     module: the name of the submodule to convert, such as "model"; "": the LightningModule itself.
     options: those of `ckptfused.convert`. With `budget=` give the `batch` that this module is called with, for planning
     does not know how `training_step` calls it; `optimizer`, `autocast` and `gradient_accumulation_steps` are the
-    trainer's.
+    trainer's. With a plan the gradients of a step are freed before the next one's forward, not after it.
     every: steps from one whose peak is compared with the plan to the next; the first is.
     revert_before_saving: the model is reverted when training ends. Lightning's checkpoints hold a `state_dict`, which
     is the same while the model is converted.
@@ -45,8 +45,17 @@ class LightningCallback(RunFigures, Callback):
         )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Begins to measure a batch."""
+        """Begins to measure a batch, without the gradients of the step before."""
+        self._free_gradients(trainer, pl_module, batch_idx)
         self.run.step_begins(trainer.global_step + 1, plain_optimizer(next(iter(trainer.optimizers), None)))
+
+    def _free_gradients(self, trainer: Any, pl_module: Any, batch_idx: int) -> None:
+        """Lightning frees gradients between forward and backward; a plan has them freed before, as others do."""
+        own = type(pl_module).optimizer_zero_grad is LightningModule.optimizer_zero_grad
+        planned = self.report is not None and self.report.peak is not None
+        if planned and own and pl_module.automatic_optimization and batch_idx % trainer.accumulate_grad_batches == 0:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Compares it with the plan."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -16,11 +16,13 @@ from ckptfused.modules.fused import FusedModule
 
 def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family | None]]:
     """The outermost layers in order, with their adapter: known classes, Hugging Face's checkpointing layers, and
-    what repeats in a `ModuleList` or `Sequential`, or stands in a `ModuleList` alone, for a loop to call several times
-    (ALBERT). Of stages that repeat it is what is large in them: blocks, and what stands beside these (downsampling).
+    what repeats in a `ModuleList`, `ModuleDict` or `Sequential`, or stands in a `ModuleList` alone, for a loop to call
+    several times (ALBERT). Of stages that repeat it is what is large in them: blocks, and what stands beside these
+    (downsampling). Where a model has none of these, it is what repeats among its own attributes (`self.block1`, …).
     ckptfused's own modules are left as they are.
     """
-    yield from _below(model, "", [], set())
+    found = list(_below(model, "", [], set()))
+    yield from found or _below(model, "", _large_ones(model.children()), set())
 
 
 def _below(
@@ -33,7 +35,7 @@ def _below(
     seen.add(module)
     family = family_of(module)
     inner = _repeating(module)
-    if isinstance(module, nn.ModuleList):  # of a list of lists, too
+    if isinstance(module, nn.ModuleList) or not name:  # of a list of lists, too, and of a model's attributes
         inner += repeating
     whole = repeated or is_checkpointing_layer(module)
     stage = whole and _holds_layers(module, inner)
@@ -51,12 +53,13 @@ def _below(
 
 
 def _repeating(module: nn.Module) -> list[nn.Module]:
-    """What a container has that is large and of a class that repeats, lists in a list included; shared weights repeat
-    too.
-    """
-    if not isinstance(module, nn.ModuleList | nn.Sequential):
-        return []
-    children = [(child, unwrapped(child)[1]) for child in _held(module)]
+    """What a container has that is large and of a class that repeats, lists in a list included."""
+    return _large_ones(_held(module)) if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) else []
+
+
+def _large_ones(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of some modules that are large and of a class that repeats among them; shared weights repeat too."""
+    children = [(child, unwrapped(child)[1]) for child in modules]
     classes = Counter(type(inner) for _, inner in children)
     return [child for child, inner in children if classes[type(inner)] > 1 and _is_large(inner)]
 
@@ -100,7 +103,9 @@ def _are_experts(blocks: nn.Module, layer: nn.Module) -> bool:
     """Whether a layer has a list of blocks, and beside it a matrix with a row for each, by which a router chooses."""
     beside = [*layer.parameters(recurse=False)]
     beside += [p for child in layer.children() if child is not blocks for p in child.parameters(recurse=False)]
-    return isinstance(blocks, nn.ModuleList) and any(p.dim() == 2 and len(p) == len(blocks) for p in beside)
+    return isinstance(blocks, nn.ModuleList | nn.ModuleDict) and any(
+        p.dim() == 2 and len(p) == len(blocks) for p in beside
+    )
 
 
 def _has_parts(block: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from ckptfused.sizes import byte_unit, second_unit, size
 COLOURS = ("#4c566a", "#81a1c1", "#a3be8c", "#ebcb8b", "#d08770", "#bf616a")
 FAR = 1.5
 """Multiple of what a picture shows beyond which a value is said in the margin."""
-_BESIDE = 14
+_BESIDE = 15
 """Points at most between a name and what it names; from further away a line leads there."""
 _LETTER = 0.0085
 """Share of the width that a letter of a phase's name takes."""
@@ -88,10 +88,20 @@ def _gap(box: Any, x: float, y: float) -> float:
     return hypot(max(box.x0 - x, 0, x - box.x1), max(box.y0 - y, 0, y - box.y1))
 
 
+# From a point, in points: beside it, then ever further above, below and to the sides.
+_PLACES = sorted(
+    (
+        (across * aside, up * (far - (2 if far == 5 else 0)))
+        for aside, far, across, up in product((5, 50, 95, 140), range(5, 200, 9), (1, -1), (1, -1))
+    ),
+    key=lambda place: (hypot(*place), -place[0], -place[1]),
+)
+
+
 def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
     """Writes names beside points, (name, x, y), where they cover neither another name, a point nor a curve of the axes:
-    the nearest such place of a few. It is nearer to its own point than to others, or a line leads to that. Points in
-    one place have one label."""
+    the nearest such place of a few, or the one within the axes where they cover least. It is nearer to its own point
+    than to others, or a line leads to that. Points in one place have one label."""
     from matplotlib.transforms import Bbox
 
     names: dict[tuple[float, float], list[str]] = {}
@@ -103,19 +113,29 @@ def label_points(axes: Any, points: Iterable[tuple[str, float, float]]) -> None:
     curves = [line.get_transform().transform_path(line.get_path()) for line in drawn]
     for point, found in names.items():
         text = axes.annotate(", ".join(found), point, (0, 0), textcoords="offset points", fontsize=8)
-        for far, (across, up) in product(range(5, 200, 9), ((1, 1), (1, -1), (-1, 1), (-1, -1))):
-            text.set(ha="left" if across > 0 else "right", va="bottom" if up > 0 else "top")
-            text.xyann = (5 * across, far * up - (2 * up if far == 5 else 0))
-            box = text.get_window_extent(axes.figure.canvas.get_renderer())
-            inside = (
-                axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1
-            )
-            crossed = any(curve.intersects_bbox(box, filled=False) for curve in curves)
-            nearest = min(places, key=lambda place: _gap(box, *place))
-            clear = far > _BESIDE or nearest == tuple(axes.transData.transform(point))
-            if inside and clear and not crossed and not any(box.overlaps(other) for other in taken):
+        text.set_in_layout(False)  # the axes keep the size for which places are found
+
+        def covered(
+            place: tuple[float, float], text: Any = text, point: tuple[float, float] = point
+        ) -> tuple[Any, ...]:
+            """What a name in this place would cover, and by how much it would leave the axes."""
+            text.set(ha="left" if place[0] > 0 else "right", va="bottom" if place[1] > 0 else "top")
+            text.xyann = place
+            box, own = text.get_window_extent(axes.figure.canvas.get_renderer()), axes.bbox
+            beyond = max(own.x0 - box.x0, box.x1 - own.x1, own.y0 - box.y0, box.y1 - own.y1, 0)
+            crossed = sum(curve.intersects_bbox(box, filled=False) for curve in curves)
+            nearest = min(places, key=lambda other: _gap(box, *other))
+            strange = hypot(*place) <= _BESIDE and nearest != tuple(axes.transData.transform(point))
+            return beyond, sum(box.overlaps(other) for other in taken) + crossed + strange, box
+
+        best = None
+        for place in _PLACES:
+            beyond, covers, _ = covered(place)
+            if best is None or (beyond, covers) < best[:2]:
+                best = beyond, covers, place
+            if not beyond and not covers:
                 break
-        taken.append(box)
-        if far > _BESIDE:
+        taken.append(covered(best[2])[2])  # type: ignore[index]
+        if hypot(*text.xyann) > _BESIDE:
             line = {"arrowstyle": "-", "linewidth": 0.5, "color": "grey"}
             axes.annotate("", point, text.xyann, textcoords="offset points", arrowprops=line)

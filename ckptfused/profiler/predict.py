@@ -6,7 +6,7 @@ The ledger sees every storage of the meta device begin and end, PyTorch's and ck
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from ckptfused._extension import _C
 from ckptfused.compat.pytree import tree_leaves
@@ -152,7 +153,7 @@ def _record(
     twins, optimizer = without_data(step.batch), step.optimizer_of(model)
     weights = stored_bytes([*model_tensors(model), *tree_leaves(twins)])
     state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
-    optimize = None if optimizer is None else step_at_once if at_once else optimizer.step
+    optimize = None if optimizer is None else step_at_once if at_once else _without_numbers(optimizer)
     release = released(model, optimizer if step.release else None, optimize)
     known = KnownValues(tensors_with_values(step.batch, twins))
     named = MadeByName()
@@ -212,19 +213,21 @@ def _in_words(name: str) -> str:
 def _take_step(optimizer: Optimizer, kind: str) -> list[str]:
     """Has an optimizer take a step, so that it has its state; a note where it cannot without data.
 
-    Fused ones know no meta tensors, but keep what others of their class do; on a GPU those that can take all parameters
-    at once do so where they are not told.
+    Fused ones know no meta tensors, but keep what others of their class do. Those that can take all parameters at once
+    do so where they are told, and on a GPU where they are not told otherwise.
     """
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     for group in optimizer.param_groups:
-        together = group.get("foreach", False) is None and not group.get("fused") and kind == "cuda"
+        together = group.get("foreach", False)
+        if together is None:
+            together = kind == "cuda" and not group.get("fused")
         group.update({name: False for name in ("fused", "foreach") if name in group})
         if together:
             group["foreach"] = True
     for parameter in trained:
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
     try:
-        optimizer.step()
+        _without_numbers(optimizer)()
     except (RuntimeError, TypeError) as error:  # a closure is wanted, too
         name = type(optimizer).__name__
         return [f"{name} takes no step without data ({_said(error)}): its state counts, what its step holds does not"]
@@ -232,6 +235,25 @@ def _take_step(optimizer: Optimizer, kind: str) -> list[str]:
         for parameter in trained:
             parameter.grad = None
     return []
+
+
+class _Ones(TorchFunctionMode):
+    """The numbers that an optimizer asks of tensors without data, such as a norm: they change values alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.item, Tensor.__float__) and args[0].is_meta:
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+def _without_numbers(optimizer: Optimizer) -> Callable[[], None]:
+    """The step of an optimizer whose tensors have no data."""
+
+    def step() -> None:
+        with _Ones():
+            optimizer.step()
+
+    return step
 
 
 def _is_wrong(error: Exception) -> bool:

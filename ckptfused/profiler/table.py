@@ -11,6 +11,7 @@ from typing import Any
 from ckptfused.profiler.phases import LayerProfile
 from ckptfused.simulate.cards import CARDS, fitting
 from ckptfused.sizes import size
+from ckptfused.state.generators import undrawn
 
 MOST_ALIVE = 6
 _COLUMNS = ("", "saved", "forward +", "backward +", "gradients", "forward", "backward")
@@ -43,11 +44,13 @@ def text(profile: Any) -> str:
 def printed(rich: Callable[[], Any], plain: Callable[[], str]) -> str:
     """What rich prints, as text, as wide as `COLUMNS` says; without rich, a plainer text."""
     try:
-        from rich.console import Console
+        with undrawn():  # rich draws numbers as it is imported, and for its styles
+            from rich.console import Console
+
+            out = io.StringIO()
+            Console(file=out, width=int(os.environ.get("COLUMNS", 120)), color_system=None).print(rich())
     except ModuleNotFoundError:
         return plain()
-    out = io.StringIO()
-    Console(file=out, width=int(os.environ.get("COLUMNS", 120)), color_system=None).print(rich())
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

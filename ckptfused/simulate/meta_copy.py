@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ckptfused.compat.pytree import tree_map
+from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_memory import storage_id
 
 T = TypeVar("T")
@@ -45,6 +45,8 @@ def copy_to_meta(model: nn.Module, optimizer: T) -> tuple[nn.Module, T]:
             for module in model.modules():
                 if isinstance(module, DistributedDataParallel):
                     memo[id(module)] = _replica(module, memo)
+                held = (value for value in tree_leaves(vars(module)) if isinstance(value, torch.Generator))
+                memo.update((id(generator), generator.clone_state()) for generator in held)
             meta_copy = copy.deepcopy((model, optimizer), memo)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError, SystemError) as error:
         raise ValueError(f"model: expected one that copy.deepcopy copies, got {error}") from error

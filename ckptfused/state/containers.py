@@ -178,7 +178,7 @@ def _data(names: tuple[str, ...], types: tuple[Any, ...]) -> list[str]:
     return [
         name
         for name, kind in zip(names, types, strict=True)
-        if not name.startswith("__") and (kind in _PLAIN or issubclass(kind, (Tensor, *CONTAINERS)))
+        if not name.startswith("__") and (kind in _PLAIN or issubclass(kind, (Tensor, nn.Module, *CONTAINERS)))
     ]
 
 

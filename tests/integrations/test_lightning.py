@@ -74,6 +74,35 @@ def test_a_budget_is_compared_with_steps(tmp_path: Path, caplog: Any) -> None:
     assert 0.5 * callback.report.peak < max(callback.peaks.values())
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_no_step_needs_more_than_the_plan(accumulation: int, tmp_path: Path) -> None:
+    """Lightning frees a step's gradients after the next one's forward, where they would count twice."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 64, 64)
+
+    class Wide(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = torch.nn.TransformerEncoderLayer(64, 2, 512, dropout=0.0, batch_first=True)
+            self.encoder = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    least = None
+    for budget in ("1GiB", None):
+        callback = LightningCallback("encoder", every=1, budget=budget or least, batch=(x[:2],))
+        trainer = lightning.Trainer(
+            accelerator="cpu", max_epochs=1, callbacks=[callback], accumulate_grad_batches=accumulation, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(Wide(), torch.utils.data.DataLoader(x, batch_size=2))
+        assert callback.report.peak is not None
+        assert max(callback.peaks.values()) <= callback.report.peak, (budget, callback.peaks)
+        least = int(0.9 * callback.report.peak)
+
+
 @pytest.mark.parametrize("reverts", [False, True])
 def test_resuming_and_reverting(reverts: bool, tmp_path: Path) -> None:
     """A checkpoint holds the plain module's weights, from which training goes on with the callback."""

@@ -54,7 +54,7 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.downsample(x)
-        for block in self.blocks:  # type: ignore[attr-defined]
+        for block in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:  # type: ignore
             x = block(x)
         return x
 
@@ -115,6 +115,29 @@ class Routed(nn.Module):
         return x + torch.stack([e(x) * p[:, None] for e, p in zip(self.experts, shares, strict=True)]).sum(0)
 
 
+class NamedExperts(Routed):
+    """The same, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts: Any = nn.ModuleDict({f"expert {i}": Flat() for i in range(4)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1).unbind(-1)
+        return x + torch.stack([e(x) * p[:, None] for e, p in zip(self.experts.values(), shares, strict=True)]).sum(0)
+
+
+class Attributes(nn.Module):
+    """A model whose blocks stand in no container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block0, self.block1 = nn.Linear(WIDTH, WIDTH), Flat(), Flat()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block1(self.block0(self.first(x)))
+
+
 class Lists(nn.Module):
     """Layers as in x-transformers: norms, a block, a residual."""
 
@@ -145,6 +168,13 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
         lambda: nn.Sequential(*(Stage(nn.ModuleList([Flat(), Flat()])) for _ in range(2))),
         [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.0", "blocks.1")],
     ),
+    "stages of dicts": (
+        lambda: nn.Sequential(*(Stage(nn.ModuleDict({"a": Flat(), "b": Flat()})) for _ in range(2))),
+        [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.a", "blocks.b")],
+    ),
+    "blocks in a dict": (lambda: Stage(nn.ModuleDict({"a": Flat(), "b": Flat()})), ["blocks.a", "blocks.b"]),
+    "blocks in attributes": (Attributes, ["block0", "block1"]),
+    "named experts with a router": (lambda: nn.Sequential(NamedExperts(), NamedExperts()), ["0", "1"]),
     "blocks of units": (lambda: nn.Sequential(Units(), Units()), ["0", "1"]),
     "blocks without children": (lambda: nn.Sequential(WrittenOut(), WrittenOut()), ["0", "1"]),
     "experts": (lambda: nn.Sequential(Experts(), Experts()), ["0", "1"]),

@@ -57,6 +57,21 @@ def test_names_of_near_points_cover_one_another_nowhere() -> None:
     assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 for box in boxes)
 
 
+def test_names_leave_the_axes_as_they_are_where_there_is_little_room() -> None:
+    figure, axes = canvas(4, 2.5)
+    points = [(f"policy {i}", 10.0 + i % 4, 1.0 + 0.01 * i) for i in range(16)]
+    axes.plot([x for _, x, _ in points], [y for *_, y in points], "o")
+    axes.margins(0.3)
+    figure.draw_without_rendering()
+    before = axes.bbox.bounds
+    label_points(axes, points)
+    figure.draw_without_rendering()
+    assert axes.bbox.bounds == pytest.approx(before, abs=2)
+    boxes = [text.get_window_extent() for text in axes.texts if text.get_text()]
+    assert len(boxes) == 16
+    assert all(axes.bbox.y0 <= box.y0 and box.y1 <= axes.bbox.y1 for box in boxes)
+
+
 def test_a_name_is_nearest_to_its_own_point() -> None:
     """Else a line leads there."""
     figure, axes = canvas(8, 5)

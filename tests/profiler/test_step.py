@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,6 +110,16 @@ def test_with_an_optimizer(variant: str) -> None:
     numbers = sum(p.numel() for p in parameters)
     assert found.optimizer == 8 * numbers + 4 * len(parameters)  # float32 moments, and the number of the step
     assert found.moment.startswith("optimizer") and found.gradients == 4 * numbers
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+def test_an_optimizer_that_takes_all_parameters_at_once(optimizer: Any) -> None:
+    """It holds what it makes of all of them, on the CPU too, where it is told."""
+    found = {
+        together: compare(llama, partial(optimizer, foreach=together), (1, 16)).above_state
+        for together in (True, False)
+    }
+    assert found[True] > 1.1 * found[False]
 
 
 MODELS: dict[str, Callable[[], Any]] = {

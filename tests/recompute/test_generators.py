@@ -91,6 +91,25 @@ def test_draws_are_alike(name: str) -> None:
     assert found[0] == found[1]
 
 
+def test_a_module_that_is_an_attribute_of_the_class_that_a_method_is_bound_to() -> None:
+    class Holder:
+        layer: nn.Module
+
+        @classmethod
+        def applied(cls, x: Tensor) -> Tensor:
+            return cls.layer(x).sin()
+
+    layers, found = [nn.Linear(4, 4) for _ in range(3)], []
+    for call in (lambda function, x: function(x), checkpoint):
+        x = y = torch.ones(4, requires_grad=True)
+        for Holder.layer in layers:
+            y = call(Holder.applied, y)
+        y.sum().backward()
+        found.append(x.grad)
+        assert Holder.layer is layers[-1]
+    assert torch.equal(*found)
+
+
 def test_attributes_of_the_class_that_a_method_is_bound_to() -> None:
     """Its own, and those of a class above."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from ckptfused.eager.attention import attention
 from ckptfused.eager.dropout import dropout
 from ckptfused.models.derive.in_place import let_go, without_writing, writes
 
-_NOT_THE_LAYERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_NOT_THE_LAYERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), threading.__file__)
 
 
 def words_of(*lines: str) -> frozenset[str]:
