@@ -36,6 +36,24 @@ def summed_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), target, reduction="sum")
 
 
+def rms_norm(x: Tensor, w: Tensor, b: None = None) -> Tensor:
+    """PyTorch's, of rows."""
+    return F.rms_norm(x, (x.size(-1),), w, EPS)
+
+
+def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """PyTorch's, of rows."""
+    return F.layer_norm(x, (x.size(-1),), w, b, EPS)
+
+
+NORMS: dict[str, Callable[..., Tensor]] = {"rmsnorm": rms_norm, "layernorm": layer_norm}
+
+
+def rotated(given: list[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """Queries and keys [B, T, heads, D], turned by tables [T, D / 2]."""
+    return [rotate(t.transpose(1, 2), cos, sin) for t in given]
+
+
 class Make:
     """The ops to measure, made one at a time. how: in what way PyTorch's own runs, such as `torch.compile`."""
 
@@ -56,40 +74,31 @@ class Make:
     def _norm_forward(self, kind: str) -> Op:
         x, w = self.matrix(), self.normal(self.sizes.width)
         b = self.normal(self.sizes.width) if kind == "layernorm" else None
-        y, shape = unset(x), (self.sizes.width,)
-
-        def reference(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-            return F.rms_norm(x, shape, w, EPS) if b is None else F.layer_norm(x, shape, w, b, EPS)
+        y, norm = unset(x), NORMS[kind]
 
         def results() -> list[tuple[Tensor, Tensor]]:
-            return [(y, reference(self.wide(x), self.wide(w), None if b is None else self.wide(b)))]
+            return [(y, norm(self.wide(x), self.wide(w), None if b is None else self.wide(b)))]
 
-        plain = self.how(reference)
+        plain = self.how(norm)
         return Op(lambda: OPS.norm_fwd(x, w, b, y, kind, EPS), lambda: plain(x, w, b), results, size(x, y))
 
     def _norm_backward(self, kind: str) -> Op:
         x, w, dy = self.matrix().requires_grad_(), self.normal(self.sizes.width).requires_grad_(), self.matrix()
         b = self.normal(self.sizes.width).requires_grad_() if kind == "layernorm" else None
         leaves = [x, w] if b is None else [x, w, b]
-        plain, weight, shape = x.detach(), w.detach(), (self.sizes.width,)
+        plain, weight, norm = x.detach(), w.detach(), NORMS[kind]
         dx = unset(plain)
         grads = [torch.full((self.sizes.width,), torch.nan, device=self.device) for _ in leaves[1:]]
         chunks = OPS.grad_chunks(plain, *plain.shape, 0)
         partials = [grad.new_empty(chunks, self.sizes.width) for grad in grads]
-
-        def forward(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-            return F.rms_norm(x, shape, w, EPS) if b is None else F.layer_norm(x, shape, w, b, EPS)
-
-        y = self.how(forward)(x, w, b)
+        y = self.how(norm)(x, w, b)
 
         def eager() -> tuple[Tensor, ...]:
             return torch.autograd.grad(y, leaves, dy, retain_graph=True)
 
         def results() -> list[tuple[Tensor, Tensor]]:
             wide = [self.wide(leaf).requires_grad_() for leaf in leaves]
-            right = torch.autograd.grad(
-                forward(wide[0], wide[1], wide[2] if b is not None else None), wide, self.wide(dy)
-            )
+            right = torch.autograd.grad(norm(*wide), wide, self.wide(dy))
             return list(zip([dx, *grads], right, strict=True))
 
         def ours() -> None:
@@ -211,10 +220,7 @@ class Make:
             else:
                 OPS.qk_bwd(q, q, None, *angles, q, None, None, *how, k, None, None, k)
 
-        def eager(given: list[Tensor], cos: Tensor, sin: Tensor) -> object:
-            return [rotate(t.transpose(1, 2), cos, sin) for t in given]
-
-        plain = self.how(eager)
+        plain = self.how(rotated)
 
         def results() -> list[tuple[Tensor, Tensor]]:
             right = [rotate(self.wide(t).transpose(1, 2), cos, sign * sin).transpose(1, 2) for t in given]

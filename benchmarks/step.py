@@ -40,7 +40,7 @@ class StepSizes(Sizes):
 def ways_of(sizes: StepSizes) -> dict[str, Any]:
     """The ways that this case can be trained in."""
     case = CASES[sizes.case]
-    return ways(case.whole, case.causal)
+    return ways(case.whole, case.causal, sizes.device == "cuda" and is_timed_alone(sizes))
 
 
 def made(sizes: StepSizes, shape: Shape, dtype: torch.dtype) -> tuple[Any, Batch]:

@@ -135,12 +135,23 @@ def trl_head(model: Any, batch: Batch) -> Loss:
     return lambda model, batch: model(**batch, fused_lm_head=True).loss
 
 
-def ways(whole: bool, causal: bool) -> dict[str, Way]:
-    """By the name in tables; of whole models with a loss over a vocabulary, ours make it in chunks too."""
-    return dict(_ways(whole, causal))
+def liger(model: Any, batch: Batch) -> Loss:
+    """Hugging Face's checkpointing, and Liger's kernels as its Trainer applies them: to modules of the model, and to
+    functions of transformers."""
+    from transformers.integrations.liger import apply_liger_kernel
+
+    checkpointed(model, batch)
+    apply_liger_kernel(model, None)
+    return loss_of
 
 
-def _ways(whole: bool, causal: bool) -> Iterator[tuple[str, Way]]:
+def ways(whole: bool, causal: bool, alone_on_a_gpu: bool = False) -> dict[str, Way]:
+    """By the name in tables; of whole models with a loss over a vocabulary, ours make it in chunks too. alone_on_a_gpu:
+    whether each has a process of its own there, in which it may change transformers."""
+    return dict(_ways(whole, causal, alone_on_a_gpu))
+
+
+def _ways(whole: bool, causal: bool, alone_on_a_gpu: bool) -> Iterator[tuple[str, Way]]:
     yield EAGER, eager
     yield CHECKPOINT, checkpointed
     yield f"{CHECKPOINT}, every 2", partial(checkpointed, every=2)
@@ -149,6 +160,8 @@ def _ways(whole: bool, causal: bool) -> Iterator[tuple[str, Way]]:
         yield f"{CHECKPOINT}, torch's chunked loss", torch_chunked
     if causal and find_spec("trl") is not None:
         yield f"{CHECKPOINT}, TRL's loss", trl_head
+    if causal and alone_on_a_gpu and find_spec("liger_kernel") is not None:
+        yield f"{CHECKPOINT}, Liger", liger
     yield "compile", compiled
     yield f"compile + {CHECKPOINT}", partial(compiled, before=checkpointed)
     for budget in BUDGETS:

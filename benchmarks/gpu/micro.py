@@ -1,4 +1,4 @@
-"""The row kernels on a GPU against the bandwidth of a copy of as many bytes and against eager PyTorch.
+"""The row kernels on a GPU against the bandwidth of a copy of as many bytes, eager PyTorch, and Liger if installed.
 
     python -m benchmarks.gpu.micro --seconds 30
     python -m benchmarks.gpu.micro --only rms_norm_forward
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import liger
 from benchmarks.gpu import isolated
 from benchmarks.gpu.timing import Clock, Goal, parser, write
 from benchmarks.ops import SMALL, TINY, Op, Sizes
@@ -29,9 +30,10 @@ def measure(name: str, make: Make, clock: Clock, seconds: float) -> dict[str, An
     error = check(name, op)
     source = torch.randn(op.moved // 4, device=make.device).to(DTYPE)  # half of the bytes: a copy reads and writes
     target = torch.empty_like(source)
-    times = clock.compare(
-        {"ckptfused": op.ours, "copy": lambda: target.copy_(source), "eager": op.eager}, seconds
-    )  # fmt: skip
+    calls = {"ckptfused": op.ours, "copy": lambda: target.copy_(source), "eager": op.eager}
+    if name in liger.OP_NAMES and liger.is_there(make.device):
+        calls["liger"] = getattr(Make(make.sizes, make.device, how=liger.instead_of), name)().eager
+    times = clock.compare(calls, seconds)
     ours, copy, eager = (times[key].median for key in ("ckptfused", "copy", "eager"))
     return {
         "op": name,
@@ -41,6 +43,7 @@ def measure(name: str, make: Make, clock: Clock, seconds: float) -> dict[str, An
         "copy GB/s": op.moved / copy / 1e6,
         "of copy": copy / ours,
         "eager of copy": copy / eager,
+        "liger of copy": copy / times["liger"].median if "liger" in times else None,
         "goal": op.goal,
         "error": error,
     }
@@ -81,10 +84,11 @@ def every(options: Namespace) -> None:
     path = save(options, found, ended)
     rows: list[list[object]] = [
         [r["op"], f"{r['milliseconds']['ckptfused']['median']:.4f}", f"{r['GB/s']:.0f}", f"{r['copy GB/s']:.0f}",
-         f"{100 * r['of copy']:.1f} %", f"{100 * r['eager of copy']:.1f} %", f"{r['error']:.1e}"]
+         f"{100 * r['of copy']:.1f} %", f"{100 * r['eager of copy']:.1f} %",
+         f"{100 * r['liger of copy']:.1f} %" if r["liger of copy"] else "", f"{r['error']:.1e}"]
         for r in found
     ]  # fmt: skip
-    print(table(["kernel", "ms", "GB/s", "copy GB/s", "of copy", "eager of copy", "error"], rows))
+    print(table(["kernel", "ms", "GB/s", "copy GB/s", "of copy", "eager of copy", "Liger of copy", "error"], rows))
     print(goal_table(goals_of(found)))
     print(isolated.shown(ended))
     print(f"written: {path}")

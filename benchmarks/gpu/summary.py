@@ -98,10 +98,11 @@ def _table(case: str, result: dict[str, Any]) -> str:
     if case == "micro":
         rows: list[list[object]] = [
             [r["op"], f"{r['milliseconds']['ckptfused']['median']:.4f}", f"{r['GB/s']:.0f}", f"{r['copy GB/s']:.0f}",
-             f"{100 * r['of copy']:.0f} %", f"{100 * r['eager of copy']:.0f} %"]
+             f"{100 * r['of copy']:.0f} %", f"{100 * r['eager of copy']:.0f} %",
+             f"{100 * r['liger of copy']:.0f} %" if r["liger of copy"] else ""]
             for r in result["ops"]
         ]  # fmt: skip
-        head = ["kernel", "ms", "GB/s", "copy GB/s", "of copy", "eager of copy"]
+        head = ["kernel", "ms", "GB/s", "copy GB/s", "of copy", "eager of copy", "Liger of copy"]
     elif case == "attention":
         rows = [
             [f"{name}, dropout {r['p']}", f"{t['median']:.3f}", f"{t['p20']:.3f}", f"{t['p80']:.3f}",
