@@ -28,37 +28,11 @@ import torch
 
 from benchmarks import environment
 from benchmarks.benchmark import Benchmark, Clock, Rows, S, Steps
+from benchmarks.names import NAMES, OTHERS
 from benchmarks.pages import page, sizes_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-NAMES = (
-    *(
-        "step",
-        "encoder-step",
-        "whole-step",
-        "step-time",
-        "lora-step",
-        "mixture-step",
-        "loss-head",
-        "ffn-scratch",
-        "policies",
-    ),
-    *(
-        "planned-steps",
-        "attention",
-        "host-time",
-        "small-shapes",
-        "checkpoint-time",
-        "certificate",
-        "predicted-steps",
-        "profile-error",
-    ),
-    *("profile-order", "trainer-curves", "step-profile", "host-time-gpu"),
-)
-"""Commands whose module declares a `BENCHMARK`."""
-OTHERS = ("families", "architectures", "draw", "compare")
-"""Commands that print or write documents, or compare results."""
 
 
 def take_turns(steps: Steps, budget: float, clock: Clock, least: int = 3) -> dict[str, list[float]]:
@@ -222,7 +196,4 @@ def main(words: Sequence[str]) -> int:
     name, *rest = words
     if name in NAMES:
         return run(module(name).BENCHMARK, rest)
-    if name in OTHERS:
-        return int(module(name).main(rest) or 0)
-    print(f"benchmarks: expected one of {', '.join((*NAMES, *OTHERS))}, got {name}", file=sys.stderr)
-    return 2
+    return int(module(name).main(rest) or 0)
