@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.row_ops import EPS, layer_norm, rms_norm, rotated, summed_cross_entropy, swiglu
+from benchmarks.ops import EPS, layer_norm, rms_norm
+from benchmarks.row_ops import rotated, summed_cross_entropy, swiglu
 
 OP_NAMES = (
     *("rms_norm_forward", "rms_norm_backward", "layer_norm_forward", "layer_norm_backward"),

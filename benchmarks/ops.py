@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -52,3 +55,13 @@ def size(*tensors: Tensor) -> int:
 def unset(like: Tensor) -> Tensor:
     """Outputs start as NaN: what nobody writes shows."""
     return torch.full_like(like, torch.nan)
+
+
+def rms_norm(x: Tensor, w: Tensor, b: None = None) -> Tensor:
+    """PyTorch's, of rows."""
+    return F.rms_norm(x, (x.size(-1),), w, EPS)
+
+
+def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """PyTorch's, of rows."""
+    return F.layer_norm(x, (x.size(-1),), w, b, EPS)

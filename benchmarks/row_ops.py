@@ -11,13 +11,12 @@ from torch import Tensor
 
 import ckptfused  # noqa: F401  (registers the ops)
 from benchmarks.differences import expect_close
-from benchmarks.ops import Op, Sizes, size, unset
+from benchmarks.ops import EPS, Op, Sizes, layer_norm, rms_norm, size, unset
 from ckptfused.cli.models import rope_tables, rotate
 
 OPS = torch.ops.ckptfused
 DTYPE, P = torch.bfloat16, 0.1
 SCALE = 65536 / (65536 - round(P * 65536))
-EPS = 1e-5
 How = Callable[[Any], Any]
 
 
@@ -34,16 +33,6 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def summed_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     """The loss of all rows, in float32."""
     return F.cross_entropy(logits.float(), target, reduction="sum")
-
-
-def rms_norm(x: Tensor, w: Tensor, b: None = None) -> Tensor:
-    """PyTorch's, of rows."""
-    return F.rms_norm(x, (x.size(-1),), w, EPS)
-
-
-def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """PyTorch's, of rows."""
-    return F.layer_norm(x, (x.size(-1),), w, b, EPS)
 
 
 NORMS: dict[str, Callable[..., Tensor]] = {"rmsnorm": rms_norm, "layernorm": layer_norm}

@@ -6,7 +6,7 @@ The ledger sees every storage of the meta device begin and end, PyTorch's and ck
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from ckptfused._extension import _C
 from ckptfused.compat.pytree import tree_leaves
@@ -22,6 +21,7 @@ from ckptfused.cost import OpenLedger
 from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.models.release import released
 from ckptfused.profiler.analysis import profile_of
+from ckptfused.profiler.optimizer_step import first_line, step_of, take_step
 from ckptfused.profiler.phases import Phase
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, Marks, NoLossError, TrainingStep, misspelt, run_step
@@ -55,8 +55,7 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     """
     batch, device, optimizer = step.batch, step.device, step.optimizer_of(model)
     assert isinstance(device, Device)
-    notes = [] if optimizer is None else _take_step(optimizer, device.kind)
-    at_once = bool(notes) or (optimizer is not None and bool(optimizer.defaults.get("fused")))
+    notes, at_once = ([], False) if optimizer is None else take_step(optimizer, device.kind)
     opaque: dict[int, str] = {}
     while True:
         opened = OpenLedger(device.kind)
@@ -77,11 +76,11 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
             if marks.failed is None or marks.failed in opaque or _is_wrong(error):
                 expected = "takes this batch" if _is_wrong(error) else "runs on the meta device"
                 hint = misspelt(model, batch) or _hint(batch, error)
-                raise ValueError(f"model: expected one that {expected}, got {_said(error)}{hint}") from error
+                raise ValueError(f"model: expected one that {expected}, got {first_line(error)}{hint}") from error
             name, layer = marks.layers[marks.failed]
             opaque[marks.failed] = name
             notes.append(
-                f"layer {name} ({type(layer).__name__}) is opaque: it does not run without data ({_said(error)})"
+                f"layer {name} ({type(layer).__name__}) is opaque: it does not run without data ({first_line(error)})"
             )
             layer.forward = _Opaque()
         finally:
@@ -153,7 +152,7 @@ def _record(
     twins, optimizer = without_data(step.batch), step.optimizer_of(model)
     weights = stored_bytes([*model_tensors(model), *tree_leaves(twins)])
     state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
-    optimize = None if optimizer is None else step_at_once if at_once else _without_numbers(optimizer)
+    optimize = None if optimizer is None else step_at_once if at_once else step_of(optimizer)
     release = released(model, optimizer if step.release else None, optimize)
     known = KnownValues(tensors_with_values(step.batch, twins))
     named = MadeByName()
@@ -210,52 +209,6 @@ def _in_words(name: str) -> str:
     return ("gradient of " if of != name else "") + _WORDS.get(of, of)
 
 
-def _take_step(optimizer: Optimizer, kind: str) -> list[str]:
-    """Has an optimizer take a step, so that it has its state; a note where it cannot without data.
-
-    Fused ones know no meta tensors, but keep what others of their class do. Those that can take all parameters at once
-    do so where they are told, and on a GPU where they are not told otherwise.
-    """
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    for group in optimizer.param_groups:
-        together = group.get("foreach", False)
-        if together is None:
-            together = kind == "cuda" and not group.get("fused")
-        group.update({name: False for name in ("fused", "foreach") if name in group})
-        if together:
-            group["foreach"] = True
-    for parameter in trained:
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    try:
-        _without_numbers(optimizer)()
-    except (RuntimeError, TypeError) as error:  # a closure is wanted, too
-        name = type(optimizer).__name__
-        return [f"{name} takes no step without data ({_said(error)}): its state counts, what its step holds does not"]
-    finally:
-        for parameter in trained:
-            parameter.grad = None
-    return []
-
-
-class _Ones(TorchFunctionMode):
-    """The numbers that an optimizer asks of tensors without data, such as a norm: they change values alone."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.item, Tensor.__float__) and args[0].is_meta:
-            return 1.0
-        return func(*args, **(kwargs or {}))
-
-
-def _without_numbers(optimizer: Optimizer) -> Callable[[], None]:
-    """The step of an optimizer whose tensors have no data."""
-
-    def step() -> None:
-        with _Ones():
-            optimizer.step()
-
-    return step
-
-
 def _is_wrong(error: Exception) -> bool:
     """Whether a layer would fail with data, too: of a batch or a model whose parts do not fit together."""
     text = str(error)
@@ -289,7 +242,3 @@ class _Opaque:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()).clone()
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

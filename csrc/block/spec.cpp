@@ -14,9 +14,7 @@
 #include "math/activation.h"
 
 namespace ckptfused {
-namespace {
 
-// Not std::stod, which reads "0.1" as 0 in a program whose locale has decimal commas.
 double to_double(const std::string& value) {
   std::istringstream stream(value);
   stream.imbue(std::locale::classic());
@@ -25,6 +23,9 @@ double to_double(const std::string& value) {
               "'");
   return parsed;
 }
+
+namespace {
+
 int64_t to_int(const std::string& value) {
   size_t used = 0;
   const int64_t parsed = std::stoll(value, &used);

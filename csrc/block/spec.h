@@ -67,6 +67,10 @@ struct LossSpec : LossFields {
   bool has_dropout() const { return drops(lora); }
 };
 
+// A number of a spec. Not std::stod, which reads "0.1" as 0 in a program whose locale has decimal
+// commas.
+double to_double(const std::string& value);
+
 // Parses a spec, or finds it among those parsed before. Throws c10::Error on an unknown key or
 // value.
 std::shared_ptr<const BlockSpec> parse_spec(const std::string& text);

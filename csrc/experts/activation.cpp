@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "block/ops.h"
+#include "block/spec.h"
 #include "experts/experts.h"
 #include "math/activation_kinds.h"
 
@@ -53,15 +54,15 @@ ExpertsSpec parse_experts_spec(const std::string& text) {
     } else if (key == "transposed") {
       spec.transposed = value == "1";
     } else if (key == "limit") {
-      spec.limit = std::stod(value);
+      spec.limit = to_double(value);
     } else if (key == "alpha") {
-      spec.alpha = std::stod(value);
+      spec.alpha = to_double(value);
     } else if (key == "offset") {
-      spec.offset = std::stod(value);
+      spec.offset = to_double(value);
     } else if (key == "up_scale") {
-      spec.up_scale = std::stod(value);
+      spec.up_scale = to_double(value);
     } else if (key == "down_scale") {
-      spec.down_scale = std::stod(value);
+      spec.down_scale = to_double(value);
     } else if (key == "compute") {
       spec.compute = value == "bfloat16"  ? at::kBFloat16
                      : value == "float16" ? at::kHalf

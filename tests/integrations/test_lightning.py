@@ -74,9 +74,31 @@ def test_a_budget_is_compared_with_steps(tmp_path: Path, caplog: Any) -> None:
     assert 0.5 * callback.report.peak < max(callback.peaks.values())
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_no_step_needs_more_than_the_plan(accumulation: int, tmp_path: Path) -> None:
-    """Lightning frees a step's gradients after the next one's forward, where they would count twice."""
+class Reading(lightning.Callback):
+    """Looks at gradients before Lightning frees them."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.seen.append(any(p.grad is not None for p in pl_module.parameters()))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_gradients_stay_for_who_reads_them(asked: bool, tmp_path: Path) -> None:
+    reading, batch = Reading(), (torch.randn(2, 5, 16),)
+    plans = []
+    for others, free in (([reading], True), ([], asked)):
+        callback = LightningCallback("encoder", every=1, budget="1GiB", batch=batch, free_gradients=free)
+        fit(tmp_path, [callback, *others])
+        plans.append(callback.report.peak)
+    assert reading.seen[1:] == [True] * 7
+    assert (plans[0] > plans[1]) == asked
+
+
+@pytest.mark.parametrize(("accumulation", "free"), [(1, True), (2, True), (1, False)])
+def test_no_step_needs_more_than_the_plan(accumulation: int, free: bool, tmp_path: Path) -> None:
+    """Lightning frees a step's gradients after the next one's forward: they are freed before, or planned for."""
     torch.manual_seed(0)
     x = torch.randn(8, 64, 64)
 
@@ -86,12 +108,15 @@ def test_no_step_needs_more_than_the_plan(accumulation: int, tmp_path: Path) -> 
             layer = torch.nn.TransformerEncoderLayer(64, 2, 512, dropout=0.0, batch_first=True)
             self.encoder = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
+        def training_step(self, x: Tensor, index: int) -> Tensor:
+            return self.encoder(x).sum()  # a plan for the encoder knows no other loss
+
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters())
 
     least = None
     for budget in ("1GiB", None):
-        callback = LightningCallback("encoder", every=1, budget=budget or least, batch=(x[:2],))
+        callback = LightningCallback("encoder", every=1, budget=budget or least, batch=(x[:2],), free_gradients=free)
         trainer = lightning.Trainer(
             accelerator="cpu", max_epochs=1, callbacks=[callback], accumulate_grad_batches=accumulation, logger=False,
             enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,

@@ -234,3 +234,29 @@ def test_a_wrapper_that_adds_something_else_is_left_alone() -> None:
         alike(model, converted)
     finally:
         ParamWrapper.get_delta_factors = kept
+
+
+def test_hooks_on_all_modules_see_what_they_would() -> None:
+    from torch.nn.modules.module import register_module_forward_hook
+
+    model = adapted()
+    converted = copy.deepcopy(model)
+    ckptfused.convert(converted)
+
+    def scaled(module: nn.Module, args: Any, result: Any) -> Any:
+        return result * 3 if type(module).__name__.endswith("Qwen3MoeExperts") else None
+
+    hook = register_module_forward_hook(scaled)
+    try:
+        alike(model, converted)
+    finally:
+        hook.remove()
+
+
+def test_experts_may_be_called_by_keywords() -> None:
+    model = adapted()
+    ckptfused.convert(model)
+    wrapper = wrappers(model)[0]
+    x, ids, weights = torch.randn(5, 32), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)
+    expected = wrapper(x, ids, weights)
+    torch.testing.assert_close(wrapper(x, top_k_index=ids, top_k_weights=weights), expected)

@@ -256,6 +256,28 @@ def test_experts_that_become_parallel_after_convert_run_as_they_would() -> None:
     assert not calls
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_a_budget_holds_for_layers_that_are_not_fused(share: float) -> None:
+    """gpt-oss: they keep inputs of attention, norms and experts, and what the router keeps."""
+    peft = pytest.importorskip("peft")
+    ids = torch.randint(0, 50, (2, 64))
+    batch = {"input_ids": ids, "labels": ids}
+
+    def made() -> Any:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+        model = build("gpt-oss", "grouped_mm", num_hidden_layers=6, hidden_size=64, intermediate_size=96)
+        return peft.get_peft_model(model, config).train()
+
+    plain = made()
+    budget = int(share * ckptfused.profile(plain, batch, torch.optim.AdamW, device="cpu").peak)
+    model = made()
+    report = ckptfused.convert(model, budget=budget, batch=batch, optimizer=torch.optim.AdamW, device="cpu")
+    assert {layer.path for layer in report.layers} >= {"generic"}
+    assert ckptfused.profile(model, batch, torch.optim.AdamW).peak <= report.peak <= budget
+
+
 def test_without_gradients_nothing_is_saved() -> None:
     model = build("gpt-oss")
     ckptfused.convert(model)

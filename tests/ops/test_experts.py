@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -315,3 +319,20 @@ def test_float_operations_are_counted() -> None:
     # Forward both; backward the first product's again, x Aᵀ of both for B, and two products for each of A, B and x.
     replayed = 2 * 17 * 3 * 2 * (8 + 12)
     assert counted(inputs) == (up + down + a + b) + (2 * up + down) + replayed + a + b + (b + a + a)
+
+
+def test_numbers_are_read_alike_where_the_locale_has_decimal_commas(tmp_path: Path) -> None:
+    made = subprocess.run(["localedef", "-i", "de_DE", "-f", "UTF-8", str(tmp_path / "de_DE.UTF-8")], check=False)
+    if made.returncode:
+        pytest.skip("no locale can be made here")
+    code = """
+import locale
+from tests.ops.test_experts import SPECS, both, make
+spec = SPECS["gpt-oss"]
+inputs = make(spec)
+before = both(inputs, spec)[0]
+assert locale.setlocale(locale.LC_NUMERIC, "de_DE.UTF-8") and locale.localeconv()["decimal_point"] == ","
+after = both(inputs, spec)[0]
+assert all(a.equal(b) for a, b in zip(before, after))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"LOCPATH": str(tmp_path)})

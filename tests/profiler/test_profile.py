@@ -256,7 +256,7 @@ def test_optimizers() -> None:
     fused = profile(model, x, lambda p: torch.optim.AdamW(p, fused=True), "h200")
     assert fused.optimizer_transient == 0 and fused.optimizer == 2 * size + 4 * 4 and fused.optimizer_seconds > 0
     found, measured = (profile(model, x, torch.optim.Adafactor, device) for device in ("cpu", None))
-    assert found.optimizer == measured.optimizer > 0 and not found.notes
+    assert found.optimizer == measured.optimizer > 0 and found.notes[0].startswith("Adafactor looks at numbers")
     assert found.optimizer_transient == measured.optimizer_transient > 0
     unclosed = profile(model, x, torch.optim.LBFGS, "cpu")
     assert unclosed.notes[0].startswith("LBFGS takes no step without data")

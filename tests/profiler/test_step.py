@@ -122,6 +122,27 @@ def test_an_optimizer_that_takes_all_parameters_at_once(optimizer: Any) -> None:
     assert found[True] > 1.1 * found[False]
 
 
+def test_a_group_that_is_not_fused_beside_one_that_is() -> None:
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        others = {"params": parameters[1:], "fused": False, "foreach": True}
+        return torch.optim.AdamW([{"params": parameters[:1]}, others], fused=True)
+
+    model, ids = llama(), torch.randint(0, 64, (1, 16))
+    batch, keeper = {"input_ids": ids, "labels": ids}, optimizer(list(model.parameters()))
+    assert profile(model, batch, keeper, "cpu").peak >= profile(model, batch, keeper).peak
+
+
+def test_an_optimizer_that_looks_at_numbers() -> None:
+    """Adafactor of transformers takes the larger of two tensors."""
+    from transformers.optimization import Adafactor
+
+    model, ids = llama(), torch.randint(0, 64, (1, 16))
+    batch, keeper = {"input_ids": ids, "labels": ids}, Adafactor(model.parameters(), beta1=0.9)
+    found = profile(model, batch, keeper, "cpu")
+    assert found.notes[0].startswith("Adafactor looks at numbers")
+    assert found.peak == pytest.approx(profile(model, batch, keeper).peak, rel=WITHIN)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, sliding_window=32)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),

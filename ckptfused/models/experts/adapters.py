@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.peft import PARAM_WRAPPER
 from ckptfused.eager.experts import eager_experts
-from ckptfused.layer.hooks import hooked
+from ckptfused.layer.hooks import EVERYWHERE, hooked, hooked_everywhere
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.source import class_name
 from ckptfused.models.experts.read import SMALL, nearly_equal, small_experts, weights_of
@@ -46,6 +46,8 @@ def wrapped(module: Any) -> nn.Module:
 
 def read_adapters(wrapper: Any) -> Adapters | Reason:
     """What is added at this call, or why PEFT has to do it. wrapper: the outermost."""
+    if hooked_everywhere():
+        return EVERYWHERE
     base: Any = wrapped(wrapper)
     pairs: dict[str, tuple[Tensor, Tensor, float]] = {}
     module = wrapper

@@ -24,6 +24,7 @@ from ckptfused.ops.experts import experts
 from ckptfused.spec.experts import ExpertsSpec
 
 NAME = "ckptfused"
+WITHOUT_DATA = Reason("nothing is computed on the meta device")
 _COUNTED: ContextVar[bool] = ContextVar("_COUNTED", default=False)
 
 
@@ -52,8 +53,9 @@ def _register() -> None:
         functions.register(NAME, run)
 
 
-def run(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward of a converted module of experts: the op, or, where it is not this call's, the module's own."""
+    x, ids, weights = hidden_states, top_k_index, top_k_weights
     config: ExpertsConfig = module.config
     if why_original(module, x) is not None:
         own = own_experts_forward(type(module))
@@ -89,7 +91,7 @@ def why_original(module: Any, x: Tensor) -> Reason | None:
     if _by_mode():
         return Reason("a TorchFunctionMode may replace what it calls")
     if x.is_meta and not _COUNTED.get():
-        return Reason("nothing is computed on the meta device")
+        return WITHOUT_DATA
     return unfit(module, x)
 
 

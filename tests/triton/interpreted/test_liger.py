@@ -77,28 +77,3 @@ def test_liger(what: str, when: str) -> None:
         got = run(model, text_batch())
     assert len(reasons) == 1 and WHY[what] in reasons[0].text
     close(got, run(plain, text_batch()), 1e-5)
-
-
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "glu", "rope", "cross_entropy"])
-def test_its_kernels_compute_what_is_measured(name: str) -> None:
-    """Those that micro benchmarks time beside ours."""
-    import torch
-
-    from benchmarks import liger, row_ops
-    from benchmarks.differences import expect_close
-    from benchmarks.ops import TINY
-
-    make = row_ops.Make(TINY, "cpu", torch.float32)
-    vector = make.normal(TINY.width)
-    plain, given = {
-        "rms_norm": (row_ops.rms_norm, (make.matrix(), vector)),
-        "layer_norm": (row_ops.layer_norm, (make.matrix(), vector, vector.clone())),
-        "glu": (row_ops.swiglu, make._gate_up()),
-        "rope": (row_ops.rotated, ([t.clone() for t in make._heads(0)], *make._tables())),
-        "cross_entropy": (row_ops.summed_cross_entropy, (make.normal(7, 200), torch.arange(7))),
-    }[name]
-    right = plain(*copy.deepcopy(given))  # type: ignore[operator]
-    found = liger.instead_of(plain)(*given)
-    pairs = zip(found, right, strict=True) if isinstance(right, list) else [(found, right)]
-    for a, b in pairs:
-        expect_close(name, a, b, 1e-5)
