@@ -963,6 +963,13 @@ MUTANTS = (
         test="tests/models/test_expert_adapters.py::test_what_the_op_does_not_add_peft_does[after-_merged]",
     ),
     Mutant(
+        "a mixture that is left as it is, predicted to keep one input",
+        file="ckptfused/models/forward.py",
+        text="self._input(args, kwargs), predicted=True)",
+        defect="self._input(args, kwargs))",
+        test="tests/models/test_experts.py::test_a_budget_holds_for_layers_that_are_not_fused[0.5]",
+    ),
+    Mutant(
         "ids of experts are cut to a byte",
         file="csrc/experts/experts.cpp",
         text="experts <= 256 ? at::kByte",
