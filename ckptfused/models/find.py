@@ -58,7 +58,7 @@ def _repeating(module: nn.Module) -> list[nn.Module]:
 
 
 def _large_ones(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of some modules that are large and of a class that repeats among them; shared weights repeat too."""
+    """The modules that are large and of a class that repeats among these; shared weights repeat too."""
     children = [(child, unwrapped(child)[1]) for child in modules]
     classes = Counter(type(inner) for _, inner in children)
     return [child for child, inner in children if classes[type(inner)] > 1 and _is_large(inner)]
