@@ -1,55 +1,62 @@
-"""Liger's kernels compute what is measured beside ours: in Triton's interpreter, if TRITON_INTERPRET=1 asks for it.
-
-Its LayerNorm and its cross entropy are written beyond what the interpreter can run.
-"""
+"""Liger's functions are called as PyTorch's are: here with functions of its signatures (0.8.5), without Triton."""
 
 from __future__ import annotations
 
 import copy
-import os
+import sys
+from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from benchmarks import liger, row_ops
 from benchmarks.differences import expect_close
-from benchmarks.ops import TINY, rms_norm
-
-pytestmark = pytest.mark.filterwarnings("ignore")  # Liger's own, about backends that it does not find
+from benchmarks.ops import TINY, layer_norm, rms_norm
 
 
-@pytest.fixture(autouse=True)
-def _floats_and_roots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arguments of type float, which the interpreter leaves as they are, and a root that it has no library for."""
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs TRITON_INTERPRET=1")
-    norms = pytest.importorskip("liger_kernel.ops.rms_norm")
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    convert = interpreter._implicit_cvt
-
-    def with_floats(value: Any) -> Any:
-        if isinstance(value, float):
-            return tl.tensor(interpreter.TensorHandle(np.array([value], np.float32), tl.float32), tl.float32)
-        return convert(value)
-
-    monkeypatch.setattr(interpreter, "_implicit_cvt", with_floats)
-    monkeypatch.setattr(norms, "rsqrt", lambda x: tl.rsqrt(x))
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, H, T, D] and tables [1, T, D], as Hugging Face rotates."""
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "glu", "rope"])
-def test_its_kernels_compute_what_is_measured(name: str) -> None:
+class _Functional(ModuleType):
+    """`liger_kernel.transformers.functional`."""
+
+    liger_swiglu = staticmethod(lambda a, b: F.silu(a) * b)
+    liger_rms_norm = staticmethod(
+        lambda X, W, eps, offset=0.0, casting_mode="llama", in_place=True: F.rms_norm(X, W.shape, W + offset, eps)
+    )
+    liger_layer_norm = staticmethod(lambda X, W, B, eps: F.layer_norm(X, W.shape, W, B, eps))
+    liger_rope = staticmethod(
+        lambda q, k, cos, sin, position_ids=None, unsqueeze_dim=1: (_turned(q, cos, sin), _turned(k, cos, sin))
+    )
+    liger_cross_entropy = staticmethod(
+        lambda input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean": (
+            F.cross_entropy(input, target, weight, ignore_index=ignore_index, reduction=reduction)
+        )
+    )
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "glu", "rope", "cross_entropy"])
+def test_it_computes_what_pytorch_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers: Any = ModuleType("liger_kernel.transformers")
+    transformers.functional = _Functional("liger_kernel.transformers.functional")
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", transformers)
     make = row_ops.Make(TINY, "cpu", torch.float32)
+    width = make.normal(TINY.width)
     calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "rms_norm": (rms_norm, (make.matrix(), make.normal(TINY.width))),
+        "rms_norm": (rms_norm, (make.matrix(), width, None)),
+        "layer_norm": (layer_norm, (make.matrix(), width, width.clone())),
         "glu": (row_ops.swiglu, make._gate_up()),
         "rope": (row_ops.rotated, ([t.clone() for t in make._heads(0)], *make._tables())),
+        "cross_entropy": (row_ops.summed_cross_entropy, (make.normal(7, 200), torch.arange(7))),
     }
     plain, given = calls[name]
-    right = plain(*copy.deepcopy(given))
-    found = liger.instead_of(plain)(*given)
+    right, found = plain(*copy.deepcopy(given)), liger.instead_of(plain)(*given)
     for a, b in zip(found, right, strict=True) if isinstance(right, list) else [(found, right)]:
-        expect_close(name, a, b, 1e-5)
+        expect_close(name, a, b, 1e-6)
