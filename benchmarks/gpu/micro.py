@@ -64,14 +64,14 @@ def one(options: Namespace) -> None:
 def every(options: Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     lock = options.out / f"{options.stem}_micro.lock"
-    seconds = options.seconds / len(OP_NAMES)
+    seconds = options.seconds / len(OP_NAMES) / 2  # as long again for checks, alone on the GPU too
     device = ["--device", options.device]
     words = [*device, "--seconds", f"{seconds:.2f}", "--lock", str(lock), *(["--tiny"] if options.tiny else [])]
     found: list[dict[str, Any]] = []
     ended: list[isolated.Ended] = []
     at_once = 4 if options.device == "cuda" else 2
     limit = STARTING + options.seconds if options.device == "cuda" else isolated.UNHURRIED
-    for each in isolated.run_each(__spec__.name, OP_NAMES, words, at_once, limit):
+    for each in isolated.run_each(__spec__.name, options.names, words, at_once, limit):
         ended.append(each)
         if each.error:
             print(f"{each.name}: {each.error.splitlines()[-1]}", flush=True)
@@ -109,6 +109,7 @@ def save(options: Namespace, found: list[dict[str, Any]], ended: list[isolated.E
 def main() -> None:
     words = parser(__doc__)
     words.add_argument("--only", choices=OP_NAMES, help="this op, in this process")
+    words.add_argument("--names", nargs="*", choices=OP_NAMES, default=OP_NAMES, help="these ops; default: all")
     words.add_argument("--small", action="store_true", help="with --only: in small sizes")
     words.add_argument("--untimed", action="store_true", help="with --only: a check, no times")
     words.add_argument("--lock", type=Path, default=None, help="with --only: held while the GPU is in use")

@@ -18,7 +18,7 @@ from typing import TextIO
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ("smoke", "block", "micro", "attention", "profile", "grid", "models", "tune")
 """The parts that leave a result file: benchmarks/gpu/<name>.py."""
-WORKERS = 5
+WORKERS = 14
 """Processes that run tests: each holds a context of some 600 MB on the GPU, and they share it."""
 PATIENCE = 12.0
 """Seconds that a part has to say what it has seen when its time is up."""
@@ -41,7 +41,7 @@ PARTS = (
     Part("build", 220, 30),
     Part("smoke", 150, 20),
     Part("block", 90, 30),
-    Part("micro", 150, 20),
+    Part("micro", 180, 20),
     Part("attention", 60, 20),
     Part("profile", 150, 0),
     Part("grid", 200, 30, unasked=False),

@@ -35,14 +35,22 @@ def loss_flops(spec: LossSpec, x: Shape, weight: Shape, needs: Sequence[bool], *
 
 
 def loss_saved_bytes(
-    spec: LossSpec, x: Shape, weight: Shape, needs: Sequence[bool], dtype: torch.dtype, weight_dtype: torch.dtype
+    spec: LossSpec,
+    x: Shape,
+    weight: Shape,
+    needs: Sequence[bool],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    *,
+    device: str = "cpu",
 ) -> int:
     """Bytes that a call keeps for backward and that are not the caller's: gradients made in forward, the log-sum-exp of
-    each token, 16 bytes of random state. x, of `dtype`, and the caller's own tensors do not count.
+    each token, 16 bytes of random state, and of a mean on a GPU, where no host reads it, the 8 of its divisor. x, of
+    `dtype`, and the caller's own tensors do not count.
     """
     (classes, width), tokens = weight, prod(x[:-1])
     wide = accumulation_type(dtype).itemsize
-    total = tokens * wide + 16 * spec.has_dropout
+    total = tokens * wide + 16 * spec.has_dropout + 8 * (device != "cpu" and spec.reduction == "mean")
     if spec.keep == "inputs" or spec.reduction == "none":
         return total
     # A float16 weight's gradient, a sum over all tokens, is kept in float32.

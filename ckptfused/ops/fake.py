@@ -140,7 +140,8 @@ def _dropout_mask(shape: Sequence[int], p: float, rng_state: Tensor, site: int) 
 
 
 def _copy_on_write(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    guard = tensors[0].new_empty(0, dtype=torch.uint8)
+    # Without values, it is the CPU's whatever the tensors are.
+    guard = torch.empty(0, dtype=torch.uint8, device="meta" if tensors[0].device.type == "meta" else "cpu")
     if counting() is None:
         return [torch.empty_like(x) for x in tensors], guard
     # Storages of their own, of which no allocator knows, since all views of a copy share what it gets.

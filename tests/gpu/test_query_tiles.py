@@ -9,7 +9,7 @@ from torch.profiler import profile
 
 import ckptfused
 from ckptfused import cost
-from tests.gpu.test_memory import ALLOWED, SLACK, requested
+from tests.gpu.test_memory import ALLOWED, SLACK, filled, requested
 
 pytestmark = pytest.mark.gpu
 LENGTH, WIDTH = 4096, 512
@@ -56,6 +56,6 @@ def test_calls_and_memory_are_those_of_the_ledger() -> None:
     before, dy = requested("current"), torch.ones_like(y)
     held = torch.autograd.grad(y, [x, *made.parameters()], dy)
     needed = requested("peak") - before - dy.nbytes
-    counted = cost.backward_ledger(spec, *call, device="cuda").peak
+    counted = cost.backward_ledger(spec, *call, device="cuda", params=filled(spec, torch.bfloat16)).peak
     assert counted <= needed <= ALLOWED * counted + SLACK
     assert len(held) > 1

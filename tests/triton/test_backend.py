@@ -123,6 +123,7 @@ def test_cudnn_is_last_where_pytorch_is_told_so() -> None:
 def test_the_choice_is_pytorchs_own() -> None:
     """The choice of `scaled_dot_product_attention`, where one of its kernels can do the job."""
     names = {SDPBackend.FLASH_ATTENTION.value: "flash", SDPBackend.CUDNN_ATTENTION.value: "cudnn"}
+    others = []
     for head_dim, length, kv_heads in product((64, 128, 256), (2, 100, 512), (4, 1)):
         shape = replace(PLAIN, head_dim=head_dim, length=length)
         q, k, v = (
@@ -130,7 +131,10 @@ def test_the_choice_is_pytorchs_own() -> None:
             for heads in (4, kv_heads, kv_heads)
         )
         its = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=True)
-        assert attention_backend(shape, torch.cuda.get_device_capability(), None)[0] == names[its]
+        ours = attention_backend(shape, torch.cuda.get_device_capability(), None)[0]
+        if ours != names.get(its):
+            others.append((head_dim, length, kv_heads, ours, SDPBackend(its).name))
+    assert not others
 
 
 @pytest.mark.parametrize(
