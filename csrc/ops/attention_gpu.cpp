@@ -53,11 +53,12 @@ bool only_ours(const AttentionShape& s, const AttentionGpu& gpu, std::string* re
 
 // Why cuDNN's kernel cannot be used: as sdp_utils.cpp has it, and it has no gradient that is
 // repeatable. Its version with the fix for lengths that are no multiple of 128 is the first that
-// PyTorch prefers.
+// PyTorch prefers. Of wider heads PyTorch 2.11 lets it make gradients on Hopper, and later ones no
+// more, up to cuDNN 9.22.
 bool no_cudnn(const AttentionShape& s, const AttentionGpu& gpu, std::string* reason) {
   const at::Context& context = at::globalContext();
   if (gpu.cudnn <= 91500) return because(reason, "cuDNN is older than 9.15.1, or not there");
-  if (s.head_dim > 128) return because(reason, "cuDNN's kernel takes head widths up to 128");
+  if (s.head_dim > 128) return because(reason, "cuDNN's gradient is used up to head width 128");
   if (s.keys == 1) return because(reason, "cuDNN's kernel takes two keys or more");
   if (std::max(s.batch, s.heads) > 65535) {
     return because(reason, "cuDNN's kernel takes up to 65535 batch elements and heads");

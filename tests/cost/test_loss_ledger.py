@@ -97,6 +97,12 @@ def test_saved_bytes() -> None:
         assert loss_ledgers(spec, x, weight, bias, class_weight, adapters)[0].live == results + saved, name
 
 
+@pytest.mark.parametrize(("reduction", "more"), [("mean", 8), ("sum", 0), ("none", 0)])
+def test_a_gpu_keeps_the_divisor_of_a_mean(reduction: str, more: int) -> None:
+    call = LossSpec(reduction=reduction), (3, 5, 16), (19, 16), [True, True, False], torch.float32, torch.float32
+    assert loss_saved_bytes(*call, device="cuda") - loss_saved_bytes(*call) == more
+
+
 @pytest.mark.parametrize(
     ("width", "classes", "dtype", "device", "rows"),
     [

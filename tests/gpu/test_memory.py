@@ -62,6 +62,7 @@ def check(keep: str, size: str, rates: str) -> None:
     spec, dims = BlockSpec.parse(call.text), (batch, length, WIDTH, dtype)
     given: dict[str, Any] = {"device": "cuda", "params": filled(spec, dtype)}
     gc.collect()  # what earlier tests left in circles is not freed in the midst of this one
+    torch.ones((), device="cuda", requires_grad=True).sum().backward()  # nor what autograd's thread still holds
     before = requested("current")
     torch.cuda.reset_peak_memory_stats()
     y = block(x)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptfused import rng
 from ckptfused.spec import BlockSpec, param_names
@@ -132,6 +133,13 @@ def test_small_op(name: str, device: str) -> None:
     with torch.device(device):
         args = small_op_args()[name]
     torch.library.opcheck(getattr(OPS, name), args, test_utils=checks)
+
+
+def test_the_guard_of_copies_is_the_cpus() -> None:
+    """The tensor that ends a sharing has no memory, on a GPU neither."""
+    with FakeTensorMode():
+        _, guard = OPS.copy_on_write([torch.empty(2, 3, device="cuda")])
+    assert guard.device.type == "cpu"
 
 
 def test_every_op_is_checked() -> None:

@@ -100,6 +100,6 @@ def test_what_backward_makes_again(name: str, p: float) -> None:
 @each(LOSS)
 def test_a_loss_head_saves_its_input_and_a_number_a_token(name: str, p: float, dtype: torch.dtype, device: str) -> None:
     call, x = made(name, p, device, dtype), source(device, dtype)
-    spec = LossSpec(keep="inputs", lora=(Adapter(HEAD, 3, 1.0, p),))
+    spec = LossSpec(keep="inputs", reduction="mean", lora=(Adapter(HEAD, 3, 1.0, p),))
     expected = loss_saved_bytes(spec, tuple(x.shape), (CLASSES, C), [True] * 5 + [False], dtype, dtype, device=device)
     assert saved_bytes(lambda: call.run(x), call.module) == expected + x.nbytes

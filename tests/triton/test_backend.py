@@ -124,7 +124,7 @@ def test_the_choice_is_pytorchs_own() -> None:
     """The choice of `scaled_dot_product_attention`, where one of its kernels can do the job."""
     names = {SDPBackend.FLASH_ATTENTION.value: "flash", SDPBackend.CUDNN_ATTENTION.value: "cudnn"}
     others = []
-    for head_dim, length, kv_heads in product((64, 128, 256), (2, 100, 512), (4, 1)):
+    for head_dim, length, kv_heads in product((64, 128), (2, 100, 512), (4, 1)):  # wider: attention_gpu.cpp
         shape = replace(PLAIN, head_dim=head_dim, length=length)
         q, k, v = (
             torch.zeros(2, heads, length, head_dim, dtype=shape.dtype, device="cuda", requires_grad=True)
