@@ -42,9 +42,7 @@ def make_x(device: str, length: int = LENGTH) -> Tensor:
     return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(3)).to(device).requires_grad_()
 
 
-def gradients(
-    function: Callable[[Tensor], Tensor], block: torch.nn.Module, x: Tensor, seed: int = 7
-) -> list[Tensor]:
+def gradients(function: Callable[[Tensor], Tensor], block: torch.nn.Module, x: Tensor, seed: int = 7) -> list[Tensor]:
     torch.manual_seed(seed)
     y = function(x)
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])]
@@ -138,9 +136,7 @@ def test_the_generator_of_a_compiled_checkpoint() -> None:
     """On a GPU, PyTorch gives what its checkpoint draws again a generator of the graph's own, which the graph's first
     call seeds by the CPU's next number: other numbers than eager mode's, the same in both passes."""
     block, x = make_block("cuda"), make_x("cuda")
-    compiled = torch.compile(
-        lambda x: checkpoint(block, x, use_reentrant=False), fullgraph=True, backend="aot_eager"
-    )
+    compiled = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), fullgraph=True, backend="aot_eager")
     got = gradients(compiled, block, x)
     torch.manual_seed(7)
     seed = int(torch.randint(torch.iinfo(torch.int64).max, (1,)))
