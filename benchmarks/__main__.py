@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Iterable
 
-from benchmarks.names import NAMES, OTHERS
+from benchmarks.names import NAMES, OTHERS, foreign, options
 
 _HELP = ("--list", "-l", "--help", "-h")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def main(words: list[str]) -> int:
     """Runs a command; 2 for a name that is none."""
     known = (*NAMES, *OTHERS)
     if words and words[0] not in (*known, *_HELP):
-        near = difflib.get_close_matches(words[0], known, 1)
-        said = f"; did you mean {near[0]}?" if near else ""
-        print(f"benchmarks: expected one of {', '.join(known)}, got {words[0]}{said}", file=sys.stderr)
+        print(f"benchmarks: expected one of {', '.join(known)}, got {words[0]}{nearest(words[0], known)}", file=sys.stderr)
+        return 2
+    if wrong := foreign(words):
+        print(f"benchmarks: no command has the option {wrong}{nearest(wrong, options())}", file=sys.stderr)
         return 2
     from benchmarks import runner
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
 NAMES = (
     *(
         "step",
@@ -29,3 +33,19 @@ NAMES = (
 """Commands whose module declares a `BENCHMARK`."""
 OTHERS = ("families", "architectures", "draw", "compare")
 """Commands that print or write documents, or compare results."""
+
+
+def options() -> set[str]:
+    """The options of all commands, as their sources have them: fields of sizes, and what parsers add."""
+    found: set[str] = set()
+    for path in Path(__file__).parent.glob("*.py"):
+        source = path.read_text()
+        found.update(f"--{name.replace('_', '-')}" for name in re.findall(r"^    (\w+): ", source, re.MULTILINE))
+        found.update(re.findall(r'"(--[\w-]+)"', source))
+    return found
+
+
+def foreign(words: Sequence[str]) -> str | None:
+    """The first of these that is an option of no command, not even in short; None: there is none."""
+    asked, known = (word.partition("=")[0] for word in words if word.startswith("--")), options()
+    return next((word for word in asked if not any(option.startswith(word) for option in known)), None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +16,7 @@ import torch
 from benchmarks import runner
 from benchmarks.__main__ import main as command
 from benchmarks.benchmark import PROCESSOR, WALL, Benchmark, Goal, Rows, Sizes, Steps, number, option, ratio
+from benchmarks.names import options
 
 pytestmark = pytest.mark.once
 
@@ -136,3 +139,20 @@ def test_the_list_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["step-tame"]) == 2
     said = capsys.readouterr().err
     assert "expected one of step, encoder-step" in said and "did you mean step-time?" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [(["step", "--bugdet", "5"], "--bugdet; did you mean --budget?"), (["step-time", "--typo=1"], "--typo")],
+)
+def test_an_option_of_no_command_is_refused_before_an_import(words: list[str], wrong: str) -> None:
+    code = "import sys; from benchmarks.__main__ import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["2", "False"]
+    assert f"no command has the option {wrong}" in run.stderr
+
+
+def test_every_option_is_known_without_an_import() -> None:
+    found = options()
+    for name in runner.NAMES:
+        assert set(runner.parser(runner.module(name).BENCHMARK)._option_string_actions) - {"-h"} <= found

@@ -76,7 +76,8 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
             if marks.failed is None or marks.failed in opaque or _is_wrong(error):
                 expected = "takes this batch" if _is_wrong(error) else "runs on the meta device"
                 hint = misspelt(model, batch) or _hint(batch, error)
-                raise ValueError(f"model: expected one that {expected}, got {first_line(error)}{hint}") from error
+                why = "; ".join([f"{first_line(error)}{hint}", *(notes if opaque else [])])
+                raise ValueError(f"model: expected one that {expected}, got {why}") from error
             name, layer = marks.layers[marks.failed]
             opaque[marks.failed] = name
             notes.append(

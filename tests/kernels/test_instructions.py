@@ -110,9 +110,12 @@ def counts(registers: dict[str, int], cubins: list[Path]) -> Iterator[Count]:
 
 
 def _passes(name: str, registers: int, blocks: list[sass.Block]) -> Count:
-    """All passes over a row that take exponentials: not those that a rare option adds, zero it or look for NaN."""
+    """All passes over a row that take exponentials: not those that a rare option adds, zero it or look for NaN. Of each
+    as many turns as read what one of the longest reads."""
     passes = [path for path in sass.hot_paths(blocks) if path.opcodes["MUFU.EX2"]]
-    whole = sass.HotPath(sum((path.opcodes for path in passes), Counter()))
+    most = max(path.loads for path in passes)
+    turns = (Counter({name: n * most // path.loads for name, n in path.opcodes.items()}) for path in passes)
+    whole = sass.HotPath(sum(turns, Counter()))
     assert whole.loads and whole.stores, f"{name}: no LDG.128 or no STG.128"
     return Count(name, registers, whole, whole, revisited=whole.loads - whole.stores)
 

@@ -214,6 +214,12 @@ def test_an_opaque_layer_is_named() -> None:
     alone.layers = nn.ModuleList(Looking() for _ in range(2))
     with pytest.raises(ValueError, match="expected one that runs on the meta device, got layer layers.0 .* is opaque"):
         profile(alone, torch.ones(ROWS, C), device="cpu")
+    # What it would have left behind is missed later: a mixture's loss, of what its routers were seen to give.
+    seen: list[Tensor] = []
+    alone.layers[0].up.register_forward_hook(lambda module, args, y: seen.append(y))
+    alone.head.register_forward_pre_hook(lambda module, args: seen.pop())
+    with pytest.raises(ValueError, match="got IndexError: pop from empty list; layer layers.0 .* is opaque"):
+        profile(alone, torch.ones(ROWS, C), device="cpu")
 
 
 def test_batches_and_losses() -> None:

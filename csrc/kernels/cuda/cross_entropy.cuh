@@ -19,9 +19,10 @@ constexpr int kLossWarps = kLossThreads / 32;
 // spills.
 template <typename A>
 constexpr int kLossBlocks = sizeof(A) == 8 ? 1 : 2;
-// Groups that are on their way to a thread: 32 bytes.
-template <typename T>
-constexpr int kLossAhead = sizeof(T) == 2 ? 2 : 1;
+// Groups that are on their way to a thread: 32 bytes where a pass writes as much as it reads. One that
+// only reads has 64, for memory answers after the time of two such rounds.
+template <typename T, bool kReads>
+constexpr int kLossAhead = (sizeof(T) == 2 ? 2 : 1) * (kReads ? 2 : 1);
 
 // Logits as a thread holds them: numbers of the same order that a factor makes logits of. kPlain:
 // the products. Else products times the scale or, with a soft-cap, the hyperbolic tangent.
@@ -57,10 +58,10 @@ inline bool plain_logits(const CrossEntropyShape& a) {
 // Calls f(col, count, x) for each group of this thread, from its first on or, kBack, from its last
 // whole one back: what a pass over a row has read last is in the second-level cache for the next.
 // The next groups are on their way while some are worked on.
-template <bool kBack, typename T, typename F>
+template <bool kBack, bool kReads, typename T, typename F>
 __device__ __forceinline__ void for_products(const CrossEntropyShape& a, const T* row, bool vectors,
                                              F f) {
-  constexpr int kAhead = kLossAhead<T>, kStride = kLossThreads * kGroup;
+  constexpr int kAhead = kLossAhead<T, kReads>, kStride = kLossThreads * kGroup;
   constexpr bool kPrefetch = sizeof(T) < sizeof(double);  // registers
   constexpr int kStep = kBack ? -kStride : kStride;
   const int cols = int(a.cols), first = int(threadIdx.x) * kGroup;
@@ -171,7 +172,7 @@ __device__ __forceinline__ void write_gradient(const CrossEntropyShape& a, T* ro
   const int64_t at = target - a.col0;
   const bool mine = 0 <= at && at < a.cols && at / kGroup % kLossThreads == threadIdx.x;
   const A own = mine ? logits.hold(to_acc(row[at])) : A(0);
-  for_products<true>(a, row, vectors, [&](int col, int count, const A* x) {
+  for_products<true, false>(a, row, vectors, [&](int col, int count, const A* x) {
     A d[kGroup], weight[kGroup];
     if constexpr (!kPlain) load_class_weights(a, col, count, weight);
     CKPT_UNROLL

@@ -42,7 +42,7 @@ __device__ __forceinline__ Softmax<acc_t<T>> softmax_of(const CrossEntropyShape&
   using A = acc_t<T>;
   const Logits<A, kPlain> logits(a);
   Softmax<A> s;
-  for_products<false>(a, row, vectors, [&](int col, int count, const A* x) {
+  for_products<false, true>(a, row, vectors, [&](int col, int count, const A* x) {
     A held[kGroup], p[kGroup], top = A(-INFINITY);
     CKPT_UNROLL
     for (int i = 0; i < kGroup; ++i) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ int predicted_of(const CrossEntropyShape& a, const T*
   const int none = int(a.cols);
   int first = none;
   if (sum != sum) {  // infinities, too, make it NaN
-    for_products<false>(a, row, vectors, [&](int col, int count, const A* x) {
+    for_products<false, false>(a, row, vectors, [&](int col, int count, const A* x) {
       for (int i = kGroup; i-- > 0;)
         first = i < count && x[i] != x[i] ? least(first, col + i) : first;
     });
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kLossThreads, kLossBlocks<acc_t<T>>)
   }
   A smooth = A(0);
   if (a.smooth != 0) {
-    for_products<false>(a, x, vectors, [&](int col, int count, const A* products) {
+    for_products<false, false>(a, x, vectors, [&](int col, int count, const A* products) {
       A weight[kGroup];
       if constexpr (!kPlain) load_class_weights(a, col, count, weight);
       CKPT_UNROLL
