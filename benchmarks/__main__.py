@@ -20,7 +20,8 @@ def main(words: list[str]) -> int:
     """Runs a command; 2 for a name that is none."""
     known = (*NAMES, *OTHERS)
     if words and words[0] not in (*known, *_HELP):
-        print(f"benchmarks: expected one of {', '.join(known)}, got {words[0]}{nearest(words[0], known)}", file=sys.stderr)
+        said = f"expected one of {', '.join(known)}, got {words[0]}{nearest(words[0], known)}"
+        print(f"benchmarks: {said}", file=sys.stderr)
         return 2
     if wrong := foreign(words):
         print(f"benchmarks: no command has the option {wrong}{nearest(wrong, options())}", file=sys.stderr)
