@@ -19,8 +19,8 @@ constexpr int kLossWarps = kLossThreads / 32;
 // spills.
 template <typename A>
 constexpr int kLossBlocks = sizeof(A) == 8 ? 1 : 2;
-// Groups that are on their way to a thread: 32 bytes where a pass writes as much as it reads. One that
-// only reads has 64, for memory answers after the time of two such rounds.
+// Groups that are on their way to a thread: 32 bytes where a pass writes as much as it reads. One
+// that only reads has 64, for memory answers after the time of two such rounds.
 template <typename T, bool kReads>
 constexpr int kLossAhead = (sizeof(T) == 2 ? 2 : 1) * (kReads ? 2 : 1);
 
