@@ -73,6 +73,20 @@ def alone(benchmark: Benchmark[S], sizes: S, variant: str, threads: int) -> dict
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def each_alone(benchmark: Benchmark[S], sizes: S, steps: Steps, rows: Rows, threads: int) -> Steps:
+    """Measures each variant in its own process, and returns those to time. Ended by ctrl-C, where a machine's minutes
+    are counted, it leaves those that it has measured."""
+    names = list(steps)
+    for number, name in enumerate(names):
+        try:
+            rows[name] |= alone(benchmark, sizes, name, threads)
+        except KeyboardInterrupt:
+            for missing in names[number:]:
+                del rows[missing]
+            break
+    return {name: step for name, step in steps.items() if name in rows and "refused" not in rows[name]}
+
+
 def measure(benchmark: Benchmark[S], sizes: S, options: argparse.Namespace) -> dict[str, Any]:
     """One case: checked, then measured, then timed."""
     steps = benchmark.variants(sizes)
@@ -85,9 +99,7 @@ def measure(benchmark: Benchmark[S], sizes: S, options: argparse.Namespace) -> d
     for name, figures in benchmark.figures(sizes, steps).items():
         rows.setdefault(name, {}).update(figures)
     if benchmark.alone:
-        for name in steps:
-            rows[name] |= alone(benchmark, sizes, name, options.threads)
-        steps = {name: step for name, step in steps.items() if "refused" not in rows[name]}
+        steps = each_alone(benchmark, sizes, steps, rows, options.threads)
     timed = {name: step for name, step in steps.items() if step is not None}
     taken = take_turns(timed, options.budget, benchmark.clock)
     for name, times in taken.items():

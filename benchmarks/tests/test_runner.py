@@ -141,6 +141,19 @@ def test_the_list_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected one of step, encoder-step" in said and "did you mean step-time?" in said
 
 
+def test_what_was_measured_before_it_was_ended_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(benchmark: object, sizes: object, variant: str, threads: int) -> dict[str, float]:
+        if variant == "fast":
+            raise KeyboardInterrupt
+        return {"saved": 2.0}
+
+    monkeypatch.setattr(runner, "alone", alone)
+    called: list[str] = []
+    run(replace(declared(called), alone=lambda sizes, variant: {}), tmp_path, "--kind one")
+    rows = json.loads((tmp_path / "weights-3.json").read_text())["cases"][0]["rows"]
+    assert rows.keys() == {"slow", "predicted"} and rows["slow"]["saved"] == 2.0 and "fast" not in called
+
+
 @pytest.mark.parametrize(
     ("words", "wrong"),
     [(["step", "--bugdet", "5"], "--bugdet; did you mean --budget?"), (["step-time", "--typo=1"], "--typo")],
