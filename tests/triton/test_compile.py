@@ -29,11 +29,13 @@ from tests.triton.compiling import (
     TENSOR_MEMORY,
     TYPES,
     Kernel,
+    Result,
     compile_kernel,
     delta_kernels,
     parameters,
     ptxas,
 )
+from tests.triton.sass import disassemble, loops
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +51,18 @@ SPILL = 0 if THIS_TRITON else 64
 LEFT = {(device, "dkdv", 256, torch.float64): spilled for device, spilled in (("sm_100", 176), ("sm_120", 96))}
 
 
+def spills_outside_its_loops(r: Result) -> bool:
+    """A few registers, stored and loaded once for a tile of keys or queries."""
+    return r.spilled <= 256 and not any(loop.count("LDL", "STL") for loop in loops(disassemble(r.cubin)))
+
+
 def check(k: Kernel) -> None:
     r = compile_kernel(k)
     said = f"{k.config}: {r.registers} registers, {r.spilled} bytes spilled, stack {r.stack}, shared {r.shared}"
     assert r.shared <= configs.SHARED[k.device] and r.tensor_memory <= TENSOR_MEMORY, said
     if THIS_TRITON or not (k.options or k.config.registers):
-        assert max(r.spilled, r.stack) <= LEFT.get((k.device, k.stage, k.head_dim, k.dtype), SPILL), said
+        allowed = LEFT.get((k.device, k.stage, k.head_dim, k.dtype), SPILL)
+        assert max(r.spilled, r.stack) <= allowed or spills_outside_its_loops(r), said
     if k.dtype == torch.float32:
         assert "tf32" not in r.ptx and "mma" not in r.ptx, said
     if k.dtype.itemsize == 2 and k.stage != "delta":
