@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,15 +38,17 @@ OTHERS = ("families", "architectures", "draw", "compare")
 
 def options() -> set[str]:
     """The options of all commands, as their sources have them: fields of sizes, and what parsers add."""
-    found: set[str] = set()
+    found = {"--list", "--help"}
     for path in Path(__file__).parent.glob("*.py"):
-        source = path.read_text()
-        found.update(f"--{name.replace('_', '-')}" for name in re.findall(r"^    (\w+): ", source, re.MULTILINE))
-        found.update(re.findall(r'"(--[\w-]+)"', source))
+        source = path.read_text(encoding="utf-8")
+        for sizes in re.findall(r"^class \w*Sizes\b.*\n((?:    .*\n|\n)+)", source, re.MULTILINE):
+            found.update(f"--{name.replace('_', '-')}" for name in re.findall(r"^    (\w+): ", sizes, re.MULTILINE))
+        found.update(re.findall(r'add_argument\([^)]*?"(--[\w-]+)"', source))
     return found
 
 
 def foreign(words: Sequence[str]) -> str | None:
     """The first of these that is an option of no command, not even in short; None: there is none."""
-    asked, known = (word.partition("=")[0] for word in words if word.startswith("--")), options()
+    own, known = itertools.takewhile(lambda word: word != "--", words), options()
+    asked = (word.partition("=")[0] for word in own if word.startswith("--"))
     return next((word for word in asked if not any(option.startswith(word) for option in known)), None)

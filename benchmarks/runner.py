@@ -73,18 +73,19 @@ def alone(benchmark: Benchmark[S], sizes: S, variant: str, threads: int) -> dict
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def each_alone(benchmark: Benchmark[S], sizes: S, steps: Steps, rows: Rows, threads: int) -> Steps:
-    """Measures each variant in its own process, and returns those to time. Ended by ctrl-C, where a machine's minutes
-    are counted, it leaves those that it has measured."""
-    names = list(steps)
+def each_alone(benchmark: Benchmark[S], sizes: S, rows: Rows, names: Sequence[str], threads: int) -> bool:
+    """Measures each variant in its own process; False where ctrl-C has ended that, as where a machine's minutes are
+    counted: of those that were not measured there is no row then."""
     for number, name in enumerate(names):
         try:
             rows[name] |= alone(benchmark, sizes, name, threads)
         except KeyboardInterrupt:
+            if number == 0:
+                raise
             for missing in names[number:]:
                 del rows[missing]
-            break
-    return {name: step for name, step in steps.items() if name in rows and "refused" not in rows[name]}
+            return False
+    return True
 
 
 def measure(benchmark: Benchmark[S], sizes: S, options: argparse.Namespace) -> dict[str, Any]:
@@ -96,15 +97,18 @@ def measure(benchmark: Benchmark[S], sizes: S, options: argparse.Namespace) -> d
         steps = {name: step for name, step in steps.items() if name in options.variant}
     checked = benchmark.check(sizes, steps)
     rows: Rows = {name: {} for name in steps}
+    case = {"case": benchmark.case(sizes), "sizes": asdict(sizes), "checked": checked, "rows": rows}
     for name, figures in benchmark.figures(sizes, steps).items():
         rows.setdefault(name, {}).update(figures)
     if benchmark.alone:
-        steps = each_alone(benchmark, sizes, steps, rows, options.threads)
+        if not each_alone(benchmark, sizes, rows, list(steps), options.threads):
+            return case | {"ended": True}
+        steps = {name: step for name, step in steps.items() if "refused" not in rows[name]}
     timed = {name: step for name, step in steps.items() if step is not None}
     taken = take_turns(timed, options.budget, benchmark.clock)
     for name, times in taken.items():
         rows[name] = summary(times, next(iter(taken.values()))) | rows[name]
-    return {"case": benchmark.case(sizes), "sizes": asdict(sizes), "checked": checked, "rows": rows}
+    return case
 
 
 def text_of(result: dict[str, Any]) -> str:
@@ -180,6 +184,8 @@ def run(benchmark: Benchmark[Any], words: Sequence[str]) -> int:
         )
         result["cases"].append(measure(benchmark, sizes, options))
         write(benchmark, result, options.out, stem)  # after each: what was measured stays
+        if "ended" in result["cases"][-1]:
+            return 130  # as a shell has it of ctrl-C
     print("\n".join(page(benchmark, result) for result in results.values()), flush=True)
     found = [case for result in results.values() for case in result["cases"]]
     reached = [goal.reached(case["rows"]) for case in found for goal in benchmark.goals(sizes_of(benchmark, case))]

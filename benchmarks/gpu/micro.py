@@ -64,7 +64,7 @@ def one(options: Namespace) -> None:
 def every(options: Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     lock = options.out / f"{options.stem}_micro.lock"
-    seconds = options.seconds / len(OP_NAMES) / 2  # as long again for checks, alone on the GPU too
+    seconds = options.seconds / len(options.names) / 2  # as long again for checks, alone on the GPU too
     device = ["--device", options.device]
     words = [*device, "--seconds", f"{seconds:.2f}", "--lock", str(lock), *(["--tiny"] if options.tiny else [])]
     found: list[dict[str, Any]] = []
@@ -109,7 +109,7 @@ def save(options: Namespace, found: list[dict[str, Any]], ended: list[isolated.E
 def main() -> None:
     words = parser(__doc__)
     words.add_argument("--only", choices=OP_NAMES, help="this op, in this process")
-    words.add_argument("--names", nargs="*", choices=OP_NAMES, default=OP_NAMES, help="these ops; default: all")
+    words.add_argument("--names", nargs="+", choices=OP_NAMES, default=OP_NAMES, help="these ops; default: all")
     words.add_argument("--small", action="store_true", help="with --only: in small sizes")
     words.add_argument("--untimed", action="store_true", help="with --only: a check, no times")
     words.add_argument("--lock", type=Path, default=None, help="with --only: held while the GPU is in use")

@@ -42,7 +42,7 @@ def loss_saved_bytes(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     *,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
 ) -> int:
     """Bytes that a call keeps for backward and that are not the caller's: gradients made in forward, the log-sum-exp of
     each token, 16 bytes of random state, and of a mean on a GPU, where no host reads it, the 8 of its divisor. x, of
@@ -50,7 +50,9 @@ def loss_saved_bytes(
     """
     (classes, width), tokens = weight, prod(x[:-1])
     wide = accumulation_type(dtype).itemsize
-    total = tokens * wide + 16 * spec.has_dropout + 8 * (device != "cpu" and spec.reduction == "mean")
+    total = (
+        tokens * wide + 16 * spec.has_dropout + 8 * (torch.device(device).type != "cpu" and spec.reduction == "mean")
+    )
     if spec.keep == "inputs" or spec.reduction == "none":
         return total
     # A float16 weight's gradient, a sum over all tokens, is kept in float32.

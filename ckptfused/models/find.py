@@ -88,12 +88,12 @@ def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:
     or a module most of whose parameters are those of blocks in a container of its own, of layers with an adapter, that
     checkpoint themselves (Swin's), or of ckptfused's own.
     """
-    if inner and _is_chain(module):
+    if inner and isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         return True
     if any(map(_is_known, _wrapped(module))):
         return True
     lists = [child for child in module.children() if not _are_experts(child, module)]
-    within = [block for child in lists for block in _repeating(child) if _has_parts(block, _is_chain(child))]
+    within = [block for child in lists for block in _repeating(child) if _has_parts(block)]
     within += [layer for layer in module.modules() if layer is not module and _is_known(layer)]
     blocks = {p for layer in within for p in layer.parameters()}
     return 2 * sum(p.numel() for p in blocks) > sum(p.numel() for p in module.parameters())
@@ -108,20 +108,14 @@ def _are_experts(blocks: nn.Module, layer: nn.Module) -> bool:
     )
 
 
-def _is_chain(module: nn.Module) -> bool:
-    """Whether modules are called one after another: what is in such a one is not the experts of a layer."""
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-
-
-def _has_parts(block: nn.Module, chained: bool) -> bool:
+def _has_parts(block: nn.Module) -> bool:
     """Whether a block has parts of several modules, such as attention, or a norm and more than one product (ConvNeXt).
-    The experts of one layer are products alone, so that a norm is needed where blocks are not chained; a unit of
-    convolution and norm has one product.
+    The experts of one layer are products alone, a unit of convolution and norm has one product.
     """
     if any(next(child.children(), None) is not None for child in block.children()) or _is_written_out(block):
         return True
     ranks = [max((p.dim() for p in child.parameters()), default=0) for child in block.children()]
-    return (chained or 1 in ranks) and sum(rank > 1 for rank in ranks) > 1
+    return 1 in ranks and sum(rank > 1 for rank in ranks) > 1
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -76,13 +76,14 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
             if marks.failed is None or marks.failed in opaque or _is_wrong(error):
                 expected = "takes this batch" if _is_wrong(error) else "runs on the meta device"
                 hint = misspelt(model, batch) or _hint(batch, error)
-                why = "; ".join([f"{first_line(error)}{hint}", *(notes if opaque else [])])
+                why = f"{first_line(error)}{hint}"
+                if opaque and not _is_wrong(error):  # perhaps what a layer that was left out would have left behind
+                    why += f"; {next(iter(opaque.values()))}"
                 raise ValueError(f"model: expected one that {expected}, got {why}") from error
             name, layer = marks.layers[marks.failed]
-            opaque[marks.failed] = name
-            notes.append(
-                f"layer {name} ({type(layer).__name__}) is opaque: it does not run without data ({first_line(error)})"
-            )
+            why = f"layer {name} ({type(layer).__name__}) is opaque: it does not run without data ({first_line(error)})"
+            opaque[marks.failed] = why
+            notes.append(why)
             layer.forward = _Opaque()
         finally:
             model.zero_grad(set_to_none=True)

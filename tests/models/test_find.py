@@ -168,10 +168,6 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
         lambda: nn.Sequential(*(Stage(nn.ModuleList([Flat(), Flat()])) for _ in range(2))),
         [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.0", "blocks.1")],
     ),
-    "stages of blocks without a norm": (
-        lambda: nn.Sequential(*(Stage(nn.Sequential(Mlp(), Mlp())) for _ in range(2))),
-        [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.0", "blocks.1")],
-    ),
     "stages of dicts": (
         lambda: nn.Sequential(*(Stage(nn.ModuleDict({"a": Flat(), "b": Flat()})) for _ in range(2))),
         [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.a", "blocks.b")],

@@ -20,9 +20,12 @@ constexpr int kLossWarps = kLossThreads / 32;
 template <typename A>
 constexpr int kLossBlocks = sizeof(A) == 8 ? 1 : 2;
 // Groups that are on their way to a thread: 32 bytes where a pass writes as much as it reads. One
-// that only reads has 64, for memory answers after the time of two such rounds.
+// that only reads has 64, for memory answers after the time of two such rounds. Doubles are not
+// read ahead.
+template <typename T>
+constexpr bool kLossPrefetch = sizeof(T) < sizeof(double);  // registers
 template <typename T, bool kReads>
-constexpr int kLossAhead = (sizeof(T) == 2 ? 2 : 1) * (kReads ? 2 : 1);
+constexpr int kLossAhead = kLossPrefetch<T> ? 4 / sizeof(T) * (kReads ? 2 : 1) : 1;
 
 // Logits as a thread holds them: numbers of the same order that a factor makes logits of. kPlain:
 // the products. Else products times the scale or, with a soft-cap, the hyperbolic tangent.
@@ -62,7 +65,8 @@ template <bool kBack, bool kReads, typename T, typename F>
 __device__ __forceinline__ void for_products(const CrossEntropyShape& a, const T* row, bool vectors,
                                              F f) {
   constexpr int kAhead = kLossAhead<T, kReads>, kStride = kLossThreads * kGroup;
-  constexpr bool kPrefetch = sizeof(T) < sizeof(double);  // registers
+  constexpr bool kPrefetch = kLossPrefetch<T>;
+  static_assert(kPrefetch || kAhead == 1, "what is not there would be read");
   constexpr int kStep = kBack ? -kStride : kStride;
   const int cols = int(a.cols), first = int(threadIdx.x) * kGroup;
   const int owned = vectors ? cols / kGroup - int(threadIdx.x) + kLossThreads - 1 : 0;
