@@ -52,8 +52,9 @@ LEFT = {(device, "dkdv", 256, torch.float64): spilled for device, spilled in (("
 
 
 def spills_outside_its_loops(r: Result) -> bool:
-    """A few registers, stored and loaded once for a tile of keys or queries."""
-    return r.spilled <= 256 and not any(loop.count("LDL", "STL") for loop in loops(disassemble(r.cubin)))
+    """A few registers, stored and loaded once for a tile of keys or queries: one in 200 of a loop's instructions."""
+    found = loops(disassemble(r.cubin))
+    return r.spilled <= 256 and all(200 * loop.count("LDL", "STL") <= loop.count() for loop in found)
 
 
 def check(k: Kernel) -> None:
