@@ -138,6 +138,11 @@ class Work(DispatchMode):
         the CPU at hand lays them out."""
         packet = func.overloadpacket
         given = [t for t in tensors_of(args, kwargs) if _is_meta(t)]
+        if not given and str(packet).startswith("aten._foreach") and self.machine is not None:
+            # An optimizer's numbers, which are on the CPU wherever its parameters are, have memory for a moment, too.
+            measured = self.machine.scratch.of(func, args, kwargs, out)
+            within = 0 if measured is None else measured.within
+            self._opened.held.append(torch.empty(within, dtype=torch.uint8, device="meta"))
         if not given or packet in _FREE or _is_view(func):
             return out
         if self.machine is not None and func.namespace == "aten":

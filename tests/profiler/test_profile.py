@@ -264,6 +264,11 @@ def test_optimizers() -> None:
     found, measured = (profile(model, x, torch.optim.Adafactor, device) for device in ("cpu", None))
     assert found.optimizer == measured.optimizer > 0 and found.notes[0].startswith("Adafactor looks at numbers")
     assert found.optimizer_transient == measured.optimizer_transient > 0
+    # Its numbers, on the CPU, are multiplied while square roots of all parameters are there.
+    half, narrow = Stack(layers=3).bfloat16(), x.bfloat16()
+    optimizer = torch.optim.NAdam(half.parameters(), foreach=True)
+    found, measured = (profile(half, narrow, optimizer, device) for device in ("cpu", None))
+    assert found.optimizer_transient == measured.optimizer_transient
     unclosed = profile(model, x, torch.optim.LBFGS, "cpu")
     assert unclosed.notes[0].startswith("LBFGS takes no step without data")
 
