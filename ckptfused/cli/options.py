@@ -166,9 +166,9 @@ def built(make: Callable[[], T]) -> T:
 
 
 def said(error: Exception) -> str:
-    """An error's words on one line: the first, and where that ends in a colon the next."""
+    """An error's words on one line: the first, where that ends in a colon the next, and what was noted of it since."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:400]
+    return "; ".join([" ".join(lines[: 2 if lines[0].endswith(":") else 1])[:400], *getattr(error, "__notes__", ())])
 
 
 _MOST_TOKENS = 1 << 40

@@ -163,6 +163,10 @@ def language(name="labels"):
     return LlamaForCausalLM(CONFIG), {"input_ids": ids, name: ids, "attention_mask": torch.ones_like(ids)}
 def misspelt():
     return language("lables")
+def without_input():
+    model, batch = language()
+    batch["input_idz"] = batch.pop("input_ids")
+    return model, batch
 def pictures():
     layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(3)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 500)), torch.empty(3, 4, 8, 8)
@@ -199,6 +203,10 @@ def test_a_model_of_ones_own_in_context(
         )
     assert main(["profile", "--config", "own_models:misspelt"]) == 1
     assert "has no argument 'lables'; did you mean labels?" in capsys.readouterr().err
+    for command in ("profile", "doctor"):
+        assert main([command, "--config", "own_models:without_input"]) == 1
+        named = "has no argument 'input_idz'; did you mean input_ids?" in capsys.readouterr().err
+        assert named or (command == "doctor" and sys.version_info < (3, 11))  # of which no error has notes
     assert main(["doctor", "--config", "own_models:misspelt"]) == 0
     assert "has no argument 'lables'; did you mean labels?" in " ".join(capsys.readouterr().out.split())
     for shards, advised in ((1, True), (8, False)):
