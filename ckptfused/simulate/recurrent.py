@@ -1,4 +1,4 @@
-"""Recurrent layers (`nn.LSTM`, `nn.GRU`) on the CPU at hand: what one holds is measured, where it runs alone.
+"""Recurrent layers (`nn.LSTM`, `nn.GRU`, `nn.RNN`) on the CPU at hand: what one holds is measured, where it runs alone.
 
 oneDNN's recurrent layers keep a workspace of their own for backward, which tensors without data do not show: a layer on
 the meta device is made of single products instead.
@@ -22,7 +22,7 @@ from ckptfused.simulate.alone import OpCall
 from ckptfused.simulate.roofline import Work
 from ckptfused.simulate.scratch import LARGEST, MOST_FLOPS
 
-OPS = ("lstm.input", "lstm.data", "gru.input", "gru.data")
+OPS = tuple(f"{kind}.{given}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for given in ("input", "data"))
 """Each takes input, initial states, parameters, whether they have biases, the number of layers, the probability of
 dropout, and whether it trains, goes both ways and has its batch first; of a packed input ("data") the number of
 sequences at each step comes behind it, and there is no batch to come first."""

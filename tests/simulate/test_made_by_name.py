@@ -193,7 +193,7 @@ def test_a_step_is_predicted_to_the_byte(name: str) -> None:
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["made", "given"])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_lengths_of_packed_sequences_count(kind: type[nn.RNNBase], given: bool) -> None:
     """The layer runs alone on as many sequences at each step: what it keeps is what it was measured to keep."""
     batch: dict[str, Tensor] = {"x": torch.randn(2, T, WIDTH)}
