@@ -12,6 +12,7 @@ _HELP = ("--list", "-l", "--help", "-h")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a message, as of `ckptfused.spec.checks.nearest`, which brings torch along here."""
     near = difflib.get_close_matches(word, known, 1)
     return f"; did you mean {near[0]}?" if near else ""
 

@@ -50,9 +50,9 @@ def loss_saved_bytes(
     """
     (classes, width), tokens = weight, prod(x[:-1])
     wide = accumulation_type(dtype).itemsize
-    total = (
-        tokens * wide + 16 * spec.has_dropout + 8 * (torch.device(device).type != "cpu" and spec.reduction == "mean")
-    )
+    total = tokens * wide + 16 * spec.has_dropout
+    if spec.reduction == "mean" and torch.device(device).type != "cpu":
+        total += 8
     if spec.keep == "inputs" or spec.reduction == "none":
         return total
     # A float16 weight's gradient, a sum over all tokens, is kept in float32.

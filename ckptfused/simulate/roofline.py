@@ -138,12 +138,9 @@ class Work(DispatchMode):
         the CPU at hand lays them out."""
         packet = func.overloadpacket
         given = [t for t in tensors_of(args, kwargs) if _is_meta(t)]
-        if not given and str(packet).startswith("aten._foreach") and self.machine is not None:
-            # An optimizer's numbers, which are on the CPU wherever its parameters are, have memory for a moment, too.
-            measured = self.machine.scratch.of(func, args, kwargs, out)
-            within = 0 if measured is None else measured.within
-            self._opened.held.append(torch.empty(within, dtype=torch.uint8, device="meta"))
-        if not given or packet in _FREE or _is_view(func):
+        # An optimizer's numbers, which are on the CPU wherever its parameters are, have memory for a moment, too.
+        of_numbers = not given and str(packet).startswith("aten._foreach")
+        if not (given or of_numbers) or packet in _FREE or _is_view(func):
             return out
         if self.machine is not None and func.namespace == "aten":
             measured = self.machine.scratch.of(func, args, kwargs, out)
@@ -151,7 +148,7 @@ class Work(DispatchMode):
                 if packet in CONVOLUTIONS:
                     self.convolution_scratch = max(self.convolution_scratch, measured.within)
                 if measured.within:
-                    self._opened.held.append(given[0].new_empty(measured.within, dtype=torch.uint8))
+                    self._opened.held.append(torch.empty(measured.within, dtype=torch.uint8, device="meta"))
                 if measured.after:
                     self._surplus.keep(out, measured.after)
                 return measured.laid_out(args, kwargs, out)

@@ -19,13 +19,13 @@ constexpr int kLossWarps = kLossThreads / 32;
 // spills.
 template <typename A>
 constexpr int kLossBlocks = sizeof(A) == 8 ? 1 : 2;
-// Groups that are on their way to a thread: 32 bytes where a pass writes as much as it reads. One
-// that only reads has 64, for memory answers after the time of two such rounds. Doubles are not
-// read ahead.
+// Groups that are on their way to a thread: 32 bytes, and kFar 64: where a pass only reads, memory
+// answers after the time of two such rounds. Only the softmax's has the registers for it. Doubles
+// are not read ahead.
 template <typename T>
 constexpr bool kLossPrefetch = sizeof(T) < sizeof(double);  // registers
-template <typename T, bool kReads>
-constexpr int kLossAhead = kLossPrefetch<T> ? 4 / sizeof(T) * (kReads ? 2 : 1) : 1;
+template <typename T, bool kFar>
+constexpr int kLossAhead = kLossPrefetch<T> ? 4 / sizeof(T) * (kFar ? 2 : 1) : 1;
 
 // Logits as a thread holds them: numbers of the same order that a factor makes logits of. kPlain:
 // the products. Else products times the scale or, with a soft-cap, the hyperbolic tangent.
@@ -61,10 +61,10 @@ inline bool plain_logits(const CrossEntropyShape& a) {
 // Calls f(col, count, x) for each group of this thread, from its first on or, kBack, from its last
 // whole one back: what a pass over a row has read last is in the second-level cache for the next.
 // The next groups are on their way while some are worked on.
-template <bool kBack, bool kReads, typename T, typename F>
+template <bool kBack, bool kFar, typename T, typename F>
 __device__ __forceinline__ void for_products(const CrossEntropyShape& a, const T* row, bool vectors,
                                              F f) {
-  constexpr int kAhead = kLossAhead<T, kReads>, kStride = kLossThreads * kGroup;
+  constexpr int kAhead = kLossAhead<T, kFar>, kStride = kLossThreads * kGroup;
   constexpr bool kPrefetch = kLossPrefetch<T>;
   static_assert(kPrefetch || kAhead == 1, "what is not there would be read");
   constexpr int kStep = kBack ? -kStride : kStride;
