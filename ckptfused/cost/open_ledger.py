@@ -63,8 +63,6 @@ class OpenLedger:
         self.device = device
         self._recorder = _C.OpenLedger(*counted_device(device, threads))
         self.host = HostMemory()
-        self.held: list[Tensor] = []
-        """What stands for memory that the last op held within itself: it ends before the next one, or at a mark."""
 
     def __enter__(self) -> OpenLedger:
         if _open.ledger is not None:
@@ -81,10 +79,10 @@ class OpenLedger:
         """How many events there have been."""
         return len(self._recorder)
 
-    def mark(self) -> int:
-        """How many events there have been when all ops so far have ended."""
-        self.held.clear()
-        return len(self)
+    def op_ran(self) -> None:
+        """What is there now is no temporary of the operator that runs: its results, which it may yet throw away, as
+        where a replay stops while they are saved, and casts of its operands."""
+        self._recorder.op_ran()
 
     def number_of(self, t: Tensor) -> int | None:
         """By which the events name a tensor's storage; None: it began before, or holds nothing."""

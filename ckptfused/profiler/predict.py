@@ -59,7 +59,7 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     opaque: dict[int, str] = {}
     while True:
         opened = OpenLedger(device.kind)
-        marks = Marks(model, opened.mark)
+        marks = Marks(model, opened.__len__)
         try:
             with drawn_alike(model), without_trace(model):
                 trace, work, by_chance = _record(

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ckptfused.compat.kernels import Kernel, operation, replaced_kernels, without_replaced
 from ckptfused.compat.patches import here, instead, patched_attribute
-from ckptfused.compat.pytree import tree_map
+from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.compat.torch_dispatch import has_kernel, operations, schema_of, tensors_of
 
 _OWN = ("block", "attention_block", "ffn_block", "linear_cross_entropy")
@@ -69,6 +69,7 @@ class Casts:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self._order = slice(None, None, -1 if _casts_last_first() else 1)
         self._cached = WeakTensorKeyDictionary()
         """Casts of weights, as long as a region lasts."""
 
@@ -120,7 +121,11 @@ class Casts:
         return self._cached[value]
 
     def _all_cast(self, given: Any, dtype: torch.dtype) -> Any:
-        return tree_map(lambda value: self._cast(value, dtype), given)
+        """In the order in which PyTorch casts them, from which that of their gradients follows."""
+        leaves, structure = tree_flatten(given)
+        for place in range(len(leaves))[self._order]:
+            leaves[place] = self._cast(leaves[place], dtype)
+        return tree_unflatten(leaves, structure)
 
     def _with_result(self, op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with float32 as the type of the result, where none is given."""
@@ -164,6 +169,17 @@ class Casts:
             for place, name, make in stand_ins:
                 stack.enter_context(patched_attribute(place, name, make))
             yield
+
+
+@lru_cache(maxsize=1)
+def _casts_last_first() -> bool:
+    """Whether PyTorch's autocast casts the last operand first. It casts them as arguments of one C++ call, whose order
+    is the compiler's: last to first of GCC, first to last of Clang."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+        a, b = torch.zeros(2, 1, 1, requires_grad=True)
+        node: Any = torch.mm(a, b).grad_fn
+    (first, _), (last, _) = node.next_functions
+    return bool(last._sequence_nr() < first._sequence_nr())
 
 
 def _policy(kind: str, name: str) -> str:

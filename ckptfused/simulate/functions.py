@@ -45,6 +45,7 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
     kernels = casts.kernels()
     kernels["aten::scaled_dot_product_attention"] = casts.lower(partial(attention_on_meta, device, work))
     kernels["aten::_grouped_mm"] = partial(grouped_mm_on_meta, work)
+    kernels["aten::mish_backward"] = _mish_backward
     if device == "cpu":
         kernels |= {f"aten::{name}": partial(recurrent, name, work) for name in RECURRENT}
     with contextlib.ExitStack() as stack:
@@ -53,6 +54,7 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
         stack.enter_context(patched_attribute(rotary, "_computed", here(shared)))
         if device == "cpu":
             stack.enter_context(patched_attribute(torch, "get_rng_state", here(_counted_state)))
+            stack.enter_context(patched_attribute(torch.random, "fork_rng", here(_counted_fork)))
         if (place := packing_lookup()) is not None:
             stack.enter_context(patched_attribute(*place, here(lambda plain: partial(_packed, plain))))
         if hasattr(base := pretrained_model(), _WARNING):
@@ -102,6 +104,11 @@ def grouped_mm_on_meta(
     return grouped_mm(input, weight, *args, **{**kwargs, "noted": nowhere if work is None else work.grouped})
 
 
+def _mish_backward(below: Callable[..., Tensor], grad: Tensor, x: Tensor) -> Tensor:
+    """One kernel on devices, which on tensors without data is made of many ops."""
+    return torch.empty_like(x) if x.is_meta else below(grad, x)
+
+
 def _counted_state(random_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """A stand-in for random states that checkpoints keep: they are in the host's memory."""
 
@@ -111,6 +118,20 @@ def _counted_state(random_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return state
 
     return counted
+
+
+def _counted_fork(fork_rng: Callable[..., Any]) -> Callable[..., Any]:
+    """A stand-in for what a replay runs within: on a CPU it keeps the state that it finds."""
+
+    @contextlib.contextmanager
+    def forked(*args: Any, **kwargs: Any) -> Iterator[None]:
+        keeps = kwargs.get("device_type") == "meta" and kwargs.get("enabled", True)
+        kept = torch.get_rng_state() if keeps else None
+        with fork_rng(*args, **kwargs):
+            yield
+        del kept
+
+    return forked
 
 
 def _packed(looks: Callable[[Tensor], Tensor | None], positions: Tensor) -> Tensor | None:

@@ -1,8 +1,8 @@
-"""What ops of PyTorch's that have no kernel for meta tensors allocate."""
+"""What ops of PyTorch's allocate that have no kernel for meta tensors, or one whose results differ from a device's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,9 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def kernelless(func: Any, copies: list[Tensor]) -> Callable[..., Any]:
-    """An op, or what stands for one without a kernel. copies: gets what the op holds until it ends."""
-    stand_in = _STAND_INS.get(func.overloadpacket)
+def kernel_on_meta(func: Any, device: str, copies: list[Tensor]) -> Callable[..., Any]:
+    """An op, or what stands for it on a device of this kind. copies: gets what the op holds until it ends."""
+    stand_in = _STAND_INS.get(func.overloadpacket) or (_ON_CPU.get(func.overloadpacket) if device == "cpu" else None)
     return func if stand_in is None else partial(stand_in, copies)
 
 
@@ -44,7 +44,52 @@ def _ctc_loss_backward(
     return torch.empty_like(log_probs)
 
 
+def _statistics_type(x: Tensor, *weights: Tensor | None) -> torch.dtype:
+    """In which a norm keeps means and rstds: its own, but float32 beside weights in float32, as under autocast."""
+    return torch.float32 if any(w is not None and w.dtype == torch.float32 for w in weights) else x.dtype
+
+
+def _group_norm(
+    copies: list[Tensor], x: Tensor, weight: Tensor | None, bias: Tensor | None, batch: int, *sizes: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, means and rstds [batch, groups]. sizes: channels, entries of one, groups and eps."""
+    mean = x.new_empty(batch, sizes[2], dtype=_statistics_type(x, weight, bias))
+    return torch.empty_like(x), mean, torch.empty_like(mean)
+
+
+def _group_norm_backward(
+    copies: list[Tensor], grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, *others: Any
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias, of those that the last argument asks for."""
+    of_weight = mean.new_empty(others[1]) if weight is None else weight
+    results = zip((x, of_weight, of_weight), others[-1], strict=True)
+    return tuple(torch.empty_like(like) if asked else None for like, asked in results)
+
+
+def _layer_norm(
+    copies: list[Tensor], x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
+    mean = x.new_empty(rows, dtype=_statistics_type(x, weight, bias))
+    return torch.empty_like(x, memory_format=torch.contiguous_format), mean, torch.empty_like(mean)
+
+
+def _batch_norm(copies: list[Tensor], x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, means and rstds [C], which evaluation does not keep. others: weights, what runs, training, rates."""
+    *weights, training, _, _ = others
+    mean = x.new_empty(x.size(1) if training else 0, dtype=_statistics_type(x, *weights))
+    return torch.empty_like(x), mean, torch.empty_like(mean)
+
+
 _STAND_INS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss: _ctc_loss,
     aten._ctc_loss_backward: _ctc_loss_backward,
+    aten.native_group_norm: _group_norm,
+    aten.native_group_norm_backward: _group_norm_backward,
 }
+_ON_CPU: dict[Any, Callable[..., Any]] = {
+    aten.native_layer_norm: _layer_norm,
+    aten.native_batch_norm: _batch_norm,
+    aten._native_batch_norm_legit: _batch_norm,
+}
+"""On a GPU statistics are in float32, as the kernels for meta tensors have them."""

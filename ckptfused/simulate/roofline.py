@@ -35,8 +35,8 @@ from ckptfused.simulate.cpu_timings import (
     grouped_products,
 )
 from ckptfused.simulate.devices import Device
-from ckptfused.simulate.meta_kernels import kernelless
-from ckptfused.simulate.scratch import LARGEST, Surplus, conjugated
+from ckptfused.simulate.meta_kernels import kernel_on_meta
+from ckptfused.simulate.scratch import LARGEST, KeptNumbers, Surplus
 from ckptfused.sizes import size
 from ckptfused.spec import AttentionSpec, parse
 
@@ -80,7 +80,7 @@ class Work(DispatchMode):
         self._cache = None if device.machine is None else Cache(device.machine.cache)
         self._pieces = 0.0
         self._surplus = Surplus()
-        self._conjugated: list[Tensor] = []
+        self._numbers = KeptNumbers()
         self.convolution_scratch = 0
         """Bytes that a convolution was measured to hold within itself, the most of all."""
         self.unmeasured: set[str] = set()
@@ -90,6 +90,7 @@ class Work(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._numbers.keep()
         own = func.namespace == "ckptfused"
         begin = len(self._opened) if own else 0
         if own:
@@ -99,11 +100,14 @@ class Work(DispatchMode):
         if self.machine is not None and any(map(is_copy_on_write, tensors_of(args))) and not (own or _is_view(func)):
             for t in self.machine.scratch.copied(func, args, kwargs):
                 gets_own_memory(t)
-        if func.overloadpacket not in _FREE and not _is_view(func):  # autograd detaches a result that it saves
-            self._opened.held[:], self._conjugated = self._conjugated, conjugated(func, args)
-        out = kernelless(func, self._opened.held)(*args, **kwargs)
-        if not own and not self._opened.held:  # else it was counted by what stands for a kernel
-            out = self._hold(func, args, kwargs, out)
+        held: list[Tensor] = []  # what stands for memory that the op holds beside its results until it ends
+        out = kernel_on_meta(func, self._device.kind, held)(*args, **kwargs)
+        if not own and not held:  # else it was counted by what stands for a kernel
+            out = self._hold(func, args, kwargs, out, held)
+        self._opened.op_ran()
+        held.clear()
+        if self.machine is not None:
+            self._numbers.note(func, args, out)
         if own:
             seconds = self._of_ledger(begin, args)
         else:
@@ -133,9 +137,9 @@ class Work(DispatchMode):
                 f"got {rows:,} tokens: predict fewer"
             )
 
-    def _hold(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-        """Holds what stands for memory that an op of PyTorch's has beside its results until it ends; the results, as
-        the CPU at hand lays them out."""
+    def _hold(self, func: Any, args: Any, kwargs: Any, out: Any, held: list[Tensor]) -> Any:
+        """The results of an op of PyTorch's, as the CPU at hand lays them out. held: gets what stands for memory that
+        it has beside them."""
         packet = func.overloadpacket
         given = [t for t in tensors_of(args, kwargs) if _is_meta(t)]
         # An optimizer's numbers, which are on the CPU wherever its parameters are, have memory for a moment, too.
@@ -148,7 +152,7 @@ class Work(DispatchMode):
                 if packet in CONVOLUTIONS:
                     self.convolution_scratch = max(self.convolution_scratch, measured.within)
                 if measured.within:
-                    self._opened.held.append(torch.empty(measured.within, dtype=torch.uint8, device="meta"))
+                    held.append(torch.empty(measured.within, dtype=torch.uint8, device="meta"))
                 if measured.after:
                     self._surplus.keep(out, measured.after)
                 return measured.laid_out(args, kwargs, out)
@@ -157,7 +161,7 @@ class Work(DispatchMode):
                 self.unmeasured.add(str(packet))
         operands = args[packet is aten.addmm :] if packet in _DENSE | _CONTIGUOUS else ()
         is_copied = _is_expanded if packet in _DENSE else _is_strewn
-        self._opened.held += [t.new_empty(t.shape) for t in operands if _is_meta(t) and is_copied(t)]
+        held += [t.new_empty(t.shape) for t in operands if _is_meta(t) and is_copied(t)]
         return out
 
     def attention(self, causal: bool) -> Callable[[float, Tensor, Tensor], None]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import TensorWeakRef
 
 from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_autograd import graph_task
@@ -27,6 +28,8 @@ LARGEST, MOST_FLOPS = 1 << 30, 1e11
 aten = torch.ops.aten
 _BATCHED = {aten.convolution: (0,), aten.convolution_backward: (0, 1)}
 """By where their operands with a batch are. Of too large a batch a part runs, as often as the batch has it counts."""
+
+_KEEP_NUMBERS = {aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor}
 
 
 class OpMemory(NamedTuple):
@@ -119,12 +122,25 @@ class Surplus:
             hold_surplus(out, surplus_of(first))
 
 
-def conjugated(op: Any, args: Any) -> list[Tensor]:
-    """What stands for the copy of a conjugated (or negated) operand, which PyTorch makes within the op that comes next
-    and holds until that ends."""
-    if op.overloadpacket is not aten.clone or not (args[0].is_conj() or args[0].is_neg()):
-        return []
-    return [torch.empty(args[0].nbytes, dtype=torch.uint8, device="meta")]
+class KeptNumbers:
+    """Numbers by which tensors are multiplied or divided: on a CPU each is a tensor, which the graph keeps until its
+    backward has run."""
+
+    def __init__(self) -> None:
+        self._last: tuple[TensorWeakRef, int] | None = None
+
+    def note(self, op: Any, args: Any, out: Any) -> None:
+        """After an op of which autograd has yet to make the node."""
+        if op in _KEEP_NUMBERS and not isinstance(args[1], Tensor):
+            self._last = TensorWeakRef(out), {bool: 1, complex: 16}.get(type(args[1]), 8)
+
+    def keep(self) -> None:
+        """Before the next op."""
+        (found, size), self._last = self._last or (lambda: None, 0), None
+        out = found()
+        if out is not None and out.grad_fn is not None:
+            kept = [out.new_empty(size, dtype=torch.uint8)]
+            out.grad_fn.register_hook(lambda *grads: kept.clear())
 
 
 def scratch_of(call: OpCall) -> OpMemory | None:

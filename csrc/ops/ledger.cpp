@@ -29,7 +29,7 @@ struct Ledger::Buffer {
     Ledger* ledger = Ledger::current();
     if (ledger == nullptr || ledger->number_ != buffer->ledger) return;
     if (ledger->depth_ > 0 && buffer->number >= ledger->first_) return ledger->forget(*buffer);
-    if (ledger->reused(*buffer)) return;
+    if (ledger->depth_ == 0 && ledger->reused(*buffer)) return;
     ledger->events_.push_back(
         {Ledger::release, "", -1, {ledger->resolved(buffer->number), buffer->bytes}});
   }

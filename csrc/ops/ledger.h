@@ -63,6 +63,8 @@ class Ledger {
   const std::vector<Event>& events() const { return events_; }
   // Of the buffer that a tensor's storage is, if it began under this ledger.
   std::optional<int64_t> number_of(const at::Tensor& t) const;
+  // What an operator has made so far is no temporary of its own.
+  void op_ran() { first_ = buffers_; }
   void add(Kind kind, std::array<int64_t, 6> sizes, at::ScalarType dtype = at::kFloat);
   void launched(const char* name, int64_t times = 1, int64_t bytes = 0);
 

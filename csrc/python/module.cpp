@@ -92,6 +92,9 @@ class OpenLedger {
   std::optional<int64_t> number_of(const at::Tensor& t) const {
     return ledger_ ? ledger_->number_of(t) : std::nullopt;
   }
+  void op_ran() {
+    if (ledger_) ledger_->op_ran();
+  }
   void set_attention(std::array<int64_t, 4> a) {
     if (ledger_) ledger_->set_attention({a[0], a[1]}, {a[2], a[3]});
   }
@@ -244,6 +247,7 @@ PYBIND11_MODULE(_C, m) {
       .def("__len__", &OpenLedger::size)
       .def("events", &OpenLedger::events, pybind11::arg("first") = 0)
       .def("number_of", &OpenLedger::number_of)
+      .def("op_ran", &OpenLedger::op_ran)
       .def("set_attention", &OpenLedger::set_attention);
   bind_arguments(m);
   bind_copy_on_write(m);
