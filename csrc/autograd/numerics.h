@@ -13,7 +13,7 @@ namespace ckptfused {
 // What the bits of a result depend on beside the arguments: settings of the calling thread (how
 // many threads work, whether subnormals are flushed) and of the process (the precision of float32
 // products, reductions in half precision, which libraries and kernels are allowed), in the order of
-// a table in settings.cpp. A replay computes under those of its forward.
+// a table in numerics.cpp. A replay computes under those of its forward.
 using Settings = std::vector<int64_t>;
 Settings current_settings();
 

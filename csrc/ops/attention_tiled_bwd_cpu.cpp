@@ -184,9 +184,10 @@ class KeyValueHead {
       if (tile.cols == 0) continue;
       if (!loaded) load_queries(head, query, rows, all);
       loaded = true;
-      multiply(all, tile.cols, depth, scratch_.q, depth, scratch_.k_t + keys.at * depth, keys.cols,
+      const int64_t multiplied = multiplied_cols(keys.keys, tile.cols);
+      multiply(all, multiplied, depth, scratch_.q, depth, scratch_.k_t + keys.at * depth, keys.cols,
                scratch_.probs, tile.stride, /*add=*/false);
-      multiply(all, tile.cols, depth, scratch_.dout, depth, scratch_.v_t + keys.at * depth,
+      multiply(all, multiplied, depth, scratch_.dout, depth, scratch_.v_t + keys.at * depth,
                keys.cols, scratch_.dprobs, tile.stride, /*add=*/false);
       const A* lse = static_cast<const A*>(t_.lse.const_data_ptr()) + s_.batch * t_.lse.stride(0) +
                      head * t_.lse.stride(1) + s_.query + query;
@@ -209,14 +210,15 @@ class KeyValueHead {
 
   // What one tile adds to the gradients. Rows beyond the queries' are zeros.
   void add_tile(const ScoreTile& tile, int64_t all, KeyTile& keys, A* dq) {
-    const int64_t D = sizes_.head_dim, rows = tile.rows, cols = tile.cols;
+    const int64_t D = sizes_.head_dim, rows = tile.rows;
+    const int64_t cols = multiplied_cols(keys.keys, tile.cols);
     constexpr bool kRounded = Scratch<T, C>::kRounded;
-    const int64_t stride = kRounded ? cols : tile.stride;
+    const int64_t stride = kRounded ? tile.cols : tile.stride;
     const BackwardOperands<C>& p = scratch_.operands;
     // Rows abreast were filled up with a row of zeros.
     for (int64_t r = kRounded ? rows + rows % 2 : rows; r < all; ++r) {
-      std::fill_n(p.right_probs + r * stride, cols, C{});
-      std::fill_n(p.right_dprobs + r * stride, cols, C{});
+      std::fill_n(p.right_probs + r * stride, tile.cols, C{});
+      std::fill_n(p.right_dprobs + r * stride, tile.cols, C{});
     }
     // A tile's first products are written, not added.
     const bool add = keys.begun > 0;

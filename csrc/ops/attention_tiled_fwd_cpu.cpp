@@ -136,13 +136,13 @@ class QueryRun {
           score_tile(rule, s_.first + task_.query + query, rows, key, sizes_.cols);
       if (tile.cols == 0) return;
       const SoftmaxRows<A> rows_state = state(head, query);
-      const int64_t all = filled_rows(rows);
+      const int64_t all = filled_rows(rows), multiplied = multiplied_cols(keys, tile.cols);
       // Probabilities in place have the scores' rows.
       const int64_t stride = Scratch<T, C>::kRounded ? tile.cols : tile.stride;
-      multiply(all, tile.cols, depth, scratch_.q + row_of(head, query) * depth, depth, scratch_.k,
+      multiply(all, multiplied, depth, scratch_.q + row_of(head, query) * depth, depth, scratch_.k,
                cols, scratch_.scores, tile.stride, /*add=*/false);
       attention_fwd_tile(rule, tile, scratch_.scores, rows_state, scratch_.probs, stride);
-      multiply(all, D, tile.cols, scratch_.probs, stride, scratch_.v, D, rows_state.out, D,
+      multiply(all, D, multiplied, scratch_.probs, stride, scratch_.v, D, rows_state.out, D,
                /*add=*/true);
     });
   }

@@ -53,6 +53,10 @@ inline int64_t filled_cols(int64_t n) {
 inline int64_t filled_rows(int64_t n) {
   return filled(n, n < 32 ? 4 : 32);
 }
+// Columns of a tile of so many keys that products take: row kernels fill up what is beyond.
+inline int64_t multiplied_cols(int64_t keys, int64_t cols) {
+  return keys <= kColumnStep / 2 ? kColumnStep / 2 : cols;
+}
 
 // The longest tile and run of a call.
 struct TileSizes {

@@ -15,8 +15,8 @@ namespace ckptfused::tiles {
 bool multiplies_bfloat16();
 
 // Products of so few multiplications, and in float, are loops of our own: the call of a library
-// alone takes as long. A function of the tile's shape, so that a replay has forward's bits.
-constexpr int64_t kSmallProduct = int64_t(1) << 13;
+// alone takes longer. A function of the tile's shape, so that a replay has forward's bits.
+constexpr int64_t kSmallProduct = int64_t(1) << 10;
 
 // out [rows, cols] = left [rows, depth] @ right [depth, cols], or added to it. Entries of a row of
 // right lie side by side; depth is a multiple of kRowsAbreast.
