@@ -117,14 +117,14 @@ Tensor Block::adapter_grad(int slot) {
 }
 
 // Whether the adapter of a part is made of half-precision products with float32 sums: on devices
-// that have them, the one adapter of a projection, without dropout, which scales what it keeps, and
-// without a bias. A pure function of these, so that a replay makes the bits again.
+// that have them, the one adapter of a projection, without a bias. A pure function of these, so
+// that a replay makes the bits again.
 bool Block::adapters_in_halves(const Tensor& like, const Part& part) {
   if (P_ != at::kBFloat16 || !through_aten(like)) return false;
   int64_t found = 0;
   for (const AdapterSlots& s : adapters_) {
     if (s.weight != part.weight) continue;
-    if (s.spec->p > 0 || params_[s.first + kBias].defined()) return false;
+    if (params_[s.first + kBias].defined()) return false;
     ++found;
   }
   return found == 1 && (counting() || like.is_cpu() || widens(like));

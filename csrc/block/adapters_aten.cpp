@@ -2,6 +2,8 @@
 
 #include "block/adapters_aten.h"
 #include "block/ops.h"
+#include "math/dropout.h"
+#include "ops/activation.h"
 #include "ops/checks.h"
 #include "ops/ledger.h"
 
@@ -12,13 +14,20 @@ using at::Tensor;
 
 // Enough rows for a GPU to be busy; their wide copies are a few tens of MiB.
 constexpr int64_t kRows = 4096;
+// Bytes that the copy of dropped rows takes, of rows that are multiplied in half precision.
+constexpr int64_t kDropped = int64_t(128) << 20;
 
-// t = drop(t), in place. Dropout alone is a gated unit whose gate is open: reglu(1, t) = t.
-void drop(const Tensor& t, const Tensor& gate, const Adapter& adapter, const AdapterPlace& place,
-          int64_t row) {
+// out = drop(t), which may be t. Dropout alone is a gated unit whose gate is open: reglu(1, t) = t;
+// "kept" leaves out the scale.
+void drop(const Tensor& out, const Tensor& t, const Tensor& gate, std::string_view act,
+          const Adapter& adapter, const AdapterPlace& place, int64_t row) {
   if (adapter.p == 0) return;
-  call::activation_fwd(gate.expand_as(t), t, place.rng, t, "reglu", adapter.p, adapter.site,
+  call::activation_fwd(gate.expand_as(t), t, place.rng, out, act, adapter.p, adapter.site,
                        place.cols, place.row0 + row, place.col0, place.rows);
+}
+
+Tensor open_gate(const Tensor& like, at::ScalarType type, int64_t width) {
+  return at::empty({1, width}, like.options().dtype(type)).fill_(1);
 }
 
 // out = scale · a @ b, or out += it, of operands of one type; out has it too, and is rounded once,
@@ -71,39 +80,93 @@ struct Halves {
   }
 };
 
-// out += scale · t @ (high + rest) but for the product of both rests: in one product, rounded once.
-void add_wide(const Tensor& out, const Halves& t, const Tensor& high, const Tensor& rest,
-              double scale) {
+// out = scale · t @ (high + rest), or out += it, but for the product of both rests: in one product,
+// rounded once.
+void multiply_wide(const Tensor& out, const Halves& t, const Tensor& high, const Tensor& rest,
+                   double scale, bool onto) {
   std::vector<Tensor> pieces{high, high};
   if (rest.defined()) pieces.push_back(rest);
   const Tensor all = at::cat(pieces);
-  scaled_product(out, t.all.narrow(1, 0, all.size(0)), all, scale, true);
+  scaled_product(out, t.all.narrow(1, 0, all.size(0)), all, scale, onto);
 }
 
 Tensor transposed(const Tensor& t) {
   return t.defined() ? t.t() : t;
 }
 
-void half_fwd(const Tensor& y, const Tensor& in, const Adapter& adapter) {
-  const Halves t(low_rank(in, adapter.a, adapter.a_rest), y.scalar_type());
-  add_wide(y, t, adapter.b.t(), transposed(adapter.b_rest), adapter.scale);
-}
+// An adapter in halves on blocks of rows, in one where nothing is dropped. What is dropped of are
+// numbers of half precision, whose scale waits for the products: they stay as they are.
+class HalfRows {
+ public:
+  HalfRows(const Adapter& adapter, const AdapterPlace& place, const Tensor& like, int64_t width)
+      : adapter_(adapter), place_(place), scale_(adapter.scale) {
+    if (adapter.p == 0) return;
+    scale_ *= make_dropout(adapter.p, int(adapter.site), place.cols).scale;
+    gate_ = open_gate(like, like.scalar_type(), width);
+    rows_ = std::max<int64_t>(1, kDropped / std::max<int64_t>(1, width * like.element_size()));
+  }
 
-void half_bwd(const Tensor& dy, const Tensor& in, const Tensor& din, const Adapter& adapter) {
-  const at::ScalarType type = dy.scalar_type();
-  if (adapter.db.defined()) {
-    const Halves t(low_rank(in, adapter.a, adapter.a_rest), type);
-    scaled_product(adapter.db, dy.t(), t.high, adapter.scale, true);
-    scaled_product(adapter.db, dy.t(), t.rest, adapter.scale, true);
+  void forward(const Tensor& y, const Tensor& in) const {
+    for_blocks(y, [&](int64_t row, const Tensor& out) {
+      const Tensor x = kept(in.narrow(0, row, out.size(0)), row);
+      const Halves t(low_rank(x, adapter_.a, adapter_.a_rest), y.scalar_type());
+      multiply_wide(out, t, adapter_.b.t(), transposed(adapter_.b_rest), scale_, true);
+    });
   }
-  if (!adapter.da.defined() && !din.defined()) return;
-  const Halves dt(low_rank(dy, adapter.b.t(), transposed(adapter.b_rest)), type);
-  if (adapter.da.defined()) {
-    scaled_product(adapter.da, dt.high.t(), in, adapter.scale, true);
-    scaled_product(adapter.da, dt.rest.t(), in, adapter.scale, true);
+
+  void backward(const Tensor& dy, const Tensor& in, const Tensor& din) const {
+    const bool with_in = adapter_.da.defined() || adapter_.db.defined();
+    for_blocks(dy, [&](int64_t row, const Tensor& d) {
+      const Tensor x = with_in ? kept(in.narrow(0, row, d.size(0)), row) : Tensor();
+      if (adapter_.db.defined()) {
+        const Halves t(low_rank(x, adapter_.a, adapter_.a_rest), dy.scalar_type());
+        scaled_product(adapter_.db, d.t(), t.high, scale_, true);
+        scaled_product(adapter_.db, d.t(), t.rest, scale_, true);
+      }
+      if (!adapter_.da.defined() && !din.defined()) return;
+      const Halves dt(low_rank(d, adapter_.b.t(), transposed(adapter_.b_rest)), dy.scalar_type());
+      if (adapter_.da.defined()) {
+        scaled_product(adapter_.da, dt.high.t(), x, scale_, true);
+        scaled_product(adapter_.da, dt.rest.t(), x, scale_, true);
+      }
+      if (din.defined()) add_input_grad(din.narrow(0, row, d.size(0)), dt, x, row);
+    });
   }
-  if (din.defined()) add_wide(din, dt, adapter.a, adapter.a_rest, adapter.scale);
-}
+
+ private:
+  template <typename F>
+  void for_blocks(const Tensor& t, F f) const {
+    const int64_t n = t.size(0), step = rows_ > 0 ? rows_ : std::max<int64_t>(1, n);
+    for (int64_t row = 0; row < n; row += step) {
+      f(row, t.narrow(0, row, std::min(step, n - row)));
+    }
+  }
+
+  // What dropout keeps of rows, in a copy.
+  Tensor kept(const Tensor& rows, int64_t row) const {
+    if (adapter_.p == 0) return rows;
+    const Tensor out = at::empty(rows.sizes(), rows.options());
+    drop(out, rows, gate_, kKept, adapter_, place_, row);
+    return out;
+  }
+
+  // x: the kept rows, whose memory is free by now, or undefined.
+  void add_input_grad(const Tensor& din, const Halves& dt, const Tensor& x, int64_t row) const {
+    if (adapter_.p == 0) {
+      return multiply_wide(din, dt, adapter_.a, adapter_.a_rest, scale_, true);
+    }
+    const Tensor dx = x.defined() ? x : at::empty(din.sizes(), dt.all.options());
+    multiply_wide(dx, dt, adapter_.a, adapter_.a_rest, scale_, false);
+    drop(dx, dx, gate_, kKept, adapter_, place_, row);
+    Tensor(din).add_(dx);
+  }
+
+  const Adapter& adapter_;
+  const AdapterPlace& place_;
+  double scale_;
+  Tensor gate_;
+  int64_t rows_ = 0;  // 0: all
+};
 
 // What the blocks of rows have in common, in the type of the arithmetic.
 struct Wide {
@@ -119,14 +182,14 @@ struct Wide {
       b.push_back(adapter.b.to(type));
       drops |= adapter.p > 0;
     }
-    if (drops) gate = at::empty({1, width}, y.options().dtype(type)).fill_(1);
+    if (drops) gate = open_gate(y, type, width);
   }
 
   // The rows in this type, in a copy where the adapter drops of them.
   Tensor dropped(const Tensor& rows, const Adapter& adapter, const AdapterPlace& place,
                  int64_t row) const {
     const Tensor wide = rows.to(type, /*non_blocking=*/false, /*copy=*/adapter.p > 0);
-    drop(wide, gate, adapter, place, row);
+    drop(wide, wide, gate, "reglu", adapter, place, row);
     return wide;
   }
 
@@ -153,7 +216,7 @@ void split_into(const Tensor& t, const Tensor& high, const Tensor& rest) {
 void adapters_fwd_aten(const Tensor& y, const Tensor& in, const Adapters& adapters,
                        const AdapterPlace& place) {
   if (adapters.empty()) return;
-  if (adapters[0].halves) return half_fwd(y, in, adapters[0]);
+  if (adapters[0].halves) return HalfRows(adapters[0], place, y, in.size(1)).forward(y, in);
   const Wide wide(adapters, y, in.size(1));
   for_blocks(y.size(0), [&](int64_t row, int64_t rows) {
     Tensor sum;
@@ -176,8 +239,9 @@ void adapters_fwd_aten(const Tensor& y, const Tensor& in, const Adapters& adapte
 void adapters_bwd_aten(const Tensor& dy, const Tensor& in, const Tensor& din,
                        const Adapters& adapters, const AdapterPlace& place) {
   if (adapters.empty()) return;
-  if (adapters[0].halves) return half_bwd(dy, in, din, adapters[0]);
-  const Wide wide(adapters, dy, (in.defined() ? in : din).size(1));
+  const int64_t width = (in.defined() ? in : din).size(1);
+  if (adapters[0].halves) return HalfRows(adapters[0], place, dy, width).backward(dy, in, din);
+  const Wide wide(adapters, dy, width);
   for_blocks(dy.size(0), [&](int64_t row, int64_t rows) {
     const Tensor d = dy.narrow(0, row, rows).to(wide.type);
     for (size_t i = 0; i < adapters.size(); ++i) {
@@ -194,7 +258,7 @@ void adapters_bwd_aten(const Tensor& dy, const Tensor& in, const Tensor& din,
       if (adapter.da.defined()) scaled_product(adapter.da, dt.t(), x, 1, true);
       if (!din.defined()) continue;
       const Tensor dx = at::mm(dt, wide.a[i]);
-      drop(dx, wide.gate, adapter, place, row);
+      drop(dx, dx, wide.gate, "reglu", adapter, place, row);
       Tensor to = din.narrow(0, row, rows);
       to.add_(dx);
     }

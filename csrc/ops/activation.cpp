@@ -48,7 +48,8 @@ ActivationShape activation_shape(const char* op, const at::Tensor& u, const Opti
               " at row0 = ", row0, ", col0 = ", col0);
   ActivationShape a{};
   a.dtype = kernel_dtype(op, "u", u);
-  const NamedActivation& named = checked_activation(op, act);
+  const bool kept = act == kKept;
+  const NamedActivation& named = checked_activation(op, kept ? "reglu" : act);
   a.act = named.act;
   a.gated = named.gated;
   a.cols = u.size(1);
@@ -56,6 +57,7 @@ ActivationShape activation_shape(const char* op, const at::Tensor& u, const Opti
   a.col0 = col0;
   a.rows = global_row_map(op, rows, row0 + u.size(0));
   a.dropout = checked_dropout(op, state, p, site, cols, u.device());
+  if (kept) a.dropout.scale = 1;
   return a;
 }
 

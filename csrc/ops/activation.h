@@ -1,11 +1,17 @@
 #pragma once
 
+#include <string_view>
+
 #include "kernels/activation.h"
 #include "ops/row_args.h"
 
 // The activation ops on any device: checks, then kRun with the kernel's struct.
 
 namespace ckptfused {
+
+// An activation of these ops alone: reglu, of which what dropout keeps is not scaled. With an open
+// gate it is what dropout keeps of numbers, as they are.
+constexpr std::string_view kKept = "kept";
 
 // What forward and backward share; u is the up projection's part that the call covers.
 ActivationShape activation_shape(const char* op, const at::Tensor& u, const OptionalTensor& state,

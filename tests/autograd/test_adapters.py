@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -197,6 +198,7 @@ def _block_results(
     spec: BlockSpec, x: Tensor, params: dict[str, Tensor], dy: Tensor, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """What a block and its backward make of these, in another type if one is given."""
+    torch.manual_seed(0)
     used = {n: t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad) for n, t in params.items()}
     inputs = {"x": x.to(dtype or x.dtype).requires_grad_(), **{n: t for n, t in used.items() if ".lora" in n}}
     y = block(inputs["x"], used, spec)
@@ -208,9 +210,10 @@ def half_precision_errors(device: str) -> dict[str, float]:
     """Relative errors of a bfloat16 block with an adapter beside each projection, in float32 and in bfloat16, against
     float64; whatever is kept, the bits are the same."""
     squares: dict[str, list[float]] = {}
-    for wide, scale in product((torch.float32, torch.bfloat16), (0.5, 8.0)):
-        attn = AttentionSpec(4, 2, 16, causal=True, lora=tuple(Adapter(target, 8, scale) for target in "qkvo"))
-        ffn = FFNSpec("swiglu", 96, lora=tuple(Adapter(target, 8, scale) for target in ("gate", "up", "down")))
+    for wide, scale, p in product((torch.float32, torch.bfloat16), (0.5, 8.0), (0.0, 0.25)):
+        adapter = partial(Adapter, rank=8, scale=scale, p=p)
+        attn = AttentionSpec(4, 2, 16, causal=True, lora=tuple(map(adapter, "qkvo")))
+        ffn = FFNSpec("swiglu", 96, lora=tuple(map(adapter, ("gate", "up", "down"))))
         spec, generator = BlockSpec(attn, ffn), torch.Generator().manual_seed(0)
         shapes = {n: s for n, (s, _) in param_shapes(spec, 64).items() if not n.endswith(("_b", ".bias"))}
         params = {
@@ -226,7 +229,7 @@ def half_precision_errors(device: str) -> dict[str, float]:
         assert all(t.equal(found[name]) for name, t in kept.items())
         for name, t in truth.items():
             pair = ((found[name].double() - t).square().sum().item(), t.square().sum().item())
-            squares.setdefault(f"{name.rpartition('.')[2]} {wide} {scale}", []).append(pair[0] / pair[1])
+            squares.setdefault(f"{name.rpartition('.')[2]} {wide} {scale} {p}", []).append(pair[0] / pair[1])
     return {name: (sum(of) / len(of)) ** 0.5 for name, of in squares.items()}
 
 
@@ -238,6 +241,25 @@ def half_precision_gradients(device: str) -> dict[str, list[float]]:
     names = [name for name in params if name.endswith((".a", ".b"))]
     grads = torch.autograd.grad(ffn_block(x, params, spec).float().square().sum(), [params[name] for name in names])
     return {name: grad.flatten().tolist() for name, grad in zip(names, grads, strict=True)}
+
+
+def rows_of_two_blocks(device: str) -> dict[str, list[float]]:
+    """Of an input whose dropped copy is made in two parts: results of the last rows, and the gradients of all."""
+    width, rows = 8192, 8200
+    spec = BlockSpec(ffn=FFNSpec("relu", 8, lora=(Adapter("up", 2, 4.0, p=0.5), Adapter("down", 2, 4.0, p=0.5))))
+    generator = torch.Generator().manual_seed(2)
+    params = {
+        n: (torch.randn(s, generator=generator) / s[-1] ** 0.5).to(device, torch.bfloat16).requires_grad_()
+        for n, (s, _) in param_shapes(spec, width).items()
+        if not n.endswith(("_b", ".bias"))
+    }
+    x = torch.randn(1, rows, width, generator=generator).to(device, torch.bfloat16).requires_grad_()
+    torch.manual_seed(3)
+    y = ffn_block(x, params, spec)
+    grads = torch.autograd.grad(y, (x, *params.values()), y.detach())
+    found = {"y": y[0, -4:, :64], "d x": grads[0][0, -4:, :64]}
+    found |= {name: grad for name, grad in zip(params, grads[1:], strict=True) if ".lora" in name}
+    return {name: t.detach().float().flatten().tolist() for name, t in found.items()}
 
 
 def check_half_precision(errors: dict[str, float], gradients: dict[str, list[float]]) -> None:
@@ -262,6 +284,24 @@ def test_half_precision_products_are_as_exact() -> None:
     )
     assert done.returncode == 0, done.stderr
     check_half_precision(*json.loads(done.stdout))
+
+
+@pytest.mark.slow
+def test_dropped_rows_are_copied_in_parts() -> None:
+    """As many as fit into a bounded copy, with the masks of their places among all."""
+    done = forks.python(
+        """
+        import json
+        from tests.autograd.test_adapters import rows_of_two_blocks
+        print(json.dumps(rows_of_two_blocks("cpu")))
+        """,
+        CKPTFUSED_ADAPTERS="aten",
+    )
+    assert done.returncode == 0, done.stderr
+    own = rows_of_two_blocks("cpu")
+    for name, numbers in json.loads(done.stdout).items():
+        found, wanted = (torch.tensor(values, dtype=torch.float64) for values in (numbers, own[name]))
+        assert (found - wanted).norm() <= 2**-7 * wanted.norm(), name
 
 
 def test_no_rows() -> None:

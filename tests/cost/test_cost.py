@@ -565,16 +565,25 @@ def test_launches_of_a_llama_block_on_a_gpu() -> None:
     assert cost.launches(spec, *call, **options) == (9, 20 + attention)
 
 
-@pytest.mark.parametrize(("wide", "forward", "backward"), [(torch.float32, 46, 155), (torch.bfloat16, 36, 145)])
-def test_launches_of_adapters_on_a_gpu(wide: torch.dtype, forward: int, backward: int) -> None:
+@pytest.mark.parametrize(
+    ("wide", "p", "forward", "backward"),
+    [
+        (torch.float32, 0.0, 46, 155),
+        (torch.bfloat16, 0.0, 36, 145),
+        (torch.float32, 0.05, 81, 259),
+        (torch.bfloat16, 0.05, 68, 240),
+    ],
+)
+def test_launches_of_adapters_on_a_gpu(wide: torch.dtype, p: float, forward: int, backward: int) -> None:
     """An adapter beside each projection: in the forward two low-rank products where a float32 one is in halves, three
-    kernels that make halves, one that joins them, one product; the backward has the replay of six of them, too.
+    kernels that make halves, one that joins them, one product; the backward has the replay of six of them, too. With
+    dropout each has a gate and a copy of what is kept, that of the down projection in four parts.
 
-    In float32 blocks of 4,096 rows it would be 141 and 398.
+    In float32 blocks of 4,096 rows it would be 141 and 398, with dropout 148 and 436.
     """
     attn = AttentionSpec(32, 8, 128, causal=True, pre="rmsnorm", rope="half")
     ffn = FFNSpec("swiglu", 14336, pre="rmsnorm")
-    lora = partial(Adapter, rank=16)
+    lora = partial(Adapter, rank=16, p=p)
     call = (2, 8192, 4096, torch.bfloat16)
 
     def launches(spec: BlockSpec) -> tuple[int, int]:

@@ -313,6 +313,20 @@ MUTANTS = (
         test="tests/autograd/test_adapters.py::test_half_precision_products_are_as_exact",
     ),
     Mutant(
+        "adapters whose dropped rows are scaled neither when they are copied nor in the products",
+        file="csrc/block/adapters_aten.cpp",
+        text="scale_ *= make_dropout",
+        defect="(void)make_dropout",
+        test="tests/autograd/test_adapters.py::test_half_precision_products_are_as_exact",
+    ),
+    Mutant(
+        "the masks of an adapter's first rows in every part of its dropped copy",
+        file="csrc/block/adapters_aten.cpp",
+        text="place.row0 + row, place.col0",
+        defect="place.row0, place.col0",
+        test="tests/autograd/test_adapters.py::test_dropped_rows_are_copied_in_parts",
+    ),
+    Mutant(
         "ensure_mid without its replay",
         file="csrc/block/block.cpp",
         text="  if (value_.mid.defined()) return;\n  ensure_proj();\n",

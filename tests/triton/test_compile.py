@@ -88,6 +88,7 @@ ALWAYS = {
     *(f"sm_90-{stage}-D256-{dtype}-dropout-everything" for stage in ("fwd", "dkdv") for dtype in ("fp32", "fp64")),
     *(f"sm_80-dq-D256-{dtype}-dropout-everything" for dtype in ("fp32", "fp64")),
     "sm_90-dq-D128-bf16-dropout-large",
+    "sm_100-fwd-D128-bf16-window-packed",
     *(f"sm_90-delta-D256-{dtype}-packed" for dtype in TYPES.values()),
 }
 
@@ -167,6 +168,8 @@ def options_table() -> Iterator[Kernel]:
             width = NARROW[d] if j == 2 else d
             options = tuple(name for name in OPTIONS if name in options)
             yield Kernel(device, stage, width, dropout=dropout, causal=causal, options=options, mask=kind, padding=kind)
+    for d, options in product(configs.BLOCK_D, (("window", "packed"), ("mask", "packed"))):  # they spill the first
+        yield Kernel("sm_100", "fwd", d, options=options)
     for i, (stage, d) in enumerate(product(configs.STAGES, configs.BLOCK_D)):
         yield Kernel("generic", stage, d, dropout=i % 2 == 0, options=SOME if i % 4 < 2 else OPTIONS)
 
