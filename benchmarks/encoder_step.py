@@ -1,7 +1,7 @@
 """A training step of `nn.TransformerEncoderLayer`s: as they are, under `torch.utils.checkpoint`, class swapped.
 
-The layers have PyTorch's own defaults, dropout 0.1 among them. The memory of a step is that of a process which runs one
-variant alone.
+The layers have PyTorch's own defaults, dropout 0.1 among them unless another is asked for. The memory of a step is that
+of a process which runs one variant alone.
 """
 
 from __future__ import annotations
@@ -33,12 +33,18 @@ class EncoderSizes(Sizes):
     width: int = 512
     heads: int = 8
     tokens: int = 4096
+    dropout: float = 0.1
 
 
 def plain_layers(sizes: EncoderSizes, **options: Any) -> nn.ModuleList:
     """PyTorch's layers with its own initial weights and defaults."""
     torch.manual_seed(sizes.seed)
     return nn.ModuleList(nn.TransformerEncoderLayer(sizes.width, sizes.heads, **options) for _ in range(sizes.layers))
+
+
+def as_asked(sizes: EncoderSizes) -> nn.ModuleList:
+    """PyTorch's layers in bfloat16 with the dropout of the sizes."""
+    return plain_layers(sizes, dropout=sizes.dropout).bfloat16()
 
 
 def variant_layers(variant: str, plain: nn.ModuleList, sizes: EncoderSizes, **options: Any) -> nn.ModuleList:
@@ -90,7 +96,7 @@ def memory(field: str) -> int:
 
 def step_memory(sizes: EncoderSizes, variant: str) -> dict[str, int]:
     """Bytes by which the first step's peak exceeds what this process held before it, gradients included."""
-    layers = variant_layers(variant, plain_layers(sizes).bfloat16(), sizes)
+    layers = variant_layers(variant, as_asked(sizes), sizes, dropout=sizes.dropout)
     x, dy = sequence(sizes, sizes.tokens, sizes.seed)
     step(layers, x[:64].clone().requires_grad_(), dy[:64])  # libraries load, thread pools start
     layers.zero_grad(set_to_none=True)
@@ -101,17 +107,18 @@ def step_memory(sizes: EncoderSizes, variant: str) -> dict[str, int]:
 
 
 def variants(sizes: EncoderSizes) -> Steps:
-    plain = plain_layers(sizes).bfloat16()
+    plain = as_asked(sizes)
     x, dy = sequence(sizes, sizes.tokens, sizes.seed)
     x.requires_grad_()
-    return {variant: partial(step, variant_layers(variant, plain, sizes), x, dy) for variant in VARIANTS}
+    layers = {variant: variant_layers(variant, plain, sizes, dropout=sizes.dropout) for variant in VARIANTS}
+    return {variant: partial(step, made, x, dy) for variant, made in layers.items()}
 
 
 def shape(sizes: EncoderSizes, rows: Rows) -> str:
     return (
         f"bfloat16, {sizes.layers} × `nn.TransformerEncoderLayer({sizes.width}, {sizes.heads})` with its defaults (F "
-        f"2048, dropout 0.1), one sequence of {sizes.tokens} tokens; forward and backward. Peak memory: resident "
-        "memory at its highest in a process's first step, less that before the step."
+        f"2048) and dropout {sizes.dropout:g}, one sequence of {sizes.tokens} tokens; forward and backward. Peak memory: "
+        "resident memory at its highest in a process's first step, less that before the step."
     )
 
 
@@ -128,7 +135,9 @@ BENCHMARK = Benchmark(
         ratio("memory", PLAIN, "peak"),
         ratio("time of checkpoint's", CHECKPOINTED),
     ),
-    stem=lambda sizes: f"encoder-{sizes.layers}x{sizes.width}x{sizes.tokens}",
+    stem=lambda sizes: (
+        f"encoder-{sizes.layers}x{sizes.width}x{sizes.tokens}" + ("" if sizes.dropout else "-without-dropout")
+    ),
     shape=shape,
     budget=200.0,
 )

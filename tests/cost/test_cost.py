@@ -44,6 +44,7 @@ LLAMA = Case(mask="causal", act="swiglu", norm="rmsnorm", rope="half", heads="4/
 CASES = {
     "llama": LLAMA,
     "llama-joint-dropout": replace(LLAMA, weights="joint", drop="all", m=0.5, rope="half-wide"),
+    "llama-one-token": replace(LLAMA, weights="joint", drop="all", rope="half-wide", tokens=1),
     "post": Case(layout="post", act="gelu", bias="all", drop="res", transposed=True, tokens=33),
     "sandwich": replace(LLAMA, layout="sandwich", norm="gemma", qk_norm="gemma", softcap=5.0, act="geglu_tanh"),
     "pre+out": Case(layout="pre+out", act="relu2", qk_norm="layernorm", rope="interleaved-batch", tokens=33),
@@ -81,7 +82,9 @@ def _cos_sin_copies(spec: BlockSpec, inputs: Inputs) -> int:
     for t in (t for name, t in inputs.aux.items() if name in ("cos", "sin")):
         assert spec.attn is not None
         half = spec.attn.rotary // 2
-        total += t[..., :half].numel() * acc.itemsize if t.dtype != acc or t.shape[-1] != half else 0
+        paired = spec.attn.rope == "interleaved" and t.shape[-1] != half
+        read = t[..., ::2] if paired else t[..., :half]  # of one token contiguous, however wide
+        total += read.numel() * acc.itemsize if t.dtype != acc or not read.is_contiguous() else 0
     return total
 
 
