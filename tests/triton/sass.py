@@ -19,7 +19,8 @@ import triton
 _INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);")
 _LABEL = re.compile(r"^(\.L\w+):$")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
-COLUMNS = ("BAR", "STS", "LDS", "SHFL", "HGMMA", "HMMA")
+MATRIX = ("HGMMA", "HMMA", "UTCHMMA")
+COLUMNS = ("BAR", "STS", "LDS", "SHFL", *MATRIX)
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Loop:
 
     @property
     def matrix(self) -> int:
-        return self.count("HGMMA", "HMMA")
+        return self.count(*MATRIX)
 
 
 def disassemble(cubin: bytes) -> str:
@@ -71,8 +72,9 @@ def main_loop(cubin: bytes) -> Loop:
 def main() -> None:
     from tests.triton.compiling import Kernel, compile_kernel
 
-    print(f"{'kernel':30}{'tile':>12}{'loop':>7}{'/element':>9}" + "".join(f"{name:>6}" for name in COLUMNS))
-    for device, d, stage, dropout in product(("sm_90", "sm_80"), (64, 128), ("fwd", "dq", "dkdv"), (False, True)):
+    print(f"{'kernel':30}{'tile':>12}{'loop':>7}{'/element':>9}" + "".join(f"{name:>8}" for name in COLUMNS))
+    classes = ("sm_90", "sm_80", "sm_100", "sm_120")
+    for device, d, stage, dropout in product(classes, (64, 128), ("fwd", "dq", "dkdv"), (False, True)):
         k = Kernel(device, stage, d, dropout=dropout)
         if not all(word in k.id for word in sys.argv[1:]):
             continue
@@ -80,7 +82,7 @@ def main() -> None:
         loop = main_loop(r.cubin)
         each = loop.count() * 32 * c.warps / (c.block_m * c.block_n)
         tile = f"{c.block_m}x{c.block_n}/{c.stages}w{c.warps}"
-        counts = "".join(f"{loop.count(name):6}" for name in COLUMNS)
+        counts = "".join(f"{loop.count(name):8}" for name in COLUMNS)
         print(f"{k.id:30}{tile:>12}{loop.count():7}{each:9.1f}{counts}  {r.registers} registers", flush=True)
 
 
