@@ -87,16 +87,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _longest(given: Any, variant: str, arguments: argparse.Namespace) -> Longest | None:
     """given: the user's own model and its batch, or None. None: there is no such variant of it."""
+    from ckptfused.cli.language_models import OFFLOADED
     from ckptfused.cli.longest_context import longest
+    from ckptfused.simulate.cpu_timings import untimed
 
-    found = _steps(given, variant, arguments)
+    on_cpu = arguments.card.kind == "cpu"
+    found = None if on_cpu and variant == OFFLOADED else _steps(given, variant, arguments)
     if found is None:
         return None
     step, least = found
     limits: dict[str, Any] = {"first": 2048 if arguments.largest == "sequence" else 8, "least": least}
     if arguments.host_memory is not None:
         limits["host"] = arguments.host_memory
-    return options.ran(arguments, lambda: longest(step, arguments.memory, arguments.step, **limits))
+    with untimed():
+        best: Longest = options.ran(arguments, lambda: longest(step, arguments.memory, arguments.step, **limits))
+    # On a CPU what is found is timed, once; on a card it was.
+    return best._replace(profile=step(best.tokens or arguments.step)) if on_cpu else best
 
 
 _Steps = tuple[Callable[[int], "Profile"], Callable[[int], int]]

@@ -6,10 +6,12 @@ it. Both are rates that are measured, of memory and of a small model.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +30,23 @@ CALLS = 5
 """Calls of an op after a first one; the least of their times counts."""
 LONGEST, LARGEST = 0.05, 1 << 30
 """Seconds and bytes above which an op is not run: there its FLOPs or its bytes say enough."""
+
+
+class _Asked(threading.local):
+    timed = True
+
+
+_asked = _Asked()
+
+
+@contextlib.contextmanager
+def untimed() -> Iterator[None]:
+    """A context in which this thread's predictions take times by the roofline: nothing runs for its time alone."""
+    before, _asked.timed = _asked.timed, False
+    try:
+        yield
+    finally:
+        _asked.timed = before
 
 
 class CpuTimings:
@@ -49,8 +68,10 @@ class CpuTimings:
         """Seconds to call an op: from modules, with a graph; and from autograd or a loop, without."""
 
     def seconds(self, function: Callable[..., Any], args: Any, kwargs: Any = None) -> float | None:
-        """Seconds of one call; None: it cannot be run alone."""
+        """Seconds of one call; None: it cannot be run alone, or is not to be."""
         call = OpCall(function, args, kwargs)
+        if call.kind not in self._known and not _asked.timed:
+            return None
         if call.kind not in self._known:
             self._known[call.kind] = self._timed(call)
         return self._known[call.kind]

@@ -17,7 +17,7 @@ from ckptfused.profiler.predict import predicted
 from ckptfused.profiler.step import TrainingStep
 from ckptfused.simulate import cpu_timings
 from ckptfused.simulate.alone import Like
-from ckptfused.simulate.cpu_timings import CALLS, Cache
+from ckptfused.simulate.cpu_timings import CALLS, Cache, untimed
 from ckptfused.simulate.devices import Device, device_named
 
 pytestmark = [
@@ -180,3 +180,14 @@ def test_a_block_alone_takes_what_its_products_do() -> None:
     call = (spec, 1, 16, 8, torch.float32)
     forward, _ = cost.block_seconds(*call, rated)
     assert forward.products > 1.0 > cost.block_seconds(*call, device_named("cpu"))[0].products
+
+
+def test_nothing_is_timed_where_time_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an op that was timed before its time counts."""
+    timings = device_named("cpu").machine
+    assert timings is not None
+    known, other = (torch.ones(3, 17), 1.0), (torch.ones(3, 19), 1.0)
+    seconds = timings.seconds(torch.mul, known)
+    monkeypatch.setattr(cpu_timings, "_taken", lambda function: pytest.fail("an op was timed"))
+    with untimed():
+        assert timings.seconds(torch.mul, known) == seconds and timings.seconds(torch.mul, other) is None
