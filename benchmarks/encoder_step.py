@@ -117,7 +117,7 @@ def variants(sizes: EncoderSizes) -> Steps:
 def shape(sizes: EncoderSizes, rows: Rows) -> str:
     return (
         f"bfloat16, {sizes.layers} × `nn.TransformerEncoderLayer({sizes.width}, {sizes.heads})` with its defaults (F "
-        f"2048) and dropout {sizes.dropout:g}, one sequence of {sizes.tokens} tokens; forward and backward. Peak "
+        f"2048, dropout {sizes.dropout:g}), one sequence of {sizes.tokens} tokens; forward and backward. Peak "
         "memory: resident memory at its highest in a process's first step, less that before the step."
     )
 

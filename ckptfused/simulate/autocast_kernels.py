@@ -175,11 +175,13 @@ class Casts:
 def _casts_last_first() -> bool:
     """Whether PyTorch's autocast casts the last operand first. It casts them as arguments of one C++ call, whose order
     is the compiler's: last to first of GCC, first to last of Clang."""
+    order: list[str] = []
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
-        a, b = torch.zeros(2, 1, 1, requires_grad=True)
-        node: Any = torch.mm(a, b).grad_fn
-    (first, _), (last, _) = node.next_functions
-    return bool(last._sequence_nr() < first._sequence_nr())
+        first, last = (torch.zeros(1, 1, requires_grad=True) for _ in range(2))
+        for name, t in (("first", first), ("last", last)):
+            t.register_hook(lambda grad, name=name: order.append(name))
+        torch.mm(first, last).backward()
+    return order == ["first", "last"]  # what was cast later is gone back through earlier
 
 
 def _policy(kind: str, name: str) -> str:

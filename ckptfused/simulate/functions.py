@@ -85,11 +85,11 @@ def attention_on_meta(
     if not query.is_meta:
         return below(query, key, value, attn_mask, **options)
     on_cpu = device == "cpu" and not (dropout_p == 0 and _flash_on_cpu(query, key, value, attn_mask))
+    # PyTorch adds a mask of booleans as numbers: each call has a copy of its own, until it ends.
+    bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
     if on_cpu or not _heads_fit(query, key, value, enable_gqa):
         materialised = torch.ops.aten._scaled_dot_product_attention_math
-        return materialised(query, key, value, attn_mask, **options)[0]
-    # PyTorch adds a mask of booleans as numbers: each call has a copy of its own.
-    bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        return materialised(query, key, value, bias, **options)[0]
     scratch = (_scratch if device == "cuda" else _scratch_on_cpu)(query, key, is_causal)
     noted = nowhere if work is None else work.attention(is_causal)
     return flash_attention(query, key, value, bias, scratch, noted)

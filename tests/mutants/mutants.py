@@ -1014,8 +1014,8 @@ MUTANTS = (
     Mutant(
         "a release that is not in the ledger",
         file="csrc/ops/ledger.cpp",
-        text="    if (ledger->reused(*buffer)) return;\n",
-        defect="    if (ledger->reused(*buffer) || buffer->number == 1) return;\n",
+        text="    if (ledger->depth_ == 0 && ledger->reused(*buffer)) return;\n",
+        defect="    if (buffer->number == 1 || (ledger->depth_ == 0 && ledger->reused(*buffer))) return;\n",
         test="tests/cost/test_cost.py::test_launches_and_results[llama-float32-inputs]",
     ),
     Mutant(

@@ -31,13 +31,17 @@ class Columns(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, heads: int, causal: bool) -> None:
+    """By a mask of booleans where one is given."""
+
+    def __init__(self, heads: int, causal: bool, p: float = 0.0, masked: bool = False) -> None:
         super().__init__()
-        self.qkv, self.heads, self.causal = nn.Linear(C, 3 * C), heads, causal
+        self.qkv, self.heads, self.causal, self.p, self.masked = nn.Linear(C, 3 * C), heads, causal, p, masked
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
+        mask = x.new_ones(x.size(1), x.size(1), dtype=torch.bool) if self.masked else None
+        y = F.scaled_dot_product_attention(q, k, v, mask, self.p, is_causal=self.causal and mask is None)
+        return y.transpose(1, 2).flatten(2)
 
 
 class Sums(nn.Module):
@@ -94,11 +98,14 @@ LAYERS: dict[str, Callable[[random.Random], nn.Module]] = {
     "convolution": lambda r: Columns(nn.Conv1d(C, C, 3, padding=1, groups=r.choice((1, 4)))),
     "prelu": lambda r: Columns(nn.PReLU(r.choice((1, C)))),
     "attention": lambda r: Attention(r.choice((1, 2, 4)), r.random() < 0.5),
+    "attention, masked": lambda r: Attention(2, False, r.choice((0.0, 0.1)), masked=True),
+    "attention, masked, dropped": lambda r: Attention(2, False, 0.1, masked=True),
     "einsum": lambda r: Sums(),
     "gate": lambda r: Gate(),
     "dropout": lambda r: nn.Dropout(0.3),
     "cat": lambda r: Wide(lambda x: torch.cat([x, x.tanh()], -1)),
     "numbers": lambda r: Wide(lambda x: torch.stack([x, x * 2 / 3], -2).flatten(-2)),
+    "quotients": lambda r: Plain(lambda x: x + torch.div(x, 2, rounding_mode="floor")),
     "sums": lambda r: Plain(lambda x: x.cumsum(1).softmax(-1)),
     "roots": lambda r: Plain(lambda x: x.cos() * x.float().pow(2).mean(-1, keepdim=True).rsqrt().to(x.dtype)),
 }
