@@ -244,7 +244,7 @@ def half_precision_gradients(device: str) -> dict[str, list[float]]:
 
 
 def rows_of_two_blocks(device: str) -> dict[str, list[float]]:
-    """Of an input whose dropped copy is made in two parts: results of the last rows, and the gradients of all."""
+    """Results of the last rows, and all gradients, of an input whose dropped copy is made in two parts."""
     width, rows = 8192, 8200
     spec = BlockSpec(ffn=FFNSpec("relu", 8, lora=(Adapter("up", 2, 4.0, p=0.5), Adapter("down", 2, 4.0, p=0.5))))
     generator = torch.Generator().manual_seed(2)
@@ -288,7 +288,7 @@ def test_half_precision_products_are_as_exact() -> None:
 
 @pytest.mark.slow
 def test_dropped_rows_are_copied_in_parts() -> None:
-    """As many as fit into a bounded copy, with the masks of their places among all."""
+    """A bounded copy takes as many rows as fit, with the masks of their places among all."""
     done = forks.python(
         """
         import json

@@ -183,7 +183,7 @@ def test_a_block_alone_takes_what_its_products_do() -> None:
 
 
 def test_nothing_is_timed_where_time_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an op that was timed before its time counts."""
+    """An op that was timed before keeps its time."""
     timings = device_named("cpu").machine
     assert timings is not None
     known, other = (torch.ones(3, 17), 1.0), (torch.ones(3, 19), 1.0)
