@@ -99,10 +99,14 @@ def _longest(given: Any, variant: str, arguments: argparse.Namespace) -> Longest
     limits: dict[str, Any] = {"first": 2048 if arguments.largest == "sequence" else 8, "least": least}
     if arguments.host_memory is not None:
         limits["host"] = arguments.host_memory
-    with untimed():
-        best: Longest = options.ran(arguments, lambda: longest(step, arguments.memory, arguments.step, **limits))
-    # On a CPU what is found is timed, once; on a card it was.
-    return best._replace(profile=step(best.tokens or arguments.step)) if on_cpu else best
+
+    def searched() -> Longest:
+        with untimed():
+            best = longest(step, arguments.memory, arguments.step, **limits)
+        # On a CPU what is found is timed, once; on a card it was.
+        return best._replace(profile=step(best.tokens or arguments.step)) if on_cpu else best
+
+    return options.ran(arguments, searched)
 
 
 _Steps = tuple[Callable[[int], "Profile"], Callable[[int], int]]

@@ -29,8 +29,10 @@ aten = torch.ops.aten
 _BATCHED = {aten.convolution: (0,), aten.convolution_backward: (0, 1)}
 """By where their operands with a batch are. Of too large a batch a part runs, as often as the batch has it counts."""
 
-_KEEP_NUMBERS = {aten.mul.Tensor, aten.mul_.Tensor, aten.div.Tensor, aten.div_.Tensor}
-_KEEP_NUMBERS |= {aten.div.Tensor_mode, aten.div_.Tensor_mode}
+_KEEP_NUMBERS = {
+    *(aten.mul.Tensor, aten.mul_.Tensor),
+    *(aten.div.Tensor, aten.div_.Tensor, aten.div.Tensor_mode, aten.div_.Tensor_mode),
+}
 
 
 class OpMemory(NamedTuple):
