@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -29,3 +31,10 @@ def repeatable(device: str) -> None:
 def generator_state(device: str) -> Tensor:
     """The state of PyTorch's default generator of a device."""
     return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+
+
+def let_go() -> None:
+    """Frees, on a GPU, what earlier tests left in circles, and a step's last gradients, which autograd's thread holds
+    until it has another's."""
+    gc.collect()
+    torch.ones((), device="cuda", requires_grad=True).sum().backward()

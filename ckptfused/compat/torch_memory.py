@@ -7,11 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def storage_id(t: Tensor | torch.UntypedStorage) -> int:
     """A number that no two storages alive have in common; also of those without memory. `UntypedStorage._cdata`."""
     return (t.untyped_storage() if isinstance(t, Tensor) else t)._cdata
+
+
+def storage_behind(weak: StorageWeakRef) -> torch.UntypedStorage | None:
+    """What a weak reference stands for; None once it has ended. `UntypedStorage._new_with_weak_ptr`."""
+    return torch.UntypedStorage._new_with_weak_ptr(weak.cdata)  # type: ignore[attr-defined]
 
 
 def copy_on_write(t: Tensor) -> Tensor:

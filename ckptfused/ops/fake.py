@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import register_flop_formula
 
 from ckptfused import _extension, cost  # noqa: F401  (the first registers the ops)
 from ckptfused.compat.torch_compile import partitioner_budget
+from ckptfused.compat.torch_memory import storage_behind
 from ckptfused.cost.loss import loss_flops
 from ckptfused.cost.open_ledger import counting
 from ckptfused.eager.dequantize import dequantize
@@ -148,8 +150,22 @@ def _copy_on_write(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     storages = [torch.UntypedStorage(0, device="meta") for _ in tensors]
     for x, storage in zip(tensors, storages, strict=True):
         storage.shared = x.untyped_storage()  # type: ignore[attr-defined]
+    guard.sharing = _Sharing(storages)  # type: ignore[attr-defined]
     placed = zip(tensors, storages, strict=True)
     return [x.new_empty(0).set_(storage, x.storage_offset(), x.shape, x.stride()) for x, storage in placed], guard  # type: ignore[call-overload]
+
+
+class _Sharing:
+    """Copies on the meta device while they may share memory: when it ends, one that is left and was not written gets
+    its own."""
+
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        self._left = [StorageWeakRef(storage) for storage in storages]
+
+    def __del__(self) -> None:
+        for left in self._left:
+            if hasattr(storage := storage_behind(left), "shared"):
+                _end_sharing(storage)
 
 
 def is_copy_on_write(t: Tensor) -> bool:
@@ -172,9 +188,13 @@ def gets_own_memory(t: Tensor) -> None:
     """Before a tensor on the meta device is written: if it copies on write, as much as that spans, for as long as a
     view of it lives."""
     if is_copy_on_write(t):
-        storage: Any = t.untyped_storage()
-        del storage.shared
-        hold_surplus(t, [t.new_empty(storage.nbytes(), dtype=torch.uint8)])
+        _end_sharing(t.untyped_storage())
+
+
+def _end_sharing(storage: Any) -> None:
+    del storage.shared
+    own = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+    storage.surplus = [*getattr(storage, "surplus", []), own]
 
 
 def _or_counted(fake: Callable[..., Any], op: Any, block: bool) -> Callable[..., Any]:

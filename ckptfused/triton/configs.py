@@ -18,12 +18,14 @@ from typing import Any
 import torch
 
 STAGES = ("fwd", "dkdv", "dq")
-OPTION_CLASSES = ("none", "some", "mask")
+OPTION_CLASSES = ("none", "some", "mask", "wide mask")
 BLOCK_D = (16, 32, 64, 128, 256)
 GENERIC = "generic"
 TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("tiles.json").read_text(encoding="utf-8"))
 # Bytes of shared memory that one block may use, by class of device.
 SHARED = {device: entry["shared_kib"] << 10 for device, entry in TABLE.items()}
+# Whose cell serves a class, where it has none of its own.
+_SERVES = {name: (name, *("mask",) * (name == "wide mask"), "none") for name in OPTION_CLASSES}
 _ALL_REGISTERS = 255
 
 
@@ -59,7 +61,7 @@ def delta_config(head_dim: int) -> Config:
 # Of half precision the table has, by class of device, stage and class of options, a cell for each padded D: queries x
 # keys of a tile / tiles in flight, "w4" where four warps make it, else eight (two warp groups of 64 rows each on
 # sm_90), "r" with all registers; behind a bar the tile with dropout, where it is another. Where there is no cell, that
-# of "none" serves. Of a class each is the largest of those tried that spills no register in its loops, with a pipeline
+# of "none" serves, of "wide mask" that of "mask". Of a class each is the largest of those tried that spills no register in its loops, with a pipeline
 # that fits in shared memory; on sm_90 that with the fewest instructions an element: 128 rows (dkdv: keys) are twice as
 # good as 64 there, since eight warps are two groups of 64 rows; generic ones are those that fit the most demanding
 # kernel. sm_100 multiplies in tensor memory, 128 or 64 rows (dkdv: keys) at a time; fewer go the way of sm_80, as dkdv
@@ -85,8 +87,8 @@ def _half(device: str, stage: str, options: str, d: int, dropout: bool) -> Confi
     """The tile of half precision."""
     rows = TABLE[device]["attention"][stage]
     column = BLOCK_D.index(d)
-    cell = rows[options][column] if options in rows else None
-    return _config((cell or rows["none"][column]).split("|")[-1 if dropout else 0])
+    cells = (rows[name][column] for name in _SERVES[options] if name in rows)
+    return _config(next(filter(None, cells)).split("|")[-1 if dropout else 0])
 
 
 # float32 and float64 are multiplied exactly. Without tensor cores, which have no float32 and on most devices no
@@ -104,9 +106,12 @@ def _piece(stage: str, dtype: torch.dtype, d: int, dropout: bool, device: str) -
     return 64
 
 
-def option_class(window: bool, softcap: bool, mask: bool, padding: bool, packed: bool) -> str:
-    """What of a call's options decides its tiles: a name in OPTION_CLASSES."""
-    return "mask" if mask else "some" if window or softcap or padding or packed else "none"
+def option_class(window: bool, softcap: bool, mask: bool, padding: bool, packed: bool, wide: bool = False) -> str:
+    """What of a call's options decides its tiles: a name in OPTION_CLASSES. wide: of a mask with more bytes an element
+    than q has, as under autocast; its tiles in flight take as many more."""
+    if mask:
+        return "wide mask" if wide else "mask"
+    return "some" if window or softcap or padding or packed else "none"
 
 
 def attention_config(
@@ -116,7 +121,7 @@ def attention_config(
     d = block_d(head_dim)
     device = device_class(capability)
     if dtype in (torch.bfloat16, torch.float16):
-        if head_dim < d:
+        if head_dim < d and options != "wide mask":
             options = "mask"
         return _half(device, stage, options, d, dropout)
     if dtype == torch.float64 or d > 64 or options != "none":

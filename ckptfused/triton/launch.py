@@ -93,7 +93,8 @@ def _options(a: Problem, config: Config) -> dict[str, Any]:
 
 def _tile(stage: str, a: Problem, capability: tuple[int, int]) -> Config:
     """The tile, chosen by the call and the device alone, so that forward and its replay in backward agree."""
-    special = (a.window > 0, a.softcap > 0.0, a.mask is not None, a.padding is not None, a.cu_seqlens is not None)
+    wide = a.mask is not None and a.mask.element_size() > a.q.element_size()
+    special = (a.window > 0, a.softcap > 0.0, a.mask is not None, a.padding is not None, a.cu_seqlens is not None, wide)
     return _tile_of(stage, a.q.dtype, a.q.shape[3], a.threshold > 0, capability, special)
 
 

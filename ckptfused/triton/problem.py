@@ -93,6 +93,8 @@ def _mask(
     if kind == "add":
         if mask.dtype not in DTYPES:
             raise call_error(op, f"{name}: expected Double, Float, BFloat16 or Half, got {mask.dtype}")
+        if mask.dtype.itemsize > (summed := accumulation_type(q.dtype)).itemsize:
+            mask = mask.to(summed)  # as which it is added
     else:
         if mask.dtype != torch.bool:
             raise call_error(op, f"{name}: expected Bool for kind {kind}, got {mask.dtype}")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptfused import cost
+from ckptfused import cost, rng
 from ckptfused.functional import attention_block, block, ffn_block
 from ckptfused.spec import Adapter, AttentionSpec, BlockSpec, FFNSpec, param_names, param_shapes
 from tests import forks
@@ -194,14 +194,22 @@ def test_as_other_devices_do_it() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def _drawing_as_the_cpu(device: torch.device) -> torch.Generator:
+    """A generator of which a first block has the masks that the CPU has."""
+    source = torch.Generator().manual_seed(0)
+    if device.type == "cpu":
+        return source
+    seed, _ = rng.state(torch.empty(0), source).tolist()
+    return torch.Generator(device).manual_seed(seed)
+
+
 def _block_results(
     spec: BlockSpec, x: Tensor, params: dict[str, Tensor], dy: Tensor, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """What a block and its backward make of these, in another type if one is given."""
-    torch.manual_seed(0)
     used = {n: t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad) for n, t in params.items()}
     inputs = {"x": x.to(dtype or x.dtype).requires_grad_(), **{n: t for n, t in used.items() if ".lora" in n}}
-    y = block(inputs["x"], used, spec)
+    y = block(inputs["x"], used, spec, generator=_drawing_as_the_cpu(x.device))
     grads = torch.autograd.grad(y, tuple(inputs.values()), dy.to(y.dtype))
     return {"y": y.detach(), **dict(zip(inputs, grads, strict=True))}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -61,8 +60,7 @@ def check(keep: str, size: str, rates: str) -> None:
     call = block.prepare(x)
     spec, dims = BlockSpec.parse(call.text), (batch, length, WIDTH, dtype)
     given: dict[str, Any] = {"device": "cuda", "params": filled(spec, dtype)}
-    gc.collect()  # what earlier tests left in circles is not freed in the midst of this one
-    torch.ones((), device="cuda", requires_grad=True).sum().backward()  # nor what autograd's thread still holds
+    let_go()
     before = requested("current")
     torch.cuda.reset_peak_memory_stats()
     y = block(x)

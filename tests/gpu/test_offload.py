@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ckptfused import FusedCheckpointBlock, FusedCheckpointSequential
 from ckptfused.offload import copies
 from ckptfused.offload.copies import CudaCopies
-from tests.devices import repeatable
+from tests.devices import let_go, repeatable
 
 pytestmark = pytest.mark.gpu
 
@@ -105,6 +105,7 @@ def test_memory() -> None:
     for offload in (False, True):
         one, x = model(offload), source()
         steps(one, x, 2)  # cuBLAS's workspace, the rotary table
+        let_go()
         torch.cuda.synchronize()
         before = requested("current")
         torch.cuda.reset_peak_memory_stats()

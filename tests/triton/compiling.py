@@ -55,6 +55,7 @@ class Kernel:
     options: tuple[str, ...] = ()  # of OPTIONS
     mask: int = 3  # of KINDS, where the options name it
     padding: int = 1  # likewise
+    wide_mask: bool = False  # a mask to add in float32, where the products are in half precision
 
     @property
     def id(self) -> str:
@@ -66,12 +67,13 @@ class Kernel:
         )
         parts += [] if self.causal else ["full"]
         parts += [f"mask={KINDS[self.mask]}"] if "mask" in self.options and self.mask != 3 else []
+        parts += ["mask=float32"] * self.wide_mask
         parts += [f"padding={KINDS[self.padding]}"] if "padding" in self.options and self.padding != 1 else []
         return "-".join(parts)
 
     @property
     def option_class(self) -> str:
-        return configs.option_class(*(name in self.options for name in OPTIONS))
+        return configs.option_class(*(name in self.options for name in OPTIONS), wide=self.wide_mask)
 
     @property
     def config(self) -> configs.Config:
@@ -126,7 +128,8 @@ def compile_kernel(k: Kernel) -> Result:
     attrs: dict[tuple[int], list[list[Any]]] = {}
     flag = "*i64" if k.dtype == torch.float64 else "*u8"
     kinds = {"mask": mask, "padding": padding}
-    given = {name: "*" + element if kind == 3 else flag for name, kind in kinds.items() if kind}
+    added = {"mask": "*fp32" if k.wide_mask else "*" + element, "padding": "*" + element}
+    given = {name: added[name] if kind == 3 else flag for name, kind in kinds.items() if kind}
     given |= {"cu_seqlens": "*i32"} if "packed" in k.options else {}
     given |= {"rng_state": "*i64"} if k.dropout else {}
     for i, name in enumerate(kernel.arg_names):

@@ -21,7 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ckptfused.triton import configs, philox, records
+from ckptfused.triton import configs, launch, philox, records
+from ckptfused.triton.problem import make_problem
 from tests.triton.compiling import (
     CAPABILITIES,
     NARROW,
@@ -88,6 +89,8 @@ ALWAYS = {
     *(f"sm_90-{stage}-D256-{dtype}-dropout-everything" for stage in ("fwd", "dkdv") for dtype in ("fp32", "fp64")),
     *(f"sm_80-dq-D256-{dtype}-dropout-everything" for dtype in ("fp32", "fp64")),
     "sm_90-dq-D128-bf16-dropout-large",
+    "sm_90-fwd-D64-bf16-dropout-mask-full-mask=float32",
+    "sm_120-fwd-D64-bf16-mask-full-mask=float32",
     "sm_100-fwd-D128-bf16-window-packed",
     *(f"sm_90-delta-D256-{dtype}-packed" for dtype in TYPES.values()),
 }
@@ -168,6 +171,8 @@ def options_table() -> Iterator[Kernel]:
             width = NARROW[d] if j == 2 else d
             options = tuple(name for name in OPTIONS if name in options)
             yield Kernel(device, stage, width, dropout=dropout, causal=causal, options=options, mask=kind, padding=kind)
+    for device, stage, d, dropout in product(DEVICES, configs.STAGES, configs.BLOCK_D, (False, True)):  # autocast's
+        yield Kernel(device, stage, d, dropout=dropout, causal=False, options=("mask",), wide_mask=True)
     for d, options in product(configs.BLOCK_D, (("window", "packed"), ("mask", "packed"))):  # they spill the first
         yield Kernel("sm_100", "fwd", d, options=options)
     for i, (stage, d) in enumerate(product(configs.STAGES, configs.BLOCK_D)):
@@ -214,6 +219,22 @@ def test_every_tile_is_compiled() -> None:
 @pytest.mark.parametrize("kernel", runs([*options_table(), *exact_table()]))
 def test_options_and_exact_types(kernel: Kernel) -> None:
     check(kernel)
+
+
+def test_a_mask_wider_than_the_products_has_a_tile_of_its_own() -> None:
+    """Autocast's is in float32: in flight it takes twice the memory. One in float64 is added as float32."""
+    q = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    found: dict[torch.dtype, Any] = {}
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        mask = torch.zeros(8, 8, dtype=dtype)
+        a = make_problem("op", q, q, q, mask, None, None, None, "add", "none", 1.0, False, 0, 0.0, 0.0)
+        assert a.mask is not None
+        found[dtype] = launch._tile("fwd", replace(a, threshold=1), (9, 0)), a.mask.dtype
+    half = configs.attention_config("fwd", torch.bfloat16, 64, True, (9, 0), "mask")
+    wide = configs.attention_config("fwd", torch.bfloat16, 64, True, (9, 0), "wide mask")
+    assert wide.stages < half.stages
+    assert found[torch.bfloat16] == (half, torch.bfloat16)
+    assert found[torch.float32] == found[torch.float64] == (wide, torch.float32)
 
 
 def test_a_tile_too_large_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
