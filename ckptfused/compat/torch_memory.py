@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
 
 def storage_id(t: Tensor | torch.UntypedStorage) -> int:
@@ -28,6 +28,11 @@ def copy_on_write(t: Tensor) -> Tensor:
 def is_cow(t: Tensor) -> bool:
     """Whether a tensor's memory is another's until one of them is written to. `_is_cow_tensor`."""
     return torch._C._is_cow_tensor(t)  # type: ignore[attr-defined]
+
+
+def storage_address(t: Tensor) -> int:
+    """Where the memory of a tensor begins; asked so, a copy on write stays one. `_data_address`."""
+    return torch._C._data_address(t)  # type: ignore[attr-defined]
 
 
 def is_view(t: Tensor) -> bool:

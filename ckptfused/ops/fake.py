@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import register_flop_formula
 
 from ckptfused import _extension, cost  # noqa: F401  (the first registers the ops)
 from ckptfused.compat.torch_compile import partitioner_budget
-from ckptfused.compat.torch_memory import storage_behind
+from ckptfused.compat.torch_memory import StorageWeakRef, storage_behind
 from ckptfused.cost.loss import loss_flops
 from ckptfused.cost.open_ledger import counting
 from ckptfused.eager.dequantize import dequantize

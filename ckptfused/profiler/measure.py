@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_memory import storage_address
 from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.models.release import released
 from ckptfused.profiler.allocator import AllocatorLog, CPUAllocator, CUDAAllocator
@@ -103,7 +104,7 @@ def _record(
     gradients: list[int] = []
 
     def received(layer: int, t: Tensor) -> None:
-        given.append((layer, len(marks.found), t.untyped_storage().data_ptr()))
+        given.append((layer, len(marks.found), storage_address(t)))
 
     marks.received = received
 

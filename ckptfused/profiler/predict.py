@@ -139,6 +139,10 @@ def _record(
         if number is not None:
             received.add((layer, number))
 
+    def now() -> int:
+        work.numbers.keep()
+        return len(opened)
+
     def spend(took: float) -> None:
         seconds.extend([0.0] * (len(marks.found) - len(seconds)))
         seconds[-1] += took
@@ -150,7 +154,7 @@ def _record(
         spend((3 * sum(p.nbytes for p in trained) + 2 * held) / device.copy)
 
     work = Work(device, opened, spend)
-    marks.received = given
+    marks.received, marks.stamp = given, now
     twins, optimizer = without_data(step.batch), step.optimizer_of(model)
     weights = stored_bytes([*model_tensors(model), *tree_leaves(twins)])
     state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))

@@ -192,7 +192,7 @@ class Marks(Generic[Position]):
         self.received: Callable[[int, Tensor], None] = lambda layer, t: None
         """Is told of each tensor that a layer is given in forward."""
         self.layers = layers_of(model)
-        self._stamp = stamp
+        self.stamp = stamp
         self._in_backward = False
         self._within: list[Phase] = []
         self._stack = contextlib.ExitStack()
@@ -222,7 +222,7 @@ class Marks(Generic[Position]):
 
     def add(self, phase: Phase) -> None:
         self._in_backward = phase == HEAD_BACKWARD or (self._in_backward and phase != END)
-        self.found.append((self._stamp(), phase))
+        self.found.append((self.stamp(), phase))
 
     @property
     def _now(self) -> Phase:

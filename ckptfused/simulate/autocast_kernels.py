@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import DefaultDeviceType
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ckptfused.compat.kernels import Kernel, operation, replaced_kernels, without_replaced
@@ -165,6 +166,8 @@ class Casts:
         if self.kind == "cuda":
             stand_ins.append((torch.cuda.amp.common, "amp_definitely_not_available", instead(lambda: False)))
             stand_ins.append((torch.cuda, "is_bf16_supported", instead(lambda *args: True)))
+            # Of a checkpoint that is given no tensor: there, the GPU.
+            stand_ins.append((DefaultDeviceType, "get_device_type", instead(lambda: "meta")))
         with contextlib.ExitStack() as stack:
             for place, name, make in stand_ins:
                 stack.enter_context(patched_attribute(place, name, make))

@@ -80,7 +80,7 @@ class Work(DispatchMode):
         self._cache = None if device.machine is None else Cache(device.machine.cache)
         self._pieces = 0.0
         self._surplus = Surplus()
-        self._numbers = KeptNumbers()
+        self.numbers = KeptNumbers()
         self.convolution_scratch = 0
         """Bytes that a convolution was measured to hold within itself, the most of all."""
         self.unmeasured: set[str] = set()
@@ -90,7 +90,7 @@ class Work(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._numbers.keep()
+        self.numbers.keep()
         own = func.namespace == "ckptfused"
         begin = len(self._opened) if own else 0
         if own:
@@ -107,7 +107,7 @@ class Work(DispatchMode):
         self._opened.op_ran()
         held.clear()
         if self.machine is not None:
-            self._numbers.note(func, args, out)
+            self.numbers.note(func, args, out)
         if own:
             seconds = self._of_ledger(begin, args)
         else:

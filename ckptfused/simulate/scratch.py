@@ -19,7 +19,7 @@ from torch.utils.weak import TensorWeakRef
 from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_autograd import graph_task
 from ckptfused.compat.torch_dispatch import tensors_of
-from ckptfused.compat.torch_memory import allocations, storage_id
+from ckptfused.compat.torch_memory import allocations, is_view, storage_id
 from ckptfused.ops.fake import hold_surplus, surplus_of
 from ckptfused.simulate.alone import OpCall
 
@@ -135,10 +135,10 @@ class KeptNumbers:
     def note(self, op: Any, args: Any, out: Any) -> None:
         """After an op of which autograd has yet to make the node."""
         if op in _KEEP_NUMBERS and not isinstance(args[1], Tensor):
-            self._last = TensorWeakRef(out), {bool: 1, complex: 16}.get(type(args[1]), 8)
+            self._last = TensorWeakRef(out._base if is_view(out) else out), {bool: 1, complex: 16}.get(type(args[1]), 8)
 
     def keep(self) -> None:
-        """Before the next op."""
+        """Before the next op, or phase."""
         (found, size), self._last = self._last or (lambda: None, 0), None
         out = found()
         if out is not None and out.grad_fn is not None:

@@ -44,6 +44,7 @@ struct MetaMemory final : at::Allocator {
     if (ledger == nullptr || bytes == 0) return plain_->allocate(bytes);
     auto* buffer = new Ledger::Buffer{ledger->number_, ledger->buffers_++, int64_t(bytes)};
     ledger->add(Ledger::allocation, {buffer->number, buffer->bytes});
+    ledger->sum_ = ledger->name() == kAccumulation ? buffer->number : -1;
     return {nullptr, buffer, &Ledger::Buffer::release, at::Device(at::kMeta)};
   }
   at::DeleterFnPtr raw_deleter() const override { return plain_->raw_deleter(); }
@@ -209,23 +210,25 @@ bool counted_work(Ledger::Kind kind, std::array<int64_t, 6> sizes, at::ScalarTyp
 // What one of PyTorch's operators allocates and frees within itself is its own affair: meta kernels
 // have other temporaries than the device's.
 void Ledger::forget(const Buffer& buffer) {
+  events_.erase(allocation_of(buffer.number));
+}
+
+std::vector<Ledger::Event>::iterator Ledger::allocation_of(int64_t number) {
   const auto made = std::find_if(events_.rbegin(), events_.rend(), [&](const Event& e) {
-    return e.kind == allocation && e.sizes[0] == buffer.number;
+    return e.kind == allocation && e.sizes[0] == number;
   });
-  events_.erase(std::next(made).base());
+  return std::next(made).base();
 }
 
 // Autograd adds a gradient to one that nobody else holds in place, but for meta tensors: there the
-// sum is a new one, and one of the two ends at once.
+// sum is a new one, and one of the two ends at once, before anything else begins or ends.
 bool Ledger::reused(const Buffer& buffer) {
-  const auto last = std::find_if(events_.rbegin(), events_.rend(),
-                                 [](const Event& e) { return e.kind != launch; });
-  if (last == events_.rend() || last->kind != allocation || last->name != kAccumulation ||
-      last->sizes[1] != buffer.bytes) {
-    return false;
-  }
-  renamed_[last->sizes[0]] = resolved(buffer.number);
-  events_.erase(std::next(last).base());
+  const int64_t sum = std::exchange(sum_, -1);
+  if (sum < 0) return false;
+  const auto made = allocation_of(sum);
+  if (made->sizes[1] != buffer.bytes) return false;
+  renamed_[sum] = resolved(buffer.number);
+  events_.erase(made);
   return true;
 }
 

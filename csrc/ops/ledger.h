@@ -119,6 +119,7 @@ class Ledger {
   friend struct MetaMemory;
   friend struct OperatorCalls;
   void forget(const Buffer& buffer);
+  std::vector<Event>::iterator allocation_of(int64_t number);
   const char* name() const { return name_ != nullptr ? name_ : operator_; }
 
   static thread_local Ledger* current_;
@@ -134,6 +135,7 @@ class Ledger {
   int64_t nodes_ = 0;              // of autograd's graph that run, within one another
   std::unordered_map<int64_t, int64_t> renamed_;  // buffers that took another one's place
   int64_t buffers_ = 0;
+  int64_t sum_ = -1;  // of gradients: its buffer, where nothing has begun or ended since; or -1
   at::CallbackHandle operators_;
 };
 

@@ -189,6 +189,12 @@ def test_memory() -> None:
     assert torch_memory.storage_id(t) == torch_memory.storage_id(t[1:]) == torch_memory.storage_id(t.untyped_storage())
     assert torch_memory.storage_id(t) != torch_memory.storage_id(torch.ones(4))
     assert torch_memory.is_cow(torch_memory.copy_on_write(t)) and not torch_memory.is_cow(torch.ones(1))
+    there = t.data_ptr()
+    lent = torch_memory.copy_on_write(t)[1:]
+    assert torch_memory.storage_address(lent) == there and torch_memory.is_cow(lent)
+    weak = torch_memory.StorageWeakRef(torch.ones(1).untyped_storage())
+    assert torch_memory.storage_behind(weak) is None
+    assert torch_memory.storage_behind(torch_memory.StorageWeakRef(t.untyped_storage())).nbytes() == t.nbytes
     assert torch_memory.is_view(t[1:]) and not torch_memory.is_view(t)
     assert torch_memory.local_tensor(t) is t
     assert torch_memory.sparse_bytes(torch.eye(3).to_sparse()) == 3 * 4 + 2 * 3 * 8

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ckptfused import checkpoint, profile
 from ckptfused.profiler import Profile
@@ -86,6 +87,36 @@ class Plain(nn.Module):
         return self.function(x)
 
 
+class Within(nn.Module):
+    """A layer under PyTorch's checkpoint, whose function may hold its input beside what it is given."""
+
+    def __init__(self, reentrant: bool, by_keyword: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(C, C), nn.GELU())
+        self.reentrant, self.by_keyword = reentrant, by_keyword
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_keyword:
+            y: Tensor = torch_checkpoint(lambda *, z: self.inner(z), z=x, use_reentrant=False)
+        elif self.reentrant:
+            y = torch_checkpoint(self.inner, x, use_reentrant=True)
+        else:
+            y = torch_checkpoint(lambda d: self.inner(x) + d, x.new_zeros(1), use_reentrant=False)
+        return y
+
+
+class Products(nn.Module):
+    """Three gradients of one value, of which two are made at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(C, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y.addcmul(y, y, value=0.5)
+
+
 FUNCTIONS = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Softplus, nn.Mish, nn.Hardswish, nn.ELU, nn.LeakyReLU)
 LAYERS: dict[str, Callable[[random.Random], nn.Module]] = {
     "linear": lambda r: nn.Linear(C, C, bias=r.random() < 0.5),
@@ -107,6 +138,10 @@ LAYERS: dict[str, Callable[[random.Random], nn.Module]] = {
     "numbers": lambda r: Wide(lambda x: torch.stack([x, x * 2 / 3], -2).flatten(-2)),
     "quotients": lambda r: Plain(lambda x: x + torch.div(x, 2, rounding_mode="floor")),
     "sums": lambda r: Plain(lambda x: x.cumsum(1).softmax(-1)),
+    "held by keyword": lambda r: Within(False, by_keyword=True),
+    "held by closure": lambda r: Within(False),
+    "reentrant": lambda r: Within(True),
+    "products": lambda r: Products(),
     "roots": lambda r: Plain(lambda x: x.cos() * x.float().pow(2).mean(-1, keepdim=True).rsqrt().to(x.dtype)),
 }
 OPTIMIZERS: tuple[Any, ...] = (
@@ -164,6 +199,22 @@ def test_a_layer_is_predicted_to_the_byte(name: str, how: str) -> None:
         layer.residual, layer.checkpointed = False, checkpointed
         predicted, measured = profiles(nn.Sequential(nn.Linear(C, C), layer.train()), torch.randn(2, 16, C), how)
         assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
+
+
+def test_a_checkpoint_that_is_given_no_tensor_is_replayed_in_its_autocast() -> None:
+    """By PyTorch, on a GPU; here it would take the CPU's."""
+    found = [
+        profile(nn.Sequential(nn.Linear(C, C), layer), torch.randn(2, 16, C), None, "h100", "bfloat16")
+        for layer in (Within(False, by_keyword=True), Within(True))
+    ]
+    assert found[0].saved == found[1].saved
+
+
+def test_a_step_whose_last_op_has_a_number_saves_it() -> None:
+    """Also where it writes a view: its number is with the graph of what that is a view of."""
+    for last in (lambda y: y * 0.5, lambda y: (y[:, :2].mul_(2.0), y)[1]):
+        predicted, measured = profiles(nn.Sequential(nn.Linear(C, C), Plain(last)), torch.randn(2, 16, C), "float32")
+        assert predicted.saved == measured.saved
 
 
 def test_casts_are_made_in_the_order_of_pytorch() -> None:
