@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.torch_version import TorchVersion
 
 # TORCH_CUDA_ARCH_LIST overrides it. The PTX serves GPUs that are newer.
 ARCHITECTURES = "8.0;9.0+PTX"
@@ -56,6 +57,23 @@ def obstacle(toolkit: Path | None) -> str:
     return ""
 
 
+def refused_compiler(release: str) -> str:
+    """Why nvcc of this release does not take the host's C++ compiler, by the bounds that torch.utils.cpp_extension holds
+    it to; empty where it does."""
+    from torch.utils import cpp_extension
+
+    compiler = cpp_extension.get_cxx_compiler()
+    is_clang = Path(compiler).name.startswith("clang")
+    bounds = (cpp_extension.CUDA_CLANG_VERSIONS if is_clang else cpp_extension.CUDA_GCC_VERSIONS).get(release)
+    _, version = cpp_extension.get_compiler_abi_compatibility_and_version(compiler)
+    if bounds is None or str(version) == "0.0.0":  # TORCH_DONT_CHECK_COMPILER_ABI: it is not looked at
+        return ""
+    least, beyond = (".".join(map(str, bound)) for bound in bounds)
+    if TorchVersion(least) <= version < TorchVersion(beyond):
+        return ""
+    return f"the nvcc of CUDA {release} takes {compiler} from {least} to below {beyond}, and this is {version}"
+
+
 def sanitizer() -> str:
     """Where compute-sanitizer is; empty where it is not."""
     beside = (find_toolkit() or Path("/usr/local/cuda")) / "bin" / "compute-sanitizer"
@@ -72,16 +90,18 @@ def toolkit_to_use() -> Path | None:
         return None
     toolkit = find_toolkit() if torch.version.cuda else None
     missing = obstacle(toolkit)
-    if not missing:
+    if not missing and toolkit is not None:
         os.environ["CUDA_HOME"] = str(toolkit)  # for torch.utils.cpp_extension, which does not ask a wrapper
-        return toolkit
+        missing = refused_compiler(toolkit_version(toolkit) or "")
+        if not missing:
+            return toolkit
     if choice == "1":
         sys.exit(f"ckptfused: CKPTFUSED_CUDA=1 asks for CUDA kernels, but {missing}.")
     if torch.version.cuda is not None:
         print(
             f"ckptfused: {missing}, so the CUDA kernels are left out and the build serves the CPU alone.\n"
-            f"For the GPU install the compiler of CUDA {torch.version.cuda}, put nvcc on PATH or set CUDA_HOME, and\n"
-            "build again. CKPTFUSED_CUDA=0 silences this.",
+            f"For the GPU install the compiler of CUDA {torch.version.cuda}, put nvcc on PATH or set CUDA_HOME (and CXX, a\n"
+            "C++ compiler that it takes), and build again. CKPTFUSED_CUDA=0 silences this.",
             file=sys.stderr,
             flush=True,
         )
