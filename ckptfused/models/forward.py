@@ -146,7 +146,7 @@ class ConvertedForward:
             return forward(*args, **kwargs)
         args, kwargs = given
         with self._saving(args, kwargs), hidden_from_it(layer):
-            if self.before is None and routes_once(layer, self._input(args, kwargs), predicted=True):
+            if self.before is None and routes_once(layer, self._input(args, kwargs)):
                 return run_once(layer, forward, *args, **kwargs)
             return checkpoint(same_sdpa(forward), *args, **kwargs)
 

@@ -13,6 +13,7 @@ from ckptfused import _extension  # noqa: F401  (registers the ops)
 from ckptfused.checks import check_plain, compute_word, transformed
 from ckptfused.compat.torch_dispatch import below_autograd
 from ckptfused.eager.experts import eager_experts
+from ckptfused.ops.fake import or_counted
 from ckptfused.ops.second_order import asks_for_a_graph, plain_gradients, register_derivative
 from ckptfused.spec.experts import ExpertsSpec, parse_experts
 
@@ -113,8 +114,9 @@ def _backward_flops(
     return 2 * rows * count  # type: ignore[no-any-return]
 
 
-torch.library.register_fake("ckptfused::experts_fwd", _fake_forward)
-torch.library.register_fake("ckptfused::experts_bwd", _fake_backward)
-register_flop_formula(torch.ops.ckptfused.experts_fwd)(_forward_flops)
-register_flop_formula(torch.ops.ckptfused.experts_bwd)(_backward_flops)
+_forward, _backward = torch.ops.ckptfused.experts_fwd, torch.ops.ckptfused.experts_bwd
+torch.library.register_fake("ckptfused::experts_fwd", or_counted(_fake_forward, _forward.default))
+torch.library.register_fake("ckptfused::experts_bwd", or_counted(_fake_backward, _backward.default))
+register_flop_formula(_forward)(_forward_flops)
+register_flop_formula(_backward)(_backward_flops)
 register_derivative("experts_bwd", _differentiable)

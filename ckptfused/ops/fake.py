@@ -196,7 +196,7 @@ def _end_sharing(storage: Any) -> None:
     storage.surplus = [*getattr(storage, "surplus", []), own]
 
 
-def _or_counted(fake: Callable[..., Any], op: Any, block: bool) -> Callable[..., Any]:
+def or_counted(fake: Callable[..., Any], op: Any, block: bool = False) -> Callable[..., Any]:
     """The fake kernel of an op; where a ledger is open its C++ code itself, on meta tensors."""
 
     @wraps(fake)
@@ -246,8 +246,8 @@ def _register() -> None:
     fake = torch.library.register_fake
     for family in _FAMILIES:
         forward, backward = (getattr(torch.ops.ckptfused, f"{family}_{way}") for way in ("fwd", "bwd"))
-        fake(f"ckptfused::{family}_fwd", _or_counted(_block_fwd, forward.default, block=True))
-        fake(f"ckptfused::{family}_bwd", _or_counted(_block_bwd, backward.default, block=True))
+        fake(f"ckptfused::{family}_fwd", or_counted(_block_fwd, forward.default, block=True))
+        fake(f"ckptfused::{family}_bwd", or_counted(_block_bwd, backward.default, block=True))
         register_flop_formula(forward)(_fwd_flops)
         register_flop_formula(backward)(_bwd_flops)
     register_flop_formula(torch.ops.ckptfused.linear_cross_entropy_fwd)(_loss_fwd_flops)
@@ -262,7 +262,7 @@ def _register() -> None:
         *(("linear_cross_entropy_fwd", _loss_fwd), ("linear_cross_entropy_bwd", _loss_bwd)),
         *(("norm", _norm), ("norm_grads", _norm_grads)),
     ):
-        fake(f"ckptfused::{name}", _or_counted(kernel, getattr(torch.ops.ckptfused, name).default, block=False))
+        fake(f"ckptfused::{name}", or_counted(kernel, getattr(torch.ops.ckptfused, name).default))
     fake("ckptfused::rng_state", _rng_state)
     fake("ckptfused::copy_on_write", _copy_on_write)
     fake("ckptfused::dropout_mask", _dropout_mask)

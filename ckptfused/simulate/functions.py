@@ -46,6 +46,8 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
     kernels["aten::scaled_dot_product_attention"] = casts.lower(partial(attention_on_meta, device, work))
     kernels["aten::_grouped_mm"] = partial(grouped_mm_on_meta, work)
     kernels["aten::mish_backward"] = _mish_backward
+    kernels["aten::value_selecting_reduction_backward"] = _selected_backward
+    kernels["aten::gather_backward"] = _gather_backward
     if device == "cpu":
         kernels |= {f"aten::{name}": partial(recurrent, name, work) for name in RECURRENT}
     with contextlib.ExitStack() as stack:
@@ -107,6 +109,26 @@ def grouped_mm_on_meta(
 def _mish_backward(below: Callable[..., Tensor], grad: Tensor, x: Tensor) -> Tensor:
     """One kernel on devices, which on tensors without data is made of many ops."""
     return torch.empty_like(x) if x.is_meta else below(grad, x)
+
+
+def _selected_backward(
+    below: Callable[..., Tensor], grad: Tensor, dim: int, indices: Tensor, sizes: Any, keepdim: bool
+) -> Tensor:
+    """Of maxima, sorted values and the like: written in place, which PyTorch does not under a mode."""
+    if not grad.is_meta:
+        return below(grad, dim, indices, sizes, keepdim)
+    if not keepdim and len(sizes) > 0:
+        grad, indices = grad.unsqueeze(dim), indices.unsqueeze(dim)
+    return grad.new_zeros(sizes).scatter_(dim, indices, grad)
+
+
+def _gather_backward(
+    below: Callable[..., Tensor], grad: Tensor, x: Tensor, dim: int, index: Tensor, sparse_grad: bool
+) -> Tensor:
+    """Likewise."""
+    if not grad.is_meta or sparse_grad:
+        return below(grad, x, dim, index, sparse_grad)
+    return grad.new_zeros(x.shape).scatter_add_(dim, index, grad)
 
 
 def _counted_state(random_state: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -27,18 +27,6 @@ Tensor scaled(const Tensor& t, const Tensor& scores) {
   return t.to(scores.scalar_type()).mul(scores).to(t.scalar_type());
 }
 
-// out = a @ b of a type of its own: one that products cannot be written in gets a copy.
-void product_into(const Tensor& out, const Tensor& a, const Tensor& b) {
-  const at::ScalarType type = a.scalar_type();
-  const bool half = type == at::kBFloat16 || type == at::kHalf;
-  if (out.scalar_type() == type || (half && out.scalar_type() == at::kFloat)) {
-    return matmul_out(out, a, b, false);
-  }
-  const Tensor made = at::empty(out.sizes(), a.options());
-  matmul_out(made, a, b, false);
-  out.copy_(made);
-}
-
 }  // namespace
 
 Tensor narrow_ids(const Tensor& ids, int64_t experts) {
@@ -101,60 +89,8 @@ void Experts::check() const {
               E_);
 }
 
-// A stable sort: an expert's rows are in the order of tokens, and of their choices.
-void Experts::sort_rows() {
-  const Tensor flat = tensors_.ids.reshape({-1}).to(at::kLong);
-  const int64_t rows = flat.numel();
-  std::vector<int64_t> first(E_ + 1, 0);
-  const auto outside = [&](int64_t id) {
-    TORCH_CHECK_INDEX(0 <= id && id < E_, kOp, ": ids: expected experts 0 to ", E_ - 1, ", got ",
-                      id);
-  };
-  if (on_cpu(flat)) {
-    const int64_t* id = flat.const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < rows; ++i) {
-      outside(id[i]);
-      ++first[id[i] + 1];
-    }
-    for (int64_t e = 0; e < E_; ++e) first[e + 1] += first[e];
-    order_ = at::empty_like(flat);
-    place_ = at::empty_like(flat);
-    int64_t *order = order_.mutable_data_ptr<int64_t>(),
-            *place = place_.mutable_data_ptr<int64_t>();
-    std::vector<int64_t> next = first;
-    for (int64_t i = 0; i < rows; ++i) {
-      place[i] = next[id[i]]++;
-      order[place[i]] = i;
-    }
-  } else {
-    const auto [sorted, order] = at::sort(flat, /*stable=*/true, /*dim=*/0, /*descending=*/false);
-    order_ = order;
-    place_ = at::empty_like(order).scatter_(0, order, at::arange(rows, order.options()));
-    const Tensor bounds = at::searchsorted(sorted, at::arange(E_ + 1, flat.options())).cpu();
-    first.assign(bounds.const_data_ptr<int64_t>(), bounds.const_data_ptr<int64_t>() + E_ + 1);
-    if (first[0] > 0 || first[E_] < rows) {
-      outside(first[0] > 0 ? sorted[0].item<int64_t>() : sorted[rows - 1].item<int64_t>());
-    }
-  }
-  token_ = order_.div(k_, "floor");
-  place_ = place_.view({N_, k_});
-  for (int64_t e = 0; e < E_; ++e) {
-    if (first[e + 1] > first[e]) groups_.push_back({e, first[e], first[e + 1] - first[e]});
-  }
-}
-
 Tensor Experts::weight(int i, int64_t expert) const {
   return slot(i).select(0, expert).to(P_).contiguous();
-}
-
-// The rows of t [N, C] that go to a group's expert, as products take them.
-Tensor Experts::rows_of(const Tensor& t, const Group& group) const {
-  return t.index_select(0, token_.narrow(0, group.first, group.count)).to(P_);
-}
-
-Tensor Experts::scores(const Group& group) const {
-  const Tensor rows = order_.narrow(0, group.first, group.count);
-  return slot(kExpertsWeights).reshape({-1}).index_select(0, rows).to(A_).unsqueeze(1);
 }
 
 // What the first product makes: forward's and, again, backward's.
@@ -179,26 +115,52 @@ void Experts::add_adapter(int a, const Tensor& in, const Group& group, const Ten
 }
 
 void Experts::adapter_backward(int a, const Tensor& in, const Tensor& dout, const Group& group,
-                               const Tensor& din, const std::vector<Tensor>& grads) const {
+                               const Tensor& din) {
   const int b = a + 1;
-  const auto grad_of = [&](int i) { return grads[i].select(0, group.expert); };
-  if (grads[b].defined()) product_into(grad_of(b), dout.t(), low_rank(a, in, group));
-  if (!slot(a).defined() || !(din.defined() || grads[a].defined())) return;
+  if (grads_[b].defined()) add_product(b, dout.t(), low_rank(a, in, group), group);
+  if (!slot(a).defined() || !(din.defined() || grads_[a].defined())) return;
   const Tensor dlow = empty({group.count, slot(a).size(1)}, P_);
   matmul_out(dlow, dout, weight(b, group.expert), false);
   dlow.mul_(a == kExpertsUpA ? spec_.up_scale : spec_.down_scale);
-  if (grads[a].defined()) product_into(grad_of(a), dlow.t(), in);
+  if (grads_[a].defined()) add_product(a, dlow.t(), in, group);
   if (din.defined()) matmul_out(din, dlow, weight(a, group.expert), true);
 }
 
-// Each token's sum over its choices, one after the other: no order but theirs, no atomics.
-Tensor Experts::combined(const Tensor& sorted) const {
-  const Tensor sum = empty({N_, C_}, A_);
-  for (int64_t j = 0; j < k_; ++j) {
-    const Tensor rows = sorted.index_select(0, place_.select(1, j));
-    j == 0 ? sum.copy_(rows) : sum.add_(rows);
+// Of several groups they are summed in float32 (float64), as are biases and products of another type
+// than the slot's. A count has to have room for that, whatever the ids will be.
+void Experts::begin_sums(const Group& group) {
+  if (!group.begins) return;
+  const at::ScalarType wide = acc_dtype(P_);
+  const bool whole = group.ends && !(counting() && E_ > 1);
+  for (int i = kExpertsUp; i < kExpertsSlots; ++i) {
+    if (!grads_[i].defined()) continue;
+    const Tensor part = grads_[i].select(0, group.expert);
+    if (part.dim() == 1) {
+      sums_[i] = empty(part.sizes(), A_).zero_();
+    } else if (part.scalar_type() == wide || (whole && part.scalar_type() == P_)) {
+      sums_[i] = part;
+    } else {
+      sums_[i] = empty(part.sizes(), wide);
+    }
   }
-  return sum.to(slot(kExpertsX).scalar_type());
+}
+
+void Experts::add_product(int i, const Tensor& a, const Tensor& b, const Group& group) {
+  matmul_out(sums_[i], a, b, !group.begins);
+}
+
+void Experts::add_rows(int i, const Tensor& rows) {
+  sums_[i].add_(rows.sum(0, false, A_));
+}
+
+void Experts::round_sums(const Group& group) {
+  if (!group.ends) return;
+  for (int i = 0; i < kExpertsSlots; ++i) {
+    if (!sums_[i].defined()) continue;
+    const Tensor part = grads_[i].select(0, group.expert);
+    if (!part.is_alias_of(sums_[i])) part.copy_(sums_[i]);
+    sums_[i].reset();
+  }
 }
 
 Tensor Experts::forward() {
@@ -219,17 +181,18 @@ Tensor Experts::forward() {
 std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>& needs) {
   TORCH_CHECK(dy.sizes() == slot(kExpertsX).sizes(), kOp, ": dy: expected ",
               slot(kExpertsX).sizes(), ", got ", dy.sizes());
-  std::vector<Tensor> grads(kExpertsSlots);
+  grads_.assign(kExpertsSlots, {});
+  sums_.assign(kExpertsSlots, {});
   const auto need = [&](int i) { return needs.at(i) && slot(i).defined(); };
   const Tensor dx = need(kExpertsX) ? empty({N_ * k_, C_}, P_) : Tensor();
   const Tensor dscore = need(kExpertsWeights) ? empty({N_ * k_}, A_) : Tensor();
   for (int i = kExpertsUp; i < kExpertsSlots; ++i) {
     if (!need(i)) continue;
-    grads[i] = at::empty(slot(i).sizes(), slot(i).options());
+    grads_[i] = at::empty(slot(i).sizes(), slot(i).options());
     std::vector<bool> used(E_, false);
     for (const Group& group : groups_) used[group.expert] = true;
     for (int64_t e = 0; e < E_; ++e) {
-      if (!used[e]) grads[i].select(0, e).zero_();
+      if (!used[e]) grads_[i].select(0, e).zero_();
     }
   }
   const auto any_of = [&](std::initializer_list<int> slots) {
@@ -238,23 +201,23 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
   const bool below = any_of({kExpertsX, kExpertsUp, kExpertsUpBias, kExpertsUpA, kExpertsUpB});
   const bool t = spec_.transposed;
   for (const Group& group : groups_) {
+    begin_sums(group);
     const Tensor dout = rows_of(dy, group), score = scores(group);
-    const auto grad_of = [&](int i) { return grads[i].select(0, group.expert); };
-    if (need(kExpertsDownBias)) grad_of(kExpertsDownBias).copy_(dout.to(A_).mul(score).sum(0));
+    if (need(kExpertsDownBias)) add_rows(kExpertsDownBias, dout.to(A_).mul(score));
     const Tensor x = rows_of(slot(kExpertsX), group);
     const Hidden replayed = hidden(x, group);
     const Tensor h = activated(replayed);
     Tensor weighted, dh;
     if (any_of({kExpertsDown, kExpertsDownA, kExpertsDownB})) weighted = scaled(h, score);
     if (need(kExpertsDown)) {
-      product_into(grad_of(kExpertsDown), t ? weighted.t() : dout.t(), t ? dout : weighted);
+      add_product(kExpertsDown, t ? weighted.t() : dout.t(), t ? dout : weighted, group);
     }
     if (below || dscore.defined()) {
       const Tensor down = weight(kExpertsDown, group.expert);
       dh = empty({group.count, I_}, P_);
       matmul_out(dh, dout, t ? down.t() : down, false);
     }
-    adapter_backward(kExpertsDownA, weighted, dout, group, dh, grads);
+    adapter_backward(kExpertsDownA, weighted, dout, group, dh);
     if (dscore.defined()) {
       const Tensor sum = dscore.narrow(0, group.first, group.count);
       sum.copy_(h.to(A_).mul(dh).sum(1));
@@ -262,29 +225,31 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
         sum.add_(dout.to(A_).mul(weight(kExpertsDownBias, group.expert)).sum(1));
       }
     }
-    if (!below) continue;
-    const Tensor dboth = activation_gradient(replayed, scaled(dh, score));
-    if (need(kExpertsUpBias)) grad_of(kExpertsUpBias).copy_(dboth.sum(0, false, A_));
-    if (need(kExpertsUp)) {
-      product_into(grad_of(kExpertsUp), t ? x.t() : dboth.t(), t ? dboth : x);
+    if (!below) {
+      round_sums(group);
+      continue;
     }
+    const Tensor dboth = activation_gradient(replayed, scaled(dh, score));
+    if (need(kExpertsUpBias)) add_rows(kExpertsUpBias, dboth);
+    if (need(kExpertsUp)) add_product(kExpertsUp, t ? x.t() : dboth.t(), t ? dboth : x, group);
     Tensor dx_rows;
     if (dx.defined()) {
       const Tensor up = weight(kExpertsUp, group.expert);
       dx_rows = dx.narrow(0, group.first, group.count);
       matmul_out(dx_rows, dboth, t ? up.t() : up, false);
     }
-    adapter_backward(kExpertsUpA, x, dboth, group, dx_rows, grads);
+    adapter_backward(kExpertsUpA, x, dboth, group, dx_rows);
+    round_sums(group);
   }
-  if (dx.defined()) grads[kExpertsX] = combined(dx);
+  if (dx.defined()) grads_[kExpertsX] = combined(dx);
   if (dscore.defined()) {
-    grads[kExpertsWeights] = dscore.index_select(0, place_.reshape({-1}))
+    grads_[kExpertsWeights] = dscore.index_select(0, place_.reshape({-1}))
                                  .view({N_, k_})
                                  .to(slot(kExpertsWeights).scalar_type());
   }
   std::vector<Tensor> result;
   for (int i = 0; i < kExpertsSlots; ++i) {
-    if (need(i)) result.push_back(std::move(grads[i]));
+    if (need(i)) result.push_back(std::move(grads_[i]));
   }
   return result;
 }

@@ -53,9 +53,10 @@ class Experts {
   std::vector<at::Tensor> backward(const at::Tensor& dy, const std::vector<bool>& needs);
 
  private:
-  // The rows of one expert.
+  // Rows of one expert: all, or a part of them.
   struct Group {
     int64_t expert, first, count;
+    bool begins, ends;  // the expert's rows
   };
   // Gate and up side by side, [n, 2I] ([n, I] without a gate), and its parts with rows in a row.
   struct Hidden {
@@ -64,6 +65,7 @@ class Experts {
 
   void check() const;
   void sort_rows();
+  void add_groups(int64_t expert, int64_t first, int64_t end, int64_t most);
   const at::Tensor& slot(int i) const { return tensors_.slots[i]; }
   at::Tensor weight(int i, int64_t expert) const;
   at::Tensor rows_of(const at::Tensor& t, const Group& group) const;
@@ -74,10 +76,17 @@ class Experts {
   at::Tensor low_rank(int a, const at::Tensor& in, const Group& group) const;
   // out += in A^T B^T by an adapter's scale, where there is one.
   void add_adapter(int a, const at::Tensor& in, const Group& group, const at::Tensor& out) const;
-  // Adds to din (where defined) what comes through an adapter, and writes its own gradients where
-  // these are.
+  // Adds to din (where defined) what comes through an adapter, and to its own gradients where these
+  // are asked for.
   void adapter_backward(int a, const at::Tensor& in, const at::Tensor& dout, const Group& group,
-                        const at::Tensor& din, const std::vector<at::Tensor>& grads) const;
+                        const at::Tensor& din);
+  // Before an expert's first group: where its gradients are summed, those of weights without values.
+  void begin_sums(const Group& group);
+  // What this group adds to the gradient of a slot, of its expert: a product, or the sum of rows.
+  void add_product(int i, const at::Tensor& a, const at::Tensor& b, const Group& group);
+  void add_rows(int i, const at::Tensor& rows);
+  // After an expert's last group: its gradients, in the type of their slots.
+  void round_sums(const Group& group);
   at::Tensor activated(const Hidden& hidden) const;
   // Writes h (where defined) and returns the gradient of hidden.both.
   at::Tensor activation_gradient(const Hidden& hidden, const at::Tensor& dh) const;
@@ -93,6 +102,8 @@ class Experts {
   at::Tensor order_, place_;   // [N * k] sorted by expert: which (token, choice); and its inverse
   at::Tensor token_;           // [N * k] sorted by expert: which token
   std::vector<Group> groups_;  // of experts with rows
+  std::vector<at::Tensor> grads_;  // of the slots, where asked for
+  std::vector<at::Tensor> sums_;   // of one expert: its part of these, or what is rounded to it
 };
 
 }  // namespace ckptfused

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ckptfused import profile
 from ckptfused.eager.experts import eager_experts
 from ckptfused.ops.experts import experts
 from ckptfused.spec.experts import CLAMPED, ExpertsSpec, parse_experts
@@ -143,6 +144,58 @@ def test_every_number_of_choices(route: str) -> None:
         assert all(map(torch.equal, found, expected))
     else:
         assert_near(found, expected, 1e-14)
+
+
+def crowded(dtype: torch.dtype, **sizes: Any) -> Inputs:
+    """Of 300 tokens each has one expert that they all have, whose rows are in parts, and one of six."""
+    given = make(tokens=300, count=6, k=2, **sizes)
+    others = torch.randint(0, 6, (300,), generator=torch.Generator().manual_seed(7))
+    return given._replace(ids=torch.stack([torch.full((300,), 4), others], 1)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2**-6)]
+)
+@pytest.mark.parametrize("name", SPECS)
+def test_the_rows_of_an_expert_may_be_in_parts(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Their gradients of weights are summed in float32 and rounded once: 2^-6 is what two roundings of hidden values
+    to bfloat16 do to the largest of them, in one part, too."""
+    found, expected = both(crowded(dtype, spec=SPECS[name]), SPECS[name])
+    # Rounded beyond its limit, a clamped value has another gradient altogether.
+    only = slice(1) if SPECS[name].act == CLAMPED and dtype.itemsize == 2 else slice(None)
+    assert_near(found[only], expected[only], tolerance)
+
+
+@pytest.mark.parametrize("rank", [0, 2], ids=["base", "adapters"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_router_makes_a_call_take_more_than_was_counted(dtype: torch.dtype, rank: int) -> None:
+    """Half as many rows again go through at once, at most, as an expert has where all are alike: here 768."""
+    given = make(tokens=2048, width=64, hidden=96, count=8, k=2, rank=rank)
+    even = torch.arange(2048 * 2).view(2048, 2) % 8
+    all_on_one = torch.stack([torch.zeros(2048).long(), 1 + torch.arange(2048) % 7], 1)
+    two_more = torch.where(torch.arange(2048)[:, None] < 1024, torch.tensor([[0, 1]]), even)
+    full = torch.cat([torch.full((1536,), 0), torch.full((2560,), 1)]).view(2048, 2)  # two parts, and four of 640
+
+    class Layer(torch.nn.Module):
+        def __init__(self, ids: Tensor) -> None:
+            super().__init__()
+            self.ids = ids
+            self.weights = torch.nn.ParameterList(t.to(dtype) for t in given[3:] if t is not None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            up, up_bias, down, down_bias, *adapters = self.weights
+            scores = x[:, :2].sigmoid()
+            return experts(x, self.ids, scores, up, down, up_bias, down_bias, adapters, spec=GATED)
+
+    x = given.x.detach().to(dtype)
+    peaks = []
+    for ids in (full, even, all_on_one, two_more, given.ids):
+        layer = Layer(ids)
+        predicted, measured = profile(layer, x, device="cpu"), profile(layer, x)
+        assert measured.peak <= predicted.peak + predicted.workspace and measured.saved == predicted.saved
+        peaks.append((measured.peak, predicted.peak))
+    assert len({predicted for _, predicted in peaks}) == 1
+    assert dtype != torch.float32 or peaks[0][0] == peaks[0][1]  # where products take nothing but their results
 
 
 def test_experts_without_tokens_and_one_that_is_chosen_twice() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.transformers import experts_functions, experts_implementation, own_experts_forward
+from ckptfused.cost.open_ledger import counting
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import under_foreign_mode
 from ckptfused.models.experts.adapters import is_wrapper, read_adapters, unproved, with_scales, wrapped
@@ -90,7 +91,7 @@ def why_original(module: Any, x: Tensor) -> Reason | None:
         return Reason("its config names another implementation since")
     if _by_mode():
         return Reason("a TorchFunctionMode may replace what it calls")
-    if x.is_meta and not _COUNTED.get():
+    if x.is_meta and counting() is None and not _COUNTED.get():
         return WITHOUT_DATA
     return unfit(module, x)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,7 +16,7 @@ from ckptfused.compat.torch_modules import is_compiled
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
 from ckptfused.layer.shards import holds_fsdp1, is_fully_sharded
 from ckptfused.models.experts.adapters import wrapped
-from ckptfused.models.experts.install import WITHOUT_DATA, AdaptedForward, is_converted, why_original
+from ckptfused.models.experts.install import is_converted, why_original
 from ckptfused.models.experts.read import is_experts
 from ckptfused.offload import follow
 from ckptfused.ops.call import Call
@@ -31,19 +30,15 @@ _proved: WeakKeyDictionary[nn.Module, set[Any]] = WeakKeyDictionary()
 """By layer, the kinds of calls that were seen to make the same again."""
 
 
-def routes_once(layer: nn.Module, x: Any, predicted: bool = False) -> bool:
-    """Whether what a layer makes of x need not be replayed as a whole, since its experts save their inputs alone.
-
-    predicted: also of x without data, for which `run_once` has the experts' own code save what the op would.
-    """
+def routes_once(layer: nn.Module, x: Any) -> bool:
+    """Whether what a layer makes of x need not be replayed as a whole, since its experts save their inputs alone."""
     found = [module for module in layer.modules() if is_experts(module)]
     if not found or torch.compiler.is_compiling() or not torch.is_grad_enabled() or under_foreign_mode():
         return False
     if not isinstance(x, Tensor) or x.dim() < 2:
         return False
     rows = x.detach().flatten(0, -2)
-    rest = (None, WITHOUT_DATA) if predicted else (None,)
-    return all(is_converted(module) and why_original(module, rows) in rest for module in found)
+    return all(is_converted(module) and why_original(module, rows) is None for module in found)
 
 
 def run_once(layer: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -55,8 +50,6 @@ def run_once(layer: nn.Module, function: Callable[..., Any], *args: Any, **kwarg
     beside = beside_experts(layer)
     if within_a_checkpoint():
         beside = filter(_projections_follow, beside)
-    if any(isinstance(t, Tensor) and t.is_meta for t in (*args, *kwargs.values())):
-        beside = chain(beside, _experts_of(layer))
     with entered(), _checkpointed(beside):
         return function(*args, **kwargs)
 
@@ -112,15 +105,6 @@ def beside_experts(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _experts_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules of experts, with PEFT's wrappers around them."""
-    for child in module.children():
-        if is_experts(wrapped(child)):
-            yield child
-        else:
-            yield from _experts_of(child)
-
-
 def _projections_follow(module: nn.Module) -> bool:
     """Whether a module has several projections, between which it keeps more than its input."""
     return sum(isinstance(inner, nn.Linear) for inner in module.modules()) > 1
@@ -129,15 +113,11 @@ def _projections_follow(module: nn.Module) -> bool:
 @contextlib.contextmanager
 def _checkpointed(modules: Iterator[nn.Module]) -> Iterator[None]:
     """A context in which calls of these modules keep their inputs alone."""
-    given = {module: vars(module).get("forward") for module in modules}
-    given = {module: own for module, own in given.items() if own is None or isinstance(own, AdaptedForward)}
+    own = [module for module in modules if "forward" not in vars(module)]
     try:
-        for module, own in given.items():
-            forward = same_sdpa(own or partial(type(module).forward, module))
-            module.forward = partial(checkpoint, forward)  # type: ignore[method-assign]
+        for module in own:
+            module.forward = partial(checkpoint, same_sdpa(partial(type(module).forward, module)))  # type: ignore[method-assign]
         yield
     finally:
-        for module, own in given.items():
+        for module in own:
             vars(module).pop("forward", None)
-            if own is not None:
-                module.forward = own
