@@ -37,8 +37,9 @@ def experts(
     sum over choices is replayed for the gradient of the weight. Hugging Face multiplies the result: in float64 the two
     differ by rounding alone; in half precision theirs rounds the result once before its product with the weight and
     once after, ours the weighted hidden values once (which makes the error no larger), the sum over a token's choices
-    is in float32 in the order of the choices, and is rounded once. Rows are sorted by expert, stably; a sum's order
-    depends on the ids alone, so the bits of a run are those of the next.
+    is in float32 in the order of the choices, and is rounded once. Rows are sorted by expert, stably, and go through in
+    parts of at most half as many again as an expert would have were all alike, so that no router makes a call take more
+    memory; a sum's order depends on the ids alone, so the bits of a run are those of the next.
 
     LoRA adds x·Aᵀ·Bᵀ by `spec.up_scale` to the first product of each expert's rows, by `spec.down_scale` to the last:
     no weight is merged, and none has a gradient for an adapter's sake. In half precision x·Aᵀ is rounded.
