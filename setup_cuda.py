@@ -58,8 +58,8 @@ def obstacle(toolkit: Path | None) -> str:
 
 
 def refused_compiler(release: str) -> str:
-    """Why nvcc of this release does not take the host's C++ compiler, by the bounds that torch.utils.cpp_extension holds
-    it to; empty where it does."""
+    """Why nvcc of this release does not take the host's C++ compiler, by the bounds that torch.utils.cpp_extension
+    holds it to; empty where it does."""
     from torch.utils import cpp_extension
 
     compiler = cpp_extension.get_cxx_compiler()
@@ -100,8 +100,8 @@ def toolkit_to_use() -> Path | None:
     if torch.version.cuda is not None:
         print(
             f"ckptfused: {missing}, so the CUDA kernels are left out and the build serves the CPU alone.\n"
-            f"For the GPU install the compiler of CUDA {torch.version.cuda}, put nvcc on PATH or set CUDA_HOME (and CXX, a\n"
-            "C++ compiler that it takes), and build again. CKPTFUSED_CUDA=0 silences this.",
+            f"For the GPU install the compiler of CUDA {torch.version.cuda}, put nvcc on PATH or set CUDA_HOME (and\n"
+            "CXX, a C++ compiler that it takes), and build again. CKPTFUSED_CUDA=0 silences this.",
             file=sys.stderr,
             flush=True,
         )

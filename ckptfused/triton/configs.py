@@ -61,17 +61,17 @@ def delta_config(head_dim: int) -> Config:
 # Of half precision the table has, by class of device, stage and class of options, a cell for each padded D: queries x
 # keys of a tile / tiles in flight, "w4" where four warps make it, else eight (two warp groups of 64 rows each on
 # sm_90), "r" with all registers; behind a bar the tile with dropout, where it is another. Where there is no cell, that
-# of "none" serves, of "wide mask" that of "mask". Of a class each is the largest of those tried that spills no register in its loops, with a pipeline
-# that fits in shared memory; on sm_90 that with the fewest instructions an element: 128 rows (dkdv: keys) are twice as
-# good as 64 there, since eight warps are two groups of 64 rows; generic ones are those that fit the most demanding
-# kernel. sm_100 multiplies in tensor memory, 128 or 64 rows (dkdv: keys) at a time; fewer go the way of sm_80, as dkdv
-# does for D = 256. For D = 128 it rather has no pipeline there, whose addresses take the registers. sm_120 has neither
-# that memory nor sm_90's instructions. dkdv holds dk, dv and two tiles of scores at once, so its tiles are smaller than
-# forward's; the draws of a dropout tile (four words a call, 64-bit products) take up to a hundred registers more. A
-# mask tensor that is not aligned (packed sequences begin anywhere) is read an element at a time, and costs forward the
-# most. "mask" are also the tiles of a head narrower than its padded D, whose loads have masks of their own. No GPU has
-# timed them but D = 128 with dropout on sm_90: 320 TFLOP/s forward, and 183 backward with 16 queries in dkdv's tile,
-# which now has 32.
+# of "none" serves, of "wide mask" that of "mask". Of a class each is the largest of those tried that spills no register
+# in its loops, with a pipeline that fits in shared memory; on sm_90 that with the fewest instructions an element: 128
+# rows (dkdv: keys) are twice as good as 64 there, since eight warps are two groups of 64 rows; generic ones are those
+# that fit the most demanding kernel. sm_100 multiplies in tensor memory, 128 or 64 rows (dkdv: keys) at a time; fewer
+# go the way of sm_80, as dkdv does for D = 256. For D = 128 it rather has no pipeline there, whose addresses take the
+# registers. sm_120 has neither that memory nor sm_90's instructions. dkdv holds dk, dv and two tiles of scores at once,
+# so its tiles are smaller than forward's; the draws of a dropout tile (four words a call, 64-bit products) take up to a
+# hundred registers more. A mask tensor that is not aligned (packed sequences begin anywhere) is read an element at a
+# time, and costs forward the most. "mask" are also the tiles of a head narrower than its padded D, whose loads have
+# masks of their own. No GPU has timed them but D = 128 with dropout on sm_90: 320 TFLOP/s forward, and 183 backward
+# with 16 queries in dkdv's tile, which now has 32.
 
 
 def _config(cell: str) -> Config:

@@ -2,6 +2,7 @@
 // backward.
 #include "ops/torch.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -116,18 +117,13 @@ Tensor Block::adapter_grad(int slot) {
   return grads_[slot];
 }
 
-// Whether the adapter of a part is made of half-precision products with float32 sums: on devices
-// that have them, the one adapter of a projection, without a bias. A pure function of these, so
-// that a replay makes the bits again.
+// Whether the adapters of a part are made of half-precision products with float32 sums, on devices
+// that have them. A pure function of these, so that a replay makes the bits again.
 bool Block::adapters_in_halves(const Tensor& like, const Part& part) {
   if (P_ != at::kBFloat16 || !through_aten(like)) return false;
-  int64_t found = 0;
-  for (const AdapterSlots& s : adapters_) {
-    if (s.weight != part.weight) continue;
-    if (params_[s.first + kBias].defined()) return false;
-    ++found;
-  }
-  return found == 1 && (counting() || like.is_cpu() || widens(like));
+  const auto beside = [&](const AdapterSlots& s) { return s.weight == part.weight; };
+  return std::any_of(adapters_.begin(), adapters_.end(), beside) &&
+         (counting() || like.is_cpu() || widens(like));
 }
 
 // The numbers of all wider adapters as two of half precision, in a few kernels for all of them.

@@ -126,8 +126,8 @@ void Experts::adapter_backward(int a, const Tensor& in, const Tensor& dout, cons
   if (din.defined()) matmul_out(din, dlow, weight(a, group.expert), true);
 }
 
-// Of several groups they are summed in float32 (float64), as are biases and products of another type
-// than the slot's. A count has to have room for that, whatever the ids will be.
+// Of several groups they are summed in float32 (float64), as are biases and products of another
+// type than the slot's. A count has to have room for that, whatever the ids will be.
 void Experts::begin_sums(const Group& group) {
   if (!group.begins) return;
   const at::ScalarType wide = acc_dtype(P_);
@@ -244,8 +244,8 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
   if (dx.defined()) grads_[kExpertsX] = combined(dx);
   if (dscore.defined()) {
     grads_[kExpertsWeights] = dscore.index_select(0, place_.reshape({-1}))
-                                 .view({N_, k_})
-                                 .to(slot(kExpertsWeights).scalar_type());
+                                  .view({N_, k_})
+                                  .to(slot(kExpertsWeights).scalar_type());
   }
   std::vector<Tensor> result;
   for (int i = 0; i < kExpertsSlots; ++i) {

@@ -80,7 +80,8 @@ class Experts {
   // are asked for.
   void adapter_backward(int a, const at::Tensor& in, const at::Tensor& dout, const Group& group,
                         const at::Tensor& din);
-  // Before an expert's first group: where its gradients are summed, those of weights without values.
+  // Before an expert's first group: where its gradients are summed, those of weights without
+  // values.
   void begin_sums(const Group& group);
   // What this group adds to the gradient of a slot, of its expert: a product, or the sum of rows.
   void add_product(int i, const at::Tensor& a, const at::Tensor& b, const Group& group);

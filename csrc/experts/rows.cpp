@@ -64,8 +64,8 @@ void Experts::sort_rows() {
 }
 
 // Rows [first, end) of an expert in as few groups as have no more than `most` rows each, all about
-// as large. `most` is half as much again as an expert would have were all alike, which few have more
-// than: what a call takes at most is known before the ids are, and no router can make it more.
+// as large. `most` is half as much again as an expert would have were all alike, which few have
+// more than: what a call takes at most is known before the ids are, and no router can make it more.
 void Experts::add_groups(int64_t expert, int64_t first, int64_t end, int64_t most) {
   for (int64_t left = end - first; left > 0; left = end - first) {
     const int64_t groups = (left + most - 1) / most, count = (left + groups - 1) / groups;

@@ -214,18 +214,29 @@ def _block_results(
     return {"y": y.detach(), **dict(zip(inputs, grads, strict=True))}
 
 
+ALONE = [*product((torch.float32, torch.bfloat16), (0.5, 8.0), (0.0, 0.25), (False,))]
+WITH_MORE = [*product((torch.float32, torch.bfloat16), (0.5,), (0.0, 0.25), (True,))]
+
+
 def half_precision_errors(device: str) -> dict[str, float]:
-    """Relative errors of a bfloat16 block with an adapter beside each projection, in float32 and in bfloat16, against
-    float64; whatever is kept, the bits are the same."""
+    """Relative errors of a bfloat16 block with an adapter beside each projection, in float32 and in bfloat16, and with
+    a second beside some and biases, against float64; whatever is kept, the bits are the same."""
     squares: dict[str, list[float]] = {}
-    for wide, scale, p in product((torch.float32, torch.bfloat16), (0.5, 8.0), (0.0, 0.25)):
+    for wide, scale, p, more in (*ALONE, *WITH_MORE):
         adapter = partial(Adapter, rank=8, scale=scale, p=p)
-        attn = AttentionSpec(4, 2, 16, causal=True, lora=tuple(map(adapter, "qkvo")))
-        ffn = FFNSpec("swiglu", 96, lora=tuple(map(adapter, ("gate", "up", "down"))))
+        second = partial(Adapter, rank=3, scale=2 * scale)
+        attn = AttentionSpec(
+            4, 2, 16, causal=True, lora=(*map(adapter, "qkvo"), *((second("q"), second("o", p=0.5)) * more))
+        )
+        ffn = FFNSpec("swiglu", 96, lora=(*map(adapter, ("gate", "up", "down")), *((second("down"),) * more)))
         spec, generator = BlockSpec(attn, ffn), torch.Generator().manual_seed(0)
-        shapes = {n: s for n, (s, _) in param_shapes(spec, 64).items() if not n.endswith(("_b", ".bias"))}
+        shapes = {
+            n: s
+            for n, (s, _) in param_shapes(spec, 64).items()
+            if not n.endswith(("_b", ".bias")) or (more and ".lora" in n)
+        }
         params = {
-            n: (torch.randn(s, generator=generator) / s[-1] ** 0.5 if len(s) > 1 else torch.ones(s))
+            n: (torch.randn(s, generator=generator) / s[-1] ** 0.5 if len(s) > 1 or ".lora" in n else torch.ones(s))
             .to(device, wide if ".lora" in n else torch.bfloat16)
             .requires_grad_(".lora" in n)
             for n, s in shapes.items()
@@ -237,7 +248,7 @@ def half_precision_errors(device: str) -> dict[str, float]:
         assert all(t.equal(found[name]) for name, t in kept.items())
         for name, t in truth.items():
             pair = ((found[name].double() - t).square().sum().item(), t.square().sum().item())
-            squares.setdefault(f"{name.rpartition('.')[2]} {wide} {scale} {p}", []).append(pair[0] / pair[1])
+            squares.setdefault(f"{name.rpartition('.')[2]} {wide} {scale} {p} {more}", []).append(pair[0] / pair[1])
     return {name: (sum(of) / len(of)) ** 0.5 for name, of in squares.items()}
 
 

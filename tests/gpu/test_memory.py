@@ -9,6 +9,7 @@ import torch
 
 from ckptfused import FusedCheckpointBlock, cost
 from ckptfused.spec import KEEP_PRESETS, BlockSpec, param_shapes
+from tests.devices import let_go
 
 pytestmark = pytest.mark.gpu
 

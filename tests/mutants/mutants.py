@@ -307,16 +307,16 @@ MUTANTS = (
     ),
     Mutant(
         "low-rank values of adapters on a GPU rounded to half precision, without the rest",
-        file="csrc/block/adapters_aten.cpp",
+        file="csrc/block/adapters_halves.cpp",
         text="rest.copy_(t.sub(high.to(t.scalar_type())));",
         defect="rest.zero_();",
         test="tests/autograd/test_adapters.py::test_half_precision_products_are_as_exact",
     ),
     Mutant(
         "adapters whose dropped rows are scaled neither when they are copied nor in the products",
-        file="csrc/block/adapters_aten.cpp",
-        text="scale_ *= make_dropout",
-        defect="(void)make_dropout",
+        file="csrc/block/adapters_halves.cpp",
+        text="return adapter.scale * make_dropout(adapter.p, int(adapter.site), place_.cols).scale;",
+        defect="return adapter.scale;",
         test="tests/autograd/test_adapters.py::test_half_precision_products_are_as_exact",
     ),
     Mutant(
@@ -1005,6 +1005,13 @@ MUTANTS = (
         test="tests/models/test_experts.py::test_a_mixture_is_predicted_as_it_runs[gpt-oss]",
     ),
     Mutant(
+        "a bias of an adapter in halves is added without its scale",
+        file="csrc/block/adapters_halves.cpp",
+        text="at::full({rows.size(0), 1}, adapter.scale, t.options())",
+        defect="at::full({rows.size(0), 1}, 1, t.options())",
+        test="tests/autograd/test_adapters.py::test_half_precision_products_are_as_exact",
+    ),
+    Mutant(
         "of an expert's rows in parts the last alone has a gradient",
         file="csrc/experts/experts.cpp",
         text="matmul_out(sums_[i], a, b, !group.begins);",
@@ -1395,9 +1402,23 @@ MUTANTS = (
     Mutant(
         "a copy on the meta device that is written in its original's memory",
         file="ckptfused/ops/fake.py",
-        text="        hold_surplus(t, [t.new_empty(storage.nbytes(), dtype=torch.uint8)])\n",
+        text="    storage.surplus = [*getattr(storage, \"surplus\", []), own]\n",
         defect="",
         test="tests/profiler/test_predicted.py::test_as_measured[in place-converted]",
+    ),
+    Mutant(
+        "a copy on the meta device that its checkpoint's function keeps takes nothing",
+        file="ckptfused/ops/fake.py",
+        text='if hasattr(storage := storage_behind(left), "shared"):',
+        defect="if storage_behind(left) is self:",
+        test="tests/simulate/test_random_layers.py::test_a_layer_is_predicted_to_the_byte[held by closure-float32]",
+    ),
+    Mutant(
+        "a measured profile asks for a layer's input to write it",
+        file="ckptfused/profiler/measure.py",
+        text="len(marks.found), storage_address(t))",
+        defect="len(marks.found), t.untyped_storage().data_ptr())",
+        test="tests/simulate/test_random_layers.py::test_what_a_layer_is_given_stays_a_copy_on_write",
     ),
     Mutant(
         "an op on known values that forgets what they are",

@@ -201,6 +201,36 @@ def test_a_layer_is_predicted_to_the_byte(name: str, how: str) -> None:
         assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
 
 
+def test_a_sum_of_gradients_is_taken_over_once() -> None:
+    """Of three gradients of one value the first sum ends after it has become the second."""
+    beside = Layer(random.Random(1), "products")
+    beside.residual, beside.checkpointed = True, False
+    model = nn.Sequential(nn.Linear(C, C), beside, Within(True), nn.Linear(C, C))
+    predicted, measured = profiles(model, torch.randn(2, 7, C), "float32")
+    assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
+
+
+class Held(nn.Module):
+    """A list of layers under two checkpoints, of which the inner one's function holds the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(C, C), nn.GELU())])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.within, x)
+        return y
+
+    def within(self, x: Tensor) -> Any:
+        return torch_checkpoint(lambda *, z: self.layers[0](z), z=x, use_reentrant=False)
+
+
+def test_what_a_layer_is_given_stays_a_copy_on_write() -> None:
+    """Where a step is measured, too: who asks for its memory to write has it copied."""
+    predicted, measured = profiles(nn.Sequential(nn.Linear(C, C), Held()), torch.randn(2, 16, C), "float32")
+    assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
+
+
 def test_a_checkpoint_that_is_given_no_tensor_is_replayed_in_its_autocast() -> None:
     """By PyTorch, on a GPU; here it would take the CPU's."""
     found = [

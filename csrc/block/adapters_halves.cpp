@@ -1,0 +1,199 @@
+// Adapters of half-precision products: what is `rank` wide and multiplied again is two halves.
+#include "ops/torch.h"
+
+#include <algorithm>
+
+#include "block/adapters_aten.h"
+#include "math/dropout.h"
+#include "ops/activation.h"
+#include "ops/checks.h"
+#include "ops/ledger.h"
+
+namespace ckptfused {
+namespace {
+
+using at::Tensor;
+
+// Bytes that the copy of dropped rows takes, of rows that are multiplied in half precision.
+constexpr int64_t kDropped = int64_t(128) << 20;
+
+// in @ (high + rest)^T in float32.
+Tensor low_rank(const Tensor& in, const Tensor& high, const Tensor& rest) {
+  const Tensor t = at::empty({in.size(0), high.size(0)}, in.options().dtype(at::kFloat));
+  scaled_product(t, in, high.t(), 1, false);
+  if (rest.defined()) scaled_product(t, in, rest.t(), 1, true);
+  return t;
+}
+
+// rest = t - high, rounded to its type.
+void subtract(const Tensor& rest, const Tensor& t, const Tensor& high) {
+  if (on_cpu(t)) {  // what its sub_out does within itself
+    rest.copy_(t.sub(high.to(t.scalar_type())));
+  } else if (!counted_launch("aten::sub", int64_t(t.nbytes() + high.nbytes() + rest.nbytes()))) {
+    at::sub_out(const_cast<Tensor&>(rest), t, high);
+  }
+}
+
+// What is multiplied again, in halves: t [n, r] rounded, the rest of it, and t rounded once more.
+struct Halves {
+  Tensor all, high, rest;
+  Halves(const Tensor& t, at::ScalarType type) {
+    const int64_t n = t.size(0), r = t.size(1);
+    all = at::empty({n, 3 * r}, t.options().dtype(type));
+    high = all.narrow(1, 0, r);
+    rest = all.narrow(1, r, r);
+    all.as_strided({n, 2, r}, {3 * r, 2 * r, 1}).copy_(t.unsqueeze(1).expand({n, 2, r}));
+    subtract(rest, t, high);
+  }
+};
+
+// out = scale · t @ (high + rest), or out += it, but for the product of both rests: in one product,
+// rounded once.
+void multiply_wide(const Tensor& out, const Halves& t, const Tensor& high, const Tensor& rest,
+                   double scale, bool onto) {
+  std::vector<Tensor> pieces{high, high};
+  if (rest.defined()) pieces.push_back(rest);
+  const Tensor all = at::cat(pieces);
+  scaled_product(out, t.all.narrow(1, 0, all.size(0)), all, scale, onto);
+}
+
+Tensor transposed(const Tensor& t) {
+  return t.defined() ? t.t() : t;
+}
+
+// Adapters in halves on blocks of rows, in one where nothing is dropped. What is dropped of are
+// numbers of half precision, whose scale waits for the products: they stay as they are.
+class HalfRows {
+ public:
+  HalfRows(const Adapters& adapters, const AdapterPlace& place, const Tensor& like, int64_t width)
+      : adapters_(adapters), place_(place), type_(like.scalar_type()) {
+    const auto drops = [](const Adapter& adapter) { return adapter.p > 0; };
+    if (std::none_of(adapters.begin(), adapters.end(), drops)) return;
+    gate_ = open_gate(like, type_, width);
+    rows_ = std::max<int64_t>(1, kDropped / std::max<int64_t>(1, width * like.element_size()));
+  }
+
+  void forward(const Tensor& y, const Tensor& in) const {
+    const Adapter& first = adapters_[0];
+    const bool alone = adapters_.size() == 1 && !first.bias.defined();
+    for_blocks(y, [&](int64_t row, const Tensor& out) {
+      const Tensor rows = in.narrow(0, row, out.size(0));
+      if (!alone) return add_all(out, rows, row);
+      const Halves t(low_rank(kept(rows, first, row), first.a, first.a_rest), type_);
+      multiply_wide(out, t, first.b.t(), transposed(first.b_rest), scale(first), true);
+    });
+  }
+
+  void backward(const Tensor& dy, const Tensor& in, const Tensor& din) const {
+    for_blocks(dy, [&](int64_t row, const Tensor& d) {
+      const auto rows = [&](const Tensor& t) {
+        return t.defined() ? t.narrow(0, row, d.size(0)) : t;
+      };
+      for (const Adapter& adapter : adapters_) backward(adapter, d, rows(in), rows(din), row);
+    });
+  }
+
+ private:
+  template <typename F>
+  void for_blocks(const Tensor& t, F f) const {
+    const int64_t n = t.size(0), step = rows_ > 0 ? rows_ : std::max<int64_t>(1, n);
+    for (int64_t row = 0; row < n; row += step) {
+      f(row, t.narrow(0, row, std::min(step, n - row)));
+    }
+  }
+
+  double scale(const Adapter& adapter) const {
+    if (adapter.p == 0) return adapter.scale;
+    return adapter.scale * make_dropout(adapter.p, int(adapter.site), place_.cols).scale;
+  }
+
+  // What dropout keeps of rows, in a copy.
+  Tensor kept(const Tensor& rows, const Adapter& adapter, int64_t row) const {
+    if (adapter.p == 0) return rows;
+    const Tensor out = at::empty(rows.sizes(), rows.options());
+    drop(out, rows, gate_, kKept, adapter, place_, row);
+    return out;
+  }
+
+  // All of them in one product, so that y is rounded once: a bias is one more row of b, by which a
+  // column of the scale is multiplied.
+  void add_all(const Tensor& out, const Tensor& rows, int64_t row) const {
+    std::vector<Tensor> low, high, rest;
+    bool any_rest = false;
+    const auto add = [&](const Tensor& t, const Tensor& b, const Tensor& b_rest) {
+      low.push_back(t);
+      high.push_back(b);
+      rest.push_back(b_rest.defined() ? b_rest : at::zeros_like(b));
+      any_rest |= b_rest.defined();
+    };
+    for (const Adapter& adapter : adapters_) {
+      const Tensor t = low_rank(kept(rows, adapter, row), adapter.a, adapter.a_rest);
+      add(t.mul_(scale(adapter)), adapter.b.t(), transposed(adapter.b_rest));
+      if (!adapter.bias.defined()) continue;
+      const Tensor wide = adapter.bias.unsqueeze(0), bias = wide.to(type_);
+      const Tensor left = wide.scalar_type() == type_ ? Tensor() : at::empty_like(bias);
+      if (left.defined()) subtract(left, wide, bias);
+      add(at::full({rows.size(0), 1}, adapter.scale, t.options()), bias, left);
+    }
+    multiply_wide(out, Halves(at::cat(low, 1), type_), at::cat(high),
+                  any_rest ? at::cat(rest) : Tensor(), 1, true);
+  }
+
+  void backward(const Adapter& adapter, const Tensor& d, const Tensor& in, const Tensor& din,
+                int64_t row) const {
+    const double scaled = scale(adapter);
+    const bool with_in = adapter.da.defined() || adapter.db.defined();
+    const Tensor x = with_in ? kept(in, adapter, row) : Tensor();
+    if (adapter.db.defined()) {
+      const Halves t(low_rank(x, adapter.a, adapter.a_rest), type_);
+      scaled_product(adapter.db, d.t(), t.high, scaled, true);
+      scaled_product(adapter.db, d.t(), t.rest, scaled, true);
+    }
+    if (adapter.dbias.defined())
+      Tensor(adapter.dbias).add_(d.sum(0, false, at::kFloat), adapter.scale);
+    if (!adapter.da.defined() && !din.defined()) return;
+    const Halves dt(low_rank(d, adapter.b.t(), transposed(adapter.b_rest)), type_);
+    if (adapter.da.defined()) {
+      scaled_product(adapter.da, dt.high.t(), x, scaled, true);
+      scaled_product(adapter.da, dt.rest.t(), x, scaled, true);
+    }
+    if (din.defined()) add_input_grad(adapter, din, dt, x, row);
+  }
+
+  // x: the kept rows, whose memory is free by now, or undefined.
+  void add_input_grad(const Adapter& adapter, const Tensor& din, const Halves& dt, const Tensor& x,
+                      int64_t row) const {
+    if (adapter.p == 0) {
+      return multiply_wide(din, dt, adapter.a, adapter.a_rest, scale(adapter), true);
+    }
+    const Tensor dx = x.defined() ? x : at::empty(din.sizes(), dt.all.options());
+    multiply_wide(dx, dt, adapter.a, adapter.a_rest, scale(adapter), false);
+    drop(dx, dx, gate_, kKept, adapter, place_, row);
+    Tensor(din).add_(dx);
+  }
+
+  const Adapters& adapters_;
+  const AdapterPlace& place_;
+  at::ScalarType type_;
+  Tensor gate_;
+  int64_t rows_ = 0;  // 0: all
+};
+
+}  // namespace
+
+void split_into(const Tensor& t, const Tensor& high, const Tensor& rest) {
+  high.copy_(t);
+  subtract(rest, t, high);
+}
+
+void adapters_fwd_halves(const Tensor& y, const Tensor& in, const Adapters& adapters,
+                         const AdapterPlace& place) {
+  HalfRows(adapters, place, y, in.size(1)).forward(y, in);
+}
+
+void adapters_bwd_halves(const Tensor& dy, const Tensor& in, const Tensor& din,
+                         const Adapters& adapters, const AdapterPlace& place) {
+  HalfRows(adapters, place, dy, (in.defined() ? in : din).size(1)).backward(dy, in, din);
+}
+
+}  // namespace ckptfused
