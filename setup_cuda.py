@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.torch_version import TorchVersion
 
 # TORCH_CUDA_ARCH_LIST overrides it. The PTX serves GPUs that are newer.
 ARCHITECTURES = "8.0;9.0+PTX"
@@ -57,21 +56,19 @@ def obstacle(toolkit: Path | None) -> str:
     return ""
 
 
-def refused_compiler(release: str) -> str:
-    """Why nvcc of this release does not take the host's C++ compiler, by the bounds that torch.utils.cpp_extension
-    holds it to; empty where it does."""
+def refused_compiler(toolkit: Path) -> str:
+    """Why a toolkit's nvcc does not take the host's C++ compiler, by the check that torch.utils.cpp_extension makes
+    before a build; empty where it does."""
     from torch.utils import cpp_extension
 
-    compiler = cpp_extension.get_cxx_compiler()
-    is_clang = Path(compiler).name.startswith("clang")
-    bounds = (cpp_extension.CUDA_CLANG_VERSIONS if is_clang else cpp_extension.CUDA_GCC_VERSIONS).get(release)
-    _, version = cpp_extension.get_compiler_abi_compatibility_and_version(compiler)
-    if bounds is None or str(version) == "0.0.0":  # TORCH_DONT_CHECK_COMPILER_ABI: it is not looked at
-        return ""
-    least, beyond = (".".join(map(str, bound)) for bound in bounds)
-    if TorchVersion(least) <= version < TorchVersion(beyond):
-        return ""
-    return f"the nvcc of CUDA {release} takes {compiler} from {least} to below {beyond}, and this is {version}"
+    cpp_extension.CUDA_HOME = str(toolkit)
+    compiler = cpp_extension.get_cxx_compiler().split()[0]  # the words after it are options, as setuptools has it
+    try:
+        _, version = cpp_extension.get_compiler_abi_compatibility_and_version(compiler)
+        cpp_extension._check_cuda_version(compiler, version)
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        return f"its nvcc does not take the C++ compiler {compiler}: {error}".rstrip(".")
+    return ""
 
 
 def sanitizer() -> str:
@@ -92,7 +89,7 @@ def toolkit_to_use() -> Path | None:
     missing = obstacle(toolkit)
     if not missing and toolkit is not None:
         os.environ["CUDA_HOME"] = str(toolkit)  # for torch.utils.cpp_extension, which does not ask a wrapper
-        missing = refused_compiler(toolkit_version(toolkit) or "")
+        missing = refused_compiler(toolkit)
         if not missing:
             return toolkit
     if choice == "1":

@@ -20,7 +20,7 @@ from ckptfused.simulate.autocast_kernels import Casts
 from ckptfused.simulate.recurrent import OPS as RECURRENT
 from ckptfused.simulate.recurrent import recurrent
 from ckptfused.simulate.roofline import Work
-from ckptfused.simulate.stand_ins import flash_attention, grouped_mm, nowhere
+from ckptfused.simulate.stand_ins import Selected, flash_attention, grouped_mm, nowhere
 from ckptfused.spec import AttentionSpec
 
 _WARNING = "warn_if_padding_and_no_attention_mask"
@@ -49,6 +49,7 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
     kernels["aten::value_selecting_reduction_backward"] = _selected_backward
     kernels["aten::gather_backward"] = _gather_backward
     if device == "cpu":
+        kernels |= dict.fromkeys(("aten::max", "aten::min", "aten::median", "aten::nanmedian"), _selected)
         kernels |= {f"aten::{name}": partial(recurrent, name, work) for name in RECURRENT}
     with contextlib.ExitStack() as stack:
         stack.enter_context(casts.functions())
@@ -109,6 +110,10 @@ def grouped_mm_on_meta(
 def _mish_backward(below: Callable[..., Tensor], grad: Tensor, x: Tensor) -> Tensor:
     """One kernel on devices, which on tensors without data is made of many ops."""
     return torch.empty_like(x) if x.is_meta else below(grad, x)
+
+
+def _selected(below: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return Selected.apply(x, below) if x.is_meta and x.requires_grad and torch.is_grad_enabled() else below(x)
 
 
 def _selected_backward(

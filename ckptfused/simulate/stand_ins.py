@@ -68,6 +68,25 @@ def flash_attention(
     return _Flash.apply(q, k, v, bias, scratch, noted)
 
 
+class Selected(torch.autograd.Function):
+    """The largest entry of all, the least or the median: `select` finds it. On a CPU the gradient is spread evenly over
+    the entries that are equal to it, in place, which PyTorch does not do under a mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, select: Callable[[Tensor], Tensor]) -> Tensor:
+        found = select(x)
+        ctx.save_for_backward(x, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, found = ctx.saved_tensors
+        found.isnan()
+        equal = x == found
+        spread = x.new_zeros(x.shape)
+        return spread.masked_fill_(equal, grads[0] / equal.sum()), None
+
+
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, offsets: Tensor, noted: Noted) -> Tensor:

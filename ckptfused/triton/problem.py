@@ -78,6 +78,12 @@ def operand(t: Tensor) -> Tensor:
     return t if rows and t.stride(2) <= _MAX_ROW_STRIDE else t.contiguous()
 
 
+def _as_type(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask in another type, in as little memory."""
+    once = mask[tuple(slice(0, None if step else 1) for step in mask.stride())]
+    return once.to(dtype).expand(mask.shape)
+
+
 def _mask(
     op: str, name: str, mask: Tensor | None, kind: str, sizes: Sequence[int], q: Tensor
 ) -> tuple[Tensor | None, int]:
@@ -94,14 +100,14 @@ def _mask(
         if mask.dtype not in DTYPES:
             raise call_error(op, f"{name}: expected Double, Float, BFloat16 or Half, got {mask.dtype}")
         if mask.dtype.itemsize > (summed := accumulation_type(q.dtype)).itemsize:
-            mask = mask.to(summed)  # as which it is added
+            mask = _as_type(mask, summed)  # as which it is added
     else:
         if mask.dtype != torch.bool:
             raise call_error(op, f"{name}: expected Bool for kind {kind}, got {mask.dtype}")
         mask = mask.view(torch.uint8)
     if q.dtype == torch.float64 and mask.dtype.itemsize < 8:
         # Triton 3.6 compiles no float64 product that reads beside a narrower load.
-        mask = mask.to(torch.float64 if mask.is_floating_point() else torch.int64)
+        mask = _as_type(mask, torch.float64 if mask.is_floating_point() else torch.int64)
     ends = list(zip(reversed(mask.shape), reversed(sizes), strict=False))
     if mask.dim() > len(sizes) or any(have not in (1, want) for have, want in ends):
         raise call_error(op, f"{name}: expected a shape that broadcasts to {list(sizes)}, got {list(mask.shape)}")

@@ -20,7 +20,7 @@ constexpr int64_t kFewRows = 128;
 
 // A stable sort: an expert's rows are in the order of tokens, and of their choices.
 void Experts::sort_rows() {
-  const Tensor flat = tensors_.ids.reshape({-1}).to(at::kLong);
+  const Tensor flat = tensors_.ids.reshape({-1}).to(at::kLong).contiguous();
   const int64_t rows = flat.numel();
   std::vector<int64_t> first(E_ + 1, 0);
   const auto outside = [&](int64_t id) {

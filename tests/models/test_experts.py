@@ -256,15 +256,16 @@ def test_experts_that_become_parallel_after_convert_run_as_they_would() -> None:
     assert not calls
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_mixture_is_predicted_as_it_runs(name: str) -> None:
-    """What it saves to the byte; at its peak as much as its router can make it take."""
+    """At its peak as much as its router can make it take; what it keeps to 8 bytes a token (weights that a router hands
+    on as they were), and 32 of a router's bias."""
     model = build(name, "grouped_mm")
     ckptfused.convert(model)
     ids = torch.randint(0, 50, (4, 160), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
     predicted, measured = ckptfused.profile(model, batch, device="cpu"), ckptfused.profile(model, batch)
-    assert predicted.saved == measured.saved
+    assert measured.saved <= predicted.saved <= measured.saved + 8 * ids.numel() + 32
     assert measured.peak <= predicted.peak <= 1.2 * measured.peak
 
 

@@ -1012,6 +1012,13 @@ MUTANTS = (
         test="tests/autograd/test_adapters.py::test_half_precision_products_are_as_exact",
     ),
     Mutant(
+        "ids of experts that lie apart are read as if they lay side by side",
+        file="csrc/experts/rows.cpp",
+        text=".to(at::kLong).contiguous();",
+        defect=".to(at::kLong);",
+        test="tests/ops/test_experts.py::test_ids_may_lie_anyhow[one number]",
+    ),
+    Mutant(
         "of an expert's rows in parts the last alone has a gradient",
         file="csrc/experts/experts.cpp",
         text="matmul_out(sums_[i], a, b, !group.begins);",

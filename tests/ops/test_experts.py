@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -196,6 +197,27 @@ def test_no_router_makes_a_call_take_more_than_was_counted(dtype: torch.dtype, r
         peaks.append((measured.peak, predicted.peak))
     assert len({predicted for _, predicted in peaks}) == 1
     assert dtype != torch.float32 or peaks[0][0] == peaks[0][1]  # where products take nothing but their results
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda ids: torch.stack([ids, ids], 2)[..., 0],
+        lambda ids: torch.cat([ids, ids], 1)[:, : ids.size(1)],
+        lambda ids: ids.t().contiguous().t(),
+        lambda ids: ids[:1, :1].expand(17, 1),
+        lambda ids: ids[:1].expand(17, 3),
+    ],
+    ids=["every second", "beside others", "transposed", "one number", "one row"],
+)
+def test_ids_may_lie_anyhow(lie: Callable[[Tensor], Tensor]) -> None:
+    given = make()
+    ids = lie(given.ids)
+    given = given._replace(ids=ids, weights=given.weights[:, : ids.size(1)].detach().requires_grad_())
+    assert_near(*both(given, GATED), 1e-14)
+    one = make(tokens=1)
+    apart = one._replace(ids=torch.stack([one.ids, one.ids + 9], 2)[..., 0])
+    assert torch.equal(apart.run(GATED), one.run(GATED))
 
 
 def test_experts_without_tokens_and_one_that_is_chosen_twice() -> None:

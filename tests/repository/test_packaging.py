@@ -235,20 +235,29 @@ def test_cuda_without_a_matching_nvcc_says_what_happens(
 
 
 @pytest.mark.parametrize(
-    ("version", "unchecked", "why"),
-    [("12.2.0", "", ""), ("99.1.0", "", "to below [0-9]+.*, and this is 99.1.0"), ("99.1.0", "1", "")],
+    ("compiler", "options", "unchecked", "why"),
+    [
+        ("echo 12.2.0", "", "", ""),
+        ("echo 12.2.0", " -m64", "", ""),
+        ("echo 99.1.0", "", "", r"does not take .*: .* \(99.1.0\) is greater"),
+        ("echo 99.1.0", " -m64", "", r"does not take .*: .* \(99.1.0\) is greater"),
+        ("echo 99.1.0", "", "1", ""),
+        ("exit 1", "", "", "does not take"),
+    ],
 )
-def test_a_host_compiler_that_nvcc_refuses_is_said(tmp_path: Path, version: str, unchecked: str, why: str) -> None:
+def test_a_host_compiler_that_nvcc_refuses_is_said(
+    tmp_path: Path, compiler: str, options: str, unchecked: str, why: str
+) -> None:
     """As PyTorch's own check has it, which would end the build."""
     fake_nvcc(tmp_path / "bin", "echo 'Cuda compilation tools, release 13.0, V13.0.88'")
-    compiler = tmp_path / "g++"
-    compiler.write_text(f"#!/bin/sh\ncase $1 in -v) echo 'gcc version' >&2;; *) echo {version};; esac\n")
-    compiler.chmod(0o755)
+    program = tmp_path / "g++"
+    program.write_text(f"#!/bin/sh\ncase $1 in -v) echo 'gcc version' >&2;; *) {compiler};; esac\n")
+    program.chmod(0o755)
     code = "torch.version.cuda = '13.0'; print('goes on:', cuda.toolkit_to_use() is not None)"
-    environment = {"CUDA_HOME": str(tmp_path), "CXX": str(compiler), "TORCH_DONT_CHECK_COMPILER_ABI": unchecked}
+    environment = {"CUDA_HOME": str(tmp_path), "CXX": f"{program}{options}", "TORCH_DONT_CHECK_COMPILER_ABI": unchecked}
     run = setup_cuda(code, tmp_path, **environment)
-    assert run.stdout.strip() == f"goes on: {not why}", run.stderr
-    assert re.search(why, run.stderr) and "Traceback" not in run.stderr
+    assert run.stdout.strip().splitlines()[-1:] == [f"goes on: {not why}"], run.stderr
+    assert re.search(why, run.stderr) and run.returncode == 0
 
 
 @pytest.mark.parametrize(("nvcc", "kernels"), [(NVCC_12, False), (NVCC_13, True)], ids=["12.8", "13.1"])

@@ -142,6 +142,7 @@ LAYERS: dict[str, Callable[[random.Random], nn.Module]] = {
     "held by closure": lambda r: Within(False),
     "reentrant": lambda r: Within(True),
     "products": lambda r: Products(),
+    "selected": lambda r: Plain(lambda x: x / (2 + x.max() - x.median()) + x.sort(-1)[0]),
     "roots": lambda r: Plain(lambda x: x.cos() * x.float().pow(2).mean(-1, keepdim=True).rsqrt().to(x.dtype)),
 }
 OPTIMIZERS: tuple[Any, ...] = (

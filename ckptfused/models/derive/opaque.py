@@ -53,7 +53,8 @@ def _returned(module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[lis
     weights = [p for p in module.parameters() if p.is_floating_point()]
     dtype = weights[0].dtype if weights else torch.float32
     one = lambda t: torch.ones((), dtype=t.dtype).expand(t.shape)  # noqa: E731
-    own = layer_copy(module, lambda t, parameter: one(t) if parameter else t.to("cpu", copy=True))
+    here = lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t.to("cpu", copy=True)  # noqa: E731
+    own = layer_copy(module, lambda t, parameter: one(t) if parameter else here(t))
     rows = torch.ones(*(1 for _ in x.shape[:-2]), 2, x.size(-1), dtype=dtype)
     args, kwargs = tree_map(lambda v: rows if isinstance(v, Tensor) else v, (args, kwargs))
     with torch.no_grad(), torch.random.fork_rng(devices=()), _Shapes(), _alone():
