@@ -119,7 +119,7 @@ def _selected(below: Callable[..., Tensor], x: Tensor) -> Tensor:
 def _selected_backward(
     below: Callable[..., Tensor], grad: Tensor, dim: int, indices: Tensor, sizes: Any, keepdim: bool
 ) -> Tensor:
-    """Of maxima, sorted values and the like: written in place, which PyTorch does not under a mode."""
+    """The gradient of maxima, sorted values and the like, in place as on devices: PyTorch writes none under a mode."""
     if not grad.is_meta:
         return below(grad, dim, indices, sizes, keepdim)
     if not keepdim and len(sizes) > 0:

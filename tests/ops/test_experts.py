@@ -148,7 +148,7 @@ def test_every_number_of_choices(route: str) -> None:
 
 
 def crowded(dtype: torch.dtype, **sizes: Any) -> Inputs:
-    """Of 300 tokens each has one expert that they all have, whose rows are in parts, and one of six."""
+    """300 tokens, each with the one expert that they all have, whose rows are in parts, and one of six."""
     given = make(tokens=300, count=6, k=2, **sizes)
     others = torch.randint(0, 6, (300,), generator=torch.Generator().manual_seed(7))
     return given._replace(ids=torch.stack([torch.full((300,), 4), others], 1)).to(dtype)

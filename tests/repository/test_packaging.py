@@ -248,7 +248,7 @@ def test_cuda_without_a_matching_nvcc_says_what_happens(
 def test_a_host_compiler_that_nvcc_refuses_is_said(
     tmp_path: Path, compiler: str, options: str, unchecked: str, why: str
 ) -> None:
-    """As PyTorch's own check has it, which would end the build."""
+    """PyTorch's own check, which would end the build, decides it."""
     fake_nvcc(tmp_path / "bin", "echo 'Cuda compilation tools, release 13.0, V13.0.88'")
     program = tmp_path / "g++"
     program.write_text(f"#!/bin/sh\ncase $1 in -v) echo 'gcc version' >&2;; *) {compiler};; esac\n")

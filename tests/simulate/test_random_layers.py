@@ -203,7 +203,7 @@ def test_a_layer_is_predicted_to_the_byte(name: str, how: str) -> None:
 
 
 def test_a_sum_of_gradients_is_taken_over_once() -> None:
-    """Of three gradients of one value the first sum ends after it has become the second."""
+    """The first sum of three gradients of one value ends after it has become the second."""
     beside = Layer(random.Random(1), "products")
     beside.residual, beside.checkpointed = True, False
     model = nn.Sequential(nn.Linear(C, C), beside, Within(True), nn.Linear(C, C))
