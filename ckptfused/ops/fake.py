@@ -180,7 +180,11 @@ def surplus_of(t: Tensor) -> list[Tensor]:
 def hold_surplus(t: Tensor, memory: list[Tensor]) -> None:
     """Has the storage of a meta tensor hold others beside its own bytes, for as long as a view of it lives: no
     allocator is asked where such a storage is resized."""
-    t.untyped_storage().surplus = [*surplus_of(t), *memory]  # type: ignore[attr-defined]
+    _hold(t.untyped_storage(), memory)
+
+
+def _hold(storage: Any, memory: list[Tensor]) -> None:
+    storage.surplus = [*getattr(storage, "surplus", []), *memory]
 
 
 def gets_own_memory(t: Tensor) -> None:
@@ -192,8 +196,7 @@ def gets_own_memory(t: Tensor) -> None:
 
 def _end_sharing(storage: Any) -> None:
     del storage.shared
-    own = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
-    storage.surplus = [*getattr(storage, "surplus", []), own]
+    _hold(storage, [torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")])
 
 
 def or_counted(fake: Callable[..., Any], op: Any, block: bool = False) -> Callable[..., Any]:

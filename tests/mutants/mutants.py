@@ -1409,7 +1409,7 @@ MUTANTS = (
     Mutant(
         "a copy on the meta device that is written in its original's memory",
         file="ckptfused/ops/fake.py",
-        text='    storage.surplus = [*getattr(storage, "surplus", []), own]\n',
+        text='    _hold(storage, [torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")])\n',
         defect="",
         test="tests/profiler/test_predicted.py::test_as_measured[in place-converted]",
     ),
