@@ -97,10 +97,12 @@ Tensor Experts::activation_gradient(const Hidden& hidden, const Tensor& dh) cons
   Tensor dgate, dup;
   if (spec_.act == kClamped) {
     const Tensor gate = hidden.gate.to(A_), up = hidden.up.to(A_), grad = dh.to(A_);
+    const Tensor gate_beyond = gate.gt(spec_.limit), up_beyond = up.abs().gt(spec_.limit);
     const Clamped c(spec_, gate, up);
-    const Tensor slope = c.sigmoid * (c.gate * (1 - c.sigmoid) * spec_.alpha + 1);
-    dgate = (grad * c.up * slope).masked_fill_(gate.gt(spec_.limit), 0);
-    dup = (grad * c.gate * c.sigmoid).masked_fill_(up.abs().gt(spec_.limit), 0);
+    // The derivative of g * sigmoid(alpha * g) is SiLU's at alpha * g.
+    dgate = c.gate * spec_.alpha;
+    dgate = at::silu_backward(grad * c.up, dgate).masked_fill_(gate_beyond, 0);
+    dup = (grad * c.gate * c.sigmoid).masked_fill_(up_beyond, 0);
   } else {
     const bool parts = spec_.gated() && !spec_.interleaved;
     dup = parts ? both.narrow(1, I_, I_) : spec_.gated() ? at::empty_like(hidden.up) : both;

@@ -8,6 +8,7 @@
 
 #include "block/ops.h"
 #include "ops/checks.h"
+#include "ops/column_sums.h"
 #include "ops/ledger.h"
 #include "ops/linear.h"
 
@@ -25,6 +26,14 @@ constexpr std::array<const char*, kExpertsSlots> kNames = {
 // t times a number for each row, rounded once.
 Tensor scaled(const Tensor& t, const Tensor& scores) {
   return t.to(scores.scalar_type()).mul(scores).to(t.scalar_type());
+}
+
+// t *= factor, of which a CPU makes tensors: in double, and in t's type.
+void scale(Tensor t, double factor) {
+  if (counting() && on_cpu(t)) {
+    at::empty({int64_t(sizeof factor + t.element_size())}, t.options().dtype(at::kByte));
+  }
+  t.mul_(factor);
 }
 
 }  // namespace
@@ -106,7 +115,8 @@ Experts::Hidden Experts::hidden(const Tensor& x, const Group& group) const {
 Tensor Experts::low_rank(int a, const Tensor& in, const Group& group) const {
   const Tensor low = empty({group.count, slot(a).size(1)}, P_);
   matmul_out(low, in, weight(a, group.expert).t(), false);
-  return low.mul_(a == kExpertsUpA ? spec_.up_scale : spec_.down_scale);
+  scale(low, a == kExpertsUpA ? spec_.up_scale : spec_.down_scale);
+  return low;
 }
 
 void Experts::add_adapter(int a, const Tensor& in, const Group& group, const Tensor& out) const {
@@ -121,7 +131,7 @@ void Experts::adapter_backward(int a, const Tensor& in, const Tensor& dout, cons
   if (!slot(a).defined() || !(din.defined() || grads_[a].defined())) return;
   const Tensor dlow = empty({group.count, slot(a).size(1)}, P_);
   matmul_out(dlow, dout, weight(b, group.expert), false);
-  dlow.mul_(a == kExpertsUpA ? spec_.up_scale : spec_.down_scale);
+  scale(dlow, a == kExpertsUpA ? spec_.up_scale : spec_.down_scale);
   if (grads_[a].defined()) add_product(a, dlow.t(), in, group);
   if (din.defined()) matmul_out(din, dlow, weight(a, group.expert), true);
 }
@@ -136,7 +146,7 @@ void Experts::begin_sums(const Group& group) {
     if (!grads_[i].defined()) continue;
     const Tensor part = grads_[i].select(0, group.expert);
     if (part.dim() == 1) {
-      sums_[i] = empty(part.sizes(), A_).zero_();
+      sums_[i] = empty(part.sizes(), A_);
     } else if (part.scalar_type() == wide || (whole && part.scalar_type() == P_)) {
       sums_[i] = part;
     } else {
@@ -149,8 +159,8 @@ void Experts::add_product(int i, const Tensor& a, const Tensor& b, const Group& 
   matmul_out(sums_[i], a, b, !group.begins);
 }
 
-void Experts::add_rows(int i, const Tensor& rows) {
-  sums_[i].add_(rows.sum(0, false, A_));
+void Experts::add_rows(int i, const Tensor& rows, const Group& group) {
+  column_sums_out(sums_[i], rows, !group.begins);
 }
 
 void Experts::round_sums(const Group& group) {
@@ -172,7 +182,9 @@ Tensor Experts::forward() {
     linear_out(out, h, weight(kExpertsDown, group.expert), std::nullopt, spec_.transposed);
     add_adapter(kExpertsDownA, h, group, out);
     if (slot(kExpertsDownBias).defined()) {
-      out.add_(weight(kExpertsDownBias, group.expert).to(A_).mul(score));
+      const Tensor bias = weight(kExpertsDownBias, group.expert).to(A_).mul(score);
+      // Half precision is copied by a CPU if not here, where no ledger sees it.
+      on_cpu(out) ? out.copy_(out.to(A_).add_(bias)) : out.add_(bias);
     }
   }
   return combined(sorted);
@@ -203,7 +215,7 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
   for (const Group& group : groups_) {
     begin_sums(group);
     const Tensor dout = rows_of(dy, group), score = scores(group);
-    if (need(kExpertsDownBias)) add_rows(kExpertsDownBias, dout.to(A_).mul(score));
+    if (need(kExpertsDownBias)) add_rows(kExpertsDownBias, dout.to(A_).mul(score), group);
     const Tensor x = rows_of(slot(kExpertsX), group);
     const Hidden replayed = hidden(x, group);
     const Tensor h = activated(replayed);
@@ -219,8 +231,8 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
     }
     adapter_backward(kExpertsDownA, weighted, dout, group, dh);
     if (dscore.defined()) {
-      const Tensor sum = dscore.narrow(0, group.first, group.count);
-      sum.copy_(h.to(A_).mul(dh).sum(1));
+      Tensor sum = dscore.narrow(0, group.first, group.count);
+      at::sum_out(sum, h.to(A_).mul(dh), 1);
       if (slot(kExpertsDownBias).defined()) {
         sum.add_(dout.to(A_).mul(weight(kExpertsDownBias, group.expert)).sum(1));
       }
@@ -230,7 +242,7 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
       continue;
     }
     const Tensor dboth = activation_gradient(replayed, scaled(dh, score));
-    if (need(kExpertsUpBias)) add_rows(kExpertsUpBias, dboth);
+    if (need(kExpertsUpBias)) add_rows(kExpertsUpBias, dboth, group);
     if (need(kExpertsUp)) add_product(kExpertsUp, t ? x.t() : dboth.t(), t ? dboth : x, group);
     Tensor dx_rows;
     if (dx.defined()) {
@@ -243,7 +255,7 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
   }
   if (dx.defined()) grads_[kExpertsX] = combined(dx);
   if (dscore.defined()) {
-    grads_[kExpertsWeights] = dscore.index_select(0, place_.reshape({-1}))
+    grads_[kExpertsWeights] = dscore.index_select(0, place_.t().reshape({-1}))
                                   .view({N_, k_})
                                   .to(slot(kExpertsWeights).scalar_type());
   }

@@ -85,7 +85,7 @@ class Experts {
   void begin_sums(const Group& group);
   // What this group adds to the gradient of a slot, of its expert: a product, or the sum of rows.
   void add_product(int i, const at::Tensor& a, const at::Tensor& b, const Group& group);
-  void add_rows(int i, const at::Tensor& rows);
+  void add_rows(int i, const at::Tensor& rows, const Group& group);
   // After an expert's last group: its gradients, in the type of their slots.
   void round_sums(const Group& group);
   at::Tensor activated(const Hidden& hidden) const;
@@ -99,10 +99,12 @@ class Experts {
   const ExpertsSpec& spec_;
   const ExpertsTensors& tensors_;
   int64_t N_, C_, k_, E_, I_;
-  at::ScalarType P_, A_;       // compute, accumulation
-  at::Tensor order_, place_;   // [N * k] sorted by expert: which (token, choice); and its inverse
-  at::Tensor token_;           // [N * k] sorted by expert: which token
-  std::vector<Group> groups_;  // of experts with rows
+  at::ScalarType P_, A_;  // compute, accumulation
+  at::Tensor order_;      // [N * k] sorted by expert: which (token, choice)
+  at::Tensor token_;      // [N * k] sorted by expert: which token
+  // [k, N] its inverse, a choice's places side by side: index_select copies others.
+  at::Tensor place_;
+  std::vector<Group> groups_;      // of experts with rows
   std::vector<at::Tensor> grads_;  // of the slots, where asked for
   std::vector<at::Tensor> sums_;   // of one expert: its part of these, or what is rounded to it
 };

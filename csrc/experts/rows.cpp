@@ -45,13 +45,15 @@ void Experts::sort_rows() {
             *place = place_.mutable_data_ptr<int64_t>();
     std::vector<int64_t> next = first;
     for (int64_t i = 0; i < rows; ++i) {
-      place[i] = next[id[i]]++;
-      order[place[i]] = i;
+      const int64_t row = next[id[i]]++;
+      place[i % k_ * N_ + i / k_] = row;
+      order[row] = i;
     }
   } else {
     const auto [sorted, order] = at::sort(flat, /*stable=*/true, /*dim=*/0, /*descending=*/false);
     order_ = order;
     place_ = at::empty_like(order).scatter_(0, order, at::arange(rows, order.options()));
+    place_ = place_.view({N_, k_}).t().contiguous();
     const Tensor bounds = at::searchsorted(sorted, at::arange(E_ + 1, flat.options())).cpu();
     first.assign(bounds.const_data_ptr<int64_t>(), bounds.const_data_ptr<int64_t>() + E_ + 1);
     if (first[0] > 0 || first[E_] < rows) {
@@ -59,7 +61,7 @@ void Experts::sort_rows() {
     }
   }
   token_ = order_.div(k_, "floor");
-  place_ = place_.view({N_, k_});
+  place_ = place_.view({k_, N_});
   for (int64_t e = 0; e < E_; ++e) add_groups(e, first[e], first[e + 1], most);
 }
 
@@ -89,7 +91,7 @@ Tensor Experts::scores(const Group& group) const {
 Tensor Experts::combined(const Tensor& sorted) const {
   const Tensor sum = empty({N_, C_}, A_);
   for (int64_t j = 0; j < k_; ++j) {
-    const Tensor rows = sorted.index_select(0, place_.select(1, j));
+    const Tensor rows = sorted.index_select(0, place_[j]);
     j == 0 ? sum.copy_(rows) : sum.add_(rows);
   }
   return sum.to(slot(kExpertsX).scalar_type());

@@ -256,6 +256,15 @@ def test_experts_that_become_parallel_after_convert_run_as_they_would() -> None:
     assert not calls
 
 
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mixture_is_predicted_as_it_runs(name: str) -> None:
     """At its peak as much as its router can make it take; what it keeps to 8 bytes a token (weights that a router hands

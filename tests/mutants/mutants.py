@@ -1000,9 +1000,16 @@ MUTANTS = (
     Mutant(
         "a mixture is predicted as Hugging Face runs it",
         file="ckptfused/models/experts/install.py",
-        text="x.is_meta and counting() is None and",
-        defect="x.is_meta and",
-        test="tests/models/test_experts.py::test_a_mixture_is_predicted_as_it_runs[gpt-oss]",
+        text="if x.is_meta and counting() is None:",
+        defect="if x.is_meta:",
+        test="tests/models/test_experts.py::test_a_mixture_is_predicted_as_it_runs[1-gpt-oss]",
+    ),
+    Mutant(
+        "what PyTorch copies where a bias is added to experts' results is in no ledger",
+        file="csrc/experts/experts.cpp",
+        text="on_cpu(out) ? out.copy_(out.to(A_).add_(bias)) : out.add_(bias);",
+        defect="out.add_(bias);",
+        test="tests/ops/test_experts_counted.py::test_a_call_takes_what_was_counted[61]",
     ),
     Mutant(
         "a bias of an adapter in halves is added without its scale",

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ckptfused import cost
+from ckptfused.cost.open_ledger import OpenLedger
 from ckptfused.layer.hooks import hooked
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
@@ -17,7 +18,7 @@ from ckptfused.models.describe.counts import Counts
 from ckptfused.models.describe.example import example
 from ckptfused.models.describe.own_forward import in_training
 from ckptfused.models.experts.adapters import wrapped
-from ckptfused.models.experts.install import counted_as_converted, is_converted
+from ckptfused.models.experts.install import is_converted
 from ckptfused.models.experts.routing import beside_experts, saves_input_alone
 from ckptfused.models.family import EXAMPLE_TOKENS, Outcome
 from ckptfused.models.heads.lm_heads import head_of
@@ -81,7 +82,7 @@ def _with_routing(one: InstalledLayer, outcome: Outcome, x: Tensor, fused: float
     block: nn.Module = next(m for m in layer.modules() if any(is_converted(wrapped(inner)) for inner in m.children()))
     if block is layer or any(beside_experts(block)) or not _can_be_traced(block):
         return None
-    with counted_as_converted(), in_training():
+    with OpenLedger(), in_training():
         alone = len(outcome.specs) == outcome.generic == 1 and saves_input_alone(layer, x)
     # The mixture's own input is made again, and so is, of the layer's, the fused half's result, or that is kept.
     once = alone and Mode(keep_text(one.mode.keep)).inputs_alone
@@ -89,7 +90,7 @@ def _with_routing(one: InstalledLayer, outcome: Outcome, x: Tensor, fused: float
     count = counts.of(_FromInput(block) if alone else block, (x,), {})
 
     def total() -> float | None:
-        with counted_as_converted():
+        with OpenLedger():  # as converted
             found = count()
         return None if found is None else beside + found
 

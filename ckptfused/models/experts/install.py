@@ -7,9 +7,6 @@ not converted stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,7 +23,6 @@ from ckptfused.spec.experts import ExpertsSpec
 
 NAME = "ckptfused"
 WITHOUT_DATA = Reason("nothing is computed on the meta device")
-_COUNTED: ContextVar[bool] = ContextVar("_COUNTED", default=False)
 
 
 class ExpertsConfig:
@@ -91,19 +87,9 @@ def why_original(module: Any, x: Tensor) -> Reason | None:
         return Reason("its config names another implementation since")
     if _by_mode():
         return Reason("a TorchFunctionMode may replace what it calls")
-    if x.is_meta and counting() is None and not _COUNTED.get():
+    if x.is_meta and counting() is None:
         return WITHOUT_DATA
     return unfit(module, x)
-
-
-@contextmanager
-def counted_as_converted() -> Iterator[None]:
-    """A context in which the op runs without data, too, for what it saves."""
-    token = _COUNTED.set(True)
-    try:
-        yield
-    finally:
-        _COUNTED.reset(token)
 
 
 def _by_mode() -> bool:
