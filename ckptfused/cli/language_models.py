@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -130,6 +131,7 @@ def build_language_model(
         raise ValueError("4-bit weights are not trained: give the rank of adapters, --lora, with --load-in-4bit")
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of gradient checkpointing's new name
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # which kernels it lacks: none of them runs here
         own = _config(config)
         model: Any = _kind(own).from_config(own).to(dtype)
         if four_bit:

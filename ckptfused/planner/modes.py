@@ -214,6 +214,8 @@ class ModeCosts:
         return [max(0, cost.saved - layer.saved) for cost, layer in zip(self.kept, moved, strict=False)]
 
     def _waits(self, x: int, place: int) -> float:
-        """Seconds that the next layer waits for a copy of so many bytes, which it hides otherwise."""
-        copied, beside = x / self._steps.device.link, self.kept[place + 1]
-        return max(0.0, copied - beside.forward_seconds) + max(0.0, copied - beside.backward_seconds)
+        """Seconds that copies of so many bytes, there and back, take of the next layer's: what it does not hide, and
+        what the device's memory is read and written for them."""
+        device, beside = self._steps.device, self.kept[place + 1]
+        copied, moved = x / device.link, 2 * x / device.copy
+        return moved + max(0.0, copied - beside.forward_seconds) + max(0.0, copied - beside.backward_seconds)
