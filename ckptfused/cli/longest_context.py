@@ -28,8 +28,9 @@ class Longest(NamedTuple):
 
 
 def language_step(model: nn.Module, tokens: int, sequences: int = 1, **options: Any) -> Profile:
-    """`profile`, with these options, of a language model that learns so many sequences of so many tokens."""
-    ids = torch.empty(sequences, tokens, dtype=torch.int64, device="meta")
+    """`profile`, with these options, of a language model that learns so many sequences of so many tokens, none of
+    which is padding: models may count positions by that (RoBERTa)."""
+    ids = torch.full((sequences, tokens), int(getattr(model.config, "pad_token_id", None) == 0))
     options.setdefault("optimizer", adamw)
     options.setdefault("device", "h200")
     return profile(model, {"input_ids": ids, "labels": ids}, **options)

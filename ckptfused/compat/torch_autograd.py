@@ -82,6 +82,12 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def working_node() -> str:
+    """The name of the node of autograd's graph that this thread runs, "" for none. `_current_autograd_node`."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name()
+
+
 def unversioned(*tensors: Tensor) -> AbstractContextManager[None]:
     """A context whose writes autograd does not count. `_unsafe_preserve_version_counter`."""
     return torch.autograd._unsafe_preserve_version_counter(tensors)

@@ -27,12 +27,38 @@ REPLICATE = "_replicate_for_data_parallel"
 """The method by which `nn.DataParallel` copies a module for another GPU."""
 OWN_SDPA: Any = torch._C._nn.scaled_dot_product_attention
 """What `F.scaled_dot_product_attention` is, unless somebody replaced it."""
+_LAYERS_CALL = (
+    *("linear", "layer_norm", "rms_norm", "dropout", "relu", "gelu", "silu"),
+    *("softmax", "multi_head_attention_forward"),
+)
+
+
+def _own_function(name: str) -> Any:
+    function = getattr(F, name)
+    code = getattr(function, "__code__", None)
+    own = function is getattr(torch._C._nn, name, None) if code is None else code.co_filename == F.__file__
+    return function if own else None
+
+
+_OWN_FUNCTIONS = {name: _own_function(name) for name in _LAYERS_CALL}
+_KNOWN_ALIKE = ("deepspeed.",)
+"""Whose functions in the place of PyTorch's compute the same: ZeRO-3's `F.linear`, which keeps no copy of a weight."""
 _EVERYWHERE: tuple[dict[int, Any], ...] = (
     nn.modules.module._global_forward_hooks,
     nn.modules.module._global_forward_pre_hooks,
     nn.modules.module._global_backward_hooks,
     nn.modules.module._global_backward_pre_hooks,
 )
+
+
+def replaced_function() -> str | None:
+    """Which of the functions of `torch.nn.functional` that layers are made of is not PyTorch's own, if any.
+    torch.compile folds the answer and guards on it."""
+    for name, own in _OWN_FUNCTIONS.items():
+        found = getattr(F, name)
+        if found is not own and not str(getattr(found, "__module__", "")).startswith(_KNOWN_ALIKE):
+            return name
+    return None
 
 
 def global_hooks() -> Iterator[Any]:

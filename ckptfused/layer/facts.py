@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from ckptfused.compat.torch_modules import replaced_function
 from ckptfused.layer.hooks import EVERYWHERE, hooked_everywhere, watched
 from ckptfused.layer.parts import FFN, Attention, Parts, Reason
 from ckptfused.layer.peft import active_copy
@@ -94,6 +95,8 @@ def elsewhere(attends: bool) -> Reason | None:
         return EVERYWHERE
     if attends and sdpa_replaced():
         return SDPA_REPLACED
+    if (name := replaced_function()) is not None:
+        return Reason(f"F.{name} is not PyTorch's own")
     return None
 
 

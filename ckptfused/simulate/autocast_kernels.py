@@ -118,7 +118,8 @@ class Casts:
         if not weight or dtype != torch.get_autocast_dtype(self.kind) or not torch.is_autocast_cache_enabled():
             return value.to(dtype)
         if value not in self._cached:
-            self._cached[value] = value.to(dtype)
+            with torch.set_grad_enabled(torch.is_grad_enabled() or _caches_for_training()):
+                self._cached[value] = value.to(dtype)
         return self._cached[value]
 
     def _all_cast(self, given: Any, dtype: torch.dtype) -> Any:
@@ -185,6 +186,16 @@ def _casts_last_first() -> bool:
             t.register_hook(lambda grad, name=name: order.append(name))
         torch.mm(first, last).backward()
     return order == ["first", "last"]  # what was cast later is gone back through earlier
+
+
+@lru_cache(maxsize=1)
+def _caches_for_training() -> bool:
+    """Whether what PyTorch casts of a weight under `no_grad`, and keeps, has a gradient when it is used again."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+        weight = torch.zeros(1, 1, requires_grad=True)
+        with torch.no_grad():
+            torch.mm(weight, weight)
+        return torch.mm(weight, weight).requires_grad
 
 
 def _policy(kind: str, name: str) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptfused.compat.torch_autograd import working_node
+
 aten = torch.ops.aten
 
 
@@ -81,6 +83,15 @@ def _batch_norm(copies: list[Tensor], x: Tensor, *others: Any) -> tuple[Tensor, 
     return torch.empty_like(x), mean, torch.empty_like(mean)
 
 
+def _where(copies: list[Tensor], condition: Tensor, *values: Any) -> Tensor:
+    """Under a mode, autograd takes it for the gradient of a number that was filled in. Else it selects what is summed,
+    which may be all, and makes two whole numbers an entry to do so: of where it is, and how many come before."""
+    out: Tensor = aten.where(condition, *values)
+    if working_node().startswith("MaskedFillBackward"):
+        copies.append(out.new_empty(2 * 8 * out.numel(), dtype=torch.uint8))
+    return out
+
+
 _STAND_INS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss: _ctc_loss,
     aten._ctc_loss_backward: _ctc_loss_backward,
@@ -91,5 +102,6 @@ _ON_CPU: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm: _layer_norm,
     aten.native_batch_norm: _batch_norm,
     aten._native_batch_norm_legit: _batch_norm,
+    aten.where: _where,
 }
 """On a GPU statistics are in float32, as the kernels for meta tensors have them."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from ckptfused.compat.torch_dispatch import DispatchMode, schema_of, tensors_of, written_arguments
+from ckptfused.compat.torch_dispatch import DispatchMode, schema_of, tensors_of
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.cost import OpenLedger
 from ckptfused.cost.products import AttentionWork
@@ -36,7 +36,7 @@ from ckptfused.simulate.cpu_timings import (
 )
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.meta_kernels import kernel_on_meta
-from ckptfused.simulate.scratch import LARGEST, KeptNumbers, Surplus
+from ckptfused.simulate.scratch import LARGEST, Grown, KeptNumbers, Surplus
 from ckptfused.sizes import size
 from ckptfused.spec import AttentionSpec, parse
 
@@ -95,13 +95,13 @@ class Work(DispatchMode):
         begin = len(self._opened) if own else 0
         if own:
             self._check_pieces(args)
-        for t in written_arguments(func, args, kwargs):
-            gets_own_memory(t)
+        grown = Grown(func, args, kwargs)
         if self.machine is not None and any(map(is_copy_on_write, tensors_of(args))) and not (own or _is_view(func)):
             for t in self.machine.scratch.copied(func, args, kwargs):
                 gets_own_memory(t)
         held: list[Tensor] = []  # what stands for memory that the op holds beside its results until it ends
         out = kernel_on_meta(func, self._device.kind, held)(*args, **kwargs)
+        grown.count(out, self._opened.number_of)
         if not own and not held:  # else it was counted by what stands for a kernel
             out = self._hold(func, args, kwargs, out, held)
         self._opened.op_ran()
@@ -141,18 +141,18 @@ class Work(DispatchMode):
         """The results of an op of PyTorch's, as the CPU at hand lays them out. held: gets what stands for memory that
         it has beside them."""
         packet = func.overloadpacket
-        given = [t for t in tensors_of(args, kwargs) if _is_meta(t)]
-        # An optimizer's numbers, which are on the CPU wherever its parameters are, have memory for a moment, too.
-        of_numbers = not given and str(packet).startswith("aten._foreach")
-        if not (given or of_numbers) or packet in _FREE or _is_view(func):
+        given = tensors_of(args, kwargs)
+        # On the CPU, what was made by name; and anywhere an optimizer's numbers, which are on the CPU.
+        of_numbers = self.machine is not None or str(packet).startswith("aten._foreach")
+        if not given or not (of_numbers or any(map(_is_meta, given))) or packet in _FREE or _is_view(func):
             return out
         if self.machine is not None and func.namespace == "aten":
             measured = self.machine.scratch.of(func, args, kwargs, out)
             if measured is not None:
                 if packet in CONVOLUTIONS:
                     self.convolution_scratch = max(self.convolution_scratch, measured.within)
-                if measured.within:
-                    held.append(torch.empty(measured.within, dtype=torch.uint8, device="meta"))
+                if within := measured.within + sum(t.nbytes for t in tensors_of(out) if t.is_cpu):  # counted later
+                    held.append(torch.empty(within, dtype=torch.uint8, device="meta"))
                 if measured.after:
                     self._surplus.keep(out, measured.after)
                 return measured.laid_out(args, kwargs, out)
@@ -169,6 +169,7 @@ class Work(DispatchMode):
 
         def noted(share: float, q: Tensor, k: Tensor) -> None:
             flops = share * 4 * prod(q.shape) * k.size(-2) * (0.5 if causal else 1.0)
+            self.half_multiplications = max(self.half_multiplications, q.dtype.itemsize == 2)  # the least workspace
             rated = flops / self._device.attention_rate(q.dtype) + self._device.launch
             run = attention_forward if share == 1.0 else attention_backward
             self.spend(self._device.alone(rated, run, (Like.of(q), Like.of(k), causal)) + self._waits((q, k), ()))

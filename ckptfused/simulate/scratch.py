@@ -18,9 +18,9 @@ from torch.utils.weak import TensorWeakRef
 
 from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_autograd import graph_task
-from ckptfused.compat.torch_dispatch import tensors_of
+from ckptfused.compat.torch_dispatch import tensors_of, written_arguments
 from ckptfused.compat.torch_memory import allocations, is_view, storage_id
-from ckptfused.ops.fake import hold_surplus, surplus_of
+from ckptfused.ops.fake import gets_own_memory, hold_surplus, surplus_of
 from ckptfused.simulate.alone import OpCall
 
 LARGEST, MOST_FLOPS = 1 << 30, 1e11
@@ -123,6 +123,37 @@ class Surplus:
         """To a sum of gradients, for which autograd takes the memory of the first, where nobody else holds that."""
         if self._any and graph_task() != -1 and isinstance(first, Tensor) and first.layout == torch.strided:
             hold_surplus(out, surplus_of(first))
+
+
+class Grown:
+    """Tensors that an op writes, which get memory of their own where they copy on write, and memory where it resizes
+    them: of that no allocator is asked where there is no data."""
+
+    def __init__(self, op: Any, args: Any, kwargs: Any) -> None:
+        self._given = args, kwargs
+        self._before: list[tuple[Tensor, int]] = []
+        for t in written_arguments(op, args, kwargs):
+            gets_own_memory(t)
+            if t.is_meta and t.layout == torch.strided and op.overloadpacket is not aten.set_:
+                self._before.append((t, t.untyped_storage().nbytes()))
+
+    def count(self, out: Any, number_of: Callable[[Tensor], int | None]) -> None:
+        """After the op. number_of: None of a tensor whose memory was not asked for."""
+        for t, before in self._before:
+            if (size := t.untyped_storage().nbytes()) > before:
+                _resized(t, before, size)
+        for t in tensors_of(out):
+            if t.is_meta and t.layout == torch.strided and number_of(t) is None and not surplus_of(t):
+                size = t.untyped_storage().nbytes()
+                given = (one for one in tensors_of(self._given) if one.layout == torch.strided)
+                if size and storage_id(t) not in map(storage_id, given):
+                    _resized(t, 0, size)
+
+
+def _resized(t: Tensor, before: int, size: int) -> None:
+    whole = torch.empty(size if before else 0, dtype=torch.uint8, device="meta")  # beside what it was, for a moment
+    hold_surplus(t, [torch.empty(size - before, dtype=torch.uint8, device="meta")])
+    del whole
 
 
 class KeptNumbers:

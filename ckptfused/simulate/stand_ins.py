@@ -19,7 +19,7 @@ def nowhere(share: float, a: Tensor, b: Tensor) -> None:
 
 
 class _Flash(torch.autograd.Function):
-    """A flash kernel: it saves q, k, v, o, a float32 a row, and the bias that it is given.
+    """A flash kernel: it saves q, k, v, o, a float32 (float64) a row, and the bias that it is given.
 
     scratch: bytes that forward takes beside its results, and backward beside the gradients. Backward makes five
     products where forward makes two, and copies a gradient that is not token by token in memory.
@@ -30,7 +30,7 @@ class _Flash(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scratch: tuple[int, int], noted: Noted
     ) -> Tensor:
         o = torch.empty_like(q) if v.size(-1) == q.size(-1) else _by_token(q, v.size(-1))
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        lse = q.new_empty(q.shape[:-1], dtype=q.dtype if q.dtype == torch.float64 else torch.float32)
         ctx.save_for_backward(q, k, v, o, lse, bias)
         q.new_empty(scratch[0], dtype=torch.uint8)
         ctx.scratch, ctx.noted = scratch[1], noted

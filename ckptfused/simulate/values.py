@@ -49,7 +49,8 @@ class KnownValues(DispatchMode):
         super().__init__()
         self._values = WeakTensorKeyDictionary()
         self._given = WeakTensorKeyDictionary()
-        """The batch's tensors and what follows of them, which may be of `torch.empty`: shapes alone count."""
+        """The batch's tensors and numbers that follow of them, which may be of `torch.empty`: shapes alone count. Where
+        they are compared the results are booleans, of which any may be."""
         self._spoiled: list[torch.UntypedStorage] = []
         pairs = list(pairs)
         masks = (t for _, t in pairs if not t.is_floating_point() or (t.dim() > 1 and t.size(-1) == t.size(-2)))
@@ -90,7 +91,7 @@ class KnownValues(DispatchMode):
         for meta_copy, value in zip(tree_leaves(out), tree_leaves(found), strict=True):
             if isinstance(meta_copy, Tensor) and meta_copy.is_meta and self._is_small(value):
                 self._values[meta_copy] = value
-                if any(t in self._given for t in tensors_of(args, kwargs)):
+                if meta_copy.dtype != torch.bool and any(t in self._given for t in tensors_of(args, kwargs)):
                     self._given[meta_copy] = True
         return out
 

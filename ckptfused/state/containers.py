@@ -7,6 +7,8 @@ import itertools
 import operator
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from enum import Enum
+from numbers import Number
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +20,17 @@ SHOWN = ("_parameters", "_buffers")
 # Subclasses may mean something else by their methods; what they hold is read and written past them.
 CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
 _PLAIN_CONTAINERS = frozenset(CONTAINERS)
-_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, tuple})
+
+
+class _Kinds(dict[type, bool]):
+    """Of types that were met, whether their values are numbers, texts and the like, which no operation changes."""
+
+    def __missing__(self, kind: type) -> bool:
+        found = kind in (type(None), tuple) or issubclass(kind, (Number, str, bytes, Enum))
+        return self.setdefault(kind, found)
+
+
+_PLAIN = _Kinds()
 
 
 def content_of(held: Any) -> Any:
@@ -133,7 +145,7 @@ class Plain:
         # Flat, for the garbage collector goes through all lists that a graph holds.
         names = [_known_names.setdefault(known, known) for known in map(tuple, self._held)]
         values = [
-            value if type(value) in _PLAIN else _ABSENT  # by type: a tensor would be held with its graph
+            value if _PLAIN[type(value)] else _ABSENT  # by type: a tensor would be held with its graph
             for held in self._held
             for value in held.values()
         ]
@@ -156,7 +168,7 @@ class Plain:
 
 def _put_plain(held: dict[str, Any], content: dict[str, Any]) -> None:
     for name in held.keys() - content.keys():
-        if type(held[name]) in _PLAIN and not name.startswith("ds_"):
+        if _PLAIN[type(held[name])] and not name.startswith("ds_"):
             del held[name]
     for name, value in content.items():
         if value is not _ABSENT and held.get(name, _ABSENT) is not value and not name.startswith("ds_"):
@@ -178,7 +190,7 @@ def _data(names: tuple[str, ...], types: tuple[Any, ...]) -> list[str]:
     return [
         name
         for name, kind in zip(names, types, strict=True)
-        if not name.startswith("__") and (kind in _PLAIN or issubclass(kind, (Tensor, nn.Module, *CONTAINERS)))
+        if not name.startswith("__") and (_PLAIN[kind] or issubclass(kind, (Tensor, nn.Module, *CONTAINERS)))
     ]
 
 

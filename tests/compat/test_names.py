@@ -71,15 +71,17 @@ def test_saved_tensor_hooks() -> None:
 
 
 def test_checkpoints() -> None:
-    auto, calls = torch_autograd, list[int]()
+    auto, calls, nodes = torch_autograd, list[int](), list[str]()
 
     def function(x: Tensor) -> Tensor:
         calls.append(auto.graph_task())
+        nodes.append(auto.working_node())
         return x.sin().exp()
 
     x = torch.ones(2, requires_grad=True)
     checkpoint(function, x, use_reentrant=False).sum().backward()
     assert calls[0] == -1 and calls[1] >= 0  # no backward is at work in a forward
+    assert nodes[0] == "" and nodes[1].endswith("Backward0")
     assert auto.vmap_saves_inputs() == (torch.__version__ < "2.12")
     opened = auto.open_checkpoint(function, True, (noop_context_fn, "default", False, True), x)
     next(opened)
@@ -238,6 +240,7 @@ def test_modules() -> None:
         getattr(hooked, register)(lambda *_: None)
         assert made.has_hooks(hooked), register
     assert made.OWN_SDPA is nn.functional.scaled_dot_product_attention
+    assert made.replaced_function() is None and None not in made._OWN_FUNCTIONS.values()
     assert callable(getattr(module, made.REPLICATE)) and not made.is_packed(module)
     assert made.projects_alike(nn.MultiheadAttention(4, 2)) and not made.projects_alike(
         nn.MultiheadAttention(4, 2, kdim=2)

@@ -112,6 +112,39 @@ def test_a_patched_class(make: Make, cls: Any, method: str, monkeypatch: pytest.
     assert all(torch.equal(a, b) for a, b in zip(results(module, module, x), before, strict=True))
 
 
+# What each of them calls of torch.nn.functional.
+FUNCTIONS: dict[Make, tuple[str, ...]] = {
+    block: ("linear", "layer_norm", "gelu", "dropout", "multi_head_attention_forward"),
+    llama: ("linear", "rms_norm", "silu"),
+    ffn: ("linear", "silu", "dropout"),
+    sequential: ("linear", "rms_norm"),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(make, name) for make, names in FUNCTIONS.items() for name in names],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_patched_function(make: Make, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of DeepSpeed's, in the place of `F.linear` under ZeRO-3, it is known that it computes the same."""
+    module, x = make().double(), torch.randn(2, 5, C, dtype=torch.float64, requires_grad=True)
+    before, own = results(module, module, x), getattr(nn.functional, name)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return scaled(own(*args, **kwargs))
+
+    monkeypatch.setattr(nn.functional, name, patched)
+    want, got = results(plain(module), module, x), results(module, module, x)
+    assert not torch.equal(before[0], want[0])
+    close(got, want)
+    assert make is sequential or all(f"F.{name} is not" in (why or "") for why in reasons(module))
+    patched.__module__ = "deepspeed.runtime.zero.linear"
+    assert not any(reasons(module))
+    monkeypatch.undo()
+    assert all(torch.equal(a, b) for a, b in zip(results(module, module, x), before, strict=True))
+
+
 def test_a_patched_call_of_all_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = block().double(), torch.randn(2, 5, C, dtype=torch.float64, requires_grad=True)
     own, called = nn.Module.__call__, []

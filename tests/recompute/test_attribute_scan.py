@@ -293,13 +293,15 @@ class Late(nn.Module):
 
 
 @pytest.mark.parametrize("count", [4, 200])
-@pytest.mark.parametrize("what", ["rate", "mode", "late"])
+@pytest.mark.parametrize("what", ["rate", "numpy", "mode", "late"])
 def test_the_first_of_many_modules_has_attributes_of_another_type(what: str, count: int) -> None:
-    """A rate that is a whole number or None in the first instance of a class, and a fraction in the next."""
+    """A rate that is a whole number or None in the first instance of a class, and a fraction in the next; all may be
+    NumPy's, as those of `np.linspace` are."""
+    number: Any = np.float64 if what == "numpy" else lambda rate: rate
     found = []
     for call in (plain, checkpoint):
         torch.manual_seed(1)
-        head = [nn.Dropout(0), nn.Dropout(0.5), Late(), Late(0.25)]
+        head = [nn.Dropout(number(0)), nn.Dropout(number(0.5)), Late(), Late(0.25)]
         segment = nn.Sequential(*head, nn.Linear(4, 4), nn.Tanh())
         segment.others = nn.ModuleList(nn.Tanh() for _ in range(count))
         segment.forward = lambda x, steps=segment[:6]: steps(x)  # type: ignore[method-assign]
@@ -308,8 +310,8 @@ def test_the_first_of_many_modules_has_attributes_of_another_type(what: str, cou
             y = call(segment, x)
             if what == "mode":
                 segment.eval()
-            elif what == "rate":
-                head[0].p, head[1].p = 1, 0.9
+            elif what in ("rate", "numpy"):
+                head[0].p, head[1].p = number(1), number(0.9)
             else:
                 head[2].rate, head[3].rate = 0.75, None
             y.sum().backward()

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
-from ckptfused.layer.facts import SDPA_REPLACED
+from ckptfused.layer.facts import elsewhere
 from ckptfused.layer.hooks import LENT, lent_weights
 from ckptfused.layer.parts import Reason
-from ckptfused.layer.sdpa import sdpa_replaced
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.cache_arguments import fill, left_empty
 from ckptfused.models.derive.calls import Ready, forget, held_tensor, outer_tensor, ready, seen
@@ -55,8 +54,8 @@ class Derived(Family):
         self, layer: nn.Module, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], sharded: bool = False
     ) -> tuple[Ready, tuple[Call | Generic, ...]] | Reason:
         """What a layer that is called so returns, and its steps, one an op. sharded: as `layer.build_call`."""
-        if sdpa_replaced():  # nothing that is read then may be remembered
-            return SDPA_REPLACED
+        if (why := elsewhere(True)) is not None:  # nothing that is read then may be remembered
+            return why
         leaves, tree = tree_flatten((args, kwargs))
         where = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)), None)
         if where is None or leaves[where].dim() != 3 or leaves[where].size(1) < 2:

@@ -155,8 +155,9 @@ class LayerState:
             self._tensors.append((value, value._version))
             return _Content(value)
         if isinstance(value, dict):
-            self._dicts.append((value, dict(value)))
-            return kind, tuple((_hashable(k), self._value(v)) for k, v in value.items())
+            held = dict(dict.items(value))  # what it holds, not what a subclass makes of that (transformers' ACT2FN)
+            self._dicts.append((value, held))
+            return kind, tuple((_hashable(k), self._value(v)) for k, v in held.items())
         if kind in (list, tuple):
             if kind is list:
                 self._lists.append((value, list(value)))

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import ckptfused
@@ -184,6 +185,21 @@ def test_what_changes_is_seen(change: Callable[[Any], None], fused: int) -> None
         change(converted)
     assert not torch.allclose(step(plain, GPT)["y"], before)
     same(plain, converted, GPT, fused)
+
+
+def test_a_layer_is_not_read_again_though_what_it_looks_up_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba's finds its activation in a dict of transformers' that makes a module at each look."""
+    config = transformers.MambaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, state_size=4, use_cache=False)
+    model: Any = transformers.MambaForCausalLM(config).train()
+    read, own = list[nn.Module](), calls.derive
+    monkeypatch.setattr(calls, "derive", lambda layer, *a, **k: read.append(layer) or own(layer, *a, **k))
+    ckptfused.convert(model)
+    ids = torch.zeros(2, 5, dtype=torch.long)
+    times = []
+    for _ in range(4):
+        model(input_ids=ids, labels=ids).loss.backward()
+        times.append(len(read))
+    assert times == [times[0]] * 4
 
 
 def test_what_depends_on_the_length_is_as_it_is_there() -> None:
