@@ -13,6 +13,7 @@ from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.profiler.api import profile
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, adamw
+from ckptfused.simulate.values import LARGEST
 from ckptfused.sizes import size
 
 
@@ -27,13 +28,19 @@ class Longest(NamedTuple):
     """Tokens and peak bytes of every step that was predicted, by tokens."""
 
 
+def token_batch(model: nn.Module, sequences: int, tokens: int) -> dict[str, Tensor]:
+    """What a language model learns: so many sequences of so many tokens, [sequences, tokens] integers. None of them is
+    padding, for models may count positions by that (RoBERTa); without data where a prediction would look at none."""
+    device = "cpu" if sequences * tokens <= LARGEST else "meta"
+    ids = torch.full((sequences, tokens), int(getattr(model.config, "pad_token_id", None) == 0), device=device)
+    return {"input_ids": ids, "labels": ids}
+
+
 def language_step(model: nn.Module, tokens: int, sequences: int = 1, **options: Any) -> Profile:
-    """`profile`, with these options, of a language model that learns so many sequences of so many tokens, none of
-    which is padding: models may count positions by that (RoBERTa)."""
-    ids = torch.full((sequences, tokens), int(getattr(model.config, "pad_token_id", None) == 0))
+    """`profile`, with these options, of a language model that learns `token_batch`."""
     options.setdefault("optimizer", adamw)
     options.setdefault("device", "h200")
-    return profile(model, {"input_ids": ids, "labels": ids}, **options)
+    return profile(model, token_batch(model, sequences, tokens), **options)
 
 
 def resized_batch(batch: Batch, sequences: int | None = None, tokens: int | None = None) -> Batch:

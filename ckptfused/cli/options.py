@@ -228,14 +228,13 @@ def model_and_batch(arguments: argparse.Namespace, needs_batch: bool = False) ->
         raise CommandError(f"--batch and --seq: expected at most {_MOST_TOKENS:,} tokens a step")
     import torch
 
-    from ckptfused.cli import language_models
+    from ckptfused.cli import language_models, longest_context
 
     variant = getattr(language_models, CHECKPOINTING[arguments.checkpoint])
     dtype = getattr(torch, arguments.dtype)
     how = (variant, dtype, arguments.lora, arguments.load_in_4bit)
     model = built(lambda: language_models.build_language_model(arguments.configuration, *how))
-    ids = torch.empty(arguments.batch, arguments.seq, dtype=torch.int64, device="meta")
-    return model, {"input_ids": ids, "labels": ids}
+    return model, longest_context.token_batch(model, arguments.batch, arguments.seq)
 
 
 def refuse_for_own(arguments: argparse.Namespace) -> None:

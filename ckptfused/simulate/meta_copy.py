@@ -19,6 +19,25 @@ from ckptfused.compat.torch_memory import storage_id
 T = TypeVar("T")
 
 
+_ORIGINAL = "_ckptfused_original"
+
+
+class _Original:
+    """Holds a tensor for its copies without data, and for copies of these."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.t = t
+
+    def __deepcopy__(self, memo: Any) -> _Original:
+        return self
+
+
+def data_behind(t: Tensor) -> Tensor:
+    """What a buffer is a copy without data of; else itself."""
+    held = vars(t).get(_ORIGINAL)
+    return t if held is None else held.t  # type: ignore[no-any-return]
+
+
 def copy_to_meta(model: nn.Module, optimizer: T) -> tuple[nn.Module, T]:
     """A copy of a model, and of what holds its parameters, on the meta device.
 
@@ -181,6 +200,8 @@ class _WithoutData(TorchFunctionMode):
             found = found.requires_grad_() if t.requires_grad else found
             memo[id(t)] = found if type(t) is Tensor else found.as_subclass(type(t))
             memo[id(t)].__dict__.update(copy.deepcopy(t.__dict__, memo))  # which may lead back to it
+            if not t.is_meta and not isinstance(t, nn.Parameter):
+                memo[id(t)].__dict__[_ORIGINAL] = _Original(t)
         return memo[id(t)]
 
     def _meta_copy(self, t: Tensor) -> Tensor:

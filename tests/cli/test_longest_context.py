@@ -268,12 +268,16 @@ def test_a_configuration_of_something_else_is_refused(
         read_config("nope")
 
 
+BERT = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "positions"),
     [
         ({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 192}, 192),
-        ({"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, 512),
+        ({**BERT, "model_type": "bert"}, 512),
+        ({**BERT, "model_type": "roberta", "max_position_embeddings": 194}, 192),  # counted from what is no padding
     ],
 )
 def test_a_sequence_has_no_more_tokens_than_the_model_has_positions(

@@ -595,6 +595,13 @@ MUTANTS = (
         test="tests/models/derive/test_convert.py::test_a_layer_is_not_read_again_though_what_it_looks_up_is_made_anew",
     ),
     Mutant(
+        "a prediction knows no masks of a layer's own",
+        file="ckptfused/models/derive/copies.py",
+        text="made(data_behind(t).detach(), False)",
+        defect="made(t.detach(), False)",
+        test="tests/models/derive/test_convert.py::test_a_step_is_predicted_by_layers_that_are_derived",
+    ),
+    Mutant(
         "a block that multiplies past what stands for F.linear",
         file="ckptfused/layer/facts.py",
         text="if (name := replaced_function()) is not None:",
@@ -1394,8 +1401,8 @@ MUTANTS = (
     Mutant(
         "convolutions whose reordered operands are in no budget",
         file="ckptfused/simulate/roofline.py",
-        text="                if measured.within:\n",
-        defect="                if measured.after:\n",
+        text="if within := measured.within + sum(",
+        defect="if within := 0 * measured.within + sum(",
         test="tests/simulate/test_scratch.py::test_no_step_needs_more_than_was_predicted[unet-None]",
     ),
     Mutant(
@@ -1479,8 +1486,8 @@ MUTANTS = (
     Mutant(
         "an op on known values that forgets what they are",
         file="ckptfused/simulate/values.py",
-        text="                self._values[meta_copy] = value\n                if any",
-        defect="                pass\n                if any",
+        text="                self._values[meta_copy] = value\n                if meta_copy",
+        defect="                pass\n                if meta_copy",
         test="tests/profiler/test_predicted.py::test_as_measured[packed-plain]",
     ),
     Mutant(

@@ -22,6 +22,7 @@ from ckptfused.models.derive.factors import stand_in
 from ckptfused.models.derive.recorder import RefusedError
 from ckptfused.models.derive.rules.masks import HIDES
 from ckptfused.models.describe.own_forward import forget_places
+from ckptfused.simulate.meta_copy import data_behind
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 _COPIED: Any = (nn.Module, Tensor, list, dict, tuple, set)
@@ -70,7 +71,7 @@ def layer_copy(
                 memo[id(t)] = nn.Parameter(made(t.detach(), True))
         for key, t in (*module._buffers.items(), *vars(module).items()):
             if isinstance(t, Tensor):
-                memo.setdefault(id(t), made(t.detach(), False))
+                memo.setdefault(id(t), made(data_behind(t).detach(), False))
             elif not isinstance(t, _COPIED):
                 memo[id(t)] = t
             if key == "forward" and module is not layer:

@@ -21,6 +21,7 @@ from ckptfused.models.derive.record import RAISED, Recording, forget_values, rec
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.masks import seen_by_place
 from ckptfused.models.describe.own_forward import IndexReadError
+from ckptfused.simulate.meta_copy import data_behind
 from ckptfused.state.undone import without_trace
 
 MOST_OPAQUE = 3
@@ -175,7 +176,7 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
     if number >= 0:
         mask = _matching(proof.recordings[0], here, kept.index(number))
         tokens = here.x.shape[1]
-        buffers = {f"buffer:{name}": t.cpu() for name, t in tensors_held(layer)}
+        buffers = {f"buffer:{name}": data_behind(t).cpu() for name, t in tensors_held(layer)}
         made = evaluated(mask.values[0], buffers.__getitem__, torch.device("cpu"))
         seen = seen_by_place(made, kind, tokens, tokens)
         if seen is None or seen[0] != proof.layout.causal or not same_window(proof.layout.window, seen[1], tokens):

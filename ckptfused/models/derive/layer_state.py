@@ -23,6 +23,7 @@ from ckptfused.layer.quantized import is_quantized
 from ckptfused.layer.source import is_replaced
 from ckptfused.models.describe.own_forward import INDICES
 from ckptfused.models.hf_checkpointing import REPLICATE
+from ckptfused.simulate.meta_copy import data_behind
 from ckptfused.state.reach import attributes_of, names_of, of_torch
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
@@ -66,7 +67,7 @@ class _Content:
     __slots__ = ("_held",)
 
     def __init__(self, t: Tensor) -> None:
-        self._held = t.detach().clone()
+        self._held = data_behind(t).detach() if t.is_meta else t.detach().clone()
 
     def __hash__(self) -> int:
         return hash((self._held.shape, self._held.dtype, self._held.device))

@@ -187,6 +187,14 @@ def test_what_changes_is_seen(change: Callable[[Any], None], fused: int) -> None
     same(plain, converted, GPT, fused)
 
 
+def test_a_step_is_predicted_by_layers_that_are_derived() -> None:
+    """Also where they have masks in buffers, of which a model without data has no values of its own."""
+    _, converted = twins(GPT)
+    batch = arguments(GPT, 24, dtype=DOUBLE)
+    predicted, measured = (ckptfused.profile(converted, tuple(batch), device=device) for device in ("cpu", None))
+    assert (predicted.saved, predicted.peak) == (measured.saved, measured.peak)
+
+
 def test_a_layer_is_not_read_again_though_what_it_looks_up_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mamba's finds its activation in a dict of transformers' that makes a module at each look."""
     config = transformers.MambaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, state_size=4, use_cache=False)
