@@ -44,10 +44,16 @@ class OpMemory(NamedTuple):
     """In the results' memory: of patches that it made there, say."""
     strides: tuple[tuple[int, ...], ...] = ()
     """The results' strides: PyTorch may lay them out in another way where there is no data."""
+    sizes: tuple[int, ...] = ()
+    """The results' bytes: PyTorch may make them smaller there (`nn.EmbeddingBag`'s)."""
 
     def laid_out(self, args: Any, kwargs: Any, out: Any) -> Any:
-        """The results of meta tensors as those of the call are laid out, where they have memory of their own."""
+        """The results of meta tensors as those of the call are laid out, where they have memory of their own, and no
+        smaller."""
         made = tensors_of(out)
+        for t, size in zip(made, self.sizes, strict=False) if len(made) == len(self.sizes) else ():
+            if t.is_meta and size > t.nbytes:
+                hold_surplus(t, [torch.empty(size - t.nbytes, dtype=torch.uint8, device="meta")])
         theirs = {storage_id(t) for t in tensors_of(args, kwargs)}
         known = len(made) == len(self.strides) and not any(storage_id(t) in theirs for t in made)
         if not known or all(t.stride() == strides for t, strides in zip(made, self.strides, strict=True)):
@@ -186,6 +192,7 @@ def scratch_of(call: OpCall) -> OpMemory | None:
         tensors = [t for t in tensors_of(results) if t.layout == torch.strided]
         elements = sum({storage_id(t): t.nbytes for t in tensors}.values())
         left, most = sum(changes), max(accumulate(changes, initial=0))
-        found.append(OpMemory(most - left, max(0, left - elements), tuple(t.stride() for t in tensors)))
+        strides, sizes = tuple(t.stride() for t in tensors), tuple(t.nbytes for t in tensors)
+        found.append(OpMemory(most - left, max(0, left - elements), strides, sizes))
 
     return found[0] if call.run(observed) else None

@@ -23,7 +23,7 @@ _PLAIN_CONTAINERS = frozenset(CONTAINERS)
 
 
 class _Kinds(dict[type, bool]):
-    """Of types that were met, whether their values are numbers, texts and the like, which no operation changes."""
+    """Whether values are numbers, texts and the like, which no operation changes: by type, of those that were met."""
 
     def __missing__(self, kind: type) -> bool:
         found = kind in (type(None), tuple) or issubclass(kind, (Number, str, bytes, Enum))

@@ -127,7 +127,7 @@ FUNCTIONS: dict[Make, tuple[str, ...]] = {
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_patched_function(make: Make, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of DeepSpeed's, in the place of `F.linear` under ZeRO-3, it is known that it computes the same."""
+    """It has its effect, but DeepSpeed's, in the place of `F.linear` under ZeRO-3, which computes the same."""
     module, x = make().double(), torch.randn(2, 5, C, dtype=torch.float64, requires_grad=True)
     before, own = results(module, module, x), getattr(nn.functional, name)
 

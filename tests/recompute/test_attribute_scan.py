@@ -301,7 +301,7 @@ def test_the_first_of_many_modules_has_attributes_of_another_type(what: str, cou
     found = []
     for call in (plain, checkpoint):
         torch.manual_seed(1)
-        head = [nn.Dropout(number(0)), nn.Dropout(number(0.5)), Late(), Late(0.25)]
+        head = [nn.Dropout(number(0 if what == "rate" else 0.1)), nn.Dropout(number(0.5)), Late(), Late(0.25)]
         segment = nn.Sequential(*head, nn.Linear(4, 4), nn.Tanh())
         segment.others = nn.ModuleList(nn.Tanh() for _ in range(count))
         segment.forward = lambda x, steps=segment[:6]: steps(x)  # type: ignore[method-assign]
@@ -311,7 +311,7 @@ def test_the_first_of_many_modules_has_attributes_of_another_type(what: str, cou
             if what == "mode":
                 segment.eval()
             elif what in ("rate", "numpy"):
-                head[0].p, head[1].p = number(1), number(0.9)
+                head[0].p, head[1].p = number(1 if what == "rate" else 0.25), number(0.9)
             else:
                 head[2].rate, head[3].rate = 0.75, None
             y.sum().backward()

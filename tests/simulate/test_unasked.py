@@ -93,7 +93,7 @@ def test_weights_that_are_met_first_without_gradients() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_number_that_is_learnt_and_filled_in(threads: int) -> None:
-    """As if all were filled in: at most an entry more than there is."""
+    """The prediction takes it that all are: it has at most x more than there is."""
     model, x = Layers(lambda m, x: m.a(x).masked_fill(x > 0, m.token)), torch.randn(N, C)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -102,6 +102,13 @@ def test_a_number_that_is_learnt_and_filled_in(threads: int) -> None:
     finally:
         torch.set_num_threads(before)
     assert measured.peak <= predicted.peak <= measured.peak + x.nbytes
+
+
+@pytest.mark.parametrize("mode", ["mean", "max"])
+def test_a_bag_saves_what_is_predicted(mode: str) -> None:
+    """Where there is no data PyTorch's bags keep fewer places."""
+    model, ids = nn.Sequential(nn.EmbeddingBag(50, C, mode=mode), nn.Linear(C, C)), torch.randint(0, 50, (N, 9))
+    assert profile(model, ids, device="cpu").saved == profile(model, ids).saved
 
 
 def test_a_plan_keeps_its_budget() -> None:
