@@ -30,7 +30,7 @@ from ckptfused.simulate.autocast import outside
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.functions import functions_for_meta
 from ckptfused.simulate.made_by_name import MadeByName
-from ckptfused.simulate.meta_copy import copy_to_meta, model_tensors, without_data
+from ckptfused.simulate.meta_copy import copy_to_meta, data_behind, model_tensors, without_data
 from ckptfused.simulate.roofline import TooLargeError, Work
 from ckptfused.simulate.values import LARGEST, KnownValues, tensors_with_values
 from ckptfused.sizes import size
@@ -160,7 +160,8 @@ def _record(
     state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
     optimize = None if optimizer is None else step_at_once if at_once else step_of(optimizer)
     release = released(model, optimizer if step.release else None, optimize)
-    known = KnownValues(tensors_with_values(step.batch, twins))
+    numbers = [(t, data_behind(t)) for t in model.buffers() if t.dim() == 0]  # such as how many batches there were
+    known = KnownValues([*tensors_with_values(step.batch, twins), *((t, n) for t, n in numbers if not n.is_meta)])
     named = MadeByName()
     on_cpu = named if device.kind == "cpu" else nullcontext()
     with functions_for_meta(device.kind, work), marks, opened, work, on_cpu, known, release:

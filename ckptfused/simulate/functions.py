@@ -20,7 +20,7 @@ from ckptfused.simulate.autocast_kernels import Casts
 from ckptfused.simulate.recurrent import OPS as RECURRENT
 from ckptfused.simulate.recurrent import recurrent
 from ckptfused.simulate.roofline import Work
-from ckptfused.simulate.stand_ins import Selected, flash_attention, grouped_mm, nowhere
+from ckptfused.simulate.stand_ins import GroupNorm, Selected, flash_attention, grouped_mm, nowhere
 from ckptfused.spec import AttentionSpec
 
 _WARNING = "warn_if_padding_and_no_attention_mask"
@@ -46,9 +46,11 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
     kernels["aten::scaled_dot_product_attention"] = casts.lower(partial(attention_on_meta, device, work))
     kernels["aten::_grouped_mm"] = partial(grouped_mm_on_meta, work)
     kernels["aten::mish_backward"] = _mish_backward
+    kernels["aten::ctc_loss.Tensor"] = _ctc_loss
     kernels["aten::value_selecting_reduction_backward"] = _selected_backward
     kernels["aten::gather_backward"] = _gather_backward
     if device == "cpu":
+        kernels["aten::group_norm"] = _group_norm
         kernels |= dict.fromkeys(("aten::max", "aten::min", "aten::median", "aten::nanmedian"), _selected)
         kernels |= {f"aten::{name}": partial(recurrent, name, work) for name in RECURRENT}
     with contextlib.ExitStack() as stack:
@@ -105,6 +107,28 @@ def grouped_mm_on_meta(
     if not input.is_meta:
         return below(input, weight, *args, **kwargs)
     return grouped_mm(input, weight, *args, **{**kwargs, "noted": nowhere if work is None else work.grouped})
+
+
+def _group_norm(
+    below: Callable[..., Tensor],
+    x: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *others: Any,
+) -> Tensor:
+    """In the layout of x, as on a CPU alone."""
+    if not x.is_meta or x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last):
+        return below(x, groups, weight, bias, eps, *others)
+    return GroupNorm.apply(x, groups, weight, bias, eps)
+
+
+def _ctc_loss(below: Callable[..., Tensor], log_probs: Tensor, targets: Tensor, *others: Any) -> Tensor:
+    """Lengths on the CPU, which PyTorch takes beside tensors of a GPU, as what they are."""
+    if not log_probs.is_meta or any(lengths.is_meta for lengths in others[:2]):
+        return below(log_probs, targets, *others)
+    return torch.ops.aten.ctc_loss.IntList(log_probs, targets, *(t.tolist() for t in others[:2]), *others[2:])  # type: ignore[no-any-return]
 
 
 def _mish_backward(below: Callable[..., Tensor], grad: Tensor, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptfused.compat.torch_autograd import working_node
+from ckptfused.ops.fake import hold_surplus
 
 aten = torch.ops.aten
 
@@ -83,6 +84,18 @@ def _batch_norm(copies: list[Tensor], x: Tensor, *others: Any) -> tuple[Tensor, 
     return torch.empty_like(x), mean, torch.empty_like(mean)
 
 
+def _bag_backward(copies: list[Tensor], grad: Tensor, *others: Any) -> Tensor:
+    """A gradient of maxima selects the rows of bags that hold something, and of what comes in; one of sums finds again
+    which bag each row is in, which without data forward keeps, but for a last number."""
+    out: Tensor = aten._embedding_bag_backward(grad, *others)
+    mode, sparse = others[7:9]
+    if mode == 2:
+        copies.append(grad.new_empty(grad.numel() * (8 + grad.itemsize) + 8 * len(grad), dtype=torch.uint8))
+    elif mode == 0 and not sparse:
+        hold_surplus(out, [out.new_empty(8, dtype=torch.uint8)])
+    return out
+
+
 def _where(copies: list[Tensor], condition: Tensor, *values: Any) -> Tensor:
     """Under a mode, autograd takes it for the gradient of a number that was filled in. Else it selects what is summed,
     which may be all, and makes two whole numbers an entry to do so: of where it is, and how many come before."""
@@ -102,6 +115,7 @@ _ON_CPU: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm: _layer_norm,
     aten.native_batch_norm: _batch_norm,
     aten._native_batch_norm_legit: _batch_norm,
+    aten._embedding_bag_backward: _bag_backward,
     aten.where: _where,
 }
 """On a GPU statistics are in float32, as the kernels for meta tensors have them."""

@@ -41,20 +41,21 @@ class OpMemory(NamedTuple):
     within: int
     """At most, until it ends."""
     after: int
-    """In the results' memory: of patches that it made there, say."""
+    """For as long as the results live, beside their storages: patches that it made, say."""
     strides: tuple[tuple[int, ...], ...] = ()
     """The results' strides: PyTorch may lay them out in another way where there is no data."""
     sizes: tuple[int, ...] = ()
-    """The results' bytes: PyTorch may make them smaller there (`nn.EmbeddingBag`'s)."""
+    """Bytes of the results' storages: PyTorch may make them smaller there (`nn.EmbeddingBag`'s)."""
 
     def laid_out(self, args: Any, kwargs: Any, out: Any) -> Any:
         """The results of meta tensors as those of the call are laid out, where they have memory of their own, and no
         smaller."""
         made = tensors_of(out)
-        for t, size in zip(made, self.sizes, strict=False) if len(made) == len(self.sizes) else ():
-            if t.is_meta and size > t.nbytes:
-                hold_surplus(t, [torch.empty(size - t.nbytes, dtype=torch.uint8, device="meta")])
         theirs = {storage_id(t) for t in tensors_of(args, kwargs)}
+        for t, size in zip(made, self.sizes, strict=False) if len(made) == len(self.sizes) else ():
+            more = size - t.untyped_storage().nbytes()
+            if t.is_meta and more > 0 and storage_id(t) not in theirs:
+                hold_surplus(t, [torch.empty(more, dtype=torch.uint8, device="meta")])
         known = len(made) == len(self.strides) and not any(storage_id(t) in theirs for t in made)
         if not known or all(t.stride() == strides for t, strides in zip(made, self.strides, strict=True)):
             return out
@@ -190,9 +191,9 @@ def scratch_of(call: OpCall) -> OpMemory | None:
     def observed(function: Callable[[], Any]) -> None:
         results, changes = allocations(function)
         tensors = [t for t in tensors_of(results) if t.layout == torch.strided]
-        elements = sum({storage_id(t): t.nbytes for t in tensors}.values())
+        storages = {storage_id(t): t.untyped_storage().nbytes() for t in tensors}
         left, most = sum(changes), max(accumulate(changes, initial=0))
-        strides, sizes = tuple(t.stride() for t in tensors), tuple(t.nbytes for t in tensors)
-        found.append(OpMemory(most - left, max(0, left - elements), strides, sizes))
+        strides, sizes = tuple(t.stride() for t in tensors), tuple(storages[storage_id(t)] for t in tensors)
+        found.append(OpMemory(most - left, max(0, left - sum(storages.values())), strides, sizes))
 
     return found[0] if call.run(observed) else None

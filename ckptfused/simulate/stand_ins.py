@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+aten = torch.ops.aten
 Noted = Callable[[float, Tensor, Tensor], None]
 """Told of work by how often it is a forward's, and two operands of it."""
 
@@ -66,6 +67,28 @@ def flash_attention(
     **Shapes** q [..., H, T, D]; k, v [..., G, S, D]; bias broadcastable to [..., H, T, S].
     """
     return _Flash.apply(q, k, v, bias, scratch, noted)
+
+
+class GroupNorm(torch.autograd.Function):
+    """A group norm of images in `channels_last`, which backward takes, and gradients, as they lie: on a CPU alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        ctx.sizes = *x.shape[:2], x.size(2) * x.size(3), groups
+        y, mean, rstd = aten.native_group_norm(x, weight, bias, *ctx.sizes, eps)
+        ctx.save_for_backward(x, mean, rstd, weight)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = as_it_lies = grads[0]
+        if not grad.is_contiguous(memory_format=torch.channels_last):
+            as_it_lies = grad.contiguous() if any(grad.stride()) else grad  # one number is laid out at once
+            grad = as_it_lies.contiguous(memory_format=torch.channels_last)
+        needs = [ctx.needs_input_grad[place] for place in (0, 2, 3)]
+        x, weight, bias = aten.native_group_norm_backward(grad, *ctx.saved_tensors, *ctx.sizes, needs)
+        del as_it_lies
+        return x, None, weight, bias, None
 
 
 class Selected(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -94,6 +95,28 @@ class Fingerprints:
             if found.pending is not None:
                 found.value, found.pending = tuple(found.pending.tolist()), None
         self._sums.clear()
+
+
+class ContentHash:
+    """A hash of a mask or table by which a layer is read, equal to those of tensors that hold the same, bit for bit; of
+    one without data, to those of its shape. No copy of it is held."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, t: Tensor) -> None:
+        held: object = None
+        if not t.is_meta:
+            held = object()  # a sparse one is equal to nothing
+            if t.layout == torch.strided:
+                values = t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                held = hashlib.sha256(values.tobytes()).digest()
+        self._key = t.shape, t.dtype, held
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ContentHash) and self._key == other._key
 
 
 def leaves(value: Any) -> list[Any]:

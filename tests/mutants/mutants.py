@@ -592,7 +592,21 @@ MUTANTS = (
         file="ckptfused/models/derive/layer_state.py",
         text="held = dict(dict.items(value))",
         defect="held = dict(value)",
-        test="tests/models/derive/test_convert.py::test_a_layer_is_not_read_again_though_what_it_looks_up_is_made_anew",
+        test="tests/models/derive/test_convert.py::test_a_layer_is_not_read_again_at_each_step[mamba]",
+    ),
+    Mutant(
+        "a layer is read anew because statistics run",
+        file="ckptfused/models/derive/layer_state.py",
+        text="isinstance(module, BatchNorm) and module.training",
+        defect="False",
+        test="tests/models/derive/test_convert.py::test_a_layer_is_not_read_again_at_each_step[batch norm]",
+    ),
+    Mutant(
+        "a group norm of images in another layout than theirs",
+        file="ckptfused/simulate/functions.py",
+        text='kernels["aten::group_norm"] = _group_norm',
+        defect="pass",
+        test="tests/simulate/test_unasked.py::test_group_norms_of_images_with_channels_last[dtype0-AdaptiveAvgPool2d]",
     ),
     Mutant(
         "a prediction knows no masks of a layer's own",

@@ -104,11 +104,55 @@ def test_a_number_that_is_learnt_and_filled_in(threads: int) -> None:
     assert measured.peak <= predicted.peak <= measured.peak + x.nbytes
 
 
-@pytest.mark.parametrize("mode", ["mean", "max"])
-def test_a_bag_saves_what_is_predicted(mode: str) -> None:
-    """Where there is no data PyTorch's bags keep fewer places."""
-    model, ids = nn.Sequential(nn.EmbeddingBag(50, C, mode=mode), nn.Linear(C, C)), torch.randint(0, 50, (N, 9))
-    assert profile(model, ids, device="cpu").saved == profile(model, ids).saved
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 0])
+def test_bags(mode: str, padding: int | None) -> None:
+    """PyTorch's keep fewer places where there is no data, but those of sums without padding: it finds them again."""
+    model = nn.Sequential(nn.EmbeddingBag(50, C, mode=mode, padding_idx=padding), nn.Linear(C, C))
+    ids = torch.randint(0, 50, (N, 9))
+    predicted, measured = profile(model, ids, device="cpu"), profile(model, ids)
+    assert measured.peak <= predicted.peak and measured.saved <= predicted.saved
+    if mode != "sum" or padding is not None:
+        assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
+
+
+@pytest.mark.parametrize(
+    "last", [nn.Identity(), nn.ReLU(), nn.AdaptiveAvgPool2d(1)], ids=lambda last: type(last).__name__
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_group_norms_of_images_with_channels_last(last: nn.Module, dtype: torch.dtype) -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16), last)
+    model = layers.to(dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = torch.randn(4, 3, 48, 48, dtype=dtype).to(memory_format=torch.channels_last)
+    predicted, measured = profile(model, x, device="cpu"), profile(model, x)
+    assert predicted.saved == measured.saved
+    assert 0.99 * measured.peak <= predicted.peak <= 1.01 * measured.peak
+
+
+class Spoken(nn.Module):
+    """A loss of speech whose lengths are on the CPU, wherever the model is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        scores = self.head(x).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, labels, torch.full((2,), 50), torch.full((2,), 7))
+
+
+def test_lengths_on_the_cpu_beside_a_gpu() -> None:
+    x, labels = torch.randn(2, 50, 16), torch.randint(1, 20, (2, 7))
+    saved = {device: profile(Spoken(), (x, labels), device=device).saved for device in ("cpu", "h100", None)}
+    assert saved["h100"] == saved["cpu"] == saved[None]
+
+
+def test_statistics_that_count_their_batches() -> None:
+    """Their rate is a number that a buffer holds."""
+    model, x = nn.Sequential(nn.BatchNorm1d(C, momentum=None), nn.Linear(C, C)), torch.randn(N, C)
+    predicted, measured = profile(model, x, device="cpu"), profile(model, x)
+    assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
+    assert profile(model, x, device="h100").saved > 0
 
 
 def test_a_plan_keeps_its_budget() -> None:

@@ -10,11 +10,11 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ckptfused.checks import is_dtensor
 from ckptfused.compat.torch_distributed import composable_names
+from ckptfused.compat.torch_modules import BatchNorm
 from ckptfused.compat.transformers import attention_function, attention_implementation
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
@@ -24,6 +24,7 @@ from ckptfused.layer.source import is_replaced
 from ckptfused.models.describe.own_forward import INDICES
 from ckptfused.models.hf_checkpointing import REPLICATE
 from ckptfused.simulate.meta_copy import data_behind
+from ckptfused.state.fingerprints import ContentHash
 from ckptfused.state.reach import attributes_of, names_of, of_torch
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
@@ -59,23 +60,6 @@ class _Same:
             return NotImplemented
         value = self._value()
         return self is other or (value is not None and value is other._value())
-
-
-class _Content:
-    """What a tensor holds, as a part of a key: masks and tables, by which a layer is read."""
-
-    __slots__ = ("_held",)
-
-    def __init__(self, t: Tensor) -> None:
-        self._held = data_behind(t).detach() if t.is_meta else t.detach().clone()
-
-    def __hash__(self) -> int:
-        return hash((self._held.shape, self._held.dtype, self._held.device))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Content) or hash(self) != hash(other):
-            return False
-        return self._held.is_meta or torch.equal(self._held, other._held)
 
 
 class LayerState:
@@ -154,7 +138,7 @@ class LayerState:
                 self.why = f"it holds a {kind.__name__} whose changes leave no trace"
                 return _Same(value)
             self._tensors.append((value, value._version))
-            return _Content(value)
+            return ContentHash(data_behind(value))
         if isinstance(value, dict):
             held = dict(dict.items(value))  # what it holds, not what a subclass makes of that (transformers' ACT2FN)
             self._dicts.append((value, held))
@@ -202,7 +186,9 @@ class LayerState:
             self._attention[name] = attention_function(name)
             self._follow(self._attention[name])
         apart = {*places, *composable_names()}
-        held = ((k, v) for k, v in (*beside.items(), *module._buffers.items()) if k not in apart)
+        # What a batch norm sums up of batches changes at every step, and nothing reads it in training.
+        buffers = {} if isinstance(module, BatchNorm) and module.training else module._buffers
+        held = ((k, v) for k, v in (*beside.items(), *buffers.items()) if k not in apart)
         parameters = tuple((k, None if p is None else self._value(p)) for k, p in module._parameters.items())
         children = tuple((k, self._value(child)) for k, child in module._modules.items())
         return type(module), tuple((k, self._value(v)) for k, v in held), parameters, children
