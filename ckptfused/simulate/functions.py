@@ -97,7 +97,8 @@ def attention_on_meta(
         return materialised(query, key, value, bias, **options)[0]
     scratch = (_scratch if device == "cuda" else _scratch_on_cpu)(query, key, is_causal)
     noted = nowhere if work is None else work.attention(is_causal)
-    return flash_attention(query, key, value, bias, scratch, noted)
+    lse = torch.float64 if device == "cpu" and query.dtype == torch.float64 else torch.float32
+    return flash_attention(query, key, value, bias, scratch, noted, lse)
 
 
 def grouped_mm_on_meta(

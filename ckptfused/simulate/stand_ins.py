@@ -20,7 +20,7 @@ def nowhere(share: float, a: Tensor, b: Tensor) -> None:
 
 
 class _Flash(torch.autograd.Function):
-    """A flash kernel: it saves q, k, v, o, a float32 (float64) a row, and the bias that it is given.
+    """A flash kernel: it saves q, k, v, o, a number a row, and the bias that it is given.
 
     scratch: bytes that forward takes beside its results, and backward beside the gradients. Backward makes five
     products where forward makes two, and copies a gradient that is not token by token in memory.
@@ -28,11 +28,17 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scratch: tuple[int, int], noted: Noted
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        scratch: tuple[int, int],
+        noted: Noted,
+        lse: torch.dtype,
     ) -> Tensor:
         o = torch.empty_like(q) if v.size(-1) == q.size(-1) else _by_token(q, v.size(-1))
-        lse = q.new_empty(q.shape[:-1], dtype=q.dtype if q.dtype == torch.float64 else torch.float32)
-        ctx.save_for_backward(q, k, v, o, lse, bias)
+        ctx.save_for_backward(q, k, v, o, q.new_empty(q.shape[:-1], dtype=lse), bias)
         q.new_empty(scratch[0], dtype=torch.uint8)
         ctx.scratch, ctx.noted = scratch[1], noted
         noted(1.0, q, k)
@@ -46,7 +52,7 @@ class _Flash(torch.autograd.Function):
         q.new_empty(ctx.scratch, dtype=torch.uint8)
         del copy
         ctx.noted(2.5, q, k)
-        return (*made, None, None, None)
+        return (*made, None, None, None, None)
 
 
 def _by_token(like: Tensor, width: int) -> Tensor:
@@ -61,12 +67,13 @@ def flash_attention(
     bias: Tensor | None = None,
     scratch: tuple[int, int] = (0, 0),
     noted: Noted = nowhere,
+    lse: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Attention by a flash kernel.
+    """Attention by a flash kernel, which saves the logarithm of a row's sum in the type `lse`.
 
     **Shapes** q [..., H, T, D]; k, v [..., G, S, D]; bias broadcastable to [..., H, T, S].
     """
-    return _Flash.apply(q, k, v, bias, scratch, noted)
+    return _Flash.apply(q, k, v, bias, scratch, noted, lse)
 
 
 class GroupNorm(torch.autograd.Function):

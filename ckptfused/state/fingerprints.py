@@ -108,7 +108,8 @@ class ContentHash:
         if not t.is_meta:
             held = object()  # a sparse one is equal to nothing
             if t.layout == torch.strided:
-                values = t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                # Of a copy: a storage that NumPy has seen cannot be resized, as FSDP's are.
+                values = t.detach().clone().cpu().contiguous().view(-1).view(torch.uint8).numpy()
                 held = hashlib.sha256(values.tobytes()).digest()
         self._key = t.shape, t.dtype, held
 
