@@ -108,8 +108,9 @@ class ContentHash:
         if not t.is_meta:
             held = object()  # a sparse one is equal to nothing
             if t.layout == torch.strided:
-                # Of a copy: a storage that NumPy has seen cannot be resized, as FSDP's are.
-                values = t.detach().clone().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                with without_dispatch_modes():
+                    # Of a copy: a storage that NumPy has seen cannot be resized, as FSDP's are.
+                    values = t.detach().clone().cpu().contiguous().view(-1).view(torch.uint8).numpy()
                 held = hashlib.sha256(values.tobytes()).digest()
         self._key = t.shape, t.dtype, held
 

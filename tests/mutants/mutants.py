@@ -383,13 +383,6 @@ MUTANTS = (
         test="tests/simulate/test_random_layers.py::test_a_layer_is_predicted_to_the_byte[group norm-float32]",
     ),
     Mutant(
-        "means of a group norm in the type of its operand beside weights in float32",
-        file="ckptfused/simulate/meta_kernels.py",
-        text="dtype=_statistics_type(x, weight, bias))\n    return torch.empty_like(x), mean",
-        defect="dtype=x.dtype)\n    return torch.empty_like(x), mean",
-        test="tests/simulate/test_random_layers.py::test_a_layer_is_predicted_to_the_byte[group norm-autocast]",
-    ),
-    Mutant(
         "arguments that are lazily cloned",
         file="ckptfused/recompute/copy_on_write.py",
         text="copies, unfinished = self._made.make(originals)",
