@@ -20,7 +20,8 @@ class PeakMeter:
 
     On a GPU it reads the allocator's own peak since the process began, or since `torch.cuda.reset_peak_memory_stats`,
     at no cost. On a CPU, which has no such number, it runs the step under PyTorch's profiler: weights, gradients and
-    the optimizer's state as they are now, and what is allocated from then on. Not while another profiler is at work.
+    the optimizer's state as they are now, and what is allocated from then on. What of the former is released counts
+    until then if it was made in a step that was measured, else to the end. Not while another profiler is at work.
 
     buckets: bytes of those of a `DistributedDataParallel`, for the CPU.
     """
@@ -30,8 +31,10 @@ class PeakMeter:
         self._stack = contextlib.ExitStack()
         self._trace: AllocatorLog | None = None
         if self._device.type == "cpu" and not is_profiled():
-            self._held = state_bytes(model, optimizer) + buckets
+            held = state_storages(model, optimizer)
+            self._held = sum(held.values()) + buckets
             self._trace = self._stack.enter_context(CPUAllocator().recording())
+            self._trace.begins_with(held)
 
     def ends(self) -> int | None:
         """Bytes at the peak; None where nothing was measured."""
@@ -43,11 +46,10 @@ class PeakMeter:
         return self._held + max(itertools.accumulate(c.size for c in self._trace.changes), default=0)
 
 
-def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of weights, buffers, gradients and the optimizer's state, each storage once."""
+def state_storages(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
+    """Storages of weights, buffers, gradients and the optimizer's state, in bytes, by their addresses."""
     state: Any = {} if optimizer is None else optimizer.state
     weights = list(model.parameters())
     tensors = [*weights, *model.buffers(), *(p.grad for p in weights), *tree_leaves(list(state.values()))]
     own = [local_tensor(t) for t in tensors if isinstance(t, Tensor)]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own if not t.is_meta}
-    return sum(storages.values())
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own if not t.is_meta}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ _MARK = "ckptfused mark"
 
 @dataclass
 class AllocatorLog:
-    """Allocations and releases in order; releases of what was there before are left out."""
+    """Allocations and releases in order; releases of what was there before are left out, but for `begins_with`."""
 
     changes: list[Change] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
@@ -28,6 +28,12 @@ class AllocatorLog:
     fragmentation: int = 0
     _live: dict[int, Change] = field(default_factory=dict)
     _made: int = 0
+
+    def begins_with(self, sizes: Mapping[int, int]) -> None:
+        """Memory that is there already, whose releases are to be in the log: bytes by addresses."""
+        for address, size in sizes.items():
+            self._live[address] = Change(self._made, size, "")
+            self._made += 1
 
     def changed(self, address: int, size: int, op: str) -> None:
         if size > 0:

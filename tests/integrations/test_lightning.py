@@ -16,6 +16,7 @@ import lightning.pytorch as lightning
 
 import ckptfused
 from ckptfused.integrations import LightningCallback
+from ckptfused.integrations.peak import PeakMeter
 from tests.integrations.test_transformers import converted
 
 pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore")]  # Lightning's own, about workers and its logger
@@ -126,6 +127,19 @@ def test_no_step_needs_more_than_the_plan(accumulation: int, free: bool, tmp_pat
         assert callback.report.peak is not None
         assert max(callback.peaks.values()) <= callback.report.peak, (budget, callback.peaks)
         least = int(0.9 * callback.report.peak)
+
+
+def test_gradients_that_go_within_a_step_count_until_then() -> None:
+    """PyTorch's profiler knows of a release what it saw allocated, as where each step is measured."""
+    model = torch.nn.Linear(64, 64)
+    first = PeakMeter(model, None)
+    model(torch.ones(2, 64)).sum().backward()
+    first.ends()
+    gradients = sum(p.nbytes for p in model.parameters())
+    second = PeakMeter(model, None)
+    model.zero_grad()
+    taken = torch.ones(64, 64)  # in the place of the weight's
+    assert second.ends() == 2 * gradients - model.bias.nbytes and taken.nbytes == model.weight.nbytes
 
 
 @pytest.mark.parametrize("reverts", [False, True])

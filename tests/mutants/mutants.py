@@ -602,6 +602,13 @@ MUTANTS = (
         test="tests/simulate/test_unasked.py::test_group_norms_of_images_with_channels_last[dtype0-AdaptiveAvgPool2d]",
     ),
     Mutant(
+        "gradients that a step frees count to its end",
+        file="ckptfused/integrations/peak.py",
+        text="self._trace.begins_with(held)",
+        defect="pass",
+        test="tests/integrations/test_lightning.py::test_gradients_that_go_within_a_step_count_until_then",
+    ),
+    Mutant(
         "a prediction knows no masks of a layer's own",
         file="ckptfused/models/derive/copies.py",
         text="made(data_behind(t).detach(), False)",
