@@ -21,25 +21,25 @@ def layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Family | None]]:
     (downsampling). Where a model has none of these, it is what repeats among its own attributes (`self.block1`, …).
     ckptfused's own modules are left as they are.
     """
-    found = list(_below(model, "", [], set()))
-    yield from found or _below(model, "", _large_ones(model.children()), set())
+    found = list(_below(model, "", {}, set()))
+    yield from found or _below(model, "", _and_whether_stages(_large_ones(model.children())), set())
 
 
 def _below(
-    module: nn.Module, name: str, repeating: list[nn.Module], seen: set[nn.Module]
+    module: nn.Module, name: str, repeating: dict[nn.Module, bool], seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module, Family | None]]:
-    repeated = module in repeating
+    repeated, stage = module in repeating, repeating.get(module, False)
     name, module = unwrapped(module, name)
     if module in seen or isinstance(module, FusedModule):
         return
     seen.add(module)
     family = family_of(module)
-    inner = _repeating(module)
+    inner = _and_whether_stages(_repeating(module))
     if isinstance(module, nn.ModuleList) or not name:  # of a list of lists, too, and of a model's attributes
-        inner += repeating
-    whole = repeated or is_checkpointing_layer(module)
-    stage = whole and _holds_layers(module, inner)
-    if family is not None or (whole and not stage):
+        inner |= repeating
+    checkpoints = is_checkpointing_layer(module)
+    stage = stage or (checkpoints and _holds_layers(module))
+    if family is not None or ((repeated or checkpoints) and not stage):
         yield name, module, family
         return
     for child_name, child in module.named_children():
@@ -64,6 +64,15 @@ def _large_ones(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [child for child, inner in children if classes[type(inner)] > 1 and _is_large(inner)]
 
 
+def _and_whether_stages(modules: list[nn.Module]) -> dict[nn.Module, bool]:
+    """Whether each of the modules that repeat is a stage rather than a layer. Where one of a class is, the others are,
+    those with a single block too; a `Sequential` is by what it holds.
+    """
+    holds = {child: _holds_layers(unwrapped(child)[1]) for child in modules}
+    stages = {type(unwrapped(child)[1]) for child, is_stage in holds.items() if is_stage} - {nn.Sequential}
+    return {child: is_stage or type(unwrapped(child)[1]) in stages for child, is_stage in holds.items()}
+
+
 def _held(container: nn.Module) -> Iterator[nn.Module]:
     """The children of a container; in the place of lists in a list, what they hold."""
     for child in container._modules.values():
@@ -83,20 +92,28 @@ def _holds_own(module: nn.Module) -> bool:
     return any(isinstance(inner, FusedModule) for inner in module.modules())
 
 
-def _holds_layers(module: nn.Module, inner: list[nn.Module]) -> bool:
+def _holds_layers(module: nn.Module) -> bool:
     """Whether a module that repeats, or checkpoints itself, is a stage rather than a layer: a `Sequential` of layers,
-    or a module most of whose parameters are those of blocks in a container of its own, of layers with an adapter, that
-    checkpoint themselves (Swin's), or of ckptfused's own.
+    one that has nothing but blocks (RegNet's), or a module most of whose parameters are those of blocks in a container
+    of its own, of layers with an adapter, that checkpoint themselves (Swin's), or of ckptfused's own.
     """
-    if inner and isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and _repeating(module):
         return True
-    if any(map(_is_known, _wrapped(module))):
+    if _has_only_blocks(module) or any(map(_is_known, _wrapped(module))):
         return True
     lists = [child for child in module.children() if not _are_experts(child, module)]
     within = [block for child in lists for block in _repeating(child) if _has_parts(block)]
     within += [layer for layer in module.modules() if layer is not module and _is_known(layer)]
     blocks = {p for layer in within for p in layer.parameters()}
     return 2 * sum(p.numel() for p in blocks) > sum(p.numel() for p in module.parameters())
+
+
+def _has_only_blocks(module: nn.Module) -> bool:
+    """Whether blocks of one class are all that a module has, two of them made alike: the halves of a layer are not."""
+    children = [child for child in module.children() if next(child.parameters(), None) is not None]
+    kinds = {tuple(map(type, child.modules())) for child in children}
+    of_one_class = len(set(map(type, children))) == 1 and next(module.parameters(recurse=False), None) is None
+    return of_one_class and len(kinds) < len(children) and all(map(_has_parts, children))
 
 
 def _are_experts(blocks: nn.Module, layer: nn.Module) -> bool:

@@ -138,6 +138,54 @@ class Attributes(nn.Module):
         return self.block1(self.block0(self.first(x)))
 
 
+class Named(nn.Module):
+    """A stage that has blocks, and nothing else, as attributes, as in timm's RegNet."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        for i in range(blocks):
+            self.add_module(f"b{i}", Flat())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.children():
+            x = block(x)
+        return x
+
+
+class Positions(Stage):
+    """A stage with a table of positions that is larger than its blocks, as the first level of timm's NesT."""
+
+    def __init__(self, blocks: nn.Module, rows: int) -> None:
+        super().__init__(blocks)
+        self.positions = nn.Parameter(torch.randn(rows, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.positions[:3])
+
+
+class Residual(nn.Module):
+    """Half a layer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+class Halves(nn.Module):
+    """A layer whose halves are of one class, and no blocks of a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Residual(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+        self.mlp = Residual(Mlp())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.attention(x))
+
+
 class Lists(nn.Module):
     """Layers as in x-transformers: norms, a block, a residual."""
 
@@ -172,6 +220,26 @@ MODELS: dict[str, tuple[Any, list[str]]] = {
         lambda: nn.Sequential(*(Stage(nn.ModuleDict({"a": Flat(), "b": Flat()})) for _ in range(2))),
         [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.a", "blocks.b")],
     ),
+    "stages of attributes": (
+        lambda: nn.Sequential(Named(1), Named(2), Named(2)),
+        ["0.b0", "1.b0", "1.b1", "2.b0", "2.b1"],
+    ),
+    "a stage of one block beside others": (
+        lambda: nn.Sequential(*(Stage(nn.Sequential(*(Block() for _ in range(n)))) for n in (1, 2))),
+        ["0.downsample", "0.blocks", "1.downsample", "1.blocks.0", "1.blocks.1"],
+    ),
+    "a stage whose blocks are a small part of it": (
+        lambda: nn.Sequential(*(Positions(nn.Sequential(Block(), Block()), rows) for rows in (999, 3))),
+        [f"{stage}.{name}" for stage in range(2) for name in ("downsample", "blocks.0", "blocks.1")],
+    ),
+    "projections in a sequence, blocks in the next": (
+        lambda: nn.Sequential(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)),
+            nn.Sequential(Block(), Block()),
+        ),
+        ["0", "1.0", "1.1"],
+    ),
+    "halves of one class": (lambda: nn.Sequential(Halves(), Halves()), ["0", "1"]),
     "blocks in a dict": (lambda: Stage(nn.ModuleDict({"a": Flat(), "b": Flat()})), ["blocks.a", "blocks.b"]),
     "blocks in attributes": (Attributes, ["block0", "block1"]),
     "named experts with a router": (lambda: nn.Sequential(NamedExperts(), NamedExperts()), ["0", "1"]),

@@ -771,6 +771,20 @@ MUTANTS = (
         test="tests/models/test_find.py::test_layers[stages of sequences]",
     ),
     Mutant(
+        "stages of one class that are divided or not, each for itself",
+        file="ckptfused/models/find.py",
+        text="is_stage or type(unwrapped(child)[1]) in stages",
+        defect="is_stage",
+        test="tests/models/test_find.py::test_layers[a stage of one block beside others]",
+    ),
+    Mutant(
+        "halves of a layer that are taken for blocks of a stage",
+        file="ckptfused/models/find.py",
+        text="return of_one_class and len(kinds) < len(children) and all",
+        defect="return of_one_class and len(children) > 1 and all",
+        test="tests/models/test_find.py::test_layers[halves of one class]",
+    ),
+    Mutant(
         "a planner that describes what it installs",
         file="ckptfused/planner/predicted_steps.py",
         text="                install(self.meta_copy, policy)\n",
