@@ -6,6 +6,7 @@ import dis
 import functools
 import itertools
 import operator
+import queue
 import sys
 import types
 import weakref
@@ -53,6 +54,8 @@ class Reached:
     tensors: list[Tensor] = field(default_factory=list)
     """The tensors that are in none of the modules."""
     generators: list[Any] = field(default_factory=list)
+    streams: list[Any] = field(default_factory=list)
+    """Iterators and queues: what is taken from them, or put there, cannot be undone."""
 
 
 def reach(roots: Iterable[Any]) -> Reached:
@@ -124,6 +127,7 @@ def _identities(modules: Iterable[Any]) -> list[int]:
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_QUEUES = (queue.Queue, queue.SimpleQueue)
 _LOOKED_THROUGH = frozenset({*_FUNCTIONS, tuple, frozenset})
 _Parts = tuple[Iterable[Any], Iterable[Any]]
 
@@ -147,6 +151,8 @@ def _parts(value: Any, found: Reached) -> _Parts:
     if isinstance(value, (type, types.ModuleType)):
         return (), ()
     kind: Any = type(value)
+    if issubclass(kind, _QUEUES) or (kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")):
+        found.streams.append(value)
     try:
         slots = [getattr(value, name) for name in slots_of(kind) if hasattr(value, name)]
         held = vars(value) if hasattr(value, "__dict__") else None

@@ -23,12 +23,15 @@ _OF_OTHERS = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "t
 
 
 @contextmanager
-def without_trace(module: nn.Module) -> Iterator[list[str]]:
+def without_trace(module: nn.Module, refuse: bool = False) -> Iterator[list[str]]:
     """A context in which the forward of a module runs whose own attributes and containers nobody else holds; afterwards
     what its code reaches is as it was: generators, global ones too; containers and objects, by way of globals that the
     code names, of closures, defaults and attributes; attributes of classes; what those names stand for; and caches of
     `functools.lru_cache`, which are cleared if they got anything. It gives a list, in which is afterwards what else was
     not as it had been.
+
+    refuse: **raises** `RuntimeError` before anything runs, where the code reaches iterators or queues, which nobody can
+    put back.
     """
     left: list[str] = []
     kinds = _classes(module.modules())
@@ -38,6 +41,8 @@ def without_trace(module: nn.Module) -> Iterator[list[str]]:
             *(value for inner in module.modules() for name, value in vars(inner).items() if _is_shared(name, value)),
         ]
     )
+    if refuse and found.streams:
+        raise RuntimeError(f"a forward that reaches a {type(found.streams[0]).__name__} leaves a trace")
     others = {id(value) for one in found.objects if _is_of_others(one) for value in vars(one).values()}
     objects = [one for one in found.objects if not _is_of_others(one)]
     held = [*(one for one in found.containers if id(one) not in others), *map(vars, [*objects, *found.functions])]

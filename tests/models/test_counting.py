@@ -141,14 +141,19 @@ def test_a_planner_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_tells_other_threads_stays() -> None:
     """They may have seen it."""
-    told, waiting = threading.Event(), queue.Queue[int]()
+    told = threading.Event()
+    asked(model(lambda layer, x: told.set()))
+    assert told.is_set()
 
-    def tell(layer: Any, x: Tensor) -> None:
-        told.set()
-        waiting.put(1)
 
-    asked(model(tell))
-    assert told.is_set() and waiting.get_nowait() == 1
+@pytest.mark.parametrize("stream", [itertools.count(), iter(range(9)), (i for i in range(9)), queue.Queue[int]()])
+def test_what_nobody_can_put_back_is_not_begun(stream: Any) -> None:
+    """What a forward takes from an iterator, or puts in a queue, stays so: no such layer is counted."""
+    is_queue = isinstance(stream, queue.Queue)
+    layers = model(lambda layer, x: stream.put(1) if is_queue else next(stream))
+    report = ckptfused.convert(layers)
+    assert "not counted" in str(report) and {layer.before for layer in report.layers} == {None}
+    assert stream.empty() if is_queue else next(stream) == 0
 
 
 def test_reports_are_of_the_layers_as_they_were() -> None:

@@ -793,6 +793,13 @@ MUTANTS = (
         test="tests/models/test_counting.py::test_a_planner_counts_nothing",
     ),
     Mutant(
+        "a count that takes from the iterators of a forward",
+        file="ckptfused/models/describe/own_forward.py",
+        text="without_trace(layer, refuse=True)",
+        defect="without_trace(layer)",
+        test="tests/models/test_counting.py::test_what_nobody_can_put_back_is_not_begun",
+    ),
+    Mutant(
         "a count that leaves its tensors in the lists that a forward fills",
         file="ckptfused/state/undone.py",
         text="before = put_back(one, content)",

@@ -56,7 +56,8 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     **Shapes** `layer`, `args`, `kwargs`: on the meta device; x requires a gradient.
     Each storage counts once, as it is held once; x itself counts, since the call keeps it alive. Attention by
     `F.scaled_dot_product_attention` counts as a flash kernel's. Hooks of the layer itself, such as FSDP's, do not run.
-    The forward runs, with all that it does to what it reaches; `without_trace` undoes that.
+    The forward runs, with all that it does to what it reaches; `without_trace` undoes that, or **raises**
+    `RuntimeError` where it reaches an iterator or a queue.
 
     places: by what numbers the layer says where in the model it stands. None: it may not know, and where it asks,
     **raises** `IndexReadError`.
@@ -78,7 +79,7 @@ def saved_by_autograd(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         return t
 
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-    with without_trace(layer), replaced_kernels(_KERNELS), in_training(), torch.device("meta"), saving:
+    with without_trace(layer, refuse=True), replaced_kernels(_KERNELS), in_training(), torch.device("meta"), saving:
         layer.forward(*args, **kwargs)
     return sum(size for _, size in found.values())
 
