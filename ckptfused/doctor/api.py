@@ -58,7 +58,8 @@ def doctor(
         if (said := misspelt(model, batch)) and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(said.removeprefix(". "))
         raise
-    return Findings([*found, *proved], text)
+    certified = text.startswith("Certificate:")
+    return Findings([*(one.refuted() if certified else one for one in found), *proved], text)
 
 
 def _why_no_proof(look: Look) -> str | None:

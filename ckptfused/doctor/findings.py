@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, overload
 
 from ckptfused.profiler.table import printed
@@ -26,9 +26,17 @@ class Finding:
     """What was found."""
     mend: str
     """What to do."""
+    refutable: bool = field(default=False, repr=False)
+    """A step that is proved to be right makes the error a warning: others may not be."""
 
     def __post_init__(self) -> None:
         assert self.severity in SEVERITIES, self.severity
+
+    def refuted(self) -> Finding:
+        """What is left of it beside a certificate."""
+        if not self.refutable:
+            return self
+        return replace(self, severity="warning", text=f"{self.text}; the step that was proved was right by its shapes")
 
 
 class Findings(Sequence[Finding]):
@@ -63,7 +71,7 @@ class Findings(Sequence[Finding]):
 
     def to_json(self) -> str:
         """The findings and the certificate's text as JSON."""
-        return json.dumps({"findings": [asdict(f) for f in self], "certificate": self.certificate}, indent=2)
+        return json.dumps({"findings": list(map(_as_dict, self)), "certificate": self.certificate}, indent=2)
 
     def __rich__(self) -> Any:
         """The table, for `rich.print`."""
@@ -88,6 +96,10 @@ class Findings(Sequence[Finding]):
         counts = {s: len(self.of(s)) for s in SEVERITIES}
         said = ", ".join(f"{n} {s}{'s' * (n > 1 and s != 'advice')}" for s, n in counts.items() if n)
         return [f"ckptfused.doctor: {said or 'nothing found'}", *([self.certificate] if self.certificate else [])]
+
+
+def _as_dict(finding: Finding) -> dict[str, str]:
+    return {name: value for name, value in asdict(finding).items() if name != "refutable"}
 
 
 def joined(names: Iterable[str], most: int = 6) -> str:

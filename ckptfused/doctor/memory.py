@@ -84,6 +84,5 @@ def predicted_profiles(look: Look) -> tuple[Profile, Profile] | None:
             configured = profiled(look.model, step)
             with everything_saved(look.model):
                 saving = profiled(look.model, step)
-            notes = (*configured.notes, *saving.notes)
-            return None if any("is opaque" in note for note in notes) else (configured, saving)
+            return None if configured.uncounted or saving.uncounted else (configured, saving)
     return None

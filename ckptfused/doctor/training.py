@@ -41,6 +41,7 @@ def cache_in_training(look: Look) -> Iterator[Finding]:
             f"use_cache=True under {by[id(again[0])]}: its replay adds keys and values to the cache once more, and "
             "attends to them twice, or fails",
             "model.config.use_cache = False",
+            refutable=True,
         )
     elif writers:
         yield Finding(

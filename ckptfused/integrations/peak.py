@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_autograd import is_profiled
 from ckptfused.compat.torch_memory import local_tensor
 from ckptfused.profiler.allocator import AllocatorLog, CPUAllocator
+from ckptfused.profiler.optimizer_step import state_tensors
 
 
 class PeakMeter:
@@ -48,8 +47,8 @@ class PeakMeter:
 
 def state_storages(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, int]:
     """Storages of weights, buffers, gradients and the optimizer's state, in bytes, by their addresses."""
-    state: Any = {} if optimizer is None else optimizer.state
     weights = list(model.parameters())
-    tensors = [*weights, *model.buffers(), *(p.grad for p in weights), *tree_leaves(list(state.values()))]
+    kept = [] if optimizer is None else state_tensors(optimizer)
+    tensors = [*weights, *model.buffers(), *(p.grad for p in weights), *kept]
     own = [local_tensor(t) for t in tensors if isinstance(t, Tensor)]
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own if not t.is_meta}

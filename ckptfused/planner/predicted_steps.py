@@ -34,7 +34,7 @@ class PredictedSteps:
 
     def of(self, policy: CheckpointPolicy, whole: bool = False) -> Profile:
         """The step's profile. whole: with its optimizer, which changes nothing but what is added for it, if it does not
-        update weights in backward."""
+        update weights in backward. **Raises** `ValueError` where a layer or the optimizer cannot be counted."""
         if policy not in self._found or whole:
             self._said(str(policy))
             with warnings.catch_warnings(record=True) as said:
@@ -42,6 +42,10 @@ class PredictedSteps:
                 install(self.meta_copy, policy)
                 step = self.step if whole or self.step.release else replace(self.step, optimizer=None)
                 found = predicted(self.meta_copy, step)
+            if found.uncounted:
+                raise ValueError(
+                    f"model: no plan keeps a budget where {found.uncounted}; profile(model, batch) measures it"
+                )
             if any("is divided before" in str(warning.message) for warning in said):
                 self.broken.add(policy)
             more = unseen_bytes(found.above_state, found.workspace, found.device)

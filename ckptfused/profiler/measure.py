@@ -6,22 +6,23 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_memory import storage_address
 from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.models.release import released
 from ckptfused.profiler.allocator import AllocatorLog, CPUAllocator, CUDAAllocator
 from ckptfused.profiler.analysis import profile_of
+from ckptfused.profiler.optimizer_step import state_tensors
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Marks, TrainingStep, run_step
 from ckptfused.profiler.trace import Trace
-from ckptfused.simulate.meta_copy import buckets, model_tensors
+from ckptfused.simulate.meta_copy import attribute_tensors, batch_bytes, buckets, model_tensors
 from ckptfused.state.snapshot import Unchanged, drawn_alike
 
 TIMED = 3
@@ -50,9 +51,10 @@ def measured(model: nn.Module, step: TrainingStep, device: torch.device) -> Prof
         seconds = _seconds(model, run, device)
         allocator = CUDAAllocator(device) if device.type == "cuda" else CPUAllocator()
         log, marks, received, gradients = _record(model, run, allocator)
-        state = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
+        state = [] if optimizer is None else state_tensors(optimizer)
         found = [(place, phase) for place, (_, phase) in zip(log.marks, marks.found, strict=True)]
-        weights = stored_bytes([*model_tensors(model), *tree_leaves(step.batch)]) + buckets(model)
+        held = stored_bytes([*model_tensors(model), *chain(*attribute_tensors(model).values())])
+        weights = held + batch_bytes(step.batch) + buckets(model)
         trace = Trace(log.changes, found, received, seconds, marks.names, gradients, weights, stored_bytes(state))
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return profile_of(trace, name, "measured", step, fragmentation=log.fragmentation)

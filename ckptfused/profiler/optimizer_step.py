@@ -45,6 +45,30 @@ def take_step(optimizer: Optimizer, kind: str) -> tuple[list[str], bool]:
     return [asked] * numbers.asked, fused
 
 
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """What an optimizer keeps between steps: its state, and what else its attributes hold (a base optimizer, weights in
+    full precision), but the weights that it updates.
+    """
+    own = (p for group in optimizer.param_groups for p in group["params"])
+    seen = {*map(id, own), id(optimizer.param_groups), id(optimizer.defaults)}
+    found: list[Tensor] = []
+    near: list[Any] = [vars(optimizer)]
+    while near:
+        value = near.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            found += [value] if value.grad is None else [value, value.grad]
+        elif isinstance(value, dict):
+            near += value.values()
+        elif isinstance(value, list | tuple | set):
+            near += value
+        elif isinstance(value, Optimizer):
+            near.append(vars(value))
+    return found
+
+
 class _Ones(TorchFunctionMode):
     """The numbers that an optimizer asks of tensors without data, such as a norm, are 1: most change values alone."""
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,16 +22,24 @@ from ckptfused.cost import OpenLedger
 from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.models.release import released
 from ckptfused.profiler.analysis import profile_of
-from ckptfused.profiler.optimizer_step import first_line, step_of, take_step
+from ckptfused.profiler.optimizer_step import first_line, state_tensors, step_of, take_step
 from ckptfused.profiler.phases import Phase
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, Marks, NoLossError, TrainingStep, misspelt, run_step
 from ckptfused.profiler.trace import Change, Trace
 from ckptfused.simulate.autocast import outside
 from ckptfused.simulate.devices import Device
+from ckptfused.simulate.fast_path import measured_fast_paths
 from ckptfused.simulate.functions import functions_for_meta
 from ckptfused.simulate.made_by_name import MadeByName
-from ckptfused.simulate.meta_copy import copy_to_meta, data_behind, model_tensors, without_data
+from ckptfused.simulate.meta_copy import (
+    attribute_tensors,
+    batch_bytes,
+    copy_to_meta,
+    data_behind,
+    model_tensors,
+    without_data,
+)
 from ckptfused.simulate.roofline import TooLargeError, Work
 from ckptfused.simulate.values import LARGEST, KnownValues, tensors_with_values
 from ckptfused.sizes import size
@@ -156,16 +165,20 @@ def _record(
     work = Work(device, opened, spend)
     marks.received, marks.stamp = given, now
     twins, optimizer = without_data(step.batch), step.optimizer_of(model)
-    weights = stored_bytes([*model_tensors(model), *tree_leaves(twins)])
-    state = 0 if optimizer is None else stored_bytes(tree_leaves(list(optimizer.state.values())))
+    held = attribute_tensors(model)
+    weights = stored_bytes([*model_tensors(model), *chain(*held.values())]) + batch_bytes(step.batch)
+    state = 0 if optimizer is None else stored_bytes(state_tensors(optimizer))
     optimize = None if optimizer is None else step_at_once if at_once else step_of(optimizer)
     release = released(model, optimizer if step.release else None, optimize)
     numbers = [(t, data_behind(t)) for t in model.buffers() if t.dim() == 0]  # such as how many batches there were
     known = KnownValues([*tensors_with_values(step.batch, twins), *((t, n) for t, n in numbers if not n.is_meta)])
     named = MadeByName()
     on_cpu = named if device.kind == "cpu" else nullcontext()
-    with functions_for_meta(device.kind, work), marks, opened, work, on_cpu, known, release:
+    fast = measured_fast_paths(model, work)
+    with functions_for_meta(device.kind, work), marks, opened, work, on_cpu, known, release, fast:
         gradients = run_step(model, replace(step, batch=twins), optimize, marks)
+    # What a first step leaves in the model, the next one has until it makes that again.
+    weights += stored_bytes(chain(*(ts for place, ts in attribute_tensors(model).items() if place not in held)))
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     changes, found = _places(opened, marks.found)
     trace = Trace(changes, found, received, seconds, marks.names, gradients, weights, state)
@@ -178,6 +191,8 @@ def _measured(work: Work) -> list[str]:
     if work.convolution_scratch:
         held = f"up to {size(work.convolution_scratch)} within one, as measured on this CPU"
         notes.append(f"convolutions hold {held}")
+    if work.selects:
+        notes.append("what the model selects by values (x[mask], nonzero) counts as all that there is to select from")
     if work.unmeasured:
         named = ", ".join(sorted(work.unmeasured))
         notes.append(f"{named}: too large to run alone, so what PyTorch allocates within it is not counted")

@@ -22,9 +22,10 @@ class Profile:
     peak: int
     """Peak bytes that the allocator is asked for, weights and optimizer state included."""
     weights: int
-    """Parameters and buffers, the batch, and what `DistributedDataParallel` reduces gradients in."""
+    """Parameters and buffers, other tensors that modules hold from step to step, the batch (of slices of larger tensors
+    what they span), and what `DistributedDataParallel` reduces gradients in."""
     optimizer: int
-    """What the optimizer keeps between steps."""
+    """What the optimizer keeps between steps, in its state or other attributes."""
     gradients: int
     """Gradient bytes of parameters that are there at the peak."""
     activations: int
@@ -79,6 +80,11 @@ class Profile:
     was never measured there, or the time is a measured one."""
     notes: tuple[str, ...] = ()
     """What the numbers leave out or take for granted."""
+
+    @property
+    def uncounted(self) -> str | None:
+        """What a note says of a layer, or an optimizer, that does not run without data, and is not counted."""
+        return next((note for note in self.notes if " is opaque: " in note or " takes no step without" in note), None)
 
     @property
     def above_state(self) -> int:

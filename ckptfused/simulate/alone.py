@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ class Like:
 
 
 class OpCall:
-    """A call of an op. Its kind are shapes, strides and types of tensors, and other arguments but floats."""
+    """A call of an op. Its kind are shapes, strides and types of tensors, and other arguments but fractions: whether a
+    probability is 0, or a norm's order 2, may decide what is allocated."""
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any = None) -> None:
         self._function = function
@@ -107,4 +109,6 @@ def _kind(value: Any) -> Hashable:
         return tuple(map(_kind, value))
     if isinstance(value, dict):
         return tuple((name, _kind(given)) for name, given in value.items())
-    return float if isinstance(value, float) else value if isinstance(value, Like) else repr(value)
+    if isinstance(value, float) and isfinite(value) and not value.is_integer():
+        return float
+    return value if isinstance(value, Like) else repr(value)

@@ -89,10 +89,10 @@ def attention_on_meta(
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     if not query.is_meta:
         return below(query, key, value, attn_mask, **options)
-    on_cpu = device == "cpu" and not (dropout_p == 0 and _flash_on_cpu(query, key, value, attn_mask))
+    spelled_out = device == "cpu" and not (dropout_p == 0 and _flash_on_cpu(query, key, value, attn_mask))
     # PyTorch adds a mask of booleans as numbers: each call has a copy of its own, until it ends.
     bias = attn_mask.to(query.dtype) if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
-    if on_cpu or not _heads_fit(query, key, value, enable_gqa):
+    if spelled_out or not _fused_allowed(device) or not _heads_fit(query, key, value, enable_gqa):
         materialised = torch.ops.aten._scaled_dot_product_attention_math
         return materialised(query, key, value, bias, **options)[0]
     scratch = (_scratch if device == "cuda" else _scratch_on_cpu)(query, key, is_causal)
@@ -204,6 +204,12 @@ def _heads_fit(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> bool
         return True
     heads = query.size(1) == key.size(1) or (grouped and query.size(1) % key.size(1) == 0)
     return query.size(0) == key.size(0) and key.shape[:2] == value.shape[:2] and heads
+
+
+def _fused_allowed(device: str) -> bool:
+    """Whether a caller lets PyTorch take kernels that keep no probabilities (`torch.nn.attention.sdpa_kernel`)."""
+    on = torch.backends.cuda
+    return on.flash_sdp_enabled() or (device == "cuda" and (on.mem_efficient_sdp_enabled() or on.cudnn_sdp_enabled()))
 
 
 def _flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import types
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -14,12 +15,13 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ckptfused.compat.pytree import tree_leaves, tree_map
-from ckptfused.compat.torch_memory import storage_id
+from ckptfused.compat.torch_memory import sparse_bytes, storage_id
 
 T = TypeVar("T")
 
 
 _ORIGINAL = "_ckptfused_original"
+_OWN = ("_parameters", "_buffers", "_modules")
 
 
 class _Original:
@@ -117,18 +119,23 @@ def _rebound_object(value: Any, memo: dict[int, Any], depth: int) -> Any:
 
 
 def without_data(value: T) -> T:
-    """The same batch, or module, with tensors on the meta device (whole ones of shards). Modules and containers are its
-    own: what a forward keeps, replaces or registers there is not seen by the original. Other objects are shared.
+    """The same batch, or module, with tensors on the meta device (whole ones of shards). Modules, containers and
+    dataclasses are its own: what a forward keeps, replaces or registers there is not seen by the original. Other
+    objects are shared.
 
     What is one tensor, module or set stays one.
     """
     made: dict[int, Any] = {}
 
     def meta_copy(value: Any) -> Any:
-        if not isinstance(value, Tensor | nn.Module | set):
+        if not isinstance(value, Tensor | nn.Module | set) and not _is_record(value):
             return value
         if id(value) not in made:
-            if isinstance(value, nn.Module):
+            if _is_record(value):
+                made[id(value)] = copied = copy.copy(value)
+                for part in dataclasses.fields(value):
+                    object.__setattr__(copied, part.name, tree_map(meta_copy, getattr(value, part.name)))
+            elif isinstance(value, nn.Module):
                 made[id(value)] = copied = object.__new__(type(value))
                 copied.__dict__.update(tree_map(meta_copy, vars(value)))
             else:
@@ -138,10 +145,43 @@ def without_data(value: T) -> T:
     return tree_map(meta_copy, value)
 
 
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module)
+
+
+def batch_leaves(batch: Any) -> Iterator[Any]:
+    """What is in the containers and dataclasses of a batch."""
+    for value in tree_leaves(batch):
+        if _is_record(value):
+            yield from batch_leaves([getattr(value, part.name) for part in dataclasses.fields(value)])
+        else:
+            yield value
+
+
 def _like(t: Tensor) -> Tensor:
     known = type(t) in (Tensor, nn.Parameter) or t.is_nested
-    found = t.detach().to("meta") if known else torch.empty(t.shape, dtype=t.dtype, device="meta")
+    if known and (t.layout != torch.strided or t.is_nested or t.is_conj()):
+        found = t.detach().to("meta")
+    elif known:  # a slice of something larger stays as strewn, and may be copied
+        found = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    else:
+        found = torch.empty(t.shape, dtype=t.dtype, device="meta")
     return found.requires_grad_(t.requires_grad)
+
+
+def batch_bytes(batch: Any) -> int:
+    """Bytes from the first to the last element of each tensor, those of a storage together at most as many as it has:
+    what a batch is a slice of may be a whole data set.
+    """
+    found: dict[int, tuple[int, int]] = {}
+    for t in {id(t): t for t in batch_leaves(batch) if isinstance(t, Tensor)}.values():
+        if t.layout != torch.strided:
+            found[-id(t)] = (sparse_bytes(t),) * 2 if t.layout == torch.sparse_coo else (t.nbytes,) * 2
+            continue
+        spanned = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+        before = found.get(storage_id(t), (0, 0))[0]
+        found[storage_id(t)] = before + spanned * t.itemsize * (t.numel() > 0), t.untyped_storage().nbytes()
+    return sum(map(min, found.values()))
 
 
 def model_tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -150,6 +190,22 @@ def model_tensors(model: nn.Module) -> Iterator[Tensor]:
         yield t
         if type(t) not in (Tensor, nn.Parameter):
             yield from _within(vars(t), 3)
+
+
+def attribute_tensors(model: nn.Module) -> dict[tuple[int, str], list[Tensor]]:
+    """What modules hold that is neither parameter nor buffer, such as a memory of the last batch, by the module's
+    identity and the attribute's name."""
+    found = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            held = [] if name in _OWN else list(filter(_is_plain, tree_leaves(value)))
+            if held:
+                found[id(module), name] = held
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided
 
 
 def _within(value: Any, depth: int) -> Iterator[Tensor]:

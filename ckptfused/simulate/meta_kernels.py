@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -105,7 +106,19 @@ def _where(copies: list[Tensor], condition: Tensor, *values: Any) -> Tensor:
     return out
 
 
-_STAND_INS: dict[Any, Callable[..., Any]] = {
+def _nonzero(copies: list[Tensor], x: Tensor) -> Tensor:
+    """The place of every entry, since any may be one: whole numbers [x.numel(), x.dim()]."""
+    return x.new_empty(x.numel(), x.dim(), dtype=torch.int64) if x.is_meta else aten.nonzero(x)
+
+
+def _masked_select(copies: list[Tensor], x: Tensor, mask: Tensor) -> Tensor:
+    """Every entry, in one dimension."""
+    return x.new_empty(prod(torch.broadcast_shapes(x.shape, mask.shape))) if x.is_meta else x.masked_select(mask)
+
+
+SELECTING: dict[Any, Callable[..., Any]] = {aten.nonzero: _nonzero, aten.masked_select: _masked_select}
+"""Of these the values decide how much there is: at most this."""
+_STAND_INS: dict[Any, Callable[..., Any]] = SELECTING | {
     aten._ctc_loss: _ctc_loss,
     aten._ctc_loss_backward: _ctc_loss_backward,
     aten.native_group_norm: _group_norm,

@@ -35,7 +35,7 @@ from ckptfused.simulate.cpu_timings import (
     grouped_products,
 )
 from ckptfused.simulate.devices import Device
-from ckptfused.simulate.meta_kernels import kernel_on_meta
+from ckptfused.simulate.meta_kernels import SELECTING, kernel_on_meta
 from ckptfused.simulate.scratch import LARGEST, Grown, KeptNumbers, Surplus
 from ckptfused.sizes import size
 from ckptfused.spec import AttentionSpec, parse
@@ -85,12 +85,15 @@ class Work(DispatchMode):
         """Bytes that a convolution was measured to hold within itself, the most of all."""
         self.unmeasured: set[str] = set()
         """Ops that are too large to run alone, and may hold something."""
+        self.selects = False
+        """Whether values that are not known decide how much there is, which counts as all."""
         self.half_multiplications = 0
         """Multiplications of PyTorch's largest product in half precision."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.numbers.keep()
+        self.selects |= func.overloadpacket in SELECTING and args[0].is_meta
         own = func.namespace == "ckptfused"
         begin = len(self._opened) if own else 0
         if own:
@@ -160,7 +163,7 @@ class Work(DispatchMode):
             if not is_known and _bytes((args, kwargs, out)) > LARGEST:
                 self.unmeasured.add(str(packet))
         operands = args[packet is aten.addmm :] if packet in _DENSE | _CONTIGUOUS else ()
-        is_copied = _is_expanded if packet in _DENSE else _is_strewn
+        is_copied = _is_expanded if packet in _DENSE else lambda t: not t.is_contiguous()
         held += [t.new_empty(t.shape) for t in operands if _is_meta(t) and is_copied(t)]
         return out
 
@@ -282,10 +285,6 @@ def _is_meta(value: Any) -> bool:
 
 def _is_expanded(t: Tensor) -> bool:
     return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
-
-
-def _is_strewn(t: Tensor) -> bool:
-    return not t.is_contiguous()
 
 
 def _is_view(func: Any) -> bool:

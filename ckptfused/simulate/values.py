@@ -18,6 +18,7 @@ from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_dispatch import DispatchMode, tensors_of, without_dispatch_modes, written_arguments
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.ops.fake import hold_surplus, surplus_of
+from ckptfused.simulate.meta_copy import batch_leaves
 
 MOST_ENTRIES = 1 << 18
 """Entries of a tensor whose values are kept, or as many as the largest mask or positions of the batch have: what holds
@@ -128,8 +129,10 @@ class KnownValues(DispatchMode):
 
     def _places(self, index: Tensor | None) -> list[Tensor | None]:
         """An index by booleans as indices by numbers."""
-        if index is None or index.dtype not in (torch.bool, torch.uint8) or (value := self._value(index)) is None:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
             return [index]
+        if (value := self._value(index)) is None:
+            return [*index.nonzero().unbind(-1)]
         found: list[Tensor | None] = []
         for place in value.nonzero(as_tuple=True):
             meta_copy = torch.empty_like(place, device="meta")
@@ -162,7 +165,7 @@ class KnownValues(DispatchMode):
 
 def tensors_with_values(batch: Any, twins: Any) -> list[tuple[Tensor, Tensor]]:
     """The tensors of a batch that have values, behind their twins."""
-    pairs = zip(tree_leaves(twins), tree_leaves(batch), strict=True)
+    pairs = zip(batch_leaves(twins), batch_leaves(batch), strict=True)
     return [(meta_copy, t) for meta_copy, t in pairs if isinstance(t, Tensor) and not t.is_meta]
 
 

@@ -125,10 +125,11 @@ struct OperatorCalls {
     return adds ? bytes + bytes_of(function.inputs()[0].toTensor()) : bytes;
   }
   // Whether it is autograd itself, between the nodes of its graph, that adds a gradient to one of
-  // which nobody else holds the memory. Of a view the tensor that it is a view of does: that of a
-  // head's weight, which is the transpose of a product.
+  // which nobody else holds the memory: not where it makes a graph of that (`create_graph`). Of a
+  // view the tensor that it is a view of does: that of a head's weight, the transpose of a product.
   static bool adds_gradients(const Ledger& ledger, const at::RecordFunction& function) {
     return ledger.nodes_ == 0 && torch::autograd::get_current_graph_task_id() != -1 &&
+           !at::GradMode::is_enabled() &&
            std::string_view(function.name()) == "aten::add" &&
            !function.inputs()[0].toTensor().is_view();
   }

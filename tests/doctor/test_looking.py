@@ -244,6 +244,18 @@ def test_a_fault_is_named(fault: Fault) -> None:
         assert not [f for f in found if fault.words in f.text], found
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_cache_whose_second_half_nobody_reads_is_a_warning(reentrant: bool) -> None:
+    """Causal attention from the first key on hides what a replay adds, whose gradients a reentrant one needs."""
+    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    ids = text_batch()["input_ids"]
+    found = doctor(around_layers(cached(), checkpoint_impl=kind), {"input_ids": ids, "labels": ids})
+    words = "its replay adds keys and values to the cache once more"
+    assert [f.severity for f in found if words in f.text] == ["error" if reentrant else "warning"], found
+    assert found.certificate.startswith("Certificate:") != reentrant and found.healthy != reentrant
+    assert "refutable" not in found.to_json()
+
+
 def test_float32_on_a_device_that_knows_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     for knows, dtype, expected in (
         (True, torch.float32, True),

@@ -45,10 +45,11 @@ def test_an_op_runs_once_for_all_of_its_kind() -> None:
 
     a, indices = meta(3, 2).t(), meta(4, dtype=torch.int64)
     state = torch.get_rng_state()
-    found = here().seconds(op, (a, a, 2.0, indices))
+    found = here().seconds(op, (a, a, 2.5, indices))
     assert found is not None and found > 0 and len(ran) == 1 + CALLS
     again = meta(3, 2).t()
-    assert here().seconds(op, (again, again, 3.0, indices)) == found and len(ran) == 1 + CALLS
+    assert here().seconds(op, (again, again, 3.5, indices)) == found and len(ran) == 1 + CALLS
+    assert here().seconds(op, (again, again, 0.0, indices)) is not None and len(ran) == 2 * (1 + CALLS)
     assert torch.equal(torch.get_rng_state(), state)
 
 
