@@ -45,9 +45,14 @@ def local_tensor(t: Any) -> Any:
     return getattr(t, "_local_tensor", t)
 
 
+def sparse_parts(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Places and entries of a sparse tensor, coalesced or not. `_indices`, `_values`."""
+    return t._indices(), t._values()
+
+
 def sparse_bytes(t: Tensor) -> int:
-    """What a sparse tensor, coalesced or not, takes. `_indices`, `_values`."""
-    return t._indices().nbytes + t._values().nbytes
+    """What a sparse tensor, coalesced or not, takes."""
+    return sum(part.nbytes for part in sparse_parts(t))
 
 
 def allocations(function: Callable[[], Any]) -> tuple[Any, list[int]]:

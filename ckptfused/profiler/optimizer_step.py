@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 
-def take_step(optimizer: Optimizer, kind: str) -> tuple[list[str], bool]:
+def take_step(optimizer: Optimizer, kind: str, sparse: bool) -> tuple[list[str], bool]:
     """Has an optimizer take a step, so that it has its state; a note where it cannot without data, or looks at numbers.
     And whether its step holds nothing that is counted: it is one kernel, or cannot be taken.
 
     Fused ones know no meta tensors, but keep what others of their class do. Those that can take all parameters at once
     do so where they are told, and on a GPU where they are not told otherwise.
+
+    sparse: whether some gradients are sparse.
     """
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     name, numbers = type(optimizer).__name__, _Ones()
@@ -41,6 +43,8 @@ def take_step(optimizer: Optimizer, kind: str) -> tuple[list[str], bool]:
     finally:
         for parameter in trained:
             parameter.grad = None
+    if sparse and optimizer.state:
+        return [f"{name} takes no step without data of sparse gradients: its state counts as that of dense ones"], True
     asked = f"{name} looks at numbers, such as norms, for which 1 is taken: what it holds is that of such a step"
     return [asked] * numbers.asked, fused
 

@@ -64,7 +64,8 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     """
     batch, device, optimizer = step.batch, step.device, step.optimizer_of(model)
     assert isinstance(device, Device)
-    notes, at_once = ([], False) if optimizer is None else take_step(optimizer, device.kind)
+    sparse = any(getattr(m, "sparse", False) is True for m in model.modules())
+    notes, at_once = ([], False) if optimizer is None else take_step(optimizer, device.kind, sparse)
     opaque: dict[int, str] = {}
     while True:
         opened = OpenLedger(device.kind)
@@ -105,8 +106,8 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     notes += _measured(work)
     if by_chance:
         notes.append("the model looks at random numbers (drops layers, say): another step may need more, or less")
-    if step.gradient_accumulation_steps > 1 and any(getattr(m, "sparse", False) is True for m in model.modules()):
-        notes.append("sparse gradients count as those of one batch: each further batch adds its rows to them")
+    if step.gradient_accumulation_steps > 2 and sparse:
+        notes.append("sparse gradients count as those of two batches: each further batch adds its rows to them")
     return profile_of(
         trace,
         device.name,
@@ -171,7 +172,8 @@ def _record(
     optimize = None if optimizer is None else step_at_once if at_once else step_of(optimizer)
     release = released(model, optimizer if step.release else None, optimize)
     numbers = [(t, data_behind(t)) for t in model.buffers() if t.dim() == 0]  # such as how many batches there were
-    known = KnownValues([*tensors_with_values(step.batch, twins), *((t, n) for t, n in numbers if not n.is_meta)])
+    values = [*tensors_with_values(step.batch, twins), *((t, n) for t, n in numbers if not n.is_meta)]
+    known = KnownValues(values, device.kind == "cpu")
     named = MadeByName()
     on_cpu = named if device.kind == "cpu" else nullcontext()
     fast = measured_fast_paths(model, work)

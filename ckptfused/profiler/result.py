@@ -83,8 +83,9 @@ class Profile:
 
     @property
     def uncounted(self) -> str | None:
-        """What a note says of a layer, or an optimizer, that does not run without data, and is not counted."""
-        return next((note for note in self.notes if " is opaque: " in note or " takes no step without" in note), None)
+        """What a note says of a layer, an optimizer or gradients that are not counted, or not all."""
+        said = (" is opaque: ", " takes no step without", "sparse gradients count as")
+        return next((note for note in self.notes if any(words in note for words in said)), None)
 
     @property
     def above_state(self) -> int:

@@ -76,12 +76,14 @@ class OpCall:
         given: Callable[[Tensor], Tensor] | None = None,
     ) -> bool:
         done: list[bool] = []
-        thread = threading.Thread(target=self._run, args=(observe, given, done))
+        thread = threading.Thread(target=self._run, args=(observe, given, done, torch.get_num_threads()))
         thread.start()
         thread.join()
         return bool(done)
 
-    def _run(self, observe: Any, given: Callable[[Tensor], Tensor] | None, done: list[bool]) -> None:
+    def _run(self, observe: Any, given: Callable[[Tensor], Tensor] | None, done: list[bool], threads: int) -> None:
+        if torch.get_num_threads() != threads:  # a new thread begins with as many as the environment says
+            torch.set_num_threads(threads)
         leaves, structure = tree_flatten(self._given)
         likes = {
             id(leaf): Like.of(leaf) if isinstance(leaf, Tensor) else leaf

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ckptfused.compat.torch_autograd import working_node
+from ckptfused.compat.torch_memory import sparse_parts
 from ckptfused.ops.fake import hold_surplus
 
 aten = torch.ops.aten
@@ -18,8 +19,54 @@ aten = torch.ops.aten
 
 def kernel_on_meta(func: Any, device: str, copies: list[Tensor]) -> Callable[..., Any]:
     """An op, or what stands for it on a device of this kind. copies: gets what the op holds until it ends."""
+    if func in _SPARSE:
+        return partial(_of_layout, func, copies)
     stand_in = _STAND_INS.get(func.overloadpacket) or (_ON_CPU.get(func.overloadpacket) if device == "cpu" else None)
     return func if stand_in is None else partial(stand_in, copies)
+
+
+def _of_layout(func: Any, copies: list[Tensor], x: Any, *others: Any, **options: Any) -> Any:
+    given = [t for t in (x, *others) if isinstance(t, Tensor)]
+    is_sparse = any(t.is_meta and t.layout == torch.sparse_coo for t in given)
+    return _SPARSE[func](copies, x, *others) if is_sparse else func(x, *others, **options)
+
+
+def _clone(copies: list[Tensor], x: Tensor) -> Tensor:
+    """A sparse gradient, of which autograd keeps the parts; without data it copies it."""
+    return torch.sparse_coo_tensor(*sparse_parts(x), x.shape, check_invariants=False)
+
+
+def _add(copies: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """The entries of both sparse gradients."""
+    (indices, values), (more, theirs) = sparse_parts(x), sparse_parts(y)
+    both = torch.cat([indices, more], 1), torch.cat([values, theirs])
+    return torch.sparse_coo_tensor(*both, x.shape, check_invariants=False)
+
+
+def _add_into(copies: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
+    """A sparse gradient into a weight, or into those of earlier batches, which then has the entries of both."""
+    if x.layout == torch.sparse_coo:
+        parts = sparse_parts(y)
+        copies += [t.new_empty(t.shape) for t in (*sparse_parts(x), *parts)]
+        hold_surplus(sparse_parts(x)[1], list(parts))
+    return x
+
+
+def _coalesce(copies: list[Tensor], x: Tensor) -> Tensor:
+    """As many entries, since no two may be of one place; they are sorted by their places."""
+    indices, values = sparse_parts(x)
+    copies += [indices.new_empty(indices.size(1)) for _ in range(3)]
+    made = torch.empty_like(indices), torch.empty_like(values)
+    return torch.sparse_coo_tensor(*made, x.shape, is_coalesced=True, check_invariants=False)
+
+
+_SPARSE: dict[Any, Callable[..., Tensor]] = {
+    aten.clone.default: _clone,
+    aten.add.Tensor: _add,
+    aten.add_.Tensor: _add_into,
+    aten._coalesce.default: _coalesce,
+}
+"""PyTorch has no kernel of these for tensors without data, or one whose results have no entries."""
 
 
 def _ctc_loss(
@@ -92,6 +139,8 @@ def _bag_backward(copies: list[Tensor], grad: Tensor, *others: Any) -> Tensor:
     mode, sparse = others[7:9]
     if mode == 2:
         copies.append(grad.new_empty(grad.numel() * (8 + grad.itemsize) + 8 * len(grad), dtype=torch.uint8))
+    elif mode == 1 and sparse:  # each row's share of its bag
+        copies.append(grad.new_empty(2 * len(others[3]) + len(others[0])))
     elif mode == 0 and not sparse:
         hold_surplus(out, [out.new_empty(8, dtype=torch.uint8)])
     return out

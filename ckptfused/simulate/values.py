@@ -6,7 +6,9 @@ which rows have a label.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_dispatch import DispatchMode, tensors_of, without_dispatch_modes, written_arguments
-from ckptfused.compat.torch_memory import storage_id
+from ckptfused.compat.torch_memory import allocations, storage_id
 from ckptfused.ops.fake import hold_surplus, surplus_of
 from ckptfused.simulate.meta_copy import batch_leaves
 
@@ -43,11 +45,12 @@ _CPU = torch.device("cpu")
 class KnownValues(DispatchMode):
     """While it is active, ops on known tensors are computed, too, on the CPU; what asks for a value gets it.
 
-    pairs: a tensor on the meta device, and one with its values.
+    pairs: a tensor on the meta device, and one with its values. on_cpu: the meta device stands for the CPU at hand.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], on_cpu: bool = False) -> None:
         super().__init__()
+        self._on_cpu = on_cpu
         self._values = WeakTensorKeyDictionary()
         self._given = WeakTensorKeyDictionary()
         """The batch's tensors and numbers that follow of them, which may be of `torch.empty`: shapes alone count. Where
@@ -87,6 +90,8 @@ class KnownValues(DispatchMode):
             return found
         if torch.Tag.dynamic_output_shape in func.tags:
             out = tree_map(lambda t: torch.empty_like(t, device="meta"), found)
+            if self._on_cpu:  # what it held within itself, for a moment
+                torch.empty(self._within(func, args, kwargs), dtype=torch.uint8, device="meta")
         else:
             out = func(*args, **kwargs)
         for meta_copy, value in zip(tree_leaves(out), tree_leaves(found), strict=True):
@@ -117,15 +122,24 @@ class KnownValues(DispatchMode):
         shapes = [t.shape for t in values if t is not None]
         if torch.Tag.pointwise in func.tags and prod(torch.broadcast_shapes(*shapes)) > self._most:
             return None  # a causal mask, of two rows of positions
-        rest = iter(values)
-        args, kwargs = tree_map(lambda x: next(rest) if isinstance(x, Tensor) else x, (args, kwargs))
-        if "device" in kwargs:
-            kwargs = kwargs | {"device": _CPU}
         with without_dispatch_modes():
             try:
-                return func(*args, **kwargs)
+                return self._call(func, args, kwargs)()
             except (RuntimeError, NotImplementedError):  # such as of a kernel that the CPU does not have
                 return None
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
+        """An op of known tensors, on the CPU."""
+        args, kwargs = tree_map(lambda x: self._value(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        if "device" in kwargs:
+            kwargs = kwargs | {"device": _CPU}
+        return partial(func, *args, **kwargs)
+
+    def _within(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Bytes that it allocates and frees within itself."""
+        with without_dispatch_modes():
+            _, changes = allocations(self._call(func, args, kwargs))
+        return max(accumulate(changes, initial=0)) - sum(changes)
 
     def _places(self, index: Tensor | None) -> list[Tensor | None]:
         """An index by booleans as indices by numbers."""

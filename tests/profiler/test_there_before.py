@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 
 from ckptfused import convert, profile
 

@@ -171,6 +171,23 @@ def test_recurrent_layers_with_and_without_dropout(kind: Any) -> None:
         assert measured.peak <= predicted.peak <= 1.02 * measured.peak and measured.saved <= predicted.saved
 
 
+KNOWN: dict[str, Callable[[Tensor], Tensor]] = {
+    "unique": lambda x: torch.unique((x * 2).round()),
+    "unique, and where": lambda x: torch.unique((x * 2).round(), return_inverse=True)[1],
+    "entries": lambda x: x.masked_select(x > 0),
+    "places": lambda x: x.nonzero(),
+}
+
+
+@pytest.mark.parametrize("what", KNOWN)
+def test_what_an_op_holds_whose_values_are_known(what: str) -> None:
+    """It is computed beside what is predicted, for its results."""
+    torch.manual_seed(1)
+    model, x = Layer(lambda m, x: m.a(x) + KNOWN[what](x).sum()), torch.randn(N, C)
+    predicted, measured = profile(model, x, device="cpu"), profile(model, x)
+    assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
+
+
 def _product(m: Layer, x: Tensor) -> Tensor:
     def energy(x: Tensor) -> Tensor:
         return m.b(m.a(x).tanh()).square().sum()

@@ -16,7 +16,7 @@ from ckptfused import convert, cost
 from ckptfused.profiler.predict import predicted
 from ckptfused.profiler.step import TrainingStep
 from ckptfused.simulate import cpu_timings
-from ckptfused.simulate.alone import Like
+from ckptfused.simulate.alone import Like, OpCall
 from ckptfused.simulate.cpu_timings import CALLS, Cache, untimed
 from ckptfused.simulate.devices import Device, device_named
 
@@ -51,6 +51,18 @@ def test_an_op_runs_once_for_all_of_its_kind() -> None:
     assert here().seconds(op, (again, again, 3.5, indices)) == found and len(ran) == 1 + CALLS
     assert here().seconds(op, (again, again, 0.0, indices)) is not None and len(ran) == 2 * (1 + CALLS)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_op_runs_alone_with_the_threads_of_its_caller() -> None:
+    """oneDNN asks OpenMP, of which a new thread begins with what the environment says."""
+    said: list[str] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        assert OpCall(torch.__config__.parallel_info, ()).run(lambda run: said.append(run()))
+    finally:
+        torch.set_num_threads(before)
+    assert f"omp_get_max_threads() : {before + 1}" in said[0]
 
 
 def test_no_ledger_sees_an_op_that_runs_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.kernels import replaced_kernels
 from ckptfused.compat.pytree import tree_leaves
-from ckptfused.compat.torch_memory import storage_id
+from ckptfused.compat.torch_memory import sparse_parts, storage_id
 from ckptfused.simulate.functions import attention_on_meta, grouped_mm_on_meta
 from ckptfused.simulate.meta_copy import without_data
 from ckptfused.state.undone import without_trace
@@ -102,6 +103,8 @@ def storage(t: Tensor) -> int:
 
 
 def stored_bytes(values: Iterable[Any]) -> int:
-    """Bytes of the unique storages of the tensors among these values."""
-    found = {storage(t): t.untyped_storage().nbytes() for t in values if isinstance(t, Tensor)}
+    """Bytes of the unique storages of the tensors among these values, sparse ones included."""
+    tensors = [t for t in values if isinstance(t, Tensor)]
+    parts = chain(*(sparse_parts(t) if t.layout == torch.sparse_coo else (t,) for t in tensors))
+    found = {storage(t): t.untyped_storage().nbytes() for t in parts}
     return sum(found.values())
