@@ -23,10 +23,12 @@ _PLAIN_CONTAINERS = frozenset(CONTAINERS)
 
 
 class _Kinds(dict[type, bool]):
-    """Whether values are numbers, texts and the like, which no operation changes: by type, of those that were met."""
+    """Whether values are numbers, texts and the like, which no operation changes: by type, of those that were met.
+    NumPy's scalars are, its booleans too, whether it is there or not."""
 
     def __missing__(self, kind: type) -> bool:
         found = kind in (type(None), tuple) or issubclass(kind, (Number, str, bytes, Enum))
+        found = found or any((base.__module__, base.__name__) == ("numpy", "generic") for base in kind.__mro__)
         return self.setdefault(kind, found)
 
 

@@ -282,18 +282,18 @@ class Late(nn.Module):
 
     def __init__(self, rate: float | None = None) -> None:
         super().__init__()
-        self.rate = rate
+        self.rate, self.on = rate, np.bool_(True)
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.rate is None:
             self.rate = 0.5
-        return nn.functional.dropout(x, self.rate) * self.calls
+        return nn.functional.dropout(x, self.rate) * self.calls if self.on else x
 
 
 @pytest.mark.parametrize("count", [4, 200])
-@pytest.mark.parametrize("what", ["rate", "numpy", "mode", "late"])
+@pytest.mark.parametrize("what", ["rate", "numpy", "mode", "flag", "late"])
 def test_the_first_of_many_modules_has_attributes_of_another_type(what: str, count: int) -> None:
     """A rate that is a whole number or None in the first instance of a class, and a fraction in the next; all may be
     NumPy's, as those of `np.linspace` are."""
@@ -310,6 +310,8 @@ def test_the_first_of_many_modules_has_attributes_of_another_type(what: str, cou
             y = call(segment, x)
             if what == "mode":
                 segment.eval()
+            elif what == "flag":
+                head[2].on = ~head[2].on
             elif what in ("rate", "numpy"):
                 head[0].p, head[1].p = number(1 if what == "rate" else 0.25), number(0.9)
             else:
