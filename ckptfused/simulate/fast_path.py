@@ -28,7 +28,7 @@ class _Measured(NamedTuple):
     """One call of a module."""
 
     results: Any
-    """As `Like`s."""
+    """The results, a `Like` for each tensor."""
     within: int
     """Bytes that it holds beside them until it ends."""
     seconds: float

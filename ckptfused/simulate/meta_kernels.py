@@ -53,7 +53,7 @@ def _add_into(copies: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
 
 
 def _coalesce(copies: list[Tensor], x: Tensor) -> Tensor:
-    """As many entries, since no two may be of one place; they are sorted by their places."""
+    """Entries sorted by their places: as many as before, since no two may be of one place."""
     indices, values = sparse_parts(x)
     copies += [indices.new_empty(indices.size(1)) for _ in range(3)]
     made = torch.empty_like(indices), torch.empty_like(values)
@@ -166,7 +166,7 @@ def _masked_select(copies: list[Tensor], x: Tensor, mask: Tensor) -> Tensor:
 
 
 SELECTING: dict[Any, Callable[..., Any]] = {aten.nonzero: _nonzero, aten.masked_select: _masked_select}
-"""Of these the values decide how much there is: at most this."""
+"""Ops whose values decide how much there is, and the most that may be."""
 _STAND_INS: dict[Any, Callable[..., Any]] = SELECTING | {
     aten._ctc_loss: _ctc_loss,
     aten._ctc_loss_backward: _ctc_loss_backward,

@@ -129,8 +129,7 @@ struct OperatorCalls {
   // view the tensor that it is a view of does: that of a head's weight, the transpose of a product.
   static bool adds_gradients(const Ledger& ledger, const at::RecordFunction& function) {
     return ledger.nodes_ == 0 && torch::autograd::get_current_graph_task_id() != -1 &&
-           !at::GradMode::is_enabled() &&
-           std::string_view(function.name()) == "aten::add" &&
+           !at::GradMode::is_enabled() && std::string_view(function.name()) == "aten::add" &&
            !function.inputs()[0].toTensor().is_view();
   }
   static void end(const at::RecordFunction& function, at::ObserverContext* within) {

@@ -199,6 +199,8 @@ def test_memory() -> None:
     assert torch_memory.storage_behind(torch_memory.StorageWeakRef(t.untyped_storage())).nbytes() == t.nbytes
     assert torch_memory.is_view(t[1:]) and not torch_memory.is_view(t)
     assert torch_memory.local_tensor(t) is t
+    places, entries = torch_memory.sparse_parts(torch.eye(3).to_sparse())
+    assert places.tolist() == [[0, 1, 2]] * 2 and entries.tolist() == [1.0] * 3
     assert torch_memory.sparse_bytes(torch.eye(3).to_sparse()) == 3 * 4 + 2 * 3 * 8
     assert isinstance(torch_memory.cpu_has_amx(), bool)
 

@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 def _written(m: Layer, x: Tensor) -> Tensor:
-    """As mixtures of experts written by hand do it."""
+    """Rows go through a projection of their own, as in mixtures of experts written by hand."""
     h = m.a(x)
     chosen, out = h.sum(-1) > 0, h.clone()
     out[chosen] = m.b(h[chosen])
