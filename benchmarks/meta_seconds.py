@@ -16,7 +16,8 @@ def step_seconds(step: Callable[[], object], device: Device) -> float:
     Of a block of ckptfused's, `cost.block_seconds` says the same by what it is spent on.
     """
     opened, spent = OpenLedger(device.kind), [0.0]
-    work = Work(device, opened, spent.append)
+    work = Work(device, opened)
+    work.spend = spent.append
     with functions_for_meta(device.kind, work), opened, work:
         step()
     return sum(spent)

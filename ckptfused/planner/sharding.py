@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from ckptfused.planner.step_costs import Costs
-from ckptfused.profiler.step import layers_of
+from ckptfused.profiler.marks import layers_of
 
 
 def sharded(costs: Costs, model: nn.Module, shards: int) -> Costs:

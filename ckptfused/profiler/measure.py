@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -18,11 +17,12 @@ from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.models.release import released
 from ckptfused.profiler.allocator import AllocatorLog, CPUAllocator, CUDAAllocator
 from ckptfused.profiler.analysis import profile_of
+from ckptfused.profiler.marks import Marks
 from ckptfused.profiler.optimizer_step import state_tensors
 from ckptfused.profiler.result import Profile
-from ckptfused.profiler.step import Marks, TrainingStep, run_step
+from ckptfused.profiler.step import TrainingStep, run_step
 from ckptfused.profiler.trace import Trace
-from ckptfused.simulate.meta_copy import attribute_tensors, batch_bytes, buckets, model_tensors
+from ckptfused.simulate.meta_copy import Beside, batch_bytes, buckets, model_tensors, tensors_beside
 from ckptfused.state.snapshot import Unchanged, drawn_alike
 
 TIMED = 3
@@ -50,12 +50,19 @@ def measured(model: nn.Module, step: TrainingStep, device: torch.device) -> Prof
             run(Marks(model, lambda: None))
         seconds = _seconds(model, run, device)
         allocator = CUDAAllocator(device) if device.type == "cuda" else CPUAllocator()
-        log, marks, received, gradients = _record(model, run, allocator)
+        beside = Beside(model)
+        steps = 2 if tensors_beside(model) else 1  # a second one begins with what the first has left in the model
+
+        def repeated(marks: Marks[Any]) -> list[int]:
+            return [run(marks) for _ in range(steps)][-1]
+
+        log, marks, received, gradients = _record(model, repeated, allocator)
         state = [] if optimizer is None else state_tensors(optimizer)
         found = [(place, phase) for place, (_, phase) in zip(log.marks, marks.found, strict=True)]
-        held = stored_bytes([*model_tensors(model), *chain(*attribute_tensors(model).values())])
-        weights = held + batch_bytes(step.batch) + buckets(model)
-        trace = Trace(log.changes, found, received, seconds, marks.names, gradients, weights, stored_bytes(state))
+        weights = stored_bytes(model_tensors(model)) + beside.bytes_left() + batch_bytes(step.batch) + buckets(model)
+        trace = Trace(
+            log.changes, found, received, steps * seconds, marks.names, gradients, weights, stored_bytes(state)
+        )
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return profile_of(trace, name, "measured", step, fragmentation=log.fragmentation)
 

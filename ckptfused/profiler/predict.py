@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from ckptfused.cost import OpenLedger
 from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.models.release import released
 from ckptfused.profiler.analysis import profile_of
+from ckptfused.profiler.marks import Marks
 from ckptfused.profiler.optimizer_step import first_line, state_tensors, step_of, take_step
 from ckptfused.profiler.phases import Phase
 from ckptfused.profiler.result import Profile
-from ckptfused.profiler.step import Batch, Marks, NoLossError, TrainingStep, misspelt, run_step
+from ckptfused.profiler.step import Batch, NoLossError, TrainingStep, misspelt, run_step
 from ckptfused.profiler.trace import Change, Trace
 from ckptfused.simulate.autocast import outside
 from ckptfused.simulate.devices import Device
@@ -33,11 +33,11 @@ from ckptfused.simulate.fast_path import measured_fast_paths
 from ckptfused.simulate.functions import functions_for_meta
 from ckptfused.simulate.made_by_name import MadeByName
 from ckptfused.simulate.meta_copy import (
-    attribute_tensors,
     batch_bytes,
     copy_to_meta,
     data_behind,
     model_tensors,
+    tensors_beside,
     without_data,
 )
 from ckptfused.simulate.roofline import TooLargeError, Work
@@ -70,11 +70,10 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     while True:
         opened = OpenLedger(device.kind)
         marks = Marks(model, opened.__len__)
+        work = Work(device, opened)
         try:
             with drawn_alike(model), without_trace(model):
-                trace, work, by_chance = _record(
-                    model, replace(step, optimizer=optimizer), at_once, device, opened, marks
-                )
+                trace, by_chance = _record(model, replace(step, optimizer=optimizer), at_once, opened, marks, work)
             break
         except NoLossError as error:
             if not opaque:
@@ -83,11 +82,12 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
         except TooLargeError:
             raise
         except Exception as error:
-            if marks.failed is None or marks.failed in opaque or _is_wrong(error):
-                expected = "takes this batch" if _is_wrong(error) else "runs on the meta device"
+            is_wrong = _is_wrong(error) and not work.selects
+            if marks.failed is None or marks.failed in opaque or is_wrong:
+                expected = "takes this batch" if is_wrong else "runs on the meta device"
                 hint = misspelt(model, batch) or _hint(batch, error)
                 why = f"{first_line(error)}{hint}"
-                if opaque and not _is_wrong(error):  # perhaps what a layer that was left out would have left behind
+                if opaque and not is_wrong:  # perhaps what a layer that was left out would have left behind
                     why += f"; {next(iter(opaque.values()))}"
                 raise ValueError(f"model: expected one that {expected}, got {why}") from error
             name, layer = marks.layers[marks.failed]
@@ -135,9 +135,9 @@ def _workspace(opened: OpenLedger, half: int) -> int:
 
 
 def _record(
-    model: nn.Module, step: TrainingStep, at_once: bool, device: Device, opened: OpenLedger, marks: Marks[int]
-) -> tuple[Trace, Work, bool]:
-    """The trace of a predicted step, what its ops did, and whether the model chose by chance what to do.
+    model: nn.Module, step: TrainingStep, at_once: bool, opened: OpenLedger, marks: Marks[int], work: Work
+) -> tuple[Trace, bool]:
+    """The trace of a predicted step, and whether the model chose by chance what to do. work: is told of its ops.
 
     at_once: whether the optimizer's step is one kernel that allocates nothing.
     """
@@ -163,11 +163,10 @@ def _record(
         held = stored_bytes(tree_leaves([optimizer.state.get(p) for p in trained]))
         spend((3 * sum(p.nbytes for p in trained) + 2 * held) / device.copy)
 
-    work = Work(device, opened, spend)
+    work.spend, device = spend, work.device
     marks.received, marks.stamp = given, now
     twins, optimizer = without_data(step.batch), step.optimizer_of(model)
-    held = attribute_tensors(model)
-    weights = stored_bytes([*model_tensors(model), *chain(*held.values())]) + batch_bytes(step.batch)
+    weights = stored_bytes(model_tensors(model)) + batch_bytes(step.batch)
     state = 0 if optimizer is None else stored_bytes(state_tensors(optimizer))
     optimize = None if optimizer is None else step_at_once if at_once else step_of(optimizer)
     release = released(model, optimizer if step.release else None, optimize)
@@ -177,14 +176,15 @@ def _record(
     named = MadeByName()
     on_cpu = named if device.kind == "cpu" else nullcontext()
     fast = measured_fast_paths(model, work)
-    with functions_for_meta(device.kind, work), marks, opened, work, on_cpu, known, release, fast:
+    with functions_for_meta(device.kind, work), fast, marks, opened, work, on_cpu, known, release:
         gradients = run_step(model, replace(step, batch=twins), optimize, marks)
-    # What a first step leaves in the model, the next one has until it makes that again.
-    weights += stored_bytes(chain(*(ts for place, ts in attribute_tensors(model).items() if place not in held)))
+        if any(opened.number_of(t) is not None for t in tensors_beside(model)):  # what a next step has as it begins
+            gradients = run_step(model, replace(step, batch=twins), optimize, marks)
+        weights += stored_bytes(t for t in tensors_beside(model) if opened.number_of(t) is None)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     changes, found = _places(opened, marks.found)
     trace = Trace(changes, found, received, seconds, marks.names, gradients, weights, state)
-    return trace, work, named.chose_by_chance
+    return trace, named.chose_by_chance
 
 
 def _measured(work: Work) -> list[str]:
@@ -252,6 +252,8 @@ def _unknown(batch: Batch) -> list[str]:
 
 def _hint(batch: Batch, error: Exception) -> str:
     """What to do where a model asks for values that the batch could have given."""
+    if torch.is_anomaly_enabled():
+        return ". Anomaly detection looks at every gradient: predict without it"
     tensors = [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
     if "meta" in str(error) and any(t.numel() > LARGEST for t in tensors):
         return f". It looks at values, which are not read of more than {LARGEST:,} entries: predict fewer sequences"

@@ -22,8 +22,8 @@ class Profile:
     peak: int
     """Peak bytes that the allocator is asked for, weights and optimizer state included."""
     weights: int
-    """Parameters and buffers, other tensors that modules hold from step to step, the batch (of slices of larger tensors
-    what they span), and what `DistributedDataParallel` reduces gradients in."""
+    """Parameters and buffers, other tensors that modules hold and no step replaces, the batch (of slices of larger
+    tensors what they span), and what `DistributedDataParallel` reduces gradients in."""
     optimizer: int
     """What the optimizer keeps between steps, in its state or other attributes."""
     gradients: int

@@ -46,8 +46,8 @@ class Stretch(NamedTuple):
 class Trace:
     """What happened in one step, in order.
 
-    Of two batches one after the other, each with an `END`, it is the second, before whose changes are the allocations
-    of what the first left: its gradients.
+    Of batches or steps one after the other, each with an `END`, it is the last, before whose changes are the
+    allocations of what those before it left: gradients that add up, or what the model keeps for itself.
     """
 
     changes: list[Change]
@@ -69,7 +69,7 @@ class Trace:
     def __post_init__(self) -> None:
         ends = [place for place, (_, phase) in enumerate(self.marks) if phase == END]
         if len(ends) > 1:
-            self._leave(ends[0])
+            self._leave(ends[-2])
         ends = [begin for begin, _ in self.marks[1:]] + [len(self.changes)]
         self.stretches = [
             Stretch(phase, begin, end, seconds)
@@ -78,7 +78,7 @@ class Trace:
 
     def _leave(self, end: int) -> None:
         """Keeps what follows the mark at this place, and what is there then."""
-        split, after = self.marks[end][0], end + 1
+        split, after = self.marks[end + 1][0], end + 1
         earlier = replace(self, changes=self.changes[:split], marks=self.marks[:after], seconds=self.seconds[:after])
         buffers, live = Buffers(earlier), {}
         for change in earlier.changes:

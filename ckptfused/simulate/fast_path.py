@@ -6,11 +6,13 @@ runs alone.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +54,7 @@ def _forward(module: nn.Module, work: Work, *args: Any, **kwargs: Any) -> Any:
     parameters = dict(module.named_parameters())
     tensors = [t for t in tree_leaves((parameters, args, kwargs)) if isinstance(t, Tensor)]
     trained = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if work.machine is None or trained or not all(t.is_meta for t in tensors):
+    if work.machine is None or trained or not any(t.is_meta for t in tensors):
         return type(module).forward(module, *args, **kwargs)
     call = OpCall(_run, (module, parameters, args, kwargs))
     known = work.machine.recurrent
@@ -76,14 +78,15 @@ def _run(module: nn.Module, parameters: Any, args: Any, kwargs: Any) -> _Measure
     """The most of a call whose masks hide nothing, since what they leave is gathered, and of one whose masks hide the
     last token of all but one sequence, since what they leave is then of several lengths.
     """
-    masks = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dtype == torch.bool and t.dim()]
+    given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+    masks = [t for name, t in given.items() if "mask" in name and isinstance(t, Tensor)]
     function: Callable[[], Any] = partial(torch.func.functional_call, module, parameters, args, kwargs)
     within, results, seconds = 0, None, 0.0
     for hidden in (False, True) if masks else (False,):
         for mask in masks:
             mask.zero_()
-            if mask.dim() > 1:
-                mask[1:, ..., -1:] = hidden
+            if hidden and mask.dim() > 1:
+                mask[1:, ..., -1:] = True if mask.dtype == torch.bool else -inf
         begin = time.perf_counter()
         results, changes = allocations(function)
         seconds = time.perf_counter() - begin

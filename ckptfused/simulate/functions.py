@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,13 +17,16 @@ from ckptfused.compat.patches import here, instead, patched_attribute
 from ckptfused.compat.transformers import packing_lookup, pretrained_model
 from ckptfused.cost.attention import attention_cost
 from ckptfused.modules import rotary
+from ckptfused.simulate.alone import Like, OpCall
 from ckptfused.simulate.autocast_kernels import Casts
 from ckptfused.simulate.recurrent import OPS as RECURRENT
 from ckptfused.simulate.recurrent import recurrent
 from ckptfused.simulate.roofline import Work
+from ckptfused.simulate.scratch import MOST_FLOPS, scratch_of
 from ckptfused.simulate.stand_ins import GroupNorm, Selected, flash_attention, grouped_mm, nowhere
 from ckptfused.spec import AttentionSpec
 
+aten = torch.ops.aten
 _WARNING = "warn_if_padding_and_no_attention_mask"
 
 
@@ -232,7 +236,23 @@ def _scratch(query: Tensor, key: Tensor, causal: bool) -> tuple[int, int]:
 
 def _scratch_on_cpu(query: Tensor, key: Tensor, causal: bool) -> tuple[int, int]:
     """Scratch bytes of forward and backward of PyTorch's flash kernel."""
-    heads = key.shape[:-2].numel()
+    heads, threads = key.shape[:-2].numel(), torch.get_num_threads()
+    lowered = query.dtype == torch.float32 and torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]
+    if lowered and 10 * query.numel() * key.size(-2) <= MOST_FLOPS:
+        return _measured_flash(Like.of(query), Like.of(key), causal, threads)
     call = str(query.dtype).removeprefix("torch."), heads, query.size(-2), key.size(-2), query.size(-1)
-    forward, backward = (_C.flash_scratch_bytes(*call, torch.get_num_threads(), each) for each in (False, True))
+    forward, backward = (_C.flash_scratch_bytes(*call, threads, each) for each in (False, True))
     return forward, backward
+
+
+@functools.lru_cache(maxsize=256)
+def _measured_flash(q: Like, k: Like, causal: bool, threads: int) -> tuple[int, int]:
+    """The same of float32 whose products are bfloat16's (`torch.set_float32_matmul_precision("medium")`): oneDNN lays
+    out operands as the processor has it, which one call shows."""
+    lse = Like(q.shape[:-1], (q.shape[1] * q.shape[2], q.shape[2], 1), torch.float32)
+    forward = OpCall(aten._scaled_dot_product_flash_attention_for_cpu.default, (q, k, k, 0.0, causal))
+    backward = OpCall(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (q, q, k, k, q, lse, 0.0, causal)
+    )
+    found = [scratch_of(call) for call in (forward, backward)]
+    return tuple(0 if held is None else held.within for held in found)  # type: ignore[return-value]

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ckptfused.compat.pytree import tree_leaves, tree_map
-from ckptfused.compat.torch_memory import sparse_bytes, storage_id
+from ckptfused.compat.torch_memory import StorageWeakRef, sparse_bytes, storage_behind, storage_id
 
 T = TypeVar("T")
 
@@ -192,20 +192,36 @@ def model_tensors(model: nn.Module) -> Iterator[Tensor]:
             yield from _within(vars(t), 3)
 
 
-def attribute_tensors(model: nn.Module) -> dict[tuple[int, str], list[Tensor]]:
-    """What modules hold that is neither parameter nor buffer, such as a memory of the last batch, by the module's
-    identity and the attribute's name."""
-    found = {}
-    for module in model.modules():
-        for name, value in vars(module).items():
-            held = [] if name in _OWN else list(filter(_is_plain, tree_leaves(value)))
-            if held:
-                found[id(module), name] = held
-    return found
+def tensors_beside(model: nn.Module) -> list[Tensor]:
+    """What modules hold that is neither parameter nor buffer, such as a memory of the last batch, in attributes,
+    containers and plain objects there: a tensor of each storage.
+    """
+    own = {storage_id(t) for t in filter(_is_plain, model_tensors(model))}
+    attributes = [value for m in model.modules() for name, value in vars(m).items() if name not in _OWN]
+    objects = [vars(value) for value in tree_leaves(attributes) if _is_object(value)]
+    found = {storage_id(t): t for t in filter(_is_plain, tree_leaves([attributes, objects]))}
+    return [t for place, t in found.items() if place not in own]
+
+
+class Beside:
+    """The tensors beside a model as they are now, of which it holds none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        storages = [t.untyped_storage() for t in tensors_beside(model)]
+        self._found = [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
+
+    def bytes_left(self) -> int:
+        """Bytes of those that are still there."""
+        return sum(size for ref, size in self._found if storage_behind(ref) is not None)
 
 
 def _is_plain(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout == torch.strided
+
+
+def _is_object(value: Any) -> bool:
+    known = (Tensor, nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
+    return type(getattr(value, "__dict__", None)) is dict and not isinstance(value, known)
 
 
 def _within(value: Any, depth: int) -> Iterator[Tensor]:

@@ -71,11 +71,10 @@ class TooLargeError(ValueError):
 class Work(DispatchMode):
     """While it is active, `spend` is told the seconds of each op."""
 
-    def __init__(self, device: Device, opened: OpenLedger, spend: Callable[[float], None]) -> None:
+    def __init__(self, device: Device, opened: OpenLedger) -> None:
         super().__init__()
-        self._device = device
-        self._opened = opened
-        self.spend = spend
+        self.device, self._opened = device, opened
+        self.spend: Callable[[float], None] = lambda seconds: None
         self.machine = device.machine
         self._cache = None if device.machine is None else Cache(device.machine.cache)
         self._pieces = 0.0
@@ -103,7 +102,7 @@ class Work(DispatchMode):
             for t in self.machine.scratch.copied(func, args, kwargs):
                 gets_own_memory(t)
         held: list[Tensor] = []  # what stands for memory that the op holds beside its results until it ends
-        out = kernel_on_meta(func, self._device.kind, held)(*args, **kwargs)
+        out = kernel_on_meta(func, self.device.kind, held)(*args, **kwargs)
         grown.count(out, self._opened.number_of)
         if not own and not held:  # else it was counted by what stands for a kernel
             out = self._hold(func, args, kwargs, out, held)
@@ -116,7 +115,7 @@ class Work(DispatchMode):
         else:
             seconds = self._rated(func, args, kwargs, out)
             if func.namespace == "aten":
-                seconds = self._device.alone(seconds, func, args, kwargs, _bytes((args, kwargs, out)))
+                seconds = self.device.alone(seconds, func, args, kwargs, _bytes((args, kwargs, out)))
         self.spend(seconds + self._waits((args, kwargs), out))
         if func.overloadpacket is aten.add:
             self._surplus.hand_on(args[0], out)
@@ -173,9 +172,9 @@ class Work(DispatchMode):
         def noted(share: float, q: Tensor, k: Tensor) -> None:
             flops = share * 4 * prod(q.shape) * k.size(-2) * (0.5 if causal else 1.0)
             self.half_multiplications = max(self.half_multiplications, q.dtype.itemsize == 2)  # the least workspace
-            rated = flops / self._device.attention_rate(q.dtype) + self._device.launch
+            rated = flops / self.device.attention_rate(q.dtype) + self.device.launch
             run = attention_forward if share == 1.0 else attention_backward
-            self.spend(self._device.alone(rated, run, (Like.of(q), Like.of(k), causal)) + self._waits((q, k), ()))
+            self.spend(self.device.alone(rated, run, (Like.of(q), Like.of(k), causal)) + self._waits((q, k), ()))
 
         return noted
 
@@ -183,8 +182,8 @@ class Work(DispatchMode):
         """The same of products of groups of rows [N, C] with matrices [E, C, K]."""
         groups, depth, columns = weights.shape
         each = -(-rows.size(0) // groups)
-        rated = self._device.product_rated(each, columns, depth, rows.dtype, groups)
-        alone = self._device.alone(rated, grouped_products, (Like.of(rows), Like.of(weights)))
+        rated = self.device.product_rated(each, columns, depth, rows.dtype, groups)
+        alone = self.device.alone(rated, grouped_products, (Like.of(rows), Like.of(weights)))
         self.spend(share * alone + self._waits((rows, weights), ()))
 
     def _waits(self, given: Any, made: Any) -> float:
@@ -215,16 +214,16 @@ class Work(DispatchMode):
         if result is None or result.numel() == 0:
             return 0.0
         if "attention" in str(packet):
-            return flops / self._device.attention_rate(result.dtype) + self._device.launch
+            return flops / self.device.attention_rate(result.dtype) + self.device.launch
         if result.dim() == 2 or packet in (aten.bmm, aten.baddbmm):
             batch = result.size(0) if result.dim() == 3 else 1
             rows, columns = result.shape[-2:]
             depth = flops // (2 * batch * rows * columns)
             if result.dtype in (torch.bfloat16, torch.float16):
                 self.half_multiplications = max(self.half_multiplications, rows * columns * depth)
-            return self._device.product_rated(rows, columns, depth, result.dtype, batch)
+            return self.device.product_rated(rows, columns, depth, result.dtype, batch)
         moved = _bytes((args, kwargs, out))
-        return max(flops / self._device.product_rate(result.dtype), moved / self._device.copy) + self._device.launch
+        return max(flops / self.device.product_rate(result.dtype), moved / self.device.copy) + self.device.launch
 
     def _of_bytes(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
         packet = func.overloadpacket
@@ -232,10 +231,10 @@ class Work(DispatchMode):
         moved = _bytes((given, kwargs)) + _bytes(out) * (2 if packet in _PICK else 1)
         results = tensors_of(out)
         if not results and schema_of(func).is_mutable:  # of lists of tensors, which it reads and writes
-            return 2 * moved / self._device.copy + self._device.launch
+            return 2 * moved / self.device.copy + self.device.launch
         entries = results[0].numel() if results else 0
-        rate = self._device.draws if packet in _DRAW else self._device.functions if packet in _FUNCTIONS else math.inf
-        return max(moved / self._device.copy, entries / rate) + self._device.launch if results else 0.0
+        rate = self.device.draws if packet in _DRAW else self.device.functions if packet in _FUNCTIONS else math.inf
+        return max(moved / self.device.copy, entries / rate) + self.device.launch if results else 0.0
 
     def _of_ledger(self, begin: int, args: Any) -> float:
         """Seconds of one op of ckptfused's, by the ledger."""
@@ -246,14 +245,14 @@ class Work(DispatchMode):
         types = {event[4] for event in ledger.events if event[0] == "product"} - {"Undefined"}
         dtype = LEDGER_TYPES.get(next(iter(types), ""), x.dtype)
         spec = _attention_of(args)
-        rated = ledger_seconds(ledger, self._device, dtype, spec is not None and spec.causal)
-        if spec is None or self._device.machine is None:
+        rated = ledger_seconds(ledger, self.device, dtype, spec is not None and spec.causal)
+        if spec is None or self.device.machine is None:
             return rated.total
         alone = 0.0
         for work in ledger.work:
             if isinstance(work, AttentionWork):
                 flops = work.flops * (0.5 if spec.causal else 1.0)
-                alone += self._device.alone(flops / self._device.attention_rate(dtype), *_attention(work, spec, dtype))
+                alone += self.device.alone(flops / self.device.attention_rate(dtype), *_attention(work, spec, dtype))
         return rated._replace(attention=alone).total
 
 

@@ -103,7 +103,9 @@ def test_anything_on_meta_tensors_has_a_time() -> None:
     product = card.product_seconds(4096, 4096, 4096, torch.bfloat16)
     added = 3 * 2 * 4096 * 4096 / card.copy + card.launch
     opened, spent = cost.OpenLedger(card.kind), list[float]()
-    with opened, Work(card, opened, spent.append):
+    work = Work(card, opened)
+    work.spend = spent.append
+    with opened, work:
         a @ b + b
     assert sum(spent) == pytest.approx(product + added)
 

@@ -813,6 +813,34 @@ MUTANTS = (
         test="tests/simulate/test_by_values.py::test_the_fast_path_of_what_is_frozen",
     ),
     Mutant(
+        "hooks of a profile that end PyTorch's fast path",
+        file="ckptfused/profiler/marks.py",
+        text="if type(layer) is nn.TransformerEncoderLayer and",
+        defect="if False and",
+        test="tests/simulate/test_by_values.py::test_a_measured_step_takes_the_fast_path",
+    ),
+    Mutant(
+        "ops that run alone with other threads than their caller's",
+        file="ckptfused/simulate/alone.py",
+        text="if torch.get_num_threads() != threads:",
+        defect="if False:",
+        test="tests/simulate/test_cpu_timings.py::test_an_op_runs_alone_with_the_threads_of_its_caller",
+    ),
+    Mutant(
+        "sums of sparse gradients that have no entries",
+        file="ckptfused/simulate/meta_kernels.py",
+        text="    aten.add.Tensor: _add,\n",
+        defect="",
+        test="tests/simulate/test_unasked.py::test_sparse_gradients_that_add_up",
+    ),
+    Mutant(
+        "what an op holds whose values are known",
+        file="ckptfused/simulate/values.py",
+        text="if self._on_cpu:  # what it held",
+        defect="if False:  # what it held",
+        test="tests/simulate/test_by_values.py::test_what_an_op_holds_whose_values_are_known",
+    ),
+    Mutant(
         "recurrent layers with dropout that are those without",
         file="ckptfused/simulate/alone.py",
         text="isfinite(value) and not value.is_integer()",
@@ -836,8 +864,8 @@ MUTANTS = (
     Mutant(
         "memories of a model that a first step is without",
         file="ckptfused/profiler/predict.py",
-        text="if place not in held))",
-        defect="if False))",
+        text="if any(opened.number_of(t) is not None for t in tensors_beside(model)):",
+        defect="if False:",
         test="tests/profiler/test_there_before.py::test_what_a_model_remembers",
     ),
     Mutant(
@@ -1456,7 +1484,7 @@ MUTANTS = (
     ),
     Mutant(
         "a replay that counts for the layer whose gradient was made last",
-        file="ckptfused/profiler/step.py",
+        file="ckptfused/profiler/marks.py",
         text="            self.add(Phase(REPLAY if self._in_backward else FORWARD.name, index))\n",
         defect="            self.add(self._now if self._in_backward else Phase(FORWARD.name, index))\n",
         test="tests/profiler/test_profile.py::test_a_replay_belongs_to_the_layer_that_runs_again",

@@ -4,6 +4,7 @@ in attributes of their own. Predicted and measured steps count it alike."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,16 +91,20 @@ def test_a_batch_that_is_a_dataclass() -> None:
 
 
 class Remembers(nn.Module):
-    """A layer that has the hidden values of the last batch, as Transformer-XL's; with a hidden layer that sets the
-    peak while both the old and the new ones are there."""
+    """A layer that has the hidden values of the last batch, as Transformer-XL's, behind a wide one that is not trained,
+    which sets the peak while the old ones are there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down, self.out = nn.Linear(C, 16 * C), nn.Linear(16 * C, C), nn.Linear(C, C)
         self.memory: dict[str, Tensor] = {}
+        for module in (self.up, self.down):
+            module.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.out(self.down(self.up(x).tanh()))
+        with torch.no_grad():
+            wide = self.down(self.up(x).tanh())
+        h = self.out(wide)
         if self.memory:
             h = h + self.memory["h"].mean(0)
         self.memory["h"] = h.detach().clone()
@@ -107,13 +112,50 @@ class Remembers(nn.Module):
 
 
 def test_what_a_model_remembers() -> None:
+    """A second step has the memory of the first, until it makes its own."""
     model, x = Remembers(), torch.randn(512, C)
-    predicted, measured = profile(model, x, device="cpu"), profile(model, x)
-    weights = sum(p.nbytes for p in model.parameters()) + x.nbytes
-    assert predicted.weights == measured.weights == weights + x.nbytes
-    assert predicted.peak >= measured.peak
+    peak = same(model, x)
     model(x)
-    assert profile(model, x, device="cpu").weights == weights + x.nbytes
+    assert same(model, x) == peak
+    accumulated = [profile(model, x, AdamW, device, gradient_accumulation_steps=3).peak for device in ("cpu", None)]
+    assert accumulated[0] == accumulated[1]
+
+
+class Looked(nn.Module):
+    """Layers whose results somebody looks at by hooks, in a dict, or that keep their own."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.net, self.seen = nn.Sequential(nn.Linear(C, 8 * C), nn.Tanh(), nn.Linear(8 * C, 8)), dict[str, Tensor]()
+        for name, module in self.net.named_children():
+            module.register_forward_hook(self._keep(name, own))
+
+    def _keep(self, name: str, own: bool) -> Any:
+        def keep(module: Any, args: Any, out: Tensor) -> None:
+            if own:
+                module.last = out.detach()
+            else:
+                self.seen[name] = out
+
+        return keep
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_results_that_somebody_looks_at(own: bool) -> None:
+    """A step replaces them one by one: they are not there twice."""
+    model, x = Looked(own), torch.randn(256, C)
+    measured = profile(model, x)
+    assert measured.peak <= profile(model.net, x).peak + 4 * 256 * 8 * C
+
+
+def test_a_table_in_a_plain_object() -> None:
+    model, x = Rows(), torch.randn(8, 100, C)
+    model.tables = SimpleNamespace(cosines=torch.randn(1000, C), more=[torch.randn(10, C)])  # type: ignore[assignment]
+    same(model, (x, x))
+    assert profile(model, (x, x)).weights == 4 * (C * C + C + 1010 * C) + x.nbytes
 
 
 class Base(Optimizer):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptfused import convert, plan, profile
 
@@ -74,8 +75,16 @@ def test_a_budget_of_layers_that_select() -> None:
     assert SELECTED in str(report) and profile(stack, x).peak <= budget
 
 
-def test_no_plan_where_a_layer_does_not_run_without_data() -> None:
-    stack = nn.Sequential(nn.Linear(C, C), Layer(lambda m, x: m.a(x) * m.b(x).sum().item()), Layer(_masked))
+def _joined(m: Layer, x: Tensor) -> Tensor:
+    """As many rows as before, which nobody knows without data."""
+    h = m.a(x)
+    chosen = h.sum(-1) > 0
+    return x + torch.cat([m.b(h[chosen]), h[~chosen]])
+
+
+@pytest.mark.parametrize("step", [lambda m, x: m.a(x) * m.b(x).sum().item(), _joined], ids=["a number", "joined"])
+def test_no_plan_where_a_layer_does_not_run_without_data(step: Any) -> None:
+    stack = nn.Sequential(nn.Linear(C, C), Layer(step), Layer(_masked))
     for refused in (plan, lambda model, x, budget: convert(model, budget=budget, batch=x)):
         with pytest.raises(
             ValueError, match=r"no plan keeps a budget where layer .* is opaque.*; profile\(model, batch\)"
@@ -108,6 +117,27 @@ def test_the_kernel_of_attention_that_a_caller_chooses(kernel: SDPBackend | None
     assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
 
 
+@pytest.mark.parametrize("tokens", [24, 512])
+def test_attention_whose_products_are_lowered(tokens: int) -> None:
+    """What oneDNN packs within is measured, and all that the kernel holds with it."""
+    model, x = Layer(_attended), torch.randn(tokens, C)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        predicted, measured = profile(model, x, device="cpu"), profile(model, x)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert predicted.saved == measured.saved and measured.peak <= predicted.peak <= 1.15 * measured.peak
+
+
+def test_anomaly_detection_is_named() -> None:
+    torch.autograd.set_detect_anomaly(True)
+    try:
+        with pytest.raises(ValueError, match="Anomaly detection looks at every gradient: predict without it"):
+            profile(Layer(_attended), torch.randn(N, C), device="cpu")
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+
+
 class Frozen(nn.Module):
     """A projection of what a frozen module of PyTorch's makes."""
 
@@ -125,6 +155,12 @@ def _encoder(depth: int = 2) -> nn.Module:
 
 FROZEN: dict[str, Callable[[], Frozen]] = {
     "encoder": lambda: Frozen(_encoder(), lambda m, x, padding: m(x, src_key_padding_mask=padding)),
+    "encoder with a mask": lambda: Frozen(
+        _encoder(),
+        lambda m, x, padding: m(
+            x, mask=nn.Transformer.generate_square_subsequent_mask(x.size(1)), src_key_padding_mask=padding
+        ),
+    ),
     "attention": lambda: Frozen(
         nn.MultiheadAttention(C, 4, batch_first=True),
         lambda m, x, padding: m(x, x, x, key_padding_mask=padding, need_weights=False)[0],
@@ -142,6 +178,7 @@ def test_the_fast_path_of_what_is_frozen(what: str, padded: bool) -> None:
     torch.manual_seed(1)
     x, padding = torch.randn(4, 50, C), torch.zeros(4, 50, dtype=torch.bool)
     padding[1:, 40:] = True
+    padding = torch.zeros(4, 50).masked_fill(padding, float("-inf")) if "mask" in what else padding
     batch = (x, padding) if padded else x
     model = FROZEN[what]()
     predicted, measured = profile(model, batch, device="cpu"), profile(model, batch)
@@ -150,6 +187,28 @@ def test_the_fast_path_of_what_is_frozen(what: str, padded: bool) -> None:
         assert measured.peak <= predicted.peak <= 1.1 * measured.peak
     else:
         assert predicted.peak == measured.peak
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+class Seen(TorchDispatchMode):
+    """The ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.add(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_measured_step_takes_the_fast_path() -> None:
+    """PyTorch leaves it where a layer has hooks, by which a profile sees what runs when."""
+    model, x = FROZEN["encoder with a mask"](), torch.randn(4, 50, C)
+    with Seen() as seen:
+        found = profile(model, x)
+    assert "aten._transformer_encoder_layer_fwd" in seen.ops and "aten.native_layer_norm" not in seen.ops
+    assert [layer.name for layer in found.layers] == [f"teacher.layers.{i}" for i in range(2)]
     assert not any("forward" in vars(m) for m in model.modules())
 
 
