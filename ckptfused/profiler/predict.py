@@ -34,6 +34,7 @@ from ckptfused.simulate.functions import functions_for_meta
 from ckptfused.simulate.made_by_name import MadeByName
 from ckptfused.simulate.meta_copy import (
     batch_bytes,
+    batch_leaves,
     copy_to_meta,
     data_behind,
     model_tensors,
@@ -178,7 +179,9 @@ def _record(
     fast = measured_fast_paths(model, work)
     with functions_for_meta(device.kind, work), fast, marks, opened, work, on_cpu, known, release:
         gradients = run_step(model, replace(step, batch=twins), optimize, marks)
-        if any(opened.number_of(t) is not None for t in tensors_beside(model)):  # what a next step has as it begins
+        left = [*tensors_beside(model), *(t.grad for t in batch_leaves(twins) if isinstance(t, Tensor) and t.is_leaf)]
+        if any(t is not None and opened.number_of(t) is not None for t in left):  # what a next step has as it begins
+            left.clear()
             gradients = run_step(model, replace(step, batch=twins), optimize, marks)
         weights += stored_bytes(t for t in tensors_beside(model) if opened.number_of(t) is None)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))

@@ -864,7 +864,7 @@ MUTANTS = (
     Mutant(
         "memories of a model that a first step is without",
         file="ckptfused/profiler/predict.py",
-        text="if any(opened.number_of(t) is not None for t in tensors_beside(model)):",
+        text="if any(t is not None and opened.number_of(t) is not None for t in left):",
         defect="if False:",
         test="tests/profiler/test_there_before.py::test_what_a_model_remembers",
     ),

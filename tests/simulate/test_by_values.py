@@ -76,7 +76,7 @@ def test_a_budget_of_layers_that_select() -> None:
 
 
 def _joined(m: Layer, x: Tensor) -> Tensor:
-    """As many rows as before, which nobody knows without data."""
+    """Two selections have as many rows together as before, which nobody knows without data."""
     h = m.a(x)
     chosen = h.sum(-1) > 0
     return x + torch.cat([m.b(h[chosen]), h[~chosen]])
