@@ -22,8 +22,8 @@ from ckptfused.profiler.optimizer_step import state_tensors
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import TrainingStep, run_step
 from ckptfused.profiler.trace import Trace
-from ckptfused.simulate.meta_copy import Beside, batch_bytes, buckets, model_tensors, tensors_beside
-from ckptfused.state.snapshot import Unchanged, drawn_alike
+from ckptfused.simulate.meta_copy import Beside, batch_bytes, buckets, model_tensors, tensors_beside, trained_in
+from ckptfused.state.snapshot import Unchanged, drawn_alike, rng_states
 
 TIMED = 3
 """Steps, of whose times the median counts."""
@@ -51,10 +51,18 @@ def measured(model: nn.Module, step: TrainingStep, device: torch.device) -> Prof
         seconds = _seconds(model, run, device)
         allocator = CUDAAllocator(device) if device.type == "cuda" else CPUAllocator()
         beside = Beside(model)
-        steps = 2 if tensors_beside(model) else 1  # a second one begins with what the first has left in the model
+        steps = 2 if tensors_beside(model) or trained_in(step.batch) else 1  # which begins with what the first has left
+        for t in trained_in(step.batch):
+            t.grad = None
+
+        draws = rng_states(model)
 
         def repeated(marks: Marks[Any]) -> list[int]:
-            return [run(marks) for _ in range(steps)][-1]
+            sizes = run(marks)
+            if steps > 1:
+                draws.rewind()
+                sizes = run(marks)
+            return sizes
 
         log, marks, received, gradients = _record(model, repeated, allocator)
         state = [] if optimizer is None else state_tensors(optimizer)

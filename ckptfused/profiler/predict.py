@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from ckptfused._extension import _C
 from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_dispatch import without_dispatch_modes
 from ckptfused.cost import OpenLedger
 from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.models.release import released
@@ -34,17 +35,17 @@ from ckptfused.simulate.functions import functions_for_meta
 from ckptfused.simulate.made_by_name import MadeByName
 from ckptfused.simulate.meta_copy import (
     batch_bytes,
-    batch_leaves,
     copy_to_meta,
     data_behind,
     model_tensors,
     tensors_beside,
+    trained_in,
     without_data,
 )
 from ckptfused.simulate.roofline import TooLargeError, Work
 from ckptfused.simulate.values import LARGEST, KnownValues, tensors_with_values
 from ckptfused.sizes import size
-from ckptfused.state.snapshot import drawn_alike
+from ckptfused.state.snapshot import drawn_alike, rng_states
 from ckptfused.state.undone import without_trace
 
 
@@ -151,7 +152,7 @@ def _record(
             received.add((layer, number))
 
     def now() -> int:
-        work.numbers.keep()
+        work.in_backward.keep()
         return len(opened)
 
     def spend(took: float) -> None:
@@ -177,12 +178,13 @@ def _record(
     named = MadeByName()
     on_cpu = named if device.kind == "cpu" else nullcontext()
     fast = measured_fast_paths(model, work)
+    draws = rng_states(model)
     with functions_for_meta(device.kind, work), fast, marks, opened, work, on_cpu, known, release:
         gradients = run_step(model, replace(step, batch=twins), optimize, marks)
-        left = [*tensors_beside(model), *(t.grad for t in batch_leaves(twins) if isinstance(t, Tensor) and t.is_leaf)]
-        if any(t is not None and opened.number_of(t) is not None for t in left):  # what a next step has as it begins
-            left.clear()
-            gradients = run_step(model, replace(step, batch=twins), optimize, marks)
+        if trained_in(twins) or any(opened.number_of(t) is not None for t in tensors_beside(model)):
+            with without_dispatch_modes():
+                draws.rewind()
+            gradients = run_step(model, replace(step, batch=twins), optimize, marks)  # begins with what the first left
         weights += stored_bytes(t for t in tensors_beside(model) if opened.number_of(t) is None)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     changes, found = _places(opened, marks.found)

@@ -87,8 +87,10 @@ class Trace:
             else:
                 del live[change.number]
         released = {change.number for change in self.changes[self.marks[-1][0] :]}
+        ended = {change.number for change in self.changes[split:] if change.size < 0}
         for number in live:
-            kept = number in buffers.owners and number not in released  # made in forward, by the model, for itself
+            # Made in forward, by the model, for itself; or never ended, as the gradient of a batch.
+            kept = (number in buffers.owners and number not in released) or number not in ended
             kind = buffers.kinds[number] if kept else GRADIENTS
             self.left[number] = kind, buffers.places[number]
         self.changes = [*live.values(), *self.changes[split:]]

@@ -57,8 +57,8 @@ class CpuTimings:
         self.cache = _cache_size("SC_LEVEL3_CACHE_SIZE", 32 << 20)
         """Bytes of the largest."""
         self.scratch = Scratch()
-        self.recurrent: dict[Hashable, Any] = {}
-        """What recurrent layers hold, by kind of call."""
+        self.whole_layers: dict[Hashable, Any] = {}
+        """What layers hold that are measured as one, recurrent ones say, by kind of call."""
         self._known: dict[Hashable, float | None] = {}
         self._others = torch.ones(2 * threads * _cache_size("SC_LEVEL2_CACHE_SIZE", 1 << 20) // 4)
         """What other ops leave in the caches of single cores."""

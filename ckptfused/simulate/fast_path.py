@@ -57,7 +57,7 @@ def _forward(module: nn.Module, work: Work, *args: Any, **kwargs: Any) -> Any:
     if work.machine is None or trained or not any(t.is_meta for t in tensors):
         return type(module).forward(module, *args, **kwargs)
     call = OpCall(_run, (module, parameters, args, kwargs))
-    known = work.machine.recurrent
+    known = work.machine.whole_layers
     if call.kind not in known:
         measured: list[Any] = []
         known[call.kind] = measured[-1] if call.run(lambda run: measured.extend((run(), run()))) else None

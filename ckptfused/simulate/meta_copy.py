@@ -169,14 +169,17 @@ def _like(t: Tensor) -> Tensor:
     return found.requires_grad_(t.requires_grad)
 
 
+def trained_in(batch: Any) -> list[Tensor]:
+    """The tensors of a batch that get gradients, which no step ends."""
+    return [t for t in batch_leaves(batch) if isinstance(t, Tensor) and t.is_leaf and t.requires_grad]
+
+
 def batch_bytes(batch: Any) -> int:
-    """Bytes from the first to the last element of each tensor and of its gradient, those of a storage together at most
-    as many as it has: what a batch is a slice of may be a whole data set.
+    """Bytes from the first to the last element of each tensor, those of a storage together at most as many as it has:
+    what a batch is a slice of may be a whole data set.
     """
     found: dict[int, tuple[int, int]] = {}
-    given = [t for t in batch_leaves(batch) if isinstance(t, Tensor)]
-    gradients = [t.grad for t in given if t.is_leaf and t.grad is not None]
-    for t in {id(t): t for t in (*given, *gradients)}.values():
+    for t in {id(t): t for t in batch_leaves(batch) if isinstance(t, Tensor)}.values():
         if t.layout != torch.strided:
             found[-id(t)] = (sparse_bytes(t),) * 2 if t.layout == torch.sparse_coo else (t.nbytes,) * 2
             continue

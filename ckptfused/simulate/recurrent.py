@@ -118,7 +118,7 @@ def recurrent(name: str, work: Work, below: Callable[..., Any], *args: Any) -> A
     layer = _Layer.of(name, args)
     if work.machine is None or not args[0].is_meta:
         return below(*args)
-    measured = None if layer is None else _measured(name, work.machine.recurrent, layer)
+    measured = None if layer is None else _measured(name, work.machine.whole_layers, layer)
     if layer is None or measured is None:
         work.unmeasured.add(f"aten.{name.partition('.')[0]}")
         return below(*args)

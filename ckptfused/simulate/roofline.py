@@ -36,7 +36,7 @@ from ckptfused.simulate.cpu_timings import (
 )
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.meta_kernels import SELECTING, kernel_on_meta
-from ckptfused.simulate.scratch import LARGEST, Grown, KeptNumbers, Surplus
+from ckptfused.simulate.scratch import LARGEST, Grown, InBackward, Surplus
 from ckptfused.sizes import size
 from ckptfused.spec import AttentionSpec, parse
 
@@ -79,7 +79,7 @@ class Work(DispatchMode):
         self._cache = None if device.machine is None else Cache(device.machine.cache)
         self._pieces = 0.0
         self._surplus = Surplus()
-        self.numbers = KeptNumbers()
+        self.in_backward = InBackward()
         self.convolution_scratch = 0
         """Bytes that a convolution was measured to hold within itself, the most of all."""
         self.unmeasured: set[str] = set()
@@ -91,7 +91,7 @@ class Work(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.numbers.keep()
+        self.in_backward.keep()
         self.selects |= func.overloadpacket in SELECTING and args[0].is_meta
         own = func.namespace == "ckptfused"
         begin = len(self._opened) if own else 0
@@ -109,7 +109,7 @@ class Work(DispatchMode):
         self._opened.op_ran()
         held.clear()
         if self.machine is not None:
-            self.numbers.note(func, args, out)
+            self.in_backward.note(func, args, out)
         if own:
             seconds = self._of_ledger(begin, args)
         else:

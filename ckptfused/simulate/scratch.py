@@ -34,6 +34,9 @@ _KEEP_NUMBERS = {
     *(aten.div.Tensor, aten.div_.Tensor, aten.div.Tensor_mode, aten.div_.Tensor_mode),
 }
 
+_LOOK_AT_VALUES = {aten.prod, aten.linalg_householder_product, aten._linalg_slogdet}
+"""Their backward takes another way by what it finds: a zero, say."""
+
 
 class OpMemory(NamedTuple):
     """Bytes that a call holds beside the elements of its results."""
@@ -163,25 +166,35 @@ def _resized(t: Tensor, before: int, size: int) -> None:
     del whole
 
 
-class KeptNumbers:
-    """Numbers by which tensors are multiplied or divided: on a CPU each is a tensor, which the graph keeps until its
-    backward has run."""
+class InBackward:
+    """Memory of an op's backward that is not asked for where there is no data. Numbers by which tensors are multiplied
+    or divided: on a CPU each is a tensor, which the graph keeps until its backward has run. And what a backward holds
+    that looks at values, while it runs: at most.
+    """
 
     def __init__(self) -> None:
-        self._last: tuple[TensorWeakRef, int] | None = None
+        self._last: tuple[TensorWeakRef, int, bool] | None = None
 
     def note(self, op: Any, args: Any, out: Any) -> None:
         """After an op of which autograd has yet to make the node."""
         if op in _KEEP_NUMBERS and not isinstance(args[1], Tensor):
-            self._last = TensorWeakRef(out._base if is_view(out) else out), {bool: 1, complex: 16}.get(type(args[1]), 8)
+            size = {bool: 1, complex: 16}.get(type(args[1]), 8)
+            self._last = TensorWeakRef(out._base if is_view(out) else out), size, False
+        elif op.overloadpacket in _LOOK_AT_VALUES:
+            # A flag and a count of zeros, or a copy and flags.
+            size = args[0].numel() * (9 if op.overloadpacket is aten.prod else args[0].itemsize + 1)
+            self._last = TensorWeakRef(next(iter(tensors_of(out)))), size, True
 
     def keep(self) -> None:
         """Before the next op, or phase."""
-        (found, size), self._last = self._last or (lambda: None, 0), None
+        (found, size, for_a_while), self._last = self._last or (lambda: None, 0, False), None
         out = found()
-        if out is not None and out.grad_fn is not None:
-            kept = [out.new_empty(size, dtype=torch.uint8)]
-            out.grad_fn.register_hook(lambda *grads: kept.clear())
+        if out is None or out.grad_fn is None:
+            return
+        device, kept = out.device, [] if for_a_while else [out.new_empty(size, dtype=torch.uint8)]
+        if for_a_while:
+            out.grad_fn.register_prehook(lambda grads: kept.append(torch.empty(size, dtype=torch.uint8, device=device)))
+        out.grad_fn.register_hook(lambda *grads: kept.clear())
 
 
 def scratch_of(call: OpCall) -> OpMemory | None:

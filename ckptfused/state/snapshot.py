@@ -17,7 +17,7 @@ from ckptfused.compat.torch_autograd import parameter_hooks, set_tensor_hooks, t
 from ckptfused.compat.torch_distributed import is_managed
 from ckptfused.state.containers import CONTAINERS, Attributes, content_of, put_back
 from ckptfused.state.fingerprints import Fingerprints, bits_equal, local, unrecorded
-from ckptfused.state.generators import global_generators, is_generator, restore, state_of, undrawn
+from ckptfused.state.generators import RngStates, global_generators, is_generator, restore, state_of, undrawn
 from ckptfused.state.reach import reach
 
 # Modules of these keep their own books of what they sharded and reduced.
@@ -214,8 +214,17 @@ def _printed(t: Tensor) -> Any:
 
 def drawn_alike(model: nn.Module) -> AbstractContextManager[None]:
     """Afterwards all generators are as they were, so that what follows draws the same numbers."""
+    return undrawn(_generators(model))
+
+
+def rng_states(model: nn.Module) -> RngStates:
+    """The states of all generators now."""
+    return RngStates([*global_generators(), *_generators(model)])
+
+
+def _generators(model: nn.Module) -> list[Any]:
     held: list[Any] = [value for module in model.modules() for value in vars(module).values()]
-    return undrawn(value for value in held if is_generator(_kind(value)))
+    return [value for value in held if is_generator(_kind(value))]
 
 
 def _kind(value: Any) -> Any:

@@ -841,6 +841,13 @@ MUTANTS = (
         test="tests/simulate/test_by_values.py::test_what_an_op_holds_whose_values_are_known",
     ),
     Mutant(
+        "a backward that looks at values, and holds nothing to do so",
+        file="ckptfused/simulate/scratch.py",
+        text="args[0].numel() * (9 if",
+        defect="0 * (9 if",
+        test="tests/simulate/test_by_values.py::test_a_backward_that_looks_at_values",
+    ),
+    Mutant(
         "recurrent layers with dropout that are those without",
         file="ckptfused/simulate/alone.py",
         text="isfinite(value) and not value.is_integer()",
@@ -864,8 +871,8 @@ MUTANTS = (
     Mutant(
         "memories of a model that a first step is without",
         file="ckptfused/profiler/predict.py",
-        text="if any(t is not None and opened.number_of(t) is not None for t in left):",
-        defect="if False:",
+        text="if trained_in(twins) or any(opened.number_of(t) is not None for t in tensors_beside(model)):",
+        defect="if trained_in(twins):",
         test="tests/profiler/test_there_before.py::test_what_a_model_remembers",
     ),
     Mutant(

@@ -334,7 +334,7 @@ def test_the_allocator_agrees(name: str) -> None:
         ("llama", "h200", True),
         ("bert", "rtx4090", True),
         ("gpt2-tied", "l40s", True),
-        pytest.param("t5-in-eval", "a100-80", True, marks=pytest.mark.extended),
+        pytest.param("t5-in-eval", "a100-80", False, marks=pytest.mark.extended),
         ("kinds", "h100", True),
         ("mixtral", "h200", False),
         ("large head", "cpu", False),

@@ -247,6 +247,28 @@ def test_what_an_op_holds_whose_values_are_known(what: str) -> None:
     assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
 
 
+def _householder(m: Layer, x: Tensor) -> Tensor:
+    h = m.a(x)
+    return torch.linalg.householder_product(h, h[0, : C // 2].sigmoid())
+
+
+LOOKED_AT: dict[str, Callable[[Layer, Tensor], Tensor]] = {
+    "a product without zeros": lambda m, x: m.a(x).prod(-1),
+    "a product with zeros": lambda m, x: (m.a(x) * (torch.arange(C) > 0)).prod(-1),
+    "a product of all": lambda m, x: (m.a(x) * (torch.arange(C) > 0)).prod(),
+    "reflections": _householder,
+    "a determinant": lambda m, x: torch.linalg.slogdet(m.a.weight @ m.a(x[:C]))[1],
+}
+
+
+@pytest.mark.parametrize("what", LOOKED_AT)
+def test_a_backward_that_looks_at_values(what: str) -> None:
+    torch.manual_seed(1)
+    model, x = Layer(LOOKED_AT[what]), torch.randn(N, C)
+    predicted, measured = profile(model, x, device="cpu"), profile(model, x)
+    assert measured.peak <= predicted.peak
+
+
 def _product(m: Layer, x: Tensor) -> Tensor:
     def energy(x: Tensor) -> Tensor:
         return m.b(m.a(x).tanh()).square().sum()
