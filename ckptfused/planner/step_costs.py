@@ -33,7 +33,7 @@ class Costs:
     heads: tuple[HeadMode, ...]
     head: Unit
     state: int
-    """Weights, the batch, what the optimizer keeps, and gradients that are accumulated."""
+    """Weights, the batch, what the optimizer keeps and a step leaves to the next, and gradients that add up."""
     embeddings: int
     """The most in the backward of what runs before the layers, beside their gradients, whatever the head's mode."""
     constant: int
@@ -107,7 +107,7 @@ def costs(steps: PredictedSteps, host_memory: float = inf) -> Costs:
     found = zip_longest(heads[1:], SCRATCHES)
     differ = [scratch for head, scratch in found if table.differs(head or heads[-1], scratch)]
     table.read((None, *filter(None, differ)))
-    own, at_end = base.weights + base.optimizer, base.all_gradients + base.optimizer_transient
+    own, at_end = base.weights + base.optimizer + base.left, base.all_gradients + base.optimizer_transient
     at_end += at_end // UNSEEN if steps.device.kind == "cpu" else 0
     batch_seconds = base.forward_seconds + base.backward_seconds
     spent = sum(cost.forward_seconds + cost.backward_seconds for cost in table.kept)

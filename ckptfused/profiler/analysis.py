@@ -21,7 +21,7 @@ from ckptfused.profiler.phases import (
 )
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import TrainingStep
-from ckptfused.profiler.trace import AFTER, BETWEEN, EMBEDDINGS, Buffers, Change, Stretch, Trace, place_of
+from ckptfused.profiler.trace import AFTER, BETWEEN, EMBEDDINGS, GRADIENTS, Buffers, Change, Stretch, Trace, place_of
 from ckptfused.simulate.autocast import autocast_name
 
 
@@ -43,6 +43,7 @@ def profile_of(trace: Trace, device: str, way: str, step: TrainingStep, **more: 
         head=layers[AFTER],
         between=layers[BETWEEN],
         all_gradients=gradients,
+        left=sum(trace.begins_with) - trace.begins_with[GRADIENTS],
         optimizer_transient=max((_most(trace, stretch) for stretch in optimizer), default=0),
         optimizer_seconds=sum(stretch.seconds for stretch in optimizer),
         alive=_alive(trace, buffers),

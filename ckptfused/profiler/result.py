@@ -59,6 +59,9 @@ class Profile:
     """What runs between layers, and what several of them share; of a model without layers, all."""
     all_gradients: int = 0
     """The gradients of all parameters, at the end of backward."""
+    left: int = 0
+    """What a step has as it begins and replaces, or has no need of: what modules keep of the one before, gradients of a
+    batch. It is among the activations, or transients, as long as it is there."""
     optimizer_transient: int = 0
     """The most that the optimizer's step holds beside its state."""
     optimizer_seconds: float = 0.0

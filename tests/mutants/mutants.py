@@ -771,6 +771,20 @@ MUTANTS = (
         test="tests/models/test_find.py::test_layers[stages of sequences]",
     ),
     Mutant(
+        "a state of a layer that holds the tensors of then",
+        file="ckptfused/state/compared.py",
+        text="return _Held(value) if isinstance(value, Tensor) and",
+        defect="return _Held(value) if False and",
+        test="tests/models/derive/test_kept.py::test_what_a_layer_gave_up_ends",
+    ),
+    Mutant(
+        "states of a layer that stay though its lists are others",
+        file="ckptfused/models/derive/calls.py",
+        text="if not old.state.is_over()",
+        defect="if True",
+        test="tests/models/derive/test_kept.py::test_what_a_layer_gave_up_ends",
+    ),
+    Mutant(
         "stages of one class that are divided or not, each for itself",
         file="ckptfused/models/find.py",
         text="is_stage or type(unwrapped(child)[1]) in stages",

@@ -217,3 +217,33 @@ def test_no_budget_with_an_optimizer_that_is_not_counted(kind: Any) -> None:
     model, x = nn.Sequential(nn.Linear(C, C), nn.Tanh(), nn.Linear(C, C)), torch.randn(8, C)
     with pytest.raises(ValueError, match=f"no plan keeps a budget where {kind.__name__} takes no step without data"):
         convert(model, budget="1GiB", batch=x, optimizer=kind)
+
+
+class Keeps(nn.Module):
+    """A layer that keeps its probabilities, for somebody to look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(C), nn.Linear(C, 3 * C), nn.Linear(C, C)
+        self.mlp = nn.Sequential(nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C))
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (4, C // 4)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        p = (q @ k.mT / 4).softmax(-1)
+        self.last = p.detach()
+        x = x + self.out((p @ v).transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+@pytest.mark.parametrize("share", [0.97, 0.93])
+def test_a_budget_where_layers_keep_what_they_made(share: float) -> None:
+    """A plan has what the step before left in them; what is remembered of layers holds none of it."""
+    torch.manual_seed(1)
+    model, x = nn.Sequential(*(Keeps() for _ in range(4))), torch.randn(4, 100, C)
+    full = profile(model, x, AdamW, device="cpu")
+    assert full.left == 4 * 4 * 4 * 4 * 100 * 100
+    budget = int(share * full.peak)
+    convert(model, budget=budget, batch=x, optimizer=AdamW)
+    for _ in range(3):
+        assert profile(model, x, AdamW).peak <= budget

@@ -123,6 +123,7 @@ def seen(layer: nn.Module) -> Seen | Reason:
     if is_flattened(layer) or holds_fsdp1(layer):
         return Reason(IN_SHARDS)
     if known.changes >= MOST_CHANGES:
+        known.seen = []
         return Reason("what its code reads is another from call to call")
     known.changes += 1
     state = LayerState(layer)
@@ -133,7 +134,7 @@ def seen(layer: nn.Module) -> Seen | Reason:
             _KINDS.popitem(last=False)
         state.key = None  # it has copies of buffers
         one = Seen(state, kind, _Modules(layer.named_modules()), runs_flash(layer))
-        known.seen = [one, *known.seen][:MOST_TRIES]
+        known.seen = [one, *(old for old in known.seen if not old.state.is_over())][:MOST_TRIES]
         vars(layer)[KNOWN] = known
     return one
 

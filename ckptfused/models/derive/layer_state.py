@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import types
 import weakref
@@ -24,10 +23,12 @@ from ckptfused.layer.source import is_replaced
 from ckptfused.models.describe.own_forward import INDICES
 from ckptfused.models.hf_checkpointing import REPLICATE
 from ckptfused.simulate.meta_copy import data_behind
+from ckptfused.state.compared import Apart, ClassAttributes, copy_to_compare, is_same, to_compare
 from ckptfused.state.fingerprints import ContentHash
 from ckptfused.state.reach import attributes_of, names_of, of_torch
 
 _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
+_CONTAINERS = frozenset((list, dict, set, tuple))
 _ABSENT: Any = object()
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
 KNOWN = "_ckptfused_derived"
@@ -70,8 +71,10 @@ class LayerState:
     def __init__(self, layer: nn.Module) -> None:
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._lists: list[tuple[Any, Any]] = []
+        self._own: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._names: list[tuple[dict[str, Any], str, Any]] = []
-        self._tensors: list[tuple[Tensor, int]] = []
+        self._globals: list[Any] = []
+        self._tensors: list[tuple[Callable[[], Tensor | None], int]] = []
         self._hooks: list[dict[Any, Any]] = []
         self._parameters: list[dict[str, Any]] = []
         self._modules: list[nn.Module] = []
@@ -85,7 +88,7 @@ class LayerState:
         self._places: list[int] = []
         self._layer = layer
         tree = self._module(layer)
-        code = tuple(map(_Same, (*self._functions, *(value for *_, value in self._names), *self._attention.values())))
+        code = tuple(map(_Same, (*self._functions, *self._globals, *self._attention.values())))
         self.key: Any = (tree, code, tuple(self._found))
         self.places: Hashable = tuple(self._places)
         """The numbers by which modules say where in the model they stand; no part of `key`."""
@@ -93,21 +96,29 @@ class LayerState:
         self._patched = any("forward" in vars(module) for module in self._modules)
         self.names = frozenset(name for function in self._functions for name in attributes_of(function.__code__))
         """Names of attributes in the code."""
-        del self._seen, self._layer, self._functions, self._found
+        del self._seen, self._layer, self._functions, self._found, self._globals
 
     def holds(self) -> bool:
         """Whether all is as it was."""
         try:
             return (
-                all(now == was for now, was in self._dicts)
-                and all(now == was for now, was in self._lists)
-                and all(named.get(name, _ABSENT) is was for named, name, was in self._names)
-                and all(t._version == version for t, version in self._tensors)
+                all(was == now for now, was in self._dicts)
+                and all(was == now for now, was in self._lists)
+                and all(is_same(was, named.get(name, _ABSENT)) for named, name, was in self._names)
+                and all((t := ref()) is not None and t._version == version for ref, version in self._tensors)
                 and self._present() == self._given
                 and all(attention_function(name) is was for name, was in self._attention.items())
             )
         except RuntimeError:  # a tensor in the place of another one: whether they are equal is many answers
             return False
+
+    def is_over(self) -> bool:
+        """Whether a list, dict, set or tuple was replaced, which this state holds, and nobody else may."""
+        return any(
+            type(value) in _CONTAINERS and now.get(name) is not value
+            for now, was in (*self._dicts, *self._own)
+            for name, value in was.items()
+        )
 
     def watched(self, called: Iterable[nn.Module] = ()) -> Reason | None:
         """Why modules within have to be called: somebody watches or patches them. called: those that are."""
@@ -137,15 +148,15 @@ class LayerState:
             if kind is not Tensor or value.is_inference() or freed:
                 self.why = f"it holds a {kind.__name__} whose changes leave no trace"
                 return _Same(value)
-            self._tensors.append((value, value._version))
+            self._tensors.append((weakref.ref(value), value._version))
             return ContentHash(data_behind(value))
         if isinstance(value, dict):
             held = dict(dict.items(value))  # what it holds, not what a subclass makes of that (transformers' ACT2FN)
-            self._dicts.append((value, held))
+            self._dicts.append((value, copy_to_compare(held)))
             return kind, tuple((_hashable(k), self._value(v)) for k, v in held.items())
         if kind in (list, tuple):
             if kind is list:
-                self._lists.append((value, list(value)))
+                self._lists.append((value, list(map(to_compare, value))))
             return kind, tuple(map(self._value, value))
         if kind in (set, frozenset):
             self._lists.append((value, set(value)))
@@ -175,10 +186,12 @@ class LayerState:
         own = vars(module)
         beside = {k: v for k, v in own.items() if k not in _APART}
         if module is self._layer:
-            self._lists.append((_Beside(own), beside))
+            was = copy_to_compare(beside)
+            self._lists.append((Apart(own, _APART), was))
+            self._own.append((own, was))
         else:
-            self._dicts.append((own, dict(own)))
-        self._dicts += [(held, dict(held)) for held in (module._buffers, module._modules)]
+            self._dicts.append((own, copy_to_compare(own)))
+        self._dicts += [(held, copy_to_compare(held)) for held in (module._buffers, module._modules)]
         self._code(type(module))
         places = {k: v for k, v in beside.items() if k in INDICES and type(v) is int}
         self._places += places.values()
@@ -202,7 +215,7 @@ class LayerState:
             if base is object or of_torch(base):
                 continue
             held = {k: v for k, v in vars(base).items() if not k.startswith("__") or k == "__call__"}
-            self._lists.append((_ClassAttributes(base, tuple(held)), (len(vars(base)), *held.values())))
+            self._lists.append((ClassAttributes(base, tuple(held)), (len(vars(base)), *held.values())))
             for value in held.values():
                 if isinstance(value, _FUNCTIONS):
                     self._follow(value)
@@ -231,41 +244,12 @@ class LayerState:
             for name in names_of(found.__code__):
                 value = found.__globals__.get(name, _ABSENT)
                 if not isinstance(value, types.ModuleType | type) and value is not _ABSENT:
-                    self._names.append((found.__globals__, name, value))
+                    self._names.append((found.__globals__, name, to_compare(value)))
+                    self._globals.append(value)
                     if isinstance(value, _FUNCTIONS):
                         queue.append(value)
                     elif not isinstance(value, nn.Module):
                         self._found.append(self._value(value))
-
-
-class _Beside:
-    """The attributes of a converted layer, its forward and hooks aside, for comparing."""
-
-    __slots__ = ("_own",)
-
-    def __init__(self, own: dict[str, Any]) -> None:
-        self._own = own
-
-    def __eq__(self, was: object) -> bool:
-        return {k: v for k, v in self._own.items() if k not in _APART} == was
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class _ClassAttributes:
-    """Attributes of a class and how many it has, for comparing."""
-
-    __slots__ = ("_cls", "_names")
-
-    def __init__(self, cls: type, names: tuple[str, ...]) -> None:
-        self._cls, self._names = cls, names
-
-    def __eq__(self, was: object) -> bool:
-        held = vars(self._cls)
-        now = (len(held), *map(held.get, self._names))
-        return all(map(operator.is_, now, was))  # type: ignore[call-overload]
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def opened(value: Any) -> bool:

@@ -1,0 +1,68 @@
+"""What a layer's state was, for comparing with what it is: a difference is seen without holding the tensors of then."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class _Held:
+    """A tensor that something holds, told by its identity, for comparing: as the left operand. It may end."""
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, t: Tensor) -> None:
+        self._ref = weakref.ref(t)
+
+    def __eq__(self, other: object) -> bool:
+        return self._ref() is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def to_compare(value: Any) -> Any:
+    """A value for the left side of a comparison with what is there later, which holds no tensor but parameters."""
+    return _Held(value) if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) else value
+
+
+def copy_to_compare(held: dict[Any, Any]) -> dict[Any, Any]:
+    """A dict for the same."""
+    return {k: to_compare(v) for k, v in held.items()}
+
+
+def is_same(was: Any, now: Any) -> bool:
+    """Whether a value of `to_compare`'s is another one itself."""
+    return was == now if type(was) is _Held else was is now
+
+
+class Apart:
+    """The attributes of a module but those of some names, as the right side of a comparison."""
+
+    __slots__ = ("_names", "_own")
+
+    def __init__(self, own: dict[str, Any], names: frozenset[str]) -> None:
+        self._own, self._names = own, names
+
+    def __eq__(self, was: object) -> bool:
+        return was == {k: v for k, v in self._own.items() if k not in self._names}
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class ClassAttributes:
+    """Attributes of a class and how many it has, for comparing."""
+
+    __slots__ = ("_cls", "_names")
+
+    def __init__(self, cls: type, names: tuple[str, ...]) -> None:
+        self._cls, self._names = cls, names
+
+    def __eq__(self, was: object) -> bool:
+        held = vars(self._cls)
+        now = (len(held), *map(held.get, self._names))
+        return all(map(operator.is_, now, was))  # type: ignore[call-overload]
+
+    __hash__ = None  # type: ignore[assignment]
