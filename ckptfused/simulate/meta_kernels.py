@@ -31,16 +31,22 @@ def _of_layout(func: Any, copies: list[Tensor], x: Any, *others: Any, **options:
     return _SPARSE[func](copies, x, *others) if is_sparse else func(x, *others, **options)
 
 
+def _sparse(indices: Tensor, values: Tensor, like: Tensor, coalesced: bool = False) -> Tensor:
+    options: Any = {"dtype": values.dtype, "layout": torch.sparse_coo, "device": values.device}
+    make = aten._sparse_coo_tensor_with_dims_and_tensors  # which asks for no checks, and warns of none
+    sizes = like.sparse_dim(), like.dense_dim(), like.shape
+    return make(*sizes, indices, values, **options, is_coalesced=coalesced)  # type: ignore[no-any-return]
+
+
 def _clone(copies: list[Tensor], x: Tensor) -> Tensor:
     """A sparse gradient, of which autograd keeps the parts; without data it copies it."""
-    return torch.sparse_coo_tensor(*sparse_parts(x), x.shape, check_invariants=False)
+    return _sparse(*sparse_parts(x), x)
 
 
 def _add(copies: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
     """The entries of both sparse gradients."""
     (indices, values), (more, theirs) = sparse_parts(x), sparse_parts(y)
-    both = torch.cat([indices, more], 1), torch.cat([values, theirs])
-    return torch.sparse_coo_tensor(*both, x.shape, check_invariants=False)
+    return _sparse(torch.cat([indices, more], 1), torch.cat([values, theirs]), x)
 
 
 def _add_into(copies: list[Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -56,8 +62,7 @@ def _coalesce(copies: list[Tensor], x: Tensor) -> Tensor:
     """Entries sorted by their places: as many as before, since no two may be of one place."""
     indices, values = sparse_parts(x)
     copies += [indices.new_empty(indices.size(1)) for _ in range(3)]
-    made = torch.empty_like(indices), torch.empty_like(values)
-    return torch.sparse_coo_tensor(*made, x.shape, is_coalesced=True, check_invariants=False)
+    return _sparse(torch.empty_like(indices), torch.empty_like(values), x, coalesced=True)
 
 
 _SPARSE: dict[Any, Callable[..., Tensor]] = {
