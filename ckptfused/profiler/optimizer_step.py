@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 
-def take_step(optimizer: Optimizer, kind: str, sparse: bool) -> tuple[list[str], bool]:
+def take_step(optimizer: Optimizer, kind: str, sparse: bool) -> tuple[list[str], bool, bool]:
     """Has an optimizer take a step, so that it has its state; a note where it cannot without data, or looks at numbers.
-    And whether its step holds nothing that is counted: it is one kernel, or cannot be taken.
+    Whether its step holds nothing that is counted: it is one kernel, or cannot be taken; and whether all of it counts.
 
     Fused ones know no meta tensors, but keep what others of their class do. Those that can take all parameters at once
     do so where they are told, and on a GPU where they are not told otherwise.
@@ -39,14 +39,15 @@ def take_step(optimizer: Optimizer, kind: str, sparse: bool) -> tuple[list[str],
         counts = (
             "its state does not count, nor does" if len(optimizer.state) < len(trained) else "its state counts, not"
         )
-        return [f"{name} takes no step without data ({first_line(error)}): {counts} what its step holds"], True
+        return [f"{name} takes no step without data ({first_line(error)}): {counts} what its step holds"], True, False
     finally:
         for parameter in trained:
             parameter.grad = None
     if sparse and optimizer.state:
-        return [f"{name} takes no step without data of sparse gradients: its state counts as that of dense ones"], True
+        why = f"{name} takes no step without data of sparse gradients: its state counts as that of dense ones"
+        return [why], True, False
     asked = f"{name} looks at numbers, such as norms, for which 1 is taken: what it holds is that of such a step"
-    return [asked] * numbers.asked, fused
+    return [asked] * numbers.asked, fused, True
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:

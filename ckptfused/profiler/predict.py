@@ -67,7 +67,8 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     batch, device, optimizer = step.batch, step.device, step.optimizer_of(model)
     assert isinstance(device, Device)
     sparse = any(getattr(m, "sparse", False) is True for m in model.modules())
-    notes, at_once = ([], False) if optimizer is None else take_step(optimizer, device.kind, sparse)
+    notes, at_once, counts = ([], False, True) if optimizer is None else take_step(optimizer, device.kind, sparse)
+    left_out = [] if counts else [*notes]
     opaque: dict[int, str] = {}
     while True:
         opened = OpenLedger(device.kind)
@@ -108,20 +109,21 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     notes += _measured(work)
     if by_chance:
         notes.append("the model looks at random numbers (drops layers, say): another step may need more, or less")
-    if step.gradient_accumulation_steps > 2 and sparse:
-        notes.append("sparse gradients count as those of two batches: each further batch adds its rows to them")
+    left_out += [*opaque.values(), *([_SPARSE] if step.gradient_accumulation_steps > 2 and sparse else [])]
     return profile_of(
         trace,
         device.name,
         "predicted",
         step,
-        notes=tuple(notes),
+        notes=tuple(dict.fromkeys([*notes, *left_out])),
+        uncounted=next(iter(left_out), ""),
         time_error=device.time_error,
         host=opened.host.most,
         workspace=_workspace(opened, work.half_multiplications) if device.kind == "cpu" else 0,
     )
 
 
+_SPARSE = "sparse gradients count as those of two batches: each further batch adds its rows to them"
 _HALF_WORKSPACES = ((1 << 24, 416 << 10), (1 << 26, 704 << 10), (1 << 62, 1728 << 10))
 """Bytes that oneDNN's products in half precision allocate within themselves, a thread, by their multiplications: the
 most that was measured of 8,569 random shapes and layouts, rounded up. Attention's own take less than the least."""

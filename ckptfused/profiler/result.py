@@ -83,12 +83,9 @@ class Profile:
     was never measured there, or the time is a measured one."""
     notes: tuple[str, ...] = ()
     """What the numbers leave out or take for granted."""
-
-    @property
-    def uncounted(self) -> str | None:
-        """What a note says of a layer, an optimizer or gradients that are not counted, or not all."""
-        said = (" is opaque: ", " takes no step without", "sparse gradients count as")
-        return next((note for note in self.notes if any(words in note for words in said)), None)
+    uncounted: str = ""
+    """The first note that says of a layer, an optimizer or gradients that they are not counted, or not all: no plan
+    keeps a budget then. "": all are."""
 
     @property
     def above_state(self) -> int:

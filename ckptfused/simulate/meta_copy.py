@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_memory import StorageWeakRef, sparse_bytes, storage_behind, storage_id
+from ckptfused.state.fingerprints import batch_leaves, is_record
 
 T = TypeVar("T")
 
@@ -128,10 +129,10 @@ def without_data(value: T) -> T:
     made: dict[int, Any] = {}
 
     def meta_copy(value: Any) -> Any:
-        if not isinstance(value, Tensor | nn.Module | set) and not _is_record(value):
+        if not isinstance(value, Tensor | nn.Module | set) and not is_record(value):
             return value
         if id(value) not in made:
-            if _is_record(value):
+            if is_record(value):
                 made[id(value)] = copied = copy.copy(value)
                 for part in dataclasses.fields(value):
                     object.__setattr__(copied, part.name, tree_map(meta_copy, getattr(value, part.name)))
@@ -143,19 +144,6 @@ def without_data(value: T) -> T:
         return made[id(value)]
 
     return tree_map(meta_copy, value)
-
-
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module)
-
-
-def batch_leaves(batch: Any) -> Iterator[Any]:
-    """What is in the containers and dataclasses of a batch."""
-    for value in tree_leaves(batch):
-        if _is_record(value):
-            yield from batch_leaves([getattr(value, part.name) for part in dataclasses.fields(value)])
-        else:
-            yield value
 
 
 def _like(t: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_dispatch import DispatchMode, tensors_of, without_dispatch_modes, written_arguments
 from ckptfused.compat.torch_memory import allocations, storage_id
 from ckptfused.ops.fake import hold_surplus, surplus_of
-from ckptfused.simulate.meta_copy import batch_leaves
+from ckptfused.state.fingerprints import batch_leaves
 
 MOST_ENTRIES = 1 << 18
 """Entries of a tensor whose values are kept, or as many as the largest mask or positions of the batch have: what holds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import hashlib
 import zlib
 from collections.abc import Iterable, Iterator
@@ -124,6 +125,20 @@ class ContentHash:
 def leaves(value: Any) -> list[Any]:
     """Leaves of a pytree, dataclasses such as Hugging Face's outputs included."""
     return [value] if isinstance(value, Tensor) else tree_leaves(value)
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value is a dataclass of somebody's own, which no pytree knows."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | nn.Module)
+
+
+def batch_leaves(batch: Any) -> Iterator[Any]:
+    """What is in the containers of a batch, and in dataclasses of somebody's own."""
+    for value in tree_leaves(batch):
+        if is_record(value):
+            yield from batch_leaves([getattr(value, part.name) for part in dataclasses.fields(value)])
+        else:
+            yield value
 
 
 def local(t: Tensor) -> Tensor | None:

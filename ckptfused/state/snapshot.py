@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.backends import cudnn
 
-from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_autograd import parameter_hooks, set_tensor_hooks, tensor_hooks
 from ckptfused.compat.torch_distributed import is_managed
 from ckptfused.state.containers import CONTAINERS, Attributes, content_of, put_back
-from ckptfused.state.fingerprints import Fingerprints, bits_equal, local, unrecorded
+from ckptfused.state.fingerprints import Fingerprints, batch_leaves, bits_equal, local, unrecorded
 from ckptfused.state.generators import RngStates, global_generators, is_generator, restore, state_of, undrawn
 from ckptfused.state.reach import reach
 
@@ -84,7 +83,7 @@ class Unchanged:
                 self._hooks.append((hooks, dict(hooks)))
         for module in self._model.modules():
             self._module(module, generators)
-        for t in tree_leaves(self._batch):
+        for t in batch_leaves(self._batch):
             if isinstance(t, Tensor):
                 self._keep(t)
                 self._leaf(t)

@@ -247,3 +247,15 @@ def test_a_budget_where_layers_keep_what_they_made(share: float) -> None:
     convert(model, budget=budget, batch=x, optimizer=AdamW)
     for _ in range(3):
         assert profile(model, x, AdamW).peak <= budget
+
+
+def test_the_gradient_of_a_dataclass_is_given_back() -> None:
+    """A measured step leaves a batch as it was, whatever holds its tensors."""
+    given = Given(torch.randn(8, C, requires_grad=True))
+
+    class Reads(nn.Linear):
+        def forward(self, given: Given) -> Tensor:  # type: ignore[override]
+            return super().forward(given.x)
+
+    profile(Reads(C, C), (given,))
+    assert given.x.grad is None
