@@ -43,10 +43,10 @@ def stored(weight: Tensor, way: Way) -> tuple[dict[str, Tensor], int, Tensor]:
     with torch.compiler.set_stance("force_eager"):  # it would have a C++ compiler run for every shape
         codes, state = bnb.quantize_4bit(weight.float(), quant_type=way.kind, **options)
         plain = bnb.dequantize_4bit(codes, state)
-    found = {"w": codes, "absmax": state.absmax}
+    found = {"w": codes, "scale": state.absmax}
     if way.nested:
         inner = state.state2
-        found |= {"nested_absmax": inner.absmax, "nested_code": inner.code, "offset": state.offset}
+        found |= {"nested_scale": inner.absmax, "table": inner.code, "offset": state.offset}
     return found, state.state2.blocksize if way.nested else 0, plain
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ckptfused.cli.extrapolate import extrapolated
 from ckptfused.cli.longest_context import language_step
-from ckptfused.compat.bitsandbytes import load_in_4bit
+from ckptfused.compat.quantizers import load_in_4bit
 from ckptfused.compat.transformers import knows
 from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy

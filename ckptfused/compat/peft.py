@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-LORA_LINEARS = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.bnb.Linear4bit", "peft.tuners.lora.bnb.Linear8bitLt")
-"""LoRA's wrappers of a linear layer: PyTorch's, and bitsandbytes'."""
+LORA_LINEARS = (
+    "peft.tuners.lora.layer.Linear",
+    "peft.tuners.lora.bnb.Linear4bit",
+    "peft.tuners.lora.bnb.Linear8bitLt",
+    "peft.tuners.lora.hqq.HqqLoraLinear",
+)
+"""LoRA's wrappers of a linear layer: PyTorch's (whatever torchao made of its weight), bitsandbytes' and HQQ's."""
 PARAM_WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
 """LoRA's wrapper of a module, one of whose parameters it adapts (`target_parameters`)."""
 MODULES_TO_SAVE = "peft.utils.other.ModulesToSaveWrapper"

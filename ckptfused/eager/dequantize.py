@@ -1,44 +1,129 @@
-"""Weights that are stored in few bits, as numbers again: by bitsandbytes' own kernels for the device at hand."""
+"""Weights that are stored in few bits, as numbers again, on the device at hand."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ckptfused.spec import QUANT_SLOTS, BlockSpec
+from ckptfused.spec import BY_BITSANDBYTES, QUANT_SLOTS, QUANTIZATIONS, BlockSpec, Quantized
 
 _HALF = (torch.float32, torch.bfloat16, torch.float16)
+_PART = 1 << 20
+"""Entries that are there in float32 at once: 4 MiB, which a CPU has in its cache, in few launches of a GPU."""
 
 
 def dequantize(
-    codes: Tensor,
-    state: Sequence[Tensor | None],
-    kind: str,
-    block: int,
-    nested: int,
-    sizes: Sequence[int],
-    dtype: torch.dtype,
+    codes: Tensor, state: Sequence[Tensor | None], stored: str, sizes: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    """A weight [out, in] in `dtype`: each code's value times its block's scale, rounded once.
+    """A weight [out, in] in `dtype`: each code's value times its block's scale, in float32 (integers for float64 in
+    that), rounded once; with a table first to the type of the table, as torchao's.
 
-    **Shapes** as `spec.Quantized`; state: absmax, nested_absmax, nested_code and offset, None where there is none.
-    **Source** `bitsandbytes.functional.dequantize_4bit`, whose float32 scales these are; of int8, `MatMul8bitFp`.
+    **Shapes** as `spec.Quantized`, whose `form` is `stored`; state: its `QUANT_SLOTS`, None where there is none.
+    **Scratch** of bitsandbytes' 4 bits its kernels'; of others scales and offsets in float32, and 5 bytes for each of
+    2²⁰ entries.
+    **Source** `bitsandbytes.functional.dequantize_4bit`, whose float32 scales these are; of 8 bits `MatMul8bitFp`.
+    torchao's `Int8Tensor.dequantize` and `NF4Tensor.get_original_weight`; hqq's `Quantizer.dequantize`.
     """
-    absmax, nested_absmax, nested_code, offset = state
-    assert absmax is not None
-    if kind == "int8":
-        return codes.to(dtype).mul_(absmax.mul(1 / 127)[:, None])
-    ops: Any = torch.ops.bitsandbytes
-    if nested:
-        absmax = ops.dequantize_blockwise(absmax, nested_absmax, nested_code, nested, torch.float32)
-        absmax += offset
-    codes = codes.view(-1, 1)
+    spec = _parsed(stored)
+    if spec.kind in BY_BITSANDBYTES:
+        return _four_bits(codes, state, spec, sizes, dtype)
+    made = codes.new_empty(list(sizes), dtype=dtype)
+    shape = spec.block_shape(*sizes)
+    wide = torch.promote_types(dtype, torch.float32) if spec.kind != "table" else torch.float32
+    scale, offset = _scales(state, spec, wide)
+    if spec.kind == "table":
+        _fill_pairs(made.view(shape), codes, scale, _numbers(state[3], spec))
+    else:
+        _fill(made.view(shape), codes, spec, scale, offset)
+    return made
+
+
+@lru_cache(maxsize=256)
+def _parsed(stored: str) -> Quantized:
+    return Quantized.parse("quant", f":{stored}")
+
+
+def _four_bits(codes: Tensor, state: Any, spec: Quantized, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    import bitsandbytes  # noqa: F401  (registers the ops)
+
+    scale, ops = state[0].reshape(-1), torch.ops.bitsandbytes
+    if spec.nested:
+        offset, nested_scale, table = (_numbers(t, spec) for t in state[1:])
+        scale = ops.dequantize_blockwise(scale, nested_scale, table, spec.nested, torch.float32)
+        scale += offset
+    else:
+        scale = _numbers(scale, spec)
     made = dtype if dtype in _HALF else torch.float32
-    found: Tensor = ops.dequantize_4bit(codes, absmax.float(), block, kind, sizes, made)
+    found: Tensor = ops.dequantize_4bit(codes.view(-1, 1), scale, spec.block, spec.kind, sizes, made)
     return found.to(dtype)
+
+
+def _numbers(t: Tensor | None, spec: Quantized) -> Tensor:
+    """Scales, or what is beside them, as numbers; a ledger's call has their bytes."""
+    assert t is not None
+    return t.reshape(-1).view(getattr(torch, spec.scales))
+
+
+def _scales(state: Sequence[Tensor | None], spec: Quantized, wide: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The scale and the offset of each block in a wide type, as a column; as a row where blocks are strided."""
+    scale, offset, nested_scale, _ = state
+    assert scale is not None
+    if spec.kind == "table":  # around a mean, and rounded as NF4Tensor's are
+        grouped = scale.reshape(-1, spec.nested).view(torch.int8)
+        scale = (grouped / _numbers(nested_scale, spec)[:, None]).view(-1, 1) + _numbers(offset, spec)
+        return scale.to(wide), None
+    shape = (1, -1) if spec.strided else (-1, 1)
+    scale = _numbers(scale, spec).view(shape)
+    scale = (scale.mul(1 / 127) if spec.kind == "absmax8" else scale).to(wide)
+    if offset is None:
+        return scale, None
+    return scale, (offset.view(torch.int8) if spec.kind == "int8" else _numbers(offset, spec)).view(shape).to(wide)
+
+
+def _by_parts(rows: int, columns: int, fill: Callable[[slice], None]) -> None:
+    step = max(1, _PART // columns)
+    for first in range(0, rows, step):
+        fill(slice(first, min(first + step, rows)))
+
+
+def _fill(made: Tensor, codes: Tensor, spec: Quantized, scale: Tensor, offset: Tensor | None) -> None:
+    """(code - offset) * scale for each row of blocks, those of a part of an element of memory together."""
+    bits, parts, dtype = QUANTIZATIONS[spec.kind]
+    rows, columns = made.shape
+    packed = codes.reshape(-1).view(getattr(torch, dtype)).view(-1, columns)
+    for part in range(parts):
+        first = part * packed.size(0)
+        shift = bits * (parts - 1 - part)
+
+        def fill(of: slice, first: int = first, shift: int = shift) -> None:
+            to = slice(first + of.start, min(first + of.stop, rows))
+            found = packed[of][: to.stop - to.start]
+            if parts > 1:
+                found = (found >> shift).bitwise_and_(2**bits - 1)
+            wide = found.to(scale.dtype)
+            each = slice(None) if spec.strided or scale.size(0) == 1 else to
+            if offset is not None:
+                wide.sub_(offset[each])
+            made[to].copy_(wide.mul_(scale[each]))
+
+        _by_parts(min(packed.size(0), rows - first), columns, fill)
+
+
+def _fill_pairs(made: Tensor, codes: Tensor, scale: Tensor, table: Tensor) -> None:
+    """The table's values of the two codes of each byte, times the scale of their row."""
+    values = table.float()
+    pairs = torch.cartesian_prod(values, values)
+    packed = codes.reshape(-1).view(torch.uint8).view(made.size(0), -1)
+
+    def fill(of: slice) -> None:
+        wide = pairs.index_select(0, packed[of].reshape(-1).to(torch.int32)).view(-1, made.size(1))
+        made[of].copy_(wide.mul_(scale[of]).to(table.dtype))
+
+    _by_parts(made.size(0), made.size(1), fill)
 
 
 @torch.no_grad()
@@ -53,5 +138,5 @@ def with_plain_weights(params: dict[str, Any], spec: BlockSpec, x: Tensor) -> di
         into, out = spec.halves[half].products(x.size(-1))[stored.target]
         state = [params[f"{prefix}.{slot}"] for slot in QUANT_SLOTS]
         slot = f"{half}.{stored.target}_w"
-        found[slot] = dequantize(params[slot], state, stored.kind, stored.block, stored.nested, (out, into), dtype)
+        found[slot] = dequantize(params[slot], state, stored.form, (out, into), dtype)
     return found

@@ -164,7 +164,7 @@ def _adapters(maps: dict[str, Projection]) -> tuple[SpecKey, SlotTensors]:
 def _quantized(maps: dict[str, Projection]) -> tuple[SpecKey, SlotTensors]:
     """What the text says of the weights of a half that are in few bits, and the tensors beside them."""
     found = [(stem, projection.stored) for stem, projection in maps.items() if projection.stored is not None]
-    said = tuple((stem, *stored[:3]) for stem, stored in found)
+    said = tuple((stem, *stored.form) for stem, stored in found)
     return said, [tensor for _, stored in found for tensor in stored.state]
 
 

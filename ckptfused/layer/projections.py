@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ckptfused.checks import is_dtensor
 from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
@@ -17,12 +16,9 @@ from ckptfused.layer.hooks import watched
 from ckptfused.layer.norms import own_kind
 from ckptfused.layer.parts import Reason, weight
 from ckptfused.layer.peft import LoRA, active_copy, adapters, is_lora
-from ckptfused.layer.quantized import Stored, is_quantized, stored_weight
+from ckptfused.layer.quantized import LINEARS, Stored, is_quantized, stored_weight
 from ckptfused.layer.source import activation_of, as_read, class_name, norm_of
 from ckptfused.spec import BIASED_NORMS, GATED_ACTIVATIONS, GATED_BY
-
-# As they are now: a subclass that somebody puts in their place in torch.nn may compute something else.
-_LINEAR = (nn.Linear, NonDynamicallyQuantizableLinear)
 
 
 class Projection(NamedTuple):
@@ -53,7 +49,7 @@ def projection(module: Any, name: str = "", dtype: torch.dtype = torch.float32) 
     if isinstance(module, Projection | Reason):
         return module
     kind = type(module)
-    if kind in _LINEAR:
+    if kind in LINEARS and not is_quantized(module):
         return watched(module, name) or _plain(Projection(weight(module, "weight"), weight(module, "bias")), name)
     if (copy := active_copy(module)) is not module:
         return projection(copy, name, dtype)

@@ -1,54 +1,91 @@
-"""Weights that bitsandbytes stores in few bits, in the block's terms, as they are at this call."""
+"""Weights that a library stores in few bits, in the block's terms, as they are at this call."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ckptfused.checks import autocast_enabled
-from ckptfused.compat.bitsandbytes import (
+from ckptfused.compat.quantizers import (
+    HQQ_LINEAR,
+    INT8_TENSOR,
     LINEAR_4BIT,
     LINEAR_8BIT,
+    NF4_TENSOR,
     four_bit_compute_type,
     four_bit_state,
+    hqq_parts,
+    int8_parts,
+    nf4_parts,
     repacked,
     row_scales,
 )
 from ckptfused.layer.parts import Reason, weight
-from ckptfused.layer.source import as_read, class_name
+from ckptfused.layer.source import as_read, class_as_read, class_name
+from ckptfused.spec import Quantized
+
+# As they are now: a subclass that somebody puts in their place in torch.nn may compute something else.
+LINEARS = (nn.Linear, NonDynamicallyQuantizableLinear)
 
 
 class Stored(NamedTuple):
-    """How a weight is stored: as `spec.Quantized`, the tensors beside it, and the shape [out, in] of the numbers."""
+    """How a weight is stored: as the fields of `spec.Quantized`, the tensors beside it, and the shape [out, in] of the
+    numbers."""
 
-    kind: str
-    block: int
-    nested: int
+    form: tuple[Any, ...]
+    """kind, block, nested, scales, strided; the last ones may be left out."""
     state: tuple[Tensor | None, ...]
-    """absmax, nested_absmax, nested_code, offset."""
+    """scale, offset, nested_scale, table."""
     shape: tuple[int, int]
+
+    @torch.no_grad()
+    def numbers(self, codes: Tensor, x: Tensor) -> Tensor:
+        """The weight in the type of a product with x. **Shapes** codes as they are stored; [out, in]."""
+        form, dtype = Quantized("", *self.form).form, _wanted(codes, x.dtype)
+        return torch.ops.ckptfused.dequantize(codes, self.state, form, self.shape, dtype)  # type: ignore[no-any-return]
+
+
+Weight = tuple[Tensor, Stored] | Reason
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of bitsandbytes', and runs the code that was read."""
-    return class_name(type(module)) in (LINEAR_4BIT, LINEAR_8BIT) and as_read(module)
+    """Whether a module is a linear layer whose weight is stored in few bits, and runs the code that was read."""
+    return _reader(module) is not None
 
 
-def stored_weight(module: nn.Module, dtype: torch.dtype, name: str) -> tuple[Tensor, Stored] | Reason:
+def stored_weight(module: nn.Module, dtype: torch.dtype, name: str) -> Weight:
     """The codes of such a layer's weight and how they are stored, or why it is not fused. dtype: of x.
 
     **Raises** `RuntimeError` where the layer would silently train without gradients.
     """
-    name = name or type(module).__name__
-    found = (_four_bits if class_name(type(module)) == LINEAR_4BIT else _eight_bits)(module, dtype, name)
-    if not isinstance(found, Reason) and found[0].requires_grad:
+    name, reader = name or type(module).__name__, _reader(module)
+    assert reader is not None
+    found = reader(module, dtype, name)
+    if isinstance(found, Reason):
+        return found
+    owner = module._parameters.get("weight")
+    if found[0].requires_grad or (owner is not None and owner.requires_grad):
         return Reason(f"{name}: its quantized weight asks for a gradient")
     return found
 
 
-def _four_bits(module: Any, dtype: torch.dtype, name: str) -> tuple[Tensor, Stored] | Reason:
+def _reader(module: nn.Module) -> Callable[[Any, torch.dtype, str], Weight] | None:
+    if type(module) in LINEARS:
+        kind: Any = type(module._parameters.get("weight"))
+        if kind is nn.Parameter or class_name(kind) not in _OF_TENSORS:
+            return None
+        reader, method = _OF_TENSORS[class_name(kind)]
+        return reader if class_as_read(kind, getattr(kind, method)) else None
+    found = _OF_LAYERS.get(class_name(type(module)))
+    return found if found is None or as_read(module) else None
+
+
+def _four_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:
     codes, state = weight(module, "weight"), four_bit_state(module)
     if state is None:
         return Reason(f"{name}: its weight is not quantized yet (move the model to its device)")
@@ -61,20 +98,20 @@ def _four_bits(module: Any, dtype: torch.dtype, name: str) -> tuple[Tensor, Stor
         return Reason(f"{name}: bitsandbytes packed its weight for inference", original=True)
     own, wanted = four_bit_compute_type(module, dtype, (torch.float32, torch.bfloat16)), _wanted(codes, dtype)
     if own != wanted:
-        return Reason(f"{name} computes in {own} beside {wanted}: load the model with bnb_4bit_compute_dtype={wanted}")
+        return _another_type(name, own, wanted, "load the model with bnb_4bit_compute_dtype")
     shape = tuple(state.shape)
     if shape != (module.out_features, module.in_features):
         return Reason(f"{name}: its weight was quantized as {list(shape)}, expected [out, in]")
     if not state.nested:
         if state.absmax.dtype != torch.float32:
             return Reason(f"{name}: its scales are {state.absmax.dtype}, expected float32")
-        return codes, Stored(state.quant_type, state.blocksize, 0, (state.absmax, None, None, None), shape)
+        return codes, Stored((state.quant_type, state.blocksize), (state.absmax, None, None, None), shape)
     inner = state.state2
-    beside = (state.absmax, inner.absmax, inner.code, state.offset)
-    return codes, Stored(state.quant_type, state.blocksize, inner.blocksize, beside, shape)
+    beside = (state.absmax, state.offset, inner.absmax, inner.code)
+    return codes, Stored((state.quant_type, state.blocksize, inner.blocksize), beside, shape)
 
 
-def _eight_bits(module: Any, dtype: torch.dtype, name: str) -> tuple[Tensor, Stored] | Reason:
+def _eight_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:
     codes, scales = row_scales(module)
     if codes is None or scales is None or module.state.has_fp16_weights:
         return Reason(f"{name}: its weight is not quantized yet (move the model to its device)")
@@ -82,7 +119,61 @@ def _eight_bits(module: Any, dtype: torch.dtype, name: str) -> tuple[Tensor, Sto
         return Reason(f"{name} computes in int8 there, outliers apart: the layer is checkpointed as it is")
     if not module.training:
         return Reason(f"{name} computes in int8 in evaluation", original=True)
-    return codes, Stored("int8", 0, 0, (scales, None, None, None), (module.out_features, module.in_features))
+    return codes, Stored(("absmax8",), (scales, None, None, None), (module.out_features, module.in_features))
+
+
+def _hqq(module: Any, dtype: torch.dtype, name: str) -> Weight:
+    found = hqq_parts(module)
+    if found is None:
+        return Reason(f"{name}: its scales are quantized or on the host, or its codes are not packed")
+    if torch.compiler.is_compiling():
+        return Reason(f"{name} is HQQ's, whose tensors torch.compile cannot read")
+    if (own := found.scale.dtype) != (wanted := _wanted(found.codes, dtype)):
+        return _another_type(name, own, wanted, "quantize the model with compute_dtype")
+    shape = (module.out_features, module.in_features)
+    if found.scale.numel() * found.block != math.prod(shape):
+        return Reason(f"{name}: its {found.scale.numel()} scales are not one for each {found.block} entries")
+    form = (found.kind, found.block, 0, _type_name(own), found.strided)
+    state = (to_be_saved(found.scale), to_be_saved(found.offset), None, None)
+    return to_be_saved(found.codes), Stored(form, state, shape)
+
+
+def _int8_tensor(module: Any, dtype: torch.dtype, name: str) -> Weight:
+    found, shape = int8_parts(module.weight), tuple(module.weight.shape)
+    if found.quantizes_input:
+        return Reason(f"{name} quantizes its input, too, in a kernel of its own: the layer is checkpointed as it is")
+    if found.scale.dtype != torch.float32:
+        return Reason(f"{name}: its scales are {found.scale.dtype}, expected float32")
+    offset = found.offset if found.block[1] < shape[1] else None
+    return found.codes, Stored(("int8", math.prod(found.block)), (found.scale, offset, None, None), shape)
+
+
+def _nf4_tensor(module: Any, dtype: torch.dtype, name: str) -> Weight:
+    found = nf4_parts(module.weight)
+    state = (found.scale, found.mean, found.nested_scale, found.table)
+    form = ("table", found.block, found.nested, _type_name(found.table.dtype))
+    return found.codes, Stored(form, state, tuple(module.weight.shape))
+
+
+_OF_LAYERS = {LINEAR_4BIT: _four_bits, LINEAR_8BIT: _eight_bits, HQQ_LINEAR: _hqq}
+_OF_TENSORS = {INT8_TENSOR: (_int8_tensor, "dequantize"), NF4_TENSOR: (_nf4_tensor, "get_original_weight")}
+"""How each tensor is read, and the method of its class that was."""
+
+
+def to_be_saved(t: Tensor) -> Tensor:
+    """The tensor, or a second one over its memory where it was made in inference mode: autograd saves none of those."""
+    if not t.is_inference():
+        return t
+    made = torch.empty(0, dtype=t.dtype, device=t.device)
+    return made.set_(t.untyped_storage(), t.storage_offset(), t.size(), t.stride())  # type: ignore[call-overload, no-any-return]
+
+
+def _another_type(name: str, own: torch.dtype, wanted: torch.dtype, how: str) -> Reason:
+    return Reason(f"{name} computes in {own} beside {wanted}: {how}={wanted}")
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _wanted(codes: Tensor, dtype: torch.dtype) -> torch.dtype:

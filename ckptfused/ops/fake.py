@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ckptfused import _extension, cost  # noqa: F401  (the first registers the ops)
+from ckptfused.checks import has_values
 from ckptfused.compat.torch_compile import partitioner_budget
 from ckptfused.compat.torch_memory import StorageWeakRef, storage_behind
 from ckptfused.cost.loss import loss_flops
@@ -215,7 +216,9 @@ def or_counted(fake: Callable[..., Any], op: Any, block: bool = False) -> Callab
     return kernel
 
 
-def _dequantized(codes: Tensor, state: Any, kind: str, block: int, nested: int, sizes: Any, dtype: Any) -> Tensor:
+def _dequantized(codes: Tensor, state: Any, form: str, sizes: Any, dtype: Any) -> Tensor:
+    if not has_values(codes):
+        return dequantize(codes, state, form, sizes, dtype)  # a ledger counts what it does
     return codes.new_empty(sizes, dtype=dtype)
 
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ckptfused.compat.pytree import tree_leaves, tree_map
+from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
 from ckptfused.compat.torch_memory import StorageWeakRef, sparse_bytes, storage_behind, storage_id
 from ckptfused.state.fingerprints import batch_leaves, is_record
 
@@ -259,6 +260,12 @@ class _WithoutData(TorchFunctionMode):
 
     def copy(self, t: Tensor, memo: dict[int, Any]) -> Any:
         """What `copy.deepcopy` gives of a tensor."""
+        if id(t) not in memo and is_traceable_wrapper_subclass(t) and not t.is_nested:
+            names, rest = t.__tensor_flatten__()  # as torchao's quantised weights, which hold others
+            self._owned.update(id(getattr(t, name)) for name in names)
+            parts = {name: self.copy(getattr(t, name), memo) for name in names}
+            found = type(t).__tensor_unflatten__(parts, rest, t.shape, t.stride())
+            memo[id(t)] = nn.Parameter(found, t.requires_grad) if isinstance(t, nn.Parameter) else found
         if id(t) not in memo:
             kept = t.dim() == 0 and t.device.type == "cpu" and id(t) not in self._owned
             found = t.detach().clone() if kept else self._meta_copy(t)

@@ -22,7 +22,7 @@ from .fields import (
 )
 from .keep import KEEP_NAMES, KEEP_PRESETS, Keep, check_names, keepable, resolve_keep
 from .loss import HEAD, LossSpec, parse_loss
-from .quantized import Quantized
+from .quantized import BY_BITSANDBYTES, QUANTIZATIONS, Quantized
 from .slots import (
     AUX_NAMES,
     PARAM_SLOTS,
@@ -39,6 +39,7 @@ __all__ = [
     "ACTIVATIONS",
     "AUX_NAMES",
     "BIASED_NORMS",
+    "BY_BITSANDBYTES",
     "COMPUTE_TYPES",
     "FIRST_SITE",
     "GATE",
@@ -56,6 +57,7 @@ __all__ = [
     "PLAIN_ACTIVATIONS",
     "PROJECTION_SLOTS",
     "QK_PLACES",
+    "QUANTIZATIONS",
     "QUANT_SLOTS",
     "ROPES",
     "Adapter",

@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from .checks import check_choice, check_integer
 
-QUANTIZATIONS = ("nf4", "fp4", "int8")
-"""How entries are stored: indices of 16 values, two a byte, or a byte for -127 … 127 with one scale a row."""
+
+class Packing(NamedTuple):
+    """How codes of a kind lie in memory: `parts` of them in each element of `dtype`, and how many bits each has."""
+
+    bits: int
+    parts: int
+    dtype: str
+
+
+QUANTIZATIONS: dict[str, Packing] = {
+    **{kind: Packing(4, 2, "uint8") for kind in ("nf4", "fp4", "table")},
+    **{kind: Packing(8, 1, "int8") for kind in ("int8", "absmax8")},
+    **{f"uint{bits}": Packing(bits, 8 // bits, "uint8") for bits in (8, 4, 2, 1)},
+    "uint3": Packing(3, 10, "int32"),
+}
+"""How entries are stored: `"nf4"`, `"fp4"` as bitsandbytes' indices of 16 values, `"table"` as indices of 16 values
+that are beside them, two neighbours a byte, the first one high; `"int8"` as integers, `"absmax8"` as integers of which
+127 stands for the scale; `"uint8"` to `"uint1"` as HQQ's integers from an offset on, those of an element of memory far
+apart, the first one high."""
+BY_BITSANDBYTES = ("nf4", "fp4")
+SCALES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """The weight of a projection as bitsandbytes stores it: codes, and a scale for each `block` of them.
+    """The weight of a projection as a library stores it: codes, and a scale for each `block` of them.
 
-    **Shapes** codes of 4 bits fill bytes [out · in / 2] of any dtype; int8 [out, in]. absmax float32 [blocks], or uint8
-    where `nested` of them share a scale of their own, with nested_absmax float32, nested_code float32 [256] and offset.
-    **Source** Dettmers et al. 2023 (arXiv 2305.14314), sections 3 and 4; `bitsandbytes.functional.dequantize_4bit`.
+    **Shapes** codes fill bytes in a row, of any dtype where bitsandbytes stores them. scale [blocks], of the type that
+    `scales` names; a byte each where `nested` of them share a nested_scale. offset: of codes [blocks], or what is added
+    to nested scales. table: the values of codes, 16 of `"table"`, or of nested scales, 256 of nf4 and fp4.
+    **Source** Dettmers et al. 2023 (arXiv 2305.14314), sections 3 and 4; `bitsandbytes.functional.dequantize_4bit`;
+    torchao's `Int8Tensor` and `NF4Tensor`; hqq's `Quantizer.dequantize`.
     """
 
     target: str
@@ -26,27 +49,51 @@ class Quantized:
     """Entries that share a scale; 0: a row of them."""
     nested: int = 0
     """Scales that share a scale of their own; 0: none do."""
+    scales: str = "float32"
+    """The type of scales and offsets as numbers."""
+    strided: bool = False
+    """Whether a block's entries lie apart: entry i then has scale i modulo their number."""
 
     def __str__(self) -> str:
-        return f"{self.target}:{self.kind}:{self.block}:{self.nested}"
+        return f"{self.target}:{self.form}"
+
+    @cached_property
+    def form(self) -> str:
+        """Everything but whose weight it is, as the op takes it."""
+        return f"{self.kind}:{self.block}:{self.nested}:{self.scales}:{int(self.strided)}"
 
     @classmethod
     def parse(cls, key: str, text: str) -> Quantized:
         """The inverse of `str`. **Raises** `ValueError`."""
         try:
-            target, kind, block, nested = text.split(":")
-            return cls(target, kind, int(block), int(nested))
+            target, kind, block, nested, scales, strided = text.split(":")
+            return cls(target, kind, int(block), int(nested), scales, bool(int(strided)))
         except ValueError:
-            raise ValueError(f"spec: {key}: expected target:kind:block:nested, got {text!r}") from None
+            expected = "target:kind:block:nested:scales:strided"
+            raise ValueError(f"spec: {key}: expected {expected}, got {text!r}") from None
+
+    def block_shape(self, out: int, into: int) -> tuple[int, int]:
+        """The codes of a weight [out, in] as rows, each of which has a scale; as columns where they are strided."""
+        if self.strided:
+            return self.block, out * into // self.block
+        return -(-out * into // (self.block or into)), self.block or into
 
     def sizes(self, out: int, into: int) -> dict[str, int]:
         """Bytes of the stored tensors of a weight [out, in]: `"w"` and the slots beside it that are filled."""
-        if self.kind == "int8":
-            return {"w": out * into, "absmax": 4 * out}
-        blocks = -(-out * into // self.block)
-        found = {"w": -(-out * into // 2), "absmax": blocks if self.nested else 4 * blocks}
-        if self.nested:
-            found |= {"nested_absmax": 4 * -(-blocks // self.nested), "nested_code": 4 * 256, "offset": 4}
+        packing, (rows, columns) = QUANTIZATIONS[self.kind], self.block_shape(out, into)
+        scales, number = columns if self.strided else rows, 4 if self.scales == "float32" else 2
+        codes = -(-out * into // packing.parts)
+        if self.kind == "uint3":  # rows of codes share integers, the last ones of which are not full
+            codes = 4 * -(-rows // packing.parts) * columns
+        found = {"w": codes, "scale": scales if self.nested else number * scales}
+        if self.kind == "table":
+            found |= {"offset": number, "nested_scale": number * -(-scales // self.nested), "table": number * 16}
+        elif self.nested:
+            found |= {"offset": 4, "nested_scale": 4 * -(-scales // self.nested), "table": 4 * 256}
+        elif self.kind.startswith("uint"):
+            found["offset"] = number * scales
+        elif self.kind == "int8" and columns < into:
+            found["offset"] = scales
         return found
 
 
@@ -64,10 +111,20 @@ def checked_quantized(where: str, weights: object, targets: tuple[str, ...], tra
     checked: dict[str, Quantized] = {}
     for index, weight in enumerate(weights):
         check_choice(f"{where}[{index}].target", weight.target, tuple(t for t in targets if t not in checked))
-        check_choice(f"{where}[{index}].kind", weight.kind, QUANTIZATIONS)
-        block = check_integer(f"{where}[{index}].block", weight.block, 0)
-        if (block == 0) != (weight.kind == "int8"):
-            raise ValueError(f"{where}[{index}].block: expected {'0' if block else '1 or more'}, got {block}")
-        nested = check_integer(f"{where}[{index}].nested", weight.nested, 0)
-        checked[weight.target] = Quantized(weight.target, weight.kind, block, nested)
+        checked[weight.target] = _checked(f"{where}[{index}]", weight)
     return tuple(checked.values())
+
+
+def _checked(where: str, weight: Quantized) -> Quantized:
+    check_choice(f"{where}.kind", weight.kind, tuple(QUANTIZATIONS))
+    check_choice(f"{where}.scales", weight.scales, SCALES)
+    block = check_integer(f"{where}.block", weight.block, 0)
+    if (block == 0) != (weight.kind == "absmax8"):
+        raise ValueError(f"{where}.block: expected {'0' if block else '1 or more'}, got {block}")
+    nested = check_integer(f"{where}.nested", weight.nested, 0)
+    may_nest = weight.kind in (*BY_BITSANDBYTES, "table")
+    if (nested and not may_nest) or (weight.kind == "table" and not nested):
+        raise ValueError(f"{where}.nested: expected {'0' if nested else '1 or more'} of {weight.kind}, got {nested}")
+    if weight.strided and not weight.kind.startswith("uint"):
+        raise ValueError(f"{where}.strided: expected False of {weight.kind}, got True")
+    return Quantized(weight.target, weight.kind, block, nested, weight.scales, weight.strided)

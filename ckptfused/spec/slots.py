@@ -28,7 +28,7 @@ PARAM_SLOTS = {name: tuple(f"{pair.stem}_{kind}" for pair in pairs for kind in "
 PROJECTIONS = {name: tuple(pair.stem for pair in pairs if pair.norm is None) for name, pairs in PAIRS.items()}
 PROJECTION_SLOTS = frozenset(f"{name}.{stem}_{kind}" for name in PAIRS for stem in PROJECTIONS[name] for kind in "wb")
 ADAPTER_SLOTS = ("a", "b", "bias")
-QUANT_SLOTS = ("absmax", "nested_absmax", "nested_code", "offset")
+QUANT_SLOTS = ("scale", "offset", "nested_scale", "table")
 AUX_NAMES = ("cos", "sin", "mask", "padding", "cu_seqlens")
 
 
@@ -36,7 +36,7 @@ def param_names(spec: BlockFields) -> tuple[str, ...]:
     """The parameter slots of a block in the order in which the ops take them: `"attn.q_w"`, …
 
     Then the adapters': `"attn.lora0.a"`, `"attn.lora0.b"`, `"attn.lora0.bias"`, `"attn.lora1.a"`, …; last what stands
-    beside quantized weights: `"attn.quant0.absmax"`, …
+    beside quantized weights: `"attn.quant0.scale"`, …
     """
     base = (f"{name}.{slot}" for name in spec.halves for slot in PARAM_SLOTS[name])
     adapters = (f"{prefix}.{slot}" for prefix in spec.adapters for slot in ADAPTER_SLOTS)

@@ -204,7 +204,7 @@ class Block {
   struct QuantizedSlots {
     const QuantizedSpec* spec;
     int weight;  // slot of the codes
-    int first;   // slot of absmax; the others follow
+    int first;   // slot of scale; the others follow
   };
   std::vector<QuantizedSlots> quantized_;
   void find_quantized();

@@ -48,14 +48,13 @@ inline Tensor rng_state(const Tensor& like, int64_t call_id,
   return op.call(like, call_id, generator);
 }
 
-// Not counted: the block allocates and launches in its place while a ledger is open.
-inline Tensor dequantize(const Tensor& codes, const OptTensorList& state, std::string_view kind,
-                         int64_t block, int64_t nested, at::IntArrayRef sizes,
-                         at::ScalarType dtype) {
+// While a ledger is open it does on meta tensors what it would do there.
+inline Tensor dequantize(const Tensor& codes, const OptTensorList& state, std::string_view form,
+                         at::IntArrayRef sizes, at::ScalarType dtype) {
   static const auto op =
-      found<Tensor(const Tensor&, const OptTensorList&, std::string_view, int64_t, int64_t,
-                   at::IntArrayRef, at::ScalarType)>("ckptfused::dequantize");
-  return op.call(codes, state, kind, block, nested, sizes, dtype);
+      found<Tensor(const Tensor&, const OptTensorList&, std::string_view, at::IntArrayRef,
+                   at::ScalarType)>("ckptfused::dequantize");
+  return op.call(codes, state, form, sizes, dtype);
 }
 
 inline void norm_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& y,

@@ -15,8 +15,8 @@ void Block::find_quantized() {
   const auto add = [&](const std::vector<QuantizedSpec>& list, int first) {
     for (const QuantizedSpec& spec : list) {
       const int weight = first + spec.weight;
-      TORCH_CHECK(params_[weight].defined() && params_[slot + kAbsmax].defined(),
-                  "ckptfused: the quantized weight of ", spec.target, " needs codes and absmax");
+      TORCH_CHECK(params_[weight].defined() && params_[slot + kScale].defined(),
+                  "ckptfused: the quantized weight of ", spec.target, " needs codes and scales");
       TORCH_CHECK(!params_[weight].requires_grad(), "ckptfused: the quantized weight of ",
                   spec.target, " cannot be trained");
       quantized_.push_back({&spec, weight, slot});
@@ -54,27 +54,15 @@ std::vector<int64_t> Block::weight_sizes(int slot) const {
 Tensor Block::dequantized(const QuantizedSlots& stored) {
   Tensor& held = cast_[stored.weight];
   if (held.defined()) return held;
-  const QuantizedSpec& q = *stored.spec;
-  const std::vector<int64_t> sizes = weight_sizes(stored.weight);
-  Tensor made;
-  if (counting()) {
-    const int64_t blocks = q.block > 0 ? (sizes[0] * sizes[1] + q.block - 1) / q.block : sizes[0];
-    Tensor scales;
-    if (q.nested > 0) {
-      scales = empty({blocks}, at::kFloat, "scales of", stored.weight);
-      counted_launch("dequantize_blockwise", 5 * blocks);
-      counted_launch("aten::add_", 8 * blocks);
-    }
-    made = empty(sizes, P_, "weight of", stored.weight);
-    counted_launch("dequantize",
-                   int64_t(params_[stored.weight].nbytes() + made.nbytes()) + 4 * blocks);
-  } else {
-    OptTensorList state;
-    for (int slot = 0; slot < kQuantParams; ++slot) {
-      state.push_back(call::opt(params_[stored.first + slot]));
-    }
-    made = call::dequantize(params_[stored.weight], state, q.kind, q.block, q.nested, sizes, P_);
+  const Ledger::Name named("weight of", stored.weight);
+  OptTensorList state;
+  for (int slot = 0; slot < kQuantParams; ++slot) {
+    state.push_back(call::opt(params_[stored.first + slot]));
   }
+  const Tensor& codes = params_[stored.weight];
+  const Tensor made =
+      call::dequantize(codes, state, stored.spec->form, weight_sizes(stored.weight), P_);
+  counted_launch("dequantize", int64_t(codes.nbytes() + made.nbytes()));
   if (holds_weights_) held = made;
   return made;
 }

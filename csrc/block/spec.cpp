@@ -95,13 +95,13 @@ void read(const std::string& value, std::vector<AdapterSpec>& adapters) {
   }
 }
 
-// target:kind:block:nested, joined by +
+// target:form, joined by +
 void read(const std::string& value, std::vector<QuantizedSpec>& weights) {
   for (const std::string& text : split(value, '+')) {
-    const std::vector<std::string> parts = split(text, ':');
-    TORCH_CHECK(parts.size() == 4, "ckptfused: spec expects target:kind:block:nested, got '", text,
+    const size_t colon = text.find(':');
+    TORCH_CHECK(colon != std::string::npos, "ckptfused: spec expects target:form, got '", text,
                 "'");
-    weights.push_back({parts[0], parts[1], to_int(parts[2]), to_int(parts[3])});
+    weights.push_back({text.substr(0, colon), text.substr(colon + 1)});
   }
 }
 

@@ -169,7 +169,7 @@ constexpr ComputeType kComputeTypes[] = {{"float64", c10::ScalarType::Double}, {
 enum AttentionParam : int { kAttnPreW, kAttnPreB, kQW, kQB, kKW, kKB, kVW, kVB, kQNormW, kQNormB, kKNormW, kKNormB, kOW, kOB, kAttnPostW, kAttnPostB, kAttnOutW, kAttnOutB, kAttentionParams };
 enum FFNParam : int { kFFNPreW, kFFNPreB, kGateW, kGateB, kUpW, kUpB, kDownW, kDownB, kFFNPostW, kFFNPostB, kFFNOutW, kFFNOutB, kFFNParams };
 enum AdapterParam : int { kA, kB, kBias, kAdapterParams };
-enum QuantParam : int { kAbsmax, kNestedAbsmax, kNestedCode, kOffset, kQuantParams };
+enum QuantParam : int { kScale, kOffset, kNestedScale, kTable, kQuantParams };
 enum AuxSlot : int { kCos, kSin, kMask, kPadding, kCuSeqlens, kAuxSlots };
 constexpr const char* kAuxNames[kAuxSlots] = {"cos", "sin", "mask", "padding", "cu_seqlens"};
 // The projections that adapters stand beside, with the slots of their weights.

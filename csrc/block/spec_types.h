@@ -31,8 +31,7 @@ struct AdapterSpec {
 
 // A weight that is stored in few bits: see ckptfused/spec/quantized.py.
 struct QuantizedSpec {
-  std::string target, kind;
-  int64_t block, nested;
+  std::string target, form;
   int weight = 0;  // the target's slot in its half
 };
 

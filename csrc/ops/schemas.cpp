@@ -60,11 +60,11 @@ TORCH_LIBRARY(ckptfused, m) {
   m.def("dropout_mask(int[] shape, float p, Tensor rng_state, int site) -> Tensor",
         {at::Tag::pt2_compliant_tag});
 
-  // A weight that is stored in few bits, as bitsandbytes does it, of these sizes; state: absmax,
-  // and where scales are stored in few bits, too, nested_absmax, nested_code and offset.
+  // A weight that is stored in few bits, of these sizes; state: scale, offset, nested_scale and
+  // table; form: how, as ckptfused/spec/quantized.py says it.
   m.def(
-      "dequantize(Tensor codes, Tensor?[] state, str kind, int block, int nested, int[] sizes, "
-      "ScalarType dtype) -> Tensor",
+      "dequantize(Tensor codes, Tensor?[] state, str form, int[] sizes, ScalarType dtype) -> "
+      "Tensor",
       {at::Tag::pt2_compliant_tag});
 
   // Tensors over the memory of others, each copied when it is first written, and what makes them so

@@ -480,7 +480,7 @@ def test_accelerate() -> None:
 
 def test_bitsandbytes() -> None:
     bnb = pytest.importorskip("bitsandbytes")
-    from ckptfused.compat import bitsandbytes as made
+    from ckptfused.compat import quantizers as made
 
     layer = bnb.nn.Linear4bit(64, 64, quant_type="nf4")
     assert f"{type(layer).__module__}.{type(layer).__name__}" == made.LINEAR_4BIT and made.four_bit_state(layer) is None
@@ -504,6 +504,39 @@ def test_bitsandbytes() -> None:
     state = made.four_bit_state(down)
     assert down.weight.shape == (64 * 96 // 2, 1) and (state.shape, state.quant_type) == ((64, 96), "nf4")
     assert type(model.lm_head) is nn.Linear
+
+
+def test_hqq() -> None:
+    core = pytest.importorskip("hqq.core.quantize")
+    from ckptfused.compat import quantizers as made
+
+    config = core.BaseQuantizeConfig(nbits=4, group_size=16, axis=0)
+    layer = core.HQQLinear(nn.Linear(64, 32), config, compute_dtype=torch.float32, device="cpu")
+    assert f"{type(layer).__module__}.{type(layer).__name__}" == made.HQQ_LINEAR
+    parts = made.hqq_parts(layer)
+    assert isinstance(parts, made.HQQParts) and parts[0] == "uint4" and parts[4:] == (16, True)
+    assert parts.codes is layer.W_q and (parts.scale.numel(), parts.offset.numel()) == (128, 128)
+    layer.meta["quant_zero"] = True
+    assert made.hqq_parts(layer) is None
+
+
+def test_torchao() -> None:
+    api = pytest.importorskip("torchao.quantization")
+    from ckptfused.compat import quantizers as made
+
+    held = nn.Sequential(nn.Linear(64, 32), nn.Linear(64, 32))
+    weight = held[0].weight.detach().clone()
+    api.quantize_(held[:1], api.Int8WeightOnlyConfig())
+    assert f"{type(held[0].weight).__module__}.{type(held[0].weight).__name__}" == made.INT8_TENSOR
+    int8 = made.int8_parts(held[0].weight)
+    assert isinstance(int8, made.Int8Parts) and int8.block == (1, 64) and not int8.quantizes_input
+    assert (int8.codes * int8.scale - weight).abs().max() < 2e-3
+    nf4_tensor = api.NF4Tensor.from_tensor(weight, 16, 4)
+    assert f"{type(nf4_tensor).__module__}.{type(nf4_tensor).__name__}" == made.NF4_TENSOR
+    nf4 = made.nf4_parts(nf4_tensor)
+    assert isinstance(nf4, made.NF4Parts)
+    assert (nf4.codes.numel(), nf4.scale.numel(), nf4.nested_scale.numel()) == (1024, 128, 32)
+    assert (nf4.table.numel(), nf4.mean.dim(), nf4.block, nf4.nested) == (16, 0, 16, 4)
 
 
 def test_triton() -> None:

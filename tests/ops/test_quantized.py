@@ -13,7 +13,7 @@ pytest.importorskip("bitsandbytes")
 
 from ckptfused import cost, functional
 from ckptfused.compat.torch_memory import allocations
-from ckptfused.spec import KEEP_PRESETS, BlockSpec, Quantized, parse
+from ckptfused.spec import KEEP_PRESETS, QUANT_SLOTS, BlockSpec, Quantized, parse
 from tests.cases import TILED, Case, all_pairs, by_turns
 from tests.oracle import Inputs, make_inputs
 from tests.quantized import WAYS, quantized, stored
@@ -146,12 +146,12 @@ def test_it_is_what_bitsandbytes_dequantizes(way) -> None:
             continue  # bitsandbytes cannot store it so
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         tensors, nested, expected = stored(weight, way)
-        state = [tensors.get(name) for name in ("absmax", "nested_absmax", "nested_code", "offset")]
+        state = [tensors.get(name) for name in QUANT_SLOTS]
         codes = tensors["w"]
-        sizes = Quantized("q", way.kind, way.block, nested).sizes(*shape)
-        assert {name: t.nbytes for name, t in tensors.items()} == sizes
+        spec = Quantized("q", way.kind, way.block, nested)
+        assert {name: t.nbytes for name, t in tensors.items()} == spec.sizes(*shape)
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            got = torch.ops.ckptfused.dequantize(codes, state, way.kind, way.block, nested, shape, dtype)
+            got = torch.ops.ckptfused.dequantize(codes, state, spec.form, shape, dtype)
             assert got.dtype == dtype and torch.equal(got.float(), expected.to(dtype).float())
 
 
@@ -164,8 +164,8 @@ def test_what_is_wrong_is_said() -> None:
         params = {n: t for n, t in inputs.params.items() if n not in frozen} | frozen
         functional.block(inputs.x, params | {n.replace("__", "."): t for n, t in changed.items()}, spec)
 
-    with pytest.raises(ValueError, match=r"params\['attn.quant0.absmax'\]: expected a tensor of shape .*, got None"):
-        call(attn__quant0__absmax=None)
+    with pytest.raises(ValueError, match=r"params\['attn.quant0.scale'\]: expected a tensor of shape .*, got None"):
+        call(attn__quant0__scale=None)
     with pytest.raises(ValueError, match=r"params\['ffn.down_w'\]: expected \d+ bytes in a row, got"):
         call(ffn__down_w=inputs.params["ffn.down_w"])
     with pytest.raises(ValueError, match=r"attn.quant: expected weights stored \[out, in\]"):
@@ -181,7 +181,7 @@ def test_a_changed_scale_raises_in_backward() -> None:
     inputs = make_inputs(case, torch.float32)
     spec, frozen, _ = quantized(case.spec(), inputs)
     params = {n: t for n, t in inputs.params.items() if n not in frozen} | frozen
-    for name in ("attn.q_w", "attn.quant0.absmax", "attn.quant0.nested_absmax"):
+    for name in ("attn.q_w", "attn.quant0.scale", "attn.quant0.nested_scale"):
         y = functional.block(inputs.x.detach().requires_grad_(), params, spec)
         params[name].add_(0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

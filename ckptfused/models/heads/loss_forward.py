@@ -96,6 +96,8 @@ class HeadForward:
 
         def loss_of(x: Tensor) -> Any:
             weight, bias = (module.weight, module.bias) if alone else (head.weight, head.bias)
+            if head.stored is not None:  # as numbers from here until its gradients are made, as in no other layer
+                weight = head.stored.numbers(weight, x)
             adapters = [HeadAdapter(*adapter) for adapter in head.adapters]
             return linear_cross_entropy(x, weight, bias=bias, adapters=adapters, scratch=self.scratch, **options)
 
@@ -119,11 +121,9 @@ class HeadForward:
         module: Any = family.head(model)
         if _sharded_alone(module):
             return Projection(module.weight, module.bias)
-        found = projection(module, "the head")
+        found = projection(module, "the head", model.get_input_embeddings().weight.dtype)
         if isinstance(found, Reason):
             return found
-        if found.stored is not None:
-            return Reason("its weight is quantized")
         return Reason("its weight is transposed") if found.transposed else found
 
 

@@ -1,13 +1,18 @@
-"""What of bitsandbytes is not documented: 0.49 and 0.50."""
+"""What of libraries that store weights in few bits is not documented: bitsandbytes 0.49 and 0.50, HQQ 0.2.8,
+torchao 0.18."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
 LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
+HQQ_LINEAR = "hqq.core.quantize.HQQLinear"
+INT8_TENSOR = "torchao.quantization.Int8Tensor"
+NF4_TENSOR = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor.NF4Tensor"
+_HQQ_KINDS = {"8bit_u8": "uint8", "4bit_u8": "uint4", "3bit_32": "uint3", "2bit_u8": "uint2", "1bit_u8": "uint1"}
 
 
 def four_bit_state(module: Any) -> Any:
@@ -64,3 +69,57 @@ def load_in_4bit(model: Any, dtype: torch.dtype) -> None:
             layer.weight = bnb.nn.Params4bit(
                 codes, False, state, block, False, "nf4", module=layer, bnb_quantized=True
             )  # fmt: skip
+
+
+class HQQParts(NamedTuple):
+    """The weight of an `HQQLinear`: its kind as `spec.QUANTIZATIONS` has it, codes, and what stands beside them."""
+
+    kind: str
+    codes: Any
+    scale: Any
+    offset: Any
+    block: int
+    strided: bool
+
+
+def hqq_parts(module: Any) -> HQQParts | None:
+    """Of a layer; None where scales or offsets are quantized themselves or on the host, or codes are not packed."""
+    meta = module.meta
+    if not module.ready or meta["quant_scale"] or meta["quant_zero"] or "zero_scale" in meta or not meta["packing"]:
+        return None
+    kind = _HQQ_KINDS[meta["packing"]]
+    return HQQParts(kind, module.W_q, meta["scale"], meta["zero"], meta["group_size"], meta["axis"] == 0)
+
+
+class Int8Parts(NamedTuple):
+    """An `Int8Tensor`: codes [out, in], scales and offsets of blocks, and whether inputs are quantized, too."""
+
+    codes: Any
+    scale: Any
+    offset: Any
+    block: tuple[int, ...]
+    quantizes_input: bool
+
+
+def int8_parts(weight: Any) -> Int8Parts:
+    """Of a weight. Its products leave the offsets out where a row shares a scale."""
+    inputs = weight.act_quant_kwargs is not None or weight.act_pre_scale is not None
+    return Int8Parts(weight.qdata, weight.scale, weight.zero_point, tuple(weight.block_size), inputs)
+
+
+class NF4Parts(NamedTuple):
+    """An `NF4Tensor`: two codes a byte, and its scales, which are integers around a mean."""
+
+    codes: Any
+    scale: Any
+    mean: Any
+    nested_scale: Any
+    table: Any
+    block: int
+    nested: int
+
+
+def nf4_parts(weight: Any) -> NF4Parts:
+    """Of a weight."""
+    beside = weight.quantized_scalers, weight.scaler_mean, weight.quantization_factor, weight.nf4
+    return NF4Parts(weight.quantized_data, *beside, weight.block_size, weight.scaler_block_size)
