@@ -103,6 +103,11 @@ def parameter_hooks(p: Tensor) -> dict[int, Any] | None:
     return getattr(p, "_post_accumulate_grad_hooks", None)
 
 
+def gradient_hooks(t: Tensor) -> list[Any]:
+    """The hooks on a leaf's gradient, before it is there and after."""
+    return [hook for held in (tensor_hooks(t), parameter_hooks(t)) for hook in (held or {}).values()]
+
+
 def accept_scales(optimizer: torch.optim.Optimizer, accepts: bool) -> bool:
     """Has a GradScaler call an optimizer's step with `found_inf` set, whatever gradients there are, as it calls fused
     ones, or look at gradients itself; what it did before. `_step_supports_amp_scaling`."""

@@ -22,6 +22,7 @@ from ckptfused.cost import OpenLedger
 from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.models.release import released
 from ckptfused.profiler.analysis import profile_of
+from ckptfused.profiler.left_behind import bytes_alive, grows_by, without_collector
 from ckptfused.profiler.marks import Marks
 from ckptfused.profiler.optimizer_step import first_line, state_tensors, step_of, take_step
 from ckptfused.profiler.phases import Phase
@@ -43,6 +44,7 @@ from ckptfused.simulate.meta_copy import (
     without_data,
 )
 from ckptfused.simulate.roofline import TooLargeError, Work
+from ckptfused.simulate.unseen import unseen
 from ckptfused.simulate.values import LARGEST, KnownValues, tensors_with_values
 from ckptfused.sizes import size
 from ckptfused.state.snapshot import drawn_alike, rng_states
@@ -76,7 +78,9 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
         work = Work(device, opened)
         try:
             with drawn_alike(model), without_trace(model):
-                trace, by_chance = _record(model, replace(step, optimizer=optimizer), at_once, opened, marks, work)
+                trace, by_chance, grown = _record(
+                    model, replace(step, optimizer=optimizer), at_once, opened, marks, work
+                )
             break
         except NoLossError as error:
             if not opaque:
@@ -109,6 +113,9 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     notes += _measured(work)
     if by_chance:
         notes.append("the model looks at random numbers (drops layers, say): another step may need more, or less")
+    left_out += unseen(model)
+    if grown > 0:
+        left_out.append(grows_by(grown))
     left_out += [*opaque.values(), *([_SPARSE] if step.gradient_accumulation_steps > 2 and sparse else [])]
     return profile_of(
         trace,
@@ -123,6 +130,8 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     )
 
 
+MOST_STEPS = 3
+"""Steps that are predicted one after the other, where each leaves more behind: what they fill may be full then."""
 _SPARSE = "sparse gradients count as those of two batches: each further batch adds its rows to them"
 _HALF_WORKSPACES = ((1 << 24, 416 << 10), (1 << 26, 704 << 10), (1 << 62, 1728 << 10))
 """Bytes that oneDNN's products in half precision allocate within themselves, a thread, by their multiplications: the
@@ -140,8 +149,9 @@ def _workspace(opened: OpenLedger, half: int) -> int:
 
 def _record(
     model: nn.Module, step: TrainingStep, at_once: bool, opened: OpenLedger, marks: Marks[int], work: Work
-) -> tuple[Trace, bool]:
-    """The trace of a predicted step, and whether the model chose by chance what to do. work: is told of its ops.
+) -> tuple[Trace, bool, int]:
+    """The trace of a predicted step, whether the model chose by chance what to do, and the bytes by which each step
+    leaves more behind. work: is told of its ops.
 
     at_once: whether the optimizer's step is one kernel that allocates nothing.
     """
@@ -181,17 +191,23 @@ def _record(
     on_cpu = named if device.kind == "cpu" else nullcontext()
     fast = measured_fast_paths(model, work)
     draws = rng_states(model)
-    with functions_for_meta(device.kind, work), fast, marks, opened, work, on_cpu, known, release:
+    functions = functions_for_meta(device.kind, work)
+    with without_collector(), functions as tables, fast, marks, opened, work, on_cpu, known, release:
         gradients = run_step(model, replace(step, batch=twins), optimize, marks)
-        if trained_in(twins) or any(opened.number_of(t) is not None for t in tensors_beside(model)):
+        grown, again = bytes_alive(opened, tables), bool(trained_in(twins))
+        for _ in range(MOST_STEPS - 1):  # each begins with what the one before has left
+            if grown <= 0 and not again:
+                break
+            left, again = bytes_alive(opened, tables), False
             with without_dispatch_modes():
                 draws.rewind()
-            gradients = run_step(model, replace(step, batch=twins), optimize, marks)  # begins with what the first left
+            gradients = run_step(model, replace(step, batch=twins), optimize, marks)
+            grown = bytes_alive(opened, tables) - left
         weights += stored_bytes(t for t in tensors_beside(model) if opened.number_of(t) is None)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     changes, found = _places(opened, marks.found)
     trace = Trace(changes, found, received, seconds, marks.names, gradients, weights, state)
-    return trace, named.chose_by_chance
+    return trace, named.chose_by_chance, grown
 
 
 def _measured(work: Work) -> list[str]:

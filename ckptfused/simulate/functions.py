@@ -31,11 +31,11 @@ _WARNING = "warn_if_padding_and_no_attention_mask"
 
 
 @contextlib.contextmanager
-def functions_for_meta(device: str, work: Work) -> Iterator[None]:
+def functions_for_meta(device: str, work: Work) -> Iterator[dict[Any, tuple[Tensor, Tensor]]]:
     """A model on the meta device runs within it as it does on a device of this kind, as far as memory goes. Only calls
-    of this thread do, and of them only those on tensors without data.
+    of this thread do, and of them only those on tensors without data. It yields the rotary tables that it keeps.
     """
-    tables: dict[Any, Any] = {}
+    tables: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def shared(computed: Callable[..., Any]) -> Callable[..., Any]:
         def table(key: Any, length: int, like: Tensor) -> Any:  # blocks of a process share one on a device
@@ -68,7 +68,7 @@ def functions_for_meta(device: str, work: Work) -> Iterator[None]:
             stack.enter_context(patched_attribute(*place, here(lambda plain: partial(_packed, plain))))
         if hasattr(base := pretrained_model(), _WARNING):
             stack.enter_context(patched_attribute(base, _WARNING, instead(_says_nothing)))
-        yield
+        yield tables
 
 
 def _says_nothing(*given: Any) -> None:

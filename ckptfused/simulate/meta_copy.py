@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ckptfused.compat.pytree import tree_leaves, tree_map
 from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
 from ckptfused.compat.torch_memory import StorageWeakRef, sparse_bytes, storage_behind, storage_id
+from ckptfused.simulate.unseen import note_unseen
 from ckptfused.state.fingerprints import batch_leaves, is_record
 
 T = TypeVar("T")
@@ -73,6 +74,7 @@ def copy_to_meta(model: nn.Module, optimizer: T) -> tuple[nn.Module, T]:
             meta_copy = copy.deepcopy((model, optimizer), memo)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError, SystemError) as error:
         raise ValueError(f"model: expected one that copy.deepcopy copies, got {error}") from error
+    note_unseen(model, meta_copy[0])
     for module in meta_copy[0].modules():
         if "forward" in vars(module):
             vars(module)["forward"] = _rebound(vars(module)["forward"], memo)

@@ -33,6 +33,8 @@ _NOTHING_INSIDE = frozenset(
 
 
 _OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_BOUND = frozenset({types.BuiltinFunctionType, types.MethodWrapperType})
+_FILLED = frozenset({dict, list, set, deque})
 _MAY_DRAW = frozenset({types.ModuleType, types.BuiltinFunctionType})
 
 
@@ -77,6 +79,8 @@ def reach(roots: Iterable[Any]) -> Reached:
         near, far = [], []
         for i, value in enumerate(layer):
             kind: Any = type(value)
+            if kind in _BOUND and type(value.__self__) in _FILLED:  # the `append` of a list
+                value, kind = value.__self__, type(value.__self__)
             if kind in _NOTHING_INSIDE or id(value) in seen:
                 continue
             if len(seen) == MOST_REACHED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,17 +36,19 @@ def without_trace(module: nn.Module, refuse: bool = False) -> Iterator[list[str]
     """
     left: list[str] = []
     kinds = _classes(module.modules())
-    found = reach(
-        [
-            *(getattr(value, "__func__", value) for kind in kinds for value in vars(kind).values()),
-            *(value for inner in module.modules() for name, value in vars(inner).items() if _is_shared(name, value)),
-        ]
-    )
+    roots = [getattr(value, "__func__", value) for kind in kinds for value in vars(kind).values()]
+    found = reach([*roots, *_shared(module.modules())])
+    own = {*map(id, module.modules())}
+    other = [inner for inner in found.modules if id(inner) not in own]  # such as the model that a copy's hooks know
+    if other:
+        found = reach([*roots, *_shared(module.modules()), *_shared(other)])
     if refuse and found.streams:
         raise RuntimeError(f"a forward that reaches a {type(found.streams[0]).__name__} leaves a trace")
     others = {id(value) for one in found.objects if _is_of_others(one) for value in vars(one).values()}
     objects = [one for one in found.objects if not _is_of_others(one)]
-    held = [*(one for one in found.containers if id(one) not in others), *map(vars, [*objects, *found.functions])]
+    held = [one for one in found.containers if id(one) not in others]
+    held += map(vars, [*objects, *found.functions, *other])
+    held += (one for inner in other for one in vars(inner).values() if type(one) in (dict, list, set, deque))
     caches = [(one, one.cache_info().misses) for one in objects if type(one) is _LruCache]
     contents = [(one, content_of(one)) for one in held]
     classes = [(kind, dict(vars(kind))) for kind in kinds | _classes(objects)]
@@ -87,6 +90,11 @@ def _classes(objects: Iterable[Any]) -> set[Any]:
     """Classes of objects that are neither Python's nor PyTorch's."""
     kinds = {kind for one in objects for kind in type(one).__mro__}
     return {kind for kind in kinds if not of_torch(kind) and kind.__module__ not in sys.stdlib_module_names}
+
+
+def _shared(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """What modules hold that others may hold, too."""
+    return (value for inner in modules for name, value in vars(inner).items() if _is_shared(name, value))
 
 
 def _is_shared(name: str, value: Any) -> bool:

@@ -113,6 +113,7 @@ def test_autograds_books() -> None:
     x.register_hook(lambda grad: grad)
     x.register_post_accumulate_grad_hook(lambda t: None)
     assert len(auto.tensor_hooks(x) or ()) == len(auto.parameter_hooks(x) or ()) == 1
+    assert len(auto.gradient_hooks(x)) == 2
     auto.set_tensor_hooks(x, None)
     assert auto.tensor_hooks(x) is None
     assert not auto.is_profiled()

@@ -525,6 +525,13 @@ MUTANTS = (
         test="tests/models/test_quantised.py::test_another_compute_type_is_left_to_the_layer",
     ),
     Mutant(
+        "a recording that is given up and keeps its numbers",
+        file="ckptfused/models/derive/record.py",
+        text="        for recorder in made:\n",
+        defect="        for recorder in ():\n",
+        test="tests/models/derive/test_kept.py::test_a_reading_that_is_given_up_leaves_no_tensors_to_the_collector",
+    ),
+    Mutant(
         "codes of HQQ's that are unpacked from the low end",
         file="ckptfused/eager/dequantize.py",
         text="        shift = bits * (parts - 1 - part)\n",

@@ -17,7 +17,7 @@ from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.opaque import Opaque
 from ckptfused.models.derive.outside import Rest, evaluated
 from ckptfused.models.derive.prove import Proof, prove, same_shapes, same_window
-from ckptfused.models.derive.record import RAISED, Recording, forget_values, record, tensors_held
+from ckptfused.models.derive.record import RAISED, Recording, forgotten_afterwards, record, tensors_held
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.masks import seen_by_place
 from ckptfused.models.describe.own_forward import IndexReadError
@@ -81,7 +81,8 @@ def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pl
                 found = _hold(proof, layer, here)
             break
         except RefusedError as error:
-            forget_values((*error.calls, *filter(None, (error.call,))))
+            # The frames where it and its cause were raised hold this one, and so it: a circle with all their tensors.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
             whole = whole or error
             taken = here is not None or not str(error).startswith(RAISED)
             if not taken or not error.within or error.within in opaque or len(opaque) == MOST_OPAQUE:
@@ -94,9 +95,6 @@ def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pl
             return Derivation(None, str(whole or why))
     first = proof.recordings[0]
     calls = tuple(first.before(first.end))
-    for recording in proof.recordings:
-        recording.roots = {}
-        forget_values(recording.calls, recording.x, recording.y, recording.end)
     return Derivation(proof, "" if whole is None else str(whole), calls=calls, here=found)
 
 
@@ -121,7 +119,7 @@ def _alone(function: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            with torch.set_grad_enabled(grad), spelled_out(), ExitStack() as modes:
+            with torch.set_grad_enabled(grad), spelled_out(), forgotten_afterwards(), ExitStack() as modes:
                 for kind in (kind for kind, on in cast.items() if on):
                     modes.enter_context(torch.autocast(kind, torch.get_autocast_dtype(kind)))
                 made.append(function())
@@ -132,7 +130,7 @@ def _alone(function: Callable[[], T]) -> T:
     thread.start()
     thread.join()
     if raised:
-        raise raised[0]
+        raise raised.pop()
     return made[0]
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -108,14 +110,26 @@ class Recording:
         return Rest(first, start, end, given, self._returned, names - fused)
 
 
-def forget_values(calls: Iterable[Recorded], *others: Value) -> None:
-    """Leaves of the tensors of recorded calls their shapes and types alone, and no mask."""
-    values = [*others]
-    for call in calls:
-        call.mask = None
-        values += (*call.inputs, *call.values)
-    for value in values:
-        value.data = value.data.detach().to("meta")
+class _Made(threading.local):
+    recorders: list[CallRecorder] | None = None
+
+
+_made = _Made()
+
+
+@contextmanager
+def forgotten_afterwards() -> Iterator[None]:
+    """A context after which the recordings that this thread made in it, as they are or given up, have the shapes and
+    types of tensors alone: calls and values hold one another, until Python looks for such circles.
+    """
+    made: list[CallRecorder] = []
+    _made.recorders = made
+    try:
+        yield
+    finally:
+        _made.recorders = None
+        for recorder in made:
+            recorder.forget()
 
 
 def record(
@@ -130,6 +144,8 @@ def record(
     **Raises** `RefusedError` where the forward does what no recording can follow.
     """
     recorder, state = CallRecorder(wide, generator), _state(layer)
+    if _made.recorders is not None:
+        _made.recorders.append(recorder)
     roots: list[Value] = []
     for i, leaf in enumerate(tree_flatten((args, kwargs))[0]):
         if isinstance(leaf, Tensor):

@@ -179,6 +179,17 @@ class CallRecorder(TorchFunctionMode):
         self.calls.append(noted)
         return result
 
+    def forget(self) -> None:
+        """Leaves of all tensors their shapes and types, and no mask."""
+        for call in self.calls:
+            call.mask = None
+        values = [*self._first, *self.values.values(), *self.returned]
+        for value in (*values, *(v for call in self.calls for v in (*call.inputs, *call.values))):
+            value.data = value.data.detach().to("meta")
+        self.roots.clear()
+        self.values.clear()
+        self._entered = None
+
     @contextmanager
     def watching(self, layer: nn.Module) -> Iterator[None]:
         """A context in which calls of a layer's modules are noted."""

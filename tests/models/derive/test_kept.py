@@ -81,3 +81,48 @@ def test_states_that_come_again_stay_known() -> None:
     layer.sizes = [1, 2, 3]
     model(x).sum().backward()
     assert vars(layer)[KNOWN].changes == 3 and len(vars(layer)[KNOWN].seen) == 1
+
+
+class Refused(nn.Module):
+    """A layer that is read, and in the end not taken: `last` says why."""
+
+    def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(C), nn.Linear(C, 2 * C), nn.Linear(2 * C, C)
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+def _decides(h: Tensor) -> Tensor:
+    return h if h.sum() > 0 else 2 * h
+
+
+REFUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "it decides by a value": _decides,
+    "a call that no rule takes": lambda h: h.cumsum(1),
+    "not finite": lambda h: h / 0,
+    "it raises at another size": lambda h: h + torch.ones(2, 4, 1),
+    "another result": lambda h: h * (1.0 if h.size(1) == 5 else 2.0),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_reading_that_is_given_up_leaves_no_tensors_to_the_collector(why: str) -> None:
+    """Its recordings are circles, and those of a proof have numbers of the size of a layer's."""
+    model = nn.Sequential(*(Refused(REFUSED[why]) for _ in range(2)))
+    ckptfused.convert(model)
+    gc.collect()
+    gc.disable()
+    try:
+        model(torch.randn(2, 4, C)).sum().backward()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        left = [t for t in gc.garbage if isinstance(t, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert left, "nothing was recorded, or nothing is in circles"
+    assert [tuple(t.shape) for t in left if not t.is_meta] == []

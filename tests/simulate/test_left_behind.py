@@ -1,0 +1,196 @@
+"""What steps leave behind, and what a prediction cannot see: counted, or no plan promises a budget."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import ckptfused
+from ckptfused import profile
+from ckptfused.compat.torch_memory import allocations
+
+C = 32
+
+
+def layers(count: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(C), nn.Linear(C, 4 * C), nn.Tanh(), nn.Linear(4 * C, C)) for _ in range(count))
+    )
+
+
+X = torch.randn(8, 16, C)
+Hook = Callable[[nn.Sequential], object]
+
+
+def _each(model: nn.Sequential, put: Callable[[int, Tensor], object], backward: bool = False) -> None:
+    for i, layer in enumerate(model):
+        if backward and i == 0:  # whose input has no gradient
+            continue
+        if backward:
+            layer.register_full_backward_hook(lambda m, gi, go, i=i: put(i, go[0].clone()) and None)
+        else:
+            layer.register_forward_hook(lambda m, a, y, i=i: put(i, y.detach() * 2) and None)
+
+
+def _replaces(model: nn.Sequential) -> dict[int, Tensor]:
+    kept: dict[int, Tensor] = {}
+    _each(model, kept.__setitem__)
+    return kept
+
+
+def _replaces_gradients(model: nn.Sequential) -> dict[int, Tensor]:
+    kept: dict[int, Tensor] = {}
+    _each(model, kept.__setitem__, backward=True)
+    return kept
+
+
+def _last_two(model: nn.Sequential) -> deque[Tensor]:
+    kept: deque[Tensor] = deque(maxlen=6)
+    _each(model, lambda i, t: kept.append(t))
+    return kept
+
+
+@pytest.mark.parametrize("hook", [_replaces, _replaces_gradients, _last_two])
+def test_what_hooks_keep_is_there_in_the_next_step(hook: Hook) -> None:
+    """Beside what replaces it, as in real steps from the second one on (the third, of the last two)."""
+    model = layers()
+    without = profile(model, X, device="cpu").peak
+    kept: Any = hook(model)
+    predicted = profile(model, X, device="cpu")
+    assert not kept, "a prediction left something in what is the user's"
+    assert predicted.notes == ()
+    assert without < predicted.peak <= without + 7 * X.nbytes
+    real = _peak_of_a_later_step(model)
+    assert real <= predicted.peak <= real + X.nbytes
+
+
+def _peak_of_a_later_step(model: nn.Module) -> int:
+    """By the allocator, beside what was there before the first."""
+    weights = sum(p.nbytes for p in model.parameters()) + X.nbytes
+
+    def steps() -> None:
+        for _ in range(4):
+            model(X).sum().backward()
+            model.zero_grad(set_to_none=True)
+
+    _, events = allocations(steps)
+    level = peak = 0
+    for size in events:
+        level += size
+        peak = max(peak, level)
+    return weights + peak
+
+
+def _grows(model: nn.Sequential) -> list[Tensor]:
+    kept: list[Tensor] = []
+    _each(model, lambda i, t: kept.append(t))
+    return kept
+
+
+class Remembers(nn.Module):
+    """A layer whose buffer gets longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.memory = layers(), nn.Buffer(torch.empty(0, C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memory = torch.cat([self.memory, x.detach().mean(0)])
+        return self.body(x)
+
+
+class Circle(torch.autograd.Function):
+    """It keeps its own result, which Python's collector has to find."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.y = y = x.exp()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy * ctx.y
+
+
+class Circles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Circle.apply(self.body(x))  # type: ignore[no-any-return]
+
+
+def _hooked_list() -> nn.Module:
+    model = layers()
+    _grows(model)
+    return model
+
+
+@pytest.mark.parametrize("make", [_hooked_list, Remembers, Circles])
+def test_what_grows_is_refused(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    (note,) = profile(model, X, device="cpu").notes
+    assert note.startswith("each step leaves ") and "later steps need more" in note
+    with pytest.raises(ValueError, match="no plan keeps a budget where each step leaves"):
+        ckptfused.convert(model, budget="1GiB", batch=X, device="cpu")
+
+
+def _keeps_gradients(model: nn.Module) -> None:
+    kept: dict[Any, Tensor] = {}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: kept.__setitem__(p, p.grad.clone()))  # type: ignore[union-attr]
+
+
+def _masks_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.register_hook(lambda g: g * 0.5)
+
+
+def _compiled(model: nn.Module) -> None:
+    model[0].compile(backend="aot_eager")  # type: ignore[index, operator]
+
+
+@pytest.mark.parametrize("change", [_keeps_gradients, _masks_gradients, _compiled])
+def test_what_no_copy_has_is_refused(change: Callable[[nn.Module], None]) -> None:
+    model = layers()
+    assert profile(model, X, device="cpu").notes == ()
+    change(model)
+    (note,) = profile(model, X, device="cpu").notes
+    assert ("hooks on gradients (18" in note) if change is not _compiled else ("without torch.compile" in note)
+    with pytest.raises(ValueError, match="no plan keeps a budget where"):
+        ckptfused.plan(model, X, budget="1GiB", device="cpu")
+
+
+def test_a_module_around_what_is_compiled_is_refused() -> None:
+    model = torch.compile(layers(), backend="aot_eager")
+    assert "without torch.compile" in profile(model, X, device="cpu").notes[0]
+
+
+def test_hooks_that_update_early_are_ours() -> None:
+    model = layers()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ckptfused.convert(model, release=optimizer)
+    assert profile(model, X, optimizer, device="cpu").notes == ()
+
+
+def test_a_closure_over_the_model_is_left_as_it_was() -> None:
+    """A copy's hooks know the model that it was made of."""
+    model: Any = layers()
+    model.kept, model.last = {}, None
+
+    def put(i: int, t: Tensor) -> None:
+        model.kept[i] = model.last = t
+
+    _each(model, put)
+    _each(model, put, backward=True)
+    profile(model, X, device="cpu")
+    assert model.kept == {}
+    assert model.last is None
