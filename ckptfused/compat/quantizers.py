@@ -83,7 +83,7 @@ class HQQParts(NamedTuple):
 
 
 def hqq_parts(module: Any) -> HQQParts | None:
-    """Of a layer; None where scales or offsets are quantized themselves or on the host, or codes are not packed."""
+    """Reads a layer; None where scales or offsets are quantized themselves or on the host, or codes are not packed."""
     meta = module.meta
     if not module.ready or meta["quant_scale"] or meta["quant_zero"] or "zero_scale" in meta or not meta["packing"]:
         return None
@@ -102,7 +102,7 @@ class Int8Parts(NamedTuple):
 
 
 def int8_parts(weight: Any) -> Int8Parts:
-    """Of a weight. Its products leave the offsets out where a row shares a scale."""
+    """Reads a weight. Its products leave the offsets out where a row shares a scale."""
     inputs = weight.act_quant_kwargs is not None or weight.act_pre_scale is not None
     return Int8Parts(weight.qdata, weight.scale, weight.zero_point, tuple(weight.block_size), inputs)
 
@@ -120,6 +120,6 @@ class NF4Parts(NamedTuple):
 
 
 def nf4_parts(weight: Any) -> NF4Parts:
-    """Of a weight."""
+    """Reads a weight."""
     beside = weight.quantized_scalers, weight.scaler_mean, weight.quantization_factor, weight.nf4
     return NF4Parts(weight.quantized_data, *beside, weight.block_size, weight.scaler_block_size)

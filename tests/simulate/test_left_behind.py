@@ -59,7 +59,7 @@ def _last_two(model: nn.Sequential) -> deque[Tensor]:
 
 @pytest.mark.parametrize("hook", [_replaces, _replaces_gradients, _last_two])
 def test_what_hooks_keep_is_there_in_the_next_step(hook: Hook) -> None:
-    """Beside what replaces it, as in real steps from the second one on (the third, of the last two)."""
+    """It is there beside what replaces it, in real steps from the second one on (the third, of the last two)."""
     model = layers()
     without = profile(model, X, device="cpu").peak
     kept: Any = hook(model)
