@@ -39,7 +39,9 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def grows_by(count: int) -> str:
+def grows_by(count: int) -> list[str]:
     """What to say where each step leaves so many bytes more behind."""
+    if count <= 0:
+        return []
     where = "in a list, a hook or a circle of references"
-    return f"each step leaves {size(count)} more behind, {where}: later steps need more than is said here"
+    return [f"each step leaves {size(count)} more behind, {where}: later steps need more than is said here"]

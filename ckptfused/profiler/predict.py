@@ -104,19 +104,15 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
             layer.forward = _Opaque()
         finally:
             model.zero_grad(set_to_none=True)
-    if names := _unknown(batch):
-        said = f"{', '.join(names)} without data, or above {LARGEST:,} entries"
-        notes.append(f"{said}: what the model chooses by their values is as if they were not")
+    notes += _not_looked_at(batch)
     recurrent = [name or type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]
     if recurrent and device.kind == "cuda":
         notes.append(f"{', '.join(recurrent)}: what cuDNN keeps within a recurrent layer is not counted")
     notes += _measured(work)
     if by_chance:
         notes.append("the model looks at random numbers (drops layers, say): another step may need more, or less")
-    left_out += unseen(model)
-    if grown > 0:
-        left_out.append(grows_by(grown))
-    left_out += [*opaque.values(), *([_SPARSE] if step.gradient_accumulation_steps > 2 and sparse else [])]
+    over = [_SPARSE] if step.gradient_accumulation_steps > 2 and sparse else []
+    left_out += [*unseen(model), *grows_by(grown), *opaque.values(), *over]
     return profile_of(
         trace,
         device.name,
@@ -130,7 +126,7 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     )
 
 
-MOST_STEPS = 3
+MOST_IN_A_ROW = 3
 """Steps that are predicted one after the other, where each leaves more behind: what they fill may be full then."""
 _SPARSE = "sparse gradients count as those of two batches: each further batch adds its rows to them"
 _HALF_WORKSPACES = ((1 << 24, 416 << 10), (1 << 26, 704 << 10), (1 << 62, 1728 << 10))
@@ -195,7 +191,7 @@ def _record(
     with without_collector(), functions as tables, fast, marks, opened, work, on_cpu, known, release:
         gradients = run_step(model, replace(step, batch=twins), optimize, marks)
         grown, again = bytes_alive(opened, tables), bool(trained_in(twins))
-        for _ in range(MOST_STEPS - 1):  # each begins with what the one before has left
+        for _ in range(MOST_IN_A_ROW - 1):  # each begins with what the one before has left
             if grown <= 0 and not again:
                 break
             left, again = bytes_alive(opened, tables), False
@@ -271,6 +267,13 @@ def _unknown(batch: Batch) -> list[str]:
     named = ((name, t) for name, t in batch.items() if isinstance(t, Tensor)) if isinstance(batch, Mapping) else ()
     found = [name for name, t in named if not t.is_floating_point() and (t.is_meta or t.numel() > LARGEST)]
     return [name for name in found if name not in ("input_ids", "labels")]
+
+
+def _not_looked_at(batch: Batch) -> list[str]:
+    names = ", ".join(_unknown(batch))
+    said = f"{names} without data, or above {LARGEST:,} entries"
+    said += ": what the model chooses by their values is as if they were not"
+    return [said] if names else []
 
 
 def _hint(batch: Batch, error: Exception) -> str:

@@ -534,15 +534,15 @@ MUTANTS = (
     Mutant(
         "a step that begins without what the one before has left",
         file="ckptfused/profiler/predict.py",
-        text="        for _ in range(MOST_STEPS - 1):",
+        text="        for _ in range(MOST_IN_A_ROW - 1):",
         defect="        for _ in range(0):",
         test="tests/simulate/test_left_behind.py::test_what_hooks_keep_is_there_in_the_next_step",
     ),
     Mutant(
         "memory that grows from step to step",
-        file="ckptfused/profiler/predict.py",
-        text="    if grown > 0:\n",
-        defect="    if False:\n",
+        file="ckptfused/profiler/left_behind.py",
+        text="    if count <= 0:\n",
+        defect="    if True:\n",
         test="tests/simulate/test_left_behind.py::test_what_grows_is_refused",
     ),
     Mutant(

@@ -45,6 +45,8 @@ _VALUES = words_of(
     "is_nonzero",
 )
 """Calls whose results depend on values in a way that decides what runs."""
+_RETURNING = words_of("broadcast_to contiguous double dropout expand float reshape type type_as view")
+"""Calls that may return their argument as it is."""
 
 
 class RefusedError(Exception):
@@ -259,18 +261,7 @@ class CallRecorder(TorchFunctionMode):
 
 def _same(op: str) -> bool:
     """Whether a call that returns its own argument must have written to it."""
-    return op not in (
-        "contiguous",
-        "dropout",
-        "type",
-        "type_as",
-        "expand",
-        "reshape",
-        "view",
-        "double",
-        "float",
-        "broadcast_to",
-    )
+    return op not in _RETURNING
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
