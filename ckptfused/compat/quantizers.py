@@ -10,6 +10,8 @@ import torch
 LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
 LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
 HQQ_LINEAR = "hqq.core.quantize.HQQLinear"
+HQQ_METHODS = ("matmul", "dequantize")
+"""What its forward calls of itself."""
 INT8_TENSOR = "torchao.quantization.Int8Tensor"
 NF4_TENSOR = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor.NF4Tensor"
 _HQQ_KINDS = {"8bit_u8": "uint8", "4bit_u8": "uint4", "3bit_32": "uint3", "2bit_u8": "uint2", "1bit_u8": "uint1"}
@@ -78,7 +80,7 @@ class HQQParts(NamedTuple):
     codes: Any
     scale: Any
     offset: Any
-    block: int
+    block: int | None
     strided: bool
 
 

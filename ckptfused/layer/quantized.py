@@ -13,6 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from ckptfused.checks import autocast_enabled
 from ckptfused.compat.quantizers import (
     HQQ_LINEAR,
+    HQQ_METHODS,
     INT8_TENSOR,
     LINEAR_4BIT,
     LINEAR_8BIT,
@@ -75,13 +76,16 @@ def stored_weight(module: nn.Module, dtype: torch.dtype, name: str) -> Weight:
 
 
 def _reader(module: nn.Module) -> Callable[[Any, torch.dtype, str], Weight] | None:
-    if type(module) in LINEARS:
-        kind: Any = type(module._parameters.get("weight"))
-        if kind is nn.Parameter or class_name(kind) not in _OF_TENSORS:
+    kind: Any = type(module)
+    if kind in LINEARS:
+        of = type(module._parameters.get("weight"))
+        if of is nn.Parameter or (name := f"{of.__module__}.{of.__qualname__}") not in _OF_TENSORS:
             return None
-        reader, method = _OF_TENSORS[class_name(kind)]
-        return reader if class_as_read(kind, getattr(kind, method)) else None
-    found = _OF_LAYERS.get(class_name(type(module)))
+        reader, method = _OF_TENSORS[name]
+        return reader if class_as_read(of, getattr(of, method)) else None
+    found = _OF_LAYERS.get(class_name(kind))
+    if found is _hqq and not all(class_as_read(kind, getattr(kind, m)) and m not in vars(module) for m in HQQ_METHODS):
+        return None
     return found if found is None or as_read(module) else None
 
 
@@ -131,7 +135,7 @@ def _hqq(module: Any, dtype: torch.dtype, name: str) -> Weight:
     if (own := found.scale.dtype) != (wanted := _wanted(found.codes, dtype)):
         return _another_type(name, own, wanted, "quantize the model with compute_dtype")
     shape = (module.out_features, module.in_features)
-    if found.scale.numel() * found.block != math.prod(shape):
+    if found.block is None or found.scale.numel() * found.block != math.prod(shape):
         return Reason(f"{name}: its {found.scale.numel()} scales are not one for each {found.block} entries")
     form = (found.kind, found.block, 0, _type_name(own), found.strided)
     state = (to_be_saved(found.scale), to_be_saved(found.offset), None, None)
@@ -142,8 +146,9 @@ def _int8_tensor(module: Any, dtype: torch.dtype, name: str) -> Weight:
     found, shape = int8_parts(module.weight), tuple(module.weight.shape)
     if found.quantizes_input:
         return Reason(f"{name} quantizes its input, too, in a kernel of its own: the layer is checkpointed as it is")
-    if found.scale.dtype != torch.float32:
-        return Reason(f"{name}: its scales are {found.scale.dtype}, expected float32")
+    if found.scale.dtype != torch.float32 or (found.block[0] != 1 and found.block != shape):
+        which = f"{found.scale.dtype} for blocks {list(found.block)}"
+        return Reason(f"{name}: its scales are {which}, expected float32 for rows, parts of these, or all")
     offset = found.offset if found.block[1] < shape[1] else None
     return found.codes, Stored(("int8", math.prod(found.block)), (found.scale, offset, None, None), shape)
 

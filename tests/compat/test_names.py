@@ -516,6 +516,7 @@ def test_hqq() -> None:
     assert f"{type(layer).__module__}.{type(layer).__name__}" == made.HQQ_LINEAR
     parts = made.hqq_parts(layer)
     assert isinstance(parts, made.HQQParts) and parts[0] == "uint4" and parts[4:] == (16, True)
+    assert all(name in inspect.getsource(type(layer)) for name in made.HQQ_METHODS)
     assert parts.codes is layer.W_q and (parts.scale.numel(), parts.offset.numel()) == (128, 128)
     layer.meta["quant_zero"] = True
     assert made.hqq_parts(layer) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -316,6 +317,60 @@ def test_inputs_that_are_quantized_too_are_left_to_the_library() -> None:
     (layer, _) = ckptfused.convert(stored(way, lora=None)).layers
     assert layer.path == "generic"
     assert "quantizes its input" in layer.reason
+
+
+def _by_inputs(api: Any) -> Any:
+    return api.Int8WeightOnlyConfig(granularity=api.PerRow(dim=0))
+
+
+def _twice(model: Any, change: str) -> None:
+    """Has the layers of HQQ compute with twice their weights, in one of the places where they can be changed."""
+    layers = [m for m in model.modules() if hasattr(m, "W_q")]
+    cls: Any = type(layers[0])
+    name = change.split()[-1]
+    doubled = {name: lambda self, *args, **kwargs: 2 * getattr(cls, name)(self, *args, **kwargs)}
+    derived = type("Derived", (cls,), doubled)
+    for layer in layers:
+        if change.startswith("a subclass"):
+            layer.__class__ = derived
+        else:
+            setattr(layer, name, partial(doubled[name], layer))
+
+
+@pytest.mark.parametrize(
+    "change", [f"{who} {what}" for who in ("a subclass", "a module") for what in ("dequantize", "matmul")]
+)
+def test_layers_of_hqq_that_compute_something_else_are_generic(change: str) -> None:
+    plain, model = stored(HQQ4), stored(HQQ4)
+    _twice(plain, change)
+    _twice(model, change)
+    ckptfused.convert(model)
+    with unfused() as reasons:
+        got = run(model, text_batch())
+    assert reasons
+    close(got, run(plain, text_batch()), 1e-5)
+
+
+def test_scales_by_inputs_are_left_to_torchao() -> None:
+    way = _torchao("inputs", _by_inputs)
+    (layer, _) = ckptfused.convert(stored(way, lora=None)).layers
+    assert layer.path == "generic"
+    assert "expected float32 for rows" in layer.reason
+
+
+def test_a_subclass_of_torchaos_tensor_is_generic() -> None:
+    api: Any = pytest.importorskip("torchao.quantization")
+
+    class Derived(api.Int8Tensor):
+        pass
+
+    model = stored(INT8, lora=None)
+    for module in model.model.layers.modules():
+        if isinstance(module, nn.Linear):
+            w: Any = module.weight
+            module.weight = nn.Parameter(Derived(w.qdata, w.scale, w.block_size, w.dtype), requires_grad=False)
+    (layer, _) = ckptfused.convert(model).layers
+    assert layer.path == "generic"
 
 
 def test_another_compute_type_is_left_to_the_layer() -> None:

@@ -609,6 +609,20 @@ MUTANTS = (
         test="tests/models/test_other_quantised.py::test_gradients[int8-row]",
     ),
     Mutant(
+        "scales of columns that are read as those of rows",
+        file="ckptfused/layer/quantized.py",
+        text=" or (found.block[0] != 1 and found.block != shape):\n",
+        defect=":\n",
+        test="tests/models/test_other_quantised.py::test_scales_by_inputs_are_left_to_torchao",
+    ),
+    Mutant(
+        "a layer of HQQ's whose weight is another than its codes",
+        file="ckptfused/layer/quantized.py",
+        text="    if found is _hqq and not all(",
+        defect="    if False and not all(",
+        test="tests/models/test_other_quantised.py::test_layers_of_hqq_that_compute_something_else_are_generic",
+    ),
+    Mutant(
         "a quantizer of inputs whose weight alone is read",
         file="ckptfused/layer/quantized.py",
         text="    if found.quantizes_input:\n",
