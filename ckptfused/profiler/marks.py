@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_dispatch import is_transformed
 from ckptfused.compat.torch_memory import sparse_bytes
 from ckptfused.models import find
 from ckptfused.models.forward import ConvertedForward
@@ -90,7 +91,7 @@ class Marks(Generic[Position]):
     def _watch(self, index: int, layer: nn.Module) -> None:
         def entered(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._within.append(self._now)
-            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            given = _tensors((args, kwargs))
             if not self._in_backward:
                 for t in given:
                     self.received(index, t)
@@ -103,7 +104,7 @@ class Marks(Generic[Position]):
             if output is None and not self._in_backward and self.failed is None:
                 self.failed = index
             self.add(self._within.pop())
-            x = next((t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad), None)
+            x = next((t for t in _tensors(output) if t.requires_grad), None)
             if x is not None:
                 x.register_hook(lambda _: self.add(Phase(BACKWARD.name, index)))
 
@@ -119,6 +120,11 @@ class Marks(Generic[Position]):
         """The gradient of a layer's input has been made. What comes before it may have begun at the same time."""
         if self._now.layer == index:
             self.add(BACKWARD)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Tensors that a layer takes or gives; those of a transform (`torch.func`) have no memory and no hooks."""
+    return [t for t in tree_leaves(value) if isinstance(t, Tensor) and not is_transformed(t)]
 
 
 @contextlib.contextmanager

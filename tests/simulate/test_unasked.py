@@ -192,3 +192,24 @@ def test_a_plan_keeps_its_budget() -> None:
         found = plan(stack, x, int(share * full.peak), device="cpu")
         found.apply(stack)
         assert profile(stack, x).peak <= found.budget
+
+
+class Sensitivity(nn.Module):
+    """The gradient of its layers for each sample, by `torch.func`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(2)])
+
+    def _sum(self, t: Tensor) -> Tensor:
+        for layer in self.layers:
+            t = t + layer(t)
+        return t.square().sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._sum(x) + torch.func.vmap(torch.func.grad(self._sum))(x).square().mean()
+
+
+def test_gradients_of_samples() -> None:
+    model, x = Sensitivity(), torch.randn(32, 16)
+    assert profile(model, x, device="cpu").peak == profile(model, x).peak
