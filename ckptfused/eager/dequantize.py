@@ -23,18 +23,18 @@ def dequantize(
     that), rounded once; with a table first to the type of the table, as torchao's.
 
     **Shapes** as `spec.Quantized`, whose `form` is `stored`; state: its `QUANT_SLOTS`, None where there is none.
-    **Scratch** of bitsandbytes' 4 bits its kernels'; of others scales and offsets in float32, and 5 bytes for each of
-    2²⁰ entries.
+    **Scratch** of bitsandbytes' 4 bits its kernels'; of others scales and offsets in float32, and up to 6 bytes for
+    each of 2²⁰ entries.
     **Source** `bitsandbytes.functional.dequantize_4bit`, whose float32 scales these are; of 8 bits `MatMul8bitFp`.
     torchao's `Int8Tensor.dequantize` and `NF4Tensor.get_original_weight`; hqq's `Quantizer.dequantize`.
     """
     spec = _parsed(stored)
     if spec.kind in BY_BITSANDBYTES:
         return _four_bits(codes, state, spec, sizes, dtype)
-    made = codes.new_empty(list(sizes), dtype=dtype)
     shape = spec.block_shape(*sizes)
     wide = torch.promote_types(dtype, torch.float32) if spec.kind != "table" else torch.float32
     scale, offset = _scales(state, spec, wide)
+    made = codes.new_empty(list(sizes), dtype=dtype)
     if spec.kind == "table":
         _fill_pairs(made.view(shape), codes, scale, _numbers(state[3], spec))
     else:
@@ -104,11 +104,14 @@ def _fill(made: Tensor, codes: Tensor, spec: Quantized, scale: Tensor, offset: T
             found = packed[of][: to.stop - to.start]
             if parts > 1:
                 found = (found >> shift).bitwise_and_(2**bits - 1)
-            wide = found.to(scale.dtype)
+            wide = made[to] if made.dtype == scale.dtype else torch.empty_like(found, dtype=scale.dtype)
+            wide.copy_(found)
             each = slice(None) if spec.strided or scale.size(0) == 1 else to
             if offset is not None:
                 wide.sub_(offset[each])
-            made[to].copy_(wide.mul_(scale[each]))
+            wide.mul_(scale[each])
+            if wide.dtype != made.dtype:
+                made[to].copy_(wide)
 
         _by_parts(min(packed.size(0), rows - first), columns, fill)
 

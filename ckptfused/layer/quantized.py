@@ -26,6 +26,7 @@ from ckptfused.compat.quantizers import (
     repacked,
     row_scales,
 )
+from ckptfused.cost.open_ledger import device_counted
 from ckptfused.layer.parts import Reason, weight
 from ckptfused.layer.source import as_read, class_as_read, class_name
 from ckptfused.spec import Quantized
@@ -97,7 +98,7 @@ def _four_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:
         if module.training and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name}: bitsandbytes packed its 4-bit weight anew in an evaluation on this processor (AVX512-BF16), "
-                "and now trains without gradients: load the model again, and evaluate it converted"
+                "and now trains without gradients: load the model again, and evaluate it converted and without a cache"
             )
         return Reason(f"{name}: bitsandbytes packed its weight for inference", original=True)
     own, wanted = four_bit_compute_type(module, dtype, (torch.float32, torch.bfloat16)), _wanted(codes, dtype)
@@ -119,7 +120,7 @@ def _eight_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:
     codes, scales = row_scales(module)
     if codes is None or scales is None or module.state.has_fp16_weights:
         return Reason(f"{name}: its weight is not quantized yet (move the model to its device)")
-    if codes.device.type != "cpu":
+    if device_counted(codes) not in ("cpu", "meta"):  # the latter where a plan is made, of which nothing runs yet
         return Reason(f"{name} computes in int8 there, outliers apart: the layer is checkpointed as it is")
     if not module.training:
         return Reason(f"{name} computes in int8 in evaluation", original=True)
@@ -128,8 +129,8 @@ def _eight_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:
 
 def _hqq(module: Any, dtype: torch.dtype, name: str) -> Weight:
     found = hqq_parts(module)
-    if found is None:
-        return Reason(f"{name}: its scales are quantized or on the host, or its codes are not packed")
+    if found is None or not (isinstance(found.scale, Tensor) and isinstance(found.offset, Tensor)):
+        return Reason(f"{name}: its scales are quantized, on the host or numbers, or its codes are not packed")
     if torch.compiler.is_compiling():
         return Reason(f"{name} is HQQ's, whose tensors torch.compile cannot read")
     if (own := found.scale.dtype) != (wanted := _wanted(found.codes, dtype)):

@@ -183,6 +183,9 @@ def batch_bytes(batch: Any) -> int:
 def model_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers, and what quantised parameters hold beside their values, such as scales."""
     for t in (*model.parameters(), *model.buffers()):
+        if is_traceable_wrapper_subclass(t) and not t.is_nested:  # which has no memory of its own
+            yield from (getattr(t, name) for name in t.__tensor_flatten__()[0])
+            continue
         yield t
         if type(t) not in (Tensor, nn.Parameter):
             yield from _within(vars(t), 3)

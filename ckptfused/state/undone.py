@@ -48,6 +48,7 @@ def without_trace(module: nn.Module, refuse: bool = False) -> Iterator[list[str]
     objects = [one for one in found.objects if not _is_of_others(one)]
     held = [one for one in found.containers if id(one) not in others]
     held += map(vars, [*objects, *found.functions, *other])
+    held += (vars(p) for p in module.parameters() if type(p) is not nn.Parameter)  # bitsandbytes' take codes from there
     held += (one for inner in other for one in vars(inner).values() if type(one) in (dict, list, set, deque))
     caches = [(one, one.cache_info().misses) for one in objects if type(one) is _LruCache]
     contents = [(one, content_of(one)) for one in held]

@@ -51,9 +51,8 @@ inline Tensor rng_state(const Tensor& like, int64_t call_id,
 // While a ledger is open it does on meta tensors what it would do there.
 inline Tensor dequantize(const Tensor& codes, const OptTensorList& state, std::string_view form,
                          at::IntArrayRef sizes, at::ScalarType dtype) {
-  static const auto op =
-      found<Tensor(const Tensor&, const OptTensorList&, std::string_view, at::IntArrayRef,
-                   at::ScalarType)>("ckptfused::dequantize");
+  static const auto op = found<Tensor(const Tensor&, const OptTensorList&, std::string_view,
+                                      at::IntArrayRef, at::ScalarType)>("ckptfused::dequantize");
   return op.call(codes, state, form, sizes, dtype);
 }
 

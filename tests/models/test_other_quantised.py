@@ -224,6 +224,7 @@ def test_a_plan_counts_codes_and_scratch(way: Way, part: int, monkeypatch: pytes
     model = converted(stored(way))
     predicted, measured = ckptfused.profile(model, text_batch(), device="cpu"), ckptfused.profile(model, text_batch())
     assert predicted.peak == measured.peak
+    assert predicted.weights == measured.weights < sum(p.nbytes for p in llama().parameters())
     assert ckptfused.doctor(model, text_batch()).certificate.startswith("Certificate")
 
 

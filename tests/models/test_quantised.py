@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import ckptfused
+from ckptfused.state.undone import without_trace
 from tests.models.compare import close, gradients, run
 from tests.models.small import llama, unfused
 from tests.models.zoo import text_batch
@@ -98,6 +99,29 @@ def test_kbit_training_under_autocast(storage: torch.dtype, tmp_path: Path) -> N
         # Each is bfloat16's rounding away from the truth.
         scale = truth[name].float().norm()
         assert (t.float() - truth[name].float()).norm() <= 0.03 * scale, name
+
+
+def test_8_bits_are_predicted_as_they_run(tmp_path: Path) -> None:
+    """On the CPU they are fused, without data, too."""
+    pytest.importorskip("bitsandbytes")
+    llama().save_pretrained(tmp_path)
+    model = adapted(loaded(tmp_path, bits=8))
+    ckptfused.convert(model)
+    predicted, measured = ckptfused.profile(model, text_batch(), device="cpu"), ckptfused.profile(model, text_batch())
+    assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
+
+
+def test_a_run_without_trace_leaves_codes_where_they_were() -> None:
+    """The first call of an 8-bit layer moves them from the weight's attributes to its state."""
+    nn8 = pytest.importorskip("bitsandbytes").nn
+    layer = nn8.Linear8bitLt(32, 32, has_fp16_weights=False).to("cpu").train()
+    codes = layer.weight.CB
+    assert codes is not None
+    with without_trace(layer):
+        layer(torch.randn(4, 32))
+        assert layer.state.CB is not None
+    assert layer.weight.CB is codes
+    assert layer.state.CB is None
 
 
 @pytest.mark.parametrize("copied", [False, True], ids=["loaded", "copied"])

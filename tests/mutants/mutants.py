@@ -609,6 +609,13 @@ MUTANTS = (
         test="tests/models/test_other_quantised.py::test_gradients[int8-row]",
     ),
     Mutant(
+        "a tensor of torchao's that counts as its numbers",
+        file="ckptfused/simulate/meta_copy.py",
+        text="        if is_traceable_wrapper_subclass(t) and not t.is_nested:  # which has no memory of its own\n",
+        defect="        if False:\n",
+        test="tests/models/test_other_quantised.py::test_a_plan_counts_codes_and_scratch[at-once-int8-row]",
+    ),
+    Mutant(
         "scales of columns that are read as those of rows",
         file="ckptfused/layer/quantized.py",
         text=" or (found.block[0] != 1 and found.block != shape):\n",
