@@ -95,15 +95,16 @@ def _fill(made: Tensor, codes: Tensor, spec: Quantized, scale: Tensor, offset: T
     bits, parts, dtype = QUANTIZATIONS[spec.kind]
     rows, columns = made.shape
     packed = codes.reshape(-1).view(getattr(torch, dtype)).view(-1, columns)
+    mask = packed.new_full((), 2**bits - 1) if parts > 1 else packed  # a number would become a tensor at each use
     for part in range(parts):
         first = part * packed.size(0)
-        shift = bits * (parts - 1 - part)
+        shift = packed.new_full((), bits * (parts - 1 - part)) if parts > 1 else packed
 
-        def fill(of: slice, first: int = first, shift: int = shift) -> None:
+        def fill(of: slice, first: int = first, shift: Tensor = shift) -> None:
             to = slice(first + of.start, min(first + of.stop, rows))
             found = packed[of][: to.stop - to.start]
             if parts > 1:
-                found = (found >> shift).bitwise_and_(2**bits - 1)
+                found = (found >> shift).bitwise_and_(mask)
             wide = made[to] if made.dtype == scale.dtype else torch.empty_like(found, dtype=scale.dtype)
             wide.copy_(found)
             each = slice(None) if spec.strided or scale.size(0) == 1 else to

@@ -576,8 +576,8 @@ MUTANTS = (
     Mutant(
         "codes of HQQ's that are unpacked from the low end",
         file="ckptfused/eager/dequantize.py",
-        text="        shift = bits * (parts - 1 - part)\n",
-        defect="        shift = bits * part\n",
+        text="        shift = packed.new_full((), bits * (parts - 1 - part))",
+        defect="        shift = packed.new_full((), bits * part)",
         test="tests/models/test_other_quantised.py::test_gradients[hqq4-1]",
     ),
     Mutant(
