@@ -12,6 +12,10 @@ from torch import Tensor
 from ckptfused.cost import OpenLedger
 from ckptfused.sizes import size
 
+MOST_GROWTH = 1e-6
+"""What each step may leave behind beside a model, as a share of its weights: numbers that somebody writes down. 10,000
+steps of that are the hundredth that a plan leaves free."""
+
 
 def bytes_alive(opened: OpenLedger, tables: Mapping[Any, tuple[Tensor, Tensor]]) -> int:
     """Bytes that are there at the end of a step, all gradients of the model having been released. tables: those of the

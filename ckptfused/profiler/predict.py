@@ -22,7 +22,7 @@ from ckptfused.cost import OpenLedger
 from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.models.release import released
 from ckptfused.profiler.analysis import profile_of
-from ckptfused.profiler.left_behind import bytes_alive, grows_by, without_collector
+from ckptfused.profiler.left_behind import MOST_GROWTH, bytes_alive, grows_by, without_collector
 from ckptfused.profiler.marks import Marks
 from ckptfused.profiler.optimizer_step import first_line, state_tensors, step_of, take_step
 from ckptfused.profiler.phases import Phase
@@ -112,7 +112,8 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     if by_chance:
         notes.append("the model looks at random numbers (drops layers, say): another step may need more, or less")
     over = [_SPARSE] if step.gradient_accumulation_steps > 2 and sparse else []
-    left_out += [*unseen(model), *grows_by(grown), *opaque.values(), *over]
+    (left_out if grown > MOST_GROWTH * trace.weights else notes).extend(grows_by(grown))
+    left_out += [*unseen(model), *opaque.values(), *over]
     return profile_of(
         trace,
         device.name,

@@ -94,7 +94,11 @@ def predicted(layers: nn.ModuleList) -> None:
 
 
 def budgeted(layers: nn.ModuleList) -> None:
-    ckptfused.convert(nn.Sequential(*layers), budget="1GiB", batch=torch.ones(2, WIDTH))
+    try:
+        ckptfused.convert(nn.Sequential(*layers), budget="1GiB", batch=torch.ones(2, WIDTH))
+    except ValueError as error:  # what is longer after each step has no budget
+        if "each step leaves" not in str(error):
+            raise
 
 
 @pytest.mark.parametrize(("what", "way"), by_turns(BESIDE, [converted, asked, predicted, budgeted]))
