@@ -17,18 +17,18 @@ _PART = 1 << 20
 
 
 def dequantize(
-    codes: Tensor, state: Sequence[Tensor | None], stored: str, sizes: Sequence[int], dtype: torch.dtype
+    codes: Tensor, state: Sequence[Tensor | None], form: str, sizes: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """A weight [out, in] in `dtype`: each code's value times its block's scale, in float32 (integers for float64 in
     that), rounded once; with a table first to the type of the table, as torchao's.
 
-    **Shapes** as `spec.Quantized`, whose `form` is `stored`; state: its `QUANT_SLOTS`, None where there is none.
+    **Shapes** as `spec.Quantized`, whose `form` it is; state: its `QUANT_SLOTS`, None where there is none.
     **Scratch** of bitsandbytes' 4 bits its kernels'; of others scales and offsets in float32, and up to 6 bytes for
     each of 2²⁰ entries.
     **Source** `bitsandbytes.functional.dequantize_4bit`, whose float32 scales these are; of 8 bits `MatMul8bitFp`.
     torchao's `Int8Tensor.dequantize` and `NF4Tensor.get_original_weight`; hqq's `Quantizer.dequantize`.
     """
-    spec = _parsed(stored)
+    spec = _parsed(form)
     if spec.kind in BY_BITSANDBYTES:
         return _four_bits(codes, state, spec, sizes, dtype)
     shape = spec.block_shape(*sizes)
@@ -43,8 +43,8 @@ def dequantize(
 
 
 @lru_cache(maxsize=256)
-def _parsed(stored: str) -> Quantized:
-    return Quantized.parse("quant", f":{stored}")
+def _parsed(form: str) -> Quantized:
+    return Quantized.parse("quant", f":{form}")
 
 
 def _four_bits(codes: Tensor, state: Any, spec: Quantized, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -48,8 +48,8 @@ def projection(module: Any, name: str = "", dtype: torch.dtype = torch.float32) 
     """
     if isinstance(module, Projection | Reason):
         return module
-    kind = type(module)
-    if kind in LINEARS and not is_quantized(module):
+    kind, quantized = type(module), is_quantized(module)
+    if kind in LINEARS and not quantized:
         return watched(module, name) or _plain(Projection(weight(module, "weight"), weight(module, "bias")), name)
     if (copy := active_copy(module)) is not module:
         return projection(copy, name, dtype)
@@ -63,7 +63,7 @@ def projection(module: Any, name: str = "", dtype: torch.dtype = torch.float32) 
             return base
         found = adapters(module, base.weight.dtype if base.stored is None else dtype)
         return found if isinstance(found, Reason) else base._replace(adapters=found)
-    if is_quantized(module):
+    if quantized:
         read = stored_weight(module, dtype, name)
         return read if isinstance(read, Reason) else Projection(read[0], weight(module, "bias"), stored=read[1])
     found_name = f"{kind.__module__}.{kind.__name__}"

@@ -139,8 +139,8 @@ def _hqq(module: Any, dtype: torch.dtype, name: str) -> Weight:
     if found.block is None or found.scale.numel() * found.block != math.prod(shape):
         return Reason(f"{name}: its {found.scale.numel()} scales are not one for each {found.block} entries")
     form = (found.kind, found.block, 0, _type_name(own), found.strided)
-    state = (to_be_saved(found.scale), to_be_saved(found.offset), None, None)
-    return to_be_saved(found.codes), Stored(form, state, shape)
+    state = (_to_be_saved(found.scale), _to_be_saved(found.offset), None, None)
+    return _to_be_saved(found.codes), Stored(form, state, shape)
 
 
 def _int8_tensor(module: Any, dtype: torch.dtype, name: str) -> Weight:
@@ -166,7 +166,7 @@ _OF_TENSORS = {INT8_TENSOR: (_int8_tensor, "dequantize"), NF4_TENSOR: (_nf4_tens
 """How each tensor is read, and the method of its class that was."""
 
 
-def to_be_saved(t: Tensor) -> Tensor:
+def _to_be_saved(t: Tensor) -> Tensor:
     """The tensor, or a second one over its memory where it was made in inference mode: autograd saves none of those."""
     if not t.is_inference():
         return t

@@ -191,15 +191,16 @@ def _record(
     functions = functions_for_meta(device.kind, work)
     with without_collector(), functions as tables, fast, marks, opened, work, on_cpu, known, release:
         gradients = run_step(model, replace(step, batch=twins), optimize, marks)
-        grown, again = bytes_alive(opened, tables), bool(trained_in(twins))
+        alive = grown = bytes_alive(opened, tables)
+        again = bool(trained_in(twins))
         for _ in range(MOST_IN_A_ROW - 1):  # each begins with what the one before has left
             if grown <= 0 and not again:
                 break
-            left, again = bytes_alive(opened, tables), False
             with without_dispatch_modes():
                 draws.rewind()
             gradients = run_step(model, replace(step, batch=twins), optimize, marks)
-            grown = bytes_alive(opened, tables) - left
+            before, alive, again = alive, bytes_alive(opened, tables), False
+            grown = alive - before
         weights += stored_bytes(t for t in tensors_beside(model) if opened.number_of(t) is None)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     changes, found = _places(opened, marks.found)
