@@ -9,8 +9,10 @@ LORA_LINEARS = (
     "peft.tuners.lora.bnb.Linear4bit",
     "peft.tuners.lora.bnb.Linear8bitLt",
     "peft.tuners.lora.hqq.HqqLoraLinear",
+    "peft.tuners.lora.gptq.GPTQLoraLinear",
+    "peft.tuners.lora.awq.AwqLoraLinear",
 )
-"""LoRA's wrappers of a linear layer: PyTorch's (whatever torchao made of its weight), bitsandbytes' and HQQ's."""
+"""LoRA's wrappers of a linear layer: PyTorch's (whatever torchao made of its weight) and those of other libraries'."""
 PARAM_WRAPPER = "peft.tuners.lora.layer.ParamWrapper"
 """LoRA's wrapper of a module, one of whose parameters it adapts (`target_parameters`)."""
 MODULES_TO_SAVE = "peft.utils.other.ModulesToSaveWrapper"

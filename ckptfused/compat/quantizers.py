@@ -1,5 +1,5 @@
 """What of libraries that store weights in few bits is not documented: bitsandbytes 0.49 and 0.50, HQQ 0.2.8,
-torchao 0.18."""
+torchao 0.18, GPTQModel 7.0 to 7.7."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
 HQQ_LINEAR = "hqq.core.quantize.HQQLinear"
 HQQ_METHODS = ("matmul", "dequantize")
 """What its forward calls of itself."""
+GPTQ_LINEARS = (
+    "gptqmodel.nn_modules.qlinear.torch.TorchLinear",
+    "gptqmodel.nn_modules.qlinear.tritonv2.TritonV2Linear",
+    "gptqmodel.nn_modules.qlinear.torch_aten_kernel.TorchAtenLinear",
+)
+"""Of GPTQModel's layers those that train on numbers of their weights."""
+AWQ_LINEAR = "gptqmodel.nn_modules.qlinear.torch_awq.AwqTorchLinear"
+GPTQ_METHODS = ("_forward", "_forward_eager", "dequantize_weight", "_dequantize_from_codes", "_apply_rotation_to_input")
+AWQ_METHODS = ("_dequantize_weight_for_inference", "_ensure_runtime_dtype")
+"""What their forwards call of themselves."""
 INT8_TENSOR = "torchao.quantization.Int8Tensor"
 NF4_TENSOR = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor.NF4Tensor"
 _HQQ_KINDS = {"8bit_u8": "uint8", "4bit_u8": "uint4", "3bit_32": "uint3", "2bit_u8": "uint2", "1bit_u8": "uint1"}
@@ -125,3 +135,47 @@ def nf4_parts(weight: Any) -> NF4Parts:
     """Reads a weight."""
     beside = weight.quantized_scalers, weight.scaler_mean, weight.quantization_factor, weight.nf4
     return NF4Parts(weight.quantized_data, *beside, weight.block_size, weight.scaler_block_size)
+
+
+class GPTQParts(NamedTuple):
+    """A layer of GPTQModel's: bits, and buffers; `blocks` of its inputs. `why` it is not fused, if it is not."""
+
+    bits: int
+    codes: Any
+    scale: Any
+    offset: Any
+    blocks: Any
+    block: int
+    why: str
+
+
+def gptq_parts(module: Any) -> GPTQParts:
+    """Reads a layer. `TorchAtenLinear` settles at its first call whether it trains or was evaluated first, and then
+    has packed its weights anew, for good: **raises** `RuntimeError` where it trains then, without gradients."""
+    mode = vars(module).get("linear_mode")
+    if mode is None and "linear_mode" in vars(module) and module.training:
+        module.linear_mode = "train"
+    why = ""
+    if mode == "inference":
+        if module.training and torch.is_grad_enabled():
+            raise RuntimeError(
+                "GPTQModel packed its weight anew in an evaluation, and now trains without gradients: load the model "
+                "again, and train it before it is evaluated"
+            )
+        why = "was packed for inference"
+    elif module.adapter is not None:
+        why = "has an adapter of GPTQModel's"
+    elif getattr(module, "online_full_had", False) or getattr(module, "online_partial_had", False):
+        why = "rotates its input"
+    elif getattr(module, "planar", False) or module.bits not in (2, 4, 8) or module.qweight.dtype != torch.int32:
+        why = f"stores {module.bits} bits in {module.qweight.dtype} of another layout"
+    blocks = getattr(module, "g_idx", None)
+    return GPTQParts(module.bits, module.qweight, module.scales, module.qzeros, blocks, module.group_size, why)
+
+
+def runs_own_dequantize(module: Any) -> bool:
+    """Whether a layer of GPTQModel's makes numbers of its weight by its class's method; once it is ready it has
+    compiled that. `torch.compile` 2.8 to 2.13: `_torchdynamo_orig_callable`."""
+    own = vars(module).get("dequantize_weight")
+    own = getattr(own, "_torchdynamo_orig_callable", own)
+    return own is None or getattr(own, "__func__", own) is getattr(type(module), "dequantize_weight", None)

@@ -9,28 +9,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptfused.spec import BY_BITSANDBYTES, QUANT_SLOTS, QUANTIZATIONS, BlockSpec, Quantized
+from ckptfused.checks import has_values
+from ckptfused.spec import BY_BITSANDBYTES, BY_INPUTS, QUANT_SLOTS, QUANTIZATIONS, BlockSpec, Quantized
 
 _HALF = (torch.float32, torch.bfloat16, torch.float16)
 _PART = 1 << 20
 """Entries that are there in float32 at once: 4 MiB, which a CPU has in its cache, in few launches of a GPU."""
+_SQUARE = 60 * 60
+"""Entries of the square by which a CPU transposes. **Source** PyTorch's `copy_same_type_transpose_`."""
 
 
 def dequantize(
     codes: Tensor, state: Sequence[Tensor | None], form: str, sizes: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """A weight [out, in] in `dtype`: each code's value times its block's scale, in float32 (integers for float64 in
-    that), rounded once; with a table first to the type of the table, as torchao's.
+    that), rounded once; first to the type of the table as torchao's, or of the scales as GPTQ's and AWQ's.
 
     **Shapes** as `spec.Quantized`, whose `form` it is; state: its `QUANT_SLOTS`, None where there is none.
     **Scratch** of bitsandbytes' 4 bits its kernels'; of others scales and offsets in float32, and up to 6 bytes for
-    each of 2²⁰ entries.
+    each of 2²⁰ entries, 12 of GPTQ and AWQ.
     **Source** `bitsandbytes.functional.dequantize_4bit`, whose float32 scales these are; of 8 bits `MatMul8bitFp`.
-    torchao's `Int8Tensor.dequantize` and `NF4Tensor.get_original_weight`; hqq's `Quantizer.dequantize`.
+    torchao's `Int8Tensor.dequantize` and `NF4Tensor.get_original_weight`; hqq's `Quantizer.dequantize`;
+    gptqmodel's `dequantize_weight` and `dequantize_gemm`.
     """
     spec = _parsed(form)
     if spec.kind in BY_BITSANDBYTES:
         return _four_bits(codes, state, spec, sizes, dtype)
+    if spec.kind in BY_INPUTS:
+        return _by_inputs(codes, state, spec, sizes, dtype)
     shape = spec.block_shape(*sizes)
     wide = torch.promote_types(dtype, torch.float32) if spec.kind != "table" else torch.float32
     scale, offset = _scales(state, spec, wide)
@@ -128,6 +134,53 @@ def _fill_pairs(made: Tensor, codes: Tensor, scale: Tensor, table: Tensor) -> No
         made[of].copy_(wide.mul_(scale[of]).to(table.dtype))
 
     _by_parts(made.size(0), made.size(1), fill)
+
+
+def _by_inputs(codes: Tensor, state: Any, spec: Quantized, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """(code - offset) * scale, both of an input's block, which the table has of each; AWQ's blocks are in order."""
+    out, into = sizes
+    parts, awq = QUANTIZATIONS[spec.kind].parts, spec.kind == "awq4"
+    words = codes.reshape(-1).view(torch.int32).view(into if awq else -1, -1 if awq else out)
+    own, wide = getattr(torch, spec.scales), torch.promote_types(dtype, torch.float32)
+    scale = _numbers(state[0], spec).view(-1, out).to(wide)
+    packed, shifts = state[1].reshape(-1).view(torch.int32).view(scale.size(0), -1), _shifts(words, spec)
+    offset = _integers(packed, shifts, 2, wide)[:, :out]
+    if awq:
+        blocks = torch.arange(scale.size(0), dtype=torch.int32, device=codes.device)[:, None].expand(-1, spec.block)
+    else:
+        blocks = state[3].view(torch.int32)
+    blocks, made = blocks.reshape(-1), codes.new_empty(list(sizes), dtype=dtype)
+
+    def fill(of: slice) -> None:
+        to = of if awq else slice(of.start * parts, min(of.stop * parts, into))
+        found = _integers(words[of], shifts, 2 if awq else 1, wide)[: to.stop - to.start, :out]
+        found.sub_(offset.index_select(0, blocks[to]))
+        found.mul_(scale.index_select(0, blocks[to]))
+        turned = found.to(own).t()
+        square = turned.new_empty(0 if has_values(turned) or turned.numel() < _SQUARE else _SQUARE)
+        made[:, to].copy_(turned.contiguous())
+        del square
+
+    _by_parts(words.size(0), out * (1 if awq else parts), fill)
+    return made
+
+
+def _shifts(words: Tensor, spec: Quantized) -> list[Tensor]:
+    """By how much each integer of a word is shifted, and last the mask of one: tensors, as a number would become one
+    at each use."""
+    bits, parts, _ = QUANTIZATIONS[spec.kind]
+    places = [part % 2 * 4 + part // 2 for part in range(parts)] if spec.kind == "awq4" else range(parts)
+    return [words.new_full((), number) for number in (*(bits * place for place in places), 2**bits - 1)]
+
+
+def _integers(words: Tensor, shifts: list[Tensor], dim: int, dtype: torch.dtype) -> Tensor:
+    """The integers in words of 32 bits, as numbers. dim: 1 where a word's are below each other, 2 where in a row."""
+    *shifts, mask = shifts
+    sizes = list(words.shape)
+    made = words.new_empty((*sizes[:dim], len(shifts), *sizes[dim:]), dtype=dtype)
+    for each, shift in zip(made.unbind(dim), shifts, strict=True):
+        each.copy_((words >> shift).bitwise_and_(mask))
+    return made.flatten(dim - 1, dim)
 
 
 @torch.no_grad()

@@ -65,11 +65,17 @@ def projection(module: Any, name: str = "", dtype: torch.dtype = torch.float32) 
         return found if isinstance(found, Reason) else base._replace(adapters=found)
     if quantized:
         read = stored_weight(module, dtype, name)
-        return read if isinstance(read, Reason) else Projection(read[0], weight(module, "bias"), stored=read[1])
+        return read if isinstance(read, Reason) else Projection(read[0], _frozen_bias(module, dtype), stored=read[1])
     found_name = f"{kind.__module__}.{kind.__name__}"
     if _quantised(module):
         return Reason(f"{found_name} is quantised and runs a kernel of its own: the layer is checkpointed as it is")
     return Reason(f"{name} is a {found_name}, not PyTorch's Linear" if name else f"unknown projection {found_name}")
+
+
+def _frozen_bias(module: nn.Module, dtype: torch.dtype) -> Tensor | None:
+    """The bias beside a weight in few bits, in the type of x: libraries cast it, too."""
+    found: Tensor | None = weight(module, "bias")
+    return found if found is None or found.requires_grad else found.to(dtype)
 
 
 def _plain(found: Projection, name: str) -> Projection | Reason:

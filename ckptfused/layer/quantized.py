@@ -12,6 +12,10 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ckptfused.checks import autocast_enabled
 from ckptfused.compat.quantizers import (
+    AWQ_LINEAR,
+    AWQ_METHODS,
+    GPTQ_LINEARS,
+    GPTQ_METHODS,
     HQQ_LINEAR,
     HQQ_METHODS,
     INT8_TENSOR,
@@ -20,11 +24,13 @@ from ckptfused.compat.quantizers import (
     NF4_TENSOR,
     four_bit_compute_type,
     four_bit_state,
+    gptq_parts,
     hqq_parts,
     int8_parts,
     nf4_parts,
     repacked,
     row_scales,
+    runs_own_dequantize,
 )
 from ckptfused.cost.open_ledger import device_counted
 from ckptfused.layer.parts import Reason, weight
@@ -85,9 +91,16 @@ def _reader(module: nn.Module) -> Callable[[Any, torch.dtype, str], Weight] | No
         reader, method = _OF_TENSORS[name]
         return reader if class_as_read(of, getattr(of, method)) else None
     found = _OF_LAYERS.get(class_name(kind))
-    if found is _hqq and not all(class_as_read(kind, getattr(kind, m)) and m not in vars(module) for m in HQQ_METHODS):
+    if found is None or not as_read(module) or not all(_runs_own(module, kind, name) for name in found[1]):
         return None
-    return found if found is None or as_read(module) else None
+    return found[0]
+
+
+def _runs_own(module: nn.Module, kind: Any, name: str) -> bool:
+    """Whether a module's method, and each that it overrides, is one that was read."""
+    return (name not in vars(module) or (name == "dequantize_weight" and runs_own_dequantize(module))) and all(
+        class_as_read(base, vars(base)[name]) for base in kind.__mro__ if name in vars(base)
+    )
 
 
 def _four_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:
@@ -161,7 +174,29 @@ def _nf4_tensor(module: Any, dtype: torch.dtype, name: str) -> Weight:
     return found.codes, Stored(form, state, tuple(module.weight.shape))
 
 
-_OF_LAYERS = {LINEAR_4BIT: _four_bits, LINEAR_8BIT: _eight_bits, HQQ_LINEAR: _hqq}
+def _gptq(module: Any, dtype: torch.dtype, name: str) -> Weight:
+    found, shape = gptq_parts(module), (module.out_features, module.in_features)
+    if found.why:
+        return Reason(f"{name} {found.why}")
+    blocks = -(-shape[1] // found.block)
+    if found.scale.shape != (blocks, shape[0]) or (found.blocks is not None and found.blocks.numel() != shape[1]):
+        return Reason(f"{name}: its {list(found.scale.shape)} scales are not one for each {found.block} inputs")
+    scales = _type_name(found.scale.dtype)
+    if found.blocks is None and (found.scale.dtype != dtype or dtype not in (torch.float16, torch.bfloat16)):
+        types = "torch.float16 or torch.bfloat16"
+        return Reason(f"{name} computes in {types}, and has scales of {scales} beside {dtype}: move the model to one")
+    form = (f"{'awq' if found.blocks is None else 'gptq'}{found.bits}", found.block, 0, scales)
+    return found.codes, Stored(form, (found.scale, found.offset, None, found.blocks), shape)
+
+
+_OF_LAYERS: dict[str, tuple[Callable[..., Weight], tuple[str, ...]]] = {
+    LINEAR_4BIT: (_four_bits, ()),
+    LINEAR_8BIT: (_eight_bits, ()),
+    HQQ_LINEAR: (_hqq, HQQ_METHODS),
+    **dict.fromkeys(GPTQ_LINEARS, (_gptq, GPTQ_METHODS)),
+    AWQ_LINEAR: (_gptq, AWQ_METHODS),
+}
+"""How each layer is read, and the methods of its class that were, beside its forward."""
 _OF_TENSORS = {INT8_TENSOR: (_int8_tensor, "dequantize"), NF4_TENSOR: (_nf4_tensor, "get_original_weight")}
 """How each tensor is read, and the method of its class that was."""
 

@@ -22,7 +22,7 @@ from .fields import (
 )
 from .keep import KEEP_NAMES, KEEP_PRESETS, Keep, check_names, keepable, resolve_keep
 from .loss import HEAD, LossSpec, parse_loss
-from .quantized import BY_BITSANDBYTES, QUANTIZATIONS, Quantized
+from .quantized import BY_BITSANDBYTES, BY_INPUTS, QUANTIZATIONS, Quantized
 from .slots import (
     AUX_NAMES,
     PARAM_SLOTS,
@@ -40,6 +40,7 @@ __all__ = [
     "AUX_NAMES",
     "BIASED_NORMS",
     "BY_BITSANDBYTES",
+    "BY_INPUTS",
     "COMPUTE_TYPES",
     "FIRST_SITE",
     "GATE",

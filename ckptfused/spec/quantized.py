@@ -22,12 +22,16 @@ QUANTIZATIONS: dict[str, Packing] = {
     **{kind: Packing(8, 1, "int8") for kind in ("int8", "absmax8")},
     **{f"uint{bits}": Packing(bits, 8 // bits, "uint8") for bits in (8, 4, 2, 1)},
     "uint3": Packing(3, 10, "int32"),
+    **{f"gptq{bits}": Packing(bits, 32 // bits, "int32") for bits in (8, 4, 2)},
+    "awq4": Packing(4, 8, "int32"),
 }
 """How entries are stored: `"nf4"`, `"fp4"` as bitsandbytes' indices of 16 values, `"table"` as indices of 16 values
 that are beside them, two neighbours a byte, the first one high; `"int8"` as integers, `"absmax8"` as integers of which
 127 stands for the scale; `"uint8"` to `"uint1"` as HQQ's integers from an offset on, those of an element of memory far
-apart, the first one high."""
+apart, the first one high; `"gptq8"` to `"gptq2"` and `"awq4"` as integers [in, out] from a packed offset on: neighbours
+along the inputs share an element of memory, the first one low, or along the outputs, in AWQ's order."""
 BY_BITSANDBYTES = ("nf4", "fp4")
+BY_INPUTS = ("gptq8", "gptq4", "gptq2", "awq4")
 SCALES = ("float32", "bfloat16", "float16")
 
 
@@ -37,9 +41,11 @@ class Quantized:
 
     **Shapes** codes fill bytes in a row, of any dtype where bitsandbytes stores them. scale [blocks], of the type that
     `scales` names; a byte each where `nested` of them share a nested_scale. offset: of codes [blocks], or what is added
-    to nested scales. table: the values of codes, 16 of `"table"`, or of nested scales, 256 of nf4 and fp4.
+    to nested scales. table: the values of codes, 16 of `"table"`, or of nested scales, 256 of nf4 and fp4; the block of
+    each input of `"gptq8"` to `"gptq2"`, int32 [in]. Of these and `"awq4"` blocks are of inputs, scales [blocks, out].
     **Source** Dettmers et al. 2023 (arXiv 2305.14314), sections 3 and 4; `bitsandbytes.functional.dequantize_4bit`;
-    torchao's `Int8Tensor` and `NF4Tensor`; hqq's `Quantizer.dequantize`.
+    torchao's `Int8Tensor` and `NF4Tensor`; hqq's `Quantizer.dequantize`; gptqmodel's `dequantize_weight` and
+    `dequantize_gemm`.
     """
 
     target: str
@@ -80,6 +86,8 @@ class Quantized:
 
     def sizes(self, out: int, into: int) -> dict[str, int]:
         """Bytes of the stored tensors of a weight [out, in]: `"w"` and the slots beside it that are filled."""
+        if self.kind in BY_INPUTS:
+            return self._sizes_by_inputs(out, into)
         packing, (rows, columns) = QUANTIZATIONS[self.kind], self.block_shape(out, into)
         scales, number = columns if self.strided else rows, 4 if self.scales == "float32" else 2
         codes = -(-out * into // packing.parts)
@@ -95,6 +103,14 @@ class Quantized:
         elif self.kind == "int8" and columns < into:
             found["offset"] = scales
         return found
+
+    def _sizes_by_inputs(self, out: int, into: int) -> dict[str, int]:
+        parts, blocks = QUANTIZATIONS[self.kind].parts, -(-into // self.block)
+        number, words = 4 if self.scales == "float32" else 2, -(-out // parts)
+        beside = {"scale": number * blocks * out, "offset": 4 * blocks * words}
+        if self.kind == "awq4":
+            return {"w": 4 * into * words, **beside}
+        return {"w": 4 * -(-into // parts) * out, **beside, "table": 4 * into}
 
 
 def parse_quantized(key: str, text: str) -> tuple[Quantized, ...]:

@@ -522,6 +522,27 @@ def test_hqq() -> None:
     assert made.hqq_parts(layer) is None
 
 
+@pytest.mark.parametrize("awq", [False, True], ids=["gptq", "awq"])
+def test_gptqmodel(awq: bool) -> None:
+    """Its layers where it is installed, else stand-ins: it asks for a newer torch than is tested here."""
+    from ckptfused.compat import quantizers as made
+    from tests.gptqmodel_layers import Way, own_layer, stand_in
+
+    way, names = Way("it", block=8, awq=awq), (made.AWQ_LINEAR,) if awq else made.GPTQ_LINEARS
+    installed = importlib.util.find_spec("gptqmodel") is not None
+    for name in names:
+        layer: Any = own_layer(nn.Linear(32, 64), way, name) if installed else stand_in(nn.Linear(32, 64), way)
+        parts = made.gptq_parts(layer.train())
+        assert isinstance(parts, made.GPTQParts) and not parts.why and (parts.bits, parts.block) == (4, 8)
+        assert parts.codes is layer.qweight and (parts.blocks is None) == awq
+        assert (parts.scale.shape, parts.offset.shape) == ((4, 64), (4, 8))
+        assert made.runs_own_dequantize(layer)
+        methods = made.AWQ_METHODS if awq else made.GPTQ_METHODS
+        assert not installed or any(hasattr(layer, method) for method in methods)
+        layer.dequantize_weight = lambda: None
+        assert not made.runs_own_dequantize(layer)
+
+
 def test_torchao() -> None:
     api = pytest.importorskip("torchao.quantization")
     from ckptfused.compat import quantizers as made
