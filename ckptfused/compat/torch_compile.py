@@ -53,12 +53,6 @@ def partitioner_budget() -> float:
     return 1.0 if config is None else config.activation_memory_budget
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module runs what torch.compile made of it, in its place or as a module around it.
-    `_compiled_call_impl`, `_orig_mod`."""
-    return getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules
-
-
 def load_dynamo() -> None:
     """Imports Dynamo. PyTorch does so within the first call that a mode of the dispatcher sees, under that mode, so
     that it sees what the import computes. `torch._compile`."""

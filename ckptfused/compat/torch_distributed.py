@@ -55,6 +55,11 @@ def is_flat_view(t: Any) -> bool:
     return isinstance(t, Tensor) and getattr(t._base, "_is_flat_param", False)
 
 
+def is_partitioned(t: Tensor) -> bool:
+    """Whether DeepSpeed (ZeRO-3) shards a parameter: it gives it other memory each time that it gathers it. `ds_id`."""
+    return hasattr(t, "ds_id")
+
+
 def checkpoint_wrappers() -> Any:
     """The module of `checkpoint_wrapper`; None while nobody has imported it. `algorithms._checkpoint`."""
     return sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")

@@ -88,8 +88,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled, in place or not."""
-    return getattr(module, COMPILED_CALL, None) is not None or hasattr(module, COMPILED_MODULE)
+    """Whether a module runs what torch.compile made of it, in its place, as a module around it or as its forward.
+    `_torchdynamo_orig_callable`."""
+    forward = vars(module).get("forward") or getattr(type(module), "forward", None)  # torch.jit's raises
+    compiled = getattr(module, COMPILED_CALL, None) is not None or COMPILED_MODULE in module._modules
+    return compiled or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def is_packed(module: nn.Module) -> bool:

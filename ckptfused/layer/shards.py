@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,15 +13,22 @@ from ckptfused.checks import is_dtensor
 from ckptfused.compat.torch_distributed import fsdp1, fsdp2
 
 
-def refuse_tensor_parallel(layer: nn.Module, name: str = "", inside_fsdp: bool = False) -> None:
+def refuse_tensor_parallel(
+    layer: nn.Module,
+    name: str = "",
+    inside_fsdp: bool = False,
+    apart: Callable[[nn.Module], bool] = lambda module: False,
+) -> None:
     """**Raises** `ValueError` where a weight of a layer stays in shards while the layer runs.
 
-    inside_fsdp: an FSDP module around the layer may hold its weights in shards until then.
+    inside_fsdp: an FSDP module around the layer may hold its weights in shards until then. apart: of modules within
+    that run as they are, whatever holds their weights.
     """
     tensor: Any = sys.modules.get("torch.distributed.tensor")
     if tensor is None:  # slow to import, and nobody has made a DTensor yet
         return
-    for key, weight in layer.named_parameters():
+    fused = [(place, module) for place, module in layer.named_modules() if not apart(module)]
+    for key, weight in (found for place, module in fused for found in module.named_parameters(place, recurse=False)):
         if isinstance(weight, tensor.DTensor):
             shards = sum(not placement.is_replicate() for placement in weight.placements)
             if shards > int(inside_fsdp or _gathered(layer, key)):

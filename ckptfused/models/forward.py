@@ -21,6 +21,7 @@ from ckptfused.layer.shards import gathered, refuse_tensor_parallel
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.cache_arguments import left_empty
 from ckptfused.models.derive.compiled import known_to_compiler
+from ckptfused.models.experts.read import is_experts
 from ckptfused.models.experts.routing import routes_once, run_once
 from ckptfused.models.family import FAMILIES
 from ckptfused.models.heads.loss_forward import HeadForward, installed
@@ -127,7 +128,7 @@ class ConvertedForward:
     def unfused(self, reason: Reason, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The layer's own forward, checkpointed unless the reason forbids it or it checkpoints itself."""
         layer = self.layer
-        refuse_tensor_parallel(layer)
+        refuse_tensor_parallel(layer, apart=is_experts)
         if self.family is not None and not self.paused:
             FAMILIES[self.family].refuse_original(layer, reason.text)
         forward = self.before or functools.partial(type(layer).forward, layer)

@@ -127,7 +127,7 @@ def _layers(
 ) -> tuple[tuple[InstalledLayer, ...], tuple[str, ...]]:
     sharded = any(map(is_fully_sharded, model.modules()))
     for name, layer, _ in found:
-        refuse_tensor_parallel(layer, name, sharded)
+        refuse_tensor_parallel(layer, name, sharded, experts.is_experts)
     modes = policy.modes(len(found))
     offloader = Offloader() if any(mode.offload for mode in modes) else None
     segments, notes = _segments(found, policy)

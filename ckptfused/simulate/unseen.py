@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ckptfused.compat.torch_autograd import gradient_hooks
-from ckptfused.compat.torch_compile import is_compiled
+from ckptfused.compat.torch_modules import is_compiled
 
 _UNSEEN = "_ckptfused_unseen"
 

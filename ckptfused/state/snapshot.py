@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -35,9 +35,9 @@ class Unchanged:
 
     Put back are parameters (the objects, their values, storages, hooks, and whether they require a gradient), buffers,
     gradients, attributes of modules with lists, dicts and sets in them, hooks, tensors of the batch, the optimizer's
-    state, the states of PyTorch's generators, Python's, NumPy's and those that modules and closures of their hooks
-    hold, and settings such as the default type. `restore` puts them back in between, any number of times. Within it
-    there are no gradients at first.
+    state, other models that lists and hooks hold (a teacher, an average), the states of PyTorch's generators, Python's,
+    NumPy's and those that modules and closures of their hooks hold, and settings such as the default type. `restore`
+    puts them back in between, any number of times. Within it there are no gradients at first.
 
     hooks: whether those stay that run as soon as a parameter's gradient is there, as an optimizer's in backward.
 
@@ -65,6 +65,7 @@ class Unchanged:
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._flags: list[tuple[Any, bool, Any]] = []
         generators = list(global_generators())
+        self._seen.update(map(id, self._model.modules()))
         managed = {
             id(p)
             for module in self._model.modules()
@@ -154,8 +155,14 @@ class Unchanged:
             self._keep(value)
         elif is_generator(_kind(value)):
             generators.append(value)
-        elif isinstance(value, types.FunctionType | partial):  # a forward or a hook
-            generators += reach([value]).generators
+        elif isinstance(value, nn.Module):
+            self._other(value.modules(), generators)
+        elif isinstance(value, types.FunctionType | types.MethodType | partial):  # a forward or a hook
+            found = reach([value])
+            generators += found.generators
+            for t in found.tensors if _kind(value) is not types.MethodType else ():  # of an object they may be data
+                self._keep(t)
+            self._other(found.modules, generators)
         elif isinstance(value, (*CONTAINERS, tuple)) and depth < 6:
             self._seen.add(id(value))
             if not isinstance(value, tuple):
@@ -163,6 +170,14 @@ class Unchanged:
             values: Any = value.values() if isinstance(value, dict) else value
             for inner in list(values):
                 self._look_at(inner, generators, depth + 1)
+
+    def _other(self, modules: Iterable[nn.Module], generators: list[Any]) -> None:
+        for module in modules:
+            if id(module) not in self._seen:
+                self._seen.add(id(module))
+                for p in module.parameters(recurse=False):
+                    self._keep(p)
+                self._module(module, generators)
 
     def _keep(self, t: Tensor, own_storage: bool = False) -> None:
         own = local(t)

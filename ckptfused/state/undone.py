@@ -7,13 +7,16 @@ import operator
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
+from ckptfused.compat.torch_dispatch import DispatchMode, written_arguments
+from ckptfused.compat.torch_memory import storage_id
 from ckptfused.state.bindings import Bindings
 from ckptfused.state.containers import content_of, put_back, same_content
+from ckptfused.state.fingerprints import local, unrecorded
 from ckptfused.state.generators import RngStates, global_generators
 from ckptfused.state.reach import of_torch, reach
 
@@ -27,8 +30,9 @@ _OF_OTHERS = ("asyncio", "concurrent", "logging", "multiprocessing", "queue", "t
 def without_trace(module: nn.Module, refuse: bool = False) -> Iterator[list[str]]:
     """A context in which the forward of a module runs whose own attributes and containers nobody else holds; afterwards
     what its code reaches is as it was: generators, global ones too; containers and objects, by way of globals that the
-    code names, of closures, defaults and attributes; attributes of classes; what those names stand for; and caches of
-    `functools.lru_cache`, which are cleared if they got anything. It gives a list, in which is afterwards what else was
+    code names, of closures, defaults and attributes; values of tensors and of other models' parameters and buffers;
+    attributes of classes; what those names stand for; and caches of `functools.lru_cache`, which are cleared if they
+    got anything. It gives a list, in which is afterwards what else was
     not as it had been.
 
     refuse: **raises** `RuntimeError` before anything runs, where the code reaches iterators or queues, which nobody can
@@ -50,14 +54,19 @@ def without_trace(module: nn.Module, refuse: bool = False) -> Iterator[list[str]
     held += map(vars, [*objects, *found.functions, *other])
     held += (vars(p) for p in module.parameters() if type(p) is not nn.Parameter)  # bitsandbytes' take codes from there
     held += (one for inner in other for one in vars(inner).values() if type(one) in (dict, list, set, deque))
+    held += (vars(p) for inner in other for p in inner._parameters.values() if p is not None)
     caches = [(one, one.cache_info().misses) for one in objects if type(one) is _LruCache]
     contents = [(one, content_of(one)) for one in held]
     classes = [(kind, dict(vars(kind))) for kind in kinds | _classes(objects)]
     bindings = [(binding, binding.found) for binding in map(Bindings, found.functions)]
     draws = RngStates([*global_generators(), *found.generators])
+    beside = (t for inner in other for t in (*inner._parameters.values(), *inner._buffers.values()) if t is not None)
+    watched = _Written([*found.tensors, *beside])
     try:
-        yield left
+        with watched if watched.of else nullcontext():
+            yield left
     finally:
+        left += watched.put_back()
         for one, content in contents:
             before = put_back(one, content)
             if not same_content(before, content):
@@ -78,6 +87,31 @@ def without_trace(module: nn.Module, refuse: bool = False) -> Iterator[list[str]
                 left.append("a global name")
         draws.settle()
         left += ["a random generator"] * bool(draws.rewind())
+
+
+class _Written(DispatchMode):
+    """Keeps what some tensors held before an op first writes them."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        found = (local(t) for t in tensors)
+        self.of = {storage_id(t): t.detach() for t in found if t is not None and t.device.type != "meta"}
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for t in written_arguments(func, args, kwargs or {}):
+            place = storage_id(t)
+            if place in self.of and place not in self._held:
+                whole = self.of[place].new_empty(0).set_(t.untyped_storage())
+                self._held[place] = whole, whole.clone()
+        return func(*args, **(kwargs or {}))
+
+    def put_back(self) -> list[str]:
+        """What had to be."""
+        with unrecorded():
+            for whole, content in self._held.values():
+                whole.copy_(content)
+        return ["a tensor"] * bool(self._held)
 
 
 def _is_of_others(value: Any) -> bool:

@@ -8,6 +8,7 @@
 
 #include "autograd/function.h"
 #include "autograd/numerics.h"
+#include "autograd/saved_memory.h"
 #include "loss/loss.h"
 #include "loss/reduction.h"
 
@@ -149,6 +150,7 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
                            call.rng_state.value_or(Tensor()), made[1],
                            call.count.isTensor() ? call.count.toTensor() : Tensor()};
     for (const Tensor& t : a.differentiable()) saved.push_back(t);
+    ctx->saved_data["memory"] = memory_of(saved);
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["kept"] = c10::List<Tensor>(at::TensorList(made).slice(3));
     ctx->saved_data["needs"] = needs;
@@ -173,6 +175,7 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     }
     variable_list grads(edges + 1);  // of the present tensors, and LossCall
     if (!dloss[0].defined()) return grads;
+    check_memory(saved, ctx->saved_data["memory"]);
     if (!count.isNone()) dloss[0] = divided(dloss[0], count, 1);
     const SettingsGuard guard(ctx->saved_data["settings"].toIntVector());
     const variable_list kept = wanted(ctx, needs);

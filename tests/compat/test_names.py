@@ -372,6 +372,7 @@ def test_distributed() -> None:
     made, module = torch_distributed, nn.Linear(1, 1)
     assert made.fsdp1() is fsdp.FullyShardedDataParallel and made.fsdp2() is fsdp.FSDPModule
     assert not made.is_managed(vars(module)) and not made.is_flat_view(module.weight)
+    assert not made.is_partitioned(module.weight)
     assert made.checkpoint_wrappers().CheckpointWrapper is CheckpointWrapper
     wrapped = checkpoint_wrapper(module)
     assert getattr(wrapped, made.WRAPPED) is module

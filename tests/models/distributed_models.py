@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -110,6 +111,47 @@ def adapters(rank: int, order: str) -> None:
     all_close(fused_steps(model, rank), want, 1e-5)
 
 
+def few_bits(rank: int, first: bool, storage: str, nested: bool) -> None:
+    """LoRA beside 4 bits of bitsandbytes, stored in floats as FSDP2 needs them."""
+    import peft
+    from bitsandbytes.nn import Linear4bit
+
+    def make() -> Any:
+        model: Any = llama()
+        options: Any = {"compute_dtype": torch.float32, "compress_statistics": nested, "quant_type": "nf4"}
+        for layer in model.model.layers:
+            for block in (layer.self_attn, layer.mlp):
+                for name, child in list(block.named_children()):
+                    if type(child) is nn.Linear:
+                        sizes = child.in_features, child.out_features, False
+                        made = Linear4bit(*sizes, **options, quant_storage=getattr(torch, storage))
+                        made.load_state_dict(child.state_dict())
+                        setattr(block, name, made.to("cpu"))
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj", "down_proj"], init_lora_weights=False)
+        return peft.get_peft_model(model, config).train()
+
+    plain, model = make(), make()
+    if first:
+        assert ckptfused.convert(model).fused == 2
+    shard(model.base_model.model)
+    if not first:
+        assert ckptfused.convert(model).fused == 2
+    all_close(fused_steps(model, rank), train(plain, alone), 1e-5)
+
+
+def experts_in_shards(rank: int) -> None:
+    """Experts whose weights are DTensors of somebody's own are left alone, and named."""
+    model: Any = randomize(ZOO["mixtral"].make(0.0, "sdpa")).train()
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in model.model.layers:
+        held = layer.mlp.experts
+        held.gate_up_proj = nn.Parameter(distribute_tensor(held.gate_up_proj.data, mesh, [Shard(0)]))
+    report = ckptfused.convert(model)
+    assert {layer.path for layer in report.layers} == {"part"}
+    assert any("experts run as they did: a weight is a DTensor" in note for note in report.notes)
+
+
 def composite_batch(name: str, rank: int) -> dict[str, Any]:
     """Another batch on each rank."""
     found: dict[str, Any] = {**ZOO[name].batch(), "use_cache": False}
@@ -140,6 +182,7 @@ def composites(rank: int, name: str, how: str) -> None:
             report = ckptfused.convert(wrapped)
             assert len(report.layers) == len(layers)
             assert {layer.path for layer in report.layers} <= {"part", "fused"}, str(report)
+            assert not any("run as they did" in note for note in report.notes)  # experts
         if p > 0:
             ckptfused.convert(plain)  # the same masks
         results = []

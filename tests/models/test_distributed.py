@@ -123,6 +123,18 @@ def test_adapters_in_shards_of_their_own(ranks: Ranks, first: bool) -> None:
     ranks.run(models.adapters_in_shards_of_their_own, first=first)
 
 
+@both_orders
+@pytest.mark.parametrize(("storage", "nested"), [("float32", True), ("bfloat16", False), ("float16", True)])
+def test_few_bits_under_fsdp2(ranks: Ranks, storage: str, nested: bool, first: bool) -> None:
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    ranks.run(models.few_bits, first=first, storage=storage, nested=nested)
+
+
+def test_experts_in_shards_are_left_alone(ranks: Ranks) -> None:
+    ranks.run(models.experts_in_shards)
+
+
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", ["mixtral", "t5", "whisper"])
 def test_composites(ranks: Ranks, name: str, how: str) -> None:

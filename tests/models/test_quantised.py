@@ -207,6 +207,20 @@ def test_a_weight_that_was_packed_for_inference_raises(tmp_path: Path) -> None:
         model.eval()(**text_batch())
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["convert-adapt", "adapt-convert"])
+def test_the_report_of_another_compute_type_is_what_comes(tmp_path: Path, first: bool) -> None:
+    """Adapters are float32 beside weights and norms of bfloat16: they tell nothing of x."""
+    llama().to(torch.bfloat16).save_pretrained(tmp_path)
+    model = loaded(tmp_path, torch.bfloat16, bnb_4bit_compute_dtype=torch.float32)
+    report = ckptfused.convert(model) if first else None
+    model = adapted(model, target_modules="all-linear")
+    report = report or ckptfused.convert(model)
+    with unfused() as reasons:
+        run(model, text_batch())
+    assert len(reasons) == len(report.layers)
+    assert all("computes in torch.float32 beside torch.bfloat16" in layer.reason for layer in report.layers)
+
+
 def test_a_state_that_is_replaced_counts_from_the_next_call(tmp_path: Path) -> None:
     """A backward has the weight of its forward; a merge, a move or FSDP puts another one there."""
     pytest.importorskip("bitsandbytes")

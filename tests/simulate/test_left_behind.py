@@ -169,14 +169,28 @@ def _compiled(model: nn.Module) -> None:
     model[0].compile(backend="aot_eager")  # type: ignore[index, operator]
 
 
-@pytest.mark.parametrize("change", [_keeps_gradients, _masks_gradients, _compiled])
+def _compiled_forward(model: nn.Module) -> None:
+    layer: Any = model[0]  # type: ignore[index]
+    layer.forward = torch.compile(layer.forward, backend="aot_eager")
+
+
+def _compiled_class(model: nn.Module) -> None:
+    kind: Any = type(model[0])  # type: ignore[index]
+    forward = torch.compile(kind.forward, backend="aot_eager")
+    model[0].__class__ = type("Decorated", (kind,), {"forward": forward})  # type: ignore[index, operator]
+
+
+COMPILED = (_compiled, _compiled_forward, _compiled_class)
+
+
+@pytest.mark.parametrize("change", [_keeps_gradients, _masks_gradients, *COMPILED])
 def test_what_no_copy_has_is_refused(change: Callable[[nn.Module], None]) -> None:
     model = layers()
     assert profile(model, X, device="cpu").notes == ()
     change(model)
     notes = profile(model, X, device="cpu").notes
     assert len(notes) == 1
-    assert ("without torch.compile" if change is _compiled else "hooks on gradients (18") in notes[0]
+    assert ("without torch.compile" if change in COMPILED else "hooks on gradients (18") in notes[0]
     with pytest.raises(ValueError, match="no plan keeps a budget where"):
         ckptfused.plan(model, X, budget="1GiB", device="cpu")
 

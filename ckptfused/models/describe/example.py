@@ -55,7 +55,8 @@ def example(model: nn.Module, name: str, layer: nn.Module, known: KnownTables | 
     **Raises** `LookupError` where the width of x or what an argument takes is not known.
     """
     owners = list(_owners(model, name))
-    parameter = next((p for p in layer.parameters() if p.is_floating_point()), torch.empty(0))
+    floats = (p for p in layer.parameters() if p.is_floating_point())
+    parameter = min(floats, key=Tensor.dim, default=torch.empty(0))  # a norm's: adapters may have another type
     x = torch.empty(1, EXAMPLE_TOKENS, _width(layer, owners), dtype=parameter.dtype, device=parameter.device)
     _, *others = inspect.signature(type(layer).forward.__get__(layer)).parameters.values()
     kwargs: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from ckptfused.compat.transformers import experts_functions, experts_implementat
 from ckptfused.cost.open_ledger import counting
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import under_foreign_mode
+from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.models.experts.adapters import is_wrapper, read_adapters, unproved, with_scales, wrapped
 from ckptfused.models.experts.read import COMPUTED_AS_SAID, is_experts, read_experts, unfit, weights_of
 from ckptfused.ops.experts import experts
@@ -110,11 +111,12 @@ def convert_experts(named: dict[str, nn.Module]) -> tuple[str, ...]:
     """Has these modules run as one op each, where they are experts and can; what the report says of others."""
     left: dict[str, list[str]] = {}
     configs: dict[Any, ExpertsConfig] = {}
+    sharded = any(map(is_fully_sharded, named.values()))
     for name, module in named.items():
         if experts_functions() is None or not is_experts(module):
             continue
         config: Any = module.config
-        found = read_experts(module, experts_implementation(config))
+        found = read_experts(module, experts_implementation(config), sharded)
         if isinstance(found, Reason):
             left.setdefault(found.text, []).append(name)
             continue

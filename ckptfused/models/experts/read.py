@@ -54,14 +54,18 @@ def weights_of(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | Non
     return (getattr(module, stem), module.down_proj, *biases)
 
 
-def unusable(module: Any) -> Reason | None:
-    """Why the weights of a module of experts cannot be the op's, as they are now."""
+def unusable(module: Any, gathered_later: bool = False) -> Reason | None:
+    """Why the weights of a module of experts cannot be the op's, as they are now. gathered_later: FSDP2 may have them
+    in shards until it runs.
+    """
     if is_expert_parallel(module):
         return Reason("it is expert parallel")
     for t in weights_of(module):
         if t is None:
             continue
         if is_dtensor(t):
+            if gathered_later:
+                continue
             return Reason("a weight is a DTensor")
         if type(t) not in (Tensor, nn.Parameter) or not t.is_floating_point() or t.element_size() == 1:
             return Reason(f"a weight is stored as {type(t).__name__} of {t.dtype}")
@@ -77,15 +81,16 @@ def unfit(module: Any, x: Tensor) -> Reason | None:
     return unusable(module)
 
 
-def read_experts(module: Any, implementation: Any) -> ExpertsSpec | Reason:
-    """What a module of experts computes, or why it is left alone. implementation: what its config names."""
+def read_experts(module: Any, implementation: Any, gathered_later: bool = False) -> ExpertsSpec | Reason:
+    """What a module of experts computes, or why it is left alone. implementation: what its config names.
+    gathered_later: as `unusable`'s."""
     if implementation not in COMPUTED_AS_SAID:
         return Reason(f"its implementation is {implementation!r}")
     if any(not hasattr(module, flag) for flag in _FLAGS):
         return Reason("its class does not say how its weights are stored")
     if module.has_post_expert_norm:
         return Reason("a norm follows each expert")
-    if (why := watched(module, "it") or _incomplete(module) or unusable(module)) is not None:
+    if (why := watched(module, "it") or _incomplete(module) or unusable(module, gathered_later)) is not None:
         return why
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=()):
