@@ -17,7 +17,7 @@ GPTQ_LINEARS = (
     "gptqmodel.nn_modules.qlinear.tritonv2.TritonV2Linear",
     "gptqmodel.nn_modules.qlinear.torch_aten_kernel.TorchAtenLinear",
 )
-"""Of GPTQModel's layers those that train on numbers of their weights."""
+"""GPTQModel's layers that train on numbers of their weights."""
 AWQ_LINEAR = "gptqmodel.nn_modules.qlinear.torch_awq.AwqTorchLinear"
 GPTQ_METHODS = ("_forward", "_forward_eager", "dequantize_weight", "_dequantize_from_codes", "_apply_rotation_to_input")
 AWQ_METHODS = ("_dequantize_weight_for_inference", "_ensure_runtime_dtype")

@@ -72,7 +72,7 @@ def in_few_bits() -> Made:
 
 
 def weights(module: nn.Module) -> list[Any]:
-    """Of layers and of a head."""
+    """The matrices of layers and of a head."""
     found = [
         p for name, p in module.named_parameters() if p.dim() > 1 and "embed" not in name and "lm_head" not in name
     ]
@@ -81,7 +81,7 @@ def weights(module: nn.Module) -> list[Any]:
 
 @pytest.mark.parametrize("make", [block, frozen, head, mixture, in_few_bits])
 def test_other_memory_raises(make: Callable[[], Made]) -> None:
-    """Of each weight by itself."""
+    """Each weight by itself."""
     module, loss_of = make()
     for number in range(len(weights(module))):
         loss, p = loss_of(module), weights(module)[number]
@@ -118,7 +118,7 @@ def test_a_model_that_moves_between_raises() -> None:
 
 
 def test_memory_that_is_given_back_and_filled_again_is_the_same() -> None:
-    """As FSDP's: the storage stays."""
+    """FSDP does so: the storage stays."""
     module, loss_of = block()
     loss = loss_of(module)
     contents = [(p, p.detach().clone()) for p in module.parameters()]

@@ -227,9 +227,14 @@ def _elsewhere(experts: Any) -> None:
     experts.config._experts_implementation_internal = "sonicmoe"
 
 
+def _parametrized(experts: Any) -> None:
+    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
+        (_parametrized, "torch.nn.utils.parametrize makes its weights (4-bit stacks of bitsandbytes, say)"),
         (_parallel, "it is expert parallel"),
         (_another_activation, "its activation is none of ckptfused's"),
         (_in_bytes, "a weight is stored as Parameter of torch.float8_e4m3fn"),
@@ -242,7 +247,7 @@ def test_what_is_left_alone_is_named(change: Callable[[Any], None], why: str) ->
     experts = model.model.layers[0].mlp.experts
     change(experts)
     report = ckptfused.convert(model)
-    assert f"model.layers.0.mlp.experts: experts run as they did: {why}" in str(report)
+    assert f"model.layers.0.mlp.experts: experts run as they did, their router again in backward: {why}" in str(report)
     assert not is_converted(experts)
 
 

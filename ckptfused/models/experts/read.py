@@ -90,6 +90,8 @@ def read_experts(module: Any, implementation: Any, gathered_later: bool = False)
         return Reason("its class does not say how its weights are stored")
     if module.has_post_expert_norm:
         return Reason("a norm follows each expert")
+    if "parametrizations" in module._modules:
+        return Reason("torch.nn.utils.parametrize makes its weights (4-bit stacks of bitsandbytes, say)")
     if (why := watched(module, "it") or _incomplete(module) or unusable(module, gathered_later)) is not None:
         return why
     try:
