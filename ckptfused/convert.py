@@ -77,8 +77,8 @@ def convert(
     (`ckptfused.linear_cross_entropy`), in training where labels are given; `outputs.logits` is then None. Evaluation,
     generation, `logits_to_keep` and loss functions of your own run as they did. None: as they were.
     scratch: bytes that the hidden-wide values of a layer's FFN may take at a time in backward, so those of its
-    attention (docs/long-sequences.md), and so the logits of a chunked loss; more of them go in tiles. An int or
-    "64MiB"; None: by device (docs/keep.md).
+    attention (docs/long-sequences.md), and so the logits of a chunked loss; more of them go in tiles, and more of q, k
+    and v are made again after the FFN. An int or "64MiB"; None: by device (docs/keep.md).
     offload: the input that each layer saves goes to host memory while the next layers run, and comes back a layer ahead
     of its use (docs/keep.md); the last layer's stays, and so does what is on the CPU.
     budget: bytes, or a text such as "40GiB", which a step is to need no more of: the policy is the fastest that does,

@@ -74,6 +74,13 @@ void Block::release_qkv() {
   if (!(save_ && spec_.keep.qkv)) value_.qkv.reset();
 }
 
+// Whether backward makes q, k and v once more after the FFN, beside which they would take more than
+// the caller allows.
+bool Block::makes_qkv_again() const {
+  if (!spec_.has_attn || spec_.scratch == 0 || spec_.keep.qkv || spec_.keep.gu) return false;
+  return N_ * spec_.attn.qkv_width() * int64_t(c10::elementSize(P_)) > spec_.scratch;
+}
+
 void Block::ensure_qk() {
   if (value_.q.defined() || value_.k.defined()) return;
   ensure_qkv();

@@ -250,6 +250,10 @@ Tensor Block::backward_rows(const Tensor& dy) {
       owned = true;
       value_.out.reset();
     }
+    if (serial && makes_qkv_again()) {
+      ensure_n2();
+      release_qkv();
+    }
     Tensor dn2 = ds.defined() ? ffn_backward(ds, need_n2) : Tensor();
     value_.gu.reset();
     replayed_gu_ = {};

@@ -68,6 +68,7 @@ class Block {
   void ensure_proj();
   void release_n1();
   void release_qkv();
+  bool makes_qkv_again() const;
   at::Tensor o_rows() const;
   at::Tensor heads_view(const at::Tensor& buffer, const HeadColumns& columns) const;
   HeadColumns o_columns() const { return {spec_.attn.heads, 0, spec_.attn.head_dim}; }

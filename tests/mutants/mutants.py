@@ -574,6 +574,13 @@ MUTANTS = (
         test="tests/models/derive/test_kept.py::test_a_reading_that_is_given_up_leaves_no_tensors_to_the_collector",
     ),
     Mutant(
+        "q, k and v that stay beside the FFN whatever the caller allows",
+        file="csrc/block/attention.cpp",
+        text="  return N_ * spec_.attn.qkv_width() * int64_t(c10::elementSize(P_)) > spec_.scratch;\n",
+        defect="  return false;\n",
+        test="tests/autograd/test_qkv_made_again.py::test_the_peak_of_a_frozen_layer_is_lower_by_them",
+    ),
+    Mutant(
         "a weight that got other memory and is read as it is now",
         file="csrc/autograd/saved_memory.cpp",
         text="    if (now == place.storage._unsafe_get_target()) continue;\n",

@@ -123,7 +123,9 @@ def convert_experts(named: dict[str, nn.Module]) -> tuple[str, ...]:
         _register()
         # Layers that are alike have one config, as before: what is proved of one is known of all.
         module.config = configs.setdefault((id(config), found), ExpertsConfig(config, found))  # type: ignore[assignment]
-    notes = tuple(f"{_run(names)}: experts run as they did, their router again in backward: {why}" for why, names in left.items())
+    notes = tuple(
+        f"{_run(names)}: experts run as they did, their router again in backward: {why}" for why, names in left.items()
+    )
     return notes + _convert_adapters(named)
 
 
