@@ -148,7 +148,7 @@ def _by_inputs(codes: Tensor, state: Any, spec: Quantized, sizes: Sequence[int],
     if awq:
         blocks = torch.arange(scale.size(0), dtype=torch.int32, device=codes.device)[:, None].expand(-1, spec.block)
     else:
-        blocks = state[3].view(torch.int32)
+        blocks = state[3].view(torch.int32).remainder(words.new_full((), scale.size(0)))  # below 0 from the last one on
     blocks, made = blocks.reshape(-1), codes.new_empty(list(sizes), dtype=dtype)
 
     def fill(of: slice) -> None:

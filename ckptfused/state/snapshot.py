@@ -41,7 +41,8 @@ class Unchanged:
 
     hooks: whether those stay that run as soon as a parameter's gradient is there, as an optimizer's in backward.
 
-    **Saves** a copy of parameters, buffers, tensors that modules hold, the batch and the optimizer's state on the host.
+    **Saves** a copy of parameters, buffers, tensors that modules hold, those of the other models, the batch and the
+    optimizer's state on the host.
     """
 
     def __init__(
@@ -175,8 +176,11 @@ class Unchanged:
         for module in modules:
             if id(module) not in self._seen:
                 self._seen.add(id(module))
+                managed = is_managed(vars(module)) or keeps_books(module)
                 for p in module.parameters(recurse=False):
-                    self._keep(p)
+                    self._keep(p, own_storage=not managed and type(p) is nn.Parameter)
+                    self._leaf(p)
+                    self._flags.append((p, p.requires_grad, tensor_hooks(p)))
                 self._module(module, generators)
 
     def _keep(self, t: Tensor, own_storage: bool = False) -> None:

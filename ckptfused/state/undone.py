@@ -10,13 +10,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.torch_dispatch import DispatchMode, written_arguments
 from ckptfused.compat.torch_memory import storage_id
+from ckptfused.compat.torch_modules import BatchNorm
 from ckptfused.state.bindings import Bindings
 from ckptfused.state.containers import content_of, put_back, same_content
-from ckptfused.state.fingerprints import local, unrecorded
+from ckptfused.state.fingerprints import bits_equal, local, unrecorded
 from ckptfused.state.generators import RngStates, global_generators
 from ckptfused.state.reach import of_torch, reach
 
@@ -60,13 +62,20 @@ def without_trace(module: nn.Module, refuse: bool = False) -> Iterator[list[str]
     classes = [(kind, dict(vars(kind))) for kind in kinds | _classes(objects)]
     bindings = [(binding, binding.found) for binding in map(Bindings, found.functions)]
     draws = RngStates([*global_generators(), *found.generators])
-    beside = (t for inner in other for t in (*inner._parameters.values(), *inner._buffers.values()) if t is not None)
-    watched = _Written([*found.tensors, *beside])
+    theirs = [_OfAnother(p) for inner in other for p in inner._parameters.values() if p is not None]
+    held_by_others = (t for inner in other for t in (*inner._buffers.values(), *vars(inner).values()))
+    beside = [t for t in held_by_others if isinstance(t, Tensor)]
+    watched = _Written([*found.tensors, *beside, *(t for p in theirs for t in p.tensors())])
+    for inner in (inner for inner in other if isinstance(inner, BatchNorm)):  # in inference mode no op says so
+        for t in map(local, inner.buffers(recurse=False)):
+            if t is not None:
+                watched.keep(t)
     try:
         with watched if watched.of else nullcontext():
             yield left
     finally:
-        left += watched.put_back()
+        for p in theirs:
+            p.put_back()
         for one, content in contents:
             before = put_back(one, content)
             if not same_content(before, content):
@@ -87,6 +96,28 @@ def without_trace(module: nn.Module, refuse: bool = False) -> Iterator[list[str]
                 left.append("a global name")
         draws.settle()
         left += ["a random generator"] * bool(draws.rewind())
+        left += watched.put_back()
+
+
+class _OfAnother:
+    """A parameter of another model: its memory, its gradient, and whether it asks for one."""
+
+    def __init__(self, p: Tensor) -> None:
+        self._p, self._grad, self._flag = p, p.grad, p.requires_grad
+        self._memory = local(p) if type(p) is nn.Parameter else None
+
+    def tensors(self) -> list[Tensor]:
+        """What ops may write."""
+        return [self._p] if self._grad is None else [self._p, self._grad]
+
+    def put_back(self) -> None:
+        """What is not done by ops; values are for `_Written`."""
+        p, memory, now = self._p, self._memory, local(self._p)
+        if memory is not None and (now is None or storage_id(now) != storage_id(memory)):
+            p.data = memory
+        p.grad = self._grad
+        if p.requires_grad is not self._flag:
+            p.requires_grad_(self._flag)
 
 
 class _Written(DispatchMode):
@@ -99,19 +130,25 @@ class _Written(DispatchMode):
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for t in written_arguments(func, args, kwargs or {}):
-            place = storage_id(t)
-            if place in self.of and place not in self._held:
+        for t in map(local, written_arguments(func, args, kwargs or {})):
+            if t is not None:
+                self.keep(t)
+        return func(*args, **(kwargs or {}))
+
+    def keep(self, t: Tensor) -> None:
+        """Before it is written."""
+        if (place := storage_id(t)) in self.of and place not in self._held:
+            with torch.inference_mode(False):
                 whole = self.of[place].new_empty(0).set_(t.untyped_storage())
                 self._held[place] = whole, whole.clone()
-        return func(*args, **(kwargs or {}))
 
     def put_back(self) -> list[str]:
         """What had to be."""
         with unrecorded():
-            for whole, content in self._held.values():
+            changed = [(whole, content) for whole, content in self._held.values() if not bits_equal(whole, content)]
+            for whole, content in changed:
                 whole.copy_(content)
-        return ["a tensor"] * bool(self._held)
+        return ["a tensor"] * bool(changed)
 
 
 def _is_of_others(value: Any) -> bool:

@@ -175,10 +175,10 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     }
     variable_list grads(edges + 1);  // of the present tensors, and LossCall
     if (!dloss[0].defined()) return grads;
-    check_memory(saved, ctx->saved_data["memory"]);
     if (!count.isNone()) dloss[0] = divided(dloss[0], count, 1);
     const SettingsGuard guard(ctx->saved_data["settings"].toIntVector());
     const variable_list kept = wanted(ctx, needs);
+    if (kept.empty()) check_memory(saved, ctx->saved_data["memory"]);  // else it reads no weight
     variable_list results;
     if (!kept.empty() && may_use_up(kept, dloss[0])) {
       for (const Tensor& t : kept) scale_gradient(t, dloss[0]);

@@ -233,6 +233,15 @@ def test_what_is_written_before_backward_raises(buffer: str) -> None:
         out.loss.backward()
 
 
+def test_blocks_that_are_counted_from_the_last() -> None:
+    """Indices below 0, as the library takes them."""
+    plain, model = stored(ACT_ORDER), stored(ACT_ORDER)
+    for module in model.modules():
+        if isinstance(module, GPTQ_STAND_IN):
+            module.g_idx = module.g_idx - module.scales.size(0)
+    equal(run(converted(model), text_batch()), run(converted(plain), text_batch()))
+
+
 def test_a_head_whose_loss_is_chunked() -> None:
     def make() -> Any:
         model = llama(vocab_size=128)

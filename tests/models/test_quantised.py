@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import ckptfused
+from ckptfused.models.describe.example import example
 from ckptfused.state.undone import without_trace
 from tests.models.compare import close, gradients, run
 from tests.models.small import llama, unfused
@@ -219,6 +220,16 @@ def test_the_report_of_another_compute_type_is_what_comes(tmp_path: Path, first:
         run(model, text_batch())
     assert len(reasons) == len(report.layers)
     assert all("computes in torch.float32 beside torch.bfloat16" in layer.reason for layer in report.layers)
+
+
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_biases_of_adapters_tell_nothing_of_x() -> None:
+    """PEFT has them in float32, and they have one dimension as a norm's weight has."""
+    peft = pytest.importorskip("peft")
+    model = llama().to(torch.bfloat16)
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], lora_bias=True)
+    x, _ = example(model, "model.layers.0", peft.get_peft_model(model, config).base_model.model.model.layers[0])
+    assert x[0].dtype == torch.bfloat16
 
 
 def test_a_state_that_is_replaced_counts_from_the_next_call(tmp_path: Path) -> None:

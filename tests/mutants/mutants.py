@@ -632,8 +632,8 @@ MUTANTS = (
     Mutant(
         "inputs whose blocks lie apart, as if they were in order",
         file="ckptfused/eager/dequantize.py",
-        text="        blocks = state[3].view(torch.int32)\n",
-        defect="        blocks = state[3].view(torch.int32).sort().values\n",
+        text="        blocks = state[3].view(torch.int32).remainder(",
+        defect="        blocks = state[3].view(torch.int32).sort().values.remainder(",
         test="tests/models/test_gptqmodel.py::test_the_bits_are_those_of_plain_weights[torch.float32-act-order]",
     ),
     Mutant(

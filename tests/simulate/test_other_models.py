@@ -48,6 +48,30 @@ def statistic(model: nn.Module, teacher: nn.Module) -> None:
     model.register_forward_hook(note)
 
 
+def in_inference_mode(model: nn.Module, teacher: nn.Module) -> None:
+    """An average that a decorated hook makes, and a batch norm whose op does not say what it writes."""
+    norm = nn.BatchNorm1d(64)
+    teacher.add_module("norm", norm)
+    teacher.register_buffer("total", torch.zeros(64))
+
+    @torch.inference_mode()
+    def follow(module: nn.Module, args: Any, y: Tensor) -> None:
+        teacher.total.add_(1)  # type: ignore[operator, union-attr]
+        norm(torch.ones(4, 64))
+
+    model.register_forward_hook(follow)
+
+
+def by_data(model: nn.Module, teacher: nn.Module) -> None:
+    """No op tells of it."""
+
+    def follow(*call: Any) -> None:
+        for p in teacher.parameters():
+            p.data = p.data + 1
+
+    model.register_forward_hook(follow)
+
+
 def in_a_closure(model: nn.Module, teacher: nn.Module) -> None:
     """A tensor of nobody's."""
     total = torch.zeros(64)
@@ -59,7 +83,7 @@ def in_a_closure(model: nn.Module, teacher: nn.Module) -> None:
     model.register_forward_hook(count)
 
 
-WAYS = (mean_teacher, in_a_list, statistic, in_a_closure)
+WAYS = (mean_teacher, in_a_list, statistic, in_inference_mode, by_data, in_a_closure)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
@@ -85,3 +109,43 @@ def test_it_is_as_it_was(way: Callable[[nn.Module, nn.Module], None], what: str)
     assert getattr(teacher[0].weight, "note", None) is None
     model(batch)
     assert [name for name, t in teacher.state_dict().items() if not torch.equal(t, before[name])], "the hook writes"
+
+
+@pytest.mark.parametrize("what", ["predicted", "measured", "doctor"])
+def test_gradients_of_others_are_as_they_were(what: str) -> None:
+    """A head that trains, too, and is in a list: what it has summed so far counts."""
+
+    class Net(nn.Module):
+        def __init__(self, head: nn.Linear) -> None:
+            super().__init__()
+            self.body, self.heads = net(), [head]
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.heads[0](self.body(x))
+            return y
+
+    torch.manual_seed(1)
+    head, batch = nn.Linear(64, 8), torch.randn(2, 4, 64)
+    head.weight.grad = torch.ones(8, 64)
+    grad = head.weight.grad
+    model = Net(head)
+    if what == "doctor":
+        ckptfused.doctor(model, batch)
+    else:
+        ckptfused.profile(model, batch, device="cpu" if what == "predicted" else None)
+    assert head.weight.grad is grad
+    assert torch.equal(grad, torch.ones(8, 64))
+    assert head.bias.grad is None
+
+
+def test_sparse_tensors_may_be_written() -> None:
+    """They have no memory to look at."""
+    model, held, seen = net(), torch.zeros(4), torch.zeros(3, 3).to_sparse()
+
+    def note(*call: Any) -> None:
+        held.add_(1)
+        seen.mul_(2)
+
+    model.register_forward_hook(note)
+    ckptfused.profile(model, torch.randn(2, 4, 64), device="cpu")
+    assert held.sum() == 0

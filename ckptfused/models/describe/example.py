@@ -55,8 +55,8 @@ def example(model: nn.Module, name: str, layer: nn.Module, known: KnownTables | 
     **Raises** `LookupError` where the width of x or what an argument takes is not known.
     """
     owners = list(_owners(model, name))
-    floats = (p for p in layer.parameters() if p.is_floating_point())
-    parameter = min(floats, key=Tensor.dim, default=torch.empty(0))  # a norm's: adapters may have another type
+    floats = (p for p in _own_parameters(layer) if p.is_floating_point())
+    parameter = min(floats, key=lambda p: max(p.dim(), 1), default=torch.empty(0))  # a norm's, before stored weights
     x = torch.empty(1, EXAMPLE_TOKENS, _width(layer, owners), dtype=parameter.dtype, device=parameter.device)
     _, *others = inspect.signature(type(layer).forward.__get__(layer)).parameters.values()
     kwargs: dict[str, Any] = {}
@@ -72,6 +72,14 @@ def example(model: nn.Module, name: str, layer: nn.Module, known: KnownTables | 
                 raise LookupError(f"{type(layer).__name__}.forward: what {other.name} takes is not known")
             kwargs[other.name] = None
     return (x.requires_grad_(),), kwargs
+
+
+def _own_parameters(layer: nn.Module) -> Iterator[Tensor]:
+    """Those of a layer without its adapters', which may have another type."""
+    wrappers = [module for module in layer.modules() if "base_layer" in module._modules]
+    named = (found for module in wrappers for found in module.named_parameters())
+    added = {id(p) for name, p in named if not name.startswith("base_layer.")}
+    return (p for p in layer.parameters() if id(p) not in added)
 
 
 def with_tables(kwargs: dict[str, Any]) -> dict[str, Any]:
