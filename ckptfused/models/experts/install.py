@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptfused.compat.torch_autograd import saved_tensor_hooks_allowed
 from ckptfused.compat.transformers import experts_functions, experts_implementation, own_experts_forward
 from ckptfused.cost.open_ledger import counting
 from ckptfused.layer.parts import Reason
@@ -72,8 +71,7 @@ def _with_weights(module: Any, x: Tensor, ids: Tensor, weights: Tensor, adapters
         up, down, up_bias, down_bias = weights_of(module)
         return experts(x, ids, weights, up, down, up_bias, down_bias, adapters, spec=spec)
 
-    plain = not torch.is_grad_enabled() or torch.compiler.is_compiling() or not saved_tensor_hooks_allowed()
-    if plain or not is_stored(module):
+    if not is_stored(module) or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return run_op()
     again = MadeAgain()
     with again.at_work():
