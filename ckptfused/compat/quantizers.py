@@ -33,16 +33,6 @@ def four_bit_state(module: Any) -> Any:
     return getattr(module, "quant_state", None) if state is None else state
 
 
-FOUR_BIT_STACK = "bitsandbytes.nn.parametrize.Bnb4bitParametrization"
-"""What makes numbers of a parameter that `replace_parameter_4bit` has stored, as of a stack of experts."""
-
-
-def is_of_stacks(hook: Any) -> bool:
-    """Whether a hook is what bitsandbytes puts on a module with such a parameter: it has PyTorch keep its numbers for
-    the time of a forward."""
-    return getattr(hook, "__module__", None) == FOUR_BIT_STACK.rpartition(".")[0]
-
-
 def repacked(state: Any) -> bool:
     """Whether an evaluation on a processor with AVX512-BF16 has packed a weight anew, for good; then its layer
     gives no gradients. `packing_format_for_cpu`."""

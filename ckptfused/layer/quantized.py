@@ -14,7 +14,6 @@ from ckptfused.checks import autocast_enabled
 from ckptfused.compat.quantizers import (
     AWQ_LINEAR,
     AWQ_METHODS,
-    FOUR_BIT_STACK,
     GPTQ_LINEARS,
     GPTQ_METHODS,
     HQQ_LINEAR,
@@ -50,7 +49,7 @@ class Stored(NamedTuple):
     """kind, block, nested, scales, strided; the last ones may be left out."""
     state: tuple[Tensor | None, ...]
     """scale, offset, nested_scale, table."""
-    shape: tuple[int, ...]
+    shape: tuple[int, int]
 
     @torch.no_grad()
     def numbers(self, codes: Tensor, x: Tensor) -> Tensor:
@@ -118,13 +117,9 @@ def _four_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:
     own, wanted = four_bit_compute_type(module, dtype, (torch.float32, torch.bfloat16)), _wanted(codes, dtype)
     if own != wanted:
         return _another_type(name, own, wanted, "load the model with bnb_4bit_compute_dtype")
-    if tuple(state.shape) != (module.out_features, module.in_features):
-        return Reason(f"{name}: its weight was quantized as {list(state.shape)}, expected [out, in]")
-    return _four_bits_of(codes, state, name)
-
-
-def _four_bits_of(codes: Tensor, state: Any, name: str) -> Weight:
     shape = tuple(state.shape)
+    if shape != (module.out_features, module.in_features):
+        return Reason(f"{name}: its weight was quantized as {list(shape)}, expected [out, in]")
     if not state.nested:
         if state.absmax.dtype != torch.float32:
             return Reason(f"{name}: its scales are {state.absmax.dtype}, expected float32")
@@ -132,35 +127,6 @@ def _four_bits_of(codes: Tensor, state: Any, name: str) -> Weight:
     inner = state.state2
     beside = (state.absmax, state.offset, inner.absmax, inner.code)
     return codes, Stored((state.quant_type, state.blocksize, inner.blocksize), beside, shape)
-
-
-class FourBitStack(NamedTuple):
-    """A parameter that bitsandbytes has stored in 4 bits, whatever its rank: `[E, out, in]` of experts."""
-
-    codes: Tensor
-    stored: Stored
-    dtype: torch.dtype
-
-    @torch.no_grad()
-    def numbers(self) -> Tensor:
-        """The parameter, as its module would find it."""
-        form, sizes = Quantized("", *self.stored.form).form, self.stored.shape
-        return torch.ops.ckptfused.dequantize(self.codes, self.stored.state, form, sizes, self.dtype)  # type: ignore[no-any-return]
-
-
-def four_bit_stacks(module: nn.Module) -> dict[str, FourBitStack] | Reason:
-    """The parameters of a module that are parametrized, or why one of them is none of bitsandbytes'."""
-    held: Any = module._modules.get("parametrizations")
-    found: dict[str, FourBitStack] = {}
-    for name, made_by in () if held is None else held.items():
-        (first, *others), codes = made_by, made_by.original
-        if others or class_name(type(first)) != FOUR_BIT_STACK or not as_read(first):
-            return Reason(f"{name} is parametrized by {type(first).__name__}")
-        read = _four_bits_of(codes, first.quant_state, name)
-        if isinstance(read, Reason):
-            return read
-        found[name] = FourBitStack(codes, read[1], first.quant_state.dtype)
-    return found
 
 
 def _eight_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:

@@ -581,20 +581,6 @@ MUTANTS = (
         test="tests/autograd/test_qkv_made_again.py::test_the_peak_of_a_frozen_layer_is_lower_by_them",
     ),
     Mutant(
-        "numbers of stored experts that are kept until backward",
-        file="ckptfused/recompute/operations.py",
-        text='OWN = ("ckptfused::attention_block_fwd", "ckptfused::dequantize")\n',
-        defect='OWN = ("ckptfused::attention_block_fwd",)\n',
-        test="tests/models/test_experts_few_bits.py::test_nothing_more_is_saved_than_beside_numbers",
-    ),
-    Mutant(
-        "a hook beside those of stored experts that does not run",
-        file="ckptfused/models/experts/read.py",
-        text="    if not hooks or not all(map(is_of_stacks, hooks)):\n",
-        defect="    if not hooks or not any(map(is_of_stacks, hooks)):\n",
-        test="tests/models/test_experts_few_bits.py::test_a_hook_beside_theirs_runs",
-    ),
-    Mutant(
         "a weight that got other memory and is read as it is now",
         file="csrc/autograd/saved_memory.cpp",
         text="    if (now == place.storage._unsafe_get_target()) continue;\n",

@@ -19,7 +19,7 @@ from ckptfused.eager.experts import eager_experts
 from ckptfused.layer.hooks import EVERYWHERE, hooked, hooked_everywhere
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.source import class_name
-from ckptfused.models.experts.read import SMALL, nearly_equal, small_experts, watched_experts, weights_of
+from ckptfused.models.experts.read import SMALL, nearly_equal, small_experts, weights_of
 from ckptfused.spec.experts import ExpertsSpec
 
 
@@ -65,7 +65,7 @@ def read_adapters(wrapper: Any) -> Adapters | Reason:
                 return found
             pairs[module.parameter_name] = found
         module = module.base_layer
-    if watched_experts(base) is not None:
+    if hooked(base):
         return Reason("the experts have a hook or a forward of their own")
     stem = "gate_up_proj" if base.has_gate else "up_proj"
     if not pairs.keys() <= {stem, "down_proj"}:

@@ -18,9 +18,8 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import under_foreign_mode
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.models.experts.adapters import is_wrapper, read_adapters, unproved, with_scales, wrapped
-from ckptfused.models.experts.read import COMPUTED_AS_SAID, is_experts, is_stored, read_experts, unfit, weights_of
+from ckptfused.models.experts.read import COMPUTED_AS_SAID, is_experts, read_experts, unfit, weights_of
 from ckptfused.ops.experts import experts
-from ckptfused.recompute.made_again import MadeAgain
 from ckptfused.spec.experts import ExpertsSpec
 
 NAME = "ckptfused"
@@ -61,24 +60,8 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
         forward = experts_functions().get_interface(experts_implementation(config.model), own)
         # Who reads a layer by a mode knows PyTorch's calls, but not its grouped products without data in float32.
         return (own if _by_mode() else forward)(module, x, ids, weights)  # type: ignore[no-any-return]
-    return _with_weights(module, x, ids, weights, (), config.spec)
-
-
-def _with_weights(module: Any, x: Tensor, ids: Tensor, weights: Tensor, adapters: Any, spec: ExpertsSpec) -> Tensor:
-    """The op. Numbers of weights in few bits are there during the call, and made again in backward."""
-
-    def run_op() -> Tensor:
-        up, down, up_bias, down_bias = weights_of(module)
-        return experts(x, ids, weights, up, down, up_bias, down_bias, adapters, spec=spec)
-
-    if not is_stored(module) or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return run_op()
-    again = MadeAgain()
-    with again.at_work():
-        y = run_op()
-    again.settle()
-    again.end()
-    return y
+    up, down, up_bias, down_bias = weights_of(module)
+    return experts(x, ids, weights, up, down, up_bias, down_bias, spec=config.spec)
 
 
 class AdaptedForward:
@@ -94,7 +77,8 @@ class AdaptedForward:
             added = read_adapters(self.wrapper)
             if not isinstance(added, Reason):
                 spec = with_scales(module.config.spec, added.up_scale, added.down_scale)
-                return _with_weights(module, x, *args, added.tensors, spec)
+                up, down, up_bias, down_bias = weights_of(module)
+                return experts(x, *args, up, down, up_bias, down_bias, added.tensors, spec=spec)
         return type(self.wrapper).forward(self.wrapper, x, *args, **kwargs)  # type: ignore[no-any-return]
 
 

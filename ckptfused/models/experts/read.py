@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ckptfused.checks import autocast_enabled, is_dtensor
-from ckptfused.compat.quantizers import is_of_stacks
-from ckptfused.compat.torch_modules import forward_hooks, forward_pre_hooks, has_backward_hooks
 from ckptfused.compat.transformers import experts_functions, gate_of, is_expert_parallel, own_experts_forward
 from ckptfused.eager.experts import eager_experts, experts_activation
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
-from ckptfused.layer.quantized import FourBitStack, four_bit_stacks
-from ckptfused.layer.source import is_patched
 from ckptfused.spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 from ckptfused.spec.experts import CLAMPED, ExpertsSpec
 
@@ -52,31 +48,10 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def weights_of(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The stacks of the first and the last product, and their biases; as numbers where they are stored in few bits."""
-    up, down, *biases = (t.numbers() if isinstance(t, FourBitStack) else t for t in _stored_weights(module))
-    return (up, down, *(biases or (None, None)))  # type: ignore[return-value]
-
-
-def _stored_weights(module: Any) -> list[Any]:
-    """The same as they are stored, biases only if there are any; nothing is computed."""
+    """The stacks of the first and the last product, and their biases."""
     stem = "gate_up_proj" if module.has_gate else "up_proj"
-    names = (stem, "down_proj", *((f"{stem}_bias", "down_proj_bias") if module.has_bias else ()))
-    stacks = four_bit_stacks(module)
-    return [stacks[name] if name in stacks else getattr(module, name) for name in names]  # type: ignore[index]
-
-
-def is_stored(module: nn.Module) -> bool:
-    """Whether a module of experts makes numbers of its weights at each call."""
-    return "parametrizations" in module._modules
-
-
-def watched_experts(module: nn.Module) -> Reason | None:
-    """Why a module of experts has to run as it is: who watches it, but for what its few bits need."""
-    hooks = (*forward_hooks(module).values(), *forward_pre_hooks(module).values())
-    if not hooks or not all(map(is_of_stacks, hooks)):
-        return watched(module, "it")
-    others = has_backward_hooks(module) or is_patched(module)
-    return Reason("it has a hook or a forward of its own") if others else None
+    biases = (getattr(module, f"{stem}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
+    return (getattr(module, stem), module.down_proj, *biases)
 
 
 def unusable(module: Any, gathered_later: bool = False) -> Reason | None:
@@ -85,10 +60,8 @@ def unusable(module: Any, gathered_later: bool = False) -> Reason | None:
     """
     if is_expert_parallel(module):
         return Reason("it is expert parallel")
-    if isinstance(stacks := four_bit_stacks(module), Reason):
-        return stacks
-    for t in _stored_weights(module):
-        if isinstance(t, FourBitStack):
+    for t in weights_of(module):
+        if t is None:
             continue
         if is_dtensor(t):
             if gathered_later:
@@ -103,11 +76,9 @@ def unfit(module: Any, x: Tensor) -> Reason | None:
     """Why a call with x, [N, C], is not the op's."""
     if x.dim() != 2:
         return Reason(f"it is called with x {list(x.shape)}")
-    if (why := unusable(module)) is not None:
-        return why
-    if any(t.dtype != x.dtype for t in _stored_weights(module)) and not autocast_enabled(x):
+    if any(t is not None and t.dtype != x.dtype for t in weights_of(module)) and not autocast_enabled(x):
         return Reason("its weights and its input have different types")
-    return None
+    return unusable(module)
 
 
 def read_experts(module: Any, implementation: Any, gathered_later: bool = False) -> ExpertsSpec | Reason:
@@ -119,7 +90,9 @@ def read_experts(module: Any, implementation: Any, gathered_later: bool = False)
         return Reason("its class does not say how its weights are stored")
     if module.has_post_expert_norm:
         return Reason("a norm follows each expert")
-    if (why := watched_experts(module) or _incomplete(module) or unusable(module, gathered_later)) is not None:
+    if "parametrizations" in module._modules:
+        return Reason("torch.nn.utils.parametrize makes its weights (4-bit stacks of bitsandbytes, say)")
+    if (why := watched(module, "it") or _incomplete(module) or unusable(module, gathered_later)) is not None:
         return why
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=()):
@@ -130,8 +103,7 @@ def read_experts(module: Any, implementation: Any, gathered_later: bool = False)
 
 def _incomplete(module: Any) -> Reason | None:
     try:
-        if not is_stored(module):
-            weights_of(module)
+        weights_of(module)
     except AttributeError as error:
         return Reason(f"another module than its class says: {error}")
     return None
@@ -161,10 +133,7 @@ def _proved(module: Any) -> ExpertsSpec | Reason:
 def small_experts(module: Any) -> Any:
     """A shallow copy of a module of experts with few and small random weights in float64."""
     _, width, hidden, count = SMALL
-    kind: Any = type_before_parametrizations(module)
-    small = kind.__new__(kind)
-    vars(small).update(vars(module))
-    vars(small)["_modules"] = {name: inner for name, inner in module._modules.items() if name != "parametrizations"}
+    small = copy.copy(module)
     vars(small)["_parameters"] = dict(vars(module)["_parameters"])
     small.num_experts = count
     wide = hidden * (2 if module.has_gate else 1)
