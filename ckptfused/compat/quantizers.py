@@ -1,5 +1,5 @@
 """What of libraries that store weights in few bits is not documented: bitsandbytes 0.49 and 0.50, HQQ 0.2.8,
-torchao 0.18, GPTQModel 7.0 to 7.7."""
+torchao 0.18, GPTQModel 7.7."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def example(model: nn.Module, name: str, layer: nn.Module, known: KnownTables | 
 
 
 def _own_parameters(layer: nn.Module) -> Iterator[Tensor]:
-    """Those of a layer without its adapters', which may have another type."""
+    """A layer's parameters without its adapters', which may have another type."""
     wrappers = [module for module in layer.modules() if "base_layer" in module._modules]
     named = (found for module in wrappers for found in module.named_parameters())
     added = {id(p) for name, p in named if not name.startswith("base_layer.")}
