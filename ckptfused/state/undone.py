@@ -34,8 +34,7 @@ def without_trace(module: nn.Module, refuse: bool = False) -> Iterator[list[str]
     what its code reaches is as it was: generators, global ones too; containers and objects, by way of globals that the
     code names, of closures, defaults and attributes; values of tensors and of other models' parameters and buffers;
     attributes of classes; what those names stand for; and caches of `functools.lru_cache`, which are cleared if they
-    got anything. It gives a list, in which is afterwards what else was
-    not as it had been.
+    got anything. It gives a list, in which is afterwards what else was not as it had been.
 
     refuse: **raises** `RuntimeError` before anything runs, where the code reaches iterators or queues, which nobody can
     put back.

@@ -125,7 +125,7 @@ struct BlockFunction : torch::autograd::Function<BlockFunction<kHalves>> {
       saved.push_back(args.aux.get(i).value_or(Tensor()));
     }
     saved.insert(saved.end(), outputs.begin() + 1, outputs.end());
-    ctx->saved_data["memory"] = memory_of(saved);
+    ctx->saved_data["places"] = places_of(saved);
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["spec"] = args.spec;
     ctx->saved_data["params"] = int64_t(args.params.size());
@@ -142,7 +142,7 @@ struct BlockFunction : torch::autograd::Function<BlockFunction<kHalves>> {
     }
     grads.emplace_back();
     if (!dy[0].defined()) return grads;
-    check_memory(saved, ctx->saved_data["memory"]);
+    check_places(saved, ctx->saved_data["places"]);
 
     const auto optional = [&](int64_t begin, int64_t count) {
       OptTensorList list;

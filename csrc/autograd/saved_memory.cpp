@@ -42,7 +42,7 @@ bool is_partitioned(const Tensor& t) {
 
 }  // namespace
 
-at::IValue memory_of(const torch::autograd::variable_list& saved) {
+at::IValue places_of(const torch::autograd::variable_list& saved) {
   auto found = c10::make_intrusive<Memory>();
   found->places.reserve(saved.size());
   for (size_t i = 0; i < saved.size(); ++i) {
@@ -54,7 +54,7 @@ at::IValue memory_of(const torch::autograd::variable_list& saved) {
   return at::IValue::make_capsule(std::move(found));
 }
 
-void check_memory(const torch::autograd::variable_list& saved, const at::IValue& before) {
+void check_places(const torch::autograd::variable_list& saved, const at::IValue& before) {
   const auto found = c10::static_intrusive_pointer_cast<Memory>(before.toCapsule());
   for (const auto& [i, place] : found->places) {
     const c10::intrusive_ptr<c10::TensorImpl> itself = place.tensor.lock();

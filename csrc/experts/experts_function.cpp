@@ -83,7 +83,7 @@ struct ExpertsFunction : torch::autograd::Function<ExpertsFunction> {
                                    call::opt(s[kExpertsDownBias]), adapters_of(s), spec);
     variable_list saved = {narrow_ids(tensors.ids, s[kExpertsUp].size(0))};
     saved.insert(saved.end(), s.begin(), s.end());
-    ctx->saved_data["memory"] = memory_of(saved);
+    ctx->saved_data["places"] = places_of(saved);
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["spec"] = spec;
     ctx->saved_data["settings"] = settings.settings();
@@ -92,7 +92,7 @@ struct ExpertsFunction : torch::autograd::Function<ExpertsFunction> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& dy) {
     const variable_list saved = ctx->get_saved_variables();
-    check_memory(saved, ctx->saved_data["memory"]);
+    check_places(saved, ctx->saved_data["places"]);
     const variable_list s(saved.begin() + 1, saved.end());
     c10::List<bool> needs;
     size_t edges = 0;

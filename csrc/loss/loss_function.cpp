@@ -150,7 +150,7 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
                            call.rng_state.value_or(Tensor()), made[1],
                            call.count.isTensor() ? call.count.toTensor() : Tensor()};
     for (const Tensor& t : a.differentiable()) saved.push_back(t);
-    ctx->saved_data["memory"] = memory_of(saved);
+    ctx->saved_data["places"] = places_of(saved);
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["kept"] = c10::List<Tensor>(at::TensorList(made).slice(3));
     ctx->saved_data["needs"] = needs;
@@ -178,7 +178,7 @@ struct LossFunction : torch::autograd::Function<LossFunction> {
     if (!count.isNone()) dloss[0] = divided(dloss[0], count, 1);
     const SettingsGuard guard(ctx->saved_data["settings"].toIntVector());
     const variable_list kept = wanted(ctx, needs);
-    if (kept.empty()) check_memory(saved, ctx->saved_data["memory"]);  // else it reads no weight
+    if (kept.empty()) check_places(saved, ctx->saved_data["places"]);  // else it reads no weight
     variable_list results;
     if (!kept.empty() && may_use_up(kept, dloss[0])) {
       for (const Tensor& t : kept) scale_gradient(t, dloss[0]);

@@ -31,6 +31,7 @@ from tests.gptqmodel_layers import (  # noqa: E402
 from tests.models.compare import close, equal, no_worse, result, run  # noqa: E402
 from tests.models.derive.test_quantised import Block  # noqa: E402
 from tests.models.small import llama, unfused  # noqa: E402
+from tests.models.test_other_quantised import twice  # noqa: E402
 from tests.models.zoo import text_batch  # noqa: E402
 
 pytestmark = [
@@ -284,18 +285,9 @@ def test_awq_beside_another_type_is_left_to_the_library() -> None:
 
 @pytest.mark.parametrize("how", ["a subclass", "a module"])
 def test_a_method_that_is_another_is_left_to_the_library(how: str) -> None:
-    def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return 2 * GPTQ_STAND_IN.forward(self, x)
-
     plain, model = stored(GPTQ), stored(GPTQ)
-    derived = type("Derived", (GPTQ_STAND_IN,), {"forward": doubled})
     for each in (plain, model):
-        for module in each.modules():
-            if isinstance(module, GPTQ_STAND_IN):
-                if how == "a module":
-                    module.forward = partial(doubled, module)
-                else:
-                    module.__class__ = derived
+        twice([m for m in each.modules() if isinstance(m, GPTQ_STAND_IN)], f"{how} forward")
     ckptfused.convert(model)
     with unfused() as reasons:
         got = run(model, text_batch())

@@ -324,9 +324,8 @@ def _by_inputs(api: Any) -> Any:
     return api.Int8WeightOnlyConfig(granularity=api.PerRow(dim=0))
 
 
-def _twice(model: Any, change: str) -> None:
-    """Has the layers of HQQ compute with twice their weights, in one of the places where they can be changed."""
-    layers = [m for m in model.modules() if hasattr(m, "W_q")]
+def twice(layers: list[Any], change: str) -> None:
+    """Has layers of one class give twice what a method of theirs does, by "a subclass" or "a module" of its own."""
     cls: Any = type(layers[0])
     name = change.split()[-1]
     doubled = {name: lambda self, *args, **kwargs: 2 * getattr(cls, name)(self, *args, **kwargs)}
@@ -343,8 +342,8 @@ def _twice(model: Any, change: str) -> None:
 )
 def test_layers_of_hqq_that_compute_something_else_are_generic(change: str) -> None:
     plain, model = stored(HQQ4), stored(HQQ4)
-    _twice(plain, change)
-    _twice(model, change)
+    for each in (plain, model):
+        twice([m for m in each.modules() if hasattr(m, "W_q")], change)
     ckptfused.convert(model)
     with unfused() as reasons:
         got = run(model, text_batch())
