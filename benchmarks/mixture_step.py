@@ -1,7 +1,8 @@
 """A training step of Hugging Face's mixtures of experts: as they are, with gradient checkpointing, converted.
 
 Bytes alive between forward and backward and at the peak of a step are counted by the allocator. With `--rank 16` the
-weights of the experts are frozen and have PEFT's adapters (`target_parameters`). Needs transformers, and peft.
+weights of the experts are frozen and have PEFT's adapters (`target_parameters`). With `--bits 4` bitsandbytes stores
+them, and attention has the adapters. Needs transformers, peft and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import remove_parametrizations
 
 import ckptfused
 from benchmarks.benchmark import Benchmark, Goal, Rows, Sizes, Steps, mib, option, ratio
@@ -38,11 +40,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureSizes(Sizes):
-    """The model, the rank of adapters on its experts (0: all weights are trained), its layers, and the tokens of each
-    of two sequences."""
+    """The model, the rank of adapters on its experts (0: all weights are trained), the bits of these (0: bfloat16), its
+    layers, and the tokens of each of two sequences."""
 
     model: str = option("qwen3-moe", "mixtral")
     rank: int = option(0, 16, every=False)
+    bits: int = option(0, 4, every=False)
     layers: int = 4
     tokens: int = 1024
 
@@ -59,14 +62,38 @@ def make(sizes: MixtureSizes, dtype: torch.dtype) -> Any:
         else Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
     )
     made = made.to(dtype).train()
-    if not sizes.rank:
+    if not (sizes.rank or sizes.bits):
         return made
     from peft import LoraConfig, get_peft_model
 
     # B is 0 in a fresh adapter, and with it the gradient of A: random, there is something to check.
-    adapted = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    lora = LoraConfig(r=sizes.rank, init_lora_weights=False, target_modules=[], target_parameters=adapted)
-    return get_peft_model(made, lora).train()
+    adapted = [] if sizes.bits else ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    modules = [f"{name}_proj" for name in "qkvo"] if sizes.bits else []
+    lora = LoraConfig(r=sizes.rank or 16, init_lora_weights=False, target_modules=modules, target_parameters=adapted)
+    made = get_peft_model(made, lora).train()
+    if sizes.bits:
+        from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+        for experts in stacks(made):
+            for weight in ("gate_up_proj", "down_proj"):
+                replace_parameter_4bit(experts, weight, compress_statistics=True)
+    return made
+
+
+def stacks(model: Any) -> list[Any]:
+    """The modules that hold experts."""
+    return [module for name, module in model.named_modules() if name.endswith("mlp.experts")]
+
+
+def exact_model(sizes: MixtureSizes) -> Any:
+    """One in float64 of the numbers of the one in float32."""
+    model = make(sizes, torch.float32)  # copies of a parametrized one would lose their parameters with it
+    for experts in stacks(model):
+        for weight in list(getattr(experts, "parametrizations", ())):
+            numbers = getattr(experts, weight).detach()
+            remove_parametrizations(experts, weight, leave_parametrized=False)
+            setattr(experts, weight, nn.Parameter(numbers, requires_grad=False))
+    return model.double()
 
 
 def converted(plain: Any) -> Any:
@@ -87,7 +114,7 @@ def check(sizes: MixtureSizes, steps: Any = None) -> str:
     bfloat16 a router's rounded logits choose other experts than float64's.
     """
     plain, ids = make(sizes, torch.float32), batch(sizes, 1)
-    exact = copy.deepcopy(plain).double()
+    exact = exact_model(sizes)
     exact.set_experts_implementation("eager")  # grouped products have no float64
     truth = gradients(exact, ids)
     own, ours = gradients(plain, ids), gradients(converted(plain), ids)
@@ -111,7 +138,11 @@ def peaks(sizes: MixtureSizes, steps: Steps) -> dict[str, dict[str, int]]:
 def shape(sizes: MixtureSizes, rows: Rows) -> str:
     experts = EXPERTS[sizes.model]
     count, chosen, width = experts.values()
-    trained = f"adapters of rank {sizes.rank} on the experts alone are trained" if sizes.rank else "all is trained"
+    trained = "all is trained"
+    if sizes.rank:
+        trained = f"adapters of rank {sizes.rank} on the experts alone are trained"
+    if sizes.bits:
+        trained = f"experts in 4 bits (nested nf4), adapters of rank {sizes.rank or 16} on attention alone are trained"
     return (
         f"{sizes.model} of {sizes.layers} layers, C 512, 8 heads, {count} experts of {width}, of which a token has "
         f"{chosen}, bfloat16; {trained}; 2 × {sizes.tokens:,} tokens; forward, loss and backward. Peaks are above "
@@ -139,7 +170,11 @@ BENCHMARK = Benchmark(
         Goal(CONVERTED, CHECKPOINTED, 0.6, "transient", "peak without gradients"),
     ],
     case=lambda sizes: sizes.model,
-    stem=lambda sizes: f"mixture-{sizes.layers}x512" + (f"-lora{sizes.rank}" if sizes.rank else ""),
+    stem=lambda sizes: (
+        f"mixture-{sizes.layers}x512"
+        + (f"-lora{sizes.rank}" if sizes.rank else "")
+        + (f"-{sizes.bits}bit" if sizes.bits else "")
+    ),
     shape=shape,
     budget=90.0,
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.spec import QUANT_SLOTS, BlockSpec, Quantized
+from ckptfused.spec.experts import ExpertsSpec
 from tests.oracle import Inputs
 
 STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
@@ -68,6 +69,29 @@ def quantized(spec: BlockSpec, inputs: Inputs) -> tuple[BlockSpec, dict[str, Ten
             frozen.update((f"{half}.quant{i}.{slot}", tensors[slot]) for slot in QUANT_SLOTS if slot in tensors)
         halves[half] = replace(of, quant=tuple(lists))
     return replace(spec, **halves), frozen, weights
+
+
+class Stacks(NamedTuple):
+    """The weights of experts in few bits, as their op takes them."""
+
+    spec: ExpertsSpec
+    up: Tensor
+    down: Tensor
+    beside: list[Tensor | None]
+    numbers: tuple[Tensor, Tensor]
+    """The weights of both in float32."""
+
+
+def stored_stacks(spec: ExpertsSpec, up: Tensor, down: Tensor, ways: tuple[Way, Way]) -> Stacks:
+    """Both stacks of a call in few bits."""
+    codes, lists, beside, numbers = [], [], [], []
+    for target, stack, way in zip(("up", "down"), (up, down), ways, strict=True):
+        tensors, nested, plain = stored(stack.detach(), way)
+        codes.append(tensors["w"].view(torch.uint8).view(stack.size(0), -1))
+        lists.append(Quantized(target, way.kind, way.block, nested))
+        beside += [tensors.get(slot) for slot in QUANT_SLOTS]
+        numbers.append(plain)
+    return Stacks(replace(spec, quant=tuple(lists)), codes[0], codes[1], beside, (numbers[0], numbers[1]))
 
 
 def quantize_linears(model: nn.Module, way: Way, compute: torch.dtype | None = None) -> None:

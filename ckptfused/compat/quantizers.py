@@ -9,6 +9,8 @@ import torch
 
 LINEAR_4BIT = "bitsandbytes.nn.modules.Linear4bit"
 LINEAR_8BIT = "bitsandbytes.nn.modules.Linear8bitLt"
+FOUR_BIT_STACK = "bitsandbytes.nn.parametrize.Bnb4bitParametrization"
+"""What makes numbers of a parameter that its `replace_parameter_4bit` has stored, as of a stack of experts."""
 HQQ_LINEAR = "hqq.core.quantize.HQQLinear"
 HQQ_METHODS = ("matmul", "dequantize")
 """What its forward calls of itself."""
@@ -31,6 +33,12 @@ def four_bit_state(module: Any) -> Any:
     """The scales of a 4-bit layer; None before its weight is quantized. A move or FSDP leaves them with the module."""
     state = getattr(module._parameters["weight"], "quant_state", None)
     return getattr(module, "quant_state", None) if state is None else state
+
+
+def keeps_numbers(hook: Any) -> bool:
+    """Whether a hook is what bitsandbytes puts on a module with such a parameter: it has PyTorch keep the numbers for
+    the time of a forward, and does nothing else."""
+    return getattr(hook, "__module__", None) == FOUR_BIT_STACK.rpartition(".")[0]
 
 
 def repacked(state: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -20,10 +21,11 @@ _SQUARE = 60 * 60
 
 
 def dequantize(
-    codes: Tensor, state: Sequence[Tensor | None], form: str, sizes: Sequence[int], dtype: torch.dtype
+    codes: Tensor, state: Sequence[Tensor | None], form: str, sizes: Sequence[int], dtype: torch.dtype, first: int = 0
 ) -> Tensor:
     """A weight [out, in] in `dtype`: each code's value times its block's scale, in float32 (integers for float64 in
-    that), rounded once; first to the type of the table as torchao's, or of the scales as GPTQ's and AWQ's.
+    that), rounded once; first to the type of the table as torchao's, or of the scales as GPTQ's and AWQ's. Of a longer
+    stack of bitsandbytes' 4 bits the entries from `first` on.
 
     **Shapes** as `spec.Quantized`, whose `form` it is; state: its `QUANT_SLOTS`, None where there is none.
     **Scratch** of bitsandbytes' 4 bits its kernels'; of others scales and offsets in float32, and up to 6 bytes for
@@ -34,7 +36,7 @@ def dequantize(
     """
     spec = _parsed(form)
     if spec.kind in BY_BITSANDBYTES:
-        return _four_bits(codes, state, spec, sizes, dtype)
+        return _entries(codes, state, spec, sizes, dtype, first)
     if spec.kind in BY_INPUTS:
         return _by_inputs(codes, state, spec, sizes, dtype)
     shape = spec.block_shape(*sizes)
@@ -51,6 +53,26 @@ def dequantize(
 @lru_cache(maxsize=256)
 def _parsed(form: str) -> Quantized:
     return Quantized.parse("quant", f":{form}")
+
+
+def _entries(
+    codes: Tensor, state: Any, spec: Quantized, sizes: Sequence[int], dtype: torch.dtype, first: int
+) -> Tensor:
+    """The entries of a stack from `first` on, by way of the whole blocks that they lie in, nested where scales are.
+    Of rows that end within a block by way of all of it: on a CPU bitsandbytes reads these otherwise than it wrote them.
+    """
+    count, total = math.prod(sizes), 2 * codes.nbytes
+    if count == total:
+        return _four_bits(codes, state, spec, sizes, dtype)
+    nested, width = spec.block * max(1, spec.nested), sizes[-1]
+    whole = total if width % spec.block else nested
+    start, end = first // whole * whole, min(-(-(first + count) // whole) * whole, total)
+    part, of_blocks, of_nested = (slice(start // each, -(-end // each)) for each in (2, spec.block, nested))
+    scale, offset, nested_scale, table = state
+    beside = (scale.reshape(-1)[of_blocks], offset, nested_scale if nested_scale is None else nested_scale[of_nested])
+    shape = (total // width, width) if whole == total else (end - start,)
+    made = _four_bits(codes.reshape(-1).view(torch.uint8)[part], (*beside, table), spec, shape, dtype)
+    return made.view(-1)[first - start :][:count].view(*sizes)
 
 
 def _four_bits(codes: Tensor, state: Any, spec: Quantized, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:

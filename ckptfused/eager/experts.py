@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ckptfused.checks import computing_in
 from ckptfused.eager.activation import activation
+from ckptfused.eager.dequantize import dequantize
+from ckptfused.spec import QUANT_SLOTS
 from ckptfused.spec.experts import CLAMPED, ExpertsSpec
 
 
@@ -21,15 +23,20 @@ def eager_experts(
     down: Tensor,
     down_bias: Tensor | None,
     adapters: Sequence[Tensor | None],
+    stored: Sequence[Tensor | None],
     spec: ExpertsSpec,
 ) -> Tensor:
     """What the op `experts` computes, whatever autocast is on, differentiable any number of times.
 
     **Shapes** as the op's: x [N, C], ids and weights [N, k], up [E, 2I, C], down [E, C, I], biases [E, 2I] and [E, C],
-    adapters none or up_a, up_b, down_a and down_b, [E, r, in] and [E, out, r].
+    adapters none or up_a, up_b, down_a and down_b, [E, r, in] and [E, out, r]; stored none or, of up and of down, what
+    is beside codes [E, bytes].
     """
     product = x.dtype if spec.compute is None else getattr(torch, spec.compute)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    beside, other = len(QUANT_SLOTS), not spec.transposed
+    up = _numbers(up, stored[:beside], spec.form("up"), x.size(-1), product, others_first=other)
+    down = _numbers(down, stored[beside:], spec.form("down"), x.size(-1), product, others_first=not other)
     up_a, up_b, down_a, down_b = adapters or (None,) * 4
     with computing_in(x):
         y = torch.zeros(x.shape, dtype=wide, device=x.device)
@@ -51,6 +58,18 @@ def eager_experts(
                 out = out + score * down_bias[expert].to(wide)
             y = y.index_add(0, token, out)
         return y.to(x.dtype)
+
+
+@torch.no_grad()
+def _numbers(
+    stack: Tensor, state: Sequence[Tensor | None], form: str | None, width: int, dtype: torch.dtype, others_first: bool
+) -> Tensor:
+    """A stack of weights; of codes [E, bytes] their numbers, of the sizes `width` and what remains, first or last."""
+    if form is None:
+        return stack
+    count, size = stack.shape
+    other = 2 * size // width
+    return dequantize(stack, state, form, (count, other, width) if others_first else (count, width, other), dtype)
 
 
 def _linear(x: Tensor, weight: Tensor, spec: ExpertsSpec) -> Tensor:

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ckptfused.checks import autocast_enabled
 from ckptfused.compat.quantizers import (
     AWQ_LINEAR,
     AWQ_METHODS,
+    FOUR_BIT_STACK,
     GPTQ_LINEARS,
     GPTQ_METHODS,
     HQQ_LINEAR,
@@ -49,7 +51,7 @@ class Stored(NamedTuple):
     """kind, block, nested, scales, strided; the last ones may be left out."""
     state: tuple[Tensor | None, ...]
     """scale, offset, nested_scale, table."""
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
     @torch.no_grad()
     def numbers(self, codes: Tensor, x: Tensor) -> Tensor:
@@ -117,9 +119,13 @@ def _four_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:
     own, wanted = four_bit_compute_type(module, dtype, (torch.float32, torch.bfloat16)), _wanted(codes, dtype)
     if own != wanted:
         return _another_type(name, own, wanted, "load the model with bnb_4bit_compute_dtype")
+    if tuple(state.shape) != (module.out_features, module.in_features):
+        return Reason(f"{name}: its weight was quantized as {list(state.shape)}, expected [out, in]")
+    return _four_bits_of(codes, state, name)
+
+
+def _four_bits_of(codes: Tensor, state: Any, name: str) -> Weight:
     shape = tuple(state.shape)
-    if shape != (module.out_features, module.in_features):
-        return Reason(f"{name}: its weight was quantized as {list(shape)}, expected [out, in]")
     if not state.nested:
         if state.absmax.dtype != torch.float32:
             return Reason(f"{name}: its scales are {state.absmax.dtype}, expected float32")
@@ -127,6 +133,57 @@ def _four_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:
     inner = state.state2
     beside = (state.absmax, state.offset, inner.absmax, inner.code)
     return codes, Stored((state.quant_type, state.blocksize, inner.blocksize), beside, shape)
+
+
+class Stack(NamedTuple):
+    """A parameter [E, rows, columns] that bitsandbytes has stored in 4 bits."""
+
+    codes: Tensor
+    """uint8 [E, bytes]."""
+    state: tuple[Tensor | None, ...]
+    """scale, offset, nested_scale, table."""
+    form: tuple[Any, ...]
+    """The fields of `spec.Quantized`, as `Stored.form`."""
+    dtype: torch.dtype
+    """The type of the numbers that its module would find."""
+
+
+def stored_stack(module: nn.Module, name: str) -> Stack | Reason | None:
+    """How such a parameter is stored, or why it cannot be read; None of any other."""
+    held: Any = module._modules.get("parametrizations")
+    if held is None or name not in held:
+        return None
+    (made_by, *others), codes = held[name], held[name].original
+    if others or class_name(type(made_by)) != FOUR_BIT_STACK or not as_read(made_by):
+        return None
+    state = made_by.quant_state
+    read = _four_bits_of(codes, state, name)
+    if isinstance(read, Reason):
+        return read
+    stored, count, codes = read[1], state.shape[0], codes.reshape(-1).view(torch.uint8)
+    if len(state.shape) != 3 or 2 * codes.numel() != math.prod(state.shape) or codes.numel() % count:
+        return Reason(f"{name}: its weights were quantized as {list(state.shape)}, expected [E, out, in]")
+    return Stack(codes.view(count, -1), stored.state, stored.form, state.dtype)
+
+
+def stack_numbers(module: nn.Module) -> dict[str, Tensor]:
+    """What such parameters of a module are as numbers, without data, by name."""
+    held: Any = module._modules.get("parametrizations") or {}
+    of = {
+        name: made_by[0].quant_state for name, made_by in held.items() if class_name(type(made_by[0])) == FOUR_BIT_STACK
+    }
+    return {name: torch.empty(state.shape, dtype=state.dtype, device="meta") for name, state in of.items()}
+
+
+def unparametrized(module: nn.Module) -> Any:
+    """A shallow copy of a module, of the class that it had before anybody parametrized it, without its parametrized
+    parameters."""
+    kind: Any = type_before_parametrizations(module)
+    made = kind.__new__(kind)
+    vars(made).update(vars(module))
+    made._modules = {name: child for name, child in module._modules.items() if name != "parametrizations"}
+    made._parameters = dict(module._parameters)
+    return made
 
 
 def _eight_bits(module: Any, dtype: torch.dtype, name: str) -> Weight:

@@ -27,11 +27,12 @@ def experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     adapters: Sequence[Tensor | None] = (),
+    stored: Sequence[Tensor | None] = (),
     *,
-    spec: ExpertsSpec,
+    spec: ExpertsSpec | str,
 ) -> Tensor:
     """The output of a mixture of experts, y[n] = Σ_j weights[n, j] · expert[ids[n, j]](x[n]), whose backward is
-    routing-exact: it reads the ids of its forward.
+    routing-exact: it reads the ids of its forward. spec: what they compute, or its text form.
 
     The weight multiplies the hidden values in place of the down product's result, so that neither that product nor the
     sum over choices is replayed for the gradient of the weight. Hugging Face multiplies the result: in float64 the two
@@ -44,10 +45,15 @@ def experts(
     LoRA adds x·Aᵀ·Bᵀ by `spec.up_scale` to the first product of each expert's rows, by `spec.down_scale` to the last:
     no weight is merged, and none has a gradient for an adapter's sake. In half precision x·Aᵀ is rounded.
 
+    Frozen weights that bitsandbytes stores in 4 bits (`spec.quant`) are numbers one expert at a
+    time, in the type of the products: once in a call, and once in its backward.
+
     **Shapes** x [N, C]; ids [N, k], integers in [0, E); weights [N, k]; up [E, 2I, C] (gate first; [E, I, C] without a
     gate), down [E, C, I], each with the last two swapped where `spec.transposed`; biases [E, 2I] and [E, C];
     adapters none or up_a [E, r, C], up_b [E, 2I, r], down_a [E, r, I] and down_b [E, C, r], of which those of a product
-    may be None. Result as x. float64, float32, bfloat16, float16; products in autocast's type.
+    may be None. Of weights in 4 bits codes uint8 [E, bytes], and `stored`: scale, offset, nested_scale and table of up,
+    and then of down, None where there is none (`spec.Quantized`). Result as x. float64, float32, bfloat16, float16;
+    products in autocast's type.
     **Saves** x, the weights, and ids in one byte each (two for more than 256 experts).
     **Recomputes** the product that makes gate and up, and x·Aᵀ of adapters.
     **Raises** `IndexError` for an id that is no expert; `RuntimeError` for other shapes, and where one of its inputs
@@ -56,11 +62,11 @@ def experts(
     """
     for name, t in {"x": x, "ids": ids, "weights": weights, "up": up, "down": down}.items():
         check_plain(name, t)
-    text = spec.to_string()
+    text = spec if isinstance(spec, str) else spec.to_string()
     if transformed():
         parsed = parse_experts(text + compute_word(x, residual=False))
-        return eager_experts(x, ids, weights, up, up_bias, down, down_bias, adapters, parsed)
-    return torch.ops.ckptfused.experts.default(x, ids, weights, up, up_bias, down, down_bias, adapters, text)
+        return eager_experts(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, parsed)
+    return torch.ops.ckptfused.experts.default(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, text)
 
 
 def _fake_forward(x: Tensor, *rest: Any) -> Tensor:
@@ -80,11 +86,13 @@ def _fake_backward(dy: Tensor, *call: Any) -> list[Tensor]:
 
 def _differentiable(op: Any, dy: Tensor, *call: Any) -> list[Tensor]:
     """The Autograd kernel: the op itself, or, where a graph of the backward is made, plain PyTorch's gradients."""
-    ids, text, needs = call[1], *call[-2:]
+    ids, stored, text, needs = call[1], *call[-3:]
     if asks_for_a_graph(dy, *_slots(call)):
         spec = parse_experts(text)
         plain: Any = eager_experts
-        return plain_gradients(lambda x, *rest: plain(x, ids, *rest[:5], rest[5:], spec), dy, _slots(call), needs)
+        return plain_gradients(
+            lambda x, *rest: plain(x, ids, *rest[:5], rest[5:], stored, spec), dy, _slots(call), needs
+        )
     with below_autograd():
         return op(dy, *call)  # type: ignore[no-any-return]
 
@@ -92,19 +100,26 @@ def _differentiable(op: Any, dy: Tensor, *call: Any) -> list[Tensor]:
 def _forward_flops(
     x: Any, ids: Any, weights: Any, up: Any, up_bias: Any, down: Any, down_bias: Any, adapters: Any, *_: Any, **__: Any
 ) -> int:
-    return 2 * ids[0] * ids[1] * sum(shape[1] * shape[2] for shape in (up, down, *adapters) if shape is not None)
+    return 2 * ids[0] * ids[1] * sum(map(_entries, (up, down, *adapters)))
+
+
+def _entries(shape: Any) -> int:
+    """How many entries one expert's part of a stack has: two codes a byte where it is stored in 4 bits."""
+    if shape is None:
+        return 0
+    return int(2 * shape[1] if len(shape) == 2 else shape[1] * shape[2])
 
 
 def _backward_flops(
     dy: Any, x: Any, ids: Any, weights: Any, up: Any, up_bias: Any, down: Any, down_bias: Any, adapters: Any,
-    text: str, needs: Any, **_: Any,
+    stored: Any, text: str, needs: Any, **_: Any,
 ) -> int:  # fmt: skip
     rows = ids[0] * ids[1]
-    up_a, up_b, down_a, down_b = (shape and shape[1] * shape[2] for shape in adapters or (None,) * 4)
+    up_a, up_b, down_a, down_b = (shape and _entries(shape) for shape in adapters or (None,) * 4)
     need_x, need_weights, need_up, need_up_bias, need_down, _, need_up_a, need_up_b, need_down_a, need_down_b = needs
     below = need_x or need_up or need_up_bias or need_up_a or need_up_b
     through = below or need_weights
-    count = (1 + need_x + need_up) * up[1] * up[2] + (need_down + through) * down[1] * down[2]
+    count = (1 + need_x + need_up) * _entries(up) + (need_down + through) * _entries(down)
     for a, b, need_a, need_b, needed, replayed in (
         (up_a, up_b, need_up_a, need_up_b, need_x, True),
         (down_a, down_b, need_down_a, need_down_b, through, False),

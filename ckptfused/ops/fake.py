@@ -216,9 +216,9 @@ def or_counted(fake: Callable[..., Any], op: Any, block: bool = False) -> Callab
     return kernel
 
 
-def _dequantized(codes: Tensor, state: Any, form: str, sizes: Any, dtype: Any) -> Tensor:
+def _dequantized(codes: Tensor, state: Any, form: str, sizes: Any, dtype: Any, first: int = 0) -> Tensor:
     if not has_values(codes):
-        return dequantize(codes, state, form, sizes, dtype)  # a ledger counts what it does
+        return dequantize(codes, state, form, sizes, dtype, first)  # a ledger counts what it does
     return codes.new_empty(sizes, dtype=dtype)
 
 

@@ -6,7 +6,9 @@ from functools import lru_cache
 from typing import Annotated
 
 from .activations import ACTIVATIONS, GATE
+from .checks import check_choice
 from .fields import COMPUTE_TYPES
+from .quantized import BY_BITSANDBYTES, Quantized, checked_quantized
 from .table import Key, check_rows
 from .text import refuse_unknown, row_values, row_words, split_words
 
@@ -29,16 +31,24 @@ class ExpertsSpec:
     offset: Annotated[float, Key("Of clamped: what is added to up.")] = 0.0
     up_scale: Annotated[float, Key("Factor of the adapter on the first product.")] = 1.0
     down_scale: Annotated[float, Key("Factor of the adapter on the last product.")] = 1.0
+    quant: Annotated[tuple[Quantized, ...], Key("Stacks in 4 bits, up or down.")] = ()
     compute: Annotated[str | None, Key("Type of the matrix products; None: the type of x.", COMPUTE_TYPES)] = None
     _text: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_rows(self)
+        object.__setattr__(self, "quant", checked_quantized("quant", self.quant, ("up", "down"), transposed=False))
+        for stack in self.quant:
+            check_choice("quant.kind", stack.kind, BY_BITSANDBYTES)
         object.__setattr__(self, "_text", " ".join(row_words(self)))
 
     def to_string(self) -> str:
         """The text form that the ops take: `key=value` words, defaults left out, order fixed."""
         return self._text
+
+    def form(self, target: str) -> str | None:
+        """How the stack of a product is stored; None: as numbers. target: "up" or "down"."""
+        return next((stack.form for stack in self.quant if stack.target == target), None)
 
     @property
     def gated(self) -> bool:

@@ -50,10 +50,11 @@ inline Tensor rng_state(const Tensor& like, int64_t call_id,
 
 // While a ledger is open it does on meta tensors what it would do there.
 inline Tensor dequantize(const Tensor& codes, const OptTensorList& state, std::string_view form,
-                         at::IntArrayRef sizes, at::ScalarType dtype) {
-  static const auto op = found<Tensor(const Tensor&, const OptTensorList&, std::string_view,
-                                      at::IntArrayRef, at::ScalarType)>("ckptfused::dequantize");
-  return op.call(codes, state, form, sizes, dtype);
+                         at::IntArrayRef sizes, at::ScalarType dtype, int64_t first = 0) {
+  static const auto op =
+      found<Tensor(const Tensor&, const OptTensorList&, std::string_view, at::IntArrayRef,
+                   at::ScalarType, int64_t)>("ckptfused::dequantize");
+  return op.call(codes, state, form, sizes, dtype, first);
 }
 
 inline void norm_fwd(const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& y,

@@ -95,14 +95,8 @@ void read(const std::string& value, std::vector<AdapterSpec>& adapters) {
   }
 }
 
-// target:form, joined by +
 void read(const std::string& value, std::vector<QuantizedSpec>& weights) {
-  for (const std::string& text : split(value, '+')) {
-    const size_t colon = text.find(':');
-    TORCH_CHECK(colon != std::string::npos, "ckptfused: spec expects target:form, got '", text,
-                "'");
-    weights.push_back({text.substr(0, colon), text.substr(colon + 1)});
-  }
+  weights = parse_quantized(value);
 }
 
 // Sets the field of that key; whether there is one.
@@ -215,6 +209,17 @@ std::shared_ptr<const Spec> remembered(const std::string& text, Spec (*make)(con
 }
 
 }  // namespace
+
+std::vector<QuantizedSpec> parse_quantized(const std::string& value) {
+  std::vector<QuantizedSpec> weights;
+  for (const std::string& text : split(value, '+')) {
+    const size_t colon = text.find(':');
+    TORCH_CHECK(colon != std::string::npos, "ckptfused: spec expects target:form, got '", text,
+                "'");
+    weights.push_back({text.substr(0, colon), text.substr(colon + 1)});
+  }
+  return weights;
+}
 
 std::shared_ptr<const BlockSpec> parse_spec(const std::string& text) {
   return remembered<BlockSpec>(text, parse);

@@ -70,6 +70,8 @@ struct LossSpec : LossFields {
 // A number of a spec. Not std::stod, which reads "0.1" as 0 in a program whose locale has decimal
 // commas.
 double to_double(const std::string& value);
+// target:form, joined by +
+std::vector<QuantizedSpec> parse_quantized(const std::string& value);
 
 // Parses a spec, or finds it among those parsed before. Throws c10::Error on an unknown key or
 // value.

@@ -63,6 +63,8 @@ ExpertsSpec parse_experts_spec(const std::string& text) {
       spec.up_scale = to_double(value);
     } else if (key == "down_scale") {
       spec.down_scale = to_double(value);
+    } else if (key == "quant") {
+      spec.quant = parse_quantized(value);
     } else if (key == "compute") {
       spec.compute = value == "bfloat16"  ? at::kBFloat16
                      : value == "float16" ? at::kHalf

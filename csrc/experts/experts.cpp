@@ -20,7 +20,8 @@ namespace {
 
 constexpr const char* kOp = "experts";
 constexpr int64_t kMostExperts = int64_t(1) << 15;
-constexpr std::array<const char*, kExpertsSlots> kNames = {
+constexpr int64_t kCodesInByte = 2;  // of weights in few bits: all have four
+constexpr std::array<const char*, kExpertsGrads> kNames = {
     "x", "weights", "up", "up_bias", "down", "down_bias", "up_a", "up_b", "down_a", "down_b"};
 
 // t times a number for each row, rounded once.
@@ -45,14 +46,19 @@ Tensor narrow_ids(const Tensor& ids, int64_t experts) {
 Experts::Experts(const ExpertsSpec& spec, const ExpertsTensors& tensors)
     : spec_(spec), tensors_(tensors) {
   const Tensor &x = slot(kExpertsX), &ids = tensors.ids, &up = slot(kExpertsUp);
-  TORCH_CHECK(x.dim() == 2 && ids.dim() == 2 && up.dim() == 3 && slot(kExpertsDown).dim() == 3, kOp,
-              ": expected x [N, C], ids [N, k] and stacks of weights [E, out, in], got ", x.sizes(),
-              ", ", ids.sizes(), ", ", up.sizes(), " and ", slot(kExpertsDown).sizes());
+  const auto is_stack = [&](int i) { return slot(i).dim() == (spec.form(i).empty() ? 3 : 2); };
+  TORCH_CHECK(x.dim() == 2 && ids.dim() == 2 && is_stack(kExpertsUp) && is_stack(kExpertsDown), kOp,
+              ": expected x [N, C], ids [N, k] and stacks of weights [E, out, in], or of codes [E, "
+              "bytes] in few bits, got ",
+              x.sizes(), ", ", ids.sizes(), ", ", up.sizes(), " and ", slot(kExpertsDown).sizes());
   N_ = x.size(0);
   C_ = x.size(1);
   k_ = ids.size(1);
   E_ = up.size(0);
-  I_ = up.size(spec.transposed ? 2 : 1) / (spec.gated() ? 2 : 1);
+  const int64_t wide = spec.form(kExpertsUp).empty()
+                           ? up.size(spec.transposed ? 2 : 1)
+                           : up.size(1) * kCodesInByte / std::max<int64_t>(1, C_);
+  I_ = wide / (spec.gated() ? 2 : 1);
   A_ = acc_dtype(x.scalar_type());
   P_ = spec.compute == at::ScalarType::Undefined ? x.scalar_type() : spec.compute;
   check();
@@ -62,31 +68,37 @@ Experts::Experts(const ExpertsSpec& spec, const ExpertsTensors& tensors)
 void Experts::check() const {
   const Tensor& x = slot(kExpertsX);
   const int64_t wide = I_ * (spec_.gated() ? 2 : 1);
-  const bool t = spec_.transposed;
   const auto rank = [&](int a) {
     TORCH_CHECK(slot(a).defined() == slot(a + 1).defined(), kOp, ": expected ", kNames[a], " and ",
                 kNames[a + 1], ", or neither of them");
     return slot(a).defined() && slot(a).dim() == 3 ? slot(a).size(1) : 0;
   };
-  const std::array<std::vector<int64_t>, kExpertsSlots> sizes = {
-      {{N_, C_},
-       {N_, k_},
-       {E_, t ? C_ : wide, t ? wide : C_},
-       {E_, wide},
-       {E_, t ? I_ : C_, t ? C_ : I_},
-       {E_, C_},
-       {E_, rank(kExpertsUpA), C_},
-       {E_, wide, rank(kExpertsUpA)},
-       {E_, rank(kExpertsDownA), I_},
-       {E_, C_, rank(kExpertsDownA)}}};
-  for (int i = 0; i < kExpertsSlots; ++i) {
+  const auto stack = [&](int i) -> std::vector<int64_t> {
+    const auto [rows, columns] = weight_sizes(i);
+    if (spec_.form(i).empty()) return {E_, rows, columns};
+    return {E_, rows * columns / kCodesInByte};
+  };
+  const std::array<std::vector<int64_t>, kExpertsGrads> sizes = {{{N_, C_},
+                                                                  {N_, k_},
+                                                                  stack(kExpertsUp),
+                                                                  {E_, wide},
+                                                                  stack(kExpertsDown),
+                                                                  {E_, C_},
+                                                                  {E_, rank(kExpertsUpA), C_},
+                                                                  {E_, wide, rank(kExpertsUpA)},
+                                                                  {E_, rank(kExpertsDownA), I_},
+                                                                  {E_, C_, rank(kExpertsDownA)}}};
+  for (int i = 0; i < kExpertsGrads; ++i) {
     const Tensor& given = slot(i);
     if (!given.defined()) continue;
+    const bool codes = !spec_.form(i).empty();
     TORCH_CHECK(given.sizes() == at::IntArrayRef(sizes[i]) && given.device() == x.device() &&
-                    given.is_floating_point(),
-                kOp, ": ", kNames[i], ": expected floating-point ", at::IntArrayRef(sizes[i]),
-                " on ", x.device(), ", got ", given.scalar_type(), " ", given.sizes(), " on ",
-                given.device());
+                    (codes ? given.scalar_type() == at::kByte : given.is_floating_point()),
+                kOp, ": ", kNames[i], ": expected ", codes ? "bytes " : "floating-point ",
+                at::IntArrayRef(sizes[i]), " on ", x.device(), ", got ", given.scalar_type(), " ",
+                given.sizes(), " on ", given.device());
+    const int scale = experts_state(i) + kScale;
+    TORCH_CHECK(!codes || slot(scale).defined(), kOp, ": ", kNames[i], ": codes without scales");
     check_memory(kOp, kNames[i], given);
   }
   const Tensor& ids = tensors_.ids;
@@ -98,12 +110,8 @@ void Experts::check() const {
               E_);
 }
 
-Tensor Experts::weight(int i, int64_t expert) const {
-  return slot(i).select(0, expert).to(P_).contiguous();
-}
-
 // What the first product makes: forward's and, again, backward's.
-Experts::Hidden Experts::hidden(const Tensor& x, const Group& group) const {
+Experts::Hidden Experts::hidden(const Tensor& x, const Group& group) {
   const Tensor both = empty({group.count, I_ * (spec_.gated() ? 2 : 1)}, P_);
   std::optional<Tensor> bias;
   if (slot(kExpertsUpBias).defined()) bias = weight(kExpertsUpBias, group.expert);
@@ -112,14 +120,14 @@ Experts::Hidden Experts::hidden(const Tensor& x, const Group& group) const {
   return split(both);
 }
 
-Tensor Experts::low_rank(int a, const Tensor& in, const Group& group) const {
+Tensor Experts::low_rank(int a, const Tensor& in, const Group& group) {
   const Tensor low = empty({group.count, slot(a).size(1)}, P_);
   matmul_out(low, in, weight(a, group.expert).t(), false);
   scale(low, a == kExpertsUpA ? spec_.up_scale : spec_.down_scale);
   return low;
 }
 
-void Experts::add_adapter(int a, const Tensor& in, const Group& group, const Tensor& out) const {
+void Experts::add_adapter(int a, const Tensor& in, const Group& group, const Tensor& out) {
   if (!slot(a).defined()) return;
   matmul_out(out, low_rank(a, in, group), weight(a + 1, group.expert).t(), true);
 }
@@ -142,7 +150,7 @@ void Experts::begin_sums(const Group& group) {
   if (!group.begins) return;
   const at::ScalarType wide = acc_dtype(P_);
   const bool whole = group.ends && !(counting() && E_ > 1);
-  for (int i = kExpertsUp; i < kExpertsSlots; ++i) {
+  for (int i = kExpertsUp; i < kExpertsGrads; ++i) {
     if (!grads_[i].defined()) continue;
     const Tensor part = grads_[i].select(0, group.expert);
     if (part.dim() == 1) {
@@ -163,9 +171,10 @@ void Experts::add_rows(int i, const Tensor& rows, const Group& group) {
   column_sums_out(sums_[i], rows, !group.begins);
 }
 
-void Experts::round_sums(const Group& group) {
+void Experts::finish(const Group& group) {
   if (!group.ends) return;
-  for (int i = 0; i < kExpertsSlots; ++i) {
+  numbers_ = {};
+  for (int i = 0; i < kExpertsGrads; ++i) {
     if (!sums_[i].defined()) continue;
     const Tensor part = grads_[i].select(0, group.expert);
     if (!part.is_alias_of(sums_[i])) part.copy_(sums_[i]);
@@ -183,9 +192,10 @@ Tensor Experts::forward() {
     add_adapter(kExpertsDownA, h, group, out);
     if (slot(kExpertsDownBias).defined()) {
       const Tensor bias = weight(kExpertsDownBias, group.expert).to(A_).mul(score);
-      // Half precision is copied by a CPU if not here, where no ledger sees it.
+      // See beside_wide.
       on_cpu(out) ? out.copy_(out.to(A_).add_(bias)) : out.add_(bias);
     }
+    if (group.ends) numbers_ = {};
   }
   return combined(sorted);
 }
@@ -193,12 +203,12 @@ Tensor Experts::forward() {
 std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>& needs) {
   TORCH_CHECK(dy.sizes() == slot(kExpertsX).sizes(), kOp, ": dy: expected ",
               slot(kExpertsX).sizes(), ", got ", dy.sizes());
-  grads_.assign(kExpertsSlots, {});
-  sums_.assign(kExpertsSlots, {});
+  grads_.assign(kExpertsGrads, {});
+  sums_.assign(kExpertsGrads, {});
   const auto need = [&](int i) { return needs.at(i) && slot(i).defined(); };
   const Tensor dx = need(kExpertsX) ? empty({N_ * k_, C_}, P_) : Tensor();
   const Tensor dscore = need(kExpertsWeights) ? empty({N_ * k_}, A_) : Tensor();
-  for (int i = kExpertsUp; i < kExpertsSlots; ++i) {
+  for (int i = kExpertsUp; i < kExpertsGrads; ++i) {
     if (!need(i)) continue;
     grads_[i] = at::empty(slot(i).sizes(), slot(i).options());
     std::vector<bool> used(E_, false);
@@ -232,13 +242,13 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
     adapter_backward(kExpertsDownA, weighted, dout, group, dh);
     if (dscore.defined()) {
       Tensor sum = dscore.narrow(0, group.first, group.count);
-      at::sum_out(sum, h.to(A_).mul(dh), 1);
+      at::sum_out(sum, h.to(A_).mul(beside_wide(dh, A_)), 1);
       if (slot(kExpertsDownBias).defined()) {
-        sum.add_(dout.to(A_).mul(weight(kExpertsDownBias, group.expert)).sum(1));
+        sum.add_(dout.to(A_).mul(weight(kExpertsDownBias, group.expert).to(A_)).sum(1));
       }
     }
     if (!below) {
-      round_sums(group);
+      finish(group);
       continue;
     }
     const Tensor dboth = activation_gradient(replayed, scaled(dh, score));
@@ -251,7 +261,7 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
       matmul_out(dx_rows, dboth, t ? up.t() : up, false);
     }
     adapter_backward(kExpertsUpA, x, dboth, group, dx_rows);
-    round_sums(group);
+    finish(group);
   }
   if (dx.defined()) grads_[kExpertsX] = combined(dx);
   if (dscore.defined()) {
@@ -260,7 +270,7 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
                                   .to(slot(kExpertsWeights).scalar_type());
   }
   std::vector<Tensor> result;
-  for (int i = 0; i < kExpertsSlots; ++i) {
+  for (int i = 0; i < kExpertsGrads; ++i) {
     if (need(i)) result.push_back(std::move(grads_[i]));
   }
   return result;

@@ -2,12 +2,16 @@
 
 #include "ops/torch.h"
 
+#include <array>
 #include <string>
+#include <string_view>
 #include <vector>
+
+#include "block/spec_fields.h"
 
 namespace ckptfused {
 
-// Of the tensors that gradients are asked for, in this order.
+// The tensors of a call, in this order.
 enum ExpertsSlot : int {
   kExpertsX,
   kExpertsWeights,
@@ -19,7 +23,10 @@ enum ExpertsSlot : int {
   kExpertsUpB,
   kExpertsDownA,
   kExpertsDownB,
-  kExpertsSlots
+  kExpertsGrads,                    // slots before it may have a gradient
+  kExpertsUpState = kExpertsGrads,  // what is beside weights in few bits: see QuantParam
+  kExpertsDownState = kExpertsUpState + kQuantParams,
+  kExpertsSlots = kExpertsDownState + kQuantParams
 };
 
 // What experts compute beside their products (ckptfused/spec/experts.py makes the text).
@@ -29,8 +36,11 @@ struct ExpertsSpec {
       transposed = false;                   // weights are [E, in, out]
   double limit = 0, alpha = 1, offset = 0;  // of "clamped"
   double up_scale = 1, down_scale = 1;      // of adapters
+  std::vector<QuantizedSpec> quant;         // stacks in few bits, codes [E, bytes]
   at::ScalarType compute = at::ScalarType::Undefined;  // of the products; x's if undefined
   bool gated() const;
+  // How the weights of a slot are stored; empty where they are numbers.
+  std::string_view form(int slot) const;
 };
 ExpertsSpec parse_experts_spec(const std::string& text);
 
@@ -40,8 +50,15 @@ struct ExpertsTensors {
   at::Tensor ids;                 // [N, k], integers
 };
 
+// The first slot of what is beside the codes of a slot's weights: see QuantParam.
+int experts_state(int weight);
+
 // ids as they are kept for backward: in one byte where that holds all of them, else in two.
 at::Tensor narrow_ids(const at::Tensor& ids, int64_t experts);
+
+// t as an operand beside wider ones: half precision is copied by a CPU if not here, where no ledger
+// sees it.
+at::Tensor beside_wide(const at::Tensor& t, at::ScalarType wide);
 
 // A call of the experts of a mixture: y[n] = sum over j of weights[n, j] * expert[ids[n, j]](x[n]).
 class Experts {
@@ -67,15 +84,17 @@ class Experts {
   void sort_rows();
   void add_groups(int64_t expert, int64_t first, int64_t end, int64_t most);
   const at::Tensor& slot(int i) const { return tensors_.slots[i]; }
-  at::Tensor weight(int i, int64_t expert) const;
+  at::Tensor weight(int i, int64_t expert);
+  std::array<int64_t, 2> weight_sizes(int i) const;
+  at::Tensor dequantized(int i, int64_t expert) const;
   at::Tensor rows_of(const at::Tensor& t, const Group& group) const;
   at::Tensor scores(const Group& group) const;
   Hidden split(const at::Tensor& both) const;
-  Hidden hidden(const at::Tensor& x, const Group& group) const;
+  Hidden hidden(const at::Tensor& x, const Group& group);
   // in A^T by an adapter's scale, [n, r]. a: kExpertsUpA or kExpertsDownA.
-  at::Tensor low_rank(int a, const at::Tensor& in, const Group& group) const;
+  at::Tensor low_rank(int a, const at::Tensor& in, const Group& group);
   // out += in A^T B^T by an adapter's scale, where there is one.
-  void add_adapter(int a, const at::Tensor& in, const Group& group, const at::Tensor& out) const;
+  void add_adapter(int a, const at::Tensor& in, const Group& group, const at::Tensor& out);
   // Adds to din (where defined) what comes through an adapter, and to its own gradients where these
   // are asked for.
   void adapter_backward(int a, const at::Tensor& in, const at::Tensor& dout, const Group& group,
@@ -86,8 +105,8 @@ class Experts {
   // What this group adds to the gradient of a slot, of its expert: a product, or the sum of rows.
   void add_product(int i, const at::Tensor& a, const at::Tensor& b, const Group& group);
   void add_rows(int i, const at::Tensor& rows, const Group& group);
-  // After an expert's last group: its gradients, in the type of their slots.
-  void round_sums(const Group& group);
+  // After an expert's last group: its gradients, in the type of their slots, and no numbers of it.
+  void finish(const Group& group);
   at::Tensor activated(const Hidden& hidden) const;
   // Writes h (where defined) and returns the gradient of hidden.both.
   at::Tensor activation_gradient(const Hidden& hidden, const at::Tensor& dh) const;
@@ -104,9 +123,10 @@ class Experts {
   at::Tensor token_;      // [N * k] sorted by expert: which token
   // [k, N] its inverse, a choice's places side by side: index_select copies others.
   at::Tensor place_;
-  std::vector<Group> groups_;      // of experts with rows
-  std::vector<at::Tensor> grads_;  // of the slots, where asked for
-  std::vector<at::Tensor> sums_;   // of one expert: its part of these, or what is rounded to it
+  std::array<at::Tensor, 2> numbers_;  // of one expert's weights in few bits, up and down
+  std::vector<Group> groups_;          // of experts with rows
+  std::vector<at::Tensor> grads_;      // of the slots, where asked for
+  std::vector<at::Tensor> sums_;       // of one expert: its part of these, or what is rounded to it
 };
 
 }  // namespace ckptfused

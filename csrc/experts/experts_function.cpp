@@ -15,45 +15,58 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using OptTensor = std::optional<Tensor>;
 using Adapters = c10::List<OptTensor>;  // up_a, up_b, down_a, down_b; or none of them
+using Stored = c10::List<OptTensor>;  // scale, offset, nested_scale, table of up and down, or none
 
 constexpr const char* kOp = "ckptfused::experts";
 
 ExpertsTensors tensors_of(const Tensor& x, const Tensor& ids, const Tensor& weights,
                           const Tensor& up, const OptTensor& up_bias, const Tensor& down,
-                          const OptTensor& down_bias, const Adapters& adapters) {
+                          const OptTensor& down_bias, const Adapters& adapters,
+                          const Stored& stored) {
   ExpertsTensors made{
       {x, weights, up, up_bias.value_or(Tensor()), down, down_bias.value_or(Tensor())}, ids};
-  const size_t count = kExpertsSlots - kExpertsUpA;
-  TORCH_CHECK(adapters.empty() || adapters.size() == count, "experts: adapters: expected ", count,
-              " or none, got ", adapters.size());
-  for (const OptTensor& adapter : adapters) made.slots.push_back(adapter.value_or(Tensor()));
-  made.slots.resize(kExpertsSlots);
+  const auto add = [&](const char* name, const c10::List<OptTensor>& given, size_t end) {
+    const size_t count = end - made.slots.size();
+    TORCH_CHECK(given.empty() || given.size() == count, "experts: ", name, ": expected ", count,
+                " or none, got ", given.size());
+    for (const OptTensor& t : given) made.slots.push_back(t.value_or(Tensor()));
+    made.slots.resize(end);
+  };
+  add("adapters", adapters, kExpertsGrads);
+  add("stored", stored, kExpertsSlots);
   return made;
 }
 
-Adapters adapters_of(const variable_list& slots) {
-  Adapters found;
-  for (int i = kExpertsUpA; i < kExpertsSlots; ++i) found.push_back(call::opt(slots[i]));
+// The slots from one on and before another, as an op takes them.
+c10::List<OptTensor> listed(const variable_list& slots, int from, int end) {
+  c10::List<OptTensor> found;
+  for (int i = from; i < end; ++i) found.push_back(call::opt(slots[i]));
   return found;
+}
+Adapters adapters_of(const variable_list& slots) {
+  return listed(slots, kExpertsUpA, kExpertsGrads);
+}
+Stored stored_of(const variable_list& slots) {
+  return listed(slots, kExpertsUpState, kExpertsSlots);
 }
 
 Tensor experts_fwd(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& up,
                    const OptTensor& up_bias, const Tensor& down, const OptTensor& down_bias,
-                   const Adapters& adapters, std::string_view spec) {
+                   const Adapters& adapters, const Stored& stored, std::string_view spec) {
   const OpGuard guard(x);
   const ExpertsSpec parsed = parse_experts_spec(std::string(spec));
-  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters);
+  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters, stored);
   return Experts(parsed, tensors).forward();
 }
 
 std::vector<Tensor> experts_bwd(const Tensor& dy, const Tensor& x, const Tensor& ids,
                                 const Tensor& weights, const Tensor& up, const OptTensor& up_bias,
                                 const Tensor& down, const OptTensor& down_bias,
-                                const Adapters& adapters, std::string_view spec,
-                                const c10::List<bool>& needs) {
+                                const Adapters& adapters, const Stored& stored,
+                                std::string_view spec, const c10::List<bool>& needs) {
   const OpGuard guard(x);
   const ExpertsSpec parsed = parse_experts_spec(std::string(spec));
-  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters);
+  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters, stored);
   return Experts(parsed, tensors).backward(dy, {needs.begin(), needs.end()});
 }
 
@@ -78,9 +91,9 @@ struct ExpertsFunction : torch::autograd::Function<ExpertsFunction> {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const SettingsGuard settings;
     const std::vector<Tensor>& s = tensors.slots;
-    const Tensor y = fwd_op().call(s[kExpertsX], tensors.ids, s[kExpertsWeights], s[kExpertsUp],
-                                   call::opt(s[kExpertsUpBias]), s[kExpertsDown],
-                                   call::opt(s[kExpertsDownBias]), adapters_of(s), spec);
+    const Tensor y = fwd_op().call(
+        s[kExpertsX], tensors.ids, s[kExpertsWeights], s[kExpertsUp], call::opt(s[kExpertsUpBias]),
+        s[kExpertsDown], call::opt(s[kExpertsDownBias]), adapters_of(s), stored_of(s), spec);
     variable_list saved = {narrow_ids(tensors.ids, s[kExpertsUp].size(0))};
     saved.insert(saved.end(), s.begin(), s.end());
     ctx->saved_data["places"] = places_of(saved);
@@ -96,18 +109,18 @@ struct ExpertsFunction : torch::autograd::Function<ExpertsFunction> {
     const variable_list s(saved.begin() + 1, saved.end());
     c10::List<bool> needs;
     size_t edges = 0;
-    for (const Tensor& t : s) {
-      needs.push_back(t.defined() && ctx->needs_input_grad(edges));
-      edges += t.defined();
+    for (size_t i = 0; i < s.size(); ++i) {
+      if (i < kExpertsGrads) needs.push_back(s[i].defined() && ctx->needs_input_grad(edges));
+      edges += s[i].defined();
     }
     variable_list grads(edges + 2);  // of the present tensors, of the call and its spec
     const SettingsGuard guard(ctx->saved_data["settings"].toIntVector());
     const auto results =
         bwd_op().call(dy[0], s[kExpertsX], saved[0], s[kExpertsWeights], s[kExpertsUp],
                       call::opt(s[kExpertsUpBias]), s[kExpertsDown], call::opt(s[kExpertsDownBias]),
-                      adapters_of(s), ctx->saved_data["spec"].toStringRef(), needs);
+                      adapters_of(s), stored_of(s), ctx->saved_data["spec"].toStringRef(), needs);
     size_t next = 0, edge = 0;
-    for (size_t i = 0; i < s.size(); ++i) {
+    for (size_t i = 0; i < kExpertsGrads; ++i) {
       if (needs.get(i)) grads[edge] = results.at(next++);
       edge += s[i].defined();
     }
@@ -117,8 +130,8 @@ struct ExpertsFunction : torch::autograd::Function<ExpertsFunction> {
 
 Tensor experts(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& up,
                const OptTensor& up_bias, const Tensor& down, const OptTensor& down_bias,
-               const Adapters& adapters, std::string_view spec) {
-  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters);
+               const Adapters& adapters, const Stored& stored, std::string_view spec) {
+  const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters, stored);
   variable_list present;
   bool any = false;
   for (const Tensor& t : tensors.slots) {
@@ -129,20 +142,20 @@ Tensor experts(const Tensor& x, const Tensor& ids, const Tensor& weights, const 
   TORCH_CHECK(!any_has_tangent(present), kOp,
               " has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse mode");
   if (any) return ExpertsFunction::apply(at::TensorList(present), tensors, std::string(spec));
-  return fwd_op().call(x, ids, weights, up, up_bias, down, down_bias, adapters, spec);
+  return fwd_op().call(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, spec);
 }
 
 // Resolves the compute type here and passes it on: nothing below reads thread state.
 template <c10::DeviceType kDevice>
 Tensor experts_autocast(const Tensor& x, const Tensor& ids, const Tensor& weights, const Tensor& up,
                         const OptTensor& up_bias, const Tensor& down, const OptTensor& down_bias,
-                        const Adapters& adapters, std::string_view spec) {
+                        const Adapters& adapters, const Stored& stored, std::string_view spec) {
   const c10::impl::ExcludeDispatchKeyGuard guard(
       at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
   const auto text = with_compute_type(x, spec, at::autocast::get_autocast_dtype(kDevice));
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow(kOp, "").typed<decltype(experts)>();
-  return op.call(x, ids, weights, up, up_bias, down, down_bias, adapters, text);
+  return op.call(x, ids, weights, up, up_bias, down, down_bias, adapters, stored, text);
 }
 
 }  // namespace

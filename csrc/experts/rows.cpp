@@ -65,6 +65,10 @@ void Experts::sort_rows() {
   for (int64_t e = 0; e < E_; ++e) add_groups(e, first[e], first[e + 1], most);
 }
 
+Tensor beside_wide(const Tensor& t, at::ScalarType wide) {
+  return on_cpu(t) ? t.to(wide) : t;
+}
+
 // Rows [first, end) of an expert in as few groups as have no more than `most` rows each, all about
 // as large. `most` is half as much again as an expert would have were all alike, which few have
 // more than: what a call takes at most is known before the ids are, and no router can make it more.
@@ -92,7 +96,7 @@ Tensor Experts::combined(const Tensor& sorted) const {
   const Tensor sum = empty({N_, C_}, A_);
   for (int64_t j = 0; j < k_; ++j) {
     const Tensor rows = sorted.index_select(0, place_[j]);
-    j == 0 ? sum.copy_(rows) : sum.add_(rows);
+    j == 0 ? sum.copy_(rows) : sum.add_(beside_wide(rows, A_));
   }
   return sum.to(slot(kExpertsX).scalar_type());
 }

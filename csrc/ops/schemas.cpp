@@ -46,10 +46,11 @@ TORCH_LIBRARY(ckptfused, m) {
         pure);
 
   // The experts of a mixture: y[n] = the sum over j of weights[n, j] * expert[ids[n, j]](x[n]), of
-  // x [N, C], ids and weights [N, k] and stacks of weights, one matrix an expert.
+  // x [N, C], ids and weights [N, k] and stacks of weights, one matrix an expert; stored: what is
+  // beside those in few bits, as dequantize's state, of up and then of down.
 #define CKPT_EXPERTS_ARGS                                                           \
   "Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor? up_bias, Tensor down, " \
-  "Tensor? down_bias, Tensor?[] adapters, str spec"
+  "Tensor? down_bias, Tensor?[] adapters, Tensor?[] stored, str spec"
   m.def("experts(" CKPT_EXPERTS_ARGS ") -> Tensor", pure);
   m.def("experts_fwd(" CKPT_EXPERTS_ARGS ") -> Tensor", pure);
   m.def("experts_bwd(Tensor dy, " CKPT_EXPERTS_ARGS ", bool[] needs) -> Tensor[]", pure);
@@ -61,10 +62,11 @@ TORCH_LIBRARY(ckptfused, m) {
         {at::Tag::pt2_compliant_tag});
 
   // A weight that is stored in few bits, of these sizes; state: scale, offset, nested_scale and
-  // table; form: how, as ckptfused/spec/quantized.py says it.
+  // table; form: how, as ckptfused/spec/quantized.py says it. first: of a stack's entries, the
+  // first one wanted.
   m.def(
-      "dequantize(Tensor codes, Tensor?[] state, str form, int[] sizes, ScalarType dtype) -> "
-      "Tensor",
+      "dequantize(Tensor codes, Tensor?[] state, str form, int[] sizes, ScalarType dtype, "
+      "int first=0) -> Tensor",
       {at::Tag::pt2_compliant_tag});
 
   // Tensors over the memory of others, each copied when it is first written, and what makes them so

@@ -508,6 +508,20 @@ def test_bitsandbytes() -> None:
     assert type(model.lm_head) is nn.Linear
 
 
+def test_four_bit_stacks() -> None:
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    from ckptfused.compat import quantizers as made
+
+    module: Any = nn.Module()
+    module.weight = nn.Parameter(torch.randn(2, 4, 64))
+    parametrize.replace_parameter_4bit(module, "weight")
+    (made_by,) = module.parametrizations["weight"]
+    assert f"{type(made_by).__module__}.{type(made_by).__name__}" == made.FOUR_BIT_STACK
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    assert len(hooks) == 2 and all(map(made.keeps_numbers, hooks))
+    assert not made.keeps_numbers(print)
+
+
 def test_hqq() -> None:
     core = pytest.importorskip("hqq.core.quantize")
     from ckptfused.compat import quantizers as made

@@ -234,7 +234,7 @@ def _parametrized(experts: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (_parametrized, "torch.nn.utils.parametrize makes its weights (4-bit stacks of bitsandbytes, say)"),
+        (_parametrized, "torch.nn.utils.parametrize makes its down_proj"),
         (_parallel, "it is expert parallel"),
         (_another_activation, "its activation is none of ckptfused's"),
         (_in_bytes, "a weight is stored as Parameter of torch.float8_e4m3fn"),

@@ -15,10 +15,13 @@ from torch import Tensor
 from ckptfused.cost.open_ledger import OpenLedger
 from ckptfused.profiler.allocator import CPUAllocator
 from tests.ops.test_experts import SPECS
+from tests.quantized import WAYS, stored_stacks
 
 FORWARD, BACKWARD = torch.ops.ckptfused.experts_fwd.default, torch.ops.ckptfused.experts_bwd.default
 # In bfloat16 oneDNN's products take memory of their own, which a profile says apart.
 TYPES = (torch.float32, torch.float16, torch.float64)
+# Of odd rows and large blocks bitsandbytes makes numbers by PyTorch's operations on a CPU.
+KERNELS = [way for way in WAYS if way.block < 2048]
 
 
 def some_call(choose: random.Random) -> tuple[list[Any], list[bool]]:
@@ -42,9 +45,12 @@ def some_call(choose: random.Random) -> tuple[list[Any], list[bool]]:
     adapters = pairs[0] + pairs[1]
     if adapters == [None] * 4:
         adapters = []
-    call = [x, ids, weights, shaped(wide, width), up_bias, shaped(width, hidden), down_bias, adapters, spec.to_string()]
+    up, down, beside = shaped(wide, width), shaped(width, hidden), []
+    if choose.random() < 0.4 and width % 2 == 0:
+        spec, up, down, beside, _ = stored_stacks(spec, up, down, (choose.choice(KERNELS), choose.choice(KERNELS)))
+    call = [x, ids, weights, up, up_bias, down, down_bias, adapters, beside, spec.to_string()]
     slots = [x, weights, *call[3:7], *(adapters or [None] * 4)]
-    needs = [t is not None and choose.random() < 0.6 for t in slots]
+    needs = [t is not None and t.is_floating_point() and choose.random() < 0.6 for t in slots]
     return call, needs if any(needs) else [True, *needs[1:]]
 
 

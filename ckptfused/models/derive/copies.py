@@ -16,7 +16,7 @@ from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.compat.torch_distributed import composable_names, own_class
 from ckptfused.compat.transformers import is_checkpointing_layer
 from ckptfused.layer.peft import is_lora
-from ckptfused.layer.quantized import is_quantized
+from ckptfused.layer.quantized import is_quantized, stack_numbers, unparametrized
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.models.derive.factors import stand_in
 from ckptfused.models.derive.recorder import RefusedError
@@ -58,6 +58,7 @@ def layer_copy(
     **Raises** `RefusedError` where it cannot be copied.
     """
     memo: dict[int, Any] = {id(layer.get_submodule(name)): stand for name, stand in opaque.items()}
+    stored: dict[nn.Module, nn.Module] = {}
     for module in _copied(layer, opaque):
         if module is not layer and is_quantized(module):
             memo[id(module)] = plain = OfNumbers(module)
@@ -76,9 +77,14 @@ def layer_copy(
                 memo[id(t)] = t
             if key == "forward" and module is not layer:
                 raise RefusedError("a module within has a forward of its own")
-    shell = _whole(layer)
+        if of_stacks := {name: nn.Parameter(made(t, True)) for name, t in stack_numbers(module).items()}:
+            memo |= {id(p): p for p in of_stacks.values()}
+            stored[module] = unparametrized(module)
+            stored[module]._parameters |= of_stacks
+    shell = stored.pop(layer, None) or _whole(layer)
     vars(shell).pop("forward", None)
     try:
+        memo |= {id(module): copy.deepcopy(plain, memo) for module, plain in stored.items()}
         found: nn.Module = copy.deepcopy(shell, memo)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise RefusedError(f"it cannot be copied: {error}") from error
@@ -148,8 +154,10 @@ def _closed_over(function: types.FunctionType, copies: dict[int, Any]) -> types.
 
 
 def _copied(layer: nn.Module, opaque: Opaques) -> Iterator[nn.Module]:
-    """The modules of a layer without those that something stands for."""
+    """The modules of a layer without those that something stands for, and those that make numbers of stored stacks."""
     apart = {id(module) for name in opaque for module in layer.get_submodule(name).modules()}
+    for module in filter(stack_numbers, layer.modules()):
+        apart |= {id(within) for within in module.get_submodule("parametrizations").modules()}
     return (module for module in layer.modules() if id(module) not in apart)
 
 

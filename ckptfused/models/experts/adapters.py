@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.peft import PARAM_WRAPPER
-from ckptfused.eager.experts import eager_experts
 from ckptfused.layer.hooks import EVERYWHERE, hooked, hooked_everywhere
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.source import class_name
-from ckptfused.models.experts.read import SMALL, nearly_equal, small_experts, weights_of
+from ckptfused.models.experts.read import SMALL, nearly_equal, on_small_weights, small_experts
 from ckptfused.spec.experts import ExpertsSpec
 
 
@@ -28,8 +26,11 @@ class Adapters(NamedTuple):
 
     tensors: tuple[Tensor | None, ...]
     """up_a, up_b, down_a and down_b, as the op takes them."""
-    up_scale: float
-    down_scale: float
+    up_scale: float = 1.0
+    down_scale: float = 1.0
+
+
+NO_ADAPTERS = Adapters(())
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -90,12 +91,6 @@ def _pair(module: Any, name: str) -> tuple[Tensor, Tensor, float] | Reason:
     return a.weight.unflatten(0, (count, -1)), b.weight.unflatten(1, (-1, count)).permute(2, 0, 1), float(scale)
 
 
-@lru_cache(maxsize=1024)
-def with_scales(spec: ExpertsSpec, up: float, down: float) -> ExpertsSpec:
-    """The spec of the same experts with adapters of these scales."""
-    return replace(spec, up_scale=up, down_scale=down)
-
-
 def unproved(wrapper: Any, spec: ExpertsSpec) -> Reason | None:
     """Why a wrapper's own forward is kept: as its adapters are now, or since on small weights it computes something
     else than A and B added to each expert's products."""
@@ -111,11 +106,10 @@ def unproved(wrapper: Any, spec: ExpertsSpec) -> Reason | None:
             found = read_adapters(small)
             if isinstance(found, Reason):
                 return found
-            x, ids, weights = SMALL.call()
-            up, down, up_bias, down_bias = weights_of(wrapped(small))
-            scaled = with_scales(spec, found.up_scale, found.down_scale)
-            ours = eager_experts(x, ids, weights, up, up_bias, down, down_bias, found.tensors, scaled)
-            same = nearly_equal(type(wrapper).forward(small, x, ids, weights), ours)
+            x, ids, scores = SMALL.call()
+            scaled = replace(spec, up_scale=found.up_scale, down_scale=found.down_scale)
+            ours = on_small_weights(wrapped(small), x, ids, scores, found.tensors, scaled)
+            same = nearly_equal(type(wrapper).forward(small, x, ids, scores), ours)
             return None if same else Reason("PEFT adds something else than A and B")
     except Exception as error:  # of code that was not read
         return Reason(f"PEFT's wrapper could not be tried on small weights ({type(error).__name__}: {error})")

@@ -7,19 +7,23 @@ not converted stay as they are.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ckptfused.compat.torch_compile import constant_result
 from ckptfused.compat.transformers import experts_functions, experts_implementation, own_experts_forward
 from ckptfused.cost.open_ledger import counting
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.sdpa import under_foreign_mode
 from ckptfused.layer.shards import is_fully_sharded
-from ckptfused.models.experts.adapters import is_wrapper, read_adapters, unproved, with_scales, wrapped
+from ckptfused.models.experts.adapters import NO_ADAPTERS, Adapters, is_wrapper, read_adapters, unproved, wrapped
 from ckptfused.models.experts.read import COMPUTED_AS_SAID, is_experts, read_experts, unfit, weights_of
 from ckptfused.ops.experts import experts
+from ckptfused.spec import Quantized
 from ckptfused.spec.experts import ExpertsSpec
 
 NAME = "ckptfused"
@@ -60,8 +64,25 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
         forward = experts_functions().get_interface(experts_implementation(config.model), own)
         # Who reads a layer by a mode knows PyTorch's calls, but not its grouped products without data in float32.
         return (own if _by_mode() else forward)(module, x, ids, weights)  # type: ignore[no-any-return]
-    up, down, up_bias, down_bias = weights_of(module)
-    return experts(x, ids, weights, up, down, up_bias, down_bias, spec=config.spec)
+    return _by_op(module, x, ids, weights)
+
+
+def _by_op(module: Any, x: Tensor, ids: Tensor, scores: Tensor, added: Adapters = NO_ADAPTERS) -> Tensor:
+    found = weights_of(module)
+    spec = _text_of_call(module.config.spec, added.up_scale, added.down_scale, found.quant)
+    return experts(x, ids, scores, *found[:4], added.tensors, found.stored, spec=spec)
+
+
+@constant_result
+def _text_of_call(spec: ExpertsSpec, up_scale: float, down_scale: float, quant: tuple[Any, ...]) -> str:
+    """What the same experts compute with adapters of these scales, and weights that are stored so."""
+    return _text(spec, up_scale, down_scale, quant)
+
+
+@lru_cache(maxsize=1024)
+def _text(spec: ExpertsSpec, up_scale: float, down_scale: float, quant: tuple[Any, ...]) -> str:
+    stacks = tuple(Quantized(*stack) for stack in quant)
+    return replace(spec, up_scale=up_scale, down_scale=down_scale, quant=stacks).to_string()
 
 
 class AdaptedForward:
@@ -76,9 +97,7 @@ class AdaptedForward:
         if len(args) == 2 and not kwargs and is_converted(module) and why_original(module, x) is None:
             added = read_adapters(self.wrapper)
             if not isinstance(added, Reason):
-                spec = with_scales(module.config.spec, added.up_scale, added.down_scale)
-                up, down, up_bias, down_bias = weights_of(module)
-                return experts(x, *args, up, down, up_bias, down_bias, added.tensors, spec=spec)
+                return _by_op(module, x, *args, added)
         return type(self.wrapper).forward(self.wrapper, x, *args, **kwargs)  # type: ignore[no-any-return]
 
 

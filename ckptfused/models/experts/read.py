@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +13,8 @@ from ckptfused.compat.transformers import experts_functions, gate_of, is_expert_
 from ckptfused.eager.experts import eager_experts, experts_activation
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
-from ckptfused.spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
+from ckptfused.layer.quantized import Stack, stored_stack, unparametrized
+from ckptfused.spec import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS, QUANT_SLOTS
 from ckptfused.spec.experts import CLAMPED, ExpertsSpec
 
 COMPUTED_AS_SAID = ("eager", "grouped_mm", "batched_mm", None)
@@ -47,11 +47,33 @@ def is_experts(module: nn.Module) -> bool:
     return is_expert_parallel(module) is not None and own_experts_forward(type(module)) is not None
 
 
-def weights_of(module: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The stacks of the first and the last product, and their biases."""
-    stem = "gate_up_proj" if module.has_gate else "up_proj"
-    biases = (getattr(module, f"{stem}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
-    return (getattr(module, stem), module.down_proj, *biases)
+class Weights(NamedTuple):
+    """The stacks of the first and the last product and their biases, as the op takes them."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    stored: tuple[Tensor | None, ...]
+    """What is beside stacks in few bits; empty where both are numbers."""
+    quant: tuple[tuple[Any, ...], ...]
+    """How those are stored: the fields of `spec.Quantized`."""
+    dtypes: frozenset[torch.dtype]
+    """The types of all of them as numbers."""
+
+
+def weights_of(module: Any) -> Weights:
+    """The weights at this call; as numbers where others than bitsandbytes parametrize them."""
+    names = {"up": "gate_up_proj" if module.has_gate else "up_proj", "down": "down_proj"}
+    few = {t: stack for t, name in names.items() if isinstance(stack := stored_stack(module, name), Stack)}
+    plain: dict[str, Tensor] = {t: getattr(module, name) for t, name in names.items() if t not in few}
+    up_bias, down_bias = (getattr(module, f"{name}_bias") if module.has_bias else None for name in names.values())
+    up, down = (few[t].codes if t in few else plain[t] for t in names)
+    none: tuple[Tensor | None, ...] = (None,) * len(QUANT_SLOTS)
+    stored = tuple(part for t in names for part in (few[t].state if t in few else none)) if few else ()
+    all_of = (*plain.values(), *few.values(), *(bias for bias in (up_bias, down_bias) if bias is not None))
+    quant = tuple((t, *stack.form) for t, stack in few.items())
+    return Weights(up, down, up_bias, down_bias, stored, quant, frozenset(t.dtype for t in all_of))
 
 
 def unusable(module: Any, gathered_later: bool = False) -> Reason | None:
@@ -60,8 +82,10 @@ def unusable(module: Any, gathered_later: bool = False) -> Reason | None:
     """
     if is_expert_parallel(module):
         return Reason("it is expert parallel")
-    for t in weights_of(module):
-        if t is None:
+    weights = weights_of(module)
+    stored = {target for target, *_ in weights.quant}
+    for name, t in zip(("up", "down", "up_bias", "down_bias"), weights[:4], strict=True):
+        if t is None or name in stored:
             continue
         if is_dtensor(t):
             if gathered_later:
@@ -76,7 +100,7 @@ def unfit(module: Any, x: Tensor) -> Reason | None:
     """Why a call with x, [N, C], is not the op's."""
     if x.dim() != 2:
         return Reason(f"it is called with x {list(x.shape)}")
-    if any(t is not None and t.dtype != x.dtype for t in weights_of(module)) and not autocast_enabled(x):
+    if weights_of(module).dtypes != {x.dtype} and not autocast_enabled(x):
         return Reason("its weights and its input have different types")
     return unusable(module)
 
@@ -90,8 +114,9 @@ def read_experts(module: Any, implementation: Any, gathered_later: bool = False)
         return Reason("its class does not say how its weights are stored")
     if module.has_post_expert_norm:
         return Reason("a norm follows each expert")
-    if "parametrizations" in module._modules:
-        return Reason("torch.nn.utils.parametrize makes its weights (4-bit stacks of bitsandbytes, say)")
+    for name in getattr(module, "parametrizations", ()):
+        if not isinstance(stack := stored_stack(module, name), Stack):
+            return stack or Reason(f"torch.nn.utils.parametrize makes its {name}")
     if (why := watched(module, "it") or _incomplete(module) or unusable(module, gathered_later)) is not None:
         return why
     try:
@@ -120,21 +145,25 @@ def _proved(module: Any) -> ExpertsSpec | Reason:
     spec = next(near, None)
     if spec is None:
         return Reason("its activation is none of ckptfused's")
-    x, ids, weights = SMALL.call()
-    up, down, up_bias, down_bias = weights_of(small)
-    ours = eager_experts(x, ids, weights, up, up_bias, down, down_bias, (), spec)
+    x, ids, scores = SMALL.call()
+    ours = on_small_weights(small, x, ids, scores, (), spec)
     for name in ("eager", "batched_mm"):
         forward = experts_functions().get_interface(name, own_experts_forward(type(module)))
-        if not nearly_equal(forward(small, x, ids, weights), ours):
+        if not nearly_equal(forward(small, x, ids, scores), ours):
             return Reason(f"its {name} forward computes something else than its class says")
     return spec
 
 
+def on_small_weights(module: Any, x: Tensor, ids: Tensor, scores: Tensor, adapters: Any, spec: ExpertsSpec) -> Tensor:
+    """What the op makes with the weights of `small_experts`."""
+    found = weights_of(module)
+    return eager_experts(x, ids, scores, found.up, found.up_bias, found.down, found.down_bias, adapters, (), spec)
+
+
 def small_experts(module: Any) -> Any:
-    """A shallow copy of a module of experts with few and small random weights in float64."""
+    """A shallow copy of a module of experts with few and small random weights in float64, parametrized by nobody."""
     _, width, hidden, count = SMALL
-    small = copy.copy(module)
-    vars(small)["_parameters"] = dict(vars(module)["_parameters"])
+    small = unparametrized(module)
     small.num_experts = count
     wide = hidden * (2 if module.has_gate else 1)
     stem = "gate_up_proj" if module.has_gate else "up_proj"
