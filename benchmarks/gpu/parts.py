@@ -66,6 +66,7 @@ TESTS = (
     "offload",
     "triton_ffn",
     "adapters",
+    "experts",
 )
 # Folders of the suite with tests for a GPU, likewise; the rest of them follow.
 SUITE = ("autograd", "triton", "ops", "kernels", "modules", "loss")

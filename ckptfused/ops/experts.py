@@ -45,8 +45,11 @@ def experts(
     LoRA adds x·Aᵀ·Bᵀ by `spec.up_scale` to the first product of each expert's rows, by `spec.down_scale` to the last:
     no weight is merged, and none has a gradient for an adapter's sake. In half precision x·Aᵀ is rounded.
 
+    On a GPU experts in bfloat16 go through PyTorch's grouped products, of up to 8,192 rows at once: all sizes (ranks of
+    adapters, too) a multiple of 8, four experts or more, biases frozen. There what an adapter adds is rounded before.
+
     Frozen weights that bitsandbytes stores in 4 bits (`spec.quant`) are numbers one expert at a
-    time, in the type of the products: once in a call, and once in its backward.
+    time (on a GPU a few), in the type of the products: once in a call, and once in its backward.
 
     **Shapes** x [N, C]; ids [N, k], integers in [0, E); weights [N, k]; up [E, 2I, C] (gate first; [E, I, C] without a
     gate), down [E, C, I], each with the last two swapped where `spec.transposed`; biases [E, 2I] and [E, C];

@@ -43,8 +43,8 @@ Tensor narrow_ids(const Tensor& ids, int64_t experts) {
   return ids.to(experts <= 256 ? at::kByte : at::kShort);
 }
 
-Experts::Experts(const ExpertsSpec& spec, const ExpertsTensors& tensors)
-    : spec_(spec), tensors_(tensors) {
+Experts::Experts(const ExpertsSpec& spec, const ExpertsTensors& tensors, std::vector<bool> needs)
+    : spec_(spec), tensors_(tensors), needs_(std::move(needs)) {
   const Tensor &x = slot(kExpertsX), &ids = tensors.ids, &up = slot(kExpertsUp);
   const auto is_stack = [&](int i) { return slot(i).dim() == (spec.form(i).empty() ? 3 : 2); };
   TORCH_CHECK(x.dim() == 2 && ids.dim() == 2 && is_stack(kExpertsUp) && is_stack(kExpertsDown), kOp,
@@ -74,7 +74,7 @@ void Experts::check() const {
     return slot(a).defined() && slot(a).dim() == 3 ? slot(a).size(1) : 0;
   };
   const auto stack = [&](int i) -> std::vector<int64_t> {
-    const auto [rows, columns] = weight_sizes(i);
+    const auto [rows, columns] = matrix_sizes(i);
     if (spec_.form(i).empty()) return {E_, rows, columns};
     return {E_, rows * columns / kCodesInByte};
   };
@@ -113,23 +113,28 @@ void Experts::check() const {
 // What the first product makes: forward's and, again, backward's.
 Experts::Hidden Experts::hidden(const Tensor& x, const Group& group) {
   const Tensor both = empty({group.count, I_ * (spec_.gated() ? 2 : 1)}, P_);
-  std::optional<Tensor> bias;
-  if (slot(kExpertsUpBias).defined()) bias = weight(kExpertsUpBias, group.expert);
-  linear_out(both, x, weight(kExpertsUp, group.expert), bias, spec_.transposed);
+  std::optional<Tensor> added;
+  if (slot(kExpertsUpBias).defined()) added = bias(kExpertsUpBias, group);
+  if (group.single()) {
+    linear_out(both, x, weight(kExpertsUp, group), added, spec_.transposed);
+  } else {
+    multiply(kExpertsUp, both, x, group, /*back=*/false, /*add=*/false);
+    if (added) Tensor(both).add_(*added);
+  }
   add_adapter(kExpertsUpA, x, group, both);
   return split(both);
 }
 
 Tensor Experts::low_rank(int a, const Tensor& in, const Group& group) {
   const Tensor low = empty({group.count, slot(a).size(1)}, P_);
-  matmul_out(low, in, weight(a, group.expert).t(), false);
+  multiply(a, low, in, group, /*back=*/false, /*add=*/false);
   scale(low, a == kExpertsUpA ? spec_.up_scale : spec_.down_scale);
   return low;
 }
 
 void Experts::add_adapter(int a, const Tensor& in, const Group& group, const Tensor& out) {
   if (!slot(a).defined()) return;
-  matmul_out(out, low_rank(a, in, group), weight(a + 1, group.expert).t(), true);
+  multiply(a + 1, out, low_rank(a, in, group), group, /*back=*/false, /*add=*/true);
 }
 
 void Experts::adapter_backward(int a, const Tensor& in, const Tensor& dout, const Group& group,
@@ -138,16 +143,16 @@ void Experts::adapter_backward(int a, const Tensor& in, const Tensor& dout, cons
   if (grads_[b].defined()) add_product(b, dout.t(), low_rank(a, in, group), group);
   if (!slot(a).defined() || !(din.defined() || grads_[a].defined())) return;
   const Tensor dlow = empty({group.count, slot(a).size(1)}, P_);
-  matmul_out(dlow, dout, weight(b, group.expert), false);
+  multiply(b, dlow, dout, group, /*back=*/true, /*add=*/false);
   scale(dlow, a == kExpertsUpA ? spec_.up_scale : spec_.down_scale);
   if (grads_[a].defined()) add_product(a, dlow.t(), in, group);
-  if (din.defined()) matmul_out(din, dlow, weight(a, group.expert), true);
+  if (din.defined()) multiply(a, din, dlow, group, /*back=*/true, /*add=*/true);
 }
 
 // Of several groups they are summed in float32 (float64), as are biases and products of another
 // type than the slot's. A count has to have room for that, whatever the ids will be.
 void Experts::begin_sums(const Group& group) {
-  if (!group.begins) return;
+  if (!group.begins || !group.single()) return;  // grouped products round once by themselves
   const at::ScalarType wide = acc_dtype(P_);
   const bool whole = group.ends && !(counting() && E_ > 1);
   for (int i = kExpertsUp; i < kExpertsGrads; ++i) {
@@ -161,10 +166,6 @@ void Experts::begin_sums(const Group& group) {
       sums_[i] = empty(part.sizes(), wide);
     }
   }
-}
-
-void Experts::add_product(int i, const Tensor& a, const Tensor& b, const Group& group) {
-  matmul_out(sums_[i], a, b, !group.begins);
 }
 
 void Experts::add_rows(int i, const Tensor& rows, const Group& group) {
@@ -188,37 +189,31 @@ Tensor Experts::forward() {
     const Tensor score = scores(group);
     const Tensor h = scaled(activated(hidden(rows_of(slot(kExpertsX), group), group)), score);
     const Tensor out = sorted.narrow(0, group.first, group.count);
-    linear_out(out, h, weight(kExpertsDown, group.expert), std::nullopt, spec_.transposed);
+    multiply(kExpertsDown, out, h, group, /*back=*/false, /*add=*/false);
     add_adapter(kExpertsDownA, h, group, out);
     if (slot(kExpertsDownBias).defined()) {
-      const Tensor bias = weight(kExpertsDownBias, group.expert).to(A_).mul(score);
+      const Tensor added = bias(kExpertsDownBias, group).to(A_).mul(score);
       // See beside_wide.
-      on_cpu(out) ? out.copy_(out.to(A_).add_(bias)) : out.add_(bias);
+      on_cpu(out) ? out.copy_(out.to(A_).add_(added)) : out.add_(added);
     }
     if (group.ends) numbers_ = {};
   }
   return combined(sorted);
 }
 
-std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>& needs) {
+std::vector<Tensor> Experts::backward(const Tensor& dy) {
   TORCH_CHECK(dy.sizes() == slot(kExpertsX).sizes(), kOp, ": dy: expected ",
               slot(kExpertsX).sizes(), ", got ", dy.sizes());
   grads_.assign(kExpertsGrads, {});
   sums_.assign(kExpertsGrads, {});
-  const auto need = [&](int i) { return needs.at(i) && slot(i).defined(); };
   const Tensor dx = need(kExpertsX) ? empty({N_ * k_, C_}, P_) : Tensor();
   const Tensor dscore = need(kExpertsWeights) ? empty({N_ * k_}, A_) : Tensor();
   for (int i = kExpertsUp; i < kExpertsGrads; ++i) {
     if (!need(i)) continue;
     grads_[i] = at::empty(slot(i).sizes(), slot(i).options());
-    std::vector<bool> used(E_, false);
-    for (const Group& group : groups_) used[group.expert] = true;
-    for (int64_t e = 0; e < E_; ++e) {
-      if (!used[e]) grads_[i].select(0, e).zero_();
-    }
   }
   const auto any_of = [&](std::initializer_list<int> slots) {
-    return std::any_of(slots.begin(), slots.end(), need);
+    return std::any_of(slots.begin(), slots.end(), [&](int i) { return need(i); });
   };
   const bool below = any_of({kExpertsX, kExpertsUp, kExpertsUpBias, kExpertsUpA, kExpertsUpB});
   const bool t = spec_.transposed;
@@ -235,16 +230,15 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
       add_product(kExpertsDown, t ? weighted.t() : dout.t(), t ? dout : weighted, group);
     }
     if (below || dscore.defined()) {
-      const Tensor down = weight(kExpertsDown, group.expert);
       dh = empty({group.count, I_}, P_);
-      matmul_out(dh, dout, t ? down.t() : down, false);
+      multiply(kExpertsDown, dh, dout, group, /*back=*/true, /*add=*/false);
     }
     adapter_backward(kExpertsDownA, weighted, dout, group, dh);
     if (dscore.defined()) {
       Tensor sum = dscore.narrow(0, group.first, group.count);
       at::sum_out(sum, h.to(A_).mul(beside_wide(dh, A_)), 1);
       if (slot(kExpertsDownBias).defined()) {
-        sum.add_(dout.to(A_).mul(weight(kExpertsDownBias, group.expert).to(A_)).sum(1));
+        sum.add_(dout.to(A_).mul(bias(kExpertsDownBias, group).to(A_)).sum(1));
       }
     }
     if (!below) {
@@ -256,12 +250,16 @@ std::vector<Tensor> Experts::backward(const Tensor& dy, const std::vector<bool>&
     if (need(kExpertsUp)) add_product(kExpertsUp, t ? x.t() : dboth.t(), t ? dboth : x, group);
     Tensor dx_rows;
     if (dx.defined()) {
-      const Tensor up = weight(kExpertsUp, group.expert);
       dx_rows = dx.narrow(0, group.first, group.count);
-      matmul_out(dx_rows, dboth, t ? up.t() : up, false);
+      multiply(kExpertsUp, dx_rows, dboth, group, /*back=*/true, /*add=*/false);
     }
     adapter_backward(kExpertsUpA, x, dboth, group, dx_rows);
     finish(group);
+  }
+  for (int64_t e : idle_) {
+    for (int i = kExpertsUp; i < kExpertsGrads; ++i) {
+      if (grads_[i].defined()) grads_[i].select(0, e).zero_();
+    }
   }
   if (dx.defined()) grads_[kExpertsX] = combined(dx);
   if (dscore.defined()) {

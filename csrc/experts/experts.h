@@ -60,20 +60,28 @@ at::Tensor narrow_ids(const at::Tensor& ids, int64_t experts);
 // sees it.
 at::Tensor beside_wide(const at::Tensor& t, at::ScalarType wide);
 
+// Has the CPU's products go in groups of several experts, as a GPU's do: for tests.
+void group_experts_on_cpu(bool on);
+
 // A call of the experts of a mixture: y[n] = sum over j of weights[n, j] * expert[ids[n, j]](x[n]).
 class Experts {
  public:
-  Experts(const ExpertsSpec& spec, const ExpertsTensors& tensors);
+  // needs: of backward, which gradients are asked for.
+  Experts(const ExpertsSpec& spec, const ExpertsTensors& tensors, std::vector<bool> needs = {});
 
   at::Tensor forward();
-  // Of the slots that `needs` names. Replays the products that make gate and up, and no other.
-  std::vector<at::Tensor> backward(const at::Tensor& dy, const std::vector<bool>& needs);
+  // Replays the products that make gate and up, and no other.
+  std::vector<at::Tensor> backward(const at::Tensor& dy);
 
  private:
-  // Rows of one expert: all, or a part of them.
+  // Rows of one expert: all, or a part of them. On a GPU all of several, which a grouped product
+  // takes at once.
   struct Group {
     int64_t expert, first, count;
-    bool begins, ends;  // the expert's rows
+    bool begins = true, ends = true;  // the expert's rows
+    int64_t experts = 1;
+    at::Tensor bounds = {};  // of several: int32, where each one's rows end
+    bool single() const { return experts == 1; }
   };
   // Gate and up side by side, [n, 2I] ([n, I] without a gate), and its parts with rows in a row.
   struct Hidden {
@@ -83,10 +91,24 @@ class Experts {
   void check() const;
   void sort_rows();
   void add_groups(int64_t expert, int64_t first, int64_t end, int64_t most);
+  // How many experts a grouped product may take at once; 0: there are none.
+  int64_t most_grouped() const;
+  // Groups of several experts with at most `rows` rows, where one does not have more. first: where
+  // each one's rows begin; bounds: likewise, int64 on the device.
+  void add_grouped(const std::vector<int64_t>& first, const at::Tensor& bounds, int64_t most,
+                   int64_t experts);
   const at::Tensor& slot(int i) const { return tensors_.slots[i]; }
-  at::Tensor weight(int i, int64_t expert);
-  std::array<int64_t, 2> weight_sizes(int i) const;
-  at::Tensor dequantized(int i, int64_t expert) const;
+  bool need(int i) const { return !needs_.empty() && needs_.at(i) && slot(i).defined(); }
+  // Of a group: of one expert a matrix, of several a stack.
+  at::Tensor weight(int i, const Group& group);
+  // Of one expert's matrix, whatever the slot and however it is stored.
+  std::array<int64_t, 2> matrix_sizes(int i) const;
+  at::Tensor dequantized(int i, const Group& group) const;
+  // What it adds to each row: of several experts, rows.
+  at::Tensor bias(int i, const Group& group) const;
+  // out (+)= in @ weight^T, or, `back`, in @ weight: each row by its expert's.
+  void multiply(int i, const at::Tensor& out, const at::Tensor& in, const Group& group, bool back,
+                bool add);
   at::Tensor rows_of(const at::Tensor& t, const Group& group) const;
   at::Tensor scores(const Group& group) const;
   Hidden split(const at::Tensor& both) const;
@@ -117,14 +139,17 @@ class Experts {
 
   const ExpertsSpec& spec_;
   const ExpertsTensors& tensors_;
+  const std::vector<bool> needs_;
   int64_t N_, C_, k_, E_, I_;
   at::ScalarType P_, A_;  // compute, accumulation
   at::Tensor order_;      // [N * k] sorted by expert: which (token, choice)
   at::Tensor token_;      // [N * k] sorted by expert: which token
+  at::Tensor expert_;     // [N * k] sorted: which expert, where groups of several have biases
   // [k, N] its inverse, a choice's places side by side: index_select copies others.
   at::Tensor place_;
-  std::array<at::Tensor, 2> numbers_;  // of one expert's weights in few bits, up and down
+  std::array<at::Tensor, 2> numbers_;  // of a group's weights in few bits, up and down
   std::vector<Group> groups_;          // of experts with rows
+  std::vector<int64_t> idle_;          // experts without
   std::vector<at::Tensor> grads_;      // of the slots, where asked for
   std::vector<at::Tensor> sums_;       // of one expert: its part of these, or what is rounded to it
 };

@@ -67,7 +67,7 @@ std::vector<Tensor> experts_bwd(const Tensor& dy, const Tensor& x, const Tensor&
   const OpGuard guard(x);
   const ExpertsSpec parsed = parse_experts_spec(std::string(spec));
   const auto tensors = tensors_of(x, ids, weights, up, up_bias, down, down_bias, adapters, stored);
-  return Experts(parsed, tensors).backward(dy, {needs.begin(), needs.end()});
+  return Experts(parsed, tensors, {needs.begin(), needs.end()}).backward(dy);
 }
 
 const auto& fwd_op() {

@@ -588,6 +588,13 @@ MUTANTS = (
         test="tests/ops/test_experts_few_bits.py::test_the_bits_are_those_of_numbers",
     ),
     Mutant(
+        "rows of a grouped product that end where others begin",
+        file="csrc/experts/rows.cpp",
+        text="bounds.narrow(0, e + 1, count)",
+        defect="bounds.narrow(0, e, count)",
+        test="tests/ops/test_experts_grouped.py::test_result_and_gradients",
+    ),
+    Mutant(
         "scales of an expert's codes that begin where the first one's do",
         file="ckptfused/eager/dequantize.py",
         text="(scale.reshape(-1)[of_blocks], offset,",
