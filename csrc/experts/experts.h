@@ -60,9 +60,6 @@ at::Tensor narrow_ids(const at::Tensor& ids, int64_t experts);
 // sees it.
 at::Tensor beside_wide(const at::Tensor& t, at::ScalarType wide);
 
-// Has the CPU's products go in groups of several experts, as a GPU's do: for tests.
-void group_experts_on_cpu(bool on);
-
 // A call of the experts of a mixture: y[n] = sum over j of weights[n, j] * expert[ids[n, j]](x[n]).
 class Experts {
  public:

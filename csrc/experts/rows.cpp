@@ -2,10 +2,10 @@
 #include "ops/torch.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "experts/experts.h"
 #include "ops/ledger.h"
+#include "ops/linear.h"
 
 namespace ckptfused {
 
@@ -21,7 +21,11 @@ constexpr int64_t kGroupedRows = 8192;
 // Experts of which a grouped product is not worth its way, and bytes of their weights in another
 // form, and of gradients, that may be there at once.
 constexpr int64_t kFewExperts = 4, kBytesBeside = int64_t(64) << 20;
-std::atomic<bool> group_on_cpu{false};
+
+// Whether a tensor begins at a multiple of so many bytes. A count has none.
+bool lies_at(const Tensor& t, uintptr_t bytes) {
+  return counting() || reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes == 0;
+}
 
 }  // namespace
 
@@ -89,14 +93,14 @@ void Experts::sort_rows() {
 // than in a loop of its own. Of weights that it cannot read where they lie, and of gradients of
 // weights, few experts' are there beside the stacks at once.
 int64_t Experts::most_grouped() const {
-  const bool fits =
-      group_on_cpu ? P_ != at::kDouble : !on_cpu(slot(kExpertsX)) && P_ == at::kBFloat16;
-  if (!fits || E_ < kFewExperts || need(kExpertsUpBias) || need(kExpertsDownBias)) return 0;
+  if (!groups_products(slot(kExpertsX), P_) || E_ < kFewExperts || need(kExpertsUpBias) ||
+      need(kExpertsDownBias))
+    return 0;
   int64_t beside = 0;
   for (int i = kExpertsUp; i < kExpertsGrads; ++i) {
     if (!slot(i).defined() || i == kExpertsUpBias || i == kExpertsDownBias) continue;
     const auto [rows, columns] = matrix_sizes(i);
-    if (rows % 8 != 0 || columns % 8 != 0) return 0;
+    if (rows % 8 != 0 || columns % 8 != 0 || !lies_at(slot(i), 16)) return 0;
     const bool read =
         spec_.form(i).empty() && slot(i).scalar_type() == P_ && slot(i).is_contiguous();
     if (!read || need(i)) beside += rows * columns * int64_t(c10::elementSize(P_));
@@ -134,10 +138,6 @@ void Experts::add_grouped(const std::vector<int64_t>& first, const Tensor& bound
     }
     e = end;
   }
-}
-
-void group_experts_on_cpu(bool on) {
-  group_on_cpu = on;
 }
 
 Tensor beside_wide(const Tensor& t, at::ScalarType wide) {

@@ -59,20 +59,6 @@ Tensor Experts::bias(int i, const Group& group) const {
   return slot(i).index_select(0, expert_.narrow(0, group.first, group.count)).to(P_);
 }
 
-// Each group of rows of a times its matrix of b [E, K, N], or, of b [K, N], each group of columns
-// of a times its rows of b: [E, n, N].
-Tensor grouped_product(const Tensor& a, const Tensor& b, const Tensor& bounds) {
-  if (!counting()) return at::_grouped_mm(a, b, bounds);
-  const int64_t experts = bounds.size(0), each = b.dim() == 3 ? a.size(0) / experts : a.size(0);
-  const int64_t depth = b.dim() == 3 ? a.size(1) : a.size(1) / experts;
-  for (int64_t e = 0; e < experts; ++e) {
-    counted_work(Ledger::product, {each, b.size(-1), depth}, a.scalar_type());
-  }
-  counted_launch("grouped product");
-  return b.dim() == 3 ? at::empty({a.size(0), b.size(2)}, a.options())
-                      : at::empty({experts, a.size(0), b.size(1)}, a.options());
-}
-
 void Experts::multiply(int i, const Tensor& out, const Tensor& in, const Group& group, bool back,
                        bool add) {
   const bool transposed = (i == kExpertsUp || i == kExpertsDown) && spec_.transposed;

@@ -52,4 +52,13 @@ std::string half_name(at::ScalarType dtype);
 // The most bytes that oneDNN allocates within a float32 product of so many multiplications.
 int64_t onednn_workspace(int64_t multiplications);
 
+// Whether products of one type with a matrix for each group of rows go in one launch: bfloat16's on
+// a GPU. Sizes are then multiples of 16 bytes.
+bool groups_products(const at::Tensor& t, at::ScalarType dtype);
+// Each group of rows of a times its matrix of b [E, C, K]: [N, K]. Of b [N, K], each group of
+// columns of a times its rows of b: [E, C, K]. bounds: int32 [E], where each group ends.
+at::Tensor grouped_product(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bounds);
+// Has the CPU's go so, too: for tests.
+void group_products_on_cpu(bool on);
+
 }  // namespace ckptfused

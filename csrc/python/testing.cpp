@@ -7,7 +7,6 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "experts/experts.h"
 #include "ops/attention.h"
 #include "ops/attention_gpu.h"
 #include "ops/cuda_build.h"
@@ -54,7 +53,7 @@ void bind_testing(pybind11::module_ m) {
            const std::string& gpu, int major, int minor) {
           return ckptfused::launch_error(op, status, built_for, {gpu, major, minor});
         });
-  m.def("group_experts_on_cpu", &ckptfused::group_experts_on_cpu);
+  m.def("group_products_on_cpu", &ckptfused::group_products_on_cpu);
   m.def("widened_out", &ckptfused::widened_out);
   m.def("linear_out", &ckptfused::linear_out);
   m.def("attention_aten_fwd",

@@ -583,8 +583,8 @@ MUTANTS = (
     Mutant(
         "every expert's numbers are those of the first one's codes",
         file="csrc/experts/stacks.cpp",
-        text="expert * sizes[0] * sizes[1]",
-        defect="0 * expert * sizes[0] * sizes[1]",
+        text="group.expert * rows * columns",
+        defect="0 * group.expert * rows * columns",
         test="tests/ops/test_experts_few_bits.py::test_the_bits_are_those_of_numbers",
     ),
     Mutant(
@@ -1441,8 +1441,8 @@ MUTANTS = (
     Mutant(
         "what comes through an adapter of experts takes the place of the rest",
         file="csrc/experts/experts.cpp",
-        text="matmul_out(din, dlow, weight(a, group.expert), true)",
-        defect="matmul_out(din, dlow, weight(a, group.expert), false)",
+        text="multiply(a, din, dlow, group, /*back=*/true, /*add=*/true)",
+        defect="multiply(a, din, dlow, group, /*back=*/true, /*add=*/false)",
         test="tests/ops/test_experts.py::test_result_and_gradients_are_those_of_plain_pytorch[swiglu-plain-adapters]",
     ),
     Mutant(
@@ -1462,8 +1462,8 @@ MUTANTS = (
     Mutant(
         "what PyTorch copies where a bias is added to experts' results is in no ledger",
         file="csrc/experts/experts.cpp",
-        text="on_cpu(out) ? out.copy_(out.to(A_).add_(bias)) : out.add_(bias);",
-        defect="out.add_(bias);",
+        text="on_cpu(out) ? out.copy_(out.to(A_).add_(added)) : out.add_(added);",
+        defect="out.add_(added);",
         test="tests/ops/test_experts_counted.py::test_a_call_takes_what_was_counted[61]",
     ),
     Mutant(
@@ -1482,7 +1482,7 @@ MUTANTS = (
     ),
     Mutant(
         "of an expert's rows in parts the last alone has a gradient",
-        file="csrc/experts/experts.cpp",
+        file="csrc/experts/stacks.cpp",
         text="matmul_out(sums_[i], a, b, !group.begins);",
         defect="matmul_out(sums_[i], a, b, false);",
         test="tests/ops/test_experts.py::test_the_rows_of_an_expert_may_be_in_parts[swiglu-dtype0-1e-13]",

@@ -19,11 +19,11 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture
 def grouped() -> Iterator[None]:
-    _C.testing.group_experts_on_cpu(True)
+    _C.testing.group_products_on_cpu(True)
     try:
         yield
     finally:
-        _C.testing.group_experts_on_cpu(False)
+        _C.testing.group_products_on_cpu(False)
 
 
 def products(run: object) -> list[str]:
@@ -60,7 +60,7 @@ def near_float64(given: Inputs, name: str) -> None:
     if given.x.dtype == torch.float32:
         assert_near(found, expected, 1e-4)  # sums of up to 12,000
         return
-    _C.testing.group_experts_on_cpu(False)
+    _C.testing.group_products_on_cpu(False)
     compared = len(found) if SPECS[name].act in ("swiglu", "geglu_tanh") else 1
     for ours, one_by_one, exact in [*zip(found, results(given, name), expected, strict=True)][:compared]:
         assert (ours - exact).norm() <= 2 * (one_by_one - exact).norm()
@@ -110,6 +110,15 @@ def test_an_expert_with_more_rows_than_go_at_once_goes_alone(crowded: int) -> No
 def test_others_go_an_expert_at_a_time(change: dict[str, int], why: str) -> None:
     given = inputs("swiglu", torch.float32, **change)
     assert "aten::_grouped_mm" not in products(lambda: near_float64(given, "swiglu")), why
+
+
+@pytest.mark.usefixtures("grouped")
+def test_weights_that_begin_elsewhere_go_an_expert_at_a_time() -> None:
+    given = inputs("swiglu", torch.float32)
+    memory = torch.empty(given.up.numel() + 1)
+    up = memory[1:].view_as(given.up).copy_(given.up.detach()).requires_grad_()
+    given = given._replace(up=up)
+    assert "aten::_grouped_mm" not in products(lambda: near_float64(given, "swiglu"))
 
 
 @pytest.mark.usefixtures("grouped")
