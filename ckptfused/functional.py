@@ -100,7 +100,7 @@ def ffn_block(
     *,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The FFN half of a block alone, its residual included.
+    """The FFN half of a block alone, its residual included where `spec.ffn.residual`.
 
     **Shapes** as `block`; spec has an FFN half and no attention half.
     **Saves** as `block`. **Recomputes** gate/up; down too where a closing or post norm needs its result.

@@ -99,7 +99,8 @@ class Case:
     m: float = 1.0
     seq_first: bool = False
     scratch: int = 0
-    """Scratch limit of the FFN. No axis: `TILED` crosses it with what matters to tiles."""
+    """Scratch limit of the FFN. No axis: `TILED` crosses it with what matters to tiles. Nor are layouts of an FFN half
+    without a residual, "mlp" and "normed-mlp": `WITHOUT_RESIDUAL`."""
 
     @property
     def id(self) -> str:
@@ -138,7 +139,7 @@ class Case:
         """pre, post and out of a half."""
         kind = self.norm.removesuffix("-nobias")
         places = {
-            "pre": ("pre", "sandwich", "pre+out", "parallel", "shared", "attn", "ffn", "scaled"),
+            "pre": ("pre", "sandwich", "pre+out", "parallel", "shared", "attn", "ffn", "scaled", "normed-mlp"),
             "post": ("sandwich",),
             "out": ("post", "pre+out"),
         }
@@ -178,7 +179,7 @@ class Case:
             packed=self.packed,
             lora=self.adapters("q k v o" if self.weights == "separate" else "q o"),
         )
-        gated = self.act in GATED_ACTIVATIONS
+        gated, residual = self.act in GATED_ACTIVATIONS, not self.layout.endswith("mlp")
         first = "up" if not gated else "gate up" if self.weights == "separate" else "gate"
         ffn = FFNSpec(
             act=self.act,
@@ -187,14 +188,15 @@ class Case:
             transposed=self.transposed,
             **self.norms(),
             p_hidden=self.p("hidden"),
-            p_res=self.p("res"),
-            m=self.m,
+            p_res=self.p("res") if residual else 0.0,
+            m=self.m if residual else 1.0,
+            residual=residual,
             lora=self.adapters(f"{first} down"),
         )
         if self.layout == "shared":
             ffn = replace(ffn, pre="none")
         return BlockSpec(
-            attn=None if self.layout == "ffn" else attn,
+            attn=None if self.layout in ("ffn", "mlp", "normed-mlp") else attn,
             ffn=None if self.layout == "attn" else ffn,
             parallel={"parallel": True, "shared": "shared"}.get(self.layout, False),
             seq_first=self.seq_first,
@@ -289,3 +291,8 @@ TILED: tuple[tuple[Case, torch.dtype], ...] = (
     (replace(LONG_N, tokens=700, lora="drop", bias="all"), torch.float32),
     *((replace(case, tokens=300, scratch=1), torch.float32) for case in all_pairs()[5::6] if case.layout != "attn"),
 )
+WITHOUT_RESIDUAL = tuple(
+    replace(case, layout=("mlp", "normed-mlp")[n % 2])
+    for n, case in enumerate(case for case in (*all_pairs(), *(case for case, _ in TILED)) if case.layout == "ffn")
+)
+"""FFN halves to whose result x is not added, as the MLP of a layer is by itself."""

@@ -235,5 +235,6 @@ def eager_block(
         if spec.attn is not None:
             y = closing(y + attend(entry(y, "attn", spec.attn)), "attn", spec.attn)
         if spec.ffn is not None:
-            y = closing(y + feed_forward(entry(y, "ffn", spec.ffn)), "ffn", spec.ffn)
+            f = feed_forward(entry(y, "ffn", spec.ffn))
+            y = closing(y + f, "ffn", spec.ffn) if spec.ffn.residual else f
     return y.transpose(0, 1) if spec.seq_first else y

@@ -73,4 +73,4 @@ def ffn_steps(s: Setting, f: FFNSpec, after: dict[str, str]) -> list[Step]:
     steps.append(Step("down product", product, why, after["down"]))
     steps += _adapters(s, f, ("down",), after["down"])
     steps.append(Step("tiles of the FFN", "", s.tiles(f)[2], "the same"))
-    return [*steps, _residual(s, "FFN", f)]
+    return [*steps, _residual(s, "FFN", f)] if f.residual else steps

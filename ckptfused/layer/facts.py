@@ -237,6 +237,7 @@ def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> HalfFacts | Reason:
         joint=gated and f.up is None,
         transposed=down.transposed,
         p_hidden=f.p_hidden,
+        residual=f.residual,
         **_frame(f, norms, lora, quant),
     )
     return HalfFacts(_settled(key), _slots("ffn", {**maps, **norms}), adapters, quantized, width)

@@ -75,6 +75,8 @@ class FFN(NamedTuple):
     holders: tuple[nn.Module, ...] = ()
     hidden: int = 0
     """F, where the layer says it itself; 0: as wide as the input of `down`."""
+    residual: bool = True
+    """Whether x is added; not by an MLP of its own."""
 
 
 class Parts(NamedTuple):

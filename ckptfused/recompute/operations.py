@@ -19,7 +19,7 @@ from ckptfused.compat.torch_dispatch import DispatchMode, schema_of, tensors_of
 from ckptfused.compat.torch_memory import storage_id
 from ckptfused.recompute.copy_on_write import is_plain_view, write_count
 
-OWN = ("ckptfused::attention_block_fwd",)
+OWN = ("ckptfused::attention_block_fwd", "ckptfused::ffn_block_fwd")
 """Ops of ours that are made again: pure, random states being among their arguments."""
 # What they draw or return may be another value the next time, or was written by what no dispatcher sees.
 _UNLIKE = tuple(

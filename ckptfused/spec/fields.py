@@ -140,7 +140,7 @@ class AttentionSpec(Frame):
 
 @dataclass(frozen=True)
 class FFNSpec(Frame):
-    """The FFN half: `out_norm?(x + m * drop(post_norm?(down(drop(act(...))))))`.
+    """The FFN half: `out_norm?(x + m * drop(post_norm?(down(drop(act(...))))))`; without a residual `down(…)` alone.
 
     **Raises** `ValueError` or `TypeError` naming the field, what was expected and what came.
     """
@@ -149,9 +149,12 @@ class FFNSpec(Frame):
     hidden: Annotated[int, Key("Width of the hidden value, F.", least=1)]
     _: KW_ONLY
     p_hidden: Annotated[float, Key("Dropout of the hidden value.", probability=True)] = 0.0
+    residual: Annotated[bool, Key("Whether x is added to what the half makes of it.")] = True
 
     def __post_init__(self) -> None:
         check_rows(self, "ffn.")
+        if not self.residual and (self.post, self.out, self.p_res, self.m) != ("none", "none", 0.0, 1.0):
+            raise ValueError("ffn.residual: expected nothing after the last product (post, out, p_res, m) without one")
         if self.joint and not self.gated:
             raise ValueError(
                 f"ffn.joint: expected a gated activation ({', '.join(GATED_ACTIVATIONS)}), got act={self.act!r}"

@@ -42,6 +42,8 @@ def _literal(row: Row) -> str:
     empty = _TYPES[row.type][1]
     if row.required or not row.default:
         return empty
+    if row.default is True:
+        return "true"
     return f'"{row.default}"' if row.type == "str" else repr(row.default)
 
 

@@ -104,6 +104,7 @@ Tensor Block::forward_rows() {
   ensure_down();
   value_.n1.reset();
   value_.n2.reset();
+  if (!f.residual) return std::exchange(value_.down, Tensor()).to(R_);
   const Tensor y = like_x(R_, "y");
   const bool keep_sum = save_ && spec_.keep.out && f.out.on();
   if (keep_sum) value_.out = like_x(R_, "out");
@@ -263,8 +264,8 @@ Tensor Block::backward_rows(const Tensor& dy) {
       ensure_ffn_in();
       value_.n2.reset();
       // In a parallel block both branches start from the same gradient: it must survive.
-      const Tensor below =
-          norm_backward(dn2, value_.ffn_in, f.pre, pre, ds, owned && serial, flows, "d ffn_in");
+      const Tensor below = norm_backward(dn2, value_.ffn_in, f.pre, pre, f.residual ? ds : Tensor(),
+                                         owned && serial && f.residual, flows, "d ffn_in");
       (serial ? ds : dx) = below;
       owned = true;
     }

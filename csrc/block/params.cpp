@@ -214,6 +214,7 @@ Tensor Block::residual_backward(const Tensor& ds, const Tensor& f, const HalfSpe
 Tensor Block::norm_backward(const Tensor& dn, const Tensor& x, const NormSpec& norm, int weight,
                             const Tensor& dres, bool dres_owned, bool need_dx, const char* name) {
   if (!dn.defined()) return dres;
+  if (!norm.on() && !dres.defined()) return need_dx ? dn.to(R_) : Tensor();
   const Tensor dw = norm.on() ? grad_partials(weight, {N_, C_, 0}) : Tensor();
   const Tensor db = norm.on() ? grad_partials(weight + 1, {N_, C_, 0}) : Tensor();
   if (!need_dx && !dw.defined() && !db.defined()) return {};

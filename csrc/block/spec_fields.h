@@ -88,6 +88,7 @@ struct FFNFields : HalfSpec {
   std::string act = "";  // The activation.
   int64_t hidden = 0;  // Width of the hidden value, F.
   double p_hidden = 0.0;  // Dropout of the hidden value.
+  bool residual = true;  // Whether x is added to what the half makes of it.
 };
 // Calls f(key, member) for each field.
 template <typename F>
@@ -96,6 +97,7 @@ void for_fields(FFNFields& s, F&& f) {
   f("act", s.act);
   f("hidden", s.hidden);
   f("p_hidden", s.p_hidden);
+  f("residual", s.residual);
 }
 
 // The values that may be kept for backward, in the order in which block_fwd returns them.

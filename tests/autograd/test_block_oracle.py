@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases import TILED, Case, all_pairs
+from tests.cases import TILED, WITHOUT_RESIDUAL, Case, all_pairs
 from tests.devices import CUDA, on_devices
 from tests.oracle import Expected, Inputs, expect, failures_in_draws, fused, make_inputs, masks_of, rng_state, run
 from tests.renumbering import Renumbering
@@ -83,6 +83,11 @@ def check(
 
 @pytest.mark.parametrize(("device", "case", "dtype"), all_pairs_runs(), ids=_id)
 def test_all_pairs(device: str, case: Case, dtype: torch.dtype) -> None:
+    check(case, dtype, device)
+
+
+@pytest.mark.parametrize(("device", "case", "dtype"), all_pairs_runs(WITHOUT_RESIDUAL), ids=_id)
+def test_without_a_residual(device: str, case: Case, dtype: torch.dtype) -> None:
     check(case, dtype, device)
 
 

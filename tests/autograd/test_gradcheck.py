@@ -43,6 +43,8 @@ BLOCKS = {
     ),
     "attention": Case(**SMALL, layout="attn", rope="half", heads="4/2", mask="causal", bias="all"),
     "ffn": Case(**SMALL, layout="ffn", act="quick_geglu", weights="joint", bias="all", m=0.5),
+    "mlp": Case(**SMALL, layout="mlp", act="swiglu", bias="all", lora="all"),
+    "mlp with a norm": Case(**SMALL, layout="normed-mlp", act="gelu", norm="rmsnorm"),
 }
 
 

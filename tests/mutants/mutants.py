@@ -588,6 +588,27 @@ MUTANTS = (
         test="tests/ops/test_experts_few_bits.py::test_the_bits_are_those_of_numbers",
     ),
     Mutant(
+        "an MLP beside experts that is tried once, whatever its attributes become",
+        file="ckptfused/models/experts/shared.py",
+        text="    if known is None or known[0] != key:",
+        defect="    if known is None:",
+        test="tests/models/test_experts_shared.py::test_an_attribute_that_changes_is_tried_anew",
+    ),
+    Mutant(
+        "x added where there is no residual",
+        file="csrc/block/block.cpp",
+        text="  if (!f.residual) return std::exchange(value_.down, Tensor()).to(R_);\n",
+        defect="",
+        test="tests/models/test_experts_shared.py::test_gradients",
+    ),
+    Mutant(
+        "the gradient of x past a half without a residual",
+        file="csrc/block/block.cpp",
+        text="f.pre, pre, f.residual ? ds : Tensor(),",
+        defect="f.pre, pre, ds,",
+        test="tests/models/test_experts_shared.py::test_gradients",
+    ),
+    Mutant(
         "rows of a grouped product that end where others begin",
         file="csrc/experts/rows.cpp",
         text="bounds.narrow(0, e + 1, count)",
@@ -1413,8 +1434,8 @@ MUTANTS = (
     Mutant(
         "masks of an attention half that is made again are drawn anew",
         file="ckptfused/recompute/operations.py",
-        text='OWN = ("ckptfused::attention_block_fwd",)',
-        defect='OWN = ("ckptfused::attention_block_fwd", "ckptfused::rng_state")',
+        text='OWN = ("ckptfused::attention_block_fwd", ',
+        defect='OWN = ("ckptfused::attention_block_fwd", "ckptfused::rng_state", ',
         test="tests/models/test_experts_saved.py::test_bits_are_those_of_a_layer_that_keeps_what_it_saves[qwen3-moe]",
     ),
     Mutant(

@@ -21,6 +21,7 @@ BLOCKS = [
     ("block", Case(act="gelu", layout="post", bias="all", mask="keep4d", keep="all", seq_first=True, batch=2)),
     ("attention_block", Case(layout="attn", qk_norm="rmsnorm", drop="all", keep="attention")),
     ("ffn_block", Case(layout="ffn", act="geglu", weights="joint", keep="all")),
+    ("ffn_block", Case(layout="mlp")),
     ("block", Case(act="swiglu", mask="causal", bias="all", lora="all")),
 ]
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from ckptfused.checkpoint import checkpoint
 from ckptfused.compat.torch_modules import is_compiled
-from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
+from ckptfused.layer.sdpa import under_foreign_mode
 from ckptfused.layer.shards import holds_fsdp1, is_fully_sharded
 from ckptfused.models.experts.adapters import wrapped
 from ckptfused.models.experts.install import is_converted, why_original
 from ckptfused.models.experts.read import is_experts
+from ckptfused.models.experts.shared import forward_beside
 from ckptfused.offload import follow
 from ckptfused.ops.call import Call
 from ckptfused.ops.enclosing_checkpoint import captured, within_a_checkpoint
@@ -116,7 +116,7 @@ def _checkpointed(modules: Iterator[nn.Module]) -> Iterator[None]:
     own = [module for module in modules if "forward" not in vars(module)]
     try:
         for module in own:
-            module.forward = partial(checkpoint, same_sdpa(partial(type(module).forward, module)))  # type: ignore[method-assign]
+            module.forward = forward_beside(module)  # type: ignore[method-assign]
         yield
     finally:
         for module in own:

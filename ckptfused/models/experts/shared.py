@@ -1,0 +1,92 @@
+"""The MLP that all tokens go through beside a mixture's experts: the FFN half of a block without a residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ckptfused.checkpoint import checkpoint
+from ckptfused.eager.activation import activation
+from ckptfused.layer.call import build_call
+from ckptfused.layer.hooks import hooked_everywhere, lent_weights
+from ckptfused.layer.parts import FFN, Inputs, Parts, Reason
+from ckptfused.layer.projections import activation as activation_of
+from ckptfused.layer.quantized import unparametrized
+from ckptfused.layer.sdpa import same_sdpa
+from ckptfused.layer.spec_text import Mode
+from ckptfused.models.experts.read import SMALL, nearly_equal
+
+_NAMES = ("gate_proj", "up_proj", "down_proj")
+_PLAIN = (int, float, bool, str, type(None))
+_proved: WeakKeyDictionary[nn.Module, tuple[Hashable, Reason | None]] = WeakKeyDictionary()
+"""What became of the trial of a module, and of what it was."""
+
+
+def forward_beside(module: nn.Module) -> Callable[..., Any]:
+    """What a module beside experts runs in its forward's place, and keeps its input alone: the FFN op, where it is such
+    an MLP, or a checkpoint."""
+    generic = partial(checkpoint, same_sdpa(partial(type(module).forward, module)))
+    if _NAMES[-1] not in module._modules:
+        return generic
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            return generic(*args, **kwargs)
+        y = _fused(module, args[0])
+        return generic(*args) if isinstance(y, Reason) else y
+
+    return forward
+
+
+def _fused(module: Any, x: Tensor) -> Tensor | Reason:
+    """The result of an MLP for x [B, T, C] or [N, C], or why it is not the op's."""
+    if x.dim() not in (2, 3) or not x.numel() or hooked_everywhere() or lent_weights(module):
+        return Reason("this call is not the op's")
+    if (why := unproved(module)) is not None:
+        return why
+    gate, up, down = (module._modules.get(name) for name in _NAMES)
+    half = FFN(module.act_fn, gate, up, down, residual=False)  # type: ignore[arg-type]
+    call = build_call(Parts(ffn=half), Inputs(x if x.dim() == 3 else x[None]), Mode())
+    return call if isinstance(call, Reason) else call.run().view(x.shape)
+
+
+def unproved(module: Any) -> Reason | None:
+    """Why a module is not down(act(gate(x)) * up(x)), or down(act(up(x))): its class's forward is tried on small random
+    weights, once for what the module's attributes are."""
+    plain = tuple((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
+    key = (type(module).forward, module._modules.get("act_fn", vars(module).get("act_fn")), plain, *module._modules)
+    known = _proved.get(module)
+    if known is None or known[0] != key:
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=()):
+                known = key, _tried(module)
+        except Exception as error:  # of code that was not read
+            known = key, Reason(f"it could not be tried on small weights ({type(error).__name__}: {error})")
+        _proved[module] = known
+    return known[1]
+
+
+def _tried(module: Any) -> Reason | None:
+    torch.manual_seed(0)
+    gated = module._modules.get(_NAMES[0]) is not None
+    if {*module._modules} - {"act_fn"} != {*_NAMES[not gated :]}:
+        return Reason("it has other parts than an MLP")
+    kind = activation_of(module.act_fn, gated, "")
+    if isinstance(kind, Reason):
+        return kind
+    small = unparametrized(module)
+    shapes = dict(zip(_NAMES, ((SMALL.width, SMALL.hidden),) * 2 + ((SMALL.hidden, SMALL.width),), strict=True))
+    for name in _NAMES[not gated :]:
+        small._modules[name] = nn.Linear(*shapes[name], dtype=torch.float64)
+    x = torch.randn(SMALL.tokens, SMALL.width, dtype=torch.float64)
+    for each in (x, 10 * x):
+        gate = small.gate_proj(each) if gated else None
+        expected = small.down_proj(activation(gate, small.up_proj(each), kind))
+        if not nearly_equal(type(module).forward(small, each), expected):
+            return Reason("its forward computes something else than an MLP")
+    return None
