@@ -16,6 +16,9 @@ from ckptfused.spec import BY_BITSANDBYTES, BY_INPUTS, QUANT_SLOTS, QUANTIZATION
 _HALF = (torch.float32, torch.bfloat16, torch.float16)
 _PART = 1 << 20
 """Entries that are there in float32 at once: 4 MiB, which a CPU has in its cache, in few launches of a GPU."""
+_NO_KERNEL, _FALLBACK = 2048, 16
+"""The block from which on, as for odd rows, bitsandbytes makes numbers by PyTorch's operations on a CPU, and the most
+bytes that these take for each: an index in 4 and again in 8, and its value. **Source** `_dequantize_4bit_compute`."""
 _SQUARE = 60 * 60
 """Entries of the square by which a CPU transposes. **Source** PyTorch's `copy_same_type_transpose_`."""
 
@@ -67,6 +70,8 @@ def _entries(
     nested, width = spec.block * max(1, spec.nested), sizes[-1]
     whole = total if width % spec.block else nested
     start, end = first // whole * whole, min(-(-(first + count) // whole) * whole, total)
+    if not has_values(codes) and count % whole:  # a count knows no expert: one may lie across more of them
+        end = min(end + whole, total)
     part, of_blocks, of_nested = (slice(start // each, -(-end // each)) for each in (2, spec.block, nested))
     scale, offset, nested_scale, table = state
     beside = (scale.reshape(-1)[of_blocks], offset, nested_scale if nested_scale is None else nested_scale[of_nested])
@@ -86,6 +91,8 @@ def _four_bits(codes: Tensor, state: Any, spec: Quantized, sizes: Sequence[int],
     else:
         scale = _numbers(scale, spec)
     made = dtype if dtype in _HALF else torch.float32
+    if not has_values(codes) and (spec.block >= _NO_KERNEL or sizes[-1] % 2):
+        codes.new_empty(_FALLBACK * math.prod(sizes))
     found: Tensor = ops.dequantize_4bit(codes.view(-1, 1), scale, spec.block, spec.kind, sizes, made)
     return found.to(dtype)
 

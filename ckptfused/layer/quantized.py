@@ -35,6 +35,7 @@ from ckptfused.compat.quantizers import (
     runs_own_dequantize,
 )
 from ckptfused.cost.open_ledger import device_counted
+from ckptfused.layer.hooks import hooked
 from ckptfused.layer.parts import Reason, weight
 from ckptfused.layer.source import as_read, class_as_read, class_name
 from ckptfused.spec import Quantized
@@ -129,10 +130,11 @@ def _four_bits_of(codes: Tensor, state: Any, name: str) -> Weight:
     if not state.nested:
         if state.absmax.dtype != torch.float32:
             return Reason(f"{name}: its scales are {state.absmax.dtype}, expected float32")
-        return codes, Stored((state.quant_type, state.blocksize), (state.absmax, None, None, None), shape)
+        absmax = _to_be_saved(state.absmax)
+        return _to_be_saved(codes), Stored((state.quant_type, state.blocksize), (absmax, None, None, None), shape)
     inner = state.state2
-    beside = (state.absmax, state.offset, inner.absmax, inner.code)
-    return codes, Stored((state.quant_type, state.blocksize, inner.blocksize), beside, shape)
+    beside = tuple(map(_to_be_saved, (state.absmax, state.offset, inner.absmax, inner.code)))
+    return _to_be_saved(codes), Stored((state.quant_type, state.blocksize, inner.blocksize), beside, shape)
 
 
 class Stack(NamedTuple):
@@ -156,11 +158,13 @@ def stored_stack(module: nn.Module, name: str) -> Stack | Reason | None:
     (made_by, *others), codes = held[name], held[name].original
     if others or class_name(type(made_by)) != FOUR_BIT_STACK or not as_read(made_by):
         return None
+    if hooked(made_by) or hooked(held[name]):
+        return None
     state = made_by.quant_state
     read = _four_bits_of(codes, state, name)
     if isinstance(read, Reason):
         return read
-    stored, count, codes = read[1], state.shape[0], codes.reshape(-1).view(torch.uint8)
+    codes, stored, count = read[0].reshape(-1).view(torch.uint8), read[1], state.shape[0]
     if len(state.shape) != 3 or 2 * codes.numel() != math.prod(state.shape) or codes.numel() % count:
         return Reason(f"{name}: its weights were quantized as {list(state.shape)}, expected [E, out, in]")
     return Stack(codes.view(count, -1), stored.state, stored.form, state.dtype)

@@ -174,7 +174,7 @@ void Experts::add_rows(int i, const Tensor& rows, const Group& group) {
 
 void Experts::finish(const Group& group) {
   if (!group.ends) return;
-  numbers_ = {};
+  up_numbers_.reset();
   for (int i = 0; i < kExpertsGrads; ++i) {
     if (!sums_[i].defined()) continue;
     const Tensor part = grads_[i].select(0, group.expert);
@@ -196,7 +196,7 @@ Tensor Experts::forward() {
       // See beside_wide.
       on_cpu(out) ? out.copy_(out.to(A_).add_(added)) : out.add_(added);
     }
-    if (group.ends) numbers_ = {};
+    if (group.ends) up_numbers_.reset();
   }
   return combined(sorted);
 }

@@ -144,11 +144,11 @@ class Experts {
   at::Tensor expert_;     // [N * k] sorted: which expert, where groups of several have biases
   // [k, N] its inverse, a choice's places side by side: index_select copies others.
   at::Tensor place_;
-  std::array<at::Tensor, 2> numbers_;  // of a group's weights in few bits, up and down
-  std::vector<Group> groups_;          // of experts with rows
-  std::vector<int64_t> idle_;          // experts without
-  std::vector<at::Tensor> grads_;      // of the slots, where asked for
-  std::vector<at::Tensor> sums_;       // of one expert: its part of these, or what is rounded to it
+  at::Tensor up_numbers_;          // of a group's weights in few bits
+  std::vector<Group> groups_;      // of experts with rows
+  std::vector<int64_t> idle_;      // experts without
+  std::vector<at::Tensor> grads_;  // of the slots, where asked for
+  std::vector<at::Tensor> sums_;   // of one expert: its part of these, or what is rounded to it
 };
 
 }  // namespace ckptfused

@@ -34,9 +34,9 @@ Tensor Experts::weight(int i, const Group& group) {
     const Tensor stack = slot(i).narrow(0, group.expert, group.experts).to(P_).contiguous();
     return group.single() ? stack[0] : stack;
   }
-  Tensor& held = numbers_[i == kExpertsDown];
-  if (!held.defined()) held = dequantized(i, group);
-  return held;
+  if (i == kExpertsDown) return dequantized(i, group);  // which one product reads
+  if (!up_numbers_.defined()) up_numbers_ = dequantized(i, group);
+  return up_numbers_;
 }
 
 Tensor Experts::dequantized(int i, const Group& group) const {

@@ -205,3 +205,33 @@ def test_compiled_it_keeps_no_numbers() -> None:
     assert torch.equal(found, expected)
     numbers = experts.gate_up_proj.nbytes + experts.down_proj.nbytes
     assert saved_bytes(lambda: compiled(*call), experts, call) < numbers / 4
+
+
+@pytest.mark.parametrize("where", ["parametrization", "list"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_on_what_makes_the_numbers_runs(where: str, when: str) -> None:
+    plain, model = packed("mixtral"), packed("mixtral")
+    if when == "after":
+        converted(model)
+    for each in (plain, model):
+        for module in stacks(each):
+            made_by = module.parametrizations["down_proj"]
+            (made_by[0] if where == "parametrization" else made_by).register_forward_hook(lambda m, args, y: y * 2)
+    if when == "before":
+        report = ckptfused.convert(model)
+        assert any("torch.nn.utils.parametrize makes its down_proj" in note for note in report.notes)
+    near(step(model)[1], step(plain)[1])
+
+
+@pytest.mark.parametrize("what", ["all", "scales"])
+def test_made_in_inference_mode(what: str) -> None:
+    plain, model = packed("mixtral"), packed("mixtral")
+    for module in stacks(model):
+        state = module.parametrizations["down_proj"][0].quant_state
+        with torch.inference_mode():
+            state.absmax = state.absmax.clone()
+            if what == "all":
+                module.parametrizations["down_proj"].original.data = module.parametrizations[
+                    "down_proj"
+                ].original.clone()
+    near(step(converted(model))[1], step(plain)[1])

@@ -623,6 +623,20 @@ MUTANTS = (
         test="tests/ops/test_experts_few_bits.py::test_entries_of_a_stack",
     ),
     Mutant(
+        "a hook on what makes numbers of stored experts that does not run",
+        file="ckptfused/layer/quantized.py",
+        text="    if hooked(made_by) or hooked(held[name]):\n",
+        defect="    if False:\n",
+        test="tests/models/test_experts_few_bits.py::test_a_hook_on_what_makes_the_numbers_runs",
+    ),
+    Mutant(
+        "numbers of stored experts that were down's and stay beside the next rows'",
+        file="csrc/experts/stacks.cpp",
+        text="  if (i == kExpertsDown) return dequantized(i, group);",
+        defect="  static thread_local Tensor stays; if (i == kExpertsDown) return stays = dequantized(i, group);",
+        test="tests/ops/test_experts_counted.py::test_a_call_takes_what_was_counted",
+    ),
+    Mutant(
         "a hook beside those of stored experts that does not run",
         file="ckptfused/layer/hooks.py",
         text="collects(hook) or keeps_numbers(hook) for hook in after",

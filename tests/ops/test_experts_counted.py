@@ -27,7 +27,7 @@ KERNELS = [way for way in WAYS if way.block < 2048]
 def some_call(choose: random.Random) -> tuple[list[Any], list[bool]]:
     """The forward op's arguments, and which gradients are asked for."""
     spec = replace(choose.choice([*SPECS.values()]), transposed=choose.random() < 0.5)
-    count, tokens = choose.choice([1, 1, 2, 5]), choose.choice([1, 7, 64, 200, 333])
+    count, tokens = choose.choice([1, 1, 2, 5, 17]), choose.choice([1, 7, 64, 200, 333])
     width, hidden, rank = choose.choice([8, 33, 64]), choose.choice([8, 24, 50]), 4
     k, dtype = choose.randint(1, min(count, 3)), choose.choice(TYPES)
     stored = choose.choice([dtype, dtype, torch.float32])
@@ -35,7 +35,10 @@ def some_call(choose: random.Random) -> tuple[list[Any], list[bool]]:
     shaped = lambda out, into: randn(into, out) if spec.transposed else randn(out, into)  # noqa: E731
     wide = hidden * (2 if spec.gated else 1)
     x = torch.randn(tokens, width, dtype=dtype)
-    ids = torch.rand(tokens, count).topk(k).indices.to(choose.choice([torch.int64, torch.uint8, torch.int16]))
+    ids = torch.rand(tokens, count).topk(k).indices
+    if choose.random() < 0.3:  # so crowded that experts' rows go in parts
+        ids = (choose.randrange(count) + torch.arange(k)).remainder(count).expand(tokens, k)
+    ids = ids.to(choose.choice([torch.int64, torch.uint8, torch.int16]))
     weights = torch.rand(tokens, k, dtype=choose.choice([dtype, torch.float32]))
     up_bias, down_bias = (randn(n) if choose.random() < 0.5 else None for n in (wide, width))
     pairs: list[list[Tensor | None]] = [
