@@ -90,8 +90,8 @@ class Experts {
   void add_groups(int64_t expert, int64_t first, int64_t end, int64_t most);
   // How many experts a grouped product may take at once; 0: there are none.
   int64_t most_grouped() const;
-  // Groups of several experts with at most `rows` rows, where one does not have more. first: where
-  // each one's rows begin; bounds: likewise, int64 on the device.
+  // Groups of several experts; of one that has more rows than go at once, groups of `most` of them.
+  // first: where each one's rows begin; bounds: likewise, int64 on the device.
   void add_grouped(const std::vector<int64_t>& first, const at::Tensor& bounds, int64_t most,
                    int64_t experts);
   const at::Tensor& slot(int i) const { return tensors_.slots[i]; }
@@ -142,7 +142,7 @@ class Experts {
   at::Tensor order_;      // [N * k] sorted by expert: which (token, choice)
   at::Tensor token_;      // [N * k] sorted by expert: which token
   at::Tensor expert_;     // [N * k] sorted: which expert, where groups of several have biases
-  // [k, N] its inverse, a choice's places side by side: index_select copies others.
+  // [k, N] the inverse of order_, a choice's places side by side: index_select copies others.
   at::Tensor place_;
   at::Tensor up_numbers_;          // of a group's weights in few bits
   std::vector<Group> groups_;      // of experts with rows
