@@ -154,7 +154,27 @@ def _dropped(mlp: Any) -> None:
     mlp.extra = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize("change", [_hooked, _patched, _clamped, _dropped])
+def _counting(mlp: Any) -> None:
+    kind = type(mlp)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.calls += 1
+        return kind.forward(self, x)  # type: ignore[no-any-return]
+
+    mlp.__class__, mlp.calls = type(kind.__name__, (kind,), {"forward": forward}), 0
+
+
+def _noting(mlp: Any) -> None:
+    kind = type(mlp)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.seen.append(x.shape)
+        return kind.forward(self, x)  # type: ignore[no-any-return]
+
+    mlp.__class__, mlp.seen = type(kind.__name__, (kind,), {"forward": forward}), []
+
+
+@pytest.mark.parametrize("change", [_hooked, _patched, _clamped, _dropped, _counting, _noting])
 @pytest.mark.parametrize("when", ["before", "after a step"])
 def test_what_is_no_mlp_runs_as_it_is(change: Callable[[Any], None], when: str, fused: list[Any]) -> None:
     plain, model = build("glm4-moe"), build("glm4-moe")

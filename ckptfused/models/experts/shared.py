@@ -20,6 +20,7 @@ from ckptfused.layer.quantized import unparametrized
 from ckptfused.layer.sdpa import same_sdpa
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.experts.read import SMALL, nearly_equal
+from ckptfused.state.undone import without_trace
 
 _NAMES = ("gate_proj", "up_proj", "down_proj")
 _PLAIN = (int, float, bool, str, type(None))
@@ -58,8 +59,8 @@ def _fused(module: Any, x: Tensor) -> Tensor | Reason:
 def unproved(module: Any) -> Reason | None:
     """Why a module is not down(act(gate(x)) * up(x)), or down(act(up(x))): its class's forward is tried on small random
     weights, once for what the module's attributes are."""
-    plain = tuple((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
-    key = (type(module).forward, module._modules.get("act_fn", vars(module).get("act_fn")), plain, *module._modules)
+    act = module._modules.get("act_fn", vars(module).get("act_fn"))
+    key = (type(module).forward, act, _plain(module), *module._modules)
     known = _proved.get(module)
     if known is None or known[0] != key:
         try:
@@ -69,6 +70,10 @@ def unproved(module: Any) -> Reason | None:
             known = key, Reason(f"it could not be tried on small weights ({type(error).__name__}: {error})")
         _proved[module] = known
     return known[1]
+
+
+def _plain(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, _PLAIN))
 
 
 def _tried(module: Any) -> Reason | None:
@@ -84,9 +89,12 @@ def _tried(module: Any) -> Reason | None:
     for name in _NAMES[not gated :]:
         small._modules[name] = nn.Linear(*shapes[name], dtype=torch.float64)
     x = torch.randn(SMALL.tokens, SMALL.width, dtype=torch.float64)
-    for each in (x, 10 * x):
+    with without_trace(module) as left:
+        found = [type(module).forward(small, each) for each in (x, 10 * x)]
+    if left or _plain(small) != _plain(module):
+        return Reason(f"its forward changes {left[0] if left else 'attributes'}, beside what it returns")
+    for each, made in zip((x, 10 * x), found, strict=True):
         gate = small.gate_proj(each) if gated else None
-        expected = small.down_proj(activation(gate, small.up_proj(each), kind))
-        if not nearly_equal(type(module).forward(small, each), expected):
+        if not nearly_equal(made, small.down_proj(activation(gate, small.up_proj(each), kind))):
             return Reason("its forward computes something else than an MLP")
     return None
