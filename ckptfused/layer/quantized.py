@@ -133,7 +133,8 @@ def _four_bits_of(codes: Tensor, state: Any, name: str) -> Weight:
         absmax = _to_be_saved(state.absmax)
         return _to_be_saved(codes), Stored((state.quant_type, state.blocksize), (absmax, None, None, None), shape)
     inner = state.state2
-    beside = tuple(map(_to_be_saved, (state.absmax, state.offset, inner.absmax, inner.code)))
+    offset = state.offset.to(codes.device)  # a number, which in a model without data may have stayed one
+    beside = tuple(map(_to_be_saved, (state.absmax, offset, inner.absmax, inner.code)))
     return _to_be_saved(codes), Stored((state.quant_type, state.blocksize, inner.blocksize), beside, shape)
 
 

@@ -160,9 +160,13 @@ def _function_as_read(callee: Called) -> bool:
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether a module's forward is another than its class's. Libraries that take a patch back leave the latter."""
+    """Whether a module's forward is another than its class's. Libraries that take a patch back leave the latter; one
+    that does what it does says so (`as_its_class`): ours on PEFT's wrappers of experts.
+    """
     own = vars(module).get("forward")
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+    if own is None or getattr(own, "as_its_class", False) is True:
+        return False
+    return getattr(own, "__func__", None) is not type(module).forward
 
 
 def is_replaced(cls: Any) -> bool:

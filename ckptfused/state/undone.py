@@ -169,7 +169,8 @@ def _shared(modules: Iterable[nn.Module]) -> Iterator[Any]:
 
 
 def _is_shared(name: str, value: Any) -> bool:
-    """Whether a module's attribute leads to what others hold, too."""
-    return (
-        name not in _OWN and not isinstance(value, Tensor | nn.Module) and not (isinstance(value, dict) and not value)
-    )
+    """Whether a module's attribute leads to what others hold, too. A forward of ours that does what its class's does
+    leads to nothing else."""
+    if name in _OWN or isinstance(value, Tensor | nn.Module) or (isinstance(value, dict) and not value):
+        return False
+    return not (name == "forward" and getattr(value, "as_its_class", False) is True)

@@ -83,6 +83,19 @@ def test_gradients_are_those_of_peft_and_nothing_is_merged(name: str, implementa
     alike(model, converted)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "glm4-moe", "granite-moe"])
+def test_the_attention_half_stays_fused(name: str) -> None:
+    """Whether a layer's class was read or derived: our forward on PEFT's wrapper is nobody's patch."""
+    plain, model = adapted(name), adapted(name)
+    report = ckptfused.convert(model)
+    assert {layer.path for layer in report.layers} <= {"part", "fused"}, str(report)
+    calls: list[int] = []
+    for wrapper in wrappers(model):
+        wrapper.register_forward_hook(lambda *call: calls.append(1))
+    alike(plain, model)
+    assert len(calls) == len(wrappers(model))
+
+
 @pytest.mark.parametrize("parameters", [("gate_up_proj",), ("down_proj",), ("down_proj", "gate_up_proj")])
 def test_adapters_on_one_weight_and_in_the_other_order(parameters: tuple[str, ...], merges: list[str]) -> None:
     model = adapted(parameters=parameters)

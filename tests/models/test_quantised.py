@@ -102,6 +102,22 @@ def test_kbit_training_under_autocast(storage: torch.dtype, tmp_path: Path) -> N
         assert (t.float() - truth[name].float()).norm() <= 0.03 * scale, name
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_kbit_training_is_predicted_and_planned(nested: bool, tmp_path: Path) -> None:
+    """A number beside nested scales stays one in a model without data."""
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    llama().save_pretrained(tmp_path)
+    model = loaded(tmp_path, torch.bfloat16, bnb_4bit_use_double_quant=nested)
+    model = adapted(peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False))
+    batch, autocast = text_batch(), torch.bfloat16
+    budget = 2**21  # with what oneDNN may allocate within products
+    report = ckptfused.convert(model, budget=budget, batch=batch, device="cpu", autocast=autocast)
+    predicted, measured = (ckptfused.profile(model, batch, device=d, autocast=autocast) for d in ("cpu", None))
+    assert measured.peak <= predicted.peak + predicted.workspace
+    assert predicted.peak <= report.peak <= budget
+
+
 def test_8_bits_are_predicted_as_they_run(tmp_path: Path) -> None:
     """On the CPU they are fused, without data, too."""
     pytest.importorskip("bitsandbytes")

@@ -623,6 +623,20 @@ MUTANTS = (
         test="tests/ops/test_experts_few_bits.py::test_entries_of_a_stack",
     ),
     Mutant(
+        "a number beside nested scales that is elsewhere in a model without data",
+        file="ckptfused/layer/quantized.py",
+        text="offset = state.offset.to(codes.device)",
+        defect="offset = state.offset",
+        test="tests/models/test_quantised.py::test_kbit_training_is_predicted_and_planned[True]",
+    ),
+    Mutant(
+        "our own forward on PEFT's wrapper taken for somebody's patch",
+        file="ckptfused/models/experts/install.py",
+        text="    as_its_class = True\n",
+        defect="    as_its_class = False\n",
+        test="tests/models/test_expert_adapters.py::test_the_attention_half_stays_fused[olmoe]",
+    ),
+    Mutant(
         "a hook on what makes numbers of stored experts that does not run",
         file="ckptfused/layer/quantized.py",
         text="    if hooked(made_by) or hooked(held[name]):\n",

@@ -18,10 +18,12 @@ from ckptfused.compat.transformers import is_checkpointing_layer
 from ckptfused.layer.peft import is_lora
 from ckptfused.layer.quantized import is_quantized, stack_numbers, unparametrized
 from ckptfused.layer.shards import is_fully_sharded
+from ckptfused.layer.source import is_patched
 from ckptfused.models.derive.factors import stand_in
 from ckptfused.models.derive.recorder import RefusedError
 from ckptfused.models.derive.rules.masks import HIDES
 from ckptfused.models.describe.own_forward import forget_places
+from ckptfused.models.experts.adapters import is_wrapper, wrapped
 from ckptfused.simulate.meta_copy import data_behind
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
@@ -75,7 +77,7 @@ def layer_copy(
                 memo.setdefault(id(t), made(data_behind(t).detach(), False))
             elif not isinstance(t, _COPIED):
                 memo[id(t)] = t
-            if key == "forward" and module is not layer:
+            if key == "forward" and module is not layer and is_patched(module):
                 raise RefusedError("a module within has a forward of its own")
         if of_stacks := {name: nn.Parameter(made(t, True)) for name, t in stack_numbers(module).items()}:
             memo |= {id(p): p for p in of_stacks.values()}
@@ -89,8 +91,9 @@ def layer_copy(
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise RefusedError(f"it cannot be copied: {error}") from error
     memo[id(layer)] = found
-    for module in filter(is_lora, layer.modules()):
-        memo.pop(id(module.base_layer), None)  # whoever calls it calls no adapter
+    for module in layer.modules():
+        if is_lora(module) or is_wrapper(module):
+            memo.pop(id(module.base_layer), None)  # whoever calls it calls no adapter
     for module in found.modules():
         if is_checkpointing_layer(module):
             vars(module)["gradient_checkpointing"] = False  # a replay has its own values, which no recording knows
@@ -100,8 +103,8 @@ def layer_copy(
             elif isinstance(held, types.FunctionType):
                 vars(module)[name] = _closed_over(held, memo)
         for name, child in module._modules.items():
-            if child is not None and is_lora(child):
-                module._modules[name] = child.base_layer  # type: ignore[assignment]
+            if child is not None and (is_lora(child) or is_wrapper(child)):
+                module._modules[name] = wrapped(child.base_layer)  # type: ignore[assignment]
     if not placed:
         forget_places(found)
     return found

@@ -88,6 +88,9 @@ def _text(spec: ExpertsSpec, up_scale: float, down_scale: float, quant: tuple[An
 class AdaptedForward:
     """The forward of the outermost of PEFT's wrappers around a converted module of experts."""
 
+    as_its_class = True
+    """`is_patched` asks for it."""
+
     def __init__(self, wrapper: nn.Module) -> None:
         self.wrapper = wrapper
 
