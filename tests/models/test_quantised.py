@@ -15,11 +15,14 @@ pytest.importorskip("transformers")
 import transformers
 
 import ckptfused
+from ckptfused.layer.quantized import is_quantized, stored_weight
 from ckptfused.models.describe.example import example
+from ckptfused.simulate.meta_copy import copy_to_meta
 from ckptfused.state.undone import without_trace
 from tests.models.compare import close, gradients, run
 from tests.models.small import llama, unfused
 from tests.models.zoo import text_batch
+from tests.quantized import Way, quantize_linears
 
 pytestmark = [
     pytest.mark.each_torch,
@@ -116,6 +119,18 @@ def test_kbit_training_is_predicted_and_planned(nested: bool, tmp_path: Path) ->
     predicted, measured = (ckptfused.profile(model, batch, device=d, autocast=autocast) for d in ("cpu", None))
     assert measured.peak <= predicted.peak + predicted.workspace
     assert predicted.peak <= report.peak <= budget
+
+
+def test_what_is_beside_codes_is_where_they_are() -> None:
+    """In a model without data, too, where a number stays one for code that looks at it."""
+    pytest.importorskip("bitsandbytes")
+    model = llama()
+    quantize_linears(model, Way("nf4", nested=True))
+    meta, _ = copy_to_meta(model, None)
+    found = [stored_weight(m, torch.float32, "") for m in meta.modules() if is_quantized(m)]
+    assert found
+    for codes, stored in found:  # type: ignore[misc]
+        assert {t.device for t in stored.state} == {codes.device} == {torch.device("meta")}
 
 
 def test_8_bits_are_predicted_as_they_run(tmp_path: Path) -> None:

@@ -627,7 +627,7 @@ MUTANTS = (
         file="ckptfused/layer/quantized.py",
         text="offset = state.offset.to(codes.device)",
         defect="offset = state.offset",
-        test="tests/models/test_quantised.py::test_kbit_training_is_predicted_and_planned[True]",
+        test="tests/models/test_quantised.py::test_what_is_beside_codes_is_where_they_are",
     ),
     Mutant(
         "our own forward on PEFT's wrapper taken for somebody's patch",
