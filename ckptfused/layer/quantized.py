@@ -143,10 +143,7 @@ class Stack(NamedTuple):
 
     codes: Tensor
     """uint8 [E, bytes]."""
-    state: tuple[Tensor | None, ...]
-    """scale, offset, nested_scale, table."""
-    form: tuple[Any, ...]
-    """The fields of `spec.Quantized`, as `Stored.form`."""
+    stored: Stored
     dtype: torch.dtype
     """The type of the numbers that its module would find."""
 
@@ -168,7 +165,7 @@ def stored_stack(module: nn.Module, name: str) -> Stack | Reason | None:
     codes, stored, count = read[0].reshape(-1).view(torch.uint8), read[1], state.shape[0]
     if len(state.shape) != 3 or 2 * codes.numel() != math.prod(state.shape) or codes.numel() % count:
         return Reason(f"{name}: its weights were quantized as {list(state.shape)}, expected [E, out, in]")
-    return Stack(codes.view(count, -1), stored.state, stored.form, state.dtype)
+    return Stack(codes.view(count, -1), stored, state.dtype)
 
 
 def stack_numbers(module: nn.Module) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ckptfused.compat.pytree import tree_flatten, tree_unflatten
 from ckptfused.compat.torch_distributed import composable_names, own_class
 from ckptfused.compat.transformers import is_checkpointing_layer
-from ckptfused.layer.peft import is_lora
 from ckptfused.layer.quantized import is_quantized, stack_numbers, unparametrized
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.layer.source import is_patched
@@ -23,7 +22,7 @@ from ckptfused.models.derive.factors import stand_in
 from ckptfused.models.derive.recorder import RefusedError
 from ckptfused.models.derive.rules.masks import HIDES
 from ckptfused.models.describe.own_forward import forget_places
-from ckptfused.models.experts.adapters import is_wrapper, wrapped
+from ckptfused.models.experts.adapters import adds_adapters, wrapped
 from ckptfused.simulate.meta_copy import data_behind
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if "hook" in name)
@@ -91,9 +90,8 @@ def layer_copy(
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise RefusedError(f"it cannot be copied: {error}") from error
     memo[id(layer)] = found
-    for module in layer.modules():
-        if is_lora(module) or is_wrapper(module):
-            memo.pop(id(module.base_layer), None)  # whoever calls it calls no adapter
+    for module in filter(adds_adapters, layer.modules()):
+        memo.pop(id(module.base_layer), None)  # whoever calls it calls no adapter
     for module in found.modules():
         if is_checkpointing_layer(module):
             vars(module)["gradient_checkpointing"] = False  # a replay has its own values, which no recording knows
@@ -103,7 +101,7 @@ def layer_copy(
             elif isinstance(held, types.FunctionType):
                 vars(module)[name] = _closed_over(held, memo)
         for name, child in module._modules.items():
-            if child is not None and (is_lora(child) or is_wrapper(child)):
+            if child is not None and adds_adapters(child):
                 module._modules[name] = wrapped(child.base_layer)  # type: ignore[assignment]
     if not placed:
         forget_places(found)

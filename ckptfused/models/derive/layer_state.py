@@ -17,11 +17,10 @@ from ckptfused.compat.torch_modules import BatchNorm
 from ckptfused.compat.transformers import attention_function, attention_implementation
 from ckptfused.layer.hooks import watched
 from ckptfused.layer.parts import Reason
-from ckptfused.layer.peft import is_lora
 from ckptfused.layer.quantized import is_quantized
 from ckptfused.layer.source import is_replaced
 from ckptfused.models.describe.own_forward import INDICES
-from ckptfused.models.experts.adapters import is_wrapper
+from ckptfused.models.experts.adapters import adds_adapters
 from ckptfused.models.hf_checkpointing import REPLICATE
 from ckptfused.simulate.meta_copy import data_behind
 from ckptfused.state.compared import Apart, ClassAttributes, copy_to_compare, is_same, to_compare
@@ -175,7 +174,7 @@ class LayerState:
         return _Same(value)
 
     def _module(self, module: nn.Module) -> Hashable:
-        if is_lora(module) or is_wrapper(module):
+        if adds_adapters(module):
             return self._value(module.base_layer)  # adapters are read anew at each call
         if is_quantized(module):  # so are codes and scales
             bias: Any = module.bias

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ckptfused.compat.peft import PARAM_WRAPPER
 from ckptfused.layer.hooks import EVERYWHERE, hooked, hooked_everywhere
 from ckptfused.layer.parts import Reason
+from ckptfused.layer.peft import is_lora
 from ckptfused.layer.source import class_name
 from ckptfused.models.experts.read import SMALL, nearly_equal, on_small_weights, small_experts
 from ckptfused.spec.experts import ExpertsSpec
@@ -36,6 +37,12 @@ NO_ADAPTERS = Adapters(())
 def is_wrapper(module: nn.Module) -> bool:
     """Whether a module is PEFT's wrapper of one that holds an adapted parameter."""
     return class_name(type(module)) == PARAM_WRAPPER
+
+
+def adds_adapters(module: nn.Module) -> bool:
+    """Whether a module is PEFT's wrapper of its `base_layer`: of a projection, or of one that holds an adapted
+    parameter."""
+    return is_lora(module) or is_wrapper(module)
 
 
 def wrapped(module: Any) -> nn.Module:

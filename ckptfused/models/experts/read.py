@@ -70,19 +70,18 @@ def weights_of(module: Any) -> Weights:
     up_bias, down_bias = (getattr(module, f"{name}_bias") if module.has_bias else None for name in names.values())
     up, down = (few[t].codes if t in few else plain[t] for t in names)
     none: tuple[Tensor | None, ...] = (None,) * len(QUANT_SLOTS)
-    stored = tuple(part for t in names for part in (few[t].state if t in few else none)) if few else ()
+    stored = tuple(part for t in names for part in (few[t].stored.state if t in few else none)) if few else ()
     all_of = (*plain.values(), *few.values(), *(bias for bias in (up_bias, down_bias) if bias is not None))
-    quant = tuple((t, *stack.form) for t, stack in few.items())
+    quant = tuple((t, *stack.stored.form) for t, stack in few.items())
     return Weights(up, down, up_bias, down_bias, stored, quant, frozenset(t.dtype for t in all_of))
 
 
-def unusable(module: Any, gathered_later: bool = False) -> Reason | None:
+def _unusable(module: Any, weights: Weights, gathered_later: bool = False) -> Reason | None:
     """Why the weights of a module of experts cannot be the op's, as they are now. gathered_later: FSDP2 may have them
     in shards until it runs.
     """
     if is_expert_parallel(module):
         return Reason("it is expert parallel")
-    weights = weights_of(module)
     stored = {target for target, *_ in weights.quant}
     for name, t in zip(("up", "down", "up_bias", "down_bias"), weights[:4], strict=True):
         if t is None or name in stored:
@@ -100,14 +99,15 @@ def unfit(module: Any, x: Tensor) -> Reason | None:
     """Why a call with x, [N, C], is not the op's."""
     if x.dim() != 2:
         return Reason(f"it is called with x {list(x.shape)}")
-    if weights_of(module).dtypes != {x.dtype} and not autocast_enabled(x):
+    weights = weights_of(module)
+    if weights.dtypes != {x.dtype} and not autocast_enabled(x):
         return Reason("its weights and its input have different types")
-    return unusable(module)
+    return _unusable(module, weights)
 
 
 def read_experts(module: Any, implementation: Any, gathered_later: bool = False) -> ExpertsSpec | Reason:
     """What a module of experts computes, or why it is left alone. implementation: what its config names.
-    gathered_later: as `unusable`'s."""
+    gathered_later: as `_unusable`'s."""
     if implementation not in COMPUTED_AS_SAID:
         return Reason(f"its implementation is {implementation!r}")
     if any(not hasattr(module, flag) for flag in _FLAGS):
@@ -117,21 +117,17 @@ def read_experts(module: Any, implementation: Any, gathered_later: bool = False)
     for name in getattr(module, "parametrizations", ()):
         if not isinstance(stack := stored_stack(module, name), Stack):
             return stack or Reason(f"torch.nn.utils.parametrize makes its {name}")
-    if (why := watched(module, "it") or _incomplete(module) or unusable(module, gathered_later)) is not None:
+    try:
+        weights = weights_of(module)
+    except AttributeError as error:
+        return Reason(f"another module than its class says: {error}")
+    if (why := watched(module, "it") or _unusable(module, weights, gathered_later)) is not None:
         return why
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=()):
             return _proved(module)
     except Exception as error:  # of code that was not read
         return Reason(f"it could not be tried on small weights ({type(error).__name__}: {error})")
-
-
-def _incomplete(module: Any) -> Reason | None:
-    try:
-        weights_of(module)
-    except AttributeError as error:
-        return Reason(f"another module than its class says: {error}")
-    return None
 
 
 def _proved(module: Any) -> ExpertsSpec | Reason:
