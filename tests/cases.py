@@ -39,6 +39,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "transposed": (False, True),
     "lora": ("none", "all", "drop", "twice", "float32"),
     "softcap": (0.0, 5.0),
+    "sinks": (False, True),
     "scale": (None, 0.2),
     "m": (1.0, 0.5),
     "seq_first": (False, True),
@@ -51,7 +52,7 @@ LARGE: dict[str, dict[int, int]] = {
     "hidden": {56: 256, 37: 193, 130: 384},
 }
 DEFAULTS = {axis: values[0] for axis, values in AXES.items()}
-ATTENTION_AXES = ("mask", "rope", "qk_norm", "qk_place", "head_dim", "heads", "window", "softcap", "scale")
+ATTENTION_AXES = ("mask", "rope", "qk_norm", "qk_place", "head_dim", "heads", "window", "softcap", "sinks", "scale")
 
 # Adapters of a half by the value of "lora"; `first` is the first product, `last` the half's closing one. With "float32"
 # (and "twice") their tensors are float32 beside half-precision weights.
@@ -95,6 +96,7 @@ class Case:
     transposed: bool = False
     lora: str = "none"
     softcap: float = 0.0
+    sinks: bool = False
     scale: float | None = None
     m: float = 1.0
     seq_first: bool = False
@@ -167,6 +169,7 @@ class Case:
             causal="causal" in self.mask,
             window=self.window,
             softcap=self.softcap,
+            sinks=self.sinks,
             rope=self.rope.split("-")[0],
             rotary_dim=self.rotary_dim(),
             qk_norm=self.qk_norm,

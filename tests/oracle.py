@@ -16,7 +16,7 @@ from torch import Tensor
 from ckptfused.eager import block as reference_module
 from ckptfused.eager import dropout_masks, eager_block
 from ckptfused.eager.activation import FUNCTIONS
-from ckptfused.eager.attention import probabilities
+from ckptfused.eager.attention import probabilities, sink_logits
 from ckptfused.eager.dropout import dropout
 from ckptfused.spec import BIASED_NORMS, BlockSpec, param_shapes
 from tests.cases import Case
@@ -89,6 +89,8 @@ def make_params(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
         linear("attn.o", c, attn.q_width, biased)
         norm("attn.post", attn.post, c)
         norm("attn.out", attn.out, c)
+        if attn.sinks:
+            params["attn.sinks"] = _normal((attn.heads,), 1.0, generator)
     if (ffn := spec.ffn) is not None:
         norm("ffn.pre", ffn.pre, c)
         if ffn.joint:
@@ -219,11 +221,14 @@ class _AsFused(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, row: Tensor, v: Tensor, keep: Tensor | None, p: float) -> Tensor:
-        probs = probabilities(logits, row)
+    def forward(
+        ctx: Any, logits: Tensor, row: Tensor, v: Tensor, keep: Tensor | None, p: float, sinks: Tensor | None
+    ) -> Tensor:
+        probs = probabilities(logits, row, sinks)
         dropped = dropout(probs, keep, p)
         o = torch.matmul(dropped, v)
         ctx.save_for_backward(probs, dropped.to(v.dtype), v, keep, o)
+        ctx.beside = None if sinks is None else probabilities(torch.cat((logits, sink_logits(sinks, logits)), -1), row)
         ctx.p, ctx.dtype = p, logits.dtype
         return o
 
@@ -235,7 +240,8 @@ class _AsFused(torch.autograd.Function):
         dp = dropout(torch.matmul(do, v.mT), keep, ctx.p)
         delta = (do * o).sum(-1, keepdim=True)
         dv = torch.matmul(dropped.to(compute).mT, do)
-        return (probs * (dp - delta)).to(ctx.dtype), None, dv.to(dropped.dtype), None, None
+        d_sinks = None if ctx.beside is None else -(ctx.beside[..., -1:] * delta).sum((0, 2, 3)).to(ctx.dtype)
+        return (probs * (dp - delta)).to(ctx.dtype), None, dv.to(dropped.dtype), None, None, d_sinks
 
 
 def plain(spec: BlockSpec, masks: Mapping[int, Tensor], eager: bool = False) -> Function:

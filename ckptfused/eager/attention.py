@@ -32,17 +32,28 @@ def _split(mask: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
     return (mask if kind == "keep" else ~mask), None
 
 
-def probabilities(logits: Tensor, row: Tensor) -> Tensor:
-    """softmax(logits), and zeros where `row` is false: where a query sees no key."""
-    return torch.softmax(logits.masked_fill(~row, 0), -1).masked_fill(~row, 0)
+def probabilities(logits: Tensor, row: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """softmax(logits), the sinks' left out, and zeros where `row` is false: where a query sees no key."""
+    logits = logits.masked_fill(~row, 0)
+    if sinks is not None:
+        logits = torch.cat((logits, sink_logits(sinks, logits)), -1)
+    probs = torch.softmax(logits, -1)
+    return (probs if sinks is None else probs[..., :-1]).masked_fill(~row, 0)
 
 
-def weigh(logits: Tensor, row: Tensor, v: Tensor, keep: Tensor | None, p: float) -> Tensor:
+def sink_logits(sinks: Tensor, logits: Tensor) -> Tensor:
+    """The logit of each head's sink for each query. **Shapes** sinks [H], logits [B, H, T, T]; returns [B, H, T, 1]."""
+    return sinks[:, None, None].expand(*logits.shape[:-1], 1)
+
+
+def weigh(
+    logits: Tensor, row: Tensor, v: Tensor, keep: Tensor | None, p: float, sinks: Tensor | None = None
+) -> Tensor:
     """o = drop(softmax(logits)) v.
 
     **Shapes**: logits, keep [B, H, T, T]; row [B, H, T, 1], true where a query sees a key; v, o [B, H, T, D].
     """
-    return torch.matmul(dropout(probabilities(logits, row), keep, p), v)
+    return torch.matmul(dropout(probabilities(logits, row, sinks), keep, p), v)
 
 
 def attention(
@@ -60,14 +71,16 @@ def attention(
     softcap: float = 0.0,
     keep: Tensor | None = None,
     p: float = 0.0,
+    sinks: Tensor | None = None,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """o = drop(softmax(cap * tanh(scale * q k^T / cap) + masks)) v and the rows' log-sum-exp.
 
-    A row with every key masked gives o = 0, lse = -inf and no gradient.
+    A row with every key masked gives o = 0, lse = -inf and no gradient. With sinks the softmax and the log-sum-exp are
+    over one more logit a head, which no mask hides, and whose value is 0.
 
     **Shapes**: q [B, H, T, D]; k, v [B, G, T, D], head h reads h // (H / G); mask broadcastable to [B, H, T, T];
-    padding [B, T]; keep bool [B, H, T, T] (site 0's dropout mask); returns o [B, H, T, D], lse [B, H, T].
+    padding [B, T]; keep bool [B, H, T, T] (site 0's dropout mask); sinks [H]; returns o [B, H, T, D], lse [B, H, T].
 
     **Source**: ``F.scaled_dot_product_attention``, which ``fused=True`` calls where it can (the eager baseline).
     """
@@ -95,7 +108,10 @@ def attention(
         logits = logits + bias
     logits = logits.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(logits.detach(), -1)
-    if fused and keep is None and not softcap and bool(row.all()):
+    if sinks is not None:
+        sinks = sinks.to(q.dtype)
+        lse = torch.logaddexp(lse, sinks.detach()[:, None])
+    if fused and keep is None and sinks is None and not softcap and bool(row.all()):
         total = visible if bias is None else bias.masked_fill(~visible, -torch.inf).to(q.dtype)
         return F.scaled_dot_product_attention(q, k, v, total.expand(q.shape[0], heads, t_q, t_k), scale=scale), lse
-    return weigh(logits, row, v, keep, p), lse
+    return weigh(logits, row, v, keep, p, sinks), lse

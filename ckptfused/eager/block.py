@@ -152,6 +152,7 @@ def attention_branch(
             softcap=spec.softcap,
             keep=part_keep,
             p=spec.p_attn,
+            sinks=params.get("attn.sinks"),
             fused=eager,
         )
         outputs.append(o)

@@ -210,9 +210,11 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> HalfFacts | Re
         qk_norm=q.kind,
         qk_eps=q.eps,
         qk_place=a.qk_place if a.q_norm is not None else "head",
+        sinks=a.sinks is not None,
         **_frame(a, norms, lora, quant),
     )
-    return HalfFacts(_settled(key), _slots("attn", {**maps, **norms, **turned}), adapters, quantized, width)
+    slots = [*_slots("attn", {**maps, **norms, **turned}), a.sinks]
+    return HalfFacts(_settled(key), slots, adapters, quantized, width)
 
 
 def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> HalfFacts | Reason:

@@ -57,6 +57,8 @@ class Attention(NamedTuple):
     """Modules whose own `forward` the fused one replaces: their code has to be the code that was read."""
     qk_place: str = "head"
     """What q_norm and k_norm are of, as `spec.QK_PLACES`."""
+    sinks: Tensor | None = None
+    """A logit for each head beside those of the keys, [heads]."""
 
 
 class FFN(NamedTuple):

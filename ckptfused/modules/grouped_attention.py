@@ -23,7 +23,7 @@ from ckptfused.spec.checks import check_at_least, check_choice, check_flag, chec
 
 
 class GroupedAttention(nn.MultiheadAttention):
-    """Self-attention with grouped key/value heads, any head width, RoPE, q/k norm, window and soft-cap.
+    """Self-attention with grouped key/value heads, any head width, RoPE, q/k norm, window, soft-cap and sinks.
 
     A holder of parameters: `in_proj_weight` is [(H+2G)·D, C], `out_proj` maps H·D to C. The fused modules read
     them; `forward` is plain PyTorch, for the layers that cannot be fused, and holds the T × T matrix.
@@ -48,6 +48,7 @@ class GroupedAttention(nn.MultiheadAttention):
         causal: bool = False,
         window: int = 0,
         softcap: float = 0.0,
+        sinks: bool = False,
         scale: float | None = None,
     ) -> None:
         nn.Module.__init__(self)
@@ -72,6 +73,7 @@ class GroupedAttention(nn.MultiheadAttention):
         for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v"):
             self.register_parameter(name, None)
         self.add_zero_attn = False
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
         self.out_proj = NonDynamicallyQuantizableLinear(width, embed_dim, bias=bias, **factory)
         self.q_norm = self.k_norm = None
         if qk_norm != "none":
@@ -124,6 +126,7 @@ class GroupedAttention(nn.MultiheadAttention):
             softcap=self.softcap,
             keep=keep,
             p=self.dropout,
+            sinks=self.sinks,
         )
         y = self.out_proj(o.transpose(1, 2).flatten(2))
         y = y if self.batch_first else y.transpose(0, 1)
@@ -141,6 +144,7 @@ class GroupedAttention(nn.MultiheadAttention):
             "scale": self.scale,
             "softcap": self.softcap,
             "window": self.window,
+            "sinks": self.sinks,
         }
 
     def extra_repr(self) -> str:
@@ -174,6 +178,7 @@ def make_attention(
     causal: bool = False,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
     scale: float | None = None,
     norm: str = "layernorm",
     **unknown: Any,
@@ -181,13 +186,13 @@ def make_attention(
     """PyTorch's own layer where it can hold the parameters, else a `GroupedAttention`.
 
     `rope` is True (theta 10000), a theta, a `RotaryTable` to share, or False or None for no RoPE; `qk_norm` a kind,
-    or True for the block's. **Raises** `ValueError` or `TypeError` for what attention cannot be made of, unknown
-    keywords included.
+    or True for the block's; `sinks` True for a trained logit of each head beside those of the keys. **Raises**
+    `ValueError` or `TypeError` for what attention cannot be made of, unknown keywords included.
     """
     if unknown:
         raise TypeError(
             f"{next(iter(unknown))}: unknown keyword; beside those of the signature, attention takes num_kv_heads, "
-            "head_dim, rope, rope_style, rotary_dim, qk_norm, causal, window, softcap and scale"
+            "head_dim, rope, rope_style, rotary_dim, qk_norm, causal, window, softcap, sinks and scale"
         )
     nhead = check_integer("nhead", nhead, 1)
     if head_dim is not None:
@@ -213,6 +218,8 @@ def make_attention(
         extras["window"] = int(window)
     if softcap is not None and check_at_least("softcap", softcap, 0.0):
         extras["softcap"] = float(softcap)
+    if check_flag("sinks", sinks):
+        extras["sinks"] = True
     if scale is not None:
         if not check_number("scale", scale):
             raise ValueError("scale: expected a number other than 0, or None for 1/sqrt(head_dim), got 0")

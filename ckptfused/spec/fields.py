@@ -62,6 +62,7 @@ class AttentionSpec(Frame):
         int, Key("Key j is visible where i - j < window (j - i too, not causal); 0: no window.", called=True)
     ] = 0
     softcap: Annotated[float, Key("Logits become softcap * tanh(logits / softcap); 0: as they are.", least=0)] = 0.0
+    sinks: Annotated[bool, Key("Each head has a logit of a key beside all others, whose value is 0.")] = False
     rope: Annotated[str, Key("How RoPE pairs the entries of a head.", ROPES, called=True)] = "none"
     rotary_dim: Annotated[
         int, Key("RoPE turns the first rotary_dim entries of a head; 0: the whole head.", called=True)

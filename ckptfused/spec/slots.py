@@ -24,7 +24,9 @@ PAIRS: dict[str, tuple[Pair, ...]] = {
     ),
     "ffn": (Pair("pre", "pre"), Pair("gate"), Pair("up"), Pair("down"), *_FRAME_LAST),
 }
+SINKS = "sinks"
 PARAM_SLOTS = {name: tuple(f"{pair.stem}_{kind}" for pair in pairs for kind in "wb") for name, pairs in PAIRS.items()}
+PARAM_SLOTS["attn"] += (SINKS,)
 PROJECTIONS = {name: tuple(pair.stem for pair in pairs if pair.norm is None) for name, pairs in PAIRS.items()}
 PROJECTION_SLOTS = frozenset(f"{name}.{stem}_{kind}" for name in PAIRS for stem in PROJECTIONS[name] for kind in "wb")
 ADAPTER_SLOTS = ("a", "b", "bias")
@@ -66,6 +68,8 @@ def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes
             shapes[f"{name}.{stem}_w"] = ((entries,), kind == "layerscale")
         if kind in BIASED_NORMS:
             shapes[f"{name}.{stem}_b"] = ((entries,), False)
+    if isinstance(half, AttentionSpec) and half.sinks:
+        shapes[f"{name}.{SINKS}"] = ((half.heads,), True)
     return shapes
 
 

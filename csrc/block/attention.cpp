@@ -3,6 +3,7 @@
 
 #include "block/block.h"
 #include "math/dropout.h"
+#include "ops/sinks.h"
 
 namespace ckptfused {
 
@@ -126,8 +127,9 @@ void Block::ensure_attn() {
   auto [o, lse] = makes_keys() ? call::attention_fwd(value_.q, value_.k, value_.v, attention_args())
                                : call::attention_tile_fwd(value_.q, keys_.k, keys_.v,
                                                           attention_args(), query_tile_);
-  value_.o = o.transpose(1, 2).view({B_, T_, spec_.attn.q_width()});
   value_.lse = lse.contiguous();
+  if (spec_.attn.sinks) value_.lse = add_sinks(o.transpose(1, 2), value_.lse, param(kSinks));
+  value_.o = o.transpose(1, 2).view({B_, T_, spec_.attn.q_width()});
   if (!backward_) release_qkv();
 }
 
@@ -150,7 +152,8 @@ Tensor Block::attention_backward(const Tensor& ds) {
   const AttentionSpec& a = spec_.attn;
   const bool need_n1 = needs_[0] || need(attn_slot(kAttnPreW)) || need(attn_slot(kAttnPreB));
   const bool need_qkv = need_n1 || need_any(attn_slot(kQW), attn_slot(kKNormB) + 1);
-  const bool need_proj = need_qkv || need_any(attn_slot(kOW), attn_slot(kAttnPostB) + 1);
+  const bool need_o = need_qkv || need(attn_slot(kSinks));
+  const bool need_proj = need_o || need_any(attn_slot(kOW), attn_slot(kAttnPostB) + 1);
   if (!need_proj) return {};
 
   if (a.post.on()) ensure_proj();
@@ -158,11 +161,15 @@ Tensor Block::attention_backward(const Tensor& ds) {
                                    int(DropoutSite::attention_residual));
   value_.proj.reset();
   const std::vector<Part> o_part = {{kOW, kOB, 0, C_, 0}};
-  Tensor d_o = need_qkv ? empty({N_, a.q_width()}, P_, "d o") : Tensor();
-  if (need_qkv || need_any(attn_slot(kOW), attn_slot(kOW) + 1)) ensure_attn();
+  Tensor d_o = need_o ? empty({N_, a.q_width()}, P_, "d o") : Tensor();
+  if (need_o || need_any(attn_slot(kOW), attn_slot(kOW) + 1)) ensure_attn();
   project_backward(dproj, value_.o.defined() ? o_rows() : Tensor(), o_part, a.transposed, d_o,
                    false, false);
   dproj.reset();
+  if (need(attn_slot(kSinks))) {
+    sinks_grad_out(grad_vector(kSinks), heads_view(d_o, o_columns()).transpose(1, 2),
+                   value_.o.view({B_, T_, a.heads, a.head_dim}), value_.lse, param(kSinks), sums_);
+  }
   if (!need_qkv) return {};
 
   ensure_qk();

@@ -277,7 +277,7 @@ Tensor Block::backward_rows(const Tensor& dy) {
     const AttentionSpec& a = spec_.attn;
     if (a.out.on()) {
       ensure_mid();
-      const bool need_sum = needs_[0] || need_any(0, kAttnOutW);
+      const bool need_sum = needs_[0] || need_any(0, kAttnOutW) || need(kSinks);
       ds = norm_backward(ds, value_.mid, a.out, attn_slot(kAttnOutW), Tensor(), false, need_sum,
                          "d mid");
       owned = true;

@@ -51,6 +51,7 @@ struct AttentionFields : HalfSpec {
   bool causal = false;  // Key j is hidden from query i where j > i.
   int64_t window = 0;  // Key j is visible where i - j < window (j - i too, not causal); 0: no window.
   double softcap = 0.0;  // Logits become softcap * tanh(logits / softcap); 0: as they are.
+  bool sinks = false;  // Each head has a logit of a key beside all others, whose value is 0.
   std::string rope = "none";  // How RoPE pairs the entries of a head.
   int64_t rotary_dim = 0;  // RoPE turns the first rotary_dim entries of a head; 0: the whole head.
   NormSpec qk{"none", 1e-05};  // Norm of q and k.
@@ -72,6 +73,7 @@ void for_fields(AttentionFields& s, F&& f) {
   f("causal", s.causal);
   f("window", s.window);
   f("softcap", s.softcap);
+  f("sinks", s.sinks);
   f("rope", s.rope);
   f("rotary_dim", s.rotary_dim);
   f("qk_norm", s.qk.kind);
@@ -168,7 +170,7 @@ void for_fields(LossFields& s, F&& f) {
 constexpr ComputeType kComputeTypes[] = {{"float64", c10::ScalarType::Double}, {"float32", c10::ScalarType::Float}, {"bfloat16", c10::ScalarType::BFloat16}, {"float16", c10::ScalarType::Half}};
 
 // Slots of the params list. Absent halves have none. Adapters' follow, then those of quantized weights.
-enum AttentionParam : int { kAttnPreW, kAttnPreB, kQW, kQB, kKW, kKB, kVW, kVB, kQNormW, kQNormB, kKNormW, kKNormB, kOW, kOB, kAttnPostW, kAttnPostB, kAttnOutW, kAttnOutB, kAttentionParams };
+enum AttentionParam : int { kAttnPreW, kAttnPreB, kQW, kQB, kKW, kKB, kVW, kVB, kQNormW, kQNormB, kKNormW, kKNormB, kOW, kOB, kAttnPostW, kAttnPostB, kAttnOutW, kAttnOutB, kSinks, kAttentionParams };
 enum FFNParam : int { kFFNPreW, kFFNPreB, kGateW, kGateB, kUpW, kUpB, kDownW, kDownB, kFFNPostW, kFFNPostB, kFFNOutW, kFFNOutB, kFFNParams };
 enum AdapterParam : int { kA, kB, kBias, kAdapterParams };
 enum QuantParam : int { kScale, kOffset, kNestedScale, kTable, kQuantParams };

@@ -49,6 +49,7 @@ class DerivedHalf(NamedTuple):
     maps: tuple[Map | None, ...]
     norms: tuple[NormOf | None, ...]
     numbers: tuple[Any, ...]
+    """What else is said of it: counts, widths, factors, kinds, and the name of a head's sinks."""
     rates: tuple[float, float]
     """Dropout's rate on attention's probabilities or the hidden value, and on what the half adds."""
     dropouts: tuple[int, int]
@@ -141,6 +142,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
                 branch.m,
                 heads.interleaved,
                 heads.place,
+                core.sinks,
             ),
         )
         attn = DerivedHalf(
@@ -234,7 +236,7 @@ def _normed(layer: nn.Module, found: NormOf | None) -> Any:
 
 
 def _attention(layer: nn.Module, half: DerivedHalf, window: int) -> Attention:
-    heads, kv_heads, head_dim, rope, rotary_dim, scale, softcap, m, interleaved, place = half.numbers
+    heads, kv_heads, head_dim, rope, rotary_dim, scale, softcap, m, interleaved, place, sinks = half.numbers
     q, k, v, o = (_projected(layer, found) for found in half.maps)
     pre, post, out, q_norm, k_norm = (_normed(layer, found) for found in half.norms)
     return Attention(
@@ -246,6 +248,7 @@ def _attention(layer: nn.Module, half: DerivedHalf, window: int) -> Attention:
         m=m,
         interleaved=interleaved,
         qk_place=place,
+        sinks=_tensor(layer, sinks),
     )
 
 

@@ -216,9 +216,9 @@ def same_shapes(proof: Proof, recording: Recording, sizes: Sizes) -> None:
 
 
 def _follows(a: int, b: int, c: int, sizes: Sizes) -> bool:
-    """Whether a size is a multiple of 1, B, T, B·T or T² at all three shapes."""
+    """Whether a size is a multiple of 1, B, T, T + 1 (keys and a sink) or B·T at all three shapes."""
     ways = [(1, 1, 1)]
-    ways += [tuple(f(s) for s in (*SHAPES, sizes)) for f in (_batch, _tokens, _rows)]  # type: ignore[misc]
+    ways += [tuple(f(s) for s in (*SHAPES, sizes)) for f in (_batch, _tokens, _keys, _rows)]  # type: ignore[misc]
     return any(a * w2 == b * w1 and a * w3 == c * w1 for w1, w2, w3 in ways)
 
 
@@ -228,6 +228,10 @@ def _batch(sizes: Sizes) -> int:
 
 def _tokens(sizes: Sizes) -> int:
     return sizes.tokens
+
+
+def _keys(sizes: Sizes) -> int:
+    return sizes.tokens + 1
 
 
 def _rows(sizes: Sizes) -> int:

@@ -22,6 +22,7 @@ from ckptfused.models.derive.rules.pieces import (
     norm,
 )
 from ckptfused.models.derive.rules.products import PRODUCTS, merged
+from ckptfused.models.derive.rules.sinks import sinks_after
 from ckptfused.models.derive.walk import Walk, arranges, ratio
 
 _FACTORS = ("mul", "rmul", "div", "truediv", "multiply")
@@ -242,7 +243,8 @@ def _branch(walk: Walk, term: Value) -> Branch:
     while base.call is not None and arranges(base):
         base = walk.same(base.call.inputs[0])
     walk.taken = with_taken
-    if base.op in ("scaled_dot_product_attention", *PRODUCTS) and not _is_projection(walk, base):
+    attends = base.op in ("scaled_dot_product_attention", *PRODUCTS) or walk.attempt(sinks_after, walk, base) is not None
+    if attends and not _is_projection(walk, base):
         return _attention(walk, branch, inner, base)
     return _ffn(walk, branch, inner)
 

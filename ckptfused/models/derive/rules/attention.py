@@ -9,6 +9,7 @@ from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, word
 from ckptfused.models.derive.rules.core import Core
 from ckptfused.models.derive.rules.masks import mask_steps, take_all, with_mask
 from ckptfused.models.derive.rules.products import PRODUCTS, by_heads, head_product, softmax_last
+from ckptfused.models.derive.rules.sinks import sinks_after, with_sinks_after, without_sinks
 from ckptfused.models.derive.walk import Walk, arranges, close, ratio
 
 _LOGITS = frozenset(("mul", "rmul", "div", "truediv", "tanh"))
@@ -23,7 +24,11 @@ def core(walk: Walk, y: Value) -> Core:
         return _sdpa(walk, y, call)
     if call is not None and call.op in PRODUCTS:
         return _written_out(walk, y, call)
-    raise RefusedError("not attention", call)
+    scaled = sinks_after(walk, y)
+    inner = scaled.attended
+    if inner.call is None or inner.op not in PRODUCTS:
+        raise RefusedError("not attention", call)
+    return with_sinks_after(walk, _written_out(walk, inner, inner.call), scaled, y)
 
 
 def _sdpa(walk: Walk, y: Value, call: Recorded) -> Core:
@@ -62,10 +67,13 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
     arranged = by_heads(probs.data, walk.batch)
     if not softmax_last(soft, probs.data.dim()) or arranged is None:
         raise RefusedError(f"no rule takes {probs}", soft)
+    logits, sinks = _shifted(walk, walk.same(soft.inputs[0])), ""
+    if arranged.shape[-1] != last.ends[1].shape[-2]:
+        logits, sinks = without_sinks(walk, logits)
+        arranged = arranged[..., :-1]
     if dropped is None and not close(last.ends[0] @ last.ends[1], arranged @ last.ends[1]):
         raise RefusedError("attention over another dimension than the last", soft)
-    logits = _shifted(walk, walk.same(soft.inputs[0]))
-    found = Core(v, v, v, y, (last.ends[2],) * 4, 1.0, dropout=dropped, weights=tuple(weights))
+    found = Core(v, v, v, y, (last.ends[2],) * 4, 1.0, dropout=dropped, weights=tuple(weights), sinks=sinks)
     chain: list[Recorded] = []
     while True:
         if not chain:

@@ -44,3 +44,5 @@ class Core(NamedTuple):
     """Masks beside those, with their kinds."""
     weights: tuple[Value, ...] = ()
     """The probabilities, before and after their dropout, where the layer has them."""
+    sinks: str = ""
+    """The name of a logit for each head beside those of the keys."""
