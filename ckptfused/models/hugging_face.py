@@ -18,7 +18,8 @@ from ckptfused.models.family import Family
 from ckptfused.sizes import counted
 
 # Those whose mask forms are known: 4-d additive, 4-d boolean or none, 2-d padding or none.
-FLASH = ("flash_attention_2", "flash_attention_3")
+FLASH_WITH_SINKS = ("flash_attention_4", "kernels-community/vllm-flash-attn3")
+FLASH = ("flash_attention_2", "flash_attention_3", *FLASH_WITH_SINKS)
 IMPLEMENTATIONS = ("eager", "sdpa", *FLASH)
 # By these a caller reaches into the attention function.
 _FOREIGN = ("position_bias", "softcap", "s_aux", "sliding_window", "cache", "block_table")
@@ -133,6 +134,7 @@ def layer_inputs(layer: Any, attention: Any, given: dict[str, Any], made: tuple[
 def _replaced(implementation: str) -> bool:
     """Whether somebody registered an attention function of theirs by this name."""
     function = attention_function(implementation)
+    function = getattr(function, "func", function)  # a kernel from the hub is in a partial of transformers' own
     return function is not None and not function.__module__.startswith("transformers.")
 
 

@@ -286,22 +286,23 @@ def test_a_mixture_is_predicted_as_it_runs(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("share", [0.5, 0.7])
-def test_a_budget_holds_for_layers_that_are_not_fused(share: float) -> None:
-    """gpt-oss: they keep inputs of attention, norms and experts, and what the router keeps."""
+@pytest.mark.parametrize(("name", "target", "path"), [("gpt-oss", "q_proj", "part"), ("deepseek-v3", "q_b_proj", "generic")])
+def test_a_budget_holds_for_layers_that_are_not_fused(name: str, target: str, path: str, share: float) -> None:
+    """DeepSeek's keep inputs of attention, norms and experts, and what the router keeps; gpt-oss's x for its attention."""
     peft = pytest.importorskip("peft")
     ids = torch.randint(0, 50, (2, 64))
     batch = {"input_ids": ids, "labels": ids}
 
     def made() -> Any:
-        config = peft.LoraConfig(r=4, target_modules=["q_proj"])
-        model = build("gpt-oss", "grouped_mm", num_hidden_layers=6, hidden_size=64, intermediate_size=96)
+        config = peft.LoraConfig(r=4, target_modules=[target])
+        model = build(name, "grouped_mm", num_hidden_layers=6, hidden_size=64, intermediate_size=96)
         return peft.get_peft_model(model, config).train()
 
     plain = made()
     budget = int(share * ckptfused.profile(plain, batch, torch.optim.AdamW, device="cpu").peak)
     model = made()
     report = ckptfused.convert(model, budget=budget, batch=batch, optimizer=torch.optim.AdamW, device="cpu")
-    assert {layer.path for layer in report.layers} >= {"generic"}
+    assert {layer.path for layer in report.layers} >= {path}
     assert ckptfused.profile(model, batch, torch.optim.AdamW).peak <= report.peak <= budget
 
 

@@ -65,6 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window": {"window": 3},
     "window-causal": {"window": 4, "causal": True},
     "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True, "causal": True},
     "scale": {"scale": 0.7},
     "parallel": {"parallel": True, "norm_first": True},
     "parallel-shared": {"parallel": "shared", "norm_first": True, "activation": "gelu_tanh"},

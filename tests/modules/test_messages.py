@@ -70,6 +70,7 @@ OF_ATTENTION = {
     "causal": ("yes", TypeError, "causal: expected a bool, got 'yes'"),
     "window": (1.5, TypeError, "window: expected an integer, got 1.5"),
     "softcap": (-1, ValueError, "softcap: expected a number of at least 0, got -1"),
+    "sinks": ("yes", TypeError, "sinks: expected a bool, got 'yes'"),
     "scale": ("big", TypeError, "scale: expected a number, got 'big'"),
     "attention_dropout": (-1, ValueError, "attention_dropout: expected a number in [0, 1], got -1"),
     "heads": (

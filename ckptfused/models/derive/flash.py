@@ -16,10 +16,10 @@ from ckptfused.compat.transformers import FLASH_CALL, FLASH_TYPE, attention_impl
 from ckptfused.eager.attention import position_mask
 from ckptfused.layer.parts import Reason
 from ckptfused.models.derive.recorder import RefusedError
-from ckptfused.models.hugging_face import FLASH, packed_bounds
+from ckptfused.models.hugging_face import FLASH, FLASH_WITH_SINKS, packed_bounds
 
-_ELSEWHERE = ("s_aux", "cache", "block_table", "position_bias")
-"""Arguments with which the kernels compute something else than softmax(QKᵀ)V: sinks, paged caches."""
+_ELSEWHERE = ("cache", "block_table", "position_bias")
+"""Arguments with which the kernels compute something else than softmax(QKᵀ)V: paged caches."""
 
 
 @contextmanager
@@ -57,9 +57,15 @@ def _attention(
     softmax_scale: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    attn_implementation: str = "",
     **others: Any,
 ) -> Tensor:
-    """What the kernels compute. **Shapes** query [B, T, H, D], key, value [B, T, G, D], attention_mask [B, T]."""
+    """What the kernels compute. **Shapes** query [B, T, H, D], key, value [B, T, G, D], attention_mask [B, T],
+    s_aux [H]: sinks, which some kernels leave out.
+    """
+    if s_aux is not None and attn_implementation not in FLASH_WITH_SINKS:
+        raise RefusedError(f"flash attention with sinks (s_aux) by {attn_implementation}, which may have none")
     if found := [name for name in _ELSEWHERE if others.get(name) is not None]:
         raise RefusedError(f"flash attention with {found[0]}")
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
@@ -74,5 +80,8 @@ def _attention(
         logits = logits.masked_fill(~sees, hides)
     if attention_mask is not None:
         logits = logits.masked_fill(~attention_mask[:, None, None, :], hides)
-    probs = F.dropout(torch.softmax(logits, -1), dropout)
+    if s_aux is not None:
+        logits = torch.cat((logits, s_aux[:, None, None].expand(*logits.shape[:-1], 1)), -1)
+    probs = torch.softmax(logits, -1)
+    probs = F.dropout(probs if s_aux is None else probs[..., :-1], dropout)
     return torch.matmul(probs, v).transpose(1, 2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ pytest.importorskip("transformers")
 import ckptfused
 from ckptfused.models import find
 from ckptfused.models.derive.derive import derive
+from ckptfused.models.hugging_face import FLASH_WITH_SINKS
 from tests.models.compare import close, run
 from tests.models.derive.test_transformers import IN_ONE_HALF_OF_A_HEAD, model_of
 from tests.models.small import unfused
@@ -90,20 +93,48 @@ def test_sequences_that_positions_do_not_tell() -> None:
     assert "position_ids" in reasons[0].text
 
 
-def with_sinks(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return self.without(*args, s_aux=self.sinks, **kwargs)
+SINKS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9}
+HUB = "kernels-community/vllm-flash-attn3"
 
 
-def test_what_the_kernels_compute_otherwise() -> None:
-    """Attention sinks are in no recording."""
-    _, other = flash("Olmo2", {})
-    _, layer, _ = next(iter(find.layers(other)))
-    attention = layer.get_submodule("self_attn")
-    attention.register_parameter("sinks", nn.Parameter(torch.zeros(4)))
-    attention.__class__ = type(
-        "WithSinks", (type(attention),), {"forward": with_sinks, "without": type(attention).forward}
-    )
-    tables = other.model.rotary_emb(torch.zeros(2, 6, 48), torch.arange(6)[None])
-    found = derive(layer, (torch.randn(2, 6, 48),), {"position_embeddings": tables, "attention_mask": None})
-    assert found.proof is None
-    assert "s_aux" in found.why, found.why
+@pytest.fixture
+def _kernel_of_the_hub() -> Iterator[None]:
+    """The entries that transformers makes when it loads such a kernel."""
+    from transformers.integrations.flash_attention import flash_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(HUB, partial(flash_attention_forward, implementation=HUB))
+    ALL_MASK_ATTENTION_FUNCTIONS.register(HUB, flash_attention_mask)
+    yield
+    for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        type(functions)._global_mapping.pop(HUB)
+
+
+@pytest.mark.usefixtures("_kernel_of_the_hub")
+@pytest.mark.parametrize("implementation", FLASH_WITH_SINKS)
+@pytest.mark.parametrize("batch", [padded, whole, packed], ids=lambda f: f.__name__)
+def test_sinks_of_kernels_that_have_them(batch: Any, implementation: str) -> None:
+    model: Any = model_of("GptOss", "eager", **SINKS).train()
+    other = copy.deepcopy(model)
+    ckptfused.convert(other)
+    other.config._attn_implementation = implementation
+    given = {**batch(), "use_cache": False}
+    with unfused() as reasons:
+        got = run(other, given)
+    if batch is packed:  # of which the model's own eager masks know nothing
+        sees = torch.block_diag(*(torch.ones(n, n).tril() for n in LENGTHS))[None, None]
+        mask = torch.zeros_like(sees).masked_fill(sees == 0, torch.finfo(sees.dtype).min)
+        given["attention_mask"] = dict.fromkeys(("full_attention", "sliding_attention"), mask)
+    close(got, run(model, given), 1e-5)
+    assert not reasons and got["model.layers.0.self_attn.sinks"].any(), reasons
+
+
+def test_sinks_of_kernels_that_may_leave_them_out() -> None:
+    model: Any = model_of("GptOss", "eager", **SINKS)
+    model.config._attn_implementation = "flash_attention_2"
+    tables = model.model.rotary_emb(torch.zeros(2, 6, 48), torch.arange(6)[None])
+    given = {"position_embeddings": tables, "attention_mask": None}
+    found = derive(model.model.layers[0], (torch.randn(2, 6, 48),), given)
+    assert found.layout.attn is None if found.proof is not None else found.why
+    assert "sinks (s_aux) by flash_attention_2" in found.why, found.why

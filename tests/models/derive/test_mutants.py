@@ -22,6 +22,7 @@ from tests.cases import by_turns
 from tests.models.derive.experts import EXPERTS, IN_EXPERTS
 from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
 from tests.models.derive.others import FOLDED, IN_FOLDED, IN_SUMS, IN_TOWER, SUMS, TOWER, called
+from tests.models.derive.sinks import IN_SCALED, IN_SUNK, SCALED, SUNK
 from tests.models.derive.written import GPT, LLAMA, WIDE, arguments, made
 
 T_OF = "T_OF = lambda x: x.shape[1]\n"
@@ -33,6 +34,7 @@ OTHERS = [
     *((FOLDED, *change) for change in IN_FOLDED),
 ]
 MUTANTS += [(WIDE, *change) for change in IN_WIDE] + [(EXPERTS, *change) for change in IN_EXPERTS]
+MUTANTS += [(SUNK, *change) for change in IN_SUNK] + [(SCALED, *change) for change in IN_SCALED]
 
 
 def in_double(source: str) -> str:
@@ -123,7 +125,7 @@ def test_a_mutant_with_dropout_keeps_its_sites(index: int) -> None:
         assert ("p_attn=0.2" in found.proof.text) == (new != "pass" and found.layout.attn is not None)
 
 
-@pytest.mark.parametrize("source", [LLAMA, GPT])
+@pytest.mark.parametrize("source", [LLAMA, GPT, SUNK, SCALED])
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_the_originals_are_derived(source: str, p: float) -> None:
     layer = made(source, p=p)
@@ -131,6 +133,7 @@ def test_the_originals_are_derived(source: str, p: float) -> None:
     found = derive(layer, arguments(source), {})
     assert found.proof is not None, found.why
     assert ("p_attn=0.1" in found.proof.text) == ("p_res=0.1" in found.proof.text) == (p > 0)
+    assert ("attn.sinks=1" in found.proof.text) == ("sinks" in source)
     assert max(found.proof.errors.values()) < 1e-12
     assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
     if p == 0:
