@@ -140,6 +140,14 @@ def test_the_originals_are_derived(source: str, p: float) -> None:
         assert check(made(in_double(source)).double(), arguments(source, tokens=13, dtype=torch.float64))
 
 
+def test_the_log_sum_exp_is_of_the_same_logits() -> None:
+    """A proof by numbers would show it, too; the reason is to be this one."""
+    other = SCALED.replace("torch.logsumexp(scores, dim=-1)", "torch.logsumexp(2 * scores, dim=-1)")
+    found = derive(made(other), arguments(SCALED), {})
+    assert found.layout.attn is None if found.proof is not None else True
+    assert "the log-sum-exp of other logits" in found.why, found.why
+
+
 def test_what_a_layer_makes_of_its_arguments_is_derived() -> None:
     """Rows of heads that are normed, tables and masks that are computed, a window, a sum in place, weights beside."""
     layer = made(WIDE).double()
