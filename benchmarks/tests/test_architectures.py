@@ -17,7 +17,7 @@ PARTS = dict(part.split("\n", 1) for part in PAGE.split("\n## ")[1:])
 LEAST = {"Decoders": 60, "Encoders and towers": 20, "Blocks by others": 12}
 """How many of each part are to be fused whole."""
 AGAIN = {
-    "Decoders": ("olmo2", "gpt_neox"),
+    "Decoders": ("olmo2", "gpt_neox", "gpt_oss"),
     "Encoders and towers": ("vit", "whisper", "xlm_roberta", "t5", "mobilebert"),
     "Blocks by others": ("nanoGPT", "minGPT", "lit-llama", "Meta's Llama"),
 }

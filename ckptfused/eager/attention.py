@@ -46,9 +46,7 @@ def sink_logits(sinks: Tensor, logits: Tensor) -> Tensor:
     return sinks[:, None, None].expand(*logits.shape[:-1], 1)
 
 
-def weigh(
-    logits: Tensor, row: Tensor, v: Tensor, keep: Tensor | None, p: float, sinks: Tensor | None = None
-) -> Tensor:
+def weigh(logits: Tensor, row: Tensor, v: Tensor, keep: Tensor | None, p: float, sinks: Tensor | None = None) -> Tensor:
     """o = drop(softmax(logits)) v.
 
     **Shapes**: logits, keep [B, H, T, T]; row [B, H, T, 1], true where a query sees a key; v, o [B, H, T, D].

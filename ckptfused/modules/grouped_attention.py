@@ -73,6 +73,7 @@ class GroupedAttention(nn.MultiheadAttention):
         for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v"):
             self.register_parameter(name, None)
         self.add_zero_attn = False
+        self.sinks: Tensor | None
         self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
         self.out_proj = NonDynamicallyQuantizableLinear(width, embed_dim, bias=bias, **factory)
         self.q_norm = self.k_norm = None
@@ -212,14 +213,11 @@ def make_attention(
     rotary = _rotary(rope, rope_style, rotary_dim, head_dim or d_model // nhead)
     if rotary is not None:
         extras |= {"rotary": rotary, "rope_style": rope_style}
-    if check_flag("causal", causal):
-        extras["causal"] = True
+    extras |= {name: True for name, on in (("causal", causal), ("sinks", sinks)) if check_flag(name, on)}
     if window is not None and check_integer("window", window, 0):
         extras["window"] = int(window)
     if softcap is not None and check_at_least("softcap", softcap, 0.0):
         extras["softcap"] = float(softcap)
-    if check_flag("sinks", sinks):
-        extras["sinks"] = True
     if scale is not None:
         if not check_number("scale", scale):
             raise ValueError("scale: expected a number other than 0, or None for 1/sqrt(head_dim), got 0")

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ckptfused import functional
+from ckptfused import cost, functional
+from ckptfused.cost.products import AttentionWork
 from ckptfused.spec import AttentionSpec, BlockSpec
 
-B, T, C, H, G, D = 2, 37, 24, 4, 2, 6
+B, T, C, H, G, D = 2, 150, 24, 4, 2, 6
 DOUBLE = torch.float64
 
 
-def half(**options: Any) -> BlockSpec:
-    return BlockSpec(AttentionSpec(H, G, D, sinks=True, **options))
+def half(**options: object) -> BlockSpec:
+    return BlockSpec(AttentionSpec(H, G, D, sinks=True, **options))  # type: ignore[arg-type]
 
 
 def made(dtype: torch.dtype = DOUBLE) -> tuple[Tensor, dict[str, Tensor]]:
     """x and the parameters of an attention half."""
     draw = torch.Generator().manual_seed(2)
     shapes = {"q_w": (H * D, C), "k_w": (G * D, C), "v_w": (G * D, C), "o_w": (C, H * D), "sinks": (H,)}
-    params = {f"attn.{name}": torch.randn(shape, generator=draw, dtype=DOUBLE).mul(0.5) for name, shape in shapes.items()}
+    params = {
+        f"attn.{name}": torch.randn(shape, generator=draw, dtype=DOUBLE).mul(0.5) for name, shape in shapes.items()
+    }
     x = torch.randn(B, T, C, generator=draw, dtype=DOUBLE)
     return x.to(dtype).requires_grad_(), {name: t.to(dtype).requires_grad_() for name, t in params.items()}
+
+
+def tiles(spec: BlockSpec) -> int:
+    """Calls of attention of fewer queries than keys in a forward: those of tiles say how many keys there are."""
+    work = cost.forward_ledger(spec, B, T, C, DOUBLE).work
+    return sum(isinstance(item, AttentionWork) and item.keys == T for item in work)
 
 
 def written_out(x: Tensor, params: dict[str, Tensor], mask: Tensor) -> Tensor:
@@ -52,6 +60,7 @@ def test_values_and_gradients(sees: Tensor, scratch: int) -> None:
     """A query that sees no key sees its sink alone: it gets 0."""
     x, params = made()
     spec = BlockSpec(half(mask="keep").attn, scratch=scratch)
+    assert tiles(spec) == (6 if scratch else 0)
     y = functional.attention_block(x, params, spec, mask=sees[None, None])
     expected = written_out(x, params, sees)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)

@@ -286,9 +286,11 @@ def test_a_mixture_is_predicted_as_it_runs(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("share", [0.5, 0.7])
-@pytest.mark.parametrize(("name", "target", "path"), [("gpt-oss", "q_proj", "part"), ("deepseek-v3", "q_b_proj", "generic")])
+@pytest.mark.parametrize(
+    ("name", "target", "path"), [("gpt-oss", "q_proj", "part"), ("deepseek-v3", "q_b_proj", "generic")]
+)
 def test_a_budget_holds_for_layers_that_are_not_fused(name: str, target: str, path: str, share: float) -> None:
-    """DeepSeek's keep inputs of attention, norms and experts, and what the router keeps; gpt-oss's x for its attention."""
+    """DeepSeek's keep inputs of attention, norms and experts, and what the router keeps; gpt-oss's x of attention."""
     peft = pytest.importorskip("peft")
     ids = torch.randint(0, 50, (2, 64))
     batch = {"input_ids": ids, "labels": ids}

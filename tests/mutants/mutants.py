@@ -1485,7 +1485,7 @@ MUTANTS = (
         file="ckptfused/models/forward.py",
         text="if self.before is None and routes_once(",
         defect="if False and routes_once(",
-        test="tests/models/test_experts.py::test_a_router_is_called_once_a_step[gpt-oss]",
+        test="tests/models/test_experts.py::test_a_router_is_called_once_a_step[deepseek-v3]",
     ),
     Mutant(
         "what a saved tensor was is made again although it was changed in place",

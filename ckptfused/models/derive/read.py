@@ -243,7 +243,9 @@ def _branch(walk: Walk, term: Value) -> Branch:
     while base.call is not None and arranges(base):
         base = walk.same(base.call.inputs[0])
     walk.taken = with_taken
-    attends = base.op in ("scaled_dot_product_attention", *PRODUCTS) or walk.attempt(sinks_after, walk, base) is not None
+    attends = (
+        base.op in ("scaled_dot_product_attention", *PRODUCTS) or walk.attempt(sinks_after, walk, base) is not None
+    )
     if attends and not _is_projection(walk, base):
         return _attention(walk, branch, inner, base)
     return _ffn(walk, branch, inner)

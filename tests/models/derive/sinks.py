@@ -15,7 +15,7 @@ SUNK = _WITH_SINKS.replace(
         probs = F.softmax(joined, dim=-1, dtype=torch.float32)[..., :-1].to(q.dtype)
 """,
 )
-"""As in gpt-oss."""
+"""The way of gpt-oss."""
 SCALED = _WITH_SINKS.replace(
     _SOFTMAX,
     """        lse = torch.logsumexp(scores, dim=-1)
@@ -23,7 +23,7 @@ SCALED = _WITH_SINKS.replace(
 """
     + _SOFTMAX,
 ).replace("y = (probs @ v).transpose", "y = ((probs @ v) * share.unsqueeze(-1).to(q.dtype)).transpose")
-"""As in Granite with sliding windows."""
+"""The way of Granite with sliding windows."""
 assert "torch.cat([scores, sinks]" in SUNK and "share.unsqueeze" in SCALED
 
 IN_SUNK = [

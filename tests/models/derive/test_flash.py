@@ -14,7 +14,6 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import ckptfused
-from ckptfused.models import find
 from ckptfused.models.derive.derive import derive
 from ckptfused.models.hugging_face import FLASH_WITH_SINKS
 from tests.models.compare import close, run
