@@ -53,7 +53,7 @@ class MixtureSizes(Sizes):
     rank: int = option(0, 16, every=False)
     bits: int = option(0, 4, every=False)
     layers: int = 4
-    tokens: int = 1024
+    tokens: int = 4096
 
 
 def make(sizes: MixtureSizes, dtype: torch.dtype) -> Any:
@@ -169,7 +169,7 @@ BENCHMARK = Benchmark(
     ),
     goals=lambda sizes: [
         Goal(CONVERTED, CHECKPOINTED, 0.85),
-        Goal(CONVERTED, CHECKPOINTED, 0.6, "transient", "peak without gradients"),
+        Goal(CONVERTED, CHECKPOINTED, 0.6, "peak", "peak of a step"),
     ],
     case=lambda sizes: sizes.model,
     stem=lambda sizes: (

@@ -21,6 +21,7 @@ class Mask(NamedTuple):
     `mask` is a 4-d view broadcastable to [B, H, T, T], `padding` is [B, T]; their kinds are "none", "keep"
     (bool, True may be attended to), "drop" (bool, True may not) or "add" (floating, added to the logits; -5e8 or
     less, in float16 its lowest, hides as -inf does, so a row of such values sees nothing and gives zeros).
+    With `window` key j is visible where i - j < window, and j - i too where it is not `causal`.
     """
 
     mask: Tensor | None = None
@@ -28,6 +29,7 @@ class Mask(NamedTuple):
     padding: Tensor | None = None
     padding_kind: str = "none"
     causal: bool = False
+    window: int = 0
 
 
 NO_MASK = Mask()

@@ -64,7 +64,7 @@ def text_here(layer: LayerKey, inputs: Inputs, mode: Mode) -> str:
             padding=masks.padding_kind,
             causal=masks.causal,
             packed=inputs.cu_seqlens is not None,
-            window=layer.window if inputs.windowed else 0,
+            window=masks.window or (layer.window if inputs.windowed else 0),
             rope=layer.rope,
             rotary_dim=turned,
         )
@@ -139,4 +139,6 @@ def _name(slot: str, names: Mapping[str, str]) -> str:
     if slot in names or ".lora" in slot or ".quant" in slot:
         return names.get(slot, slot)
     piece, _, part = slot.rpartition("_")
+    if not piece:  # a tensor by itself, as the sinks are
+        return slot.partition(".")[2]
     return f"{names.get(piece, piece.partition('.')[2])}.{'weight' if part == 'w' else 'bias'}"

@@ -20,6 +20,7 @@ ENCODER_NAMES = {
     "attn.q_norm": "self_attn.q_norm",
     "attn.k_norm": "self_attn.k_norm",
     "attn.o": "self_attn.out_proj",
+    "attn.sinks": "self_attn.sinks",
     "ffn.act": "activation",
     "ffn.pre": "norm2",
     "ffn.out": "norm2",

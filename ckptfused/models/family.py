@@ -15,6 +15,7 @@ from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
 from ckptfused.cost.open_ledger import device_counted
 from ckptfused.layer.call import build_call, learned
 from ckptfused.layer.hooks import LENT, lent_weights
+from ckptfused.layer.mask_patterns import by_place
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.projections import projection
 from ckptfused.layer.sdpa import same_sdpa, under_foreign_mode
@@ -219,6 +220,8 @@ def fused_call(parts: Parts, inputs: Inputs, mode: Mode, sharded: bool = False) 
         return Reason(f"an input of type {type(x).__name__}")
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.is_inference():
         inputs = inputs._replace(x=x.clone())  # what was made in inference mode cannot be saved for backward
+    if parts.attn is not None and masks.mask is not None and not (inputs.windowed and parts.attn.window):
+        inputs = inputs._replace(masks=by_place(masks, x.size(0 if inputs.seq_first else 1)))
     return build_call(parts, inputs, mode, sharded)
 
 

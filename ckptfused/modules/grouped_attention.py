@@ -74,7 +74,7 @@ class GroupedAttention(nn.MultiheadAttention):
             self.register_parameter(name, None)
         self.add_zero_attn = False
         self.sinks: Tensor | None
-        self.register_parameter("sinks", nn.Parameter(torch.zeros(num_heads, **factory)) if sinks else None)
+        self.register_parameter("sinks", nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None)
         self.out_proj = NonDynamicallyQuantizableLinear(width, embed_dim, bias=bias, **factory)
         self.q_norm = self.k_norm = None
         if qk_norm != "none":
@@ -133,6 +133,11 @@ class GroupedAttention(nn.MultiheadAttention):
         y = y if self.batch_first else y.transpose(0, 1)
         return (y if query.dim() == 3 else y.squeeze(0 if self.batch_first else 1)), None
 
+    def _reset_parameters(self) -> None:
+        super()._reset_parameters()
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
     def variants(self) -> dict[str, Any]:
         """The fields of `layer.parts.Attention` that `nn.MultiheadAttention` has not, as they are now."""
         rotary = child(self, "rotary")
@@ -153,6 +158,7 @@ class GroupedAttention(nn.MultiheadAttention):
         for name in ("causal", "window", "softcap", "scale", "dropout"):
             if getattr(self, name):
                 words.append(f"{name}={getattr(self, name)}")
+        words += ["sinks"] if self.sinks is not None else []
         return ", ".join(words)
 
 

@@ -1,6 +1,7 @@
 #include "ops/sinks.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "ops/ledger.h"
 
@@ -12,7 +13,7 @@ using at::Tensor;
 // Bytes of a part's copy in the accumulation type: on a CPU it stays in a core's cache.
 constexpr int64_t kCopyCpu = 1 << 20, kCopyGpu = 64 << 20;
 // Launches of the two, and of each part of the second.
-constexpr int64_t kForward = 5, kBackward = 4, kBackwardPart = 6;
+constexpr int64_t kForward = 6, kBackward = 5, kBackwardPart = 6;
 
 // Tokens [token, token + tokens) of batch elements [batch, batch + batches).
 struct Part {
@@ -52,11 +53,23 @@ Tensor by_heads(const Tensor& sinks, at::ScalarType acc) {
   return sinks.to(acc).view({-1, 1});
 }
 
+// difference = exp(a - b), and 0 where a and b are -inf. Shapes: b and the result [B, H, T].
+void exp_difference(Tensor difference, const Tensor& a, const Tensor& b, Tensor nothing) {
+  at::sub_out(difference, a, b);
+  at::eq_out(nothing, b, -INFINITY);
+  difference.masked_fill_(nothing, -INFINITY).exp_();
+}
+
+Tensor flags_like(const Tensor& lse) {
+  return at::empty_like(lse, lse.options().dtype(at::kBool));
+}
+
 }  // namespace
 
 Tensor add_sinks(const Tensor& o, const Tensor& lse, const Tensor& sinks) {
   const at::ScalarType acc = lse.scalar_type();
   Tensor total = at::empty_like(lse);
+  const Tensor nothing = flags_like(lse);
   // PyTorch copies half-precision numbers whole before it multiplies them by wider ones on a CPU.
   const bool copied = on_cpu(o) && acc != o.scalar_type();
   const std::vector<Part> parts =
@@ -66,8 +79,8 @@ Tensor add_sinks(const Tensor& o, const Tensor& lse, const Tensor& sinks) {
   const int64_t bytes = 6 * int64_t(lse.nbytes()) + 2 * int64_t(o.nbytes());
   if (counted_launch("add_sinks", bytes / kForward, kForward)) return total;
   at::logaddexp_out(total, lse, sink);
-  // Where both are -inf there is nothing to scale.
-  const Tensor factor = lse.sub_(total).exp_().nan_to_num_(0.0).transpose(1, 2).unsqueeze(-1);
+  exp_difference(lse, lse, total, nothing);
+  const Tensor factor = lse.transpose(1, 2).unsqueeze(-1);
   for (const Part& part : parts) {
     const Tensor rows = part.of(o);
     if (copied) {
@@ -89,13 +102,14 @@ void sinks_grad_out(const Tensor& grad, const Tensor& dout, const Tensor& o, con
   const Ledger::Name name("probabilities of sinks");
   const Tensor sink = by_heads(sinks, acc);
   const Tensor rows = at::empty({products.size(0), o.size(2)}, lse.options());
-  Tensor weight = at::empty_like(lse), sums = at::empty_like(grad);
+  const Tensor weight = at::empty_like(lse), nothing = flags_like(lse);
+  Tensor sums = at::empty_like(grad);
   const int64_t bytes = 2 * int64_t(o.nbytes()) + 6 * int64_t(lse.nbytes());
   const int64_t launches = kBackward + kBackwardPart * int64_t(parts.size());
   if (counted_launch("sinks_grad", bytes / launches, launches)) return;
   if (!add) grad.zero_();
-  at::sub_out(weight, sink, lse);
-  const Tensor probability = weight.exp_().nan_to_num_(0.0).transpose(1, 2);
+  exp_difference(weight, sink, lse, nothing);
+  const Tensor probability = weight.transpose(1, 2);
   for (const Part& part : parts) {
     const Tensor out = part.of(o);
     const Tensor made = copy_of(part.of(dout), products).mul_(copied ? copy_of(out, wide) : out);

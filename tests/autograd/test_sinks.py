@@ -107,6 +107,20 @@ def test_a_large_sink_takes_all() -> None:
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), [x, *params.values()]))
 
 
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.float32, torch.bfloat16], ids=str)
+def test_a_sink_that_is_no_number_is_seen(dtype: torch.dtype) -> None:
+    """Of +inf the head gives nothing, as in the limit, and the sink's gradient is no number."""
+    x, params = made(dtype)
+    params["attn.o_w"] = torch.eye(C, dtype=dtype)  # C is H * D: each head by itself
+    for value in (torch.nan, torch.inf):
+        sinks = torch.tensor([0.0, value, 1.0, 1.0], dtype=dtype, requires_grad=True)
+        y = functional.attention_block(x, {**params, "attn.sinks": sinks}, half(causal=True))
+        heads = (y - x).unflatten(-1, (H, D)).transpose(1, 2)[0]
+        assert heads[1].isnan().all() if value != value else not heads[1].any()
+        (found,) = torch.autograd.grad(y.sum(), sinks)
+        assert found[1].isnan()
+
+
 def test_sinks_of_another_shape_are_refused() -> None:
     x, params = made()
     params["attn.sinks"] = torch.zeros(H + 1, dtype=DOUBLE)

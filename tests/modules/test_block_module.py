@@ -300,3 +300,16 @@ def test_compiles_again_after_a_change(device: str) -> None:
             assert torch.equal(compiled(x, *arguments), expected)
     block.eval()
     assert torch.equal(compiled(x), block(x))
+
+
+def test_sinks_are_shown_reset_and_named() -> None:
+    block = FusedCheckpointBlock(C, H, HIDDEN, sinks=True, causal=True, batch_first=True)
+    attention = block.self_attn
+    assert "sinks" in repr(attention)
+    with torch.no_grad():
+        attention.sinks.fill_(3)
+    attention._reset_parameters()
+    assert not attention.sinks.any()
+    attention.sinks = torch.nn.Parameter(torch.zeros(H + 1))
+    with pytest.raises(ValueError, match=rf"self_attn\.sinks: expected shape \[{H}\], got \[{H + 1}\]"):
+        block(torch.randn(1, 5, C))

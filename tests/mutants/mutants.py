@@ -341,6 +341,27 @@ MUTANTS = (
         test="tests/autograd/test_block_oracle.py::test_wide_heads[128-all-float32-cpu]",
     ),
     Mutant(
+        "a mask that was written to says what it said before",
+        file="ckptfused/layer/mask_patterns.py",
+        text="if known is None or known.version != mask._version or known.storage.expired():",
+        defect="if known is None or known.storage.expired():",
+        test="tests/models/test_mask_patterns.py::test_a_mask_is_looked_at_once_until_it_is_written",
+    ),
+    Mutant(
+        "what a mask adds to keys that it shows is left out",
+        file="ckptfused/layer/mask_patterns.py",
+        text='or (kind == "add" and not _equal(one == 0, expected)):',
+        defect="or False:",
+        test="tests/models/test_mask_patterns.py::test_other_masks_stay_what_they_are[biased]",
+    ),
+    Mutant(
+        "a window in a mask is one key short",
+        file="ckptfused/layer/call.py",
+        text="window=masks.window or (",
+        defect="window=max(masks.window - 1, 0) or (",
+        test="tests/models/test_mask_patterns.py::test_windows_of_layers_in_turn",
+    ),
+    Mutant(
         "a tile's gradient of sinks takes the place of those before",
         file="csrc/ops/sinks.cpp",
         text="  if (!add) grad.zero_();\n",
@@ -357,8 +378,8 @@ MUTANTS = (
     Mutant(
         "a sink of -inf makes NaN of a row that sees no key",
         file="csrc/ops/sinks.cpp",
-        text="lse.sub_(total).exp_().nan_to_num_(0.0)",
-        defect="lse.sub_(total).exp_()",
+        text="  difference.masked_fill_(nothing, -INFINITY).exp_();\n",
+        defect="  difference.exp_();\n",
         test="tests/autograd/test_sinks.py::test_a_sink_of_minus_infinity_is_none[torch.float64]",
     ),
     Mutant(

@@ -50,6 +50,14 @@ IN_SUNK = [
         "probs = probs / probs.sum(-1, keepdim=True)",
     ),
 ]
+LOOK_ALIKE = [
+    (SUNK, "self.sinks.reshape(1, -1, 1, 1)", "self.sinks[:2].repeat_interleave(2).reshape(1, -1, 1, 1)"),
+    (SUNK, "self.sinks.reshape(1, -1, 1, 1)", "self.q_norm.weight[:4].reshape(1, -1, 1, 1)"),
+    (SUNK, "torch.cat([scores, sinks], dim=-1)", "torch.cat([torch.cat([scores, sinks], -1), sinks], dim=-1)[..., 1:]"),
+    (SCALED, "(lse - self.sinks.view(1, -1, 1))", "torch.sub(lse, self.sinks.view(1, -1, 1), alpha=2)"),
+    (SCALED, ".float().sigmoid()", ".float()"),
+]
+"""Of these the FFN half is still one."""
 IN_SCALED = [
     ("torch.logsumexp(scores, dim=-1)", "torch.logsumexp(2 * scores, dim=-1)"),
     ("torch.logsumexp(scores, dim=-1)", "torch.logsumexp(scores, dim=-2)"),

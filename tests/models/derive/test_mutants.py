@@ -22,7 +22,7 @@ from tests.cases import by_turns
 from tests.models.derive.experts import EXPERTS, IN_EXPERTS
 from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
 from tests.models.derive.others import FOLDED, IN_FOLDED, IN_SUMS, IN_TOWER, SUMS, TOWER, called
-from tests.models.derive.sinks import IN_SCALED, IN_SUNK, SCALED, SUNK
+from tests.models.derive.sinks import IN_SCALED, IN_SUNK, LOOK_ALIKE, SCALED, SUNK
 from tests.models.derive.written import GPT, LLAMA, WIDE, arguments, made
 
 T_OF = "T_OF = lambda x: x.shape[1]\n"
@@ -146,6 +146,15 @@ def test_the_log_sum_exp_is_of_the_same_logits() -> None:
     found = derive(made(other), arguments(SCALED), {})
     assert found.layout.attn is None if found.proof is not None else True
     assert "the log-sum-exp of other logits" in found.why, found.why
+
+
+@pytest.mark.parametrize(("source", "old", "new"), LOOK_ALIKE, ids=[new for *_, new in LOOK_ALIKE])
+def test_what_only_looks_like_sinks_leaves_the_other_half(source: str, old: str, new: str) -> None:
+    assert source.count(old) == 1
+    layer = made(in_double(source.replace(old, new))).double()
+    found = derive(layer, arguments(source, tokens=13, dtype=torch.float64), {})
+    assert found.proof is not None and found.layout.attn is None and found.layout.ffn is not None, found.why
+    assert check(layer, arguments(source, tokens=13, dtype=torch.float64))
 
 
 def test_what_a_layer_makes_of_its_arguments_is_derived() -> None:

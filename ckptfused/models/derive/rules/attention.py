@@ -68,9 +68,9 @@ def _written_out(walk: Walk, y: Value, call: Recorded) -> Core:
     if not softmax_last(soft, probs.data.dim()) or arranged is None:
         raise RefusedError(f"no rule takes {probs}", soft)
     logits, sinks = _shifted(walk, walk.same(soft.inputs[0])), ""
-    if arranged.shape[-1] != last.ends[1].shape[-2]:
+    if (keys := last.ends[1].shape[-2]) != arranged.shape[-1]:
         logits, sinks = without_sinks(walk, logits)
-        arranged = arranged[..., :-1]
+        arranged = arranged[..., :keys]
     if dropped is None and not close(last.ends[0] @ last.ends[1], arranged @ last.ends[1]):
         raise RefusedError("attention over another dimension than the last", soft)
     found = Core(v, v, v, y, (last.ends[2],) * 4, 1.0, dropout=dropped, weights=tuple(weights), sinks=sinks)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ckptfused.models.derive.recorder import RefusedError, Value
 from ckptfused.models.derive.rules.core import Core
 from ckptfused.models.derive.rules.products import PRODUCTS, by_heads
-from ckptfused.models.derive.walk import Walk
+from ckptfused.models.derive.walk import Walk, close
 
 _JOINS = ("cat", "concat", "concatenate")
 
@@ -20,8 +22,11 @@ def without_sinks(walk: Walk, logits: Value) -> tuple[Value, str]:
     keys, beside = call.inputs
     if call.given(1, "dim", 0) not in (-1, logits.data.dim() - 1) or beside.shape[-1] != 1:
         raise RefusedError(f"no rule takes {call}", call)
+    heads = by_heads(beside.data, walk.batch)
+    if heads is None or keys.shape[-1] != logits.shape[-1] - 1:
+        raise RefusedError(f"no rule takes {call}", call)
     walk.take(call, "attention")
-    return walk.same(keys), _name(walk, beside)
+    return walk.same(keys), _name(walk, beside, heads[0, :, 0, 0])
 
 
 class SinksAfter(NamedTuple):
@@ -40,15 +45,15 @@ def sinks_after(walk: Walk, y: Value) -> SinksAfter:
     attended, factor = y.call.inputs if walk.same(y.call.inputs[0]).op in PRODUCTS else y.call.inputs[::-1]
     gate = walk.through(factor)
     inner = walk.same(gate.call.inputs[0]) if gate.call is not None and gate.op == "sigmoid" else gate
-    if inner.call is None or inner.op != "sub" or len(inner.call.inputs) != 2:
+    if inner is gate or inner.call is None or inner.op != "sub" or len(inner.call.inputs) != 2 or inner.call.kwargs:
         raise RefusedError("not attention", y.call)
     lse, sinks = inner.call.inputs
     lse = walk.same(lse)
-    if lse.op != "logsumexp":
+    if lse.op != "logsumexp" or lse.data.dim() != 3 or sinks.data.dim() > 3:
         raise RefusedError("not attention", y.call)
     for call in (y.call, gate.call, inner.call, lse.call):
         walk.take(call, "attention")
-    return SinksAfter(walk.same(attended), lse, _name(walk, sinks))
+    return SinksAfter(walk.same(attended), lse, _name(walk, sinks, sinks.data.expand_as(lse.data)[0, :, 0]))
 
 
 def with_sinks_after(walk: Walk, found: Core, scaled: SinksAfter, y: Value) -> Core:
@@ -62,9 +67,9 @@ def with_sinks_after(walk: Walk, found: Core, scaled: SinksAfter, y: Value) -> C
     return found._replace(y=y, ends=(*found.ends[:3], ends), sinks=scaled.name)
 
 
-def _name(walk: Walk, v: Value) -> str:
-    """The name of the parameter that a value arranges, a number for each head; that it is so the proof shows."""
+def _name(walk: Walk, v: Value, heads: Tensor) -> str:
+    """The name of the parameter that a value arranges, a number for each head. heads: these numbers."""
     name = walk.parameter(root := walk.through(v))
-    if not name or root.data.dim() != 1:
+    if not name or not close(heads, root.data):
         raise RefusedError("sinks that are no parameter of a number for each head", v.call)
     return name
