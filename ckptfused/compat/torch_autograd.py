@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import graph
 from torch.nn.utils import clip_grad
 from torch.utils import checkpoint as torch_checkpoint
 
@@ -104,8 +106,19 @@ def parameter_hooks(p: Tensor) -> dict[int, Any] | None:
 
 
 def gradient_hooks(t: Tensor) -> list[Any]:
-    """The hooks on a leaf's gradient, before it is there and after."""
-    return [hook for held in (tensor_hooks(t), parameter_hooks(t)) for hook in (held or {}).values()]
+    """The hooks on a leaf's gradient, before it is there and after, and those on its node of the graph."""
+    held = {id(hooks): hooks for hooks in (tensor_hooks(t), parameter_hooks(t), *_node_hooks(t)) if hooks}
+    return [hook for hooks in held.values() for hook in hooks.values()]
+
+
+def _node_hooks(leaf: Tensor) -> list[dict[int, Any]]:
+    """The dicts of Python's hooks on the node that adds to a leaf's gradient. The node, and they, live as long as
+    somebody holds it; only Python's collector can list them. C++'s, as `DistributedDataParallel` has, are in none."""
+    if not leaf.requires_grad or not leaf.is_leaf:
+        return []
+    with torch.inference_mode(False):
+        node = graph.get_gradient_edge(leaf).node
+    return [held for held in gc.get_referents(node) if isinstance(held, dict)]
 
 
 def accept_scales(optimizer: torch.optim.Optimizer, accepts: bool) -> bool:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
+
+from ckptfused.compat import patches
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -57,6 +60,22 @@ def load_dynamo() -> None:
     """Imports Dynamo. PyTorch does so within the first call that a mode of the dispatcher sees, under that mode, so
     that it sees what the import computes. `torch._compile`."""
     import torch._dynamo  # noqa: F401
+
+
+def told_of_calls(tell: Callable[[], object]) -> AbstractContextManager[None]:
+    """A context in which calls that this thread makes of compiled functions are told of. `_callback_from_stance`, which
+    each of them asks what to do with the frames that it opens."""
+    import torch._dynamo.eval_frame as eval_frame
+
+    def told(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def ask(callback: Any) -> Any:
+            if callable(callback):  # not one by which Dynamo is told to keep out
+                tell()
+            return plain(callback)
+
+        return ask
+
+    return patches.patched_attribute(eval_frame, "_callback_from_stance", patches.here(told))
 
 
 def is_loaded() -> bool:

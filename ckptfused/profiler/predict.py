@@ -44,7 +44,7 @@ from ckptfused.simulate.meta_copy import (
     without_data,
 )
 from ckptfused.simulate.roofline import TooLargeError, Work
-from ckptfused.simulate.unseen import unseen
+from ckptfused.simulate.unseen import compiled_calls_noted, unseen
 from ckptfused.simulate.values import LARGEST, KnownValues, tensors_with_values
 from ckptfused.sizes import size
 from ckptfused.state.snapshot import drawn_alike, rng_states
@@ -113,7 +113,7 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
         notes.append("the model looks at random numbers (drops layers, say): another step may need more, or less")
     over = [_SPARSE] if step.gradient_accumulation_steps > 2 and sparse else []
     (left_out if grown > MOST_GROWTH * trace.weights else notes).extend(grows_by(grown))
-    left_out += [*unseen(model), *opaque.values(), *over]
+    left_out += [*unseen(model, batch), *opaque.values(), *over]
     return profile_of(
         trace,
         device.name,
@@ -188,8 +188,8 @@ def _record(
     on_cpu = named if device.kind == "cpu" else nullcontext()
     fast = measured_fast_paths(model, work)
     draws = rng_states(model)
-    functions = functions_for_meta(device.kind, work)
-    with without_collector(), functions as tables, fast, marks, opened, work, on_cpu, known, release:
+    functions, compiled = functions_for_meta(device.kind, work), compiled_calls_noted(model)
+    with without_collector(), compiled, functions as tables, fast, marks, opened, work, on_cpu, known, release:
         gradients = run_step(model, replace(step, batch=twins), optimize, marks)
         alive = grown = bytes_alive(opened, tables)
         again = bool(trained_in(twins))

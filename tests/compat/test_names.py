@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
@@ -113,6 +114,12 @@ def test_autograds_books() -> None:
     x.register_hook(lambda grad: grad)
     x.register_post_accumulate_grad_hook(lambda t: None)
     assert len(auto.tensor_hooks(x) or ()) == len(auto.parameter_hooks(x) or ()) == 1
+    assert len(auto.gradient_hooks(x)) == 2
+    node: Any = get_gradient_edge(x).node
+    node.register_hook(lambda gi, go: None)
+    node.register_prehook(lambda go: None)
+    assert len(auto.gradient_hooks(x)) == 4
+    del node
     assert len(auto.gradient_hooks(x)) == 2
     auto.set_tensor_hooks(x, None)
     assert auto.tensor_hooks(x) is None
@@ -287,6 +294,16 @@ def test_compiled_modules() -> None:
     """
     run = python(code)
     assert run.returncode == 0, run.stderr
+
+
+def test_calls_of_what_is_compiled_are_told_of() -> None:
+    calls: list[int] = []
+    double = torch.compile(lambda x: x * 2, backend="eager")
+    with torch_compile.told_of_calls(lambda: calls.append(0)):
+        assert torch.equal(double(torch.ones(2)), torch.full((2,), 2.0))
+        torch.compiler.disable(lambda: None)()
+    double(torch.ones(2))
+    assert calls == [0]
 
 
 def test_functions_marked_for_dynamo() -> None:

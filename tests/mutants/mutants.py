@@ -609,11 +609,32 @@ MUTANTS = (
         test="tests/simulate/test_left_behind.py::test_what_no_copy_has_is_refused",
     ),
     Mutant(
+        "hooks on the graph's nodes that no copy has",
+        file="ckptfused/compat/torch_autograd.py",
+        text=", *_node_hooks(t)) if hooks}",
+        defect=") if hooks}",
+        test="tests/simulate/test_left_behind.py::test_what_no_copy_has_is_refused",
+    ),
+    Mutant(
+        "hooks on the gradient of a batch",
+        file="ckptfused/simulate/unseen.py",
+        text="for t in batch_leaves(batch) if",
+        defect="for t in () if",
+        test="tests/simulate/test_left_behind.py::test_a_hook_on_a_batch_is_refused",
+    ),
+    Mutant(
+        "compiled functions that a layer calls",
+        file="ckptfused/compat/torch_compile.py",
+        text="            if callable(callback):  # not one by which Dynamo is told to keep out\n",
+        defect="            if False:\n",
+        test="tests/simulate/test_left_behind.py::test_a_compiled_function_that_a_layer_calls_is_refused",
+    ),
+    Mutant(
         "what torch.compile keeps",
         file="ckptfused/simulate/unseen.py",
         text="    if compiled:\n",
         defect="    if False:\n",
-        test="tests/simulate/test_left_behind.py::test_a_module_around_what_is_compiled_is_refused",
+        test="tests/simulate/test_left_behind.py::test_what_no_copy_has_is_refused[_compiled]",
     ),
     Mutant(
         "a model behind a closure that a prediction writes to",

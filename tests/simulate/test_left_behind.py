@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import SGD
 
 import ckptfused
@@ -128,6 +129,17 @@ class Circles(nn.Module):
         return Circle.apply(self.body(x))  # type: ignore[no-any-return]
 
 
+class Shifted(nn.Module):
+    """A layer that trains a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.shift = layers(), torch.zeros(C, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) + self.shift
+
+
 def _hooked_list() -> nn.Module:
     model = layers()
     _grows(model)
@@ -165,6 +177,21 @@ def _masks_gradients(model: nn.Module) -> None:
         p.register_hook(lambda g: g * 0.5)
 
 
+def _masks_at_nodes(model: nn.Module) -> list[Any]:
+    nodes = [p.expand_as(p).grad_fn.next_functions[0][0] for p in model.parameters()]  # type: ignore[union-attr]
+    for node in nodes:
+        node.register_hook(lambda given, made: None)  # type: ignore[union-attr]
+    return nodes
+
+
+def _keeps_before_nodes(model: nn.Module) -> list[Any]:
+    nodes: list[Any] = [get_gradient_edge(p).node for p in model.parameters()]
+    kept: dict[int, Tensor] = {}
+    for i, node in enumerate(nodes):
+        node.register_prehook(lambda made, i=i: kept.__setitem__(i, made[0].clone()))
+    return nodes
+
+
 def _compiled(model: nn.Module) -> None:
     model[0].compile(backend="aot_eager")  # type: ignore[index, operator]
 
@@ -180,18 +207,54 @@ def _compiled_class(model: nn.Module) -> None:
     model[0].__class__ = type("Decorated", (kind,), {"forward": forward})  # type: ignore[index, operator]
 
 
+HOOKED = (_keeps_gradients, _masks_gradients, _masks_at_nodes, _keeps_before_nodes)
 COMPILED = (_compiled, _compiled_forward, _compiled_class)
 
 
-@pytest.mark.parametrize("change", [_keeps_gradients, _masks_gradients, *COMPILED])
-def test_what_no_copy_has_is_refused(change: Callable[[nn.Module], None]) -> None:
+@pytest.mark.parametrize("change", [*HOOKED, *COMPILED])
+def test_what_no_copy_has_is_refused(change: Callable[[nn.Module], list[Any] | None]) -> None:
     model = layers()
     assert profile(model, X, device="cpu").notes == ()
-    change(model)
+    held = change(model)
     notes = profile(model, X, device="cpu").notes
     assert len(notes) == 1
     assert ("without torch.compile" if change in COMPILED else "hooks on gradients (18") in notes[0]
     with pytest.raises(ValueError, match="no plan keeps a budget where"):
+        ckptfused.plan(model, X, budget="1GiB", device="cpu")
+    del held  # without which hooks on nodes are gone
+
+
+def test_a_hook_on_a_batch_is_refused() -> None:
+    x = X.clone().requires_grad_()
+    assert profile(layers(), x, device="cpu").notes == ()
+    x.register_hook(lambda grad: grad * 0.5)
+    with pytest.raises(ValueError, match=r"no plan keeps a budget where hooks on gradients \(1, .* of the batch"):
+        ckptfused.plan(layers(), x, budget="1GiB", device="cpu")
+
+
+def test_a_hook_on_a_tensor_of_nobody_is_refused() -> None:
+    model = Shifted()
+    assert profile(model, X, device="cpu").notes == ()
+    model.shift.register_hook(lambda grad: grad * 0.5)
+    with pytest.raises(ValueError, match="no plan keeps a budget where hooks on gradients .* of shift"):
+        ckptfused.plan(model, X, budget="1GiB", device="cpu")
+
+
+@torch.compile(backend="aot_eager")
+def _activation(x: Tensor) -> Tensor:
+    return (x * 2).tanh().exp()
+
+
+def test_a_compiled_function_that_a_layer_calls_is_refused() -> None:
+    class Calls(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return _activation(super().forward(x))
+
+    model = nn.Sequential(*(Calls(C, C) for _ in range(3)))
+    notes = profile(model, X, device="cpu").notes
+    assert len(notes) == 1
+    assert "without torch.compile" in notes[0]
+    with pytest.raises(ValueError, match=r"no plan keeps a budget where .* torch\.compile"):
         ckptfused.plan(model, X, budget="1GiB", device="cpu")
 
 
