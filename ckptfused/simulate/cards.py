@@ -37,6 +37,8 @@ class Card:
     """Share of attention's rate by tiles of queries."""
     also: tuple[str, ...] = ()
     """Other names, as `_plain` has them."""
+    capability: tuple[int, int] = (9, 0)
+    """NVIDIA's compute capability."""
 
     @property
     def usable(self) -> int:
@@ -49,11 +51,11 @@ CARDS: dict[str, Card] = {
     for card in (
         Card("h200", 139, 989, 67, 4.8, 132, 520, 55, 0.62),
         Card("h100", 79, 989, 67, 3.35, 132, 520, 55, 0.62, ("h10080", "h100sxm")),
-        Card("a100-80", 79, 312, 19.5, 2.039, 108, 200, 25, also=("a100", "a100sxm", "a100sxm480")),
-        Card("a100-40", 39, 312, 19.5, 1.555, 108, 200, 25, also=("a100sxm440",)),
-        Card("l40s", 44, 362, 91.6, 0.864, 142, 200, 25),
-        Card("rtx4090", 23.5, 165.2, 82.6, 1.008, 128, 130, 25, also=("4090",)),
-        Card("b200", 178, 2250, 75, 8.0, 148, 1180, 55, 0.62),
+        Card("a100-80", 79, 312, 19.5, 2.039, 108, 200, 25, also=("a100", "a100sxm", "a100sxm480"), capability=(8, 0)),
+        Card("a100-40", 39, 312, 19.5, 1.555, 108, 200, 25, also=("a100sxm440",), capability=(8, 0)),
+        Card("l40s", 44, 362, 91.6, 0.864, 142, 200, 25, capability=(8, 9)),
+        Card("rtx4090", 23.5, 165.2, 82.6, 1.008, 128, 130, 25, also=("4090",), capability=(8, 9)),
+        Card("b200", 178, 2250, 75, 8.0, 148, 1180, 55, 0.62, capability=(10, 0)),
     )
 }
 

@@ -56,6 +56,8 @@ class Device:
     """Random numbers/s."""
     machine: CpuTimings | None = None
     """The one at hand, if the device is it."""
+    capability: tuple[int, int] = (0, 0)
+    """A GPU's, as NVIDIA has it."""
 
     def product_rate(self, dtype: torch.dtype) -> float:
         """FLOP/s of products of this type; of one that is not known, of float32."""
@@ -112,7 +114,8 @@ def _gpu(card: Card) -> Device:
     products = {dtype: rate * 1e12 * PRODUCT_SHARE for dtype, rate in rates.items()}
     size, copy = int(card.memory * GIB), card.bandwidth * 1e12 * COPY_SHARE
     attention, link = card.attention * 1e12, card.link * 1e9
-    return Device(card.name, "cuda", size, products, attention, copy, card.multiprocessors, 3e-6, link, card.tiled)
+    rated = Device(card.name, "cuda", size, products, attention, copy, card.multiprocessors, 3e-6, link, card.tiled)
+    return replace(rated, capability=card.capability)
 
 
 DEVICES: dict[str, Device] = {name: _gpu(card) for name, card in CARDS.items()}

@@ -23,7 +23,7 @@ from ckptfused.simulate.recurrent import OPS as RECURRENT
 from ckptfused.simulate.recurrent import recurrent
 from ckptfused.simulate.roofline import Work
 from ckptfused.simulate.scratch import MOST_FLOPS, scratch_of
-from ckptfused.simulate.stand_ins import GroupNorm, Selected, flash_attention, grouped_mm, nowhere
+from ckptfused.simulate.stand_ins import GroupNorm, Selected, flash_attention, grouped_mm, nowhere, planned_device
 from ckptfused.spec import AttentionSpec
 
 aten = torch.ops.aten
@@ -59,6 +59,7 @@ def functions_for_meta(device: str, work: Work) -> Iterator[dict[Any, tuple[Tens
         kernels |= {f"aten::{name}": partial(recurrent, name, work) for name in RECURRENT}
     with contextlib.ExitStack() as stack:
         stack.enter_context(casts.functions())
+        stack.enter_context(planned_device(device, work.device.capability))
         stack.enter_context(replaced_kernels(kernels))
         stack.enter_context(patched_attribute(rotary, "_computed", here(shared)))
         if device == "cpu":

@@ -4,11 +4,19 @@ memory goes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dis
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ckptfused.compat.patches import Make, instead, patched_attribute
 
 aten = torch.ops.aten
 Noted = Callable[[float, Tensor, Tensor], None]
@@ -149,3 +157,63 @@ def grouped_mm(
     """
     made: Tensor = _Grouped.apply(input, weight, offs, noted)
     return made if out_dtype is None else made.to(out_dtype)
+
+
+@contextmanager
+def planned_device(kind: str, capability: tuple[int, int]) -> Iterator[None]:
+    """A context in which a model's code that asks a tensor without data for the kind of its device (`x.is_cuda`,
+    `x.device.type`) is told the planned one, "cpu" or "cuda". PyTorch's code and ours know what it is. What a GPU can
+    do is asked of the planned one, too."""
+
+    def flag(value: bool) -> Callable[[FrameType], bool]:
+        return lambda frame: value
+
+    def device(frame: FrameType) -> torch.device | None:  # such tensors are made on the device that they say
+        return torch.device(kind) if _read_next(frame.f_code, frame.f_lasti) == "type" else None
+
+    answers: dict[str, Callable[[FrameType], Any]] = {
+        **{"is_cpu": flag(kind == "cpu"), "is_cuda": flag(kind == "cuda"), "is_meta": flag(False)},
+        "device": device,
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(patched_attribute(Tensor, name, _told_to_models(answer)))
+        if kind == "cuda":
+            able = instead(lambda *device: capability)
+            stack.enter_context(patched_attribute(torch.cuda, "get_device_capability", able))
+        yield
+
+
+def _told_to_models(answer: Callable[[FrameType], Any]) -> Make:
+    """What makes a property of tensors with another value for a model's code, in this thread, of tensors without data;
+    None: with its own."""
+    mine, is_meta = threading.get_ident(), vars(torch._C.TensorBase)["is_meta"].__get__
+
+    def around(plain: Any) -> property:
+        def told(t: Tensor) -> Any:
+            caller = sys._getframe(1)
+            if threading.get_ident() == mine and is_meta(t) and _is_a_models(caller):
+                found = answer(caller)
+                if found is not None:
+                    return found
+            return plain.__get__(t)
+
+        return property(told)
+
+    return around
+
+
+def _is_a_models(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "ckptfused")
+
+
+def _read_next(code: CodeType, place: int) -> str:
+    """The attribute that is read of what the instruction at a place leaves; "" if something else is done with it."""
+    after = _instructions(code)
+    return next((name for at, name in after if at > place), "")
+
+
+@lru_cache(maxsize=1024)
+def _instructions(code: CodeType) -> tuple[tuple[int, str], ...]:
+    """The places of instructions, with the names of the attributes that they read."""
+    return tuple((one.offset, one.argval if one.opname == "LOAD_ATTR" else "") for one in dis.get_instructions(code))

@@ -959,6 +959,20 @@ MUTANTS = (
         test="tests/simulate/test_unasked.py::test_a_number_that_is_learnt_and_filled_in[2]",
     ),
     Mutant(
+        "a forward that is told that it runs on no CPU",
+        file="ckptfused/simulate/stand_ins.py",
+        text='"is_cpu": flag(kind == "cpu"), ',
+        defect="",
+        test="tests/simulate/test_unasked.py::test_a_forward_is_told_the_planned_device[is_cpu]",
+    ),
+    Mutant(
+        "a forward that is told of no kind of device",
+        file="ckptfused/simulate/stand_ins.py",
+        text=' if _read_next(frame.f_code, frame.f_lasti) == "type" else None',
+        defect=" if not frame else None",
+        test="tests/simulate/test_unasked.py::test_a_forward_is_told_the_planned_device[type]",
+    ),
+    Mutant(
         "casts that are kept under no_grad have no gradient in a prediction",
         file="ckptfused/simulate/autocast_kernels.py",
         text="torch.is_grad_enabled() or _caches_for_training()",

@@ -83,6 +83,36 @@ def test_a_step_takes_what_is_predicted(name: str, dtype: torch.dtype) -> None:
     assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
 
 
+READS: dict[str, tuple[Callable[[Tensor], bool], tuple[bool, bool]]] = {
+    "is_cpu": (lambda x: x.is_cpu, (True, False)),
+    "is_cuda": (lambda x: x.is_cuda, (False, True)),
+    "is_meta": (lambda x: x.is_meta, (False, False)),
+    "type": (lambda x: x.device.type == "cuda" and x.is_cuda, (False, True)),
+    "a weight's": (lambda x: x.is_cpu, (True, False)),
+    "capability": (lambda x: x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0), (False, True)),
+}
+"""What a forward asks a tensor, and the answers on a CPU and on a GPU."""
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_forward_is_told_the_planned_device(name: str) -> None:
+    asks, answers = READS[name]
+
+    def forward(m: Layers, x: Tensor) -> Tensor:
+        y = m.a(x)
+        more = asks(m.a.weight if name == "a weight's" else y)
+        return y.exp().sin() * y if more else y
+
+    def always(more: bool) -> Layers:
+        return Layers(lambda m, x: (y := m.a(x)).exp().sin() * y if more else m.a(x))
+
+    model, x = Layers(forward), torch.randn(N, C)
+    predicted, measured = profile(model, x, device="cpu"), profile(model, x)
+    assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
+    for device, answer in zip(("cpu", "h100"), answers, strict=True):
+        assert profile(model, x, device=device).saved == profile(always(answer), x, device=device).saved
+
+
 def test_weights_that_are_met_first_without_gradients() -> None:
     """Autocast keeps its cast of a weight, with a gradient where that is asked for later."""
     model, x = Layers(_teacher), torch.randn(N, C)
