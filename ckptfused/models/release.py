@@ -121,7 +121,11 @@ class Release:
 
     def _stepped(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         if not isinstance(optimizer.param_groups, _Narrowed):
-            self._updated.clear()
+            self.begin_step()
+
+    def begin_step(self) -> None:
+        """Has each weight wait for a gradient again, as after the optimizer's step."""
+        self._updated.clear()
 
 
 class _Narrowed(list[dict[str, Any]]):

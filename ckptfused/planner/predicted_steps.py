@@ -10,6 +10,7 @@ from torch import nn
 
 from ckptfused.models.install import install
 from ckptfused.models.policy import CheckpointPolicy
+from ckptfused.profiler.left_behind import QUIET
 from ckptfused.profiler.predict import predicted
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import TrainingStep
@@ -29,6 +30,8 @@ class PredictedSteps:
         self.device = step.device
         self._said = said
         self._found: dict[CheckpointPolicy, Profile] = {}
+        self._leaves = False
+        """Whether a step, perhaps not the first one, leaves something to the next."""
         self.broken: set[CheckpointPolicy] = set()
         """Policies whose segments do not stay whole in this model."""
 
@@ -41,7 +44,8 @@ class PredictedSteps:
                 warnings.simplefilter("always")
                 install(self.meta_copy, policy)
                 step = self.step if whole or self.step.release else replace(self.step, optimizer=None)
-                found = predicted(self.meta_copy, step)
+                found = predicted(self.meta_copy, step, QUIET if whole or self._leaves else 1)
+            self._leaves |= found.left > 0
             if found.uncounted:
                 raise ValueError(
                     f"model: no plan keeps a budget where {found.uncounted}; profile(model, batch) measures it"

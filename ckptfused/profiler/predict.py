@@ -20,15 +20,14 @@ from ckptfused.compat.pytree import tree_leaves
 from ckptfused.compat.torch_dispatch import without_dispatch_modes
 from ckptfused.cost import OpenLedger
 from ckptfused.models.describe.own_forward import stored_bytes
-from ckptfused.models.release import released
+from ckptfused.models.release import released, releases_of
 from ckptfused.profiler.analysis import profile_of
-from ckptfused.profiler.left_behind import MOST_GROWTH, bytes_alive, grows_by, without_collector
+from ckptfused.profiler.left_behind import MOST_GROWTH, QUIET, grows_by, numbers_put_back, steps_until_quiet
 from ckptfused.profiler.marks import Marks
 from ckptfused.profiler.optimizer_step import first_line, state_tensors, step_of, take_step
-from ckptfused.profiler.phases import Phase
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, NoLossError, TrainingStep, misspelt, run_step
-from ckptfused.profiler.trace import Change, Trace
+from ckptfused.profiler.trace import Trace, changes_of
 from ckptfused.simulate.autocast import outside
 from ckptfused.simulate.devices import Device
 from ckptfused.simulate.fast_path import measured_fast_paths
@@ -40,7 +39,6 @@ from ckptfused.simulate.meta_copy import (
     data_behind,
     model_tensors,
     tensors_beside,
-    trained_in,
     without_data,
 )
 from ckptfused.simulate.roofline import TooLargeError, Work
@@ -60,9 +58,10 @@ def simulated(model: nn.Module, step: TrainingStep) -> Iterator[tuple[nn.Module,
         yield meta_copy, replace(step, optimizer=keeper or step.optimizer_of(meta_copy))
 
 
-def predicted(model: nn.Module, step: TrainingStep) -> Profile:
+def predicted(model: nn.Module, step: TrainingStep, quiet: int = QUIET) -> Profile:
     """The profile of a step of a model and an optimizer on the meta device, of which the optimizer is changed. Of the
-    batch, on any device, what small tensors hold counts where the model looks at it.
+    batch, on any device, what small tensors hold counts where the model looks at it. quiet: steps in a row that leave
+    nothing more behind; the one of all that needs the most counts.
 
     **Raises** `ValueError` where the model does not run without data, outside of its layers.
     """
@@ -77,9 +76,9 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
         marks = Marks(model, opened.__len__)
         work = Work(device, opened)
         try:
-            with drawn_alike(model), without_trace(model):
+            with drawn_alike(model), without_trace(model), numbers_put_back(model):
                 trace, by_chance, grown = _record(
-                    model, replace(step, optimizer=optimizer), at_once, opened, marks, work
+                    model, replace(step, optimizer=optimizer), at_once, opened, marks, work, quiet
                 )
             break
         except NoLossError as error:
@@ -127,8 +126,6 @@ def predicted(model: nn.Module, step: TrainingStep) -> Profile:
     )
 
 
-MOST_IN_A_ROW = 3
-"""Steps that are predicted one after the other, where each leaves more behind: what they fill may be full then."""
 _SPARSE = "sparse gradients count as those of two batches: each further batch adds its rows to them"
 _HALF_WORKSPACES = ((1 << 24, 416 << 10), (1 << 26, 704 << 10), (1 << 62, 1728 << 10))
 """Bytes that oneDNN's products in half precision allocate within themselves, a thread, by their multiplications: the
@@ -145,7 +142,7 @@ def _workspace(opened: OpenLedger, half: int) -> int:
 
 
 def _record(
-    model: nn.Module, step: TrainingStep, at_once: bool, opened: OpenLedger, marks: Marks[int], work: Work
+    model: nn.Module, step: TrainingStep, at_once: bool, opened: OpenLedger, marks: Marks[int], work: Work, quiet: int
 ) -> tuple[Trace, bool, int]:
     """The trace of a predicted step, whether the model chose by chance what to do, and the bytes by which each step
     leaves more behind. work: is told of its ops.
@@ -154,6 +151,8 @@ def _record(
     """
     received: set[tuple[int, int]] = set()
     seconds: list[float] = []
+    gradients: list[int] = []
+    ends: list[int] = []
 
     def given(layer: int, t: Tensor) -> None:
         number = opened.number_of(t) if t.is_meta else None
@@ -180,7 +179,7 @@ def _record(
     weights = stored_bytes(model_tensors(model)) + batch_bytes(step.batch)
     state = 0 if optimizer is None else stored_bytes(state_tensors(optimizer))
     optimize = None if optimizer is None else step_at_once if at_once else step_of(optimizer)
-    release = released(model, optimizer if step.release else None, optimize)
+    updates = released(model, optimizer if step.release else None, optimize)
     numbers = [(t, data_behind(t)) for t in model.buffers() if t.dim() == 0]  # such as how many batches there were
     values = [*tensors_with_values(step.batch, twins), *((t, n) for t, n in numbers if not n.is_meta)]
     known = KnownValues(values, device.kind == "cpu")
@@ -189,22 +188,22 @@ def _record(
     fast = measured_fast_paths(model, work)
     draws = rng_states(model)
     functions, compiled = functions_for_meta(device.kind, work), compiled_calls_noted(model)
-    with without_collector(), compiled, functions as tables, fast, marks, opened, work, on_cpu, known, release:
-        gradients = run_step(model, replace(step, batch=twins), optimize, marks)
-        alive = grown = bytes_alive(opened, tables)
-        again = bool(trained_in(twins))
-        for _ in range(MOST_IN_A_ROW - 1):  # each begins with what the one before has left
-            if grown <= 0 and not again:
-                break
+    with compiled, functions as tables, fast, marks, opened, work, on_cpu, known, updates:
+
+        def take() -> None:
             with without_dispatch_modes():
                 draws.rewind()
-            gradients = run_step(model, replace(step, batch=twins), optimize, marks)
-            before, alive, again = alive, bytes_alive(opened, tables), False
-            grown = alive - before
+            for release in releases_of(model):
+                release.begin_step()
+            gradients[:] = run_step(model, replace(step, batch=twins), optimize, marks)
+            ends.append(len(marks.found))
+
+        grown, highest = steps_until_quiet(take, opened, tables, quiet)
         weights += stored_bytes(t for t in tensors_beside(model) if opened.number_of(t) is None)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
-    changes, found = _places(opened, marks.found)
-    trace = Trace(changes, found, received, seconds, marks.names, gradients, weights, state)
+    end = ends[highest]  # after which there are steps that need less
+    changes, found = changes_of(opened, marks.found, end)
+    trace = Trace(changes, found, received, seconds[:end], marks.names, gradients, weights, state)
     return trace, named.chose_by_chance, grown
 
 
@@ -220,38 +219,6 @@ def _measured(work: Work) -> list[str]:
         named = ", ".join(sorted(work.unmeasured))
         notes.append(f"{named}: too large to run alone, so what PyTorch allocates within it is not counted")
     return notes
-
-
-def _places(opened: OpenLedger, marks: list[tuple[int, Phase]]) -> tuple[list[Change], list[tuple[int, Phase]]]:
-    """The allocations and releases of a ledger, and marks of its events as places among them."""
-    ledger = opened.ledger
-    changes: list[Change] = []
-    before = []  # how many of them there are before each event
-    for event in ledger.events:
-        before.append(len(changes))
-        if event[0] in ("allocation", "release"):
-            number, size = event[3][:2]
-            changes.append(Change(number, size if event[0] == "allocation" else -size, _in_words(ledger.name(event))))
-    before.append(len(changes))
-    return changes, [(before[min(place, len(before) - 1)], phase) for place, phase in marks]
-
-
-_WORDS = {
-    "d": "gradient of a weight",
-    "cast": "a weight cast to the type of products",
-    "gu": "gate and up",
-    "h": "the hidden values",
-    "in of": "a projection's input",
-    "o": "the output of attention",
-    "qkv": "q, k and v",
-    "x": "the input",
-}
-
-
-def _in_words(name: str) -> str:
-    """What our ops call a value, for who has not read them: "d qkv" is "gradient of q, k and v"."""
-    of = name.removeprefix("d ")
-    return ("gradient of " if of != name else "") + _WORDS.get(of, of)
 
 
 def _is_wrong(error: Exception) -> bool:

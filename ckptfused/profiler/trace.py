@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from ckptfused.cost import OpenLedger
 from ckptfused.profiler.phases import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -192,3 +193,39 @@ def _shared(trace: Trace) -> set[int]:
     """What several layers are given."""
     receivers: Counter[int] = Counter(number for _, number in trace.received)
     return {number for number, times in receivers.items() if times > 1}
+
+
+def changes_of(
+    opened: OpenLedger, marks: list[tuple[int, Phase]], end: int
+) -> tuple[list[Change], list[tuple[int, Phase]]]:
+    """The allocations and releases of a ledger, and marks of its events as places among them, up to one
+    of the marks."""
+    ledger = opened.ledger
+    changes: list[Change] = []
+    before = []  # how many of them there are before each event
+    for event in ledger.events:
+        before.append(len(changes))
+        if event[0] in ("allocation", "release"):
+            number, size = event[3][:2]
+            changes.append(Change(number, size if event[0] == "allocation" else -size, _in_words(ledger.name(event))))
+    before.append(len(changes))
+    places = [*(before[min(place, len(before) - 1)] for place, _ in marks), len(changes)]
+    return changes[: places[end]], [(place, phase) for place, (_, phase) in zip(places, marks[:end], strict=False)]
+
+
+_WORDS = {
+    "d": "gradient of a weight",
+    "cast": "a weight cast to the type of products",
+    "gu": "gate and up",
+    "h": "the hidden values",
+    "in of": "a projection's input",
+    "o": "the output of attention",
+    "qkv": "q, k and v",
+    "x": "the input",
+}
+
+
+def _in_words(name: str) -> str:
+    """What our ops call a value, for who has not read them: "d qkv" is "gradient of q, k and v"."""
+    of = name.removeprefix("d ")
+    return ("gradient of " if of != name else "") + _WORDS.get(of, of)

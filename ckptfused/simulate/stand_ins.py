@@ -19,6 +19,7 @@ from torch import Tensor
 from ckptfused.compat.patches import Make, instead, patched_attribute
 
 aten = torch.ops.aten
+_IS_META: Any = Tensor.is_meta
 Noted = Callable[[float, Tensor, Tensor], None]
 """Told of work by how often it is a forward's, and two operands of it."""
 
@@ -187,12 +188,12 @@ def planned_device(kind: str, capability: tuple[int, int]) -> Iterator[None]:
 def _told_to_models(answer: Callable[[FrameType], Any]) -> Make:
     """What makes a property of tensors with another value for a model's code, in this thread, of tensors without data;
     None: with its own."""
-    mine, is_meta = threading.get_ident(), vars(torch._C.TensorBase)["is_meta"].__get__
+    mine = threading.get_ident()
 
     def around(plain: Any) -> property:
         def told(t: Tensor) -> Any:
             caller = sys._getframe(1)
-            if threading.get_ident() == mine and is_meta(t) and _is_a_models(caller):
+            if threading.get_ident() == mine and _IS_META.__get__(t) and _is_a_models(caller):
                 found = answer(caller)
                 if found is not None:
                     return found

@@ -19,7 +19,7 @@ _NOT_COMPILED = "a prediction runs without torch.compile, which keeps what it ch
 
 def note_unseen(model: nn.Module, meta_copy: nn.Module) -> None:
     """Has a copy, and copies of it, know what of its model they lack."""
-    vars(meta_copy)[_UNSEEN] = (*_noted(model), *_unseen(model))
+    vars(meta_copy)[_UNSEEN] = [*_noted(model), *_unseen(model)]
 
 
 def compiled_calls_noted(meta_copy: nn.Module) -> AbstractContextManager[None]:
@@ -27,18 +27,18 @@ def compiled_calls_noted(meta_copy: nn.Module) -> AbstractContextManager[None]:
 
     def note() -> None:
         if not any(why.startswith(_NOT_COMPILED) for why in _noted(meta_copy)):
-            vars(meta_copy)[_UNSEEN] = (*_noted(meta_copy), f"{_NOT_COMPILED} (of functions that it calls)")
+            vars(meta_copy)[_UNSEEN] = [*_noted(meta_copy), f"{_NOT_COMPILED} (of functions that it calls)"]
 
     return told_of_calls(note)
 
 
-def unseen(meta_copy: nn.Module, batch: Any) -> tuple[str, ...]:
+def unseen(meta_copy: nn.Module, batch: Any) -> list[str]:
     """What a copy lacks, and a batch without data: why a step of them is no bound on a step of the model."""
-    return *_noted(meta_copy), *_hooked(("the batch", t) for t in batch_leaves(batch) if isinstance(t, Tensor))
+    return [*_noted(meta_copy), *_hooked(("the batch", t) for t in batch_leaves(batch) if isinstance(t, Tensor))]
 
 
-def _noted(model: nn.Module) -> tuple[str, ...]:
-    return vars(model).get(_UNSEEN, ())
+def _noted(model: nn.Module) -> list[str]:
+    return vars(model).get(_UNSEEN, [])
 
 
 def _unseen(model: nn.Module) -> Iterator[str]:
