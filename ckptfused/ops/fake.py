@@ -148,19 +148,21 @@ def _copy_on_write(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
         return [torch.empty_like(x) for x in tensors], guard
     # Storages of their own, of which no allocator knows, since all views of a copy share what it gets.
     storages = [torch.UntypedStorage(0, device="meta") for _ in tensors]
-    for x, storage in zip(tensors, storages, strict=True):
-        storage.shared = x.untyped_storage()  # type: ignore[attr-defined]
-    guard.sharing = _Sharing(storages)  # type: ignore[attr-defined]
+    memory = [getattr(x.untyped_storage(), "shared", x.untyped_storage()) for x in tensors]
+    for storage in storages:
+        storage.shared = memory  # type: ignore[attr-defined]
+    guard.sharing = _Sharing(storages, memory)  # type: ignore[attr-defined]
     placed = zip(tensors, storages, strict=True)
     return [x.new_empty(0).set_(storage, x.storage_offset(), x.shape, x.stride()) for x, storage in placed], guard  # type: ignore[call-overload]
 
 
 class _Sharing:
-    """Copies on the meta device while they may share memory: when it ends, one that is left and was not written gets
-    its own."""
+    """Copies on the meta device while they may share memory, all of which is there until it and the last that shares
+    any has ended: when it ends, one that is left and was not written gets its own."""
 
-    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+    def __init__(self, storages: Sequence[torch.UntypedStorage], memory: Sequence[Any]) -> None:
         self._left = [StorageWeakRef(storage) for storage in storages]
+        self._memory = memory
 
     def __del__(self) -> None:
         for left in self._left:

@@ -987,6 +987,13 @@ MUTANTS = (
         test="tests/simulate/test_unasked.py::test_a_number_that_is_learnt_and_filled_in[2]",
     ),
     Mutant(
+        "a replay that lets go of what its copies share when they end",
+        file="ckptfused/ops/fake.py",
+        text="        self._memory = memory\n",
+        defect="",
+        test="tests/simulate/test_unasked.py::test_what_a_replay_shares_is_there_until_its_backward_ends",
+    ),
+    Mutant(
         "a forward that is told that it runs on no CPU",
         file="ckptfused/simulate/stand_ins.py",
         text='"is_cpu": flag(kind == "cpu"), ',

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import ckptfused
 from ckptfused import plan, profile
 
 N, C = 512, 256
@@ -222,6 +223,17 @@ def test_a_plan_keeps_its_budget() -> None:
         found = plan(stack, x, int(share * full.peak), device="cpu")
         found.apply(stack)
         assert profile(stack, x).peak <= found.budget
+
+
+def test_what_a_replay_shares_is_there_until_its_backward_ends() -> None:
+    """A replay within a replay works on copies of what the outer one made: the attention to the encoder's result, here,
+    on its input, which no node of it saves."""
+    torch.manual_seed(1)
+    model: Any = nn.Transformer(64, 4, 1, 2, 128, 0.1, batch_first=True)
+    ckptfused.convert(model, policy=ckptfused.CheckpointPolicy.segments((1, 2)))
+    batch = torch.randn(4, 64, 64), torch.randn(4, 96, 64)
+    predicted, measured = profile(model, batch, device="cpu"), profile(model, batch)
+    assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
 
 
 class Sensitivity(nn.Module):
