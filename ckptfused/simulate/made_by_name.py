@@ -90,6 +90,8 @@ def _copied(func: Any, t: Tensor, kwargs: Any) -> Tensor:
     """A copy to the device where it is already."""
     same = kwargs.get("dtype") in (None, t.dtype)
     if t.is_meta:
+        if same and not (t.requires_grad and torch.is_grad_enabled()):  # autograd gives a result a node of its own
+            return t
         return aten.alias(t) if same else func(t, **{**kwargs, "device": _META})  # type: ignore[no-any-return]
     if not same:
         t = func(t, **{**kwargs, "device": _CPU})

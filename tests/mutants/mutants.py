@@ -595,6 +595,13 @@ MUTANTS = (
         test="tests/simulate/test_left_behind.py::test_what_hooks_keep_is_there_in_the_next_step",
     ),
     Mutant(
+        "a tensor on the CPU that another one stands for once it is asked for there",
+        file="ckptfused/simulate/made_by_name.py",
+        text="        if same and not (t.requires_grad and torch.is_grad_enabled()):",
+        defect="        if False:",
+        test="tests/simulate/test_left_behind.py::test_what_grows_is_refused[SavedOnHost]",
+    ),
+    Mutant(
         "memory that begins to grow in a later step",
         file="ckptfused/profiler/left_behind.py",
         text="QUIET = 3\n",

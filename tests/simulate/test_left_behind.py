@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 import ckptfused
 from ckptfused import profile
@@ -140,6 +141,22 @@ class Shifted(nn.Module):
         return self.body(x) + self.shift
 
 
+class SavedOnHost(nn.Module):
+    """Layers whose checkpoints record their first forward, too, in hooks that save a tensor itself where it is on the
+    CPU: a result that is saved with its graph stands in a circle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.body = nn.Linear(C, C), layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.autograd.graph.save_on_cpu():
+            for layer in self.body:
+                x = checkpoint(torch.enable_grad()(layer.forward), x, use_reentrant=True)
+        return x
+
+
 class Notes(nn.Module):
     """A layer that keeps its input in steps of its choice, by their number, and in others lets all go."""
 
@@ -178,7 +195,7 @@ def _hooked_list() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("make", [_hooked_list, Remembers, Circles, *LATE])
+@pytest.mark.parametrize("make", [_hooked_list, Remembers, Circles, SavedOnHost, *LATE])
 def test_what_grows_is_refused(make: Callable[[], nn.Module]) -> None:
     model = make()
     notes = profile(model, X, device="cpu").notes
