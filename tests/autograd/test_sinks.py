@@ -109,7 +109,7 @@ def test_a_large_sink_takes_all() -> None:
 
 @pytest.mark.parametrize("dtype", [DOUBLE, torch.float32, torch.bfloat16], ids=str)
 def test_a_sink_that_is_no_number_is_seen(dtype: torch.dtype) -> None:
-    """Of +inf the head gives nothing, as in the limit, and the sink's gradient is no number."""
+    """A head whose sink is +inf gives nothing, as in the limit; such a sink's gradient is no number."""
     x, params = made(dtype)
     params["attn.o_w"] = torch.eye(C, dtype=dtype)  # C is H * D: each head by itself
     for value in (torch.nan, torch.inf):

@@ -22,7 +22,6 @@ ALLOWED = {
     ("_extension.py", "_is_gil_enabled"): "documented from Python 3.13 on, and absent before",
     ("modules/block.py", "_sa_block"): "a subclass calls what it inherits",
     ("modules/block.py", "_ff_block"): "likewise",
-    ("modules/grouped_attention.py", "_reset_parameters"): "a subclass overrides it, and calls what it inherits",
 }
 
 

@@ -57,7 +57,7 @@ LOOK_ALIKE = [
     (SCALED, "(lse - self.sinks.view(1, -1, 1))", "torch.sub(lse, self.sinks.view(1, -1, 1), alpha=2)"),
     (SCALED, ".float().sigmoid()", ".float()"),
 ]
-"""Of these the FFN half is still one."""
+"""In these the FFN half is still one."""
 IN_SCALED = [
     ("torch.logsumexp(scores, dim=-1)", "torch.logsumexp(2 * scores, dim=-1)"),
     ("torch.logsumexp(scores, dim=-1)", "torch.logsumexp(scores, dim=-2)"),
