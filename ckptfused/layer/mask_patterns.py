@@ -29,45 +29,57 @@ class _Known(NamedTuple):
     storage: StorageWeakRef
     version: int
     found: Mask | None
+    askers: set[int]
+    """The layers that have asked since it was looked at."""
 
 
 _known: OrderedDict[tuple[object, ...], _Known] = OrderedDict()
 
 
-def by_place(masks: Mask, tokens: int) -> Mask:
+def by_place(masks: Mask, tokens: int, layer: object) -> Mask:
     """The same masks, one by places and keys alone as such: `causal`, `window` and `padding` in the place of `mask`.
 
-    It is looked at once, for all layers that are given it, as long as nobody writes to it; on a GPU the host waits for
-    that. Other masks are returned as they are, and all below `LEAST_TOKENS`, under torch.compile, in a transform, while
-    a CUDA graph is captured, without data, and in memory that is not PyTorch's alone, where writes are not counted.
+    It is looked at once for all layers that are given it, and again where it was written to, or where a layer asks for
+    the second time: a step later there may have been writes that PyTorch does not count. On a GPU the host waits for
+    the answer. Other masks are returned as they are, and all below `LEAST_TOKENS`, under torch.compile, in a transform,
+    while a CUDA graph is captured, without data, and in the memory of NumPy or of other processes.
     """
     mask = masks.mask
     if mask is None or tokens < LEAST_TOKENS or masks.padding is not None or masks.causal or masks.window:
         return masks
-    if mask.dim() != 4 or mask.shape[-2:] != (tokens, tokens) or not (mask.size(1) == 1 or mask.stride(1) == 0):
-        return masks
-    if torch.compiler.is_compiling() or transformed() or type(mask) is not Tensor or not has_values(mask):
-        return masks
-    if mask.is_inference() or mask.requires_grad or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
+    one_for_all_heads = mask.dim() == 4 and (mask.size(1) == 1 or mask.stride(1) == 0)
+    if not one_for_all_heads or mask.shape[-2:] != (tokens, tokens) or not _is_readable(mask):
         return masks
     storage = mask.untyped_storage()
-    if not storage.resizable() or (mask.is_cpu and storage.is_shared()):
-        return masks
     key = (storage_id(storage), mask.storage_offset(), mask.shape, mask.stride(), mask.dtype, masks.kind)
-    known = _known.get(key)
-    if known is None or known.version != mask._version or known.storage.expired():
+    known, version = _known.get(key), mask._version
+    if known is None or known.version != version or known.storage.expired() or id(layer) in known.askers:
         with without_modes_and_transforms(), torch.inference_mode(False), torch.no_grad():
             found = _pattern(mask.select(1, 0), masks.kind)
-        known = _known[key] = _Known(StorageWeakRef(storage), mask._version, found)
+        known = _known[key] = _Known(StorageWeakRef(storage), version, found, set())
         while len(_known) > _MOST:
             _known.popitem(last=False)
+    known.askers.add(id(layer))
     return masks if known.found is None else known.found
+
+
+def _is_readable(mask: Tensor) -> bool:
+    """Whether a mask may be looked at, and PyTorch counts what is written to it."""
+    if torch.compiler.is_compiling() or transformed() or type(mask) is not Tensor or not has_values(mask):
+        return False
+    if mask.is_inference() or mask.requires_grad or mask.is_neg():
+        return False
+    storage = mask.untyped_storage()
+    if mask.is_cuda:
+        return not torch.cuda.is_current_stream_capturing()
+    return storage.resizable() and not storage.is_shared()
 
 
 def _pattern(mask: Tensor, kind: str) -> Mask | None:
     """What a mask [B, T, T] says by place and key, None where it says more."""
     tokens = mask.size(-1)
-    real = _visible(mask.diagonal(dim1=-2, dim2=-1), kind)  # a query sees itself, unless it is padding
+    # A query sees itself, unless it is padding. In memory of its own: what is remembered does not keep the mask.
+    real = _visible(mask.diagonal(dim1=-2, dim2=-1), kind).clone()
     shown = real[0].nonzero()
     if len(shown) < 2:
         return None
@@ -84,7 +96,7 @@ def _pattern(mask: Tensor, kind: str) -> Mask | None:
 
 def _visible(mask: Tensor, kind: str) -> Tensor:
     if kind == "add":
-        return mask > max(-5e8, torch.finfo(mask.dtype).min)
+        return ~(mask <= max(-5e8, torch.finfo(mask.dtype).min))  # where it is no number, too
     return mask if kind == "keep" else ~mask
 
 

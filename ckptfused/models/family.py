@@ -202,14 +202,14 @@ class Family:
             return LENT
         calls: list[Call | Generic] = []
         for step in steps:
-            made = fused_call(*step, mode, sharded) if isinstance(step, Fused) else step
+            made = fused_call(layer, *step, mode, sharded) if isinstance(step, Fused) else step
             if isinstance(made, Reason):
                 return made
             calls.append(made)
         return calls
 
 
-def fused_call(parts: Parts, inputs: Inputs, mode: Mode, sharded: bool = False) -> Call | Reason:
+def fused_call(layer: Any, parts: Parts, inputs: Inputs, mode: Mode, sharded: bool = False) -> Call | Reason:
     """`layer.build_call`, for a layer whose own forward says what comes out."""
     x, masks = inputs.x, inputs.masks
     if (why := learned((masks.mask, masks.padding), (inputs.cos, inputs.sin))) is not None:
@@ -221,7 +221,7 @@ def fused_call(parts: Parts, inputs: Inputs, mode: Mode, sharded: bool = False) 
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.is_inference():
         inputs = inputs._replace(x=x.clone())  # what was made in inference mode cannot be saved for backward
     if parts.attn is not None and masks.mask is not None and not (inputs.windowed and parts.attn.window):
-        inputs = inputs._replace(masks=by_place(masks, x.size(0 if inputs.seq_first else 1)))
+        inputs = inputs._replace(masks=by_place(masks, x.size(0 if inputs.seq_first else 1), layer))
     return build_call(parts, inputs, mode, sharded)
 
 

@@ -34,8 +34,8 @@ def attention_inputs(
     causal = getattr(attn, "causal", False)
     hint = is_causal or (causal and src_mask is None)  # it takes the place of src_mask
     masks = encoder_mask(src_mask, src_key_padding_mask, hint, x.size(batch), attn.num_heads, length)
-    if src_mask is not None and not getattr(attn, "window", 0):
-        masks = by_place(masks, length)
+    if src_mask is not None and cu_seqlens is None and not getattr(attn, "window", 0):
+        masks = by_place(masks, length, module)
     if causal and not masks.causal:
         masks = masks._replace(causal=True)
     if cu_seqlens is not None:

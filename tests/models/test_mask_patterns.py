@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 import ckptfused
 from ckptfused import FusedCheckpointBlock
+from ckptfused.compat.torch_memory import StorageWeakRef
 from ckptfused.eager.attention import position_mask
 from ckptfused.layer import mask_patterns
 from ckptfused.layer.call import build_call
@@ -62,7 +63,7 @@ def as_kind(seen: Tensor, kind: str) -> Tensor:
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_a_mask_shows_is_what_is_told(causal: bool, window: int, padding: str, kind: str) -> None:
     seen = shown(Mask(padding=real_keys(padding), causal=causal, window=window))
-    found = by_place(Mask(as_kind(seen, kind), kind), T)
+    found = by_place(Mask(as_kind(seen, kind), kind), T, None)
     assert found.mask is None and (found.padding is None) == (padding == "none")
     assert torch.equal(shown(found), seen)
 
@@ -79,6 +80,10 @@ OTHERS: dict[str, Any] = {
     "prefix": lambda: as_kind(shown(Mask(causal=True)) | (torch.arange(T) < 50), "keep"),
     "of each head": lambda: as_kind(shown(Mask(causal=True)), "keep").repeat(1, 2, 1, 1),
     "biased": lambda: as_kind(shown(Mask(causal=True)), "add") + 1e-3 * torch.eye(T),
+    "no number where it hides": lambda: as_kind(shown(Mask(causal=True)), "add").index_put_(
+        (*map(torch.tensor, (1, 0, 3, 9)),), torch.tensor(torch.nan)
+    ),
+    "no number in a key": lambda: as_kind(shown(Mask(causal=True)), "add").index_fill_(3, torch.tensor(7), torch.nan),
     "hides by less": lambda: as_kind(shown(Mask(causal=True)), "add").clamp(min=-1e4),
     "nothing": lambda: torch.zeros(B, 1, T, T, dtype=torch.bool),
 }
@@ -88,19 +93,38 @@ OTHERS: dict[str, Any] = {
 def test_other_masks_stay_what_they_are(what: str) -> None:
     given = OTHERS[what]()
     masks = Mask(given, "add" if given.is_floating_point() else "keep")
-    assert by_place(masks, T) is masks
+    assert by_place(masks, T, None) is masks
 
 
 def test_a_mask_is_looked_at_once_until_it_is_written() -> None:
     mask = as_kind(shown(Mask(causal=True)), "keep")
     masks = Mask(mask, "keep")
     with mock.patch.object(mask_patterns, "_pattern", wraps=mask_patterns._pattern) as looked:
-        assert by_place(masks, T).causal and by_place(Mask(mask.view(mask.shape), "keep"), T).causal
+        assert by_place(masks, T, "first").causal and by_place(Mask(mask.view(mask.shape), "keep"), T, "second").causal
         assert looked.call_count == 1
         mask[0, 0, 9, 3] = False
-        assert by_place(masks, T) is masks and looked.call_count == 2
-        by_place(Mask(as_kind(shown(Mask(causal=True)), "keep"), "keep"), T)
+        assert by_place(masks, T, "third") is masks and looked.call_count == 2
+        by_place(Mask(as_kind(shown(Mask(causal=True)), "keep"), "keep"), T, "third")
         assert looked.call_count == 3
+
+
+def test_a_write_that_is_not_counted_is_seen_a_step_later() -> None:
+    mask = as_kind(shown(Mask(causal=True)), "add")
+    masks = Mask(mask, "add")
+    assert by_place(masks, T, "a layer").causal
+    mask.data[0, 0, 9, 3] = -torch.inf
+    assert by_place(masks, T, "a layer") is masks
+
+
+@pytest.mark.parametrize("kind", ["keep", "drop", "add"])
+def test_what_is_remembered_keeps_no_mask(kind: str) -> None:
+    masks = Mask(as_kind(shown(Mask(padding=real_keys("right"), causal=True)), kind), kind)
+    found = by_place(masks, T, None)
+    assert masks.mask is not None and found.padding is not None
+    storage = StorageWeakRef(masks.mask.untyped_storage())
+    assert found.padding.untyped_storage().nbytes() == B * T
+    del masks
+    assert storage.expired()
 
 
 def test_masks_whose_values_are_not_there_stay() -> None:
@@ -109,21 +133,21 @@ def test_masks_whose_values_are_not_there_stay() -> None:
         made = seen.clone()
     for given in (seen.to("meta"), made, as_kind(shown(Mask(causal=True)), "add").requires_grad_()):
         masks = Mask(given, "add" if given.is_floating_point() else "keep")
-        assert by_place(masks, T) is masks
+        assert by_place(masks, T, None) is masks
     shared = seen.clone().share_memory_()
     for given in (torch.from_numpy(seen.clone().numpy()), shared):  # others write there, and no version says so
         masks = Mask(given, "keep")
-        assert by_place(masks, T) is masks
+        assert by_place(masks, T, None) is masks
     short = Mask(seen[..., :200, :200], "keep")
-    assert by_place(short, 200) is short
+    assert by_place(short, 200, None) is short
 
 
 def test_what_was_found_in_inference_mode_is_trained_with() -> None:
     seen = shown(Mask(padding=real_keys("right"), causal=True))
     masks = Mask(as_kind(seen, "keep"), "keep")
     with torch.inference_mode():
-        assert by_place(masks, T).mask is None
-    padding = by_place(masks, T).padding
+        assert by_place(masks, T, None).mask is None
+    padding = by_place(masks, T, None).padding
     assert padding is not None and not padding.is_inference()
 
 
@@ -192,6 +216,13 @@ def test_an_encoders_square_mask() -> None:
     assert torch.equal(*made)
     call = build_call(block.parts(), block.inputs(x, square), block._mode)
     assert isinstance(call, Call) and "attn.causal=1" in call.text and call.masks.mask is None
+
+
+def test_packed_sequences_take_no_mask_of_any_length() -> None:
+    block = FusedCheckpointBlock(32, 4, 64, dropout=0.0, batch_first=True)
+    x, square = torch.randn(1, T, 32), nn.Transformer.generate_square_subsequent_mask(T)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        block(x, square, cu_seqlens=torch.tensor([0, 100, T]))
 
 
 def test_under_the_compiler_the_numbers_are_the_same() -> None:

@@ -343,9 +343,16 @@ MUTANTS = (
     Mutant(
         "a mask that was written to says what it said before",
         file="ckptfused/layer/mask_patterns.py",
-        text="if known is None or known.version != mask._version or known.storage.expired():",
-        defect="if known is None or known.storage.expired():",
+        text="known is None or known.version != version or known.storage.expired()",
+        defect="known is None or known.storage.expired()",
         test="tests/models/test_mask_patterns.py::test_a_mask_is_looked_at_once_until_it_is_written",
+    ),
+    Mutant(
+        "what is remembered of a mask keeps it",
+        file="ckptfused/layer/mask_patterns.py",
+        text="mask.diagonal(dim1=-2, dim2=-1), kind).clone()",
+        defect="mask.diagonal(dim1=-2, dim2=-1), kind)",
+        test="tests/models/test_mask_patterns.py::test_what_is_remembered_keeps_no_mask[keep]",
     ),
     Mutant(
         "what a mask adds to keys that it shows is left out",

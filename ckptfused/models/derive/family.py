@@ -81,7 +81,7 @@ class Derived(Family):
             if isinstance(bounds, Reason):
                 return bounds
             inputs = inputs._replace(cu_seqlens=bounds)
-        call = fused_call(found.layout.parts(held), inputs, mode, sharded)
+        call = fused_call(layer, found.layout.parts(held), inputs, mode, sharded)
         if isinstance(call, Reason) or found.rest is None:
             return call if isinstance(call, Reason) else (found, (call,))
         given = [held_tensor(held, name) if i < 0 else leaves[i] for name, i in found.beside]
