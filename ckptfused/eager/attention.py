@@ -24,12 +24,17 @@ def position_mask(t_q: int, t_k: int, causal: bool, window: int, device: torch.d
     return visible
 
 
-def _split(mask: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-    """A caller's mask as (visible, what is added to visible logits). Added values of -5e8 or less hide."""
+def shown_by(mask: Tensor, kind: str) -> Tensor:
+    """Where a caller's mask shows a key, bool of its shape. Added values of -5e8 or less hide; NaN does not."""
     if kind == "add":
-        hidden = mask <= max(-5e8, torch.finfo(mask.dtype).min)
-        return ~hidden, mask.masked_fill(hidden, 0)
-    return (mask if kind == "keep" else ~mask), None
+        return ~(mask <= max(-5e8, torch.finfo(mask.dtype).min))
+    return mask if kind == "keep" else ~mask
+
+
+def _split(mask: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
+    """A caller's mask as (visible, what is added to visible logits)."""
+    visible = shown_by(mask, kind)
+    return visible, mask.masked_fill(~visible, 0) if kind == "add" else None
 
 
 def probabilities(logits: Tensor, row: Tensor, sinks: Tensor | None = None) -> Tensor:

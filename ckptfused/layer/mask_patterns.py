@@ -15,6 +15,7 @@ from torch import Tensor
 from ckptfused.checks import has_values, transformed
 from ckptfused.compat.torch_dispatch import without_modes_and_transforms
 from ckptfused.compat.torch_memory import StorageWeakRef, storage_id
+from ckptfused.eager.attention import shown_by
 from ckptfused.masks import Mask
 
 LEAST_TOKENS = 256
@@ -55,7 +56,7 @@ def by_place(masks: Mask, tokens: int, layer: object) -> Mask:
     known, version = _known.get(key), mask._version
     if known is None or known.version != version or known.storage.expired() or id(layer) in known.askers:
         with without_modes_and_transforms(), torch.inference_mode(False), torch.no_grad():
-            found = _pattern(mask.select(1, 0), masks.kind)
+            found = pattern(mask.select(1, 0), masks.kind)
         known = _known[key] = _Known(StorageWeakRef(storage), version, found, set())
         while len(_known) > _MOST:
             _known.popitem(last=False)
@@ -75,29 +76,23 @@ def _is_readable(mask: Tensor) -> bool:
     return storage.resizable() and not storage.is_shared()
 
 
-def _pattern(mask: Tensor, kind: str) -> Mask | None:
+def pattern(mask: Tensor, kind: str) -> Mask | None:
     """What a mask [B, T, T] says by place and key, None where it says more."""
     tokens = mask.size(-1)
     # A query sees itself, unless it is padding. In memory of its own: what is remembered does not keep the mask.
-    real = _visible(mask.diagonal(dim1=-2, dim2=-1), kind).clone()
+    real = shown_by(mask.diagonal(dim1=-2, dim2=-1), kind).clone()
     shown = real[0].nonzero()
     if len(shown) < 2:
         return None
     first, second = int(shown[0]), int(shown[1])
-    causal = not bool(_visible(mask[0, first, second], kind))
-    seen = int(_visible(mask[0, first:, first], kind).sum())
+    causal = not bool(shown_by(mask[0, first, second], kind))
+    seen = int(shown_by(mask[0, first:, first], kind).sum())
     window = 0 if seen == tokens - first else seen
     if not _is_that(mask, kind, real, causal, window):
         return None
     if bool(real.all()):
         return Mask(causal=causal, window=window)
     return Mask(padding=real, padding_kind="keep", causal=causal, window=window)
-
-
-def _visible(mask: Tensor, kind: str) -> Tensor:
-    if kind == "add":
-        return ~(mask <= max(-5e8, torch.finfo(mask.dtype).min))  # where it is no number, too
-    return mask if kind == "keep" else ~mask
 
 
 def _is_that(mask: Tensor, kind: str, real: Tensor, causal: bool, window: int) -> bool:
@@ -116,7 +111,7 @@ def _is_that(mask: Tensor, kind: str, real: Tensor, causal: bool, window: int) -
                 by_place.tril_(start + window - 1)
         for one, keys in zip(part, real, strict=True):
             expected = by_place & keys
-            if not _equal(_visible(one, kind), expected) or (kind == "add" and not _equal(one == 0, expected)):
+            if not _equal(shown_by(one, kind), expected) or (kind == "add" and not _equal(one == 0, expected)):
                 return False
     return True
 

@@ -99,7 +99,7 @@ def test_other_masks_stay_what_they_are(what: str) -> None:
 def test_a_mask_is_looked_at_once_until_it_is_written() -> None:
     mask = as_kind(shown(Mask(causal=True)), "keep")
     masks = Mask(mask, "keep")
-    with mock.patch.object(mask_patterns, "_pattern", wraps=mask_patterns._pattern) as looked:
+    with mock.patch.object(mask_patterns, "pattern", wraps=mask_patterns.pattern) as looked:
         assert by_place(masks, T, "first").causal and by_place(Mask(mask.view(mask.shape), "keep"), T, "second").causal
         assert looked.call_count == 1
         mask[0, 0, 9, 3] = False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.patches import instead, patched_attribute
 from ckptfused.compat.transformers import FLASH_CALL, FLASH_TYPE, attention_implementation, flash_module
-from ckptfused.eager.attention import position_mask
+from ckptfused.eager.attention import position_mask, sink_logits
 from ckptfused.layer.parts import Reason
 from ckptfused.models.derive.recorder import RefusedError
 from ckptfused.models.hugging_face import FLASH, FLASH_WITH_SINKS, packed_bounds
@@ -81,7 +81,7 @@ def _attention(
     if attention_mask is not None:
         logits = logits.masked_fill(~attention_mask[:, None, None, :], hides)
     if s_aux is not None:
-        logits = torch.cat((logits, s_aux[:, None, None].expand(*logits.shape[:-1], 1)), -1)
+        logits = torch.cat((logits, sink_logits(s_aux, logits)), -1)
     probs = torch.softmax(logits, -1)
     probs = F.dropout(probs if s_aux is None else probs[..., :-1], dropout)
     return torch.matmul(probs, v).transpose(1, 2)

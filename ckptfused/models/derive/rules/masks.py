@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ckptfused.eager.attention import position_mask
+from ckptfused.layer.mask_patterns import pattern
 from ckptfused.models.derive.in_place import writes
 from ckptfused.models.derive.recorder import RefusedError, Value, function_name, words_of
 from ckptfused.models.derive.rules.core import Core, Outer
@@ -186,26 +186,18 @@ def seen_by_place(mask: Tensor, kind: str, t_q: int, t_k: int) -> tuple[bool, in
     """Whether a mask hides the keys after each query, and how far a query sees, back or to both sides (0: all the way);
     None where it hides others.
     """
-    if kind == "add":
-        hidden = mask <= HIDES
-        if (mask[~hidden] != 0).any():
-            return None
-    elif mask.dtype in (torch.bool, torch.uint8):
-        hidden = mask.bool() if kind == "drop" else ~mask.bool()
-    else:
+    if mask.dtype == torch.uint8:
+        mask = mask.bool()
+    if mask.dtype != torch.bool and not (kind == "add" and mask.is_floating_point()):
         return None
     try:
-        hidden = hidden.expand(torch.broadcast_shapes(hidden.shape, (t_q, t_k)))
+        mask = mask.expand(torch.broadcast_shapes(mask.shape, (t_q, t_k)))
     except RuntimeError:
         return None
-    if hidden.shape[-2:] != (t_q, t_k) or not hidden.numel():
+    if t_q != t_k or mask.shape[-2:] != (t_q, t_k) or not mask.numel():
         return None
-    seen = int((~hidden[..., -1, :]).sum(-1).max())
-    window = 0 if seen >= t_k else seen
-    for causal in (True, False):
-        if bool((~hidden == position_mask(t_q, t_k, causal, window, hidden.device)).all()):
-            return causal, window
-    return None
+    found = pattern(mask.reshape(-1, t_q, t_k), kind)
+    return None if found is None or found.padding is not None else (found.causal, found.window)
 
 
 def _roots(walk: Walk, v: Value) -> set[str]:
