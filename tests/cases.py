@@ -40,6 +40,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "lora": ("none", "all", "drop", "twice", "float32"),
     "softcap": (0.0, 5.0),
     "sinks": (False, True),
+    "gate": ("none", "entry", "head", "in-q"),
     "scale": (None, 0.2),
     "m": (1.0, 0.5),
     "seq_first": (False, True),
@@ -52,7 +53,19 @@ LARGE: dict[str, dict[int, int]] = {
     "hidden": {56: 256, 37: 193, 130: 384},
 }
 DEFAULTS = {axis: values[0] for axis, values in AXES.items()}
-ATTENTION_AXES = ("mask", "rope", "qk_norm", "qk_place", "head_dim", "heads", "window", "softcap", "sinks", "scale")
+ATTENTION_AXES = (
+    "mask",
+    "rope",
+    "qk_norm",
+    "qk_place",
+    "head_dim",
+    "heads",
+    "window",
+    "softcap",
+    "sinks",
+    "gate",
+    "scale",
+)
 
 # Adapters of a half by the value of "lora"; `first` is the first product, `last` the half's closing one. With "float32"
 # (and "twice") their tensors are float32 beside half-precision weights.
@@ -97,6 +110,7 @@ class Case:
     lora: str = "none"
     softcap: float = 0.0
     sinks: bool = False
+    gate: str = "none"
     scale: float | None = None
     m: float = 1.0
     seq_first: bool = False
@@ -157,6 +171,7 @@ class Case:
         """The block's description as the library takes it."""
         heads, kv_heads = map(int, self.heads.split("/"))
         mask, padding = self.mask_kinds()
+        qkv = "q k v" if self.weights == "separate" else "q"
         attn = AttentionSpec(
             heads=heads,
             kv_heads=kv_heads,
@@ -170,6 +185,8 @@ class Case:
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
+            output_gate="entry" if self.gate == "in-q" else self.gate,
+            gate_in_q=self.gate == "in-q",
             rope=self.rope.split("-")[0],
             rotary_dim=self.rotary_dim(),
             qk_norm=self.qk_norm,
@@ -180,7 +197,7 @@ class Case:
             mask=mask,
             padding=padding,
             packed=self.packed,
-            lora=self.adapters("q k v o" if self.weights == "separate" else "q o"),
+            lora=self.adapters(" ".join((qkv, *(("gate",) if self.gate in ("entry", "head") else ()), "o"))),
         )
         gated, residual = self.act in GATED_ACTIVATIONS, not self.layout.endswith("mlp")
         first = "up" if not gated else "gate up" if self.weights == "separate" else "gate"
@@ -219,7 +236,9 @@ def _one_way(axis: str, value: object, other: str, other_value: object) -> bool:
         case "weights", "interleaved":  # joint where there is no attention
             return (other, other_value) == ("layout", "ffn") or (other == "heads" and not plain)
         case "qk_place", "row":
-            return (other, other_value) == ("weights", "interleaved")
+            return (other, other_value) in (("weights", "interleaved"), ("gate", "in-q"))
+        case "gate", "in-q":
+            return other == "weights" and not plain
         case "tokens", 300:
             return (other, other_value) == ("batch", 3)  # only to keep the suite short
     return False

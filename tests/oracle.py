@@ -80,10 +80,12 @@ def make_params(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
     if (attn := spec.attn) is not None:
         norm("attn.pre", attn.pre, c)
         if attn.joint:
-            linear("attn.q", attn.qkv_width, c, qkv_biased)
+            linear("attn.q", attn.joint_width, c, qkv_biased)
         else:
-            for name, out in (("q", attn.q_width), ("k", attn.kv_width), ("v", attn.kv_width)):
-                linear(f"attn.{name}", out, c, qkv_biased)
+            for name in "qkv":
+                linear(f"attn.{name}", attn.products(c)[name][1], c, qkv_biased)
+        if "gate" in attn.products(c):
+            linear("attn.gate", attn.gate_width, c, qkv_biased)
         for name in ("q_norm", "k_norm"):
             norm(f"attn.{name}", attn.qk_norm, attn.normed_width(name))
         linear("attn.o", c, attn.q_width, biased)

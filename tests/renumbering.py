@@ -12,7 +12,7 @@ from ckptfused.spec import BlockSpec
 from tests.oracle import Inputs, plain, run
 
 _INPUTS = {"o": None, "down": "F"}  # what a projection reads; the others read C
-_OUTPUTS = {"o": "C", "down": "C", "gate": "F", "up": "F"}
+_OUTPUTS = {"attn.o": "C", "ffn.down": "C", "ffn.gate": "F", "ffn.up": "F"}
 Axes = tuple[str | None, ...]
 
 
@@ -23,7 +23,7 @@ def _axes(name: str, spec: BlockSpec) -> Axes:
     if slot.startswith("lora"):
         index, kind = slot.split(".")
         target = settings.lora[int(index[4:])].target
-        into, out = _INPUTS.get(target, "C"), _OUTPUTS.get(target)
+        into, out = _INPUTS.get(target, "C"), _OUTPUTS.get(f"{half}.{target}")
         return {"a": (None, into), "b": (out, None), "bias": (out,)}[kind]
     if slot == "sinks":
         return (None,)
@@ -33,8 +33,8 @@ def _axes(name: str, spec: BlockSpec) -> Axes:
     if stem in ("q_norm", "k_norm"):
         return (None,)
     if kind == "b":
-        return (_OUTPUTS.get(stem),)
-    axes = (_OUTPUTS.get(stem), _INPUTS.get(stem, "C"))
+        return (_OUTPUTS.get(f"{half}.{stem}"),)
+    axes = (_OUTPUTS.get(f"{half}.{stem}"), _INPUTS.get(stem, "C"))
     return axes[::-1] if settings.transposed else axes
 
 

@@ -35,6 +35,7 @@ BLOCKS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "a window that covers all": (lambda: llama(window=500), (1, 33, WIDTH)),
     "encoder": (lambda: FusedCheckpointBlock(WIDTH, 4, 128, batch_first=True).eval(), (2, 33, WIDTH)),
     "soft cap": (lambda: FusedCheckpointAttention(WIDTH, 4, 0.0, softcap=5.0), (33, 2, WIDTH)),
+    "gated": (lambda: llama(output_gate="head"), (2, 33, WIDTH)),
     "half alone": (lambda: FusedCheckpointAttention(WIDTH, 4, 0.0, norm_first=True, qk_norm=True), (33, 2, WIDTH)),
 }
 
@@ -93,6 +94,13 @@ def test_adapters_are_named() -> None:
     assert found.step("adapters of o").backward == found.step("output projection").backward == "made again"
     assert found.step("adapters of down").kernel == "blocks of rows"
     assert "random state" in found.saved
+
+
+@pytest.mark.parametrize("gate", [None, "entry", "head"])
+def test_a_gate_is_named(gate: str | None) -> None:
+    found = explain(llama(output_gate=gate), torch.randn(2, 33, WIDTH), show=False)
+    said = [step.reason for step in found.steps if step.name == "output gate"]
+    assert said == ([] if gate is None else [f"o times sigmoids, one of each {gate}, in one pass"])
 
 
 def test_a_meta_tensor_stands_for_one_on_the_device(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,11 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def glu(gate_up: Tensor) -> Tensor:
+    """sigmoid(gate) * up; `F.glu` has the gate second. **Source** Dauphin et al. 2016 (arXiv 1612.08083), section 2."""
+    return _gated(gate_up, "glu")
+
+
 def _gated(gate_up: Tensor, act: str) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return activation(gate, up, act)
@@ -67,11 +72,13 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu2": relu2,
     "quick_gelu": quick_gelu,
+    "sigmoid": torch.sigmoid,
     "swiglu": swiglu,
     "geglu": geglu,
     "geglu_tanh": geglu_tanh,
     "reglu": reglu,
     "quick_geglu": quick_geglu,
+    "glu": glu,
 }
 
 

@@ -91,9 +91,13 @@ def dropout_masks(
 
 def qkv(
     x: Tensor, params: Params, spec: AttentionSpec, cos: Tensor | None, sin: Tensor | None, adapter_keep: KeepMasks
-) -> list[Tensor]:
-    """q, k, v after q/k norm and RoPE. **Shapes**: x [B, T, C]; returns [B, H, T, D] and twice [B, G, T, D]."""
+) -> tuple[list[Tensor], Tensor | None]:
+    """q, k, v after q/k norm and RoPE, and the gate before its sigmoid.
+
+    **Shapes**: x [B, T, C]; returns [B, H, T, D], twice [B, G, T, D], and [B, T, H, D] or [B, T, H, 1].
+    """
     h, g, d = spec.heads, spec.kv_heads, spec.head_dim
+    gate: Tensor | None = None
     if spec.interleaved:
         heads = list(_linear(x, params, "attn.q", spec, adapter_keep).view(*x.shape[:-1], h, 3 * d).chunk(3, -1))
     else:
@@ -101,7 +105,12 @@ def qkv(
             parts = list(_linear(x, params, "attn.q", spec, adapter_keep).split((h * d, g * d, g * d), -1))
         else:
             parts = [_linear(x, params, f"attn.{name}", spec, adapter_keep) for name in "qkv"]
+        if spec.gate_in_q:
+            q, gate = parts[0].unflatten(-1, (h, 2, d)).unbind(-2)
+            parts[0] = q.flatten(-2)
         heads = [part.unflatten(-1, (-1, d)) for part in parts]
+    if spec.output_gate != "none" and not spec.gate_in_q:
+        gate = _linear(x, params, "attn.gate", spec, adapter_keep).unflatten(-1, (h, -1))
     for index, name in enumerate("qk"):
         normed = (params, f"attn.{name}_norm", spec.qk_norm, spec.qk_eps)
         if spec.qk_place == "row":
@@ -113,7 +122,7 @@ def qkv(
             heads[index] = rope(heads[index], cos, sin, spec.rope, spec.rotary_dim)
         if spec.qk_place == "turned":
             heads[index] = _norm(heads[index], *normed)
-    return [head.transpose(1, 2) for head in heads]
+    return [head.transpose(1, 2) for head in heads], gate
 
 
 def attention_branch(
@@ -131,7 +140,7 @@ def attention_branch(
     eager: bool,
 ) -> Tensor:
     """The attention half's f: projections, attention inside each sequence, output projection. [B, T, C] both ways."""
-    q, k, v = qkv(x, params, spec, cos, sin, adapter_keep)
+    (q, k, v), gate = qkv(x, params, spec, cos, sin, adapter_keep)
     outputs = []
     for index, (start, end) in enumerate(_lengths(cu_seqlens, x.shape[1])):
         length = end - start
@@ -156,7 +165,8 @@ def attention_branch(
             fused=eager,
         )
         outputs.append(o)
-    o = torch.cat(outputs, 2).transpose(1, 2).flatten(-2)
+    o = torch.cat(outputs, 2).transpose(1, 2)
+    o = (o if gate is None else o * torch.sigmoid(gate)).flatten(-2)
     return _linear(o, params, "attn.o", spec, adapter_keep)
 
 

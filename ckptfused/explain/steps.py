@@ -25,13 +25,16 @@ def attention_steps(s: Setting, a: AttentionSpec, after: dict[str, str]) -> list
     if a.pre != "none":
         steps.append(Step("norm before attention", s.rows, _norm(a.pre), "made again"))
     steps.append(Step("QKV product", product, why, after["qkv"]))
-    steps += _adapters(s, a, ("q", "k", "v"), after["qkv"])
+    steps += _adapters(s, a, ("q", "k", "v", "gate"), after["qkv"])
     turned = ["q/k norm"] * (a.qk_norm != "none") + [f"RoPE ({a.rope})"] * (a.rope != "none")
     turned = turned[::-1] if a.qk_place == "turned" else turned
     if turned:
         steps.append(Step("q, k", s.rows, " and ".join(turned), "made again"))
     name, reason = s.attention(a)
     steps.append(Step("attention", ATTENTION[name], reason, after["attention"]))
+    if a.output_gate != "none":
+        gate = f"o times sigmoids, one of each {a.output_gate}, in one pass"
+        steps.append(Step("output gate", s.rows, gate, "made again with its gradient"))
     steps.append(Step("output projection", product, why, after["proj"]))
     steps += _adapters(s, a, ("o",), after["proj"])
     return [*steps, _residual(s, "attention", a)]

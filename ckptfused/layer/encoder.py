@@ -21,6 +21,7 @@ ENCODER_NAMES = {
     "attn.k_norm": "self_attn.k_norm",
     "attn.o": "self_attn.out_proj",
     "attn.sinks": "self_attn.sinks",
+    "attn.gate": "self_attn.gate_proj",
     "ffn.act": "activation",
     "ffn.pre": "norm2",
     "ffn.out": "norm2",

@@ -178,7 +178,7 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> HalfFacts | Re
         return why
     if a.head_dim > MAX_HEAD_DIM:
         return Reason(f"heads are {a.head_dim} wide, kernels reach {MAX_HEAD_DIM}")
-    maps = _projections(names, "attn", dtype, {"q": a.q, "k": a.k, "v": a.v, "o": a.o})
+    maps = _projections(names, "attn", dtype, {"q": a.q, "k": a.k, "v": a.v, "gate": a.gate, "o": a.o})
     if isinstance(maps, Reason):
         return maps
     o = maps["o"]
@@ -211,6 +211,8 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> HalfFacts | Re
         qk_eps=q.eps,
         qk_place=a.qk_place if a.q_norm is not None else "head",
         sinks=a.sinks is not None,
+        output_gate=a.output_gate,
+        gate_in_q=a.output_gate != "none" and a.gate is None,
         **_frame(a, norms, lora, quant),
     )
     slots = [*_slots("attn", {**maps, **norms, **turned}), a.sinks]

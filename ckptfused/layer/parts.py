@@ -59,6 +59,10 @@ class Attention(NamedTuple):
     """What q_norm and k_norm are of, as `spec.QK_PLACES`."""
     sinks: Tensor | None = None
     """A logit for each head beside those of the keys, [heads]."""
+    gate: Any = None
+    """The projection whose sigmoid multiplies what attention makes; None: there is none, or it is in `q`."""
+    output_gate: str = "none"
+    """What it multiplies, as `spec.OUTPUT_GATES`."""
 
 
 class FFN(NamedTuple):

@@ -1,6 +1,6 @@
 """Transformer blocks, and their halves, as `torch.nn` modules."""
 
-from ckptfused.eager.activation import geglu, geglu_tanh, gelu_tanh, quick_geglu, quick_gelu, reglu, relu2, swiglu
+from ckptfused.eager.activation import geglu, geglu_tanh, gelu_tanh, glu, quick_geglu, quick_gelu, reglu, relu2, swiglu
 from ckptfused.layer.norms import GemmaNorm
 from ckptfused.modules.grouped_attention import GroupedAttention
 
@@ -21,6 +21,7 @@ __all__ = [
     "geglu",
     "geglu_tanh",
     "gelu_tanh",
+    "glu",
     "quick_geglu",
     "quick_gelu",
     "reglu",

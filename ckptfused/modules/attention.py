@@ -46,7 +46,7 @@ class FusedCheckpointAttention(FusedModule):
     `x + drop(attn(norm(x)))` with `norm_first`, `norm(x + drop(attn(x)))` without; `norm="none"` leaves it out.
     Submodules `self_attn`, `norm1`, `dropout1` carry the names that they have in `FusedCheckpointBlock`.
     `attention` takes the keywords of `make_attention`: num_kv_heads, head_dim, rope, rotary_dim, rope_style,
-    qk_norm, causal, window, softcap, sinks, scale.
+    qk_norm, causal, window, softcap, sinks, output_gate, scale.
 
     **Shapes** src: [T, B, C], [B, T, C] with `batch_first`, or [T, C]; float64, float32, bfloat16, float16.
     **Saves** src, what `keep` names, 16 bytes of random state in training with dropout.

@@ -44,7 +44,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     - num_kv_heads, head_dim: grouped-query attention; `self_attn.in_proj_weight` is then [(H+2G)·D, C].
     - norm: "layernorm", "rmsnorm" or "gemma". qk_norm: True or a kind of norm.
     - rope: True, a theta or a `RotaryTable`; rotary_dim, rope_style ("half", "interleaved").
-    - causal: every call is. window, softcap, sinks, scale: as in `AttentionSpec`.
+    - causal: every call is. window, softcap, sinks, output_gate, scale: as in `AttentionSpec`.
     - attention_dropout, residual_dropout, ffn_dropout: override `dropout` at their sites.
     - parallel: True adds both halves to the same x, "shared" also gives both the output of `norm1`.
     - keep: a preset or names (`ckptfused.spec.KEEP_PRESETS`).

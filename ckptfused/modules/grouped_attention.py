@@ -19,11 +19,12 @@ from ckptfused.layer.parts import child
 from ckptfused.layer.sdpa import refuse_replaced_sdpa
 from ckptfused.masks import encoder_mask
 from ckptfused.modules.rotary import RotaryTable
+from ckptfused.spec import OUTPUT_GATES
 from ckptfused.spec.checks import check_at_least, check_choice, check_flag, check_integer, check_number
 
 
 class GroupedAttention(nn.MultiheadAttention):
-    """Self-attention with grouped key/value heads, any head width, RoPE, q/k norm, window, soft-cap and sinks.
+    """Self-attention with grouped key/value heads, any head width, RoPE, q/k norm, window, soft-cap, sinks and a gate.
 
     A holder of parameters: `in_proj_weight` is [(H+2G)·D, C], `out_proj` maps H·D to C. The fused modules read
     them; `forward` is plain PyTorch, for the layers that cannot be fused, and holds the T × T matrix.
@@ -49,6 +50,7 @@ class GroupedAttention(nn.MultiheadAttention):
         window: int = 0,
         softcap: float = 0.0,
         sinks: bool = False,
+        output_gate: str = "none",
         scale: float | None = None,
     ) -> None:
         nn.Module.__init__(self)
@@ -73,6 +75,10 @@ class GroupedAttention(nn.MultiheadAttention):
         for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "bias_k", "bias_v"):
             self.register_parameter(name, None)
         self.add_zero_attn = False
+        self.output_gate = output_gate
+        self.gate_proj: nn.Linear | None = None
+        if output_gate != "none":
+            self.gate_proj = nn.Linear(embed_dim, width if output_gate == "entry" else num_heads, bias, **factory)
         self.sinks: Tensor | None
         self.register_parameter("sinks", nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None)
         self.out_proj = NonDynamicallyQuantizableLinear(width, embed_dim, bias=bias, **factory)
@@ -129,7 +135,10 @@ class GroupedAttention(nn.MultiheadAttention):
             p=self.dropout,
             sinks=self.sinks,
         )
-        y = self.out_proj(o.transpose(1, 2).flatten(2))
+        o = o.transpose(1, 2)
+        if self.gate_proj is not None:
+            o = o * torch.sigmoid(self.gate_proj(x)).unflatten(-1, (H, -1))
+        y = self.out_proj(o.flatten(2))
         y = y if self.batch_first else y.transpose(0, 1)
         return (y if query.dim() == 3 else y.squeeze(0 if self.batch_first else 1)), None
 
@@ -151,6 +160,8 @@ class GroupedAttention(nn.MultiheadAttention):
             "softcap": self.softcap,
             "window": self.window,
             "sinks": self.sinks,
+            "gate": child(self, "gate_proj"),
+            "output_gate": self.output_gate,
         }
 
     def extra_repr(self) -> str:
@@ -159,6 +170,7 @@ class GroupedAttention(nn.MultiheadAttention):
             if getattr(self, name):
                 words.append(f"{name}={getattr(self, name)}")
         words += ["sinks"] if self.sinks is not None else []
+        words += [f"output_gate={self.output_gate}"] if self.gate_proj is not None else []
         return ", ".join(words)
 
 
@@ -186,6 +198,7 @@ def make_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: bool = False,
+    output_gate: str | None = None,
     scale: float | None = None,
     norm: str = "layernorm",
     **unknown: Any,
@@ -193,13 +206,14 @@ def make_attention(
     """PyTorch's own layer where it can hold the parameters, else a `GroupedAttention`.
 
     `rope` is True (theta 10000), a theta, a `RotaryTable` to share, or False or None for no RoPE; `qk_norm` a kind,
-    or True for the block's; `sinks` True for a trained logit of each head beside those of the keys. **Raises**
+    or True for the block's; `sinks` True for a trained logit of each head beside those of the keys; `output_gate`
+    "entry" or "head" for sigmoids of a projection that multiply each entry, or each head, of the result. **Raises**
     `ValueError` or `TypeError` for what attention cannot be made of, unknown keywords included.
     """
     if unknown:
         raise TypeError(
             f"{next(iter(unknown))}: unknown keyword; beside those of the signature, attention takes num_kv_heads, "
-            "head_dim, rope, rope_style, rotary_dim, qk_norm, causal, window, softcap, sinks and scale"
+            "head_dim, rope, rope_style, rotary_dim, qk_norm, causal, window, softcap, sinks, output_gate and scale"
         )
     nhead = check_integer("nhead", nhead, 1)
     if head_dim is not None:
@@ -220,6 +234,9 @@ def make_attention(
     if rotary is not None:
         extras |= {"rotary": rotary, "rope_style": rope_style}
     extras |= {name: True for name, on in (("causal", causal), ("sinks", sinks)) if check_flag(name, on)}
+    if output_gate is not None and output_gate != "none":
+        check_choice("output_gate", output_gate, OUTPUT_GATES)
+        extras["output_gate"] = output_gate
     if window is not None and check_integer("window", window, 0):
         extras["window"] = int(window)
     if softcap is not None and check_at_least("softcap", softcap, 0.0):

@@ -9,11 +9,13 @@ GATE: dict[str, str | None] = {
     "silu": None,
     "relu2": None,
     "quick_gelu": None,
+    "sigmoid": None,
     "swiglu": "silu",
     "geglu": "gelu",
     "geglu_tanh": "gelu_tanh",
     "reglu": "relu",
     "quick_geglu": "quick_gelu",
+    "glu": "sigmoid",
 }
 """Every activation by its name, with the plain one that it applies to its gate: `act(gate) * up`. None: not gated."""
 

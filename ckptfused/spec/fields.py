@@ -20,6 +20,7 @@ POST_NORMS = (*NORMS, "layerscale")
 """LayerScale multiplies by its weight and normalises nothing."""
 QK_PLACES = ("head", "row", "turned")
 ROPES = ("none", "half", "interleaved")
+OUTPUT_GATES = ("none", "entry", "head")
 MASK_KINDS = ("none", "keep", "drop", "add")
 SCALAR_TYPES = {"float64": "Double", "float32": "Float", "bfloat16": "BFloat16", "float16": "Half"}
 """The types of matrix products, with their names in c10::ScalarType."""
@@ -63,6 +64,10 @@ class AttentionSpec(Frame):
     ] = 0
     softcap: Annotated[float, Key("Logits become softcap * tanh(logits / softcap); 0: as they are.", least=0)] = 0.0
     sinks: Annotated[bool, Key("Each head has a logit of a key beside all others, whose value is 0.")] = False
+    output_gate: Annotated[
+        str, Key("Sigmoids of a projection, beside that of q, multiply o: each entry, or each head.", OUTPUT_GATES)
+    ] = "none"
+    gate_in_q: Annotated[bool, Key("Rows of q's tensor are [H, 2, D], of each head q and gate (Qwen3-Next).")] = False
     rope: Annotated[str, Key("How RoPE pairs the entries of a head.", ROPES, called=True)] = "none"
     rotary_dim: Annotated[
         int, Key("RoPE turns the first rotary_dim entries of a head; 0: the whole head.", called=True)
@@ -91,8 +96,15 @@ class AttentionSpec(Frame):
             raise ValueError(f"attn.rotary_dim: expected at most head_dim={self.head_dim}, got {self.rotary_dim}")
         if self.rope != "none" and self.rotary % 2:
             raise ValueError(f"attn.rotary_dim: expected an even number, got {self.rotary}")
-        if self.qk_place == "row" and self.interleaved:
-            raise ValueError("attn.qk_place: expected head or turned where q, k and v are interleaved, got 'row'")
+        if self.gate_in_q and (self.joint or self.output_gate != "entry"):
+            raise ValueError(
+                "attn.gate_in_q: expected q apart from k and v and a gate of each entry, "
+                f"got joint={self.joint}, output_gate={self.output_gate!r}"
+            )
+        if self.qk_place == "row" and (self.interleaved or self.gate_in_q):
+            raise ValueError(
+                "attn.qk_place: expected head or turned where the heads of q are not side by side, got 'row'"
+            )
         if self.scale == 0:
             raise ValueError("attn.scale: expected a number other than 0 (None: 1/sqrt(head_dim)), got 0.0")
         if self.packed and (self.mask != "none" or self.padding != "none"):
@@ -120,9 +132,19 @@ class AttentionSpec(Frame):
         return self.kv_heads * self.head_dim
 
     @property
-    def qkv_width(self) -> int:
-        """(H+2G)·D, the width of the joint product."""
+    def joint_width(self) -> int:
+        """(H+2G)·D, the width of q, k and v together."""
         return self.q_width + 2 * self.kv_width
+
+    @property
+    def gate_width(self) -> int:
+        """H·D or H, the width of the output gate; 0 without one."""
+        return {"none": 0, "entry": self.q_width, "head": self.heads}[self.output_gate]
+
+    @property
+    def qkv_width(self) -> int:
+        """The width of what the kept name `qkv` holds: q, k, v and the output gate."""
+        return self.joint_width + self.gate_width
 
     def normed_width(self, stem: str) -> int:
         """How many entries the norm of q (`"q_norm"`) or k (`"k_norm"`) is over."""
@@ -132,11 +154,12 @@ class AttentionSpec(Frame):
 
     def products(self, width: int) -> dict[str, tuple[int, int]]:
         """The projections of x, `width` wide, by name: how wide what they take is, and what they make."""
-        if self.joint:
-            first = {"q": (width, self.qkv_width)}
-        else:
-            first = {"q": (width, self.q_width), "k": (width, self.kv_width), "v": (width, self.kv_width)}
-        return {**first, "o": (self.q_width, width)}
+        made = {"q": self.joint_width} if self.joint else {"q": self.q_width, "k": self.kv_width, "v": self.kv_width}
+        if self.gate_in_q:
+            made["q"] += self.gate_width
+        elif self.gate_width:
+            made["gate"] = self.gate_width
+        return {**{name: (width, out) for name, out in made.items()}, "o": (self.q_width, width)}
 
 
 @dataclass(frozen=True)

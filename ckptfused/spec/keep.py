@@ -26,7 +26,7 @@ KEEP: dict[str, Kept] = {
     "proj": Kept(
         "attention projection before its post-norm", lambda spec: spec.attn is not None and spec.attn.post != "none"
     ),
-    "qkv": Kept("raw product", lambda spec: spec.attn is not None),
+    "qkv": Kept("raw product of q, k, v and the output gate", lambda spec: spec.attn is not None),
     "gu": Kept("gate and up pre-activations", lambda spec: spec.ffn is not None),
     "out": Kept(
         "sum before the closing norm, or the down product before its post-norm",

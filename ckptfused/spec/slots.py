@@ -19,7 +19,7 @@ class Pair(NamedTuple):
 _FRAME_LAST = (Pair("post", "post"), Pair("out", "out"))
 PAIRS: dict[str, tuple[Pair, ...]] = {
     "attn": (
-        *(Pair("pre", "pre"), Pair("q"), Pair("k"), Pair("v")),
+        *(Pair("pre", "pre"), Pair("q"), Pair("k"), Pair("v"), Pair("gate")),
         *(Pair("q_norm", "qk_norm"), Pair("k_norm", "qk_norm"), Pair("o"), *_FRAME_LAST),
     ),
     "ffn": (Pair("pre", "pre"), Pair("gate"), Pair("up"), Pair("down"), *_FRAME_LAST),

@@ -11,19 +11,21 @@ using at::Tensor;
 
 std::vector<Part> Block::qkv_parts() const {
   const AttentionSpec& a = spec_.attn;
-  const int64_t q = a.q_width(), kv = a.kv_width();
+  const int64_t q = a.q_product_width(), kv = a.kv_width();
+  std::vector<Part> parts;
   // The rows of a head's q, k and v that lie together are made together.
   if (a.joint && (a.interleaved || projected_ == Projected::all)) {
-    return {{kQW, kQB, 0, a.qkv_width(), 0}};
-  }
-  std::vector<Part> parts;
-  if (makes_q()) parts.push_back({kQW, kQB, 0, q, 0});
-  if (!makes_keys()) return parts;
-  if (a.joint) {
-    parts.push_back({kQW, kQB, q, 2 * kv, q});
+    parts.push_back({kQW, kQB, 0, a.joint_width(), 0});
   } else {
-    parts.push_back({kKW, kKB, 0, kv, q});
-    parts.push_back({kVW, kVB, 0, kv, q + kv});
+    if (makes_q()) parts.push_back({kQW, kQB, 0, q, 0});
+    if (makes_keys() && a.joint) parts.push_back({kQW, kQB, q, 2 * kv, q});
+    if (makes_keys() && !a.joint) {
+      parts.push_back({kKW, kKB, 0, kv, q});
+      parts.push_back({kVW, kVB, 0, kv, q + kv});
+    }
+  }
+  if (makes_q() && a.gated() && !a.gate_in_q) {
+    parts.push_back({kAttnGateW, kAttnGateB, 0, a.gate_width(), a.joint_width()});
   }
   return parts;
 }
@@ -55,7 +57,7 @@ void Block::ensure_n1() {
 
 // Backward reads it once more, for the gradients of q, k and v's weights.
 void Block::release_n1() {
-  const bool read_again = backward_ && need_any(attn_slot(kQW), attn_slot(kVB) + 1);
+  const bool read_again = backward_ && need_any(attn_slot(kQW), attn_slot(kAttnGateB) + 1);
   if (spec_.parallel != Parallel::shared_norm && !read_again) value_.n1.reset();
 }
 
@@ -68,10 +70,14 @@ void Block::ensure_qkv() {
   release_n1();
 }
 
-void Block::release_qkv() {
+void Block::release_heads() {
   value_.q.reset();
   value_.k.reset();
   value_.v.reset();
+}
+
+void Block::release_qkv() {
+  release_heads();
   if (!(save_ && spec_.keep.qkv)) value_.qkv.reset();
 }
 
@@ -109,7 +115,7 @@ void Block::ensure_qk() {
             heads_view(target, columns).transpose(1, 2), param(slot), param(slot + 1)};
   };
   std::vector<call::QkHeads> parts;
-  if (projected_ == Projected::all && !a.qk.on() && !a.interleaved) {
+  if (projected_ == Projected::all && !a.qk.on() && !a.interleaved && !a.gate_in_q) {
     // Without weights of their own they are turned alike.
     const HeadColumns both{a.heads + a.kv_heads, 0, a.q_columns().stride};
     parts.push_back(heads(both, attn_slot(kQNormW)));
@@ -130,11 +136,12 @@ void Block::ensure_attn() {
   value_.lse = lse.contiguous();
   if (spec_.attn.sinks) value_.lse = add_sinks(o.transpose(1, 2), value_.lse, param(kSinks));
   value_.o = o.transpose(1, 2).view({B_, T_, spec_.attn.q_width()});
-  if (!backward_) release_qkv();
+  if (backward_) return;
+  spec_.attn.gated() ? release_heads() : release_qkv();
 }
 
-// o as the rows that the projection multiplies. Attention writes batch-first; only a
-// sequence-first block pays a copy here.
+// o as the rows that the projection multiplies, or that its gate does. Attention writes
+// batch-first; only a sequence-first block pays a copy here.
 Tensor Block::o_rows() const {
   const Ledger::Name name("rows of o");
   const Tensor rows = spec_.seq_first ? value_.o.transpose(0, 1).contiguous() : value_.o;
@@ -145,7 +152,8 @@ void Block::ensure_proj() {
   if (value_.proj.defined()) return;
   ensure_attn();
   value_.proj = like_x(P_, "proj");
-  project("proj", value_.proj, o_rows(), {{kOW, kOB, 0, C_, 0}}, spec_.attn.transposed);
+  const Tensor rows = spec_.attn.gated() ? gated_rows() : o_rows();
+  project("proj", value_.proj, rows, {{kOW, kOB, 0, C_, 0}}, spec_.attn.transposed);
 }
 
 Tensor Block::attention_backward(const Tensor& ds) {
@@ -162,10 +170,13 @@ Tensor Block::attention_backward(const Tensor& ds) {
   value_.proj.reset();
   const std::vector<Part> o_part = {{kOW, kOB, 0, C_, 0}};
   Tensor d_o = need_o ? empty({N_, a.q_width()}, P_, "d o") : Tensor();
-  if (need_o || need_any(attn_slot(kOW), attn_slot(kOW) + 1)) ensure_attn();
-  project_backward(dproj, value_.o.defined() ? o_rows() : Tensor(), o_part, a.transposed, d_o,
-                   false, false);
+  const bool reads_o = need_o || need_any(attn_slot(kOW), attn_slot(kOW) + 1);
+  if (reads_o) ensure_attn();
+  Tensor rows = !reads_o ? Tensor() : a.gated() ? gated_rows() : o_rows();
+  project_backward(dproj, rows, o_part, a.transposed, d_o, false, false);
   dproj.reset();
+  const Tensor d_gate = a.gated() && need_o ? gate_backward(d_o, rows) : Tensor();
+  rows.reset();
   if (need(attn_slot(kSinks))) {
     sinks_grad_out(grad_vector(kSinks), heads_view(d_o, o_columns()).transpose(1, 2),
                    value_.o.view({B_, T_, a.heads, a.head_dim}), value_.lse, param(kSinks), sums_);
@@ -194,10 +205,10 @@ Tensor Block::attention_backward(const Tensor& ds) {
   value_.k.reset();
   value_.v.reset();
   value_.qkv.reset();
-  return qkv_backward(std::move(dq), std::move(dk), std::move(dv), std::move(raw));
+  return qkv_backward(std::move(dq), std::move(dk), std::move(dv), std::move(raw), d_gate);
 }
 
-Tensor Block::qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor raw) {
+Tensor Block::qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor raw, const Tensor& d_gate) {
   const AttentionSpec& a = spec_.attn;
   const bool need_n1 = needs_[0] || need(attn_slot(kAttnPreW)) || need(attn_slot(kAttnPreB));
   Tensor dqkv = empty({N_, a.qkv_width()}, P_, "d qkv");
@@ -221,7 +232,7 @@ Tensor Block::qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor raw) {
     const bool keys = dv.defined();
     call::qk_bwd(parts[0], parts[1], keys ? dv.transpose(1, 2) : dv,
                  keys ? place(a.v_columns()) : dv, qk_args());
-  } else if (projected_ == Projected::all && !a.interleaved && !spec_.seq_first) {
+  } else if (projected_ == Projected::all && !a.interleaved && !a.gated() && !spec_.seq_first) {
     Tensor heads = dqkv.view({B_, T_, a.heads + 2 * a.kv_heads, a.head_dim});
     const Ledger::Name name("d qkv");
     at::cat_out(heads, {dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)}, 2);
@@ -232,13 +243,14 @@ Tensor Block::qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor raw) {
       place(a.v_columns()).copy_(dv.transpose(1, 2));
     }
   }
+  if (d_gate.defined()) gate_grad_out(dqkv, d_gate);
   raw.reset();
   dq.reset();
   dk.reset();
   dv.reset();
 
   Tensor dn1 = need_n1 ? like_x(P_, "d n1") : Tensor();
-  if (need_any(attn_slot(kQW), attn_slot(kVB) + 1)) ensure_n1();
+  if (need_any(attn_slot(kQW), attn_slot(kAttnGateB) + 1)) ensure_n1();
   project_backward(dqkv, value_.n1, qkv_parts(), a.transposed, dn1, false, false);
   value_.n1.reset();
   return dn1;

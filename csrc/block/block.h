@@ -67,6 +67,7 @@ class Block {
   void ensure_attn();
   void ensure_proj();
   void release_n1();
+  void release_heads();
   void release_qkv();
   bool makes_qkv_again() const;
   at::Tensor o_rows() const;
@@ -78,9 +79,17 @@ class Block {
   // ds: gradient of the half's sum. Returns the gradient of n1 (undefined where not needed).
   at::Tensor attention_backward(const at::Tensor& ds);
   // raw: the product, where its norm's backward reads it. Undefined gradients are not there.
-  at::Tensor qkv_backward(at::Tensor dq, at::Tensor dk, at::Tensor dv, at::Tensor raw);
+  at::Tensor qkv_backward(at::Tensor dq, at::Tensor dk, at::Tensor dv, at::Tensor raw,
+                          const at::Tensor& d_gate = {});
   bool makes_q() const { return projected_ != Projected::k_and_v; }
   bool makes_keys() const { return projected_ != Projected::q; }
+
+  // output_gate.cpp
+  at::Tensor gate_view(const at::Tensor& buffer) const;
+  at::Tensor gate_rows() const;
+  at::Tensor gated_rows();
+  at::Tensor gate_backward(const at::Tensor& d_o, const at::Tensor& memory) const;
+  void gate_grad_out(const at::Tensor& dqkv, const at::Tensor& d_gate) const;
 
   // rows.cpp: the block by tiles of queries
   struct KeyValues {

@@ -33,7 +33,7 @@ Block::GateUp Block::gate_up(const Tensor& buffer, const Tile& t) const {
 // The products that make one tile of gu: gate columns first, then up.
 std::vector<Part> Block::gu_parts(const Tile& t) const {
   const FFNSpec& f = spec_.ffn;
-  const int gate_w = ffn_slot(kGateW), gate_b = ffn_slot(kGateB);
+  const int gate_w = ffn_slot(kFFNGateW), gate_b = ffn_slot(kFFNGateB);
   const int up_w = ffn_slot(kUpW), up_b = ffn_slot(kUpB);
   if (!f.gated()) return {{up_w, up_b, t.col0, t.cols, 0}};
   if (!f.joint) return {{gate_w, gate_b, t.col0, t.cols, 0}, {up_w, up_b, t.col0, t.cols, t.cols}};
@@ -97,8 +97,8 @@ call::UpWeights Block::up_weights(const Tile& t) {
   };
   if (!f.gated()) return {Tensor(), Tensor(), columns(kUpW, t.col0), columns(kUpB, t.col0)};
   const int64_t up0 = f.joint ? f.hidden + t.col0 : t.col0;
-  return {columns(kGateW, t.col0), columns(kGateB, t.col0), columns(f.joint ? kGateW : kUpW, up0),
-          columns(f.joint ? kGateB : kUpB, up0)};
+  return {columns(kFFNGateW, t.col0), columns(kFFNGateB, t.col0),
+          columns(f.joint ? kFFNGateW : kUpW, up0), columns(f.joint ? kFFNGateB : kUpB, up0)};
 }
 
 // The columns of the down projection that read a tile of h.
@@ -183,7 +183,7 @@ void Block::ensure_down(const Tensor& onto) {
 Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
   const FFNSpec& f = spec_.ffn;
   const int down_w = ffn_slot(kDownW), down_b = ffn_slot(kDownB);
-  const bool need_gate_up = need_any(ffn_slot(kGateW), ffn_slot(kUpB) + 1);
+  const bool need_gate_up = need_any(ffn_slot(kFFNGateW), ffn_slot(kUpB) + 1);
   const bool need_gu = need_n2 || need_gate_up;
   const bool need_h = need_any(down_w, down_w + 1);
   if (!need_gu && !need_any(down_w, ffn_slot(kFFNPostB) + 1)) return {};
@@ -256,7 +256,7 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
   joined_ = {};
   // Sums over row tiles are done: attention's backward, which comes next, holds them narrow.
   if (!sums_)
-    for (const int slot : {ffn_slot(kGateW), ffn_slot(kUpW), down_w}) {
+    for (const int slot : {ffn_slot(kFFNGateW), ffn_slot(kUpW), down_w}) {
       const Ledger::Name name("d", slot);
       if (grads_[slot].defined()) grads_[slot] = grads_[slot].to(params_[slot].scalar_type());
     }

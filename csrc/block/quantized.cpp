@@ -44,11 +44,12 @@ std::vector<int64_t> Block::weight_sizes(int slot) const {
   if (slot < ffn_slot(0)) {
     const AttentionSpec& a = spec_.attn;
     if (slot == kOW) return {C_, a.q_width()};
-    return {slot != kQW ? a.kv_width() : a.joint ? a.qkv_width() : a.q_width(), C_};
+    if (slot == kAttnGateW) return {a.gate_width(), C_};
+    return {slot != kQW ? a.kv_width() : a.joint ? a.joint_width() : a.q_product_width(), C_};
   }
   const FFNSpec& f = spec_.ffn;
   if (slot == ffn_slot(kDownW)) return {C_, f.hidden};
-  return {slot == ffn_slot(kGateW) && f.joint ? f.gu_width() : f.hidden, C_};
+  return {slot == ffn_slot(kFFNGateW) && f.joint ? f.gu_width() : f.hidden, C_};
 }
 
 Tensor Block::dequantized(const QuantizedSlots& stored) {

@@ -17,8 +17,8 @@ inline bool drops(const std::vector<AdapterSpec>& adapters) {
                      [](const AdapterSpec& a) { return a.p > 0; });
 }
 
-// Where the heads of q, k or v lie among the columns of the qkv product: `count` heads of D columns
-// each, `stride` columns apart, from column `col0` on.
+// Where the heads of q, k, v or the gate lie among the columns of the qkv product: `count` heads of
+// D columns each, `stride` columns apart, from column `col0` on.
 struct HeadColumns {
   int64_t count, col0, stride;
 };
@@ -26,16 +26,26 @@ struct HeadColumns {
 struct AttentionSpec : AttentionFields {
   int64_t q_width() const { return heads * head_dim; }
   int64_t kv_width() const { return kv_heads * head_dim; }
-  int64_t qkv_width() const { return q_width() + 2 * kv_width(); }
+  int64_t joint_width() const { return q_width() + 2 * kv_width(); }
+  bool gated() const { return output_gate != "none"; }
+  bool gated_by_head() const { return output_gate == "head"; }
+  int64_t gate_width() const { return !gated() ? 0 : gated_by_head() ? heads : q_width(); }
+  int64_t qkv_width() const { return joint_width() + gate_width(); }
   // Whether the norm of q and k and RoPE are two kernels, not one.
   bool qk_in_steps() const { return qk.on() && qk_place != "head"; }
-  HeadColumns q_columns() const { return {heads, 0, head_stride()}; }
+  HeadColumns q_columns() const { return {heads, 0, gate_in_q ? 2 * head_dim : head_stride()}; }
   HeadColumns k_columns() const {
-    return {kv_heads, interleaved ? head_dim : q_width(), head_stride()};
+    return {kv_heads, interleaved ? head_dim : q_product_width(), head_stride()};
   }
   HeadColumns v_columns() const {
-    return {kv_heads, interleaved ? 2 * head_dim : q_width() + kv_width(), head_stride()};
+    return {kv_heads, interleaved ? 2 * head_dim : q_product_width() + kv_width(), head_stride()};
   }
+  // Of the output gate: as wide as a head, or one column each.
+  HeadColumns gate_columns() const {
+    if (gate_in_q) return {heads, head_dim, 2 * head_dim};
+    return {heads, joint_width(), gate_width() / heads};
+  }
+  int64_t q_product_width() const { return gate_in_q ? 2 * q_width() : q_width(); }
 
  private:
   int64_t head_stride() const { return interleaved ? 3 * head_dim : head_dim; }

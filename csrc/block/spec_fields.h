@@ -52,6 +52,8 @@ struct AttentionFields : HalfSpec {
   int64_t window = 0;  // Key j is visible where i - j < window (j - i too, not causal); 0: no window.
   double softcap = 0.0;  // Logits become softcap * tanh(logits / softcap); 0: as they are.
   bool sinks = false;  // Each head has a logit of a key beside all others, whose value is 0.
+  std::string output_gate = "none";  // Sigmoids of a projection, beside that of q, multiply o: each entry, or each head.
+  bool gate_in_q = false;  // Rows of q's tensor are [H, 2, D], of each head q and gate (Qwen3-Next).
   std::string rope = "none";  // How RoPE pairs the entries of a head.
   int64_t rotary_dim = 0;  // RoPE turns the first rotary_dim entries of a head; 0: the whole head.
   NormSpec qk{"none", 1e-05};  // Norm of q and k.
@@ -74,6 +76,8 @@ void for_fields(AttentionFields& s, F&& f) {
   f("window", s.window);
   f("softcap", s.softcap);
   f("sinks", s.sinks);
+  f("output_gate", s.output_gate);
+  f("gate_in_q", s.gate_in_q);
   f("rope", s.rope);
   f("rotary_dim", s.rotary_dim);
   f("qk_norm", s.qk.kind);
@@ -107,7 +111,7 @@ struct KeepSpec {
   bool attn = false;  // o and lse
   bool mid = false;  // input of the FFN half, or the sum before the first closing norm
   bool proj = false;  // attention projection before its post-norm
-  bool qkv = false;  // raw product
+  bool qkv = false;  // raw product of q, k, v and the output gate
   bool gu = false;  // gate and up pre-activations
   bool out = false;  // sum before the closing norm, or the down product before its post-norm
 };
@@ -170,14 +174,14 @@ void for_fields(LossFields& s, F&& f) {
 constexpr ComputeType kComputeTypes[] = {{"float64", c10::ScalarType::Double}, {"float32", c10::ScalarType::Float}, {"bfloat16", c10::ScalarType::BFloat16}, {"float16", c10::ScalarType::Half}};
 
 // Slots of the params list. Absent halves have none. Adapters' follow, then those of quantized weights.
-enum AttentionParam : int { kAttnPreW, kAttnPreB, kQW, kQB, kKW, kKB, kVW, kVB, kQNormW, kQNormB, kKNormW, kKNormB, kOW, kOB, kAttnPostW, kAttnPostB, kAttnOutW, kAttnOutB, kSinks, kAttentionParams };
-enum FFNParam : int { kFFNPreW, kFFNPreB, kGateW, kGateB, kUpW, kUpB, kDownW, kDownB, kFFNPostW, kFFNPostB, kFFNOutW, kFFNOutB, kFFNParams };
+enum AttentionParam : int { kAttnPreW, kAttnPreB, kQW, kQB, kKW, kKB, kVW, kVB, kAttnGateW, kAttnGateB, kQNormW, kQNormB, kKNormW, kKNormB, kOW, kOB, kAttnPostW, kAttnPostB, kAttnOutW, kAttnOutB, kSinks, kAttentionParams };
+enum FFNParam : int { kFFNPreW, kFFNPreB, kFFNGateW, kFFNGateB, kUpW, kUpB, kDownW, kDownB, kFFNPostW, kFFNPostB, kFFNOutW, kFFNOutB, kFFNParams };
 enum AdapterParam : int { kA, kB, kBias, kAdapterParams };
 enum QuantParam : int { kScale, kOffset, kNestedScale, kTable, kQuantParams };
 enum AuxSlot : int { kCos, kSin, kMask, kPadding, kCuSeqlens, kAuxSlots };
 constexpr const char* kAuxNames[kAuxSlots] = {"cos", "sin", "mask", "padding", "cu_seqlens"};
 // The projections that adapters stand beside, with the slots of their weights.
-constexpr Projection kAttentionProjections[] = {{"q", kQW}, {"k", kKW}, {"v", kVW}, {"o", kOW}};
-constexpr Projection kFFNProjections[] = {{"gate", kGateW}, {"up", kUpW}, {"down", kDownW}};
+constexpr Projection kAttentionProjections[] = {{"q", kQW}, {"k", kKW}, {"v", kVW}, {"gate", kAttnGateW}, {"o", kOW}};
+constexpr Projection kFFNProjections[] = {{"gate", kFFNGateW}, {"up", kUpW}, {"down", kDownW}};
 
 }  // namespace ckptfused

@@ -47,6 +47,9 @@ CKPT_HD ActivationValue<A> activation_with_grad(A x) {
     const A cdf = A(0.5) * (A(1) + erf_acc(x * A(0.70710678118654752440)));
     const A pdf = A(0.39894228040143267794) * exp_acc(A(-0.5) * x * x);
     return {x * cdf, cdf + x * pdf};
+  } else if constexpr (kAct == Activation::sigmoid) {
+    const A s = sigmoid_acc(x);
+    return {s, s * (A(1) - s)};
   } else if constexpr (kAct == Activation::quick_gelu) {
     const A k = A(1.702);
     const A s = sigmoid_acc(k * x);

@@ -20,6 +20,8 @@ inline double naive(Activation act, double x) {
       return 0.5 * x * std::erfc(-x / std::sqrt(2.0));
     case Activation::quick_gelu:
       return x / (1 + std::exp(-1.702 * x));
+    case Activation::sigmoid:
+      return 1 / (1 + std::exp(-x));
     default:
       return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
   }
@@ -40,6 +42,8 @@ inline double naive_grad(Activation act, double x) {
       return 0.5 * std::erfc(-x / std::sqrt(2.0)) + x * std::exp(-x * x / 2) / std::sqrt(2 * M_PI);
     case Activation::quick_gelu:
       return quick + 1.702 * x * quick * (1 - quick);
+    case Activation::sigmoid:
+      return sigmoid * (1 - sigmoid);
     default:
       return 0.5 * (1 + tanh) +
              0.5 * x * (1 - tanh * tanh) * std::sqrt(2 / M_PI) * (1 + 3 * 0.044715 * x * x);

@@ -404,6 +404,27 @@ MUTANTS = (
         test="tests/models/derive/test_mutants.py::test_the_log_sum_exp_is_of_the_same_logits",
     ),
     Mutant(
+        "what attention made is kept behind its gate",
+        file="csrc/block/output_gate.cpp",
+        text="  const bool read_again = backward_ || (save_ && spec_.keep.attn);\n",
+        defect="  const bool read_again = backward_;\n",
+        test="tests/autograd/test_output_gate.py::test_bits_are_the_same_whatever_is_kept[torch.float32-whole-entry]",
+    ),
+    Mutant(
+        "the gate of a head is read where q is",
+        file="csrc/block/spec.h",
+        text="    if (gate_in_q) return {heads, head_dim, 2 * head_dim};\n",
+        defect="    if (gate_in_q) return {heads, 0, 2 * head_dim};\n",
+        test="tests/autograd/test_output_gate.py::test_values_and_gradients[whole-in-q]",
+    ),
+    Mutant(
+        "the gate of a head gets the gradient of one entry",
+        file="csrc/block/output_gate.cpp",
+        text="    at::sum_out(columns, heads, at::IntArrayRef{2}, /*keepdim=*/true);\n",
+        defect="    columns.copy_(heads.narrow(2, 0, 1));\n",
+        test="tests/autograd/test_output_gate.py::test_values_and_gradients[tiles-head]",
+    ),
+    Mutant(
         "an offloaded input that is used before its copy is done",
         file="ckptfused/offload/saved.py",
         text="            self._copies.wait(self._done, self._home, x)\n",

@@ -222,10 +222,10 @@ def test_presets_grow() -> None:
 
 def test_param_slots() -> None:
     names = param_names(PRE)
-    assert len(names) == 31
+    assert len(names) == 33
     assert names[:4] == ("attn.pre_w", "attn.pre_b", "attn.q_w", "attn.q_b")
-    assert names[18:22] == ("attn.sinks", "ffn.pre_w", "ffn.pre_b", "ffn.gate_w")
-    assert len(param_names(BlockSpec(ATTN))) == 19
+    assert names[20:24] == ("attn.sinks", "ffn.pre_w", "ffn.pre_b", "ffn.gate_w")
+    assert len(param_names(BlockSpec(ATTN))) == 21
     assert len(param_names(BlockSpec(ffn=FFN))) == 12
     assert AUX_NAMES == ("cos", "sin", "mask", "padding", "cu_seqlens")
 
@@ -252,7 +252,7 @@ def test_adapter_slots() -> None:
     assert "attn.lora=v:8:1e20:1e-05+q:1:-0.3333333333333333:0.0+q:64:2.0:0.0" in text
     assert text.endswith("ffn.lora=down:16:2.0:0.05")
     names = param_names(spec)
-    assert names[31:35] == ("attn.lora0.a", "attn.lora0.b", "attn.lora0.bias", "attn.lora1.a")
+    assert names[33:37] == ("attn.lora0.a", "attn.lora0.b", "attn.lora0.bias", "attn.lora1.a")
     assert names[-3:] == ("ffn.lora0.a", "ffn.lora0.b", "ffn.lora0.bias")
     shapes = param_shapes(spec, 24)
     assert shapes["attn.lora0.a"] == ((8, 24), True)

@@ -20,6 +20,7 @@ from ckptfused.models.derive.rules.pieces import Linear, NormPiece
 from ckptfused.models.derive.rules.products import by_heads
 from ckptfused.models.derive.rules.rotations import table_of
 from ckptfused.models.derive.walk import Walk
+from ckptfused.spec import PLAIN_ACTIVATIONS
 
 
 class Map(NamedTuple):
@@ -143,10 +144,12 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
                 heads.interleaved,
                 heads.place,
                 core.sinks,
+                "none" if (gate := branch.gate) is None else gate.kind,
             ),
         )
+        gated_by = None if gate is None or gate.in_q else gate.made
         attn = DerivedHalf(
-            tuple(map(_map, (heads.q, heads.k, heads.v, branch.last))),
+            tuple(map(_map, (heads.q, heads.k, heads.v, branch.last, gated_by))),
             tuple(map(_norm, (branch.pre, branch.post, form.attn_out, heads.q_norm, heads.k_norm))),
             numbers,
             (p, rate(branch.dropped, 1, "p")),
@@ -158,7 +161,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
     if (branch := form.ffn) is not None:
         made = branch.hidden
         assert made is not None
-        gated = made.up is not None or made.act not in _PLAIN
+        gated = made.up is not None or made.act not in PLAIN_ACTIVATIONS
         first, second = (made.first, made.up) if gated else (None, made.first)
         ffn = DerivedHalf(
             tuple(map(_map, (first, second, branch.last))),
@@ -176,9 +179,6 @@ def _own_mask(core: Core) -> tuple[int, str]:
     if core.constant.call is None:
         raise RefusedError("a buffer is the mask of one length only")
     return core.constant.call.number, core.constant_kind
-
-
-_PLAIN = ("relu", "gelu", "gelu_tanh", "silu", "relu2", "quick_gelu")
 
 
 def _scale(scale: float, head_dim: int) -> float | None:
@@ -236,8 +236,8 @@ def _normed(layer: nn.Module, found: NormOf | None) -> Any:
 
 
 def _attention(layer: nn.Module, half: DerivedHalf, window: int) -> Attention:
-    heads, kv_heads, head_dim, rope, rotary_dim, scale, softcap, m, interleaved, place, sinks = half.numbers
-    q, k, v, o = (_projected(layer, found) for found in half.maps)
+    heads, kv_heads, head_dim, rope, rotary_dim, scale, softcap, m, interleaved, place, sinks, gate = half.numbers
+    q, k, v, o, gated_by = (_projected(layer, found) for found in half.maps)
     pre, post, out, q_norm, k_norm = (_normed(layer, found) for found in half.norms)
     return Attention(
         *(heads, kv_heads, head_dim, q, k, v, o, pre, post, out, q_norm, k_norm, rope, rotary_dim, scale),
@@ -249,6 +249,8 @@ def _attention(layer: nn.Module, half: DerivedHalf, window: int) -> Attention:
         interleaved=interleaved,
         qk_place=place,
         sinks=_tensor(layer, sinks),
+        gate=gated_by,
+        output_gate=gate,
     )
 
 

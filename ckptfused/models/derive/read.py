@@ -11,18 +11,8 @@ from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.attention import core
 from ckptfused.models.derive.rules.core import Core
 from ckptfused.models.derive.rules.heads import Heads, heads
-from ckptfused.models.derive.rules.pieces import (
-    Hidden,
-    Linear,
-    NormPiece,
-    hidden,
-    layer_scale,
-    layout_only,
-    linear,
-    norm,
-)
-from ckptfused.models.derive.rules.products import PRODUCTS, merged
-from ckptfused.models.derive.rules.sinks import sinks_after
+from ckptfused.models.derive.rules.output_gate import Attended, OutputGate, attended, output_gate
+from ckptfused.models.derive.rules.pieces import Hidden, Linear, NormPiece, hidden, layer_scale, linear, norm
 from ckptfused.models.derive.walk import Walk, arranges, ratio
 
 _FACTORS = ("mul", "rmul", "div", "truediv", "multiply")
@@ -43,6 +33,7 @@ class Branch(NamedTuple):
     """The dropout of what it adds."""
     core: Core | None = None
     heads: Heads | None = None
+    gate: OutputGate | None = None
     hidden: Hidden | None = None
     hidden_dropped: Recorded | None = None
 
@@ -238,24 +229,8 @@ def _branch(walk: Walk, term: Value) -> Branch:
             raise RefusedError(f"no rule takes {call}", call)
     branch = Branch(v, None, v, post, last, m, dropped)
     inner = walk.same(last.x)
-    base = inner
-    with_taken = dict(walk.taken)
-    while base.call is not None and arranges(base):
-        base = walk.same(base.call.inputs[0])
-    walk.taken = with_taken
-    attends = (
-        base.op in ("scaled_dot_product_attention", *PRODUCTS) or walk.attempt(sinks_after, walk, base) is not None
-    )
-    if attends and not _is_projection(walk, base):
-        return _attention(walk, branch, inner, base)
-    return _ffn(walk, branch, inner)
-
-
-def _is_projection(walk: Walk, v: Value) -> bool:
-    taken = dict(walk.taken)
-    found = walk.attempt(linear, walk, v)
-    walk.taken = taken
-    return found is not None
+    at = attended(walk, inner)
+    return _ffn(walk, branch, inner) if at is None else _attention(walk, branch, inner, at)
 
 
 def _ratio(v: Value) -> float:
@@ -265,15 +240,12 @@ def _ratio(v: Value) -> float:
     return by
 
 
-def _attention(walk: Walk, branch: Branch, inner: Value, base: Value) -> Branch:
-    found = core(walk, base)
-    if not layout_only(walk, inner, base):
-        raise RefusedError(f"no rule takes {inner}", inner.call)
-    if not merged(inner.data, found.ends[3]):
-        raise RefusedError("heads come together in another order than the block's", inner.call)
-    made = heads(walk, found)
-    sides = [side for side in (made.q, made.k, made.v) if side is not None]
-    return _entered(walk, branch._replace(core=found, heads=made), sides)
+def _attention(walk: Walk, branch: Branch, inner: Value, at: Attended) -> Branch:
+    found = core(walk, at.end)
+    gate = output_gate(walk, inner, at, found)
+    made = heads(walk, found, gate.made.y if gate is not None and gate.in_q else None)
+    sides = [side for side in (made.q, made.k, made.v, gate and gate.made) if side is not None]
+    return _entered(walk, branch._replace(core=found, heads=made, gate=gate), sides)
 
 
 def _ffn(walk: Walk, branch: Branch, inner: Value) -> Branch:

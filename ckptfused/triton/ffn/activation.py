@@ -28,6 +28,9 @@ def act_with_grad(x, ACT: tl.constexpr):
     elif ACT == "silu":
         s = _sigmoid(x)
         return x * s, s * (1.0 + x * (1.0 - s))
+    elif ACT == "sigmoid":
+        s = _sigmoid(x)
+        return s, s * (1.0 - s)
     elif ACT == "quick_gelu":
         s = _sigmoid(1.702 * x)
         value = x * s  # taken with 1 - s before 1.702, so that no product overflows

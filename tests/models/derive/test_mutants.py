@@ -20,6 +20,7 @@ from ckptfused.models.derive.record import tensors_held
 from ckptfused.ops.call import Call
 from tests.cases import by_turns
 from tests.models.derive.experts import EXPERTS, IN_EXPERTS
+from tests.models.derive.gates import GATED, IN_GATED
 from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
 from tests.models.derive.others import FOLDED, IN_FOLDED, IN_SUMS, IN_TOWER, SUMS, TOWER, called
 from tests.models.derive.sinks import IN_SCALED, IN_SUNK, LOOK_ALIKE, SCALED, SUNK
@@ -34,6 +35,7 @@ OTHERS = [
     *((FOLDED, *change) for change in IN_FOLDED),
 ]
 MUTANTS += [(WIDE, *change) for change in IN_WIDE] + [(EXPERTS, *change) for change in IN_EXPERTS]
+MUTANTS += IN_GATED
 MUTANTS += [(SUNK, *change) for change in IN_SUNK] + [(SCALED, *change) for change in IN_SCALED]
 
 
@@ -138,6 +140,22 @@ def test_the_originals_are_derived(source: str, p: float) -> None:
     assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
     if p == 0:
         assert check(made(in_double(source)).double(), arguments(source, tokens=13, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("source", "words"), GATED.values(), ids=GATED)
+def test_a_gate_is_derived_in_every_spelling(source: str, words: str) -> None:
+    layer = made(in_double(source)).double()
+    found = derive(layer, arguments(source, tokens=13, dtype=torch.float64), {})
+    assert found.proof is not None and words in found.proof.text, found.why
+    assert max(found.proof.errors.values()) < 1e-12
+    assert check(layer, arguments(source, tokens=13, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("source", "old", "new"), IN_GATED, ids=[new for *_, new in IN_GATED])
+def test_what_only_looks_like_a_gate_leaves_the_other_half(source: str, old: str, new: str) -> None:
+    layer = made(in_double(source.replace(old, new, 1))).double()
+    found = derive(layer, arguments(source, tokens=13, dtype=torch.float64), {})
+    assert found.proof is not None and found.layout.ffn is not None, found.why
 
 
 def test_the_log_sum_exp_is_of_the_same_logits() -> None:

@@ -70,6 +70,7 @@ FUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Bert", {}, "attn.out=layernorm ffn.out=layernorm"),
     ("Olmo2", {}, "attn.post=rmsnorm ffn.post=rmsnorm attn.qk_norm=rmsnorm attn.qk_place=row"),
     ("Olmo3", {}, "attn.qk_place=row"),
+    ("HrmText", {}, "attn.output_gate=entry"),
     ("HunYuanDenseV1", {}, "attn.qk_norm=rmsnorm attn.qk_place=turned"),
     ("NanoChat", {}, "attn.qk_norm=rmsnorm attn.qk_place=turned ffn.act=relu2"),
     ("Nemotron", {}, "attn.pre=layernorm1p ffn.act=relu2"),

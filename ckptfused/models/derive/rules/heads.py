@@ -51,7 +51,7 @@ class _Side(NamedTuple):
     tables: tuple[Value, ...]
 
 
-def _side(walk: Walk, end: Value, what: str) -> _Side:
+def side(walk: Walk, end: Value, what: str) -> _Side:
     """The projection, the norm and the tables of q, k or v."""
     made: dict[Value, Linear] = {}
     norms: dict[Value, NormPiece] = {}
@@ -81,16 +81,20 @@ def _side(walk: Walk, end: Value, what: str) -> _Side:
     return _Side(next(iter(made.values())), next(iter(norms.values()), None), tuple(tables))
 
 
-def heads(walk: Walk, found: Core) -> Heads:
-    """The projections, norms and rotation before an attention core."""
-    sides = {name: _side(walk, v, name) for name, v in zip("qkv", (found.q, found.k, found.v), strict=True)}
+def heads(walk: Walk, found: Core, gate: Value | None = None) -> Heads:
+    """The projections, norms and rotation before an attention core. gate: the product that makes q and, of each head
+    after it, the output gate, where one does."""
+    sides = {name: side(walk, v, name) for name, v in zip("qkv", (found.q, found.k, found.v), strict=True)}
     if sides["v"].norm is not None or sides["v"].tables:
         raise RefusedError("v has a norm or a rotation", found.v.call)
+    if gate is not None and sides["q"].made.y is not gate:
+        raise RefusedError("an output gate beside something else than q", gate.call)
     if (sides["q"].norm is None) != (sides["k"].norm is None):
         raise RefusedError("only one of q and k has a norm", found.k.call)
     ends = dict(zip("qkv", (t.transpose(1, 2) for t in found.ends), strict=False))
     trouble = RefusedError("the rows of the projections are not head by head", found.v.call)
-    for laid in layouts({name: side.made for name, side in sides.items()}, found.ends[0].shape):
+    made = {name: one.made for name, one in sides.items()}
+    for laid in layouts(made, found.ends[0].shape, gate is not None):
         if close(_repeated(laid.parts["v"], ends["v"].shape[2]), ends["v"]):
             try:
                 return _turned_alike(walk, found, sides, laid, ends)
