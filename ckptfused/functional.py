@@ -81,7 +81,7 @@ def attention_block(
     cu_seqlens: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The attention half of a block alone, its residual included.
+    """The attention half of a block alone, its residual included where `spec.attn.residual`.
 
     **Shapes** as `block`; spec has an attention half and no FFN half.
     **Saves** as `block`. **Recomputes** QKV and attention; O too where a closing or post norm needs its result.

@@ -84,6 +84,11 @@ P = {"attn": 0.2, "res": 0.1, "hidden": 0.25}  # the dropout probabilities by si
 Pair = tuple[tuple[str, object], tuple[str, object]]
 
 
+# Without a residual: nothing but the products, a norm before them, norms and dropout after them too.
+WITHOUT = ("", "normed-", "closed-")
+NORMED, CLOSED = (("normed-mlp", "normed-heads"), ("closed-mlp", "closed-heads"))
+
+
 @dataclass(frozen=True)
 class Case:
     """One configuration: a value for every axis."""
@@ -115,8 +120,8 @@ class Case:
     m: float = 1.0
     seq_first: bool = False
     scratch: int = 0
-    """Scratch limit of the FFN. No axis: `TILED` crosses it with what matters to tiles. Nor are layouts of an FFN half
-    without a residual, "mlp" and "normed-mlp": `WITHOUT_RESIDUAL`."""
+    """Scratch limit of the FFN. No axis: `TILED` crosses it with what matters to tiles. Nor are layouts of a half that
+    has no residual, "mlp" and "heads": `WITHOUT_RESIDUAL`."""
 
     @property
     def id(self) -> str:
@@ -155,9 +160,9 @@ class Case:
         """pre, post and out of a half."""
         kind = self.norm.removesuffix("-nobias")
         places = {
-            "pre": ("pre", "sandwich", "pre+out", "parallel", "shared", "attn", "ffn", "scaled", "normed-mlp"),
-            "post": ("sandwich",),
-            "out": ("post", "pre+out"),
+            "pre": ("pre", "sandwich", "pre+out", "parallel", "shared", "attn", "ffn", "scaled", *NORMED, *CLOSED),
+            "post": ("sandwich", *CLOSED),
+            "out": ("post", "pre+out", *CLOSED),
         }
         found = {place: kind if self.layout in layouts else "none" for place, layouts in places.items()}
         return {**found, "post": "layerscale"} if self.layout == "scaled" else found
@@ -194,12 +199,13 @@ class Case:
             p_attn=self.p("attn"),
             p_res=self.p("res"),
             m=self.m,
+            residual=not self.layout.endswith("heads"),
             mask=mask,
             padding=padding,
             packed=self.packed,
             lora=self.adapters(" ".join((qkv, *(("gate",) if self.gate in ("entry", "head") else ()), "o"))),
         )
-        gated, residual = self.act in GATED_ACTIVATIONS, not self.layout.endswith("mlp")
+        gated = self.act in GATED_ACTIVATIONS
         first = "up" if not gated else "gate up" if self.weights == "separate" else "gate"
         ffn = FFNSpec(
             act=self.act,
@@ -208,16 +214,16 @@ class Case:
             transposed=self.transposed,
             **self.norms(),
             p_hidden=self.p("hidden"),
-            p_res=self.p("res") if residual else 0.0,
-            m=self.m if residual else 1.0,
-            residual=residual,
+            p_res=self.p("res"),
+            m=self.m,
+            residual=not self.layout.endswith("mlp"),
             lora=self.adapters(f"{first} down"),
         )
         if self.layout == "shared":
             ffn = replace(ffn, pre="none")
         return BlockSpec(
-            attn=None if self.layout in ("ffn", "mlp", "normed-mlp") else attn,
-            ffn=None if self.layout == "attn" else ffn,
+            attn=None if self.layout.endswith(("ffn", "mlp")) else attn,
+            ffn=None if self.layout.endswith(("attn", "heads")) else ffn,
             parallel={"parallel": True, "shared": "shared"}.get(self.layout, False),
             seq_first=self.seq_first,
             scratch=self.scratch,
@@ -314,7 +320,8 @@ TILED: tuple[tuple[Case, torch.dtype], ...] = (
     *((replace(case, tokens=300, scratch=1), torch.float32) for case in all_pairs()[5::6] if case.layout != "attn"),
 )
 WITHOUT_RESIDUAL = tuple(
-    replace(case, layout=("mlp", "normed-mlp")[n % 2])
-    for n, case in enumerate(case for case in (*all_pairs(), *(case for case, _ in TILED)) if case.layout == "ffn")
+    replace(case, layout=WITHOUT[n % 3] + {"ffn": "mlp", "attn": "heads"}[case.layout])
+    for n, case in enumerate((*all_pairs(), *(case for case, _ in TILED)))
+    if case.layout in ("attn", "ffn")
 )
-"""FFN halves to whose result x is not added, as the MLP of a layer is by itself."""
+"""Halves to whose result x is not added, as MLP and attention of a layer are by themselves."""

@@ -243,9 +243,8 @@ def eager_block(
         y = x + attend(first) + feed_forward(second)
     else:
         y = x
-        if spec.attn is not None:
-            y = closing(y + attend(entry(y, "attn", spec.attn)), "attn", spec.attn)
-        if spec.ffn is not None:
-            f = feed_forward(entry(y, "ffn", spec.ffn))
-            y = closing(y + f, "ffn", spec.ffn) if spec.ffn.residual else f
+        for name, half, branch in (("attn", spec.attn, attend), ("ffn", spec.ffn, feed_forward)):
+            if half is not None:
+                f = branch(entry(y, name, half))
+                y = closing(y + f if half.residual else f, name, half)
     return y.transpose(0, 1) if spec.seq_first else y

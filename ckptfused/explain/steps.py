@@ -37,7 +37,7 @@ def attention_steps(s: Setting, a: AttentionSpec, after: dict[str, str]) -> list
         steps.append(Step("output gate", s.rows, gate, "made again with its gradient"))
     steps.append(Step("output projection", product, why, after["proj"]))
     steps += _adapters(s, a, ("o",), after["proj"])
-    return [*steps, _residual(s, "attention", a)]
+    return [*steps, *_residual(s, "attention", a)]
 
 
 def _adapters(s: Setting, half: AttentionSpec | FFNSpec, targets: tuple[str, ...], after: str) -> list[Step]:
@@ -52,12 +52,13 @@ def _adapters(s: Setting, half: AttentionSpec | FFNSpec, targets: tuple[str, ...
     return [Step(f"adapters of {names}", kernel, f"{'; '.join(parts)}; in {acc}, rounded once", after)]
 
 
-def _residual(s: Setting, half: str, spec: AttentionSpec | FFNSpec) -> Step:
-    """The one kernel that closes a half."""
+def _residual(s: Setting, half: str, spec: AttentionSpec | FFNSpec) -> list[Step]:
+    """The one kernel that closes a half, if anything comes after its last product."""
     parts = [_norm(spec.post)] if spec.post != "none" else []
     parts += [f"dropout {spec.p_res:g}"] if spec.p_res else []
-    parts += ["sum", *([_norm(spec.out)] if spec.out != "none" else [])]
-    return Step(f"residual of {half}", s.rows, ", ".join(parts) + " in one pass", "its gradient")
+    parts += ["sum"] * spec.residual + ([_norm(spec.out)] if spec.out != "none" else [])
+    name = f"residual of {half}" if spec.residual else f"end of {half}"
+    return [Step(name, s.rows, ", ".join(parts) + " in one pass", "its gradient")] if parts else []
 
 
 def ffn_steps(s: Setting, f: FFNSpec, after: dict[str, str]) -> list[Step]:
@@ -76,4 +77,4 @@ def ffn_steps(s: Setting, f: FFNSpec, after: dict[str, str]) -> list[Step]:
     steps.append(Step("down product", product, why, after["down"]))
     steps += _adapters(s, f, ("down",), after["down"])
     steps.append(Step("tiles of the FFN", "", s.tiles(f)[2], "the same"))
-    return [*steps, _residual(s, "FFN", f)] if f.residual else steps
+    return [*steps, *_residual(s, "FFN", f)]

@@ -241,7 +241,6 @@ def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> HalfFacts | Reason:
         joint=gated and f.up is None,
         transposed=down.transposed,
         p_hidden=f.p_hidden,
-        residual=f.residual,
         **_frame(f, norms, lora, quant),
     )
     return HalfFacts(_settled(key), _slots("ffn", {**maps, **norms}), adapters, quantized, width)
@@ -251,5 +250,5 @@ def _frame(half: Attention | FFN, norms: dict[str, Norm], lora: SpecKey, quant: 
     """What both halves' keys say of the frame around them."""
     pre, post, out = norms["pre"], norms["post"], norms["out"]
     kinds = {"pre": pre.kind, "pre_eps": pre.eps, "post": post.kind, "post_eps": post.eps}
-    beside = {"lora": lora, "quant": quant}
+    beside = {"lora": lora, "quant": quant, "residual": half.residual}
     return {**kinds, "out": out.kind, "out_eps": out.eps, "p_res": half.p_res, "m": half.m, **beside}

@@ -63,6 +63,8 @@ class Attention(NamedTuple):
     """The projection whose sigmoid multiplies what attention makes; None: there is none, or it is in `q`."""
     output_gate: str = "none"
     """What it multiplies, as `spec.OUTPUT_GATES`."""
+    residual: bool = True
+    """Whether x is added."""
 
 
 class FFN(NamedTuple):
@@ -82,7 +84,7 @@ class FFN(NamedTuple):
     hidden: int = 0
     """F, where the layer says it itself; 0: as wide as the input of `down`."""
     residual: bool = True
-    """Whether x is added; not by an MLP of its own."""
+    """Whether x is added."""
 
 
 class Parts(NamedTuple):

@@ -36,8 +36,9 @@ class BlockSpec(BlockFields):
             raise TypeError(f"ffn: expected an FFNSpec or None, got {self.ffn!r}")
         if self.attn is None and self.ffn is None:
             raise ValueError("BlockSpec: expected an attention half, an FFN half or both, got neither")
-        if self.attn is not None and self.ffn is not None and not self.ffn.residual:
-            raise ValueError("ffn.residual: expected an FFN half alone without one, got both halves")
+        for name, half in self.halves.items():
+            if not half.residual and len(self.halves) == 2:
+                raise ValueError(f"{name}.residual: expected one half alone without one, got both halves")
         if self.parallel is not False:
             if self.parallel is not True and self.parallel != "shared":
                 raise ValueError(f"parallel: expected False, True or 'shared', got {self.parallel!r}")

@@ -29,7 +29,7 @@ COMPUTE_TYPES = tuple(SCALAR_TYPES)
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """What both halves share: `out_norm?(x + m * drop(post_norm?(f(pre_norm?(x)))))`."""
+    """What both halves share: `out_norm?(x + m * drop(post_norm?(f(pre_norm?(x)))))`, x left out without a residual."""
 
     pre: Annotated[str, Key("Norm of x.", NORMS)] = "none"
     post: Annotated[str, Key("Norm of what the half adds to x.", POST_NORMS)] = "none"
@@ -43,6 +43,7 @@ class Frame:
     m: Annotated[float, Key("Factor of what the half adds to x.")] = 1.0
     lora: Annotated[tuple[Adapter, ...], Key("Adapters beside projections, in the order of adding.")] = ()
     quant: Annotated[tuple[Quantized, ...], Key("Projections whose weights are stored in few bits.")] = ()
+    residual: Annotated[bool, Key("Whether x is added to what the half makes of it.")] = True
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class AttentionSpec(Frame):
 
 @dataclass(frozen=True)
 class FFNSpec(Frame):
-    """The FFN half: `out_norm?(x + m * drop(post_norm?(down(drop(act(...))))))`; without a residual `down(…)` alone.
+    """The FFN half: `out_norm?(x + m * drop(post_norm?(down(drop(act(...))))))`.
 
     **Raises** `ValueError` or `TypeError` naming the field, what was expected and what came.
     """
@@ -173,12 +174,9 @@ class FFNSpec(Frame):
     hidden: Annotated[int, Key("Width of the hidden value, F.", least=1)]
     _: KW_ONLY
     p_hidden: Annotated[float, Key("Dropout of the hidden value.", probability=True)] = 0.0
-    residual: Annotated[bool, Key("Whether x is added to what the half makes of it.")] = True
 
     def __post_init__(self) -> None:
         check_rows(self, "ffn.")
-        if not self.residual and (self.post, self.out, self.p_res, self.m) != ("none", "none", 0.0, 1.0):
-            raise ValueError("ffn.residual: expected nothing after the last product (post, out, p_res, m) without one")
         if self.joint and not self.gated:
             raise ValueError(
                 f"ffn.joint: expected a gated activation ({', '.join(GATED_ACTIVATIONS)}), got act={self.act!r}"

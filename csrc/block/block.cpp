@@ -21,6 +21,10 @@ void Block::ensure_mid() {
   if (value_.mid.defined()) return;
   ensure_proj();
   const AttentionSpec& a = spec_.attn;
+  if (ends_in_product(a)) {
+    value_.mid = std::exchange(value_.proj, Tensor()).to(R_);
+    return release_o();
+  }
   const bool ffn_follows = spec_.has_ffn && spec_.parallel == Parallel::no;
   const bool closing = a.out.on();
   const NormSpec& next = closing ? a.out : spec_.ffn.pre;
@@ -37,10 +41,14 @@ void Block::ensure_mid() {
   (closing ? value_.ffn_in : value_.n2) = normed;
   const bool proj_needed = (backward_ && a.post.on()) || (save_ && spec_.keep.proj);
   if (!proj_needed) value_.proj.reset();
-  if (!backward_ && !(save_ && spec_.keep.attn)) {
-    value_.o.reset();
-    value_.lse.reset();
-  }
+  release_o();
+}
+
+// Backward reads them, or whoever it is kept for.
+void Block::release_o() {
+  if (backward_ || (save_ && spec_.keep.attn)) return;
+  value_.o.reset();
+  value_.lse.reset();
 }
 
 void Block::ensure_ffn_in() {
@@ -104,59 +112,13 @@ Tensor Block::forward_rows() {
   ensure_down();
   value_.n1.reset();
   value_.n2.reset();
-  if (!f.residual) return std::exchange(value_.down, Tensor()).to(R_);
+  if (ends_in_product(f)) return std::exchange(value_.down, Tensor()).to(R_);
   const Tensor y = like_x(R_, "y");
   const bool keep_sum = save_ && spec_.keep.out && f.out.on();
   if (keep_sum) value_.out = like_x(R_, "out");
   close(base, value_.down, f, ffn_slot(kFFNPostW), int(DropoutSite::ffn_residual), f.out,
         ffn_slot(kFFNOutW), f.out.on() ? value_.out : y, f.out.on() ? y : Tensor());
   return y;
-}
-
-std::vector<Tensor> Block::with_kept(const Tensor& y) const {
-  std::vector<Tensor> result = {y.view(x_sizes_)};
-  for (const Tensor& t : kept_values()) result.push_back(t);
-  return result;
-}
-
-std::vector<Tensor> Block::kept_values() const {
-  std::vector<Tensor> kept;
-  if (!save_) return kept;
-  const KeepSpec& keep = spec_.keep;
-  const auto add = [&](const Tensor& t, int64_t width) {
-    kept.push_back(t.view({x_sizes_[0], x_sizes_[1], width}));
-  };
-  if (keep.attn) {
-    kept.push_back(value_.o);
-    kept.push_back(value_.lse);
-  }
-  if (keep.mid) add(value_.mid, C_);
-  if (keep.proj) add(value_.proj, C_);
-  if (keep.qkv) add(value_.qkv, spec_.attn.qkv_width());
-  if (keep.gu) add(value_.gu, spec_.ffn.gu_width());
-  if (keep.out) add(spec_.ffn.out.on() ? value_.out : value_.down, C_);
-  return kept;
-}
-
-void Block::restore(at::TensorList kept) {
-  const KeepSpec& keep = spec_.keep;
-  size_t next = 0;
-  const auto take = [&] {
-    TORCH_CHECK(next < kept.size(), "ckptfused: too few kept tensors, got ", kept.size());
-    check_memory("ckptfused", "kept[" + std::to_string(next) + "]", kept[next]);
-    return kept[next++].contiguous();  // a saved-tensor hook may have changed the strides
-  };
-  if (keep.attn) {
-    value_.o = take();
-    value_.lse = take();
-  }
-  if (keep.mid) value_.mid = rows_view(take());
-  if (keep.proj) value_.proj = rows_view(take());
-  if (keep.qkv) value_.qkv = rows_view(take());
-  if (keep.gu) value_.gu = rows_view(take());
-  if (keep.out) (spec_.ffn.out.on() ? value_.out : value_.down) = rows_view(take());
-  TORCH_CHECK(next == kept.size(), "ckptfused: expected ", next, " kept tensors, got ",
-              kept.size());
 }
 
 // The gradients of norms' parameters, by one kernel on a GPU.
@@ -288,8 +250,9 @@ Tensor Block::backward_rows(const Tensor& dy) {
     dn_shared.reset();
     const bool branch = dx.defined();  // the other branch's sum, ours to add to
     if (ds.defined()) {
-      dx = norm_backward(dn1, x_, a.pre, attn_slot(kAttnPreW), branch ? dx : ds,
-                         branch || (owned && serial), needs_[0], "d x");
+      const Tensor beside = branch ? dx : a.residual ? ds : Tensor();
+      const bool ours = branch || (owned && serial && a.residual);
+      dx = norm_backward(dn1, x_, a.pre, attn_slot(kAttnPreW), beside, ours, needs_[0], "d x");
     }
   } else if (serial) {
     dx = ds;

@@ -42,9 +42,12 @@ class Block {
   at::Tensor backward_rows(
       const at::Tensor& dy);  // the gradient of x, undefined if nobody needs it
   void ensure_mid();
+  void release_o();
   void ensure_ffn_in();
   void ensure_n2();
   void ensure_out();
+
+  // kept.cpp
   std::vector<at::Tensor> kept_values() const;
   std::vector<at::Tensor> with_kept(const at::Tensor& y) const;
   void restore(at::TensorList kept);

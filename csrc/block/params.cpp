@@ -189,11 +189,13 @@ Tensor Block::pre_norm(const Tensor& x, const NormSpec& norm, int weight, int bi
   return y;
 }
 
-// sum = x + m * drop(post(f)), normed = next(sum); either output may be undefined.
+// sum = x + m * drop(post(f)), normed = next(sum); either output may be undefined. Without a
+// residual x is zeros.
 void Block::close(const Tensor& x, const Tensor& f, const HalfSpec& half, int post_weight, int site,
                   const NormSpec& next, int next_weight, const Tensor& sum, const Tensor& normed) {
   const bool with_next = normed.defined();
-  call::residual_fwd(x, f, half.p_res > 0 ? rng_ : Tensor(), param(post_weight),
+  const Tensor start = half.residual ? x : like_x(R_, "zeros").zero_();
+  call::residual_fwd(start, f, half.p_res > 0 ? rng_ : Tensor(), param(post_weight),
                      param(post_weight + 1), with_next ? param(next_weight) : Tensor(),
                      with_next ? param(next_weight + 1) : Tensor(), sum, normed, half.post.kind,
                      half.post.eps, with_next ? next.kind : "none", next.eps, half.m, half.p_res,

@@ -23,6 +23,11 @@ struct HeadColumns {
   int64_t count, col0, stride;
 };
 
+// Whether nothing comes after the last product of a half.
+inline bool ends_in_product(const HalfSpec& h) {
+  return !h.residual && !h.post.on() && !h.out.on() && h.p_res == 0 && h.m == 1.0;
+}
+
 struct AttentionSpec : AttentionFields {
   int64_t q_width() const { return heads * head_dim; }
   int64_t kv_width() const { return kv_heads * head_dim; }

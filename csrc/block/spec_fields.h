@@ -23,6 +23,7 @@ struct HalfSpec {
   double m = 1.0;  // Factor of what the half adds to x.
   std::vector<AdapterSpec> lora = {};  // Adapters beside projections, in the order of adding.
   std::vector<QuantizedSpec> quant = {};  // Projections whose weights are stored in few bits.
+  bool residual = true;  // Whether x is added to what the half makes of it.
 };
 // Calls f(key, member) for each field.
 template <typename F>
@@ -39,6 +40,7 @@ void for_fields(HalfSpec& s, F&& f) {
   f("m", s.m);
   f("lora", s.lora);
   f("quant", s.quant);
+  f("residual", s.residual);
 }
 
 // The attention half's own.
@@ -94,7 +96,6 @@ struct FFNFields : HalfSpec {
   std::string act = "";  // The activation.
   int64_t hidden = 0;  // Width of the hidden value, F.
   double p_hidden = 0.0;  // Dropout of the hidden value.
-  bool residual = true;  // Whether x is added to what the half makes of it.
 };
 // Calls f(key, member) for each field.
 template <typename F>
@@ -103,7 +104,6 @@ void for_fields(FFNFields& s, F&& f) {
   f("act", s.act);
   f("hidden", s.hidden);
   f("p_hidden", s.p_hidden);
-  f("residual", s.residual);
 }
 
 // The values that may be kept for backward, in the order in which block_fwd returns them.

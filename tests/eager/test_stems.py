@@ -57,6 +57,7 @@ def test_activations() -> None:
         "silu": X / (1 + torch.exp(-X)),
         "relu2": X.clamp_min(0) ** 2,
         "quick_gelu": X / (1 + torch.exp(-1.702 * X)),
+        "sigmoid": 1 / (1 + torch.exp(-X)),
     }
     assert tuple(plain) == PLAIN_ACTIVATIONS
     for act, expected in plain.items():

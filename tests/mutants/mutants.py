@@ -425,6 +425,13 @@ MUTANTS = (
         test="tests/autograd/test_output_gate.py::test_values_and_gradients[tiles-head]",
     ),
     Mutant(
+        "a half without a residual passes its result's gradient on to x",
+        file="csrc/block/block.cpp",
+        text="branch ? dx : a.residual ? ds : Tensor();",
+        defect="branch ? dx : ds;",
+        test="tests/models/derive/test_alone.py::test_a_half_alone_is_derived[attention]",
+    ),
+    Mutant(
         "an offloaded input that is used before its copy is done",
         file="ckptfused/offload/saved.py",
         text="            self._copies.wait(self._done, self._home, x)\n",

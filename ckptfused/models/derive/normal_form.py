@@ -55,6 +55,8 @@ class DerivedHalf(NamedTuple):
     """Dropout's rate on attention's probabilities or the hidden value, and on what the half adds."""
     dropouts: tuple[int, int]
     """The numbers of those calls in the recording, -1 without one."""
+    residual: bool
+    """Whether x is added."""
 
 
 class DerivedLayer(NamedTuple):
@@ -154,6 +156,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
             numbers,
             (p, rate(branch.dropped, 1, "p")),
             _numbers(dropped, branch.dropped),
+            branch.residual,
         )
         found = found._replace(cos=heads.cos, sin=heads.sin, mask=core.mask, kind=core.kind)
         found = found._replace(causal=core.causal, window=core.window, also=core.also, own_mask=_own_mask(core))
@@ -169,6 +172,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
             (made.act, branch.m),
             (rate(branch.hidden_dropped, 1, "p"), rate(branch.dropped, 1, "p")),
             _numbers(branch.hidden_dropped, branch.dropped),
+            branch.residual,
         )
     return found._replace(attn=attn, ffn=ffn)
 
@@ -251,6 +255,7 @@ def _attention(layer: nn.Module, half: DerivedHalf, window: int) -> Attention:
         sinks=_tensor(layer, sinks),
         gate=gated_by,
         output_gate=gate,
+        residual=half.residual,
     )
 
 
@@ -258,7 +263,7 @@ def _ffn(layer: nn.Module, half: DerivedHalf) -> FFN:
     act, m = half.numbers
     gate, up, down = (_projected(layer, found) for found in half.maps)
     pre, post, out = (_normed(layer, found) for found in half.norms)
-    return FFN(FUNCTIONS[act], gate, up, down, pre, post, out, half.rates[0], half.rates[1], m)
+    return FFN(FUNCTIONS[act], gate, up, down, pre, post, out, half.rates[0], half.rates[1], m, residual=half.residual)
 
 
 def _mask(mask: Tensor, form: str, batch: int) -> Tensor:

@@ -31,6 +31,8 @@ class Branch(NamedTuple):
     m: float
     dropped: Recorded | None
     """The dropout of what it adds."""
+    residual: bool = True
+    """Whether what it reads is added to it."""
     core: Core | None = None
     heads: Heads | None = None
     gate: OutputGate | None = None
@@ -106,7 +108,7 @@ def _stage(walk: Walk, y: Value) -> tuple[list[Branch], NormPiece | None, Value]
     if out is not None:
         y = walk.through(out.x)
     if y.call is None or y.op not in ("add", "radd"):
-        raise RefusedError(f"no rule takes {y}", y.call)
+        return [_alone(walk, y)], out, walk.recording.x
     terms = _terms(walk, y)
     branches: list[Branch] = []
     streams: list[Value] = []
@@ -137,6 +139,14 @@ def _stage(walk: Walk, y: Value) -> tuple[list[Branch], NormPiece | None, Value]
     for call in _adds(walk, y, terms):
         walk.take(call, "residual")
     return branches, out, streams[0]
+
+
+def _alone(walk: Walk, y: Value) -> Branch:
+    """A half to whose result what it reads is not added: attention or an MLP by itself."""
+    branch = _branch(walk, y)
+    if branch.source is not walk.recording.x:
+        raise RefusedError(f"no rule takes {branch.source}", branch.source.call)
+    return branch._replace(residual=False)
 
 
 def _serial(
