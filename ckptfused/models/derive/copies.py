@@ -229,11 +229,12 @@ def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, firs
     adds = _adds(t, was.tokens)
     table = t.is_floating_point() and t.dim() in (2, 3) and t.size(-2) == was.tokens and not adds
     pairs = t.is_floating_point() and t.dim() > 2 and t.size(-1) == 2
+    of_heads = adds or (t.is_floating_point() and t.shape[1:] == (1, was.tokens))  # what is added, heads in the batch
     shape = list(t.shape)
     for i, size in enumerate(shape):
         if i == 0 and size == was.batch and t.dim() > 1 and not (t.dim() == 2 and table):
             shape[i] = now.batch if size > 1 else 1
-        elif i == 0 and adds and t.dim() == 3 and size % was.batch == 0 and size > 1:
+        elif i == 0 and of_heads and t.dim() == 3 and size % was.batch == 0 and size > 1:
             shape[i] = size // was.batch * now.batch
         elif pairs and was.tokens in t.shape[:i]:
             continue

@@ -104,6 +104,7 @@ HALVES: list[tuple[str, dict[str, Any], str, str]] = [
     ("MiniCPM3", {**LATENT, "num_key_value_heads": 4}, "halves=ffn ffn.m=0.9899494936611664", "comes from no call"),
     ("Ministral3", {}, "halves=ffn ffn.pre=rmsnorm", "a rotation by 3 tables"),
     ("DiffLlama", {}, "halves=ffn ffn.act=swiglu", "no rule takes rms_norm"),
+    ("Bamba", {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 8}, "halves=ffn", "mamba.norm.weight"),
 ]
 
 
@@ -230,6 +231,15 @@ def test_a_mask_is_the_callers_own() -> None:
     call = proved_call(found.layout, layer, leaves["arg:0"], leaves, Mode())
     assert not isinstance(call, Reason) and call.masks.mask is not None
     assert call.masks.mask.data_ptr() == kwargs["attention_mask"].data_ptr()
+
+
+def test_a_bias_of_each_head_and_batch_element_is_derived() -> None:
+    """BLOOM's is [B·H, 1, T], with keys that are hidden in another mask; its GELU has a constant of eight digits."""
+    layer, args, kwargs = called(model_of("Bloom", "eager", n_head=4, n_layer=2).eval())
+    found = derive(layer, args, kwargs)
+    assert found.proof is not None, found.why
+    assert {"attn.interleaved=1", "attn.mask=add", "ffn.act=gelu_tanh"} <= set(found.proof.text.split())
+    agrees(layer, args, kwargs)
 
 
 def test_tables_of_each_row_and_of_all() -> None:

@@ -57,9 +57,10 @@ def side(walk: Walk, end: Value, what: str) -> _Side:
     norms: dict[Value, NormPiece] = {}
     tables: dict[Value, None] = {}
     seen: dict[Recorded, None] = {}
-    queue = [end]
+    queue = [(end, end.call)]
     while queue:
-        v = walk.same(queue.pop(0))
+        v, user = queue.pop(0)
+        v = walk.same(v)
         if v in made or v in norms or v in tables or v.call in seen:
             continue
         if walk.outer(v):
@@ -68,12 +69,12 @@ def side(walk: Walk, end: Value, what: str) -> _Side:
             made[found.y] = found
         elif (normed := walk.attempt(norm, walk, v)) is not None:
             norms[v] = normed
-            queue.append(normed.x)
+            queue.append((normed.x, v.call))
         elif v.call is not None and v.op in TURNS and len(seen) < _MOST:
             seen[v.call] = None
-            queue += v.call.inputs
+            queue += ((i, v.call) for i in v.call.inputs)
         else:
-            raise RefusedError(f"no rule takes {v}", v.call)
+            raise RefusedError(f"no rule takes {v}", v.call or user)
     for call in seen:
         walk.take(call, f"heads of {what}" if call.op not in LAYOUT else "layout")
     if len(made) != 1 or len(norms) > 1:

@@ -189,9 +189,10 @@ def hidden(walk: Walk, h: Value) -> Hidden:
     """The activation that made a hidden value, and of what. **Raises** `RefusedError` where no rule reads it."""
     leaves: dict[Value, Linear] = {}
     calls: dict[Recorded, None] = {}
-    queue = [h]
+    queue = [(h, h.call)]
     while queue:
-        v = walk.same(queue.pop(0))
+        v, user = queue.pop(0)
+        v = walk.same(v)
         if v in leaves or (v.call is not None and v.call in calls):
             continue
         found = walk.attempt(lambda v=v: linear(walk, walk.through(v)))
@@ -199,9 +200,9 @@ def hidden(walk: Walk, h: Value) -> Hidden:
             leaves[v] = found
         elif v.call is not None and v.op in _ELEMENTWISE and len(calls) < _MOST:
             calls[v.call] = None
-            queue += v.call.inputs
+            queue += ((i, v.call) for i in v.call.inputs)
         else:
-            raise RefusedError(f"no rule takes {v}", v.call)
+            raise RefusedError(f"no rule takes {v}", v.call or user)
     for call in calls:
         walk.take(call, "activation")
     values = list(leaves)
