@@ -43,7 +43,8 @@ def attention_parts(layer: Any) -> Attention | Reason:
 class FusedCheckpointAttention(FusedModule):
     """The attention half of a block alone: norm, self-attention, dropout and residual in one op.
 
-    `x + drop(attn(norm(x)))` with `norm_first`, `norm(x + drop(attn(x)))` without; `norm="none"` leaves it out.
+    `x + drop(attn(norm(x)))` with `norm_first`, `norm(x + drop(attn(x)))` without; `norm="none"` leaves it out, and
+    `residual=False` the sum with x, for a model that adds it itself.
     Submodules `self_attn`, `norm1`, `dropout1` carry the names that they have in `FusedCheckpointBlock`.
     `attention` takes the keywords of `make_attention`: num_kv_heads, head_dim, rope, rotary_dim, rope_style,
     qk_norm, causal, window, softcap, sinks, output_gate, scale.
@@ -70,6 +71,7 @@ class FusedCheckpointAttention(FusedModule):
         norm: str = "layernorm",
         attention_dropout: float | None = None,
         residual_dropout: float | None = None,
+        residual: bool = True,
         keep: Keep = "inputs",
         **attention: Any,
     ) -> None:
@@ -82,6 +84,7 @@ class FusedCheckpointAttention(FusedModule):
         self.norm_first = check_flag("norm_first", norm_first)
         self.norm1 = None if norm == "none" else make_norm(norm, d_model, layer_norm_eps, bias, device, dtype)
         self.dropout1 = nn.Dropout(p_res)
+        self.residual = check_flag("residual", residual)
         self.keep = keep
 
     def forward(
@@ -104,7 +107,9 @@ class FusedCheckpointAttention(FusedModule):
         return (
             attn
             if isinstance(attn, Reason)
-            else Parts(attn, width=self.self_attn.embed_dim, names=encoder.ENCODER_NAMES)
+            else Parts(
+                attn._replace(residual=self.residual), width=self.self_attn.embed_dim, names=encoder.ENCODER_NAMES
+            )
         )
 
     inputs = attention_inputs
@@ -117,5 +122,5 @@ class FusedCheckpointAttention(FusedModule):
             length = src.size(-2 if self.self_attn.batch_first or src.dim() == 2 else 0)
             src_mask = nn.Transformer.generate_square_subsequent_mask(length, src.device, src.dtype)
         f = self.self_attn(x, x, x, src_key_padding_mask, False, src_mask, is_causal=is_causal)[0]
-        y = src + self.dropout1(f)
+        y = src + self.dropout1(f) if self.residual else self.dropout1(f)
         return y if self.norm_first or self.norm1 is None else self.norm1(y)

@@ -32,7 +32,8 @@ def ffn_parts(layer: Any) -> FFN | Reason:
 class FusedCheckpointFFN(FusedModule):
     """The FFN half of a block alone: norm, both projections, activation, dropout and residual in one op.
 
-    `x + drop(ffn(norm(x)))` with `norm_first`, `norm(x + drop(ffn(x)))` without; `norm="none"` leaves it out.
+    `x + drop(ffn(norm(x)))` with `norm_first`, `norm(x + drop(ffn(x)))` without; `norm="none"` leaves it out, and
+    `residual=False` the sum with x, for a model that adds it itself.
     Submodules `linear1`, `dropout`, `linear2`, `norm2`, `dropout2` carry the names that they have in
     `FusedCheckpointBlock`; a gated `linear1` is [2F, C], gate first.
 
@@ -61,6 +62,7 @@ class FusedCheckpointFFN(FusedModule):
         norm: str = "layernorm",
         residual_dropout: float | None = None,
         ffn_dropout: float | None = None,
+        residual: bool = True,
         keep: Keep = "inputs",
         scratch: int | str | None = None,
     ) -> None:
@@ -78,6 +80,7 @@ class FusedCheckpointFFN(FusedModule):
         self.norm_first = check_flag("norm_first", norm_first)
         self.norm2 = None if norm == "none" else make_norm(norm, d_model, layer_norm_eps, bias, device, dtype)
         self.dropout2 = nn.Dropout(p_res)
+        self.residual = check_flag("residual", residual)
         self.keep, self.scratch = keep, scratch
 
     def forward(self, src: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
@@ -89,7 +92,9 @@ class FusedCheckpointFFN(FusedModule):
         return (
             ffn
             if isinstance(ffn, Reason)
-            else Parts(ffn=ffn, width=self.linear2.out_features, names=encoder.ENCODER_NAMES)
+            else Parts(
+                ffn=ffn._replace(residual=self.residual), width=self.linear2.out_features, names=encoder.ENCODER_NAMES
+            )
         )
 
     def inputs(self, src: Tensor, *args: Any, **kwargs: Any) -> Inputs:
@@ -99,5 +104,6 @@ class FusedCheckpointFFN(FusedModule):
 
     def _plain(self, src: Tensor) -> Tensor:
         x = self.norm2(src) if self.norm_first and self.norm2 is not None else src
-        y = src + self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
+        f = self.dropout2(self.linear2(self.dropout(self.activation(self.linear1(x)))))
+        y = src + f if self.residual else f
         return y if self.norm_first or self.norm2 is None else self.norm2(y)

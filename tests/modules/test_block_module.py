@@ -66,6 +66,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "window-causal": {"window": 4, "causal": True},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": True, "causal": True},
+    "gate": {"output_gate": "entry", "num_kv_heads": 2},
+    "gate-of-heads": {"output_gate": "head", "rope": True, "batch_first": False},
     "scale": {"scale": 0.7},
     "parallel": {"parallel": True, "norm_first": True},
     "parallel-shared": {"parallel": "shared", "norm_first": True, "activation": "gelu_tanh"},
@@ -94,8 +96,10 @@ def test_activations(activation: str, norm_first: bool, device: str) -> None:
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm", "none"])
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
-def test_halves(norm: str, norm_first: bool, batch_first: bool, device: str) -> None:
+@pytest.mark.parametrize("residual", [False, True])
+def test_halves(norm: str, norm_first: bool, batch_first: bool, residual: bool, device: str) -> None:
     options: dict[str, Any] = {"norm": norm, "norm_first": norm_first, "batch_first": batch_first, **DOUBLE}
+    options["residual"] = residual
     x = x_like(device, batch_first)
     attention = scatter(FusedCheckpointAttention(C, H, num_kv_heads=2, rope=True, causal=True, **options), device)
     check_against_plain(attention, x)
