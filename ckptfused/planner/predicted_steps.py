@@ -30,8 +30,8 @@ class PredictedSteps:
         self.device = step.device
         self._said = said
         self._found: dict[CheckpointPolicy, Profile] = {}
-        self._leaves = False
-        """Whether a step, perhaps not the first one, leaves something to the next."""
+        self._varies = False
+        """Whether a step, perhaps not the first one, leaves something to the next, or needs more than another."""
         self.broken: set[CheckpointPolicy] = set()
         """Policies whose segments do not stay whole in this model."""
 
@@ -44,8 +44,8 @@ class PredictedSteps:
                 warnings.simplefilter("always")
                 install(self.meta_copy, policy)
                 step = self.step if whole or self.step.release else replace(self.step, optimizer=None)
-                found = predicted(self.meta_copy, step, QUIET if whole or self._leaves else 1)
-            self._leaves |= found.left > 0
+                found = predicted(self.meta_copy, step, QUIET if whole or self._varies else 1)
+            self._varies |= found.left > 0 or found.varied
             if found.uncounted:
                 raise ValueError(
                     f"model: no plan keeps a budget where {found.uncounted}; profile(model, batch) measures it"

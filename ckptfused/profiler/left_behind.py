@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,36 +20,66 @@ steps of that are the hundredth that a plan leaves free."""
 
 _Tables = Mapping[Any, tuple[Tensor, Tensor]]
 QUIET = 3
-"""Steps in a row that leave no more than was there before, after which none is expected to."""
+"""Steps in a row that leave no more than was there before, and need no more, after which none is expected to."""
 MOST_IN_A_ROW = 6
-"""Steps that are predicted one after the other, where each leaves more behind: what they fill may be full then."""
+"""Steps that are predicted one after the other, where each leaves more behind, or needs more: what they fill may be
+full then."""
 
 
-def steps_until_quiet(take: Callable[[], object], opened: OpenLedger, tables: _Tables, quiet: int) -> tuple[int, int]:
-    """Has steps taken, each of which begins with what the one before has left, until so many in a row leave no more
-    behind. It returns the bytes by which one of the last grew the rest, 0 if none did; and which step needed the most,
-    by its place: the first, if none left anything. Python's collector may be late in a step, and takes nothing here.
+class Quieted(NamedTuple):
+    """What steps one after the other, each of which begins with what the one before has left, come to."""
+
+    grown: int
+    """Bytes by which one of the last left more behind than all before it; 0 if none did."""
+    risen: int
+    """Bytes by which one of the last needed more than all before it; 0 if none did."""
+    highest: int
+    """Which step needed the most, by its place: the first, if none left anything and all needed the same."""
+    varied: bool
+    """Whether they needed different amounts."""
+
+    def said(self) -> list[str]:
+        """What to say where each step leaves more behind, or needs more."""
+        if self.grown > 0:
+            where = "in a list, a hook or a circle of references"
+            return [
+                f"each step leaves {size(self.grown)} more behind, {where}: later steps need more than is said here"
+            ]
+        more = (
+            f"steps need more the later they are, by {size(self.risen)} and on: later ones need more than is said here"
+        )
+        return [more] if self.risen > 0 else []
+
+
+def steps_until_quiet(take: Callable[[], object], opened: OpenLedger, tables: _Tables, quiet: int) -> Quieted:
+    """Has steps taken until so many in a row leave no more behind than those before, and need no more. Python's
+    collector may be late in a step, and takes nothing here.
     """
     growths: list[int] = []
+    rises: list[int] = []
     peaks: list[int] = []
     most = 0
     with _without_collector():
-        while len(growths) < quiet or (any(growths[-quiet:]) and len(growths) < MOST_IN_A_ROW):
+        while len(growths) < quiet or (any((*growths[-quiet:], *rises[-quiet:])) and len(growths) < MOST_IN_A_ROW):
             begin = len(opened)
             take()
             left = _bytes_alive(opened, tables)
             growths.append(max(left - most, 0))
-            peaks.append(_peak(opened, begin))
+            peak = _peak(opened, tables, begin)
+            rises.append(max(peak - max(peaks, default=peak), 0))
+            peaks.append(peak)
             most = max(left, most)
-    highest = max(range(len(peaks)), key=lambda place: (peaks[place], place))
-    return max(growths[-quiet:]), highest if most else 0
+    highest = max(range(len(peaks)), key=lambda place: (peaks[place], place if most else -place))
+    return Quieted(max(growths[-quiet:]), max(rises[-quiet:]), highest, max(peaks) > min(peaks))
 
 
-def _peak(opened: OpenLedger, begin: int) -> int:
-    """The most bytes that are there at a time from this event on."""
+def _peak(opened: OpenLedger, tables: _Tables, begin: int) -> int:
+    """The most bytes that are there at a time from this event on, beside the tables of the process."""
+    shared = {opened.number_of(t) for pair in tables.values() for t in pair}
     now = most = 0
     for place, (kind, _, _, found, *_) in enumerate(opened.ledger.events):
-        now += found[1] if kind == "allocation" else -found[1] if kind == "release" else 0
+        if kind in ("allocation", "release") and found[0] not in shared:
+            now += found[1] if kind == "allocation" else -found[1]
         most = max(most, now) if place >= begin else 0
     return most
 
@@ -88,11 +118,3 @@ def _without_collector() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def grows_by(count: int) -> list[str]:
-    """What to say where each step leaves so many bytes more behind."""
-    if count <= 0:
-        return []
-    where = "in a list, a hook or a circle of references"
-    return [f"each step leaves {size(count)} more behind, {where}: later steps need more than is said here"]

@@ -22,7 +22,7 @@ from ckptfused.cost import OpenLedger
 from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.models.release import released, releases_of
 from ckptfused.profiler.analysis import profile_of
-from ckptfused.profiler.left_behind import MOST_GROWTH, QUIET, grows_by, numbers_put_back, steps_until_quiet
+from ckptfused.profiler.left_behind import MOST_GROWTH, QUIET, Quieted, numbers_put_back, steps_until_quiet
 from ckptfused.profiler.marks import Marks
 from ckptfused.profiler.optimizer_step import first_line, state_tensors, step_of, take_step
 from ckptfused.profiler.result import Profile
@@ -61,7 +61,7 @@ def simulated(model: nn.Module, step: TrainingStep) -> Iterator[tuple[nn.Module,
 def predicted(model: nn.Module, step: TrainingStep, quiet: int = QUIET) -> Profile:
     """The profile of a step of a model and an optimizer on the meta device, of which the optimizer is changed. Of the
     batch, on any device, what small tensors hold counts where the model looks at it. quiet: steps in a row that leave
-    nothing more behind; the one of all that needs the most counts.
+    nothing more behind and need no more; the one of all that needs the most counts.
 
     **Raises** `ValueError` where the model does not run without data, outside of its layers.
     """
@@ -77,7 +77,7 @@ def predicted(model: nn.Module, step: TrainingStep, quiet: int = QUIET) -> Profi
         work = Work(device, opened)
         try:
             with drawn_alike(model), without_trace(model), numbers_put_back(model):
-                trace, by_chance, grown = _record(
+                trace, by_chance, steps = _record(
                     model, replace(step, optimizer=optimizer), at_once, opened, marks, work, quiet
                 )
             break
@@ -108,10 +108,9 @@ def predicted(model: nn.Module, step: TrainingStep, quiet: int = QUIET) -> Profi
     if recurrent and device.kind == "cuda":
         notes.append(f"{', '.join(recurrent)}: what cuDNN keeps within a recurrent layer is not counted")
     notes += _measured(work)
-    if by_chance:
-        notes.append("the model looks at random numbers (drops layers, say): another step may need more, or less")
+    notes += [_CHANCE] * by_chance
     over = [_SPARSE] if step.gradient_accumulation_steps > 2 and sparse else []
-    (left_out if grown > MOST_GROWTH * trace.weights else notes).extend(grows_by(grown))
+    (left_out if max(steps.grown, steps.risen) > MOST_GROWTH * trace.weights else notes).extend(steps.said())
     left_out += [*unseen(model, batch), *opaque.values(), *over]
     return profile_of(
         trace,
@@ -120,12 +119,14 @@ def predicted(model: nn.Module, step: TrainingStep, quiet: int = QUIET) -> Profi
         step,
         notes=tuple(dict.fromkeys([*notes, *left_out])),
         uncounted=next(iter(left_out), ""),
+        varied=steps.varied,
         time_error=device.time_error,
         host=opened.host.most,
         workspace=_workspace(opened, work.half_multiplications) if device.kind == "cpu" else 0,
     )
 
 
+_CHANCE = "the model looks at random numbers (drops layers, say): another step may need more, or less"
 _SPARSE = "sparse gradients count as those of two batches: each further batch adds its rows to them"
 _HALF_WORKSPACES = ((1 << 24, 416 << 10), (1 << 26, 704 << 10), (1 << 62, 1728 << 10))
 """Bytes that oneDNN's products in half precision allocate within themselves, a thread, by their multiplications: the
@@ -143,9 +144,9 @@ def _workspace(opened: OpenLedger, half: int) -> int:
 
 def _record(
     model: nn.Module, step: TrainingStep, at_once: bool, opened: OpenLedger, marks: Marks[int], work: Work, quiet: int
-) -> tuple[Trace, bool, int]:
-    """The trace of a predicted step, whether the model chose by chance what to do, and the bytes by which each step
-    leaves more behind. work: is told of its ops.
+) -> tuple[Trace, bool, Quieted]:
+    """The trace of a predicted step, whether the model chose by chance what to do, and what it and those beside it came
+    to. work: is told of its ops.
 
     at_once: whether the optimizer's step is one kernel that allocates nothing.
     """
@@ -198,13 +199,14 @@ def _record(
             gradients[:] = run_step(model, replace(step, batch=twins), optimize, marks)
             ends.append(len(marks.found))
 
-        grown, highest = steps_until_quiet(take, opened, tables, quiet)
+        steps = steps_until_quiet(take, opened, tables, quiet)
+        by_chance = named.chose_by_chance or draws.others_drew()
         weights += stored_bytes(t for t in tensors_beside(model) if opened.number_of(t) is None)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
-    end = ends[highest]  # after which there are steps that need less
+    end = ends[steps.highest]  # after which there are steps that need less
     changes, found = changes_of(opened, marks.found, end)
     trace = Trace(changes, found, received, seconds[:end], marks.names, gradients, weights, state)
-    return trace, named.chose_by_chance, grown
+    return trace, by_chance, steps
 
 
 def _measured(work: Work) -> list[str]:

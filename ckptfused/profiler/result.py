@@ -62,6 +62,8 @@ class Profile:
     left: int = 0
     """What a step has as it begins and replaces, or has no need of: what modules keep of the one before, gradients of a
     batch. It is among the activations, or transients, as long as it is there."""
+    varied: bool = False
+    """Steps that were predicted one after the other need different amounts: it is the one that needs the most."""
     optimizer_transient: int = 0
     """The most that the optimizer's step holds beside its state."""
     optimizer_seconds: float = 0.0

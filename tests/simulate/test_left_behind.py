@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -349,3 +351,46 @@ def test_a_closure_over_the_model_is_left_as_it_was() -> None:
     profile(model, X, device="cpu")
     assert model.kept == {}
     assert model.last is None
+
+
+class Counts(nn.Module):
+    """A model whose steps do more where it says so, by their number; none leaves anything behind."""
+
+    def __init__(self, times: Callable[[int], int]) -> None:
+        super().__init__()
+        self.body, self.steps, self.times = layers(), 0, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        for _ in range(self.times(self.steps)):
+            x = x.exp().sin()
+        y: Tensor = self.body(x.requires_grad_())
+        return y
+
+
+@pytest.mark.parametrize("does", [lambda step: step % 2 == 0, lambda step: step % 3 == 0, lambda step: step > 2])
+def test_the_step_that_needs_the_most_counts(does: Callable[[int], bool]) -> None:
+    """Though it is not the first, and leaves nothing; in a plan, under each policy."""
+
+    def make(always: bool) -> nn.Module:
+        first = nn.Sequential(nn.Linear(C, C), Counts(lambda step: 3 * (always or does(step))))
+        return nn.Sequential(first, *layers())
+
+    some, all_ = make(False), make(True)
+    assert profile(some, X, device="cpu").peak == profile(all_, X, device="cpu").peak
+    budgets = "1GiB", str(int(0.9 * profile(all_, X, device="cpu").peak))
+    for budget in budgets:
+        assert ckptfused.plan(some, X, budget, device="cpu").peak == ckptfused.plan(all_, X, budget, device="cpu").peak
+
+
+def test_steps_that_need_more_and_more_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(C, C), Counts(lambda step: step))
+    assert "steps need more the later they are" in str(profile(model, X, device="cpu").notes)
+    with pytest.raises(ValueError, match="no plan keeps a budget where steps need more the later they are"):
+        ckptfused.plan(nn.Sequential(model, *layers()), X, budget="1GiB", device="cpu")
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_numbers_that_python_draws_are_said(draw: Callable[[], float]) -> None:
+    model = nn.Sequential(nn.Linear(C, C), Counts(lambda step: int(draw() > 0.5)))
+    assert "the model looks at random numbers" in str(profile(model, X, device="cpu").notes)
