@@ -66,6 +66,17 @@ class _Layer(NamedTuple):
         return (self.x.size(1), self.x.size(0)) if self.batch_first else (self.x.size(0), self.x.size(1))
 
 
+class _Modes(NamedTuple):
+    """What decides what a call keeps, beside its arguments."""
+
+    needs: tuple[bool, ...]
+    """Which tensors need gradients."""
+    lower: torch.dtype | None
+    """Autocast's type."""
+    trains: bool
+    """Whether gradients are on: then a workspace is made even where no tensor needs any."""
+
+
 class Measured(NamedTuple):
     """Bytes and seconds of one call."""
 
@@ -90,27 +101,36 @@ class Measured(NamedTuple):
 
 
 class _Recurrent(torch.autograd.Function):
-    """A layer as it was measured. shapes: the results', as they are in memory, without a batch that comes first."""
+    """A layer as it was measured. of: says what it needs, told whether backward is given entries one after the other.
+    shapes: the results', as they are in memory, without a batch that comes first, unless `batch_first`."""
 
     @staticmethod
-    def forward(ctx: Any, measured: Measured, spend: Callable[[float], None], shapes: Any, *given: Tensor) -> Any:
-        x = given[0]
+    def forward(
+        ctx: Any,
+        of: Callable[[bool], Measured],
+        spend: Callable[[float], None],
+        shapes: Any,
+        batch_first: bool,
+        *given: Tensor,
+    ) -> Any:
+        x, measured = given[0], of(True)
         made = tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, measured.types, strict=True))
         kept = x.new_empty(measured.kept, dtype=torch.uint8)
         x.new_empty(measured.forward_scratch, dtype=torch.uint8)
         ctx.save_for_backward(*given, kept, made[0] if measured.keeps_output else None)
-        ctx.measured, ctx.spend = measured, spend
+        ctx.of, ctx.spend, ctx.batch_first = of, spend, batch_first
         spend(measured.seconds[0])
         return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         *given, _, _ = ctx.saved_tensors
-        needed = ctx.needs_input_grad[3:]
+        needed = ctx.needs_input_grad[4:]
+        measured = ctx.of((grads[0].transpose(0, 1) if ctx.batch_first else grads[0]).is_contiguous())
         made = [torch.empty_like(t) if need else None for t, need in zip(given, needed, strict=True)]
-        given[0].new_empty(ctx.measured.backward_scratch, dtype=torch.uint8)
-        ctx.spend(ctx.measured.seconds[1])
-        return (None, None, None, *made)
+        given[0].new_empty(measured.backward_scratch, dtype=torch.uint8)
+        ctx.spend(measured.seconds[1])
+        return (None, None, None, None, *made)
 
 
 def recurrent(name: str, work: Work, below: Callable[..., Any], *args: Any) -> Any:
@@ -118,20 +138,21 @@ def recurrent(name: str, work: Work, below: Callable[..., Any], *args: Any) -> A
     layer = _Layer.of(name, args)
     if work.machine is None or not args[0].is_meta:
         return below(*args)
-    measured = None if layer is None else _measured(name, work.machine.whole_layers, layer)
-    if layer is None or measured is None:
+    of = None if layer is None else _measured(name, work.machine.whole_layers, layer)
+    if layer is None or of is None:
         work.unmeasured.add(f"aten.{name.partition('.')[0]}")
         return below(*args)
     steps, batch = layer.steps_and_batch
-    states = layer.tensors[1 : 2 + (len(measured.types) == 3)]
+    states = layer.tensors[1 : 2 + (len(of(True).types) == 3)]
     width = (2 if layer.options[4] else 1) * states[0].size(-1)
     shapes = ((steps, width) if layer.packed else (steps, batch, width), *(state.shape for state in states))
-    out, *last = _Recurrent.apply(measured, work.spend, shapes, *layer.tensors)
+    out, *last = _Recurrent.apply(of, work.spend, shapes, layer.batch_first, *layer.tensors)
     return (out.transpose(0, 1) if layer.batch_first else out, *last)
 
 
-def _measured(name: str, known: dict[Hashable, Measured | None], layer: _Layer) -> Measured | None:
-    """What a call needs; of too large a batch a part is measured."""
+def _measured(name: str, known: dict[Hashable, Measured | None], layer: _Layer) -> Callable[[bool], Measured] | None:
+    """What says of a call what it needs, told whether backward is given entries one after the other; of too large a
+    batch a part is measured."""
     lower = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     needs = tuple(t.requires_grad and torch.is_grad_enabled() for t in layer.tensors)
     steps, batch = layer.steps_and_batch
@@ -143,24 +164,31 @@ def _measured(name: str, known: dict[Hashable, Measured | None], layer: _Layer) 
     if each < batch:
         part = layer.x.narrow(0 if layer.batch_first else 1, 0, each)
         layer = layer._replace(x=part, states=tree_map(lambda state: state.narrow(1, 0, each), layer.states))
-    call = OpCall(_run, (name, needs, lower, *layer))
-    if call.kind not in known:
-        found: list[Measured] = []
-        ran = call.run(lambda function: found.extend((function(), function())))
-        known[call.kind] = found[-1] if ran else None
-    measured = known[call.kind]
-    return measured and measured.times(-(-batch // each))
+    modes = _Modes(needs, lower, torch.is_grad_enabled())
+
+    def of(in_order: bool) -> Measured | None:
+        call = OpCall(_run, (name, modes, in_order, *layer))
+        if call.kind not in known:
+            found: list[Measured] = []
+            ran = call.run(lambda function: found.extend((function(), function())))
+            known[call.kind] = found[-1] if ran else None
+        measured = known[call.kind]
+        return measured and measured.times(-(-batch // each))
+
+    first = of(True)
+    return first and (lambda in_order: (None if in_order else of(False)) or first)
 
 
-def _run(name: str, needs: tuple[bool, ...], lower: torch.dtype | None, *given: Any) -> Measured:
+def _run(name: str, modes: _Modes, in_order: bool, *given: Any) -> Measured:
+    """in_order: whether backward is given entries one after the other in memory; else it may copy them."""
     layer = _Layer(*given)
-    for t, need in zip(layer.tensors, needs, strict=True):
+    for t, need in zip(layer.tensors, modes.needs, strict=True):
         t.requires_grad_(need)
     trained = [t for t in layer.tensors if t.requires_grad]
     args = layer.args()
     op = operation(f"aten::{name}")
     begin = time.perf_counter()
-    with torch.set_grad_enabled(bool(trained)), torch.autocast("cpu", lower, enabled=lower is not None):
+    with torch.set_grad_enabled(modes.trains), torch.autocast("cpu", modes.lower, enabled=modes.lower is not None):
         results, forward = allocations(lambda: op(*args))
     seconds = time.perf_counter() - begin
     sizes = {storage_id(t): t.untyped_storage().nbytes() for t in results}
@@ -168,7 +196,8 @@ def _run(name: str, needs: tuple[bool, ...], lower: torch.dtype | None, *given: 
     found = Measured(kept, False, most - sum(forward), 0, (seconds, 0.0), tuple(t.dtype for t in results))
     if not trained:
         return found
-    gradient, edge = torch.ones(results[0].shape, dtype=results[0].dtype), get_gradient_edge(results[0])
+    one, edge = torch.ones(results[0].shape if in_order else 1, dtype=results[0].dtype), get_gradient_edge(results[0])
+    gradient = one.expand(results[0].shape)
     results = [*results]
     _, released = allocations(results.clear)
     begin = time.perf_counter()
