@@ -71,6 +71,7 @@ class Casts:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._order = slice(None, None, -1 if _casts_last_first() else 1)
+        self._for_training = _caches_for_training()  # asked for here: it would be cast for, too
         self._cached = WeakTensorKeyDictionary()
         """Casts of weights, as long as a region lasts."""
 
@@ -103,14 +104,14 @@ class Casts:
         elif policy == "result":
             args, kwargs = self._with_result(op, args, kwargs)
         else:
-            dtype = {"lower": lower, "float32": torch.float32}.get(policy) or _widest((args, kwargs), lower)
+            dtype = {"lower": lower, "float32": torch.float32}.get(policy) or self._widest((args, kwargs), lower)
             args, kwargs = self._all_cast((args, kwargs), dtype)
         with without_replaced():
             return op(*args, **kwargs)
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:
         """A tensor that autocast may cast, as this type. A weight in float32 is cast once in a region."""
-        if not isinstance(value, Tensor) or not value.is_meta or not value.is_floating_point():
+        if not isinstance(value, Tensor) or not self._is_there(value) or not value.is_floating_point():
             return value
         if value.dtype in (torch.float64, dtype):
             return value
@@ -118,9 +119,17 @@ class Casts:
         if not weight or dtype != torch.get_autocast_dtype(self.kind) or not torch.is_autocast_cache_enabled():
             return value.to(dtype)
         if value not in self._cached:
-            with torch.set_grad_enabled(torch.is_grad_enabled() or _caches_for_training()):
+            with torch.set_grad_enabled(torch.is_grad_enabled() or self._for_training):
                 self._cached[value] = value.to(dtype)
         return self._cached[value]
+
+    def _is_there(self, t: Tensor) -> bool:
+        """Whether it is on the device that is stood for: without data, or made there by name."""
+        return t.is_meta or (self.kind == "cpu" and t.is_cpu)
+
+    def _widest(self, given: Any, lower: torch.dtype) -> torch.dtype:
+        types = {t.dtype for t in tensors_of(given) if self._is_there(t) and t.is_floating_point()}
+        return torch.float32 if torch.float32 in types else lower
 
     def _all_cast(self, given: Any, dtype: torch.dtype) -> Any:
         """In the order in which PyTorch casts them, from which that of their gradients follows."""
@@ -202,11 +211,6 @@ def _policy(kind: str, name: str) -> str:
     """What autocast does to an op's operands on the device that is stood for."""
     tables = {"lower": LOWER, "widest": WIDEST, "result": RESULT}
     return next((policy for policy, table in tables.items() if name in table[kind]), "float32")
-
-
-def _widest(given: Any, lower: torch.dtype) -> torch.dtype:
-    types = {t.dtype for t in tensors_of(given) if t.is_meta and t.is_floating_point()}
-    return torch.float32 if torch.float32 in types else lower
 
 
 def _told(value: Any, dtype: torch.dtype, lower: torch.dtype) -> Any:

@@ -279,3 +279,24 @@ def test_recurrent_layers_that_are_last_or_frozen(kind: Any, options: dict[str, 
     model, x = Recurrent(kind, trained, trained, **options), torch.randn(8, 64, 32)
     predicted, measured = profile(model, x, device="cpu"), profile(model, x)
     assert measured.peak <= predicted.peak <= 1.1 * measured.peak
+
+
+def _by_bias(h: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(h, h, h, torch.ones(N, N))
+
+
+CONSTANTS: dict[str, Step] = {
+    "a bias of attention": lambda m, x: _by_bias(m.a(x)[None, None]),
+    "stacked": lambda m, x: torch.stack([m.a(x), torch.ones(N, C)]),
+    "a product": lambda m, x: m.a(x) @ torch.ones(C, N),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_autocast_casts_what_is_made_by_name(name: str) -> None:
+    model, x = Layers(CONSTANTS[name]), torch.randn(N, C)
+    predicted, measured = (profile(model, x, device=device, autocast="bfloat16") for device in ("cpu", None))
+    assert predicted.saved == measured.saved
+    assert measured.peak <= predicted.peak + predicted.workspace
+    if "attention" not in name:  # which holds something in half precision
+        assert predicted.peak == measured.peak
