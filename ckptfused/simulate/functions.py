@@ -132,9 +132,10 @@ def _group_norm(
 
 def _ctc_loss(below: Callable[..., Tensor], log_probs: Tensor, targets: Tensor, *others: Any) -> Tensor:
     """Lengths on the CPU, which PyTorch takes beside tensors of a GPU, as what they are."""
-    if not log_probs.is_meta or any(lengths.is_meta for lengths in others[:2]):
+    if not log_probs.is_meta or any(t.is_meta for t in others[:2]):
         return below(log_probs, targets, *others)
-    return torch.ops.aten.ctc_loss.IntList(log_probs, targets, *(t.tolist() for t in others[:2]), *others[2:])  # type: ignore[no-any-return]
+    lengths = (t.reshape(-1).tolist() for t in others[:2])
+    return torch.ops.aten.ctc_loss.IntList(log_probs, targets, *lengths, *others[2:])  # type: ignore[no-any-return]
 
 
 def _mish_backward(below: Callable[..., Tensor], grad: Tensor, x: Tensor) -> Tensor:

@@ -300,3 +300,12 @@ def test_autocast_casts_what_is_made_by_name(name: str) -> None:
     assert measured.peak <= predicted.peak + predicted.workspace
     if "attention" not in name:  # which holds something in half precision
         assert predicted.peak == measured.peak
+
+
+def test_the_length_of_one_sequence_of_speech() -> None:
+    def loss(m: Layers, x: Tensor) -> Tensor:
+        labels = torch.arange(1, 8)
+        return F.ctc_loss(m.a(x).log_softmax(-1), labels, torch.tensor(N), torch.tensor(7))
+
+    model, x = Layers(loss), torch.randn(N, C)
+    assert profile(model, x, device="cpu").peak >= profile(model, x).peak
