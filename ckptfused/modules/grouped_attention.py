@@ -237,19 +237,26 @@ def make_attention(
     if output_gate is not None and output_gate != "none":
         check_choice("output_gate", output_gate, OUTPUT_GATES)
         extras["output_gate"] = output_gate
-    if window is not None and check_integer("window", window, 0):
-        extras["window"] = int(window)
-    if softcap is not None and check_at_least("softcap", softcap, 0.0):
-        extras["softcap"] = float(softcap)
-    if scale is not None:
-        if not check_number("scale", scale):
-            raise ValueError("scale: expected a number other than 0, or None for 1/sqrt(head_dim), got 0")
-        extras["scale"] = float(scale)
+    extras |= _numbers(window, softcap, scale)
     batch_first = check_flag("batch_first", batch_first)
     args: dict[str, Any] = {"dropout": dropout, "bias": bias, "batch_first": batch_first}
     if not extras and d_model % nhead == 0:
         return nn.MultiheadAttention(d_model, nhead, **args, device=device, dtype=dtype)
     return GroupedAttention(d_model, nhead, **args, device=device, dtype=dtype, **extras)
+
+
+def _numbers(window: int | None, softcap: float | None, scale: float | None) -> dict[str, Any]:
+    """Those of an attention's numbers that say something."""
+    said: dict[str, Any] = {}
+    if window is not None and check_integer("window", window, 0):
+        said["window"] = int(window)
+    if softcap is not None and check_at_least("softcap", softcap, 0.0):
+        said["softcap"] = float(softcap)
+    if scale is not None:
+        if not check_number("scale", scale):
+            raise ValueError("scale: expected a number other than 0, or None for 1/sqrt(head_dim), got 0")
+        said["scale"] = float(scale)
+    return said
 
 
 def _rotary(rope: Any, style: str, rotary_dim: int | None, head_dim: int) -> RotaryTable | None:

@@ -205,8 +205,12 @@ def _shape_of(t: Tensor, parameter: bool) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
-def resized_call(args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, first_key: bool) -> tuple[Any, Any]:
-    """A call of other sizes with random values in float64. first_key: what boolean masks say of the first key."""
+def resized_call(
+    args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, first_key: bool, folded: bool = False
+) -> tuple[Any, Any]:
+    """A call of other sizes with random values in float64. first_key: what boolean masks say of the first key. folded:
+    what is [n, 1, T] has an entry for each head of each batch element, not for each head.
+    """
     leaves, tree = tree_flatten((args, kwargs))
     x = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
     if x is None or x.dim() != 3:
@@ -217,24 +221,24 @@ def resized_call(args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generato
         if leaf is x:
             made.append(torch.randn(*sizes, x.size(2), dtype=torch.float64, generator=generator).requires_grad_())
         elif isinstance(leaf, Tensor):
-            made.append(_resized(leaf, was, sizes, generator, first_key))
+            made.append(_resized(leaf, was, sizes, generator, first_key, folded))
         else:
             made.append(leaf)
     return tree_unflatten(made, tree)
 
 
-def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, first_key: bool) -> Tensor:
+def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, first_key: bool, folded: bool) -> Tensor:
     if t.is_complex():
-        return torch.view_as_complex(_resized(torch.view_as_real(t), was, now, generator, first_key))
+        return torch.view_as_complex(_resized(torch.view_as_real(t), was, now, generator, first_key, folded))
     adds = _adds(t, was.tokens)
     table = t.is_floating_point() and t.dim() in (2, 3) and t.size(-2) == was.tokens and not adds
     pairs = t.is_floating_point() and t.dim() > 2 and t.size(-1) == 2
-    of_heads = adds or (t.is_floating_point() and t.shape[1:] == (1, was.tokens))  # what is added, heads in the batch
+    folded = adds or (folded and t.is_floating_point() and t.shape[1:] == (1, was.tokens))
     shape = list(t.shape)
     for i, size in enumerate(shape):
         if i == 0 and size == was.batch and t.dim() > 1 and not (t.dim() == 2 and table):
             shape[i] = now.batch if size > 1 else 1
-        elif i == 0 and of_heads and t.dim() == 3 and size % was.batch == 0 and size > 1:
+        elif i == 0 and folded and t.dim() == 3 and size % was.batch == 0 and size > 1:
             shape[i] = size // was.batch * now.batch
         elif pairs and was.tokens in t.shape[:i]:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from ckptfused.models.derive.factors import Factored, UnfactoredError
 from ckptfused.models.derive.normal_form import DerivedLayer, layout_of
 from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.read import Form, read
-from ckptfused.models.derive.record import Recording, record
+from ckptfused.models.derive.record import RAISED, Recording, record
 from ckptfused.models.derive.recorder import Recorded, RefusedError
 from ckptfused.models.derive.walk import Walk, close
 from ckptfused.ops.call import Call
@@ -91,9 +92,21 @@ def _proved(layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, o
 def _recorded(
     own: nn.Module, args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, factored: Factored
 ) -> tuple[Recording, tuple[Form, Walk]]:
+    try:
+        return _recorded_with(own, args, kwargs, sizes, generator, factored, folded=False)
+    except RefusedError as error:
+        if str(error).startswith(RAISED):  # what [n, 1, T] means, its forward says
+            with suppress(RefusedError):
+                return _recorded_with(own, args, kwargs, sizes, generator, factored, folded=True)
+        raise
+
+
+def _recorded_with(
+    own: nn.Module, args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, factored: Factored, folded: bool
+) -> tuple[Recording, tuple[Form, Walk]]:
     trouble: RefusedError | None = None
     for first_key in (True, False):
-        given = resized_call(args, kwargs, sizes, generator, first_key)
+        given = resized_call(args, kwargs, sizes, generator, first_key, folded)
         with factored:
             recording = record(own, *given, wide=True, generator=generator)
         if recording.y.data.isfinite().all():
