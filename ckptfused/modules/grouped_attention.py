@@ -246,7 +246,7 @@ def make_attention(
 
 
 def _numbers(window: int | None, softcap: float | None, scale: float | None) -> dict[str, Any]:
-    """Those of an attention's numbers that say something."""
+    """What window, soft-cap and scale say beside the defaults."""
     said: dict[str, Any] = {}
     if window is not None and check_integer("window", window, 0):
         said["window"] = int(window)
