@@ -59,6 +59,10 @@ CASES = {
     "adapters-joint": replace(LLAMA, lora="twice", weights="joint", layout="sandwich", transposed=True, seq_first=True),
     "adapters-ffn": replace(LLAMA, layout="ffn", mask="none", act="gelu", lora="float32", tokens=700),
     "packed": Case(mask="packed-causal", act="swiglu", tokens=67),
+    "gate": replace(LLAMA, gate="entry", qk_norm="rmsnorm"),
+    "gate-of-heads": replace(LLAMA, gate="head", layout="closed-heads", drop="all", seq_first=True),
+    "gate-in-q": replace(LLAMA, gate="in-q", layout="heads", tokens=150),
+    "mlp": replace(LLAMA, layout="closed-mlp", mask="none", drop="all"),
 }
 TYPES = {
     "float32": (torch.float32, None),

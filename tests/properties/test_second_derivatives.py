@@ -215,3 +215,13 @@ def test_a_backward_lets_go_of_its_input(name: str) -> None:
     y.sum().backward()
     assert reference() is None
     del y
+
+
+@pytest.mark.parametrize("shape", [(2, 0, C), (0, 3, C)])
+def test_of_no_tokens_they_are_none(shape: tuple[int, ...]) -> None:
+    module = block(0.25).double()
+    x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+    leaves = [x, *module.parameters()]
+    first = torch.autograd.grad(module(x).sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(t.square().sum() for t in first), leaves, allow_unused=True)  # type: ignore[arg-type]
+    assert all(t is None or (t.shape == leaf.shape and not t.any()) for t, leaf in zip(second, leaves, strict=True))
