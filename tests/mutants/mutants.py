@@ -415,6 +415,7 @@ MUTANTS = (
         file="csrc/block/spec.h",
         text="    if (gate_in_q) return {heads, head_dim, 2 * head_dim};\n",
         defect="    if (gate_in_q) return {heads, 0, 2 * head_dim};\n",
+        source="block/output_gate.cpp",
         test="tests/autograd/test_output_gate.py::test_values_and_gradients[whole-in-q]",
     ),
     Mutant(
@@ -646,14 +647,14 @@ MUTANTS = (
     Mutant(
         "the last of some steps for the one that needs the most",
         file="ckptfused/profiler/left_behind.py",
-        text="key=lambda place: (peaks[place], place)",
+        text="key=lambda place: (peaks[place], place if most else -place)",
         defect="key=lambda place: place",
         test="tests/simulate/test_left_behind.py::test_what_is_cleared_in_some_steps_counts_as_long_as_it_is_there[2]",
     ),
     Mutant(
         "a plan whose other steps begin without what is left",
         file="ckptfused/planner/predicted_steps.py",
-        text="QUIET if whole or self._leaves else 1",
+        text="QUIET if whole or self._varies else 1",
         defect="QUIET if whole else 1",
         test="tests/simulate/test_left_behind.py::test_a_plan_counts_what_only_later_steps_leave",
     ),
@@ -667,8 +668,8 @@ MUTANTS = (
     Mutant(
         "memory that grows from step to step",
         file="ckptfused/profiler/left_behind.py",
-        text="    if count <= 0:\n",
-        defect="    if True:\n",
+        text="        if self.grown > 0:\n",
+        defect="        if False:\n",
         test="tests/simulate/test_left_behind.py::test_what_grows_is_refused",
     ),
     Mutant(
@@ -743,10 +744,10 @@ MUTANTS = (
     ),
     Mutant(
         "x added where there is no residual",
-        file="csrc/block/block.cpp",
-        text="  if (!f.residual) return std::exchange(value_.down, Tensor()).to(R_);\n",
-        defect="",
-        test="tests/models/test_experts_shared.py::test_gradients",
+        file="csrc/block/params.cpp",
+        text='const Tensor start = half.residual ? x : like_x(R_, "zeros").zero_();',
+        defect="const Tensor start = x;",
+        test="tests/models/derive/test_alone.py::test_a_converted_model_drops_where_it_did",
     ),
     Mutant(
         "the gradient of x past a half without a residual",
@@ -1052,7 +1053,7 @@ MUTANTS = (
     Mutant(
         "casts that are kept under no_grad have no gradient in a prediction",
         file="ckptfused/simulate/autocast_kernels.py",
-        text="torch.is_grad_enabled() or _caches_for_training()",
+        text="torch.is_grad_enabled() or self._for_training",
         defect="torch.is_grad_enabled()",
         test="tests/simulate/test_unasked.py::test_weights_that_are_met_first_without_gradients",
     ),
@@ -1361,8 +1362,8 @@ MUTANTS = (
     Mutant(
         "memories of a model that a first step is without",
         file="ckptfused/profiler/left_behind.py",
-        text="highest if most else 0",
-        defect="0",
+        text="highest = max(range(len(peaks)), key",
+        defect="highest = min(range(len(peaks)), key",
         test="tests/profiler/test_there_before.py::test_what_a_model_remembers",
     ),
     Mutant(
