@@ -158,6 +158,23 @@ def test_what_only_looks_like_a_gate_leaves_the_other_half(source: str, old: str
     assert found.proof is not None and found.layout.ffn is not None, found.why
 
 
+def test_a_mask_that_is_expanded_to_the_logits_is_derived() -> None:
+    """The way of XLM; what is made of the logits' values is no mask."""
+    expanded = LLAMA.replace("scores + mask", "scores.masked_fill((mask < -9).expand_as(scores), float('-inf'))")
+    layer = made(in_double(expanded)).double()
+    found = derive(layer, arguments(LLAMA, tokens=13, dtype=torch.float64), {})
+    assert found.proof is not None and "attn.mask=drop" in found.proof.text, found.why
+    assert check(layer, arguments(LLAMA, tokens=13, dtype=torch.float64))
+    for other in (
+        "(mask + scores < 0).expand_as(scores)",
+        "(scores < 0)",
+        "(mask < -9).expand_as(scores) | (scores < 0)",
+    ):
+        layer = made(in_double(expanded.replace("(mask < -9).expand_as(scores)", other))).double()
+        found = derive(layer, arguments(LLAMA, tokens=13, dtype=torch.float64), {})
+        assert found.proof is None or found.layout.attn is None, found.proof
+
+
 def test_the_log_sum_exp_is_of_the_same_logits() -> None:
     """A proof by numbers would show it, too; the reason is to be this one."""
     other = SCALED.replace("torch.logsumexp(scores, dim=-1)", "torch.logsumexp(2 * scores, dim=-1)")

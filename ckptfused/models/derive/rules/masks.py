@@ -31,9 +31,9 @@ def mask_steps(walk: Walk, logits: Value, found: Core) -> tuple[Value, Core]:
         if call.op in ("add", "radd") and len(inputs) == 2 and walk.outer(inputs[1]) != walk.outer(inputs[0]):
             logits, mask = inputs if walk.outer(inputs[1]) else inputs[::-1]
             found = with_mask(walk, found, mask, "add")
-        elif call.op == "masked_fill" and walk.outer(inputs[1]) and _hides(call.given(2, "value")):
+        elif call.op == "masked_fill" and (hidden := _outer_one(walk, inputs[1])) and _hides(call.given(2, "value")):
             logits = inputs[0]
-            found = with_mask(walk, found, inputs[1], "drop")
+            found = with_mask(walk, found, hidden, "drop")
         elif call.op == "where" and len(inputs) > 1 and walk.outer(inputs[0]):
             at, fill = (call.given(i, "") for i in (1, 2))
             value = float(fill.data) if isinstance(fill, Value) and fill.data.numel() == 1 else fill
@@ -48,6 +48,14 @@ def mask_steps(walk: Walk, logits: Value, found: Core) -> tuple[Value, Core]:
         walk.take(call, "mask")
         logits = walk.same(logits)
     return logits, found
+
+
+def _outer_one(walk: Walk, mask: Value) -> Value | None:
+    """A mask that depends on nothing of the layer's, before it is expanded to the logits' shape; None if it does."""
+    if mask.op == "expand_as" and not walk.outer(mask) and walk.outer(mask.call.inputs[0]):  # type: ignore[union-attr]
+        walk.take(mask.call, "mask")
+        return mask.call.inputs[0]  # type: ignore[union-attr]
+    return mask if walk.outer(mask) else None
 
 
 def _hides(value: Any) -> bool:
