@@ -200,13 +200,12 @@ def _record(
             ends.append(len(marks.found))
 
         steps = steps_until_quiet(take, opened, tables, quiet)
-        by_chance = named.chose_by_chance or draws.others_drew()
         weights += stored_bytes(t for t in tensors_beside(model) if opened.number_of(t) is None)
     seconds.extend([0.0] * (len(marks.found) - len(seconds)))
     end = ends[steps.highest]  # after which there are steps that need less
     changes, found = changes_of(opened, marks.found, end)
     trace = Trace(changes, found, received, seconds[:end], marks.names, gradients, weights, state)
-    return trace, by_chance, steps
+    return trace, named.chose_by_chance, steps
 
 
 def _measured(work: Work) -> list[str]:

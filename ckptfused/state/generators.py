@@ -102,10 +102,6 @@ class RngStates:
         """After the forward: forgets those that drew nothing."""
         self._found = [(g, found) for g, found in self._found if not _same(found, state_of(g))]
 
-    def others_drew(self) -> bool:
-        """Whether one of Python's or NumPy's has drawn since: what is made of its numbers, nobody sees."""
-        return any(not isinstance(g, torch.Generator) and not _same(found, state_of(g)) for g, found in self._found)
-
     def rewind(self) -> list[tuple[Any, Any]]:
         """For a replay; what `forward` takes, after it."""
         now = [(g, state_of(g)) for g, _ in self._found]

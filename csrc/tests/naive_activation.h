@@ -27,6 +27,23 @@ inline double naive(Activation act, double x) {
   }
 }
 
+// What an activation and its derivative are at 0 and at 60, where kernels have them exactly.
+struct AtEdges {
+  double zero, slope_at_zero, sixty, slope_at_sixty;
+};
+inline AtEdges at_edges(Activation act) {
+  switch (act) {
+    case Activation::relu:
+      return {0, 0, 60, 1};
+    case Activation::relu2:
+      return {0, 0, 3600, 120};
+    case Activation::sigmoid:
+      return {0.5, 0.25, 1, 0};
+    default:
+      return {0, 0.5, 60, 1};
+  }
+}
+
 inline double naive_grad(Activation act, double x) {
   const double sigmoid = 1 / (1 + std::exp(-x));
   const double quick = 1 / (1 + std::exp(-1.702 * x));

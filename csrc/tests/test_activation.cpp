@@ -165,14 +165,13 @@ TYPED_TEST(ActivationTest, EdgeValues) {
       kernel.run(a, 0, 1);
       const std::string what = std::string(kind.name) + " on " + kernel.target;
       EXPECT_TRUE(std::isnan(double(to_acc(h[0])))) << what;
-      const bool zero_at_0 = kind.act == Activation::relu || kind.act == Activation::relu2;
+      const AtEdges at = at_edges(kind.act);
       for (const int i : {1, 2}) {
-        EXPECT_EQ(0.0, double(to_acc(h[i]))) << what;
-        EXPECT_EQ(zero_at_0 ? 0.0 : 0.5, double(to_acc(dx[i]))) << what;
+        EXPECT_EQ(at.zero, double(to_acc(h[i]))) << what;
+        EXPECT_EQ(at.slope_at_zero, double(to_acc(dx[i]))) << what;
       }
-      const bool square = kind.act == Activation::relu2;
-      EXPECT_EQ(square ? double(round_to<T>(acc_t<T>(3600))) : 60.0, double(to_acc(h[3]))) << what;
-      EXPECT_EQ(square ? 120.0 : 1.0, double(to_acc(dx[3]))) << what;
+      EXPECT_EQ(double(round_to<T>(acc_t<T>(at.sixty))), double(to_acc(h[3]))) << what;
+      EXPECT_EQ(at.slope_at_sixty, double(to_acc(dx[3]))) << what;
       EXPECT_NEAR(0.0, double(to_acc(h[4])), 1e-20) << what;
       EXPECT_NEAR(0.0, double(to_acc(dx[4])), 1e-20) << what;
     }

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -388,9 +386,3 @@ def test_steps_that_need_more_and_more_are_refused() -> None:
     assert "steps need more the later they are" in str(profile(model, X, device="cpu").notes)
     with pytest.raises(ValueError, match="no plan keeps a budget where steps need more the later they are"):
         ckptfused.plan(nn.Sequential(model, *layers()), X, budget="1GiB", device="cpu")
-
-
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_numbers_that_python_draws_are_said(draw: Callable[[], float]) -> None:
-    model = nn.Sequential(nn.Linear(C, C), Counts(lambda step: int(draw() > 0.5)))
-    assert "the model looks at random numbers" in str(profile(model, X, device="cpu").notes)
