@@ -103,6 +103,14 @@ def test_a_gate_is_named(gate: str | None) -> None:
     assert said == ([] if gate is None else [f"o times sigmoids, one of each {gate}, in one pass"])
 
 
+@pytest.mark.parametrize(("p", "said"), [(0.0, []), (0.1, ["dropout 0.1 in one pass"])])
+def test_the_end_of_a_half_without_a_residual(p: float, said: list[str]) -> None:
+    half = FusedCheckpointAttention(WIDTH, 4, p, norm_first=True, residual=False)
+    found = explain(half, torch.randn(33, 2, WIDTH), show=False)
+    assert [step.reason for step in found.steps if step.name == "end of attention"] == said
+    assert not [step.name for step in found.steps if step.name.startswith("residual")]
+
+
 def test_a_meta_tensor_stands_for_one_on_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     block = llama(keep="mid")
     real = explain(block, torch.randn(2, 33, WIDTH), show=False)

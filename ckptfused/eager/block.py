@@ -165,7 +165,7 @@ def attention_branch(
             fused=eager,
         )
         outputs.append(o)
-    o = (torch.cat(outputs, 2) if outputs else q).transpose(1, 2)  # of no tokens, which has none either
+    o = (torch.cat(outputs, 2) if outputs else q).transpose(1, 2)  # without tokens q is as empty as o
     o = (o if gate is None else o * torch.sigmoid(gate)).flatten(-2)
     return _linear(o, params, "attn.o", spec, adapter_keep)
 

@@ -56,6 +56,7 @@ def _residual(s: Setting, half: str, spec: AttentionSpec | FFNSpec) -> list[Step
     """The one kernel that closes a half, if anything comes after its last product."""
     parts = [_norm(spec.post)] if spec.post != "none" else []
     parts += [f"dropout {spec.p_res:g}"] if spec.p_res else []
+    parts += [f"times {spec.m:g}"] if spec.m != 1.0 else []
     parts += ["sum"] * spec.residual + ([_norm(spec.out)] if spec.out != "none" else [])
     name = f"residual of {half}" if spec.residual else f"end of {half}"
     return [Step(name, s.rows, ", ".join(parts) + " in one pass", "its gradient")] if parts else []

@@ -176,7 +176,7 @@ def _measured(name: str, known: dict[Hashable, Measured | None], layer: _Layer) 
         return measured and measured.times(-(-batch // each))
 
     first = of(True)
-    return first and (lambda in_order: (None if in_order else of(False)) or first)
+    return None if first is None else lambda in_order: first if in_order else of(False) or first
 
 
 def _run(name: str, modes: _Modes, in_order: bool, *given: Any) -> Measured:

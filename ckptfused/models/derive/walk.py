@@ -98,6 +98,13 @@ class Walk:
         except RefusedError:
             return None
 
+    def glance(self, rule: Callable[..., Any], *args: Any) -> Any:
+        """What a rule reads, of which nothing is taken; None where it does not apply."""
+        before = dict(self.taken)
+        found = self.attempt(rule, *args)
+        self.taken = before
+        return found
+
     def same(self, v: Value) -> Value:
         """The value before casts, copies and dropouts that do nothing."""
         while v is not self.recording.x and v.call is not None and v.op in _SAME and v.call.mask is None:

@@ -161,10 +161,12 @@ def test_what_only_looks_like_a_gate_leaves_the_other_half(source: str, old: str
 def test_a_mask_that_is_expanded_to_the_logits_is_derived() -> None:
     """The way of XLM; what is made of the logits' values is no mask."""
     expanded = LLAMA.replace("scores + mask", "scores.masked_fill((mask < -9).expand_as(scores), float('-inf'))")
-    layer = made(in_double(expanded)).double()
-    found = derive(layer, arguments(LLAMA, tokens=13, dtype=torch.float64), {})
-    assert found.proof is not None and "attn.mask=drop" in found.proof.text, found.why
-    assert check(layer, arguments(LLAMA, tokens=13, dtype=torch.float64))
+    chosen = LLAMA.replace("scores + mask", "torch.where((mask >= -9).expand_as(scores), scores, float('-inf'))")
+    for source, kind in ((expanded, "drop"), (chosen, "keep")):
+        layer = made(in_double(source)).double()
+        found = derive(layer, arguments(LLAMA, tokens=13, dtype=torch.float64), {})
+        assert found.proof is not None and f"attn.mask={kind}" in found.proof.text, found.why
+        assert check(layer, arguments(LLAMA, tokens=13, dtype=torch.float64))
     for other in (
         "(mask + scores < 0).expand_as(scores)",
         "(scores < 0)",

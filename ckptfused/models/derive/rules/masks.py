@@ -34,7 +34,7 @@ def mask_steps(walk: Walk, logits: Value, found: Core) -> tuple[Value, Core]:
         elif call.op == "masked_fill" and (hidden := _outer_one(walk, inputs[1])) and _hides(call.given(2, "value")):
             logits = inputs[0]
             found = with_mask(walk, found, hidden, "drop")
-        elif call.op == "where" and len(inputs) > 1 and walk.outer(inputs[0]):
+        elif call.op == "where" and len(inputs) > 1 and (shown := _outer_one(walk, inputs[0])):
             at, fill = (call.given(i, "") for i in (1, 2))
             value = float(fill.data) if isinstance(fill, Value) and fill.data.numel() == 1 else fill
             if not isinstance(at, Value) or isinstance(value, Value) or not _hides(value):
@@ -42,7 +42,7 @@ def mask_steps(walk: Walk, logits: Value, found: Core) -> tuple[Value, Core]:
             logits = at
             if isinstance(fill, Value):
                 take_all(walk, fill)
-            found = with_mask(walk, found, inputs[0], "keep")
+            found = with_mask(walk, found, shown, "keep")
         else:
             break
         walk.take(call, "mask")

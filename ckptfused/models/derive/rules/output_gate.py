@@ -56,20 +56,14 @@ def attended(walk: Walk, inner: Value) -> Attended | None:
 
 def _base(walk: Walk, v: Value) -> Value:
     """The value before what only arranges it, of which nothing is taken yet."""
-    taken = dict(walk.taken)
-    base = walk.through(v)
-    walk.taken = taken
-    return base
+    return walk.glance(walk.through, v) or v
 
 
 def _attends(walk: Walk, v: Value) -> bool:
     """Whether a value is attention's result itself."""
     if v.op in ("scaled_dot_product_attention", *PRODUCTS):
-        taken = dict(walk.taken)
-        projected = walk.attempt(linear, walk, v)
-        walk.taken = taken
-        return projected is None
-    return walk.attempt(sinks_after, walk, v) is not None
+        return walk.glance(linear, walk, v) is None
+    return walk.glance(sinks_after, walk, v) is not None
 
 
 def output_gate(walk: Walk, inner: Value, at: Attended, found: Core) -> OutputGate | None:
