@@ -24,7 +24,7 @@ from ckptfused.checks import (
 from ckptfused.compat.torch_compile import constant_result
 from ckptfused.masks import NO_MASK, sdpa_mask
 from ckptfused.ops.call import Call
-from ckptfused.spec import PROJECTION_SLOTS, BlockSpec, param_names, param_shapes, parse, quantized_slots
+from ckptfused.spec import PROJECTION_SLOTS, BlockSpec, param_names, param_shapes, parse, quantized_slots, shape_in
 
 __all__ = ["attention_block", "block", "ffn_block"]
 
@@ -197,7 +197,7 @@ def _check_params(x: Tensor, params: Mapping[str, Tensor | None], spec: BlockSpe
         if name in stored:
             check_stored(f"params[{name!r}]", value, shape[0], x)
             continue
-        check_param(f"params[{name!r}]", value, shape, x)
+        check_param(f"params[{name!r}]", value, shape_in(shape, x.size(0) if x.dim() == 3 else 1), x)
         if name in PROJECTION_SLOTS:
             check_dtype(f"params[{name!r}]", value, x, spec.compute)
     return slots

@@ -44,6 +44,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "scale": (None, 0.2),
     "m": (1.0, 0.5),
     "seq_first": (False, True),
+    "modulated": (False, True),
 }
 # Instead of these values, for `Case.large`: more entries in every tensor, lengths odd and several tiles long.
 LARGE: dict[str, dict[int, int]] = {
@@ -119,6 +120,7 @@ class Case:
     scale: float | None = None
     m: float = 1.0
     seq_first: bool = False
+    modulated: bool = False
     scratch: int = 0
     """Scratch limit of the FFN. No axis: `TILED` crosses it with what matters to tiles. Nor are layouts of a half that
     has no residual, "mlp" and "heads": `WITHOUT_RESIDUAL`."""
@@ -165,7 +167,8 @@ class Case:
             "out": ("post", "pre+out", *CLOSED),
         }
         found = {place: kind if self.layout in layouts else "none" for place, layouts in places.items()}
-        return {**found, "post": "layerscale"} if self.layout == "scaled" else found
+        scaled = self.layout == "scaled" or (self.modulated and found["post"] != "none")
+        return {**found, "post": "layerscale"} if scaled else found
 
     def adapters(self, targets: str) -> tuple[Adapter, ...]:
         """Adapters of a half that has these targets, its closing projection last."""
@@ -200,6 +203,7 @@ class Case:
             p_res=self.p("res"),
             m=self.m,
             residual=not self.layout.endswith("heads"),
+            modulated=self.modulated,
             mask=mask,
             padding=padding,
             packed=self.packed,
@@ -217,6 +221,7 @@ class Case:
             p_res=self.p("res"),
             m=self.m,
             residual=not self.layout.endswith("mlp"),
+            modulated=self.modulated,
             lora=self.adapters(f"{first} down"),
         )
         if self.layout == "shared":
@@ -245,6 +250,8 @@ def _one_way(axis: str, value: object, other: str, other_value: object) -> bool:
             return (other, other_value) in (("weights", "interleaved"), ("gate", "in-q"))
         case "gate", "in-q":
             return other == "weights" and not plain
+        case "modulated", True:
+            return other == "seq_first" and not plain
         case "tokens", 300:
             return (other, other_value) == ("batch", 3)  # only to keep the suite short
     return False

@@ -29,7 +29,7 @@ def _axes(name: str, spec: BlockSpec) -> Axes:
         return (None,)
     stem, kind = slot.rsplit("_", 1)
     if stem in ("pre", "post", "out"):
-        return ("C",)
+        return (None, "C") if settings.modulated and stem != "out" else ("C",)
     if stem in ("q_norm", "k_norm"):
         return (None,)
     if kind == "b":

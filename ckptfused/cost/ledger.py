@@ -18,7 +18,7 @@ from ckptfused.compat.torch_dispatch import has_kernel
 from ckptfused.cost.attention import attention_cost, multiprocessors
 from ckptfused.cost.products import AttentionWork, LowRank, Product
 from ckptfused.cost.saved_tensors import compute_type
-from ckptfused.spec import BlockSpec, param_names, param_shapes, quantized_slots
+from ckptfused.spec import BlockSpec, param_names, param_shapes, quantized_slots, shape_in
 
 LedgerEvent = tuple[str, str, int, Sequence[int], str]  # kind, name, slot or -1, sizes, type of a product's operands
 
@@ -150,7 +150,9 @@ def count(
     names, shapes = param_names(spec), param_shapes(spec, width)
     types = dict.fromkeys(shapes, dtype) if params is None else dict(params)
     types.update((name, torch.uint8) for name in quantized_slots(spec) & types.keys())  # shapes are their bytes
-    filled = tuple((shapes[name][0], _name(types[name])) if name in types else None for name in names)
+    filled = tuple(
+        (shape_in(shapes[name][0], batch), _name(types[name])) if name in types else None for name in names
+    )
     attention: tuple[int, ...] = (0, 1, 0, 1)
     bounds: tuple[int, ...] = (0,)
     for size in lengths or ():

@@ -39,7 +39,8 @@ def _linear(x: Tensor, params: Params, name: str, spec: AttentionSpec | FFNSpec,
 
 
 def _norm(x: Tensor, params: Params, name: str, kind: str, eps: float) -> Tensor:
-    return norm(x, params.get(f"{name}_w"), params.get(f"{name}_b"), kind, eps)
+    vectors = (params.get(f"{name}_{which}") for which in "wb")
+    return norm(x, *(t[:, None] if t is not None and t.dim() == 2 else t for t in vectors), kind, eps)
 
 
 def _lengths(cu_seqlens: Tensor | None, tokens: int) -> list[tuple[int, int]]:

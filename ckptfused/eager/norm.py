@@ -10,7 +10,7 @@ from torch import Tensor
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: float) -> Tensor:
     """Normalise the last dimension of x, or scale it (LayerScale).
 
-    **Shapes**: x [..., C]; weight, bias [C] or None; returns x's shape.
+    **Shapes**: x [..., C]; weight, bias [C] or None, or, each batch element with its own, [B, 1, C]; returns x's shape.
 
     **Source**: ``F.layer_norm``; ``F.rms_norm``; gemma as in Hugging Face ``GemmaRMSNorm`` (float32 inside for the
     16-bit types, ``1 + weight`` applied before rounding); layernorm1p as ``NemotronLayerNorm1P``; layerscale as in
@@ -19,6 +19,10 @@ def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, eps: 
     width = x.shape[-1:]
     if kind == "none":
         return x
+    if kind != "layerscale" and any(t is not None and t.dim() > 1 for t in (weight, bias)):
+        y, plus = norm(x, None, None, kind, eps), kind in ("gemma", "layernorm1p")
+        y = y if weight is None else y * (1 + weight if plus else weight)
+        return (y if bias is None else y + bias).to(x.dtype)
     if kind == "layernorm1p":
         kind, weight = "layernorm", None if weight is None else 1 + weight
     if kind in ("layernorm", "rmsnorm"):

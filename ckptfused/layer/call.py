@@ -13,9 +13,9 @@ from ckptfused.checks import check_dtype, check_packed, check_param, check_plain
 from ckptfused.compat.torch_dispatch import is_traceable_wrapper_subclass
 from ckptfused.layer.facts import LayerFacts, LayerKey, facts_of
 from ckptfused.layer.parts import Inputs, Parts, Reason
-from ckptfused.layer.spec_text import CallKey, Expected, Mode, SpecKey, expected, half_text
+from ckptfused.layer.spec_text import CallKey, Mode, SpecKey, expected, half_text
 from ckptfused.ops.call import Call, SlotTensors
-from ckptfused.spec import MOST_TEXTS
+from ckptfused.spec import MOST_TEXTS, PARAM_SLOTS, shape_in
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -47,9 +47,19 @@ def build_call(layer: Parts | LayerFacts, inputs: Inputs, mode: Mode, sharded: b
                 width, (B, T) = key.rotary_dim or cos.size(-1), x.shape[1::-1] if inputs.seq_first else x.shape[:2]
                 cos, sin = rotary_view("cos", cos, B, T, width), rotary_view("sin", sin, B, T, width)
     text = text_here(key, inputs, mode)
+    if inputs.vectors:
+        if x.is_cuda and x.size(0) > 1 and "p_res=" in text:
+            return Reason("dropout beside vectors of each batch element has no kernel on a GPU")
+        slots = _with_vectors(slots, key, inputs.vectors)
     if (why := _misfit(x, slots, text, key.width, key.names, sharded)) is not None:
         return why
     return Call(key.op, x, slots, text, masks, cos, sin, cu_seqlens, inputs.keep_keys)
+
+
+def _with_vectors(slots: SlotTensors, key: LayerKey, vectors: Mapping[str, Tensor]) -> SlotTensors:
+    """The tensors of an op with those that the call gives a modulated layer."""
+    names = [f"{half}.{slot}" for half in ("attn", "ffn") if getattr(key, half) is not None for slot in PARAM_SLOTS[half]]
+    return [*map(vectors.get, names, slots), *slots[len(names) :]]  # type: ignore[arg-type]
 
 
 def text_here(layer: LayerKey, inputs: Inputs, mode: Mode) -> str:
@@ -108,26 +118,28 @@ def _misfit(
     for tensor, slot in zip(slots, expected(text, width), strict=True):
         if tensor is None or slot is None:
             continue
-        typed = tensor.dtype == dtype or slot.kind == "norm"
-        if typed and type(tensor) in _PLAIN and tensor.shape == slot.shape and tensor.device == device:
+        typed, shape = tensor.dtype == dtype or slot.kind == "norm", shape_in(slot.shape, x.size(0))
+        if typed and type(tensor) in _PLAIN and tensor.shape == shape and tensor.device == device:
             continue
-        if (why := _misfit_of(x, tensor, slot, _name(slot.name, names), sharded)) is not None:
+        if (why := _misfit_of(x, tensor, slot.kind, shape, _name(slot.name, names), sharded)) is not None:
             return why
     return None
 
 
-def _misfit_of(x: Tensor, tensor: Tensor, slot: Expected, name: str, sharded: bool) -> Reason | None:
+def _misfit_of(
+    x: Tensor, tensor: Tensor, kind: str, shape: tuple[int, ...], name: str, sharded: bool
+) -> Reason | None:
     if sharded and is_dtensor(tensor):
         return None
     if is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor):
         return Reason(f"{name}: expected a plain tensor, got {type(tensor).__name__}", error=TypeError)
     try:
         check_plain(name, tensor)
-        if slot.kind == "stored":
-            check_stored(name, tensor, slot.shape[0], x)
+        if kind == "stored":
+            check_stored(name, tensor, shape[0], x)
             return None
-        check_param(name, tensor, slot.shape, x)
-        if slot.kind == "projection" or (slot.kind == "adapter" and tensor.dtype != torch.float32):
+        check_param(name, tensor, shape, x)
+        if kind == "projection" or (kind == "adapter" and tensor.dtype != torch.float32):
             check_dtype(name, tensor, x)
     except (TypeError, ValueError) as error:
         return Reason(str(error), error=type(error))

@@ -250,5 +250,5 @@ def _frame(half: Attention | FFN, norms: dict[str, Norm], lora: SpecKey, quant: 
     """What both halves' keys say of the frame around them."""
     pre, post, out = norms["pre"], norms["post"], norms["out"]
     kinds = {"pre": pre.kind, "pre_eps": pre.eps, "post": post.kind, "post_eps": post.eps}
-    beside = {"lora": lora, "quant": quant, "residual": half.residual}
+    beside = {"lora": lora, "quant": quant, "residual": half.residual, "modulated": half.modulated}
     return {**kinds, "out": out.kind, "out_eps": out.eps, "p_res": half.p_res, "m": half.m, **beside}

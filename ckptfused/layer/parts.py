@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ckptfused.masks import NO_MASK, Mask
 
 NO_NAMES: dict[str, str] = {}
+NO_VECTORS: dict[str, Tensor] = {}
 
 
 def child(module: Any, name: str) -> Any:
@@ -65,6 +66,8 @@ class Attention(NamedTuple):
     """What it multiplies, as `spec.OUTPUT_GATES`."""
     residual: bool = True
     """Whether x is added."""
+    modulated: bool = False
+    """Whether a call gives the vectors of `pre` and `post`, a row for each batch element."""
 
 
 class FFN(NamedTuple):
@@ -85,6 +88,8 @@ class FFN(NamedTuple):
     """F, where the layer says it itself; 0: as wide as the input of `down`."""
     residual: bool = True
     """Whether x is added."""
+    modulated: bool = False
+    """Whether a call gives the vectors of `pre` and `post`, a row for each batch element."""
 
 
 class Parts(NamedTuple):
@@ -117,6 +122,8 @@ class Inputs(NamedTuple):
     """x is [T, B, C]."""
     keep_keys: Callable[[Tensor, Tensor], object] | None = None
     """Takes the call's keys and values, where gradients are off: a key/value cache."""
+    vectors: Mapping[str, Tensor] = NO_VECTORS
+    """Those of modulated halves, [B, C], by their slots: `"attn.pre_w"`, …"""
 
 
 class Reason(NamedTuple):

@@ -34,6 +34,7 @@ from .slots import (
     param_names,
     param_shapes,
     quantized_slots,
+    shape_in,
 )
 
 __all__ = [
@@ -81,4 +82,5 @@ __all__ = [
     "parse_loss",
     "quantized_slots",
     "resolve_keep",
+    "shape_in",
 ]

@@ -44,6 +44,7 @@ class Frame:
     lora: Annotated[tuple[Adapter, ...], Key("Adapters beside projections, in the order of adding.")] = ()
     quant: Annotated[tuple[Quantized, ...], Key("Projections whose weights are stored in few bits.")] = ()
     residual: Annotated[bool, Key("Whether x is added to what the half makes of it.")] = True
+    modulated: Annotated[bool, Key("Vectors of pre and post have a row for each batch element: [B, C] (DiT).")] = False
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,16 @@ PAIRS: dict[str, tuple[Pair, ...]] = {
     "ffn": (Pair("pre", "pre"), Pair("gate"), Pair("up"), Pair("down"), *_FRAME_LAST),
 }
 SINKS = "sinks"
+MODULATED = ("pre", "post")
+"""The norms whose vectors `modulated` gives a row for each batch element."""
 PARAM_SLOTS = {name: tuple(f"{pair.stem}_{kind}" for pair in pairs for kind in "wb") for name, pairs in PAIRS.items()}
 PARAM_SLOTS["attn"] += (SINKS,)
 PROJECTIONS = {name: tuple(pair.stem for pair in pairs if pair.norm is None) for name, pairs in PAIRS.items()}
 PROJECTION_SLOTS = frozenset(f"{name}.{stem}_{kind}" for name in PAIRS for stem in PROJECTIONS[name] for kind in "wb")
 ADAPTER_SLOTS = ("a", "b", "bias")
 QUANT_SLOTS = ("scale", "offset", "nested_scale", "table")
+BATCH = -1
+"""In a shape: as many as the batch has elements."""
 AUX_NAMES = ("cos", "sin", "mask", "padding", "cu_seqlens")
 
 
@@ -51,6 +55,11 @@ def quantized_slots(spec: BlockFields) -> frozenset[str]:
     return frozenset((*(f"{prefix.split('.')[0]}.{q.target}_w" for prefix, q in spec.quantized.items()), *beside))
 
 
+def shape_in(shape: tuple[int, ...], batch: int) -> tuple[int, ...]:
+    """The shape of a slot, of `param_shapes`, in a call with a batch of so many."""
+    return shape if BATCH not in shape else tuple(batch if size == BATCH else size for size in shape)
+
+
 def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes:
     """Norm weights and biases may be left out, but not LayerScale's; only LayerNorms have a bias."""
     shapes: Shapes = {}
@@ -64,10 +73,11 @@ def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes
             continue
         kind = getattr(half, norm)
         entries = half.normed_width(stem) if isinstance(half, AttentionSpec) and norm == "qk_norm" else width
+        shape = (BATCH, entries) if half.modulated and norm in MODULATED else (entries,)
         if kind != "none":
-            shapes[f"{name}.{stem}_w"] = ((entries,), kind == "layerscale")
+            shapes[f"{name}.{stem}_w"] = (shape, kind == "layerscale")
         if kind in BIASED_NORMS:
-            shapes[f"{name}.{stem}_b"] = ((entries,), False)
+            shapes[f"{name}.{stem}_b"] = (shape, False)
     if isinstance(half, AttentionSpec) and half.sinks:
         shapes[f"{name}.{SINKS}"] = ((half.heads,), True)
     return shapes
@@ -75,7 +85,7 @@ def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes
 
 def param_shapes(spec: BlockFields, width: int) -> Shapes:
     """The slots that a block of this width may fill: name to (shape, whether it must be filled); of quantized weights,
-    and of what stands beside them, bytes in place of a shape."""
+    and of what stands beside them, bytes in place of a shape. A size of `BATCH`: as the call's (`shape_in`)."""
     shapes: Shapes = {}
     for name, half in spec.halves.items():
         shapes |= _half_shapes(name, half, width)

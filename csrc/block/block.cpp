@@ -121,26 +121,6 @@ Tensor Block::forward_rows() {
   return y;
 }
 
-// The gradients of norms' parameters, by one kernel on a GPU.
-void Block::sum_partials() {
-  std::vector<Tensor> partials, sums;
-  for (const auto& [slot, partial] : partials_) {
-    const Tensor& p = params_[slot];
-    partials.push_back(partial);
-    sums.push_back(empty(p.sizes(), sums_ ? A_ : p.scalar_type(), "d", slot));
-  }
-  if (!partials.empty()) call::sum_grads(partials, sums);
-  for (size_t i = 0; i < sums.size(); ++i) {
-    Tensor& grad = grads_[partials_[i].first];
-    if (sums_ && grad.defined()) {
-      grad.add_(sums[i]);
-    } else {
-      grad = sums[i];
-    }
-  }
-  partials_.clear();
-}
-
 // The gradients of vectors, summed wide, in their parameters' type: on a GPU by one kernel.
 void Block::narrow_vectors() {
   std::vector<Tensor> wide, narrow;

@@ -2,6 +2,7 @@
 
 #include "ops/torch.h"
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <vector>
@@ -164,10 +165,6 @@ class Block {
   bool need_any(int begin, int end) const;
   void narrow_vectors();
   at::Tensor grad_vector(int slot);  // where a sum over rows writes; may be undefined
-  // Where a kernel leaves the sums of a norm's gradient over chunks of those rows, columns and
-  // heads of a row (0: no heads), which sum_partials adds up; may be undefined.
-  at::Tensor grad_partials(int slot, const int64_t (&rows)[3]);
-  void sum_partials();
   at::Tensor weight_grad(int slot, at::ScalarType type);
   bool add_weight_grads(const std::vector<Part>& parts, bool transposed, const at::Tensor& dout,
                         const at::Tensor& in);
@@ -225,27 +222,18 @@ class Block {
   const QuantizedSlots* quantized(int slot) const;
   std::vector<int64_t> weight_sizes(int slot) const;  // whatever it is stored as
   at::Tensor dequantized(const QuantizedSlots& stored);
-  // While one lives that is to hold them, the weights that it meets are dequantized once; else for
-  // each product, and freed with it.
-  class HeldWeights {
-   public:
-    HeldWeights(Block& block, bool hold) : block_(block), hold_(hold && !block.holds_weights_) {
-      if (hold_) block_.holds_weights_ = true;
-    }
-    ~HeldWeights() {
-      if (hold_) block_.release_weights();
-    }
-    HeldWeights(const HeldWeights&) = delete;
-    HeldWeights& operator=(const HeldWeights&) = delete;
-
-   private:
-    Block& block_;
-    bool hold_;
-  };
+  class HeldWeights;
   bool holds_weights_ = false;
   void release_weights();
 
-  // The residual frame.
+  // frame.cpp
+  struct Rows {
+    int64_t first, count, sample;  // of which batch element, -1: of all
+    at::Tensor of(const at::Tensor& t) const;
+  };
+  std::vector<Rows> rows_by_vector(std::initializer_list<int> slots) const;
+  at::Tensor vector(int slot, const Rows& rows) const;
+  std::vector<int64_t> row_map_of(const Rows& rows) const;
   at::Tensor pre_norm(const at::Tensor& x, const NormSpec& norm, int weight, int bias,
                       at::ScalarType type, const char* name);
   void close(const at::Tensor& x, const at::Tensor& f, const HalfSpec& half, int post_weight,
@@ -257,6 +245,16 @@ class Block {
   at::Tensor norm_backward(const at::Tensor& dn, const at::Tensor& x, const NormSpec& norm,
                            int weight, const at::Tensor& dres, bool dres_owned, bool need_dx,
                            const char* name);
+  // Where a kernel leaves the sums of a norm's gradient over chunks of those rows, columns and
+  // heads of a row (0: no heads), which sum_partials adds up; may be undefined.
+  at::Tensor grad_partials(int slot, const int64_t (&rows)[3], int64_t sample = -1);
+  at::Tensor grad_partials(int slot, const Rows& rows);
+  void sum_partials();
+  struct Partial {
+    int slot;
+    int64_t sample;
+    at::Tensor sums;
+  };
 
   // name: in a ledger.
   at::Tensor empty(at::IntArrayRef size, at::ScalarType type, const char* name,
@@ -290,7 +288,7 @@ class Block {
   bool qk_in_place_ = false;  // qkv no longer holds the raw product
   std::vector<bool> needs_;
   std::vector<at::Tensor> grads_;
-  std::vector<std::pair<int, at::Tensor>> partials_;  // of the gradients of slots
+  std::vector<Partial> partials_;  // of the gradients of slots
   at::Tensor adapter_halves_;  // [2, numbers] of all of them that are wider: rounded, and the rest
   std::vector<int64_t> adapter_places_;  // of slots among the numbers, from the first adapter's; -1
 };

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "block/block.h"
+#include "block/held_weights.h"
 #include "math/dropout.h"
 #include "ops/linear.h"
 

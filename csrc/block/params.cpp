@@ -1,4 +1,4 @@
-// What every part of a block call uses: its projections, norms and gradients.
+// What every part of a block call uses: its projections and gradients.
 #include "ops/torch.h"
 
 #include <algorithm>
@@ -42,13 +42,6 @@ bool Block::need_any(int begin, int end) const {
 
 Tensor Block::grad_vector(int slot) {
   return need(slot) ? weight_grad(slot, A_) : Tensor();
-}
-
-Tensor Block::grad_partials(int slot, const int64_t (&rows)[3]) {
-  if (!need(slot)) return {};
-  const int64_t chunks = call::grad_chunks(x_, rows[0], rows[1], rows[2]);
-  partials_.emplace_back(slot, empty({chunks, rows[1]}, A_, "partial sums of a norm's gradients"));
-  return partials_.back().second;
 }
 
 Tensor Block::weight_grad(int slot, at::ScalarType type) {
@@ -178,52 +171,6 @@ void Block::project_backward(const Tensor& dout, const Tensor& in, const std::ve
       adapters_backward(d, in, part, din, row0, 0, (in.defined() ? in : din).size(1));
     }
   }
-}
-
-Tensor Block::pre_norm(const Tensor& x, const NormSpec& norm, int weight, int bias,
-                       at::ScalarType type, const char* name) {
-  const Ledger::Name named(name);
-  if (!norm.on()) return x.scalar_type() == type ? x : x.to(type);
-  const Tensor y = like_x(type, name);
-  call::norm_fwd(x, param(weight), param(bias), y, norm.kind, norm.eps);
-  return y;
-}
-
-// sum = x + m * drop(post(f)), normed = next(sum); either output may be undefined. Without a
-// residual x is zeros.
-void Block::close(const Tensor& x, const Tensor& f, const HalfSpec& half, int post_weight, int site,
-                  const NormSpec& next, int next_weight, const Tensor& sum, const Tensor& normed) {
-  const bool with_next = normed.defined();
-  const Tensor start = half.residual ? x : like_x(R_, "zeros").zero_();
-  call::residual_fwd(start, f, half.p_res > 0 ? rng_ : Tensor(), param(post_weight),
-                     param(post_weight + 1), with_next ? param(next_weight) : Tensor(),
-                     with_next ? param(next_weight + 1) : Tensor(), sum, normed, half.post.kind,
-                     half.post.eps, with_next ? next.kind : "none", next.eps, half.m, half.p_res,
-                     site, row_map());
-}
-
-Tensor Block::residual_backward(const Tensor& ds, const Tensor& f, const HalfSpec& half,
-                                int post_weight, int site) {
-  if (!half.post.on() && half.p_res == 0 && half.m == 1.0 && R_ == P_) return ds;
-  Tensor df = like_x(P_, "d f");
-  call::residual_bwd(ds, half.post.on() ? f : Tensor(), half.p_res > 0 ? rng_ : Tensor(),
-                     param(post_weight), df, grad_partials(post_weight, {N_, C_, 0}),
-                     grad_partials(post_weight + 1, {N_, C_, 0}), half.post.kind, half.post.eps,
-                     half.m, half.p_res, site, row_map());
-  return df;
-}
-
-Tensor Block::norm_backward(const Tensor& dn, const Tensor& x, const NormSpec& norm, int weight,
-                            const Tensor& dres, bool dres_owned, bool need_dx, const char* name) {
-  if (!dn.defined()) return dres;
-  if (!norm.on() && !dres.defined()) return need_dx ? dn.to(R_) : Tensor();
-  const Tensor dw = norm.on() ? grad_partials(weight, {N_, C_, 0}) : Tensor();
-  const Tensor db = norm.on() ? grad_partials(weight + 1, {N_, C_, 0}) : Tensor();
-  if (!need_dx && !dw.defined() && !db.defined()) return {};
-  const Tensor dx = !need_dx ? Tensor() : dres_owned ? dres : like_x(R_, name);
-  call::norm_bwd(dn, x, norm.on() ? param(weight) : Tensor(), need_dx ? dres : Tensor(), dx, dw, db,
-                 norm.kind, norm.eps);
-  return dx;
 }
 
 }  // namespace ckptfused

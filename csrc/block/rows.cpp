@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "block/block.h"
+#include "block/held_weights.h"
 
 namespace ckptfused {
 

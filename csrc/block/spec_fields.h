@@ -24,6 +24,7 @@ struct HalfSpec {
   std::vector<AdapterSpec> lora = {};  // Adapters beside projections, in the order of adding.
   std::vector<QuantizedSpec> quant = {};  // Projections whose weights are stored in few bits.
   bool residual = true;  // Whether x is added to what the half makes of it.
+  bool modulated = false;  // Vectors of pre and post have a row for each batch element: [B, C] (DiT).
 };
 // Calls f(key, member) for each field.
 template <typename F>
@@ -41,6 +42,7 @@ void for_fields(HalfSpec& s, F&& f) {
   f("lora", s.lora);
   f("quant", s.quant);
   f("residual", s.residual);
+  f("modulated", s.modulated);
 }
 
 // The attention half's own.

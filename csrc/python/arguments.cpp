@@ -2,6 +2,7 @@
 // amiss, only where something is.
 #include "ops/torch.h"
 
+#include <algorithm>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -53,7 +54,8 @@ bool loss_arguments_fit(const handle& x_, const handle& weight_, const handle& t
 // What the slots of a block call take.
 class ExpectedTensors {
  public:
-  // Of each slot the shape, and the kind as Python's `Expected` has it; "" takes anything.
+  // Of each slot the shape, -1 for the first size of x, and the kind as Python's `Expected` has it;
+  // "" takes anything.
   using Slot = std::tuple<std::vector<int64_t>, std::string>;
   explicit ExpectedTensors(std::vector<Slot> slots) : slots_(std::move(slots)) {}
 
@@ -68,13 +70,17 @@ class ExpectedTensors {
       const Tensor* t = plain(value);
       const bool typed =
           t && (kind == "norm" ? t->is_floating_point() : t->scalar_type() == x->scalar_type());
-      if (!typed || t->sizes() != at::IntArrayRef(shape) || t->device() != x->device())
-        return false;
+      if (!typed || !is_of(*t, shape, x->size(0)) || t->device() != x->device()) return false;
     }
     return true;
   }
 
  private:
+  static bool is_of(const Tensor& t, at::IntArrayRef shape, int64_t batch) {
+    return std::equal(
+        shape.begin(), shape.end(), t.sizes().begin(), t.sizes().end(),
+        [&](int64_t wanted, int64_t size) { return size == (wanted < 0 ? batch : wanted); });
+  }
   std::vector<Slot> slots_;
 };
 

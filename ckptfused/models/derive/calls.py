@@ -19,7 +19,7 @@ from ckptfused.models.derive.derive import Derivation, Here, derive, refuted_by
 from ckptfused.models.derive.flash import runs_flash
 from ckptfused.models.derive.layer_state import KNOWN, LayerState
 from ckptfused.models.derive.normal_form import DerivedLayer
-from ckptfused.models.derive.outside import Rest, recalled
+from ckptfused.models.derive.outside import Rest, evaluated, recalled
 from ckptfused.models.derive.recorder import Value
 from ckptfused.models.describe.own_forward import IndexReadError
 
@@ -150,12 +150,17 @@ def held_tensor(modules: _Modules | nn.Module, name: str) -> Tensor:
     return getattr(modules.get_submodule(path), last)  # type: ignore[no-any-return]
 
 
-def outer_tensor(made: Ready, modules: Any, leaves: list[Any], name: str) -> Tensor:
-    """What the layer holds, or computes of that and of arguments."""
+def outer_tensor(made: Ready, modules: Any, leaves: list[Any], name: str, known: dict[Value, Tensor]) -> Tensor:
+    """What the layer holds, or computes of that and of arguments; vectors of modulated halves anew at each call, for they
+    have gradients. known: what was computed so in this call.
+    """
     if name not in made.recipes:
         return held_tensor(modules, name)
     given = lambda root: leaves[_place(root)] if root.startswith("arg:") else held_tensor(modules, root)  # noqa: E731
-    return recalled(made.recipes[name], given, leaves[made.x].device)
+    recipe, device = made.recipes[name], leaves[made.x].device
+    if any(name == t.name for _, t in made.layout.vectors):
+        return evaluated(recipe, given, device, known)
+    return recalled(recipe, given, device)
 
 
 def ready(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from ckptfused.layer.projections import Norm, Projection
 from ckptfused.layer.quantized import is_quantized
 from ckptfused.masks import NO_MASK, Mask
 from ckptfused.models.derive.outside import joined_masks, once
-from ckptfused.models.derive.read import Form
+from ckptfused.models.derive.read import Branch, Form
 from ckptfused.models.derive.record import Recording
 from ckptfused.models.derive.recorder import Recorded, RefusedError
 from ckptfused.models.derive.rules.core import Core, Outer
@@ -24,13 +25,12 @@ from ckptfused.spec import PLAIN_ACTIVATIONS
 
 
 class Map(NamedTuple):
-    """A projection by the names of its tensors."""
+    """A projection by the names of its tensors; rows: the first and the number of those that are meant; None: all."""
 
     weight: str
     bias: str
     transposed: bool
     rows: tuple[int, int] | None = None
-    """The first and the number of those that are meant; None: all."""
     module: str = ""
     """The module in whose forward it is computed."""
 
@@ -57,6 +57,8 @@ class DerivedHalf(NamedTuple):
     """The numbers of those calls in the recording, -1 without one."""
     residual: bool
     """Whether x is added."""
+    modulated: bool
+    """Whether the vectors of its first two norms are the call's."""
 
 
 class DerivedLayer(NamedTuple):
@@ -78,6 +80,8 @@ class DerivedLayer(NamedTuple):
     """Masks beside these, with their kinds: what `mask` and they say is made once and shared by all layers."""
     own_mask: tuple[int, str] = (-1, "")
     """The causal mask that the layer makes itself: its call's number in the recording, and its kind."""
+    vectors: tuple[tuple[str, Outer], ...] = ()
+    """Those of modulated halves by their slots: [B, 1, C], of arguments and parameters."""
 
     def parts(self, layer: nn.Module) -> Parts:
         """The pieces of a layer, as they are now."""
@@ -100,7 +104,7 @@ class DerivedLayer(NamedTuple):
         elif self.causal:
             masks = Mask(causal=True)
         cos, sin = (None if t is None else table_of(outer[t.name], t.form, x.size(1)) for t in (self.cos, self.sin))
-        return Inputs(x, masks, cos, sin)
+        return Inputs(x, masks, cos, sin, vectors={slot: outer[t.name].squeeze(1) for slot, t in self.vectors})
 
     def _joined(self, x: Tensor, outer: dict[str, Tensor]) -> Tensor:
         """All masks as one that is added."""
@@ -124,7 +128,7 @@ class DerivedLayer(NamedTuple):
     def outer(self) -> tuple[Outer, ...]:
         """What it takes from outside beside x."""
         found = (self.cos, self.sin, self.mask, self.padding, *(t for t, _ in self.also))
-        return tuple(t for t in found if t is not None)
+        return (*(t for t in found if t is not None), *(t for _, t in self.vectors))
 
 
 def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
@@ -157,6 +161,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
             (p, rate(branch.dropped, 1, "p")),
             _numbers(dropped, branch.dropped),
             branch.residual,
+            _is_modulated(branch),
         )
         found = found._replace(cos=heads.cos, sin=heads.sin, mask=core.mask, kind=core.kind)
         found = found._replace(causal=core.causal, window=core.window, also=core.also, own_mask=_own_mask(core))
@@ -173,8 +178,22 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
             (rate(branch.hidden_dropped, 1, "p"), rate(branch.dropped, 1, "p")),
             _numbers(branch.hidden_dropped, branch.dropped),
             branch.residual,
+            _is_modulated(branch),
         )
-    return found._replace(attn=attn, ffn=ffn)
+    return found._replace(attn=attn, ffn=ffn, vectors=(*_vectors("attn", form.attn), *_vectors("ffn", form.ffn)))
+
+
+def _is_modulated(branch: Branch) -> bool:
+    norms = [norm for norm in (branch.pre, branch.post) if norm is not None]
+    if any(norm.modulated for norm in norms) and any(norm.weight and not norm.modulated for norm in norms):
+        raise RefusedError("one norm of a half is modulated, another has a weight of its own", branch.last.y.call)
+    return any(norm.modulated for norm in norms)
+
+
+def _vectors(half: str, branch: Branch | None) -> Iterator[tuple[str, Outer]]:
+    for stem, norm in (("pre", branch and branch.pre), ("post", branch and branch.post)):
+        if norm is not None and norm.modulated:
+            yield from ((f"{half}.{stem}_{i}", Outer(name)) for i, name in (("w", norm.weight), ("b", norm.bias)) if name)
 
 
 def _own_mask(core: Core) -> tuple[int, str]:
@@ -198,7 +217,8 @@ def _map(made: Linear | None) -> Map | None:
 
 
 def _norm(found: NormPiece | None) -> NormOf | None:
-    return None if found is None else NormOf(found.kind, found.eps, found.weight, found.bias)
+    names = ("", "") if found is None or found.modulated else (found.weight, found.bias)
+    return None if found is None else NormOf(found.kind, found.eps, *names)
 
 
 def _tensor(layer: nn.Module, name: str) -> Tensor | None:
@@ -256,6 +276,7 @@ def _attention(layer: nn.Module, half: DerivedHalf, window: int) -> Attention:
         gate=gated_by,
         output_gate=gate,
         residual=half.residual,
+        modulated=half.modulated,
     )
 
 
@@ -263,7 +284,8 @@ def _ffn(layer: nn.Module, half: DerivedHalf) -> FFN:
     act, m = half.numbers
     gate, up, down = (_projected(layer, found) for found in half.maps)
     pre, post, out = (_normed(layer, found) for found in half.norms)
-    return FFN(FUNCTIONS[act], gate, up, down, pre, post, out, half.rates[0], half.rates[1], m, residual=half.residual)
+    beside = {"residual": half.residual, "modulated": half.modulated}
+    return FFN(FUNCTIONS[act], gate, up, down, pre, post, out, half.rates[0], half.rates[1], m, **beside)
 
 
 def _mask(mask: Tensor, form: str, batch: int) -> Tensor:

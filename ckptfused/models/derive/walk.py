@@ -65,6 +65,7 @@ class Walk:
         self.recording = recording
         self.taken: dict[Recorded, str] = {}
         self._outer: dict[Value, bool] = {}
+        self._apart: dict[Value, bool] = {}
 
     @property
     def batch(self) -> int:
@@ -135,12 +136,21 @@ class Walk:
 
     def outer(self, v: Value) -> bool:
         """Whether a value depends on no parameter and not on x: a mask, a table."""
-        if v not in self._outer:
+        return self._of(v, self._outer, lambda root: root is not self.recording.x and not root.is_param)
+
+    def vector_of_samples(self, v: Value) -> bool:
+        """Whether a value is a vector for each batch element, which does not depend on x: [B, 1, C]."""
+        x = self.recording.x
+        return v.shape == (x.shape[0], 1, x.shape[2]) and self._of(v, self._apart, lambda root: root is not x)
+
+    def _of(self, v: Value, known: dict[Value, bool], allowed: Callable[[Value], bool]) -> bool:
+        """Whether a value depends on nothing random, and on such values alone."""
+        if v not in known:
             if v.call is None:
-                self._outer[v] = v is not self.recording.x and not v.is_param
+                known[v] = allowed(v)
             else:
-                self._outer[v] = v.call.mask is None and all(map(self.outer, v.call.inputs))
-        return self._outer[v]
+                known[v] = v.call.mask is None and all(self._of(i, known, allowed) for i in v.call.inputs)
+        return known[v]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

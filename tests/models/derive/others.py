@@ -95,6 +95,8 @@ def called(source: str, tokens: int = 12, batch: int = 2, dtype: torch.dtype = t
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(batch, tokens, 24, generator=generator, dtype=dtype)
     causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    if "cond" in source:
+        return x, torch.randn(batch, 24, generator=generator, dtype=dtype)
     if "turns" in source:
         angle = torch.arange(tokens, dtype=dtype)[:, None] * 10.0 ** -torch.arange(3, dtype=dtype)
         return x, torch.polar(torch.ones_like(angle), angle), causal[None, None]

@@ -21,6 +21,7 @@ from ckptfused.ops.call import Call
 from tests.cases import by_turns
 from tests.models.derive.experts import EXPERTS, IN_EXPERTS
 from tests.models.derive.gates import GATED, IN_GATED
+from tests.models.derive.modulated import DIT, IN_MODULATED
 from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
 from tests.models.derive.others import FOLDED, IN_FOLDED, IN_SUMS, IN_TOWER, SUMS, TOWER, called
 from tests.models.derive.sinks import IN_SCALED, IN_SUNK, LOOK_ALIKE, SCALED, SUNK
@@ -33,6 +34,7 @@ OTHERS = [
     *((TOWER, *change) for change in IN_TOWER),
     *((SUMS, *change) for change in IN_SUMS),
     *((FOLDED, *change) for change in IN_FOLDED),
+    *((DIT, *change) for change in IN_MODULATED),
 ]
 MUTANTS += [(WIDE, *change) for change in IN_WIDE] + [(EXPERTS, *change) for change in IN_EXPERTS]
 MUTANTS += IN_GATED

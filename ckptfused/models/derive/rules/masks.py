@@ -114,12 +114,17 @@ def _computed(walk: Walk, found: Core, mask: Value) -> Outer:
     raise RefusedError("a mask of unknown arrangement", mask.call)
 
 
+def name_of(walk: Walk, v: Value) -> str:
+    """The name of a value that the layer is given, or computes of that."""
+    return v.name if v.call is None else computed(walk, v)
+
+
 def computed(walk: Walk, v: Value) -> str:
     """The name of a value that the layer computes of what stands outside; the recording has it by this name."""
     assert v.call is not None
     for call in walk.recording.before(v):
         if writes(function_name(call.func), {}):
-            raise RefusedError("a mask or table that is written in place", call)
+            raise RefusedError("what is computed beside x is written in place", call)
     name = f"call:{v.call.number}.{v.index}"
     walk.recording.roots[name] = v.data
     return name

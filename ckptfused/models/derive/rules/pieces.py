@@ -10,6 +10,7 @@ from torch import Tensor
 from ckptfused.eager.activation import FUNCTIONS, activation
 from ckptfused.eager.norm import norm as eager_norm
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, words_of
+from ckptfused.models.derive.rules.masks import name_of
 from ckptfused.models.derive.walk import Walk, arranges, close
 from ckptfused.spec import BIASED_NORMS, GATED_ACTIVATIONS, NORMS, PLAIN_ACTIVATIONS
 
@@ -23,6 +24,7 @@ _ELEMENTWISE = words_of(
     "add radd sub rsub mul rmul multiply div truediv rtruediv pow square sqrt tanh erf sigmoid silu gelu relu exp",
     "neg rpow reciprocal",
 )
+MODULATION = "modulation"
 _MOST = 40
 """Calls of one norm or activation at most."""
 
@@ -49,6 +51,8 @@ class NormPiece(NamedTuple):
     weight: str
     bias: str
     x: Value
+    modulated: bool = False
+    """Whether its tensors are vectors of each batch element, which the layer makes or is given."""
 
 
 def linear(walk: Walk, v: Value) -> Linear:
@@ -127,6 +131,7 @@ def _reduced(walk: Walk, v: Value) -> list[Value]:
 
 def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
     params: dict[str, Tensor] = {}
+    vectors: dict[str, Value] = {}
     numbers: dict[float | None, None] = {}
     seen: dict[Value, None] = {}
     queue, met = [v], False
@@ -136,6 +141,8 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
             met = True
         elif name := walk.parameter(at):
             params[name] = at.data
+        elif walk.vector_of_samples(at):
+            vectors[name_of(walk, at)] = at
         elif at.call is not None and at.op in _NORM and len(seen) < _MOST:
             if at not in seen:
                 seen[at] = None
@@ -147,7 +154,8 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
                     numbers[1e-5] = None
         else:
             raise RefusedError("not a norm")
-    if not met or len(params) > 2:
+    params |= {name: at.data for name, at in vectors.items()}
+    if not met or len(params) > 2 or 0 < len(vectors) < len(params):
         raise RefusedError("not a norm")
     orders = [tuple(params), tuple(params)[::-1]] if len(params) == 2 else [(*params, *("",) * (2 - len(params)))]
     for eps in numbers:
@@ -157,23 +165,30 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
                 if b and kind not in BIASED_NORMS:
                     continue
                 shapes = {params[name].shape for name in (w, b) if name}
-                if shapes <= {x.shape[-1:]} and close(
+                if (vectors or shapes <= {x.shape[-1:]}) and close(
                     eager_norm(x.data, params.get(w), params.get(b), kind, number), v.data
                 ):
                     for at in seen:
                         walk.take(at.call, "norm")
-                    return NormPiece(kind, eps, w, b, x)
+                    walk.take_before(MODULATION, *vectors.values())
+                    return NormPiece(kind, eps, w, b, x, bool(vectors))
     raise RefusedError("not a norm")
 
 
 def layer_scale(walk: Walk, v: Value) -> NormPiece:
-    """The product of a value and a vector that is learnt (LayerScale). **Raises** `RefusedError` of any other value."""
+    """The product of a value and a vector that is learnt (LayerScale), or one for each batch element. **Raises**
+    `RefusedError` of any other value.
+    """
     call = walk.same(v).call
     if call is not None and call.op in ("mul", "rmul", "multiply") and len(call.inputs) == 2:
         for x, weight in (call.inputs, call.inputs[::-1]):
             if (name := walk.parameter(weight)) and weight.shape == v.shape[-1:] and x.shape == v.shape:
                 walk.take(call, "LayerScale")
                 return NormPiece("layerscale", 1e-5, name, "", x)
+            if walk.vector_of_samples(weight) and x.shape == v.shape:
+                walk.take(call, "LayerScale")
+                walk.take_before(MODULATION, weight)
+                return NormPiece("layerscale", 1e-5, name_of(walk, weight), "", x, modulated=True)
     raise RefusedError("not LayerScale", call)
 
 

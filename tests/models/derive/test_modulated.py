@@ -1,0 +1,184 @@
+"""Blocks that a vector for each batch element modulates (DiT's adaLN) are one op, with the gradient of that vector."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ckptfused
+from ckptfused.layer.parts import Reason
+from ckptfused.layer.spec_text import Mode
+from ckptfused.models.derive.derive import derive
+from ckptfused.models.derive.family import DERIVED
+from tests.models.derive.modulated import DIT, MODULATED
+from tests.models.derive.others import called
+from tests.models.derive.written import made
+
+KINDS = pytest.mark.parametrize("kind", MODULATED)
+
+
+@KINDS
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_they_are_derived(kind: str, p: float) -> None:
+    source = MODULATED[kind]
+    found = derive(made(source, p=p), called(source), {})
+    assert found.proof is not None, found.why
+    words = "attn.modulated=1 ffn.modulated=1 attn.post=layerscale ffn.post=layerscale attn.joint=1"
+    assert set(words.split()) <= set(found.proof.text.split())
+    assert ("ffn.p_hidden=0.1" in found.proof.text) == ("attn.p_res=0.1" in found.proof.text) == (p > 0)
+    slots = {slot for slot, _ in found.layout.vectors}
+    assert len(slots) == (4 if kind == "gains" else 6) and "attn.pre_w" in slots
+    assert max(found.proof.errors.values()) < 1e-12
+
+
+class Stack(nn.Module):
+    """Layers that one condition modulates, and a call of theirs."""
+
+    def __init__(self, source: str, layers: int = 3, p: float = 0.0) -> None:
+        super().__init__()
+        block = made(source, p=p)
+        self.blocks = nn.ModuleList(copy.deepcopy(block) for _ in range(layers))
+        torch.manual_seed(5)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.2)
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        """The last layer's result."""
+        for block in self.blocks:
+            x = block(x, cond)
+        return x
+
+
+def step(model: nn.Module, x: Tensor, cond: Tensor) -> list[Tensor]:
+    """The result and every gradient, that of the condition among them."""
+    leaves = [x.detach().requires_grad_(), cond.detach().requires_grad_()]
+    y = model(*leaves)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, [*leaves, *model.parameters()], dy)]
+
+
+def converted(model: nn.Module, **options: Any) -> Any:
+    """A copy, converted."""
+    own = copy.deepcopy(model)
+    assert len(ckptfused.convert(own, **options).layers) == len(own.blocks)  # type: ignore[arg-type]
+    return own
+
+
+def why_not_fused(model: Any, *args: Any) -> str:
+    """Why the first layer does not run as one op; "" where it does."""
+    found = DERIVED.call(model.blocks[0], Mode(), args, {})
+    return found.text if isinstance(found, Reason) else ""
+
+
+@KINDS
+@pytest.mark.parametrize("keep", ["inputs", "all"])
+def test_every_gradient_is_the_layers_own(kind: str, keep: str) -> None:
+    model, args = Stack(MODULATED[kind]).double(), called(MODULATED[kind], 13, 3, torch.float64)
+    own = converted(model, keep=keep)
+    assert not why_not_fused(own, *args)
+    for a, b in zip(step(own, *args), step(model, *args), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@KINDS
+def test_it_keeps_its_input_and_a_few_vectors(kind: str) -> None:
+    """Of a layer's tensors that grow with the tokens one is kept, its input."""
+    model, (x, cond) = Stack(MODULATED[kind]), called(MODULATED[kind], tokens=64)
+    own, long = converted(model), []
+
+    def pack(t: Tensor) -> Tensor:
+        if t.numel() >= x.numel() and not any(t is p for p in own.parameters()):
+            long.append(t.untyped_storage().data_ptr())
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        own(x.requires_grad_(), cond)
+    assert len(set(long)) == 3
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(kind: str, dtype: torch.dtype) -> None:
+    """Vectors in half precision beside x in float32. The unconverted model rounds as much."""
+    model, args = Stack(MODULATED[kind]), called(MODULATED[kind], tokens=33)
+    true = step(copy.deepcopy(model).double(), *(t.double() for t in args))
+    with torch.autocast("cpu", dtype):
+        own = converted(model)
+        assert not why_not_fused(own, *args)
+        found, plain = step(own, *args), step(model, *args)
+    for a, b, t in zip(found, plain, true, strict=True):
+        assert (a - t).norm() <= 2 * (b - t).norm() + 1e-6 * t.norm()
+
+
+def test_a_graph_that_is_kept_and_one_that_is_shared() -> None:
+    """The same condition twice in one step, and two backward passes: what is made of it is made for each call."""
+    model, (x, cond) = Stack(DIT).double(), called(DIT, dtype=torch.float64)
+    own = converted(model)
+    found = []
+    for each in (model, own):
+        leaf = cond.clone().requires_grad_()
+        losses = [each(x, leaf).square().sum(), each(2 * x, leaf).square().sum()]
+        grads = [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for loss in (*losses, *losses)]
+        found.append(grads)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_second_derivatives() -> None:
+    model, (x, cond) = Stack(DIT, layers=1).double(), called(DIT, 5, dtype=torch.float64)
+    own = converted(model)
+    assert torch.autograd.gradgradcheck(own, (x.requires_grad_(), cond.requires_grad_()))
+
+
+def test_frozen_conditions_and_weights() -> None:
+    """Vectors that need no gradient get none, and those that alone are trained get theirs."""
+    model, (x, cond) = Stack(DIT).double(), called(DIT, dtype=torch.float64)
+    model.requires_grad_(False)
+    model.blocks[1].adaLN.requires_grad_(True)
+    own = converted(model)
+    for each in (model, own):
+        each(x, cond).square().sum().backward()
+    for a, b in zip(own.parameters(), model.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-10)
+
+
+def _hooked(model: Any) -> None:
+    model.blocks[0].adaLN[1].register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def _patched(model: Any) -> None:
+    inner = model.blocks[0].adaLN[1]
+    inner.forward = lambda x: 2 * nn.functional.linear(x, inner.weight, inner.bias)
+
+
+def _dropping(model: Any) -> None:
+    model.blocks[0].adaLN = nn.Sequential(nn.Dropout(0.5), *model.blocks[0].adaLN)
+
+
+@pytest.mark.parametrize("change", [_hooked, _patched, _dropping])
+def test_what_makes_the_vectors_is_watched(change: Callable[[Any], None]) -> None:
+    model, args = Stack(DIT).double(), called(DIT, dtype=torch.float64)
+    own = converted(model)
+    step(own, *args)
+    for each in (model, own):
+        change(each)
+    assert why_not_fused(own, *args)
+    torch.manual_seed(1)
+    found = step(own, *args)
+    torch.manual_seed(1)
+    for a, b in zip(found, step(model, *args), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_torch_compile_runs_it_generically() -> None:
+    model, args = Stack(DIT).double(), called(DIT, dtype=torch.float64)
+    compiled = torch.compile(converted(model), backend="aot_eager")
+    for a, b in zip(step(compiled, *args), step(model, *args), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
