@@ -72,9 +72,10 @@ def make_params(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
     def norm(name: str, kind: str, width: int) -> None:
         if kind == "none":
             return
-        shape = (case.batch, width) if case.modulated and name.endswith(("pre", "post")) else (width,)
+        modulated = case.modulated and name.endswith(("pre", "post"))
+        shape = (case.batch, width) if modulated else (width,)
         params[f"{name}_w"] = _normal(shape, 0.2, generator) + (kind not in ("gemma", "layernorm1p"))
-        if kind in BIASED_NORMS and case.norm != "layernorm-nobias":
+        if (kind in BIASED_NORMS or (modulated and kind != "layerscale")) and case.norm != "layernorm-nobias":
             params[f"{name}_b"] = _normal(shape, 0.2, generator)
 
     biased, qkv_biased = case.bias == "all", case.bias != "none"

@@ -9,21 +9,22 @@ from ckptfused.explain.setting import ATTENTION, Setting, name_of
 from ckptfused.spec import AttentionSpec, FFNSpec
 
 
-def _norm(kind: str) -> str:
-    return {
+def _norm(kind: str, modulated: bool = False) -> str:
+    name = {
         "layernorm": "LayerNorm",
         "rmsnorm": "RMSNorm",
         "gemma": "RMSNorm with 1 + w",
         "layernorm1p": "LayerNorm with 1 + w",
         "layerscale": "LayerScale",
     }[kind]
+    return f"{name}, each batch element by its own vectors" if modulated else name
 
 
 def attention_steps(s: Setting, a: AttentionSpec, after: dict[str, str]) -> list[Step]:
     steps = []
     product, why = s.product()
     if a.pre != "none":
-        steps.append(Step("norm before attention", s.rows, _norm(a.pre), "made again"))
+        steps.append(Step("norm before attention", s.rows, _norm(a.pre, a.modulated), "made again"))
     steps.append(Step("QKV product", product, why, after["qkv"]))
     steps += _adapters(s, a, ("q", "k", "v", "gate"), after["qkv"])
     turned = ["q/k norm"] * (a.qk_norm != "none") + [f"RoPE ({a.rope})"] * (a.rope != "none")
@@ -54,7 +55,7 @@ def _adapters(s: Setting, half: AttentionSpec | FFNSpec, targets: tuple[str, ...
 
 def _residual(s: Setting, half: str, spec: AttentionSpec | FFNSpec) -> list[Step]:
     """The one kernel that closes a half, if anything comes after its last product."""
-    parts = [_norm(spec.post)] if spec.post != "none" else []
+    parts = [_norm(spec.post, spec.modulated)] if spec.post != "none" else []
     parts += [f"dropout {spec.p_res:g}"] if spec.p_res else []
     parts += [f"times {spec.m:g}"] if spec.m != 1.0 else []
     parts += ["sum"] * spec.residual + ([_norm(spec.out)] if spec.out != "none" else [])
@@ -67,7 +68,7 @@ def ffn_steps(s: Setting, f: FFNSpec, after: dict[str, str]) -> list[Step]:
     product, why = s.product()
     if f.pre != "none":
         kernel = "(residual of attention)" if _C.residual_makes_next_norm(s.text) else s.rows
-        steps.append(Step("norm before FFN", kernel, _norm(f.pre), "made again"))
+        steps.append(Step("norm before FFN", kernel, _norm(f.pre, f.modulated), "made again"))
     first = "gate and up products" if f.gated else "up product"
     kernel, reason, activated = s.gate_up(f)
     steps.append(Step(first, kernel, reason, after["gu"]))

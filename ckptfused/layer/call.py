@@ -47,7 +47,9 @@ def build_call(layer: Parts | LayerFacts, inputs: Inputs, mode: Mode, sharded: b
                 width, (B, T) = key.rotary_dim or cos.size(-1), x.shape[1::-1] if inputs.seq_first else x.shape[:2]
                 cos, sin = rotary_view("cos", cos, B, T, width), rotary_view("sin", sin, B, T, width)
     text = text_here(key, inputs, mode)
-    if inputs.vectors:
+    if "modulated=1" in text:
+        if not inputs.vectors:
+            return Reason("a modulated block is called without modulation", error=ValueError)
         if x.is_cuda and x.size(0) > 1 and "p_res=" in text:
             return Reason("dropout beside vectors of each batch element has no kernel on a GPU")
         slots = _with_vectors(slots, key, inputs.vectors)

@@ -32,17 +32,22 @@ class GemmaNorm(nn.Module):
         return f"{self.weight.size(0)}, eps={self.eps}"
 
 
-def make_norm(kind: str, width: int, eps: float, bias: bool, device: Any, dtype: Any, where: str = "norm") -> Any:
-    """A norm layer over the last dimension. **Raises** `ValueError` for an unknown kind, named `where`."""
+def make_norm(
+    kind: str, width: int, eps: float, bias: bool, device: Any, dtype: Any, where: str = "norm", affine: bool = True
+) -> Any:
+    """A norm layer over the last dimension. affine: it has a weight. **Raises** `ValueError` for an unknown kind, named
+    `where`, and for one that is nothing without a weight.
+    """
     if not (eps is None and kind == "rmsnorm"):
         eps = check_at_least("layer_norm_eps", eps, 0.0)
     if kind == "layernorm":
-        return nn.LayerNorm(width, eps=eps, bias=bias, device=device, dtype=dtype)
+        return nn.LayerNorm(width, eps, affine, bias, device, dtype)
     if kind == "rmsnorm":
-        return nn.RMSNorm(width, eps=eps, device=device, dtype=dtype)
-    if kind == "gemma":
+        return nn.RMSNorm(width, eps, affine, device, dtype)
+    if kind == "gemma" and affine:
         return GemmaNorm(width, eps=eps, device=device, dtype=dtype)
-    raise ValueError(f"{where}: expected one of {', '.join(NORMS[1:])}, got {kind!r}")
+    kinds = NORMS[1:] if affine else ("layernorm", "rmsnorm")
+    raise ValueError(f"{where}: expected one of {', '.join(kinds)}, got {kind!r}")
 
 
 # By the forward as it is now: a subclass that keeps it computes the same, a class that is patched later does not.

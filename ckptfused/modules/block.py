@@ -13,18 +13,21 @@ from ckptfused.compat.torch_modules import ENCODER_HALVES
 from ckptfused.layer import encoder
 from ckptfused.layer.activations import Activation, activation_kind, plain_activation
 from ckptfused.layer.norms import make_norm
-from ckptfused.layer.parts import Parts, Reason, child
+from ckptfused.layer.parts import Inputs, Parts, Reason, child
 from ckptfused.layer.peft import adapted
+from ckptfused.layer.projections import Norm
 from ckptfused.layer.source import is_replaced
 from ckptfused.modules.attention import attention_parts
 from ckptfused.modules.ffn import ffn_parts
 from ckptfused.modules.fused import FusedModule, rates, refuse_generic, run_module
 from ckptfused.modules.grouped_attention import has_fast_path, make_attention
-from ckptfused.modules.inputs import attention_inputs
+from ckptfused.modules.inputs import attention_inputs, check_modulation, vectors_of
 from ckptfused.spec import GATED_ACTIVATIONS, Keep
 from ckptfused.spec.checks import check_flag, check_integer
 
 # PyTorch's own class is the one of this import: torch.nn's name for it is where somebody may put the block.
+_GATE: Any = Norm("layerscale")
+"""In a modulated block, of which a call gives the weight."""
 _METHODS = {name: getattr(TransformerEncoderLayer, name) for name in ENCODER_HALVES}
 
 
@@ -47,6 +50,8 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     - causal: every call is. window, softcap, sinks, output_gate, scale: as in `AttentionSpec`.
     - attention_dropout, residual_dropout, ffn_dropout: override `dropout` at their sites.
     - parallel: True adds both halves to the same x, "shared" also gives both the output of `norm1`.
+    - modulated: each call gives shift, scale and gate of both halves, `block(x, modulation=m)` (adaLN-Zero, DiT); the
+      norms have no weights. Needs `norm_first` and `batch_first`.
     - keep: a preset or names (`ckptfused.spec.KEEP_PRESETS`).
     - scratch: bytes, an int or "64MiB", above which the FFN, and on a CPU the whole block by its queries, goes in
       tiles; None: 256 MiB on a CPU, 1.5 GiB on CUDA.
@@ -74,6 +79,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     """
 
     parallel: bool | Literal["shared"] = False
+    modulated: bool = False
 
     def __init__(
         self,
@@ -91,6 +97,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         *,
         norm: str = "layernorm",
         parallel: bool | Literal["shared"] = False,
+        modulated: bool = False,
         attention_dropout: float | None = None,
         residual_dropout: float | None = None,
         ffn_dropout: float | None = None,
@@ -108,6 +115,8 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         )
         if parallel and not norm_first:
             raise ValueError(f"parallel={parallel!r}: expected norm_first=True, got norm_first=False")
+        if check_flag("modulated", modulated) and (parallel or not norm_first or not batch_first):
+            raise ValueError("modulated: expected norm_first=True, batch_first=True and parallel=False")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.activation = plain_activation(activation)
         self.self_attn = make_attention(
@@ -118,10 +127,10 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         self.dropout = nn.Dropout(p_ffn)
         self.linear2 = nn.Linear(hidden, d_model, bias=bias, **factory)
         self.norm_first = norm_first
-        self.parallel = parallel
-        self.norm1 = make_norm(norm, d_model, layer_norm_eps, bias, device, dtype)
-        second: Any = None if parallel == "shared" else make_norm(norm, d_model, layer_norm_eps, bias, device, dtype)
-        self.norm2 = second
+        self.parallel, self.modulated = parallel, modulated
+        of_norms = (norm, d_model, layer_norm_eps, bias, device, dtype)
+        self.norm1 = make_norm(*of_norms, affine=not modulated)
+        self.norm2 = None if parallel == "shared" else make_norm(*of_norms, affine=not modulated)  # type: ignore[assignment]
         self.dropout1 = nn.Dropout(p_res)
         self.dropout2 = nn.Dropout(p_res)
         self.keep, self.scratch = keep, scratch
@@ -129,7 +138,8 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     @property
     def activation_relu_or_gelu(self) -> int:  # type: ignore[override]
         """What PyTorch's own fast path may take over (nested tensors) in the present state: 0 none, 1 relu, 2 gelu."""
-        usual = has_fast_path(self.self_attn) and type(self.norm1) is LayerNorm and not self.parallel
+        usual = has_fast_path(self.self_attn) and type(self.norm1) is LayerNorm
+        usual = usual and not self.parallel and not self.modulated
         usual = usual and not (adapted(self.linear1) or adapted(self.linear2))  # it reads their weights past PEFT
         return {"relu": 1, "gelu": 2}.get(activation_kind(self.activation) or "", 0) if usual else 0
 
@@ -191,6 +201,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         *,
         cu_seqlens: Tensor | None = None,
         rotary: tuple[Tensor, Tensor] | None = None,
+        modulation: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """The block's output, shaped as src.
@@ -198,16 +209,20 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         **Shapes** src_mask: [T, T] or [B·H, T, T], bool (True: may not attend) or floating (added).
         src_key_padding_mask: [B, T], bool (True: padding) or floating. cu_seqlens: [S+1], the bounds of the
         sequences packed in src [1, N, C]. rotary: cos and sin in place of the module's own, [T, r] or [B, T, r].
+        modulation: [B, 6, C], of a modulated block: shift, scale and gate of attention, then of the FFN, so that a half
+        is x + gate · f(norm(x) · (1 + scale) + shift). It gets its gradient.
         generator: the source of dropout's seed; None: PyTorch's default generator.
         **Raises** `ValueError` or `TypeError` naming the argument, what was expected and what came.
-        **Source** `nn.TransformerEncoderLayer.forward`; with `is_causal`, `src_mask` is taken for the causal mask.
+        **Source** `nn.TransformerEncoderLayer.forward`; Peebles and Xie 2022 (arXiv 2212.09748), section 3.2; with `is_causal`, `src_mask` is taken for the causal mask.
         """
         beside = {"cu_seqlens": cu_seqlens, "rotary": rotary}
         if isinstance(src, Tensor) and src.is_nested:
-            refuse_generic("src is a nested tensor", **beside, generator=generator)
+            refuse_generic("src is a nested tensor", **beside, modulation=modulation, generator=generator)
             encoder.refuse_unread_adapter(self.self_attn, "src is a nested tensor")
             return TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal=is_causal)
-        return run_module(self, self._plain, generator, src, src_mask, src_key_padding_mask, is_causal, **beside)
+        check_modulation(self.modulated, src, modulation)
+        given = (src_mask, src_key_padding_mask, is_causal, modulation)
+        return run_module(self, self._plain, generator, src, *given, **beside)
 
     def parts(self) -> Parts | Reason:
         # A subclass may compute something else, and so may this one block.
@@ -222,16 +237,40 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         ffn = ffn_parts(self)
         if isinstance(ffn, Reason):
             return ffn
+        if self.modulated:
+            attn, ffn = (half._replace(post=_GATE, modulated=True) for half in (attn, ffn))  # type: ignore[assignment]
         return Parts(attn, ffn, self.parallel, child(self, "self_attn").embed_dim, encoder.ENCODER_NAMES)
 
-    inputs = attention_inputs
+    def inputs(  # type: ignore[override]
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+        modulation: Tensor | None = None,
+        **beside: Any,
+    ) -> Inputs | Reason:
+        found = attention_inputs(self, src, src_mask, src_key_padding_mask, is_causal, **beside)
+        if modulation is None or isinstance(found, Reason):
+            return found
+        return found._replace(vectors=vectors_of(modulation))
 
     def _plain(
-        self, src: Tensor, src_mask: Tensor | None, src_key_padding_mask: Tensor | None, is_causal: bool
+        self,
+        src: Tensor,
+        src_mask: Tensor | None,
+        src_key_padding_mask: Tensor | None,
+        is_causal: bool,
+        modulation: Tensor | None = None,
     ) -> Tensor:
         if is_causal and src_mask is None:
             length = src.size(-2 if self.self_attn.batch_first or src.dim() == 2 else 0)
             src_mask = nn.Transformer.generate_square_subsequent_mask(length, src.device, src.dtype)
+        if modulation is not None:
+            shift, scale, gate, shift_ff, scale_ff, gate_ff = modulation.unsqueeze(2).unbind(1)
+            x = self.norm1(src) * (1 + scale) + shift
+            x = src + gate * self._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal)
+            return x + gate_ff * self._ff_block(self.norm2(x) * (1 + scale_ff) + shift_ff)
         if not self.parallel:
             return TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal=is_causal)
         x = self.norm1(src)
@@ -240,4 +279,4 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
 
     def extra_repr(self) -> str:
         words = [super().extra_repr(), f"norm_first={self.norm_first}", f"batch_first={self.self_attn.batch_first}"]
-        return ", ".join(words + ([f"parallel={self.parallel!r}"] if self.parallel else []))
+        return ", ".join(words + ([f"parallel={self.parallel!r}"] if self.parallel else []) + ["modulated=True"] * self.modulated)

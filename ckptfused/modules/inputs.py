@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ckptfused.checks import check_devices, check_input, check_packed
+from ckptfused.checks import check_devices, check_input, check_packed, check_plain
 from ckptfused.layer.call import learned
 from ckptfused.layer.mask_patterns import by_place
 from ckptfused.layer.parts import Inputs, Reason, child
@@ -53,3 +53,24 @@ def attention_inputs(
         # Hooks on it turn the module generic.
         cos, sin = table.forward(length, x) if cu_seqlens is None else table.packed(cu_seqlens, length, x)
     return Inputs(x, masks, cos, sin, cu_seqlens, own_tables=rotary is None, seq_first=not attn.batch_first)
+
+
+def check_modulation(wanted: bool, src: Any, modulation: Any) -> None:
+    """**Raises** `ValueError` or `TypeError` unless a modulated block, and no other, is given its vectors."""
+    if not wanted:
+        if modulation is not None:
+            raise ValueError("modulation: leave it out, for this block is not modulated (modulated=False)")
+        return
+    check_plain("src", src)
+    check_plain("modulation", modulation)
+    shape = [src.size(0), 6, src.size(-1)]
+    if src.dim() != 3 or list(modulation.shape) != shape:
+        given = f"{list(modulation.shape)} beside {list(src.shape)}"
+        raise ValueError(f"modulation: expected shape {shape} beside src [B, T, C], got {given}")
+
+
+def vectors_of(modulation: Tensor) -> dict[str, Tensor]:
+    """The slots of a modulated block's vectors. **Shapes** modulation [B, 6, C]; each [B, C]."""
+    shift, scale, gate, shift_ff, scale_ff, gate_ff = modulation.unbind(1)
+    attn = {"attn.pre_w": 1 + scale, "attn.pre_b": shift, "attn.post_w": gate}
+    return {**attn, "ffn.pre_w": 1 + scale_ff, "ffn.pre_b": shift_ff, "ffn.post_w": gate_ff}

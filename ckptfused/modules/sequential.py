@@ -110,7 +110,7 @@ class FusedCheckpointSequential(nn.Sequential):
                 with saving(None if isinstance(run[0], FusedCheckpointSequential) else self._offloader, x):
                     x = _call_one(run[0], x, masks, **only_fused)
                 continue
-            calls = [block.prepare(x, *masks, cu_seqlens, rotary) for block in run]
+            calls = [block.prepare(x, *masks, cu_seqlens=cu_seqlens, rotary=rotary) for block in run]
             with saving(self._offloader, x), enclosing_checkpoint.hidden_from_it(self, len(runs) == 1):
                 y = run_segment(calls, generator)
             x = y.view(x.shape) if x.dim() == 2 else y

@@ -61,7 +61,7 @@ def shape_in(shape: tuple[int, ...], batch: int) -> tuple[int, ...]:
 
 
 def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes:
-    """Norm weights and biases may be left out, but not LayerScale's; only LayerNorms have a bias."""
+    """Norm weights and biases may be left out, but not LayerScale's; LayerNorms and modulated norms have a bias."""
     shapes: Shapes = {}
     products = half.products(width)
     for stem, norm in PAIRS[name]:
@@ -73,10 +73,11 @@ def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes
             continue
         kind = getattr(half, norm)
         entries = half.normed_width(stem) if isinstance(half, AttentionSpec) and norm == "qk_norm" else width
-        shape = (BATCH, entries) if half.modulated and norm in MODULATED else (entries,)
+        own = half.modulated and norm in MODULATED
+        shape = (BATCH, entries) if own else (entries,)
         if kind != "none":
             shapes[f"{name}.{stem}_w"] = (shape, kind == "layerscale")
-        if kind in BIASED_NORMS:
+        if kind in BIASED_NORMS or (own and kind not in ("none", "layerscale")):
             shapes[f"{name}.{stem}_b"] = (shape, False)
     if isinstance(half, AttentionSpec) and half.sinks:
         shapes[f"{name}.{SINKS}"] = ((half.heads,), True)

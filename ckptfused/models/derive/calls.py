@@ -158,7 +158,7 @@ def outer_tensor(made: Ready, modules: Any, leaves: list[Any], name: str, known:
         return held_tensor(modules, name)
     given = lambda root: leaves[_place(root)] if root.startswith("arg:") else held_tensor(modules, root)  # noqa: E731
     recipe, device = made.recipes[name], leaves[made.x].device
-    if any(name == t.name for _, t in made.layout.vectors):
+    if any(t is not None and t.name == name for norm in made.layout.modulated for t in norm.made_of):
         return evaluated(recipe, given, device, known)
     return recalled(recipe, given, device)
 

@@ -209,7 +209,8 @@ def resized_call(
     args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, first_key: bool, folded: bool = False
 ) -> tuple[Any, Any]:
     """A call of other sizes with random values in float64. first_key: what boolean masks say of the first key. folded:
-    what is [n, 1, T] has an entry for each head of each batch element, not for each head.
+    what is [n, 1, T] has an entry for each head of each batch element, not for each head; and what is [B, C], where x is
+    as wide as it is long, goes with its width.
     """
     leaves, tree = tree_flatten((args, kwargs))
     x = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
@@ -221,7 +222,9 @@ def resized_call(
         if leaf is x:
             made.append(torch.randn(*sizes, x.size(2), dtype=torch.float64, generator=generator).requires_grad_())
         elif isinstance(leaf, Tensor):
-            made.append(_resized(leaf, was, sizes, generator, first_key, folded))
+            vector = folded and leaf.is_floating_point() and leaf.shape == (was.batch, x.size(2))
+            found = _resized(leaf, was, sizes, generator, first_key, folded)
+            made.append(torch.randn(sizes.batch, x.size(2), dtype=found.dtype, generator=generator) if vector else found)
         else:
             made.append(leaf)
     return tree_unflatten(made, tree)
@@ -236,7 +239,7 @@ def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, firs
     folded = adds or (folded and t.is_floating_point() and t.shape[1:] == (1, was.tokens))
     shape = list(t.shape)
     for i, size in enumerate(shape):
-        if i == 0 and size == was.batch and t.dim() > 1 and not (t.dim() == 2 and table):
+        if i == 0 and size == was.batch and (t.dim() > 1 or size != was.tokens) and not (t.dim() == 2 and table):
             shape[i] = now.batch if size > 1 else 1
         elif i == 0 and folded and t.dim() == 3 and size % was.batch == 0 and size > 1:
             shape[i] = size // was.batch * now.batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -13,10 +12,11 @@ from ckptfused.layer.projections import Norm, Projection
 from ckptfused.layer.quantized import is_quantized
 from ckptfused.masks import NO_MASK, Mask
 from ckptfused.models.derive.outside import joined_masks, once
-from ckptfused.models.derive.read import Branch, Form
+from ckptfused.models.derive.read import Form
 from ckptfused.models.derive.record import Recording
 from ckptfused.models.derive.recorder import Recorded, RefusedError
 from ckptfused.models.derive.rules.core import Core, Outer
+from ckptfused.models.derive.rules.modulation import Modulated, modulated
 from ckptfused.models.derive.rules.pieces import Linear, NormPiece
 from ckptfused.models.derive.rules.products import by_heads
 from ckptfused.models.derive.rules.rotations import table_of
@@ -80,8 +80,8 @@ class DerivedLayer(NamedTuple):
     """Masks beside these, with their kinds: what `mask` and they say is made once and shared by all layers."""
     own_mask: tuple[int, str] = (-1, "")
     """The causal mask that the layer makes itself: its call's number in the recording, and its kind."""
-    vectors: tuple[tuple[str, Outer], ...] = ()
-    """Those of modulated halves by their slots: [B, 1, C], of arguments and parameters."""
+    modulated: tuple[Modulated, ...] = ()
+    """The norms to which a call gives vectors of each batch element."""
 
     def parts(self, layer: nn.Module) -> Parts:
         """The pieces of a layer, as they are now."""
@@ -104,7 +104,8 @@ class DerivedLayer(NamedTuple):
         elif self.causal:
             masks = Mask(causal=True)
         cos, sin = (None if t is None else table_of(outer[t.name], t.form, x.size(1)) for t in (self.cos, self.sin))
-        return Inputs(x, masks, cos, sin, vectors={slot: outer[t.name].squeeze(1) for slot, t in self.vectors})
+        vectors = dict(found for norm in self.modulated for found in norm.slots(outer, x))
+        return Inputs(x, masks, cos, sin, vectors=vectors)
 
     def _joined(self, x: Tensor, outer: dict[str, Tensor]) -> Tensor:
         """All masks as one that is added."""
@@ -128,7 +129,8 @@ class DerivedLayer(NamedTuple):
     def outer(self) -> tuple[Outer, ...]:
         """What it takes from outside beside x."""
         found = (self.cos, self.sin, self.mask, self.padding, *(t for t, _ in self.also))
-        return (*(t for t in found if t is not None), *(t for _, t in self.vectors))
+        found += tuple(t for norm in self.modulated for t in norm.made_of)
+        return tuple(t for t in found if t is not None)
 
 
 def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
@@ -141,6 +143,8 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
         assert core is not None and heads is not None
         dropped = core.dropout
         p = 0.0 if dropped is None else rate(dropped, *((4, "dropout_p") if "scaled" in dropped.op else (1, "p")))
+        by_call = tuple(modulated("attn", branch.pre, branch.post))
+        found = found._replace(modulated=by_call)
         numbers = (
             *(heads.heads, heads.kv_heads, heads.head_dim, heads.rope, heads.rotary_dim),
             *(
@@ -161,7 +165,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
             (p, rate(branch.dropped, 1, "p")),
             _numbers(dropped, branch.dropped),
             branch.residual,
-            _is_modulated(branch),
+            bool(by_call),
         )
         found = found._replace(cos=heads.cos, sin=heads.sin, mask=core.mask, kind=core.kind)
         found = found._replace(causal=core.causal, window=core.window, also=core.also, own_mask=_own_mask(core))
@@ -169,6 +173,8 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
     if (branch := form.ffn) is not None:
         made = branch.hidden
         assert made is not None
+        by_call = tuple(modulated("ffn", branch.pre, branch.post))
+        found = found._replace(modulated=(*found.modulated, *by_call))
         gated = made.up is not None or made.act not in PLAIN_ACTIVATIONS
         first, second = (made.first, made.up) if gated else (None, made.first)
         ffn = DerivedHalf(
@@ -178,22 +184,9 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
             (rate(branch.hidden_dropped, 1, "p"), rate(branch.dropped, 1, "p")),
             _numbers(branch.hidden_dropped, branch.dropped),
             branch.residual,
-            _is_modulated(branch),
+            bool(by_call),
         )
-    return found._replace(attn=attn, ffn=ffn, vectors=(*_vectors("attn", form.attn), *_vectors("ffn", form.ffn)))
-
-
-def _is_modulated(branch: Branch) -> bool:
-    norms = [norm for norm in (branch.pre, branch.post) if norm is not None]
-    if any(norm.modulated for norm in norms) and any(norm.weight and not norm.modulated for norm in norms):
-        raise RefusedError("one norm of a half is modulated, another has a weight of its own", branch.last.y.call)
-    return any(norm.modulated for norm in norms)
-
-
-def _vectors(half: str, branch: Branch | None) -> Iterator[tuple[str, Outer]]:
-    for stem, norm in (("pre", branch and branch.pre), ("post", branch and branch.post)):
-        if norm is not None and norm.modulated:
-            yield from ((f"{half}.{stem}_{i}", Outer(name)) for i, name in (("w", norm.weight), ("b", norm.bias)) if name)
+    return found._replace(attn=attn, ffn=ffn)
 
 
 def _own_mask(core: Core) -> tuple[int, str]:
@@ -217,8 +210,7 @@ def _map(made: Linear | None) -> Map | None:
 
 
 def _norm(found: NormPiece | None) -> NormOf | None:
-    names = ("", "") if found is None or found.modulated else (found.weight, found.bias)
-    return None if found is None else NormOf(found.kind, found.eps, *names)
+    return None if found is None else NormOf(found.kind, found.eps, found.weight, found.bias)
 
 
 def _tensor(layer: nn.Module, name: str) -> Tensor | None:

@@ -220,7 +220,7 @@ def _branch(walk: Walk, term: Value) -> Branch:
             dropped = call
             walk.take(call, "residual dropout")
             v = walk.same(call.inputs[0])
-        elif v.op in _FACTORS and len(call.inputs) == 1 and post is None:
+        elif v.op in _FACTORS and len(call.inputs) == 1 and (post is None or post.kind == "layerscale"):
             m *= _ratio(v)
             walk.take(call, "residual multiplier")
             v = walk.same(call.inputs[0])

@@ -58,11 +58,23 @@ GAINS = (
 )
 """The way of Lumina: gains alone, of RMSNorms, and gates within ±1."""
 
-MODULATED = {"projection": DIT, "table": TABLE, "gains": GAINS}
+AFFINE = DIT.replace("self.norm1 = nn.LayerNorm(width, elementwise_affine=False,", "self.norm1 = nn.LayerNorm(width,").replace(
+    "self.norm2 = nn.LayerNorm(width, elementwise_affine=False,", "self.norm2 = nn.RMSNorm(width,"
+)
+"""The way of CogVideoX and LightningDiT: the norms have weights of their own."""
+SHIFTED = (
+    DIT.replace("return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)", "return x + shift.unsqueeze(1)")
+    .replace("self.norm1 = nn.LayerNorm(width, elementwise_affine=False,", "self.norm1 = nn.RMSNorm(width,")
+    .replace("x + h.unsqueeze(1) * self.feed(modulate(self.norm2(x), d, e))", "x + h[:, None] * self.feed(self.norm1(x))")
+)
+"""A shift alone; a norm that is read twice, once without a vector, beside a gate."""
+
+MODULATED = {"projection": DIT, "table": TABLE, "gains": GAINS, "affine": AFFINE, "shifted": SHIFTED}
 
 IN_MODULATED = [
     ("(1 + scale.unsqueeze(1))", "scale.unsqueeze(1)"),
     ("(1 + scale.unsqueeze(1))", "(2 + scale.unsqueeze(1))"),
+    ("x * (1 + scale.unsqueeze(1))", "x + scale[:, None] * x"),
     ("(1 + scale.unsqueeze(1))", "(1 + scale.unsqueeze(1).detach())"),
     ("(1 + scale.unsqueeze(1))", "(1 + scale.mean(0, keepdim=True).unsqueeze(1))"),
     ("(1 + scale.unsqueeze(1))", "(1 + scale.mean(1, keepdim=True).unsqueeze(1))"),

@@ -31,9 +31,24 @@ def test_they_are_derived(kind: str, p: float) -> None:
     words = "attn.modulated=1 ffn.modulated=1 attn.post=layerscale ffn.post=layerscale attn.joint=1"
     assert set(words.split()) <= set(found.proof.text.split())
     assert ("ffn.p_hidden=0.1" in found.proof.text) == ("attn.p_res=0.1" in found.proof.text) == (p > 0)
-    slots = {slot for slot, _ in found.layout.vectors}
-    assert len(slots) == (4 if kind == "gains" else 6) and "attn.pre_w" in slots
+    assert [norm.stem for norm in found.layout.modulated] == ["attn.pre", "attn.post", "ffn.pre", "ffn.post"]
     assert max(found.proof.errors.values()) < 1e-12
+
+
+def test_where_it_is_as_wide_as_it_is_long() -> None:
+    """A condition [B, C] might be one of [B, T]: its forward says which."""
+    found = derive(made(DIT), called(DIT, tokens=24), {})
+    assert found.proof is not None, found.why
+    args = called(DIT, tokens=24, batch=24)
+    assert derive(made(DIT), args, {}).proof is not None
+
+
+def test_a_condition_by_index() -> None:
+    """Labels [B], of which the layer makes its vectors itself."""
+    source = DIT.replace("nn.Sequential(nn.SiLU(),", "nn.Sequential(nn.Embedding(10, width), nn.SiLU(),")
+    x, _ = called(DIT)
+    found = derive(made(source), (x, torch.tensor([3, 8])), {})
+    assert found.proof is not None, found.why
 
 
 class Stack(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from itertools import permutations, product
 from typing import NamedTuple
 
 import torch
@@ -51,8 +53,10 @@ class NormPiece(NamedTuple):
     weight: str
     bias: str
     x: Value
-    modulated: bool = False
-    """Whether its tensors are vectors of each batch element, which the layer makes or is given."""
+    gain: str = ""
+    """The name of a vector of each batch element by which its result is multiplied (adaLN), from outside."""
+    shift: str = ""
+    """The name of such a vector that is added then."""
 
 
 def linear(walk: Walk, v: Value) -> Linear:
@@ -154,25 +158,40 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
                     numbers[1e-5] = None
         else:
             raise RefusedError("not a norm")
-    params |= {name: at.data for name, at in vectors.items()}
-    if not met or len(params) > 2 or 0 < len(vectors) < len(params):
+    if not met or len(params) > 2 or len(vectors) > 2:
         raise RefusedError("not a norm")
-    orders = [tuple(params), tuple(params)[::-1]] if len(params) == 2 else [(*params, *("",) * (2 - len(params)))]
+    if any(t.shape != x.shape[-1:] for t in params.values()):
+        raise RefusedError("not a norm")
+    values = {**params, **{name: at.data for name, at in vectors.items()}}
     for eps in numbers:
         number = torch.finfo(torch.float64).eps if eps is None else eps
-        for kind in NORMS[1:]:
-            for w, b in orders:
-                if b and kind not in BIASED_NORMS:
-                    continue
-                shapes = {params[name].shape for name in (w, b) if name}
-                if (vectors or shapes <= {x.shape[-1:]}) and close(
-                    eager_norm(x.data, params.get(w), params.get(b), kind, number), v.data
-                ):
-                    for at in seen:
-                        walk.take(at.call, "norm")
-                    walk.take_before(MODULATION, *vectors.values())
-                    return NormPiece(kind, eps, w, b, x, bool(vectors))
+        for kind, names in _ways(params, vectors):
+            made = eager_norm(x.data, *combined(*map(values.get, names)), kind, number)
+            if close(made, v.data):
+                for at in seen:
+                    walk.take(at.call, "norm")
+                walk.take_before(MODULATION, *vectors.values())
+                return NormPiece(kind, eps, *names[:2], x, *names[2:])
     raise RefusedError("not a norm")
+
+
+def combined(
+    weight: Tensor | None, bias: Tensor | None, gain: Tensor | None, shift: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of the norm that is a norm with these, times the gain and shifted."""
+    bias = bias * gain if bias is not None and gain is not None else bias
+    bias = shift if bias is None else bias if shift is None else bias + shift
+    return gain if weight is None else weight if gain is None else weight * gain, bias
+
+
+def _ways(params: Collection[str], vectors: Collection[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Kinds of norms, each with which of the names are its weight and bias, a gain and a shift; "" for none."""
+    own = [(*names, "", "")[:2] for names in permutations(params)]
+    given = [(*names, "", "")[:2] for names in permutations(vectors)]
+    given += [("", name) for name in vectors if len(vectors) == 1]
+    for kind, (w, b), (gain, shift) in product(NORMS[1:], own, given):
+        if not b or kind in BIASED_NORMS:
+            yield kind, (w, b, gain, shift)
 
 
 def layer_scale(walk: Walk, v: Value) -> NormPiece:
@@ -188,7 +207,7 @@ def layer_scale(walk: Walk, v: Value) -> NormPiece:
             if walk.vector_of_samples(weight) and x.shape == v.shape:
                 walk.take(call, "LayerScale")
                 walk.take_before(MODULATION, weight)
-                return NormPiece("layerscale", 1e-5, name_of(walk, weight), "", x, modulated=True)
+                return NormPiece("layerscale", 1e-5, "", "", x, gain=name_of(walk, weight))
     raise RefusedError("not LayerScale", call)
 
 

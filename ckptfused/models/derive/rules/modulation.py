@@ -1,0 +1,47 @@
+"""Norms whose result is multiplied and shifted by vectors of each batch element, which come from outside (adaLN)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import permutations
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ckptfused.models.derive.recorder import RefusedError
+from ckptfused.models.derive.rules.core import Outer
+from ckptfused.models.derive.rules.pieces import NormPiece, combined
+
+_STEMS = ("pre", "post")
+
+
+class Modulated(NamedTuple):
+    """The vectors of one norm of a half, by the names of what they are made of."""
+
+    stem: str
+    """Of the norm's slots: `"attn.pre"`, …"""
+    made_of: tuple[Outer | None, ...]
+    """Its own weight and bias, [C], and the gain and shift of each batch element, [B, 1, C]."""
+
+    def slots(self, outer: Mapping[str, Tensor], x: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Its slots and their tensors, [B, C]. outer: what stands outside, by name."""
+        vectors = combined(*(None if t is None else outer[t.name] for t in self.made_of))
+        for kind, vector in zip("wb", vectors, strict=True):
+            if vector is not None:
+                yield f"{self.stem}_{kind}", vector.expand(x.size(0), 1, x.size(2))[:, 0]
+
+
+def modulated(half: str, pre: NormPiece | None, post: NormPiece | None) -> Iterator[Modulated]:
+    """The norms of a half that a call gives vectors, where it gives any. **Raises** `RefusedError` where another norm
+    than LayerScale follows what they modulate.
+    """
+    norms = dict(zip(_STEMS, (pre, post), strict=True))
+    if not any(norm is not None and (norm.gain or norm.shift) for norm in norms.values()):
+        return
+    if post is not None and post.kind != "layerscale":
+        raise RefusedError("a norm follows what is modulated", post.x.call)
+    for stem, norm in norms.items():
+        if norm is not None:
+            own = (Outer(f"param:{name}") if name else None for name in (norm.weight, norm.bias))
+            given = (Outer(name) if name else None for name in (norm.gain, norm.shift))
+            yield Modulated(f"{half}.{stem}", (*own, *given))
