@@ -68,6 +68,18 @@ def check_param(name: str, value: Tensor, shape: tuple[int, ...], x: Tensor) -> 
         raise TypeError(f"{name}: expected a floating-point tensor, got {value.dtype}")
 
 
+def check_factors(factors: Tensor | None, wanted: bool, batch: int, length: int) -> None:
+    """Raise unless factors of q are given where, and only where, a spec has them: [T] or [B, T], without a gradient."""
+    if wanted != (factors is not None):
+        raise ValueError(f"q_scale: expected {'a tensor' if wanted else 'none'} with the spec's q_scale={wanted}")
+    if factors is None:
+        return
+    if tuple(factors.shape) not in ((length,), (batch, length), (1, length)):
+        raise ValueError(f"q_scale: expected shape [{length}] or [{batch}, {length}], got {list(factors.shape)}")
+    if not factors.is_floating_point() or factors.requires_grad:
+        raise ValueError("q_scale: expected floating factors that need no gradient")
+
+
 def check_stored(name: str, value: Tensor, size: int, x: Tensor) -> None:
     """Raise unless a tensor beside or of a weight in few bits is dense, on x's device, of so many bytes and frozen."""
     check_plain(name, value)

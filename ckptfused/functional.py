@@ -14,6 +14,7 @@ from torch import Tensor
 from ckptfused.checks import (
     check_devices,
     check_dtype,
+    check_factors,
     check_generator,
     check_input,
     check_packed,
@@ -45,6 +46,7 @@ def block(
     mask: Tensor | None = None,
     padding: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    q_scale: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """A transformer block that saves its input and rebuilds the rest in backward.
@@ -58,15 +60,16 @@ def block(
     turns the meaning of bool round.
     cu_seqlens: int32 or int64 [S+1], the bounds of S sequences packed in x [1, N, C]: numbers that do not fall, from
     0 to N. The CPU refuses others; on CUDA, where looking would wait for the device, the caller answers for them.
+    q_scale: [T] or [B, T], with `spec.attn.q_scale`: q after its norm and RoPE is multiplied by them. No gradient.
     generator: the source of dropout's seed; None: PyTorch's default generator.
     **Saves** x, the values in `spec.keep`, and 16 bytes of random state where some p > 0; references to
-    params, cos, sin, masks and cu_seqlens, which the caller owns.
+    params, cos, sin, masks, cu_seqlens and q_scale, which the caller owns.
     **Recomputes** in backward what `spec.keep` leaves out of QKV, attention, O, gate/up (never the last GEMM of
     a pre-norm block).
     **Raises** `ValueError` or `TypeError` naming the argument, what was expected and what came.
     **Source** docs/how-it-works.md, "One block": `y = out_norm?(x + m · drop(post_norm?(f(pre_norm?(x)))))` per half.
     """
-    return _call("block", x, params, spec, cos, sin, mask, padding, cu_seqlens, generator)
+    return _call("block", x, params, spec, cos, sin, mask, padding, cu_seqlens, q_scale, generator)
 
 
 def attention_block(
@@ -79,6 +82,7 @@ def attention_block(
     mask: Tensor | None = None,
     padding: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    q_scale: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """The attention half of a block alone, its residual included where `spec.attn.residual`.
@@ -90,7 +94,7 @@ def attention_block(
     """
     if isinstance(spec, BlockSpec) and (spec.attn is None or spec.ffn is not None):
         raise ValueError(f"spec: expected an attention half alone, got '{spec.to_string()}'")
-    return _call("attention_block", x, params, spec, cos, sin, mask, padding, cu_seqlens, generator)
+    return _call("attention_block", x, params, spec, cos, sin, mask, padding, cu_seqlens, q_scale, generator)
 
 
 def ffn_block(
@@ -109,7 +113,7 @@ def ffn_block(
     """
     if isinstance(spec, BlockSpec) and (spec.ffn is None or spec.attn is not None):
         raise ValueError(f"spec: expected an FFN half alone, got '{spec.to_string()}'")
-    return _call("ffn_block", x, params, spec, None, None, None, None, None, generator)
+    return _call("ffn_block", x, params, spec, None, None, None, None, None, None, generator)
 
 
 def _call(
@@ -122,6 +126,7 @@ def _call(
     mask: Tensor | None,
     padding: Tensor | None,
     cu_seqlens: Tensor | None,
+    q_scale: Tensor | None,
     generator: torch.Generator | None,
 ) -> Tensor:
     if not isinstance(spec, BlockSpec):
@@ -137,7 +142,7 @@ def _call(
     masks = NO_MASK
     text = spec.to_string()
     if spec.attn is not None:
-        check_devices(x, mask=mask, padding=padding, cos=cos, sin=sin, cu_seqlens=cu_seqlens)
+        check_devices(x, mask=mask, padding=padding, cos=cos, sin=sin, cu_seqlens=cu_seqlens, q_scale=q_scale)
         masks = sdpa_mask(mask, padding, x.size(batch), spec.attn.heads, x.size(time))
         if cu_seqlens is not None:
             check_packed(x, cu_seqlens, masks)
@@ -153,9 +158,11 @@ def _call(
         if cos is not None and sin is not None:
             cos = rotary_view("cos", cos, x.size(batch), x.size(time), spec.attn.rotary)
             sin = rotary_view("sin", sin, x.size(batch), x.size(time), spec.attn.rotary)
-    elif mask is not None or padding is not None or cu_seqlens is not None or cos is not None or sin is not None:
-        raise ValueError("mask, padding, cu_seqlens, cos, sin: leave them out, for the spec has no attention half")
-    y = Call(op, x, slots, text, masks, cos, sin, cu_seqlens).run(generator)
+        check_factors(q_scale, spec.attn.q_scale, x.size(batch), x.size(time))
+    elif any(t is not None for t in (mask, padding, cu_seqlens, cos, sin, q_scale)):
+        names = "mask, padding, cu_seqlens, cos, sin, q_scale"
+        raise ValueError(f"{names}: leave them out, for the spec has no attention half")
+    y = Call(op, x, slots, text, masks, cos, sin, cu_seqlens, q_scale=q_scale).run(generator)
     return y.squeeze(batch) if unbatched else y
 
 

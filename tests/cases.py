@@ -42,6 +42,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "sinks": (False, True),
     "gate": ("none", "entry", "head", "in-q"),
     "scale": (None, 0.2),
+    "q_scale": ("none", "tokens", "batch"),
     "m": (1.0, 0.5),
     "seq_first": (False, True),
     "modulated": (False, True),
@@ -66,6 +67,7 @@ ATTENTION_AXES = (
     "sinks",
     "gate",
     "scale",
+    "q_scale",
 )
 
 # Adapters of a half by the value of "lora"; `first` is the first product, `last` the half's closing one. With "float32"
@@ -118,6 +120,7 @@ class Case:
     sinks: bool = False
     gate: str = "none"
     scale: float | None = None
+    q_scale: str = "none"
     m: float = 1.0
     seq_first: bool = False
     modulated: bool = False
@@ -199,6 +202,7 @@ class Case:
             rotary_dim=self.rotary_dim(),
             qk_norm=self.qk_norm,
             qk_place=self.qk_place,
+            q_scale=self.q_scale != "none",
             p_attn=self.p("attn"),
             p_res=self.p("res"),
             m=self.m,

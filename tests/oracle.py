@@ -152,6 +152,8 @@ def make_aux(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
         real = torch.arange(t) < lengths[:, None]
         added = torch.where(real, _normal((b, t), 1.0, generator), -torch.inf)
         aux["padding"] = {"keep": real, "drop": ~real, "add": added}[padding_kind]
+    if case.q_scale != "none":
+        aux["q_scale"] = 1 + _normal((t,) if case.q_scale == "tokens" else (b, t), 0.3, generator)
     if case.packed:
         bounds = sorted({0, 1, t // 4, t - t // 3, t})
         aux["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32 if case.tokens == 67 else torch.int64)

@@ -136,12 +136,14 @@ def attention_branch(
     mask: Tensor | None,
     padding: Tensor | None,
     cu_seqlens: Tensor | None,
+    q_scale: Tensor | None,
     keep: Tensor | None,
     adapter_keep: KeepMasks,
     eager: bool,
 ) -> Tensor:
     """The attention half's f: projections, attention inside each sequence, output projection. [B, T, C] both ways."""
     (q, k, v), gate = qkv(x, params, spec, cos, sin, adapter_keep)
+    q = q if q_scale is None else q * q_scale[..., None, :, None].to(q.dtype)
     outputs = []
     for index, (start, end) in enumerate(_lengths(cu_seqlens, x.shape[1])):
         length = end - start
@@ -201,6 +203,7 @@ def eager_block(
     mask: Tensor | None = None,
     padding: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    q_scale: Tensor | None = None,
     rng_state: Tensor | None = None,
     masks: Mapping[int, Tensor] | None = None,
     eager: bool = False,
@@ -211,7 +214,7 @@ def eager_block(
     can be used) it is the baseline whose error sets the tolerance.
 
     **Shapes**: x [B, T, C], with ``spec.seq_first`` [T, B, C], packed [1, N, C]; params by name (``"attn.q_w"``);
-    cos, sin [T, r] or [B, T, r]; mask broadcastable to [B, H, T, T]; padding [B, T]; cu_seqlens int [S + 1];
+    cos, sin [T, r] or [B, T, r]; mask broadcastable to [B, H, T, T]; padding [B, T]; cu_seqlens int [S + 1]; q_scale [T] or [B, T];
     rng_state int64 [2]; masks overrides the keep masks that rng_state gives, by site. Returns x's shape.
     """
     if spec.seq_first:
@@ -222,6 +225,7 @@ def eager_block(
     def attend(value: Tensor) -> Tensor:
         assert spec.attn is not None
         aux = {"cos": cos, "sin": sin, "mask": mask, "padding": padding, "cu_seqlens": cu_seqlens}
+        aux["q_scale"] = q_scale
         own = _adapter_masks(keep, "attn", spec)
         f = attention_branch(value, params, spec.attn, **aux, keep=keep.get(0), adapter_keep=own, eager=eager)
         return _branch_tail(f, params, "attn", spec.attn, keep.get(1))

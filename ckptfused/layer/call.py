@@ -55,7 +55,7 @@ def build_call(layer: Parts | LayerFacts, inputs: Inputs, mode: Mode, sharded: b
         slots = _with_vectors(slots, key, inputs.vectors)
     if (why := _misfit(x, slots, text, key.width, key.names, sharded)) is not None:
         return why
-    return Call(key.op, x, slots, text, masks, cos, sin, cu_seqlens, inputs.keep_keys)
+    return Call(key.op, x, slots, text, masks, cos, sin, cu_seqlens, inputs.keep_keys, inputs.q_scale)
 
 
 def _with_vectors(slots: SlotTensors, key: LayerKey, vectors: Mapping[str, Tensor]) -> SlotTensors:
@@ -79,6 +79,7 @@ def text_here(layer: LayerKey, inputs: Inputs, mode: Mode) -> str:
             window=masks.window or (layer.window if inputs.windowed else 0),
             rope=layer.rope,
             rotary_dim=turned,
+            q_scale=inputs.q_scale is not None,
         )
         called = tuple(key)
     return half_text(layer.attn, called, layer.ffn, layer.parallel, inputs.seq_first, *mode)
@@ -97,6 +98,7 @@ def learned(masks: Sequence[Tensor | None], tables: Sequence[Tensor | None] = ()
 def _beside_fits(inputs: Inputs) -> Reason | None:
     (mask, _, padding, *_), device = inputs.masks, inputs.x.device
     beside = {"mask": mask, "padding": padding, "cos": inputs.cos, "sin": inputs.sin, "cu_seqlens": inputs.cu_seqlens}
+    beside["q_scale"] = inputs.q_scale
     for what, tensor in beside.items():
         if tensor is not None and tensor.device != device:
             return Reason(f"{what}: expected x's device {device}, got {tensor.device}", error=ValueError)

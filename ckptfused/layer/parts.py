@@ -122,6 +122,8 @@ class Inputs(NamedTuple):
     """x is [T, B, C]."""
     keep_keys: Callable[[Tensor, Tensor], object] | None = None
     """Takes the call's keys and values, where gradients are off: a key/value cache."""
+    q_scale: Tensor | None = None
+    """Factors of q by position, [T] or [B, T]."""
     vectors: Mapping[str, Tensor] = NO_VECTORS
     """Those of modulated halves, [B, C], by their slots: `"attn.pre_w"`, …"""
 

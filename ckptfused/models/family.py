@@ -212,7 +212,7 @@ class Family:
 def fused_call(layer: Any, parts: Parts, inputs: Inputs, mode: Mode, sharded: bool = False) -> Call | Reason:
     """`layer.build_call`, for a layer whose own forward says what comes out."""
     x, masks = inputs.x, inputs.masks
-    if (why := learned((masks.mask, masks.padding), (inputs.cos, inputs.sin))) is not None:
+    if (why := learned((masks.mask, masks.padding), (inputs.cos, inputs.sin, inputs.q_scale))) is not None:
         return why
     if (why := _closing_norm_fits(parts, x)) is not None:
         return why

@@ -47,11 +47,12 @@ class Call(NamedTuple):
     cu_seqlens: Tensor | None = None
     keep_keys: Callable[[Tensor, Tensor], object] | None = None
     """Takes the call's keys and values, where gradients are off: a key/value cache."""
+    q_scale: Tensor | None = None
 
     @property
     def aux(self) -> SlotTensors:
         """The tensors beside x and the parameters, in the order of `spec.AUX_NAMES`."""
-        return [self.cos, self.sin, self.masks.mask, self.masks.padding, self.cu_seqlens]
+        return [self.cos, self.sin, self.masks.mask, self.masks.padding, self.cu_seqlens, self.q_scale]
 
     def run(self, generator: torch.Generator | None = None) -> Tensor:
         """The block's output. Under transforms of `torch.func`, forward-mode derivatives and `torch.jit.trace` plain

@@ -79,6 +79,7 @@ class AttentionSpec(Frame):
     qk_place: Annotated[
         str, Key("What `qk_norm` is of: a head, all heads of q or k as one row, a head that RoPE turned.", QK_PLACES)
     ] = "head"
+    q_scale: Annotated[bool, Key("The call gives a factor of q for each position (Ministral 3).", called=True)] = False
     p_attn: Annotated[float, Key("Dropout of the attention probabilities.", probability=True)] = 0.0
     mask: Annotated[str, Key("The mask that the call gives.", MASK_KINDS, called=True)] = "none"
     padding: Annotated[str, Key("The padding mask that the call gives.", MASK_KINDS, called=True)] = "none"

@@ -35,7 +35,7 @@ ADAPTER_SLOTS = ("a", "b", "bias")
 QUANT_SLOTS = ("scale", "offset", "nested_scale", "table")
 BATCH = -1
 """In a shape: as many as the batch has elements."""
-AUX_NAMES = ("cos", "sin", "mask", "padding", "cu_seqlens")
+AUX_NAMES = ("cos", "sin", "mask", "padding", "cu_seqlens", "q_scale")
 
 
 def param_names(spec: BlockFields) -> tuple[str, ...]:

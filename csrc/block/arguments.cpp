@@ -32,6 +32,16 @@ Tensor normalise_angles(const Tensor& t, const AttentionSpec& a, int64_t T, at::
   return out.to(type).contiguous();
 }
 
+// Factors of q as [B or 1, T].
+Tensor normalise_factors(const Tensor& t, int64_t B, int64_t T, at::ScalarType type) {
+  if (!t.defined()) return t;
+  const bool fits =
+      (t.dim() == 1 || (t.dim() == 2 && (t.size(0) == 1 || t.size(0) == B))) && t.size(-1) == T;
+  TORCH_CHECK(fits, "ckptfused: q_scale must be [T] or [B, T] with B = ", B, " and T = ", T,
+              ", got ", t.sizes());
+  return t.view({t.dim() == 1 ? 1 : t.size(0), T}).to(type);
+}
+
 // A parameter as kernels and products read it. A product would copy a matrix without unit stride at
 // each use, and in what order is its own affair: with weights that a saved-tensor hook gives back
 // with other strides, backward would replay other bits.
@@ -130,6 +140,9 @@ Block::Block(const BlockSpec& spec, const Tensor& x, const OptTensorList& params
     sin_ = normalise_angles(aux_at(aux, kSin), spec.attn, T_, A_);
     TORCH_CHECK(spec.attn.rope == "none" || (cos_.defined() && sin_.defined()),
                 "ckptfused: rope=", spec.attn.rope, " needs cos and sin");
+    q_scale_ = normalise_factors(aux_at(aux, kQScale), B_, T_, P_);
+    TORCH_CHECK(spec.attn.q_scale == q_scale_.defined(), "ckptfused: q_scale=", spec.attn.q_scale,
+                q_scale_.defined() ? " takes no factors of q" : " needs factors of q");
     mask_ = aux_at(aux, kMask);
     padding_ = aux_at(aux, kPadding);
     cu_seqlens_ = aux_at(aux, kCuSeqlens);

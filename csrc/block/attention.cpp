@@ -91,10 +91,28 @@ bool Block::makes_qkv_again() const {
 void Block::ensure_qk() {
   if (value_.q.defined() || value_.k.defined()) return;
   ensure_qkv();
+  const bool own = make_qk();
+  scale_by_position(value_.q, own);
+}
+
+// own: it may be written to.
+void Block::scale_by_position(Tensor& q, bool own) const {
+  if (!q.defined() || !q_scale_.defined()) return;
+  const Ledger::Name name("q by position");
+  const Tensor factors = q_scale_.unsqueeze(1).unsqueeze(3);
+  if (own) {
+    q.mul_(factors);
+  } else {
+    q = q * factors;
+  }
+}
+
+// q, k and v before q is scaled. Returns whether q is no part of the raw product.
+bool Block::make_qk() {
   const AttentionSpec& a = spec_.attn;
   if (a.qk_in_steps()) {
     make_qk_in_steps();
-    return;
+    return true;
   }
   const bool plain = !a.qk.on() && a.rope == "none";
   // The raw product has to survive where it is saved, or where the norm's backward will read it. q
@@ -108,7 +126,7 @@ void Block::ensure_qk() {
     value_.k = heads_view(target, a.k_columns());
     value_.v = heads_view(value_.qkv, a.v_columns());
   }
-  if (plain) return;
+  if (plain) return false;
   qk_in_place_ = target.is_same(value_.qkv);
   const auto heads = [&](const HeadColumns& columns, int slot) -> call::QkHeads {
     return {heads_view(value_.qkv, columns).transpose(1, 2),
@@ -124,6 +142,7 @@ void Block::ensure_qk() {
   }
   parts.resize(2);
   call::qk_fwd(parts[0], parts[1], qk_args());
+  return true;
 }
 
 void Block::ensure_attn() {
@@ -197,6 +216,7 @@ Tensor Block::attention_backward(const Tensor& ds) {
                                     keys_.dv, attention_args(), query_tile_);
     }
   }
+  scale_by_position(dq, true);
   d_o.reset();
   value_.o.reset();
   value_.lse.reset();

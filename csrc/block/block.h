@@ -57,6 +57,8 @@ class Block {
   void ensure_n1();
   void ensure_qkv();
   void ensure_qk();
+  bool make_qk();
+  void scale_by_position(at::Tensor& q, bool own) const;
   void make_qk_in_steps();
   void qk_backward_in_steps(const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
                             const at::Tensor& raw, const at::Tensor& dqkv);
@@ -271,6 +273,7 @@ class Block {
   std::vector<at::Tensor> params_;  // undefined where absent
   std::vector<at::Tensor> cast_;    // parameters in the compute type, made on first use
   at::Tensor cos_, sin_;            // [B or 1, T, rotary_dim / 2], accumulation type
+  at::Tensor q_scale_;              // [B or 1, T], compute type
   at::Tensor mask_, padding_, cu_seqlens_, rng_;
   at::ScalarType R_, P_, A_;  // residual stream, compute, accumulation
   int64_t B_, T_, N_, C_;

@@ -60,6 +60,10 @@ struct Arguments {
       list.set(kCos, meta({T, a.rotary_dim / 2}, acc));
       list.set(kSin, meta({T, a.rotary_dim / 2}, acc));
     }
+    if (a.q_scale) {
+      const bool own = spec->compute == at::ScalarType::Undefined;
+      list.set(kQScale, meta({T}, own ? call.dtype : spec->compute));
+    }
     if (a.mask != "none") list.set(kMask, meta({1, 1, T, T}, mask_type(a.mask)));
     if (a.padding != "none") list.set(kPadding, meta({B, T}, mask_type(a.padding)));
     if (a.packed) {

@@ -45,6 +45,7 @@ Block Block::of_rows(int64_t row0, int64_t rows) const {
   const auto of_batch = [&](const Tensor& t) { return seq_first ? t : narrow_own(t, 0, batch, 1); };
   if (cos_.defined()) part.cos_ = of_batch(cos_).narrow(1, token, tokens).contiguous();
   if (sin_.defined()) part.sin_ = of_batch(sin_).narrow(1, token, tokens).contiguous();
+  if (q_scale_.defined()) part.q_scale_ = of_batch(q_scale_).narrow(1, token, tokens);
   if (mask_.defined() && mask_.dim() == 4) part.mask_ = of_batch(mask_);
   if (padding_.defined() && padding_.dim() == 2) part.padding_ = of_batch(padding_);
 

@@ -62,6 +62,7 @@ struct AttentionFields : HalfSpec {
   int64_t rotary_dim = 0;  // RoPE turns the first rotary_dim entries of a head; 0: the whole head.
   NormSpec qk{"none", 1e-05};  // Norm of q and k.
   std::string qk_place = "head";  // What `qk_norm` is of: a head, all heads of q or k as one row, a head that RoPE turned.
+  bool q_scale = false;  // The call gives a factor of q for each position (Ministral 3).
   double p_attn = 0.0;  // Dropout of the attention probabilities.
   std::string mask = "none";  // The mask that the call gives.
   std::string padding = "none";  // The padding mask that the call gives.
@@ -87,6 +88,7 @@ void for_fields(AttentionFields& s, F&& f) {
   f("qk_norm", s.qk.kind);
   f("qk_eps", s.qk.eps);
   f("qk_place", s.qk_place);
+  f("q_scale", s.q_scale);
   f("p_attn", s.p_attn);
   f("mask", s.mask);
   f("padding", s.padding);
@@ -180,8 +182,8 @@ enum AttentionParam : int { kAttnPreW, kAttnPreB, kQW, kQB, kKW, kKB, kVW, kVB, 
 enum FFNParam : int { kFFNPreW, kFFNPreB, kFFNGateW, kFFNGateB, kUpW, kUpB, kDownW, kDownB, kFFNPostW, kFFNPostB, kFFNOutW, kFFNOutB, kFFNParams };
 enum AdapterParam : int { kA, kB, kBias, kAdapterParams };
 enum QuantParam : int { kScale, kOffset, kNestedScale, kTable, kQuantParams };
-enum AuxSlot : int { kCos, kSin, kMask, kPadding, kCuSeqlens, kAuxSlots };
-constexpr const char* kAuxNames[kAuxSlots] = {"cos", "sin", "mask", "padding", "cu_seqlens"};
+enum AuxSlot : int { kCos, kSin, kMask, kPadding, kCuSeqlens, kQScale, kAuxSlots };
+constexpr const char* kAuxNames[kAuxSlots] = {"cos", "sin", "mask", "padding", "cu_seqlens", "q_scale"};
 // The projections that adapters stand beside, with the slots of their weights.
 constexpr Projection kAttentionProjections[] = {{"q", kQW}, {"k", kKW}, {"v", kVW}, {"gate", kAttnGateW}, {"o", kOW}};
 constexpr Projection kFFNProjections[] = {{"gate", kFFNGateW}, {"up", kUpW}, {"down", kDownW}};

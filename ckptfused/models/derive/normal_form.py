@@ -80,6 +80,8 @@ class DerivedLayer(NamedTuple):
     """Masks beside these, with their kinds: what `mask` and they say is made once and shared by all layers."""
     own_mask: tuple[int, str] = (-1, "")
     """The causal mask that the layer makes itself: its call's number in the recording, and its kind."""
+    q_scale: Outer | None = None
+    """Factors of q by position."""
     modulated: tuple[Modulated, ...] = ()
     """The norms to which a call gives vectors of each batch element."""
 
@@ -105,7 +107,8 @@ class DerivedLayer(NamedTuple):
             masks = Mask(causal=True)
         cos, sin = (None if t is None else table_of(outer[t.name], t.form, x.size(1)) for t in (self.cos, self.sin))
         vectors = dict(found for norm in self.modulated for found in norm.slots(outer, x))
-        return Inputs(x, masks, cos, sin, vectors=vectors)
+        q_scale = None if self.q_scale is None else outer[self.q_scale.name].squeeze()
+        return Inputs(x, masks, cos, sin, q_scale=q_scale, vectors=vectors)
 
     def _joined(self, x: Tensor, outer: dict[str, Tensor]) -> Tensor:
         """All masks as one that is added."""
@@ -128,7 +131,7 @@ class DerivedLayer(NamedTuple):
     @property
     def outer(self) -> tuple[Outer, ...]:
         """What it takes from outside beside x."""
-        found = (self.cos, self.sin, self.mask, self.padding, *(t for t, _ in self.also))
+        found = (self.cos, self.sin, self.q_scale, self.mask, self.padding, *(t for t, _ in self.also))
         found += tuple(t for norm in self.modulated for t in norm.made_of)
         return tuple(t for t in found if t is not None)
 
@@ -167,7 +170,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
             branch.residual,
             bool(by_call),
         )
-        found = found._replace(cos=heads.cos, sin=heads.sin, mask=core.mask, kind=core.kind)
+        found = found._replace(cos=heads.cos, sin=heads.sin, q_scale=heads.q_scale, mask=core.mask, kind=core.kind)
         found = found._replace(causal=core.causal, window=core.window, also=core.also, own_mask=_own_mask(core))
         found = found._replace(padding=core.padding, padding_kind=core.padding_kind)
     if (branch := form.ffn) is not None:

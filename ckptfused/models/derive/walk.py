@@ -30,7 +30,8 @@ def arranges(v: Value) -> bool:
     return v.call is not None and v.op in LAYOUT and (len(v.call.inputs) == 1 or v.op in _LIKE)
 
 
-_SAME = ("to", "float", "double", "type", "type_as", "contiguous", "clone", "dropout", "half", "bfloat16")
+CASTS = ("to", "float", "double", "type", "type_as", "half", "bfloat16")
+_SAME = (*CASTS, "contiguous", "clone", "dropout")
 
 
 def close(a: Tensor, b: Tensor) -> bool:

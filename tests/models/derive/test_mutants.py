@@ -24,6 +24,7 @@ from tests.models.derive.gates import GATED, IN_GATED
 from tests.models.derive.modulated import DIT, IN_MODULATED
 from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
 from tests.models.derive.others import FOLDED, IN_FOLDED, IN_SUMS, IN_TOWER, SUMS, TOWER, called
+from tests.models.derive.positions import IN_SCALED_Q, SCALED_Q
 from tests.models.derive.sinks import IN_SCALED, IN_SUNK, LOOK_ALIKE, SCALED, SUNK
 from tests.models.derive.written import GPT, LLAMA, WIDE, arguments, made
 
@@ -38,6 +39,7 @@ OTHERS = [
 ]
 MUTANTS += [(WIDE, *change) for change in IN_WIDE] + [(EXPERTS, *change) for change in IN_EXPERTS]
 MUTANTS += IN_GATED
+MUTANTS += [(SCALED_Q, *change) for change in IN_SCALED_Q]
 MUTANTS += [(SUNK, *change) for change in IN_SUNK] + [(SCALED, *change) for change in IN_SCALED]
 
 
@@ -129,7 +131,7 @@ def test_a_mutant_with_dropout_keeps_its_sites(index: int) -> None:
         assert ("p_attn=0.2" in found.proof.text) == (new != "pass" and found.layout.attn is not None)
 
 
-@pytest.mark.parametrize("source", [LLAMA, GPT, SUNK, SCALED])
+@pytest.mark.parametrize("source", [LLAMA, GPT, SUNK, SCALED, SCALED_Q])
 @pytest.mark.parametrize("p", [0.0, 0.1])
 def test_the_originals_are_derived(source: str, p: float) -> None:
     layer = made(source, p=p)
@@ -138,6 +140,8 @@ def test_the_originals_are_derived(source: str, p: float) -> None:
     assert found.proof is not None, found.why
     assert ("p_attn=0.1" in found.proof.text) == ("p_res=0.1" in found.proof.text) == (p > 0)
     assert ("attn.sinks=1" in found.proof.text) == ("sinks" in source)
+    assert ("attn.q_scale=1" in found.proof.text) == (source is SCALED_Q)
+    assert check(made(in_double(source)).double(), arguments(source, tokens=21, dtype=torch.float64))
     assert max(found.proof.errors.values()) < 1e-12
     assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
     if p == 0:

@@ -82,6 +82,7 @@ FUSED: list[tuple[str, dict[str, Any], str]] = [
     ("GPTNeoXJapanese", {}, "attn.joint=1 attn.interleaved=1"),
     ("HyperCLOVAX", {}, "attn.pre=rmsnorm"),
     ("GraniteSWA", {"attention_dropout": 0.1}, "attn.sinks=1"),
+    ("Ministral3", {}, "attn.q_scale=1 attn.rope=half"),
     ("Flint", {"num_experts": 4}, "attn.sinks=1"),
 ]
 GENERIC = [
@@ -102,7 +103,6 @@ HALVES: list[tuple[str, dict[str, Any], str, str]] = [
     ("GraniteMoeSWA", {"num_local_experts": 4, "attention_dropout": 0.1}, "attn.sinks=1", "nonzero"),
     ("Apertus", {}, "attn.qk_norm=rmsnorm", "no rule takes where"),
     ("MiniCPM3", {**LATENT, "num_key_value_heads": 4}, "halves=ffn ffn.m=0.9899494936611664", "comes from no call"),
-    ("Ministral3", {}, "halves=ffn ffn.pre=rmsnorm", "a rotation by 3 tables"),
     ("DiffLlama", {}, "halves=ffn ffn.act=swiglu", "no rule takes rms_norm"),
     ("Bamba", {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 8}, "halves=ffn", "mamba.norm.weight"),
 ]

@@ -13,9 +13,10 @@ from ckptfused.eager.norm import norm as eager_norm
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.core import Core, Outer
 from ckptfused.models.derive.rules.layouts import Laid, layouts
+from ckptfused.models.derive.rules.masks import named
 from ckptfused.models.derive.rules.pieces import Linear, NormPiece, linear, norm
 from ckptfused.models.derive.rules.rotations import TURNS, Turned, turned
-from ckptfused.models.derive.walk import LAYOUT, Walk, close
+from ckptfused.models.derive.walk import CASTS, LAYOUT, Walk, close
 from ckptfused.spec import QK_PLACES
 
 _MOST = 60
@@ -41,6 +42,8 @@ class Heads(NamedTuple):
     """The factor of the logits by which q and k were multiplied."""
     place: str = "head"
     """What the norms are of, as `spec.QK_PLACES`."""
+    q_scale: Outer | None = None
+    """Factors of q by position, after all else."""
 
 
 class _Side(NamedTuple):
@@ -49,6 +52,8 @@ class _Side(NamedTuple):
     made: Linear
     norm: NormPiece | None
     tables: tuple[Value, ...]
+    scale: Value | None
+    """A factor of each position, after all else."""
 
 
 def side(walk: Walk, end: Value, what: str) -> _Side:
@@ -57,7 +62,8 @@ def side(walk: Walk, end: Value, what: str) -> _Side:
     norms: dict[Value, NormPiece] = {}
     tables: dict[Value, None] = {}
     seen: dict[Recorded, None] = {}
-    queue = [(end, end.call)]
+    start, scale = _scaled(walk, end)
+    queue = [(start, end.call)]
     while queue:
         v, user = queue.pop(0)
         v = walk.same(v)
@@ -79,7 +85,30 @@ def side(walk: Walk, end: Value, what: str) -> _Side:
         walk.take(call, f"heads of {what}" if call.op not in LAYOUT else "layout")
     if len(made) != 1 or len(norms) > 1:
         raise RefusedError(f"{what} comes of {len(made)} projections and {len(norms)} norms", end.call)
-    return _Side(next(iter(made.values())), next(iter(norms.values()), None), tuple(tables))
+    return _Side(next(iter(made.values())), next(iter(norms.values()), None), tuple(tables), scale)
+
+
+def _scaled(walk: Walk, end: Value) -> tuple[Value, Value | None]:
+    """What heads are a multiple of, and the factor of each position, or of each of each batch element; None without one.
+    Of its numbers nothing is asked, for on few tokens they may be ones.
+    """
+    v = walk.through(end)
+    batch, tokens = walk.recording.x.shape[:2]
+    if v.call is not None and v.op in ("mul", "rmul", "multiply") and len(v.call.inputs) == 2:
+        for a, s in (v.call.inputs, v.call.inputs[::-1]):
+            sizes = [n for n in s.shape if n != 1]
+            if walk.outer(s) and s.shape[-1:] == (1,) and sizes in ([tokens], [batch, tokens]):
+                walk.take(v.call, "scale by position")
+                walk.take_before("scale by position", s)
+                while s.op in CASTS and s.call.inputs[0].data.is_floating_point():  # type: ignore[union-attr]
+                    s = s.call.inputs[0]  # type: ignore[union-attr]
+                return a, s
+    return end, None
+
+
+def _by_rows(scale: Value | None, tokens: int) -> Tensor | float:
+    """A factor as it multiplies heads [B, T, H, D]."""
+    return 1.0 if scale is None else scale.data.reshape(-1, tokens, 1, 1)
 
 
 def heads(walk: Walk, found: Core, gate: Value | None = None) -> Heads:
@@ -88,11 +117,14 @@ def heads(walk: Walk, found: Core, gate: Value | None = None) -> Heads:
     sides = {name: side(walk, v, name) for name, v in zip("qkv", (found.q, found.k, found.v), strict=True)}
     if sides["v"].norm is not None or sides["v"].tables:
         raise RefusedError("v has a norm or a rotation", found.v.call)
+    if (scaled := next((n for n in "kv" if sides[n].scale is not None), None)) is not None:
+        raise RefusedError(f"{scaled} is scaled by position", found.k.call)
     if gate is not None and sides["q"].made.y is not gate:
         raise RefusedError("an output gate beside something else than q", gate.call)
     if (sides["q"].norm is None) != (sides["k"].norm is None):
         raise RefusedError("only one of q and k has a norm", found.k.call)
     ends = dict(zip("qkv", (t.transpose(1, 2) for t in found.ends), strict=False))
+    ends["q"] = ends["q"] / _by_rows(sides["q"].scale, found.ends[0].shape[2])
     trouble = RefusedError("the rows of the projections are not head by head", found.v.call)
     made = {name: one.made for name, one in sides.items()}
     for laid in layouts(made, found.ends[0].shape, gate is not None):
@@ -121,7 +153,8 @@ def _turned_alike(walk: Walk, found: Core, sides: dict[str, _Side], laid: Laid, 
     kind, wide, cos, sin, factor = by[0]
     norms = sides["q"].norm, sides["k"].norm
     sizes = ends["q"].shape[2], laid.parts["v"].shape[2], ends["q"].shape[3]
-    return Heads(*sizes, *laid.maps, laid.interleaved, *norms, kind, wide, cos, sin, factor * by[1][-1], place)
+    of = (*sizes, *laid.maps, laid.interleaved, *norms, kind, wide, cos, sin, factor * by[1][-1], place)
+    return Heads(*of, None if (scale := sides["q"].scale) is None else Outer(named(walk, scale)))
 
 
 def _placed(walk: Walk, side: _Side, part: Tensor, end: Tensor, at: Value, place: str) -> Turned:

@@ -114,7 +114,7 @@ def _computed(walk: Walk, found: Core, mask: Value) -> Outer:
     raise RefusedError("a mask of unknown arrangement", mask.call)
 
 
-def name_of(walk: Walk, v: Value) -> str:
+def named(walk: Walk, v: Value) -> str:
     """The name of a value that the layer is given, or computes of that."""
     return v.name if v.call is None else computed(walk, v)
 

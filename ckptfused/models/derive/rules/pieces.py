@@ -12,7 +12,7 @@ from torch import Tensor
 from ckptfused.eager.activation import FUNCTIONS, activation
 from ckptfused.eager.norm import norm as eager_norm
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value, words_of
-from ckptfused.models.derive.rules.masks import name_of
+from ckptfused.models.derive.rules.masks import named
 from ckptfused.models.derive.walk import Walk, arranges, close
 from ckptfused.spec import BIASED_NORMS, GATED_ACTIVATIONS, NORMS, PLAIN_ACTIVATIONS
 
@@ -146,7 +146,7 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
         elif name := walk.parameter(at):
             params[name] = at.data
         elif walk.vector_of_samples(at):
-            vectors[name_of(walk, at)] = at
+            vectors[named(walk, at)] = at
         elif at.call is not None and at.op in _NORM and len(seen) < _MOST:
             if at not in seen:
                 seen[at] = None
@@ -207,7 +207,7 @@ def layer_scale(walk: Walk, v: Value) -> NormPiece:
             if walk.vector_of_samples(weight) and x.shape == v.shape:
                 walk.take(call, "LayerScale")
                 walk.take_before(MODULATION, weight)
-                return NormPiece("layerscale", 1e-5, "", "", x, gain=name_of(walk, weight))
+                return NormPiece("layerscale", 1e-5, "", "", x, gain=named(walk, weight))
     raise RefusedError("not LayerScale", call)
 
 

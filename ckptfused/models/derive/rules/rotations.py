@@ -11,7 +11,7 @@ from ckptfused.eager.rope import rope
 from ckptfused.models.derive.outside import once
 from ckptfused.models.derive.recorder import RefusedError, Value
 from ckptfused.models.derive.rules.core import Outer
-from ckptfused.models.derive.rules.masks import name_of
+from ckptfused.models.derive.rules.masks import named
 from ckptfused.models.derive.walk import LAYOUT, Walk, arranges, ratio
 
 TURNS = LAYOUT | {
@@ -68,7 +68,7 @@ def _roots(walk: Walk, tables: tuple[Value, ...]) -> Iterator[list[Value]]:
 
 def _table(walk: Walk, root: Value, length: int, at: Value) -> dict[Outer, Tensor]:
     """A table as [T, r] or [B, T, r], in every way in which it may be meant."""
-    table, name = root.data, name_of(walk, root)
+    table, name = root.data, named(walk, root)
     tries: list[tuple[str, Tensor]] = []
     if table.is_complex():
         tries = list(zip(_BOTH[0], (table.real, table.imag), strict=True))
