@@ -150,9 +150,7 @@ def count(
     names, shapes = param_names(spec), param_shapes(spec, width)
     types = dict.fromkeys(shapes, dtype) if params is None else dict(params)
     types.update((name, torch.uint8) for name in quantized_slots(spec) & types.keys())  # shapes are their bytes
-    filled = tuple(
-        (shape_in(shapes[name][0], batch), _name(types[name])) if name in types else None for name in names
-    )
+    filled = tuple((shape_in(shapes[name][0], batch), _name(types[name])) if name in types else None for name in names)
     attention: tuple[int, ...] = (0, 1, 0, 1)
     bounds: tuple[int, ...] = (0,)
     for size in lengths or ():

@@ -39,8 +39,12 @@ def _linear(x: Tensor, params: Params, name: str, spec: AttentionSpec | FFNSpec,
 
 
 def _norm(x: Tensor, params: Params, name: str, kind: str, eps: float) -> Tensor:
-    vectors = (params.get(f"{name}_{which}") for which in "wb")
-    return norm(x, *(t[:, None] if t is not None and t.dim() == 2 else t for t in vectors), kind, eps)
+    w, b = (_by_batch(params.get(f"{name}_{which}")) for which in "wb")
+    return norm(x, w, b, kind, eps)
+
+
+def _by_batch(vector: Tensor | None) -> Tensor | None:
+    return vector[:, None] if vector is not None and vector.dim() == 2 else vector
 
 
 def _lengths(cu_seqlens: Tensor | None, tokens: int) -> list[tuple[int, int]]:
@@ -214,8 +218,9 @@ def eager_block(
     can be used) it is the baseline whose error sets the tolerance.
 
     **Shapes**: x [B, T, C], with ``spec.seq_first`` [T, B, C], packed [1, N, C]; params by name (``"attn.q_w"``);
-    cos, sin [T, r] or [B, T, r]; mask broadcastable to [B, H, T, T]; padding [B, T]; cu_seqlens int [S + 1]; q_scale [T] or [B, T];
-    rng_state int64 [2]; masks overrides the keep masks that rng_state gives, by site. Returns x's shape.
+    cos, sin [T, r] or [B, T, r]; mask broadcastable to [B, H, T, T]; padding [B, T]; cu_seqlens int [S + 1];
+    q_scale [T] or [B, T]; rng_state int64 [2]; masks overrides the keep masks that rng_state gives, by site. Returns
+    x's shape.
     """
     if spec.seq_first:
         x = x.transpose(0, 1)

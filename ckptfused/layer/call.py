@@ -60,7 +60,9 @@ def build_call(layer: Parts | LayerFacts, inputs: Inputs, mode: Mode, sharded: b
 
 def _with_vectors(slots: SlotTensors, key: LayerKey, vectors: Mapping[str, Tensor]) -> SlotTensors:
     """The tensors of an op with those that the call gives a modulated layer."""
-    names = [f"{half}.{slot}" for half in ("attn", "ffn") if getattr(key, half) is not None for slot in PARAM_SLOTS[half]]
+    names = [
+        f"{half}.{slot}" for half in ("attn", "ffn") if getattr(key, half) is not None for slot in PARAM_SLOTS[half]
+    ]
     return [*map(vectors.get, names, slots), *slots[len(names) :]]  # type: ignore[arg-type]
 
 
@@ -130,9 +132,7 @@ def _misfit(
     return None
 
 
-def _misfit_of(
-    x: Tensor, tensor: Tensor, kind: str, shape: tuple[int, ...], name: str, sharded: bool
-) -> Reason | None:
+def _misfit_of(x: Tensor, tensor: Tensor, kind: str, shape: tuple[int, ...], name: str, sharded: bool) -> Reason | None:
     if sharded and is_dtensor(tensor):
         return None
     if is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor):

@@ -21,7 +21,7 @@ from ckptfused.modules.attention import attention_parts
 from ckptfused.modules.ffn import ffn_parts
 from ckptfused.modules.fused import FusedModule, rates, refuse_generic, run_module
 from ckptfused.modules.grouped_attention import has_fast_path, make_attention
-from ckptfused.modules.inputs import attention_inputs, check_modulation, vectors_of
+from ckptfused.modules.inputs import attention_inputs, check_modulated, check_modulation, vectors_of
 from ckptfused.spec import GATED_ACTIVATIONS, Keep
 from ckptfused.spec.checks import check_flag, check_integer
 
@@ -115,8 +115,8 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         )
         if parallel and not norm_first:
             raise ValueError(f"parallel={parallel!r}: expected norm_first=True, got norm_first=False")
-        if check_flag("modulated", modulated) and (parallel or not norm_first or not batch_first):
-            raise ValueError("modulated: expected norm_first=True, batch_first=True and parallel=False")
+        if check_flag("modulated", modulated):
+            check_modulated(parallel, norm_first, batch_first)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.activation = plain_activation(activation)
         self.self_attn = make_attention(
@@ -213,14 +213,15 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         is x + gate · f(norm(x) · (1 + scale) + shift). It gets its gradient.
         generator: the source of dropout's seed; None: PyTorch's default generator.
         **Raises** `ValueError` or `TypeError` naming the argument, what was expected and what came.
-        **Source** `nn.TransformerEncoderLayer.forward`; Peebles and Xie 2022 (arXiv 2212.09748), section 3.2; with `is_causal`, `src_mask` is taken for the causal mask.
+        **Source** `nn.TransformerEncoderLayer.forward`; with `is_causal`, `src_mask` is taken for the causal mask. Its
+        modulation: Peebles and Xie 2022 (arXiv 2212.09748), section 3.2.
         """
         beside = {"cu_seqlens": cu_seqlens, "rotary": rotary}
         if isinstance(src, Tensor) and src.is_nested:
             refuse_generic("src is a nested tensor", **beside, modulation=modulation, generator=generator)
             encoder.refuse_unread_adapter(self.self_attn, "src is a nested tensor")
             return TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal=is_causal)
-        check_modulation(self.modulated, src, modulation)
+        check_modulation(self, src, modulation)
         given = (src_mask, src_key_padding_mask, is_causal, modulation)
         return run_module(self, self._plain, generator, src, *given, **beside)
 
@@ -238,6 +239,8 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         if isinstance(ffn, Reason):
             return ffn
         if self.modulated:
+            if any(norm.weight is not None for norm in (self.norm1, self.norm2)):
+                return Reason("a norm of a modulated block has a weight of its own")
             attn, ffn = (half._replace(post=_GATE, modulated=True) for half in (attn, ffn))  # type: ignore[assignment]
         return Parts(attn, ffn, self.parallel, child(self, "self_attn").embed_dim, encoder.ENCODER_NAMES)
 
@@ -268,9 +271,10 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
             src_mask = nn.Transformer.generate_square_subsequent_mask(length, src.device, src.dtype)
         if modulation is not None:
             shift, scale, gate, shift_ff, scale_ff, gate_ff = modulation.unsqueeze(2).unbind(1)
-            x = self.norm1(src) * (1 + scale) + shift
-            x = src + gate * self._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal)
-            return x + gate_ff * self._ff_block(self.norm2(x) * (1 + scale_ff) + shift_ff)
+            x = (self.norm1(src) * (1 + scale) + shift).to(src.dtype)
+            x = (src + gate * self._sa_block(x, src_mask, src_key_padding_mask, is_causal=is_causal)).to(src.dtype)
+            h = (self.norm2(x) * (1 + scale_ff) + shift_ff).to(src.dtype)
+            return (x + gate_ff * self._ff_block(h)).to(src.dtype)
         if not self.parallel:
             return TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal=is_causal)
         x = self.norm1(src)
@@ -279,4 +283,6 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
 
     def extra_repr(self) -> str:
         words = [super().extra_repr(), f"norm_first={self.norm_first}", f"batch_first={self.self_attn.batch_first}"]
-        return ", ".join(words + ([f"parallel={self.parallel!r}"] if self.parallel else []) + ["modulated=True"] * self.modulated)
+        return ", ".join(
+            words + ([f"parallel={self.parallel!r}"] if self.parallel else []) + ["modulated=True"] * self.modulated
+        )

@@ -55,18 +55,27 @@ def attention_inputs(
     return Inputs(x, masks, cos, sin, cu_seqlens, own_tables=rotary is None, seq_first=not attn.batch_first)
 
 
-def check_modulation(wanted: bool, src: Any, modulation: Any) -> None:
+def check_modulation(block: Any, src: Any, modulation: Any) -> None:
     """**Raises** `ValueError` or `TypeError` unless a modulated block, and no other, is given its vectors."""
-    if not wanted:
+    if not block.modulated:
         if modulation is not None:
             raise ValueError("modulation: leave it out, for this block is not modulated (modulated=False)")
         return
+    check_modulated(block.parallel, block.norm_first, block.self_attn.batch_first)
     check_plain("src", src)
     check_plain("modulation", modulation)
-    shape = [src.size(0), 6, src.size(-1)]
-    if src.dim() != 3 or list(modulation.shape) != shape:
+    if src.dim() != 3 or modulation.shape != (src.size(0), 6, src.size(2)):
         given = f"{list(modulation.shape)} beside {list(src.shape)}"
-        raise ValueError(f"modulation: expected shape {shape} beside src [B, T, C], got {given}")
+        raise ValueError(f"modulation: expected shape [B, 6, C] beside src [B, T, C], got {given}")
+    if not modulation.is_floating_point():
+        raise TypeError(f"modulation: expected a floating-point tensor, got {modulation.dtype}")
+    check_devices(src, modulation=modulation)
+
+
+def check_modulated(parallel: Any, norm_first: bool, batch_first: bool) -> None:
+    """**Raises** `ValueError` where a block that is so cannot be modulated."""
+    if parallel or not norm_first or not batch_first:
+        raise ValueError("modulated: expected norm_first=True, batch_first=True and parallel=False")
 
 
 def vectors_of(modulation: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Vectors of each batch element in the place of a norm's and LayerScale's own: DiT's adaLN-Zero, against its formula."""
+"""Vectors of each batch element in the place of a norm's and LayerScale's own: DiT's adaLN-Zero, by its formula."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_dropout_decides_as_without_vectors() -> None:
                 t.fill_(1)
             elif name.endswith("pre_b"):
                 t.zero_()
-    rows = {name: t.expand(B, C) if name.split(".")[1] in ("pre_w", "pre_b", "post_w") else t for name, t in params.items()}
+    rows = {
+        name: t.expand(B, C) if name.split(".")[1] in ("pre_w", "pre_b", "post_w") else t for name, t in params.items()
+    }
     a, b = functional.block(x, rows, spec, generator=seeded()), functional.block(x, params, plain, generator=seeded())
     torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
@@ -151,7 +153,10 @@ def made(**options: Any) -> FusedCheckpointBlock:
 def test_the_block_is_dits(generic: bool) -> None:
     block = made()
     assert "modulated=True" in repr(block) and not [name for name in block.state_dict() if "norm" in name]
-    x, m = torch.randn(2, 9, 32, dtype=DOUBLE, requires_grad=True), torch.randn(2, 6, 32, dtype=DOUBLE, requires_grad=True)
+    x, m = (
+        torch.randn(2, 9, 32, dtype=DOUBLE, requires_grad=True),
+        torch.randn(2, 6, 32, dtype=DOUBLE, requires_grad=True),
+    )
     if generic:
         block.linear1.register_forward_hook(lambda module, args, y: None)
     assert (block.generic_reason() is not None) == generic
@@ -161,9 +166,47 @@ def test_the_block_is_dits(generic: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_with_a_weight_runs_generically(norm: type[nn.Module]) -> None:
+    """Its weight is read, and trained, though no op has a place for it beside the call's vectors."""
+    block = made()
+    block.norm1 = norm(32, dtype=DOUBLE)
+    nn.init.normal_(block.norm1.weight)
+    assert "weight of its own" in str(block.generic_reason())
+    x, m = torch.randn(2, 9, 32, dtype=DOUBLE), torch.randn(2, 6, 32, dtype=DOUBLE)
+    plain = made()
+    plain.norm1 = block.norm1
+    plain.linear1.register_forward_hook(lambda module, args, y: None)
+    torch.testing.assert_close(block(x, modulation=m), plain(x, modulation=m))
+    block(x, modulation=m).sum().backward()
+    assert block.norm1.weight.grad is not None
+
+
+@pytest.mark.parametrize(("name", "value"), [("norm_first", False), ("parallel", True), ("parallel", "shared")])
+def test_what_is_changed_later_is_refused(name: str, value: Any) -> None:
+    block = made()
+    setattr(block, name, value)
+    with pytest.raises(ValueError, match="modulated: expected norm_first=True"):
+        block(torch.randn(2, 9, 32, dtype=DOUBLE), modulation=torch.randn(2, 6, 32, dtype=DOUBLE))
+
+
+@pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
+def test_both_ways_take_vectors_of_another_type(types: tuple[torch.dtype, torch.dtype]) -> None:
+    block, (own, other) = made().to(types[0]), types
+    x, m = torch.randn(2, 9, 32).to(own), torch.randn(2, 6, 32).to(other)
+    found = [block(x, modulation=m)]
+    block.linear1.register_forward_hook(lambda module, args, y: None)
+    found.append(block(x, modulation=m))
+    assert {y.dtype for y in found} == {own}
+    torch.testing.assert_close(*found, rtol=4 * torch.finfo(own).eps, atol=16 * torch.finfo(own).eps)
+
+
 def test_it_is_one_graph_for_the_compiler() -> None:
     block = made()
-    x, m = torch.randn(2, 9, 32, dtype=DOUBLE, requires_grad=True), torch.randn(2, 6, 32, dtype=DOUBLE, requires_grad=True)
+    x, m = (
+        torch.randn(2, 9, 32, dtype=DOUBLE, requires_grad=True),
+        torch.randn(2, 6, 32, dtype=DOUBLE, requires_grad=True),
+    )
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     found, wanted = (torch.autograd.grad(f(x, modulation=m).square().sum(), [x, m]) for f in (compiled, block))
     for a, b in zip(found, wanted, strict=True):
@@ -172,16 +215,25 @@ def test_it_is_one_graph_for_the_compiler() -> None:
 
 def test_second_derivatives() -> None:
     block = made()
-    x, m = torch.randn(2, 3, 32, dtype=DOUBLE, requires_grad=True), torch.randn(2, 6, 32, dtype=DOUBLE, requires_grad=True)
+    x, m = (
+        torch.randn(2, 3, 32, dtype=DOUBLE, requires_grad=True),
+        torch.randn(2, 6, 32, dtype=DOUBLE, requires_grad=True),
+    )
     assert torch.autograd.gradgradcheck(lambda x, m: block(x, modulation=m), (x, m), fast_mode=True)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     block, x = made(), torch.randn(2, 9, 32, dtype=DOUBLE)
-    with pytest.raises(ValueError, match=r"modulation: expected shape \[2, 6, 32\] beside src .*, got \[2, 192\]"):
+    with pytest.raises(
+        ValueError, match=r"modulation: expected shape \[B, 6, C\] .*, got \[2, 192\] beside \[2, 9, 32\]"
+    ):
         block(x, modulation=torch.randn(2, 192, dtype=DOUBLE))
     with pytest.raises(TypeError, match="modulation: expected a tensor"):
         block(x)
+    with pytest.raises(TypeError, match="modulation: expected a floating-point tensor, got torch.int64"):
+        block(x, modulation=torch.ones(2, 6, 32, dtype=torch.int64))
+    with pytest.raises(ValueError, match="modulation: expected .* device"):
+        block(x, modulation=torch.ones(2, 6, 32, dtype=DOUBLE, device="meta"))
     with pytest.raises(ValueError, match="called without modulation"):
         FusedCheckpointSequential(block, made())(x)
     with pytest.raises(ValueError, match="modulation: leave it out"):

@@ -35,7 +35,9 @@ def test_a_factor_of_each_position(scratch: int, options: dict[str, str]) -> Non
     """One for all is the scale of the logits; one of each position is its rows' own."""
     x, params, factors = made()
     plain = BlockSpec(AttentionSpec(4, 2, 6, scale=6**-0.5 * 1.5, **options))  # type: ignore[arg-type]
-    y = functional.attention_block(x, params, half(scratch=scratch, **options), q_scale=torch.full((T,), 1.5, dtype=DOUBLE))
+    y = functional.attention_block(
+        x, params, half(scratch=scratch, **options), q_scale=torch.full((T,), 1.5, dtype=DOUBLE)
+    )
     expected = functional.attention_block(x, params, plain)
     leaves, dy = [x, *params.values()], torch.randn_like(y)
     pairs = [(y, expected), *zip(*(torch.autograd.grad(out, leaves, dy) for out in (y, expected)), strict=True)]

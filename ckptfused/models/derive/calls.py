@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from ckptfused.models.derive.flash import runs_flash
 from ckptfused.models.derive.layer_state import KNOWN, LayerState
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.outside import Rest, evaluated, recalled
-from ckptfused.models.derive.recorder import Value
+from ckptfused.models.derive.recorder import Recorded, Value
 from ckptfused.models.describe.own_forward import IndexReadError
 
 IN_SHARDS = "its weights are in shards"
@@ -47,6 +47,8 @@ class Ready(NamedTuple):
     tree: TreeSpec
     recipes: dict[str, Value]
     """How what has the name of a call is made of the call's leaves and of what the layer holds."""
+    returned: Mapping[Value, Recorded]
+    """The calls of modules that recipes may stand on."""
     rest: Rest | None = None
     """What stands beside the op."""
     beside: tuple[tuple[str, int], ...] = ()
@@ -151,15 +153,20 @@ def held_tensor(modules: _Modules | nn.Module, name: str) -> Tensor:
 
 
 def outer_tensor(made: Ready, modules: Any, leaves: list[Any], name: str, known: dict[Value, Tensor]) -> Tensor:
-    """What the layer holds, or computes of that and of arguments; vectors of modulated halves anew at each call, for they
-    have gradients. known: what was computed so in this call.
+    """What the layer holds, or computes of that and of arguments; vectors of modulated halves anew at each call, for
+    they have gradients. known: what was computed so in this call.
     """
     if name not in made.recipes:
         return held_tensor(modules, name)
-    given = lambda root: leaves[_place(root)] if root.startswith("arg:") else held_tensor(modules, root)  # noqa: E731
+
+    def given(root: str) -> Any:
+        if root.startswith("module:"):
+            return modules.get_submodule(root.removeprefix("module:"))
+        return leaves[_place(root)] if root.startswith("arg:") else held_tensor(modules, root)
+
     recipe, device = made.recipes[name], leaves[made.x].device
     if any(t is not None and t.name == name for norm in made.layout.modulated for t in norm.made_of):
-        return evaluated(recipe, given, device, known)
+        return evaluated(recipe, given, device, known, made.returned)
     return recalled(recipe, given, device)
 
 
@@ -174,7 +181,8 @@ def ready(
     parts: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            parts.append((type(leaf), leaf.dtype, leaf.device.type, leaf.shape))
+            trained = leaf is not x and leaf.requires_grad
+            parts.append((type(leaf), leaf.dtype, (leaf.device.type, trained), leaf.shape))
         elif type(leaf) in _PLAIN:
             parts.append((type(leaf), leaf))
         else:
@@ -235,7 +243,8 @@ def _to_be_called(made: Derivation, leaves: list[Any], where: int) -> Ready | Re
     leaves_of = tuple(recording.leaves)
     rest = made.here.rest
     beside = () if rest is None else tuple((name, _place(name)) for name in rest.given)
-    of_call = (made.layout, where, outer, recording.place, leaves_of, recording.tree, made.here.recipes)
+    here = made.here
+    of_call = (made.layout, where, outer, recording.place, leaves_of, recording.tree, here.recipes, here.returned)
     return Ready(*of_call, rest, beside, made.why)
 
 

@@ -109,7 +109,9 @@ def _found(cls: type[nn.Module], values: Any, args: Any, kwargs: Any, where: int
     if isinstance(found, Reason):
         return found.text
     made = found.rest is not None or found.layout.also or any(t.form.endswith("negated") for t in found.layout.outer)
-    return "torch.compile cannot follow what it makes of its arguments" if made or found.recipes else found
+    if made or found.recipes:
+        return "torch.compile cannot follow what it makes of its arguments"
+    return found._replace(returned={})
 
 
 def _values(layer: nn.Module, reads: AttributeReads) -> Any:

@@ -209,8 +209,8 @@ def resized_call(
     args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, first_key: bool, folded: bool = False
 ) -> tuple[Any, Any]:
     """A call of other sizes with random values in float64. first_key: what boolean masks say of the first key. folded:
-    what is [n, 1, T] has an entry for each head of each batch element, not for each head; and what is [B, C], where x is
-    as wide as it is long, goes with its width.
+    what is [n, 1, T] has an entry for each head of each batch element, not for each head; and what is [B, C], where x
+    is as wide as it is long, goes with its width.
     """
     leaves, tree = tree_flatten((args, kwargs))
     x = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
@@ -224,7 +224,8 @@ def resized_call(
         elif isinstance(leaf, Tensor):
             vector = folded and leaf.is_floating_point() and leaf.shape == (was.batch, x.size(2))
             found = _resized(leaf, was, sizes, generator, first_key, folded)
-            made.append(torch.randn(sizes.batch, x.size(2), dtype=found.dtype, generator=generator) if vector else found)
+            found = torch.randn(sizes.batch, x.size(2), dtype=found.dtype, generator=generator) if vector else found
+            made.append(found.requires_grad_(leaf.requires_grad and found.is_floating_point()))
         else:
             made.append(leaf)
     return tree_unflatten(made, tree)

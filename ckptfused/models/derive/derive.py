@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -15,12 +15,13 @@ from ckptfused.models.derive.copies import Opaques, Sizes, layer_without_data
 from ckptfused.models.derive.flash import spelled_out
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.opaque import Opaque
-from ckptfused.models.derive.outside import Rest, evaluated
+from ckptfused.models.derive.outside import NOTHING, Rest, evaluated
 from ckptfused.models.derive.prove import Proof, prove, same_shapes, same_window
 from ckptfused.models.derive.record import RAISED, Recording, forgotten_afterwards, record, tensors_held
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.masks import seen_by_place
 from ckptfused.models.describe.own_forward import IndexReadError
+from ckptfused.ops.numerics import Modes
 from ckptfused.simulate.meta_copy import data_behind
 from ckptfused.state.undone import without_trace
 
@@ -38,6 +39,8 @@ class Here(NamedTuple):
     """How far back a query sees by the layer's own mask; 0: all the way."""
     rest: Rest | None = None
     """What stands beside what is fused."""
+    returned: Mapping[Value, Recorded] = NOTHING
+    """What the layer's modules return, by their calls: they are called as such, with adapters and all."""
 
 
 class Derivation(NamedTuple):
@@ -115,13 +118,11 @@ def _alone(function: Callable[[], T]) -> T:
     """
     made: list[T] = []
     raised: list[BaseException] = []
-    grad, cast = torch.is_grad_enabled(), {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    modes = Modes.now()
 
     def run() -> None:
         try:
-            with torch.set_grad_enabled(grad), spelled_out(), forgotten_afterwards(), ExitStack() as modes:
-                for kind in (kind for kind, on in cast.items() if on):
-                    modes.enter_context(torch.autocast(kind, torch.get_autocast_dtype(kind)))
+            with modes.on(), spelled_out(), forgotten_afterwards():
                 made.append(function())
         except BaseException as error:
             raised.append(error)
@@ -184,7 +185,7 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
     for name in (outer.name for outer in proof.layout.outer if outer.name.startswith("call:")):
         place, index = map(int, name.removeprefix("call:").split("."))
         recipes[name] = _matching(proof.recordings[0], here, kept.index(place)).values[index]
-    return Here(recipes, window, here.rest)
+    return Here(recipes, window, here.rest, here.returned)
 
 
 def _without_data(t: Tensor) -> Tensor:

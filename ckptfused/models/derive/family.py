@@ -75,7 +75,9 @@ class Derived(Family):
         if isinstance(found, Reason):
             return found
         known: dict[Any, Tensor] = {}
-        outer = {name: leaves[i] if i >= 0 else outer_tensor(found, held, leaves, name, known) for name, i in found.outer}
+        outer = {
+            name: leaves[i] if i >= 0 else outer_tensor(found, held, leaves, name, known) for name, i in found.outer
+        }
         inputs = found.layout.inputs(leaves[found.x], outer)
         if flash and inputs.masks.mask is None and inputs.masks.padding is None:
             bounds = packed(layer, inputs.x, args, kwargs)

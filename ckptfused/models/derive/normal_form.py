@@ -279,7 +279,7 @@ def _ffn(layer: nn.Module, half: DerivedHalf) -> FFN:
     act, m = half.numbers
     gate, up, down = (_projected(layer, found) for found in half.maps)
     pre, post, out = (_normed(layer, found) for found in half.norms)
-    beside = {"residual": half.residual, "modulated": half.modulated}
+    beside: Any = {"residual": half.residual, "modulated": half.modulated}
     return FFN(FUNCTIONS[act], gate, up, down, pre, post, out, half.rates[0], half.rates[1], m, **beside)
 
 

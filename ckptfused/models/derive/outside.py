@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -71,11 +72,12 @@ def evaluated(
         return device if isinstance(v, torch.device) or v == "meta" else v
 
     args, kwargs = tree_map(made, (call.args, call.kwargs))
-    if call.mask is not None:
-        found = [dropout(tree_flatten((args, kwargs))[0][0], call.mask, call.given(1, "p", 0.5))]
-    else:
-        y = (given(call.op) if call.func is None else call.func)(*args, **kwargs)
-        found = [t for t in tree_flatten(y)[0] if isinstance(t, Tensor)]
+    with nullcontext() if call.modes is None else call.modes.on():
+        if call.mask is not None:
+            found = [dropout(tree_flatten((args, kwargs))[0][0], call.mask, call.given(1, "p", 0.5))]
+        else:
+            y = (given(call.op) if call.func is None else call.func)(*args, **kwargs)
+            found = [t for t in tree_flatten(y)[0] if isinstance(t, Tensor)]
     if len(found) != len(call.values):
         raise RuntimeError(f"{call.op} gave {len(found)} tensors, expected {len(call.values)} as when it was read")
     known.update(zip(call.values, found, strict=True))

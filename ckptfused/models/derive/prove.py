@@ -19,7 +19,7 @@ from ckptfused.models.derive.normal_form import DerivedLayer, layout_of
 from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.read import Form, read
 from ckptfused.models.derive.record import RAISED, Recording, record
-from ckptfused.models.derive.recorder import Recorded, RefusedError
+from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.walk import Walk, close
 from ckptfused.ops.call import Call
 from ckptfused.spec import parse
@@ -121,8 +121,8 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
     recording = walk.recording
     layout = layout_of(form, walk, own)
     x = recording.x.data
-    inputs = layout.inputs(x, recording.roots)
     with factored:  # a part of a product is rows of its weight
+        inputs = layout.inputs(x, _made_again(layout, recording))
         parts = layout.parts(own)
     call = build_call(parts, inputs, Mode())
     if isinstance(call, Reason):
@@ -137,6 +137,9 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
         ways = [plain_block(x, call.slots, call.aux, text, masks)]
     if not parse(text).has_dropout and not factored.matrices:
         ways.append(call.run())
+    wanted += [
+        (name, t) for name, t in recording.roots.items() if name.startswith("arg:") and t.requires_grad and t is not x
+    ]
     leaves = [x, *(p for _, p in wanted)]
     own_gradients = _gradients(y, weights, leaves)
     errors: dict[str, float] = {}
@@ -155,6 +158,18 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
     if recording.rest is not None:
         _can_be_called_again(recording, factored)
     return layout, text, errors
+
+
+def _made_again(layout: DerivedLayer, recording: Recording) -> dict[str, Tensor]:
+    """What a block takes from outside, by name: vectors of modulated halves as a call will make them."""
+    names = {t.name for norm in layout.modulated for t in norm.made_of if t is not None and t.name.startswith("call:")}
+    known: dict[Value, Tensor] = {}
+    outer = dict(recording.roots)
+    for name in names:
+        number, index = map(int, name.removeprefix("call:").split("."))
+        value = recording.calls[number].values[index]
+        outer[name] = evaluated(value, recording.roots.__getitem__, value.data.device, known)
+    return outer
 
 
 def _can_be_called_again(recording: Recording, factored: Factored) -> None:

@@ -43,7 +43,7 @@ class Recording:
         self.leaves = [None if isinstance(v, Tensor) else v for v in leaves]
         self.rest: Rest | None = None
         """How `end` is made of `y`, or `x` of what the layer was given, where these are other values."""
-        self._returned = recorder.returned
+        self.returned = recorder.returned
         if opaque := [call for call in recorder.calls if call.op == "called_whole"]:
             self._cut(opaque)
 
@@ -63,7 +63,7 @@ class Recording:
 
     def made_by(self, v: Value) -> Recorded | None:
         """The call in the layer's own code that made a value, which may be a module's."""
-        return self._returned.get(v, v.call)
+        return self.returned.get(v, v.call)
 
     def _cut(self, opaque: list[Recorded]) -> None:
         """Has what is to be fused end at the last value before opaque modules by which alone x reaches the result, or
@@ -107,7 +107,7 @@ class Recording:
         names = frozenset(call.op for call in calls if call.func is None)
         fused = {f"module:{call.within}" for call in self.before(self.y, since=self.x)}
         given = tuple(v.name for v in inputs if v.call is None)
-        return Rest(first, start, end, given, self._returned, names - fused)
+        return Rest(first, start, end, given, self.returned, names - fused)
 
 
 class _Made(threading.local):

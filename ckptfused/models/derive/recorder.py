@@ -22,6 +22,7 @@ from ckptfused.compat.torch_modules import OPENED
 from ckptfused.eager.attention import attention
 from ckptfused.eager.dropout import dropout
 from ckptfused.models.derive.in_place import let_go, without_writing, writes
+from ckptfused.ops.numerics import Modes
 
 _NOT_THE_LAYERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), threading.__file__)
 
@@ -89,9 +90,7 @@ class Value:
 class Recorded:
     """One call: `args` and `kwargs` as they were, with a `Value` in the place of each tensor."""
 
-    __slots__ = (
-        *("args", "func", "inputs", "kwargs", "mask", "module", "number", "numbers", "op", "place", "values", "within"),
-    )
+    __slots__ = words_of("args func inputs kwargs mask modes module number numbers op place values within")
 
     def __init__(self, number: int, func: Any, op: str, args: Any, kwargs: Any, place: str) -> None:
         self.number, self.func, self.op, self.place = number, func, op, place
@@ -101,9 +100,11 @@ class Recorded:
         _mapped(leaves.append, (args, kwargs))
         self.inputs: list[Value] = [v for v in leaves if isinstance(v, Value)]
         self.numbers = [v for v in leaves if not isinstance(v, Value)]
-        """What is no tensor among its arguments."""
+        """Those of its arguments that are no tensors."""
         self.mask: Tensor | None = None
         """The keep mask of a dropout."""
+        self.modes: Modes | None = None
+        """Whether gradients and autocast were on, where that is another than when the layer was called."""
         self.within = ""
         """The name of the module that the layer called for it; "": it is in the layer's own code."""
         self.module = ""
@@ -132,10 +133,11 @@ class CallRecorder(TorchFunctionMode):
         """The calls of modules by the layer's own code, by what they return. `func` is None, `op` has the name."""
         self._entered: Any = None
         self._wide, self._generator = wide, generator
+        self._modes, self._inference = Modes.now(), torch.is_inference_mode_enabled()
 
     @property
     def outermost(self) -> str:
-        """The name of the module that the layer's own code called, and that is at work; "": none is."""
+        """The module that the layer's own code called, and that is at work, by name; "": none is."""
         return self.within[0] if self.within else ""
 
     def root(self, name: str, t: Tensor) -> Value:
@@ -153,6 +155,8 @@ class CallRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, op = kwargs or {}, function_name(func)
         at = code_place()
+        if torch.is_inference_mode_enabled() != self._inference:
+            raise RefusedError(f"{at}: {op} in inference mode")
         if getattr(func, "__name__", "") in _VALUES:
             raise RefusedError(f"{at}: {op} of a tensor: what runs depends on values")
         if func in OPENED:
@@ -165,6 +169,7 @@ class CallRecorder(TorchFunctionMode):
         noted = Recorded(len(self.calls), func, op, given, options, at)
         noted, written = self._written(noted, args, kwargs)
         noted.within, noted.module = self.outermost, self.within[-1] if self.within else ""
+        noted.modes = self._other_modes()
         result = self._dropped(noted, func, args, kwargs) if self._wide else None
         result = func(*args, **kwargs) if result is None else result
         tensors, taken = tensors_of(result), tensors_of(args, kwargs)
@@ -172,7 +177,7 @@ class CallRecorder(TorchFunctionMode):
             if op not in LOOKS and not (op == "_assert" and not noted.inputs):
                 raise RefusedError(f"{at}: {op} is not known")
             return result
-        if op != "to" and _same(op) and any(t is g and t is not written for t in tensors for g in taken):
+        if op != "to" and op not in _RETURNING and any(t is g and t is not written for t in tensors for g in taken):
             raise RefusedError(f"{at}: {op} writes in place")
         if written is None and all(any(t is g for g in taken) for t in tensors):
             return result  # a cast to the type that it has
@@ -208,6 +213,7 @@ class CallRecorder(TorchFunctionMode):
                 return
             given, options = self._noted(args, kwargs)
             call = Recorded(len(self.calls) - 1, None, f"module:{name}", given, options, self.calls[-1].place)
+            call.modes = self._other_modes()
             call.values = [self.value(t) for t in tree_leaves(y) if isinstance(t, Tensor)]
             self.returned.update((v, call) for v in call.values if v not in call.inputs)
 
@@ -218,6 +224,9 @@ class CallRecorder(TorchFunctionMode):
                     hooks.callback(entering.remove)
                     hooks.callback(module.register_forward_hook(leave).remove)
             yield
+
+    def _other_modes(self) -> Modes | None:
+        return None if (now := Modes.now()) == self._modes else now
 
     def _noted(self, args: Any, kwargs: Any) -> Any:
         return _mapped(lambda v: self.value(v) if isinstance(v, Tensor) else v, (args, kwargs))
@@ -257,11 +266,6 @@ class CallRecorder(TorchFunctionMode):
                 q, k, v, mask=mask, mask_kind=kind, causal=causal, scale=scale, keep=noted.mask, p=p, window=0
             )[0]
         return None
-
-
-def _same(op: str) -> bool:
-    """Whether a call that returns its own argument must have written to it."""
-    return op not in _RETURNING
 
 
 def _mapped(function: Callable[[Any], Any], value: Any) -> Any:

@@ -140,9 +140,10 @@ class Walk:
         return self._of(v, self._outer, lambda root: root is not self.recording.x and not root.is_param)
 
     def vector_of_samples(self, v: Value) -> bool:
-        """Whether a value is a vector for each batch element, which does not depend on x: [B, 1, C]."""
+        """Whether a value is a vector for each batch element, or one for all, which does not depend on x: [B, 1, C]."""
         x = self.recording.x
-        return v.shape == (x.shape[0], 1, x.shape[2]) and self._of(v, self._apart, lambda root: root is not x)
+        fits = v.data.dim() == 3 and v.shape[0] in (1, x.shape[0]) and v.shape[1:] == (1, x.shape[2])
+        return fits and self._of(v, self._apart, lambda root: root is not x)
 
     def _of(self, v: Value, known: dict[Value, bool], allowed: Callable[[Value], bool]) -> bool:
         """Whether a value depends on nothing random, and on such values alone."""

@@ -50,7 +50,9 @@ TABLE = (
 GAINS = (
     DIT.replace("nn.LayerNorm(", "nn.RMSNorm(")
     .replace("6 * width", "4 * width")
-    .replace("a, b, g, d, e, h = self.adaLN(cond).chunk(6, dim=1)", "b, g, e, h = self.adaLN(cond)[:, None].chunk(4, -1)")
+    .replace(
+        "a, b, g, d, e, h = self.adaLN(cond).chunk(6, dim=1)", "b, g, e, h = self.adaLN(cond)[:, None].chunk(4, -1)"
+    )
     .replace("g.unsqueeze(1)", "g.tanh()")
     .replace("h.unsqueeze(1)", "h.tanh()")
     .replace("modulate(self.norm1(x), a, b)", "self.norm1(x) * (1 + b)")
@@ -58,14 +60,16 @@ GAINS = (
 )
 """The way of Lumina: gains alone, of RMSNorms, and gates within ±1."""
 
-AFFINE = DIT.replace("self.norm1 = nn.LayerNorm(width, elementwise_affine=False,", "self.norm1 = nn.LayerNorm(width,").replace(
-    "self.norm2 = nn.LayerNorm(width, elementwise_affine=False,", "self.norm2 = nn.RMSNorm(width,"
-)
+AFFINE = DIT.replace(
+    "self.norm1 = nn.LayerNorm(width, elementwise_affine=False,", "self.norm1 = nn.LayerNorm(width,"
+).replace("self.norm2 = nn.LayerNorm(width, elementwise_affine=False,", "self.norm2 = nn.RMSNorm(width,")
 """The way of CogVideoX and LightningDiT: the norms have weights of their own."""
 SHIFTED = (
     DIT.replace("return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)", "return x + shift.unsqueeze(1)")
     .replace("self.norm1 = nn.LayerNorm(width, elementwise_affine=False,", "self.norm1 = nn.RMSNorm(width,")
-    .replace("x + h.unsqueeze(1) * self.feed(modulate(self.norm2(x), d, e))", "x + h[:, None] * self.feed(self.norm1(x))")
+    .replace(
+        "x + h.unsqueeze(1) * self.feed(modulate(self.norm2(x), d, e))", "x + h[:, None] * self.feed(self.norm1(x))"
+    )
 )
 """A shift alone; a norm that is read twice, once without a vector, beside a gate."""
 

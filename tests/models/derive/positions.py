@@ -1,17 +1,19 @@
-"""A written-out block whose q is scaled by position, by ones on the few tokens of a proof, and changes of one place in it."""
+"""A written-out block whose q is scaled by position, on few tokens by ones, and changes of one place in it."""
 
 from __future__ import annotations
 
 from tests.models.derive.written import LLAMA
 
 _TURNED = "        q, k = turn(q, cos, sin), turn(k, cos, sin)\n"
-_SCALE = "        s = (1 + 0.5 * torch.log(1 + torch.floor(torch.arange(T, device=x.device) / 8)))[None, None, :, None].to(q.dtype)\n"
+_SCALE = """        s = 1 + 0.5 * torch.log(1 + torch.floor(torch.arange(T, device=x.device) / 8))
+        s = s[None, None, :, None].to(q.dtype)
+"""
 SCALED_Q = LLAMA.replace(_TURNED, f"{_TURNED}{_SCALE}        q = q * s\n")
 """The way of Ministral 3 and Llama 4, from the ninth token on."""
 assert SCALED_Q != LLAMA
 
 _NORMED = "        q, k = self.q_norm(q), self.k_norm(k)\n"
-_BEFORE = _SCALE.replace("[None, None, :, None]", "[None, :, None, None]")
+_BEFORE = _SCALE.replace("s[None, None, :, None]", "s[None, :, None, None]")
 IN_SCALED_Q = [
     ("q = q * s\n", new)
     for new in (
@@ -39,7 +41,10 @@ IN_SCALED_Q = [
 IN_SCALED_Q += [
     (_NORMED, f"{_BEFORE}        q = q * s\n{_NORMED}"),
     (_NORMED, f"{_NORMED}{_BEFORE}        q = q * s\n"),
-    ("scores = q @ k.transpose(-2, -1) / math.sqrt(self.dim)", "scores = (q @ k.transpose(-2, -1)) * s / math.sqrt(self.dim)"),
+    (
+        "scores = q @ k.transpose(-2, -1) / math.sqrt(self.dim)",
+        "scores = (q @ k.transpose(-2, -1)) * s / math.sqrt(self.dim)",
+    ),
     ("y = (probs @ v)", "y = (probs @ v) * s"),
     (".to(q.dtype)\n        q = q * s", ".to(q.dtype).floor()\n        q = q * s"),
 ]

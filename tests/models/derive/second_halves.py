@@ -38,6 +38,7 @@ SEVERAL = LINEAR.replace("        if bool((k > 1e4).any()):\n    ", "").replace(
 SEVERAL = SEVERAL.replace("self.attn(self.ln_1(x))", "self.attn(self.ln_1(x), decay=self.gain)")
 """Its attention takes two tensors, and writes in place."""
 FUSED_TOO = [
+    ("        x = x + h\n", "        with torch.no_grad(): z = 2 * h\n        x = x + z\n"),
     ("x = x + h", "x = 0.5 * x - h.sin()"),
     ("h, said = self.attn(self.ln_1(x))\n        x = x + h", "x, said = self.attn(x)"),
     ("x = x + h", "x = x + self.gain * h"),
@@ -55,7 +56,6 @@ NOT_FUSED = [
     ("        x = x + h\n        return x + ", "        z = x; x = x + h\n        return z + x + "),
     ("self.attn(self.ln_1(x))", "self.attn.forward(self.ln_1(x))"),
     ("x = x + h", "x = x + h * said"),
-    ("        x = x + h\n", "        with torch.no_grad(): z = 2 * h\n        x = x + z\n"),
     ("x = x + h", "x = x + h; x[:, 0] = 0"),
     ("self.ln_2(x)", "self.ln_2(x + said)"),
     ("F.gelu(self.c_fc(self.ln_2(x)))", "F.gelu(self.c_fc(self.ln_2(h)))"),

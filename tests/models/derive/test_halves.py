@@ -173,20 +173,24 @@ def test_hooks_within_the_fused_half_are_not_stepped_over() -> None:
     same(plain, converted, fused=1)
 
 
-UNGRADED = "with torch.no_grad(): z = 2 * h\n        return x + self.gain * z"
+def test_what_is_made_without_gradients_is_so_again() -> None:
+    ungraded = "with torch.no_grad(): z = 2 * h\n        return x + self.gain * (h + z)"
+    plain = Stack(EXPERTS.replace("return x + self.gain * h", ungraded))
+    converted = copy.deepcopy(plain)
+    assert [layer.path for layer in ckptfused.convert(converted).layers] == ["part"] * 2
+    same(plain, converted)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        ("return x + self.gain * h", UNGRADED),
         ("return x + self.gain * h", "return x + self.gain * h if x.size(1) < 9 else x - h"),
         ("x = x + self.attn(self.ln_1(x))", "z = x; x = x + self.attn(self.ln_1(x)); x = x + 0.1 * z"),
         ("x = x + self.attn(self.ln_1(x))", "x = self.ln_1(x) + self.attn(self.ln_1(x))"),
         ("h, _ = self.moe(self.ln_2(x))", "h, _ = self.moe.forward(self.ln_2(x))"),
         ("h, _ = self.moe(self.ln_2(x))", "h, r = self.moe(self.ln_2(x)); h = h * r.mean()"),
     ],
-    ids=["no gradient", "another length", "x again", "another stream", "no call", "logits"],
+    ids=["another length", "x again", "another stream", "no call", "logits"],
 )
 def test_what_cannot_be_called_again_is_generic(change: tuple[str, str]) -> None:
     plain = Stack(EXPERTS.replace(*change))

@@ -133,13 +133,17 @@ def test_under_autocast(kind: str, dtype: torch.dtype) -> None:
 def test_a_graph_that_is_kept_and_one_that_is_shared() -> None:
     """The same condition twice in one step, and two backward passes: what is made of it is made for each call."""
     model, (x, cond) = Stack(DIT).double(), called(DIT, dtype=torch.float64)
-    own = converted(model)
-    found = []
-    for each in (model, own):
-        leaf = cond.clone().requires_grad_()
+    found: list[list[Tensor]] = []
+    for each in (model, converted(model)):
+        leaf, errors = cond.clone().requires_grad_(), []
         losses = [each(x, leaf).square().sum(), each(2 * x, leaf).square().sum()]
-        grads = [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for loss in (*losses, *losses)]
-        found.append(grads)
+        kept = [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for loss in losses]
+        try:
+            kept += [torch.autograd.grad(loss, leaf)[0] for loss in losses]
+        except RuntimeError as error:
+            errors.append(error)
+        assert not errors
+        found.append(kept)
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
@@ -162,6 +166,98 @@ def test_frozen_conditions_and_weights() -> None:
         assert (a.grad is None) == (b.grad is None)
         if b.grad is not None:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-10)
+
+
+LINE = "a, b, g, d, e, h = self.adaLN(cond).chunk(6, dim=1)"
+HALVED = """
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 2
+"""
+CUT = {
+    "no gradients": (LINE, f"with torch.no_grad():\n            {LINE}"),
+    "a line without gradients": (LINE, f"{LINE}\n        with torch.no_grad():\n            b = 2 * b"),
+    "gradients halved": ("self.adaLN(cond)", "Halved.apply(self.adaLN(cond))"),
+    "the condition's halved": ("self.adaLN(cond)", "self.adaLN(Halved.apply(cond))"),
+    "a gate's halved": ("g.unsqueeze(1) *", "Halved.apply(g.unsqueeze(1)) *"),
+}
+
+
+@pytest.mark.parametrize("cut", CUT)
+def test_gradients_end_where_the_layer_ends_them(cut: str) -> None:
+    source = (HALVED if "Halved" in CUT[cut][1] else "") + DIT.replace(*CUT[cut])
+    model, (x, cond) = Stack(source, layers=2).double(), called(DIT, dtype=torch.float64)
+    steps = []
+    for each in (model, converted(model)):
+        leaves = [x.clone().requires_grad_(), cond.clone().requires_grad_(), *each.parameters()]
+        y = each(*leaves[:2])
+        steps.append([y, *torch.autograd.grad(y.square().sum(), leaves, allow_unused=True)])
+    for a, b in zip(*steps, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("inner", ["enabled=False", "dtype=torch.bfloat16"])
+def test_autocast_is_what_it_was_where_vectors_are_made(inner: str, outer: bool) -> None:
+    """A region of the layer's own has its vectors in float32 within autocast, or in bfloat16 without."""
+    model = Stack(DIT.replace(LINE, f"with torch.autocast('cpu', {inner}):\n            {LINE}"), layers=1)
+    own, types = converted(model), []
+    x, cond = called(DIT)
+    block = own.blocks[0]
+    with torch.autocast("cpu", torch.bfloat16, outer):
+        assert not why_not_fused(own, x, cond)
+        call = DERIVED.call(block, Mode(), (x, cond), {})
+        assert not isinstance(call, Reason)
+        types = [t.dtype for t in call[1][0].slots if t is not None and t.shape == (2, 24)]  # type: ignore[union-attr]
+    assert set(types) == {torch.float32 if "False" in inner else torch.bfloat16}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("targets", [["adaLN.1"], ["qkv", "adaLN.1", "proj", "fc1"]], ids=len)
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=str)
+def test_adapters_of_what_makes_the_vectors(when: str, targets: list[str], options: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **options)
+    model, args = Stack(DIT, layers=2).double(), called(DIT, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    if when == "after":
+        model = converted(model)
+        step(model, *args)
+    for each in (plain, model):
+        torch.manual_seed(3)
+        peft.inject_adapter_in_model(config, each)
+        each.double()
+    own = model if when == "after" else converted(model)
+    found = []
+    for each in (own, plain):
+        each.train()
+        y = each(*args)
+        trained = [p for p in each.parameters() if p.requires_grad]
+        found.append([y, *torch.autograd.grad(y.square().sum(), trained)])
+    assert len(found[0]) > 4
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (2, 24)])
+def test_batches_of_one_and_one_condition_for_all(shape: tuple[int, int]) -> None:
+    """Whatever came first."""
+    model = Stack(DIT, layers=2).double()
+    own = converted(model)
+    draw = torch.Generator().manual_seed(1)
+    for batch, tokens in ((1, 12), (1, 13), (1, 14), (1, 15), (2, 12), (4, 12), (1, 16)):
+        x = torch.randn(batch, tokens, 24, generator=draw, dtype=torch.float64)
+        cond = torch.randn(batch if shape[0] > 1 else 1, 24, generator=draw, dtype=torch.float64)
+        assert not why_not_fused(own, x, cond)
+        for a, b in zip(step(own, x, cond), step(model, x, cond), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
 def _hooked(model: Any) -> None:

@@ -89,8 +89,8 @@ def side(walk: Walk, end: Value, what: str) -> _Side:
 
 
 def _scaled(walk: Walk, end: Value) -> tuple[Value, Value | None]:
-    """What heads are a multiple of, and the factor of each position, or of each of each batch element; None without one.
-    Of its numbers nothing is asked, for on few tokens they may be ones.
+    """What heads are a multiple of, and the factor of each position, or of each of each batch element; None without
+    one. Of its numbers nothing is asked, for on few tokens they may be ones.
     """
     v = walk.through(end)
     batch, tokens = walk.recording.x.shape[:2]

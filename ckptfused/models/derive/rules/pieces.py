@@ -143,10 +143,10 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
         at = walk.same(queue.pop())
         if at is x:
             met = True
-        elif name := walk.parameter(at):
-            params[name] = at.data
         elif walk.vector_of_samples(at):
             vectors[named(walk, at)] = at
+        elif name := walk.parameter(at):
+            params[name] = at.data
         elif at.call is not None and at.op in _NORM and len(seen) < _MOST:
             if at not in seen:
                 seen[at] = None
@@ -171,7 +171,8 @@ def _norm_of(walk: Walk, v: Value, x: Value) -> NormPiece:
                 for at in seen:
                     walk.take(at.call, "norm")
                 walk.take_before(MODULATION, *vectors.values())
-                return NormPiece(kind, eps, *names[:2], x, *names[2:])
+                w, b, gain, shift = names
+                return NormPiece(kind, eps, w, b, x, gain, shift)
     raise RefusedError("not a norm")
 
 
