@@ -125,7 +125,7 @@ class Inputs(NamedTuple):
     q_scale: Tensor | None = None
     """Factors of q by position, [T] or [B, T]."""
     vectors: Mapping[str, Tensor] = NO_VECTORS
-    """Those of modulated halves, [B, C], by their slots: `"attn.pre_w"`, …"""
+    """Vectors of modulated halves, [B, C], by their slots: `"attn.pre_w"`, …"""
 
 
 class Reason(NamedTuple):

@@ -38,7 +38,7 @@ class Modes(NamedTuple):
 
     @classmethod
     def now(cls) -> Modes:
-        """Those of this thread."""
+        """The modes of this thread."""
         kinds = ("cpu", "cuda")
         casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
         return cls(torch.is_grad_enabled(), casts)

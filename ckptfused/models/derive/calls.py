@@ -181,7 +181,7 @@ def ready(
     parts: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            trained = leaf is not x and leaf.requires_grad
+            trained = modes[0] and leaf is not x and leaf.requires_grad
             parts.append((type(leaf), leaf.dtype, (leaf.device.type, trained), leaf.shape))
         elif type(leaf) in _PLAIN:
             parts.append((type(leaf), leaf))

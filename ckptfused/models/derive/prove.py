@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ckptfused.compat.pytree import tree_flatten
+from ckptfused.compat.pytree import tree_flatten, tree_map
 from ckptfused.eager.from_op import plain_block
-from ckptfused.layer.call import build_call
+from ckptfused.layer.call import build_call, learned
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.derive.copies import NO_OPAQUES, Opaques, Sizes, TooManyError, resized_call, wide
@@ -68,6 +68,8 @@ def prove(
 
 def _proved(layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, opaque: Opaques, dense: bool) -> Proof:
     generator = torch.Generator().manual_seed(seed)
+    if not torch.is_grad_enabled():
+        args, kwargs = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, (args, kwargs))
     found: list[tuple[DerivedLayer, str, Recording]] = []
     rules: dict[Recorded, str] = {}
     errors: dict[str, float] = {}
@@ -124,17 +126,19 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
     with factored:  # a part of a product is rows of its weight
         inputs = layout.inputs(x, _made_again(layout, recording))
         parts = layout.parts(own)
-    call = build_call(parts, inputs, Mode())
+    masks = inputs.masks
+    why = learned((masks.mask, masks.padding), (inputs.cos, inputs.sin, inputs.q_scale))
+    call = build_call(parts, inputs, Mode()) if why is None else why
     if isinstance(call, Reason):
         raise RefusedError(call.text)
-    text, masks = call.text, layout.masks(recording)
+    text, drawn = call.text, layout.masks(recording)
     wanted = [(name, leaf) for name, p in own.named_parameters() if p.requires_grad for leaf in factored.leaves(p)]
     y = recording.y.data
     if y.shape != x.shape:
         raise RefusedError(f"it makes {list(y.shape)} of {list(x.shape)}", recording.y.call)
     weights = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(1))
     with factored:
-        ways = [plain_block(x, call.slots, call.aux, text, masks)]
+        ways = [plain_block(x, call.slots, call.aux, text, drawn)]
     if not parse(text).has_dropout and not factored.matrices:
         ways.append(call.run())
     wanted += [

@@ -100,7 +100,7 @@ class Recorded:
         _mapped(leaves.append, (args, kwargs))
         self.inputs: list[Value] = [v for v in leaves if isinstance(v, Value)]
         self.numbers = [v for v in leaves if not isinstance(v, Value)]
-        """Those of its arguments that are no tensors."""
+        """Its arguments that are no tensors."""
         self.mask: Tensor | None = None
         """The keep mask of a dropout."""
         self.modes: Modes | None = None

@@ -102,7 +102,7 @@ def test_every_gradient_is_the_layers_own(kind: str, keep: str) -> None:
 
 @KINDS
 def test_it_keeps_its_input_and_a_few_vectors(kind: str) -> None:
-    """Of a layer's tensors that grow with the tokens one is kept, its input."""
+    """A layer keeps one tensor that grows with the tokens, its input."""
     model, (x, cond) = Stack(MODULATED[kind]), called(MODULATED[kind], tokens=64)
     own, long = converted(model), []
 

@@ -18,7 +18,7 @@ class Modulated(NamedTuple):
     """The vectors of one norm of a half, by the names of what they are made of."""
 
     stem: str
-    """Of the norm's slots: `"attn.pre"`, …"""
+    """What the names of its slots begin with: `"attn.pre"`, …"""
     made_of: tuple[Outer | None, ...]
     """Its own weight and bias, [C], and the gain and shift of each batch element, [B, 1, C]."""
 
