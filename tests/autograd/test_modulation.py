@@ -78,7 +78,7 @@ def seeded() -> torch.Generator:
 
 
 def test_dropout_decides_as_without_vectors() -> None:
-    """A block of ones, to which zeros are added, is LayerScale's block of ones, with the same masks of every batch element."""
+    """A block of ones, and zeros to add, is LayerScale's block of ones, with the same masks of every batch element."""
     spec = block_of(p_res=0.4)
     plain = parse(spec.to_string().replace(" attn.modulated=1", "").replace(" ffn.modulated=1", ""))
     x, params = drawn(plain)
