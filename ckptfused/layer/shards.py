@@ -74,4 +74,7 @@ def holds_fsdp1(layer: nn.Module) -> bool:
 
 def is_flattened(layer: nn.Module) -> bool:
     """Whether FSDP1 holds the weights of a layer in flat shards now."""
-    return any(module.weight.dim() != 2 for module in layer.modules() if isinstance(module, nn.Linear))
+    linears = (module for module in layer.modules() if isinstance(module, nn.Linear))
+    # Not by its name: a parametrized weight would be made, which may move buffers (spectral_norm's).
+    weights = (module._parameters.get("weight", vars(module).get("weight")) for module in linears)
+    return any(weight is not None and weight.dim() != 2 for weight in weights)

@@ -328,3 +328,18 @@ def test_a_model_goes_through_a_file() -> None:
     linear = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2)))
     known = calls._Known(linear)
     assert pickle.loads(pickle.dumps(known)).layer() is None and copy.deepcopy(known).layer() is None
+
+
+def test_looking_at_a_layer_makes_no_parametrized_weight() -> None:
+    """What is made at each look moves buffers (spectral_norm's iterations), and so what later calls compute."""
+    plain = Stack(GPT)
+    for module in [m for m in plain.modules() if isinstance(m, nn.Linear)]:
+        nn.utils.parametrizations.spectral_norm(module)
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    for _ in range(2):
+        found, wanted = step(converted, GPT), step(plain, GPT)
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10, msg=name)
+        buffers = zip(converted.named_buffers(), plain.buffers(), strict=True)
+        assert not [name for (name, a), b in buffers if not torch.equal(a, b)]
