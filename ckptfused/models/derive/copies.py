@@ -209,8 +209,8 @@ def resized_call(
     args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, first_key: bool, folded: bool = False
 ) -> tuple[Any, Any]:
     """A call of other sizes with random values in float64. first_key: what boolean masks say of the first key. folded:
-    what is [n, 1, T] has an entry for each head of each batch element, not for each head; and what is [B, C], where x
-    is as wide as it is long, goes with its width.
+    what is [n, 1, T] has an entry for each head of each batch element, not for each head; and what is [B, …, C], or
+    [B] integers, goes with the batch alone, whatever else is as long as x.
     """
     leaves, tree = tree_flatten((args, kwargs))
     x = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
@@ -222,13 +222,22 @@ def resized_call(
         if leaf is x:
             made.append(torch.randn(*sizes, x.size(2), dtype=torch.float64, generator=generator).requires_grad_())
         elif isinstance(leaf, Tensor):
-            vector = folded and leaf.is_floating_point() and leaf.shape == (was.batch, x.size(2))
             found = _resized(leaf, was, sizes, generator, first_key, folded)
-            found = torch.randn(sizes.batch, x.size(2), dtype=found.dtype, generator=generator) if vector else found
+            if folded and (shape := _by_batch(leaf, was, sizes, x.size(2))) is not None:
+                found = torch.randn(shape, dtype=torch.float64, generator=generator)
+                found = found if leaf.is_floating_point() else torch.arange(sizes.batch, dtype=leaf.dtype)
             made.append(found.requires_grad_(leaf.requires_grad and found.is_floating_point()))
         else:
             made.append(leaf)
     return tree_unflatten(made, tree)
+
+
+def _by_batch(t: Tensor, was: Sizes, now: Sizes, width: int) -> tuple[int, ...] | None:
+    """The shape of a condition in another batch; None of what may not be one."""
+    if t.dim() == 1 and not t.is_floating_point() and t.dtype != torch.bool:
+        return (now.batch,) if t.size(0) == was.batch else None
+    is_one = t.is_floating_point() and t.dim() in (2, 3) and t.size(0) == was.batch and t.size(-1) == width
+    return (now.batch if was.batch > 1 else 1, *t.shape[1:]) if is_one else None
 
 
 def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, first_key: bool, folded: bool) -> Tensor:

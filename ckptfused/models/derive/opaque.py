@@ -21,7 +21,8 @@ _PRODUCTS = words_of("linear matmul rmatmul mm addmm bmm baddbmm einsum grouped_
 class Opaque(nn.Module):
     """The stand-in of a module in copies of its layer. Its one call in a recording is `called_whole`.
 
-    A tensor that it returns of the shape of the first that it takes is some function of that; others are empty.
+    A tensor that it returns of the shape of the first that it takes, or of its rows, is some function of that; others
+    are empty.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -39,13 +40,14 @@ class Opaque(nn.Module):
             returned = _returned if len(tensors) == 1 else _returned_by_shapes
             self._returns = returned(self._of.pop(), tensors[0], args, kwargs)
         x, (leaves, tree) = tensors[0], self._returns
-        made = ((x * (1.5 + i)).sin() if leaf is _LIKE else leaf for i, leaf in enumerate(leaves))
+        ways: dict[int, Any] = {id(_LIKE): lambda t: t, id(_ROWS): lambda t: t.flatten(0, -2)}
+        made = [ways[id(leaf)]((x * (1.5 + i)).sin()) if id(leaf) in ways else leaf for i, leaf in enumerate(leaves)]
         return tree_unflatten([x.new_empty(0) if leaf is _OTHER else leaf for leaf in made], tree)
 
     forward = called_whole
 
 
-_LIKE, _OTHER = object(), object()
+_LIKE, _ROWS, _OTHER = object(), object(), object()
 
 
 def _returned(module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
@@ -72,8 +74,8 @@ def _returned_by_shapes(module: nn.Module, x: Tensor, args: Any, kwargs: Any) ->
 
 
 def _kinds(leaves: list[Any], x: Tensor) -> list[Any]:
-    kinds = {True: _LIKE, False: _OTHER}
-    return [kinds[v.shape == x.shape] if isinstance(v, Tensor) else v for v in leaves]
+    kinds = {x.flatten(0, -2).shape: _ROWS, x.shape: _LIKE}
+    return [kinds.get(v.shape, _OTHER) if isinstance(v, Tensor) else v for v in leaves]
 
 
 class _Shapes(TorchFunctionMode):

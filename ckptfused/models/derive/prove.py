@@ -97,7 +97,7 @@ def _recorded(
     try:
         return _recorded_with(own, args, kwargs, sizes, generator, factored, folded=False)
     except RefusedError as error:
-        if str(error).startswith(RAISED):  # what [n, 1, T] means, or [B, T] with T = C, its forward says
+        if str(error).startswith(RAISED):  # what [n, 1, T] means, or [B, T] where T = C, its forward says
             with suppress(RefusedError):
                 return _recorded_with(own, args, kwargs, sizes, generator, factored, folded=True)
         raise

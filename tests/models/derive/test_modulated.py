@@ -35,12 +35,23 @@ def test_they_are_derived(kind: str, p: float) -> None:
     assert max(found.proof.errors.values()) < 1e-12
 
 
-def test_where_it_is_as_wide_as_it_is_long() -> None:
-    """A condition [B, C] might be one of [B, T]: its forward says which."""
-    found = derive(made(DIT), called(DIT, tokens=24), {})
+@pytest.mark.parametrize("tokens", [6, 24])
+@pytest.mark.parametrize("batch", [2, 24])
+@pytest.mark.parametrize("form", ["[B, C]", "[B, 1, C]", "[B, 6, C]", "[B]"])
+def test_lengths_that_are_those_of_something_else(form: str, batch: int, tokens: int) -> None:
+    """As long as it is wide, as the batch, or as there are vectors: its forward says what a condition is."""
+    if form == "[B, 1, C]":
+        source = DIT.replace("self.adaLN(cond).chunk", "self.adaLN(cond[:, 0]).chunk")
+    elif form == "[B, 6, C]":
+        source = DIT.replace("self.adaLN(cond).chunk(6, dim=1)", "cond.unbind(1)")
+    elif form == "[B]":
+        source = DIT.replace("nn.Sequential(nn.SiLU(),", "nn.Sequential(nn.Embedding(99, width), nn.SiLU(),")
+    else:
+        source = DIT
+    x, cond = called(DIT, tokens=tokens, batch=batch)
+    given = {"[B, C]": cond, "[B, 1, C]": cond[:, None], "[B, 6, C]": cond[:, None].repeat(1, 6, 1)}
+    found = derive(made(source), (x, given.get(form, torch.arange(batch))), {})
     assert found.proof is not None, found.why
-    args = called(DIT, tokens=24, batch=24)
-    assert derive(made(DIT), args, {}).proof is not None
 
 
 def test_a_condition_by_index() -> None:

@@ -253,3 +253,29 @@ def test_tables_of_each_row_and_of_all() -> None:
             got, want = (m(ids, position_ids=positions, use_cache=False).logits for m in (other, model))
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     assert not reasons, reasons
+
+
+def test_llama_4_as_it_was() -> None:
+    """Dense layers are one op; of those with experts attention is, scaled by position where there is no RoPE, though
+    the mixture returns rows.
+    """
+    if not hasattr(transformers, "Llama4TextConfig"):
+        pytest.skip("transformers has no such model")
+    sizes = {"intermediate_size": 40, "intermediate_size_mlp": 56, "num_local_experts": 4, "num_experts_per_tok": 1}
+    layers = {"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "no_rope_layers": [1, 1, 1, 0]}
+    config = transformers.Llama4TextConfig(**{**SIZES, **sizes, **layers, "floor_scale": 3, "attn_scale": 0.7})
+    torch.manual_seed(0)
+    plain = transformers.Llama4ForCausalLM(config).double().train()
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    ids = torch.randint(1, 96, (2, 16))
+    with unfused() as reasons:
+        losses = [model(ids, labels=ids, use_cache=False).loss for model in (converted, plain)]
+    assert not reasons
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
+    gradients = [{n: p.grad for n, p in model.named_parameters() if p.grad is not None} for model in (converted, plain)]
+    close(*gradients, 1e-5)
+    paths = [layer.path for layer in ckptfused.convert(converted).layers]
+    assert paths == ["fused", "part", "fused", "part"]
