@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ckptfused import cost, rng
 from ckptfused.functional import attention_block, block, ffn_block
-from ckptfused.spec import Adapter, AttentionSpec, BlockSpec, FFNSpec, param_names, param_shapes
+from ckptfused.spec import AUX_NAMES, Adapter, AttentionSpec, BlockSpec, FFNSpec, param_names, param_shapes
 from tests import forks
 from tests.cases import Case
 from tests.devices import on_devices, repeatable
@@ -358,14 +358,14 @@ def test_more_adapters_than_sites() -> None:
     params = _params(fits, torch.float32)
     given = [*(params.get(name) for name in param_names(fits)), None, None, None]
     with pytest.raises(RuntimeError, match="expected at most 252 adapters in a block, got more"):
-        torch.ops.ckptfused.ffn_block(torch.ones(1, 2, C), given, [None] * 5, text)
+        torch.ops.ckptfused.ffn_block(torch.ones(1, 2, C), given, [None] * len(AUX_NAMES), text)
 
 
 def test_shapes_are_checked_below_python() -> None:
     params = {**_params(SPEC, torch.float32), "ffn.lora0.a": torch.zeros(5, C + 1)}
     given = [params.get(name) for name in param_names(SPEC)]
     with pytest.raises(RuntimeError, match=r"expected a \[5, 24\] and b \[40, 5\] of the adapter of u"):
-        torch.ops.ckptfused.ffn_block(torch.zeros(1, 3, C), given, [None] * 5, SPEC.to_string())
+        torch.ops.ckptfused.ffn_block(torch.zeros(1, 3, C), given, [None] * len(AUX_NAMES), SPEC.to_string())
 
 
 def test_compiled_is_eager() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptfused import rng
-from ckptfused.spec import BlockSpec, param_names
+from ckptfused.spec import AUX_NAMES, BlockSpec, param_names
 from tests.cases import Case
 from tests.devices import on_devices
 from tests.oracle import make_inputs
@@ -30,7 +30,7 @@ def block_args(case: Case, device: str) -> tuple[Tensor, list[Any], list[Any], B
     inputs, spec = make_inputs(case, torch.float32, device=device), case.spec()
     params = [inputs.params.get(name) for name in param_names(spec)]
     params = [p if p is None else p.detach().requires_grad_() for p in params]
-    aux = [inputs.aux.get(name) for name in ("cos", "sin", "mask", "padding", "cu_seqlens")]
+    aux = [inputs.aux.get(name) for name in AUX_NAMES]
     return inputs.x.detach().requires_grad_(), params, aux, spec
 
 

@@ -227,7 +227,7 @@ def test_param_slots() -> None:
     assert names[20:24] == ("attn.sinks", "ffn.pre_w", "ffn.pre_b", "ffn.gate_w")
     assert len(param_names(BlockSpec(ATTN))) == 21
     assert len(param_names(BlockSpec(ffn=FFN))) == 12
-    assert AUX_NAMES == ("cos", "sin", "mask", "padding", "cu_seqlens")
+    assert AUX_NAMES == ("cos", "sin", "mask", "padding", "cu_seqlens", "q_scale")
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
