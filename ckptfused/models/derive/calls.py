@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ckptfused.checks import autocast_enabled
 from ckptfused.compat.pytree import TreeSpec, tree_unflatten
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
@@ -22,6 +21,7 @@ from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.outside import Rest, evaluated, recalled
 from ckptfused.models.derive.recorder import Recorded, Value
 from ckptfused.models.describe.own_forward import IndexReadError
+from ckptfused.ops.numerics import Modes
 
 IN_SHARDS = "its weights are in shards"
 """Why nothing is derived of a layer whose weights FSDP1 holds in flat shards: it may gather them for a call."""
@@ -177,11 +177,11 @@ def ready(
     x, kind = leaves[where], one.kind
     if kind.by_place:
         kind = kind.by_place.setdefault(one.state.places, _Kind(placed=True))
-    modes = torch.is_grad_enabled(), autocast_enabled(x)
+    modes = Modes.now()
     parts: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            trained = modes[0] and leaf is not x and leaf.requires_grad
+            trained = modes.grad and leaf is not x and leaf.requires_grad
             parts.append((type(leaf), leaf.dtype, (leaf.device.type, trained), leaf.shape))
         elif type(leaf) in _PLAIN:
             parts.append((type(leaf), leaf))

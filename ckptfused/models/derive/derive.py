@@ -14,10 +14,10 @@ from ckptfused.compat.pytree import tree_map
 from ckptfused.models.derive.copies import Opaques, Sizes, layer_without_data
 from ckptfused.models.derive.flash import spelled_out
 from ckptfused.models.derive.normal_form import DerivedLayer
-from ckptfused.models.derive.opaque import Opaque
+from ckptfused.models.derive.opaque import PRODUCTS, Opaque
 from ckptfused.models.derive.outside import NOTHING, Rest, evaluated
 from ckptfused.models.derive.prove import Proof, prove, same_shapes, same_window
-from ckptfused.models.derive.record import RAISED, Recording, forgotten_afterwards, record, tensors_held
+from ckptfused.models.derive.record import RAISED, Recording, forgotten_afterwards, record, refuse_objects, tensors_held
 from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.masks import seen_by_place
 from ckptfused.models.describe.own_forward import IndexReadError
@@ -170,6 +170,9 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
         if v.data.dtype != start.data.dtype:
             raise RefusedError(f"it makes {v.data.dtype} of {start.data.dtype}", v.call)
     same_shapes(proof, here, Sizes(*here.x.shape[:2]))
+    for call in here.between(here.x, here.y):
+        if call.op in PRODUCTS and call.modes is not None and call.modes.casts != here.modes.casts:
+            raise RefusedError(f"{call.op} under another autocast than the layer's", call)
     (number, kind), window = proof.layout.own_mask, 0
     kept = [call.number for call in proof.recordings[0].before(proof.recordings[0].y)]
     if number >= 0:
@@ -184,7 +187,9 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
     recipes: dict[str, Value] = {}
     for name in (outer.name for outer in proof.layout.outer if outer.name.startswith("call:")):
         place, index = map(int, name.removeprefix("call:").split("."))
-        recipes[name] = _matching(proof.recordings[0], here, kept.index(place)).values[index]
+        recipes[name] = value = _matching(proof.recordings[0], here, kept.index(place)).values[index]
+        for call in here.before(value, whole=True):
+            refuse_objects(call)
     return Here(recipes, window, here.rest, here.returned)
 
 

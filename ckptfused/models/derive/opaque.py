@@ -15,7 +15,10 @@ from ckptfused.compat.torch_dispatch import DispatchMode
 from ckptfused.models.derive.copies import layer_copy
 from ckptfused.models.derive.recorder import RefusedError, function_name, words_of
 
-_PRODUCTS = words_of("linear matmul rmatmul mm addmm bmm baddbmm einsum grouped_mm _grouped_mm")
+PRODUCTS = words_of(
+    "linear matmul rmatmul mm addmm bmm baddbmm einsum grouped_mm _grouped_mm scaled_dot_product_attention",
+)
+"""Calls that autocast has computed in another type."""
 
 
 class Opaque(nn.Module):
@@ -82,7 +85,7 @@ class _Shapes(TorchFunctionMode):
     """Products are of the right shape, and cost nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function_name(func) not in _PRODUCTS:
+        if function_name(func) not in PRODUCTS:
             return func(*args, **(kwargs or {}))
         without = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (args, kwargs or {}))
         made = func(*without[0], **without[1])

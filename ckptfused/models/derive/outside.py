@@ -69,7 +69,7 @@ def evaluated(
     def made(v: Any) -> Any:
         if isinstance(v, Value):
             return evaluated(v, given, device, known, returned)
-        return device if isinstance(v, torch.device) or v == "meta" else v
+        return device if isinstance(v, torch.device) or (type(v) is str and v == "meta") else v
 
     args, kwargs = tree_map(made, (call.args, call.kwargs))
     with nullcontext() if call.modes is None else call.modes.on():

@@ -29,7 +29,7 @@ class Recording:
     """A forward that was recorded: its calls, x, the result and what is around it."""
 
     def __init__(self, recorder: CallRecorder, x: Value, y: Any, unasked: bool) -> None:
-        self.calls, self.x, self.roots = recorder.calls, x, recorder.roots
+        self.calls, self.x, self.roots, self.modes = recorder.calls, x, recorder.roots, recorder.modes
         leaves, self.tree = tree_flatten(y)
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         if not tensors or (len(tensors) > 1 and not unasked):
@@ -60,6 +60,15 @@ class Recording:
                 found[call] = None
                 queue += call.inputs
         return sorted(found, key=lambda call: call.number)
+
+    def between(self, start: Value, end: Value) -> list[Recorded]:
+        """The calls by which one value depends on another, in order."""
+        known, found = {start}, []
+        for call in self.before(end, since=start):
+            if not known.isdisjoint(call.inputs):
+                known.update(call.values)
+                found.append(call)
+        return found
 
     def made_by(self, v: Value) -> Recorded | None:
         """The call in the layer's own code that made a value, which may be a module's."""
@@ -95,8 +104,7 @@ class Recording:
         for call in calls:
             if call in opaque or (call.func is not None and (call.within or writes(function_name(call.func), {}))):
                 raise RefusedError("what stands beside the half cannot be called again", call)
-            if call.func is None and any(type(n) not in _ARGUMENTS for n in call.numbers):
-                raise RefusedError(f"{call.op} is called with what is no number", call)
+            refuse_objects(call)
         if opaque - {*self.before(end, since=start)}:
             raise RefusedError("what cannot be followed is no part of the result")
         for v in inputs:
@@ -108,6 +116,12 @@ class Recording:
         fused = {f"module:{call.within}" for call in self.before(self.y, since=self.x)}
         given = tuple(v.name for v in inputs if v.call is None)
         return Rest(first, start, end, given, self.returned, names - fused)
+
+
+def refuse_objects(call: Recorded) -> None:
+    """**Raises** `RefusedError` of a module's call with anything but tensors and numbers: it would get the copy's."""
+    if call.func is None and any(type(n) not in _ARGUMENTS for n in call.numbers):
+        raise RefusedError(f"{call.op} is called with what is no number", call)
 
 
 class _Made(threading.local):

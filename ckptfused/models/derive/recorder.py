@@ -133,7 +133,7 @@ class CallRecorder(TorchFunctionMode):
         """The calls of modules by the layer's own code, by what they return. `func` is None, `op` has the name."""
         self._entered: Any = None
         self._wide, self._generator = wide, generator
-        self._modes, self._inference = Modes.now(), torch.is_inference_mode_enabled()
+        self.modes, self._inference = Modes.now(), torch.is_inference_mode_enabled()
 
     @property
     def outermost(self) -> str:
@@ -226,7 +226,7 @@ class CallRecorder(TorchFunctionMode):
             yield
 
     def _other_modes(self) -> Modes | None:
-        return None if (now := Modes.now()) == self._modes else now
+        return None if (now := Modes.now()) == self.modes else now
 
     def _noted(self, args: Any, kwargs: Any) -> Any:
         return _mapped(lambda v: self.value(v) if isinstance(v, Tensor) else v, (args, kwargs))

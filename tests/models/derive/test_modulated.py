@@ -230,6 +230,71 @@ def test_autocast_is_what_it_was_where_vectors_are_made(inner: str, outer: bool)
     assert set(types) == {torch.float32 if "False" in inner else torch.bfloat16}
 
 
+@pytest.mark.parametrize("order", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)], ids=str)
+def test_regions_without_gradients_cast_as_the_call_does(order: tuple[torch.dtype, torch.dtype]) -> None:
+    """To float16, where 1e5 overflows, or to bfloat16, where it does not; whichever came first."""
+    region = "with torch.no_grad():\n            w = self.adaLN(cond * 1e5)\n        "
+    model = Stack(DIT.replace(LINE, region + LINE.replace("self.adaLN(cond)", "(w * 1e-5).float()")), layers=1)
+    own, args = converted(model), called(DIT)
+    for dtype in order:
+        with torch.autocast("cpu", dtype):
+            assert own(*args).isfinite().all() == model(*args).isfinite().all() == (dtype == torch.bfloat16)
+
+
+def test_autocast_that_is_off_around_a_half_is_off() -> None:
+    """The layer's author has turned it off against overflow."""
+    half = "x = x + h.unsqueeze(1) * self.feed(modulate(self.norm2(x), d, e))"
+    off = "with torch.autocast('cpu', enabled=False):\n            " + half.replace("d, e)", "d, e).float()")
+    model = Stack(DIT.replace(half, off), layers=1)
+    with torch.no_grad():
+        model.blocks[0].fc1.weight.mul_(3e5)  # type: ignore[union-attr, operator]
+        model.blocks[0].fc2.weight.mul_(1e-5)  # type: ignore[union-attr, operator]
+    own, args = converted(model), called(DIT)
+    with torch.autocast("cpu", torch.float16):
+        assert own(*args).isfinite().all() and model(*args).isfinite().all()
+    assert not why_not_fused(own, *args)
+
+
+OBJECTS = {
+    "a weight": ("partial(F.linear, weight=self.l2.weight)", "f(c)"),
+    "a module": ("self.l2", "f(c)"),
+    "a function": ("lambda t: self.l2(t)", "f(c)"),
+    "an array": ("np.array([2.0, 1.0])", "c * float(f[0])"),
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_modules_that_are_given_objects_run_as_written(kind: str) -> None:
+    """What the recorded copy gave its module is the copy's own."""
+    given, used = OBJECTS[kind]
+    source = f"""
+from functools import partial
+import numpy as np
+
+
+class Maker(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.lin = nn.Linear(width, 6 * width)
+
+    def forward(self, c, f):
+        return self.lin({used})
+""" + DIT.replace(
+        "self.adaLN = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))",
+        "self.adaLN, self.l2 = Maker(width), nn.Linear(width, width)",
+    ).replace("self.adaLN(cond)", f"self.adaLN(cond, {given})")
+    model, (x, cond) = Stack(source, layers=2).double(), called(DIT, 13, 3, torch.float64)
+    steps = []
+    for each in (model, converted(model)):
+        for _ in range(2):
+            y = each(x, cond)
+        steps.append([y, *torch.autograd.grad(y.square().sum(), [*each.parameters()], allow_unused=True)])
+    for a, b in zip(*steps, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("targets", [["adaLN.1"], ["qkv", "adaLN.1", "proj", "fc1"]], ids=len)
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=str)
