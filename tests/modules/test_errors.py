@@ -110,7 +110,7 @@ def test_functional_halves_want_their_own_spec() -> None:
         ffn_block(X, params(), SPEC)
     only = BlockSpec(ffn=FFN)
     with pytest.raises(
-        ValueError, match="mask, padding, cu_seqlens, cos, sin: leave them out, for the spec has no attention"
+        ValueError, match="mask, padding, cu_seqlens, cos, sin, q_scale: leave them out, for the spec has no attention"
     ):
         block(X, params(only), only, mask=torch.zeros(T, T))
 

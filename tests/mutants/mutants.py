@@ -67,7 +67,7 @@ MUTANTS = (
     ),
     Mutant(
         "norms' gradients that only the last tile of queries has",
-        file="csrc/block/block.cpp",
+        file="csrc/block/frame.cpp",
         text="    if (sums_ && grad.defined()) {",
         defect="    if (false) {",
         test=_QUERY_TILES,
@@ -336,8 +336,8 @@ MUTANTS = (
     Mutant(
         "ensure_qk without RoPE in the replay",
         file="csrc/block/attention.cpp",
-        text="  if (plain) return;\n",
-        defect="  if (plain || backward_) return;\n",
+        text="  if (plain) return false;\n",
+        defect="  if (plain || backward_) return false;\n",
         test="tests/autograd/test_block_oracle.py::test_wide_heads[128-all-float32-cpu]",
     ),
     Mutant(
@@ -477,7 +477,7 @@ MUTANTS = (
     Mutant(
         "what a layer makes of its condition is shared by calls, graph and all",
         file="ckptfused/models/derive/calls.py",
-        text="        return evaluated(recipe, given, device, known)\n",
+        text="        return evaluated(recipe, given, device, known, made.returned)\n",
         defect="        return recalled(recipe, given, device)\n",
         test="tests/models/derive/test_modulated.py::test_a_graph_that_is_kept_and_one_that_is_shared",
     ),
@@ -828,7 +828,7 @@ MUTANTS = (
     ),
     Mutant(
         "x added where there is no residual",
-        file="csrc/block/params.cpp",
+        file="csrc/block/frame.cpp",
         text='const Tensor start = half.residual ? x : like_x(R_, "zeros").zero_();',
         defect="const Tensor start = x;",
         test="tests/models/derive/test_alone.py::test_a_converted_model_drops_where_it_did",
@@ -1251,7 +1251,7 @@ MUTANTS = (
         file="ckptfused/models/derive/prove.py",
         text="    if recording.rest is not None:\n",
         defect="    if False:\n",
-        test="tests/models/derive/test_halves.py::test_what_cannot_be_called_again_is_generic[no gradient]",
+        test="tests/models/derive/test_halves.py::test_what_cannot_be_called_again_is_generic[halved]",
     ),
     Mutant(
         "a half that comes after what runs as it is written is made first",

@@ -17,7 +17,7 @@ import ckptfused
 from ckptfused.models import family
 from tests.models.compare import close
 from tests.models.derive.experts import EXPERTS, FUSED_TOO
-from tests.models.derive.written import made
+from tests.models.derive.written import HALVED, made
 from tests.models.dropout_oracle import RecordStates, with_masks
 from tests.models.small import unfused
 from tests.models.zoo import Sites
@@ -184,16 +184,17 @@ def test_what_is_made_without_gradients_is_so_again() -> None:
 @pytest.mark.parametrize(
     "change",
     [
+        ("return x + self.gain * h", "return x + self.gain * Halved.apply(h)"),
         ("return x + self.gain * h", "return x + self.gain * h if x.size(1) < 9 else x - h"),
         ("x = x + self.attn(self.ln_1(x))", "z = x; x = x + self.attn(self.ln_1(x)); x = x + 0.1 * z"),
         ("x = x + self.attn(self.ln_1(x))", "x = self.ln_1(x) + self.attn(self.ln_1(x))"),
         ("h, _ = self.moe(self.ln_2(x))", "h, _ = self.moe.forward(self.ln_2(x))"),
         ("h, _ = self.moe(self.ln_2(x))", "h, r = self.moe(self.ln_2(x)); h = h * r.mean()"),
     ],
-    ids=["another length", "x again", "another stream", "no call", "logits"],
+    ids=["halved", "another length", "x again", "another stream", "no call", "logits"],
 )
 def test_what_cannot_be_called_again_is_generic(change: tuple[str, str]) -> None:
-    plain = Stack(EXPERTS.replace(*change))
+    plain = Stack(HALVED + EXPERTS.replace(*change))
     converted = copy.deepcopy(plain)
     assert [layer.path for layer in ckptfused.convert(converted).layers] == ["generic"] * 2
     same(plain, converted, fused=0)

@@ -17,7 +17,7 @@ from ckptfused.models.derive.derive import derive
 from ckptfused.models.derive.family import DERIVED
 from tests.models.derive.modulated import DIT, MODULATED
 from tests.models.derive.others import called
-from tests.models.derive.written import made
+from tests.models.derive.written import HALVED, made
 
 KINDS = pytest.mark.parametrize("kind", MODULATED)
 
@@ -180,16 +180,6 @@ def test_frozen_conditions_and_weights() -> None:
 
 
 LINE = "a, b, g, d, e, h = self.adaLN(cond).chunk(6, dim=1)"
-HALVED = """
-class Halved(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, t):
-        return t.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad / 2
-"""
 CUT = {
     "no gradients": (LINE, f"with torch.no_grad():\n            {LINE}"),
     "a line without gradients": (LINE, f"{LINE}\n        with torch.no_grad():\n            b = 2 * b"),

@@ -187,6 +187,19 @@ class Block(nn.Module):
 place, weights that are returned."""
 
 
+HALVED = """
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 2
+"""
+"""What halves a gradient, of which no recording of its forward tells."""
+
+
 def made(source: str, **options: Any) -> nn.Module:
     """A block of a source text, with random weights."""
     module = sys.modules["written"] = types.ModuleType("written")  # Dynamo looks for the globals of code there
