@@ -14,7 +14,7 @@ from ckptfused.compat.pytree import tree_map
 from ckptfused.models.derive.copies import Opaques, Sizes, layer_without_data
 from ckptfused.models.derive.flash import spelled_out
 from ckptfused.models.derive.normal_form import DerivedLayer
-from ckptfused.models.derive.opaque import PRODUCTS, Opaque
+from ckptfused.models.derive.opaque import CAST_CALLS, Opaque
 from ckptfused.models.derive.outside import NOTHING, Rest, evaluated
 from ckptfused.models.derive.prove import Proof, prove, same_shapes, same_window
 from ckptfused.models.derive.record import RAISED, Recording, forgotten_afterwards, record, refuse_objects, tensors_held
@@ -171,7 +171,7 @@ def _hold(proof: Proof, layer: nn.Module, here: Recording) -> Here:
             raise RefusedError(f"it makes {v.data.dtype} of {start.data.dtype}", v.call)
     same_shapes(proof, here, Sizes(*here.x.shape[:2]))
     for call in here.between(here.x, here.y):
-        if call.op in PRODUCTS and call.modes is not None and call.modes.casts != here.modes.casts:
+        if call.op in CAST_CALLS and call.modes is not None and call.modes.casts != here.modes.casts:
             raise RefusedError(f"{call.op} under another autocast than the layer's", call)
     (number, kind), window = proof.layout.own_mask, 0
     kept = [call.number for call in proof.recordings[0].before(proof.recordings[0].y)]

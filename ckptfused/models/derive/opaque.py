@@ -15,7 +15,7 @@ from ckptfused.compat.torch_dispatch import DispatchMode
 from ckptfused.models.derive.copies import layer_copy
 from ckptfused.models.derive.recorder import RefusedError, function_name, words_of
 
-PRODUCTS = words_of(
+CAST_CALLS = words_of(
     "linear matmul rmatmul mm addmm bmm baddbmm einsum grouped_mm _grouped_mm scaled_dot_product_attention",
 )
 """Calls that autocast has computed in another type."""
@@ -85,7 +85,7 @@ class _Shapes(TorchFunctionMode):
     """Products are of the right shape, and cost nothing."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function_name(func) not in PRODUCTS:
+        if function_name(func) not in CAST_CALLS:
             return func(*args, **(kwargs or {}))
         without = tree_map(lambda v: v.to("meta") if isinstance(v, Tensor) else v, (args, kwargs or {}))
         made = func(*without[0], **without[1])
