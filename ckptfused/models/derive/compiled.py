@@ -20,6 +20,7 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import settled
 from ckptfused.models.derive.calls import Ready, ready, seen
 from ckptfused.models.derive.layer_state import opened
+from ckptfused.models.derive.rules.rotations import is_computed
 from ckptfused.models.describe.own_forward import INDICES
 
 _PLAIN = (int, float, bool, str, type(None))
@@ -108,7 +109,7 @@ def _found(cls: type[nn.Module], values: Any, args: Any, kwargs: Any, where: int
         return "torch.compile cannot tell where in the model it stands"
     if isinstance(found, Reason):
         return found.text
-    made = found.rest is not None or found.layout.also or any(t.form.endswith("negated") for t in found.layout.outer)
+    made = found.rest is not None or found.layout.also or any(is_computed(t.form) for t in found.layout.outer)
     if made or found.recipes:
         return "torch.compile cannot follow what it makes of its arguments"
     return found._replace(returned={})

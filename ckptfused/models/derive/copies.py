@@ -21,6 +21,7 @@ from ckptfused.layer.source import is_patched
 from ckptfused.models.derive.factors import stand_in
 from ckptfused.models.derive.recorder import RefusedError
 from ckptfused.models.derive.rules.masks import HIDES
+from ckptfused.models.derive.rules.rotations import MOST_FIRST, like_table
 from ckptfused.models.describe.own_forward import forget_places
 from ckptfused.models.experts.adapters import adds_adapters, wrapped
 from ckptfused.simulate.meta_copy import data_behind
@@ -43,10 +44,22 @@ NO_OPAQUES: Opaques = types.MappingProxyType({})
 
 
 class Sizes(NamedTuple):
-    """The batch and the tokens of a call."""
+    """The batch and the tokens of a call, and how many of these its tables leave out at the front."""
 
     batch: int
     tokens: int
+    first: int = 0
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any) -> Sizes:
+        """The sizes of a call with x [B, T, C], its first tensor; two tables are alike."""
+        x, *others = (leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor))
+        if x.dim() != 3:
+            raise RefusedError("the layer is not called with x [B, T, C]")
+        shapes = Counter(t.shape for t in others if t.is_floating_point() and t.dim() in (2, 3))
+        rows = (shape[-2] for shape, count in shapes.items() if count > 1 and shape[-1] % 2 == 0)
+        left_out = (x.size(1) - n for n in rows if 0 < x.size(1) - n <= MOST_FIRST)
+        return cls(x.size(0), x.size(1), next(left_out, 0))
 
 
 def layer_copy(
@@ -118,8 +131,7 @@ class OfNumbers(nn.Linear):
         self.train(module.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 def _whole(layer: nn.Module) -> nn.Module:
@@ -213,14 +225,12 @@ def resized_call(
     [B] integers, goes with the batch alone, whatever else is as long as x.
     """
     leaves, tree = tree_flatten((args, kwargs))
-    x = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
-    if x is None or x.dim() != 3:
-        raise RefusedError("the layer is not called with x [B, T, C]")
-    was = Sizes(x.size(0), x.size(1))
+    x = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    was = sizes._replace(batch=x.size(0), tokens=x.size(1))
     made = []
     for leaf in leaves:
         if leaf is x:
-            made.append(torch.randn(*sizes, x.size(2), dtype=torch.float64, generator=generator).requires_grad_())
+            made.append(torch.randn(*sizes[:2], x.size(2), dtype=torch.float64, generator=generator).requires_grad_())
         elif isinstance(leaf, Tensor):
             found = _resized(leaf, was, sizes, generator, first_key, folded)
             if folded and (shape := _by_batch(leaf, was, sizes, x.size(2))) is not None:
@@ -255,6 +265,8 @@ def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, firs
             shape[i] = size // was.batch * now.batch
         elif pairs and was.tokens in t.shape[:i]:
             continue
+        elif was.first and i == t.dim() - 2 and size == was.tokens - was.first and t.is_floating_point():
+            shape[i] = now.tokens - now.first
         elif size == was.tokens and not (table and i == t.dim() - 1 and t.shape[-1] != t.shape[-2]):
             shape[i] = now.tokens
     if table and t.size(-1) == was.tokens and t.dim() == 3:
@@ -271,7 +283,7 @@ def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, firs
         hidden = torch.rand(shape, generator=generator) < 0.3
         hidden[..., 0] = False
         return made.masked_fill(hidden, -torch.inf)
-    return _like_table(t, made)
+    return like_table(t, made)
 
 
 def _adds(t: Tensor, tokens: int) -> bool:
@@ -279,16 +291,3 @@ def _adds(t: Tensor, tokens: int) -> bool:
     if not t.is_floating_point() or t.is_meta or t.dim() < 2 or t.numel() == 0:
         return False
     return t.size(-1) == t.size(-2) == tokens and bool((t <= HIDES).any() or (t == 0).all())
-
-
-def _like_table(t: Tensor, made: Tensor) -> Tensor:
-    """Random numbers whose halves, or neighbours, are the same where those of `t` are."""
-    if t.size(-1) % 2 or t.dim() < 2 or made.size(-1) != t.size(-1):
-        return made
-    half = t.size(-1) // 2
-    first = made[..., :half]
-    if t.is_meta or torch.equal(t[..., :half], t[..., half:]):
-        return torch.cat((first, first), -1)
-    if torch.equal(t[..., ::2], t[..., 1::2]):
-        return first.repeat_interleave(2, -1)
-    return made

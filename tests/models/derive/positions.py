@@ -1,4 +1,5 @@
-"""A written-out block whose q is scaled by position, on few tokens by ones, and changes of one place in it."""
+"""Written-out blocks whose q is scaled by position, on few tokens by ones, or whose first tokens are not turned, and
+changes of one place in them."""
 
 from __future__ import annotations
 
@@ -47,4 +48,38 @@ IN_SCALED_Q += [
     ),
     ("y = (probs @ v)", "y = (probs @ v) * s"),
     (".to(q.dtype)\n        q = q * s", ".to(q.dtype).floor()\n        q = q * s"),
+]
+
+UNTURNED = LLAMA.replace(
+    _TURNED,
+    """        first = T - cos.shape[-2]
+        (q_first, q), (k_first, k) = q.split((first, T - first), dim=-2), k.split((first, T - first), dim=-2)
+        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        q, k = torch.cat((q_first, q), dim=-2), torch.cat((k_first, k), dim=-2)
+""",
+)
+"""The way of DINOv3, whose tables leave the class token and the registers out."""
+assert UNTURNED != LLAMA
+
+_CAT = "q, k = torch.cat((q_first, q), dim=-2), torch.cat((k_first, k), dim=-2)"
+_TURN = "q, k = turn(q, cos, sin), turn(k, cos, sin)"
+_SPLIT = "q.split((first, T - first), dim=-2), k.split((first, T - first), dim=-2)"
+IN_UNTURNED = [
+    (_CAT, "q, k = torch.cat((q, q_first), dim=-2), torch.cat((k, k_first), dim=-2)"),
+    (_CAT, "q, k = torch.cat((q_first, q), dim=-2), torch.cat((k, k_first), dim=-2)"),
+    (_CAT, "q, k = torch.cat((k_first, q), dim=-2), torch.cat((q_first, k), dim=-2)"),
+    (_CAT, "q, k = torch.cat((0 * q_first, q), dim=-2), torch.cat((k_first, k), dim=-2)"),
+    (_CAT, "q, k = torch.cat((2 * q_first, q), dim=-2), torch.cat((k_first, k), dim=-2)"),
+    (_CAT, "q, k = torch.cat((q_first.flip(-2), q), dim=-2), torch.cat((k_first.flip(-2), k), dim=-2)"),
+    (_CAT, "q, k = torch.cat((-q_first, q), dim=-2), torch.cat((-k_first, k), dim=-2)"),
+    (_CAT, "q, k = torch.cat((q_first.detach(), q), dim=-2), torch.cat((k_first, k), dim=-2)"),
+    (_TURN, "q, k = turn(q, cos, sin), turn(k, cos, -sin)"),
+    (_TURN, "q, k = turn(q, sin, cos), turn(k, sin, cos)"),
+    (_TURN, "q, k = turn(q, cos, sin), k"),
+    (_TURN, "q, k = turn(q, cos.flip(0), sin.flip(0)), turn(k, cos.flip(0), sin.flip(0))"),
+    (_TURN, "q, k = q * cos, k * cos"),
+    (_SPLIT, "q.split((T - first, first), dim=-2)[::-1], k.split((T - first, first), dim=-2)[::-1]"),
+    ("first = T - cos.shape[-2]", "first = T - cos.shape[-2]; cos, sin = cos * 0 + 1, sin * 0"),
+    ("first = T - cos.shape[-2]", "first = T - cos.shape[-2]; mask = mask.clone(); mask[:first] = 0"),
+    ("probs @ v", "probs @ torch.cat((v[..., :first, :], turn(v[..., first:, :], cos, sin)), -2)"),
 ]

@@ -24,7 +24,7 @@ from tests.models.derive.gates import GATED, IN_GATED
 from tests.models.derive.modulated import DIT, IN_MODULATED
 from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
 from tests.models.derive.others import FOLDED, IN_FOLDED, IN_SUMS, IN_TOWER, SUMS, TOWER, called
-from tests.models.derive.positions import IN_SCALED_Q, SCALED_Q
+from tests.models.derive.positions import IN_SCALED_Q, IN_UNTURNED, SCALED_Q, UNTURNED
 from tests.models.derive.sinks import IN_SCALED, IN_SUNK, LOOK_ALIKE, SCALED, SUNK
 from tests.models.derive.written import GPT, LLAMA, WIDE, arguments, made
 
@@ -101,6 +101,26 @@ def test_a_mutant_runs_as_written(index: int, least: int, monkeypatch: pytest.Mo
     assert source.count(old) >= 1
     layer = made(T_OF + in_double(source.replace(old, new, 1))).double()
     check(layer, arguments(source, tokens=13, dtype=torch.float64))
+
+
+def without_first(source: str, first: int, tokens: int = 13) -> Any:
+    """A call of a block whose tables leave the first tokens out, in double precision."""
+    x, cos, sin, mask = arguments(source, tokens=tokens, dtype=torch.float64)
+    return x, cos[: tokens - first], sin[: tokens - first], mask
+
+
+@pytest.mark.parametrize("first", [1, 5])
+@pytest.mark.parametrize("index", range(-1, len(IN_UNTURNED)))
+def test_a_mutant_whose_first_tokens_are_not_turned_runs_as_written(index: int, first: int) -> None:
+    old, new = IN_UNTURNED[index] if index >= 0 else ("", "")
+    assert UNTURNED.count(old) >= 1
+    layer = made(T_OF + in_double(UNTURNED.replace(old, new, 1))).double()
+    args = without_first(UNTURNED, first)
+    assert check(layer, args) or index >= 0
+    if index < 0:
+        found = derive(layer, args, {})
+        assert found.proof is not None and "attn.rope=half" in found.proof.text
+        assert check(layer, without_first(UNTURNED, first, tokens=19))
 
 
 @pytest.mark.parametrize("index", range(len(OTHERS)))

@@ -279,3 +279,28 @@ def test_llama_4_as_it_was() -> None:
     close(*gradients, 1e-5)
     paths = [layer.path for layer in ckptfused.convert(converted).layers]
     assert paths == ["fused", "part", "fused", "part"]
+
+
+def test_dinov3_as_it_was() -> None:
+    """Its tables leave the class token and the registers out, which are not turned."""
+    if not hasattr(transformers, "DINOv3ViTConfig"):
+        pytest.skip("transformers has no such model")
+    sizes = {"hidden_size": 48, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": 4}
+    still = {"pos_embed_shift": None, "pos_embed_jitter": None, "pos_embed_rescale": None}  # of each call in training
+    config = transformers.DINOv3ViTConfig(**sizes, **still, image_size=32, patch_size=8, num_register_tokens=4)
+    torch.manual_seed(0)
+    plain = transformers.DINOv3ViTModel(config).double().train()
+    for p in plain.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    for size in (32, 24):
+        x = torch.randn(2, 3, size, size, dtype=torch.float64)
+        with unfused() as reasons:
+            made, want = (model(x).last_hidden_state for model in (converted, plain))
+        assert not reasons
+        torch.testing.assert_close(made, want, rtol=1e-6, atol=1e-8)
+        for y in (made, want):
+            y.square().mean().backward()
+    gradients = [{n: p.grad for n, p in model.named_parameters() if p.grad is not None} for model in (converted, plain)]
+    close(*gradients, 1e-6)

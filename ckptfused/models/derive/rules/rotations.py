@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ckptfused.eager.rope import rope
@@ -20,6 +22,10 @@ TURNS = LAYOUT | {
 }
 Turned = tuple[str, int, Outer | None, Outer | None, float]
 """Kind, width, tables and factor of a rotation."""
+MOST_FIRST = 16
+"""Tokens at the front that tables leave out: a class token and registers (DINOv3)."""
+_UNTURNED = {"ones first": 1.0, "zeros first": 0.0}
+"""Forms of cosines and sines with rows for those tokens, by which nothing is turned."""
 _BOTH = (("real", "imaginary"), ("first of two", "second of two"))
 """Forms of a table that holds cosines and sines: complex numbers, or pairs in the last dimension."""
 
@@ -84,21 +90,44 @@ def _table(walk: Walk, root: Value, length: int, at: Value) -> dict[Outer, Tenso
             continue
         if root.name.startswith("buffer:"):
             form, one = f"{form}, first rows", one[..., :length, :]
-        if one.shape[-2] != length:
-            continue
-        found[Outer(name, form)] = one
-        if one.shape[-1] % 2 == 0 and form.startswith("given"):
-            found[Outer(name, f"{form}, first half")] = one[..., : one.shape[-1] // 2]
+        ways = {"": one} if one.shape[-2] == length else _with_first(one, length)
+        for rows, made in ways.items():
+            form_of = f"{form}{rows}"
+            found[Outer(name, form_of)] = made
+            if one.shape[-1] % 2 == 0 and form.startswith("given"):
+                found[Outer(name, f"{form_of}, first half")] = made[..., : one.shape[-1] // 2]
     if not found:
         raise RefusedError(f"a rotary table of shape {list(root.shape)} and type {table.dtype}", at.call)
     return found
 
 
+def _with_first(table: Tensor, length: int) -> dict[str, Tensor]:
+    """A table with rows for the tokens at the front that it leaves out, by the end of its form."""
+    if not 0 < length - table.shape[-2] <= MOST_FIRST:
+        return {}
+    return {f", {form}": _padded(table, length, form) for form in _UNTURNED}
+
+
+def _padded(table: Tensor, length: int, form: str) -> Tensor:
+    return F.pad(table, (0, 0, length - table.size(-2), 0), value=_UNTURNED[form])
+
+
 def table_of(table: Tensor, form: str, length: int) -> Tensor:
-    """A table as the block takes it, by what `turned` called it."""
+    """A table as the block takes it, by what `turned` called it; one that is computed is so once."""
     if form.endswith(", negated"):
-        given, form = table, form.removesuffix(", negated")
-        return once((given,), (form, length), lambda: -table_of(given, form, length))
+        bare = form.removesuffix(", negated")
+        return once((table,), (form, length), lambda: -table_of(table, bare, length))
+    if any(unturned in form for unturned in _UNTURNED):
+        return once((table,), (form, length), lambda: _made(table, form, length))
+    return _made(table, form, length)
+
+
+def is_computed(form: str) -> bool:
+    """Whether a table in this form is made of the one that is given."""
+    return form.endswith("negated") or any(unturned in form for unturned in _UNTURNED)
+
+
+def _made(table: Tensor, form: str, length: int) -> Tensor:
     kind, *then = form.split(", ")
     if kind in _BOTH[0]:
         table = table.real if kind == "real" else table.imag
@@ -108,13 +137,16 @@ def table_of(table: Tensor, form: str, length: int) -> Tensor:
         table = table.squeeze(1 if table.size(1) == 1 else 2)
     if "first rows" in then:
         table = table[..., :length, :]
+    for unturned in _UNTURNED.keys() & then:
+        table = _padded(table, length, unturned)
     return table[..., : table.size(-1) // 2] if "first half" in then else table
 
 
 def _belong(cos: Outer, sin: Outer) -> bool:
     """Whether two are the tables of one rotation: two tensors in one form, or the two sides of one."""
     if cos.name != sin.name:
-        return cos.form == sin.form and cos.form.startswith("given")
+        forms = cos.form.replace("ones first", "rows first"), sin.form.replace("zeros first", "rows first")
+        return forms[0] == forms[1] and cos.form.startswith("given")
     sides = cos.form.split(", ")[0], sin.form.split(", ")[0]
     return sides in _BOTH or sides[::-1] in _BOTH
 
@@ -124,3 +156,16 @@ def _factor(part: Tensor, end: Tensor, at: Value) -> float:
     if by is None:
         raise RefusedError("heads that are not the rows of a projection", at.call)
     return by
+
+
+def like_table(t: Tensor, made: Tensor) -> Tensor:
+    """Random numbers whose halves, or neighbours, are the same where those of `t` are."""
+    if t.size(-1) % 2 or t.dim() < 2 or made.size(-1) != t.size(-1):
+        return made
+    half = t.size(-1) // 2
+    first = made[..., :half]
+    if t.is_meta or torch.equal(t[..., :half], t[..., half:]):
+        return torch.cat((first, first), -1)
+    if torch.equal(t[..., ::2], t[..., 1::2]):
+        return first.repeat_interleave(2, -1)
+    return made
