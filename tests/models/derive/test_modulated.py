@@ -39,7 +39,7 @@ def test_they_are_derived(kind: str, p: float) -> None:
 @pytest.mark.parametrize("batch", [2, 24])
 @pytest.mark.parametrize("form", ["[B, C]", "[B, 1, C]", "[B, 6, C]", "[B]"])
 def test_lengths_that_are_those_of_something_else(form: str, batch: int, tokens: int) -> None:
-    """As long as it is wide, as the batch, or as there are vectors: its forward says what a condition is."""
+    """Its forward says what a condition is: x is as long as wide, as the batch, or as there are vectors."""
     if form == "[B, 1, C]":
         source = DIT.replace("self.adaLN(cond).chunk", "self.adaLN(cond[:, 0]).chunk")
     elif form == "[B, 6, C]":
