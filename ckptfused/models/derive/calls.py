@@ -20,6 +20,7 @@ from ckptfused.models.derive.layer_state import KNOWN, LayerState
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.outside import Rest, evaluated, recalled
 from ckptfused.models.derive.recorder import Recorded, Value
+from ckptfused.models.derive.rules.rotations import says_twice
 from ckptfused.models.describe.own_forward import IndexReadError
 from ckptfused.ops.numerics import Modes
 
@@ -238,7 +239,8 @@ def _to_be_called(made: Derivation, leaves: list[Any], where: int) -> Ready | Re
     for name, i in outer:
         t = leaves[i] if i >= 0 else None
         forms = {t.form for t in (proof.layout.cos, proof.layout.sin) if t is not None and t.name == name}
-        if t is not None and any(form.endswith("half") for form in forms) and not _in_halves(t):
+        attn = proof.layout.attn
+        if t is not None and forms and attn is not None and not says_twice(t, forms, *attn.numbers[3:5]):
             return Reason("rotary tables whose halves differ")
     leaves_of = tuple(recording.leaves)
     rest = made.here.rest
@@ -250,8 +252,3 @@ def _to_be_called(made: Derivation, leaves: list[Any], where: int) -> Ready | Re
 
 def _place(name: str) -> int:
     return int(name.removeprefix("arg:")) if name.startswith("arg:") else -1
-
-
-def _in_halves(t: Tensor) -> bool:
-    half = t.size(-1) // 2
-    return t.is_meta or torch.equal(t[..., :half], t[..., half:])

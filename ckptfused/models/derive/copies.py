@@ -254,7 +254,8 @@ def _resized(t: Tensor, was: Sizes, now: Sizes, generator: torch.Generator, firs
     if t.is_complex():
         return torch.view_as_complex(_resized(torch.view_as_real(t), was, now, generator, first_key, folded))
     adds = _adds(t, was.tokens)
-    table = t.is_floating_point() and t.dim() in (2, 3) and t.size(-2) == was.tokens and not adds
+    turned = (was.tokens, was.tokens - was.first)
+    table = t.is_floating_point() and t.dim() in (2, 3) and t.size(-2) in turned and not adds
     pairs = t.is_floating_point() and t.dim() > 2 and t.size(-1) == 2
     folded = adds or (folded and t.is_floating_point() and t.shape[1:] == (1, was.tokens))
     shape = list(t.shape)

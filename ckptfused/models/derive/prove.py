@@ -15,7 +15,7 @@ from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.derive.copies import NO_OPAQUES, Opaques, Sizes, TooManyError, resized_call, wide
 from ckptfused.models.derive.factors import Factored, UnfactoredError
-from ckptfused.models.derive.normal_form import DerivedLayer, layout_of
+from ckptfused.models.derive.normal_form import DerivedHalf, DerivedLayer, layout_of
 from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.read import Form, read
 from ckptfused.models.derive.record import RAISED, Recording, record
@@ -58,16 +58,30 @@ def prove(
 
     **Raises** `RefusedError` saying which call no rule takes, or where and by how much the two differ.
     """
+    first = Sizes.of(args, kwargs).first
     try:
-        return _proved(layer, args, kwargs, seed, placed, opaque, dense=False)
+        return _proved_with(layer, args, kwargs, seed, placed, opaque, first)
+    except RefusedError:
+        if first == 0:
+            raise
+        return _proved_with(layer, args, kwargs, seed, placed, opaque, 0)  # what is alike may be no tables
+
+
+def _proved_with(
+    layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, opaque: Opaques, first: int
+) -> Proof:
+    try:
+        return _proved(layer, args, kwargs, seed, placed, opaque, first, dense=False)
     except UnfactoredError as error:
         try:
-            return _proved(layer, args, kwargs, seed, placed, opaque, dense=True)
+            return _proved(layer, args, kwargs, seed, placed, opaque, first, dense=True)
         except TooManyError:
             raise error from None
 
 
-def _proved(layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, opaque: Opaques, dense: bool) -> Proof:
+def _proved(
+    layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, opaque: Opaques, first: int, dense: bool
+) -> Proof:
     generator = torch.Generator().manual_seed(seed)
     if not torch.is_grad_enabled():
         args, kwargs = tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, (args, kwargs))
@@ -77,7 +91,6 @@ def _proved(layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, o
     own = wide(layer, generator, placed, dense, opaque)
     factored = Factored(own, generator)
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        first = Sizes.of(args, kwargs).first
         for batch, tokens, _ in SHAPES:
             sizes = Sizes(batch, tokens + first, first)
             recording, (form, walk) = _recorded(own, args, kwargs, sizes, generator, factored)
@@ -88,10 +101,20 @@ def _proved(layer: nn.Module, args: Any, kwargs: Any, seed: int, placed: bool, o
     layout, text, _ = max(found, key=lambda one: one[0].window)
     for one, _, recording in found:
         same = same_window(layout.window, one.window, recording.x.shape[1])
-        if not same or one._replace(window=layout.window) != layout:
+        if not same or _comparable(one._replace(window=layout.window)) != _comparable(layout):
             raise RefusedError("what it computes depends on the shape of x: " + " and ".join(t for _, t, _ in found))
     same_structure(found[0][2], found[1][2])
     return Proof(layout, text, tuple(recording for *_, recording in found), rules, opaque, errors)
+
+
+def _comparable(layout: DerivedLayer) -> DerivedLayer:
+    """A layout whose factors have no last digits, by which two shapes may differ."""
+
+    def rounded(half: DerivedHalf | None) -> DerivedHalf | None:
+        short = (float(f"{n:.12g}") if type(n) is float else n for n in (half.numbers if half else ()))
+        return half and half._replace(numbers=tuple(short))
+
+    return layout._replace(attn=rounded(layout.attn), ffn=rounded(layout.ffn))
 
 
 def _recorded(
@@ -251,28 +274,11 @@ def same_shapes(proof: Proof, recording: Recording, sizes: Sizes) -> None:
 
 def _follows(a: int, b: int, c: int, of: list[Sizes]) -> bool:
     """Whether a size is a multiple of 1, B, T, T + 1 (keys and a sink) or B·T at all three shapes, or T less a few."""
-    ways = [(1, 1, 1)]
-    ways += [tuple(f(s) for s in of) for f in (_batch, _tokens, _keys, _rows)]  # type: ignore[misc]
+    ways = zip(*((1, s.batch, s.tokens, s.tokens + 1, s.batch * s.tokens) for s in of), strict=True)
     less = {s.tokens - n for s, n in zip(of, (a, b, c), strict=True)}
     if len(less) == 1 and 0 < min(less) <= MOST_FIRST:
         return True
     return any(a * w2 == b * w1 and a * w3 == c * w1 for w1, w2, w3 in ways)
-
-
-def _batch(sizes: Sizes) -> int:
-    return sizes.batch
-
-
-def _tokens(sizes: Sizes) -> int:
-    return sizes.tokens
-
-
-def _keys(sizes: Sizes) -> int:
-    return sizes.tokens + 1
-
-
-def _rows(sizes: Sizes) -> int:
-    return sizes.batch * sizes.tokens
 
 
 def leaves_of(args: Any, kwargs: Any) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from tests.models.derive.modulated import DIT, MODULATED
 from tests.models.derive.others import called
 from tests.models.derive.written import HALVED, made
 
+LINE = "a, b, g, d, e, h = self.adaLN(cond).chunk(6, dim=1)"
 KINDS = pytest.mark.parametrize("kind", MODULATED)
 
 
@@ -51,6 +52,19 @@ def test_lengths_that_are_those_of_something_else(form: str, batch: int, tokens:
     x, cond = called(DIT, tokens=tokens, batch=batch)
     given = {"[B, C]": cond, "[B, 1, C]": cond[:, None], "[B, 6, C]": cond[:, None].repeat(1, 6, 1)}
     found = derive(made(source), (x, given.get(form, torch.arange(batch))), {})
+    assert found.proof is not None, found.why
+
+
+@pytest.mark.parametrize("tokens", [7, 10, 22, 40])
+def test_two_conditions_that_are_alike_are_no_tables(tokens: int) -> None:
+    """Though they have an even width, and a few rows fewer than there are tokens."""
+    source = DIT.replace(LINE, "a, b, g, d, e, h = (self.one(cond) + self.two(also)).unbind(1)")
+    source = source.replace("def forward(self, x, cond)", "def forward(self, x, cond, also)").replace(
+        "self.adaLN = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))",
+        "self.one, self.two = nn.Linear(16, width), nn.Linear(16, width)",
+    )
+    x, _ = called(DIT, tokens=tokens)
+    found = derive(made(source), (x, torch.randn(2, 6, 16), torch.randn(2, 6, 16)), {})
     assert found.proof is not None, found.why
 
 
@@ -179,7 +193,6 @@ def test_frozen_conditions_and_weights() -> None:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-10)
 
 
-LINE = "a, b, g, d, e, h = self.adaLN(cond).chunk(6, dim=1)"
 CUT = {
     "no gradients": (LINE, f"with torch.no_grad():\n            {LINE}"),
     "a line without gradients": (LINE, f"{LINE}\n        with torch.no_grad():\n            b = 2 * b"),

@@ -3,12 +3,14 @@ derived."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import ckptfused
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.spec_text import Mode
 from ckptfused.models.derive import factors
@@ -121,6 +123,29 @@ def test_a_mutant_whose_first_tokens_are_not_turned_runs_as_written(index: int, 
         found = derive(layer, args, {})
         assert found.proof is not None and "attn.rope=half" in found.proof.text
         assert check(layer, without_first(UNTURNED, first, tokens=19))
+
+
+@pytest.mark.parametrize(("source", "first"), [(LLAMA, 0), (UNTURNED, 1), (UNTURNED, 5)])
+@pytest.mark.parametrize("table", [1, 2])
+def test_later_tables_that_do_not_repeat(source: str, first: int, table: int) -> None:
+    """A block reads the first half of what says each cosine or sine twice: others are the layer's own to read."""
+    plain = nn.ModuleList([made(in_double(source)).double()])
+    converted = copy.deepcopy(plain)
+    ckptfused.convert(converted)
+    for tokens in (13, 19):
+        args = [*without_first(source, first, tokens)]
+        if tokens == 19:
+            args[table] = torch.rand_like(args[table])
+        torch.testing.assert_close(converted[0](*args), plain[0](*args), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("factor", ["q = q * 6**-0.5", "q = 0.4 * q", "k = k * 3", "k = k / 1.7"])
+def test_factors_behind_a_rotation_are_one_at_all_shapes(factor: str) -> None:
+    """They differ in their last digits."""
+    turned = "q, k = turn(q, cos, sin), turn(k, cos, sin)"
+    layer = made(in_double(LLAMA.replace(turned, f"{turned}; {factor}"))).double()
+    found = derive(layer, without_first(LLAMA, 0), {})
+    assert found.proof is not None and found.layout.attn is not None, found.why
 
 
 @pytest.mark.parametrize("index", range(len(OTHERS)))

@@ -169,3 +169,13 @@ def like_table(t: Tensor, made: Tensor) -> Tensor:
     if torch.equal(t[..., ::2], t[..., 1::2]):
         return first.repeat_interleave(2, -1)
     return made
+
+
+def says_twice(t: Tensor, forms: set[str], kind: str, width: int) -> bool:
+    """Whether a table that is as wide as what is turned says each number twice, of which a block reads one."""
+    halved = any("first half" in form for form in forms)
+    if t.is_meta or t.is_complex() or not (halved or t.size(-1) == width):
+        return True
+    half = t.size(-1) // 2
+    by_halves = halved or kind == "half"
+    return torch.equal(*((t[..., :half], t[..., half:]) if by_halves else (t[..., ::2], t[..., 1::2])))
