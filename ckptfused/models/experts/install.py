@@ -24,7 +24,7 @@ from ckptfused.models.experts.adapters import NO_ADAPTERS, Adapters, is_wrapper,
 from ckptfused.models.experts.read import COMPUTED_AS_SAID, is_experts, read_experts, unfit, weights_of
 from ckptfused.ops.experts import experts
 from ckptfused.spec import Quantized
-from ckptfused.spec.experts import ExpertsSpec
+from ckptfused.spec.experts import ExpertsSpec, parse_experts
 
 NAME = "ckptfused"
 WITHOUT_DATA = Reason("nothing is computed on the meta device")
@@ -37,10 +37,11 @@ class ExpertsConfig:
         self.model = model
         """The config of the model."""
         self.spec = spec
+        self.text = spec.to_string()  # which every Dynamo takes for a constant
         self._experts_implementation = NAME
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("model", "spec"):  # while it is unpickled
+        if name in ("model", "spec", "text"):  # while it is unpickled
             raise AttributeError(name)
         return getattr(self.model, name)
 
@@ -69,20 +70,20 @@ def run(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: 
 
 def _by_op(module: Any, x: Tensor, ids: Tensor, scores: Tensor, added: Adapters = NO_ADAPTERS) -> Tensor:
     found = weights_of(module)
-    spec = _text_of_call(module.config.spec, added.up_scale, added.down_scale, found.quant)
+    spec = _text_of_call(module.config.text, added.up_scale, added.down_scale, found.quant)
     return experts(x, ids, scores, *found[:4], added.tensors, found.stored, spec=spec)
 
 
 @constant_result
-def _text_of_call(spec: ExpertsSpec, up_scale: float, down_scale: float, quant: tuple[Any, ...]) -> str:
+def _text_of_call(text: str, up_scale: float, down_scale: float, quant: tuple[Any, ...]) -> str:
     """What the same experts compute with adapters of these scales, and weights that are stored so."""
-    return _text(spec, up_scale, down_scale, quant)
+    return _text(text, up_scale, down_scale, quant)
 
 
 @lru_cache(maxsize=1024)
-def _text(spec: ExpertsSpec, up_scale: float, down_scale: float, quant: tuple[Any, ...]) -> str:
+def _text(text: str, up_scale: float, down_scale: float, quant: tuple[Any, ...]) -> str:
     stacks = tuple(Quantized(*stack) for stack in quant)
-    return replace(spec, up_scale=up_scale, down_scale=down_scale, quant=stacks).to_string()
+    return replace(parse_experts(text), up_scale=up_scale, down_scale=down_scale, quant=stacks).to_string()
 
 
 class AdaptedForward:
