@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ckptfused import FusedCheckpointBlock, FusedCheckpointSequential, functional
 from ckptfused.cost import backward_ledger, forward_ledger
+from ckptfused.ops.call import Call
 from ckptfused.spec import KEEP_PRESETS, AttentionSpec, BlockSpec, FFNSpec, param_shapes, parse, shape_in
 
 B, T, C = 3, 150, 24
@@ -192,13 +194,17 @@ def test_what_is_changed_later_is_refused(name: str, value: Any) -> None:
 
 @pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
 def test_both_ways_take_vectors_of_another_type(types: tuple[torch.dtype, torch.dtype]) -> None:
-    block, (own, other) = made().to(types[0]), types
+    """The op, and the layers of a block that is hooked: each as near the formula in float64 as its type allows."""
+    own, other = types
+    block = made().to(own)
     x, m = torch.randn(2, 9, 32).to(own), torch.randn(2, 6, 32).to(other)
-    found = [block(x, modulation=m)]
-    block.linear1.register_forward_hook(lambda module, args, y: None)
-    found.append(block(x, modulation=m))
-    assert {y.dtype for y in found} == {own}
-    torch.testing.assert_close(*found, rtol=4 * torch.finfo(own).eps, atol=16 * torch.finfo(own).eps)
+    true = DiT(copy.deepcopy(block).double())(x.double(), m.double())
+    for fused in (True, False):
+        assert isinstance(block.prepare(x, modulation=m), Call) == fused
+        y = block(x, modulation=m)
+        assert y.dtype == own
+        assert (y - true).norm() <= 4 * torch.finfo(own).eps * true.norm()  # a dozen roundings, most of them of less
+        block.linear1.register_forward_hook(lambda module, args, y: None)
 
 
 def test_it_is_one_graph_for_the_compiler() -> None:
