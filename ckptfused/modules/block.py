@@ -239,7 +239,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         if isinstance(ffn, Reason):
             return ffn
         if self.modulated:
-            if any(norm.weight is not None for norm in (self.norm1, self.norm2)):
+            if any(getattr(norm, "weight", None) is not None for norm in (self.norm1, self.norm2)):
                 return Reason("a norm of a modulated block has a weight of its own")
             attn, ffn = (half._replace(post=_GATE, modulated=True) for half in (attn, ffn))  # type: ignore[assignment]
         return Parts(attn, ffn, self.parallel, child(self, "self_attn").embed_dim, encoder.ENCODER_NAMES)

@@ -107,7 +107,8 @@ void Block::scale_by_position(Tensor& q, bool own) const {
   }
 }
 
-// q, k and v before q is scaled. Returns whether q is no part of the raw product.
+// q, k and v before q is scaled. Returns whether q may be written to: not where it is a view of a
+// product that is kept.
 bool Block::make_qk() {
   const AttentionSpec& a = spec_.attn;
   if (a.qk_in_steps()) {

@@ -184,6 +184,15 @@ def test_a_norm_with_a_weight_runs_generically(norm: type[nn.Module]) -> None:
     assert block.norm1.weight.grad is not None
 
 
+def test_a_norm_of_another_kind_runs_generically() -> None:
+    """It may have no weight to ask for."""
+    block = made()
+    block.norm1 = nn.Identity()  # type: ignore[assignment]
+    x, m = torch.randn(2, 9, 32, dtype=DOUBLE), torch.zeros(2, 6, 32, dtype=DOUBLE)
+    assert "unknown norm" in str(block.generic_reason())
+    torch.testing.assert_close(block(x, modulation=m), x)  # gates of 0 let nothing through
+
+
 @pytest.mark.parametrize(("name", "value"), [("norm_first", False), ("parallel", True), ("parallel", "shared")])
 def test_what_is_changed_later_is_refused(name: str, value: Any) -> None:
     block = made()
