@@ -97,7 +97,7 @@ def count(
     dtype: str,
     params: Sequence[tuple[Sequence[int], str] | None],
     cu_seqlens: Sequence[int],
-    angle_copies: int,
+    tables: Sequence[tuple[Sequence[int], str] | None],
     device: tuple[bool, int, int, bool, Sequence[int]],
     there: str | None,
     save: bool,

@@ -18,7 +18,7 @@ from ckptfused.compat.torch_dispatch import has_kernel
 from ckptfused.cost.attention import attention_cost, multiprocessors
 from ckptfused.cost.products import AttentionWork, LowRank, Product
 from ckptfused.cost.saved_tensors import compute_type
-from ckptfused.spec import BlockSpec, param_names, param_shapes, quantized_slots, shape_in
+from ckptfused.spec import AUX_NAMES, BlockSpec, param_names, param_shapes, quantized_slots, shape_in
 
 LedgerEvent = tuple[str, str, int, Sequence[int], str]  # kind, name, slot or -1, sizes, type of a product's operands
 
@@ -119,6 +119,11 @@ def _count(*call: Any) -> tuple[LedgerEvent, ...]:
     return tuple(_C.count(*call))
 
 
+def _by_slot(tables: Mapping[str, tuple[Sequence[int], torch.dtype]] | None) -> tuple[Any, ...]:
+    given = {name: (tuple(sizes), _name(dtype)) for name, (sizes, dtype) in (tables or {}).items()}
+    return tuple(map(given.get, AUX_NAMES)) if given else ()
+
+
 _cached_count = lru_cache(maxsize=512)(_count)
 
 
@@ -133,15 +138,16 @@ def count(
     save: bool = True,
     params: Mapping[str, torch.dtype] | None = None,
     lengths: Sequence[int] | None = None,
-    rope_copies: int = 0,
+    tables: Mapping[str, tuple[Sequence[int], torch.dtype]] | None = None,
     threads: int | None = None,
     device: str = "cpu",
     cut_ffn: bool = True,
 ) -> Ledger:
     """What a forward does or, where `needs` is given, a backward.
 
-    `params`: the filled slots and their dtypes; None: all, of x's dtype. `lengths`: of packed sequences. `rope_copies`:
-    bytes of the copies of cos and sin, made where they are not [..., T, rotary_dim / 2] in the accumulation type.
+    `params`: the filled slots and their dtypes; None: all, of x's dtype. `lengths`: of packed sequences. `tables`:
+    shapes and dtypes of cos, sin and q_scale, which are copied where they are not [..., T, rotary_dim / 2] in the
+    accumulation type and [..., T] in that of products; None: they are.
     `threads`: None, as many as PyTorch has now. `cut_ffn`: False: the FFN in one piece, whatever its size.
     `device`: "cpu" or "cuda", where neither the platform's workspaces nor the allocator's rounding count, as many
     multiprocessors are assumed as the GPU at hand has (132 without one), and torch.use_deterministic_algorithms as it
@@ -165,7 +171,7 @@ def count(
         _name(dtype),
         filled,
         bounds if lengths else (),
-        rope_copies,
+        _by_slot(tables),
         counted,
         there,
         save,

@@ -25,6 +25,7 @@ Tensor normalise_angles(const Tensor& t, const AttentionSpec& a, int64_t T, at::
                   (t.size(-1) == half || t.size(-1) == 2 * half),
               "ckptfused: cos and sin must be [T, r] or [B, T, r] with T = ", T, " and r = ", half,
               " or ", 2 * half, ", got ", t.sizes());
+  const Ledger::Name name("cos and sin");
   Tensor out = t.dim() == 2 ? t.unsqueeze(0) : t;
   if (out.size(-1) != half) {
     out = a.rope == "half" ? out.narrow(-1, 0, half) : out.slice(-1, 0, 2 * half, 2);
@@ -39,6 +40,7 @@ Tensor normalise_factors(const Tensor& t, int64_t B, int64_t T, at::ScalarType t
       (t.dim() == 1 || (t.dim() == 2 && (t.size(0) == 1 || t.size(0) == B))) && t.size(-1) == T;
   TORCH_CHECK(fits, "ckptfused: q_scale must be [T] or [B, T] with B = ", B, " and T = ", T,
               ", got ", t.sizes());
+  const Ledger::Name name("q by position");
   return t.view({t.dim() == 1 ? 1 : t.size(0), T}).to(type);
 }
 

@@ -55,14 +55,18 @@ struct Arguments {
     const auto mask_type = [&](const std::string& kind) {
       return kind == "add" ? call.dtype : at::kBool;
     };
+    const auto set_table = [&](int slot, at::IntArrayRef sizes, at::ScalarType dtype) {
+      const bool given = !call.tables.empty() && call.tables[slot];
+      list.set(slot, given ? meta(call.tables[slot]->sizes, call.tables[slot]->dtype)
+                           : meta(sizes, dtype));
+    };
     if (a.rope != "none") {
       const at::ScalarType acc = call.dtype == at::kDouble ? at::kDouble : at::kFloat;
-      list.set(kCos, meta({T, a.rotary_dim / 2}, acc));
-      list.set(kSin, meta({T, a.rotary_dim / 2}, acc));
+      for (const int slot : {kCos, kSin}) set_table(slot, {T, a.rotary_dim / 2}, acc);
     }
     if (a.q_scale) {
       const bool own = spec->compute == at::ScalarType::Undefined;
-      list.set(kQScale, meta({T}, own ? call.dtype : spec->compute));
+      set_table(kQScale, {T}, own ? call.dtype : spec->compute);
     }
     if (a.mask != "none") list.set(kMask, meta({1, 1, T, T}, mask_type(a.mask)));
     if (a.padding != "none") list.set(kPadding, meta({B, T}, mask_type(a.padding)));
@@ -74,13 +78,6 @@ struct Arguments {
     return list;
   }
 };
-
-// Cos and sin as kernels read them, where the caller's are not that: alive as long as the block.
-Tensor angle_copies(const CountedCall& call) {
-  const Ledger::Name name("cos and sin");
-  if (call.angle_copies > 0) counted_launch("aten::copy_", call.angle_copies, 2);
-  return at::empty({call.angle_copies}, at::device(at::kMeta).dtype(at::kByte));
-}
 
 bool keeps_something(const KeepSpec& keep) {
   return keep.attn || keep.mid || keep.proj || keep.qkv || keep.gu || keep.out;
@@ -95,7 +92,6 @@ std::vector<Ledger::Event> count_forward(const CountedCall& call, const CountedD
   const Ledger ledger(device);
   std::vector<Tensor> result;
   {
-    const Tensor angles = angle_copies(call);
     Block block(*given.spec, given.x, given.params, given.aux, given.rng);
     result = block.forward(save);
   }
@@ -116,7 +112,6 @@ std::vector<Ledger::Event> count_backward(const CountedCall& call, const Counted
   const Ledger ledger(device);
   std::vector<Tensor> result;
   {
-    const Tensor angles = angle_copies(call);
     Block block(*given.spec, given.x, given.params, given.aux, given.rng);
     result = block.backward(dy, kept, needs);
   }

@@ -21,7 +21,8 @@ struct CountedCall {
   at::ScalarType dtype;
   std::vector<std::optional<Param>> params;  // by slot
   std::vector<int64_t> cu_seqlens;           // of packed sequences
-  int64_t angle_copies = 0;                  // bytes of cos and sin as kernels read them, if copied
+  // By slot, cos, sin and factors of q that are not as kernels read them; none at all: all are.
+  std::vector<std::optional<Param>> tables;
 };
 
 // The events of a forward that returns kept values where save is set.

@@ -108,16 +108,24 @@ class OpenLedger {
 // The events of a forward, or where needs is given of a backward.
 std::vector<Event> count(const std::string& spec, std::vector<int64_t> sizes,
                          const std::string& dtype, const std::vector<Param>& params,
-                         std::vector<int64_t> cu_seqlens, int64_t angle_copies,
+                         std::vector<int64_t> cu_seqlens, const std::vector<Param>& tables,
                          const Device& device, const std::optional<std::string>& there, bool save,
                          const std::optional<std::vector<bool>>& needs) {
-  ckptfused::CountedCall call{spec, std::move(sizes),      dtype_named(dtype),
-                              {},   std::move(cu_seqlens), angle_copies};
-  for (const Param& p : params) {
-    call.params.push_back(
-        p ? std::optional(ckptfused::CountedCall::Param{p->first, dtype_named(p->second)})
-          : std::nullopt);
-  }
+  const auto as_counted = [](const std::vector<Param>& given) {
+    std::vector<std::optional<ckptfused::CountedCall::Param>> made;
+    for (const Param& p : given) {
+      made.push_back(
+          p ? std::optional(ckptfused::CountedCall::Param{p->first, dtype_named(p->second)})
+            : std::nullopt);
+    }
+    return made;
+  };
+  const ckptfused::CountedCall call{spec,
+                                    std::move(sizes),
+                                    dtype_named(dtype),
+                                    as_counted(params),
+                                    std::move(cu_seqlens),
+                                    as_counted(tables)};
   const ckptfused::CountedDevice counted = counted_device(device, there);
   return as_tuples(needs ? ckptfused::count_backward(call, counted, *needs)
                          : ckptfused::count_forward(call, counted, save));

@@ -63,6 +63,7 @@ CASES = {
     "gate-of-heads": replace(LLAMA, gate="head", layout="closed-heads", drop="all", seq_first=True),
     "gate-in-q": replace(LLAMA, gate="in-q", layout="heads", tokens=150),
     "mlp": replace(LLAMA, layout="closed-mlp", mask="none", drop="all"),
+    "by-position": replace(LLAMA, q_scale="batch", rope="half-wide"),
 }
 TYPES = {
     "float32": (torch.float32, None),
@@ -74,22 +75,10 @@ RUNS = [(name, "float32") for name in CASES]
 RUNS += [
     (n, kind)
     for kind in ("bfloat16", "autocast")
-    for n in ("llama-joint-dropout", "sandwich", "shared", "adapters-joint")
+    for n in ("llama-joint-dropout", "sandwich", "shared", "adapters-joint", "by-position")
 ]
 
 RUNS_ON = [(*run, "cpu") for run in RUNS] + [pytest.param(*run, "cuda", marks=CUDA.marks) for run in RUNS]
-
-
-def _cos_sin_copies(spec: BlockSpec, inputs: Inputs) -> int:
-    """Bytes of cos and sin as the kernels read them, where the given ones are not that."""
-    acc, total = cost.accumulation_type(inputs.x.dtype), 0
-    for t in (t for name, t in inputs.aux.items() if name in ("cos", "sin")):
-        assert spec.attn is not None
-        half = spec.attn.rotary // 2
-        paired = spec.attn.rope == "interleaved" and t.shape[-1] != half
-        read = t[..., ::2] if paired else t[..., :half]  # of one token contiguous, however wide
-        total += read.numel() * acc.itemsize if t.dtype != acc or not read.is_contiguous() else 0
-    return total
 
 
 @dataclass
@@ -122,7 +111,7 @@ class Ops:
         self.arguments: dict[str, Any] = {
             "params": {name: t.dtype for name, t in self.inputs.params.items()},
             "lengths": None if bounds is None else bounds.diff().tolist(),
-            "rope_copies": _cos_sin_copies(self.spec, self.inputs),
+            "tables": {n: (t.shape, t.dtype) for n, t in self.inputs.aux.items() if n in ("cos", "sin", "q_scale")},
         }
 
     def forward_scratch(self) -> int:
@@ -359,6 +348,11 @@ QUERY_TILES: list[Any] = [
     pytest.param(_QUERIES, torch.float32, id="one"),
     pytest.param(replace(_QUERIES, batch=3, drop="all", keep="all"), torch.float32, id="batch-dropout-all"),
     pytest.param(replace(_QUERIES, seq_first=True, batch=2, keep="attention"), torch.float32, id="sequence-first"),
+    pytest.param(
+        replace(_QUERIES, seq_first=True, batch=2, rope="interleaved-batch", keep="attention"),
+        torch.float32,
+        id="tables-by-batch",
+    ),
     pytest.param(replace(_QUERIES, qk_place="row", lora="drop", bias="all"), torch.float32, id="adapters"),
     pytest.param(replace(_QUERIES, qk_place="turned", layout="shared"), torch.float32, id="parallel"),
     pytest.param(
