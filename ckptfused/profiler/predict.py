@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,36 +17,22 @@ from torch.optim import Optimizer
 
 from ckptfused._extension import _C
 from ckptfused.compat.pytree import tree_leaves
-from ckptfused.compat.torch_dispatch import without_dispatch_modes
 from ckptfused.cost import OpenLedger
-from ckptfused.models.describe.own_forward import stored_bytes
-from ckptfused.models.release import released, releases_of
 from ckptfused.profiler.analysis import profile_of
-from ckptfused.profiler.left_behind import MOST_GROWTH, QUIET, Quieted, numbers_put_back, steps_until_quiet
-from ckptfused.profiler.marks import Marks
-from ckptfused.profiler.optimizer_step import first_line, state_tensors, step_of, take_step
+from ckptfused.profiler.left_behind import MOST_GROWTH, QUIET
+from ckptfused.profiler.optimizer_step import first_line, take_step
+from ckptfused.profiler.predicted_step import Seen, steps_taken, with_later_steps
 from ckptfused.profiler.result import Profile
-from ckptfused.profiler.step import Batch, NoLossError, TrainingStep, misspelt, run_step
-from ckptfused.profiler.trace import Trace, changes_of
+from ckptfused.profiler.step import Batch, NoLossError, TrainingStep, misspelt
 from ckptfused.simulate.autocast import outside
 from ckptfused.simulate.devices import Device
-from ckptfused.simulate.fast_path import measured_fast_paths
-from ckptfused.simulate.functions import functions_for_meta
-from ckptfused.simulate.made_by_name import MadeByName
 from ckptfused.simulate.meta_copy import (
-    batch_bytes,
     copy_to_meta,
-    data_behind,
-    model_tensors,
-    tensors_beside,
-    without_data,
 )
 from ckptfused.simulate.roofline import TooLargeError, Work
-from ckptfused.simulate.unseen import compiled_calls_noted, unseen
-from ckptfused.simulate.values import LARGEST, KnownValues, tensors_with_values
+from ckptfused.simulate.unseen import unseen
+from ckptfused.simulate.values import LARGEST
 from ckptfused.sizes import size
-from ckptfused.state.snapshot import drawn_alike, rng_states
-from ckptfused.state.undone import without_trace
 
 
 @contextmanager
@@ -72,14 +58,10 @@ def predicted(model: nn.Module, step: TrainingStep, quiet: int = QUIET) -> Profi
     left_out = [] if counts else [*notes]
     opaque: dict[int, str] = {}
     while True:
-        opened = OpenLedger(device.kind)
-        marks = Marks(model, opened.__len__)
-        work = Work(device, opened)
+        seen = Seen.of(model, device)
+        marks, work = seen.marks, seen.work
         try:
-            with drawn_alike(model), without_trace(model), numbers_put_back(model):
-                trace, by_chance, steps = _record(
-                    model, replace(step, optimizer=optimizer), at_once, opened, marks, work, quiet
-                )
+            found = steps_taken(model, replace(step, optimizer=optimizer), at_once, seen, quiet)
             break
         except NoLossError as error:
             if not opaque:
@@ -103,15 +85,19 @@ def predicted(model: nn.Module, step: TrainingStep, quiet: int = QUIET) -> Profi
             layer.forward = _Opaque()
         finally:
             model.zero_grad(set_to_none=True)
+    if found.steps.counters and not found.steps.longer:
+        found = with_later_steps(found, model, replace(step, optimizer=optimizer), at_once, quiet)
+    trace, steps, (opened, _, work) = found.trace, found.steps, found.seen
     notes += _not_looked_at(batch)
     recurrent = [name or type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]
     if recurrent and device.kind == "cuda":
         notes.append(f"{', '.join(recurrent)}: what cuDNN keeps within a recurrent layer is not counted")
     notes += _measured(work)
-    notes += [_CHANCE] * by_chance
+    notes += [_CHANCE] * found.by_chance
+    notes += steps.counted()
     over = [_SPARSE] if step.gradient_accumulation_steps > 2 and sparse else []
     (left_out if max(steps.grown, steps.risen) > MOST_GROWTH * trace.weights else notes).extend(steps.said())
-    left_out += [*unseen(model, batch), *opaque.values(), *over]
+    left_out += [*unseen(model, batch), *opaque.values(), *over, *[_ASKED] * found.asked]
     return profile_of(
         trace,
         device.name,
@@ -127,6 +113,7 @@ def predicted(model: nn.Module, step: TrainingStep, quiet: int = QUIET) -> Profi
 
 
 _CHANCE = "the model looks at random numbers (drops layers, say): another step may need more, or less"
+_ASKED = "the model asks for a number (`.item()`) that a prediction does not know, and catches the error"
 _SPARSE = "sparse gradients count as those of two batches: each further batch adds its rows to them"
 _HALF_WORKSPACES = ((1 << 24, 416 << 10), (1 << 26, 704 << 10), (1 << 62, 1728 << 10))
 """Bytes that oneDNN's products in half precision allocate within themselves, a thread, by their multiplications: the
@@ -140,72 +127,6 @@ def _workspace(opened: OpenLedger, half: int) -> int:
     half = max([half, *(size for narrow, size in sizes if narrow)])
     each = next(most for limit, most in _HALF_WORKSPACES if half <= limit) if half else 0
     return max(_C.onednn_workspace(max((size for _, size in sizes), default=0)), each * torch.get_num_threads())
-
-
-def _record(
-    model: nn.Module, step: TrainingStep, at_once: bool, opened: OpenLedger, marks: Marks[int], work: Work, quiet: int
-) -> tuple[Trace, bool, Quieted]:
-    """The trace of a predicted step, whether the model chose by chance what to do, and what it and those beside it came
-    to. work: is told of its ops.
-
-    at_once: whether the optimizer's step is one kernel that allocates nothing.
-    """
-    received: set[tuple[int, int]] = set()
-    seconds: list[float] = []
-    gradients: list[int] = []
-    ends: list[int] = []
-
-    def given(layer: int, t: Tensor) -> None:
-        number = opened.number_of(t) if t.is_meta else None
-        if number is not None:
-            received.add((layer, number))
-
-    def now() -> int:
-        work.in_backward.keep()
-        return len(opened)
-
-    def spend(took: float) -> None:
-        seconds.extend([0.0] * (len(marks.found) - len(seconds)))
-        seconds[-1] += took
-
-    def step_at_once() -> None:  # reads and writes parameters and state, and reads gradients
-        assert optimizer is not None
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        held = stored_bytes(tree_leaves([optimizer.state.get(p) for p in trained]))
-        spend((3 * sum(p.nbytes for p in trained) + 2 * held) / device.copy)
-
-    work.spend, device = spend, work.device
-    marks.received, marks.stamp = given, now
-    twins, optimizer = without_data(step.batch), step.optimizer_of(model)
-    weights = stored_bytes(model_tensors(model)) + batch_bytes(step.batch)
-    state = 0 if optimizer is None else stored_bytes(state_tensors(optimizer))
-    optimize = None if optimizer is None else step_at_once if at_once else step_of(optimizer)
-    updates = released(model, optimizer if step.release else None, optimize)
-    numbers = [(t, data_behind(t)) for t in model.buffers() if t.dim() == 0]  # such as how many batches there were
-    values = [*tensors_with_values(step.batch, twins), *((t, n) for t, n in numbers if not n.is_meta)]
-    known = KnownValues(values, device.kind == "cpu")
-    named = MadeByName()
-    on_cpu = named if device.kind == "cpu" else nullcontext()
-    fast = measured_fast_paths(model, work)
-    draws = rng_states(model)
-    functions, compiled = functions_for_meta(device.kind, work), compiled_calls_noted(model)
-    with compiled, functions as tables, fast, marks, opened, work, on_cpu, known, updates:
-
-        def take() -> None:
-            with without_dispatch_modes():
-                draws.rewind()
-            for release in releases_of(model):
-                release.begin_step()
-            gradients[:] = run_step(model, replace(step, batch=twins), optimize, marks)
-            ends.append(len(marks.found))
-
-        steps = steps_until_quiet(take, opened, tables, quiet)
-        weights += stored_bytes(t for t in tensors_beside(model) if opened.number_of(t) is None)
-    seconds.extend([0.0] * (len(marks.found) - len(seconds)))
-    end = ends[steps.highest]  # after which there are steps that need less
-    changes, found = changes_of(opened, marks.found, end)
-    trace = Trace(changes, found, received, seconds[:end], marks.names, gradients, weights, state)
-    return trace, named.chose_by_chance, steps
 
 
 def _measured(work: Work) -> list[str]:

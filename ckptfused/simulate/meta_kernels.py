@@ -143,6 +143,7 @@ def _bag_backward(copies: list[Tensor], grad: Tensor, *others: Any) -> Tensor:
     out: Tensor = aten._embedding_bag_backward(grad, *others)
     mode, sparse = others[7:9]
     if mode == 2:
+        copies += [] if grad.is_contiguous() else [grad.contiguous()]
         copies.append(grad.new_empty(grad.numel() * (8 + grad.itemsize) + 8 * len(grad), dtype=torch.uint8))
     elif mode == 1 and sparse:  # each row's share of its bag
         copies.append(grad.new_empty(2 * len(others[3]) + len(others[0])))

@@ -4,22 +4,23 @@ memory goes.
 
 from __future__ import annotations
 
-import dis
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
-from types import CodeType, FrameType
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ckptfused.compat.patches import Make, instead, patched_attribute
+from ckptfused.compat.patches import instead, patched_attribute
+from ckptfused.compat.torch_memory import storage_id
 
 aten = torch.ops.aten
 _IS_META: Any = Tensor.is_meta
+_TYPE: Any = Tensor.type
 Noted = Callable[[float, Tensor, Tensor], None]
 """Told of work by how often it is a forward's, and two operands of it."""
 
@@ -160,61 +161,93 @@ def grouped_mm(
     return made if out_dtype is None else made.to(out_dtype)
 
 
+class _PlannedDevice(str):
+    """The planned device, as a model's code sees it. What it makes there has no data: PyTorch reads a device from a
+    text, and this one is "meta"."""
+
+    __class__ = property(lambda self: torch.device)  # type: ignore[assignment]
+    type = property(lambda self: self._shown.type)
+    index = property(lambda self: self._shown.index)  # type: ignore[assignment]
+    _shown: torch.device
+
+    def __new__(cls, shown: torch.device) -> Any:
+        made: Any = str.__new__(cls, "meta")
+        made._shown = shown
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._shown == getattr(other, "_shown", other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._shown)
+
+    def __str__(self) -> str:
+        return str(self._shown)
+
+    def __repr__(self) -> str:
+        return repr(self._shown)
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+    def __reduce__(self) -> Any:
+        return torch.device, (str(self),)
+
+    def __enter__(self) -> Any:
+        return torch.device("meta").__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.device("meta").__exit__(*error)
+
+
 @contextmanager
 def planned_device(kind: str, capability: tuple[int, int]) -> Iterator[None]:
-    """A context in which a model's code that asks a tensor without data for the kind of its device (`x.is_cuda`,
-    `x.device.type`) is told the planned one, "cpu" or "cuda". PyTorch's code and ours know what it is. What a GPU can
-    do is asked of the planned one, too."""
+    """A context in which a model's code that asks a tensor without data where it is (`x.is_cuda`, `x.device`,
+    `x.type()`, `x.data_ptr()`) is told of the planned device, "cpu" or "cuda". PyTorch's code and ours know what it is.
+    What a GPU can do is asked of the planned one, too."""
+    on_cpu = kind == "cpu"
+    device = _PlannedDevice(torch.device("cpu") if on_cpu else torch.device("cuda", 0))
 
-    def flag(value: bool) -> Callable[[FrameType], bool]:
-        return lambda frame: value
+    def named(t: Tensor, *cast: Any, **how: Any) -> Any:
+        found = _TYPE(t, *cast, **how)
+        return found if isinstance(found, Tensor) else found.replace("meta.", "" if on_cpu else "cuda.")
 
-    def device(frame: FrameType) -> torch.device | None:  # such tensors are made on the device that they say
-        return torch.device(kind) if _read_next(frame.f_code, frame.f_lasti) == "type" else None
-
-    answers: dict[str, Callable[[FrameType], Any]] = {
-        **{"is_cpu": flag(kind == "cpu"), "is_cuda": flag(kind == "cuda"), "is_meta": flag(False)},
-        "device": device,
+    answers: dict[str, Callable[[Tensor], Any]] = {
+        **{"is_cpu": lambda t: on_cpu, "is_cuda": lambda t: not on_cpu, "is_meta": lambda t: False},
+        "device": lambda t: device,
+        "get_device": lambda t: lambda: -1 if on_cpu else 0,
+        "type": lambda t: partial(named, t),
+        "data_ptr": lambda t: partial(_address, t),
     }
     with ExitStack() as stack:
         for name, answer in answers.items():
-            stack.enter_context(patched_attribute(Tensor, name, _told_to_models(answer)))
-        if kind == "cuda":
+            stack.enter_context(patched_attribute(Tensor, name, partial(_Told, threading.get_ident(), answer)))
+        if not on_cpu:
             able = instead(lambda *device: capability)
             stack.enter_context(patched_attribute(torch.cuda, "get_device_capability", able))
         yield
 
 
-def _told_to_models(answer: Callable[[FrameType], Any]) -> Make:
-    """What makes a property of tensors with another value for a model's code, in this thread, of tensors without data;
-    None: with its own."""
-    mine = threading.get_ident()
+class _Told:
+    """An attribute of tensors with another value for a model's code, in one thread, of tensors without data."""
 
-    def around(plain: Any) -> property:
-        def told(t: Tensor) -> Any:
-            caller = sys._getframe(1)
-            if threading.get_ident() == mine and _IS_META.__get__(t) and _is_a_models(caller):
-                found = answer(caller)
-                if found is not None:
-                    return found
-            return plain.__get__(t)
+    def __init__(self, thread: int, answer: Callable[[Tensor], Any], plain: Any) -> None:
+        self._thread, self._answer, self._plain = thread, answer, plain
 
-        return property(told)
-
-    return around
+    def __get__(self, t: Tensor | None, owner: Any = None) -> Any:
+        if t is None:
+            return self._plain
+        told = threading.get_ident() == self._thread and _IS_META.__get__(t) and _is_a_models(sys._getframe(1))
+        return self._answer(t) if told else self._plain.__get__(t, owner)
 
 
 def _is_a_models(frame: FrameType) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "ckptfused")
 
 
-def _read_next(code: CodeType, place: int) -> str:
-    """The attribute that is read of what the instruction at a place leaves; "" if something else is done with it."""
-    after = _instructions(code)
-    return next((name for at, name in after if at > place), "")
-
-
-@lru_cache(maxsize=1024)
-def _instructions(code: CodeType) -> tuple[tuple[int, str], ...]:
-    """The places of instructions, with the names of the attributes that they read."""
-    return tuple((one.offset, one.argval if one.opname == "LOAD_ATTR" else "") for one in dis.get_instructions(code))
+def _address(t: Tensor) -> int:
+    """Of no memory, but as addresses are: of a line of a cache, and the same for tensors that share their memory."""
+    return storage_id(t) * 64 + int(t.storage_offset()) * t.element_size()

@@ -51,6 +51,8 @@ class KnownValues(DispatchMode):
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], on_cpu: bool = False) -> None:
         super().__init__()
         self._on_cpu = on_cpu
+        self.asked = False
+        """Whether a number was asked for that is not known: an error, which somebody may catch."""
         self._values = WeakTensorKeyDictionary()
         self._given = WeakTensorKeyDictionary()
         """The batch's tensors and numbers that follow of them, which may be of `torch.empty`: shapes alone count. Where
@@ -66,6 +68,8 @@ class KnownValues(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(t.layout == torch.jagged for t in tensors_of(args, kwargs)):
+            return NotImplemented  # their own class first: it makes other ops of it
         if func.overloadpacket is aten.embedding:
             self._check_rows(args[0], args[1])
         if func.overloadpacket in _INDEXED:
@@ -81,6 +85,7 @@ class KnownValues(DispatchMode):
                     hold_surplus(value, [aten.alias(args[0])])  # it is the same memory
                 return aten.alias(value)
         found = self._computed(func, args, kwargs)
+        self.asked |= found is None and func.overloadpacket is aten._local_scalar_dense and args[0].is_meta
         if found is not None and any(t.is_cpu for t in written_arguments(func, args, kwargs)):
             return found
         if found is None:

@@ -3,6 +3,7 @@ needs what one needs that runs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,16 @@ READS: dict[str, tuple[Callable[[Tensor], bool], tuple[bool, bool]]] = {
     "is_cuda": (lambda x: x.is_cuda, (False, True)),
     "is_meta": (lambda x: x.is_meta, (False, False)),
     "type": (lambda x: x.device.type == "cuda" and x.is_cuda, (False, True)),
+    "a device": (lambda x: x.device == torch.device("cpu"), (True, False)),
+    "another device": (lambda x: torch.device("cuda", 0) == x.device != torch.device("cpu"), (False, True)),
+    "a device's name": (lambda x: f"{x.device}" == str(x.device) == "cuda:0", (False, True)),
+    "a key": (lambda x: {torch.device("cpu"): True}.get(x.device, False), (True, False)),
+    "isinstance": (lambda x: isinstance(x.device, torch.device), (True, True)),
+    "index": (lambda x: x.device.index == 0 == x.get_device(), (False, True)),
+    "made there": (lambda x: torch.zeros(9, device=x.device).device == x.to(x.device).device, (True, True)),
+    "type()": (lambda x: x.type() == "torch.cuda.FloatTensor", (False, True)),
+    "an address": (lambda x: x.data_ptr() == x.view(-1).data_ptr() != (x + 1).data_ptr(), (True, True)),
+    "a line": (lambda x: x.data_ptr() % 64 == 0 and x[1].data_ptr() - x.data_ptr() == 4 * C, (True, True)),
     "a weight's": (lambda x: x.is_cpu, (True, False)),
     "capability": (lambda x: x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0), (False, True)),
 }
@@ -112,6 +123,50 @@ def test_a_forward_is_told_the_planned_device(name: str) -> None:
     assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
     for device, answer in zip(("cpu", "h100"), answers, strict=True):
         assert profile(model, x, device=device).saved == profile(always(answer), x, device=device).saved
+
+
+def test_what_is_made_on_a_planned_device_has_no_data() -> None:
+    """A table as large as a terabyte, of which a model asks for a row."""
+    model = Layers(lambda m, x: m.a(x) + torch.zeros(1 << 38, C, device=x.device)[0])
+    assert profile(model, torch.randn(N, C), device="h100").peak > 1 << 38
+
+
+def test_an_error_about_a_number_that_the_model_catches_is_said() -> None:
+    def forward(m: Layers, x: Tensor) -> Tensor:
+        y = m.a(x)
+        try:
+            return y * 2 if y.sum().item() == 0 else y.exp().sin() * y
+        except RuntimeError:
+            return y
+
+    model, x = Layers(forward), torch.randn(N, C)
+    why = "the model asks for a number .* that a prediction does not know, and catches the error"
+    assert re.search(why, str(profile(model, x, device="cpu").notes))
+    with pytest.raises(ValueError, match=f"no plan keeps a budget where {why}"):
+        plan(model, x, "1GiB", device="cpu")
+
+
+@pytest.mark.parametrize("lengths", [(30, 50, 70), (3, 1)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_sequences_of_several_lengths(lengths: tuple[int, ...], norm: bool) -> None:
+    """Nested tensors make other ops of each, which take more within themselves than they return."""
+    layers: list[nn.Module] = [nn.LayerNorm(C)] * norm + [nn.Linear(C, 4 * C), nn.GELU(), nn.Linear(4 * C, C)]
+    body, model = nn.Sequential(*layers), Layers(lambda m, x: m.body(x).values())
+    model.body = body
+    x = torch.nested.nested_tensor([torch.randn(n, C) for n in lengths], layout=torch.jagged)
+    predicted, measured = profile(model, x, device="cpu"), profile(model, x)
+    assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["", "sum", "mean", "max"])
+def test_bags_whose_gradients_lie_apart(mode: str, times: int) -> None:
+    """The gradient of a sum of all is one number, which backward copies where it needs it laid out."""
+    words: Any = nn.EmbeddingBag(50, C, mode=mode) if mode else nn.Embedding(50, C)
+    model = Layers(lambda m, x: sum((m.words(x.flip(0)) for _ in range(times - 1)), m.a(m.words(x)).tanh()))
+    model.words, ids = words, torch.randint(0, 50, (N, 9))
+    predicted, measured = profile(model, ids, device="cpu"), profile(model, ids)
+    assert measured.peak <= predicted.peak <= 1.1 * measured.peak
 
 
 def test_weights_that_are_met_first_without_gradients() -> None:

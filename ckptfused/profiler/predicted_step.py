@@ -1,0 +1,148 @@
+"""Steps taken on meta tensors, one after the other, under all that watches them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ckptfused.compat.pytree import tree_leaves
+from ckptfused.compat.torch_dispatch import without_dispatch_modes
+from ckptfused.cost import OpenLedger
+from ckptfused.models.describe.own_forward import stored_bytes
+from ckptfused.models.release import released, releases_of
+from ckptfused.profiler.left_behind import Counter, Quieted, numbers_put_back, steps_until_quiet
+from ckptfused.profiler.marks import Marks
+from ckptfused.profiler.optimizer_step import state_tensors, step_of
+from ckptfused.profiler.step import TrainingStep, run_step
+from ckptfused.profiler.trace import Trace, changes_of
+from ckptfused.simulate.devices import Device
+from ckptfused.simulate.fast_path import measured_fast_paths
+from ckptfused.simulate.functions import functions_for_meta
+from ckptfused.simulate.made_by_name import MadeByName
+from ckptfused.simulate.meta_copy import batch_bytes, data_behind, model_tensors, tensors_beside, without_data
+from ckptfused.simulate.roofline import Work
+from ckptfused.simulate.unseen import compiled_calls_noted
+from ckptfused.simulate.values import KnownValues, tensors_with_values
+from ckptfused.state.snapshot import drawn_alike, rng_states
+from ckptfused.state.undone import without_trace
+
+
+class Seen(NamedTuple):
+    """What watches predicted steps."""
+
+    opened: OpenLedger
+    marks: Marks[int]
+    work: Work
+
+    @classmethod
+    def of(cls, model: nn.Module, device: Device) -> Seen:
+        """One for a model on a device."""
+        opened = OpenLedger(device.kind)
+        return cls(opened, Marks(model, opened.__len__), Work(device, opened))
+
+
+class Found(NamedTuple):
+    """The trace of a predicted step, and what it and those beside it came to."""
+
+    trace: Trace
+    steps: Quieted
+    seen: Seen
+    by_chance: bool
+    """Whether the model chose by chance what to do."""
+    asked: bool
+    """Whether it asked for a number that nobody knows."""
+
+
+def with_later_steps(found: Found, model: nn.Module, step: TrainingStep, at_once: bool, quiet: int) -> Found:
+    """The same, with steps in which the model has counted very many: if one of these needs more, it is the trace's."""
+    try:
+        seen = Seen.of(model, found.seen.work.device)
+        later = steps_taken(model, step, at_once, seen, quiet, found.steps.counters)
+    except Exception:  # of many kinds: it counts something else than steps
+        return found
+    finally:
+        model.zero_grad(set_to_none=True)
+    most = later if later.steps.peak > found.steps.peak else found
+    return most._replace(steps=found.steps.with_later(later.steps))
+
+
+def steps_taken(
+    model: nn.Module,
+    step: TrainingStep,
+    at_once: bool,
+    seen: Seen,
+    quiet: int,
+    counters: Iterable[Counter] = (),
+) -> Found:
+    """What predicted steps come to, of which nothing is left. counters: those that count the same two late steps, over
+    and over.
+
+    at_once: whether the optimizer's step is one kernel that allocates nothing.
+    """
+    opened, marks, work = seen
+    received: set[tuple[int, int]] = set()
+    seconds: list[float] = []
+    gradients: list[int] = []
+    ends: list[int] = []
+
+    def given(layer: int, t: Tensor) -> None:
+        number = opened.number_of(t) if t.is_meta else None
+        if number is not None:
+            received.add((layer, number))
+
+    def now() -> int:
+        work.in_backward.keep()
+        return len(opened)
+
+    def spend(took: float) -> None:
+        seconds.extend([0.0] * (len(marks.found) - len(seconds)))
+        seconds[-1] += took
+
+    def step_at_once() -> None:  # reads and writes parameters and state, and reads gradients
+        assert optimizer is not None
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held = stored_bytes(tree_leaves([optimizer.state.get(p) for p in trained]))
+        spend((3 * sum(p.nbytes for p in trained) + 2 * held) / device.copy)
+
+    work.spend, device = spend, work.device
+    marks.received, marks.stamp = given, now
+    twins, optimizer = without_data(step.batch), step.optimizer_of(model)
+    weights = stored_bytes(model_tensors(model)) + batch_bytes(step.batch)
+    state = 0 if optimizer is None else stored_bytes(state_tensors(optimizer))
+    optimize = None if optimizer is None else step_at_once if at_once else step_of(optimizer)
+    updates = released(model, optimizer if step.release else None, optimize)
+    numbers = [(t, data_behind(t)) for t in model.buffers() if t.dim() == 0]  # such as how many batches there were
+    values = [*tensors_with_values(step.batch, twins), *((t, n) for t, n in numbers if not n.is_meta)]
+    known = KnownValues(values, device.kind == "cpu")
+    named = MadeByName()
+    on_cpu = named if device.kind == "cpu" else nullcontext()
+    fast = measured_fast_paths(model, work)
+    draws = rng_states(model)
+    watching: tuple[AbstractContextManager[Any], ...] = (fast, marks, opened, work, on_cpu, known, updates)
+    with drawn_alike(model), without_trace(model), numbers_put_back(model), ExitStack() as stack:
+        stack.enter_context(compiled_calls_noted(model))
+        tables = stack.enter_context(functions_for_meta(device.kind, work))
+        for context in watching:
+            stack.enter_context(context)
+
+        def take() -> None:
+            with without_dispatch_modes():
+                draws.rewind()
+            for counter in counters if len(ends) % 2 == 0 else ():
+                counter.set_late()
+            for release in releases_of(model):
+                release.begin_step()
+            gradients[:] = run_step(model, replace(step, batch=twins), optimize, marks)
+            ends.append(len(marks.found))
+
+        steps = steps_until_quiet(take, model, opened, tables, quiet)
+        weights += stored_bytes(t for t in tensors_beside(model) if opened.number_of(t) is None)
+    seconds.extend([0.0] * (len(marks.found) - len(seconds)))
+    end = ends[steps.highest]  # after which there are steps that need less
+    changes, found = changes_of(opened, marks.found, end)
+    trace = Trace(changes, found, received, seconds[:end], marks.names, gradients, weights, state)
+    return Found(trace, steps, seen, named.chose_by_chance, known.asked)
