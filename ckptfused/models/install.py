@@ -17,7 +17,7 @@ from ckptfused.layer.spec_text import Mode, keep_text
 from ckptfused.models import find
 from ckptfused.models.derive.calls import IN_SHARDS, forget
 from ckptfused.models.derive.family import DERIVED
-from ckptfused.models.derive.record import RAISED
+from ckptfused.models.derive.recording.record import RAISED
 from ckptfused.models.describe.example import KnownTables, example, with_values
 from ckptfused.models.experts import install as experts
 from ckptfused.models.family import Family, Outcome

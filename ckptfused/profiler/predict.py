@@ -21,7 +21,7 @@ from ckptfused.cost import OpenLedger
 from ckptfused.profiler.analysis import profile_of
 from ckptfused.profiler.left_behind import MOST_GROWTH, QUIET
 from ckptfused.profiler.optimizer_step import first_line, take_step
-from ckptfused.profiler.predicted_step import Seen, steps_taken, with_later_steps
+from ckptfused.profiler.predicted_step import Watchers, steps_taken, with_later_steps
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, NoLossError, TrainingStep, misspelt
 from ckptfused.simulate.autocast import outside
@@ -58,7 +58,7 @@ def predicted(model: nn.Module, step: TrainingStep, quiet: int = QUIET) -> Profi
     left_out = [] if counts else [*notes]
     opaque: dict[int, str] = {}
     while True:
-        seen = Seen.of(model, device)
+        seen = Watchers.of(model, device)
         marks, work = seen.marks, seen.work
         try:
             found = steps_taken(model, replace(step, optimizer=optimizer), at_once, seen, quiet)

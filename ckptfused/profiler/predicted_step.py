@@ -31,7 +31,7 @@ from ckptfused.state.snapshot import drawn_alike, rng_states
 from ckptfused.state.undone import without_trace
 
 
-class Seen(NamedTuple):
+class Watchers(NamedTuple):
     """What watches predicted steps."""
 
     opened: OpenLedger
@@ -39,28 +39,28 @@ class Seen(NamedTuple):
     work: Work
 
     @classmethod
-    def of(cls, model: nn.Module, device: Device) -> Seen:
+    def of(cls, model: nn.Module, device: Device) -> Watchers:
         """One for a model on a device."""
         opened = OpenLedger(device.kind)
         return cls(opened, Marks(model, opened.__len__), Work(device, opened))
 
 
-class Found(NamedTuple):
+class StepsTaken(NamedTuple):
     """The trace of a predicted step, and what it and those beside it came to."""
 
     trace: Trace
     steps: Quieted
-    seen: Seen
+    seen: Watchers
     by_chance: bool
     """Whether the model chose by chance what to do."""
     asked: bool
     """Whether it asked for a number that nobody knows."""
 
 
-def with_later_steps(found: Found, model: nn.Module, step: TrainingStep, at_once: bool, quiet: int) -> Found:
+def with_later_steps(found: StepsTaken, model: nn.Module, step: TrainingStep, at_once: bool, quiet: int) -> StepsTaken:
     """The same, with steps in which the model has counted very many: if one of these needs more, it is the trace's."""
     try:
-        seen = Seen.of(model, found.seen.work.device)
+        seen = Watchers.of(model, found.seen.work.device)
         later = steps_taken(model, step, at_once, seen, quiet, found.steps.counters)
     except Exception:  # of many kinds: it counts something else than steps
         return found
@@ -71,17 +71,10 @@ def with_later_steps(found: Found, model: nn.Module, step: TrainingStep, at_once
 
 
 def steps_taken(
-    model: nn.Module,
-    step: TrainingStep,
-    at_once: bool,
-    seen: Seen,
-    quiet: int,
-    counters: Iterable[Counter] = (),
-) -> Found:
-    """What predicted steps come to, of which nothing is left. counters: those that count the same two late steps, over
-    and over.
-
-    at_once: whether the optimizer's step is one kernel that allocates nothing.
+    model: nn.Module, step: TrainingStep, at_once: bool, seen: Watchers, quiet: int, counters: Iterable[Counter] = ()
+) -> StepsTaken:
+    """What predicted steps come to, of which nothing is left. at_once: whether the optimizer's is one kernel that
+    allocates nothing. counters: those that count the same two late steps, over and over.
     """
     opened, marks, work = seen
     received: set[tuple[int, int]] = set()
@@ -102,23 +95,15 @@ def steps_taken(
         seconds.extend([0.0] * (len(marks.found) - len(seconds)))
         seconds[-1] += took
 
-    def step_at_once() -> None:  # reads and writes parameters and state, and reads gradients
-        assert optimizer is not None
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        held = stored_bytes(tree_leaves([optimizer.state.get(p) for p in trained]))
-        spend((3 * sum(p.nbytes for p in trained) + 2 * held) / device.copy)
-
     work.spend, device = spend, work.device
     marks.received, marks.stamp = given, now
     twins, optimizer = without_data(step.batch), step.optimizer_of(model)
     weights = stored_bytes(model_tensors(model)) + batch_bytes(step.batch)
     state = 0 if optimizer is None else stored_bytes(state_tensors(optimizer))
-    optimize = None if optimizer is None else step_at_once if at_once else step_of(optimizer)
+    kernel = lambda: spend(_bytes_of_step(optimizer) / device.copy)  # noqa: E731
+    optimize = None if optimizer is None else kernel if at_once else step_of(optimizer)
     updates = released(model, optimizer if step.release else None, optimize)
-    numbers = [(t, data_behind(t)) for t in model.buffers() if t.dim() == 0]  # such as how many batches there were
-    values = [*tensors_with_values(step.batch, twins), *((t, n) for t, n in numbers if not n.is_meta)]
-    known = KnownValues(values, device.kind == "cpu")
-    named = MadeByName()
+    known, named = _known_values(model, step, twins), MadeByName()
     on_cpu = named if device.kind == "cpu" else nullcontext()
     fast = measured_fast_paths(model, work)
     draws = rng_states(model)
@@ -145,4 +130,17 @@ def steps_taken(
     end = ends[steps.highest]  # after which there are steps that need less
     changes, found = changes_of(opened, marks.found, end)
     trace = Trace(changes, found, received, seconds[:end], marks.names, gradients, weights, state)
-    return Found(trace, steps, seen, named.chose_by_chance, known.asked)
+    return StepsTaken(trace, steps, seen, named.chose_by_chance, known.asked)
+
+
+def _known_values(model: nn.Module, step: TrainingStep, twins: Any) -> KnownValues:
+    """What a model may look at: of its batch, and its own numbers, such as how many batches there were."""
+    numbers = [(t, data_behind(t)) for t in model.buffers() if t.dim() == 0]
+    values = [*tensors_with_values(step.batch, twins), *((t, n) for t, n in numbers if not n.is_meta)]
+    return KnownValues(values, step.kind == "cpu")
+
+
+def _bytes_of_step(optimizer: Any) -> int:
+    """Bytes that a step in one kernel moves: it reads and writes parameters and state, and reads gradients."""
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return 3 * sum(p.nbytes for p in trained) + 2 * stored_bytes(tree_leaves([optimizer.state.get(p) for p in trained]))

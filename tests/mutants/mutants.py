@@ -490,7 +490,7 @@ MUTANTS = (
     ),
     Mutant(
         "what a layer makes without gradients is made again with them",
-        file="ckptfused/models/derive/outside.py",
+        file="ckptfused/models/derive/recording/evaluate.py",
         text="    with nullcontext() if call.modes is None else call.modes.on():\n",
         defect="    with nullcontext():\n",
         test="tests/models/derive/test_halves.py::test_what_is_made_without_gradients_is_so_again",
@@ -800,7 +800,7 @@ MUTANTS = (
     ),
     Mutant(
         "a recording that is given up and keeps its numbers",
-        file="ckptfused/models/derive/record.py",
+        file="ckptfused/models/derive/recording/record.py",
         text="        for recorder in made:\n",
         defect="        for recorder in ():\n",
         test="tests/models/derive/test_kept.py::test_a_reading_that_is_given_up_leaves_no_tensors_to_the_collector",

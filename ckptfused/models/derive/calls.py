@@ -18,8 +18,8 @@ from ckptfused.models.derive.derive import Derivation, Here, derive, refuted_by
 from ckptfused.models.derive.flash import runs_flash
 from ckptfused.models.derive.layer_state import KNOWN, LayerState
 from ckptfused.models.derive.normal_form import DerivedLayer
-from ckptfused.models.derive.outside import Rest, evaluated, recalled
-from ckptfused.models.derive.recorder import Recorded, Value
+from ckptfused.models.derive.recording.evaluate import Rest, evaluated, recalled
+from ckptfused.models.derive.recording.recorder import Recorded, Value
 from ckptfused.models.derive.rules.rotations import says_twice
 from ckptfused.models.describe.own_forward import IndexReadError
 from ckptfused.ops.numerics import Modes

@@ -19,7 +19,7 @@ from ckptfused.layer.quantized import is_quantized, stack_numbers, unparametrize
 from ckptfused.layer.shards import is_fully_sharded
 from ckptfused.layer.source import is_patched
 from ckptfused.models.derive.factors import stand_in
-from ckptfused.models.derive.recorder import RefusedError
+from ckptfused.models.derive.recording.recorder import RefusedError
 from ckptfused.models.derive.rules.masks import HIDES
 from ckptfused.models.derive.rules.rotations import MOST_FIRST, like_table
 from ckptfused.models.describe.own_forward import forget_places

@@ -15,10 +15,17 @@ from ckptfused.models.derive.copies import Opaques, Sizes, layer_without_data
 from ckptfused.models.derive.flash import spelled_out
 from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.opaque import CAST_CALLS, Opaque
-from ckptfused.models.derive.outside import NOTHING, Rest, evaluated
 from ckptfused.models.derive.prove import Proof, prove, same_shapes, same_window
-from ckptfused.models.derive.record import RAISED, Recording, forgotten_afterwards, record, refuse_objects, tensors_held
-from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.recording.evaluate import NOTHING, Rest, evaluated
+from ckptfused.models.derive.recording.record import (
+    RAISED,
+    Recording,
+    forgotten_afterwards,
+    record,
+    refuse_objects,
+    tensors_held,
+)
+from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.masks import seen_by_place
 from ckptfused.models.describe.own_forward import IndexReadError
 from ckptfused.ops.numerics import Modes

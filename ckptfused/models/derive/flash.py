@@ -15,7 +15,7 @@ from ckptfused.compat.patches import instead, patched_attribute
 from ckptfused.compat.transformers import FLASH_CALL, FLASH_TYPE, attention_implementation, flash_module
 from ckptfused.eager.attention import position_mask, sink_logits
 from ckptfused.layer.parts import Reason
-from ckptfused.models.derive.recorder import RefusedError
+from ckptfused.models.derive.recording.recorder import RefusedError
 from ckptfused.models.hugging_face import FLASH, FLASH_WITH_SINKS, packed_bounds
 
 _ELSEWHERE = ("cache", "block_table", "position_bias")

@@ -11,10 +11,10 @@ from ckptfused.layer.parts import FFN, Attention, Inputs, Parts, Reason
 from ckptfused.layer.projections import Norm, Projection
 from ckptfused.layer.quantized import is_quantized
 from ckptfused.masks import NO_MASK, Mask
-from ckptfused.models.derive.outside import joined_masks, once
 from ckptfused.models.derive.read import Form
-from ckptfused.models.derive.record import Recording
-from ckptfused.models.derive.recorder import Recorded, RefusedError
+from ckptfused.models.derive.recording.evaluate import joined_masks, once
+from ckptfused.models.derive.recording.record import Recording
+from ckptfused.models.derive.recording.recorder import Recorded, RefusedError
 from ckptfused.models.derive.rules.core import Core, Outer
 from ckptfused.models.derive.rules.modulation import Modulated, modulated
 from ckptfused.models.derive.rules.pieces import Linear, NormPiece

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from ckptfused.compat.pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from ckptfused.compat.torch_dispatch import DispatchMode
 from ckptfused.models.derive.copies import layer_copy
-from ckptfused.models.derive.recorder import RefusedError, function_name, words_of
+from ckptfused.models.derive.recording.recorder import RefusedError, function_name, words_of
 
 CAST_CALLS = words_of(
     "linear matmul rmatmul mm addmm bmm baddbmm einsum grouped_mm _grouped_mm scaled_dot_product_attention",

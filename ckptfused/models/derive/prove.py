@@ -16,10 +16,10 @@ from ckptfused.layer.spec_text import Mode
 from ckptfused.models.derive.copies import NO_OPAQUES, Opaques, Sizes, TooManyError, resized_call, wide
 from ckptfused.models.derive.factors import Factored, UnfactoredError
 from ckptfused.models.derive.normal_form import DerivedHalf, DerivedLayer, layout_of
-from ckptfused.models.derive.outside import evaluated
 from ckptfused.models.derive.read import Form, read
-from ckptfused.models.derive.record import RAISED, Recording, record
-from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.recording.evaluate import evaluated
+from ckptfused.models.derive.recording.record import RAISED, Recording, record
+from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.rotations import MOST_FIRST
 from ckptfused.models.derive.walk import Walk, close
 from ckptfused.ops.call import Call

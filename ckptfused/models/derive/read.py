@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ckptfused.models.derive.record import Recording
-from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.recording.record import Recording
+from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.attention import core
 from ckptfused.models.derive.rules.core import Core
 from ckptfused.models.derive.rules.heads import Heads, heads

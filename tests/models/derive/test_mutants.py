@@ -16,9 +16,9 @@ from ckptfused.layer.spec_text import Mode
 from ckptfused.models.derive import factors
 from ckptfused.models.derive.copies import layer_copy
 from ckptfused.models.derive.derive import Derivation, derive
-from ckptfused.models.derive.outside import Rest, evaluated
 from ckptfused.models.derive.prove import leaves_of, proved_call
-from ckptfused.models.derive.record import tensors_held
+from ckptfused.models.derive.recording.evaluate import Rest, evaluated
+from ckptfused.models.derive.recording.record import tensors_held
 from ckptfused.ops.call import Call
 from tests.cases import by_turns
 from tests.models.derive.experts import EXPERTS, IN_EXPERTS

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ckptfused.models.derive.recorder import Recorded, Value
+from ckptfused.models.derive.recording.recorder import Recorded, Value
 
 
 class Outer(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ckptfused.eager.norm import norm as eager_norm
-from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.core import Core, Outer
 from ckptfused.models.derive.rules.layouts import Laid, layouts
 from ckptfused.models.derive.rules.masks import named

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ckptfused.models.derive.recorder import RefusedError
+from ckptfused.models.derive.recording.recorder import RefusedError
 from ckptfused.models.derive.rules.core import Outer
 from ckptfused.models.derive.rules.pieces import NormPiece, combined
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ckptfused.models.derive.recorder import RefusedError, Value
+from ckptfused.models.derive.recording.recorder import RefusedError, Value
 from ckptfused.models.derive.rules.core import Core
 from ckptfused.models.derive.rules.heads import side
 from ckptfused.models.derive.rules.layouts import by_rows

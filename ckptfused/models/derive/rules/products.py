@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ckptfused.models.derive.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 
 PRODUCTS = ("matmul", "bmm", "einsum", "baddbmm")
 

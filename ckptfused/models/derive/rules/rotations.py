@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ckptfused.eager.rope import rope
-from ckptfused.models.derive.outside import once
-from ckptfused.models.derive.recorder import RefusedError, Value
+from ckptfused.models.derive.recording.evaluate import once
+from ckptfused.models.derive.recording.recorder import RefusedError, Value
 from ckptfused.models.derive.rules.core import Outer
 from ckptfused.models.derive.rules.masks import named
 from ckptfused.models.derive.walk import LAYOUT, Walk, arranges, ratio

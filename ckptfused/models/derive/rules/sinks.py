@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ckptfused.models.derive.recorder import RefusedError, Value
+from ckptfused.models.derive.recording.recorder import RefusedError, Value
 from ckptfused.models.derive.rules.core import Core
 from ckptfused.models.derive.rules.products import PRODUCTS, by_heads
 from ckptfused.models.derive.walk import Walk, close

@@ -21,10 +21,10 @@ from ckptfused.compat.torch_dispatch import tensors_of
 from ckptfused.compat.torch_modules import OPENED
 from ckptfused.eager.attention import attention
 from ckptfused.eager.dropout import dropout
-from ckptfused.models.derive.in_place import let_go, without_writing, writes
+from ckptfused.models.derive.recording.in_place import let_go, without_writing, writes
 from ckptfused.ops.numerics import Modes
 
-_NOT_THE_LAYERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), threading.__file__)
+_NOT_THE_LAYERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), threading.__file__)
 
 
 def words_of(*lines: str) -> frozenset[str]:

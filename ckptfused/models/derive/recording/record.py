@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
-from ckptfused.models.derive.in_place import writes
-from ckptfused.models.derive.outside import Rest
-from ckptfused.models.derive.recorder import CallRecorder, Recorded, RefusedError, Value, function_name
+from ckptfused.models.derive.recording.evaluate import Rest
+from ckptfused.models.derive.recording.in_place import writes
+from ckptfused.models.derive.recording.recorder import CallRecorder, Recorded, RefusedError, Value, function_name
 from ckptfused.models.describe.own_forward import IndexReadError
 
 _ASKS = "output_attentions"

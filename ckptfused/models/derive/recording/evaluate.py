@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten, tree_map
 from ckptfused.eager.dropout import dropout
-from ckptfused.models.derive.recorder import Recorded, Value
+from ckptfused.models.derive.recording.recorder import Recorded, Value
 
 NOTHING: Mapping[Value, Recorded] = MappingProxyType({})
 _MOST = 64

@@ -1,0 +1,1 @@
+"""One forward of a layer, call by call, and calls made again from it."""
