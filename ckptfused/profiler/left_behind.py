@@ -1,11 +1,9 @@
-"""What later steps need that the first does not: what one leaves behind that no step ends (tensors in a list, a hook,
-or in circles of references), and what a model does once it has counted so many."""
+"""What a predicted step leaves behind that no step ends: tensors in a list, a hook, or in circles of references; and
+what it counts."""
 
 from __future__ import annotations
 
 import gc
-import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -27,27 +25,6 @@ QUIET = 3
 MOST_IN_A_ROW = 6
 """Steps that are predicted one after the other, where each leaves more behind, or needs more: what they fill may be
 full then."""
-LATER = 2_520_000
-"""Number of a step that is tried where a model counts them, with the one after it: few warm-ups are as long, and what
-happens every so many steps, at most ten or a power of ten up to 10,000, happens in it."""
-
-
-class Counter(NamedTuple):
-    """An attribute of a module that is a whole number."""
-
-    path: str
-    held: dict[str, Any]
-    name: str
-    by: int
-    """What it was, or by how much a step raises it."""
-
-    def set_late(self) -> None:
-        """Has the next step be the one with that number."""
-        self.held[self.name] = LATER - self.by
-
-    def now(self) -> int:
-        """What it is."""
-        return found if type(found := self.held.get(self.name)) is int else -sys.maxsize
 
 
 class Quieted(NamedTuple):
@@ -61,27 +38,12 @@ class Quieted(NamedTuple):
     """Which step needed the most, by its place: the first, if none left anything and all needed the same."""
     varied: bool
     """Whether they needed different amounts."""
-    peak: int
-    """Bytes that were there in the highest, at most."""
-    counters: tuple[Counter, ...] = ()
-    """What the model counted in the last step, if it was not the only one."""
-    longer: bool = False
-    """Whether each step did more than the one before: a much later one could take for ever."""
-
-    def with_later(self, later: Quieted) -> Quieted:
-        """What they and much later ones come to."""
-        most = self if later.peak <= self.peak else later
-        return most._replace(
-            grown=max(self.grown, later.grown),
-            risen=max(self.risen, later.risen),
-            varied=self.varied or later.varied or self.peak != later.peak,
-            counters=self.counters,
-        )
+    counter: str
+    """The first attribute that counts steps; "" if none does, or one was taken alone."""
 
     def counted(self) -> list[str]:
         """What to say where a model counts."""
-        tried = "none was" if self.longer else f"{LATER:,} and {LATER + 1:,} alone were"
-        return [f"{one.path} counts steps: of later ones {tried} looked at" for one in self.counters[:1]]
+        return [f"{self.counter} counts steps: what later ones do is not predicted"] if self.counter else []
 
     def said(self) -> list[str]:
         """What to say where each step leaves more behind, or needs more."""
@@ -105,14 +67,13 @@ def steps_until_quiet(
     growths: list[int] = []
     rises: list[int] = []
     peaks: list[int] = []
-    events: list[int] = []
+    numbers = [_whole_numbers(model)]
     most = 0
     with _without_collector():
         while len(growths) < quiet or (any((*growths[-quiet:], *rises[-quiet:])) and len(growths) < MOST_IN_A_ROW):
-            begin, before = len(opened), _whole_numbers(model)
+            begin = len(opened)
             take()
-            counters = tuple(one._replace(by=one.now() - one.by) for one in before if one.now() > one.by)
-            events.append(len(opened) - begin)
+            numbers.append(_whole_numbers(model))
             left = _bytes_alive(opened, tables)
             growths.append(max(left - most, 0))
             peak = _peak(opened, tables, begin)
@@ -120,18 +81,25 @@ def steps_until_quiet(
             peaks.append(peak)
             most = max(left, most)
     highest = max(range(len(peaks)), key=lambda place: (peaks[place], place if most else -place))
-    longer = all(before < after for before, after in itertools.pairwise(events))
-    found = Quieted(max(growths[-quiet:]), max(rises[-quiet:]), highest, max(peaks) > min(peaks), max(peaks))
-    return found if len(peaks) == 1 else found._replace(counters=counters, longer=longer)
+    counter = "" if len(peaks) == 1 else next(_counting(*numbers[-3:]), "")
+    return Quieted(max(growths[-quiet:]), max(rises[-quiet:]), highest, max(peaks) > min(peaks), counter)
 
 
-def _whole_numbers(model: nn.Module) -> list[Counter]:
-    return [
-        Counter(f"{prefix}.{name}".lstrip("."), vars(module), name, value)
+def _whole_numbers(model: nn.Module) -> dict[str, int]:
+    """Attributes of modules, by name."""
+    return {
+        f"{prefix}.{name}".lstrip("."): value
         for prefix, module in model.named_modules()
         for name, value in vars(module).items()
         if type(value) is int
-    ]
+    }
+
+
+def _counting(first: dict[str, int], second: dict[str, int], third: dict[str, int]) -> Iterator[str]:
+    """The numbers that grew twice, by as much."""
+    for name in third:
+        if name in first and name in second and third[name] - second[name] == second[name] - first[name] > 0:
+            yield name
 
 
 def _peak(opened: OpenLedger, tables: _Tables, begin: int) -> int:

@@ -21,7 +21,7 @@ from ckptfused.cost import OpenLedger
 from ckptfused.profiler.analysis import profile_of
 from ckptfused.profiler.left_behind import MOST_GROWTH, QUIET
 from ckptfused.profiler.optimizer_step import first_line, take_step
-from ckptfused.profiler.predicted_step import Watchers, steps_taken, with_later_steps
+from ckptfused.profiler.predicted_step import Watchers, steps_taken
 from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, NoLossError, TrainingStep, misspelt
 from ckptfused.simulate.autocast import outside
@@ -85,8 +85,6 @@ def predicted(model: nn.Module, step: TrainingStep, quiet: int = QUIET) -> Profi
             layer.forward = _Opaque()
         finally:
             model.zero_grad(set_to_none=True)
-    if found.steps.counters and not found.steps.longer:
-        found = with_later_steps(found, model, replace(step, optimizer=optimizer), at_once, quiet)
     trace, steps, (opened, _, work) = found.trace, found.steps, found.seen
     notes += _not_looked_at(batch)
     recurrent = [name or type(m).__name__ for name, m in model.named_modules() if isinstance(m, nn.RNNBase)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from ckptfused.compat.torch_dispatch import without_dispatch_modes
 from ckptfused.cost import OpenLedger
 from ckptfused.models.describe.own_forward import stored_bytes
 from ckptfused.models.release import released, releases_of
-from ckptfused.profiler.left_behind import Counter, Quieted, numbers_put_back, steps_until_quiet
+from ckptfused.profiler.left_behind import Quieted, numbers_put_back, steps_until_quiet
 from ckptfused.profiler.marks import Marks
 from ckptfused.profiler.optimizer_step import state_tensors, step_of
 from ckptfused.profiler.step import TrainingStep, run_step
@@ -57,24 +56,9 @@ class StepsTaken(NamedTuple):
     """Whether it asked for a number that nobody knows."""
 
 
-def with_later_steps(found: StepsTaken, model: nn.Module, step: TrainingStep, at_once: bool, quiet: int) -> StepsTaken:
-    """The same, with steps in which the model has counted very many: if one of these needs more, it is the trace's."""
-    try:
-        seen = Watchers.of(model, found.seen.work.device)
-        later = steps_taken(model, step, at_once, seen, quiet, found.steps.counters)
-    except Exception:  # of many kinds: it counts something else than steps
-        return found
-    finally:
-        model.zero_grad(set_to_none=True)
-    most = later if later.steps.peak > found.steps.peak else found
-    return most._replace(steps=found.steps.with_later(later.steps))
-
-
-def steps_taken(
-    model: nn.Module, step: TrainingStep, at_once: bool, seen: Watchers, quiet: int, counters: Iterable[Counter] = ()
-) -> StepsTaken:
+def steps_taken(model: nn.Module, step: TrainingStep, at_once: bool, seen: Watchers, quiet: int) -> StepsTaken:
     """What predicted steps come to, of which nothing is left. at_once: whether the optimizer's is one kernel that
-    allocates nothing. counters: those that count the same two late steps, over and over.
+    allocates nothing.
     """
     opened, marks, work = seen
     received: set[tuple[int, int]] = set()
@@ -117,8 +101,6 @@ def steps_taken(
         def take() -> None:
             with without_dispatch_modes():
                 draws.rewind()
-            for counter in counters if len(ends) % 2 == 0 else ():
-                counter.set_late()
             for release in releases_of(model):
                 release.begin_step()
             gradients[:] = run_step(model, replace(step, batch=twins), optimize, marks)

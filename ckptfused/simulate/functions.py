@@ -24,6 +24,7 @@ from ckptfused.simulate.recurrent import recurrent
 from ckptfused.simulate.roofline import Work
 from ckptfused.simulate.scratch import MOST_FLOPS, scratch_of
 from ckptfused.simulate.stand_ins import GroupNorm, Selected, flash_attention, grouped_mm, nowhere, planned_device
+from ckptfused.simulate.values import may_ask
 from ckptfused.spec import AttentionSpec
 
 aten = torch.ops.aten
@@ -195,7 +196,8 @@ def _counted_fork(fork_rng: Callable[..., Any]) -> Callable[..., Any]:
 def _packed(looks: Callable[[Tensor], Tensor | None], positions: Tensor) -> Tensor | None:
     """Which sequence each position is of, as transformers finds it; of positions that are not known, one."""
     try:
-        return looks(positions)
+        with may_ask():
+            return looks(positions)
     except RuntimeError:
         if not positions.is_meta:
             raise

@@ -163,7 +163,7 @@ def grouped_mm(
 
 class _PlannedDevice(str):
     """The planned device, as a model's code sees it. What it makes there has no data: PyTorch reads a device from a
-    text, and this one is "meta"."""
+    text, and this one is "meta". Devices that are made of it are that, and equal to it."""
 
     __class__ = property(lambda self: torch.device)  # type: ignore[assignment]
     type = property(lambda self: self._shown.type)
@@ -176,7 +176,9 @@ class _PlannedDevice(str):
         return made
 
     def __eq__(self, other: object) -> bool:
-        return bool(self._shown == getattr(other, "_shown", other))
+        if isinstance(other, torch.device):
+            return self._shown == getattr(other, "_shown", other) or other.type == "meta"
+        return str.__eq__(self, other) is True
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -185,7 +187,7 @@ class _PlannedDevice(str):
         return hash(self._shown)
 
     def __str__(self) -> str:
-        return str(self._shown)
+        return "cpu" if self._shown.type == "cpu" else "meta"  # where there is no GPU, nothing is made on "cuda:0"
 
     def __repr__(self) -> str:
         return repr(self._shown)
@@ -194,7 +196,7 @@ class _PlannedDevice(str):
         return format(str(self), spec)
 
     def __reduce__(self) -> Any:
-        return torch.device, (str(self),)
+        return _PlannedDevice, (self._shown,)
 
     def __enter__(self) -> Any:
         return torch.device("meta").__enter__()
@@ -240,7 +242,10 @@ class _Told:
     def __get__(self, t: Tensor | None, owner: Any = None) -> Any:
         if t is None:
             return self._plain
-        told = threading.get_ident() == self._thread and _IS_META.__get__(t) and _is_a_models(sys._getframe(1))
+        frame = sys._getframe(1)
+        while frame.f_code is _Told.__get__.__code__ and frame.f_back is not None:  # that of another thread's answers
+            frame = frame.f_back
+        told = threading.get_ident() == self._thread and _IS_META.__get__(t) and _is_a_models(frame)
         return self._answer(t) if told else self._plain.__get__(t, owner)
 
 
@@ -249,5 +254,5 @@ def _is_a_models(frame: FrameType) -> bool:
 
 
 def _address(t: Tensor) -> int:
-    """Of no memory, but as addresses are: of a line of a cache, and the same for tensors that share their memory."""
+    """An address of no memory: of a line of a cache, like others, and the same for tensors that share their storage."""
     return storage_id(t) * 64 + int(t.storage_offset()) * t.element_size()

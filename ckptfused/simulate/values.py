@@ -6,7 +6,8 @@ which rows have a label.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -17,7 +18,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ckptfused.compat.pytree import tree_leaves, tree_map
-from ckptfused.compat.torch_dispatch import DispatchMode, tensors_of, without_dispatch_modes, written_arguments
+from ckptfused.compat.torch_dispatch import (
+    DispatchMode,
+    dispatch_modes,
+    tensors_of,
+    without_dispatch_modes,
+    written_arguments,
+)
 from ckptfused.compat.torch_memory import allocations, storage_id
 from ckptfused.ops.fake import hold_surplus, surplus_of
 from ckptfused.state.fingerprints import batch_leaves
@@ -180,6 +187,17 @@ class KnownValues(DispatchMode):
         self._spoiled += [
             self._values[t].untyped_storage() for t in written_arguments(func, args, kwargs) if t in self._values
         ]
+
+
+@contextmanager
+def may_ask() -> Iterator[None]:
+    """A context in which code asks for numbers, and knows what to do where they are not known."""
+    known = [(mode, mode.asked) for mode in dispatch_modes() if isinstance(mode, KnownValues)]
+    try:
+        yield
+    finally:
+        for mode, asked in known:
+            mode.asked = asked
 
 
 def tensors_with_values(batch: Any, twins: Any) -> list[tuple[Tensor, Tensor]]:

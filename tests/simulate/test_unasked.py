@@ -3,7 +3,10 @@ needs what one needs that runs."""
 
 from __future__ import annotations
 
+import copy
+import io
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -92,7 +95,9 @@ READS: dict[str, tuple[Callable[[Tensor], bool], tuple[bool, bool]]] = {
     "type": (lambda x: x.device.type == "cuda" and x.is_cuda, (False, True)),
     "a device": (lambda x: x.device == torch.device("cpu"), (True, False)),
     "another device": (lambda x: torch.device("cuda", 0) == x.device != torch.device("cpu"), (False, True)),
-    "a device's name": (lambda x: f"{x.device}" == str(x.device) == "cuda:0", (False, True)),
+    "a device's name": (lambda x: f"{x.device}" == str(x.device) == "cpu", (True, False)),
+    "a device of it": (lambda x: torch.device(x.device) == x.device == copy.deepcopy(x.device), (True, True)),
+    "loaded there": (lambda x: torch.load(_saved(), map_location=x.device).device == x.device, (True, True)),
     "a key": (lambda x: {torch.device("cpu"): True}.get(x.device, False), (True, False)),
     "isinstance": (lambda x: isinstance(x.device, torch.device), (True, True)),
     "index": (lambda x: x.device.index == 0 == x.get_device(), (False, True)),
@@ -104,6 +109,13 @@ READS: dict[str, tuple[Callable[[Tensor], bool], tuple[bool, bool]]] = {
     "capability": (lambda x: x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0), (False, True)),
 }
 """What a forward asks a tensor, and the answers on a CPU and on a GPU."""
+
+
+def _saved() -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(torch.ones(3), file)
+    file.seek(0)
+    return file
 
 
 @pytest.mark.parametrize("name", READS)
@@ -123,6 +135,29 @@ def test_a_forward_is_told_the_planned_device(name: str) -> None:
     assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
     for device, answer in zip(("cpu", "h100"), answers, strict=True):
         assert profile(model, x, device=device).saved == profile(always(answer), x, device=device).saved
+
+
+def test_predictions_in_two_threads() -> None:
+    """Each is told of its own device."""
+    wrong: list[str] = []
+
+    def forward(kind: str) -> Step:
+        def one(m: Layers, x: Tensor) -> Tensor:
+            wrong.extend([x.device.type] * (x.device.type != kind))
+            return m.a(x)
+
+        return one
+
+    def predict(kind: str, device: str) -> None:
+        for _ in range(5):
+            profile(Layers(forward(kind)), torch.randn(N, C), device=device)
+
+    threads = [threading.Thread(target=predict, args=given) for given in (("cpu", "cpu"), ("cuda", "h100"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
 
 
 def test_what_is_made_on_a_planned_device_has_no_data() -> None:
