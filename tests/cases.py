@@ -46,6 +46,7 @@ AXES: dict[str, tuple[object, ...]] = {
     "m": (1.0, 0.5),
     "seq_first": (False, True),
     "modulated": (False, True),
+    "v_norm": ("none", "layernorm", "rmsnorm"),
 }
 # Instead of these values, for `Case.large`: more entries in every tensor, lengths odd and several tiles long.
 LARGE: dict[str, dict[int, int]] = {
@@ -68,6 +69,7 @@ ATTENTION_AXES = (
     "gate",
     "scale",
     "q_scale",
+    "v_norm",
 )
 
 # Adapters of a half by the value of "lora"; `first` is the first product, `last` the half's closing one. With "float32"
@@ -121,6 +123,7 @@ class Case:
     gate: str = "none"
     scale: float | None = None
     q_scale: str = "none"
+    v_norm: str = "none"
     m: float = 1.0
     seq_first: bool = False
     modulated: bool = False
@@ -203,6 +206,7 @@ class Case:
             qk_norm=self.qk_norm,
             qk_place=self.qk_place,
             q_scale=self.q_scale != "none",
+            v_norm=self.v_norm,
             p_attn=self.p("attn"),
             p_res=self.p("res"),
             m=self.m,

@@ -116,6 +116,7 @@ def qkv(
         heads = [part.unflatten(-1, (-1, d)) for part in parts]
     if spec.output_gate != "none" and not spec.gate_in_q:
         gate = _linear(x, params, "attn.gate", spec, adapter_keep).unflatten(-1, (h, -1))
+    heads[2] = norm(heads[2], None, None, spec.v_norm, spec.v_eps)
     for index, name in enumerate("qk"):
         normed = (params, f"attn.{name}_norm", spec.qk_norm, spec.qk_eps)
         if spec.qk_place == "row":

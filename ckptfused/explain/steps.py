@@ -29,7 +29,7 @@ def attention_steps(s: Setting, a: AttentionSpec, after: dict[str, str]) -> list
     steps += _adapters(s, a, ("q", "k", "v", "gate"), after["qkv"])
     turned = ["q/k norm"] * (a.qk_norm != "none") + [f"RoPE ({a.rope})"] * (a.rope != "none")
     turned = turned[::-1] if a.qk_place == "turned" else turned
-    turned += ["q by position"] * a.q_scale
+    turned += ["v norm"] * (a.v_norm != "none") + ["q by position"] * a.q_scale
     if turned:
         steps.append(Step("q, k", s.rows, " and ".join(turned), "made again"))
     name, reason = s.attention(a)

@@ -187,12 +187,15 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> HalfFacts | Re
     if isinstance(norms, Reason):
         return norms
     turned: dict[str, Norm] = {}
-    for stem, module, count in (("q_norm", a.q_norm, a.heads), ("k_norm", a.k_norm, a.kv_heads)):
-        found = _norms(names, "attn", a.head_dim * (count if a.qk_place == "row" else 1), dtype, {stem: module})
+    row = {"q_norm": a.heads, "k_norm": a.kv_heads} if a.qk_place == "row" else {}
+    for stem, module in (("q_norm", a.q_norm), ("k_norm", a.k_norm), ("v_norm", a.v_norm)):
+        found = _norms(names, "attn", a.head_dim * row.get(stem, 1), dtype, {stem: module})
         if isinstance(found, Reason):
             return found
         turned |= found
-    q, k = turned["q_norm"], turned["k_norm"]
+    q, k, v = turned["q_norm"], turned["k_norm"], turned.pop("v_norm")
+    if v.weight is not None or v.bias is not None:
+        return Reason("v_norm has weights, kernels take a norm of v without")
     if q[:2] != k[:2]:
         kinds = type(a.q_norm).__name__, type(a.k_norm).__name__
         return Reason("q_norm is a {}, k_norm a {}, which are not of one kind and eps".format(*kinds))
@@ -210,6 +213,8 @@ def _attention(a: Attention, parts: Parts, dtype: torch.dtype) -> HalfFacts | Re
         qk_norm=q.kind,
         qk_eps=q.eps,
         qk_place=a.qk_place if a.q_norm is not None else "head",
+        v_norm=v.kind,
+        v_eps=v.eps,
         sinks=a.sinks is not None,
         output_gate=a.output_gate,
         gate_in_q=a.output_gate != "none" and a.gate is None,

@@ -68,6 +68,8 @@ class Attention(NamedTuple):
     """Whether x is added."""
     modulated: bool = False
     """Whether a call gives the vectors of `pre` and `post`, a row for each batch element."""
+    v_norm: nn.Module | None = None
+    """The norm of each head of v, which has no weights."""
 
 
 class FFN(NamedTuple):

@@ -21,23 +21,23 @@ def keeping_qkv(text: str) -> tuple[str, bool]:
 
 
 @constant_result
-def _layout(text: str) -> tuple[int, int, int, bool, bool, str, float, str, str, int]:
+def _layout(text: str) -> tuple[int, int, int, bool, bool, str, float, str, str, int, str, float]:
     spec = parse(text)
     a = spec.attn
     assert a is not None
     heads = (a.heads, a.kv_heads, a.head_dim, a.interleaved)
-    return *heads, spec.seq_first, a.qk_norm, a.qk_eps, a.qk_place, a.rope, a.rotary_dim
+    return *heads, spec.seq_first, a.qk_norm, a.qk_eps, a.qk_place, a.rope, a.rotary_dim, a.v_norm, a.v_eps
 
 
 def keys_and_values(
     qkv: Tensor, slots: Sequence[Tensor | None], text: str, cos: Tensor | None, sin: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """k, after its norm and RoPE, and v of a call that was made with these slots and tables.
+    """k, after its norm and RoPE, and v, after its norm, of a call that was made with these slots and tables.
 
     **Shapes** qkv: the raw product [B, T, (H+2G)·D]. Results: [B, G, T, D], in the type of the product; k in that of
     wider rotary tables.
     """
-    h, g, d, interleaved, seq_first, kind, eps, place, turning, width = _layout(text)
+    h, g, d, interleaved, seq_first, kind, eps, place, turning, width, v_kind, v_eps = _layout(text)
     qkv = qkv.transpose(0, 1) if seq_first else qkv
     if interleaved:
         _, k, v = qkv.unflatten(-1, (h, 3, d)).unbind(-2)
@@ -52,4 +52,4 @@ def keys_and_values(
         k = rope(k.to(torch.promote_types(k.dtype, cos.dtype)), cos, sin, turning, width)  # wider under autocast
     if place == "turned":
         k = norm(k, weight, bias, kind, eps)
-    return k.transpose(1, 2), v.transpose(1, 2)
+    return k.transpose(1, 2), norm(v, None, None, v_kind, v_eps).transpose(1, 2)

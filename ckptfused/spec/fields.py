@@ -79,6 +79,8 @@ class AttentionSpec(Frame):
     qk_place: Annotated[
         str, Key("What `qk_norm` is of: a head, all heads of q or k as one row, a head that RoPE turned.", QK_PLACES)
     ] = "head"
+    v_norm: Annotated[str, Key("Norm of each head of v, which has no weights (Gemma 4).", NORMS)] = "none"
+    v_eps: Annotated[float, Key("What `v_norm` adds to the variance.", least=0)] = 1e-5
     q_scale: Annotated[bool, Key("The call gives a factor of q for each position (Ministral 3).", called=True)] = False
     p_attn: Annotated[float, Key("Dropout of the attention probabilities.", probability=True)] = 0.0
     mask: Annotated[str, Key("The mask that the call gives.", MASK_KINDS, called=True)] = "none"

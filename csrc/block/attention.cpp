@@ -92,6 +92,7 @@ void Block::ensure_qk() {
   if (value_.q.defined() || value_.k.defined()) return;
   ensure_qkv();
   const bool own = make_qk();
+  norm_v();
   scale_by_position(value_.q, own);
 }
 
@@ -221,7 +222,7 @@ Tensor Block::attention_backward(const Tensor& ds) {
   d_o.reset();
   value_.o.reset();
   value_.lse.reset();
-  Tensor raw = a.qk.on() ? value_.qkv : Tensor();
+  Tensor raw = a.qk.on() || a.v.on() ? value_.qkv : Tensor();
   value_.q.reset();
   value_.k.reset();
   value_.v.reset();
@@ -238,6 +239,8 @@ Tensor Block::qkv_backward(Tensor dq, Tensor dk, Tensor dv, Tensor raw, const Te
   const auto place = [&](const HeadColumns& columns) {
     return heads_view(dqkv, columns).transpose(1, 2);
   };
+  dv = v_backward(dv, raw);
+  if (!a.qk.on()) raw.reset();
   if (a.qk_in_steps()) {
     qk_backward_in_steps(dq, dk, dv, raw, dqkv);
   } else if (a.qk.on() || a.rope != "none") {

@@ -39,9 +39,8 @@ class Block {
 
  private:
   // block.cpp: the residual stream
-  at::Tensor forward_rows();  // y
-  at::Tensor backward_rows(
-      const at::Tensor& dy);  // the gradient of x, undefined if nobody needs it
+  at::Tensor forward_rows();                       // y
+  at::Tensor backward_rows(const at::Tensor& dy);  // d x, undefined if nobody needs it
   void ensure_mid();
   void release_o();
   void ensure_ffn_in();
@@ -59,6 +58,8 @@ class Block {
   void ensure_qk();
   bool make_qk();
   void scale_by_position(at::Tensor& q, bool own) const;
+  void norm_v();
+  at::Tensor v_backward(const at::Tensor& dv, const at::Tensor& raw);
   void make_qk_in_steps();
   void qk_backward_in_steps(const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
                             const at::Tensor& raw, const at::Tensor& dqkv);

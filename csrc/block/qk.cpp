@@ -1,5 +1,5 @@
-// q and k where their norm is over all heads together, or comes after RoPE: norm and rotation are
-// kernels of their own, and neither writes to the raw product.
+// v where it has a norm; q and k where their norm is over all heads together, or comes after RoPE:
+// norm and rotation are kernels of their own, and neither writes to the raw product.
 #include "ops/torch.h"
 
 #include "block/block.h"
@@ -20,7 +20,30 @@ call::QkArgs norm_only(call::QkArgs args) {
   return args;
 }
 
+// Of each head of v.
+call::QkArgs norm_of_v(const AttentionSpec& a) {
+  return {{}, {}, a.v.kind, a.v.eps, "none", 0};
+}
+
 }  // namespace
+
+// v after its norm, apart from the raw product, which backward reads.
+void Block::norm_v() {
+  if (!spec_.attn.v.on() || !value_.v.defined()) return;
+  const Tensor normed = key_heads(P_, "v");
+  call::qk_fwd({value_.v.transpose(1, 2), normed.transpose(1, 2), {}, {}}, {},
+               norm_of_v(spec_.attn));
+  value_.v = normed;
+}
+
+// The gradient of v before its norm.
+Tensor Block::v_backward(const Tensor& dv, const Tensor& raw) {
+  if (!spec_.attn.v.on() || !dv.defined()) return dv;
+  const Tensor from = heads_view(raw, spec_.attn.v_columns()), made = key_heads(P_, "d v");
+  call::qk_bwd({dv.transpose(1, 2), from.transpose(1, 2), made.transpose(1, 2), {}, {}, {}}, {}, {},
+               {}, norm_of_v(spec_.attn));
+  return made;
+}
 
 // q and k, as far as this block makes them.
 std::vector<Block::Side> Block::sides() {

@@ -199,8 +199,9 @@ Tensor Block::backward_in_tiles(const Tensor& dy) {
 void Block::keys_backward(const Tensor& dk, const Tensor& dv, const Tensor& dx) {
   const AttentionSpec& a = spec_.attn;
   const auto narrowed = [&](const Tensor& sum) { return key_heads(P_, "d k and d v").copy_(sum); };
-  if (a.qk.on()) ensure_qkv();
-  const Tensor raw = a.qk.on() ? value_.qkv : Tensor();
+  const bool normed = a.qk.on() || a.v.on();
+  if (normed) ensure_qkv();
+  const Tensor raw = normed ? value_.qkv : Tensor();
   const Tensor dn1 = qkv_backward({}, narrowed(dk), narrowed(dv), raw);
   norm_backward(dn1, x_, a.pre, attn_slot(kAttnPreW), dx, /*dres_owned=*/true, needs_[0], "d x");
 }

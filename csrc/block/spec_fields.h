@@ -62,6 +62,7 @@ struct AttentionFields : HalfSpec {
   int64_t rotary_dim = 0;  // RoPE turns the first rotary_dim entries of a head; 0: the whole head.
   NormSpec qk{"none", 1e-05};  // Norm of q and k.
   std::string qk_place = "head";  // What `qk_norm` is of: a head, all heads of q or k as one row, a head that RoPE turned.
+  NormSpec v{"none", 1e-05};  // Norm of each head of v, which has no weights (Gemma 4).
   bool q_scale = false;  // The call gives a factor of q for each position (Ministral 3).
   double p_attn = 0.0;  // Dropout of the attention probabilities.
   std::string mask = "none";  // The mask that the call gives.
@@ -88,6 +89,8 @@ void for_fields(AttentionFields& s, F&& f) {
   f("qk_norm", s.qk.kind);
   f("qk_eps", s.qk.eps);
   f("qk_place", s.qk_place);
+  f("v_norm", s.v.kind);
+  f("v_eps", s.v.eps);
   f("q_scale", s.q_scale);
   f("p_attn", s.p_attn);
   f("mask", s.mask);
