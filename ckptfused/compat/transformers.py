@@ -77,6 +77,12 @@ def packing_lookup() -> tuple[Any, str] | None:
     return (masking, name) if hasattr(masking, name) else None
 
 
+def key_sharing() -> Any:
+    """The class of the dictionary by which layers hand on keys and values; None where there is none.
+    `cache_utils.KVSharingDict`, not in 5.0, in 5.23."""
+    return getattr(_module("cache_utils"), "KVSharingDict", None)
+
+
 def knows(auto_class: Any, config: Any) -> bool:
     """Whether an `AutoModelFor…` has a model for a config of this class. `_model_mapping`."""
     return type(config) in auto_class._model_mapping

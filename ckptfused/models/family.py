@@ -67,6 +67,8 @@ class Generic(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = MappingProxyType({})
+    saves_nothing: bool = False
+    """Whether autograd keeps nothing of it: then it is not checkpointed."""
 
 
 Steps = Sequence[Fused | Generic]
@@ -97,7 +99,7 @@ def run_steps(layer: nn.Module, mode: Mode, steps: Sequence[Call | Generic]) -> 
         if isinstance(step, Call):
             x = (step if step.x is x else step._replace(x=x)).run()
             continue
-        made = checkpointed(layer, step, x)
+        made = step.function(x, *step.args) if step.saves_nothing else checkpointed(layer, step, x)
         x, *more = (made,) if isinstance(made, Tensor) else made
         rest += more
     return [x, *rest]

@@ -432,6 +432,8 @@ def test_transformers() -> None:
     made.attention_function("flash_attention_2")  # which imports it
     flash = made.flash_module()
     assert callable(getattr(flash, made.FLASH_CALL)) and callable(getattr(flash, made.FLASH_TYPE))
+    sharing = made.key_sharing()
+    assert sharing is None or sharing({"a": 1})["a"] == 1
     place = made.packing_lookup()
     assert place is not None and callable(getattr(*place))
     module, _, name = made.CONV1D.rpartition(".")

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ckptfused.compat.pytree import TreeSpec, tree_unflatten
+from ckptfused.compat.pytree import TreeSpec, tree_map, tree_unflatten
+from ckptfused.compat.transformers import key_sharing
 from ckptfused.layer.parts import Reason
 from ckptfused.layer.shards import holds_fsdp1, is_flattened
 from ckptfused.models.derive.derive import Derivation, Here, derive, refuted_by
@@ -21,6 +22,7 @@ from ckptfused.models.derive.normal_form import DerivedLayer
 from ckptfused.models.derive.recording.evaluate import Rest, evaluated, recalled
 from ckptfused.models.derive.recording.recorder import Recorded, Value
 from ckptfused.models.derive.rules.rotations import says_twice
+from ckptfused.models.derive.untouched import untouched
 from ckptfused.models.describe.own_forward import IndexReadError
 from ckptfused.ops.numerics import Modes
 
@@ -186,6 +188,8 @@ def ready(
             parts.append((type(leaf), leaf.dtype, (leaf.device.type, trained), leaf.shape))
         elif type(leaf) in _PLAIN:
             parts.append((type(leaf), leaf))
+        elif type(leaf) is key_sharing():
+            parts.append((type(leaf),))
         else:
             return Reason(f"an argument of type {type(leaf).__name__}")
     key = (tree, where, modes, *parts)
@@ -213,7 +217,7 @@ def _form(parts: list[Any], x: Tensor) -> Hashable:
 
 def _proved(kind: _Kind, layer: nn.Module, call: Any, form: Hashable, leaves: list[Any], where: int) -> Ready | Reason:
     """A call that is new: held to what was proved of its form, or else proved."""
-    args, kwargs = call
+    args, kwargs = tree_map(lambda v: untouched(v) if type(v) is key_sharing() else v, call)
     tried, why = kind.forms.setdefault(form, []), ""
     for made in tried:
         why = made.why

@@ -38,9 +38,16 @@ class TooManyError(RefusedError):
     """A layer with more numbers in its weights than are made for a proof."""
 
 
-Opaques = Mapping[str, nn.Module]
-"""What stands in copies of a layer for modules within that are not copied, by their names."""
-NO_OPAQUES: Opaques = types.MappingProxyType({})
+class Opaques(NamedTuple):
+    """What of a layer is not read, and called as it is."""
+
+    modules: Mapping[str, nn.Module] = types.MappingProxyType({})
+    """What stands in copies of the layer for modules within, by their names."""
+    calls: frozenset[tuple[str, str]] = frozenset()
+    """Calls of the layer's own code: what, and in which line."""
+
+
+NO_OPAQUES = Opaques()
 
 
 class Sizes(NamedTuple):
@@ -71,7 +78,7 @@ def layer_copy(
 
     **Raises** `RefusedError` where it cannot be copied.
     """
-    memo: dict[int, Any] = {id(layer.get_submodule(name)): stand for name, stand in opaque.items()}
+    memo: dict[int, Any] = {id(layer.get_submodule(name)): stand for name, stand in opaque.modules.items()}
     stored: dict[nn.Module, nn.Module] = {}
     for module in _copied(layer, opaque):
         if module is not layer and is_quantized(module):
@@ -168,7 +175,7 @@ def _closed_over(function: types.FunctionType, copies: dict[int, Any]) -> types.
 
 def _copied(layer: nn.Module, opaque: Opaques) -> Iterator[nn.Module]:
     """The modules of a layer without those that something stands for, and those that make numbers of stored stacks."""
-    apart = {id(module) for name in opaque for module in layer.get_submodule(name).modules()}
+    apart = {id(module) for name in opaque.modules for module in layer.get_submodule(name).modules()}
     for module in filter(stack_numbers, layer.modules()):
         apart |= {id(within) for within in module.get_submodule("parametrizations").modules()}
     return (module for module in layer.modules() if id(module) not in apart)
@@ -181,9 +188,7 @@ def wide(
     dense: bool = False,
     opaque: Opaques = NO_OPAQUES,
 ) -> nn.Module:
-    """A copy in float64 on the CPU, whose weights are random numbers and whose buffers are as they were. dense: no
-    matrix is a `factors.stand_in`.
-    """
+    """A copy in float64 on the CPU: weights are random, buffers as they were. dense: no matrix is a `stand_in`."""
     stands = (lambda t: None) if dense else stand_in
     sizes: Counter[str] = Counter()
     for name, p in layer_without_data(layer, placed, opaque).named_parameters():

@@ -33,7 +33,7 @@ from ckptfused.simulate.meta_copy import data_behind
 from ckptfused.state.undone import without_trace
 
 MOST_OPAQUE = 3
-"""Modules of one layer that are not followed."""
+"""Modules of one layer, and calls of its own, that are not followed."""
 T = TypeVar("T")
 
 
@@ -80,7 +80,7 @@ def derive(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plac
 
 
 def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], placed: bool) -> Derivation:
-    opaque: dict[str, nn.Module] = {}
+    opaque = Opaques()
     whole: RefusedError | None = None
     while True:
         here = None
@@ -95,9 +95,10 @@ def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pl
             error.__traceback__ = error.__cause__ = error.__context__ = None
             whole = whole or error
             taken = here is not None or not str(error).startswith(RAISED)
-            if not taken or not error.within or error.within in opaque or len(opaque) == MOST_OPAQUE:
+            more = _also_opaque(layer, opaque, error) if taken else None
+            if more is None:
                 return Derivation(None, str(whole), whole.call, tuple(whole.calls))
-            opaque[error.within] = Opaque(layer.get_submodule(error.within))
+            opaque = more
         except IndexReadError:
             raise
         except Exception as error:  # rules meet what nobody thought of: the layer then runs as it is
@@ -106,6 +107,19 @@ def _derived(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], pl
     first = proof.recordings[0]
     calls = tuple(first.before(first.end))
     return Derivation(proof, "" if whole is None else str(whole), calls=calls, here=found)
+
+
+def _also_opaque(layer: nn.Module, opaque: Opaques, error: RefusedError) -> Opaques | None:
+    """What is not read, with the module in which an error came to light, or the call of the layer's own code; None if
+    it is among them, or they are too many.
+    """
+    modules, calls = opaque
+    if error.within:
+        modules = {error.within: Opaque(layer.get_submodule(error.within)), **modules}
+    elif error.call is not None:
+        calls |= {(error.call.op, error.call.place)}
+    grown = len(modules) + len(calls)
+    return Opaques(modules, calls) if len(opaque.modules) + len(opaque.calls) < grown <= MOST_OPAQUE else None
 
 
 @contextmanager
@@ -147,7 +161,7 @@ def _recorded_here(
 ) -> Recording:
     """The recording of this very call on tensors without data."""
     args, kwargs = tree_map(lambda v: _without_data(v) if isinstance(v, Tensor) else v, (args, kwargs))
-    return record(layer_without_data(layer, placed, opaque), args, kwargs, wide=False)
+    return record(layer_without_data(layer, placed, opaque), args, kwargs, wide=False, opaque=opaque.calls)
 
 
 def refuted_by(

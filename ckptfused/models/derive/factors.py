@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ckptfused.compat.torch_dispatch import tensors_of
-from ckptfused.models.derive.recording.recorder import LOOKS, RefusedError, code_place, function_name, words_of
+from ckptfused.models.derive.recording.names import code_place, function_name, words_of
+from ckptfused.models.derive.recording.recorder import LOOKS, RefusedError
 
 RANK = 8
 LEAST_FACTORED = 2**14

@@ -88,7 +88,8 @@ class Derived(Family):
         if isinstance(call, Reason) or found.rest is None:
             return call if isinstance(call, Reason) else (found, (call,))
         given = [held_tensor(held, name) if i < 0 else leaves[i] for name, i in found.beside]
-        step = Generic(found.why, partial(found.rest.run, layer), tuple(given))
+        light = found.rest.scales and not any(t.requires_grad for t in given)
+        step = Generic(found.why, partial(found.rest.run, layer), tuple(given), saves_nothing=light)
         if lent_weights(layer):
             return LENT
         return found, (step, call) if found.rest.first else (call, step)
@@ -101,7 +102,8 @@ class Derived(Family):
             return found
         _, steps = found
         specs = tuple(BlockSpec.parse(step.text) for step in steps if isinstance(step, Call))
-        return Outcome(specs, len(steps) - 1, "".join(step.why for step in steps if isinstance(step, Generic)))
+        beside = [step.why for step in steps if isinstance(step, Generic) and not step.saves_nothing]
+        return Outcome(specs, len(beside), "".join(beside))
 
 
 _ASKED = Reason("attention weights or router logits are asked for", original=True)

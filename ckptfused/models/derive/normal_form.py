@@ -163,7 +163,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
         gated_by = None if gate is None or gate.in_q else gate.made
         attn = DerivedHalf(
             tuple(map(_map, (heads.q, heads.k, heads.v, branch.last, gated_by))),
-            tuple(map(_norm, (branch.pre, branch.post, form.attn_out, heads.q_norm, heads.k_norm))),
+            tuple(map(_norm, (branch.pre, branch.post, form.attn_out, heads.q_norm, heads.k_norm, heads.v_norm))),
             numbers,
             (p, rate(branch.dropped, 1, "p")),
             _numbers(dropped, branch.dropped),
@@ -257,7 +257,7 @@ def _normed(layer: nn.Module, found: NormOf | None) -> Any:
 def _attention(layer: nn.Module, half: DerivedHalf, window: int) -> Attention:
     heads, kv_heads, head_dim, rope, rotary_dim, scale, softcap, m, interleaved, place, sinks, gate = half.numbers
     q, k, v, o, gated_by = (_projected(layer, found) for found in half.maps)
-    pre, post, out, q_norm, k_norm = (_normed(layer, found) for found in half.norms)
+    pre, post, out, q_norm, k_norm, v_norm = (_normed(layer, found) for found in half.norms)
     return Attention(
         *(heads, kv_heads, head_dim, q, k, v, o, pre, post, out, q_norm, k_norm, rope, rotary_dim, scale),
         softcap=softcap or None,
@@ -272,6 +272,7 @@ def _attention(layer: nn.Module, half: DerivedHalf, window: int) -> Attention:
         output_gate=gate,
         residual=half.residual,
         modulated=half.modulated,
+        v_norm=v_norm,
     )
 
 

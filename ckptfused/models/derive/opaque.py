@@ -13,7 +13,9 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from ckptfused.compat.pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from ckptfused.compat.torch_dispatch import DispatchMode
 from ckptfused.models.derive.copies import layer_copy
-from ckptfused.models.derive.recording.recorder import RefusedError, function_name, words_of
+from ckptfused.models.derive.recording.names import function_name, words_of
+from ckptfused.models.derive.recording.recorder import RefusedError
+from ckptfused.models.experts.read import is_experts
 
 CAST_CALLS = words_of(
     "linear matmul rmatmul mm addmm bmm baddbmm einsum grouped_mm _grouped_mm scaled_dot_product_attention",
@@ -40,8 +42,9 @@ class Opaque(nn.Module):
         if not tensors or tensors[0].dim() < 2 or not tensors[0].is_floating_point():
             raise RefusedError("a module that cannot be followed takes no tensor [..., C] first")
         if self._returns is None:
-            returned = _returned if len(tensors) == 1 else _returned_by_shapes
-            self._returns = returned(self._of.pop(), tensors[0], args, kwargs)
+            module = self._of.pop()
+            returned = _rows if is_experts(module) else _returned if len(tensors) == 1 else _returned_by_shapes
+            self._returns = returned(module, tensors[0], args, kwargs)
         x, (leaves, tree) = tensors[0], self._returns
         ways: dict[int, Any] = {id(_LIKE): lambda t: t, id(_ROWS): lambda t: t.flatten(0, -2)}
         made = [ways[id(leaf)]((x * (1.5 + i)).sin()) if id(leaf) in ways else leaf for i, leaf in enumerate(leaves)]
@@ -51,6 +54,11 @@ class Opaque(nn.Module):
 
 
 _LIKE, _ROWS, _OTHER = object(), object(), object()
+
+
+def _rows(module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
+    """What experts return that are called with rows, ids and weights."""
+    return [_LIKE], tree_flatten(x)[1]
 
 
 def _returned(module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:

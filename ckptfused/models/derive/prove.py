@@ -93,7 +93,7 @@ def _proved(
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for batch, tokens, _ in SHAPES:
             sizes = Sizes(batch, tokens + first, first)
-            recording, (form, walk) = _recorded(own, args, kwargs, sizes, generator, factored)
+            recording, (form, walk) = _recorded(own, (args, kwargs), sizes, generator, factored, opaque)
             layout, text, differing = _compared(own, form, walk, factored)
             found.append((layout, text, recording))
             rules = rules or walk.taken
@@ -118,25 +118,26 @@ def _comparable(layout: DerivedLayer) -> DerivedLayer:
 
 
 def _recorded(
-    own: nn.Module, args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, factored: Factored
+    own: nn.Module, call: Any, sizes: Sizes, generator: torch.Generator, factored: Factored, opaque: Opaques
 ) -> tuple[Recording, tuple[Form, Walk]]:
+    given = (own, call, sizes, generator, factored, opaque)
     try:
-        return _recorded_with(own, args, kwargs, sizes, generator, factored, folded=False)
+        return _recorded_with(*given, folded=False)
     except RefusedError as error:
         if str(error).startswith(RAISED):  # what [n, 1, T] means, or [B, T] where T = C, its forward says
             with suppress(RefusedError):
-                return _recorded_with(own, args, kwargs, sizes, generator, factored, folded=True)
+                return _recorded_with(*given, folded=True)
         raise
 
 
 def _recorded_with(
-    own: nn.Module, args: Any, kwargs: Any, sizes: Sizes, generator: torch.Generator, factored: Factored, folded: bool
+    own: nn.Module, call: Any, sizes: Sizes, generator: Any, factored: Factored, opaque: Opaques, folded: bool
 ) -> tuple[Recording, tuple[Form, Walk]]:
     trouble: RefusedError | None = None
     for first_key in (True, False):
-        given = resized_call(args, kwargs, sizes, generator, first_key, folded)
+        given = resized_call(call[0], call[1], sizes, generator, first_key, folded)
         with factored:
-            recording = record(own, *given, wide=True, generator=generator)
+            recording = record(own, *given, wide=True, generator=generator, opaque=opaque.calls)
         if recording.y.data.isfinite().all():
             return recording, read(recording)
         trouble = RefusedError("its result is not finite", recording.y.call)
@@ -209,7 +210,8 @@ def _can_be_called_again(recording: Recording, factored: Factored) -> None:
     with factored:
         again = evaluated(end, recording.roots.__getitem__, start.data.device, {start: start.data})
     weights = torch.randn(end.shape, dtype=end.data.dtype, generator=torch.Generator().manual_seed(2))
-    gradients = [_gradients(made, weights, [start.data])[0] for made in (end.data, again)]
+    x = start if recording.rest.first else recording.x
+    gradients = [_gradients(made, weights, [x.data])[0] for made in (end.data, again)]
     if not close(end.data.detach(), again.detach()) or not close(*gradients):
         raise RefusedError("what stands beside the half is another thing when it is called again", end.call)
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptfused.models.derive.recording.names import words_of
 from ckptfused.models.derive.recording.record import Recording
-from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value, words_of
+from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 
 TOLERANCE = 1e-9
 """Relative error of float64 values that are to be the same: constants such as GELU's are written with ten digits."""

@@ -64,16 +64,17 @@ def test_a_half_alone_is_derived(kind: str) -> None:
     assert check(made(SOURCES[kind]).double(), (given(13, torch.float64),))
 
 
-# What the half returns, in place of r, and the words of what is read; none where it is no half at all.
+# What the half returns, in place of r, and the words of what is read; none where it is no half at all, and rest where
+# the half is read and what comes after it stays the layer's own.
 CHANGED: dict[str, str] = {
     "2.0 * ({r})": "m=2.0",
     "F.layer_norm({r}, (24,))": "out=layernorm",
     "F.rms_norm({r}, (24,), eps=1e-6)": "out=rmsnorm out_eps=1e-06",
     "x + {r}": "",
-    "({r}).tanh()": "none",
+    "({r}).tanh()": "rest",
     "self.norm(x) + {r}": "none",
     "2 * x + {r}": "none",
-    "({r}).flip(1)": "none",
+    "({r}).flip(1)": "rest",
     "({r})[:, :1].expand_as(x)": "none",
 }
 
@@ -91,12 +92,13 @@ def test_what_a_half_makes_of_its_product(kind: str, change: str, words: str) ->
     if words != "none":
         assert found.proof is not None
         read = found.proof.text.split()
-        assert {f"{name}.{word}" for word in words.split()} <= set(read)
+        assert (found.here.rest is not None) == (words == "rest")
+        assert {f"{name}.{word}" for word in words.split() if word != "rest"} <= set(read)
         assert (f"{name}.residual=0" in read) == (not change.startswith("x +"))
 
 
-def test_before_another_half_it_is_none() -> None:
-    """A block has both halves with a residual: attention without one before an MLP with one is read as neither."""
+def test_before_another_half_it_is_alone() -> None:
+    """A block has both halves with a residual: of attention without one before an MLP with one, one is read."""
     both = (
         ATTENTION.replace("class Block", "class Attention")
         + """
@@ -111,7 +113,11 @@ class Block(nn.Module):
         return h + self.down(F.gelu(self.up(self.norm(h))))
 """
     )
-    assert not check(made(both).double(), (given(13, torch.float64),))
+    layer, args = made(both).double(), (given(13, torch.float64),)
+    found = derive(layer, args, {})
+    assert found.here.rest is not None and found.proof is not None
+    assert found.proof.text.startswith(("halves=attn ", "halves=ffn "))
+    assert check(layer, args)
 
 
 class Transformer(nn.Module):

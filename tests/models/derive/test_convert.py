@@ -169,8 +169,19 @@ def other_heads(model: Any) -> None:
 
 
 CHANGES: list[tuple[Callable[[Any], None], int]] = [
-    *((change, 0) for change in (patched_function, own_forward, hooked)),
-    *((change, 2) for change in (patched_class, another_module, written_buffer, no_bias, another_rate, other_heads)),
+    *((change, 0) for change in (own_forward, hooked)),
+    *(
+        (change, 2)
+        for change in (
+            patched_function,
+            patched_class,
+            another_module,
+            written_buffer,
+            no_bias,
+            another_rate,
+            other_heads,
+        )
+    ),
 ]
 
 

@@ -28,6 +28,7 @@ from tests.models.derive.mutations import IN_GPT, IN_LLAMA, IN_WIDE
 from tests.models.derive.others import FOLDED, IN_FOLDED, IN_SUMS, IN_TOWER, SUMS, TOWER, called
 from tests.models.derive.positions import IN_SCALED_Q, IN_UNTURNED, SCALED_Q, UNTURNED
 from tests.models.derive.sinks import IN_SCALED, IN_SUNK, LOOK_ALIKE, SCALED, SUNK
+from tests.models.derive.tails import IN_TAILED, TAILED
 from tests.models.derive.written import GPT, LLAMA, WIDE, arguments, made
 
 T_OF = "T_OF = lambda x: x.shape[1]\n"
@@ -42,6 +43,7 @@ OTHERS = [
 MUTANTS += [(WIDE, *change) for change in IN_WIDE] + [(EXPERTS, *change) for change in IN_EXPERTS]
 MUTANTS += IN_GATED
 MUTANTS += [(SCALED_Q, *change) for change in IN_SCALED_Q]
+MUTANTS += [(TAILED, *change) for change in IN_TAILED]
 MUTANTS += [(SUNK, *change) for change in IN_SUNK] + [(SCALED, *change) for change in IN_SCALED]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -60,28 +60,37 @@ def evaluated(
     calls of modules returned, which are made as such. **Raises** `RuntimeError` where one returns something else.
     """
     known = {} if known is None else known
-    if value in known:
-        return known[value]
-    call = returned.get(value, value.call)
-    if call is None:
-        return given(value.name)  # type: ignore[no-any-return]
 
     def made(v: Any) -> Any:
         if isinstance(v, Value):
-            return evaluated(v, given, device, known, returned)
+            return known[v] if v in known else given(v.name)
         return device if isinstance(v, torch.device) or (type(v) is str and v == "meta") else v
 
-    args, kwargs = tree_map(made, (call.args, call.kwargs))
-    with nullcontext() if call.modes is None else call.modes.on():
-        if call.mask is not None:
-            found = [dropout(tree_flatten((args, kwargs))[0][0], call.mask, call.given(1, "p", 0.5))]
-        else:
-            y = (given(call.op) if call.func is None else call.func)(*args, **kwargs)
-            found = [t for t in tree_flatten(y)[0] if isinstance(t, Tensor)]
-    if len(found) != len(call.values):
-        raise RuntimeError(f"{call.op} gave {len(found)} tensors, expected {len(call.values)} as when it was read")
-    known.update(zip(call.values, found, strict=True))
-    return known[value]
+    for call in _needed(value, known, returned):
+        args, kwargs = tree_map(made, (call.args, call.kwargs))
+        with nullcontext() if call.modes is None else call.modes.on():
+            if call.mask is not None:
+                found = [dropout(tree_flatten((args, kwargs))[0][0], call.mask, call.given(1, "p", 0.5))]
+            else:
+                y = (given(call.op) if call.func is None else call.func)(*args, **kwargs)
+                found = [t for t in tree_flatten(y)[0] if isinstance(t, Tensor)]
+        if len(found) != len(call.values):
+            raise RuntimeError(f"{call.op} gave {len(found)} tensors, expected {len(call.values)} as when it was read")
+        known.update(zip(call.values, found, strict=True))
+    return made(value)  # type: ignore[no-any-return]
+
+
+def _needed(value: Value, known: Container[Value], returned: Mapping[Value, Recorded]) -> list[Recorded]:
+    """The calls by which a value is made of known ones, in order: a module may write to what it takes."""
+    needed: dict[Recorded, None] = {}
+    queue = [value]
+    while queue:
+        v = queue.pop()
+        call = None if v in known else returned.get(v, v.call)
+        if call is not None and call not in needed:
+            needed[call] = None
+            queue += call.inputs
+    return sorted(needed, key=lambda call: call.number)
 
 
 class Rest(NamedTuple):
@@ -97,6 +106,8 @@ class Rest(NamedTuple):
     returned: Mapping[Value, Recorded]
     modules: frozenset[str]
     """The modules that are called in it alone."""
+    scales: bool = False
+    """Whether it is one product with what the layer holds beside parameters (Gemma 4)."""
 
     def run(self, layer: nn.Module, x: Tensor, *given: Tensor) -> Tensor:
         """What it makes of x. given: in the order of `given`."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
+
+from torch import Tensor
 
 from ckptfused.compat.torch_memory import storage_id
 
@@ -21,6 +24,21 @@ def without_writing(op: str) -> str:
     return op[1:] if op in _AUGMENTED else op.rstrip("_")
 
 
+def function_without_writing(func: Any, op: str) -> Any:
+    """The function of that call; the one that was called where there is none, or where it is told by an argument. Its
+    result has the type of what would be written to.
+    """
+    plain = getattr(Tensor, op, None)
+    if plain is None or not getattr(func, "__name__", "").endswith("_"):
+        return func
+
+    @functools.wraps(plain)
+    def apart(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return plain(t, *args, **kwargs).to(t.dtype)  # type: ignore[no-any-return]
+
+    return apart
+
+
 def let_go(target: Any, known: dict[int, Any], every: Iterable[Any]) -> bool:
     """Keeps what a recording's values were before a call writes to their storage, and knows no view of it any more: who
     uses one later uses what no call made that was seen. False where somebody else sees the write.
@@ -32,5 +50,5 @@ def let_go(target: Any, known: dict[int, Any], every: Iterable[Any]) -> bool:
     for v in written:
         if id(v.data) in known and known[id(v.data)] is v:
             del known[id(v.data)]
-        v.data = v.data.detach().clone()
+        v.data = v.data.clone()
     return True

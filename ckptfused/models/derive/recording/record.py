@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +15,15 @@ from torch import Tensor, nn
 from ckptfused.compat.pytree import tree_flatten
 from ckptfused.models.derive.recording.evaluate import Rest
 from ckptfused.models.derive.recording.in_place import writes
-from ckptfused.models.derive.recording.recorder import CallRecorder, Recorded, RefusedError, Value, function_name
+from ckptfused.models.derive.recording.names import function_name
+from ckptfused.models.derive.recording.recorder import CallRecorder, Recorded, RefusedError, Value
 from ckptfused.models.describe.own_forward import IndexReadError
 
 _ASKS = "output_attentions"
 _ARGUMENTS = frozenset((int, float, bool, str, type(None), torch.dtype))
 """Types of what a module may be called with beside tensors, to be called so again."""
+WHOLE = "called_whole"
+"""The call of a module that is not followed."""
 RAISED = "its forward raised"
 """How the reason begins where a call was not one that the layer takes."""
 
@@ -28,7 +31,9 @@ RAISED = "its forward raised"
 class Recording:
     """A forward that was recorded: its calls, x, the result and what is around it."""
 
-    def __init__(self, recorder: CallRecorder, x: Value, y: Any, unasked: bool) -> None:
+    def __init__(
+        self, recorder: CallRecorder, x: Value, y: Any, unasked: bool, apart: Collection[tuple[str, str]]
+    ) -> None:
         self.calls, self.x, self.roots, self.modes = recorder.calls, x, recorder.roots, recorder.modes
         leaves, self.tree = tree_flatten(y)
         tensors = [t for t in leaves if isinstance(t, Tensor)]
@@ -44,7 +49,7 @@ class Recording:
         self.rest: Rest | None = None
         """How `end` is made of `y`, or `x` of what the layer was given, where these are other values."""
         self.returned = recorder.returned
-        if opaque := [call for call in recorder.calls if call.op == "called_whole"]:
+        if opaque := [call for call in self.calls if call.op == WHOLE or (call.op, call.place) in apart]:
             self._cut(opaque)
 
     def before(self, *ends: Value, since: Value | None = None, whole: bool = False) -> list[Recorded]:
@@ -102,7 +107,7 @@ class Recording:
         calls = self.before(end, since=start, whole=True)
         inputs = dict.fromkeys(i for call in calls for i in call.inputs if i is not start)
         for call in calls:
-            if call in opaque or (call.func is not None and (call.within or writes(function_name(call.func), {}))):
+            if call.op == WHOLE or (call.func is not None and (call.within or writes(function_name(call.func), {}))):
                 raise RefusedError("what stands beside the half cannot be called again", call)
             refuse_objects(call)
         if opaque - {*self.before(end, since=start)}:
@@ -115,7 +120,8 @@ class Recording:
         names = frozenset(call.op for call in calls if call.func is None)
         fused = {f"module:{call.within}" for call in self.before(self.y, since=self.x)}
         given = tuple(v.name for v in inputs if v.call is None)
-        return Rest(first, start, end, given, self.returned, names - fused)
+        scales = [call.op for call in calls] == ["mul"] and [name[:7] for name in given] == ["buffer:"]
+        return Rest(first, start, end, given, self.returned, names - fused, scales)
 
 
 def refuse_objects(call: Recorded) -> None:
@@ -152,8 +158,10 @@ def record(
     kwargs: dict[str, Any],
     wide: bool,
     generator: torch.Generator | None = None,
+    opaque: Collection[tuple[str, str]] = (),
 ) -> Recording:
     """The recording of a copy's forward (see `copies`). x is its first argument, or the first tensor among them.
+    opaque: calls of its own, by what and where, that are not to be read.
 
     **Raises** `RefusedError` where the forward does what no recording can follow.
     """
@@ -185,7 +193,7 @@ def record(
         raise RefusedError("it draws random numbers beside those of dropout")
     if _state(layer) != state:
         raise RefusedError("its forward changes the layer's own attributes or buffers")
-    return Recording(recorder, roots[0], y, _weights_unasked(layer, args, kwargs))
+    return Recording(recorder, roots[0], y, _weights_unasked(layer, args, kwargs), opaque)
 
 
 def _weights_unasked(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

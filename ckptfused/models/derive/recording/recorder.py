@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +18,9 @@ from ckptfused.compat.torch_dispatch import tensors_of
 from ckptfused.compat.torch_modules import OPENED
 from ckptfused.eager.attention import attention
 from ckptfused.eager.dropout import dropout
-from ckptfused.models.derive.recording.in_place import let_go, without_writing, writes
+from ckptfused.models.derive.recording.in_place import function_without_writing, let_go, without_writing, writes
+from ckptfused.models.derive.recording.names import code_place, function_name, words_of
 from ckptfused.ops.numerics import Modes
-
-_NOT_THE_LAYERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), threading.__file__)
-
-
-def words_of(*lines: str) -> frozenset[str]:
-    """The words of some lines."""
-    return frozenset(" ".join(lines).split())
-
 
 LOOKS = words_of(
     "size dim ndimension numel nelement stride is_contiguous is_floating_point is_complex __len__ get_device",
@@ -244,7 +234,8 @@ class CallRecorder(TorchFunctionMode):
         if not let_go(self.value(target), self.values, every):
             raise RefusedError(f"{noted.place}: {noted.op} writes in place to what others see")
         op, options = without_writing(noted.op), {k: v for k, v in noted.kwargs.items() if k != "inplace"}
-        return Recorded(noted.number, noted.func, op, noted.args, options, noted.place), target
+        function = function_without_writing(noted.func, op)
+        return Recorded(noted.number, function, op, noted.args, options, noted.place), target
 
     def _dropped(self, noted: Recorded, func: Any, args: Any, kwargs: Any) -> Tensor | None:
         """The result of a dropout, or of attention with one, by a mask that the call keeps; None of any other call."""
@@ -280,21 +271,3 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
 
 def _widened(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
-
-
-def function_name(func: Any) -> str:
-    """`"add"` of `Tensor.__add__`, `"T"` of a property's getter."""
-    name = getattr(func, "__name__", type(func).__name__)
-    if name == "__get__":
-        name = getattr(func.__self__, "__name__", name)
-    return name.strip("_") if name.startswith("__") else name
-
-
-def code_place() -> str:
-    """File and line of the layer's code that runs now."""
-    frame: Any = sys._getframe(2)
-    inner = frame
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_LAYERS):
-        frame = frame.f_back
-    frame = inner if frame is None else frame
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

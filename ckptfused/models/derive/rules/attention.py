@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value, words_of
+from ckptfused.models.derive.recording.names import words_of
+from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.core import Core
 from ckptfused.models.derive.rules.masks import mask_steps, take_all, with_mask
 from ckptfused.models.derive.rules.products import PRODUCTS, by_heads, head_product, softmax_last

@@ -44,6 +44,7 @@ class Heads(NamedTuple):
     """What the norms are of, as `spec.QK_PLACES`."""
     q_scale: Outer | None = None
     """Factors of q by position, after all else."""
+    v_norm: NormPiece | None = None
 
 
 class _Side(NamedTuple):
@@ -115,8 +116,10 @@ def heads(walk: Walk, found: Core, gate: Value | None = None) -> Heads:
     """The projections, norms and rotation before an attention core. gate: the product that makes q and, of each head
     after it, the output gate, where one does."""
     sides = {name: side(walk, v, name) for name, v in zip("qkv", (found.q, found.k, found.v), strict=True)}
-    if sides["v"].norm is not None or sides["v"].tables:
-        raise RefusedError("v has a norm or a rotation", found.v.call)
+    if sides["v"].tables:
+        raise RefusedError("v has a rotation", found.v.call)
+    if (v_norm := sides["v"].norm) is not None and (v_norm.weight or v_norm.bias):
+        raise RefusedError("v has a norm with weights", found.v.call)
     if (scaled := next((n for n in "kv" if sides[n].scale is not None), None)) is not None:
         raise RefusedError(f"{scaled} is scaled by position", found.k.call)
     if gate is not None and sides["q"].made.y is not gate:
@@ -128,7 +131,7 @@ def heads(walk: Walk, found: Core, gate: Value | None = None) -> Heads:
     trouble = RefusedError("the rows of the projections are not head by head", found.v.call)
     made = {name: one.made for name, one in sides.items()}
     for laid in layouts(made, found.ends[0].shape, gate is not None):
-        if close(_repeated(laid.parts["v"], ends["v"].shape[2]), ends["v"]):
+        if close(_repeated(_normed(walk, v_norm, laid.parts["v"]), ends["v"].shape[2]), ends["v"]):
             try:
                 return _turned_alike(walk, found, sides, laid, ends)
             except RefusedError as error:
@@ -154,7 +157,8 @@ def _turned_alike(walk: Walk, found: Core, sides: dict[str, _Side], laid: Laid, 
     norms = sides["q"].norm, sides["k"].norm
     sizes = ends["q"].shape[2], laid.parts["v"].shape[2], ends["q"].shape[3]
     of = (*sizes, *laid.maps, laid.interleaved, *norms, kind, wide, cos, sin, factor * by[1][-1], place)
-    return Heads(*of, None if (scale := sides["q"].scale) is None else Outer(named(walk, scale)))
+    q_scale = None if (scale := sides["q"].scale) is None else Outer(named(walk, scale))
+    return Heads(*of, q_scale, sides["v"].norm)
 
 
 def _placed(walk: Walk, side: _Side, part: Tensor, end: Tensor, at: Value, place: str) -> Turned:

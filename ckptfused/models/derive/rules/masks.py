@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ckptfused.layer.mask_patterns import pattern
 from ckptfused.models.derive.recording.in_place import writes
-from ckptfused.models.derive.recording.recorder import RefusedError, Value, function_name, words_of
+from ckptfused.models.derive.recording.names import function_name, words_of
+from ckptfused.models.derive.recording.recorder import RefusedError, Value
 from ckptfused.models.derive.rules.core import Core, Outer
 from ckptfused.models.derive.rules.products import by_heads
 from ckptfused.models.derive.walk import Walk, arranges, close

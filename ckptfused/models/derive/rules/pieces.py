@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ckptfused.eager.activation import FUNCTIONS, activation
 from ckptfused.eager.norm import norm as eager_norm
-from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value, words_of
+from ckptfused.models.derive.recording.names import words_of
+from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
 from ckptfused.models.derive.rules.masks import named
 from ckptfused.models.derive.walk import Walk, arranges, close
 from ckptfused.spec import BIASED_NORMS, GATED_ACTIVATIONS, NORMS, PLAIN_ACTIVATIONS
