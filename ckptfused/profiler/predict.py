@@ -26,9 +26,7 @@ from ckptfused.profiler.result import Profile
 from ckptfused.profiler.step import Batch, NoLossError, TrainingStep, misspelt
 from ckptfused.simulate.autocast import outside
 from ckptfused.simulate.devices import Device
-from ckptfused.simulate.meta_copy import (
-    copy_to_meta,
-)
+from ckptfused.simulate.meta_copy import copy_to_meta
 from ckptfused.simulate.roofline import TooLargeError, Work
 from ckptfused.simulate.unseen import unseen
 from ckptfused.simulate.values import LARGEST

@@ -152,6 +152,11 @@ def _bag_backward(copies: list[Tensor], grad: Tensor, *others: Any) -> Tensor:
     return out
 
 
+def _histc(copies: list[Tensor], x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """Without data PyTorch refuses to be deterministic, as on a GPU."""
+    return x.new_empty(bins) if x.is_meta else aten.histc(x, bins, min, max)
+
+
 def _where(copies: list[Tensor], condition: Tensor, *values: Any) -> Tensor:
     """Under a mode, autograd takes it for the gradient of a number that was filled in. Else it selects what is summed,
     which may be all, and makes two whole numbers an entry to do so: of where it is, and how many come before."""
@@ -184,6 +189,7 @@ _ON_CPU: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm: _batch_norm,
     aten._native_batch_norm_legit: _batch_norm,
     aten._embedding_bag_backward: _bag_backward,
+    aten.histc: _histc,
     aten.where: _where,
 }
 """On a GPU statistics are in float32, as the kernels for meta tensors have them."""

@@ -137,6 +137,26 @@ def test_a_forward_is_told_the_planned_device(name: str) -> None:
         assert profile(model, x, device=device).saved == profile(always(answer), x, device=device).saved
 
 
+def test_counts_of_experts_as_a_cpu_makes_them() -> None:
+    """transformers counts in floating point where the device is a CPU, which a GPU cannot deterministically."""
+
+    def forward(m: Layers, x: Tensor) -> Tensor:
+        y = m.a(x)
+        device = y.device
+        ids = torch.zeros(N, dtype=torch.int64, device=device)
+        counts = torch.histc(ids.float() if device.type == "cpu" else ids.int(), bins=8, min=0, max=7)
+        return y * counts.sum().to(y.dtype)
+
+    model, x = Layers(forward), torch.randn(N, C)
+    torch.use_deterministic_algorithms(True)
+    try:
+        predicted, measured = profile(model, x, device="cpu"), profile(model, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert predicted.notes == ()
+    assert (predicted.peak, predicted.saved) == (measured.peak, measured.saved)
+
+
 def test_predictions_in_two_threads() -> None:
     """Each is told of its own device."""
     wrong: list[str] = []
