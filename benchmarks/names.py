@@ -17,6 +17,7 @@ NAMES = (
         "mixture-step",
         "loss-head",
         "ffn-scratch",
+        "long-block",
         "policies",
     ),
     *(
