@@ -203,6 +203,7 @@ def _hooked_list() -> nn.Module:
 def test_what_grows_is_refused(make: Callable[[], nn.Module]) -> None:
     model = make()
     notes = profile(model, X, device="cpu").notes
+    assert len(notes) == 1 + isinstance(model, Notes)
     assert notes[:-1] == ((COUNTS,) if isinstance(model, Notes) else ())
     assert notes[-1].startswith("each step leaves ") and "later steps need more" in notes[-1]
     with pytest.raises(ValueError, match="no plan keeps a budget where each step leaves"):
