@@ -137,7 +137,7 @@ def _made(table: Tensor, form: str, length: int) -> Tensor:
         table = table.squeeze(1 if table.size(1) == 1 else 2)
     if "first rows" in then:
         table = table[..., :length, :]
-    for unturned in _UNTURNED.keys() & then:
+    for unturned in [name for name in then if name in _UNTURNED]:  # Dynamo 2.11 intersects no keys with a list
         table = _padded(table, length, unturned)
     return table[..., : table.size(-1) // 2] if "first half" in then else table
 
