@@ -42,24 +42,32 @@ class ScratchSizes(Sizes):
         return BlockSpec(attention, FFNSpec("swiglu", self.hidden, pre="rmsnorm"), scratch=scratch)
 
 
-def tensors(sizes: ScratchSizes) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """x, the gradient that comes back, and parameters."""
-    generator, dtype = torch.Generator().manual_seed(sizes.seed), getattr(torch, sizes.dtype)
+def block_tensors(
+    spec: BlockSpec, tokens: int, width: int, dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """x, the gradient that comes back, and parameters without biases, all of which ask for gradients."""
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, std: float = 1.0) -> Tensor:
         return (std * torch.randn(shape, generator=generator)).to(dtype)
 
     params = {
         name: (normal(*shape, std=shape[-1] ** -0.5) if len(shape) == 2 else torch.ones(shape, dtype=dtype))
-        for name, (shape, _) in param_shapes(sizes.spec(), sizes.width).items()
-        if not name.endswith("_b")
+        for name, (shape, _) in param_shapes(spec, width).items()
+        if not name.endswith(("_b", "bias"))
     }
-    size = (1, sizes.tokens, sizes.width)
+    size = (1, tokens, width)
     return normal(*size).requires_grad_(), normal(*size), {name: t.requires_grad_() for name, t in params.items()}
 
 
+def tensors(sizes: ScratchSizes) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The tensors of the sizes."""
+    return block_tensors(sizes.spec(), sizes.tokens, sizes.width, getattr(torch, sizes.dtype), sizes.seed)
+
+
 def gradients(spec: BlockSpec, x: Tensor, dy: Tensor, params: dict[str, Tensor]) -> dict[str, Tensor]:
-    leaves = {"x": x, **params}
+    """The gradients of x and of the parameters that ask for one."""
+    leaves = {"x": x, **{name: t for name, t in params.items() if t.requires_grad}}
     found = torch.autograd.grad(block(x, params, spec), list(leaves.values()), dy)
     return dict(zip(leaves, found, strict=True))
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from benchmarks.benchmark import Benchmark, Column, Rows, Sizes, Steps, mib, number, option
 from benchmarks.checks import worst_error
+from benchmarks.ffn_scratch import block_tensors, gradients
 from benchmarks.memory import memory_of
 from ckptfused import cost
 from ckptfused.functional import block
-from ckptfused.spec import Adapter, AttentionSpec, BlockSpec, FFNSpec, param_shapes
+from ckptfused.spec import Adapter, AttentionSpec, BlockSpec, FFNSpec
 
 WHOLE = 1 << 40
 """A limit that cuts nothing."""
@@ -56,26 +57,11 @@ class LongSizes(Sizes):
 
 
 def tensors(sizes: LongSizes, lora: bool, tokens: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """x, the gradient that comes back, and parameters, of which those that are trained ask for gradients."""
-    generator = torch.Generator().manual_seed(sizes.seed)
-
-    def normal(*shape: int, std: float = 1.0) -> Tensor:
-        return (std * torch.randn(shape, generator=generator)).bfloat16()
-
-    params = {
-        name: normal(*shape, std=shape[-1] ** -0.5) if len(shape) == 2 else torch.ones(shape, dtype=torch.bfloat16)
-        for name, (shape, _) in param_shapes(sizes.spec(WHOLE, lora), sizes.width).items()
-        if not name.endswith(("_b", "bias"))
-    }
+    """The tensors of the block; beside adapters these alone ask for gradients."""
+    x, dy, params = block_tensors(sizes.spec(WHOLE, lora), tokens, sizes.width, torch.bfloat16, sizes.seed)
     for name, t in params.items():
         t.requires_grad_(not lora or "lora" in name)
-    return normal(1, tokens, sizes.width).requires_grad_(), normal(1, tokens, sizes.width), params
-
-
-def gradients(spec: BlockSpec, x: Tensor, dy: Tensor, params: dict[str, Tensor]) -> dict[str, Tensor]:
-    leaves = {"x": x, **{name: t for name, t in params.items() if t.requires_grad}}
-    found = torch.autograd.grad(block(x, params, spec), list(leaves.values()), dy)
-    return dict(zip(leaves, found, strict=True))
+    return x, dy, params
 
 
 def check(sizes: LongSizes, steps: Any = None) -> str:

@@ -43,7 +43,7 @@ class Opaque(nn.Module):
             raise RefusedError("a module that cannot be followed takes no tensor [..., C] first")
         if self._returns is None:
             module = self._of.pop()
-            returned = _rows if is_experts(module) else _returned if len(tensors) == 1 else _returned_by_shapes
+            returned = _of_experts if is_experts(module) else _returned if len(tensors) == 1 else _returned_by_shapes
             self._returns = returned(module, tensors[0], args, kwargs)
         x, (leaves, tree) = tensors[0], self._returns
         ways: dict[int, Any] = {id(_LIKE): lambda t: t, id(_ROWS): lambda t: t.flatten(0, -2)}
@@ -56,7 +56,7 @@ class Opaque(nn.Module):
 _LIKE, _ROWS, _OTHER = object(), object(), object()
 
 
-def _rows(module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
+def _of_experts(module: nn.Module, x: Tensor, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
     """What experts return that are called with rows, ids and weights."""
     return [_LIKE], tree_flatten(x)[1]
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptfused.models.derive.recording.names import words_of
 from ckptfused.models.derive.recording.recorder import RefusedError
-
-_LOOKS = words_of("__bool__ __contains__ __delitem__ __eq__ __getitem__ __hash__ __iter__ __len__ __setitem__")
 
 
 def untouched(value: Any) -> Any:
     """An object of a class like its own, for a layer that only hands it on, or asks whether it is one, or None. What
-    else is done with it **raises** `RefusedError`.
+    else is done with it **raises** `RefusedError`: what a `UserDict` does it reads in an attribute.
     """
     kind = type(value)
 
@@ -22,5 +19,4 @@ def untouched(value: Any) -> Any:
     def attribute(self: Any, name: str) -> Any:
         return kind if name == "__class__" else refuse(self)
 
-    traps: dict[str, Any] = {**dict.fromkeys(_LOOKS, refuse), "__getattribute__": attribute, "__setattr__": refuse}
-    return object.__new__(type(kind.__name__, (kind,), traps))
+    return object.__new__(type(kind.__name__, (kind,), {"__getattribute__": attribute, "__setattr__": refuse}))

@@ -66,7 +66,7 @@ def evaluated(
             return known[v] if v in known else given(v.name)
         return device if isinstance(v, torch.device) or (type(v) is str and v == "meta") else v
 
-    for call in _needed(value, known, returned):
+    for call in calls_behind([value], known, returned):
         args, kwargs = tree_map(made, (call.args, call.kwargs))
         with nullcontext() if call.modes is None else call.modes.on():
             if call.mask is not None:
@@ -80,17 +80,21 @@ def evaluated(
     return made(value)  # type: ignore[no-any-return]
 
 
-def _needed(value: Value, known: Container[Value], returned: Mapping[Value, Recorded]) -> list[Recorded]:
-    """The calls by which a value is made of known ones, in order: a module may write to what it takes."""
-    needed: dict[Recorded, None] = {}
-    queue = [value]
+def calls_behind(
+    values: Iterable[Value], known: Container[Value | None] = (), returned: Mapping[Value, Recorded] = NOTHING
+) -> list[Recorded]:
+    """The calls by which values are made of known ones, in order: a module may write to what it takes. returned: as in
+    `evaluated`.
+    """
+    found: dict[Recorded, None] = {}
+    queue = [*values]
     while queue:
         v = queue.pop()
         call = None if v in known else returned.get(v, v.call)
-        if call is not None and call not in needed:
-            needed[call] = None
+        if call is not None and call not in found:
+            found[call] = None
             queue += call.inputs
-    return sorted(needed, key=lambda call: call.number)
+    return sorted(found, key=lambda call: call.number)
 
 
 class Rest(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptfused.compat.pytree import tree_flatten
-from ckptfused.models.derive.recording.evaluate import Rest
+from ckptfused.models.derive.recording.evaluate import NOTHING, Rest, calls_behind
 from ckptfused.models.derive.recording.in_place import writes
 from ckptfused.models.derive.recording.names import function_name
 from ckptfused.models.derive.recording.recorder import CallRecorder, Recorded, RefusedError, Value
@@ -56,15 +56,7 @@ class Recording:
         """The calls on which values depend, in order; those by which `since` was made only where something else does.
         whole: a call of a module by the layer is one.
         """
-        found: dict[Recorded, None] = {}
-        queue = [*ends]
-        while queue:
-            v = queue.pop()
-            call = self.made_by(v) if whole else v.call
-            if v is not since and call is not None and call not in found:
-                found[call] = None
-                queue += call.inputs
-        return sorted(found, key=lambda call: call.number)
+        return calls_behind(ends, (since,), self.returned if whole else NOTHING)
 
     def between(self, start: Value, end: Value) -> list[Recorded]:
         """The calls by which one value depends on another, in order."""
@@ -75,13 +67,9 @@ class Recording:
                 found.append(call)
         return found
 
-    def made_by(self, v: Value) -> Recorded | None:
-        """The call in the layer's own code that made a value, which may be a module's."""
-        return self.returned.get(v, v.call)
-
     def _cut(self, opaque: list[Recorded]) -> None:
-        """Has what is to be fused end at the last value before opaque modules by which alone x reaches the result, or
-        begin at the first that they or others after them make.
+        """Has what is to be fused end at the last value before opaque calls, of modules or the layer's own, by which
+        alone x reaches the result, or begin at the first that they or others after them make.
         """
         calls, x, first, last = self.before(self.end), self.x, opaque[0].number, opaque[-1].number
         before = (v for call in reversed(calls) if call.number < first for v in call.values)
