@@ -18,7 +18,7 @@ from ckptfused.eager import dropout_masks, eager_block
 from ckptfused.eager.activation import FUNCTIONS
 from ckptfused.eager.attention import probabilities, sink_logits
 from ckptfused.eager.dropout import dropout
-from ckptfused.spec import BIASED_NORMS, BlockSpec, param_shapes
+from ckptfused.spec import BIASED_NORMS, COEFFICIENTS, COEFFICIENTS_SLOT, BlockSpec, param_shapes
 from tests.cases import Case
 
 SEED = 2024  # of the dropout masks
@@ -105,6 +105,8 @@ def make_params(case: Case, generator: torch.Generator) -> dict[str, Tensor]:
         linear("ffn.down", c, ffn.hidden, biased)
         norm("ffn.post", ffn.post, c)
         norm("ffn.out", ffn.out, c)
+        if ffn.act in COEFFICIENTS:  # above 0 and below eps, xIELU is smooth
+            params[COEFFICIENTS_SLOT] = torch.tensor([0.8, 1.1, 0.5, -1e-3]) * _normal((4,), 0.1, generator).exp()
     for name, (shape, _) in param_shapes(spec, c).items():
         if ".lora" in name and (not name.endswith("bias") or case.bias == "all"):
             params[name] = _normal(shape, shape[-1] ** -0.5, generator)

@@ -30,6 +30,15 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
+def xielu(x: Tensor, coefficients: Tensor) -> Tensor:
+    """(a·x + b)·x above 0, (expm1(min(x, eps)) - x)·n + b·x elsewhere, of the coefficients (a, n, b, eps).
+
+    **Source** Huang & Schlag 2024 (arXiv 2411.13010), where a and n are softplus of what is trained, n with b added.
+    """
+    above, below, beta, eps = coefficients.to(x.dtype)
+    return torch.where(x > 0, (above * x + beta) * x, (torch.expm1(torch.minimum(x, eps)) - x) * below + beta * x)
+
+
 def glu(gate_up: Tensor) -> Tensor:
     """sigmoid(gate) * up; `F.glu` has the gate second. **Source** Dauphin et al. 2016 (arXiv 1612.08083), section 2."""
     return _gated(gate_up, "glu")
@@ -65,7 +74,7 @@ def reglu(gate_up: Tensor) -> Tensor:
     return _gated(gate_up, "reglu")
 
 
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_tanh": gelu_tanh,
@@ -73,6 +82,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": relu2,
     "quick_gelu": quick_gelu,
     "sigmoid": torch.sigmoid,
+    "xielu": xielu,
     "swiglu": swiglu,
     "geglu": geglu,
     "geglu_tanh": geglu_tanh,
@@ -82,14 +92,14 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def activation(gate: Tensor | None, up: Tensor, act: str) -> Tensor:
+def activation(gate: Tensor | None, up: Tensor, act: str, coefficients: Tensor | None = None) -> Tensor:
     """h = act(up), or act(gate) * up for the gated kinds.
 
-    **Shapes**: gate, up, result [..., F].
+    **Shapes**: gate, up, result [..., F]; coefficients, of an activation that has some, [4].
     """
     applied = GATE[act]
     if applied is None:
-        return FUNCTIONS[act](up)
+        return FUNCTIONS[act](up) if coefficients is None else FUNCTIONS[act](up, coefficients)
     if gate is None:
         raise ValueError(f"gate: expected a tensor for the gated activation {act}, got None")
     return FUNCTIONS[applied](gate) * up

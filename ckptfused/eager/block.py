@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..spec import FIRST_SITE, AttentionSpec, BlockSpec, FFNSpec, adapter_input
+from ..spec import COEFFICIENTS_SLOT, FIRST_SITE, AttentionSpec, BlockSpec, FFNSpec, adapter_input
 from .activation import activation
 from .attention import attention
 from .dropout import dropout
@@ -189,7 +189,7 @@ def ffn_branch(x: Tensor, params: Params, spec: FFNSpec, keep: Tensor | None, ad
             up = _linear(x, params, "ffn.up", spec, adapter_keep)
     else:
         up = _linear(x, params, "ffn.up", spec, adapter_keep)
-    h = dropout(activation(gate, up, spec.act), keep, spec.p_hidden)
+    h = dropout(activation(gate, up, spec.act, params.get(COEFFICIENTS_SLOT)), keep, spec.p_hidden)
     return _linear(h, params, "ffn.down", spec, adapter_keep)
 
 

@@ -2,26 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import GELU, ReLU, SiLU
 
-from ckptfused.eager.activation import FUNCTIONS
+from ckptfused.eager.activation import FUNCTIONS, xielu
+from ckptfused.layer.parts import NO_VECTORS
+from ckptfused.spec import COEFFICIENTS_SLOT
 
 Activation = Callable[[Tensor], Tensor]
 
 
-def plain_activation(activation: str | Activation) -> Activation:
-    """The function of a name; a callable as it is. **Raises** `ValueError` for an unknown name."""
+class XIELU(nn.Module):
+    """xIELU, an activation with two trained coefficients: a quadratic above 0, an exponential below (Apertus).
+
+    (p·x + beta)·x above 0, (expm1(min(x, eps)) - x)·n + beta·x elsewhere, where p = softplus(alpha_p) and
+    n = beta + softplus(alpha_n). alpha_p_init, alpha_n_init: p and n at first.
+
+    **Shapes** input and result alike; `alpha_p` and `alpha_n` [1].
+    **Source** Huang & Schlag 2024 (arXiv 2411.13010); `transformers.activations.XIELUActivation`.
+    """
+
+    def __init__(
+        self,
+        alpha_p_init: float = 0.8,
+        alpha_n_init: float = 0.8,
+        beta: float = 0.5,
+        eps: float = -1e-6,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if not alpha_p_init > 0 or not alpha_n_init > beta:
+            raise ValueError(
+                f"expected alpha_p_init > 0 and alpha_n_init > beta, got {alpha_p_init}, {alpha_n_init} and {beta}"
+            )
+        for name, value in (("alpha_p", alpha_p_init), ("alpha_n", alpha_n_init - beta)):
+            made = torch.full((1,), math.log(math.expm1(value)), device=device, dtype=dtype)
+            self.register_parameter(name, nn.Parameter(made))
+        self.beta, self.eps = beta, eps
+
+    def coefficients(self) -> Tensor:
+        """p, n, beta and eps as `ckptfused.spec` has them: [4], with gradients of `alpha_p` and `alpha_n`."""
+        above, below = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        return torch.cat((above, below, *(above.new_full((1,), value) for value in (self.beta, self.eps))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The activation of each entry."""
+        return xielu(x, self.coefficients())
+
+    def extra_repr(self) -> str:
+        return f"beta={self.beta}, eps={self.eps}"
+
+
+def coefficients_of(activation: Activation) -> Mapping[str, Tensor]:
+    """The coefficients of an activation that has some, by their slot, as a call gives them."""
+    return {COEFFICIENTS_SLOT: activation.coefficients()} if type(activation) is XIELU else NO_VECTORS
+
+
+def plain_activation(activation: str | Activation, device: Any = None, dtype: Any = None) -> Activation:
+    """The function of a name, or a module where it is trained; a callable as it is. **Raises** `ValueError` for an
+    unknown name.
+    """
     if not isinstance(activation, str):
         if not callable(activation):
             raise TypeError(f"activation: expected a name or a callable, got {activation!r}")
         return activation
     if activation not in FUNCTIONS:
         raise ValueError(f"activation: expected one of {', '.join(FUNCTIONS)} or a callable, got {activation!r}")
-    return FUNCTIONS[activation]
+    return XIELU(device=device, dtype=dtype) if activation == "xielu" else FUNCTIONS[activation]
 
 
 def activation_kind(activation: Activation) -> str | None:
@@ -29,7 +83,7 @@ def activation_kind(activation: Activation) -> str | None:
     if isinstance(activation, nn.Module):
         if type(activation) is GELU:
             return "gelu_tanh" if activation.approximate == "tanh" else "gelu"
-        return "relu" if type(activation) is ReLU else "silu" if type(activation) is SiLU else None
+        return {ReLU: "relu", SiLU: "silu", XIELU: "xielu"}.get(type(activation))
     if activation is torch.relu:
         return "relu"
     for kind, function in FUNCTIONS.items():

@@ -15,7 +15,7 @@ from ckptfused.layer.facts import LayerFacts, LayerKey, facts_of
 from ckptfused.layer.parts import Inputs, Parts, Reason
 from ckptfused.layer.spec_text import CallKey, Mode, SpecKey, expected, half_text
 from ckptfused.ops.call import Call, SlotTensors
-from ckptfused.spec import MOST_TEXTS, PARAM_SLOTS, shape_in
+from ckptfused.spec import COEFFICIENTS_SLOT, MOST_TEXTS, PARAM_SLOTS, shape_in
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -47,19 +47,22 @@ def build_call(layer: Parts | LayerFacts, inputs: Inputs, mode: Mode, sharded: b
                 width, (B, T) = key.rotary_dim or cos.size(-1), x.shape[1::-1] if inputs.seq_first else x.shape[:2]
                 cos, sin = rotary_view("cos", cos, B, T, width), rotary_view("sin", sin, B, T, width)
     text = text_here(key, inputs, mode)
-    if "modulated=1" in text:
-        if not inputs.vectors:
-            return Reason("a modulated block is called without modulation", error=ValueError)
-        if x.is_cuda and x.size(0) > 1 and "p_res=" in text:
-            return Reason("dropout beside vectors of each batch element has no kernel on a GPU")
-        slots = _with_vectors(slots, key, inputs.vectors)
+    modulated, given = "modulated=1" in text, inputs.vectors
+    if modulated and not any(name != COEFFICIENTS_SLOT for name in given):
+        return Reason("a modulated block is called without modulation", error=ValueError)
+    if modulated and x.is_cuda and x.size(0) > 1 and "p_res=" in text:
+        return Reason("dropout beside vectors of each batch element has no kernel on a GPU")
+    if "act=xielu" in text and COEFFICIENTS_SLOT not in given:
+        return Reason("there are no coefficients of the activation", error=ValueError)
+    if given:
+        slots = _with_vectors(slots, key, given)
     if (why := _misfit(x, slots, text, key.width, key.names, sharded)) is not None:
         return why
     return Call(key.op, x, slots, text, masks, cos, sin, cu_seqlens, inputs.keep_keys, inputs.q_scale)
 
 
 def _with_vectors(slots: SlotTensors, key: LayerKey, vectors: Mapping[str, Tensor]) -> SlotTensors:
-    """The tensors of an op with those that the call gives a modulated layer."""
+    """The tensors of an op with those that the call gives."""
     names = [
         f"{half}.{slot}" for half in ("attn", "ffn") if getattr(key, half) is not None for slot in PARAM_SLOTS[half]
     ]

@@ -248,7 +248,8 @@ def _ffn(f: FFN, parts: Parts, dtype: torch.dtype) -> HalfFacts | Reason:
         p_hidden=f.p_hidden,
         **_frame(f, norms, lora, quant),
     )
-    return HalfFacts(_settled(key), _slots("ffn", {**maps, **norms}), adapters, quantized, width)
+    slots = [*_slots("ffn", {**maps, **norms}), None]  # the call gives coefficients
+    return HalfFacts(_settled(key), slots, adapters, quantized, width)
 
 
 def _frame(half: Attention | FFN, norms: dict[str, Norm], lora: SpecKey, quant: SpecKey) -> dict[str, Any]:

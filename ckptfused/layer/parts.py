@@ -127,7 +127,7 @@ class Inputs(NamedTuple):
     q_scale: Tensor | None = None
     """Factors of q by position, [T] or [B, T]."""
     vectors: Mapping[str, Tensor] = NO_VECTORS
-    """Vectors of modulated halves, [B, C], by their slots: `"attn.pre_w"`, …"""
+    """Vectors of modulated halves, [B, C], and an activation's coefficients, by their slots: `"attn.pre_w"`, …"""
 
 
 class Reason(NamedTuple):

@@ -1,6 +1,7 @@
 """Transformer blocks, and their halves, as `torch.nn` modules."""
 
 from ckptfused.eager.activation import geglu, geglu_tanh, gelu_tanh, glu, quick_geglu, quick_gelu, reglu, relu2, swiglu
+from ckptfused.layer.activations import XIELU
 from ckptfused.layer.norms import GemmaNorm
 from ckptfused.modules.grouped_attention import GroupedAttention
 
@@ -11,6 +12,7 @@ from .rotary import RotaryTable
 from .sequential import FusedCheckpointSequential
 
 __all__ = [
+    "XIELU",
     "FusedCheckpointAttention",
     "FusedCheckpointBlock",
     "FusedCheckpointFFN",

@@ -11,7 +11,7 @@ from torch.nn import LayerNorm, TransformerEncoderLayer
 
 from ckptfused.compat.torch_modules import ENCODER_HALVES
 from ckptfused.layer import encoder
-from ckptfused.layer.activations import Activation, activation_kind, plain_activation
+from ckptfused.layer.activations import Activation, activation_kind, coefficients_of, plain_activation
 from ckptfused.layer.norms import make_norm
 from ckptfused.layer.parts import Inputs, Parts, Reason, child
 from ckptfused.layer.peft import adapted
@@ -42,7 +42,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
     of a row of `torch.finfo(dtype).min` alone is 0, where PyTorch's is uniform; higher values are added, as in PyTorch.
 
     Beyond it, keyword-only (activation, too, takes more: one of `ckptfused.spec.ACTIVATIONS`; the `linear1` of a gated
-    one is [2F, C], gate first):
+    one is [2F, C], gate first, and "xielu" has two trained coefficients, `activation.alpha_p` and `alpha_n`):
 
     - num_kv_heads, head_dim: grouped-query attention; `self_attn.in_proj_weight` is then [(H+2G)·D, C].
     - norm: "layernorm", "rmsnorm" or "gemma". qk_norm: True or a kind of norm.
@@ -118,7 +118,7 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         if check_flag("modulated", modulated):
             check_modulated(parallel, norm_first, batch_first)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.activation = plain_activation(activation)
+        self.activation = plain_activation(activation, **factory)
         self.self_attn = make_attention(
             d_model, nhead, p_attn, bias, batch_first, device, dtype, norm=norm, **attention
         )
@@ -254,9 +254,10 @@ class FusedCheckpointBlock(FusedModule, TransformerEncoderLayer):
         **beside: Any,
     ) -> Inputs | Reason:
         found = attention_inputs(self, src, src_mask, src_key_padding_mask, is_causal, **beside)
-        if modulation is None or isinstance(found, Reason):
+        if isinstance(found, Reason):
             return found
-        return found._replace(vectors=vectors_of(modulation))
+        vectors = {} if modulation is None else vectors_of(modulation)
+        return found._replace(vectors=vectors | coefficients_of(self.activation))
 
     def _plain(
         self,

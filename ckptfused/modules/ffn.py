@@ -11,7 +11,7 @@ from torch.nn import Dropout
 
 from ckptfused.checks import check_input
 from ckptfused.layer import encoder
-from ckptfused.layer.activations import Activation, activation_kind, plain_activation
+from ckptfused.layer.activations import Activation, activation_kind, coefficients_of, plain_activation
 from ckptfused.layer.norms import make_norm
 from ckptfused.layer.parts import FFN, Inputs, Parts, Reason, child
 from ckptfused.modules.fused import FusedModule, another, rates, run_module
@@ -71,7 +71,7 @@ class FusedCheckpointFFN(FusedModule):
         bias = check_flag("bias", bias)
         p_hidden, p_res = rates(dropout, ffn_dropout=ffn_dropout, residual_dropout=residual_dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.activation = plain_activation(activation)
+        self.activation = plain_activation(activation, **factory)
         gated = activation_kind(self.activation) in GATED_ACTIVATIONS
         self.batch_first = check_flag("batch_first", batch_first)
         self.linear1 = nn.Linear(d_model, hidden * (2 if gated else 1), bias=bias, **factory)
@@ -100,7 +100,7 @@ class FusedCheckpointFFN(FusedModule):
     def inputs(self, src: Tensor, *args: Any, **kwargs: Any) -> Inputs:
         check_input(src, self.linear2.out_features, "src")
         x = src.unsqueeze(0 if self.batch_first else 1) if src.dim() == 2 else src
-        return Inputs(x, seq_first=not self.batch_first)
+        return Inputs(x, seq_first=not self.batch_first, vectors=coefficients_of(self.activation))
 
     def _plain(self, src: Tensor) -> Tensor:
         x = self.norm2(src) if self.norm_first and self.norm2 is not None else src

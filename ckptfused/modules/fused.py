@@ -80,7 +80,11 @@ class FusedModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A name of a function is as good as in the constructor, where PyTorch's layer would fail at the call.
-        made: Any = plain_activation(value) if name == "activation" else value
+        made: Any = value
+        if name == "activation":
+            first = self._modules.get("linear1")
+            like = None if first is None else getattr(first, "weight", None)
+            made = plain_activation(value, *(() if like is None else (like.device, like.dtype)))
         super().__setattr__(name, made)
 
     def generic_reason(self, *masks: Tensor | None) -> str | None:

@@ -5,7 +5,7 @@ does not need a tensor: norm placements, head layout, mask kinds, dropout probab
 backward. The tensors travel beside it, in the order of `param_names(spec)` and `AUX_NAMES`.
 """
 
-from .activations import ACTIVATIONS, GATE, GATED_ACTIVATIONS, GATED_BY, PLAIN_ACTIVATIONS
+from .activations import ACTIVATIONS, COEFFICIENTS, GATE, GATED_ACTIVATIONS, GATED_BY, PLAIN_ACTIVATIONS
 from .adapters import FIRST_SITE, MOST_ADAPTERS, Adapter
 from .block import MOST_TEXTS, BlockSpec, parse
 from .checks import check_probability
@@ -26,6 +26,7 @@ from .loss import HEAD, LossSpec, parse_loss
 from .quantized import BY_BITSANDBYTES, BY_INPUTS, QUANTIZATIONS, Quantized
 from .slots import (
     AUX_NAMES,
+    COEFFICIENTS_SLOT,
     PARAM_SLOTS,
     PROJECTION_SLOTS,
     QUANT_SLOTS,
@@ -43,6 +44,8 @@ __all__ = [
     "BIASED_NORMS",
     "BY_BITSANDBYTES",
     "BY_INPUTS",
+    "COEFFICIENTS",
+    "COEFFICIENTS_SLOT",
     "COMPUTE_TYPES",
     "FIRST_SITE",
     "GATE",

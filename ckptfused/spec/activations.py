@@ -10,6 +10,7 @@ GATE: dict[str, str | None] = {
     "relu2": None,
     "quick_gelu": None,
     "sigmoid": None,
+    "xielu": None,
     "swiglu": "silu",
     "geglu": "gelu",
     "geglu_tanh": "gelu_tanh",
@@ -21,6 +22,9 @@ GATE: dict[str, str | None] = {
 
 ACTIVATIONS = tuple(GATE)
 GATED_ACTIVATIONS = tuple(name for name, gate in GATE.items() if gate is not None)
-PLAIN_ACTIVATIONS = tuple(name for name, gate in GATE.items() if gate is None)
+COEFFICIENTS = {"xielu": 4}
+"""How many coefficients an activation has, which a call gives; others have none."""
+PLAIN_ACTIVATIONS = tuple(name for name, gate in GATE.items() if gate is None and name not in COEFFICIENTS)
+"""Functions of one value alone."""
 GATED_BY = {gate: name for name, gate in GATE.items() if gate is not None}
 """The gated activation that applies a plain one."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Annotated
 
-from .activations import ACTIVATIONS, GATE
+from .activations import ACTIVATIONS, COEFFICIENTS, GATE
 from .checks import check_choice
 from .fields import COMPUTE_TYPES
 from .quantized import BY_BITSANDBYTES, Quantized, checked_quantized
@@ -23,7 +23,7 @@ class ExpertsSpec:
     **Raises** `ValueError` or `TypeError` naming the field, what was expected and what came.
     """
 
-    act: Annotated[str, Key("The activation.", (*ACTIVATIONS, CLAMPED))]
+    act: Annotated[str, Key("The activation.", (*(a for a in ACTIVATIONS if a not in COEFFICIENTS), CLAMPED))]
     interleaved: Annotated[bool, Key("Gate and up alternate, not one behind the other.")] = False
     transposed: Annotated[bool, Key("Weights are [E, in, out], not [E, out, in].")] = False
     limit: Annotated[float, Key("Of clamped: where gate and up end.", least=0)] = 0.0

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from .activations import GATE, GATED_BY, PLAIN_ACTIVATIONS
+from .activations import GATE, GATED_BY
 from .fields import NORMS, POST_NORMS, SCALAR_TYPES, AttentionSpec, BlockFields, FFNSpec, Frame
 from .keep import KEEP
 from .loss import LossSpec
@@ -139,7 +139,8 @@ def spec_fields() -> str:
 
 def activation_kinds() -> str:
     """`csrc/math/activation_kinds.h`: the activations by kind and by name."""
-    kinds = " ".join(f"X({name}, {'true' if name in GATED_BY else 'false'})" for name in PLAIN_ACTIVATIONS)
+    functions = [name for name, gate in GATE.items() if gate is None]
+    kinds = " ".join(f"X({name}, {'true' if name in GATED_BY else 'false'})" for name in functions)
     named = (
         f'    {{"{name}", Activation::{gate or name}, {"true" if gate else "false"}}},' for name, gate in GATE.items()
     )
@@ -147,7 +148,7 @@ def activation_kinds() -> str:
         _TOP,
         "namespace ckptfused {\n",
         "// The function of the pre-activation; a gated unit is act(g) * u with one of them.",
-        f"enum class Activation : int {{ {', '.join(PLAIN_ACTIVATIONS)} }};",
+        f"enum class Activation : int {{ {', '.join(functions)} }};",
         "// Calls X(kind, whether a gated unit has it) for each.",
         f"#define CKPT_FOR_ACTIVATIONS(X) {kinds}\n",
         "struct NamedActivation {\n  const char* name;\n  Activation act;\n  bool gated;\n};",

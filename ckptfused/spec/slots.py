@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .activations import COEFFICIENTS
 from .fields import BIASED_NORMS, AttentionSpec, BlockFields, FFNSpec
 
 Shapes = dict[str, tuple[tuple[int, ...], bool]]
@@ -25,10 +26,12 @@ PAIRS: dict[str, tuple[Pair, ...]] = {
     "ffn": (Pair("pre", "pre"), Pair("gate"), Pair("up"), Pair("down"), *_FRAME_LAST),
 }
 SINKS = "sinks"
+COEFFICIENTS_SLOT = "ffn.coefficients"
 MODULATED = ("pre", "post")
 """The norms whose vectors `modulated` gives a row for each batch element."""
 PARAM_SLOTS = {name: tuple(f"{pair.stem}_{kind}" for pair in pairs for kind in "wb") for name, pairs in PAIRS.items()}
 PARAM_SLOTS["attn"] += (SINKS,)
+PARAM_SLOTS["ffn"] += (COEFFICIENTS_SLOT.removeprefix("ffn."),)
 PROJECTIONS = {name: tuple(pair.stem for pair in pairs if pair.norm is None) for name, pairs in PAIRS.items()}
 PROJECTION_SLOTS = frozenset(f"{name}.{stem}_{kind}" for name in PAIRS for stem in PROJECTIONS[name] for kind in "wb")
 ADAPTER_SLOTS = ("a", "b", "bias")
@@ -81,6 +84,8 @@ def _half_shapes(name: str, half: AttentionSpec | FFNSpec, width: int) -> Shapes
             shapes[f"{name}.{stem}_b"] = (shape, False)
     if isinstance(half, AttentionSpec) and half.sinks:
         shapes[f"{name}.{SINKS}"] = ((half.heads,), True)
+    if isinstance(half, FFNSpec) and half.act in COEFFICIENTS:
+        shapes[COEFFICIENTS_SLOT] = ((COEFFICIENTS[half.act],), True)
     return shapes
 
 

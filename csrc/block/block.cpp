@@ -187,7 +187,8 @@ Tensor Block::backward_rows(const Tensor& dy) {
     const bool need_n2 = flows || need_any(pre, pre + 2);
     if (f.out.on()) {
       ensure_out();
-      const bool need_sum = flows || need_any(ffn_slot(0), ffn_slot(kFFNOutW));
+      const bool need_sum =
+          flows || need_any(ffn_slot(0), ffn_slot(kFFNOutW)) || need(ffn_slot(kCoefficients));
       ds = norm_backward(ds, value_.out, f.out, ffn_slot(kFFNOutW), Tensor(), false, need_sum,
                          "d out");
       owned = true;

@@ -15,8 +15,7 @@
 
 namespace ckptfused {
 
-// Whether one kernel may make the products of the hidden value and its activation, on a device that
-// has one.
+// Whether one kernel may make the hidden value's products and activation, on a device that has one.
 bool may_fuse_up(const FFNSpec& f, int64_t rows);
 // Whether the kernel that closes the attention half makes the FFN's first norm, too.
 bool residual_makes_next_norm(const BlockSpec& spec);
@@ -143,6 +142,9 @@ class Block {
   const Joined& join(const Tile& tile);  // with its weights, for a product
   GateUp make_gu(const Tile& tile);
   void activate(const GateUp& gu, const Tile& tile, const at::Tensor& h) const;
+  void activation_backward(const GateUp& gu, const Tile& tile, const at::Tensor& h, bool need_h,
+                           const GateUp& dgu);
+  at::Tensor coefficients() const;
   // One kernel for the products and the activation, where there is one that was measured faster.
   // The same in forward and backward, whatever is kept: it decides the bits of g and u.
   std::string up_kernel_ = "cublas";
@@ -279,16 +281,14 @@ class Block {
   at::ScalarType R_, P_, A_;  // residual stream, compute, accumulation
   int64_t B_, T_, N_, C_;
   std::vector<int64_t> row_map_;
-  // Of a block by tiles of queries their rows, else all rows that share keys.
-  int64_t tile_rows_ = 0;
+  int64_t tile_rows_ = 0;  // of a block by tiles of queries their rows, else all that share keys
   std::vector<int64_t> query_tile_;  // where a tile lies, as attention's ops are told
   Projected projected_ = Projected::all;
   KeyValues keys_;     // of all keys that a tile of queries attends to
   bool sums_ = false;  // gradients are sums over tiles, held wide
   FFNTiles tiles_{0, 0};
   Values value_;
-  bool save_ = false;
-  bool backward_ = false;
+  bool save_ = false, backward_ = false;
   bool qk_in_place_ = false;  // qkv no longer holds the raw product
   std::vector<bool> needs_;
   std::vector<at::Tensor> grads_;

@@ -5,6 +5,7 @@
 
 #include "block/block.h"
 #include "block/held_weights.h"
+#include "kernels/activation.h"
 #include "math/dropout.h"
 #include "ops/linear.h"
 
@@ -74,13 +75,37 @@ Block::GateUp Block::make_gu(const Tile& t) {
 void Block::activate(const GateUp& gu, const Tile& t, const Tensor& h) const {
   const FFNSpec& f = spec_.ffn;
   call::activation_fwd(f.gated() ? gu.gate : gu.up, gu.up, rng_, h, f.act, f.p_hidden,
-                       int(DropoutSite::ffn_hidden), f.hidden, t.row0, t.col0, row_map());
+                       int(DropoutSite::ffn_hidden), f.hidden, t.row0, t.col0, row_map(),
+                       coefficients());
+}
+
+// h over dh, and the gradients of gate and up, those that are wanted; of the activation's
+// coefficients, the sums are added up.
+void Block::activation_backward(const GateUp& gu, const Tile& t, const Tensor& h, bool need_h,
+                                const GateUp& dgu) {
+  const FFNSpec& f = spec_.ffn;
+  Tensor sums;
+  if (need(ffn_slot(kCoefficients))) {
+    sums = empty({coefficient_sums(t.rows, t.cols), 4}, A_, "sums of an activation's coefficients");
+    sums.zero_();
+  }
+  call::activation_bwd(f.gated() ? gu.gate : gu.up, gu.up, h, rng_, need_h ? h : Tensor(), dgu.gate,
+                       dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_hidden), f.hidden, t.row0,
+                       t.col0, row_map(), coefficients(), sums);
+  if (sums.defined()) add_bias_grad(ffn_slot(kCoefficients), 0, sums, t.row0 > 0 || t.col0 > 0);
+}
+
+Tensor Block::coefficients() const {
+  const Tensor& given = param(ffn_slot(kCoefficients));
+  const Ledger::Name name("cast", ffn_slot(kCoefficients));
+  return given.defined() ? given.to(A_) : given;
 }
 
 // Backward of a block with a norm behind the FFN makes h twice, by way of a gu that may be kept:
 // there the pointwise kernel serves both.
 bool may_fuse_up(const FFNSpec& f, int64_t rows) {
-  return !f.post.on() && !f.out.on() && rows > 0 && f.lora.empty() && f.quant.empty();
+  return !f.post.on() && !f.out.on() && rows > 0 && f.lora.empty() && f.quant.empty() &&
+         f.act != "xielu";
 }
 
 void Block::choose_up_kernel() {
@@ -185,7 +210,7 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
   const FFNSpec& f = spec_.ffn;
   const int down_w = ffn_slot(kDownW), down_b = ffn_slot(kDownB);
   const bool need_gate_up = need_any(ffn_slot(kFFNGateW), ffn_slot(kUpB) + 1);
-  const bool need_gu = need_n2 || need_gate_up;
+  const bool need_gu = need_n2 || need_gate_up || need(ffn_slot(kCoefficients));
   const bool need_h = need_any(down_w, down_w + 1);
   if (!need_gu && !need_any(down_w, ffn_slot(kFFNPostB) + 1)) return {};
   const HeldWeights held(*this, tiled());
@@ -232,9 +257,7 @@ Tensor Block::ffn_backward(const Tensor& ds, bool need_n2) {
         dgu = gu.buffer.defined()
                   ? gu
                   : gate_up(empty({t.rows, f.gated() ? 2 * t.cols : t.cols}, P_, "gu tile"), t);
-        call::activation_bwd(f.gated() ? gu.gate : gu.up, gu.up, h, rng_, need_h ? h : Tensor(),
-                             dgu.gate, dgu.up, f.act, f.p_hidden, int(DropoutSite::ffn_hidden),
-                             f.hidden, t.row0, t.col0, row_map());
+        activation_backward(gu, t, h, need_h, dgu);
       } else {
         activate(gu, t, h);
       }

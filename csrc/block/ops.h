@@ -103,17 +103,19 @@ inline void residual_bwd(const Tensor& ds, const Tensor& f, const Tensor& rng, c
 
 inline void activation_fwd(const Tensor& g, const Tensor& u, const Tensor& rng, const Tensor& h,
                            std::string_view act, double p, int64_t site, int64_t cols, int64_t row0,
-                           int64_t col0, at::IntArrayRef rows) {
+                           int64_t col0, at::IntArrayRef rows, const Tensor& coefficients = {}) {
   CKPT_OP(activation_fwd);
-  op(g, u, opt(rng), h, act, p, site, cols, row0, col0, rows);
+  op(g, u, opt(rng), h, act, p, site, cols, row0, col0, rows, opt(coefficients));
 }
 
 inline void activation_bwd(const Tensor& g, const Tensor& u, const Tensor& dh, const Tensor& rng,
                            const Tensor& h, const Tensor& dg, const Tensor& du,
                            std::string_view act, double p, int64_t site, int64_t cols, int64_t row0,
-                           int64_t col0, at::IntArrayRef rows) {
+                           int64_t col0, at::IntArrayRef rows, const Tensor& coefficients = {},
+                           const Tensor& sums = {}) {
   CKPT_OP(activation_bwd);
-  op(g, u, dh, opt(rng), opt(h), opt(dg), opt(du), act, p, site, cols, row0, col0, rows);
+  op(g, u, dh, opt(rng), opt(h), opt(dg), opt(du), act, p, site, cols, row0, col0, rows,
+     opt(coefficients), opt(sums));
 }
 
 // The platform's products where no kernel of ours is registered for the device. Python is asked

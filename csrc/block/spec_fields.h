@@ -182,7 +182,7 @@ constexpr ComputeType kComputeTypes[] = {{"float64", c10::ScalarType::Double}, {
 
 // Slots of the params list. Absent halves have none. Adapters' follow, then those of quantized weights.
 enum AttentionParam : int { kAttnPreW, kAttnPreB, kQW, kQB, kKW, kKB, kVW, kVB, kAttnGateW, kAttnGateB, kQNormW, kQNormB, kKNormW, kKNormB, kOW, kOB, kAttnPostW, kAttnPostB, kAttnOutW, kAttnOutB, kSinks, kAttentionParams };
-enum FFNParam : int { kFFNPreW, kFFNPreB, kFFNGateW, kFFNGateB, kUpW, kUpB, kDownW, kDownB, kFFNPostW, kFFNPostB, kFFNOutW, kFFNOutB, kFFNParams };
+enum FFNParam : int { kFFNPreW, kFFNPreB, kFFNGateW, kFFNGateB, kUpW, kUpB, kDownW, kDownB, kFFNPostW, kFFNPostB, kFFNOutW, kFFNOutB, kCoefficients, kFFNParams };
 enum AdapterParam : int { kA, kB, kBias, kAdapterParams };
 enum QuantParam : int { kScale, kOffset, kNestedScale, kTable, kQuantParams };
 enum AuxSlot : int { kCos, kSin, kMask, kPadding, kCuSeqlens, kQScale, kAuxSlots };

@@ -27,7 +27,22 @@ struct ActivationShape {
   int64_t row0, col0;
   RowMap rows;
   Dropout dropout;
+  // xIELU's coefficients, XieluCoefficients of the accumulation type; null for others.
+  const void* coefficients;
+
+  template <typename A>
+  CKPT_HD XieluCoefficients<A> coefficients_as() const {
+    return coefficients == nullptr ? XieluCoefficients<A>{}
+                                   : *static_cast<const XieluCoefficients<A>*>(coefficients);
+  }
 };
+
+// Sums that a backward leaves of a row: of so many columns each on a GPU, of all in the first of
+// them on a CPU. What no sum is left in is for the caller to clear.
+constexpr int64_t kSumColumns = 8192;
+inline int64_t coefficient_sums(int64_t rows, int64_t cols) {
+  return rows * ((cols + kSumColumns - 1) / kSumColumns);
+}
 
 // h = drop(act(g) * u), or drop(act(u)) when not gated. h may be g or u.
 struct ActivationFwd : ActivationShape {
@@ -40,6 +55,8 @@ struct ActivationFwd : ActivationShape {
 struct ActivationBwd : ActivationShape {
   Strided<const void*> g, u, dh;
   Strided<void*> h, dg, du;
+  // The sums of the gradients of xIELU's coefficients, [coefficient_sums, 4]; null: not asked for.
+  void* sums;
 };
 
 }  // namespace ckptfused

@@ -33,9 +33,49 @@ CKPT_HD ActivationValue<A> gelu_tanh_by_sigmoid(A x) {
   return {x * s, std::fma(x * s * (A(1) - s), slope, s)};
 }
 
+// xIELU: (positive x + beta) x above 0, (expm1(min(x, eps)) - x) negative + beta x elsewhere.
+template <typename A>
+struct XieluCoefficients {
+  A positive, negative, beta, eps;
+
+  // How much of the slope of min(x, eps) is that of x: as of PyTorch's, half where they are equal.
+  CKPT_HD A share_of_x(A x) const { return x < eps ? A(1) : x == eps ? A(0.5) : A(0); }
+  // expm1(min(x, eps)) - x.
+  CKPT_HD A below(A x) const { return expm1_acc(x < eps ? x : eps) - x; }
+  // The sums are written as fma on device, for the reason given above.
+  CKPT_HD ActivationValue<A> operator()(A x) const {
+    const A low = expm1_acc(x < eps ? x : eps), share = share_of_x(x), by_beta = beta * x;
+    const A inner = low - x, slope = share * (low + A(1)) - A(1);
+#if CKPT_DEVICE
+    return {x > A(0) ? std::fma(positive, x, beta) * x : std::fma(inner, negative, by_beta),
+            x > A(0) ? std::fma(A(2) * positive, x, beta) : std::fma(slope, negative, beta)};
+#else
+    return {x > A(0) ? (positive * x + beta) * x : inner * negative + by_beta,
+            x > A(0) ? A(2) * positive * x + beta : slope * negative + beta};
+#endif
+  }
+};
+
+// What the coefficients' gradients are of one element, for a gradient d of its value; that of eps
+// is yet to be multiplied by slope_of_eps. All is computed before it is chosen from, or the host
+// compiler would not vectorise loops over it.
+template <typename A>
+CKPT_HD XieluCoefficients<A> xielu_grads(const XieluCoefficients<A>& c, A x, A d) {
+  const A square = d * x * x, below = d * c.below(x), of_eps = (A(1) - c.share_of_x(x)) * d;
+  return {x > A(0) ? square : A(0), x > A(0) ? A(0) : below, d * x, x > A(0) ? A(0) : of_eps};
+}
+template <typename A>
+CKPT_HD A slope_of_eps(const XieluCoefficients<A>& c) {
+  return c.negative * exp_acc(c.eps);
+}
+
+// coefficients: xIELU's; other activations have none.
 template <Activation kAct, typename A>
-CKPT_HD ActivationValue<A> activation_with_grad(A x) {
-  if constexpr (kAct == Activation::relu) {
+CKPT_HD ActivationValue<A> activation_with_grad(A x,
+                                                const XieluCoefficients<A>& coefficients = {}) {
+  if constexpr (kAct == Activation::xielu) {
+    return coefficients(x);
+  } else if constexpr (kAct == Activation::relu) {
     return {x < A(0) ? A(0) : x, x <= A(0) ? A(0) : A(1)};
   } else if constexpr (kAct == Activation::relu2) {
     const A r = x < A(0) ? A(0) : x;
@@ -71,8 +111,8 @@ CKPT_HD ActivationValue<A> activation_with_grad(A x) {
 
 // The compiler drops the derivative's arithmetic.
 template <Activation kAct, typename A>
-CKPT_HD A activation_value(A x) {
-  return activation_with_grad<kAct>(x).value;
+CKPT_HD A activation_value(A x, const XieluCoefficients<A>& coefficients = {}) {
+  return activation_with_grad<kAct>(x, coefficients).value;
 }
 
 }  // namespace ckptfused

@@ -5,9 +5,9 @@
 namespace ckptfused {
 
 // The function of the pre-activation; a gated unit is act(g) * u with one of them.
-enum class Activation : int { relu, gelu, gelu_tanh, silu, relu2, quick_gelu, sigmoid };
+enum class Activation : int { relu, gelu, gelu_tanh, silu, relu2, quick_gelu, sigmoid, xielu };
 // Calls X(kind, whether a gated unit has it) for each.
-#define CKPT_FOR_ACTIVATIONS(X) X(relu, true) X(gelu, true) X(gelu_tanh, true) X(silu, true) X(relu2, false) X(quick_gelu, true) X(sigmoid, true)
+#define CKPT_FOR_ACTIVATIONS(X) X(relu, true) X(gelu, true) X(gelu_tanh, true) X(silu, true) X(relu2, false) X(quick_gelu, true) X(sigmoid, true) X(xielu, false)
 
 struct NamedActivation {
   const char* name;
@@ -22,6 +22,7 @@ inline constexpr NamedActivation kActivations[] = {
     {"relu2", Activation::relu2, false},
     {"quick_gelu", Activation::quick_gelu, false},
     {"sigmoid", Activation::sigmoid, false},
+    {"xielu", Activation::xielu, false},
     {"swiglu", Activation::silu, true},
     {"geglu", Activation::gelu, true},
     {"geglu_tanh", Activation::gelu_tanh, true},

@@ -95,6 +95,19 @@ CKPT_HD double tanh_acc(double x) {
   return std::tanh(x);
 }
 
+// e^x - 1 of x that are not above 0, by the tangent: error below 4 ulp.
+CKPT_HD float expm1_acc(float x) {
+#if CKPT_DEVICE
+  return ::expm1f(x);
+#else
+  const float t = tanh_acc(0.5f * x);
+  return (t + t) / (1.0f - t);
+#endif
+}
+CKPT_HD double expm1_acc(double x) {
+  return std::expm1(x);
+}
+
 // erf: an odd polynomial for |x| < 0.927734375, 1 - e^q(|x|) beyond; error below 2 ulp.
 CKPT_HD float erf_acc(float x) {
 #if CKPT_DEVICE

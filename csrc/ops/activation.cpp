@@ -5,6 +5,8 @@
 namespace ckptfused {
 namespace {
 
+constexpr int64_t kCoefficients = 4;
+
 const NamedActivation& checked_activation(const char* op, std::string_view act) {
   const NamedActivation* found = find_activation(act);
   if (found != nullptr) return *found;
@@ -42,7 +44,8 @@ void check_slice(const char* op, const char* name, const at::Tensor& t, const at
 
 ActivationShape activation_shape(const char* op, const at::Tensor& u, const OptionalTensor& state,
                                  std::string_view act, double p, int64_t site, int64_t cols,
-                                 int64_t row0, int64_t col0, at::IntArrayRef rows) {
+                                 int64_t row0, int64_t col0, at::IntArrayRef rows,
+                                 const OptionalTensor& coefficients) {
   TORCH_CHECK(u.dim() == 2 && row0 >= 0 && col0 >= 0 && col0 + u.size(1) <= cols, op,
               ": u: expected [n, f] with col0 + f <= cols = ", cols, ", got ", u.sizes(),
               " at row0 = ", row0, ", col0 = ", col0);
@@ -58,7 +61,24 @@ ActivationShape activation_shape(const char* op, const at::Tensor& u, const Opti
   a.rows = global_row_map(op, rows, row0 + u.size(0));
   a.dropout = checked_dropout(op, state, p, site, cols, u.device());
   if (kept) a.dropout.scale = 1;
+  const bool has_coefficients = a.act == Activation::xielu;
+  TORCH_CHECK(given(coefficients) == has_coefficients, op, ": coefficients: expected ",
+              has_coefficients ? "[4] for " : "none for ", act);
+  if (has_coefficients) {
+    check_tensor(op, "coefficients", *coefficients, {kCoefficients}, acc_dtype(u.scalar_type()),
+                 u.device());
+    a.coefficients = coefficients->const_data_ptr();
+  }
   return a;
+}
+
+void* coefficient_sums_output(const char* op, const OptionalTensor& sums, const at::Tensor& u,
+                              const ActivationShape& a) {
+  if (!given(sums)) return nullptr;
+  TORCH_CHECK(a.coefficients != nullptr, op, ": sums: expected none without coefficients");
+  check_tensor(op, "sums", *sums, {coefficient_sums(u.size(0), a.cols), kCoefficients},
+               acc_dtype(u.scalar_type()), u.device());
+  return sums->mutable_data_ptr();
 }
 
 Strided<const void*> activation_input(const char* op, const char* name, const at::Tensor& t,

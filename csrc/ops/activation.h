@@ -3,6 +3,7 @@
 #include <string_view>
 
 #include "kernels/activation.h"
+#include "ops/checks.h"
 #include "ops/row_args.h"
 
 // The activation ops on any device: checks, then kRun with the kernel's struct.
@@ -16,7 +17,11 @@ constexpr std::string_view kKept = "kept";
 // What forward and backward share; u is the up projection's part that the call covers.
 ActivationShape activation_shape(const char* op, const at::Tensor& u, const OptionalTensor& state,
                                  std::string_view act, double p, int64_t site, int64_t cols,
-                                 int64_t row0, int64_t col0, at::IntArrayRef rows);
+                                 int64_t row0, int64_t col0, at::IntArrayRef rows,
+                                 const OptionalTensor& coefficients);
+// The memory of the sums of the coefficients' gradients, null where they are not asked for.
+void* coefficient_sums_output(const char* op, const OptionalTensor& sums, const at::Tensor& u,
+                              const ActivationShape& a);
 
 // Tensors of u's shape, dtype and device, whose rows are contiguous.
 Strided<const void*> activation_input(const char* op, const char* name, const at::Tensor& t,
@@ -27,9 +32,11 @@ Strided<void*> activation_output(const char* op, const char* name, const Optiona
 template <void (*kRun)(ActivationFwd, const RowCall&)>
 void activation_fwd(const at::Tensor& g, const at::Tensor& u, const OptionalTensor& rng_state,
                     const at::Tensor& h, c10::string_view act, double p, int64_t site, int64_t cols,
-                    int64_t row0, int64_t col0, at::IntArrayRef rows) {
+                    int64_t row0, int64_t col0, at::IntArrayRef rows,
+                    const OptionalTensor& coefficients) {
   const char* op = "activation_fwd";
-  ActivationFwd a{activation_shape(op, u, rng_state, act, p, site, cols, row0, col0, rows)};
+  ActivationFwd a{
+      activation_shape(op, u, rng_state, act, p, site, cols, row0, col0, rows, coefficients)};
   a.u = activation_input(op, "u", u, u);
   a.g = a.gated ? activation_input(op, "g", g, u) : a.u;
   a.h = activation_output(op, "h", h, u);
@@ -41,9 +48,11 @@ void activation_bwd(const at::Tensor& g, const at::Tensor& u, const at::Tensor& 
                     const OptionalTensor& rng_state, const OptionalTensor& h,
                     const OptionalTensor& dg, const OptionalTensor& du, c10::string_view act,
                     double p, int64_t site, int64_t cols, int64_t row0, int64_t col0,
-                    at::IntArrayRef rows) {
+                    at::IntArrayRef rows, const OptionalTensor& coefficients,
+                    const OptionalTensor& sums) {
   const char* op = "activation_bwd";
-  ActivationBwd a{activation_shape(op, u, rng_state, act, p, site, cols, row0, col0, rows)};
+  ActivationBwd a{
+      activation_shape(op, u, rng_state, act, p, site, cols, row0, col0, rows, coefficients)};
   TORCH_CHECK(a.gated || !given(dg), op, ": dg: expected none for ", act, ", which has no gate");
   a.u = activation_input(op, "u", u, u);
   a.g = a.gated ? activation_input(op, "g", g, u) : a.u;
@@ -51,6 +60,7 @@ void activation_bwd(const at::Tensor& g, const at::Tensor& u, const at::Tensor& 
   a.h = activation_output(op, "h", h, u);
   a.dg = activation_output(op, "dg", dg, u);
   a.du = activation_output(op, "du", du, u);
+  a.sums = coefficient_sums_output(op, sums, u, a);
   kRun(a, {op, u.device(), u.size(0), rng_state});
 }
 

@@ -101,11 +101,11 @@ TORCH_LIBRARY(ckptfused, m) {
       "int site, int[] rows) -> ()");
   m.def(
       "activation_fwd(Tensor g, Tensor u, Tensor? rng_state, Tensor(a!) h, str act, float p, "
-      "int site, int cols, int row0, int col0, int[] rows) -> ()");
+      "int site, int cols, int row0, int col0, int[] rows, Tensor? coefficients=None) -> ()");
   m.def(
       "activation_bwd(Tensor g, Tensor u, Tensor dh, Tensor? rng_state, Tensor(a!)? h, "
       "Tensor(b!)? dg, Tensor(c!)? du, str act, float p, int site, int cols, int row0, int col0, "
-      "int[] rows) -> ()");
+      "int[] rows, Tensor? coefficients=None, Tensor(d!)? sums=None) -> ()");
   // The gate and up products with the activation in one kernel, and their replay with the product
   // that makes dh. ffn_choice: the name of the kernel for [n, c] rows and f hidden columns, or
   // "cublas": products of the platform, then activation_fwd and activation_bwd.

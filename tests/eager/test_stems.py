@@ -66,6 +66,8 @@ def test_activations() -> None:
     for inner, act in GATED_BY.items():
         torch.testing.assert_close(activation(X, up, act), plain[inner] * up)
         torch.testing.assert_close(FUNCTIONS[act](torch.cat((X, up), -1)), plain[inner] * up)
+    by_code = torch.where(X > 0, (0.7 * X + 0.5) * X, 1.25 * (torch.exp(X.clamp(max=-0.1)) - 1 - X) + 0.5 * X)
+    torch.testing.assert_close(activation(None, X, "xielu", torch.tensor([0.7, 1.25, 0.5, -0.1])), by_code)
     assert tuple(FUNCTIONS) == ACTIVATIONS
 
 

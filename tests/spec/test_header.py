@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptfused.spec import ACTIVATIONS, AUX_NAMES, KEEP_NAMES, BlockSpec, FFNSpec, param_names
+from ckptfused.spec import ACTIVATIONS, AUX_NAMES, COEFFICIENTS, KEEP_NAMES, BlockSpec, FFNSpec, param_names
 from ckptfused.spec.header import ROOT, headers
 
 
@@ -64,7 +64,8 @@ def test_cpp_refuses(words: str, message: str) -> None:
 def test_the_op_knows_every_activation(act: str) -> None:
     u = torch.ones(2, 3)
     h = torch.empty_like(u)
-    torch.ops.ckptfused.activation_fwd(u, u, None, h, act, 0.0, 2, 3, 0, 0, [])
+    coefficients = torch.ones(COEFFICIENTS[act]) if act in COEFFICIENTS else None
+    torch.ops.ckptfused.activation_fwd(u, u, None, h, act, 0.0, 2, 3, 0, 0, [], coefficients)
     assert torch.isfinite(h).all()
     with pytest.raises(RuntimeError, match="act: expected one of relu, gelu, .* got tanh"):
         torch.ops.ckptfused.activation_fwd(u, u, None, h, "tanh", 0.0, 2, 3, 0, 0, [])

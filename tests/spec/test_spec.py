@@ -222,11 +222,11 @@ def test_presets_grow() -> None:
 
 def test_param_slots() -> None:
     names = param_names(PRE)
-    assert len(names) == 33
+    assert len(names) == 34
     assert names[:4] == ("attn.pre_w", "attn.pre_b", "attn.q_w", "attn.q_b")
     assert names[20:24] == ("attn.sinks", "ffn.pre_w", "ffn.pre_b", "ffn.gate_w")
     assert len(param_names(BlockSpec(ATTN))) == 21
-    assert len(param_names(BlockSpec(ffn=FFN))) == 12
+    assert len(param_names(BlockSpec(ffn=FFN))) == 13
     assert AUX_NAMES == ("cos", "sin", "mask", "padding", "cu_seqlens", "q_scale")
 
 
@@ -240,6 +240,7 @@ def test_param_shapes(act: str, transposed: bool) -> None:
     assert shapes["attn.k_w"] == ((16, 16), True)
     assert shapes["ffn.down_w"] == ((48, 16) if transposed else (16, 48), True)
     assert ("ffn.gate_w" in shapes) == (act in GATED_ACTIVATIONS)
+    assert shapes.get("ffn.coefficients") == (((4,), True) if act == "xielu" else None)
     joint = param_shapes(EVERYTHING, 16)
     assert joint["attn.q_w"] == ((16, 64), True)
     assert "attn.k_w" not in joint
@@ -252,7 +253,7 @@ def test_adapter_slots() -> None:
     assert "attn.lora=v:8:1e20:1e-05+q:1:-0.3333333333333333:0.0+q:64:2.0:0.0" in text
     assert text.endswith("ffn.lora=down:16:2.0:0.05")
     names = param_names(spec)
-    assert names[33:37] == ("attn.lora0.a", "attn.lora0.b", "attn.lora0.bias", "attn.lora1.a")
+    assert names[34:38] == ("attn.lora0.a", "attn.lora0.b", "attn.lora0.bias", "attn.lora1.a")
     assert names[-3:] == ("ffn.lora0.a", "ffn.lora0.b", "ffn.lora0.bias")
     shapes = param_shapes(spec, 24)
     assert shapes["attn.lora0.a"] == ((8, 24), True)

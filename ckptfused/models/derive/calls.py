@@ -156,7 +156,7 @@ def held_tensor(modules: _Modules | nn.Module, name: str) -> Tensor:
 
 
 def outer_tensor(made: Ready, modules: Any, leaves: list[Any], name: str, known: dict[Value, Tensor]) -> Tensor:
-    """What the layer holds, or computes of that and of arguments; vectors of modulated halves anew at each call, for
+    """What the layer holds, or computes of that and of arguments; vectors and coefficients anew at each call, for
     they have gradients. known: what was computed so in this call.
     """
     if name not in made.recipes:
@@ -168,7 +168,7 @@ def outer_tensor(made: Ready, modules: Any, leaves: list[Any], name: str, known:
         return leaves[_place(root)] if root.startswith("arg:") else held_tensor(modules, root)
 
     recipe, device = made.recipes[name], leaves[made.x].device
-    if any(t is not None and t.name == name for norm in made.layout.modulated for t in norm.made_of):
+    if any(t is not None and t.name == name for one in made.layout.vectors for t in one.made_of):
         return evaluated(recipe, given, device, known, made.returned)
     return recalled(recipe, given, device)
 

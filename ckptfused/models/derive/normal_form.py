@@ -15,13 +15,14 @@ from ckptfused.models.derive.read import Form
 from ckptfused.models.derive.recording.evaluate import joined_masks, once
 from ckptfused.models.derive.recording.record import Recording
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError
+from ckptfused.models.derive.rules.coefficients import Coefficients
 from ckptfused.models.derive.rules.core import Core, Outer
 from ckptfused.models.derive.rules.modulation import Modulated, modulated
 from ckptfused.models.derive.rules.pieces import Linear, NormPiece
 from ckptfused.models.derive.rules.products import by_heads
 from ckptfused.models.derive.rules.rotations import table_of
 from ckptfused.models.derive.walk import Walk
-from ckptfused.spec import PLAIN_ACTIVATIONS
+from ckptfused.spec import GATED_ACTIVATIONS
 
 
 class Map(NamedTuple):
@@ -82,8 +83,8 @@ class DerivedLayer(NamedTuple):
     """The causal mask that the layer makes itself: its call's number in the recording, and its kind."""
     q_scale: Outer | None = None
     """Factors of q by position."""
-    modulated: tuple[Modulated, ...] = ()
-    """The norms to which a call gives vectors of each batch element."""
+    vectors: tuple[Modulated | Coefficients, ...] = ()
+    """What a call gives: vectors of each batch element to norms, coefficients to an activation."""
 
     def parts(self, layer: nn.Module) -> Parts:
         """The pieces of a layer, as they are now."""
@@ -106,7 +107,7 @@ class DerivedLayer(NamedTuple):
         elif self.causal:
             masks = Mask(causal=True)
         cos, sin = (None if t is None else table_of(outer[t.name], t.form, x.size(1)) for t in (self.cos, self.sin))
-        vectors = dict(found for norm in self.modulated for found in norm.slots(outer, x))
+        vectors = dict(found for one in self.vectors for found in one.slots(outer, x))
         q_scale = None if self.q_scale is None else outer[self.q_scale.name].squeeze()
         return Inputs(x, masks, cos, sin, q_scale=q_scale, vectors=vectors)
 
@@ -132,7 +133,7 @@ class DerivedLayer(NamedTuple):
     def outer(self) -> tuple[Outer, ...]:
         """What it takes from outside beside x."""
         found = (self.cos, self.sin, self.q_scale, self.mask, self.padding, *(t for t, _ in self.also))
-        found += tuple(t for norm in self.modulated for t in norm.made_of)
+        found += tuple(t for one in self.vectors for t in one.made_of)
         return tuple(t for t in found if t is not None)
 
 
@@ -147,7 +148,7 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
         dropped = core.dropout
         p = 0.0 if dropped is None else rate(dropped, *((4, "dropout_p") if "scaled" in dropped.op else (1, "p")))
         by_call = tuple(modulated("attn", branch.pre, branch.post))
-        found = found._replace(modulated=by_call)
+        found = found._replace(vectors=by_call)
         numbers = (
             *(heads.heads, heads.kv_heads, heads.head_dim, heads.rope, heads.rotary_dim),
             *(
@@ -177,8 +178,9 @@ def layout_of(form: Form, walk: Walk, layer: nn.Module) -> DerivedLayer:
         made = branch.hidden
         assert made is not None
         by_call = tuple(modulated("ffn", branch.pre, branch.post))
-        found = found._replace(modulated=(*found.modulated, *by_call))
-        gated = made.up is not None or made.act not in PLAIN_ACTIVATIONS
+        of_act = () if made.coefficients is None else (made.coefficients,)
+        found = found._replace(vectors=(*found.vectors, *by_call, *of_act))
+        gated = made.up is not None or made.act in GATED_ACTIVATIONS
         first, second = (made.first, made.up) if gated else (None, made.first)
         ffn = DerivedHalf(
             tuple(map(_map, (first, second, branch.last))),

@@ -192,8 +192,8 @@ def _compared(own: nn.Module, form: Form, walk: Walk, factored: Factored) -> tup
 
 
 def _made_again(layout: DerivedLayer, recording: Recording) -> dict[str, Tensor]:
-    """What a block takes from outside, by name: vectors of modulated halves as a call will make them."""
-    names = {t.name for norm in layout.modulated for t in norm.made_of if t is not None and t.name.startswith("call:")}
+    """What a block takes from outside, by name: vectors and coefficients as a call will make them."""
+    names = {t.name for one in layout.vectors for t in one.made_of if t is not None and t.name.startswith("call:")}
     known: dict[Value, Tensor] = {}
     outer = dict(recording.roots)
     for name in names:

@@ -144,7 +144,11 @@ class Walk:
         """Whether a value is a vector for each batch element, or one for all, which does not depend on x: [B, 1, C]."""
         x = self.recording.x
         fits = v.data.dim() == 3 and v.shape[0] in (1, x.shape[0]) and v.shape[1:] == (1, x.shape[2])
-        return fits and self._of(v, self._apart, lambda root: root is not x)
+        return fits and self.apart(v)
+
+    def apart(self, v: Value) -> bool:
+        """Whether a value does not depend on x."""
+        return self._of(v, self._apart, lambda root: root is not self.recording.x)
 
     def _of(self, v: Value, known: dict[Value, bool], allowed: Callable[[Value], bool]) -> bool:
         """Whether a value depends on nothing random, and on such values alone."""

@@ -18,6 +18,7 @@ struct ActivationKernel {
   static void fwd(const ActivationFwd& a, int64_t begin, int64_t end) {
     const uint32_t threshold = a.dropout.threshold;
     const A scale = a.dropout.scale_as<A>();
+    const auto coefficients = a.coefficients_as<A>();
     uint16_t draw_buffer[kActivationRun + 16];
     keep_all(draw_buffer);
     for (int64_t row = begin; row < end; ++row) {
@@ -30,7 +31,7 @@ struct ActivationKernel {
         const uint16_t* draws = draw(a, logical_row, col, n, draw_buffer);
         CKPT_IVDEP
         for (int64_t i = 0; i < n; ++i) {
-          A value = activation_value<kAct>(A(to_acc(kGated ? g[i] : u[i])));
+          A value = activation_value<kAct>(A(to_acc(kGated ? g[i] : u[i])), coefficients);
           if (kGated) value *= to_acc(u[i]);
           from_acc(dropout_apply(value, draws[i], threshold, scale), h[i]);
         }
@@ -41,11 +42,13 @@ struct ActivationKernel {
   static void bwd(const ActivationBwd& a, int64_t begin, int64_t end) {
     const uint32_t threshold = a.dropout.threshold;
     const A scale = a.dropout.scale_as<A>();
+    const auto coefficients = a.coefficients_as<A>();
     uint16_t draw_buffer[kActivationRun + 16];
     keep_all(draw_buffer);
     T unwanted[kActivationRun];
     for (int64_t row = begin; row < end; ++row) {
       const int64_t logical_row = a.rows(a.row0 + row);
+      XieluCoefficients<A> sums{};
       for (int64_t col = 0; col < a.cols; col += kActivationRun) {
         const int64_t n = a.cols - col < kActivationRun ? a.cols - col : kActivationRun;
         const T* g = at(a.g, row, col);
@@ -55,9 +58,15 @@ struct ActivationKernel {
         T* dg = a.dg.data == nullptr ? unwanted : at(a.dg, row, col);
         T* du = a.du.data == nullptr ? unwanted : at(a.du, row, col);
         const uint16_t* draws = draw(a, logical_row, col, n, draw_buffer);
+        if constexpr (kAct == Activation::xielu) {
+          if (a.sums != nullptr) {
+            add_coefficient_grads(coefficients, u, dh, draws, threshold, scale, n, sums);
+          }
+        }
         CKPT_IVDEP
         for (int64_t i = 0; i < n; ++i) {
-          const auto act = activation_with_grad<kAct>(A(to_acc(kGated ? g[i] : u[i])));
+          const auto act =
+              activation_with_grad<kAct>(A(to_acc(kGated ? g[i] : u[i])), coefficients);
           const A up = kGated ? to_acc(u[i]) : A(1);
           const A grad = dropout_apply(A(to_acc(dh[i])), draws[i], threshold, scale);
           from_acc(dropout_apply(act.value * up, draws[i], threshold, scale), h[i]);
@@ -65,10 +74,34 @@ struct ActivationKernel {
           from_acc(grad * (kGated ? act.value : act.grad), du[i]);
         }
       }
+      if (kAct == Activation::xielu && a.sums != nullptr) {
+        sums.eps *= slope_of_eps(coefficients);
+        static_cast<XieluCoefficients<A>*>(a.sums)[coefficient_sums(row, a.cols)] = sums;
+      }
     }
   }
 
  private:
+  // Adds those of a run, before anything is written over u or dh.
+  static void add_coefficient_grads(const XieluCoefficients<A>& coefficients, const T* u,
+                                    const T* dh, const uint16_t* draws, uint32_t threshold, A scale,
+                                    int64_t n, XieluCoefficients<A>& sums) {
+    A positive[kActivationRun], negative[kActivationRun], beta[kActivationRun], eps[kActivationRun];
+    CKPT_IVDEP
+    for (int64_t i = 0; i < n; ++i) {
+      const A grad = dropout_apply(A(to_acc(dh[i])), draws[i], threshold, scale);
+      const XieluCoefficients<A> own = xielu_grads(coefficients, A(to_acc(u[i])), grad);
+      positive[i] = own.positive;
+      negative[i] = own.negative;
+      beta[i] = own.beta;
+      eps[i] = own.eps;
+    }
+    sums.positive += lane_sum<A>(n, [&](int64_t i) { return positive[i]; });
+    sums.negative += lane_sum<A>(n, [&](int64_t i) { return negative[i]; });
+    sums.beta += lane_sum<A>(n, [&](int64_t i) { return beta[i]; });
+    sums.eps += lane_sum<A>(n, [&](int64_t i) { return eps[i]; });
+  }
+
   CKPT_HD static const T* at(Strided<const void*> t, int64_t row, int64_t col) {
     return static_cast<const T*>(t.data) + row * t.stride + col;
   }

@@ -34,6 +34,13 @@ CKPT_HD Philox4x32 group_draws(const ActivationShape& a, const Dropout& dropout,
   return dropout.draw_from(drawn_row, a.col0 + col);
 }
 
+// xIELU's coefficients; of others there are none, and nothing is read.
+template <Activation kAct, typename A>
+__device__ __forceinline__ XieluCoefficients<A> coefficients_of(const ActivationShape& a) {
+  if constexpr (kAct == Activation::xielu) return a.coefficients_as<A>();
+  return {};
+}
+
 // Calls f(T{}, activation, gate), the last two std::integral_constants, for what the arguments ask.
 template <typename T, Activation kAct, bool kHasGated, typename F>
 const char* for_gate(const ActivationShape& a, F f) {

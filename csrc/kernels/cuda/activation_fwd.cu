@@ -12,6 +12,7 @@ __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<T>>)
   using A = acc_t<T>;
   const Dropout dropout = with_state(a.dropout, rng_state);
   const A scale = dropout.template scale_as<A>();
+  const auto coefficients = coefficients_of<kAct, A>(a);
   struct Loaded {
     Raw<T, kGroup> g, u;
   };
@@ -29,9 +30,9 @@ __global__ void __launch_bounds__(kElementThreads, kElementBlocks<acc_t<T>>)
     CKPT_UNROLL
     for (int i = 0; i < kGroup; ++i) {
       if constexpr (kGated) {
-        h[i] = activation_value<kAct>(g[i]) * u[i];
+        h[i] = activation_value<kAct>(g[i], coefficients) * u[i];
       } else {
-        h[i] = activation_value<kAct>(u[i]);
+        h[i] = activation_value<kAct>(u[i], coefficients);
       }
     }
     drop_group(dropout, draws, scale, h);

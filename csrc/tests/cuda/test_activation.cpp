@@ -36,6 +36,7 @@ struct Problem {
     shape.dtype = dtype_of<T>();
     shape.act = kind.act;
     shape.gated = kind.gated;
+    shape.coefficients = coefficients_for<T>(kind.act);
     shape.cols = cols;
     shape.row0 = 4;
     shape.col0 = col0;
@@ -214,6 +215,50 @@ TYPED_TEST(ActivationCuda, OutputsDoNotDependOnEachOther) {
   }
 }
 
+// The sums of xIELU's coefficients' gradients: of one block, of several, of a row and more.
+TYPED_TEST(ActivationCuda, SumsOfCoefficients) {
+  using T = TypeParam;
+  using A = acc_t<T>;
+  if (kThreadSanitizer) return;
+  const int64_t shapes[][2] = {{1, 1}, {5, 111}, {41, 257}, {3, 9000}};
+  for (const auto& [rows, cols] : shapes) {
+    const Problem<T> p(*find_activation("xielu"), rows, cols, 0.1, 0, 0);
+    double want[4] = {};
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t col = 0; col < cols; ++col) {
+        const double x = p.gu.exact[p.u_at(row, col)];
+        // du without its factor: d of what dropout keeps.
+        const double d = p.want(row, col).du / naive_grad(Activation::xielu, x);
+        want[0] += x > 0 ? d * x * x : 0;
+        want[1] += x > 0 ? 0 : d * (std::expm1(x) - x);
+        want[2] += d * x;
+      }
+    }
+    const int64_t count = coefficient_sums(rows, cols);
+    for (const bool cuda : {false, true}) {
+      std::vector<T> in = p.gu.stored, grad = p.dh.stored;
+      std::vector<A> sums(size_t(count * 4), A(0));
+      ActivationBwd a = p.bwd(in, grad, grad, in);
+      a.sums = sums.data();
+      if (cuda) {
+        ASSERT_EQ(nullptr, activation_bwd_cuda(a, kState, rows, nullptr));
+      } else {
+        activation_bwd_rows(p.on_cpu(a), 0, rows);
+      }
+      for (int k = 0; k < 4; ++k) {
+        double got = 0, size = 1;
+        for (int64_t i = 0; i < count; ++i) {
+          got += double(sums[i * 4 + k]);
+          size += std::abs(double(sums[i * 4 + k]));
+        }
+        // Each element's rounding, and that of the additions of a row or block.
+        const double allowed = 64 * size * std::numeric_limits<A>::epsilon();
+        EXPECT_NEAR(want[k], got, allowed + 4e-6 * (sizeof(A) == 4) * size) << rows << " " << cols;
+      }
+    }
+  }
+}
+
 TYPED_TEST(ActivationCuda, DropsAllAtProbabilityOne) {
   using T = TypeParam;
   Problem<T> p(kSwiglu, 2, 33, 1.0, 0, 0);
@@ -243,12 +288,12 @@ TYPED_TEST(ActivationCuda, NanAndLargeValues) {
     EXPECT_EQ(at.zero, value(1)) << kind.name;
     EXPECT_EQ(at.zero, value(2)) << kind.name;
     EXPECT_EQ(double(round_to<T>(acc_t<T>(at.sixty))), value(3)) << kind.name;
-    EXPECT_NEAR(0.0, value(4), 1e-20) << kind.name;
+    EXPECT_NEAR(at.below, value(4), 1e-20) << kind.name;
     const auto grad_at = [&](int i) {
       return double(to_acc(out[kind.gated ? p.g_at(0, i) : p.u_at(0, i)]));
     };
     EXPECT_EQ(at.slope_at_sixty, grad_at(3)) << kind.name;
-    EXPECT_NEAR(0.0, grad_at(4), 1e-20) << kind.name;
+    EXPECT_NEAR(at.slope_below, grad_at(4), 1e-20) << kind.name;
   }
 }
 

@@ -21,6 +21,7 @@ from ckptfused.models.derive.recording.evaluate import Rest, evaluated
 from ckptfused.models.derive.recording.record import tensors_held
 from ckptfused.ops.call import Call
 from tests.cases import by_turns
+from tests.models.derive.coefficients import IN_XIELU, XIELU
 from tests.models.derive.experts import EXPERTS, IN_EXPERTS
 from tests.models.derive.gates import GATED, IN_GATED
 from tests.models.derive.modulated import DIT, IN_MODULATED
@@ -42,6 +43,7 @@ OTHERS = [
 ]
 MUTANTS += [(WIDE, *change) for change in IN_WIDE] + [(EXPERTS, *change) for change in IN_EXPERTS]
 MUTANTS += IN_GATED
+MUTANTS += [(XIELU, *change) for change in IN_XIELU]
 MUTANTS += [(SCALED_Q, *change) for change in IN_SCALED_Q]
 MUTANTS += [(TAILED, *change) for change in IN_TAILED]
 MUTANTS += [(SUNK, *change) for change in IN_SUNK] + [(SCALED, *change) for change in IN_SCALED]

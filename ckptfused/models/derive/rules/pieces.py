@@ -13,6 +13,7 @@ from ckptfused.eager.activation import FUNCTIONS, activation
 from ckptfused.eager.norm import norm as eager_norm
 from ckptfused.models.derive.recording.names import words_of
 from ckptfused.models.derive.recording.recorder import Recorded, RefusedError, Value
+from ckptfused.models.derive.rules.coefficients import Coefficients, xielu_of
 from ckptfused.models.derive.rules.masks import named
 from ckptfused.models.derive.walk import Walk, arranges, close
 from ckptfused.spec import BIASED_NORMS, GATED_ACTIVATIONS, NORMS, PLAIN_ACTIVATIONS
@@ -219,10 +220,17 @@ class Hidden(NamedTuple):
     act: str
     first: Linear
     up: Linear | None
+    coefficients: Coefficients | None = None
+    """Those of an activation that has some."""
 
 
 def hidden(walk: Walk, h: Value) -> Hidden:
     """The activation that made a hidden value, and of what. **Raises** `RefusedError` where no rule reads it."""
+    trained = walk.attempt(xielu_of, walk, h)
+    if trained is not None:
+        made = linear(walk, walk.through(trained[0]))
+        if _whole(trained[0], made):
+            return Hidden("xielu", made, None, trained[1])
     leaves: dict[Value, Linear] = {}
     calls: dict[Recorded, None] = {}
     queue = [(h, h.call)]
